@@ -1,0 +1,1 @@
+"""argv to one library call to an exit code."""

@@ -1,0 +1,1 @@
+"""Collectives: one interface, its engines."""

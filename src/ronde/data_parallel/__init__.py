@@ -1,0 +1,1 @@
+"""Parameters to buckets to reductions, overlapped with backward."""

@@ -1,0 +1,1 @@
+"""Start one program on every slot and end it cleanly."""

@@ -1,0 +1,1 @@
+"""The PyTorch front end: the API of ``horovod.torch``."""

@@ -1,0 +1,5 @@
+"""Who am I, how many are we, where do we meet: read once from the environment."""
+
+from ronde.world.value import Claim, Launcher, Meeting, World
+
+__all__ = ["Claim", "Launcher", "Meeting", "World"]
