@@ -57,8 +57,8 @@ class World:
                 )
         if self.local_size > self.size or self.cross_size > self.size:
             raise WorldError(
-                f"size must be at least local_size and cross_size, got size {self.size}, "
-                f"local_size {self.local_size} and cross_size {self.cross_size}."
+                f"size must be at least local_size and cross_size, got {self.size}, "
+                f"{self.local_size} and {self.cross_size}."
             )
 
     @classmethod
