@@ -1,0 +1,117 @@
+"""The one place that reads the process's environment to find its world."""
+
+import os
+from collections.abc import Mapping
+
+from ronde.errors import WorldError
+from ronde.world.dialects import read_dialects
+from ronde.world.reading import Place, Reading, integer
+from ronde.world.settlement import settle
+from ronde.world.value import Claim, Launcher, Meeting
+
+
+def read_claim(environ: Mapping[str, str] | None = None) -> Claim:
+    """Read who this process is among how many from the launcher's variables.
+
+    Understands ronde, torchrun, Horovod, Open MPI, PMI (MPICH), Slurm steps and
+    ``RANK`` with ``WORLD_SIZE`` set by hand. Without any of them: a world of one.
+
+    What a launcher leaves open stays open: ``cross_rank`` and ``cross_size`` are None
+    then, on all ranks alike. Where by hand nothing is said of this host,
+    ``local_rank`` is 0 and ``local_size`` the least that fits; exchange hosts
+    (``World.from_hosts``) before you rely on them.
+
+    Args:
+        environ: The variables; None reads this process's own.
+
+    Raises:
+        WorldError: The variables are partial, no numbers, or contradict each other.
+            They are never taken for a world of one.
+    """
+    if environ is None:
+        # Reading it here is this module's purpose; everybody else is given a mapping.
+        environ = os.environ  # noqa: TID251
+    readings = read_dialects(environ)
+    meeting = _read_meeting(environ, has_ranks=bool(readings))
+    if not readings:
+        return Claim(Launcher.NONE, 0, 1, 0, 1, 0, 1)
+    return _claim(environ, settle(readings), meeting)
+
+
+def _claim(
+    environ: Mapping[str, str], reading: Reading, meeting: Meeting | None
+) -> Claim:
+    place = reading.place
+    if place.rank is None or place.size is None:
+        raise AssertionError("settle() returned a partial reading")
+    local_rank, local_size, cross_rank, cross_size = _local_and_cross(place)
+    return Claim(
+        launcher=reading.launcher,
+        rank=place.rank,
+        size=place.size,
+        local_rank=local_rank,
+        local_size=local_size,
+        cross_rank=cross_rank,
+        cross_size=cross_size,
+        meeting=_own(environ, reading, meeting),
+        job_id=reading.job_id,
+        hosts=_hosts(environ, reading),
+    )
+
+
+def _local_and_cross(place: Place) -> tuple[int, int, int | None, int | None]:
+    """Fill in what follows from the rest, and the least that fits where nothing does.
+
+    Whether ``cross_rank`` is known must come out alike on all ranks: where it is not,
+    they exchange hosts, together.
+    """
+    if place.rank is not None and place.size in (place.local_size, 1):
+        local_rank = place.rank if place.local_rank is None else place.local_rank
+        return local_rank, place.size or 1, 0, 1
+    if place.local_rank is None or place.local_size is None:
+        local_rank = place.local_rank or 0
+        return local_rank, place.local_size or local_rank + 1, None, None
+    return place.local_rank, place.local_size, place.cross_rank, place.cross_size
+
+
+def _hosts(environ: Mapping[str, str], reading: Reading) -> tuple[str, ...]:
+    host = environ.get("RONDE_HOST")
+    is_only = reading.launcher is Launcher.RONDE and reading.place.num_nodes == 1
+    return (host,) if host and is_only else ()
+
+
+def _read_meeting(environ: Mapping[str, str], *, has_ranks: bool) -> Meeting | None:
+    address, port_text = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if address is None and port_text is None:
+        return None
+    if not address or not port_text:
+        here, gone = ("MASTER_ADDR", "MASTER_PORT")[:: 1 if address else -1]
+        raise WorldError(
+            f"MASTER_ADDR and MASTER_PORT must both be set or neither, got "
+            f"{here}={environ.get(here, '')} and no {gone}. "
+            f"Set {gone}, or unset {here}."
+        )
+    if not has_ranks:
+        return None
+    port = integer(environ, "MASTER_PORT") or 0
+    if not 0 < port < 65536:
+        raise WorldError(
+            f"MASTER_PORT must be in 1..65535, got {port_text}. "
+            f"Give a port that is free on {address}."
+        )
+    return Meeting(address, port)
+
+
+def _own(
+    environ: Mapping[str, str], reading: Reading, meeting: Meeting | None
+) -> Meeting | None:
+    """Add to the meeting what only its own launcher can say of it."""
+    if meeting is None:
+        return None
+    if reading.launcher is Launcher.RONDE and reading.place.rank == 0:
+        listen_fd = integer(environ, "RONDE_MASTER_LISTEN_FD")
+        return Meeting(meeting.address, meeting.port, listen_fd=listen_fd)
+    if reading.launcher is Launcher.TORCHRUN:
+        is_hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return Meeting(meeting.address, meeting.port, is_hosted=is_hosted)
+    return meeting
