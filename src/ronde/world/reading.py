@@ -44,7 +44,13 @@ INDEX_AND_COUNT = (
     ("cross_rank", "cross_size"),
     ("node_rank", "num_nodes"),
 )
-"""Each index is below its count, and no count is above ``size``."""
+
+_ORDER = (
+    *((index, "below", count) for index, count in INDEX_AND_COUNT),
+    *((count, "at most", "size") for _, count in INDEX_AND_COUNT[1:]),
+    *((index, "below", "size") for index, _ in INDEX_AND_COUNT[1:]),
+)
+"""What must hold between any two numbers that are both known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +129,16 @@ def check_place(place: Place, names: Mapping[str, str]) -> None:
         WorldError: An index is not below its count, or a count is above the size.
     """
     known = place.known()
-    for index, count in INDEX_AND_COUNT:
-        if index in known and known[index] >= known.get(count, known[index] + 1):
-            _refuse(known, names, index, "below", count)
-        if known.get(count, 0) > known.get("size", known.get(count, 0)):
-            _refuse(known, names, count, "at most", "size")
-    if known.get("local_rank", 0) >= known.get("size", known.get("local_rank", 0) + 1):
-        _refuse(known, names, "local_rank", "below", "size")
+    for _, count in INDEX_AND_COUNT:
+        if known.get(count) == 0:
+            raise WorldError(
+                f"{names[count]} must be at least 1, got 0. "
+                f"Set it anew, or unset it to run a world of one."
+            )
+    for low, rule, high in _ORDER:
+        limit = known.get(high)
+        if limit is not None and known.get(low, 0) >= limit + (rule == "at most"):
+            _refuse(known, names, low, rule, high)
     if known.keys() >= {"size", "local_size", "num_nodes"}:
         _check_every_node_has_a_rank(known, names)
 

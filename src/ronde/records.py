@@ -1,0 +1,198 @@
+"""What was measured, as lines of JSON that every later reader understands.
+
+A file of records is one JSON object a line, each with the version of its form:
+``{"schema": 1, "kind": ..., "created_at": ..., "ronde": ..., "machine": ...,
+"values": ...}``. Files are only appended to.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+from ronde import __version__
+from ronde.errors import UsageError
+
+SCHEMA = 1
+"""Version of the form; a change that an older reader would misread raises it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a figure depends on. The host's name is not among it.
+
+    Attributes:
+        num_cores: Cores that this process may use.
+        cpu: The processor's model name; empty where the system does not tell.
+        python: Version of Python.
+        platform: Operating system and architecture.
+    """
+
+    num_cores: int
+    cpu: str
+    python: str
+    platform: str
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """Describe this machine."""
+        return cls(
+            num_cores=len(os.sched_getaffinity(0)),
+            cpu=_cpu_model(),
+            python=platform.python_version(),
+            platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+        )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One measurement.
+
+    Attributes:
+        kind: What was measured, such as ``training``; readers choose by it.
+        values: The figures, JSON's types only; names carry their units.
+        created_at: UTC, ISO 8601.
+        ronde: Version of ronde that wrote it.
+        machine: Where it was measured.
+    """
+
+    kind: str
+    values: Mapping[str, Any]
+    created_at: str = field(default_factory=_now)
+    ronde: str = __version__
+    machine: Machine = field(default_factory=Machine.here)
+
+    def to_json(self) -> str:
+        """Return the record as one line of JSON.
+
+        Raises:
+            UsageError: ``values`` holds what JSON has no form for, NaN included.
+        """
+        content = {
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "created_at": self.created_at,
+            "ronde": self.ronde,
+            "machine": {
+                each.name: getattr(self.machine, each.name) for each in fields(Machine)
+            },
+            "values": dict(self.values),
+        }
+        try:
+            return json.dumps(content, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"values of a record must be JSON's types, got {self.values!r}: "
+                f"{error}. Convert them to int, float, str, list or dict."
+            ) from error
+
+    @classmethod
+    def from_json(cls, text: str) -> "Record":
+        """Read one line.
+
+        Raises:
+            UsageError: It is no record of a known version.
+        """
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"a record must be JSON, got {text[:60]!r}.") from error
+        if not isinstance(content, dict) or "schema" not in content:
+            raise UsageError(f'a record must have a "schema", got {text[:60]!r}.')
+        entries = cast("dict[str, Any]", content)
+        if entries["schema"] != SCHEMA:
+            raise UsageError(
+                f"schema must be {SCHEMA}, got {entries['schema']!r}. "
+                f"Read the file with the version of ronde that wrote it."
+            )
+        return cls._from_entries(entries)
+
+    @classmethod
+    def _from_entries(cls, entries: Mapping[str, Any]) -> "Record":
+        texts = ("kind", "created_at", "ronde")
+        wrong = [name for name in texts if not isinstance(entries.get(name), str)]
+        maps = ("machine", "values")
+        wrong += [name for name in maps if not isinstance(entries.get(name), dict)]
+        if wrong:
+            raise UsageError(
+                f"a record must have {', '.join((*texts, *maps))}, "
+                f"got none or another type for {', '.join(wrong)}."
+            )
+        machine = cast("dict[str, Any]", entries["machine"])
+        try:
+            where = Machine(
+                **{each.name: machine[each.name] for each in fields(Machine)}
+            )
+        except KeyError as error:
+            raise UsageError(
+                f"machine of a record must have {error}, got {machine!r}."
+            ) from error
+        return cls(
+            kind=entries["kind"],
+            values=entries["values"],
+            created_at=entries["created_at"],
+            ronde=entries["ronde"],
+            machine=Machine(**facts),
+        )
+
+
+def append_record(path: Path, record: Record) -> None:
+    """Append one line to ``path``, which is made where it is not there.
+
+    Processes may append to one file at the same time; lines do not mix.
+
+    Raises:
+        UsageError: The record is not JSON; nothing is written.
+        OSError: The file cannot be written.
+    """
+    line = f"{record.to_json()}\n".encode()
+    # One write to a file opened for appending: the kernel keeps lines whole.
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        view = memoryview(line)
+        while view:
+            view = view[os.write(descriptor, view) :]
+    finally:
+        os.close(descriptor)
+
+
+def read_records(path: Path, kind: str | None = None) -> list[Record]:
+    """Read a file's records in order; empty lines are passed over.
+
+    Args:
+        path: The file.
+        kind: Return only records of this kind.
+
+    Raises:
+        UsageError: A line is no record; the message has file and line.
+        OSError: The file cannot be read.
+    """
+    records: list[Record] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = Record.from_json(line)
+            except UsageError as error:
+                raise UsageError(f"{path}:{number}: {error}") from error
+            if kind in (None, record.kind):
+                records.append(record)
+    return records
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    names = [line for line in text.splitlines() if line.startswith("model name")]
+    return names[0].partition(":")[2].strip() if names else platform.processor()
