@@ -128,9 +128,7 @@ class Record:
             )
         machine = cast("dict[str, Any]", entries["machine"])
         try:
-            where = Machine(
-                **{each.name: machine[each.name] for each in fields(Machine)}
-            )
+            facts = {each.name: machine[each.name] for each in fields(Machine)}
         except KeyError as error:
             raise UsageError(
                 f"machine of a record must have {error}, got {machine!r}."

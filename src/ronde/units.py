@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from ronde.errors import UsageError
 
-_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 _SIZE_UNITS = (
     {"": 1, "b": 1}
@@ -40,10 +40,8 @@ def parse_size_bytes(text: str) -> int:
     Raises:
         UsageError: It is no size, or no whole number of bytes.
     """
-    match = re.fullmatch(
-        rf"({_NUMBER})\s*([a-z]*)", text.strip(), re.IGNORECASE | re.ASCII
-    )
-    if match is None or match[2].lower() not in _SIZE_UNITS:
+    match = re.fullmatch(rf"({_NUMBER})\s*([a-z]*)", text.strip().lower(), re.ASCII)
+    if match is None or match[2] not in _SIZE_UNITS:
         raise UsageError(
             f"size must be a number of bytes or one with a unit, got {text!r}. "
             f"Write it as 4096, 25MiB or 1.5GB."
@@ -67,7 +65,7 @@ def format_size(size_bytes: int) -> str:
         raise UsageError(f"size_bytes must be at least 0, got {size_bytes}.")
     exponent = 0
     # 1023.5 would be written as 1024: that is one of the next unit.
-    while exponent < len(_BINARY) and size_bytes >= 1023.5 * 1024**exponent:
+    while exponent < len(_BINARY) and size_bytes / 1024**exponent >= 1023.5:
         exponent += 1
     if exponent == 0:
         return f"{size_bytes}B"
