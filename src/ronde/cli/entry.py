@@ -1,0 +1,73 @@
+"""The command ``ronde``: picks the verb and turns errors into exit codes."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import ronde
+from ronde.errors import RondeError, UsageError
+
+EXIT_USAGE = 64
+EXIT_INTERNAL = 70
+EXIT_INTERRUPTED = 130
+
+HELP = """\
+usage: ronde VERB ...
+
+ronde runs one training program on every GPU or CPU slot and keeps the copies in step.
+
+verbs:
+  run    start a program once for every slot of this machine
+
+ronde VERB --help says more of a verb; ronde --version says which ronde this is.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the process's exit code.
+
+    Args:
+        argv: Words after the command's name; None takes this process's own.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    _open_standard_fds()
+    try:
+        return _dispatch(words)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except UsageError as error:
+        print(f"ronde: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except RondeError as error:
+        print(f"ronde: {error}", file=sys.stderr)
+        return EXIT_INTERNAL
+
+
+def _dispatch(words: list[str]) -> int:
+    match words:
+        case ["--version" | "-V", *_]:
+            print(f"ronde {ronde.__version__}")
+        case [] | ["--help" | "-h" | "help", *_]:
+            print(HELP, end="")
+        case ["run", *rest]:
+            from ronde.cli.run import run
+
+            return run(rest)
+        case _:
+            verb = words[0]
+            raise UsageError(
+                f"verb must be run, got {verb!r}. Type: ronde --help"
+                if verb.startswith("-")
+                else f"verb must be run, got {verb!r}. "
+                f"Type: ronde run {verb} ..., or ronde --help"
+            )
+    return 0
+
+
+def _open_standard_fds() -> None:
+    """Give a closed standard descriptor a place, so that no pipe takes its number."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)

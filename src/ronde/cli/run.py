@@ -1,0 +1,203 @@
+"""``ronde run``: words -> job -> exit code."""
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from ronde.errors import UsageError, WorldError
+from ronde.launch.controller import run_job
+from ronde.launch.environments import own_environment
+from ronde.launch.lineage import adopt_orphans
+from ronde.launch.plan import JobRequest, plan_job
+from ronde.launch.slots import count_slots
+from ronde.render.console import Console
+from ronde.units import parse_duration_s
+from ronde.world import Launcher, read_claim
+
+_EPILOG = """\
+A rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK and so on (torchrun's names).
+The first rank to fail ends the job: the others get SIGTERM, and after the grace all
+that is left of the job is killed, whatever session it is in.
+
+exit code: 0 when all ranks ended with 0, else the code of the rank that failed first
+(128 plus the number of a signal); 130 after Ctrl-C, 143 after SIGTERM; 64 when the
+job could not start as asked; 70 when the launcher itself failed.
+
+examples:
+  ronde run train.py --epochs 3
+  ronde run -n 4 --log-dir logs -- python -m mypackage.train
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage and exit with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. Type: ronde run --help")
+
+
+def run(words: Sequence[str]) -> int:
+    """Run a program on every slot; return the exit code.
+
+    Raises:
+        UsageError: The words ask for something that cannot be; nothing was started.
+        LaunchError: The launcher itself failed.
+    """
+    options = _parser().parse_args(words)
+    environ = own_environment()
+    program = _program(options.program)
+    size = _size(options.num_proc, environ)
+    if not options.nested:
+        refuse_nesting(size, environ)
+    job = plan_job(
+        JobRequest(
+            argv=tuple(program),
+            size=size,
+            environ=environ,
+            extra_env=_extra_env(options.env, environ),
+            cwd=options.chdir,
+            grace_s=_grace_s(options.grace),
+            log_dir=options.log_dir,
+            master_port=_port(options.master_port),
+        ),
+        name=time.strftime("%Y%m%d-%H%M%S"),
+    )
+    console = Console(
+        1,
+        2,
+        has_prefix=not options.no_prefix,
+        log_dir=job.attempt_log_dir if job.log_dir else "",
+    )
+    adopt_orphans()
+    return run_job(job, console).exit_code
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="ronde run",
+        usage="ronde run [-n N] [options] [--] program [arguments]",
+        description="Start a program once for every slot of this machine.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        *("-n", "-np", "--num-proc", "--nproc-per-node"),
+        dest="num_proc",
+        metavar="N",
+        default="auto",
+        help="ranks to start; auto (the default) is one a GPU, else one a core",
+    )
+    add(
+        "-x",
+        dest="env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="set a variable for all ranks, or pass it on whatever its name is",
+    )
+    add("--chdir", default="", metavar="DIR", help="directory the ranks start in")
+    add(
+        "--log-dir",
+        default="",
+        metavar="DIR",
+        help="also write each rank's output, byte for byte, to files below DIR",
+    )
+    add(
+        "--grace",
+        default="15s",
+        metavar="TIME",
+        help="between SIGTERM and SIGKILL, as 500ms, 5s or 2m (default: 15s)",
+    )
+    add("--no-prefix", action="store_true", help="do not put [rank] before each line")
+    add(
+        "--master-port",
+        default="0",
+        metavar="PORT",
+        help="port the ranks meet at (default: a free one)",
+    )
+    add(
+        "--nested",
+        action="store_true",
+        help="start a world of its own inside a rank of another",
+    )
+    add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _program(words: list[str]) -> list[str]:
+    program = words[1:] if words[:1] == ["--"] else words
+    if not program or not program[0]:
+        raise UsageError(
+            "program must be given, got none. Type: ronde run -n 2 python train.py"
+        )
+    return program
+
+
+def _size(text: str, environ: Mapping[str, str]) -> int:
+    if text == "auto":
+        return count_slots(environ)
+    if not text.isdecimal() or not text.isascii() or int(text) < 1:
+        raise UsageError(
+            f"-n must be auto or a whole number of at least 1, got {text!r}. "
+            "Type: ronde run -n 2 ..."
+        )
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not text.isascii() or int(text) > 65535:
+        raise UsageError(
+            f"--master-port must be in 1..65535, got {text!r}. "
+            "Leave the option out for a free port."
+        )
+    return int(text)
+
+
+def _grace_s(text: str) -> float:
+    try:
+        return parse_duration_s(text)
+    except ValueError as error:
+        raise UsageError(f"--grace: {error}") from None
+
+
+def _extra_env(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    extra: dict[str, str] = {}
+    for word in words:
+        name, is_set, value = word.partition("=")
+        if not name or (not is_set and name not in environ):
+            raise UsageError(
+                f"-x must be NAME=VALUE or the NAME of a variable that is set, "
+                f"got {word!r}. Type: -x {name or 'NAME'}=VALUE"
+            )
+        extra[name] = value if is_set else environ[name]
+    return extra
+
+
+def refuse_nesting(size: int, environ: Mapping[str, str]) -> None:
+    """Refuse to start ranks inside a rank of a world that has other ranks.
+
+    Args:
+        size: Ranks that are to be started.
+        environ: This process's environment.
+
+    Raises:
+        UsageError: This process is such a rank, or its environment is half a rank's.
+    """
+    try:
+        claim = read_claim(environ)
+    except WorldError as error:
+        raise UsageError(
+            f"{error} Or give --nested to start a world of its own."
+        ) from None
+    is_alone = claim.size == 1 and claim.launcher is not Launcher.RONDE
+    if claim.launcher is Launcher.NONE or is_alone:
+        return
+    raise UsageError(
+        f"size must be the ranks of one launcher, but this is rank {claim.rank} of "
+        f"{claim.size} of {claim.launcher}: {claim.size} * {size} = "
+        f"{claim.size * size} processes, not {size}, in {claim.size} worlds. Start "
+        "ronde run outside of it, or give --nested for a world of its own in each rank."
+    )

@@ -1,0 +1,170 @@
+"""The environment of each rank: what is taken over, what is taken away, what is new.
+
+Reading this process's own environment happens here and in ``ronde.world`` only; what
+is written goes into a child and never into this process.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ronde.world.value import World
+
+# What other launchers tell their own processes: taken over, it would give every rank
+# the one number of the process that started us.
+_SCRUBBED_PREFIXES = (
+    "TORCHELASTIC_",
+    "TORCH_ELASTIC_",
+    "PET_",
+    "OMPI_",
+    "PMIX_",
+    "PRTE_",
+    "PMI_",
+    "HYDI_",
+    "MPI_LOCAL",
+    "MV2_COMM_WORLD_",
+    "HOROVOD_GLOO_RENDEZVOUS_",
+)
+_SCRUBBED_NAMES = frozenset(
+    {
+        "RONDE_JOB_ID",
+        "RONDE_EPOCH",
+        "RONDE_COOKIE",
+        "RONDE_HOST",
+        "RONDE_NODE_RANK",
+        "RONDE_MASTER_LISTEN_FD",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_NAME",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_NTASKS",
+        "SLURM_NPROCS",
+        "SLURM_NTASKS_PER_NODE",
+        "SLURM_TASKS_PER_NODE",
+        "SLURM_TASK_PID",
+        "SLURM_GTIDS",
+        "SLURM_STEP_ID",
+        "SLURM_STEPID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_TASKS_PER_NODE",
+    }
+)
+
+
+def own_environment() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    # Reading it here is this module's purpose; everybody else is given a mapping.
+    return dict(os.environ)  # noqa: TID251
+
+
+@dataclass(frozen=True, slots=True)
+class JobFacts:
+    """What every rank is told of its job.
+
+    Attributes:
+        job_id: Name of the job.
+        epoch: Generation of the world.
+        cookie: By which a process of the job is known.
+    """
+
+    job_id: str
+    epoch: int
+    cookie: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What every rank is told of its node.
+
+    Attributes:
+        host: Its name.
+        node_rank: Its index among the nodes.
+        num_nodes: How many there are.
+    """
+
+    host: str
+    node_rank: int
+    num_nodes: int
+
+
+def shared_environment(
+    base: Mapping[str, str], extra: Mapping[str, str], *, num_threads: int
+) -> dict[str, str]:
+    """Return what all ranks of a node have in common.
+
+    Args:
+        base: The environment that is taken over, without other launchers' words.
+        extra: Variables that the user set for the job; they win.
+        num_threads: For ``OMP_NUM_THREADS``, where that is not set already.
+    """
+    kept = {
+        name: value
+        for name, value in base.items()
+        if name not in _SCRUBBED_NAMES and not name.startswith(_SCRUBBED_PREFIXES)
+    }
+    defaults = {
+        "OMP_NUM_THREADS": str(num_threads),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    return defaults | kept | dict(extra)
+
+
+def rank_environment(
+    world: World, job: JobFacts, node: NodeFacts, *, error_file: str = ""
+) -> dict[str, str]:
+    """Return the variables that only this rank has.
+
+    They are torchrun's, the further ones that Lightning, Composer and DeepSpeed read,
+    Horovod's rank variables and our own; ``MASTER_ADDR`` and ``MASTER_PORT`` come when
+    the ranks start.
+
+    Args:
+        world: The rank's place.
+        job: Facts of the job.
+        node: Facts of the rank's node.
+        error_file: Path for torch's record of an uncaught exception, or empty.
+    """
+    rank, size = str(world.rank), str(world.size)
+    local_rank, local_size = str(world.local_rank), str(world.local_size)
+    cross_rank, cross_size = str(world.cross_rank), str(world.cross_size)
+    env = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": str(node.node_rank),
+        "GROUP_WORLD_SIZE": str(node.num_nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": size,
+        "TORCHELASTIC_RESTART_COUNT": str(job.epoch),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": job.job_id,
+        # True would make rank 0 a client of a store that nobody serves.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "NODE_RANK": str(node.node_rank),
+        "LOCAL_SIZE": local_size,
+        "CROSS_RANK": cross_rank,
+        "CROSS_SIZE": cross_size,
+        "HOROVOD_HOSTNAME": node.host,
+        "HOROVOD_RANK": rank,
+        "HOROVOD_SIZE": size,
+        "HOROVOD_LOCAL_RANK": local_rank,
+        "HOROVOD_LOCAL_SIZE": local_size,
+        "HOROVOD_CROSS_RANK": cross_rank,
+        "HOROVOD_CROSS_SIZE": cross_size,
+        "RONDE_JOB_ID": job.job_id,
+        "RONDE_EPOCH": str(job.epoch),
+        "RONDE_COOKIE": job.cookie,
+        "RONDE_HOST": node.host,
+        "RONDE_NODE_RANK": str(node.node_rank),
+    }
+    if error_file:
+        env["TORCHELASTIC_ERROR_FILE"] = error_file
+    return env

@@ -1,0 +1,51 @@
+"""The keeper: the agent's parent, which sweeps what an agent that died left behind."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from ronde.launch.lineage import adopt_orphans, die_with_parent, sweep
+
+
+def run_kept(work: Callable[[], int]) -> int:
+    """Fork; run ``work`` in the child; outlive it and sweep what it leaves.
+
+    Both processes adopt orphans, so any one of the two may be killed: the child gets
+    SIGTERM when this process ends, and this process kills every descendant when the
+    child has ended. Must be called from a process with one thread and no children.
+
+    Returns:
+        In the parent: the child's exit code, or 128 plus the signal that ended it.
+        The child never returns.
+    """
+    parent = os.getpid()
+    adopt_orphans()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            adopt_orphans()
+            if die_with_parent(parent, signal.SIGTERM):
+                code = work()
+        except BaseException as error:  # noqa: BLE001 - the process's outermost line
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            # Past the interpreter's own end: it has nothing to add and takes time.
+            os._exit(code)
+    for fd in (0, 1):
+        os.close(fd)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    status = _wait(child)
+    sweep(on_reaped=lambda _pid, _status: None)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _wait(child: int) -> int:
+    """Return the child's wait status, reaping the orphans that end before it."""
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            return status

@@ -1,0 +1,93 @@
+"""What an agent has still to tell its controller."""
+
+from collections import deque
+
+from ronde.launch.frames import (
+    FrameWriter,
+    Output,
+    encode_control,
+    encode_output,
+)
+from ronde.launch.messages import FromAgent, encode_message
+
+FIRST_CREDIT_BYTES = 1 << 20
+"""Output that an agent may send before the controller has granted any."""
+
+_FULL_BYTES = 256 << 10
+
+
+class Outbox:
+    """Messages at once; output as far as the controller has granted credit.
+
+    A terminal that takes nothing more uses up the credit and so, in the end, blocks
+    the ranks that write to it. Messages overtake the output that waits: that a rank
+    failed is known all the same.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._writer = FrameWriter(fd)
+        self._waiting: deque[Output] = deque()
+        self._last_message: FromAgent | None = None
+        self._waiting_bytes = 0
+        self._credit_bytes = FIRST_CREDIT_BYTES
+
+    @property
+    def fd(self) -> int:
+        """The descriptor that frames are written to."""
+        return self._writer.fd
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether ``flush`` should be called when the descriptor takes more."""
+        return self._writer.waiting_bytes > 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the ranks should not be read for now."""
+        return self._waiting_bytes >= _FULL_BYTES
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything was handed over."""
+        is_all_sent = not self._waiting and self._last_message is None
+        return is_all_sent and not self.is_writing
+
+    def tell(self, message: FromAgent) -> None:
+        """Send a message ahead of all output that waits.
+
+        Raises:
+            BrokenPipeError: The controller is gone.
+        """
+        self._writer.send(encode_control(encode_message(message)))
+
+    def tell_last(self, message: FromAgent) -> None:
+        """Send a message when all output is sent; the last word of this agent."""
+        self._last_message = message
+        self.flush()
+
+    def put(self, output: Output) -> None:
+        """Send output when there is credit for it."""
+        self._waiting.append(output)
+        self._waiting_bytes += len(output.data)
+        self.flush()
+
+    def grant(self, num_bytes: int) -> None:
+        """Take note of the controller's credit."""
+        self._credit_bytes += num_bytes
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what credit and descriptor allow now.
+
+        Raises:
+            BrokenPipeError: The controller is gone.
+        """
+        self._writer.flush()
+        while self._waiting and self._credit_bytes > 0 and not self.is_writing:
+            output = self._waiting.popleft()
+            self._waiting_bytes -= len(output.data)
+            self._credit_bytes -= len(output.data)
+            self._writer.send(encode_output(output))
+        if self._last_message is not None and not self._waiting:
+            message, self._last_message = self._last_message, None
+            self.tell(message)

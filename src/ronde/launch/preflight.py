@@ -1,0 +1,96 @@
+"""What an agent checks before anything starts: program, directories, log files."""
+
+import errno
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from ronde.errors import UsageError
+from ronde.launch.job import Job
+
+
+def enter_directory(path: str) -> None:
+    """Make ``path`` this process's directory; empty stays where it is.
+
+    Raises:
+        UsageError: It is not there, no directory, or not to be entered.
+    """
+    if not path:
+        return
+    try:
+        os.chdir(path)
+    except OSError as error:
+        raise UsageError(
+            f"--chdir must be a directory that can be entered, got {path!r} "
+            f"({_why(error)}). Create it or name another."
+        ) from None
+
+
+def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
+    """Return the command to execute, its program as a path.
+
+    A Python file that is not executable is run with this Python.
+
+    Args:
+        argv: Program and arguments as the user gave them.
+        search_path: The ranks' ``PATH``.
+
+    Raises:
+        UsageError: The program is not there or cannot be executed.
+    """
+    program, *arguments = argv
+    is_path = "/" in program
+    found = program if is_path else shutil.which(program, path=search_path)
+    if found is None and program.endswith(".py") and Path(program).is_file():
+        found = program
+    if found is None:
+        raise UsageError(
+            f"program must be a path or a command on PATH, got {program!r}, which is "
+            f"neither. {_cure(program)}"
+        )
+    if not Path(found).is_file():
+        what = "is a directory" if Path(found).is_dir() else "does not exist"
+        raise UsageError(
+            f"program must be a file, got {program!r}, which {what} "
+            f"(seen from {Path.cwd()}). Check the spelling and --chdir."
+        )
+    if os.access(found, os.X_OK):
+        return [found, *arguments]
+    if found.endswith(".py"):
+        return [sys.executable, found, *arguments]
+    raise UsageError(
+        f"program must be executable, got {program!r}, which is not. "
+        f"Type: chmod +x {program}, or name its interpreter before it."
+    )
+
+
+def _cure(program: str) -> str:
+    if Path(program).is_file():
+        return f"Did you mean ./{program}?"
+    if program == "python":
+        return f"Did you mean python3, or {sys.executable}?"
+    return "Check the spelling, or give its path."
+
+
+def create_log_dirs(job: Job) -> None:
+    """Create the directory of each rank's files, readable by the user alone.
+
+    Raises:
+        UsageError: A directory cannot be made.
+    """
+    try:
+        Path(job.log_dir).mkdir(parents=True, exist_ok=True)
+        for plan in job.ranks:
+            path = Path(job.rank_log_dir(plan.rank))
+            for own in (path.parent.parent, path.parent, path):
+                own.mkdir(mode=0o700, exist_ok=own is not path)
+    except OSError as error:
+        raise UsageError(
+            f"--log-dir must be a directory that can be written, got "
+            f"{job.log_dir!r} ({_why(error)}). Create it or name another."
+        ) from None
+
+
+def _why(error: OSError) -> str:
+    return os.strerror(error.errno or errno.EIO).lower()

@@ -1,0 +1,79 @@
+"""All ranks of one agent: started together, signalled together, reaped one by one."""
+
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ronde.launch.job import Job
+from ronde.launch.lineage import descendants
+from ronde.launch.rank_process import RankProcess, start_rank
+
+
+class RankGroup:
+    """The ranks of one agent, which must be their parent and adopt orphans."""
+
+    def __init__(self) -> None:
+        self._by_pid: dict[int, RankProcess] = {}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any rank has not ended."""
+        return any(rank.is_running for rank in self._by_pid.values())
+
+    def start(
+        self, job: Job, command: Sequence[str], meeting: dict[str, str], listen_fd: int
+    ) -> list[RankProcess]:
+        """Start all ranks of the job.
+
+        Args:
+            job: Whose ranks.
+            command: Path and arguments.
+            meeting: Environment variables that say where the ranks meet.
+            listen_fd: The bound socket that rank 0 gets.
+
+        Raises:
+            OSError: One could not be started; those before it are running.
+        """
+        for plan in job.ranks:
+            is_first = plan.rank == 0
+            env = job.env | plan.env | meeting
+            if is_first:
+                env["RONDE_MASTER_LISTEN_FD"] = str(listen_fd)
+            rank = start_rank(
+                plan.rank,
+                command,
+                env,
+                inherited_fds=(listen_fd,) if is_first else (),
+                log_dir=job.rank_log_dir(plan.rank) if job.log_dir else "",
+            )
+            self._by_pid[rank.pid] = rank
+        return list(self._by_pid.values())
+
+    def find(self, pid: int) -> RankProcess | None:
+        """Return the rank that is this process, None for an adopted orphan."""
+        return self._by_pid.get(pid)
+
+    def send(self, number: int) -> None:
+        """Signal every process group of a rank that has members left.
+
+        A rank that has ended is no reason to forget what it left in its group: while a
+        member lives, the kernel gives the group's number to nobody else.
+        """
+        groups = {pid for pid, rank in self._by_pid.items() if rank.is_running}
+        for group in groups | self._groups_left():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, number)
+
+    def stop(self, number: int) -> None:
+        """Signal every group, and wake what is stopped so that it takes notice."""
+        self.send(number)
+        self.send(signal.SIGCONT)
+
+    def has_members(self) -> bool:
+        """Whether any process is left in the process group of any rank."""
+        return self.is_running or bool(self._groups_left())
+
+    def _groups_left(self) -> set[int]:
+        below = descendants(os.getpid())
+        return {p.group for p in below if not p.is_zombie} & self._by_pid.keys()

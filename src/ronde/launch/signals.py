@@ -1,0 +1,67 @@
+"""The signals a user sends to a running job, as bytes in a pipe."""
+
+import os
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+"""Each of these ends the job."""
+
+FORWARDED = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT})
+"""Each of these goes to the ranks and does nothing else."""
+
+SUSPENDING = signal.SIGTSTP
+"""Stops the ranks and then this process."""
+
+_CAUGHT = STOPPING | FORWARDED | {SUSPENDING}
+
+
+@contextmanager
+def caught_signals() -> Generator[int]:
+    """Give a descriptor that reads the numbers of the user's signals.
+
+    A SIGHUP that is ignored, as under nohup, stays so. Only in the main thread. The
+    handlers from before come back at the end.
+    """
+    read_fd, write_fd = os.pipe()
+    for fd in (read_fd, write_fd):
+        os.set_blocking(fd, False)
+    fd_before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    before = {
+        number: signal.signal(number, _noticed)
+        for number in _CAUGHT
+        if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN)
+    }
+    try:
+        yield read_fd
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(fd_before)
+        os.close(read_fd)
+        os.close(write_fd)
+
+
+def read_signals(fd: int) -> list[int]:
+    """Return the signals that have come in, oldest first."""
+    try:
+        return list(os.read(fd, 4096))
+    except BlockingIOError:
+        return []
+
+
+def suspend_self() -> None:
+    """Stop this process as SIGTSTP would, and return when it is continued.
+
+    The kernel does not stop a process group that nobody could continue; then this
+    returns at once.
+    """
+    before = signal.signal(SUSPENDING, signal.SIG_DFL)
+    os.kill(os.getpid(), SUSPENDING)
+    signal.signal(SUSPENDING, before)
+
+
+def _noticed(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing: the signal's number is in the pipe already."""

@@ -1,0 +1,52 @@
+"""Where a running job's output and events go: implemented by who shows them."""
+
+from typing import Protocol
+
+from ronde.launch.frames import Output
+from ronde.launch.verdict import Verdict
+
+
+class Sink(Protocol):
+    """Takes what a job says without ever waiting.
+
+    The controller polls the ``pending_fds``, calls ``write_to`` for each that is ready,
+    and slows the ranks down while ``backlog_bytes`` is large.
+    """
+
+    def output(self, output: Output, now_s: float) -> None:
+        """Take output of a rank; ``now_s`` is a monotonic clock."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """Take one sentence of the launcher's own."""
+        ...
+
+    def finished(self, verdict: Verdict) -> None:
+        """Take note that the job is over; no output comes after it."""
+        ...
+
+    def tick(self, now_s: float) -> float | None:
+        """Do what is due; return when to come again, None for not before output."""
+        ...
+
+    @property
+    def pending_fds(self) -> tuple[int, ...]:
+        """Descriptors for which something waits to be written."""
+        ...
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        ...
+
+    def write_to(self, fd: int) -> None:
+        """Write to a descriptor that is ready, no more than it takes at once.
+
+        Raises:
+            BrokenPipeError: Nobody reads the ranks' standard output any more.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Forget all that waits, and what comes from now on."""
+        ...

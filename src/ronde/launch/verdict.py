@@ -1,0 +1,111 @@
+"""Which rank broke the job, and what exit code says so."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_HEARSAY = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "socket closed",
+    "peerlosterror",
+)
+"""What a rank says, in lower case, when it failed because another one was gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank ended.
+
+    Attributes:
+        rank: Which.
+        host: Where it ran.
+        pid: Its process there.
+        status: Exit code, or minus the number of the signal that ended it.
+        at_s: Seconds since the ranks were started.
+        was_stopped: True when the job was being ended already.
+        stderr_tail: The last lines it wrote to stderr.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    status: int
+    at_s: float
+    was_stopped: bool
+    stderr_tail: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """The code that a shell would give: 128 plus the signal's number."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+    @property
+    def is_hearsay(self) -> bool:
+        """Whether it failed with a code, saying that a peer was gone."""
+        said = "\n".join(self.stderr_tail).lower()
+        return self.status > 0 and any(words in said for words in _HEARSAY)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a job ended as it did.
+
+    Attributes:
+        exit_code: Of the whole job.
+        cause: The rank that failed first and by itself; None when none did.
+        also_failed: Other ranks that failed before the job was being ended.
+        ended: Ranks that were ended because of the cause, or of the user.
+        interrupted_by: The signal by which the user ended the job, or None.
+    """
+
+    exit_code: int
+    cause: RankEnd | None
+    also_failed: tuple[RankEnd, ...]
+    ended: tuple[RankEnd, ...]
+    interrupted_by: int | None
+
+
+def judge(ends: Sequence[RankEnd], interrupted_by: int | None = None) -> Verdict:
+    """Say which rank failed first and by itself, and derive the exit code.
+
+    A rank that ended after the stop order is a consequence, and so is one that says
+    that its peer was gone while another rank failed by itself. Of the others the
+    earliest is the cause; where two are equally early, one that a signal ended comes
+    before one that exited with a code.
+
+    Args:
+        ends: How each rank ended, in any order.
+        interrupted_by: Number of the signal by which the user ended the job.
+    """
+    failed = [end for end in ends if end.status != 0 and not end.was_stopped]
+    by_itself = [end for end in failed if not end.is_hearsay]
+    suspects = sorted(
+        by_itself or failed, key=lambda end: (end.at_s, end.status > 0, end.rank)
+    )
+    cause = suspects[0] if suspects else None
+    also_failed = tuple(
+        sorted((e for e in failed if e is not cause), key=lambda e: (e.at_s, e.rank))
+    )
+    ended = tuple(sorted((e for e in ends if e.was_stopped), key=lambda e: e.rank))
+    if interrupted_by is not None:
+        exit_code = 128 + interrupted_by
+    elif cause is not None:
+        exit_code = cause.exit_code
+    else:
+        exit_code = _last_resort(ended)
+    return Verdict(exit_code, cause, also_failed, ended, interrupted_by)
+
+
+def _last_resort(ended: Sequence[RankEnd]) -> int:
+    codes = [end.exit_code for end in ended if end.status != 0]
+    return codes[0] if codes else 0
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, as ``SIGSEGV``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

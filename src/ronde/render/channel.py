@@ -1,0 +1,83 @@
+"""A descriptor of the user's, written to without ever waiting for it."""
+
+import os
+import select
+import stat
+from collections import deque
+
+# What poll calls ready takes so many bytes at once (PIPE_BUF). Non-blocking mode is
+# no way: it would hold for everybody who shares the descriptor, the user's shell too.
+_PIECE_BYTES = 4096
+_FILE_PIECE_BYTES = 1 << 20
+_MAX_PIECES = 64
+
+
+class Channel:
+    """Bytes waiting for one descriptor.
+
+    Args:
+        fd: Inherited, in whatever mode it is; left open.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._waiting: deque[bytes] = deque()
+        self.waiting_bytes = 0
+        self.is_broken = False
+        self._piece_bytes = _PIECE_BYTES
+        try:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                self._piece_bytes = _FILE_PIECE_BYTES
+        except OSError:
+            self.is_broken = True
+
+    def put(self, data: bytes) -> None:
+        """Keep bytes to be written; a broken channel forgets them."""
+        if data and not self.is_broken:
+            self._waiting.append(data)
+            self.waiting_bytes += len(data)
+
+    def discard(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
+        self.waiting_bytes = 0
+
+    def write(self) -> None:
+        """Write while the descriptor is ready; it must be so when this is called.
+
+        Raises:
+            BrokenPipeError: It takes nothing any more, now or ever.
+        """
+        for _ in range(_MAX_PIECES):
+            piece = self._take_piece()
+            if not piece:
+                return
+            try:
+                taken = os.write(self.fd, piece)
+            except OSError as error:
+                self.is_broken = True
+                self.discard()
+                raise BrokenPipeError(f"descriptor {self.fd}: {error}") from error
+            if taken < len(piece):
+                self._waiting.appendleft(piece[taken:])
+            self.waiting_bytes -= taken
+            if not self._is_ready():
+                return
+
+    def _take_piece(self) -> bytes:
+        """Take from the queue what goes into one write."""
+        taken: list[bytes] = []
+        room = self._piece_bytes
+        while self._waiting and room:
+            head = self._waiting.popleft()
+            if len(head) > room:
+                self._waiting.appendleft(head[room:])
+                head = head[:room]
+            taken.append(head)
+            room -= len(head)
+        return b"".join(taken)
+
+    def _is_ready(self) -> bool:
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        return bool(poll.poll(0))
