@@ -1,9 +1,12 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, strategies as st
 
 from ronde.errors import WorldError
+from ronde.launch.environments import JobFacts, NodeFacts, rank_environment
 from ronde.world import Claim, Launcher, Meeting, World, read_claim
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
@@ -300,3 +303,21 @@ def test_no_launcher_is_a_world_of_one() -> None:
     meeting_only = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
     for environ in ({}, {"PATH": "/bin", "OMP_NUM_THREADS": "2"}, meeting_only):
         assert read_claim(environ) == Claim(Launcher.NONE, 0, 1, 0, 1, 0, 1)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
+def test_what_our_launcher_sets_is_read_back(
+    nodes: list[int], data: st.DataObject
+) -> None:
+    hosts = [f"n{node}" for node, slots in enumerate(nodes) for _ in range(slots)]
+    world = World.from_hosts(data.draw(st.integers(0, len(hosts) - 1)), hosts)
+    node_rank = world.hosts.index(hosts[world.rank])
+    environ = rank_environment(
+        world,
+        JobFacts("job", 0, "cookie"),
+        NodeFacts(hosts[world.rank], node_rank, len(nodes)),
+    )
+    claim = read_claim(environ | {"MASTER_ADDR": "n0", "MASTER_PORT": "4242"})
+    assert (claim.launcher, claim.job_id) == (Launcher.RONDE, "job")
+    assert claim.world is not None
+    assert replace(claim.world, hosts=world.hosts) == world

@@ -1,0 +1,151 @@
+"""The limits of CONTRIBUTING.md on the size of what is in src."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "ronde"
+
+MAX_MODULE_LINES = 400
+MAX_CLASS_LINES = 200
+MAX_BODY_LINES = 50
+USUAL_BODY_LINES = 30
+USUAL_SHARE = 0.9
+MAX_PARAMETERS = 6
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+# Horovod's names and signatures, which a script must find as they are.
+FOREIGN_SIGNATURES = ("torch",)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A class or function, and where it stands."""
+
+    module: Path
+    node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    is_public: bool
+
+    def __str__(self) -> str:
+        place = self.module.relative_to(SOURCE.parent)
+        return f"{place}:{self.node.lineno} {self.node.name}"
+
+
+def modules() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def definitions() -> list[Definition]:
+    return [
+        definition
+        for module in modules()
+        for definition in walk(module, ast.parse(module.read_text()), is_public=True)
+    ]
+
+
+def walk(module: Path, parent: ast.AST, *, is_public: bool) -> Iterator[Definition]:
+    """Yield all below ``parent``; what a private thing holds is private too."""
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
+            is_inner = isinstance(parent, FUNCTIONS)
+            is_seen = is_public and not is_inner and not node.name.startswith("_")
+            yield Definition(module, node, is_seen)
+            yield from walk(module, node, is_public=is_seen)
+        else:
+            yield from walk(module, node, is_public=is_public)
+
+
+def functions() -> list[Definition]:
+    return [d for d in definitions() if isinstance(d.node, FUNCTIONS)]
+
+
+def num_body_lines(definition: Definition) -> int:
+    body = definition.node.body
+    if ast.get_docstring(definition.node) is not None:
+        body = body[1:]
+    if not body:
+        return 0
+    return (body[-1].end_lineno or body[-1].lineno) - body[0].lineno + 1
+
+
+def num_parameters(definition: Definition) -> int:
+    assert not isinstance(definition.node, ast.ClassDef)
+    arguments = definition.node.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return len([each for each in named if each.arg not in ("self", "cls")])
+
+
+def test_modules_are_short() -> None:
+    lengths = {m: len(m.read_text().splitlines()) for m in modules()}
+    assert len(lengths) > 20
+    too_long = {str(m): n for m, n in lengths.items() if n > MAX_MODULE_LINES}
+    assert not too_long
+
+
+def test_classes_are_short() -> None:
+    too_long = [
+        f"{definition}: {length} lines"
+        for definition in definitions()
+        if isinstance(definition.node, ast.ClassDef)
+        if (length := (definition.node.end_lineno or 0) - definition.node.lineno + 1)
+        > MAX_CLASS_LINES
+    ]
+    assert not too_long
+
+
+def test_functions_are_short() -> None:
+    too_long = [
+        f"{function}: {length} lines"
+        for function in functions()
+        if (length := num_body_lines(function)) > MAX_BODY_LINES
+    ]
+    assert not too_long
+
+
+def test_nine_functions_in_ten_are_very_short() -> None:
+    lengths = [num_body_lines(function) for function in functions()]
+    share = sum(length < USUAL_BODY_LINES for length in lengths) / len(lengths)
+    assert share >= USUAL_SHARE
+
+
+def test_functions_take_few_parameters() -> None:
+    too_many = [
+        f"{function}: {count} parameters"
+        for function in functions()
+        if function.module.relative_to(SOURCE).parts[0] not in FOREIGN_SIGNATURES
+        if (count := num_parameters(function)) > MAX_PARAMETERS
+    ]
+    assert not too_many
+
+
+def test_all_that_is_public_is_explained() -> None:
+    unexplained = [
+        str(definition)
+        for definition in definitions()
+        if definition.is_public
+        if ast.get_docstring(definition.node) is None
+    ]
+    unexplained += [
+        str(module)
+        for module in modules()
+        if ast.get_docstring(ast.parse(module.read_text())) is None
+    ]
+    assert not unexplained
+
+
+@pytest.mark.parametrize(
+    ("text", "num_lines"),
+    [
+        ("def f():\n    'Do.'\n    return 1", 1),
+        ("def f():\n    a = 1\n\n    return a", 3),
+        ("def f():\n    'Do.'", 0),
+    ],
+)
+def test_a_body_is_counted_without_its_docstring(text: str, num_lines: int) -> None:
+    node = ast.parse(text).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    assert num_body_lines(Definition(SOURCE, node, is_public=True)) == num_lines
