@@ -1,0 +1,154 @@
+"""Each example as its reader starts it: one file, every launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ronde.records import Record, read_records
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(sys.executable).parent
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+
+RANKS_AND_STARTS = {
+    "python": (1, []),
+    "ronde": (2, ["ronde", "run", "-n", "2", "--"]),
+    "torchrun": (2, ["torchrun", "--standalone", "--nproc-per-node=2", "--no-python"]),
+    "mpirun": (2, ["mpirun", "--oversubscribe", "-n", "2"]),
+}
+
+TIMEOUT_S = 240
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 30)
+
+
+def launched(name: str) -> tuple[int, list[str]]:
+    """Return the ranks and the command line's start, or skip where it is not there."""
+    size, start = RANKS_AND_STARTS[name]
+    if not start:
+        return size, [sys.executable]
+    program = SCRIPTS / start[0]
+    if not program.exists():
+        pytest.skip(f"{program.name} is not beside this Python")
+    is_refusing_root = name == "mpirun" and os.geteuid() == 0
+    root = ["--allow-run-as-root"] if is_refusing_root else []
+    return size, [str(program), *start[1:], *root, sys.executable]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; when its time is up it is stopped with all its own."""
+    # One thread a rank, and nobody else's ranks.
+    environment = {"PATH": os.defpath, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.communicate(timeout=10)
+            raise
+        finally:
+            # Where the launcher itself hangs; else there is nobody left to be killed.
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def only_record(path: Path) -> Record:
+    [record] = read_records(path, kind="training")
+    return record
+
+
+@pytest.mark.parametrize("name", RANKS_AND_STARTS)
+def test_digits_under_every_launcher(name: str, tmp_path: Path) -> None:
+    size, start = launched(name)
+    path = tmp_path / "records.jsonl"
+    done = run([*start, "examples/digits.py", "--epochs", "6", "--json", str(path)])
+    assert done.returncode == 0, done.stderr
+    values = only_record(path).values
+    assert (values["example"], values["size"]) == ("digits", size)
+    # Every test image counts, and counts once.
+    assert values["num_tested"] == 360
+    # The same 6 epochs reach 97 to 99 % with other seeds.
+    assert values["test_accuracy"] >= 0.95
+    assert values["images_per_s"] > 0
+    # Rank 0 alone reports, and shows the bar on standard error.
+    assert done.stdout.count("test accuracy") == 1
+    assert "images/s" in done.stderr
+    assert "epoch 6/6" in done.stderr
+
+
+def test_digits_alone_tests_its_own_models(tmp_path: Path) -> None:
+    _, start = launched("ronde")
+    path = tmp_path / "records.jsonl"
+    options = ["--epochs", "2", "--no-communication", "--json", str(path)]
+    done = run([*start, "examples/digits.py", *options])
+    assert done.returncode == 0, done.stderr
+    values = only_record(path).values
+    assert (values["size"], values["is_communicating"]) == (2, False)
+    assert values["num_tested"] == 360
+
+
+@pytest.mark.skipif(
+    not FASHION_MNIST.is_dir(),
+    reason="needs the Debian package dataset-fashion-mnist",
+)
+def test_fashion_mnist_reaches_its_accuracy_on_two_ranks(tmp_path: Path) -> None:
+    _, start = launched("ronde")
+    path = tmp_path / "records.jsonl"
+    options = ["--data", str(FASHION_MNIST), "--epochs", "3", "--json", str(path)]
+    done = run([*start, "examples/fashion_mnist.py", *options])
+    assert done.returncode == 0, done.stderr
+    values = only_record(path).values
+    assert (values["size"], values["num_tested"]) == (2, 10_000)
+    assert values["test_accuracy"] >= 0.87
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--epochs", "0"], "argument --epochs: must be at least 1, got 0"),
+        (["--lr", "x"], "argument --lr: must be a number above 0, got x"),
+        (["--batch-size", "1438"], "--batch-size times ranks must be at most"),
+        (["--what"], "unrecognized arguments: --what"),
+    ],
+)
+def test_bad_options_are_one_sentence_and_64(
+    arguments: list[str], message: str
+) -> None:
+    done = run([sys.executable, "examples/digits.py", *arguments])
+    assert done.returncode == 64
+    assert done.stderr.startswith("digits.py: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_half_an_environment_is_one_sentence_and_64() -> None:
+    done = run(["/usr/bin/env", "RANK=1", sys.executable, "examples/digits.py"])
+    assert done.returncode == 64
+    assert "got RANK=1 and no WORLD_SIZE" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_file_cut_short_is_one_sentence_and_64(tmp_path: Path) -> None:
+    # Four images of 2 x 2, of which the last lacks a pixel.
+    images = bytes([0, 0, 8, 3, 0, 0, 0, 4, 0, 0, 0, 2, 0, 0, 0, 2]) + bytes(15)
+    labels = bytes([0, 0, 8, 1, 0, 0, 0, 4]) + bytes(4)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(images)
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(labels)
+    done = run([sys.executable, "examples/fashion_mnist.py", "--data", str(tmp_path)])
+    assert done.returncode == 64
+    assert "must hold 16 + 4 * 2 * 2 = 32 bytes, got 31." in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
