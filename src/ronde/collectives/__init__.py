@@ -1,1 +1,21 @@
-"""Collectives: one interface, its engines."""
+"""Tensors between ranks: the interface, its engines, and how ranks find each other."""
+
+from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work, rows
+from ronde.collectives.connection import connect
+from ronde.collectives.objects import (
+    all_gather_object,
+    broadcast_object,
+    exchange_hosts,
+)
+
+__all__ = [
+    "Communicator",
+    "Done",
+    "ReduceOp",
+    "Work",
+    "all_gather_object",
+    "broadcast_object",
+    "connect",
+    "exchange_hosts",
+    "rows",
+]

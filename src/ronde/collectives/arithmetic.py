@@ -1,0 +1,184 @@
+"""What a reduction does to elements, whoever moves the bytes.
+
+Engines reduce only few dtypes. The others travel as one that they do reduce: ``encode``
+gives that tensor and ``decode`` the result in the dtype asked for. ``reduce_stack``
+reduces what already lies on this rank.
+"""
+
+import torch
+from torch import Tensor
+
+from ronde.collectives.communicator import ReduceOp
+from ronde.errors import UsageError
+
+HALVES = frozenset({torch.float16, torch.bfloat16})
+_FLOATS = HALVES | {torch.float32, torch.float64}
+_SIGNED = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
+_UNSIGNED = frozenset({torch.uint8, torch.uint16, torch.uint32, torch.uint64})
+INTEGERS = _SIGNED | _UNSIGNED
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_WIDENED = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+_SIGN_BIT = torch.iinfo(torch.int64).min
+_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+_ADDED = (ReduceOp.SUM, ReduceOp.AVERAGE)
+
+
+def require_reducible(
+    dtype: torch.dtype, op: ReduceOp, prescale: float, postscale: float
+) -> None:
+    """Refuse a reduction that is not defined.
+
+    Raises:
+        UsageError: ``op`` or a factor is not defined for ``dtype``.
+    """
+    if dtype is torch.bool:
+        if op in _ADDED:
+            raise UsageError(
+                f"op must be min, max or product for torch.bool, got {op}. "
+                "Convert the tensor to an integer dtype to count."
+            )
+        if prescale != 1.0 or postscale != 1.0:
+            raise UsageError(
+                "prescale and postscale must be 1 for torch.bool, "
+                f"got {prescale} and {postscale}."
+            )
+    elif dtype in _COMPLEX:
+        if op in _ORDERED:
+            raise UsageError(
+                f"op must be sum, average or product for {dtype}, got {op}: complex "
+                "numbers have no order."
+            )
+    elif dtype not in _FLOATS and dtype not in INTEGERS:
+        raise UsageError(
+            "dtype must be a float of 16 to 64 bits, an integer, bool or complex to be "
+            f"reduced, got {dtype}. Convert the tensor first."
+        )
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the elements in row-major order, apart from autograd; shares if it can."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def scale_(tensor: Tensor, factor: float) -> None:
+    """Multiply in place; integers in float64, truncated toward zero."""
+    if factor == 1.0:
+        return
+    values = tensor.detach()
+    if tensor.dtype in INTEGERS:
+        values.copy_(values.to(torch.float64) * factor)
+    else:
+        values.mul_(factor)
+
+
+def scaled(tensor: Tensor, factor: float) -> Tensor:
+    """Multiply as ``scale_`` does, into a new tensor; the same one for a factor of 1."""
+    if factor == 1.0:
+        return tensor
+    copy = tensor.detach().clone()
+    scale_(copy, factor)
+    return copy
+
+
+def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
+    """Return a row-major tensor of a plain dtype whose reduction can be decoded.
+
+    Args:
+        tensor: Any layout, a dtype that ``op`` is defined for.
+        op: The reduction; AVERAGE is to be reduced by SUM.
+
+    Returns:
+        A tensor that may share ``tensor``'s memory. Averages of integers are summed in
+        64 bits; sums and products of integers wrap as they do in their own dtype.
+    """
+    values = dense(tensor)
+    dtype = values.dtype
+    if dtype is torch.bool:
+        return values.view(torch.uint8)
+    if dtype in _COMPLEX and op in _ADDED:
+        return torch.view_as_real(values)
+    if dtype is torch.uint64:
+        signed = values.view(torch.int64)
+        return signed ^ _SIGN_BIT if op in _ORDERED else signed
+    if dtype in INTEGERS and op is ReduceOp.AVERAGE:
+        return values.to(torch.int64)
+    return values.to(_WIDENED.get(dtype, dtype))
+
+
+def decode(
+    reduced: Tensor, dtype: torch.dtype, op: ReduceOp, size: int, postscale: float
+) -> Tensor:
+    """Turn the reduction of what ``encode`` made into the result.
+
+    Args:
+        reduced: The sum, minimum, maximum or product; it may be overwritten.
+        dtype: The dtype that ``encode`` was given.
+        op: As given to ``encode``; for AVERAGE the sum is divided here.
+        size: Number of ranks that were reduced.
+        postscale: Multiplies the result.
+
+    Returns:
+        The result in ``dtype``; it may share ``reduced``'s memory.
+    """
+    if op is ReduceOp.AVERAGE:
+        _divide_(reduced, dtype, size)
+    if dtype is torch.bool:
+        result = reduced.view(torch.bool)
+    elif dtype in _COMPLEX and op in _ADDED:
+        result = torch.view_as_complex(reduced)
+    elif dtype is torch.uint64:
+        signed = reduced ^ _SIGN_BIT if op in _ORDERED else reduced
+        result = signed.view(torch.uint64)
+    else:
+        result = reduced.to(dtype)
+    scale_(result, postscale)
+    return result
+
+
+def reduce_stack(stack: Tensor, op: ReduceOp, postscale: float = 1.0) -> Tensor:
+    """Reduce dimension 0, one entry a rank, rounding 16-bit floats once.
+
+    Args:
+        stack: ``(size, ...)``.
+        op: The reduction.
+        postscale: Multiplies the result.
+
+    Returns:
+        A new tensor of shape ``stack.shape[1:]`` in the dtype of ``stack``.
+    """
+    size, dtype = stack.shape[0], stack.dtype
+    wide = stack.to(torch.float32) if dtype in HALVES else stack
+    encoded = encode(wide, op)
+    if op in _ADDED:
+        reduced = encoded.sum(0, dtype=encoded.dtype)
+    elif op is ReduceOp.PRODUCT:
+        reduced = encoded.prod(0, dtype=encoded.dtype)
+    else:
+        reduced = encoded.amin(0) if op is ReduceOp.MIN else encoded.amax(0)
+    return decode(reduced, wide.dtype, op, size, postscale).to(dtype)
+
+
+def _divide_(total: Tensor, dtype: torch.dtype, size: int) -> None:
+    """Divide in place; integers truncate toward zero."""
+    if dtype is torch.uint64:
+        _divide_unsigned_(total, size)
+    elif total.is_floating_point() or total.is_complex():
+        total.div_(size)
+    else:
+        total.div_(size, rounding_mode="trunc")
+
+
+def _divide_unsigned_(total: Tensor, size: int) -> None:
+    """Divide the unsigned numbers whose bits an int64 tensor holds.
+
+    torch divides no uint64. Half of each number fits the sign; the quotient of the
+    halves, doubled, is at most one too small.
+    """
+    half = (total >> 1) & torch.iinfo(torch.int64).max
+    quotient = half.div(size, rounding_mode="trunc") * 2
+    remainder = total - quotient * size
+    total.copy_(quotient + (remainder >= size))

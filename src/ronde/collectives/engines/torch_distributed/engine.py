@@ -1,0 +1,203 @@
+"""Collectives on torch's process groups: Gloo for CPU tensors, NCCL for CUDA tensors."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from ronde.collectives.arguments import require_peer, require_root, require_splits
+from ronde.collectives.arithmetic import dense
+from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work
+from ronde.collectives.engines.torch_distributed import steps
+from ronde.collectives.failures import Scene
+from ronde.collectives.engines.torch_distributed.groups import (
+    Groups,
+    all_gather_even,
+    broadcast,
+)
+from ronde.collectives.engines.torch_distributed.reductions import Reductions
+from ronde.collectives.engines.torch_distributed.work import Awaited, TorchWork
+from ronde.collectives.layouts import Layout, require_agreement
+from ronde.errors import UsageError
+
+
+class TorchDistributedCommunicator(Communicator):
+    """A communicator on process groups of its own.
+
+    torch's default group (``init_process_group``) is left to the program.
+
+    Attributes:
+        rank: This process in the group.
+        size: Number of processes in the group.
+        timeout_s: How long a collective may wait for the other ranks.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, *, timeout_s: float, is_one_host: bool
+    ) -> None:
+        """Connect to all other ranks; collective.
+
+        Args:
+            store: Where the ranks meet, empty under the keys used here.
+            rank: This process.
+            size: Number of processes.
+            timeout_s: How long any collective, and this call, may wait for a rank.
+            is_one_host: All ranks are on this host; they use the loopback then.
+
+        Raises:
+            CollectiveError: Not all ranks came in time.
+        """
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self._store = store
+        self._is_one_host = is_one_host
+        self._num_duplicates = 0
+        with self._scene("connecting").guard():
+            self._groups = Groups(store, rank, size, timeout_s, is_one_host=is_one_host)
+        self._reductions = Reductions(self._groups, rank, size, timeout_s)
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> Work[Tensor]:
+        """Reduce in place: see ``Communicator``."""
+        return self._reductions.all_reduce(tensor, op, prescale, postscale)
+
+    def all_gather(self, tensor: Tensor) -> Work[Tensor]:
+        """Concatenate along dimension 0: see ``Communicator``."""
+        scene = self._scene("all_gather")
+        with scene.guard():
+            backend = self._groups.of(tensor.device)
+            layout = Layout(scene.name, str(tensor.dtype), tuple(tensor.shape))
+            layouts = self._exchange(layout)
+            require_agreement(layouts)
+            counts = [layout.shape[0] for layout in layouts]
+            pending, gathered = steps.gather_rows(backend, self.rank, tensor, counts)
+        return TorchWork(pending, lambda: gathered, scene)
+
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> Work[Tensor]:
+        """Reduce and keep this rank's rows: see ``Communicator``."""
+        return self._reductions.reduce_scatter(tensor, op, prescale, postscale)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
+        """Copy ``root``'s tensor in place: see ``Communicator``."""
+        require_root(root, self.size)
+        scene = self._scene("broadcast")
+        with scene.guard():
+            backend = self._groups.of(tensor.device)
+            if not tensor.numel():
+                return Done(tensor)
+            values = dense(tensor)
+            pending = broadcast(backend, steps.as_bytes(values), root)
+        is_copied = self.rank != root and not _is_same_memory(values, tensor)
+        return TorchWork((pending,), lambda: _restore(tensor, values, is_copied), scene)
+
+    def all_to_all(
+        self, tensor: Tensor, splits: Sequence[int] | None = None
+    ) -> Work[tuple[Tensor, list[int]]]:
+        """Exchange rows: see ``Communicator``."""
+        scene = self._scene("all_to_all")
+        with scene.guard():
+            backend = self._groups.of(tensor.device)
+            dtype, shape = str(tensor.dtype), tuple(tensor.shape)
+            try:
+                sent = require_splits(tensor, splits, self.size)
+            except UsageError:
+                # The others wait for this rank's layout: tell them not to.
+                self._exchange(Layout(scene.name, dtype, (), is_refused=True))
+                raise
+            layouts = self._exchange(Layout(scene.name, dtype, shape, tuple(sent)))
+            require_agreement(layouts)
+            counts = [layout.splits[self.rank] for layout in layouts]
+            has_rows = any(sum(layout.splits) for layout in layouts)
+            pending, received = steps.exchange_rows(
+                backend, tensor, sent, counts, is_empty=not has_rows
+            )
+        return TorchWork(pending, lambda: (received, counts), scene)
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work[None]:
+        """Send to one rank: see ``Communicator``."""
+        require_peer("to", to, self.rank, self.size)
+        scene = self._scene("send")
+        with scene.guard():
+            backend = self._groups.of(tensor.device)
+            if not tensor.numel():
+                return Done(None)
+            pending = backend.send([steps.as_bytes(dense(tensor))], to, tag)
+        return TorchWork((Awaited(pending),), lambda: None, scene)
+
+    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
+        """Receive from one rank: see ``Communicator``."""
+        require_peer("source", source, self.rank, self.size)
+        scene = self._scene("recv")
+        with scene.guard():
+            backend = self._groups.of(tensor.device)
+            if not tensor.numel():
+                return Done(tensor)
+            values = dense(tensor)
+            pending = backend.recv([steps.as_bytes(values)], source, tag)
+        is_copied = not _is_same_memory(values, tensor)
+        return TorchWork(
+            (Awaited(pending),), lambda: _restore(tensor, values, is_copied), scene
+        )
+
+    def barrier(self) -> Work[None]:
+        """Complete when all have called: see ``Communicator``."""
+        scene = self._scene("barrier")
+        with scene.guard():
+            pending = self._groups.of(torch.device("cpu")).barrier()
+        return TorchWork((pending,), lambda: None, scene)
+
+    def duplicate(self) -> "TorchDistributedCommunicator":
+        """Make a communicator of the same ranks: see ``Communicator``."""
+        self._groups.of(torch.device("cpu"))
+        self._num_duplicates += 1
+        return TorchDistributedCommunicator(
+            PrefixStore(f"duplicate{self._num_duplicates}", self._store),
+            self.rank,
+            self.size,
+            timeout_s=self.timeout_s,
+            is_one_host=self._is_one_host,
+        )
+
+    def close(self) -> None:
+        """Give threads and sockets back; not collective, and calls may be repeated."""
+        with suppress(RuntimeError):
+            self._groups.close()
+
+    def _scene(self, name: str) -> Scene:
+        return Scene(name, self.rank, self.size, self.timeout_s)
+
+    def _exchange(self, layout: Layout) -> list[Layout]:
+        """Tell all ranks one's layout and return theirs; collective and blocking."""
+        own = layout.encode(self.size)
+        gathered = own.new_empty((self.size, own.numel()))
+        all_gather_even(
+            self._groups.gloo, steps.as_bytes(gathered), steps.as_bytes(own)
+        ).wait()
+        return [Layout.decode(numbers, self.size) for numbers in gathered.tolist()]
+
+
+def _is_same_memory(values: Tensor, tensor: Tensor) -> bool:
+    return values.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()
+
+
+def _restore(tensor: Tensor, values: Tensor, is_copied: bool) -> Tensor:  # noqa: FBT001
+    """Put received values where they belong."""
+    if is_copied:
+        tensor.detach().copy_(values)
+    return tensor

@@ -1,0 +1,119 @@
+"""Collectives made of several of torch's."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ronde.collectives.arithmetic import dense, reduce_stack, scale_
+from ronde.collectives.communicator import ReduceOp, rows
+from ronde.collectives.engines.torch_distributed.groups import (
+    Backend,
+    all_gather_even,
+    broadcast,
+)
+from ronde.collectives.engines.torch_distributed.work import Pending
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a row-major tensor as its bytes: every dtype can be moved so."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def reduce_by_shares(
+    backend: Backend,
+    size: int,
+    *,
+    tensor: Tensor,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+) -> None:
+    """Reduce in place: each rank reduces one share of all, then all gather the shares.
+
+    As many bytes travel as in a ring. Sums are rounded once, not once a rank.
+    """
+    numel = tensor.numel()
+    share = -(-numel // size)
+    shares = torch.zeros(size * share, dtype=tensor.dtype, device=tensor.device)
+    shares[:numel] = dense(tensor).reshape(-1)
+    scale_(shares, prescale)
+    received = torch.empty_like(shares)
+    backend.alltoall_base(as_bytes(received), as_bytes(shares), [], []).wait()
+    reduced = reduce_stack(received.view(size, share), op, postscale)
+    all_gather_even(backend, as_bytes(shares), as_bytes(reduced)).wait()
+    tensor.detach().copy_(shares[:numel].view(tensor.shape))
+
+
+def exchange_rows(
+    backend: Backend,
+    tensor: Tensor,
+    sent: Sequence[int],
+    counts: Sequence[int],
+    *,
+    is_empty: bool,
+) -> tuple[list[Pending], Tensor]:
+    """Send consecutive rows to the ranks.
+
+    Args:
+        backend: What moves them.
+        tensor: The rows; those past the sum of ``sent`` stay.
+        sent: Rows for each rank.
+        counts: Rows from each rank.
+        is_empty: No rank sends any row to any.
+
+    Returns:
+        Pending works, and where the received rows will be.
+    """
+    shape = tensor.shape[1:]
+    received = tensor.new_empty((sum(counts), *shape))
+    if is_empty or not shape.numel():
+        return [], received
+    row_bytes = shape.numel() * tensor.element_size()
+    pending: Pending = backend.alltoall_base(
+        as_bytes(received),
+        as_bytes(dense(tensor[: sum(sent)])),
+        [count * row_bytes for count in counts],
+        [count * row_bytes for count in sent],
+    )
+    return [pending], received
+
+
+def scatter_rows(
+    backend: Backend, rank: int, size: int, tensor: Tensor
+) -> tuple[list[Pending], Tensor]:
+    """Send every rank the rows that it is to reduce.
+
+    Returns:
+        Pending works, and where the rows for this rank will be: ``(size, rows, ...)``.
+    """
+    sent = rows(tensor.shape[0], size)
+    pending, received = exchange_rows(
+        backend, tensor, sent, [sent[rank]] * size, is_empty=not tensor.shape[0]
+    )
+    return pending, received.view(size, sent[rank], *tensor.shape[1:])
+
+
+def gather_rows(
+    backend: Backend, rank: int, tensor: Tensor, counts: list[int]
+) -> tuple[list[Pending], Tensor]:
+    """Gather ``counts[r]`` rows of every rank r.
+
+    Returns:
+        Pending works, and where all rows will be.
+    """
+    gathered = tensor.new_empty((sum(counts), *tensor.shape[1:]))
+    if not gathered.numel():
+        return [], gathered
+    own = dense(tensor)
+    if len(set(counts)) == 1:
+        return [all_gather_even(backend, as_bytes(gathered), as_bytes(own))], gathered
+    # torch gathers no uneven shares: every rank broadcasts its own into place.
+    parts = gathered.split(counts)
+    parts[rank].copy_(own)
+    pending = [
+        broadcast(backend, as_bytes(part), root)
+        for root, part in enumerate(parts)
+        if part.numel()
+    ]
+    return pending, gathered

@@ -1,0 +1,61 @@
+"""What torch says when a collective fails, in ronde's errors."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ronde.errors import CollectiveError, PeerLostError
+
+_TIMED_OUT = re.compile(
+    r"timed? ?out|caused pair closure|timeout after|wait timeout", re.IGNORECASE
+)
+_PEER_LOST = re.compile(
+    r"closed by peer|reset by peer|broken pipe|remote process exited|socket closed"
+    r"|connection (was )?(closed|refused|reset|aborted)|failed to recv|connectfullmesh",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Where a collective runs, for the sentence that says how it failed.
+
+    Attributes:
+        name: The collective.
+        rank: This process.
+        size: Number of processes.
+        timeout_s: How long the engine waits for the others.
+    """
+
+    name: str
+    rank: int
+    size: int
+    timeout_s: float
+
+    def explain(self, error: Exception) -> CollectiveError:
+        """Turn an error of torch's into the one to raise."""
+        place = f"{self.name} on rank {self.rank} of {self.size}"
+        text = str(error).partition("\n")[0]
+        if _TIMED_OUT.search(text):
+            return CollectiveError(
+                f"{place} must complete within timeout_s, got no answer for "
+                f"{self.timeout_s:g} s ({text}). See which rank hangs or makes other "
+                "calls, or give a longer timeout_s."
+            )
+        if _PEER_LOST.search(text):
+            return PeerLostError(
+                f"{place} needs every rank, but one is gone ({text}). Its own error "
+                "says why."
+            )
+        return CollectiveError(f"{place} failed: {text}")
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Explain every error of torch's that leaves the block."""
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise self.explain(error) from error

@@ -1,0 +1,107 @@
+"""What the ranks tell each other before tensors of unequal sizes move."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ronde.errors import CollectiveError
+
+MAX_NDIM = 64
+"""Dimensions that a tensor can have in torch."""
+_DTYPES = {
+    zlib.crc32(str(value).encode()): str(value)
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+_CALLS = ("all_gather", "all_to_all")
+_REFUSED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One rank's part of a call whose sizes the others must know.
+
+    Attributes:
+        call: The collective.
+        dtype: Name of the tensor's dtype.
+        shape: The tensor's.
+        splits: Rows for each rank in ``all_to_all``; empty elsewhere.
+        is_refused: The rank found its own arguments wrong and will not take part.
+    """
+
+    call: str
+    dtype: str
+    shape: tuple[int, ...]
+    splits: tuple[int, ...] = ()
+    is_refused: bool = False
+
+    def encode(self, size: int) -> Tensor:
+        """Return it as int64 numbers, as many for every layout."""
+        splits = self.splits or (0,) * size
+        head = [
+            _CALLS.index(self.call),
+            zlib.crc32(self.dtype.encode()),
+            _REFUSED if self.is_refused else len(self.shape),
+        ]
+        padding = (0,) * (MAX_NDIM - len(self.shape))
+        return torch.tensor([*head, *splits, *self.shape, *padding])
+
+    @classmethod
+    def decode(cls, numbers: Sequence[int], size: int) -> "Layout":
+        """Read what ``encode`` wrote."""
+        call, dtype, ndim, *rest = numbers
+        return cls(
+            _CALLS[call],
+            _DTYPES.get(dtype, f"dtype {dtype:#x}"),
+            tuple(rest[size : size + max(ndim, 0)]),
+            tuple(rest[:size]),
+            is_refused=ndim == _REFUSED,
+        )
+
+
+def require_agreement(layouts: Sequence[Layout]) -> None:
+    """Refuse layouts that do not fit together, in the same words on every rank.
+
+    Raises:
+        CollectiveError: Calls, dtypes or dimensions after the first differ, a rank gave
+            a tensor without dimensions, or one refused its own arguments.
+    """
+    refused = [r for r, layout in enumerate(layouts) if layout.is_refused]
+    if refused:
+        raise CollectiveError(
+            f"{layouts[refused[0]].call} was given wrong arguments on "
+            f"{_name(refused)}; the error there says which."
+        )
+    for what, values in (
+        ("call", [layout.call for layout in layouts]),
+        ("dtype", [layout.dtype for layout in layouts]),
+        ("number of dimensions", [str(len(layout.shape)) for layout in layouts]),
+        ("shape after dimension 0", [str(layout.shape[1:]) for layout in layouts]),
+    ):
+        _require_equal(what, values, layouts)
+    if not layouts[0].shape:
+        raise CollectiveError(
+            f"{layouts[0].call} must be given at least one dimension, got a scalar. "
+            "Use tensor.reshape(1)."
+        )
+
+
+def _require_equal(what: str, values: Sequence[str], layouts: Sequence[Layout]) -> None:
+    if len(set(values)) == 1:
+        return
+    groups: dict[str, list[int]] = {}
+    for rank, layout in enumerate(layouts):
+        text = f"{layout.call} of {layout.dtype} {list(layout.shape)}"
+        groups.setdefault(text, []).append(rank)
+    told = "; ".join(f"{text} on {_name(ranks)}" for text, ranks in groups.items())
+    raise CollectiveError(f"{what} must be equal on all ranks, got {told}.")
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """Name ranks, the first few of them where there are many."""
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

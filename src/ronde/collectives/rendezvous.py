@@ -1,0 +1,74 @@
+"""Where the ranks of a claim meet: one of torch's stores."""
+
+import functools
+import itertools
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from ronde.collectives.failures import Scene
+from ronde.collectives.rank_file import meet_by_file
+from ronde.errors import CollectiveError, WorldError
+from ronde.world.value import Claim
+
+_calls = itertools.count()
+
+
+def meet(claim: Claim, timeout_s: float) -> Store:
+    """Return a store that all ranks of ``claim`` share, empty under the keys used here.
+
+    Collective: the n-th call of one rank meets the n-th call of all others.
+
+    Args:
+        claim: This rank's place; ``size`` is at least 2.
+        timeout_s: How long to wait for the others.
+
+    Raises:
+        WorldError: The ranks are on several hosts and nobody said where to meet.
+        CollectiveError: The others did not come in time, or the port is in use.
+    """
+    with Scene("meeting", claim.rank, claim.size, timeout_s).guard():
+        store = _store_of(claim, timeout_s)
+    return PrefixStore(f"ronde/{claim.job_id}/{next(_calls)}", store)
+
+
+@functools.cache
+def _store_of(claim: Claim, timeout_s: float) -> Store:
+    """Open the store of a claim, once in a process.
+
+    It stays open: the inherited socket can be listened on only once, and a rank that
+    meets again must not find the last server still closing.
+    """
+    if claim.meeting is not None:
+        return _open_at_meeting(claim, timeout_s)
+    if claim.local_size == claim.size:
+        return meet_by_file(claim, timeout_s)
+    raise WorldError(
+        f"MASTER_ADDR and MASTER_PORT must be set where {claim.size} ranks run on "
+        f"several hosts, got neither from {claim.launcher}. Set them on all ranks, to "
+        "rank 0's host and to a free port there."
+    )
+
+
+def _open_at_meeting(claim: Claim, timeout_s: float) -> Store:
+    meeting = claim.meeting
+    assert meeting is not None
+    is_master = claim.rank == 0 and not meeting.is_hosted
+    try:
+        return TCPStore(
+            meeting.address,
+            meeting.port,
+            is_master=is_master,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            # The program's own init_process_group() may share the server.
+            multi_tenant=True,
+            master_listen_fd=meeting.listen_fd if is_master else None,
+        )
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise CollectiveError(
+            f"MASTER_PORT must be free on rank 0's host, got {meeting.port}, which "
+            "another process listens on. Choose another port for all ranks."
+        ) from error

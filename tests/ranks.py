@@ -1,0 +1,343 @@
+"""Run a function on several ranks, each a process of its own, and bring back its results.
+
+A fork server that has torch and ronde loaded makes the processes: a rank starts in a few
+hundredths of a second. A rank that raises fails the test with that rank's traceback; one
+that hangs is killed when the time is up, with its stacks in the message. The ranks die
+with the fork server, and that with pytest.
+"""
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.distributed import TCPStore
+
+from ronde.collectives import connect
+from ronde.errors import PeerLostError
+from ronde.world.value import Claim, Launcher, Meeting
+
+PRELOAD = ["torch", "numpy", "cloudpickle", "pytest", "ronde.collectives"]
+FIRST_START_S = 60.0
+"""Added to the first run's limit, in which the fork server imports torch."""
+AFTER_FAILURE_S = 15.0
+"""What the others have to end in, once one rank has failed."""
+_PR_SET_PDEATHSIG = 1
+_has_started: list[bool] = []
+
+
+class RankFailedError(AssertionError):
+    """A rank hung, died, or raised what cannot be pickled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What one rank is told to do; exactly one of claim and environment is there."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    claim: Claim | None = None
+    environment: dict[str, str] | None = None
+    has_listener: bool = False
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank's process, as the test sees it."""
+
+    index: int
+    process: Any
+    connection: Connection
+    stacks: Path
+    result: Any = None
+    error: BaseException | None = None
+    is_over: bool = False
+
+
+def run_ranks(
+    size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    dying: Collection[int] = (),
+) -> list[Any]:
+    """Call ``fn(communicator, *args)`` on ``size`` ranks.
+
+    Args:
+        size: Number of ranks.
+        fn: What to call; anything cloudpickle takes.
+        args: Its further arguments.
+        timeout_s: When the ranks are killed.
+        dying: Ranks that are meant to end without a result; theirs is None.
+
+    Returns:
+        The result of each rank.
+
+    Raises:
+        Exception: What the first rank to fail raised, with its traceback as a note.
+        RankFailedError: A rank hung, died, or raised what cannot be pickled.
+    """
+    store = hosted_store()
+    claims = [claim_of(rank, size, store) for rank in range(size)]
+    orders = [Order(fn, args, claim=claim) for claim in claims]
+    return _run(orders, timeout_s, dying)
+
+
+def run_ranks_bare(
+    size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    dying: Collection[int] = (),
+    launcher: str = "ronde",
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call ``fn(claim, *args)`` on ``size`` ranks in a launcher's environment.
+
+    Nothing is connected: ``fn`` does that itself, say by ``ronde.torch.init()``.
+
+    Args:
+        size: Number of ranks.
+        fn: What to call; anything cloudpickle takes.
+        args: Its further arguments.
+        timeout_s: When the ranks are killed.
+        dying: Ranks that are meant to end without a result; theirs is None.
+        launcher: "ronde": rank 0 inherits the bound socket. "torchrun": this process
+            answers on the port. "plain": rank 0 is to bind the port itself.
+        environment: Further variables for all ranks.
+
+    Returns:
+        The result of each rank.
+    """
+    further = dict(environment or {})
+    store = hosted_store() if launcher == "torchrun" else None
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        port = store.port if store else listener.getsockname()[1]
+        if launcher == "plain":
+            listener.close()
+        orders = [
+            Order(
+                fn,
+                args,
+                environment=_environment(launcher, rank, size, port) | further,
+                has_listener=launcher == "ronde" and rank == 0,
+            )
+            for rank in range(size)
+        ]
+        return _run(orders, timeout_s, dying, listener)
+
+
+def hosted_store() -> TCPStore:
+    """Answer on a free port of this process, as torchrun's agent does."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def claim_of(rank: int, size: int, store: TCPStore) -> Claim:
+    """Claim a place on this host, meeting at ``store``."""
+    meeting = Meeting("127.0.0.1", store.port, is_hosted=True)
+    return Claim(Launcher.PLAIN, rank, size, rank, size, 0, 1, meeting, "tests")
+
+
+def _environment(launcher: str, rank: int, size: int, port: int) -> dict[str, str]:
+    """Name a rank's place as ``launcher`` does."""
+    place = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    if launcher == "plain":
+        return place
+    elastic = {
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": str(launcher == "torchrun"),
+    }
+    if launcher == "torchrun":
+        return place | elastic
+    ours = {
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
+        "NODE_RANK": "0",
+        "LOCAL_SIZE": str(size),
+        "RONDE_JOB_ID": "tests",
+        "RONDE_EPOCH": "0",
+        "RONDE_COOKIE": "tests",
+        "RONDE_HOST": "localhost",
+        "RONDE_NODE_RANK": "0",
+    }
+    return place | elastic | ours
+
+
+def _run(
+    orders: Sequence[Order],
+    timeout_s: float,
+    dying: Collection[int],
+    listener: socket.socket | None = None,
+) -> list[Any]:
+    """Start a rank for every order, wait for all and leave none behind."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    if not _has_started:
+        timeout_s += FIRST_START_S
+        _has_started.append(True)
+    deadline = time.monotonic() + timeout_s
+    ranks: list[Rank] = []
+    with tempfile.TemporaryDirectory(prefix="ronde-stacks-") as folder:
+        try:
+            for index, order in enumerate(orders):
+                stacks = Path(folder) / str(index)
+                ranks.append(_start(context, index, order, stacks, listener))
+            _collect(ranks, deadline, dying)
+        finally:
+            for rank in ranks:
+                _end(rank)
+    failures = [rank for rank in ranks if rank.error is not None]
+    if failures:
+        # A lost peer is what the others see of the rank that failed first.
+        failures.sort(key=lambda rank: isinstance(rank.error, PeerLostError))
+        assert failures[0].error is not None
+        raise failures[0].error
+    return [rank.result for rank in ranks]
+
+
+def _start(
+    context: Any,
+    index: int,
+    order: Order,
+    stacks: Path,
+    listener: socket.socket | None,
+) -> Rank:
+    """Start one rank's process and hand its order, and socket, over."""
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_be_rank, args=(theirs, str(stacks)), name=f"rank {index}", daemon=True
+    )
+    process.start()
+    theirs.close()
+    try:
+        ours.send_bytes(cloudpickle.dumps(order))
+        if order.has_listener and listener is not None:
+            send_handle(ours, listener.fileno(), process.pid)
+    except OSError as error:  # it died at once: _collect tells how
+        ours.close()
+        raise RankFailedError(f"rank {index} did not start: {error}") from error
+    return Rank(index, process, ours, stacks)
+
+
+def _collect(ranks: list[Rank], deadline: float, dying: Collection[int]) -> None:
+    """Wait until every rank is over, or the deadline is, or one failed for long."""
+    while waiting := {r.connection: r for r in ranks if not r.is_over}:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for rank in waiting.values():
+                rank.error = RankFailedError(_describe_hang(rank))
+            return
+        for connection in ready:
+            rank = waiting[connection]
+            _receive(rank, is_dying=rank.index in dying)
+            if rank.error is not None:
+                deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
+
+
+def _receive(rank: Rank, *, is_dying: bool) -> None:
+    """Take what a rank has sent, or find out how it died."""
+    rank.is_over = True
+    try:
+        rank.result, rank.error = cloudpickle.loads(rank.connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        rank.process.join(AFTER_FAILURE_S)
+        if not is_dying:
+            code = rank.process.exitcode
+            rank.error = RankFailedError(
+                f"rank {rank.index} died: exit code {code}\n{_read(rank.stacks)}"
+            )
+
+
+def _describe_hang(rank: Rank) -> str:
+    """Have a rank that hangs write its stacks down, and return them."""
+    if rank.process.is_alive():
+        os.kill(rank.process.pid, signal.SIGUSR1)
+        wait([rank.process.sentinel], 1.0)
+    return f"rank {rank.index} hung; its stacks:\n{_read(rank.stacks)}"
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _end(rank: Rank) -> None:
+    """Wait for a rank that is over and kill any other."""
+    rank.connection.close()
+    if rank.is_over:
+        rank.process.join(AFTER_FAILURE_S)
+    rank.process.kill()
+    rank.process.join()
+    rank.process.close()
+
+
+def _be_rank(connection: Connection, stacks: str) -> None:
+    """Live as one rank; the fork server's child starts here."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    with Path(stacks).open("w") as file:
+        faulthandler.enable(file)
+        faulthandler.register(signal.SIGUSR1, file)
+        reply = _obey(connection)
+        connection.send_bytes(reply)
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
+
+
+def _obey(connection: Connection) -> bytes:
+    """Carry the order out; return the pickled pair of result and error."""
+    try:
+        order: Order = cloudpickle.loads(connection.recv_bytes())
+        return cloudpickle.dumps((_call(order, connection), None))
+    except BaseException as error:  # noqa: BLE001  a process's outermost line
+        error.add_note(traceback.format_exc())
+        try:
+            reply = cloudpickle.dumps((None, error))
+            cloudpickle.loads(reply)
+        except Exception:  # noqa: BLE001  whatever a class's own pickling raises
+            failure = RankFailedError(traceback.format_exc())
+            reply = cloudpickle.dumps((None, failure))
+        return reply
+
+
+def _call(order: Order, connection: Connection) -> Any:
+    """Make the place that the order asks for and call its function there."""
+    if order.environment is None:
+        assert order.claim is not None
+        communicator = connect(order.claim, timeout_s=60.0)
+        result = order.fn(communicator, *order.args)
+        communicator.close()
+        return result
+    from ronde.world import read_claim
+
+    environment = order.environment
+    if order.has_listener:
+        descriptor = recv_handle(connection)
+        environment = environment | {"RONDE_MASTER_LISTEN_FD": str(descriptor)}
+    os.environ.update(environment)  # noqa: TID251  what a launcher does before exec
+    return order.fn(read_claim(), *order.args)
