@@ -49,10 +49,12 @@ def _dispatch(words: list[str]) -> int:
             print(f"ronde {ronde.__version__}")
         case [] | ["--help" | "-h" | "help", *_]:
             print(HELP, end="")
-        case ["run", *rest]:
-            from ronde.cli.run import run
+        case ["run", "--help" | "-h", *_]:
+            from ronde.cli.run import help_text
 
-            return run(rest)
+            print(help_text(), end="")
+        case ["run", *rest]:
+            return _run(rest)
         case _:
             verb = words[0]
             raise UsageError(
@@ -62,6 +64,17 @@ def _dispatch(words: list[str]) -> int:
                 f"Type: ronde run {verb} ..., or ronde --help"
             )
     return 0
+
+
+def _run(words: list[str]) -> int:
+    from ronde.launch.boot import start_local_agent
+
+    # First of all: the agent's start and the imports here take about equally long.
+    # Leaving the block closes the agent's input, which ends it, and waits.
+    with start_local_agent() as agent:
+        from ronde.cli.run import run
+
+        return run(words, agent)
 
 
 def _open_standard_fds() -> None:

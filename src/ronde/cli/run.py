@@ -1,6 +1,7 @@
 """``ronde run``: words -> job -> exit code."""
 
 import argparse
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -12,8 +13,9 @@ from ronde.launch.lineage import adopt_orphans
 from ronde.launch.plan import JobRequest, plan_job
 from ronde.launch.slots import count_slots
 from ronde.render.console import Console
-from ronde.units import parse_duration_s
 from ronde.world import Launcher, read_claim
+
+_DEFAULT_GRACE = "15s"
 
 _EPILOG = """\
 A rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK and so on (torchrun's names).
@@ -37,8 +39,17 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}. Type: ronde run --help")
 
 
-def run(words: Sequence[str]) -> int:
+def help_text() -> str:
+    """Return what ``ronde run --help`` says."""
+    return _parser().format_help()
+
+
+def run(words: Sequence[str], agent: "subprocess.Popen[bytes]") -> int:
     """Run a program on every slot; return the exit code.
+
+    Args:
+        words: What stands after ``run``.
+        agent: Already started, for it takes as long to start as this module.
 
     Raises:
         UsageError: The words ask for something that cannot be; nothing was started.
@@ -70,7 +81,7 @@ def run(words: Sequence[str]) -> int:
         log_dir=job.attempt_log_dir if job.log_dir else "",
     )
     adopt_orphans()
-    return run_job(job, console).exit_code
+    return run_job(job, console, agent).exit_code
 
 
 def _parser() -> _Parser:
@@ -107,7 +118,7 @@ def _parser() -> _Parser:
     )
     add(
         "--grace",
-        default="15s",
+        default=_DEFAULT_GRACE,
         metavar="TIME",
         help="between SIGTERM and SIGKILL, as 500ms, 5s or 2m (default: 15s)",
     )
@@ -157,6 +168,10 @@ def _port(text: str) -> int:
 
 
 def _grace_s(text: str) -> float:
+    if text == _DEFAULT_GRACE:
+        return 15.0
+    from ronde.units import parse_duration_s
+
     try:
         return parse_duration_s(text)
     except ValueError as error:

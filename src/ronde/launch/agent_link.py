@@ -3,9 +3,6 @@
 import os
 import select
 import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 from ronde.launch.frames import FrameDecoder, FrameWriter, Output, encode_control
 from ronde.launch.messages import (
@@ -19,44 +16,17 @@ from ronde.launch.messages import (
 _READ_BYTES = 256 << 10
 _LAST_WORDS_BYTES = 4096
 
-_BOOT = (
-    "import sys; sys.path.append(sys.argv[1]); "
-    "from ronde.launch.agent import main; sys.exit(main())"
-)
-
-
-def local_agent_command() -> list[str]:
-    """Return the command that starts an agent on this machine.
-
-    Without site-packages: an agent needs nothing of them, and nothing there can break
-    or slow its start.
-    """
-    package_dir = str(Path(__file__).resolve().parents[2])
-    return [sys.executable, "-I", "-S", "-c", _BOOT, package_dir]
-
 
 class AgentLink:
     """One agent and the frames to and from it.
 
     Args:
-        command: Starts the agent; its standard input and output are the channel.
+        process: The agent, started with three pipes and told nothing yet.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # Out of the way of the terminal's Ctrl-C: the controller says what to do.
-            start_new_session=True,
-            bufsize=0,
-        )
-        stdin, stdout, stderr = (
-            self._process.stdin,
-            self._process.stdout,
-            self._process.stderr,
-        )
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+        stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
         if stdin is None or stdout is None or stderr is None:
             raise AssertionError("the agent was started with three pipes")
         self._files = (stdin, stdout, stderr)

@@ -1,16 +1,16 @@
 """The controller: runs one job through an agent and says how it ended."""
 
-import os
 import select
 import signal
+import subprocess
 import time
 from dataclasses import dataclass, field, replace
 
 from ronde.errors import LaunchError, UsageError
-from ronde.launch.agent_link import AgentLink, local_agent_command
+from ronde.launch.agent_link import AgentLink
 from ronde.launch.frames import Output, Stream
 from ronde.launch.job import Job
-from ronde.launch.lineage import descendants, has_children, sweep
+from ronde.launch.lineage import children, sweep
 from ronde.launch.messages import (
     PROTOCOL,
     Credit,
@@ -47,7 +47,7 @@ _SWEEP_S = 10.0
 _LAST_OUTPUT_S = 1.0
 
 
-def run_job(job: Job, sink: Sink) -> Verdict:
+def run_job(job: Job, sink: Sink, agent: "subprocess.Popen[bytes]") -> Verdict:
     """Run a job on this machine to its end, whatever that is.
 
     Guarantees that when it returns or raises, no process of the job is left, but those
@@ -55,13 +55,18 @@ def run_job(job: Job, sink: Sink) -> Verdict:
     killed this process should adopt orphans (``lineage.adopt_orphans``). Only in the
     main thread: the user's signals are caught meanwhile.
 
+    Args:
+        job: What to run.
+        sink: Gets all output.
+        agent: From ``boot.start_local_agent``; ends here.
+
     Raises:
         UsageError: The job cannot be started as it was asked for; nothing was started.
         LaunchError: The agent failed.
     """
-    others = {p.pid for p in descendants(os.getpid())} if has_children() else set[int]()
+    others = children() - {agent.pid}
     with caught_signals() as signal_fd:
-        link = AgentLink(local_agent_command())
+        link = AgentLink(agent)
         is_clean = False
         try:
             controller = Controller(job, sink, link, signal_fd)
@@ -71,7 +76,7 @@ def run_job(job: Job, sink: Sink) -> Verdict:
             link.close()
             if not is_clean:
                 link.wait(_SWEEP_S)
-                sweep(on_reaped=_ignore, spared=frozenset(others))
+                sweep(on_reaped=_ignore, spared=others)
         sink.finished(verdict)
         is_interrupted = verdict.interrupted_by is not None
         is_read = _write_out(sink, signal_fd, is_hurried=is_interrupted)

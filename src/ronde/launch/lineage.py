@@ -118,6 +118,16 @@ def descendants(pid: int, spared: frozenset[int] = frozenset()) -> list[Process]
     return below
 
 
+def children() -> frozenset[int]:
+    """Return the pids of this process's children, ended ones included."""
+    me = os.getpid()
+    pids = _read(f"/proc/{me}/task/{me}/children")
+    if pids or not has_children():
+        return frozenset(map(int, pids.split()))
+    # A kernel without CONFIG_PROC_CHILDREN.
+    return frozenset(p.pid for p in read_processes().values() if p.parent == me)
+
+
 def has_children() -> bool:
     """Whether this process has any child, ended or not; it reaps none."""
     try:

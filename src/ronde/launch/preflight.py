@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -41,7 +40,7 @@ def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
     """
     program, *arguments = argv
     is_path = "/" in program
-    found = program if is_path else shutil.which(program, path=search_path)
+    found = program if is_path else _find(program, search_path)
     if found is None and program.endswith(".py") and Path(program).is_file():
         found = program
     if found is None:
@@ -63,6 +62,15 @@ def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
         f"program must be executable, got {program!r}, which is not. "
         f"Type: chmod +x {program}, or name its interpreter before it."
     )
+
+
+def _find(program: str, search_path: str) -> str | None:
+    """Do what ``shutil.which`` does; importing that takes an agent 3 ms."""
+    for directory in search_path.split(os.pathsep):
+        path = Path(directory or ".") / program
+        if path.is_file() and os.access(path, os.X_OK):
+            return str(path)
+    return None
 
 
 def _cure(program: str) -> str:
