@@ -1,7 +1,6 @@
 """The fixtures of all tests that need more than one process."""
 
 import pytest
-
 from tests import ranks
 
 

@@ -1,9 +1,9 @@
-"""Run a function on several ranks, each a process of its own, and bring back its results.
+"""Run a function on several ranks, each a process of its own, for its results.
 
-A fork server that has torch and ronde loaded makes the processes: a rank starts in a few
-hundredths of a second. A rank that raises fails the test with that rank's traceback; one
-that hangs is killed when the time is up, with its stacks in the message. The ranks die
-with the fork server, and that with pytest.
+A fork server that has torch and ronde loaded makes the processes: a rank starts in a
+few hundredths of a second. A rank that raises fails the test with that rank's
+traceback; one that hangs is killed when the time is up, with its stacks in the message.
+The ranks die with the fork server, and that with pytest.
 """
 
 import ctypes

@@ -58,8 +58,10 @@ def _is_of_rank(pid: int, claim: Claim) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/pid/stat`` from the third on; the name may hold
-    spaces and brackets."""
+    """Return the fields of ``/proc/pid/stat`` from the third on.
+
+    The second is the program's name, in brackets; it may hold spaces and brackets.
+    """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 

@@ -60,7 +60,7 @@ def require_reducible(
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return the elements in row-major order, apart from autograd; shares if it can."""
+    """Return the elements in row-major order, outside autograd; shares if it can."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -76,7 +76,7 @@ def scale_(tensor: Tensor, factor: float) -> None:
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:
-    """Multiply as ``scale_`` does, into a new tensor; the same one for a factor of 1."""
+    """Multiply into a new tensor as ``scale_`` does; a factor of 1 copies nothing."""
     if factor == 1.0:
         return tensor
     copy = tensor.detach().clone()

@@ -7,7 +7,7 @@ from ronde.collectives.rendezvous import meet
 from ronde.world.value import Claim
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""How long a collective waits: rank 0 may evaluate, or write a checkpoint, meanwhile."""
+"""How long a collective waits: rank 0 may evaluate or save meanwhile."""
 _MEETING_TIMEOUT_S = 300.0
 
 

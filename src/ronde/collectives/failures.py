@@ -1,7 +1,7 @@
 """What torch says when a collective fails, in ronde's errors."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ class Scene:
         return CollectiveError(f"{place} failed: {text}")
 
     @contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> Generator[None]:
         """Explain every error of torch's that leaves the block."""
         try:
             yield

@@ -50,8 +50,9 @@ class Layout:
         return torch.tensor([*head, *splits, *self.shape, *padding])
 
     @classmethod
-    def decode(cls, numbers: Sequence[int], size: int) -> "Layout":
+    def decode(cls, encoded: Tensor, size: int) -> "Layout":
         """Read what ``encode`` wrote."""
+        numbers: list[int] = encoded.tolist()  # pyright: ignore[reportUnknownVariableType]
         call, dtype, ndim, *rest = numbers
         return cls(
             _CALLS[call],

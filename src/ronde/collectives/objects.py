@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]  it has none
 import torch
 from torch import Tensor
 
@@ -13,7 +13,7 @@ _HEADER_BYTES = 8
 _FAILED = -1
 
 
-def broadcast_object(communicator: Communicator, obj: Any, root: int) -> Any:  # noqa: ANN401  any object can travel
+def broadcast_object(communicator: Communicator, obj: Any, root: int) -> Any:  # noqa: ANN401  objects
     """Return ``root``'s object on every rank; collective.
 
     Args:
@@ -49,7 +49,7 @@ def broadcast_object(communicator: Communicator, obj: Any, root: int) -> Any:  #
     return obj if is_root else _unpickle(payload)
 
 
-def all_gather_object(communicator: Communicator, obj: Any) -> list[Any]:  # noqa: ANN401  any object can travel
+def all_gather_object(communicator: Communicator, obj: object) -> list[Any]:
     """Return the objects of all ranks, in rank order; collective.
 
     Args:
@@ -106,4 +106,4 @@ def _pickle(obj: object) -> Tensor:
 
 
 def _unpickle(payload: Tensor) -> Any:  # noqa: ANN401  whatever was pickled
-    return cloudpickle.loads(memoryview(payload.numpy()))
+    return cloudpickle.loads(payload.numpy().data)

@@ -13,7 +13,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -104,7 +104,7 @@ def _host(claim: Claim, path: Path, timeout_s: float) -> Store:
 
 
 @contextmanager
-def _published(path: Path, text: str) -> Iterator[None]:
+def _published(path: Path, text: str) -> Generator[None]:
     """Keep a file with ``text`` at ``path``; it appears whole or not at all."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -127,9 +127,9 @@ def _join(claim: Claim, path: Path, timeout_s: float) -> Store:
             return store
         time.sleep(_POLL_S)
     raise CollectiveError(
-        f"rank 0 must write {path} within {timeout_s:g} s, got no file with a port that "
-        f"answers on rank {claim.rank}. See whether rank 0 started on this host; if it "
-        "runs elsewhere, set MASTER_ADDR and MASTER_PORT on all ranks."
+        f"rank 0 must write {path} within {timeout_s:g} s, got no file with a port "
+        f"that answers on rank {claim.rank}. See whether rank 0 started on this host; "
+        "if it runs elsewhere, set MASTER_ADDR and MASTER_PORT on all ranks."
     )
 
 

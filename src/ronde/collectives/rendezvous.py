@@ -9,7 +9,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from ronde.collectives.failures import Scene
 from ronde.collectives.rank_file import meet_by_file
 from ronde.errors import CollectiveError, WorldError
-from ronde.world.value import Claim
+from ronde.world.value import Claim, Meeting
 
 _calls = itertools.count()
 
@@ -40,7 +40,7 @@ def _store_of(claim: Claim, timeout_s: float) -> Store:
     meets again must not find the last server still closing.
     """
     if claim.meeting is not None:
-        return _open_at_meeting(claim, timeout_s)
+        return _open_at(claim.meeting, claim.rank, timeout_s)
     if claim.local_size == claim.size:
         return meet_by_file(claim, timeout_s)
     raise WorldError(
@@ -50,10 +50,8 @@ def _store_of(claim: Claim, timeout_s: float) -> Store:
     )
 
 
-def _open_at_meeting(claim: Claim, timeout_s: float) -> Store:
-    meeting = claim.meeting
-    assert meeting is not None
-    is_master = claim.rank == 0 and not meeting.is_hosted
+def _open_at(meeting: Meeting, rank: int, timeout_s: float) -> Store:
+    is_master = rank == 0 and not meeting.is_hosted
     try:
         return TCPStore(
             meeting.address,

@@ -1,4 +1,4 @@
-"""Collectives on torch's process groups: Gloo for CPU tensors, NCCL for CUDA tensors."""
+"""Collectives on torch's process groups: Gloo for the CPU, NCCL for CUDA."""
 
 from ronde.collectives.engines.torch_distributed.engine import (
     TorchDistributedCommunicator,

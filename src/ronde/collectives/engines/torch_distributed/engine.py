@@ -1,4 +1,4 @@
-"""Collectives on torch's process groups: Gloo for CPU tensors, NCCL for CUDA tensors."""
+"""Collectives on torch's process groups: Gloo for the CPU, NCCL for CUDA."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,7 +11,6 @@ from ronde.collectives.arguments import require_peer, require_root, require_spli
 from ronde.collectives.arithmetic import dense
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work
 from ronde.collectives.engines.torch_distributed import steps
-from ronde.collectives.failures import Scene
 from ronde.collectives.engines.torch_distributed.groups import (
     Groups,
     all_gather_even,
@@ -19,6 +18,7 @@ from ronde.collectives.engines.torch_distributed.groups import (
 )
 from ronde.collectives.engines.torch_distributed.reductions import Reductions
 from ronde.collectives.engines.torch_distributed.work import Awaited, TorchWork
+from ronde.collectives.failures import Scene
 from ronde.collectives.layouts import Layout, require_agreement
 from ronde.errors import UsageError
 
@@ -186,10 +186,9 @@ class TorchDistributedCommunicator(Communicator):
         """Tell all ranks one's layout and return theirs; collective and blocking."""
         own = layout.encode(self.size)
         gathered = own.new_empty((self.size, own.numel()))
-        all_gather_even(
-            self._groups.gloo, steps.as_bytes(gathered), steps.as_bytes(own)
-        ).wait()
-        return [Layout.decode(numbers, self.size) for numbers in gathered.tolist()]
+        gloo = self._groups.of(own.device)
+        all_gather_even(gloo, steps.as_bytes(gathered), steps.as_bytes(own)).wait()
+        return [Layout.decode(row, self.size) for row in gathered]
 
 
 def _is_same_memory(values: Tensor, tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import (
     PrefixStore,
     ProcessGroupGloo,
+    ReduceOp as TorchOp,
     Store,
 )
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
@@ -21,7 +22,7 @@ from ronde.errors import CollectiveError, UsageError
 Backend = Any
 
 
-def reduce_options(op: Any) -> AllreduceOptions:
+def reduce_options(op: TorchOp.RedOpType) -> AllreduceOptions:
     """Return what torch's ``allreduce`` is to be told."""
     options: Any = AllreduceOptions()
     options.reduceOp = op
@@ -38,17 +39,14 @@ def broadcast(backend: Backend, tensor: Tensor, root: int) -> Pending:
 
 def all_gather_even(backend: Backend, gathered: Tensor, own: Tensor) -> Pending:
     """Gather equal, contiguous shares; ``gathered`` holds ``size`` times ``own``."""
-    # torch gives the form without lists no public name on a backend.
-    return backend._allgather_base(gathered, own)  # noqa: SLF001
+    return backend._allgather_base(gathered, own)  # noqa: SLF001  it has no other name
 
 
 class Groups:
     """The process groups of one communicator, made when they are first needed.
 
-    Making one is collective: the first CUDA tensor comes on every rank in the same call.
-
-    Attributes:
-        gloo: The group for CPU tensors and for agreeing on sizes.
+    Making one is collective: the first CUDA tensor comes in the same call on all ranks.
+    Gloo's is made at once: all ranks agree on sizes through it.
     """
 
     def __init__(
@@ -59,10 +57,9 @@ class Groups:
         self._size = size
         self._timeout = timedelta(seconds=timeout_s)
         self._is_one_host = is_one_host
-        self._nccl: Backend | None = None
-        self._lane: Lane | None = None
         self._is_closed = False
-        self.gloo: Backend = self._make_gloo("gloo")
+        self._lane: Lane | None = None
+        self._backends: dict[str, Backend] = {"cpu": self._make_gloo("gloo")}
 
     def of(self, device: torch.device) -> Backend:
         """Return the group that moves tensors of ``device``.
@@ -71,22 +68,20 @@ class Groups:
             UsageError: No engine here moves such tensors.
             CollectiveError: The groups are closed.
         """
-        if self._is_closed:
-            raise CollectiveError(
-                "communicator must be open, got a closed one. Connect again."
-            )
-        if device.type == "cpu":
-            return self.gloo
-        if device.type != "cuda":
-            raise UsageError(
-                f"device must be cpu or cuda, got {device}. Copy the tensor to the CPU."
-            )
-        if self._nccl is None:
-            self._nccl = self._make_nccl()
-        return self._nccl
+        backend = self._backends.get(device.type)
+        if backend is None:
+            self._require_open()
+            if device.type != "cuda":
+                raise UsageError(
+                    f"device must be cpu or cuda, got {device}. Copy the tensor to the "
+                    "CPU."
+                )
+            backend = self._backends["cuda"] = self._make_nccl()
+        return backend
 
     def lane(self) -> "Lane":
         """Return the thread for reductions of several steps, and its own group."""
+        self._require_open()
         if self._lane is None:
             self._lane = Lane(self._make_gloo("lane"))
         return self._lane
@@ -94,26 +89,34 @@ class Groups:
     def close(self) -> None:
         """End all threads and connections; what is under way fails."""
         self._is_closed = True
-        lane, nccl, gloo = self._lane, self._nccl, self.gloo
-        self._lane = self._nccl = self.gloo = None
+        lane, self._lane = self._lane, None
         if lane is not None:
             lane.close()
-        if nccl is not None:
-            nccl.abort()
-        if gloo is not None:
-            gloo.shutdown()
+        while self._backends:
+            name, backend = self._backends.popitem()
+            if name == "cuda":
+                backend.abort()  # shutdown() waits for the peers, which may be gone
+            else:
+                backend.shutdown()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise CollectiveError(
+                "communicator must be open, got a closed one. Connect again."
+            )
 
     def _make_gloo(self, name: str) -> Backend:
-        options: Any = ProcessGroupGloo._Options()  # noqa: SLF001  the only name in 2.11
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()  # noqa: SLF001  the only name in torch 2.11
         options._timeout = self._timeout  # noqa: SLF001  likewise
         if self._is_one_host:
             # The host's own name may lead nowhere; the loopback is always there.
-            device = ProcessGroupGloo.create_device(hostname="127.0.0.1")
+            device = gloo.create_device(hostname="127.0.0.1")
         else:
-            device = ProcessGroupGloo.create_default_device()
+            device = gloo.create_default_device()
         options._devices = [device]  # noqa: SLF001  likewise
         store = PrefixStore(name, self._store)
-        group: Backend = ProcessGroupGloo(store, self._rank, self._size, options)
+        group: Backend = gloo(store, self._rank, self._size, options)
         # Nobody leaves before all are connected: rank 0's store may go at any time.
         group.barrier().wait()
         return group
@@ -140,7 +143,7 @@ class Lane:
     """
 
     def __init__(self, group: Backend) -> None:
-        self._group = group
+        self._group: Any = group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ronde-lane")
 
     def submit(self, steps: Callable[[Backend], None]) -> Future[None]:

@@ -19,9 +19,9 @@ from ronde.collectives.arithmetic import (
 )
 from ronde.collectives.communicator import Done, ReduceOp, Work
 from ronde.collectives.engines.torch_distributed import steps
-from ronde.collectives.failures import Scene
 from ronde.collectives.engines.torch_distributed.groups import Groups, reduce_options
 from ronde.collectives.engines.torch_distributed.work import Submitted, TorchWork
+from ronde.collectives.failures import Scene
 from ronde.errors import UsageError
 
 _FLOATS = (torch.float32, torch.float64)
@@ -164,7 +164,10 @@ def _direct_on_gloo(size: int) -> Direct:
 
 
 def _direct_on_nccl(size: int) -> Direct:
-    """List what NCCL reduces as it is to be; it averages 16-bit floats without overflow."""
+    """List what NCCL reduces as it is to be.
+
+    Its own average of 16-bit floats divides first, so that the sum cannot overflow.
+    """
     options = {op: reduce_options(_TORCH_OPS[op]) for op in ReduceOp}
     direct: Direct = {}
     for op in ReduceOp:

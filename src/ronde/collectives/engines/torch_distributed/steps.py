@@ -109,7 +109,7 @@ def gather_rows(
     if len(set(counts)) == 1:
         return [all_gather_even(backend, as_bytes(gathered), as_bytes(own))], gathered
     # torch gathers no uneven shares: every rank broadcasts its own into place.
-    parts = gathered.split(counts)
+    parts: tuple[Tensor, ...] = torch.split(gathered, counts)
     parts[rank].copy_(own)
     pending = [
         broadcast(backend, as_bytes(part), root)
