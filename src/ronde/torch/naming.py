@@ -1,0 +1,104 @@
+"""Names and groups of an optimizer's parameters."""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ronde.errors import UsageError
+
+
+def name_of(group: int, index: int) -> str:
+    """Return the name of a parameter that was given none."""
+    return f"allreduce.noname.{group}.{index}"
+
+
+def name_parameters(
+    optimizer: Optimizer, named_parameters: Iterable[object] | None
+) -> list[tuple[str, Tensor]]:
+    """Pair every parameter of ``optimizer`` with a unique name, in its own order.
+
+    Raises:
+        UsageError: ``named_parameters`` are no pairs, have duplicate names, or leave a
+            parameter out.
+    """
+    if named_parameters is None:
+        return [
+            (name_of(g, i), parameter)
+            for g, group in enumerate(optimizer.param_groups)
+            for i, parameter in enumerate(group["params"])
+        ]
+    pairs = [_pair(item) for item in named_parameters]
+    names = [name for name, _ in pairs]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise UsageError(
+            "Parameter names in named_parameters must be unique. "
+            f"Found duplicates: {', '.join(duplicates)}"
+        )
+    name_by_id = {id(parameter): name for name, parameter in pairs}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    unnamed = [id(p) for p in parameters if id(p) not in name_by_id]
+    if unnamed:
+        raise UsageError(
+            "named_parameters was specified, but one or more model parameters were not "
+            f"named. Python object ids: {', '.join(map(str, unnamed))}"
+        )
+    return [(name_by_id[id(p)], p) for p in parameters]
+
+
+def group_indices(
+    named: Sequence[tuple[str, Tensor]],
+    groups: int | Sequence[Sequence[Tensor]] | None,
+    num_groups: int = 0,
+) -> tuple[tuple[int, ...], ...]:
+    """Turn Horovod's ``groups`` into indices of parameters.
+
+    Args:
+        named: The parameters.
+        groups: How many near-equal consecutive groups, or the members of each; what is
+            in none of them is free.
+        num_groups: Deprecated form of the number.
+
+    Raises:
+        UsageError: A number below zero, or a tensor that is no parameter or is in two.
+    """
+    if num_groups:
+        warnings.warn(
+            "num_groups is deprecated; say groups.", DeprecationWarning, stacklevel=3
+        )
+        groups = groups or num_groups
+    if not groups:
+        return ()
+    if isinstance(groups, int):
+        return _consecutive(len(named), groups)
+    index_by_id = {id(parameter): i for i, (_, parameter) in enumerate(named)}
+    members = [[id(tensor) for tensor in group] for group in groups]
+    flat = [key for group in members for key in group]
+    if len(set(flat)) != len(flat) or not set(flat) <= index_by_id.keys():
+        raise UsageError(
+            "groups must be lists of the optimizer's parameters, each in one list at "
+            "most. Leave out what is not optimized."
+        )
+    return tuple(tuple(index_by_id[key] for key in group) for group in members)
+
+
+def _consecutive(count: int, num_groups: int) -> tuple[tuple[int, ...], ...]:
+    if num_groups < 0:
+        raise UsageError(f"groups must be a number >= 0 or lists, got {num_groups}.")
+    bounds = [count * g // num_groups for g in range(num_groups + 1)]
+    pairs = pairwise(bounds)
+    return tuple(tuple(range(low, high)) for low, high in pairs if low < high)
+
+
+def _pair(item: object) -> tuple[str, Tensor]:
+    match item:
+        case (str() as name, Tensor() as parameter):
+            return name, parameter
+        case _:
+            raise UsageError(
+                "named_parameters should be a sequence of tuples (name, parameter), "
+                "usually produced by model.named_parameters()."
+            )

@@ -1,0 +1,209 @@
+"""What DistributedOptimizer is, and what it refuses."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from tests.parity.problems import OddMlp, mse
+from tests.ranks import run_ranks_bare
+from torch import nn
+
+import ronde.torch as hvd
+from ronde.errors import CollectiveError, UsageError
+
+
+def in_world_of_one(function):
+    """Run ``function`` in a process of its own that called ``init()``."""
+
+    def call(_: object) -> object:
+        hvd.init()
+        return function()
+
+    return run_ranks_bare(1, call)[0]
+
+
+def on_ranks(size, function):
+    def call(_: object) -> object:
+        hvd.init()
+        return function()
+
+    return run_ranks_bare(size, call)
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def backward(model: nn.Module) -> None:
+    mse(model, torch.ones(2, 7), torch.ones(2, 3)).backward()
+
+
+def test_stands_in_for_the_wrapped_optimizer():
+    def check():
+        model = OddMlp()
+        wrapped = sgd(model)
+        optimizer = hvd.DistributedOptimizer(wrapped, model.named_parameters())
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert type(optimizer) is hvd.DistributedOptimizer
+        assert optimizer.param_groups is wrapped.param_groups
+        backward(model)
+        optimizer.step()
+        assert optimizer.state is wrapped.state
+        saved = optimizer.state_dict()
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.load_state_dict(saved)
+        assert wrapped.param_groups[0]["lr"] == 0.1
+        optimizer.grad_scale = torch.tensor(2.0)
+        assert wrapped.grad_scale == 2.0
+        del optimizer.grad_scale
+        assert not hasattr(wrapped, "grad_scale")
+
+    in_world_of_one(check)
+
+
+def test_gradients_are_views_of_few_buckets():
+    def check():
+        model = OddMlp()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model)
+            storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+            assert len(storages) == 1
+            optimizer.step()
+        return [p.grad.data_ptr() for p in model.parameters()]
+
+    pointers = on_ranks(2, check)
+    # All ranks agreed on rank 0's order: the same offsets in the bucket.
+    offsets = [[p - min(rank) for p in rank] for rank in pointers]
+    assert offsets[0] == offsets[1]
+
+
+def test_gradients_are_complete_when_backward_returns():
+    def check():
+        model = nn.Linear(3, 1, bias=False)
+        model.weight.data.fill_(1.0)
+        optimizer = hvd.DistributedOptimizer(sgd(model))
+        model(torch.full((1, 3), float(hvd.rank()))).sum().backward()
+        optimizer.synchronize()
+        return model.weight.grad.tolist()
+
+    assert on_ranks(3, check) == [[[1.0, 1.0, 1.0]]] * 3
+
+
+def test_optimizer_and_model_are_freed():
+    def check():
+        model = OddMlp()
+        optimizer = hvd.DistributedOptimizer(sgd(model))
+        backward(model)
+        optimizer.step()
+        alive = [weakref.ref(model.first.weight), weakref.ref(optimizer)]
+        del model, optimizer
+        gc.collect()
+        return [reference() is None for reference in alive]
+
+    assert on_ranks(2, check) == [[True, True]] * 2
+
+
+def test_broadcast_optimizer_state():
+    def check():
+        torch.manual_seed(hvd.rank())
+        model = OddMlp()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + hvd.rank()))
+        if hvd.rank() == 0:
+            backward(model)
+            optimizer.step()
+        optimizer = hvd.DistributedOptimizer(optimizer)
+        hvd.broadcast_parameters(model.named_parameters(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        state = optimizer.state_dict()
+        tensors = [
+            value
+            for entry in state["state"].values()
+            for value in entry.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        assert len(tensors) == 3 * len(list(model.parameters()))
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        gathered = [hvd.allgather(t.reshape(1, -1)) for t in tensors]
+        assert all(torch.equal(g[0], g[1]) for g in gathered)
+        backward(model)
+        optimizer.step()
+        weights = hvd.allgather(model.first.weight.detach()[None])
+        return bool(torch.equal(weights[0], weights[1]))
+
+    assert on_ranks(2, check) == [True, True]
+
+
+def test_models_that_differ_are_refused_on_every_rank():
+    def check():
+        model = nn.Linear(3 + hvd.rank(), 2)
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        with pytest.raises(CollectiveError, match=r"weight \(2, 3\).*weight \(2, 4\)"):
+            model(torch.ones(1, 3 + hvd.rank())).sum().backward()
+        del optimizer
+
+    on_ranks(2, check)
+
+
+def test_bad_arguments():
+    def check():
+        model = OddMlp()
+        named = list(model.named_parameters())
+        wrapped = sgd(model)
+        for arguments, message in (
+            ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0"),
+            ({"op": hvd.Min}, "op must be Average or Sum, got 3"),
+            ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "not supported"),
+            ({"named_parameters": named + named}, "must be unique. Found duplicates"),
+            ({"named_parameters": named[1:]}, "were not named"),
+            ({"named_parameters": [1]}, "should be a sequence of tuples"),
+            ({"groups": -1}, "groups must be"),
+            ({"groups": [[torch.zeros(1)]]}, "groups must be lists"),
+        ):
+            with pytest.raises(UsageError, match=message):
+                hvd.DistributedOptimizer(wrapped, **arguments)
+        with pytest.raises(UsageError, match="invalid params of type"):
+            hvd.broadcast_parameters(3, root_rank=0)
+        with pytest.raises(UsageError, match="LBFGS"):
+            hvd.broadcast_optimizer_state(
+                torch.optim.LBFGS(model.parameters()), root_rank=0
+            )
+
+    in_world_of_one(check)
+
+
+def test_sparse_gradients_need_to_be_asked_for():
+    def check():
+        model = nn.Embedding(5, 3, sparse=True)
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        with pytest.raises(UsageError, match="sparse_as_dense=True"):
+            model(torch.tensor([1])).sum().backward()
+        del optimizer
+
+    on_ranks(2, check)
+
+
+def test_a_failed_backward_does_not_spoil_the_next():
+    def check():
+        model = OddMlp()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        backward(model)
+        optimizer.step()
+        inputs = torch.ones(2, 7, requires_grad=True)
+        inputs.register_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            mse(model, inputs, torch.ones(2, 3)).backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        mse(model, torch.full((2, 7), 1.0 + hvd.rank()), torch.ones(2, 3)).backward()
+        gathered = hvd.allgather(model.first.weight.grad[None])
+        return bool(torch.equal(gathered[0], gathered[1]))
+
+    assert on_ranks(2, check) == [True, True]
+
+
+def _raise(_: object) -> None:
+    raise ZeroDivisionError
