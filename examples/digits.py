@@ -13,17 +13,17 @@ _NUM_TRAIN = 1437
 
 
 def make_model() -> nn.Module:
-    """Make a network of two convolutions, 152,842 parameters."""
+    """Make a network of three convolutions, 65,994 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
         nn.Conv2d(32, 64, 3, padding=1),
         nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(64 * 4 * 4, 128),
-        nn.ReLU(),
-        nn.Linear(128, 10),
+        nn.Linear(64 * 4 * 4, 10),
     )
 
 
@@ -44,7 +44,7 @@ def read_digits() -> Images:
 def main() -> None:
     """Train, test and report."""
     parser = Parser(
-        "Train on scikit-learn's handwritten digits.", epochs=20, batch_size=32, lr=0.05
+        "Train on scikit-learn's handwritten digits.", epochs=30, batch_size=64, lr=0.05
     )
     options = options_of(parser.parse_args())
     train_and_report("digits", make_model, read_digits(), options)

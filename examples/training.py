@@ -303,7 +303,7 @@ def _device() -> torch.device:
 
 def _report(name: str, outcome: Outcome, options: Options) -> None:
     print(
-        f"{name}: {hvd.size()} ranks"
+        f"{name}: {hvd.size()} rank{'s' if hvd.size() > 1 else ''}"
         f"{'' if options.is_communicating else ', each alone'}, "
         f"{outcome.images_per_s:.0f} images/s, loss {outcome.loss:.4f}, "
         f"test accuracy {outcome.accuracy:.2%} of {outcome.num_tested} images"

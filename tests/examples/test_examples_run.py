@@ -41,7 +41,7 @@ def launched(name: str) -> tuple[int, list[str]]:
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; when its time is up it is stopped with all its own."""
     # One thread a rank, and nobody else's ranks.
-    environment = {"PATH": os.defpath, "OMP_NUM_THREADS": "1"}
+    environment = {"PATH": os.defpath, "HOME": str(Path.home()), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -73,19 +73,19 @@ def only_record(path: Path) -> Record:
 def test_digits_under_every_launcher(name: str, tmp_path: Path) -> None:
     size, start = launched(name)
     path = tmp_path / "records.jsonl"
-    done = run([*start, "examples/digits.py", "--epochs", "6", "--json", str(path)])
+    done = run([*start, "examples/digits.py", "--epochs", "15", "--json", str(path)])
     assert done.returncode == 0, done.stderr
     values = only_record(path).values
     assert (values["example"], values["size"]) == ("digits", size)
     # Every test image counts, and counts once.
     assert values["num_tested"] == 360
-    # The same 6 epochs reach 97 to 99 % with other seeds.
+    # Other seeds reach 97 to 99 %.
     assert values["test_accuracy"] >= 0.95
     assert values["images_per_s"] > 0
     # Rank 0 alone reports, and shows the bar on standard error.
     assert done.stdout.count("test accuracy") == 1
     assert "images/s" in done.stderr
-    assert "epoch 6/6" in done.stderr
+    assert "epoch 15/15" in done.stderr
 
 
 def test_digits_alone_tests_its_own_models(tmp_path: Path) -> None:
