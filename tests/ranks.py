@@ -26,7 +26,7 @@ import cloudpickle
 import torch
 from torch.distributed import TCPStore
 
-from ronde.collectives import connect
+from ronde.collectives import Communicator, connect
 from ronde.errors import PeerLostError
 from ronde.world.value import Claim, Launcher, Meeting
 
@@ -50,6 +50,7 @@ class Order:
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     claim: Claim | None = None
+    connecting: Callable[[Claim], Communicator] | None = None
     environment: dict[str, str] | None = None
     has_listener: bool = False
 
@@ -73,6 +74,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60.0,
     dying: Collection[int] = (),
+    connecting: Callable[[Claim], Communicator] | None = None,
 ) -> list[Any]:
     """Call ``fn(communicator, *args)`` on ``size`` ranks.
 
@@ -82,6 +84,7 @@ def run_ranks(
         args: Its further arguments.
         timeout_s: When the ranks are killed.
         dying: Ranks that are meant to end without a result; theirs is None.
+        connecting: Makes the communicator; None connects as every program does.
 
     Returns:
         The result of each rank.
@@ -92,7 +95,7 @@ def run_ranks(
     """
     store = hosted_store()
     claims = [claim_of(rank, size, store) for rank in range(size)]
-    orders = [Order(fn, args, claim=claim) for claim in claims]
+    orders = [Order(fn, args, claim=c, connecting=connecting) for c in claims]
     return _run(orders, timeout_s, dying)
 
 
@@ -325,11 +328,16 @@ def _obey(connection: Connection) -> bytes:
         return reply
 
 
+def _connect(claim: Claim) -> Communicator:
+    return connect(claim, timeout_s=60.0)
+
+
 def _call(order: Order, connection: Connection) -> Any:
     """Make the place that the order asks for and call its function there."""
     if order.environment is None:
         assert order.claim is not None
-        communicator = connect(order.claim, timeout_s=60.0)
+        connecting = order.connecting or _connect
+        communicator = connecting(order.claim)
         result = order.fn(communicator, *order.args)
         communicator.close()
         return result

@@ -40,8 +40,8 @@ def broadcast_object(communicator: Communicator, obj: Any, root: int) -> Any:  #
     num_bytes = int(length.item())
     if num_bytes == _FAILED:
         raise CollectiveError(
-            f"broadcast_object needs an object that can be pickled, and rank {root} got "
-            "none; the error there says why."
+            "broadcast_object needs an object that can be pickled, and rank "
+            f"{root} got none; the error there says why."
         )
     if not is_root:
         payload = torch.empty(num_bytes, dtype=torch.uint8)

@@ -1,0 +1,233 @@
+"""What every engine's reductions must do. Each function runs on every rank."""
+
+import pytest
+import torch
+from tests.conformance.samples import (
+    COMPLEX,
+    FLOATS,
+    INTEGERS,
+    MOVED_ONLY,
+    SHAPES,
+    assert_reduced,
+    layouts,
+    sample,
+)
+from torch import Tensor
+
+from ronde.collectives import Communicator, ReduceOp, rows
+from ronde.errors import UsageError
+
+ORDERED = [ReduceOp.MIN, ReduceOp.MAX]
+BOOLEAN = [*ORDERED, ReduceOp.PRODUCT]
+
+
+def ops_of(dtype: torch.dtype) -> list[ReduceOp]:
+    if dtype is torch.bool:
+        return BOOLEAN
+    return [op for op in ReduceOp if not (dtype in COMPLEX and op in ORDERED)]
+
+
+def inputs_of(
+    communicator: Communicator,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    seed: int,
+    device: str,
+) -> list[Tensor]:
+    return [
+        sample(shape, dtype, rank, seed, device) for rank in range(communicator.size)
+    ]
+
+
+def all_reduce_every_dtype_op_and_shape(communicator: Communicator, device: str):
+    """Issue all, then wait for the last first."""
+    under_way = []
+    for seed, dtype in enumerate([*FLOATS, *INTEGERS, torch.bool, *COMPLEX]):
+        for op in ops_of(dtype):
+            for shape in SHAPES:
+                inputs = inputs_of(communicator, shape, dtype, seed, device)
+                tensor = inputs[communicator.rank].clone()
+                under_way.append(
+                    (communicator.all_reduce(tensor, op), tensor, inputs, op)
+                )
+    for work, tensor, inputs, op in reversed(under_way):
+        assert work.wait() is tensor
+        assert work.is_done()
+        assert_reduced(tensor, inputs, op)
+        if tensor.numel():
+            before = tensor.clone()
+            assert work.wait() is tensor
+            assert torch.equal(tensor, before)
+
+
+def all_reduce_scales(communicator: Communicator, device: str):
+    for seed, dtype in enumerate([*FLOATS, *INTEGERS, *COMPLEX]):
+        for op in ops_of(dtype):
+            for prescale, postscale in ((0.5, 1.0), (1.0, 0.3), (0.7, 0.5)):
+                inputs = inputs_of(communicator, (5, 3), dtype, seed, device)
+                tensor = inputs[communicator.rank].clone()
+                communicator.all_reduce(
+                    tensor, op, prescale=prescale, postscale=postscale
+                ).wait()
+                assert_reduced(tensor, inputs, op, prescale, postscale)
+
+
+def all_reduce_keeps_layouts(communicator: Communicator, device: str):
+    for seed, dtype in enumerate(
+        [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64]
+    ):
+        for op in ops_of(dtype):
+            inputs = inputs_of(communicator, (2, 3, 4, 5), dtype, seed, device)
+            for tensor in layouts(inputs[communicator.rank]).values():
+                strides = tensor.stride()
+                communicator.all_reduce(tensor, op).wait()
+                assert tensor.stride() == strides
+                assert_reduced(tensor, inputs, op)
+
+
+def all_reduce_leaves_gaps_alone(communicator: Communicator, device: str):
+    whole = torch.zeros(6, 4, device=device)
+    communicator.all_reduce(whole[::2, 1:3].fill_(1.0)).wait()
+    expected = torch.zeros(6, 4, device=device)
+    expected[::2, 1:3] = communicator.size
+    assert torch.equal(whole, expected)
+
+
+def all_reduce_takes_parameters(communicator: Communicator, device: str):
+    """Leaves that need gradients are changed in place, outside autograd."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for op in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            parameter = torch.nn.Parameter(torch.ones(4, 3, device=device, dtype=dtype))
+            for tensor in (parameter, parameter.detach().t().requires_grad_()):
+                communicator.all_reduce(tensor, op, prescale=2.0).wait()
+                assert tensor.is_leaf
+                assert tensor.requires_grad
+
+
+def average_divides(communicator: Communicator, device: str):
+    """The sum is exact here, so the average must be the quotient, correctly rounded."""
+    for dtype in FLOATS:
+        tensor = torch.arange(1, 40, dtype=dtype, device=device)
+        communicator.all_reduce(tensor, ReduceOp.AVERAGE, postscale=1.0).wait()
+        assert torch.equal(tensor, torch.arange(1, 40, dtype=dtype, device=device))
+        tensor = torch.arange(39, dtype=dtype, device=device) + communicator.rank
+        communicator.all_reduce(tensor, ReduceOp.AVERAGE).wait()
+        total = torch.arange(39, dtype=torch.float64) * communicator.size + sum(
+            range(communicator.size)
+        )
+        expected = (total / communicator.size).to(dtype)
+        assert torch.equal(tensor.cpu(), expected), (dtype, tensor, expected)
+
+
+def halves_are_rounded_once(communicator: Communicator, device: str):
+    """2048 + 1 + 1 is 2050 in float16, but 2048 if each sum is rounded."""
+    for dtype, big in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
+        value = big if communicator.rank == 0 else 1.0
+        tensor = torch.full((5,), value, dtype=dtype, device=device)
+        communicator.all_reduce(tensor).wait()
+        exact = torch.tensor(big + communicator.size - 1, dtype=torch.float64)
+        assert torch.equal(tensor.cpu(), exact.to(dtype).expand(5))
+
+
+def float16_averages_do_not_overflow(communicator: Communicator, device: str):
+    tensor = torch.full((3,), 60000.0, dtype=torch.float16, device=device)
+    communicator.all_reduce(tensor, ReduceOp.AVERAGE).wait()
+    assert tensor.tolist() == [60000.0 // 32 * 32] * 3
+
+
+def integers_average_toward_zero(communicator: Communicator, device: str):
+    """The values of the Horovod contract, and the largest, which must not overflow."""
+    for dtype in INTEGERS:
+        info = torch.iinfo(dtype)
+        if dtype not in (torch.int64, torch.uint64):
+            tensor = torch.full((2,), int(info.max), dtype=torch.int64)
+            tensor = tensor.to(dtype).to(device)
+            communicator.all_reduce(tensor, ReduceOp.AVERAGE).wait()
+            assert tensor.tolist() == [int(info.max)] * 2
+        if info.min < 0:
+            value = -3 if communicator.rank == 0 else -4
+            tensor = torch.full((2,), value, dtype=dtype, device=device)
+            communicator.all_reduce(tensor, ReduceOp.AVERAGE).wait()
+            total = -3 - 4 * (communicator.size - 1)
+            assert tensor.tolist() == [-(-total // communicator.size)] * 2
+    halves = torch.full((2,), 7, dtype=torch.int32, device=device)
+    communicator.all_reduce(halves, prescale=0.5).wait()
+    assert halves.tolist() == [3 * communicator.size] * 2
+
+
+def reductions_agree_bit_for_bit(communicator: Communicator, device: str):
+    for dtype in FLOATS:
+        tensor = sample((1001,), dtype, communicator.rank, device=device)
+        communicator.all_reduce(tensor, ReduceOp.AVERAGE).wait()
+        everyone = communicator.all_gather(tensor.unsqueeze(0)).wait()
+        assert torch.equal(everyone, tensor.expand_as(everyone))
+
+
+def reduce_scatter_keeps_own_rows(communicator: Communicator, device: str):
+    size, rank = communicator.size, communicator.rank
+    for seed, dtype in enumerate([*FLOATS, *INTEGERS, torch.bool, *COMPLEX]):
+        for op in ops_of(dtype):
+            for num_rows in (0, 1, size, 2 * size + 1):
+                shape = (num_rows, 3)
+                inputs = inputs_of(communicator, shape, dtype, seed, device)
+                given = inputs[rank].clone()
+                result = communicator.reduce_scatter(given, op).wait()
+                assert torch.equal(
+                    given.view(torch.uint8), inputs[rank].view(torch.uint8)
+                )
+                counts = rows(num_rows, size)
+                assert result.shape == (counts[rank], 3)
+                first = sum(counts[:rank])
+                own = [t[first : first + counts[rank]] for t in inputs]
+                assert_reduced(result, own, op)
+
+
+def reduce_scatter_scales_and_takes_layouts(communicator: Communicator, device: str):
+    rank = communicator.rank
+    for seed, dtype in enumerate([torch.float32, torch.float16, torch.int32]):
+        inputs = inputs_of(communicator, (5, 3, 4, 2), dtype, seed, device)
+        first = sum(rows(5, communicator.size)[:rank])
+        for tensor in layouts(inputs[rank]).values():
+            result = communicator.reduce_scatter(
+                tensor, ReduceOp.AVERAGE, prescale=0.5, postscale=3.0
+            ).wait()
+            own = [t[first : first + result.shape[0]] for t in inputs]
+            assert_reduced(result, own, ReduceOp.AVERAGE, 0.5, 3.0)
+
+
+def undefined_reductions_are_refused(communicator: Communicator, device: str):
+    """Every rank refuses, and the communicator works on."""
+    for reduce in (communicator.all_reduce, communicator.reduce_scatter):
+        flags = torch.ones(communicator.size, dtype=torch.bool, device=device)
+        for op in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            with pytest.raises(UsageError, match="min, max or product"):
+                reduce(flags, op)
+        with pytest.raises(UsageError, match="prescale and postscale must be 1"):
+            reduce(flags, ReduceOp.MAX, prescale=2.0)
+        for dtype in COMPLEX:
+            with pytest.raises(UsageError, match="no order"):
+                reduce(torch.ones(2, dtype=dtype, device=device), ReduceOp.MIN)
+        for dtype in MOVED_ONLY:
+            with pytest.raises(UsageError, match="dtype must be"):
+                reduce(torch.ones(2, device=device).to(dtype))
+    with pytest.raises(UsageError, match="at least one dimension"):
+        communicator.reduce_scatter(torch.tensor(1.0, device=device))
+    ones = torch.ones(3, device=device)
+    assert communicator.all_reduce(ones).wait().tolist() == [communicator.size] * 3
+
+
+REDUCTIONS = [
+    all_reduce_every_dtype_op_and_shape,
+    all_reduce_scales,
+    all_reduce_keeps_layouts,
+    all_reduce_leaves_gaps_alone,
+    all_reduce_takes_parameters,
+    average_divides,
+    halves_are_rounded_once,
+    float16_averages_do_not_overflow,
+    integers_average_toward_zero,
+    reductions_agree_bit_for_bit,
+    reduce_scatter_keeps_own_rows,
+    reduce_scatter_scales_and_takes_layouts,
+    undefined_reductions_are_refused,
+]

@@ -1,0 +1,165 @@
+"""Inputs that every rank can make for every other, and what a reduction must give.
+
+The expected values come from Python's own integers and from float64, not from the code
+under test.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ronde.collectives import ReduceOp
+
+HALVES = [torch.float16, torch.bfloat16]
+FLOATS = [*HALVES, torch.float32, torch.float64]
+SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
+UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+INTEGERS = SIGNED + UNSIGNED
+COMPLEX = [torch.complex64, torch.complex128]
+MOVED_ONLY = [torch.float8_e4m3fn, torch.float8_e5m2]
+ALL = [*FLOATS, *INTEGERS, torch.bool, *COMPLEX, *MOVED_ONLY]
+SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4, 5), (0,), (4, 0)]
+
+
+def sample(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    rank: int,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Tensor:
+    """Return what ``rank`` puts in; integers fill a quarter of their range."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype in INTEGERS:
+        info = torch.iinfo(dtype)
+        low, high = int(info.min) // 4, int(info.max) // 4
+        numbers = torch.randint(low, high + 1, shape, generator=generator)
+        return numbers.to(dtype).to(device)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool().to(device)
+    if dtype in COMPLEX:
+        return torch.randn(shape, dtype=dtype, generator=generator).to(device)
+    numbers = torch.randn(shape, dtype=torch.float64, generator=generator)
+    return numbers.to(dtype).to(device)
+
+
+def layouts(tensor: Tensor) -> dict[str, Tensor]:
+    """Return tensors of equal elements that lie differently in memory."""
+    found = {"contiguous": tensor.clone()}
+    if tensor.ndim >= 2:
+        found["transposed"] = tensor.transpose(0, 1).contiguous().transpose(0, 1)
+        wide = tensor.new_zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]))
+        found["strided"] = wide[..., ::2].copy_(tensor)
+    if tensor.ndim == 4:
+        found["channels_last"] = tensor.contiguous(memory_format=torch.channels_last)
+    return found
+
+
+def expected_integers(
+    inputs: list[Tensor], op: ReduceOp, prescale: float, postscale: float
+) -> Tensor:
+    """Reduce with Python's integers; wrap as the dtype does."""
+    dtype, shape = inputs[0].dtype, inputs[0].shape
+    fold = _FOLDS[op]
+    columns = zip(*(t.flatten().tolist() for t in inputs), strict=True)
+    results: list[int] = []
+    for column in columns:
+        scaled = [_scaled(number, prescale) for number in column]
+        results.append(_scaled(_wrapped(fold(scaled), dtype), postscale))
+    return _from_integers(results, dtype).reshape(shape)
+
+
+def error_bound(
+    inputs: list[Tensor], op: ReduceOp, prescale: float, postscale: float
+) -> Tensor:
+    """Bound what rounding may do to each element of a reduction of floats.
+
+    Each of the at most ``size + 3`` operations (the sum's, two scalings, the division,
+    the last rounding) errs by at most half an eps of the largest value it may see: for
+    sums the sum of magnitudes, for products their product.
+    """
+    eps = torch.finfo(inputs[0].dtype).eps
+    magnitudes = torch.stack([t.abs().double() for t in inputs]) * abs(prescale)
+    is_product = op is ReduceOp.PRODUCT
+    largest = magnitudes.prod(0) if is_product else magnitudes.sum(0)
+    tiny = torch.finfo(inputs[0].dtype).smallest_normal
+    return (len(inputs) + 3) * (eps * largest + tiny) * max(1.0, abs(postscale))
+
+
+def expected_floats(
+    inputs: list[Tensor], op: ReduceOp, prescale: float, postscale: float
+) -> Tensor:
+    """Reduce in float64, or complex128."""
+    wide = torch.complex128 if inputs[0].is_complex() else torch.float64
+    stack = torch.stack([t.to(wide) for t in inputs]) * prescale
+    reduced = {
+        ReduceOp.SUM: lambda: stack.sum(0),
+        ReduceOp.AVERAGE: lambda: stack.sum(0) / len(inputs),
+        ReduceOp.PRODUCT: lambda: stack.prod(0),
+        ReduceOp.MIN: lambda: stack.amin(0),
+        ReduceOp.MAX: lambda: stack.amax(0),
+    }[op]()
+    return reduced * postscale
+
+
+def assert_reduced(
+    result: Tensor,
+    inputs: list[Tensor],
+    op: ReduceOp,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> None:
+    """Compare with what the ranks' inputs must give: exactly, but for rounding."""
+    dtype = inputs[0].dtype
+    assert result.dtype == dtype
+    result = result.cpu()
+    inputs = [t.cpu() for t in inputs]
+    told = f"{op} of {dtype} {tuple(result.shape)}, scales {prescale} {postscale}"
+    if dtype is torch.bool:
+        stack = torch.stack(inputs)
+        expected = stack.any(0) if op is ReduceOp.MAX else stack.all(0)
+        assert torch.equal(result, expected), told
+    elif dtype in INTEGERS:
+        expected = expected_integers(inputs, op, prescale, postscale)
+        assert result.tolist() == expected.tolist(), told
+    else:
+        expected = expected_floats(inputs, op, prescale, postscale)
+        error = (result.to(expected.dtype) - expected).abs()
+        if op in (ReduceOp.MIN, ReduceOp.MAX) and prescale == postscale == 1.0:
+            assert torch.equal(result.double(), expected), told
+        assert bool((error <= error_bound(inputs, op, prescale, postscale)).all()), (
+            f"{told}: {result} is not {expected}"
+        )
+
+
+def _average(numbers: list[int]) -> int:
+    total = sum(numbers)
+    quotient = abs(total) // len(numbers)
+    return quotient if total >= 0 else -quotient
+
+
+_FOLDS: dict[ReduceOp, Callable[[list[int]], int]] = {
+    ReduceOp.SUM: sum,
+    ReduceOp.AVERAGE: _average,
+    ReduceOp.MIN: min,
+    ReduceOp.MAX: max,
+    ReduceOp.PRODUCT: math.prod,
+}
+
+
+def _scaled(number: int, factor: float) -> int:
+    return number if factor == 1.0 else math.trunc(float(number) * factor)
+
+
+def _wrapped(number: int, dtype: torch.dtype) -> int:
+    info = torch.iinfo(dtype)
+    return (number - int(info.min)) % 2**info.bits + int(info.min)
+
+
+def _from_integers(numbers: list[int], dtype: torch.dtype) -> Tensor:
+    if dtype is not torch.uint64:
+        return torch.tensor(numbers, dtype=torch.int64).to(dtype)
+    signed = [_wrapped(number, torch.int64) for number in numbers]
+    return torch.tensor(signed, dtype=torch.int64).view(torch.uint64)
