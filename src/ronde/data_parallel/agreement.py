@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -44,7 +45,7 @@ def agree_on_order(communicator: Communicator, arrivals: Sequence[int]) -> list[
     if communicator.rank == 0:
         order.copy_(torch.tensor(list(arrivals), dtype=torch.int64))
     communicator.broadcast(order, 0).wait()
-    return [int(index) for index in order.tolist()]
+    return cast("list[int]", order.tolist())
 
 
 def _describe(gradient: Gradient) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -192,7 +193,7 @@ class GradientBucket:
         """
         if all(gradient.was_used for gradient in self.gradients):
             return None
-        return [flag > 0 for flag in self.flags.tolist()]
+        return cast("list[bool]", (self.flags > 0).tolist())
 
 
 def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:

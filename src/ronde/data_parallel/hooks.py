@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from types import FrameType
+from typing import cast
 from weakref import WeakMethod
 
 import torch
@@ -30,7 +31,7 @@ def call_on_gradient(
     # Torch hooks only what requires a gradient, but keeps the hook when it is frozen.
     was_trained = parameter.requires_grad
     parameter.requires_grad_()
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)
+    handle = cast("RemovableHandle", parameter.register_post_accumulate_grad_hook(call))
     parameter.requires_grad_(was_trained)
     return handle
 
@@ -48,7 +49,7 @@ def call_before_gradient(
 
     was_trained = parameter.requires_grad
     parameter.requires_grad_()
-    handle: RemovableHandle = parameter.register_hook(call)
+    handle = cast("RemovableHandle", parameter.register_hook(call))
     parameter.requires_grad_(was_trained)
     return handle
 

@@ -5,7 +5,7 @@ what matches them; names are accepted for Horovod's sake. Any dtype is moved.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -151,7 +151,7 @@ def _split_list(splits: Sequence[int] | Tensor | None) -> list[int] | None:
             raise UsageError(
                 "alltoall expects splits to contain 32-bit integer elements."
             )
-        return [int(split) for split in splits.tolist()]
+        return cast("list[int]", splits.tolist())
     return None if splits is None else list(splits)
 
 

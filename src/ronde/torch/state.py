@@ -1,8 +1,8 @@
 """Give every rank the same parameters, optimizer state and objects."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -115,20 +115,22 @@ def _take_tensors(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Place(len(tensors) - 1)
-    if isinstance(value, dict):
-        return {k: _take_tensors(v, tensors) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)([_take_tensors(v, tensors) for v in value])
-    return value
+    return _map_children(value, lambda child: _take_tensors(child, tensors))
 
 
 def _put_tensors(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
     if isinstance(value, _Place):
         return tensors[value.number]
+    return _map_children(value, lambda child: _put_tensors(child, tensors))
+
+
+def _map_children(value: Any, function: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - a tree
     if isinstance(value, dict):
-        return {k: _put_tensors(v, tensors) for k, v in value.items()}
+        items = cast("dict[Any, Any]", value).items()
+        return {key: function(child) for key, child in items}
     if isinstance(value, list | tuple):
-        return type(value)([_put_tensors(v, tensors) for v in value])
+        children = cast("list[Any] | tuple[Any, ...]", value)
+        return type(children)([function(child) for child in children])
     return value
 
 
@@ -136,15 +138,12 @@ def _tensors(params: Mapping[str, Any] | Iterable[Any]) -> list[Tensor]:
     if isinstance(params, Tensor | str | bytes) or not hasattr(params, "__iter__"):
         raise UsageError(f"invalid params of type: {type(params)}")
     if isinstance(params, Mapping):
-        values: list[Any] = [params[key] for key in sorted(params)]
+        named = cast("Mapping[str, Any]", params)
+        values = [named[key] for key in sorted(named)]
     else:
         values = [_value(item) for item in params]
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _value(item: object) -> object:
-    match item:
-        case (_, value):
-            return value
-        case _:
-            return item
+def _value(item: Any) -> Any:  # noqa: ANN401 - the caller's own
+    return cast("tuple[Any, ...]", item)[1] if isinstance(item, tuple) else item
