@@ -54,6 +54,8 @@ class Screen:
 
     def _size(self) -> tuple[int, int]:
         try:
-            return os.get_terminal_size(self._channel.fd)
+            columns, rows = os.get_terminal_size(self._channel.fd)
         except OSError:
-            return 80, 24
+            columns, rows = 0, 0
+        # A terminal that nobody told its size says 0.
+        return columns or 80, rows or 24

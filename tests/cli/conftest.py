@@ -1,0 +1,60 @@
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from ronde.launch.environments import own_environment, shared_environment
+
+# A machine that others use too may take a second over any one example.
+settings.register_profile(
+    "shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("shared machine")
+
+_TIMEOUT_S = 60
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment as it is outside of any launcher."""
+    env = shared_environment(own_environment(), {}, num_threads=1)
+    places = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    for name in (*places, "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"):
+        env.pop(name, None)
+    return env
+
+
+@dataclass(frozen=True)
+class Ronde:
+    """Runs the command in a process of its own."""
+
+    def command(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", "ronde", *words]
+
+    def start(
+        self, *words: str, env: Mapping[str, str] | None = None, **popen
+    ) -> "subprocess.Popen[bytes]":
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | popen
+        return subprocess.Popen(
+            self.command(*words),
+            env=clean_environment() | dict(env or {}),
+            stdin=subprocess.DEVNULL,
+            **pipes,
+        )
+
+    def __call__(
+        self, *words: str, env: Mapping[str, str] | None = None, **popen
+    ) -> "subprocess.CompletedProcess[bytes]":
+        with self.start(*words, env=env, **popen) as process:
+            try:
+                out, err = process.communicate(timeout=_TIMEOUT_S)
+            finally:
+                process.kill()
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+@pytest.fixture(scope="session")
+def ronde() -> Ronde:
+    return Ronde()

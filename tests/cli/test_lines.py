@@ -1,0 +1,124 @@
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.render.lines import (
+    HELD_BYTES,
+    HELD_S,
+    Line,
+    LineAssembler,
+    printable,
+    whole_length,
+)
+
+
+def texts(lines: list[Line]) -> list[bytes]:
+    return [line.text for line in lines]
+
+
+def feed_all(assembler: LineAssembler, pieces: list[bytes]) -> list[bytes]:
+    fed = [line for piece in pieces for line in texts(assembler.feed(piece, 0.0))]
+    return fed + texts(assembler.end())
+
+
+cuts = st.lists(st.integers(1, 7), min_size=1, max_size=20)
+
+
+def pieces_of(raw: bytes, lengths: list[int]) -> list[bytes]:
+    pieces, start, index = [], 0, 0
+    while start < len(raw):
+        length = lengths[index % len(lengths)]
+        pieces.append(raw[start : start + length])
+        start, index = start + length, index + 1
+    return pieces
+
+
+@given(st.lists(st.binary().filter(lambda b: not set(b) & set(b"\r\n"))), cuts)
+def test_lines_come_out_whole_however_they_went_in(lines, lengths):
+    raw = b"".join(line + b"\n" for line in lines)
+    shown = feed_all(LineAssembler(), pieces_of(raw, lengths))
+    assert shown == [printable(line) for line in lines]
+
+
+@given(st.text(st.characters(exclude_characters="\r\n")), cuts)
+def test_pieces_that_rested_never_cut_a_character(text, lengths):
+    assembler = LineAssembler()
+    shown: list[Line] = []
+    now = 0.0
+    for piece in pieces_of(text.encode("utf-8", "replace"), lengths):
+        shown += assembler.feed(piece, now)
+        now += HELD_S
+        shown += assembler.rest(now)
+    shown += assembler.end()
+    assert b"".join(texts(shown)).decode() == text.encode("utf-8", "replace").decode()
+    assert [line.is_continuation for line in shown] == [
+        i > 0 for i in range(len(shown))
+    ]
+
+
+def test_a_half_line_is_held_until_it_has_rested():
+    assembler = LineAssembler()
+    assert assembler.feed(b"half", 10.0) == []
+    assert assembler.due_s == 10.0 + HELD_S
+    assert assembler.rest(10.0 + HELD_S / 2) == []
+    assert assembler.rest(10.0 + HELD_S) == [Line(b"half")]
+    assert assembler.feed(b" line\nnext\n", 13.0) == [
+        Line(b" line", is_continuation=True),
+        Line(b"next"),
+    ]
+
+
+def test_a_line_too_long_is_shown_in_pieces():
+    raw = "ä".encode() * HELD_BYTES
+    shown = feed_all(LineAssembler(), [b"x", raw, b"\n"])
+    assert b"".join(shown) == b"x" + raw
+    assert max(map(len, shown)) <= HELD_BYTES
+    assert all(text.decode() for text in shown if text)
+
+
+def test_carriage_return_newline_is_a_newline():
+    assert feed_all(LineAssembler(), [b"a\r", b"\nb\r\n"]) == [b"a", b"b"]
+
+
+@pytest.mark.parametrize("cut", range(1, 24))
+def test_of_a_progress_bar_only_the_newest_part_counts(cut):
+    raw = b"\r 10%|#\r 50%|##\r100%|###\nend\n"
+    assert feed_all(LineAssembler(), [raw[:cut], raw[cut:]]) == [b"100%|###", b"end"]
+
+
+def test_a_progress_bar_is_not_a_half_line():
+    assembler = LineAssembler()
+    assert assembler.feed(b"\r 10%|#", 0.0) == []
+    assert assembler.progress == b" 10%|#"
+    assert assembler.rest(100.0) == []
+    assembler.feed(b"\r 20%|##", 1.0)
+    assert assembler.progress == b" 20%|##"
+    assert assembler.end() == [Line(b" 20%|##")]
+
+
+def test_a_bar_that_wiped_itself_out_is_no_line():
+    assert feed_all(LineAssembler(), [b"\r 10%|#", b"\r       \r"]) == []
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        (b"ok \xc3\xa4", "ok ä".encode()),
+        (b"\xff\xfe", b"\\xff\\xfe"),
+        (b"cut \xc3", b"cut \\xc3"),
+        (b"\xed\xa0\x80", b"\\xed\\xa0\\x80"),
+    ],
+)
+def test_what_is_no_text_is_escaped(raw, shown):
+    assert printable(raw) == shown
+
+
+@given(st.text(), st.integers(0, 3))
+def test_whole_length_finds_the_cut(text, missing):
+    raw = text.encode("utf-8", "replace")
+    cut = raw[: len(raw) - missing]
+    whole = cut[: whole_length(cut)]
+    assert (
+        whole.decode()
+        == text.encode("utf-8", "replace").decode()[: len(whole.decode())]
+    )
+    assert len(cut) - len(whole) <= 3

@@ -1,0 +1,88 @@
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.errors import LaunchError
+from ronde.launch.job import Job, RankPlan
+from ronde.launch.messages import (
+    FROM_AGENT,
+    PROTOCOL,
+    TO_AGENT,
+    Exited,
+    Finished,
+    Prepare,
+    Ready,
+    decode_message,
+    encode_message,
+)
+
+# An environment may hold any bytes; Python shows those that are no text as surrogates.
+text = st.text(st.characters(exclude_characters="\0"), max_size=20)
+env = st.dictionaries(text, text, max_size=4)
+jobs = st.builds(
+    Job,
+    job_id=text,
+    epoch=st.integers(0, 9),
+    cookie=text,
+    argv=st.lists(text, max_size=4).map(tuple),
+    env=env,
+    ranks=st.lists(st.builds(RankPlan, st.integers(0, 99), env)).map(tuple),
+    cwd=text,
+    grace_s=st.floats(0, 1e6),
+    log_dir=text,
+    master_port=st.integers(0, 65535),
+)
+
+
+@given(st.builds(Prepare, st.integers(), jobs))
+def test_a_job_arrives_as_it_was_sent(order):
+    assert decode_message(encode_message(order), TO_AGENT) == order
+
+
+@pytest.mark.parametrize("kind", FROM_AGENT)
+def test_every_answer_arrives_as_it_was_sent(kind):
+    samples = {int: 3, float: 0.5, bool: True, str: "x", tuple[str, ...]: ("a", "b")}
+    sent = kind(**{f.name: samples[f.type] for f in dataclasses.fields(kind)})
+    assert decode_message(encode_message(sent), FROM_AGENT) == sent
+
+
+def said(**changes) -> bytes:
+    good = json.loads(encode_message(Exited(1, 0, 0.5, was_stopped=False)))
+    return json.dumps(good | changes).encode()
+
+
+@pytest.mark.parametrize(
+    ("raw", "complaint"),
+    [
+        (b"\xff", "must be JSON"),
+        (b"[]", "must be an object"),
+        (b"{}", "message must be one of Ready"),
+        (said(rank="1"), "Exited.rank must be int, got '1'"),
+        (said(rank=True), "Exited.rank must be int, got True"),
+        (said(was_stopped=0), "Exited.was_stopped must be bool, got 0"),
+        (said(more=1), "Exited must have the fields"),
+        (
+            json.dumps({"is": "Finished", "num_swept": 0, "stuck": [1]}).encode(),
+            r"Finished.stuck\[0\] must be str",
+        ),
+    ],
+)
+def test_a_word_that_is_wrong_is_named(raw, complaint):
+    with pytest.raises(LaunchError, match=complaint):
+        decode_message(raw, FROM_AGENT)
+
+
+def test_whole_numbers_are_numbers_of_seconds():
+    assert decode_message(said(at_s=2), FROM_AGENT) == Exited(
+        1, 0, 2.0, was_stopped=False
+    )
+
+
+def test_an_order_is_no_answer():
+    with pytest.raises(LaunchError, match="message must be one of Prepare"):
+        decode_message(encode_message(Finished(0, ())), TO_AGENT)
+    assert decode_message(
+        encode_message(Ready(PROTOCOL, "h", 1, 2)), FROM_AGENT
+    ) == Ready(PROTOCOL, "h", 1, 2)

@@ -1,0 +1,168 @@
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ronde.launch.environments import (
+    JobFacts,
+    NodeFacts,
+    rank_environment,
+    shared_environment,
+)
+from ronde.launch.slots import count_cores
+from ronde.world import Launcher, World, read_claim
+
+DUMP = """
+import json, os
+print(json.dumps({"env": dict(os.environ), "umask": 0, "cwd": os.getcwd(),
+                  "sid": os.getsid(0), "pid": os.getpid()}))
+"""
+
+# The contract's list: torchrun's names, those of further front ends, Horovod's, ours.
+SAME_FOR_ALL = {
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "LOCAL_SIZE": "2",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "NODE_RANK": "0",
+    "CROSS_RANK": "0",
+    "CROSS_SIZE": "1",
+    "ROLE_NAME": "default",
+    "ROLE_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "PYTHONUNBUFFERED": "1",
+    "HOROVOD_HOSTNAME": os.uname().nodename,
+    "HOROVOD_SIZE": "2",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "0",
+    "HOROVOD_CROSS_SIZE": "1",
+    "RONDE_EPOCH": "0",
+    "RONDE_HOST": os.uname().nodename,
+    "RONDE_NODE_RANK": "0",
+}
+OWN_NUMBER = ("RANK", "LOCAL_RANK", "ROLE_RANK", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK")
+ONE_VALUE = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "RONDE_JOB_ID", "RONDE_COOKIE")
+
+
+def dump(ronde, *options, env=None):
+    done = ronde(
+        *("run", "-n", "2", "--no-prefix", *options, "--", sys.executable, "-c", DUMP),
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return sorted(found, key=lambda rank: rank["env"]["RANK"])
+
+
+def test_each_rank_gets_the_whole_contract(ronde):
+    ranks = dump(ronde)
+    for number, rank in enumerate(ranks):
+        env = rank["env"]
+        assert {name: env.get(name) for name in SAME_FOR_ALL} == SAME_FOR_ALL
+        assert {env[name] for name in OWN_NUMBER} == {str(number)}
+        assert env["OMP_NUM_THREADS"] == str(max(1, count_cores() // 2))
+        assert "TORCHELASTIC_ERROR_FILE" not in env
+        # Its own session: the terminal's signals come through the launcher only.
+        assert rank["sid"] == rank["pid"]
+        claim = read_claim(env)
+        assert (claim.launcher, claim.rank, claim.size) == (Launcher.RONDE, number, 2)
+    first, second = (rank["env"] for rank in ranks)
+    assert all(first[name] == second[name] != "" for name in ONE_VALUE)
+    assert first["TORCHELASTIC_RUN_ID"] == first["RONDE_JOB_ID"]
+    assert int(first["RONDE_MASTER_LISTEN_FD"]) > 2
+    assert "RONDE_MASTER_LISTEN_FD" not in second
+
+
+def test_the_port_lies_below_the_ephemeral_ones(ronde):
+    port = int(dump(ronde)[0]["env"]["MASTER_PORT"])
+    ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    assert 1024 <= port < int(ephemeral.split()[0])
+
+
+def test_the_users_own_words_win(ronde):
+    words = {"OMP_NUM_THREADS": "7", "KEPT": "a b\n'$(c)\"", "RONDE_ENGINE": "x"}
+    ranks = dump(ronde, "-x", "ADDED=1=2", "-x", "KEPT", env=words)
+    for rank in ranks:
+        expected = words | {"ADDED": "1=2"}
+        assert {name: rank["env"].get(name) for name in expected} == expected
+
+
+def test_what_is_no_text_is_passed_on_byte_for_byte(ronde):
+    code = "import os; print(os.environb[b'RAW'], flush=True)"
+    done = ronde(
+        *("run", "-n", "1", "--", sys.executable, "-c", code), env={"RAW": "\udcff"}
+    )
+    assert done.stdout == b"[0] b'\\xff'\n"
+
+
+def test_a_log_dir_is_the_place_of_the_error_file(ronde, tmp_path):
+    ranks = dump(ronde, "--log-dir", str(tmp_path))
+    job_id = ranks[0]["env"]["RONDE_JOB_ID"]
+    for number, rank in enumerate(ranks):
+        path = rank["env"]["TORCHELASTIC_ERROR_FILE"]
+        assert path == f"{tmp_path}/{job_id}/attempt_0/{number}/error.json"
+
+
+def test_ranks_start_where_they_are_told_to(ronde, tmp_path):
+    ranks = dump(ronde, "--chdir", str(tmp_path))
+    assert {rank["cwd"] for rank in ranks} == {str(tmp_path)}
+
+
+def test_other_launchers_words_are_taken_away():
+    foreign = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "PMIX_RANK": "1",
+        "PMI_SIZE": "4",
+        "MPI_LOCALRANKID": "1",
+        "HYDI_CONTROL_FD": "5",
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "4",
+        "TORCHELASTIC_ERROR_FILE": "/tmp/x",  # noqa: S108 - only a word here
+        "RONDE_COOKIE": "old",
+    }
+    kept = {"SLURM_JOB_ID": "7", "PATH": "/bin", "RONDE_ENGINE": "solo"}
+    shared = shared_environment(foreign | kept, {}, num_threads=3)
+    assert not foreign.keys() & shared.keys()
+    assert kept.items() <= shared.items()
+    assert shared["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_rank_on_the_second_node_reads_as_one():
+    world = World(5, 6, 1, 2, 2, 3, ("a", "b", "c"))
+    env = rank_environment(world, JobFacts("j", 4, "c"), NodeFacts("c", 2, 3))
+    claim = read_claim(env)
+    assert (claim.rank, claim.size, claim.local_rank, claim.local_size) == (5, 6, 1, 2)
+    assert (claim.cross_rank, claim.cross_size) == (2, 3)
+    assert (env["GROUP_RANK"], env["NODE_RANK"], env["RONDE_EPOCH"]) == ("2", "2", "4")
+
+
+BIND_IT_ONESELF = """
+import os, socket
+port = int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    with socket.create_server(("127.0.0.1", port)) as server:
+        print("bound", flush=True)
+"""
+LISTEN_ON_WHAT_IS_THERE = """
+import os, socket
+fd = int(os.environ["RONDE_MASTER_LISTEN_FD"])
+server = socket.socket(fileno=fd)
+server.listen()
+port = int(os.environ["MASTER_PORT"])
+with socket.create_connection(("127.0.0.1", port), timeout=30):
+    print("bound", flush=True)
+"""
+
+
+@pytest.mark.parametrize("program", [BIND_IT_ONESELF, LISTEN_ON_WHAT_IS_THERE])
+def test_rank_0_can_serve_on_the_port(ronde, program):
+    done = ronde("run", "-n", "1", "--", sys.executable, "-c", program)
+    assert (done.returncode, done.stdout) == (0, b"[0] bound\n"), done.stderr

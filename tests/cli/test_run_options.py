@@ -1,0 +1,228 @@
+import socket
+import stat
+import subprocess
+import sys
+
+import pytest
+
+import ronde as package
+from ronde.launch.environments import own_environment
+
+
+def write(path, text, mode=0o755):
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
+def test_help(ronde, words):
+    done = ronde(*words)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"run    start a program once for every slot" in done.stdout
+
+
+def test_help_of_run_names_every_option(ronde):
+    done = ronde("run", "--help")
+    assert (done.returncode, done.stderr) == (0, b"")
+    options = "-n -np --num-proc --nproc-per-node -x --chdir --log-dir --grace"
+    for option in (options + " --no-prefix --master-port --nested").split():
+        assert option.encode() in done.stdout
+
+
+def test_version(ronde):
+    assert ronde("--version").stdout.decode() == f"ronde {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [("-n", "3"), ("-n3",), ("-np", "3"), ("--num-proc=3",), ("--nproc-per-node", "3")],
+)
+def test_every_spelling_of_the_number_of_ranks(ronde, spelling):
+    done = ronde("run", *spelling, "--", "/bin/sh", "-c", "echo $RANK/$WORLD_SIZE")
+    assert sorted(done.stdout.splitlines()) == [b"[0] 0/3", b"[1] 1/3", b"[2] 2/3"]
+
+
+def test_auto_is_one_a_gpu(ronde):
+    done = ronde(
+        *("run", "-n", "auto", "--", "/bin/sh", "-c", "echo $WORLD_SIZE"),
+        env={"CUDA_VISIBLE_DEVICES": "0,1,2"},
+    )
+    assert sorted(done.stdout.splitlines()) == [b"[0] 3", b"[1] 3", b"[2] 3"]
+
+
+def test_the_programs_own_options_are_its_own(ronde):
+    done = ronde("run", "-n", "1", "/bin/echo", "-n", "--help", "--", "x")
+    assert done.stdout == b"[0] --help -- x\n"
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 42, 255])
+def test_the_exit_code_of_the_rank_is_ours(ronde, code):
+    program = f"[ $RANK = 1 ] && exit {code}; exit 0"
+    assert ronde("run", "-n", "2", "--", "/bin/sh", "-c", program).returncode == code
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("SEGV", 139), ("KILL", 137), ("ABRT", 134)]
+)
+def test_a_signal_is_128_and_its_number(ronde, name, code):
+    done = ronde("run", "-n", "1", "--", "/bin/sh", "-c", f"kill -{name} $$")
+    assert done.returncode == code
+    assert f"killed by SIG{name}".encode() in done.stderr
+
+
+def test_a_python_file_needs_no_interpreter_before_it(ronde, tmp_path):
+    write(tmp_path / "a.py", "import sys; print(sys.executable, sys.argv[1])", 0o644)
+    for program in (f"{tmp_path}/a.py", "./a.py", "a.py"):
+        done = ronde("run", "-n", "1", program, "x", cwd=tmp_path)
+        assert done.stdout.decode() == f"[0] {sys.executable} x\n"
+
+
+def test_a_program_is_found_on_the_path_of_the_ranks(ronde, tmp_path):
+    write(tmp_path / "prog", "#!/bin/sh\necho found\n")
+    done = ronde("run", "-n", "1", "prog", env={"PATH": str(tmp_path)})
+    assert done.stdout == b"[0] found\n"
+
+
+def usage_error(done) -> str:
+    """Return the one sentence that a usage error is."""
+    said = done.stderr.decode()
+    assert (done.returncode, done.stdout) == (64, b""), said
+    assert said.startswith("ronde: ")
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["-n", "0", "true"], "-n must be auto or a whole number of at least 1"),
+        (["-n", "x", "true"], "-n must be auto or a whole number of at least 1"),
+        (["-n", "-1", "true"], "-n"),
+        (["-n", "2.0", "true"], "-n must be auto or a whole number of at least 1"),
+        (["-n", "2"], "program must be given"),
+        (["-n", "2", "--"], "program must be given"),
+        ([], "program must be given"),
+        (["no-such-program"], "program must be a path or a command on PATH"),
+        (["/no/such/program"], "which does not exist"),
+        (["/"], "which is a directory"),
+        (["--no-such-option", "true"], "--no-such-option"),
+        (["--chdir", "/no/such/dir", "true"], "--chdir must be a directory"),
+        (["--log-dir", "/proc/no", "true"], "--log-dir must be a directory"),
+        (["--grace", "soon", "true"], "--grace"),
+        (["--master-port", "70000", "true"], "--master-port must be in 1..65535"),
+        (["-x", "NOT_SET_ANYWHERE", "true"], "-x must be NAME=VALUE"),
+    ],
+)
+def test_bad_words_get_one_sentence(ronde, words, complaint):
+    assert complaint in usage_error(ronde("run", *words))
+
+
+def test_an_unknown_verb_gets_one_sentence(ronde):
+    assert "ronde run train.py" in usage_error(ronde("train.py"))
+
+
+def test_a_program_that_may_not_run_is_told_how_to(ronde, tmp_path):
+    program = write(tmp_path / "prog", "#!/bin/sh\n", 0o644)
+    assert f"chmod +x {program}" in usage_error(ronde("run", program))
+    assert "Did you mean ./prog?" in usage_error(ronde("run", "prog", cwd=tmp_path))
+
+
+def test_a_file_that_is_no_program_is_refused(ronde, tmp_path):
+    program = write(tmp_path / "prog", "no program")
+    assert "Exec format error" in usage_error(ronde("run", program))
+
+
+def test_a_port_in_use_is_refused(ronde):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = ronde("run", "--master-port", str(port), "true")
+    assert f"got {port} (address already in use)" in usage_error(done)
+
+
+def test_a_port_that_is_free_is_taken(ronde):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    words = ("--", "/bin/sh", "-c", "echo $MASTER_PORT")
+    done = ronde("run", "-n", "1", "--master-port", str(port), *words)
+    assert done.stdout.decode() == f"[0] {port}\n"
+
+
+RANKS_OF_OTHERS = {
+    "ronde": {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    | {"LOCAL_WORLD_SIZE": "4", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+    | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "RONDE_JOB_ID": "j"},
+    "torchrun": {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    | {"LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    | {"TORCHELASTIC_RUN_ID": "j"},
+    "openmpi": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+    | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+}
+
+
+@pytest.mark.parametrize("launcher", RANKS_OF_OTHERS)
+def test_inside_another_world_it_starts_none_by_mistake(ronde, launcher):
+    env = RANKS_OF_OTHERS[launcher]
+    said = usage_error(ronde("run", "-n", "2", "true", env=env))
+    assert f"rank 0 of 4 of {launcher}: 4 * 2 = 8 processes, not 2" in said
+    assert "--nested" in said
+    program = ("--", "/bin/sh", "-c", "echo $RANK/$WORLD_SIZE${OMPI_COMM_WORLD_SIZE}")
+    done = ronde("run", "-n", "2", "--nested", *program, env=env)
+    assert sorted(done.stdout.splitlines()) == [b"[0] 0/2", b"[1] 1/2"]
+
+
+def test_half_an_environment_is_refused(ronde):
+    assert "--nested" in usage_error(ronde("run", "-n", "2", "true", env={"RANK": "0"}))
+
+
+def test_log_files_hold_what_was_written_and_are_the_users_alone(ronde, tmp_path):
+    program = "printf 'out\\377\\r\\n%s' $RANK; printf err >&2"
+    logs = tmp_path / "new" / "logs"
+    done = ronde(
+        *("run", "-n", "2", "--log-dir", str(logs), "--", "/bin/sh", "-c", program)
+    )
+    assert done.returncode == 0
+    (job,) = logs.iterdir()
+    for rank in range(2):
+        own = job / "attempt_0" / str(rank)
+        assert (own / "stdout.log").read_bytes() == b"out\xff\r\n%d" % rank
+        assert (own / "stderr.log").read_bytes() == b"err"
+        assert stat.S_IMODE(own.stat().st_mode) == 0o700
+        assert stat.S_IMODE((own / "stdout.log").stat().st_mode) == 0o600
+    assert stat.S_IMODE(job.stat().st_mode) == 0o700
+
+
+def test_a_failure_says_where_the_files_are(ronde, tmp_path):
+    words = ("--log-dir", str(tmp_path), "--", "/bin/sh", "-c", "echo why >&2; exit 3")
+    done = ronde("run", "-n", "1", *words)
+    (job,) = tmp_path.iterdir()
+    said = done.stderr.decode()
+    assert said.startswith("[0] why\nronde: rank 0 failed first, after ")
+    assert "exit code 3" in said
+    assert "ronde: | why\n" in said
+    assert said.endswith(f"ronde: the output of every rank is in {job}/attempt_0\n")
+
+
+def test_neither_launcher_nor_agent_waits_for_torch():
+    code = (
+        "import sys, ronde.cli.run, ronde.launch.agent; "
+        "print([m for m in ('torch', 'numpy', 'asyncio') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, timeout=60
+    )
+    assert done.stdout == b"[]\n"
+
+
+def test_a_closed_standard_output_is_no_harm(ronde):
+    command = ronde.command(
+        "run", "-n", "2", "--nested", "/bin/sh", "-c", "echo x; exit 3"
+    )
+    done = subprocess.run(
+        ["/bin/sh", "-c", '"$@" >&-', "sh", *command],
+        env=own_environment(),
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
