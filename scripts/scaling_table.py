@@ -1,41 +1,66 @@
 """Print how training scales, from the records that the examples append."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ronde.errors import UsageError
 from ronde.records import Record, read_records
 
-HEADINGS = ("run", "images/s", "speed-up", "efficiency", "test accuracy")
+HEADINGS = (
+    "run",
+    "images/s",
+    "speed-up",
+    "efficiency",
+    "of the ceiling",
+    "test accuracy",
+)
+NOTES = """\
+speed-up        images/s divided by those of 1 rank
+efficiency      speed-up divided by the ranks
+of the ceiling  images/s divided by those of as many ranks that exchange nothing"""
+
+Key = tuple[int, bool]
+"""Number of ranks, and whether they communicate."""
+
+
+def best_of_each(records: Sequence[Record]) -> dict[Key, Mapping[str, Any]]:
+    """Return the values of the fastest record of each kind of run, in file order."""
+    best: dict[Key, Mapping[str, Any]] = {}
+    for values in (record.values for record in records):
+        key = (values["size"], values["is_communicating"])
+        if key not in best or values["images_per_s"] > best[key]["images_per_s"]:
+            best[key] = values
+    return best
 
 
 def scaling_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Make one row a training; the first with one rank is what others compare with.
-
-    Efficiency is the speed-up divided by the ranks. The row without communication is
-    the ceiling: what as many ranks do on this machine when nothing is exchanged.
+    """Make one row for each kind of run.
 
     Raises:
-        UsageError: There is no training on one rank.
+        UsageError: There is no training on one rank to compare with.
     """
-    alone = [record.values for record in records if record.values["size"] == 1]
-    if not alone:
+    best = best_of_each(records)
+    alone = best.get((1, True))
+    if alone is None:
         raise UsageError(
-            f"records must hold a training on 1 rank, got {len(records)} trainings on "
-            f"more. Run the example once with -n 1 and the same --json."
+            f"records must hold a training on 1 rank, got {len(records)} others. "
+            f"Run the example once with -n 1 and the same --json."
         )
     rows: list[tuple[str, ...]] = []
-    for values in (record.values for record in records):
-        size = values["size"]
-        speed_up = values["images_per_s"] / alone[0]["images_per_s"]
-        how = "" if values["is_communicating"] else ", no communication"
+    for (size, is_communicating), values in best.items():
+        rate = values["images_per_s"]
+        speed_up = rate / alone["images_per_s"]
+        ceiling = best.get((size, False)) if is_communicating else None
         rows.append(
             (
-                f"{size} rank{'s' if size > 1 else ''}{how}",
-                f"{values['images_per_s']:.0f}",
+                f"{size} rank{'s' if size > 1 else ''}"
+                f"{'' if is_communicating else ', no communication'}",
+                f"{rate:.0f}",
                 f"{speed_up:.2f}",
                 f"{speed_up / size:.0%}",
+                f"{rate / ceiling['images_per_s']:.0%}" if ceiling else "",
                 f"{values['test_accuracy']:.1%}",
             )
         )
@@ -62,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         return 64
     try:
         records = read_records(Path(arguments[0]), kind="training")
-        print(f"\n{table(scaling_rows(records))}")
+        print(f"\n{table(scaling_rows(records))}\n\n{NOTES}")
     except (UsageError, OSError) as error:
         print(f"scaling_table.py: {error}", file=sys.stderr)
         return 64
