@@ -2,17 +2,29 @@
 
 import pytest
 from tests.conformance.engines import SETTINGS
+from tests.conformance.movements import MOVEMENTS
 from tests.conformance.reductions import REDUCTIONS
+from tests.conformance.refusals import REFUSALS
+
+SUITE = {
+    "reductions": REDUCTIONS,
+    "movements": MOVEMENTS,
+    "refusals": REFUSALS,
+}
 
 
-def run_all(communicator, checks, device="cpu"):
+def run_checks(communicator, checks):
+    """Run each check on a communicator of its own; return the names of all."""
     for check in checks:
-        check(communicator, device)
-    return communicator.size
+        own = communicator.duplicate()
+        check(own, "cpu")
+        own.close()
+    return [check.__name__ for check in checks]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize("check", REDUCTIONS, ids=lambda c: c.__name__)
-def test_reductions(run_ranks, setting, check):
-    sizes = run_ranks(setting.size, run_all, [check], connecting=setting)
-    assert sizes == [setting.size] * setting.size
+@pytest.mark.parametrize("part", SUITE)
+def test_engine(run_ranks, setting, part):
+    """Making a process costs more than most checks, so one serves a part of them."""
+    names = run_ranks(setting.size, run_checks, SUITE[part], connecting=setting)
+    assert names == [[check.__name__ for check in SUITE[part]]] * setting.size

@@ -17,7 +17,8 @@ from ronde.collectives.engines.torch_distributed.work import Pending
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a row-major tensor as its bytes: every dtype can be moved so."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # reshape() would keep the stride of a single element cut out of a larger tensor.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def reduce_by_shares(

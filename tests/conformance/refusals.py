@@ -1,0 +1,111 @@
+"""What every engine must refuse, and go on working after. Runs on every rank."""
+
+import pytest
+import torch
+
+from ronde.collectives import Communicator
+from ronde.errors import CollectiveError, UsageError
+
+
+def assert_works(communicator: Communicator, device: str) -> None:
+    ones = torch.ones(3, device=device)
+    assert communicator.all_reduce(ones).wait().tolist() == [communicator.size] * 3
+
+
+def roots_outside_are_refused(communicator: Communicator, device: str):
+    last = communicator.size - 1
+    for root in (-1, communicator.size):
+        with pytest.raises(UsageError, match=f"root must be in 0..{last}, got {root}"):
+            communicator.broadcast(torch.ones(1, device=device), root)
+    assert_works(communicator, device)
+
+
+def bad_splits_are_refused(communicator: Communicator, device: str):
+    size = communicator.size
+    tensor = torch.ones(2 * size + 1, device=device)
+    for splits, reason in (
+        ([1] * (size + 1), "one entry a rank"),
+        ([-1] + [1] * (size - 1), "must not be negative"),
+        ([2 * size + 2] + [0] * (size - 1), "the sum of splits must be at most"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            communicator.all_to_all(tensor, splits)
+    if size > 1:
+        with pytest.raises(UsageError, match=f"a multiple of size {size}"):
+            communicator.all_to_all(tensor)
+    assert_works(communicator, device)
+
+
+def one_ranks_bad_splits_fail_everywhere(communicator: Communicator, device: str):
+    if communicator.size == 1:
+        return
+    tensor = torch.ones(communicator.size, device=device)
+    last = communicator.size - 1
+    if communicator.rank == last:
+        with pytest.raises(UsageError, match="must not be negative"):
+            communicator.all_to_all(tensor, [-1] * communicator.size)
+    else:
+        with pytest.raises(CollectiveError, match=f"wrong arguments on rank {last};"):
+            communicator.all_to_all(tensor)
+    assert_works(communicator, device)
+
+
+def mismatches_fail_everywhere(communicator: Communicator, device: str):
+    """Every rank says which ranks gave what."""
+    if communicator.size == 1:
+        return
+    is_odd_one = communicator.rank == 1
+    plain = torch.ones(communicator.size, 3, device=device)
+    for other, what in (
+        (plain.double(), "dtype must be equal"),
+        (plain.unsqueeze(0), "number of dimensions must be equal"),
+        (plain[:, :2], "shape after dimension 0 must be equal"),
+    ):
+        tensor = other if is_odd_one else plain
+        with pytest.raises(CollectiveError, match=f"{what}.* on rank 1"):
+            communicator.all_gather(tensor)
+        with pytest.raises(CollectiveError, match=f"{what}.* on rank 1"):
+            communicator.all_to_all(tensor, [0] * communicator.size)
+    call = communicator.all_gather if is_odd_one else communicator.all_to_all
+    with pytest.raises(CollectiveError, match=r"call must be equal.* on rank 1"):
+        call(plain)
+    assert_works(communicator, device)
+
+
+def scalars_have_no_rows(communicator: Communicator, device: str):
+    scalar = torch.tensor(1.0, device=device)
+    for call in (communicator.all_gather, communicator.all_to_all):
+        with pytest.raises((UsageError, CollectiveError), match="at least one dim"):
+            call(scalar)
+    assert_works(communicator, device)
+
+
+def a_closed_communicator_refuses(communicator: Communicator, device: str):
+    copy = communicator.duplicate()
+    assert_works(copy, device)
+    copy.close()
+    copy.close()
+    ones = torch.ones(communicator.size, device=device)
+    for call in (
+        lambda: copy.all_reduce(ones),
+        lambda: copy.all_reduce(ones.half()),
+        lambda: copy.all_gather(ones),
+        lambda: copy.reduce_scatter(ones),
+        lambda: copy.broadcast(ones, 0),
+        lambda: copy.all_to_all(ones),
+        copy.barrier,
+        copy.duplicate,
+    ):
+        with pytest.raises(CollectiveError, match="communicator must be open"):
+            call()
+    assert_works(communicator, device)
+
+
+REFUSALS = [
+    roots_outside_are_refused,
+    bad_splits_are_refused,
+    one_ranks_bad_splits_fail_everywhere,
+    mismatches_fail_everywhere,
+    scalars_have_no_rows,
+    a_closed_communicator_refuses,
+]
