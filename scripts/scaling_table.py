@@ -52,11 +52,13 @@ def scaling_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     for (size, is_communicating), values in best.items():
         rate = values["images_per_s"]
         speed_up = rate / alone["images_per_s"]
+        name = "1 rank" if size == 1 else f"{size} ranks"
+        if not is_communicating:
+            name += ", no communication"
         ceiling = best.get((size, False)) if is_communicating else None
         rows.append(
             (
-                f"{size} rank{'s' if size > 1 else ''}"
-                f"{'' if is_communicating else ', no communication'}",
+                name,
                 f"{rate:.0f}",
                 f"{speed_up:.2f}",
                 f"{speed_up / size:.0%}",
