@@ -1,0 +1,156 @@
+"""What the ranks are told when one of them dies, hangs or leaves, and what is freed."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from ronde.collectives import connect
+from ronde.errors import CollectiveError, PeerLostError
+
+SOON_S = 20.0
+"""Far below the collectives' own limit of 60 s, far above what a busy machine takes."""
+
+
+def call_all(communicator, name):
+    tensor = torch.ones(4, 3)
+    return {
+        "all_reduce": lambda: communicator.all_reduce(tensor).wait(),
+        "lane": lambda: communicator.all_reduce(tensor.bfloat16()).wait(),
+        "all_gather": lambda: communicator.all_gather(tensor).wait(),
+        "reduce_scatter": lambda: communicator.reduce_scatter(tensor).wait(),
+        "broadcast": lambda: communicator.broadcast(tensor, 1).wait(),
+        "all_to_all": lambda: communicator.all_to_all(tensor, [1, 1, 1]).wait(),
+        "recv": lambda: communicator.recv(tensor, 1).wait(),
+        "barrier": lambda: communicator.barrier().wait(),
+    }[name]()
+
+
+def lose_rank_one(communicator, name):
+    """Return how long this rank took to learn that rank 1 is gone."""
+    communicator.all_reduce(torch.ones(2, dtype=torch.bfloat16)).wait()
+    if communicator.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(PeerLostError, match="needs every rank, but one is gone") as e:
+        call_all(communicator, name)
+    assert f"on rank {communicator.rank} of 3" in str(e.value)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_reduce",
+        "lane",
+        "all_gather",
+        "reduce_scatter",
+        "broadcast",
+        "all_to_all",
+        "recv",
+        "barrier",
+    ],
+)
+def test_a_dead_rank_is_noticed(run_ranks, name):
+    first, dead, last = run_ranks(3, lose_rank_one, name, dying={1})
+    assert dead is None
+    assert first < SOON_S
+    assert last < SOON_S
+
+
+def wait_while_it_dies(communicator):
+    """Fail in ``wait()``, and again in every later ``wait()``."""
+    if communicator.rank == 1:
+        communicator.recv(torch.ones(1), 0).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    works = [communicator.all_reduce(torch.ones(3)) for _ in range(3)]
+    communicator.send(torch.ones(1), 1).wait()
+    for _ in range(2):
+        for work in works:
+            with pytest.raises(PeerLostError):
+                work.wait()
+    return "told"
+
+
+def test_failed_work_fails_each_time(run_ranks):
+    assert run_ranks(2, wait_while_it_dies, dying={1}) == ["told", None]
+
+
+def be_late(claim):
+    """Rank 1 makes no call until rank 0 has given up waiting for it."""
+    store = TCPStore("127.0.0.1", claim.meeting.port, wait_for_workers=False)
+    communicator = connect(claim, timeout_s=1.0)
+    if claim.rank == 1:
+        store.wait(["given up"])
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        communicator.barrier().wait()
+    store.set("given up", "")
+    return str(caught.value)
+
+
+def test_a_late_rank_is_named_by_time(run_ranks_bare):
+    text, _ = run_ranks_bare(2, be_late, launcher="torchrun")
+    assert text.startswith("barrier on rank 0 of 2 must complete within timeout_s, got")
+    assert "no answer for 1 s" in text
+
+
+def be_absent(claim):
+    """Rank 1 never connects; rank 0 says so."""
+    if claim.rank == 1:
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        connect(claim, timeout_s=1.0)
+    return str(caught.value)
+
+
+def test_an_absent_rank_is_not_waited_for_for_ever(run_ranks_bare):
+    text, _ = run_ranks_bare(2, be_absent)
+    assert text.startswith("connecting on rank 0 of 2")
+
+
+def count_resources():
+    return (
+        len(list(Path("/proc/self/fd").iterdir())),
+        len(list(Path("/proc/self/task").iterdir())),
+    )
+
+
+def connect_often(claim, times):
+    """Return descriptors and threads after a few cycles and after all."""
+    early = None
+    for cycle in range(times):
+        communicator = connect(claim, timeout_s=60.0)
+        work = communicator.all_reduce(torch.ones(3, dtype=torch.bfloat16))
+        copy = communicator.duplicate()
+        assert copy.all_reduce(torch.ones(3)).wait().tolist() == [3.0] * 3
+        assert work.wait().tolist() == [3.0] * 3
+        copy.close()
+        communicator.close()
+        if cycle == 4:
+            early = count_resources()
+    return early, count_resources()
+
+
+def test_a_hundred_connections_leave_nothing(run_ranks_bare):
+    for early, late in run_ranks_bare(3, connect_often, 100, timeout_s=90.0):
+        assert early == late
+
+
+def leave_at_once(claim, times):
+    """The first to be through closes while others may still be reading."""
+    for cycle in range(times):
+        communicator = connect(claim, timeout_s=60.0)
+        tensor = torch.full((50_000,), float(cycle))
+        root = cycle % claim.size
+        assert communicator.broadcast(tensor, root).wait()[-1] == cycle
+        communicator.close()
+    return times
+
+
+def test_leaving_early_harms_nobody(run_ranks_bare):
+    assert run_ranks_bare(3, leave_at_once, 30) == [30] * 3
