@@ -93,6 +93,12 @@ def _parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    _add_options(parser)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         *("-n", "-np", "--num-proc", "--nproc-per-node"),
@@ -134,8 +140,6 @@ def _parser() -> _Parser:
         action="store_true",
         help="start a world of its own inside a rank of another",
     )
-    add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
 
 
 def _program(words: list[str]) -> list[str]:

@@ -4,6 +4,7 @@ It runs under ``python -I -S`` with nothing but the standard library, has one th
 and one loop, and speaks frames over its standard input and output.
 """
 
+import errno
 import os
 import selectors
 import signal
@@ -39,9 +40,13 @@ from ronde.launch.outbox import Outbox
 from ronde.launch.ports import hold_port
 from ronde.launch.preflight import create_log_dirs, enter_directory, resolve_program
 from ronde.launch.rank_group import RankGroup
+from ronde.launch.rank_process import raise_open_files_limit
 
 _READ_BYTES = 64 << 10
 _LEFTOVER_POLL_S = 0.02
+_USAGE_ERRORS = frozenset(
+    {errno.ENOENT, errno.ENOEXEC, errno.EACCES, errno.ENOTDIR, errno.E2BIG}
+)
 
 
 class Phase(Enum):
@@ -202,14 +207,18 @@ class Agent:
             "MASTER_PORT": str(order.master_port),
         }
         self._started_at = time.monotonic()
+        raise_open_files_limit(len(self._job.ranks))
         try:
             ranks = self._ranks.start(
                 self._job, self._command, meeting, self._port.fileno()
             )
         except OSError as error:
             sweep(on_reaped=lambda _pid, _status: None)
-            what = f"{self._command[0]!r} could not be started: {error.strerror}."
-            self._refuse(f"program must be one that can run, but {what}", is_usage=True)
+            self._refuse(
+                f"program must be one that can start, but {self._command[0]!r} does "
+                f"not: {error.strerror}.",
+                is_usage=error.errno in _USAGE_ERRORS,
+            )
             return
         # From here on the port is rank 0's: when that ends, nothing may seem to listen.
         self._port.close()

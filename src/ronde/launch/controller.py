@@ -138,6 +138,11 @@ class Controller:
             self._grant()
             if time.monotonic() > self._answer_by:
                 raise LaunchError("agent must answer, but it does not. All was ended.")
+        if self._finished.num_swept and not self._is_stopping:
+            self._sink.notice(
+                f"{self._finished.num_swept} processes that outlived their ranks "
+                "were killed"
+            )
         for text in self._finished.stuck:
             self._sink.notice(f"{text} does not end even when killed; it is left")
         ends = [self._end(rank) for rank in self._ranks if self._ranks[rank].exited]

@@ -1,6 +1,7 @@
 """One rank as its agent sees it: a process, two pipes and perhaps two files."""
 
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -10,6 +11,9 @@ from ronde.launch.frames import Stream
 from ronde.launch.lineage import die_with_parent
 
 _READ_BYTES = 64 << 10
+_FDS_PER_RANK = 4
+_OTHER_FDS = 64
+_LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 @dataclass(slots=True)
@@ -132,7 +136,7 @@ def start_rank(
             start_new_session=True,
             pass_fds=inherited_fds,
             # The agent has one thread, so that code between fork and exec is safe.
-            preexec_fn=_dies_with(os.getpid()),  # noqa: PLW1509
+            preexec_fn=_before_exec(os.getpid()),  # noqa: PLW1509
         )
     except OSError:
         for pipe in pipes:
@@ -149,8 +153,21 @@ def _create_log(path: str) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _dies_with(agent_pid: int) -> Callable[[], None]:
+def raise_open_files_limit(num_ranks: int) -> None:
+    """Let this process have the pipes and files of so many ranks.
+
+    The ranks themselves get the limit that was there before.
+    """
+    soft, hard = _LIMIT_BEFORE
+    wanted = num_ranks * _FDS_PER_RANK + _OTHER_FDS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        highest = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+
+
+def _before_exec(agent_pid: int) -> Callable[[], None]:
     def before_exec() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, _LIMIT_BEFORE)
         if not die_with_parent(agent_pid, signal.SIGKILL):
             os._exit(1)
 
