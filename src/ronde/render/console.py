@@ -174,7 +174,8 @@ class Console:
 
 
 def _is_same(stdout_fd: int, stderr_fd: int) -> bool:
-    """Whether both are one terminal, where one queue must keep the order."""
-    if not (os.isatty(stdout_fd) and os.isatty(stderr_fd)):
+    """Whether both are one file, where two queues would cut each other's lines."""
+    try:
+        return os.path.samestat(os.fstat(stdout_fd), os.fstat(stderr_fd))
+    except OSError:
         return False
-    return os.fstat(stdout_fd).st_rdev == os.fstat(stderr_fd).st_rdev

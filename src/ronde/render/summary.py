@@ -1,5 +1,6 @@
 """Why a job failed, in a few lines."""
 
+import signal
 from collections.abc import Sequence
 
 from ronde.launch.verdict import RankEnd, Verdict, signal_name
@@ -16,6 +17,8 @@ def summarize(verdict: Verdict, log_dir: str = "") -> str:
     cause = verdict.cause
     if cause is not None:
         lines += _blame(cause)
+    elif verdict.interrupted_by == signal.SIGPIPE:
+        lines.append("nobody reads the output any more, so the job was ended")
     elif verdict.interrupted_by is not None:
         lines.append(f"the job was ended by {signal_name(verdict.interrupted_by)}")
     lines += [
