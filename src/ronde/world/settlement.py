@@ -56,7 +56,7 @@ def _partial(partial: Reading, readings: list[Reading]) -> WorldError:
     everything = ", ".join(name for reading in readings for name in reading.said)
     missing = " and ".join(partial.missing)
     return WorldError(
-        f"{partial.launcher.value} variables must be complete, got {everything} "
+        f"variables of the world must be complete, got {everything} "
         f"and no {missing}. Set {missing}, start the program with a launcher, or unset "
         f"them all to run a world of one."
     )

@@ -1,5 +1,6 @@
 """The world as values: who am I, how many are we, where do we meet."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -69,19 +70,18 @@ class World:
             rank: This process.
             hosts: The host name of each rank, in rank order; hosts may interleave.
         """
-        names = list(dict.fromkeys(hosts))
-        local_ranks = [hosts[:r].count(host) for r, host in enumerate(hosts)]
+        counts = Counter(hosts)
         mine = hosts[rank]
-        local_rank = local_ranks[rank]
-        peers = [n for n in names if hosts.count(n) > local_rank]
+        local_rank = hosts[:rank].count(mine)
+        peers = [name for name, count in counts.items() if count > local_rank]
         return cls(
             rank=rank,
             size=len(hosts),
             local_rank=local_rank,
-            local_size=hosts.count(mine),
+            local_size=counts[mine],
             cross_rank=peers.index(mine),
             cross_size=len(peers),
-            hosts=tuple(names),
+            hosts=tuple(counts),
         )
 
 
