@@ -27,6 +27,18 @@ def test_ranks_meet_where_the_launcher_says(run_ranks_bare, launcher):
     assert run_ranks_bare(3, sum_of_ranks, launcher=launcher) == [6] * 3
 
 
+def as_if_on_several_hosts(claim):
+    """Use what torch finds by the host's own name, not the loopback."""
+    alone = replace(
+        claim, local_rank=0, local_size=1, cross_rank=claim.rank, cross_size=claim.size
+    )
+    return sum_of_ranks(alone)
+
+
+def test_ranks_of_several_hosts_meet(run_ranks_bare):
+    assert run_ranks_bare(2, as_if_on_several_hosts) == [3, 3]
+
+
 def beside_torchs_own_group(claim, *, is_torch_first):
     """The program's own group shares the port, whichever comes first."""
     communicator = None if is_torch_first else connect(claim, timeout_s=60.0)

@@ -8,8 +8,10 @@ Rules that hold for every call:
   Until then neither input nor output may be touched. Calls that must first agree on
   sizes (uneven shapes) may block until all ranks have made the call.
 * Tensors may have any layout; results of in-place calls keep it.
-* Every dtype torch can hold is moved; float16, bfloat16, float32, float64, all integers
-  and bool are reduced (bool by min, max and product: and, or, and).
+* Every dtype torch can hold is moved; float16, bfloat16, float32, float64, complex, all
+  integers and bool are reduced (bool by min, max and product: and, or, and; complex by
+  sum, average and product). Sums and products of integers wrap as their dtype does;
+  their averages are summed in 64 bits.
 * A failure raises ``CollectiveError`` on every rank that takes part, from the call or
   from ``wait()``.
 """

@@ -106,16 +106,16 @@ class Groups:
             )
 
     def _make_gloo(self, name: str) -> Backend:
-        gloo: Any = ProcessGroupGloo
-        options = gloo._Options()  # noqa: SLF001  the only name in torch 2.11
-        options._timeout = self._timeout  # noqa: SLF001  likewise
-        if self._is_one_host:
-            # The host's own name may lead nowhere; the loopback is always there.
-            device = gloo.create_device(hostname="127.0.0.1")
-        else:
-            device = gloo.create_default_device()
-        options._devices = [device]  # noqa: SLF001  likewise
         store = PrefixStore(name, self._store)
+        gloo: Any = ProcessGroupGloo
+        # torch's choice on several hosts: GLOO_SOCKET_IFNAME, or the host's own name.
+        # That name may lead nowhere on one host; the loopback is always there.
+        options: Any = self._timeout
+        if self._is_one_host:
+            options = gloo._Options()  # noqa: SLF001  the only name in torch 2.11
+            options._timeout = self._timeout  # noqa: SLF001  likewise
+            device = gloo.create_device(hostname="127.0.0.1")
+            options._devices = [device]  # noqa: SLF001  likewise
         group: Backend = gloo(store, self._rank, self._size, options)
         # Nobody leaves before all are connected: rank 0's store may go at any time.
         group.barrier().wait()

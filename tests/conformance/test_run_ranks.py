@@ -1,0 +1,86 @@
+"""The fixture that all tests of several ranks stand on tells the truth."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from tests.ranks import RankFailedError
+
+
+def give_rank(communicator, offset):
+    return communicator.rank + offset
+
+
+def test_results_come_in_rank_order(run_ranks):
+    assert run_ranks(3, give_rank, 10) == [10, 11, 12]
+
+
+def raise_on_rank_one(communicator):
+    """The others lose their peer, which must not hide what happened to it."""
+    if communicator.rank == 1:
+        raise KeyError("rank one's own")
+    communicator.barrier().wait()
+
+
+def test_the_first_failure_is_raised(run_ranks):
+    with pytest.raises(KeyError, match="rank one's own") as caught:
+        run_ranks(3, raise_on_rank_one)
+    assert "in raise_on_rank_one" in "".join(caught.value.__notes__)
+
+
+class UnpicklableError(Exception):
+    def __reduce__(self):
+        raise TypeError("not this one")
+
+
+def raise_what_cannot_travel(communicator):
+    raise UnpicklableError(f"on rank {communicator.rank}")
+
+
+def test_errors_that_cannot_be_pickled_are_told(run_ranks):
+    with pytest.raises(RankFailedError, match="in raise_what_cannot_travel"):
+        run_ranks(1, raise_what_cannot_travel)
+
+
+def wait_in_vain(communicator, folder):
+    """Wait for a message that nobody sends."""
+    (folder / str(communicator.rank)).write_text(str(os.getpid()))
+    communicator.recv(torch.ones(1), 1 - communicator.rank).wait()
+
+
+def test_a_rank_that_hangs_is_shown_and_killed(run_ranks, tmp_path):
+    run_ranks(1, give_rank, 0)  # the fork server is up now
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(2, wait_in_vain, tmp_path, timeout_s=3.0)
+    assert "rank 0 hung; its stacks:" in str(caught.value)
+    assert "in wait_in_vain" in str(caught.value)
+    for rank in (0, 1):
+        assert not Path("/proc", (tmp_path / str(rank)).read_text()).exists()
+
+
+def die(communicator):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_is_told(run_ranks):
+    with pytest.raises(RankFailedError, match="rank 0 died: exit code -9"):
+        run_ranks(1, die)
+    assert run_ranks(2, die, dying={0, 1}) == [None, None]
+
+
+def give_place(claim):
+    return claim.launcher, claim.rank, claim.size, claim.meeting.is_hosted
+
+
+@pytest.mark.parametrize(
+    ("launcher", "is_hosted"), [("ronde", False), ("torchrun", True), ("plain", False)]
+)
+def test_bare_ranks_read_their_launchers_environment(
+    run_ranks_bare, launcher, is_hosted
+):
+    assert run_ranks_bare(2, give_place, launcher=launcher) == [
+        (launcher, 0, 2, is_hosted),
+        (launcher, 1, 2, is_hosted),
+    ]
