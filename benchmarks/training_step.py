@@ -3,7 +3,7 @@
 Run it as ``ronde run -n 2 python benchmarks/training_step.py``. Every round times a
 few steps of each variant, in an order that changes from round to round, so that a
 machine that slows down slows all of them. Figures are medians over rounds, ratios are
-medians of the rounds' ratios. "none" is the ceiling: the same ranks without the reduction.
+medians of the rounds' ratios. "none" is the ceiling: the same ranks, not reducing.
 """
 
 import argparse
