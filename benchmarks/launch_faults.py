@@ -1,9 +1,9 @@
 """Start jobs under ``ronde run``, break them, and count what is wrong afterwards.
 
-For each fault: how often the exit code was right, how many processes were left behind
-(known by the job's ``RONDE_COOKIE`` in their environment; the launcher's own by their
-number), and how long the end took. The last line is JSON. Exits with 1 if anything was
-wrong.
+For each fault: how often the exit code was right, how many processes were left behind,
+and how long the end took. A process of the job is known by its environment: by the
+job's ``RONDE_COOKIE``, and by a mark of the run that launcher and agent carry too. The
+last line is JSON. Exits with 1 if anything was wrong.
 
     python benchmarks/launch_faults.py --rounds 40
 """
@@ -11,6 +11,7 @@ wrong.
 import argparse
 import json
 import os
+import random
 import select
 import signal
 import statistics
@@ -22,11 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from ronde.launch.lineage import read_process, read_processes
+from ronde.launch.lineage import read_processes
 
 _SIZE = 2
 _DEADLINE_S = 30.0
 _POLL_S = 0.002
+_START_S = 0.15
+_MARK_NAME = "LAUNCH_FAULTS_RUN"
 
 _HELLO = 'echo "ready $RONDE_COOKIE"; '
 _SLEEP = "sleep 600"
@@ -74,13 +77,14 @@ class Running:
 
     Attributes:
         launcher: The ``ronde run`` process.
-        cookie: What its processes carry.
+        marks: Entries of the environment by which its processes are known: one that
+            launcher, agent and ranks carry, and the ranks' ``RONDE_COOKIE``.
         keeper: Process number of the agent's keeper.
         agent: Process number of the agent.
     """
 
     launcher: "subprocess.Popen[bytes]"
-    cookie: str
+    marks: tuple[str, ...]
     keeper: int
     agent: int
 
@@ -92,16 +96,18 @@ class Fault:
     Attributes:
         name: What happens.
         program: What each rank runs.
-        exit_code: What the launcher must end with.
+        exit_codes: What the launcher may end with.
         act: What is done to the job once all ranks have said hello.
         options: More words for ``ronde run``.
+        is_early: It is done at any moment of the start instead.
     """
 
     name: str
     program: Sequence[str]
-    exit_code: int
+    exit_codes: tuple[int, ...]
     act: Callable[[Running], None] | None = None
     options: Sequence[str] = ()
+    is_early: bool = False
 
 
 @dataclass(slots=True)
@@ -129,55 +135,70 @@ def _interrupts_twice(running: Running) -> None:
 _WITH_SESSION = _HELLO + "setsid sleep 600 & " + _SLEEP
 
 FAULTS = (
-    Fault("rank exits 3", _shell(_HELLO + _ONE + "exit 3"), 3),
+    Fault("rank exits 3", _shell(_HELLO + _ONE + "exit 3"), (3,)),
     Fault(
         "rank raises",
         _shell(_HELLO + _ONE + f"exec {sys.executable} -I -S -c 'raise ValueError'"),
-        1,
+        (1,),
     ),
-    Fault("rank segfaults", _shell(_HELLO + _ONE + "kill -SEGV $$"), 139),
+    Fault("rank segfaults", _shell(_HELLO + _ONE + "kill -SEGV $$"), (139,)),
     Fault(
         "rank ignores SIGTERM",
         _shell(
             'trap "" TERM; ' + _HELLO + '[ "$RANK" = 1 ] && exit 3; '
             "while :; do sleep 600; done"
         ),
-        3,
+        (3,),
         options=("--grace", "200ms"),
     ),
     Fault(
         "rank is stopped, another exits 3",
         _shell(_HELLO + '[ "$RANK" = 1 ] && exit 3; kill -STOP $$'),
-        3,
+        (3,),
     ),
-    Fault("child in its own session", _shell("setsid sleep 600 & " + _HELLO), 0),
-    Fault("daemonised child", _python(_GREETING + _DAEMON), 0),
+    Fault("child in its own session", _shell("setsid sleep 600 & " + _HELLO), (0,)),
+    Fault("daemonised child", _python(_GREETING + _DAEMON), (0,)),
     Fault(
         "child that forks away, SIGTERM",
         _python(_GREETING + _COMET),
-        143,
+        (143,),
         _sends(signal.SIGTERM),
     ),
-    Fault("Ctrl-C", _shell(_WITH_SESSION), 130, _sends(signal.SIGINT)),
+    Fault("Ctrl-C", _shell(_WITH_SESSION), (130,), _sends(signal.SIGINT)),
     Fault(
         "Ctrl-C twice",
         _shell('trap "" INT TERM; ' + _HELLO + "while :; do sleep 600; done"),
-        130,
+        (130,),
         _interrupts_twice,
     ),
-    Fault("SIGTERM", _shell(_WITH_SESSION), 143, _sends(signal.SIGTERM)),
-    Fault("launcher SIGKILLed", _shell(_WITH_SESSION), -9, _sends(signal.SIGKILL)),
+    Fault("SIGTERM", _shell(_WITH_SESSION), (143,), _sends(signal.SIGTERM)),
+    Fault("launcher SIGKILLed", _shell(_WITH_SESSION), (-9,), _sends(signal.SIGKILL)),
     Fault(
         "agent SIGKILLed",
         _shell(_WITH_SESSION),
-        70,
+        (70,),
         lambda running: os.kill(running.agent, signal.SIGKILL),
     ),
     Fault(
         "keeper SIGKILLed",
         _shell(_WITH_SESSION),
-        70,
+        (70,),
         lambda running: os.kill(running.keeper, signal.SIGKILL),
+    ),
+    Fault(
+        "launcher SIGKILLed while starting",
+        _shell(_WITH_SESSION),
+        (-9,),
+        _sends(signal.SIGKILL),
+        is_early=True,
+    ),
+    Fault(
+        "SIGTERM while starting",
+        _shell(_WITH_SESSION),
+        # The latter before Python has come to the launcher's own first line.
+        (143, -signal.SIGTERM),
+        _sends(signal.SIGTERM),
+        is_early=True,
     ),
 )
 
@@ -202,8 +223,10 @@ def main() -> int:
 
 def run_once(fault: Fault, tally: Tally) -> None:
     """Run one job, break it, and note how it ended."""
+    mark = f"{_MARK_NAME}={os.urandom(8).hex()}"
     with subprocess.Popen(
         [
+            *("/usr/bin/env", mark),
             *(sys.executable, "-m", "ronde", "run", "-n", str(_SIZE), "--nested"),
             *fault.options,
             "--",
@@ -214,29 +237,39 @@ def run_once(fault: Fault, tally: Tally) -> None:
         stderr=subprocess.PIPE,
     ) as launcher:
         try:
-            said = _read_until(launcher.stdout, b"ready ", _SIZE)
-            cookie = said.rpartition(b"ready ")[2].split()[0].decode()
+            if fault.is_early:
+                time.sleep(random.uniform(0, _START_S))
+                running = Running(launcher, (mark,), 0, 0)
+            else:
+                running = _meet(launcher, mark)
             begun = time.monotonic()
-            own = _launcher_processes(launcher.pid)
-            running = Running(launcher, cookie, own[0], own[1])
             if fault.act is not None:
-                _check_detection(running)
+                if not fault.is_early:
+                    _check_detection(running)
                 fault.act(running)
             code = _wait(launcher)
             # A launcher that was killed cannot wait for the end of what it started.
-            patience_s = _DEADLINE_S if fault.exit_code < 0 else 0.0
+            patience_s = _DEADLINE_S if code is not None and code < 0 else 0.0
             left = _leftovers(running, patience_s)
             tally.seconds.append(time.monotonic() - begun)
         finally:
             launcher.kill()
     tally.runs += 1
     tally.leftovers += len(left)
-    if code == fault.exit_code:
+    if code in fault.exit_codes:
         tally.right += 1
     else:
         tally.wrong_codes.append(code)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
+
+
+def _meet(launcher: "subprocess.Popen[bytes]", mark: str) -> Running:
+    """Wait until all ranks have said hello."""
+    said = _read_until(launcher.stdout, b"ready ", _SIZE)
+    cookie = "RONDE_COOKIE=" + said.rpartition(b"ready ")[2].split()[0].decode()
+    keeper, agent = _launcher_processes(launcher.pid)
+    return Running(launcher, (mark, cookie), keeper, agent)
 
 
 def _read_until(stream: "IO[bytes] | None", words: bytes, times: int = 1) -> bytes:
@@ -278,35 +311,32 @@ def _leftovers(running: Running, patience_s: float) -> list[int]:
     """Return the processes of a job that are left when patience is at its end."""
     ends_at = time.monotonic() + patience_s
     while True:
-        left = _carriers(running.cookie)
-        for pid in (running.keeper, running.agent):
-            process = read_process(pid) if pid else None
-            if process is not None and not process.is_zombie:
-                left.append(pid)
+        left = _carriers(running.marks)
         if not left or time.monotonic() >= ends_at:
             return left
         time.sleep(_POLL_S)
 
 
-def _carriers(cookie: str) -> list[int]:
-    """Return the processes that carry the cookie."""
-    mark = f"RONDE_COOKIE={cookie}".encode()
+def _carriers(marks: Sequence[str]) -> list[int]:
+    """Return the living processes that carry any of the marks."""
+    wanted = {mark.encode() for mark in marks}
     found: list[int] = []
     for process in read_processes().values():
         try:
             environment = Path(f"/proc/{process.pid}/environ").read_bytes()
         except OSError:
             continue
-        if mark in environment.split(b"\0") and not process.is_zombie:
+        if not process.is_zombie and wanted & set(environment.split(b"\0")):
             found.append(process.pid)
     return found
 
 
 def _check_detection(running: Running) -> None:
-    """Raise unless the ranks, which are alive now, are found by their cookie."""
-    found = len(_carriers(running.cookie))
-    if found < _SIZE:
-        raise AssertionError(f"{found} processes carry the cookie of {_SIZE} ranks")
+    """Raise unless the ranks, which are alive now, are found by each mark."""
+    for mark in running.marks:
+        found = len(_carriers([mark]))
+        if found < _SIZE:
+            raise AssertionError(f"{found} processes carry {mark} of {_SIZE} ranks")
 
 
 def is_clean(tally: Tally) -> bool:

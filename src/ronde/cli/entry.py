@@ -68,13 +68,15 @@ def _dispatch(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     from ronde.launch.boot import start_local_agent
+    from ronde.launch.signals import caught_signals
 
     # First of all: the agent's start and the imports here take about equally long.
-    # Leaving the block closes the agent's input, which ends it, and waits.
-    with start_local_agent() as agent:
+    # A signal that comes meanwhile waits in its pipe, so that nobody leaves the agent
+    # alone; leaving the block closes the agent's input, which ends it, and waits.
+    with caught_signals() as signal_fd, start_local_agent() as agent:
         from ronde.cli.run import run
 
-        return run(words, agent)
+        return run(words, agent, signal_fd)
 
 
 def _open_standard_fds() -> None:

@@ -44,12 +44,13 @@ def help_text() -> str:
     return _parser().format_help()
 
 
-def run(words: Sequence[str], agent: "subprocess.Popen[bytes]") -> int:
+def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) -> int:
     """Run a program on every slot; return the exit code.
 
     Args:
         words: What stands after ``run``.
         agent: Already started, for it takes as long to start as this module.
+        signal_fd: From ``launch.signals.caught_signals``.
 
     Raises:
         UsageError: The words ask for something that cannot be; nothing was started.
@@ -81,7 +82,7 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]") -> int:
         log_dir=job.attempt_log_dir if job.log_dir else "",
     )
     adopt_orphans()
-    return run_job(job, console, agent).exit_code
+    return run_job(job, console, agent, signal_fd).exit_code
 
 
 def _parser() -> _Parser:

@@ -31,7 +31,6 @@ from ronde.launch.signals import (
     FORWARDED,
     STOPPING,
     SUSPENDING,
-    caught_signals,
     read_signals,
     suspend_self,
 )
@@ -47,39 +46,39 @@ _SWEEP_S = 10.0
 _LAST_OUTPUT_S = 1.0
 
 
-def run_job(job: Job, sink: Sink, agent: "subprocess.Popen[bytes]") -> Verdict:
+def run_job(
+    job: Job, sink: Sink, agent: "subprocess.Popen[bytes]", signal_fd: int
+) -> Verdict:
     """Run a job on this machine to its end, whatever that is.
 
     Guarantees that when it returns or raises, no process of the job is left, but those
     that the kernel does not let die, which were named. For the case that its agent is
-    killed this process should adopt orphans (``lineage.adopt_orphans``). Only in the
-    main thread: the user's signals are caught meanwhile.
+    killed this process should adopt orphans (``lineage.adopt_orphans``).
 
     Args:
         job: What to run.
         sink: Gets all output.
         agent: From ``boot.start_local_agent``; ends here.
+        signal_fd: From ``signals.caught_signals``: reads the user's signals.
 
     Raises:
         UsageError: The job cannot be started as it was asked for; nothing was started.
         LaunchError: The agent failed.
     """
     others = children() - {agent.pid}
-    with caught_signals() as signal_fd:
-        link = AgentLink(agent)
-        is_clean = False
-        try:
-            controller = Controller(job, sink, link, signal_fd)
-            verdict = controller.run()
-            is_clean = link.wait(_SWEEP_S)
-        finally:
-            link.close()
-            if not is_clean:
-                link.wait(_SWEEP_S)
-                sweep(on_reaped=_ignore, spared=others)
-        sink.finished(verdict)
-        is_interrupted = verdict.interrupted_by is not None
-        is_read = _write_out(sink, signal_fd, is_hurried=is_interrupted)
+    link = AgentLink(agent)
+    is_clean = False
+    try:
+        verdict = Controller(job, sink, link, signal_fd).run()
+        is_clean = link.wait(_SWEEP_S)
+    finally:
+        link.close()
+        if not is_clean:
+            link.wait(_SWEEP_S)
+            sweep(on_reaped=_ignore, spared=others)
+    sink.finished(verdict)
+    is_interrupted = verdict.interrupted_by is not None
+    is_read = _write_out(sink, signal_fd, is_hurried=is_interrupted)
     if verdict.exit_code == 0 and not is_read:
         return replace(verdict, exit_code=128 + signal.SIGPIPE)
     return verdict

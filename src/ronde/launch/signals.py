@@ -22,6 +22,7 @@ _CAUGHT = STOPPING | FORWARDED | {SUSPENDING}
 def caught_signals() -> Generator[int]:
     """Give a descriptor that reads the numbers of the user's signals.
 
+    Only the controller's loop answers them; whoever waits otherwise does not end.
     A SIGHUP that is ignored, as under nohup, stays so. Only in the main thread. The
     handlers from before come back at the end.
     """
