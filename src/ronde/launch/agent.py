@@ -12,6 +12,7 @@ import socket
 import time
 from enum import Enum, auto
 from types import FrameType
+from typing import NoReturn
 
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.frames import FrameDecoder, Output
@@ -58,9 +59,9 @@ class Phase(Enum):
     FINISHED = auto()
 
 
-def main() -> int:
-    """Run an agent on standard input and output; return the process's exit code."""
-    return run_kept(_run_agent)
+def main() -> NoReturn:
+    """Run an agent on standard input and output; end the process with its exit code."""
+    run_kept(_run_agent)
 
 
 def _run_agent() -> int:

@@ -5,7 +5,7 @@ import sys
 
 _BOOT = (
     "import sys; sys.path.append(sys.argv[1]); "
-    "from ronde.launch.agent import main; sys.exit(main())"
+    "from ronde.launch.agent import main; main()"
 )
 
 

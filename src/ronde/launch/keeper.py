@@ -4,20 +4,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from ronde.launch.lineage import adopt_orphans, die_with_parent, sweep
 
 
-def run_kept(work: Callable[[], int]) -> int:
+def run_kept(work: Callable[[], int]) -> NoReturn:
     """Fork; run ``work`` in the child; outlive it and sweep what it leaves.
 
     Both processes adopt orphans, so any one of the two may be killed: the child gets
     SIGTERM when this process ends, and this process kills every descendant when the
     child has ended. Must be called from a process with one thread and no children.
 
-    Returns:
-        In the parent: the child's exit code, or 128 plus the signal that ended it.
-        The child never returns.
+    Both end here, past the interpreter's own end, which adds nothing and takes time:
+    the child with what ``work`` returns, and this process with the child's exit code,
+    or 128 plus the signal that ended it.
     """
     parent = os.getpid()
     adopt_orphans()
@@ -31,7 +32,6 @@ def run_kept(work: Callable[[], int]) -> int:
         except BaseException as error:  # noqa: BLE001 - the process's outermost line
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
-            # Past the interpreter's own end: it has nothing to add and takes time.
             os._exit(code)
     for fd in (0, 1):
         os.close(fd)
@@ -40,7 +40,7 @@ def run_kept(work: Callable[[], int]) -> int:
     status = _wait(child)
     sweep(on_reaped=lambda _pid, _status: None)
     code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def _wait(child: int) -> int:

@@ -186,7 +186,7 @@ def sweep(
     me = os.getpid()
     ends_at = time.monotonic() + deadline_s
     killed: set[tuple[int, int]] = set()
-    while True:
+    while spared or has_children():
         below = _freeze(me, spared)
         for process in below:
             if process.is_zombie:
@@ -194,12 +194,13 @@ def sweep(
             else:
                 killed.add((process.pid, process.started))
                 signal_process(process, signal.SIGKILL)
-        if not below and (spared or not has_children()):
-            return Swept(len(killed), ())
+        if not below and spared:
+            break
         if time.monotonic() > ends_at:
             left = [p for p in descendants(me, spared) if not p.is_zombie]
             return Swept(len(killed), tuple(map(describe, left)))
         time.sleep(_PAUSE_S)
+    return Swept(len(killed), ())
 
 
 def _freeze(me: int, spared: frozenset[int]) -> list[Process]:
