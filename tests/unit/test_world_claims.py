@@ -103,6 +103,9 @@ def test_variables_captured_from_real_launchers(name: str, launcher: Launcher) -
 def test_torchrun_hosts_the_meeting() -> None:
     ranks = json.loads((ENVIRONMENTS / "torchrun_2_13_static.json").read_text())
     assert read_claim(ranks[0]).meeting == Meeting("127.0.0.1", 29712, is_hosted=True)
+    restarted = ranks[0] | {"TORCHELASTIC_RESTART_COUNT": "2"}
+    meeting = Meeting("127.0.0.1", 29712, is_hosted=True, attempt=2)
+    assert read_claim(restarted).meeting == meeting
     assert read_claim(TORCHRUN_ON_NODE_1_OF_2).meeting == Meeting("n1", 29500)
 
 

@@ -29,7 +29,8 @@ def meet(claim: Claim, timeout_s: float) -> Store:
     """
     with Scene("meeting", claim.rank, claim.size, timeout_s).guard():
         store = _store_of(claim, timeout_s)
-    return PrefixStore(f"ronde/{claim.job_id}/{next(_calls)}", store)
+    attempt = claim.meeting.attempt if claim.meeting else 0
+    return PrefixStore(f"ronde/{claim.job_id}/{attempt}/{next(_calls)}", store)
 
 
 @functools.cache

@@ -112,6 +112,10 @@ def _own(
         listen_fd = integer(environ, "RONDE_MASTER_LISTEN_FD")
         return Meeting(meeting.address, meeting.port, listen_fd=listen_fd)
     if reading.launcher is Launcher.TORCHRUN:
-        is_hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return Meeting(meeting.address, meeting.port, is_hosted=is_hosted)
+        return Meeting(
+            meeting.address,
+            meeting.port,
+            is_hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=integer(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
+        )
     return meeting

@@ -96,12 +96,15 @@ class Meeting:
             ``port`` and not yet listening; None elsewhere.
         is_hosted: True when the launcher itself answers on ``port`` (torchrun's agent
             store): then every rank, 0 included, is a client.
+        attempt: How often the launcher has restarted the ranks. A hosted store outlives
+            them, so what a dead attempt wrote there must not be taken for this one's.
     """
 
     address: str
     port: int
     listen_fd: int | None = None
     is_hosted: bool = False
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
