@@ -45,6 +45,24 @@ def test_who_lost_its_peer_is_the_cause_when_nobody_else_failed():
     assert judge([end(0, 1, 0.5, tail=RESET), end(1, 0)]).exit_code == 1
 
 
+def test_a_crash_whose_core_dump_took_long_is_the_cause():
+    verdict = judge(
+        [
+            end(0, 1, 0.5, tail=RESET),
+            end(1, -11, 2.0, was_stopped=True),
+            end(2, -15, 0.6, was_stopped=True),
+        ]
+    )
+    assert verdict.exit_code == 139
+    assert [e.rank for e in verdict.also_failed] == [0]
+    assert [e.rank for e in verdict.ended] == [2]
+
+
+def test_a_crash_after_the_stop_order_does_not_hide_who_failed_by_itself():
+    ends = [end(0, 3, 0.5), end(1, -11, 2.0, was_stopped=True)]
+    assert judge(ends).exit_code == 3
+
+
 def test_a_signal_comes_before_a_code_of_the_same_moment():
     assert judge([end(0, 1), end(1, -11)]).exit_code == 139
 

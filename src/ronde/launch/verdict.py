@@ -13,6 +13,9 @@ _HEARSAY = (
 )
 """What a rank says, in lower case, when it failed because another one was gone."""
 
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+"""Signals that no stop order brings about."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
@@ -40,6 +43,11 @@ class RankEnd:
     def exit_code(self) -> int:
         """The code that a shell would give: 128 plus the signal's number."""
         return self.status if self.status >= 0 else 128 - self.status
+
+    @property
+    def is_crash(self) -> bool:
+        """Whether a signal ended it that only its own doing sends."""
+        return -self.status in _CRASHES
 
     @property
     def is_hearsay(self) -> bool:
@@ -73,7 +81,8 @@ def judge(ends: Sequence[RankEnd], interrupted_by: int | None = None) -> Verdict
     A rank that ended after the stop order is a consequence, and so is one that says
     that its peer was gone while another rank failed by itself. Of the others the
     earliest is the cause; where two are equally early, one that a signal ended comes
-    before one that exited with a code.
+    before one that exited with a code. A rank that crashed while a core dump held it up
+    ends after those that lost it, even after the stop order: it is the cause then.
 
     Args:
         ends: How each rank ended, in any order.
@@ -81,14 +90,20 @@ def judge(ends: Sequence[RankEnd], interrupted_by: int | None = None) -> Verdict
     """
     failed = [end for end in ends if end.status != 0 and not end.was_stopped]
     by_itself = [end for end in failed if not end.is_hearsay]
+    crashed_late = [end for end in ends if end.was_stopped and end.is_crash]
     suspects = sorted(
-        by_itself or failed, key=lambda end: (end.at_s, end.status > 0, end.rank)
+        by_itself or (failed and crashed_late) or failed,
+        key=lambda end: (end.at_s, end.status > 0, end.rank),
     )
     cause = suspects[0] if suspects else None
     also_failed = tuple(
         sorted((e for e in failed if e is not cause), key=lambda e: (e.at_s, e.rank))
     )
-    ended = tuple(sorted((e for e in ends if e.was_stopped), key=lambda e: e.rank))
+    ended = tuple(
+        sorted(
+            (e for e in ends if e.was_stopped and e is not cause), key=lambda e: e.rank
+        )
+    )
     if interrupted_by is not None:
         exit_code = 128 + interrupted_by
     elif cause is not None:
