@@ -68,6 +68,27 @@ class Gradient:
     is_reduced: bool = False
     was_used: bool = False
 
+    def move(self, scaling: Scaling) -> None:
+        """Move ``parameter.grad`` into the bucket, scaled for the sum, and detach it.
+
+        From here to the end of the round ``parameter.grad`` is None: whatever backward
+        adds meanwhile goes to a tensor of its own and is not lost.
+        """
+        grad, view = self.parameter.grad, self.view
+        if grad is None or view is None:
+            return
+        factor = scaling.before
+        if self.is_reduced and grad is view:
+            factor *= scaling.keep
+        if self.was_used:
+            view.add_(_dense(grad), alpha=factor)
+        elif grad is not view:
+            torch.mul(_dense(grad), factor, out=view)
+        elif factor != 1.0:
+            view.mul_(factor)
+        self.was_used = True
+        self.parameter.grad = None
+
 
 @dataclass(slots=True)
 class GradientBucket:
@@ -112,7 +133,10 @@ class GradientBucket:
 
     def open(self) -> None:
         """Get ready for a round: count the gradients to wait for."""
-        self.num_pending = sum(g.parameter.requires_grad for g in self.gradients)
+        self.num_pending = 0
+        for gradient in self.gradients:
+            gradient.was_used = False
+            self.num_pending += gradient.parameter.requires_grad
         # Nothing trainable: a frozen part of the model costs nothing, on any rank.
         self.is_launched = self.num_pending == 0
 
@@ -122,40 +146,20 @@ class GradientBucket:
         scaling: Scaling,
         compressor: type[Compressor],
     ) -> None:
-        """Start the sum over all ranks, once a round."""
+        """Start the sum over all ranks, once a round, of whatever is there."""
         if self.is_launched:
             return
         self.is_launched = True
-        self._fill(scaling)
+        self.flags.fill_(1)
+        for slot, gradient in enumerate(self.gradients):
+            gradient.move(scaling)
+            gradient.num_passes = 0
+            if not gradient.was_used:
+                self.views[slot].zero_()
+                self.flags[slot] = 0
         wire, context = compressor.compress(self.buffer)
         self.compressed = (compressor, context)
         self.work = communicator.all_reduce(wire, ReduceOp.SUM)
-
-    def _fill(self, scaling: Scaling) -> None:
-        """Move the gradients into the buffer, scaled for the sum, and detach them.
-
-        While the bucket is under way ``parameter.grad`` is None: whatever backward
-        adds meanwhile goes to a tensor of its own and is not lost.
-        """
-        self.flags.fill_(1)
-        for slot, (gradient, view) in enumerate(
-            zip(self.gradients, self.views, strict=True)
-        ):
-            grad = gradient.parameter.grad
-            gradient.was_used = grad is not None
-            gradient.num_passes = 0
-            if grad is None:
-                view.zero_()
-                self.flags[slot] = 0
-                continue
-            factor = scaling.before
-            if gradient.is_reduced and grad is view:
-                factor *= scaling.keep
-            if grad is not view:
-                torch.mul(_dense(grad), factor, out=view)
-            elif factor != 1.0:
-                view.mul_(factor)
-            gradient.parameter.grad = None
 
     def finish(self, scaling: Scaling) -> bool:
         """Wait for the sum and hand the results to the parameters.

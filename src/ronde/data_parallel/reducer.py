@@ -174,7 +174,10 @@ class Reducer:
             if not self._is_open:
                 self._open_round()
             bucket = self._bucket_of[index]
-            if bucket.is_launched or gradient.num_passes > self._options.passes:
+            if bucket.is_launched:
+                return
+            gradient.move(self._scaling)  # now, while it is in the cache
+            if gradient.num_passes > self._options.passes:
                 return
             if self._arrivals is not None:
                 self._arrivals.append(index)
