@@ -24,6 +24,7 @@ import ronde.torch as hvd
 from ronde.records import Record, append_record
 
 VARIANTS = ("none", "ronde", "ddp", "ddp_tuned")
+CPU = torch.device("cpu")
 
 
 class MnistNet(nn.Sequential):
@@ -68,13 +69,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def make_step(name: str, variant: str) -> Callable[[], None]:
+def make_step(
+    name: str, variant: str, device: torch.device = CPU
+) -> Callable[[], None]:
     """Build model, data and optimizer of one variant and return its step."""
     build, shape = MODELS[name]
     torch.manual_seed(0)
-    model = build()
+    model = build().to(device)
     torch.manual_seed(hvd.rank())
-    inputs, labels = torch.randn(shape), torch.randint(10, (shape[0],))
+    inputs = torch.randn(shape).to(device)
+    labels = torch.randint(10, (shape[0],)).to(device)
     if variant == "ddp":
         model = DistributedDataParallel(model)
     elif variant == "ddp_tuned":
@@ -95,10 +99,10 @@ def make_step(name: str, variant: str) -> Callable[[], None]:
 
 
 def time_rounds(
-    name: str, num_rounds: int, steps_per_round: int
+    name: str, num_rounds: int, steps_per_round: int, device: torch.device
 ) -> dict[str, list[float]]:
     """Return seconds a step of every variant in every round, the slowest rank's."""
-    steps = {variant: make_step(name, variant) for variant in VARIANTS}
+    steps = {variant: make_step(name, variant, device) for variant in VARIANTS}
     for step in steps.values():
         for _ in range(3):
             step()
@@ -110,6 +114,8 @@ def time_rounds(
             start = time.perf_counter()
             for _ in range(steps_per_round):
                 steps[variant]()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             elapsed = torch.tensor([time.perf_counter() - start])
             slowest = hvd.allreduce(elapsed, op=hvd.Max)
             times[variant].append(float(slowest) / steps_per_round)
@@ -128,16 +134,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=0, help="steps a round")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="append a record to this file")
     options = parser.parse_args()
     hvd.init()
-    folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=hvd.rank(),
-        world_size=hvd.size(),
-    )
+    device = CPU
+    if options.device == "cuda":
+        device = torch.device("cuda", hvd.local_rank())
+        torch.cuda.set_device(device)
+    with tempfile.TemporaryDirectory() as own_folder:
+        folder = hvd.broadcast_object(own_folder)
+        torch.distributed.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=hvd.rank(),
+            world_size=hvd.size(),
+        )
+        measure(options, device)
+        torch.distributed.destroy_process_group()
+        hvd.barrier()
+    hvd.shutdown()
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> None:
+    """Time every model that was asked for and report on rank 0."""
     default_steps = {"mnist_cnn": 20, "mlp": 5, "cnn": 3}
     if hvd.rank() == 0:
         print(f"{hvd.size()} ranks, {torch.get_num_threads()} thread(s) each")
@@ -145,11 +165,9 @@ def main() -> None:
               f" {'DDP/ronde':>10} {'tuned/ronde':>11} {'none/ronde':>10}")  # fmt: skip
     for name in options.models:
         steps = options.steps or default_steps[name]
-        times = time_rounds(name, options.rounds, steps)
+        times = time_rounds(name, options.rounds, steps, device)
         if hvd.rank() == 0:
             report(name, times, options.json)
-    torch.distributed.destroy_process_group()
-    hvd.shutdown()
 
 
 def report(name: str, times: dict[str, list[float]], path: Path | None) -> None:

@@ -10,6 +10,8 @@ from tests.ranks import run_ranks_bare
 from torch import nn
 
 import ronde.torch as hvd
+from ronde.collectives.engines.solo import SoloCommunicator
+from ronde.data_parallel import Reducer, ReducerOptions
 from ronde.errors import CollectiveError, UsageError
 
 
@@ -79,6 +81,25 @@ def test_gradients_are_views_of_few_buckets():
     # All ranks agreed on rank 0's order: the same offsets in the bucket.
     offsets = [[p - min(rank) for p in rank] for rank in pointers]
     assert offsets[0] == offsets[1]
+
+
+def test_buckets_change_no_bit_on_one_rank():
+    torch.manual_seed(0)
+    models = [OddMlp(), OddMlp()]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [sgd(model) for model in models]
+    named = list(models[1].named_parameters())
+    reducer = Reducer(named, SoloCommunicator(), ReducerOptions())
+    for _ in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+        reducer.step_done()
+    assert reducer.num_buckets == 1
+    for before, after in zip(*[m.parameters() for m in models], strict=True):
+        assert torch.equal(before, after)
+    reducer.close()
 
 
 def test_gradients_are_complete_when_backward_returns():
