@@ -114,6 +114,37 @@ def test_gradients_are_complete_when_backward_returns():
     assert on_ranks(3, check) == [[[1.0, 1.0, 1.0]]] * 3
 
 
+def test_ranks_whose_gradients_arrive_in_other_orders_agree():
+    """Autograd runs what was recorded last first: rank 1 records in reverse."""
+
+    def check():
+        torch.manual_seed(0)
+        layers = [nn.Linear(5, 5) for _ in range(4)]
+        arrived = []
+        for number, layer in enumerate(layers):
+            layer.weight.register_post_accumulate_grad_hook(
+                lambda _, number=number: arrived.append(number)
+            )
+        parameters = [p for layer in layers for p in layer.parameters()]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+        inputs = torch.full((1, 5), 1.0 + hvd.rank())
+        order = layers if hvd.rank() == 0 else layers[::-1]
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses = [layer(inputs).sum() for layer in order]
+            torch.stack(losses).sum().backward()
+            optimizer.step()
+        offsets = [layer.weight.grad.storage_offset() for layer in layers]
+        gradients = [layer.weight.grad.tolist() for layer in layers]
+        return arrived[:4], offsets, gradients
+
+    (first, offsets, gradients), (second, *rest) = on_ranks(2, check)
+    assert first == second[::-1]
+    assert rest == [offsets, gradients]
+    assert offsets == sorted(offsets, reverse=first[0] == 3)
+    assert gradients == [[[1.5] * 5] * 5] * 4
+
+
 def test_optimizer_and_model_are_freed():
     def check():
         model = OddMlp()
