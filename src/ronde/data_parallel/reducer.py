@@ -32,7 +32,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ronde.collectives import Communicator
 from ronde.data_parallel.agreement import agree_on_order, check_same_gradients
-from ronde.data_parallel.buckets import BucketLimits, GradientSpec, plan_buckets
+from ronde.data_parallel.bucket_queue import BucketQueue
+from ronde.data_parallel.buckets import BucketLimits
 from ronde.data_parallel.compression import Compressor, NoneCompressor
 from ronde.data_parallel.gradient_bucket import Gradient, GradientBucket, Scaling
 from ronde.data_parallel.hooks import (
@@ -97,10 +98,8 @@ class Reducer:
         self._options = options
         self._scaling = options.scaling(communicator.size)
         self._gradients: list[Gradient] = []
-        self._buckets: list[GradientBucket] = []
-        self._bucket_of: dict[int, GradientBucket] = {}
+        self._queue = BucketQueue(self._gradients, options.limits, options.groups)
         self._arrivals: list[int] | None = []
-        self._next_bucket = 0
         self._is_open = False
         self._armed_backward = -1
         self._num_rounds = 0
@@ -127,7 +126,7 @@ class Reducer:
     @property
     def num_buckets(self) -> int:
         """Collectives a round; 0 before the first."""
-        return len(self._buckets)
+        return len(self._queue)
 
     def set_passes(self, passes: int) -> None:
         """Accumulate ``passes`` backward passes before a reduction from now on."""
@@ -173,7 +172,7 @@ class Reducer:
             self._arm()
             if not self._is_open:
                 self._open_round()
-            bucket = self._bucket_of[index]
+            bucket = self._queue.bucket_of(index)
             if bucket.is_launched:
                 return
             gradient.move(self._scaling)  # now, while it is in the cache
@@ -183,7 +182,7 @@ class Reducer:
                 self._arrivals.append(index)
             bucket.num_pending -= 1
             if bucket.num_pending == 0:
-                self._launch_full()
+                self._queue.launch_full(self._launch)
 
     def _refuse_sparse(self, gradient: Gradient) -> None:
         grad = gradient.parameter.grad
@@ -206,26 +205,19 @@ class Reducer:
         with self._lock:
             if not self._is_open:
                 return
-            if self._next_bucket < len(self._buckets) and is_nested_backward():
+            if not self._queue.is_all_launched and is_nested_backward():
                 self._armed_backward = -1
                 return
             self._finish_round()
 
     def _open_round(self) -> None:
-        self._plan_newcomers()
-        for bucket in self._buckets:
-            bucket.open()
-        self._next_bucket = 0
+        newcomers = self._queue.newcomers()
+        if newcomers:
+            check_same_gradients(self._communicator, self._gradients)
+            # Backward makes gradients roughly in reverse; the first round shows how.
+            self._queue.add(newcomers[::-1])
+        self._queue.open()
         self._is_open = True
-
-    def _launch_full(self) -> None:
-        buckets = self._buckets
-        while self._next_bucket < len(buckets):
-            bucket = buckets[self._next_bucket]
-            if bucket.num_pending:
-                return
-            self._launch(bucket)
-            self._next_bucket += 1
 
     def _launch(self, bucket: GradientBucket) -> None:
         bucket.launch(self._communicator, self._scaling, self._options.compressor)
@@ -236,52 +228,14 @@ class Reducer:
         while is_late:
             if not self._is_open:
                 self._open_round()
-            for bucket in self._buckets[self._next_bucket :]:
-                self._launch(bucket)
+            self._queue.launch_rest(self._launch)
             self._is_open = False
             self._num_rounds += 1
-            late = [bucket.finish(self._scaling) for bucket in self._buckets]
-            is_late = any(late)
-            self._settle_order()
-
-    def _plan_newcomers(self) -> None:
-        newcomers = [
-            index
-            for index, gradient in enumerate(self._gradients)
-            if gradient.view is None and gradient.parameter.requires_grad
-        ]
-        if not newcomers:
-            return
-        check_same_gradients(self._communicator, self._gradients)
-        # Backward makes gradients roughly in reverse; the first round shows how.
-        self._add_buckets(newcomers[::-1])
-
-    def _settle_order(self) -> None:
-        if self._arrivals is None:
-            return
-        order = agree_on_order(self._communicator, self._arrivals)
-        self._arrivals = None
-        unseen = self._bucket_of.keys() - set(order)
-        rest = sorted(unseen, reverse=True)
-        self._buckets, self._bucket_of = [], {}
-        self._add_buckets(order + rest)
-
-    def _add_buckets(self, order: Sequence[int]) -> None:
-        specs = [
-            GradientSpec(
-                g.parameter.numel(),
-                g.parameter.element_size(),
-                (g.parameter.dtype, g.parameter.device),
-            )
-            for g in self._gradients
-        ]
-        options = self._options
-        for plan in plan_buckets(specs, order, options.limits, options.groups):
-            bucket = GradientBucket.allocate(plan, self._gradients)
-            bucket.adopt()
-            self._buckets.append(bucket)
-            for slot in plan.slots:
-                self._bucket_of[slot.index] = bucket
+            is_late = self._queue.finish(self._scaling)
+            if self._arrivals is not None:
+                order = agree_on_order(self._communicator, self._arrivals)
+                self._arrivals = None
+                self._queue.rearrange(order)
 
 
 def _release(hooks: list[RemovableHandle], communicator: Communicator) -> None:
