@@ -3,7 +3,9 @@
 Run it as ``ronde run -n 2 python benchmarks/training_step.py``. Every round times a
 few steps of each variant, in an order that changes from round to round, so that a
 machine that slows down slows all of them. Figures are medians over rounds, ratios are
-medians of the rounds' ratios. "none" is the ceiling: the same ranks, not reducing.
+medians of the rounds' ratios. Everything is built anew several times: where its
+memory happens to lie makes one copy of the same code some percent faster than another.
+"none" is the ceiling: the same ranks, not reducing.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import ronde.torch as hvd
 from ronde.records import Record, append_record
 
 VARIANTS = ("none", "ronde", "ddp", "ddp_tuned")
+STEPS_PER_ROUND = {"mnist_cnn": 20, "mlp": 5, "cnn": 3}
 CPU = torch.device("cpu")
 
 
@@ -99,41 +102,45 @@ def make_step(
 
 
 def time_rounds(
-    name: str, num_rounds: int, steps_per_round: int, device: torch.device
+    name: str, options: argparse.Namespace, device: torch.device
 ) -> dict[str, list[float]]:
     """Return seconds a step of every variant in every round, the slowest rank's."""
-    steps = {variant: make_step(name, variant, device) for variant in VARIANTS}
-    for step in steps.values():
-        for _ in range(3):
-            step()
+    num_steps = options.steps or STEPS_PER_ROUND[name]
     order = random.Random(0)
-    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for _ in range(num_rounds):
-        for variant in order.sample(VARIANTS, len(VARIANTS)):
-            hvd.barrier()
-            start = time.perf_counter()
-            for _ in range(steps_per_round):
-                steps[variant]()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            elapsed = torch.tensor([time.perf_counter() - start])
-            slowest = hvd.allreduce(elapsed, op=hvd.Max)
-            times[variant].append(float(slowest) / steps_per_round)
+    times: dict[str, list[float]] = {variant: [] for variant in options.variants}
+    for _ in range(options.builds):
+        steps = {v: make_step(name, v, device) for v in options.variants}
+        for step in steps.values():
+            for _ in range(3):
+                step()
+        for _ in range(options.rounds):
+            for variant in order.sample(options.variants, len(options.variants)):
+                hvd.barrier()
+                start = time.perf_counter()
+                for _ in range(num_steps):
+                    steps[variant]()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                elapsed = torch.tensor([time.perf_counter() - start])
+                slowest = hvd.allreduce(elapsed, op=hvd.Max)
+                times[variant].append(float(slowest) / num_steps)
     return times
 
 
-def ratio(over: list[float], under: list[float]) -> float:
-    """Return the median of the rounds' ratios."""
-    pairs = zip(over, under, strict=True)
-    return statistics.median(a / b for a, b in pairs)
+def ratio_to(ronde: list[float], other: list[float]) -> list[float]:
+    """Return the quartiles of the rounds' ratios; above 1 ronde is faster."""
+    pairs = zip(other, ronde, strict=True)
+    return statistics.quantiles((a / b for a, b in pairs), n=4)
 
 
 def main() -> None:
     """Run all models and print a table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--builds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds a build")
     parser.add_argument("--steps", type=int, default=0, help="steps a round")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="append a record to this file")
     options = parser.parse_args()
@@ -158,32 +165,31 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
     """Time every model that was asked for and report on rank 0."""
-    default_steps = {"mnist_cnn": 20, "mlp": 5, "cnn": 3}
     if hvd.rank() == 0:
         print(f"{hvd.size()} ranks, {torch.get_num_threads()} thread(s) each")
-        print(f"{'model':10} {'none':>9} {'ronde':>9} {'DDP':>9} {'DDP tuned':>9}"
-              f" {'DDP/ronde':>10} {'tuned/ronde':>11} {'none/ronde':>10}")  # fmt: skip
+        print("ms a step, and its ratio to ronde's: median [quartiles] of the rounds")
+        print(f"{'model':10}" + "".join(f"{v:>29}" for v in options.variants))
     for name in options.models:
-        steps = options.steps or default_steps[name]
-        times = time_rounds(name, options.rounds, steps, device)
+        times = time_rounds(name, options, device)
         if hvd.rank() == 0:
             report(name, times, options.json)
 
 
 def report(name: str, times: dict[str, list[float]], path: Path | None) -> None:
     """Print a line and write a record."""
-    medians = {v: statistics.median(times[v]) * 1e3 for v in VARIANTS}
-    ratios = {v: ratio(times[v], times["ronde"]) for v in VARIANTS}
-    cells = "".join(f" {medians[v]:6.1f} ms" for v in VARIANTS)
-    print(f"{name:10}{cells} {ratios['ddp']:10.3f} {ratios['ddp_tuned']:11.3f}"
-          f" {ratios['none']:10.3f}", flush=True)  # fmt: skip
+    medians = {v: statistics.median(t) * 1e3 for v, t in times.items()}
+    ratios = {v: ratio_to(times["ronde"], t) for v, t in times.items()}
+    cells = [
+        f"{medians[v]:7.1f}  {r[1]:.3f} [{r[0]:.3f}-{r[2]:.3f}]"
+        for v, r in ratios.items()
+    ]
+    print(f"{name:10}" + "".join(f"{cell:>29}" for cell in cells), flush=True)
     if path is not None:
         values = {
             "model": name,
             "num_ranks": hvd.size(),
-            "num_rounds": len(times["ronde"]),
             "median_step_ms": medians,
-            "median_ratio_to_ronde": ratios,
+            "ratio_to_ronde_quartiles": ratios,
             "step_s": times,
         }
         append_record(path, Record(kind="training_step", values=values))

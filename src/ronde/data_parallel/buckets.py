@@ -48,10 +48,10 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketLimits:
-    """How large a bucket may grow, in bytes.
+    """The sizes in bytes at which a bucket is full; its last gradient may exceed them.
 
-    A gradient larger than the limit has a bucket of its own. The first bucket is kept
-    small so that communication starts soon after backward does.
+    The first bucket is full early, so that communication starts soon after backward
+    does; the others are few, since each collective costs a latency.
     """
 
     first_bytes: int = 1 << 20
@@ -91,13 +91,13 @@ def plan_buckets(
             if len(waiting[key]) == missing[key]:
                 closed.append(waiting.pop(key))
             continue
-        size = _aligned(spec) * spec.itemsize
-        limit = limits.other_bytes if closed else limits.first_bytes
-        if spec.kind in open_buckets and open_bytes[spec.kind] + size > limit:
-            closed.append(open_buckets.pop(spec.kind))
         open_buckets.setdefault(spec.kind, []).append(index)
-        full = len(open_buckets[spec.kind]) > 1
-        open_bytes[spec.kind] = size + (open_bytes[spec.kind] if full else 0)
+        size = _aligned(spec) * spec.itemsize
+        open_bytes[spec.kind] = open_bytes.get(spec.kind, 0) + size
+        limit = limits.other_bytes if closed else limits.first_bytes
+        if open_bytes[spec.kind] >= limit:
+            closed.append(open_buckets.pop(spec.kind))
+            open_bytes[spec.kind] = 0
     closed.extend(open_buckets.values())
     return tuple(_lay_out(specs, members) for members in closed)
 
