@@ -12,6 +12,8 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
+_Register = Callable[[Callable[[Tensor], None]], RemovableHandle]
+
 
 def call_on_gradient(
     parameter: Tensor, index: int, method: Callable[[int], None]
@@ -21,6 +23,24 @@ def call_on_gradient(
     ``method`` is a bound method; its object is held weakly. A frozen parameter is
     hooked too, and calls once it is thawed.
     """
+    register = cast("_Register", parameter.register_post_accumulate_grad_hook)
+    return _hook(parameter, register, index, method)
+
+
+def call_before_gradient(
+    parameter: Tensor, index: int, method: Callable[[int], None]
+) -> RemovableHandle:
+    """Call ``method(index)`` each time before backward adds to ``parameter.grad``."""
+    register = cast("_Register", parameter.register_hook)
+    return _hook(parameter, register, index, method)
+
+
+def _hook(
+    parameter: Tensor,
+    register: "_Register",
+    index: int,
+    method: Callable[[int], None],
+) -> RemovableHandle:
     target = WeakMethod(method)
 
     def call(_: Tensor) -> None:
@@ -31,25 +51,7 @@ def call_on_gradient(
     # Torch hooks only what requires a gradient, but keeps the hook when it is frozen.
     was_trained = parameter.requires_grad
     parameter.requires_grad_()
-    handle = cast("RemovableHandle", parameter.register_post_accumulate_grad_hook(call))
-    parameter.requires_grad_(was_trained)
-    return handle
-
-
-def call_before_gradient(
-    parameter: Tensor, index: int, method: Callable[[int], None]
-) -> RemovableHandle:
-    """Call ``method(index)`` each time before backward adds to ``parameter.grad``."""
-    target = WeakMethod(method)
-
-    def call(_: Tensor) -> None:
-        alive = target()
-        if alive is not None:
-            alive(index)
-
-    was_trained = parameter.requires_grad
-    parameter.requires_grad_()
-    handle = cast("RemovableHandle", parameter.register_hook(call))
+    handle = register(call)
     parameter.requires_grad_(was_trained)
     return handle
 
