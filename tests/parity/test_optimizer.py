@@ -11,7 +11,7 @@ from torch import nn
 
 import ronde.torch as hvd
 from ronde.collectives.engines.solo import SoloCommunicator
-from ronde.data_parallel import Reducer, ReducerOptions
+from ronde.data_parallel import BucketLimits, Reducer, ReducerOptions
 from ronde.errors import CollectiveError, UsageError
 
 
@@ -99,6 +99,34 @@ def test_buckets_change_no_bit_on_one_rank():
     assert reducer.num_buckets == 1
     for before, after in zip(*[m.parameters() for m in models], strict=True):
         assert torch.equal(before, after)
+    reducer.close()
+
+
+class Counting(SoloCommunicator):
+    """Counts its reductions."""
+
+    num_reductions = 0
+
+    def all_reduce(self, tensor, *args, **options):
+        self.num_reductions += 1
+        return super().all_reduce(tensor, *args, **options)
+
+
+def test_frozen_buckets_are_not_reduced():
+    model = OddMlp()
+    communicator = Counting()
+    named = list(model.named_parameters())
+    options = ReducerOptions(limits=BucketLimits(1, 1))
+    reducer = Reducer(named, communicator, options)
+    counts = []
+    for is_trained in (True, True, False, True):
+        model.first.requires_grad_(is_trained)
+        before = communicator.num_reductions
+        model.zero_grad()
+        backward(model)
+        counts.append(communicator.num_reductions - before)
+        reducer.step_done()
+    assert counts == [len(named), len(named), len(named) - 2, len(named)]
     reducer.close()
 
 
