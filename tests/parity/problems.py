@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ronde.torch as hvd
+from ronde.collectives.engines.solo import SoloCommunicator
 
 NUM_STEPS = 50
 BATCH = 4
@@ -46,6 +47,16 @@ class OddCnn(nn.Module):
         images = inputs.reshape(-1, 3, 7, 7).to(memory_format=torch.channels_last)
         hidden = torch.tanh(self.second(torch.tanh(self.first(images))))
         return self.head(hidden.mean((2, 3)))
+
+
+class Counting(SoloCommunicator):
+    """Counts its reductions."""
+
+    num_reductions = 0
+
+    def all_reduce(self, tensor, *args, **options):
+        self.num_reductions += 1
+        return super().all_reduce(tensor, *args, **options)
 
 
 @dataclass(frozen=True)

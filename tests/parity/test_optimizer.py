@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from tests.parity.problems import OddMlp, mse
+from tests.parity.problems import Counting, OddMlp, mse
 from tests.ranks import run_ranks_bare
 from torch import nn
 
@@ -100,16 +100,6 @@ def test_buckets_change_no_bit_on_one_rank():
     for before, after in zip(*[m.parameters() for m in models], strict=True):
         assert torch.equal(before, after)
     reducer.close()
-
-
-class Counting(SoloCommunicator):
-    """Counts its reductions."""
-
-    num_reductions = 0
-
-    def all_reduce(self, tensor, *args, **options):
-        self.num_reductions += 1
-        return super().all_reduce(tensor, *args, **options)
 
 
 def test_frozen_buckets_are_not_reduced():

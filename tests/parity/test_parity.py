@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.parity.problems import (
     BATCH,
+    Counting,
     OddCnn,
     OddMlp,
     Problem,
@@ -425,6 +426,22 @@ def test_activation_checkpointing(use_reentrant):
         return Checkpointed(use_reentrant=use_reentrant)
 
     assert_parity(replace(MLP, build=build))
+
+
+def test_nested_backward_does_not_end_a_round():
+    model = Checkpointed(use_reentrant=True)
+    communicator = Counting()
+    reducer = Reducer(list(model.named_parameters()), communicator, ReducerOptions())
+    counts = []
+    for _ in range(3):
+        before = communicator.num_reductions
+        model.zero_grad()
+        mse(model, torch.ones(2, 7), torch.ones(2, 3)).backward()
+        assert all(p.grad is not None for p in model.parameters())
+        counts.append(communicator.num_reductions - before)
+        reducer.step_done()
+    assert counts == [1, 1, 1]
+    reducer.close()
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
