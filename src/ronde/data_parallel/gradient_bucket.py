@@ -57,7 +57,8 @@ class Gradient:
         parameter: The leaf whose ``.grad`` this is.
         view: Its place in its bucket, strided like the parameter; None while unplanned.
         num_passes: Backward passes since the last reduction.
-        is_reduced: Whether ``parameter.grad`` is a result that nothing was added to.
+        is_reduced: Whether ``parameter.grad`` is a result that nothing was added to;
+            kept only where ``Scaling.keep`` is not 1.
         was_used: Whether this rank contributed something in the round under way.
     """
 

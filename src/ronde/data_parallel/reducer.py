@@ -165,7 +165,6 @@ class Reducer:
         gradient = self._gradients[index]
         self._refuse_sparse(gradient)
         with self._lock:
-            gradient.is_reduced = False
             gradient.num_passes += 1
             if gradient.num_passes < self._options.passes:
                 return
