@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -303,6 +304,9 @@ def _end(rank: Rank) -> None:
 def _be_rank(connection: Connection, stacks: str) -> None:
     """Live as one rank; the fork server's child starts here."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The fork server ends when nobody holds this any more. A rank that hangs must not:
+    # were pytest killed, both would stay.
+    os.close(forkserver._forkserver._forkserver_alive_fd)
     torch.set_num_threads(1)
     with Path(stacks).open("w") as file:
         faulthandler.enable(file)
