@@ -198,7 +198,7 @@ class GradientBucket:
         """
         if all(gradient.was_used for gradient in self.gradients):
             return None
-        return cast("list[bool]", (self.flags > 0).tolist())
+        return cast("list[bool]", (self.flags != 0).tolist())
 
 
 def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:

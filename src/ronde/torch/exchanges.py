@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ronde.collectives import Work
 from ronde.errors import UsageError
+from ronde.torch.reductions import copy_of
 from ronde.torch.session import current_session
 from ronde.torch.works import All, Mapped
 
@@ -57,7 +58,7 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor
         root_rank: The rank whose values everyone gets.
         name: Accepted for Horovod's sake.
     """
-    return broadcast_(_copy(tensor), root_rank, name)
+    return broadcast_(copy_of(tensor), root_rank, name)
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
@@ -68,7 +69,7 @@ def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tenso
 
 def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None) -> int:
     """Start ``broadcast``; the handle's result is a new tensor."""
-    return broadcast_async_(_copy(tensor), root_rank, name)
+    return broadcast_async_(copy_of(tensor), root_rank, name)
 
 
 def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) -> int:
@@ -153,7 +154,3 @@ def _split_list(splits: Sequence[int] | Tensor | None) -> list[int] | None:
             )
         return cast("list[int]", splits.tolist())
     return None if splits is None else list(splits)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.preserve_format)

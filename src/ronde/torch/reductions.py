@@ -47,7 +47,7 @@ def allreduce(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Return the reduction of ``tensor`` over all ranks; the input stays as it is."""
-    wire, context = compression.compress(_copy(tensor))
+    wire, context = compression.compress(copy_of(tensor))
     reduced = allreduce_(wire, average, name, op, prescale_factor, postscale_factor)
     return compression.decompress(reduced, context)
 
@@ -76,7 +76,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start ``allreduce``; the handle's result is a new tensor."""
-    copy = _copy(tensor)
+    copy = copy_of(tensor)
     return allreduce_async_(copy, average, name, op, prescale_factor, postscale_factor)
 
 
@@ -105,7 +105,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Return the reductions of several tensors; the inputs stay as they are."""
-    compressed = [compression.compress(_copy(tensor)) for tensor in tensors]
+    compressed = [compression.compress(copy_of(tensor)) for tensor in tensors]
     reduced = grouped_allreduce_(
         [wire for wire, _ in compressed],
         average,
@@ -144,7 +144,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start ``grouped_allreduce``; the handle's result is a tuple of new tensors."""
-    copies = [_copy(tensor) for tensor in tensors]
+    copies = [copy_of(tensor) for tensor in tensors]
     return grouped_allreduce_async_(
         copies, average, name, op, prescale_factor, postscale_factor
     )
@@ -280,5 +280,6 @@ def _start_scatter(
     )
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return the values of ``tensor`` in its layout, outside autograd."""
     return tensor.detach().clone(memory_format=torch.preserve_format)

@@ -141,12 +141,8 @@ def _settle(tensor: Tensor, values: Tensor, divisor: int, postscale: float) -> T
     return tensor
 
 
-def _direct_on_gloo(size: int) -> Direct:
-    """List what Gloo reduces as it is to be.
-
-    It rounds a sum of 16-bit floats once a rank, so only two ranks' go that way; their
-    average does not, since the sum of two float16 may overflow where the average fits.
-    """
+def _direct_on_both(size: int) -> Direct:
+    """List what either reduces, averages of floats by a sum that is then divided."""
     options = {op: reduce_options(_TORCH_OPS[op]) for op in ReduceOp}
     direct: Direct = {}
     for op in ReduceOp:
@@ -154,6 +150,16 @@ def _direct_on_gloo(size: int) -> Direct:
             direct[dtype, op] = (options[op], size if op is ReduceOp.AVERAGE else 1)
     for dtype in _INTEGERS:
         del direct[dtype, ReduceOp.AVERAGE]
+    return direct
+
+
+def _direct_on_gloo(size: int) -> Direct:
+    """List what Gloo reduces as it is to be.
+
+    It rounds a sum of 16-bit floats once a rank, so only two ranks' go that way; their
+    average does not, since the sum of two float16 may overflow where the average fits.
+    """
+    direct = _direct_on_both(size)
     del direct[torch.float16, ReduceOp.AVERAGE]
     if size > 2:
         del direct[torch.bfloat16, ReduceOp.AVERAGE]
@@ -168,13 +174,7 @@ def _direct_on_nccl(size: int) -> Direct:
 
     Its own average of 16-bit floats divides first, so that the sum cannot overflow.
     """
-    options = {op: reduce_options(_TORCH_OPS[op]) for op in ReduceOp}
-    direct: Direct = {}
-    for op in ReduceOp:
-        for dtype in (*_FLOATS, *_INTEGERS, *HALVES):
-            direct[dtype, op] = (options[op], size if op is ReduceOp.AVERAGE else 1)
-    for dtype in _INTEGERS:
-        del direct[dtype, ReduceOp.AVERAGE]
+    direct = _direct_on_both(size)
     for dtype in HALVES:
         direct[dtype, ReduceOp.AVERAGE] = (reduce_options(TorchOp.AVG), 1)
     return direct
