@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 T_co = TypeVar("T_co", covariant=True)
@@ -75,10 +76,12 @@ class Communicator(ABC):
     """A fixed group of ranks that can exchange tensors.
 
     Attributes:
+        engine: Name of what moves the bytes.
         rank: This process in the group, ``0 <= rank < size``.
         size: Number of processes in the group.
     """
 
+    engine: str
     rank: int
     size: int
 
@@ -107,17 +110,22 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def all_gather(self, tensor: Tensor) -> Work[Tensor]:
+    def all_gather(
+        self, tensor: Tensor, *, out: Tensor | None = None
+    ) -> Work[Tensor]:
         """Concatenate every rank's ``tensor`` along dimension 0, in rank order.
 
         Args:
             tensor: At least one dimension; dimension 0 may differ from rank to rank (0
                 included), the others may not.
+            out: Where the result goes, contiguous and of the result's shape and dtype;
+                ``tensor`` may be this rank's rows of it. None makes a new tensor.
 
         Returns:
-            Work whose result is a new tensor, equal on all ranks.
+            Work whose result is ``out`` or a new tensor, equal on all ranks.
 
         Raises:
+            UsageError: ``out`` cannot hold the result.
             CollectiveError: Dtypes or later dimensions differ; on every rank.
         """
 
@@ -129,6 +137,7 @@ class Communicator(ABC):
         *,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        out: Tensor | None = None,
     ) -> Work[Tensor]:
         """Reduce over all ranks and keep this rank's rows of dimension 0.
 
@@ -139,9 +148,15 @@ class Communicator(ABC):
             op: As in ``all_reduce``.
             prescale: As in ``all_reduce``.
             postscale: As in ``all_reduce``.
+            out: Where the result goes, contiguous and of the result's shape and dtype;
+                it may be this rank's rows of ``tensor``. None makes a new tensor.
 
         Returns:
-            Work whose result is a new tensor: ``rows(n)[rank]`` rows.
+            Work whose result is ``out`` or a new tensor: ``rows(n)[rank]`` rows.
+
+        Raises:
+            UsageError: ``op`` is not defined for the dtype, ``tensor`` has no
+                dimensions, or ``out`` cannot hold the result.
         """
 
     @abstractmethod
@@ -158,21 +173,28 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_to_all(
-        self, tensor: Tensor, splits: Sequence[int] | None = None
+        self,
+        tensor: Tensor,
+        splits: Sequence[int] | None = None,
+        *,
+        out: Tensor | None = None,
     ) -> Work[tuple[Tensor, list[int]]]:
         """Send consecutive rows of dimension 0 to the ranks and gather theirs.
 
         Args:
             tensor: At least one dimension; later dimensions equal on all ranks.
             splits: Rows for each rank; None splits evenly. Rows past the sum stay.
+            out: Where the result goes, contiguous and of the result's shape and dtype,
+                apart from ``tensor``. None makes a new tensor.
 
         Returns:
-            Work whose result is a new tensor of the received rows in rank order, and
-            how many came from each rank.
+            Work whose result is ``out`` or a new tensor of the received rows in rank
+            order, and how many came from each rank.
 
         Raises:
             UsageError: ``splits`` has not ``size`` entries, a negative one, or more
-                rows than there are; or it is None and ``size`` does not divide them.
+                rows than there are; or it is None and ``size`` does not divide them;
+                or ``out`` cannot hold the result.
         """
 
     @abstractmethod
@@ -186,6 +208,30 @@ class Communicator(ABC):
     @abstractmethod
     def barrier(self) -> Work[None]:
         """Complete when every rank has called it."""
+
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
+    ) -> Tensor:
+        """Return zeros in memory where this engine's in-place calls are fastest.
+
+        Collective: every rank asks for the same. Any part of it may be given to any
+        collective; where it lies changes speed alone.
+
+        Args:
+            numel: Number of elements.
+            dtype: Their dtype.
+            device: Where they are to lie.
+
+        Returns:
+            A tensor of shape ``(numel,)``, aligned to 64 bytes; it outlives ``close()``.
+
+        Raises:
+            CollectiveError: There is not enough of that memory; on every rank.
+        """
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     @abstractmethod
     def duplicate(self) -> "Communicator":

@@ -1,9 +1,17 @@
-"""From a claim to a communicator: the one place where an engine is chosen."""
+"""From a claim to a communicator: the one place where an engine is chosen.
+
+An engine's own module is imported when that engine is asked for: some need a library
+that is not always there.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.engines.solo import SoloCommunicator
-from ronde.collectives.engines.torch_distributed import TorchDistributedCommunicator
 from ronde.collectives.rendezvous import meet
+from ronde.errors import UsageError
 from ronde.world.value import Claim
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -11,29 +19,82 @@ DEFAULT_TIMEOUT_S = 1800.0
 _MEETING_TIMEOUT_S = 300.0
 
 
-def connect(claim: Claim, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Communicator:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an engine is asked for.
+
+    Attributes:
+        claim: This rank's place; ``size`` is at least 2.
+        timeout_s: How long a collective may wait for another rank.
+        algorithm: Name of a schedule, or empty.
+    """
+
+    claim: Claim
+    timeout_s: float
+    algorithm: str = ""
+
+    @property
+    def meeting_timeout_s(self) -> float:
+        """How long the ranks wait for each other to connect."""
+        return min(self.timeout_s, _MEETING_TIMEOUT_S)
+
+
+def connect(
+    claim: Claim,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    engine: str = "",
+    algorithm: str = "",
+) -> Communicator:
     """Connect this rank to all others; collective.
 
     Args:
         claim: This rank's place among the others.
         timeout_s: How long any collective may wait for another rank. The ranks wait at
             most 300 s for each other here.
+        engine: One of ``ENGINES``, equal on all ranks; empty takes the claim's.
+        algorithm: The schedule to follow, for engines that have several; empty takes
+            the claim's.
 
     Returns:
         A communicator of all ranks; of this one alone, with no process group, where
         ``claim.size`` is 1.
 
     Raises:
+        UsageError: There is no such engine, or what it needs is not installed.
         WorldError: The ranks are on several hosts and nobody said where to meet.
         CollectiveError: Not all ranks came in time, or the port is in use.
     """
+    name = engine or claim.engine
+    if name not in ENGINES:
+        raise UsageError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}.")
+    asked = Asked(claim, timeout_s, algorithm or claim.algorithm)
     if claim.size == 1:
         return SoloCommunicator()
-    store = meet(claim, min(timeout_s, _MEETING_TIMEOUT_S))
+    return ENGINES[name](asked)
+
+
+def _torch_distributed(asked: Asked) -> Communicator:
+    from ronde.collectives.engines.torch_distributed import (
+        TorchDistributedCommunicator,
+    )
+
+    claim = asked.claim
     return TorchDistributedCommunicator(
-        store,
+        meet(claim, asked.meeting_timeout_s),
         claim.rank,
         claim.size,
-        timeout_s=timeout_s,
+        timeout_s=asked.timeout_s,
         is_one_host=claim.local_size == claim.size,
     )
+
+
+ENGINES: Mapping[str, Callable[[Asked], Communicator]] = MappingProxyType(
+    {
+        "auto": _torch_distributed,
+        "gloo": _torch_distributed,
+        "nccl": _torch_distributed,
+    }
+)
+"""How a rank connects by each engine. ``gloo`` and ``nccl`` are one engine, which takes
+the backend by the tensor's device."""

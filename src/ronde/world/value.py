@@ -126,6 +126,8 @@ class Claim:
         meeting: Where to meet, or None where the launcher does not tell.
         job_id: The launcher's name for the job; empty where it has none.
         hosts: Names of the hosts in node order; empty where nobody said.
+        engine: Which engine is to move the bytes; "auto" chooses.
+        algorithm: Which schedule it is to follow, where it has several; or empty.
     """
 
     launcher: Launcher
@@ -138,6 +140,8 @@ class Claim:
     meeting: Meeting | None = None
     job_id: str = ""
     hosts: tuple[str, ...] = ()
+    engine: str = "auto"
+    algorithm: str = ""
 
     @property
     def world(self) -> World | None:

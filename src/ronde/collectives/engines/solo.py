@@ -13,6 +13,7 @@ from ronde.errors import CollectiveError, UsageError
 class SoloCommunicator(Communicator):
     """A communicator of one rank, which keeps to the rules of all others."""
 
+    engine = "solo"
     rank = 0
     size = 1
 

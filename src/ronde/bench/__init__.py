@@ -1,0 +1,1 @@
+"""`ronde bench`: collectives and training steps, measured."""
