@@ -108,6 +108,58 @@ def all_to_all_with_and_without_splits(communicator: Communicator, device: str):
     ]
 
 
+def all_gather_into_a_place(communicator: Communicator, device: str):
+    """Every rank gives one, or every other one; it may hold the rank's own rows."""
+    size, rank = communicator.size, communicator.rank
+    for dtype in ALL:
+        for counts in ([3] * size, [2 * r + 1 for r in range(size)], [0] * size):
+            parts = [
+                sample((n, 2), dtype, r, device=device) for r, n in enumerate(counts)
+            ]
+            expected = concatenated(parts)
+            first = sum(counts[:rank])
+            for is_own in (False, True):
+                out = torch.zeros(sum(counts), 2, device=device).to(dtype)
+                given = parts[rank]
+                if is_own:
+                    given = out[first : first + counts[rank]]
+                    given.copy_(parts[rank])
+                assert communicator.all_gather(given, out=out).wait() is out
+                assert_same_bits(out, expected)
+            place = out if rank % 2 else None
+            assert_same_bits(
+                communicator.all_gather(parts[rank], out=place).wait(), expected
+            )
+
+
+def all_gather_takes_rows_from_anywhere_in_the_place(
+    communicator: Communicator, device: str
+):
+    """Rows that another rank's will overwrite are read first."""
+    out = torch.arange(2 * communicator.size, device=device)
+    last = out[-2:] + communicator.rank
+    out += communicator.rank
+    communicator.all_gather(out[-2:], out=out).wait()
+    assert out[2 * communicator.rank :][:2].tolist() == last.tolist()
+
+
+def all_to_all_into_a_place(communicator: Communicator, device: str):
+    size, rank = communicator.size, communicator.rank
+    plan = [[(r + to) % 3 for to in range(size)] for r in range(size)]
+    inputs = [
+        sample((sum(row), 2), torch.float32, r, device=device)
+        for r, row in enumerate(plan)
+    ]
+    expected, counts = communicator.all_to_all(inputs[rank], plan[rank]).wait()
+    wide = torch.zeros(expected.shape[0] + 2, 2, device=device)
+    out = wide[1:-1]
+    received, again = communicator.all_to_all(inputs[rank], plan[rank], out=out).wait()
+    assert received is out
+    assert again == counts
+    assert_same_bits(out, expected)
+    assert wide[[0, -1]].tolist() == [[0.0, 0.0]] * 2
+
+
 def check_exchange(
     communicator: Communicator,
     plan: list[list[int]],
@@ -232,6 +284,9 @@ MOVEMENTS = [
     broadcast_keeps_layouts,
     all_gather_even_and_uneven,
     all_gather_takes_layouts,
+    all_gather_into_a_place,
+    all_gather_takes_rows_from_anywhere_in_the_place,
+    all_to_all_into_a_place,
     all_to_all_with_and_without_splits,
     send_and_recv_around_the_ring,
     tags_tell_messages_apart,

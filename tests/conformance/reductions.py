@@ -195,6 +195,23 @@ def reduce_scatter_scales_and_takes_layouts(communicator: Communicator, device: 
             assert_reduced(result, own, ReduceOp.AVERAGE, 0.5, 3.0)
 
 
+def reduce_scatter_into_a_place(communicator: Communicator, device: str):
+    """The place may be a new one, or this rank's rows of what is reduced."""
+    size, rank = communicator.size, communicator.rank
+    for seed, dtype in enumerate([*FLOATS, torch.int16, torch.bool, torch.complex64]):
+        op = ReduceOp.PRODUCT if dtype is torch.bool else ReduceOp.SUM
+        for num_rows in (0, 1, 2 * size + 1):
+            inputs = inputs_of(communicator, (num_rows, 3), dtype, seed, device)
+            counts = rows(num_rows, size)
+            first = sum(counts[:rank])
+            own = [t[first : first + counts[rank]] for t in inputs]
+            given = inputs[rank].clone()
+            out = torch.zeros_like(own[rank])
+            for place in (out, given[first : first + counts[rank]]):
+                assert communicator.reduce_scatter(given, op, out=place).wait() is place
+                assert_reduced(place, own, op)
+
+
 def undefined_reductions_are_refused(communicator: Communicator, device: str):
     """Every rank refuses, and the communicator works on."""
     for reduce in (communicator.all_reduce, communicator.reduce_scatter):
@@ -229,5 +246,6 @@ REDUCTIONS = [
     reductions_agree_bit_for_bit,
     reduce_scatter_keeps_own_rows,
     reduce_scatter_scales_and_takes_layouts,
+    reduce_scatter_into_a_place,
     undefined_reductions_are_refused,
 ]

@@ -72,6 +72,50 @@ def mismatches_fail_everywhere(communicator: Communicator, device: str):
     assert_works(communicator, device)
 
 
+def bad_places_are_refused(communicator: Communicator, device: str):
+    size = communicator.size
+    tensor = torch.ones(2 * size, 3, device=device)
+    for out, reason in (
+        (torch.ones(2 * size, 3, device=device).double(), "out must be a tensor of"),
+        (torch.ones(2 * size, 2, device=device), "out must be a tensor of"),
+        (torch.ones(2 * size, device=device), "out must be a tensor of"),
+        (torch.ones(3, 2 * size, device=device).t(), "out must be contiguous"),
+    ):
+        for call in (communicator.all_gather, communicator.all_to_all):
+            with pytest.raises(UsageError, match=reason):
+                call(tensor[: 2 if call == communicator.all_gather else None], out=out)
+        if size > 1:
+            with pytest.raises(UsageError, match="out must be"):
+                communicator.reduce_scatter(tensor, out=out)
+    short = torch.ones(2 * size - 1, 3, device=device)
+    for call in (communicator.all_gather, communicator.all_to_all):
+        with pytest.raises(UsageError, match=rf"out must (have|be).*\b{2 * size}\b"):
+            call(tensor[: 2 if call == communicator.all_gather else None], out=short)
+    with pytest.raises(UsageError, match=r"out must be a tensor of .*\[2, 3\]"):
+        communicator.reduce_scatter(tensor, out=torch.ones(3, 3, device=device))
+    assert_works(communicator, device)
+
+
+def one_ranks_bad_place_fails_everywhere(communicator: Communicator, device: str):
+    if communicator.size == 1:
+        return
+    last = communicator.size - 1
+    tensor = torch.ones(communicator.size, device=device)
+    for shape in ((2, 2), (communicator.size + 1,)):
+        out = torch.ones(shape, device=device) if communicator.rank == last else None
+        for call, given in (
+            (communicator.all_gather, tensor[:1]),
+            (communicator.all_to_all, tensor),
+        ):
+            if communicator.rank == last:
+                with pytest.raises(UsageError, match="out must"):
+                    call(given, out=out)
+            else:
+                with pytest.raises(CollectiveError, match=f"arguments on rank {last};"):
+                    call(given, out=out)
+    assert_works(communicator, device)
+
+
 def scalars_have_no_rows(communicator: Communicator, device: str):
     scalar = torch.tensor(1.0, device=device)
     for call in (communicator.all_gather, communicator.all_to_all):
@@ -106,6 +150,8 @@ REFUSALS = [
     bad_splits_are_refused,
     one_ranks_bad_splits_fail_everywhere,
     mismatches_fail_everywhere,
+    bad_places_are_refused,
+    one_ranks_bad_place_fails_everywhere,
     scalars_have_no_rows,
     a_closed_communicator_refuses,
 ]

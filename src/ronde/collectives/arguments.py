@@ -63,3 +63,71 @@ def require_splits(
             f"{' + '.join(map(str, counts))} = {sum(counts)}."
         )
     return counts
+
+
+def require_out(out: Tensor | None, like: Tensor, num_rows: int | None = None) -> None:
+    """Refuse a place that cannot hold a result.
+
+    Args:
+        out: The place; None, a new tensor, is always right.
+        like: The input, whose dtype, device and later dimensions the result has.
+        num_rows: Rows of the result; None where only the other ranks know them.
+
+    Raises:
+        UsageError: ``out`` is not contiguous, or of another shape, dtype or device.
+    """
+    if out is None:
+        return
+    rest = tuple(like.shape[1:])
+    fits = (
+        out.dtype is like.dtype
+        and out.device == like.device
+        and out.ndim == max(like.ndim, 1)
+        and tuple(out.shape[1:]) == rest
+        and (num_rows is None or out.shape[0] == num_rows)
+    )
+    if not fits:
+        rows = "rows" if num_rows is None else str(num_rows)
+        shape = ", ".join([rows, *map(str, rest)])
+        raise UsageError(
+            f"out must be a tensor of {like.dtype} on {like.device} of shape "
+            f"[{shape}], got {out.dtype} on {out.device} of {list(out.shape)}. Leave "
+            "it out for a new tensor."
+        )
+    if not out.is_contiguous():
+        raise UsageError(
+            f"out must be contiguous, got strides {list(out.stride())} of shape "
+            f"{list(out.shape)}. Give out.contiguous() and copy the result back."
+        )
+
+
+def apart_from(tensor: Tensor, out: Tensor | None, at_row: int | None = None) -> Tensor:
+    """Return ``tensor``, or a copy where writing ``out`` would spoil it.
+
+    Args:
+        tensor: What is read.
+        out: What is written meanwhile, contiguous.
+        at_row: The row of ``out`` that ``tensor`` may begin at and be written by
+            itself; None where it may not.
+    """
+    if out is None or not tensor.numel() or not out.numel():
+        return tensor
+    if tensor.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+        return tensor
+    if at_row is not None and tensor.is_contiguous():
+        row_bytes = out[0].numel() * out.element_size()
+        if tensor.data_ptr() == out.data_ptr() + at_row * row_bytes:
+            return tensor
+    first, last = tensor.data_ptr(), _end(tensor)
+    if last <= out.data_ptr() or first >= _end(out):
+        return tensor
+    return tensor.detach().clone()
+
+
+def _end(tensor: Tensor) -> int:
+    """Return the address after the last element, whatever the layout."""
+    reach = sum(
+        (length - 1) * stride
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.data_ptr() + (reach + 1) * tensor.element_size()

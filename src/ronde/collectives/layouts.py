@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ronde.errors import CollectiveError
+from ronde.errors import CollectiveError, UsageError
 
 MAX_NDIM = 64
 """Dimensions that a tensor can have in torch."""
@@ -18,6 +18,7 @@ _DTYPES = {
 }
 _CALLS = ("all_gather", "all_to_all")
 _REFUSED = -1
+_NO_OUT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Layout:
         dtype: Name of the tensor's dtype.
         shape: The tensor's.
         splits: Rows for each rank in ``all_to_all``; empty elsewhere.
+        out_rows: Rows of the place that the caller gave for the result; or None.
         is_refused: The rank found its own arguments wrong and will not take part.
     """
 
@@ -36,6 +38,7 @@ class Layout:
     dtype: str
     shape: tuple[int, ...]
     splits: tuple[int, ...] = ()
+    out_rows: int | None = None
     is_refused: bool = False
 
     def encode(self, size: int) -> Tensor:
@@ -45,6 +48,7 @@ class Layout:
             _CALLS.index(self.call),
             zlib.crc32(self.dtype.encode()),
             _REFUSED if self.is_refused else len(self.shape),
+            _NO_OUT if self.out_rows is None else self.out_rows,
         ]
         padding = (0,) * (MAX_NDIM - len(self.shape))
         return torch.tensor([*head, *splits, *self.shape, *padding])
@@ -53,12 +57,13 @@ class Layout:
     def decode(cls, encoded: Tensor, size: int) -> "Layout":
         """Read what ``encode`` wrote."""
         numbers: list[int] = encoded.tolist()  # pyright: ignore[reportUnknownVariableType]
-        call, dtype, ndim, *rest = numbers
+        call, dtype, ndim, out_rows, *rest = numbers
         return cls(
             _CALLS[call],
             _DTYPES.get(dtype, f"dtype {dtype:#x}"),
             tuple(rest[size : size + max(ndim, 0)]),
             tuple(rest[:size]),
+            None if out_rows == _NO_OUT else out_rows,
             is_refused=ndim == _REFUSED,
         )
 
@@ -72,10 +77,7 @@ def require_agreement(layouts: Sequence[Layout]) -> None:
     """
     refused = [r for r, layout in enumerate(layouts) if layout.is_refused]
     if refused:
-        raise CollectiveError(
-            f"{layouts[refused[0]].call} was given wrong arguments on "
-            f"{_name(refused)}; the error there says which."
-        )
+        raise _refused_elsewhere(layouts, refused)
     for what, values in (
         ("call", [layout.call for layout in layouts]),
         ("dtype", [layout.dtype for layout in layouts]),
@@ -88,6 +90,44 @@ def require_agreement(layouts: Sequence[Layout]) -> None:
             f"{layouts[0].call} must be given at least one dimension, got a scalar. "
             "Use tensor.reshape(1)."
         )
+
+
+def require_out_rows(
+    layouts: Sequence[Layout], rank: int, results: Sequence[int]
+) -> None:
+    """Refuse a result that does not fit its place on some rank, on every rank.
+
+    Args:
+        layouts: Those of all ranks, which agree.
+        rank: This process.
+        results: Rows of each rank's result.
+
+    Raises:
+        UsageError: The result does not fit this rank's ``out``.
+        CollectiveError: It does not fit another's.
+    """
+    wrong = [
+        r
+        for r, layout in enumerate(layouts)
+        if layout.out_rows not in (None, results[r])
+    ]
+    if rank in wrong:
+        raise UsageError(
+            f"out must have as many rows as the result of {layouts[rank].call}, "
+            f"{results[rank]}, got {layouts[rank].out_rows}. Leave it out for a new "
+            "tensor."
+        )
+    if wrong:
+        raise _refused_elsewhere(layouts, wrong)
+
+
+def _refused_elsewhere(
+    layouts: Sequence[Layout], refused: Sequence[int]
+) -> CollectiveError:
+    return CollectiveError(
+        f"{layouts[refused[0]].call} was given wrong arguments on "
+        f"{_name(refused)}; the error there says which."
+    )
 
 
 def _require_equal(what: str, values: Sequence[str], layouts: Sequence[Layout]) -> None:

@@ -4,8 +4,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ronde.collectives.arguments import require_peer, require_root, require_splits
-from ronde.collectives.arithmetic import require_reducible, scale_
+from ronde.collectives.arguments import (
+    apart_from,
+    require_out,
+    require_peer,
+    require_root,
+    require_splits,
+)
+from ronde.collectives.arithmetic import dense, require_reducible, scale_
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work
 from ronde.errors import CollectiveError, UsageError
 
@@ -35,10 +41,10 @@ class SoloCommunicator(Communicator):
         scale_(tensor, postscale)
         return Done(tensor)
 
-    def all_gather(self, tensor: Tensor) -> Work[Tensor]:
+    def all_gather(self, tensor: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
         """Copy: see ``Communicator``."""
         self._require_rows("all_gather", tensor)
-        return Done(_copy(tensor))
+        return Done(_copy(tensor, out))
 
     def reduce_scatter(
         self,
@@ -47,12 +53,13 @@ class SoloCommunicator(Communicator):
         *,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        out: Tensor | None = None,
     ) -> Work[Tensor]:
         """Copy and scale: see ``Communicator``."""
         require_reducible(tensor.dtype, op, prescale, postscale)
         self._require_rows("reduce_scatter", tensor)
         return self.all_reduce(
-            _copy(tensor), op, prescale=prescale, postscale=postscale
+            _copy(tensor, out), op, prescale=prescale, postscale=postscale
         )
 
     def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
@@ -62,12 +69,16 @@ class SoloCommunicator(Communicator):
         return Done(tensor)
 
     def all_to_all(
-        self, tensor: Tensor, splits: Sequence[int] | None = None
+        self,
+        tensor: Tensor,
+        splits: Sequence[int] | None = None,
+        *,
+        out: Tensor | None = None,
     ) -> Work[tuple[Tensor, list[int]]]:
         """Copy the rows that ``splits`` names: see ``Communicator``."""
         self._require_open()
         counts = require_splits(tensor, splits, self.size)
-        return Done((_copy(tensor[: counts[0]]), counts))
+        return Done((_copy(tensor[: counts[0]], out), counts))
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work[None]:  # noqa: ARG002  the interface's
         """Refuse: there is no other rank.
@@ -118,6 +129,16 @@ class SoloCommunicator(Communicator):
             )
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """Copy in row-major order, apart from autograd."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
+def _copy(tensor: Tensor, out: Tensor | None) -> Tensor:
+    """Copy in row-major order, apart from autograd.
+
+    Raises:
+        UsageError: ``out`` cannot hold the copy.
+    """
+    require_out(out, tensor, tensor.shape[0])
+    values = dense(apart_from(tensor, out, 0))
+    if out is None:
+        return values.clone()
+    if out.data_ptr() != values.data_ptr():
+        out.detach().copy_(values)
+    return out

@@ -1,13 +1,18 @@
 """Collectives on torch's process groups: Gloo for the CPU, NCCL for CUDA."""
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from ronde.collectives.arguments import require_peer, require_root, require_splits
+from ronde.collectives.arguments import (
+    require_out,
+    require_peer,
+    require_root,
+    require_splits,
+)
 from ronde.collectives.arithmetic import dense
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work
 from ronde.collectives.engines.torch_distributed import steps
@@ -19,7 +24,7 @@ from ronde.collectives.engines.torch_distributed.groups import (
 from ronde.collectives.engines.torch_distributed.reductions import Reductions
 from ronde.collectives.engines.torch_distributed.work import Awaited, TorchWork
 from ronde.collectives.failures import Scene
-from ronde.collectives.layouts import Layout, require_agreement
+from ronde.collectives.layouts import Layout, require_agreement, require_out_rows
 from ronde.errors import UsageError
 
 
@@ -33,6 +38,8 @@ class TorchDistributedCommunicator(Communicator):
         size: Number of processes in the group.
         timeout_s: How long a collective may wait for the other ranks.
     """
+
+    engine = "gloo"
 
     def __init__(
         self, store: Store, rank: int, size: int, *, timeout_s: float, is_one_host: bool
@@ -70,16 +77,19 @@ class TorchDistributedCommunicator(Communicator):
         """Reduce in place: see ``Communicator``."""
         return self._reductions.all_reduce(tensor, op, prescale, postscale)
 
-    def all_gather(self, tensor: Tensor) -> Work[Tensor]:
+    def all_gather(self, tensor: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
         """Concatenate along dimension 0: see ``Communicator``."""
         scene = self._scene("all_gather")
         with scene.guard():
             backend = self._groups.of(tensor.device)
-            layout = Layout(scene.name, str(tensor.dtype), tuple(tensor.shape))
-            layouts = self._exchange(layout)
-            require_agreement(layouts)
+            with self._telling_refusal(scene.name, tensor):
+                require_out(out, tensor)
+            layouts = self._agree(scene.name, tensor, (), out)
             counts = [layout.shape[0] for layout in layouts]
-            pending, gathered = steps.gather_rows(backend, self.rank, tensor, counts)
+            require_out_rows(layouts, self.rank, [sum(counts)] * self.size)
+            pending, gathered = steps.gather_rows(
+                backend, self.rank, tensor, counts, out
+            )
         return TorchWork(pending, lambda: gathered, scene)
 
     def reduce_scatter(
@@ -89,9 +99,10 @@ class TorchDistributedCommunicator(Communicator):
         *,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        out: Tensor | None = None,
     ) -> Work[Tensor]:
         """Reduce and keep this rank's rows: see ``Communicator``."""
-        return self._reductions.reduce_scatter(tensor, op, prescale, postscale)
+        return self._reductions.reduce_scatter(tensor, op, prescale, postscale, out)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
         """Copy ``root``'s tensor in place: see ``Communicator``."""
@@ -107,25 +118,26 @@ class TorchDistributedCommunicator(Communicator):
         return TorchWork((pending,), lambda: _restore(tensor, values, is_copied), scene)
 
     def all_to_all(
-        self, tensor: Tensor, splits: Sequence[int] | None = None
+        self,
+        tensor: Tensor,
+        splits: Sequence[int] | None = None,
+        *,
+        out: Tensor | None = None,
     ) -> Work[tuple[Tensor, list[int]]]:
         """Exchange rows: see ``Communicator``."""
         scene = self._scene("all_to_all")
         with scene.guard():
             backend = self._groups.of(tensor.device)
-            dtype, shape = str(tensor.dtype), tuple(tensor.shape)
-            try:
+            with self._telling_refusal(scene.name, tensor):
                 sent = require_splits(tensor, splits, self.size)
-            except UsageError:
-                # The others wait for this rank's layout: tell them not to.
-                self._exchange(Layout(scene.name, dtype, (), is_refused=True))
-                raise
-            layouts = self._exchange(Layout(scene.name, dtype, shape, tuple(sent)))
-            require_agreement(layouts)
-            counts = [layout.splits[self.rank] for layout in layouts]
-            has_rows = any(sum(layout.splits) for layout in layouts)
+                require_out(out, tensor)
+            layouts = self._agree(scene.name, tensor, sent, out)
+            plan = list(zip(*(layout.splits for layout in layouts), strict=True))
+            require_out_rows(layouts, self.rank, [sum(column) for column in plan])
+            counts = list(plan[self.rank])
+            has_rows = any(map(sum, plan))
             pending, received = steps.exchange_rows(
-                backend, tensor, sent, counts, is_empty=not has_rows
+                backend, tensor, sent, counts, out, is_empty=not has_rows
             )
         return TorchWork(pending, lambda: (received, counts), scene)
 
@@ -181,6 +193,27 @@ class TorchDistributedCommunicator(Communicator):
 
     def _scene(self, name: str) -> Scene:
         return Scene(name, self.rank, self.size, self.timeout_s)
+
+    @contextmanager
+    def _telling_refusal(self, name: str, tensor: Tensor) -> Generator[None]:
+        """Tell the others, who wait for this rank's layout, when it raises instead."""
+        try:
+            yield
+        except UsageError:
+            self._exchange(Layout(name, str(tensor.dtype), (), is_refused=True))
+            raise
+
+    def _agree(
+        self, name: str, tensor: Tensor, splits: Sequence[int], out: Tensor | None
+    ) -> list[Layout]:
+        """Return the layouts of all ranks, once they fit together."""
+        out_rows = None if out is None else out.shape[0]
+        own = Layout(
+            name, str(tensor.dtype), tuple(tensor.shape), tuple(splits), out_rows
+        )
+        layouts = self._exchange(own)
+        require_agreement(layouts)
+        return layouts
 
     def _exchange(self, layout: Layout) -> list[Layout]:
         """Tell all ranks one's layout and return theirs; collective and blocking."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp as TorchOp
 
+from ronde.collectives.arguments import require_out
 from ronde.collectives.arithmetic import (
     HALVES,
     decode,
@@ -17,7 +18,7 @@ from ronde.collectives.arithmetic import (
     scale_,
     scaled,
 )
-from ronde.collectives.communicator import Done, ReduceOp, Work
+from ronde.collectives.communicator import Done, ReduceOp, Work, rows
 from ronde.collectives.engines.torch_distributed import steps
 from ronde.collectives.engines.torch_distributed.groups import Groups, reduce_options
 from ronde.collectives.engines.torch_distributed.work import Submitted, TorchWork
@@ -112,7 +113,12 @@ class Reductions:
         return TorchWork((Submitted(outcome),), lambda: tensor, self._all_reduce_scene)
 
     def reduce_scatter(
-        self, tensor: Tensor, op: ReduceOp, prescale: float, postscale: float
+        self,
+        tensor: Tensor,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        out: Tensor | None,
     ) -> Work[Tensor]:
         """Reduce and keep this rank's rows."""
         require_reducible(tensor.dtype, op, prescale, postscale)
@@ -121,12 +127,20 @@ class Reductions:
                 "tensor must have at least one dimension, got a scalar. "
                 "Use tensor.reshape(1)."
             )
+        require_out(out, tensor, rows(tensor.shape[0], self._size)[self._rank])
         with self._reduce_scatter_scene.guard():
             backend = self._groups.of(tensor.device)
             pending, received = steps.scatter_rows(
                 backend, self._rank, self._size, scaled(tensor, prescale)
             )
-        finish = partial(reduce_stack, received, op, postscale)
+
+        def finish() -> Tensor:
+            reduced = reduce_stack(received, op, postscale)
+            if out is None:
+                return reduced
+            out.detach().copy_(reduced)
+            return out
+
         return TorchWork(pending, finish, self._reduce_scatter_scene)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ronde.collectives.arguments import apart_from
 from ronde.collectives.arithmetic import dense, reduce_stack, scale_
 from ronde.collectives.communicator import ReduceOp, rows
 from ronde.collectives.engines.torch_distributed.groups import (
@@ -51,6 +52,7 @@ def exchange_rows(
     tensor: Tensor,
     sent: Sequence[int],
     counts: Sequence[int],
+    out: Tensor | None = None,
     *,
     is_empty: bool,
 ) -> tuple[list[Pending], Tensor]:
@@ -61,19 +63,20 @@ def exchange_rows(
         tensor: The rows; those past the sum of ``sent`` stay.
         sent: Rows for each rank.
         counts: Rows from each rank.
+        out: Where they go to, if not into a new tensor.
         is_empty: No rank sends any row to any.
 
     Returns:
         Pending works, and where the received rows will be.
     """
     shape = tensor.shape[1:]
-    received = tensor.new_empty((sum(counts), *shape))
+    received = tensor.new_empty((sum(counts), *shape)) if out is None else out
     if is_empty or not shape.numel():
         return [], received
     row_bytes = shape.numel() * tensor.element_size()
     pending: Pending = backend.alltoall_base(
-        as_bytes(received),
-        as_bytes(dense(tensor[: sum(sent)])),
+        as_bytes(received.detach()),
+        as_bytes(dense(apart_from(tensor[: sum(sent)], out))),
         [count * row_bytes for count in counts],
         [count * row_bytes for count in sent],
     )
@@ -96,19 +99,24 @@ def scatter_rows(
 
 
 def gather_rows(
-    backend: Backend, rank: int, tensor: Tensor, counts: list[int]
+    backend: Backend,
+    rank: int,
+    tensor: Tensor,
+    counts: list[int],
+    out: Tensor | None = None,
 ) -> tuple[list[Pending], Tensor]:
     """Gather ``counts[r]`` rows of every rank r.
 
     Returns:
         Pending works, and where all rows will be.
     """
-    gathered = tensor.new_empty((sum(counts), *tensor.shape[1:]))
-    if not gathered.numel():
-        return [], gathered
-    own = dense(tensor)
+    result = tensor.new_empty((sum(counts), *tensor.shape[1:])) if out is None else out
+    if not result.numel():
+        return [], result
+    gathered = result.detach()
+    own = dense(apart_from(tensor, out, sum(counts[:rank])))
     if len(set(counts)) == 1:
-        return [all_gather_even(backend, as_bytes(gathered), as_bytes(own))], gathered
+        return [all_gather_even(backend, as_bytes(gathered), as_bytes(own))], result
     # torch gathers no uneven shares: every rank broadcasts its own into place.
     parts: tuple[Tensor, ...] = torch.split(gathered, counts)
     parts[rank].copy_(own)
@@ -117,4 +125,4 @@ def gather_rows(
         for root, part in enumerate(parts)
         if part.numel()
     ]
-    return pending, gathered
+    return pending, result
