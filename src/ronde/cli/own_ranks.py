@@ -1,0 +1,75 @@
+"""A command that needs several ranks starts itself so often, through the launcher."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ronde.launch.boot import start_local_agent
+from ronde.launch.controller import run_job
+from ronde.launch.environments import own_environment
+from ronde.launch.job import Job
+from ronde.launch.lineage import adopt_orphans
+from ronde.launch.plan import JobRequest, plan_job
+from ronde.launch.signals import caught_signals
+from ronde.launch.verdict import Verdict
+from ronde.render.own_ranks import OwnRanksConsole
+
+_GRACE_S = 10.0
+
+RankEnvironment = Callable[[int], Mapping[str, str]]
+
+
+def run_own_ranks(
+    words: Sequence[str],
+    size: int,
+    *,
+    extra_env: Mapping[str, str] | None = None,
+    rank_env: RankEnvironment | None = None,
+) -> int:
+    """Start ``python -m ronde WORDS`` once a rank on this machine; wait for the end.
+
+    The ranks' output is shown without prefixes, so one rank should print. Ctrl-C and
+    SIGTERM go to all ranks, which have 10 s to end as they like.
+
+    Args:
+        words: What each rank is started with. Say in them that it is a rank, or it
+            starts ranks of its own.
+        size: Number of ranks.
+        extra_env: Variables to set for all ranks.
+        rank_env: Further variables of one rank, by its number.
+
+    Returns:
+        The exit code of the rank that failed first by itself, else 0. Where the user
+        stopped the ranks, the highest of those that they ended with by themselves.
+
+    Raises:
+        LaunchError: The launcher itself failed.
+    """
+    with caught_signals() as signal_fd, start_local_agent() as agent:
+        job = plan_job(
+            JobRequest(
+                argv=(sys.executable, "-m", "ronde", *words),
+                size=size,
+                environ=own_environment(),
+                extra_env=extra_env or {},
+                grace_s=_GRACE_S,
+            ),
+            name=time.strftime("%Y%m%d-%H%M%S"),
+        )
+        adopt_orphans()
+        job = job if rank_env is None else _with_rank_env(job, rank_env)
+        return _exit_code(run_job(job, OwnRanksConsole(), agent, signal_fd))
+
+
+def _with_rank_env(job: Job, rank_env: RankEnvironment) -> Job:
+    ranks = (replace(r, env=r.env | dict(rank_env(r.rank))) for r in job.ranks)
+    return replace(job, ranks=tuple(ranks))
+
+
+def _exit_code(verdict: Verdict) -> int:
+    """Return the ranks' own code where they had the time to end by themselves."""
+    statuses = [end.status for end in verdict.ended]
+    if verdict.interrupted_by is None or not statuses or min(statuses) < 0:
+        return verdict.exit_code
+    return max(statuses)
