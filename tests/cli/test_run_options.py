@@ -26,6 +26,7 @@ def test_help_of_run_names_every_option(ronde):
     done = ronde("run", "--help")
     assert (done.returncode, done.stderr) == (0, b"")
     options = "-n -np --num-proc --nproc-per-node -x --chdir --log-dir --grace"
+    options += " --engine --algorithm"
     for option in (options + " --no-prefix --master-port --nested").split():
         assert option.encode() in done.stdout
 
@@ -226,3 +227,30 @@ def test_a_closed_standard_output_is_no_harm(ronde):
         check=False,
     )
     assert done.returncode == 3, done.stderr
+
+
+def test_the_engine_is_told_to_the_ranks(ronde):
+    options = ("--engine", "scheduled", "--algorithm", "tree")
+    done = ronde(
+        *("run", "-n", "1", *options, "--", "/bin/sh", "-c"),
+        "echo $RONDE_ENGINE $RONDE_ALGORITHM",
+        env={"RONDE_ENGINE": "gloo"},
+    )
+    assert done.stdout == b"[0] scheduled tree\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "said"),
+    [
+        (("--engine", "gluu"), {}, b"--engine must be one of auto, shared_memory,"),
+        (("--algorithm", "star"), {}, b"--algorithm must be one of ring, tree,"),
+        ((), {"RONDE_ENGINE": "gluu"}, b"RONDE_ENGINE must be one of auto,"),
+        (("-x", "RONDE_ENGINE=gluu"), {}, b"RONDE_ENGINE must be one of auto,"),
+    ],
+)
+def test_an_unknown_engine_starts_nothing(ronde, tmp_path, options, env, said):
+    flag = tmp_path / "started"
+    done = ronde("run", "-n", "1", *options, "--", "/usr/bin/touch", flag, env=env)
+    assert done.returncode == 64
+    assert said in done.stderr
+    assert not flag.exists()

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 from ronde.errors import WorldError
 from ronde.launch.environments import JobFacts, NodeFacts, rank_environment
 from ronde.world import Claim, Launcher, Meeting, World, read_claim
+from ronde.world.engines import ENGINES
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 
@@ -324,3 +325,26 @@ def test_what_our_launcher_sets_is_read_back(
     assert (claim.launcher, claim.job_id) == (Launcher.RONDE, "job")
     assert claim.world is not None
     assert replace(claim.world, hosts=world.hosts) == world
+
+
+@pytest.mark.parametrize("environ", [{}, RONDE, SLURM, TORCHRUN_ON_NODE_1_OF_2])
+def test_any_launchers_ranks_are_told_the_engine(environ):
+    claim = read_claim(environ)
+    assert (claim.engine, claim.algorithm) == ("auto", "")
+    said = {"RONDE_ENGINE": "scheduled", "RONDE_ALGORITHM": "ring"}
+    assert read_claim(environ | said) == replace(
+        claim, engine="scheduled", algorithm="ring"
+    )
+    assert read_claim(environ | {"RONDE_ENGINE": "", "RONDE_ALGORITHM": ""}) == claim
+
+
+@pytest.mark.parametrize("name", ["RONDE_ENGINE", "RONDE_ALGORITHM"])
+def test_an_engine_that_is_not_there_is_refused(name):
+    with pytest.raises(WorldError, match=f"{name} must be one of .*, got 'gluu'"):
+        read_claim({name: "gluu"})
+
+
+def test_every_engine_that_can_be_named_can_be_connected_by():
+    from ronde.collectives.connection import ENGINES as MAKERS
+
+    assert set(MAKERS) <= set(ENGINES)

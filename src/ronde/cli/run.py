@@ -14,6 +14,13 @@ from ronde.launch.plan import JobRequest, plan_job
 from ronde.launch.slots import count_slots
 from ronde.render.console import Console
 from ronde.world import Launcher, read_claim
+from ronde.world.engines import (
+    ALGORITHMS,
+    ENGINES,
+    require_algorithm,
+    require_engine,
+)
+from ronde.world.environment import read_algorithm, read_engine
 
 _DEFAULT_GRACE = "15s"
 
@@ -60,6 +67,9 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
     environ = own_environment()
     program = _program(options.program)
     size = _size(options.num_proc, environ)
+    extra_env = _extra_env(options.env, environ) | _engine_env(options)
+    read_engine(environ | extra_env)
+    read_algorithm(environ | extra_env)
     if not options.nested:
         refuse_nesting(size, environ)
     job = plan_job(
@@ -67,7 +77,7 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
             argv=tuple(program),
             size=size,
             environ=environ,
-            extra_env=_extra_env(options.env, environ),
+            extra_env=extra_env,
             cwd=options.chdir,
             grace_s=_grace_s(options.grace),
             log_dir=options.log_dir,
@@ -137,6 +147,18 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="port the ranks meet at (default: a free one)",
     )
     add(
+        "--engine",
+        default="",
+        metavar="NAME",
+        help=f"what moves the tensors: {', '.join(ENGINES)} (default: auto)",
+    )
+    add(
+        "--algorithm",
+        default="",
+        metavar="NAME",
+        help=f"schedule of --engine scheduled: {', '.join(ALGORITHMS)}",
+    )
+    add(
         "--nested",
         action="store_true",
         help="start a world of its own inside a rank of another",
@@ -194,6 +216,16 @@ def _extra_env(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, st
             )
         extra[name] = value if is_set else environ[name]
     return extra
+
+
+def _engine_env(options: argparse.Namespace) -> dict[str, str]:
+    """Return what tells the ranks how to exchange tensors."""
+    env: dict[str, str] = {}
+    if options.engine:
+        env["RONDE_ENGINE"] = require_engine(options.engine, "--engine")
+    if options.algorithm:
+        env["RONDE_ALGORITHM"] = require_algorithm(options.algorithm, "--algorithm")
+    return env
 
 
 def refuse_nesting(size: int, environ: Mapping[str, str]) -> None:

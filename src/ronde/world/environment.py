@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ronde.errors import WorldError
 from ronde.world.dialects import read_dialects
+from ronde.world.engines import require_algorithm, require_engine
 from ronde.world.reading import Place, Reading, integer
 from ronde.world.settlement import settle
 from ronde.world.value import Claim, Launcher, Meeting
@@ -21,21 +23,46 @@ def read_claim(environ: Mapping[str, str] | None = None) -> Claim:
     ``local_rank`` is 0 and ``local_size`` the least that fits; exchange hosts
     (``World.from_hosts``) before you rely on them.
 
+    ``RONDE_ENGINE`` and ``RONDE_ALGORITHM`` say, under any launcher, how the ranks are
+    to exchange tensors.
+
     Args:
         environ: The variables; None reads this process's own.
 
     Raises:
         WorldError: The variables are partial, no numbers, or contradict each other.
-            They are never taken for a world of one.
+            They are never taken for a world of one. Or they name no engine.
     """
     if environ is None:
         # Reading it here is this module's purpose; everybody else is given a mapping.
         environ = os.environ  # noqa: TID251
     readings = read_dialects(environ)
     meeting = _read_meeting(environ, has_ranks=bool(readings))
-    if not readings:
-        return Claim(Launcher.NONE, 0, 1, 0, 1, 0, 1)
-    return _claim(environ, settle(readings), meeting)
+    if readings:
+        claim = _claim(environ, settle(readings), meeting)
+    else:
+        claim = Claim(Launcher.NONE, 0, 1, 0, 1, 0, 1)
+    return replace(
+        claim, engine=read_engine(environ), algorithm=read_algorithm(environ)
+    )
+
+
+def read_engine(environ: Mapping[str, str]) -> str:
+    """Return the engine that ``RONDE_ENGINE`` asks for, "auto" where nobody does.
+
+    Raises:
+        WorldError: No engine is called so.
+    """
+    return require_engine(environ.get("RONDE_ENGINE") or "auto", "RONDE_ENGINE")
+
+
+def read_algorithm(environ: Mapping[str, str]) -> str:
+    """Return the schedule that ``RONDE_ALGORITHM`` asks for, or empty.
+
+    Raises:
+        WorldError: No schedule is called so.
+    """
+    return require_algorithm(environ.get("RONDE_ALGORITHM", ""), "RONDE_ALGORITHM")
 
 
 def _claim(
