@@ -26,6 +26,7 @@ def run_own_ranks(
     *,
     extra_env: Mapping[str, str] | None = None,
     rank_env: RankEnvironment | None = None,
+    is_mpi: bool = False,
 ) -> int:
     """Start ``python -m ronde WORDS`` once a rank on this machine; wait for the end.
 
@@ -38,12 +39,14 @@ def run_own_ranks(
         size: Number of ranks.
         extra_env: Variables to set for all ranks.
         rank_env: Further variables of one rank, by its number.
+        is_mpi: The ranks are to be able to initialise MPI, for the engine ``mpi``.
 
     Returns:
         The exit code of the rank that failed first by itself, else 0. Where the user
         stopped the ranks, the highest of those that they ended with by themselves.
 
     Raises:
+        UsageError: MPI is not installed; nothing was started.
         LaunchError: The launcher itself failed.
     """
     with caught_signals() as signal_fd, start_local_agent() as agent:
@@ -54,6 +57,7 @@ def run_own_ranks(
                 environ=own_environment(),
                 extra_env=extra_env or {},
                 grace_s=_GRACE_S,
+                is_mpi=is_mpi,
             ),
             name=time.strftime("%Y%m%d-%H%M%S"),
         )

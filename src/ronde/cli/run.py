@@ -68,7 +68,7 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
     program = _program(options.program)
     size = _size(options.num_proc, environ)
     extra_env = _extra_env(options.env, environ) | _engine_env(options)
-    read_engine(environ | extra_env)
+    engine = read_engine(environ | extra_env)
     read_algorithm(environ | extra_env)
     if not options.nested:
         refuse_nesting(size, environ)
@@ -82,6 +82,7 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
             grace_s=_grace_s(options.grace),
             log_dir=options.log_dir,
             master_port=_port(options.master_port),
+            is_mpi=engine == "mpi",
         ),
         name=time.strftime("%Y%m%d-%H%M%S"),
     )

@@ -189,6 +189,7 @@ class Agent:
             self._port = hold_port("127.0.0.1", job.master_port)
             if job.log_dir:
                 create_log_dirs(job)
+            self._ranks.prepare(job)
         except (UsageError, LaunchError, OSError) as error:
             self._refuse(str(error), is_usage=isinstance(error, UsageError))
             return
@@ -253,6 +254,7 @@ class Agent:
             self._finish()
 
     def _finish(self) -> None:
+        self._ranks.close()
         swept = sweep(on_reaped=self._note_end)
         self._intake.close()
         self.phase = Phase.FINISHED

@@ -31,6 +31,7 @@ class Job:
         grace_s: Seconds between the stop signal and the sweep.
         log_dir: Directory for the ranks' output, or empty.
         master_port: Port to bind for the ranks to meet at, or 0 for any.
+        is_mpi: The ranks are to be able to initialise MPI.
     """
 
     job_id: str
@@ -43,6 +44,7 @@ class Job:
     grace_s: float
     log_dir: str
     master_port: int
+    is_mpi: bool = False
 
     @property
     def attempt_log_dir(self) -> str:

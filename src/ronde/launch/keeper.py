@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ronde.launch.lineage import adopt_orphans, die_with_parent, sweep
+from ronde.launch.mpi_world import remove_directory
 
 
 def run_kept(work: Callable[[], int]) -> NoReturn:
@@ -39,6 +40,7 @@ def run_kept(work: Callable[[], int]) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     status = _wait(child)
     sweep(on_reaped=lambda _pid, _status: None)
+    remove_directory(child)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 

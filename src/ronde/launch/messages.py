@@ -14,7 +14,7 @@ from ronde.launch.job import Job
 
 T = TypeVar("T")
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Changes when a message changes; both sides must have the same."""
 
 

@@ -29,6 +29,7 @@ class JobRequest:
         grace_s: Seconds between the stop signal and the sweep.
         log_dir: Directory for the ranks' output, or empty.
         master_port: Port to meet at, 0 for any.
+        is_mpi: The ranks are to be able to initialise MPI.
     """
 
     argv: tuple[str, ...]
@@ -39,6 +40,7 @@ class JobRequest:
     grace_s: float = 15.0
     log_dir: str = ""
     master_port: int = 0
+    is_mpi: bool = False
 
 
 def plan_job(request: JobRequest, name: str) -> Job:
@@ -66,6 +68,7 @@ def plan_job(request: JobRequest, name: str) -> Job:
         grace_s=request.grace_s,
         log_dir=log_dir,
         master_port=request.master_port,
+        is_mpi=request.is_mpi,
     )
     return replace(
         job,

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from ronde.launch.job import Job
 from ronde.launch.lineage import descendants
+from ronde.launch.mpi_world import MpiWorld
 from ronde.launch.rank_process import RankProcess, start_rank
 
 
@@ -15,11 +16,22 @@ class RankGroup:
 
     def __init__(self) -> None:
         self._by_pid: dict[int, RankProcess] = {}
+        self._mpi: MpiWorld | None = None
 
     @property
     def is_running(self) -> bool:
         """Whether any rank has not ended."""
         return any(rank.is_running for rank in self._by_pid.values())
+
+    def prepare(self, job: Job) -> None:
+        """Start what the ranks of the job need before them.
+
+        Raises:
+            UsageError: They are to use MPI and there is none.
+            LaunchError: MPI does not start.
+        """
+        if job.is_mpi:
+            self._mpi = MpiWorld(len(job.ranks), job.env)
 
     def start(
         self, job: Job, command: Sequence[str], meeting: dict[str, str], listen_fd: int
@@ -38,6 +50,8 @@ class RankGroup:
         for plan in job.ranks:
             is_first = plan.rank == 0
             env = job.env | plan.env | meeting
+            if self._mpi is not None:
+                env |= self._mpi.environment(plan.rank)
             if is_first:
                 env["RONDE_MASTER_LISTEN_FD"] = str(listen_fd)
             rank = start_rank(
@@ -49,6 +63,12 @@ class RankGroup:
             )
             self._by_pid[rank.pid] = rank
         return list(self._by_pid.values())
+
+    def close(self) -> None:
+        """End what ``prepare`` started; the ranks need it no more."""
+        if self._mpi is not None:
+            self._mpi.close()
+            self._mpi = None
 
     def find(self, pid: int) -> RankProcess | None:
         """Return the rank that is this process, None for an adopted orphan."""
