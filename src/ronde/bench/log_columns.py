@@ -1,0 +1,233 @@
+"""The columns of a table of nccl-tests, and its rows.
+
+Releases differ in columns, and some rows lack cells that the header names. What holds
+for all: a row begins with size, count and type, and its numbers stand at the right end
+in the header's order.
+"""
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ronde.bench.rows import Row, Side
+from ronde.bench.runs import Extra
+from ronde.errors import UsageError
+
+OUT_OF_PLACE = "out_of_place"
+IN_PLACE = "in_place"
+OPERATIONS = frozenset({"sum", "prod", "max", "min", "avg", "mulsum", "none", "all"})
+
+_FIRST = ("size", "count", "type")
+_TIMES = ("time", "cputime")
+_OF_A_SIDE = frozenset(
+    {*_TIMES, "algbw", "busbw", "#wrong", "error", "i_min", "i_max", "i_p99", "i_cv%"}
+)
+_NUMBER = re.compile(
+    r"(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|-?inf|-?nan", re.IGNORECASE
+)
+_INTEGER = re.compile(r"\d{1,18}")
+_ROOT = re.compile(r"-?\d{1,9}")
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_UNITS = {
+    "cputime": "cputime_us",
+    "i_min": "i_min_us",
+    "i_max": "i_max_us",
+    "i_p99": "i_p99_us",
+    "i_cv%": "i_cv_percent",
+}
+_NOTHING = frozenset({"N/A", "-", "--"})
+_MIN_GAP = 24
+"""Blanks in place of a half; between cells there are at most a dozen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What a table's header promises.
+
+    Attributes:
+        has_root: Whether there is a column of roots.
+        sides: The halves' places and the names of their columns.
+        tail: Columns after the halves; ``timestamp`` has two words a row.
+    """
+
+    has_root: bool
+    sides: tuple[tuple[str, tuple[str, ...]], ...]
+    tail: tuple[str, ...]
+
+    @property
+    def num_numbers(self) -> int:
+        """Words at the right end of a row, from the first half on."""
+        return sum(len(names) for _, names in self.sides) + self.num_tail_words
+
+    @property
+    def num_tail_words(self) -> int:
+        """Words after the halves."""
+        return sum(2 if name == "timestamp" else 1 for name in self.tail)
+
+    def num_words(self, words: Sequence[str]) -> int:
+        """Return how many words the row that begins with ``words`` must have."""
+        has_operation = len(words) > 3 and _WORD.fullmatch(words[3]) is not None
+        return 3 + has_operation + self.has_root + self.num_numbers
+
+
+def is_number(word: str) -> bool:
+    """Say whether a word may stand in a column of numbers."""
+    return word in _NOTHING or _NUMBER.fullmatch(word.rstrip("*")) is not None
+
+
+def is_header(words: Sequence[str]) -> bool:
+    """Say whether these words of a comment open a table."""
+    return [word.lower() for word in words[:2]] == ["size", "count"]
+
+
+def parse_header(words: Sequence[str], places: Sequence[str]) -> Columns:
+    """Read the header of a table.
+
+    Args:
+        words: Of the line, without its ``#``.
+        places: The halves' titles from the line above, if any.
+
+    Raises:
+        UsageError: These are no columns of nccl-tests.
+    """
+    names = [word.lower() for word in words]
+    starts = [index for index, name in enumerate(names) if name in _TIMES]
+    if tuple(names[:3]) != _FIRST or not 1 <= len(starts) <= 2:
+        raise UsageError(
+            "header of a table must be size, count, type and one or two halves from "
+            f"time on, got {' '.join(words)!r}."
+        )
+    end = starts[-1]
+    while end < len(names) and names[end] in _OF_A_SIDE:
+        end += 1
+    bounds = [*starts, end]
+    halves = [tuple(names[a:b]) for a, b in itertools.pairwise(bounds)]
+    if any("busbw" not in half or "algbw" not in half for half in halves):
+        raise UsageError(
+            f"each half of a table must have algbw and busbw, got {' '.join(words)!r}."
+        )
+    titles = tuple(places)
+    if len(titles) != len(halves):
+        titles = (OUT_OF_PLACE, IN_PLACE)[: len(halves)]
+    return Columns(
+        has_root="root" in names[: starts[0]],
+        sides=tuple(zip(titles, halves, strict=True)),
+        tail=tuple(names[end:]),
+    )
+
+
+def parse_row(text: str, columns: Columns) -> tuple[Row, dict[str, Extra]]:
+    """Read one row, and the cells of it that a ``Row`` has no place for.
+
+    Raises:
+        UsageError: A cell is missing, too many, or not what its column holds.
+    """
+    words = text.split()
+    head, numbers, is_half = _divide(text, words, columns)
+    operation, root = _between(head[3:], columns)
+    for name, word in zip(("size", "count"), head, strict=False):
+        if _INTEGER.fullmatch(word) is None:
+            raise UsageError(f"{name} of a row must be an integer, got {word!r}.")
+    dtype = head[2]
+    if _WORD.fullmatch(dtype) is None or dtype in OPERATIONS:
+        raise UsageError(f"type of a row must be a dtype's name, got {dtype!r}.")
+    extras: dict[str, Extra] = {}
+    sides: dict[str, Side] = {}
+    for place, names in columns.sides[is_half:]:
+        cells = dict(zip(names, numbers, strict=False))
+        sides[place] = _side(place, cells, extras)
+        numbers = numbers[len(names) :]
+    _read_tail(numbers, columns, extras)
+    row = Row(
+        size_bytes=int(head[0]),
+        count=int(head[1]),
+        dtype=dtype,
+        redop=operation,
+        root=root,
+        out_of_place=sides.get(OUT_OF_PLACE),
+        in_place=sides.get(IN_PLACE),
+    )
+    return row, extras
+
+
+def _divide(
+    text: str, words: list[str], columns: Columns
+) -> tuple[list[str], list[str], bool]:
+    """Return a row's head, its numbers, and whether its first half was left blank."""
+    needed = columns.num_words(words)
+    num_numbers = columns.num_numbers
+    first = len(columns.sides[0][1])
+    is_half = (
+        len(columns.sides) == 2
+        and len(words) == needed - first
+        and " " * _MIN_GAP in text.strip()
+    )
+    if is_half:
+        num_numbers -= first
+    # Old tables put a root where their header has no column for it.
+    has_stray_root = not columns.has_root and len(words) == needed + 1
+    if not (is_half or has_stray_root or len(words) == needed):
+        raise UsageError(
+            f"row must have {needed} cells, as its header has, got {len(words)}: "
+            f"{' '.join(words)[:90]!r}."
+        )
+    return words[:-num_numbers], words[-num_numbers:], is_half
+
+
+def _between(words: Sequence[str], columns: Columns) -> tuple[str, int | None]:
+    """Return the operation and the root, either of which may be missing."""
+    operation, root = "", None
+    rest = list(words)
+    if rest and _WORD.fullmatch(rest[0]):
+        operation = rest.pop(0)
+    if rest and _ROOT.fullmatch(rest[0]):
+        root = int(rest.pop(0))
+    if rest or (columns.has_root and root is None):
+        raise UsageError(
+            "between type and numbers a row must have an operation and a root, got "
+            f"{' '.join(words)!r}."
+        )
+    return operation, root
+
+
+def _side(place: str, cells: dict[str, str], extras: dict[str, Extra]) -> Side:
+    numbers = {name: _number(name, word) for name, word in cells.items()}
+    for name, number in numbers.items():
+        # The old column `error` is the largest deviation and no number of elements.
+        if (name in _UNITS or name == "error") and number is not None:
+            extras[f"{place}.{_UNITS.get(name, name)}"] = number
+    return Side(
+        time_us=numbers.get("time"),
+        algbw_gb_per_s=numbers.get("algbw"),
+        busbw_gb_per_s=numbers.get("busbw"),
+        num_wrong=numbers.get("#wrong"),
+    )
+
+
+def _read_tail(
+    words: Sequence[str], columns: Columns, extras: dict[str, Extra]
+) -> None:
+    rest = list(words)
+    # A column that comes once for each half belongs to that half.
+    places = [place for place, _ in columns.sides]
+    seen: dict[str, int] = {}
+    for name in columns.tail:
+        if name == "timestamp":
+            extras[name] = f"{rest.pop(0)} {rest.pop(0)}"
+            continue
+        nth = seen[name] = seen.get(name, -1) + 1
+        is_twice = columns.tail.count(name) == len(places) == 2
+        number = _number(name, rest.pop(0).removesuffix("%"))
+        if number is not None:
+            extras[f"{places[nth]}.{name}" if is_twice else name] = number
+
+
+def _number(name: str, word: str) -> float | None:
+    """Return a cell's number; None where nothing was measured."""
+    if word in _NOTHING:
+        return None
+    bare = word.rstrip("*")  # how rccl-tests marks an error above its threshold
+    if _NUMBER.fullmatch(bare) is None:
+        raise UsageError(f"{name} of a row must be a number, got {word!r}.")
+    return float(bare)

@@ -1,0 +1,284 @@
+"""The text that nccl-tests prints, in all its releases' forms.
+
+What is drift is read and warned of; what is damage is an error with its line. A row is
+damaged when a cell is missing or no number: to skip it in silence would lose a figure,
+to guess would invent one. The last line of a log may be cut anywhere where no line
+break ends it, so that it is never believed.
+"""
+
+import re
+
+from ronde.bench.log_columns import (
+    Columns,
+    is_header,
+    is_number,
+    parse_header,
+    parse_row,
+)
+from ronde.bench.log_draft import AVERAGE, OUT_OF_BOUNDS, Draft, name_in
+from ronde.bench.log_lines import Line, split_lines
+from ronde.bench.runs import Run
+from ronde.errors import UsageError
+
+_BANNERS = (
+    ("version", re.compile(r"(?:nccl-tests|rccl-tests|ronde) version\b")),
+    ("start", re.compile(r"Collective test starting:\s*(?P<name>\S+)")),
+    ("nThread", re.compile(r"nThread\b")),
+)
+_PLACES = re.compile(r"out-of-place|in-place")
+_PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
+_FOOTER = re.compile(r"(?P<name>[A-Za-z][^:]*?)\s*:(?:\s+(?P<value>.*))?$")
+_TIME_OF_DAY = re.compile(r"\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d")
+_ELISION = re.compile(r"[.\u2026]*(?:\.{3}|\u2026)")
+_CONCLUDED = "# Collective test concluded:"
+_MAX_STRAYS = 1000
+
+
+def read_text(
+    text: str, source: str, *, test: str = "", keeps_partial: bool = False
+) -> list[Run]:
+    """Read all runs of a log.
+
+    Args:
+        text: The log.
+        source: Its name, which messages and the search for the test's name use.
+        test: What the runs are of, where the user knows better; empty finds it out.
+        keeps_partial: Leave a cut last row out with a warning, where it would be an
+            error.
+
+    Returns:
+        The runs in order, at least one.
+
+    Raises:
+        UsageError: There is none, or the log is damaged; with its name and line.
+    """
+    reader = _Reader(source, test)
+    lines = split_lines(text)
+    for line in lines.ended:
+        reader.feed(line)
+    reader.end(lines.rest, keeps_partial=keeps_partial)
+    if not reader.runs:
+        last = len(lines.ended) + (lines.rest is not None)
+        raise UsageError(
+            f"{source}:{max(last, 1)}: log must have a table of nccl-tests, got none "
+            "up to here. Its header begins with: # size count type."
+        )
+    return reader.runs
+
+
+class _Reader:
+    """Takes a log line by line; see ``read_text``."""
+
+    def __init__(self, source: str, test: str) -> None:
+        self.runs: list[Run] = []
+        self._source = source
+        self._test = test
+        self._draft = Draft(source, 1)
+        # A row whose numbers may go on below: where it began, and its text so far.
+        self._row: Line | None = None
+
+    def feed(self, line: Line) -> None:
+        """Take the next line, which a line break ended."""
+        if line.warning:
+            self._draft.warnings.append(f"line {line.number}: NCCL: {line.warning}")
+        text = line.text.strip()
+        if not text:
+            return
+        if text.startswith("#"):
+            self._comment(line, text[1:].strip())
+        elif _ELISION.fullmatch(text):
+            self._elision(line)
+        elif self._draft.columns is None or self._draft.is_over:
+            self._outside(line, text)
+        else:
+            self._inside(line, self._draft.columns)
+
+    def end(self, rest: Line | None, *, keeps_partial: bool) -> None:
+        """Take what no line break ended, and close the last run."""
+        draft = self._draft
+        if rest is not None:
+            self._rest(rest, keeps_partial=keeps_partial)
+        if self._row is not None:
+            if not keeps_partial:
+                self._refuse_row(self._row)
+            draft.warnings.append(f"line {self._row.number}: a cut row was left out")
+            self._row = None
+        self._close(draft.first_line)
+
+    def _rest(self, line: Line, *, keeps_partial: bool) -> None:
+        draft, text = self._draft, line.text.strip()
+        columns = None if draft.is_over else draft.columns
+        words = text.split("#", 1)[0].split()
+        if columns is not None and words and _claims_to_be_row(words):
+            row = self._continued(line)
+            num_words = len(row.text.split())
+            if not keeps_partial and num_words < columns.num_words(row.text.split()):
+                self._refuse_row(row)
+            self._row = None
+        elif _CONCLUDED.startswith(text[: len(_CONCLUDED)]):
+            return
+        draft.warnings.append(
+            f"line {line.number} ends without a line break and may be cut: it was "
+            "left out"
+        )
+
+    def _comment(self, line: Line, comment: str) -> None:
+        words = comment.split()
+        if not words:
+            return
+        if is_header(words):
+            self._open_table(line, words)
+            return
+        for kind, pattern in _BANNERS:
+            found = pattern.match(comment)
+            if found is not None:
+                self._open_run(line, kind)
+                if kind == "start":
+                    self._draft.title = name_in(found["name"])
+                elif kind == "nThread":
+                    self._draft.arguments = comment
+                return
+        if self._draft.columns is None:
+            self._before_table(comment)
+        else:
+            self._below_table(line, comment)
+
+    def _open_run(self, line: Line, kind: str) -> None:
+        draft = self._draft
+        if draft.columns is not None or kind in draft.banners:
+            self._close(line.number)
+        elif not draft.banners:
+            draft.first_line = line.number
+        self._draft.banners.add(kind)
+
+    def _open_table(self, line: Line, words: list[str]) -> None:
+        draft = self._draft
+        if draft.columns is not None:
+            self._close(line.number)
+            if not draft.is_over:
+                # The same program goes on: its ranks are still the same.
+                self._draft.devices = draft.devices
+                self._draft.title, self._draft.mention = draft.title, draft.mention
+        elif not draft.banners and not draft.devices:
+            draft.first_line = line.number
+        with _Position(self._source, line.number):
+            self._draft.columns = parse_header(words, self._draft.places)
+        self._draft.has_table = True
+
+    def _close(self, next_line: int) -> None:
+        """Finish the run and begin another."""
+        if self._row is not None:
+            self._refuse_row(self._row)
+        draft = self._draft
+        if draft.columns is not None or draft.banners:
+            self.runs.append(draft.finish(self._test))
+        self._draft = Draft(self._source, next_line)
+
+    def _before_table(self, comment: str) -> None:
+        draft = self._draft
+        if not draft.add_device(comment):
+            places = [each.replace("-", "_") for each in _PLACES.findall(comment)]
+            draft.places = places or draft.places
+        elif comment.endswith("..."):
+            draft.is_list_cut = True
+
+    def _below_table(self, line: Line, comment: str) -> None:
+        found = _FOOTER.match(comment)
+        if found is None:
+            return
+        name = found["name"]
+        if self._row is not None:
+            # alltoallv tells of its traffic inside a row; a footer ends the table.
+            if name not in (AVERAGE, OUT_OF_BOUNDS):
+                return
+            self._refuse_row(self._row)
+        with _Position(self._source, line.number):
+            self._draft.add_footer(name, found["value"] or "")
+        if name == "error":
+            self._draft.warnings.append(f"line {line.number}: {found['value']}")
+
+    def _elision(self, line: Line) -> None:
+        draft = self._draft
+        if self._row is not None:
+            self._refuse_row(self._row)
+        if draft.columns is not None and not draft.is_over:
+            draft.has_gap = True
+            draft.warnings.append(f"line {line.number}: rows were left out here")
+        elif draft.devices:
+            draft.is_list_cut = True
+
+    def _outside(self, line: Line, text: str) -> None:
+        """Take a line that stands in no table, where rows are lost ones."""
+        words = text.split()
+        if len(words) > 6 and words[0].isdigit() and _claims_to_be_row(words):
+            raise UsageError(
+                f"{self._source}:{line.number}: row must stand below a header (# size "
+                f"count type ...), got {text[:60]!r} without one."
+            )
+        found = _PROGRAM.search(text)
+        if found is not None and not self._draft.mention:
+            self._draft.mention = name_in(found[1])
+        if text.endswith("...") and self._draft.devices:
+            self._draft.is_list_cut = True
+
+    def _inside(self, line: Line, columns: Columns) -> None:
+        """Take a line of a table: a row, a part of one, or somebody else's."""
+        text = line.text.split("#", 1)[0]
+        words = text.split()
+        if not _claims_to_be_row(words):
+            if len(self._draft.strays) < _MAX_STRAYS:
+                stray = f"line {line.number}: {line.text.strip()[:50]!r}"
+                self._draft.strays.append(stray)
+            return
+        if self._row is not None and not all(
+            is_number(word) or _TIME_OF_DAY.fullmatch(word) for word in words
+        ):
+            self._refuse_row(self._row)
+        row = self._row = self._continued(Line(line.number, text))
+        needed = columns.num_words(row.text.split())
+        if len(row.text.split()) >= needed or _has_blank_half(row.text):
+            self._take_row(row, columns)
+
+    def _continued(self, line: Line) -> Line:
+        """Return the row that is under way, if any, with what ``line`` adds to it."""
+        row = self._row
+        return line if row is None else Line(row.number, f"{row.text} {line.text}")
+
+    def _take_row(self, line: Line, columns: Columns) -> None:
+        with _Position(self._source, line.number):
+            row, extras = parse_row(line.text, columns)
+        self._row = None
+        self._draft.rows.append(row)
+        self._draft.extras.append(extras)
+
+    def _refuse_row(self, line: Line) -> None:
+        """Raise what is wrong with a row that nothing continued."""
+        with _Position(self._source, line.number):
+            if self._draft.columns is not None:
+                parse_row(line.text, self._draft.columns)
+            raise UsageError(f"row must be whole, got {line.text.strip()[:60]!r}.")
+
+
+class _Position:
+    """Puts file and line before the message of a ``UsageError``."""
+
+    def __init__(self, source: str, number: int) -> None:
+        self._place = f"{source}:{number}"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        if isinstance(error, UsageError):
+            raise UsageError(f"{self._place}: {error}") from error
+
+
+def _claims_to_be_row(words: list[str]) -> bool:
+    """Say whether a line of a table is so full of numbers that it must be a row."""
+    return 2 * sum(map(is_number, words)) >= max(len(words), 1)
+
+
+def _has_blank_half(text: str) -> bool:
+    return " " * 30 in text.strip() and len(text.split()) >= 7
