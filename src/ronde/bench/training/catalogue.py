@@ -1,0 +1,201 @@
+"""The models that can be trained, with what was published of them.
+
+Multiply-adds are those of convolutions and matrix products in one forward pass of one
+sample, as the field counts them (one multiply-add is two FLOP). Figures whose source is
+a formula are derived, not published; the formula stands beside them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+_TORCHVISION = "torchvision's model zoo"
+
+
+class Unit(StrEnum):
+    """What a model's throughput counts."""
+
+    IMAGES = "images"
+    TOKENS = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model before it is built.
+
+    Attributes:
+        name: How the command calls it.
+        unit: What its throughput counts.
+        sample_shape: One sample without the batch's dimension; of a language model the
+            tokens of its context.
+        num_classes: Classes, or words of the vocabulary.
+        batch: Samples a step of one rank, where nobody says.
+        num_parameters: Trained parameters.
+        parameters_source: Who published that number.
+        forward_macs: Multiply-adds of one sample's forward pass, in inference.
+        macs_source: Who published that number, or its formula.
+    """
+
+    name: str
+    unit: Unit
+    sample_shape: tuple[int, ...]
+    num_classes: int
+    batch: int
+    num_parameters: int
+    parameters_source: str
+    forward_macs: int
+    macs_source: str
+
+    @property
+    def units_per_sample(self) -> int:
+        """Images or tokens in one sample."""
+        return 1 if self.unit is Unit.IMAGES else self.sample_shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerShape:
+    """A decoder-only language model of GPT-2's form, in numbers.
+
+    Attributes:
+        num_layers: Blocks.
+        width: Features of a token.
+        num_heads: Attention heads; they divide ``width``.
+        context: Tokens of a sample.
+        num_words: Size of the vocabulary.
+    """
+
+    num_layers: int
+    width: int
+    num_heads: int
+    context: int
+    num_words: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Count the parameters; the head's weight is the embedding's.
+
+        A block has 12 d^2 weights and 13 d biases and gains, d the width.
+        """
+        d = self.width
+        embeddings = (self.num_words + self.context) * d
+        return embeddings + self.num_layers * (12 * d * d + 13 * d) + 2 * d
+
+    @property
+    def forward_macs(self) -> int:
+        """Count the multiply-adds of one sample; attention is counted unmasked.
+
+        Source: the accounting of A. Karpathy's nanoGPT, ``transformer_sizing.ipynb``.
+        """
+        t, d = self.context, self.width
+        block = 12 * t * d * d + 2 * t * t * d
+        return self.num_layers * block + t * d * self.num_words
+
+
+GPT2_SMALL = TransformerShape(12, 768, 12, 1024, 50257)
+CHARACTERS = TransformerShape(4, 128, 4, 64, 65)
+"""What nanoGPT recommends to train on a CPU, a character a token."""
+
+
+def _image_net(
+    name: str, batch: int, num_parameters: int, forward_macs: int
+) -> ModelFacts:
+    return ModelFacts(
+        name,
+        Unit.IMAGES,
+        (3, 224, 224),
+        1000,
+        batch,
+        num_parameters,
+        _TORCHVISION,
+        forward_macs,
+        _TORCHVISION,
+    )
+
+
+def _language_model(
+    name: str, shape: TransformerShape, batch: int, source: str
+) -> ModelFacts:
+    return ModelFacts(
+        name,
+        Unit.TOKENS,
+        (shape.context,),
+        shape.num_words,
+        batch,
+        shape.num_parameters,
+        source,
+        shape.forward_macs,
+        "nanoGPT's accounting: L (12 t d^2 + 2 t^2 d) + t d V",
+    )
+
+
+_FACTS = (
+    _image_net("alexnet", 16, 61_100_840, 714_000_000),
+    _image_net("googlenet", 8, 13_004_888, 1_498_000_000),
+    _image_net("resnet18", 8, 11_689_512, 1_814_000_000),
+    _image_net("resnet50", 4, 25_557_032, 4_089_000_000),
+    ModelFacts(
+        name="resnet20",
+        unit=Unit.IMAGES,
+        sample_shape=(3, 32, 32),
+        num_classes=10,
+        batch=32,
+        num_parameters=269_722,
+        parameters_source="He et al. 2016, table 6: 0.27 M, shortcuts without weights",
+        forward_macs=40_551_040,
+        macs_source="sum of k^2 c_in c_out h w over the layers",
+    ),
+    ModelFacts(
+        name="lenet5",
+        unit=Unit.IMAGES,
+        sample_shape=(1, 32, 32),
+        num_classes=10,
+        batch=100,
+        num_parameters=61_706,
+        parameters_source="LeCun et al. 1998 with C3 on all maps of S2: "
+        "156 + 2,416 + 48,120 + 10,164 + 850",
+        forward_macs=416_520,
+        macs_source="117,600 + 240,000 + 48,000 + 10,080 + 840",
+    ),
+    ModelFacts(
+        name="mnist_cnn",
+        unit=Unit.IMAGES,
+        sample_shape=(1, 28, 28),
+        num_classes=10,
+        batch=100,
+        num_parameters=21_840,
+        parameters_source="Horovod's MNIST example: 260 + 5,020 + 16,050 + 510",
+        forward_macs=480_500,
+        macs_source="144,000 + 320,000 + 16,000 + 500",
+    ),
+    ModelFacts(
+        name="mlp",
+        unit=Unit.IMAGES,
+        sample_shape=(784,),
+        num_classes=10,
+        batch=32,
+        num_parameters=15_832_074,
+        parameters_source="784-4096-3072-10: 3,215,360 + 12,585,984 + 30,730",
+        forward_macs=15_824_896,
+        macs_source="784 * 4096 + 4096 * 3072 + 3072 * 10",
+    ),
+    ModelFacts(
+        name="cnn",
+        unit=Unit.IMAGES,
+        sample_shape=(3, 32, 32),
+        num_classes=10,
+        batch=8,
+        num_parameters=8_635_530,
+        parameters_source="seven 3 x 3 convolutions and a classifier: 1,792 + 73,856 "
+        "+ 295,168 + 1,180,160 + 3 * 2,359,808 + 5,130",
+        forward_macs=794_498_048,
+        macs_source="sum of k^2 c_in c_out h w over the layers",
+    ),
+    _language_model(
+        "transformer", CHARACTERS, 12, "GPT-2's formula: (V + t) d + L (12 d^2 + 13 d)"
+    ),
+    _language_model("gpt2", GPT2_SMALL, 1, "OpenAI's GPT-2 small: 124,439,808"),
+)
+
+MODELS: Mapping[str, ModelFacts] = MappingProxyType({f.name: f for f in _FACTS})
+"""What can be trained, by name."""
