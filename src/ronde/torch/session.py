@@ -39,7 +39,7 @@ class Session:
 _sessions: list[Session] = []
 
 
-def init(comm: Sequence[int] | None = None) -> None:
+def init(comm: Sequence[int] | None = None, *, engine: str = "") -> None:
     """Join the other ranks; collective. Does nothing when that is done already.
 
     The world is read from the environment of whichever launcher started this process:
@@ -48,8 +48,11 @@ def init(comm: Sequence[int] | None = None) -> None:
 
     Args:
         comm: None, or the list of all ranks.
+        engine: What is to move tensors, equal on all ranks; empty takes the
+            environment's.
 
     Raises:
+        UsageError: There is no such engine, or it is not installed.
         WorldError: The environment is partial or contradicts itself.
         CollectiveError: The other ranks could not be reached.
     """
@@ -61,7 +64,7 @@ def init(comm: Sequence[int] | None = None) -> None:
             f"comm must be None or all ranks in order, got {comm} with size "
             f"{claim.size}. Leave it out."
         )
-    communicator = connect(claim)
+    communicator = connect(claim, engine=engine)
     _sessions.append(
         Session(_world(claim, communicator), communicator, Handles(), WeakSet())
     )
