@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch.distributed import HashStore
 
 from ronde.collectives import Communicator, connect
+from ronde.collectives.engines.scheduled import ScheduledCommunicator
 from ronde.collectives.engines.solo import SoloCommunicator
 from ronde.collectives.engines.torch_distributed import TorchDistributedCommunicator
 from ronde.world import Claim
@@ -16,22 +17,36 @@ class Setting:
 
     engine: str
     size: int
+    algorithm: str = ""
 
     def __str__(self) -> str:
-        return f"{self.engine}-{self.size}"
+        return "-".join(filter(None, [self.engine, self.algorithm, str(self.size)]))
 
     def __call__(self, claim: Claim) -> Communicator:
         """Connect a rank."""
         if self.engine == "solo":
             return SoloCommunicator()
+        if self.engine == "scheduled":
+            return ScheduledCommunicator(gloo(claim), self.algorithm)
         if self.size == 1:
-            return TorchDistributedCommunicator(
-                HashStore(), 0, 1, timeout_s=60.0, is_one_host=True
-            )
-        return connect(claim, timeout_s=60.0)
+            return gloo(claim)
+        return connect(claim, timeout_s=60.0, engine=self.engine)
+
+
+def gloo(claim: Claim) -> Communicator:
+    """Connect by torch_distributed at any size."""
+    if claim.size == 1:
+        return TorchDistributedCommunicator(
+            HashStore(), 0, 1, timeout_s=60.0, is_one_host=True
+        )
+    return connect(claim, timeout_s=60.0, engine="gloo")
 
 
 SETTINGS = [
     Setting("solo", 1),
-    *(Setting("torch_distributed", size) for size in (1, 2, 3, 4)),
+    *(Setting("gloo", size) for size in (1, 2, 3, 4)),
+    *(Setting("shared_memory", size) for size in (2, 3, 4)),
+    *(Setting("scheduled", size, "ring") for size in (1, 2, 3, 4)),
+    Setting("scheduled", 3, "tree"),
+    Setting("scheduled", 3, "halving_doubling"),
 ]

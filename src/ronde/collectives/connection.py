@@ -89,11 +89,40 @@ def _torch_distributed(asked: Asked) -> Communicator:
     )
 
 
+def _scheduled(asked: Asked) -> Communicator:
+    from ronde.collectives.algorithms import find_algorithm
+    from ronde.collectives.engines.scheduled import ScheduledCommunicator
+
+    algorithm = find_algorithm(asked.algorithm or "ring")
+    return ScheduledCommunicator(_torch_distributed(asked), algorithm.name)
+
+
+def _shared_memory(asked: Asked) -> Communicator:
+    from ronde.collectives.engines.shared_memory import SharedMemoryCommunicator
+
+    claim = asked.claim
+    return SharedMemoryCommunicator(
+        meet(claim, asked.meeting_timeout_s),
+        claim.rank,
+        claim.size,
+        timeout_s=asked.timeout_s,
+    )
+
+
+def _mpi(asked: Asked) -> Communicator:
+    from ronde.collectives.engines.mpi import connect_world
+
+    return connect_world(asked.claim.rank, asked.claim.size, timeout_s=asked.timeout_s)
+
+
 ENGINES: Mapping[str, Callable[[Asked], Communicator]] = MappingProxyType(
     {
         "auto": _torch_distributed,
+        "shared_memory": _shared_memory,
         "gloo": _torch_distributed,
         "nccl": _torch_distributed,
+        "mpi": _mpi,
+        "scheduled": _scheduled,
     }
 )
 """How a rank connects by each engine. ``gloo`` and ``nccl`` are one engine, which takes
