@@ -13,7 +13,8 @@ _TIMED_OUT = re.compile(
 )
 _PEER_LOST = re.compile(
     r"closed by peer|reset by peer|broken pipe|remote process exited|socket closed"
-    r"|connection (was )?(closed|refused|reset|aborted)|failed to recv|connectfullmesh",
+    r"|connection (was )?(closed|refused|reset|aborted)|failed to recv|connectfullmesh"
+    r"|process failure|err_proc_failed",
     re.IGNORECASE,
 )
 

@@ -1,12 +1,14 @@
 """What the ranks tell each other before tensors of unequal sizes move."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ronde.collectives.arguments import require_out, require_splits
 from ronde.errors import CollectiveError, UsageError
 
 MAX_NDIM = 64
@@ -40,6 +42,11 @@ class Layout:
     splits: tuple[int, ...] = ()
     out_rows: int | None = None
     is_refused: bool = False
+
+    @staticmethod
+    def num_numbers(size: int) -> int:
+        """Return how many numbers ``encode`` writes."""
+        return 4 + size + MAX_NDIM
 
     def encode(self, size: int) -> Tensor:
         """Return it as int64 numbers, as many for every layout."""
@@ -119,6 +126,78 @@ def require_out_rows(
         )
     if wrong:
         raise _refused_elsewhere(layouts, wrong)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How the ranks of one communicator agree on sizes, over whatever engine.
+
+    Attributes:
+        rank: This process in the group.
+        size: Number of processes in the group.
+        gather: Returns every rank's numbers, a row a rank, for one's own; blocks.
+    """
+
+    rank: int
+    size: int
+    gather: Callable[[Tensor], Tensor]
+
+    def on_rows(self, call: str, tensor: Tensor, out: Tensor | None) -> list[int]:
+        """Return how many rows every rank gives; collective.
+
+        Raises:
+            UsageError: ``out`` cannot hold the result of this rank.
+            CollectiveError: The ranks' tensors or places do not fit together.
+        """
+        with self._telling_refusal(call, tensor):
+            require_out(out, tensor)
+        layouts = self._agree(_layout(call, tensor, (), out))
+        counts = [layout.shape[0] for layout in layouts]
+        require_out_rows(layouts, self.rank, [sum(counts)] * self.size)
+        return counts
+
+    def on_splits(
+        self, tensor: Tensor, splits: Sequence[int] | None, out: Tensor | None
+    ) -> list[tuple[int, ...]]:
+        """Return how many rows every rank sends to every other; collective.
+
+        Raises:
+            UsageError: ``splits`` or ``out`` of this rank are wrong.
+            CollectiveError: The ranks' tensors or places do not fit together.
+        """
+        with self._telling_refusal("all_to_all", tensor):
+            sent = require_splits(tensor, splits, self.size)
+            require_out(out, tensor)
+        layouts = self._agree(_layout("all_to_all", tensor, sent, out))
+        plan = [layout.splits for layout in layouts]
+        received = [sum(column) for column in zip(*plan, strict=True)]
+        require_out_rows(layouts, self.rank, received)
+        return plan
+
+    @contextmanager
+    def _telling_refusal(self, call: str, tensor: Tensor) -> Generator[None]:
+        """Tell the others, who wait for this rank's layout, when it raises instead."""
+        try:
+            yield
+        except UsageError:
+            self._exchange(Layout(call, str(tensor.dtype), (), is_refused=True))
+            raise
+
+    def _agree(self, own: Layout) -> list[Layout]:
+        layouts = self._exchange(own)
+        require_agreement(layouts)
+        return layouts
+
+    def _exchange(self, own: Layout) -> list[Layout]:
+        gathered = self.gather(own.encode(self.size))
+        return [Layout.decode(row, self.size) for row in gathered]
+
+
+def _layout(
+    call: str, tensor: Tensor, splits: Sequence[int], out: Tensor | None
+) -> Layout:
+    out_rows = None if out is None else out.shape[0]
+    return Layout(call, str(tensor.dtype), tuple(tensor.shape), tuple(splits), out_rows)
 
 
 def _refused_elsewhere(

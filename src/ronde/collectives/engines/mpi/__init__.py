@@ -1,0 +1,5 @@
+"""Collectives on MPI, through mpi4py: buffers, never pickles."""
+
+from ronde.collectives.engines.mpi.engine import MpiCommunicator, connect_world
+
+__all__ = ["MpiCommunicator", "connect_world"]

@@ -1,0 +1,100 @@
+"""What a rank under a real ``mpirun`` does: ``python -m tests.conformance.mpi_ranks``.
+
+The first word says what; a rank that fails ends with its traceback.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conformance.test_engines import SUITE, run_checks
+
+from ronde.collectives import ReduceOp, connect
+from ronde.collectives.engines.mpi import MpiCommunicator, connect_world
+from ronde.collectives.engines.mpi.wire import Wire
+from ronde.errors import CollectiveError
+from ronde.world import read_claim
+
+TIMEOUT_S = 60.0
+
+
+def run_suite(communicator):
+    """Run the whole suite, then all of it in calls that move 5 elements at most."""
+    for checks in SUITE.values():
+        run_checks(communicator, checks)
+    short = in_short_calls(communicator)
+    for checks in (SUITE["movements"], SUITE["reductions"]):
+        run_checks(short, checks)
+
+
+def in_short_calls(communicator):
+    wire = communicator._wire.duplicate()
+    return MpiCommunicator(
+        Wire(wire.library, wire.comm, wire.rank, wire.size, TIMEOUT_S, max_count=5)
+    )
+
+
+def leave_work_alone(communicator):
+    """Work that nobody waits for is done all the same, and its tensors live on."""
+    tensors = [torch.full((1000,), float(i)) for i in range(600)]
+    for tensor in tensors:
+        communicator.all_reduce(tensor)
+        communicator.all_reduce(torch.ones(50_000), ReduceOp.AVERAGE)
+    communicator.barrier().wait()
+    last = communicator.all_reduce(torch.ones(1)).wait()
+    assert last.item() == communicator.size
+
+
+def be_late(communicator):
+    """Rank 1 makes no call until rank 0 has given up waiting for it."""
+    told = Path(sys.argv[2])
+    impatient = communicator.duplicate()
+    impatient._wire.timeout_s = 0.5
+    if communicator.rank == 0:
+        with pytest.raises(CollectiveError) as caught:
+            impatient.barrier().wait()
+        told.write_text(str(caught.value))
+        communicator.send(torch.ones(1), 1).wait()
+    else:
+        communicator.recv(torch.ones(1), 0).wait()
+
+
+def die(communicator):
+    """Rank 1 is killed while the others wait for it."""
+    communicator.barrier().wait()
+    if communicator.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    communicator.barrier().wait()
+
+
+def fail(communicator):
+    """Rank 1 raises while the others wait for it."""
+    if communicator.rank == 1:
+        raise ValueError("rank 1 has had enough")
+    communicator.barrier().wait()
+
+
+def main() -> None:
+    """Connect as every program does, but check that size 1 works too."""
+    claim = read_claim()
+    if claim.size == 1:
+        communicator = connect_world(0, 1, timeout_s=TIMEOUT_S)
+    else:
+        communicator = connect(claim, engine="mpi", timeout_s=TIMEOUT_S)
+    assert communicator.engine == "mpi"
+    doing = {
+        "suite": run_suite,
+        "leave": leave_work_alone,
+        "late": be_late,
+        "die": die,
+        "fail": fail,
+    }
+    doing[sys.argv[1]](communicator)
+    print(f"rank {communicator.rank} of {communicator.size} is through", flush=True)
+
+
+if __name__ == "__main__":
+    main()
