@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 import ronde.torch as hvd
@@ -40,22 +41,24 @@ class Footprint:
 def measure_footprint(options: TrainOptions, num_replicas: int) -> Footprint:
     """Return what a rank needs at least.
 
-    It runs the forward pass of one sample on torch's meta device, which knows shapes
-    and holds no data, and adds up what backward would find saved. Workspaces, and the
-    gradients of activations, come on top.
+    It runs the forward pass on tensors that have a shape and no data, as on a CPU, and
+    adds up what backward would find saved. Workspaces, and the gradients of
+    activations, come on top.
     """
-    with torch.device("meta"):
+    is_mixed = options.dtype is Dtype.BFLOAT16
+    # Not the meta device: there attention keeps matrices that no real device keeps.
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
         model = build(options.model.name)
-        inputs, labels = make_samples(options.model, 1)
-        saved = _saved_bytes(model, inputs, labels)
-    if options.dtype is Dtype.BFLOAT16:
-        saved //= 2
+        one, two = (
+            _saved_bytes(model, *make_samples(options.model, n)) for n in (1, 2)
+        )
+        data = sum(tensor.nbytes for tensor in make_samples(options.model, 1))
     num_copies = 4 if options.optimizer is OptimizerKind.ADAM else 3
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    a_sample = two - one  # the rest is there once, such as weights cast to bfloat16
     return Footprint(
-        fixed_bytes=num_replicas * num_copies * weights,
-        sample_bytes=saved
-        + num_replicas * NUM_PREPARED * (inputs.nbytes + labels.nbytes),
+        fixed_bytes=num_replicas * num_copies * weights + one - a_sample,
+        sample_bytes=a_sample + num_replicas * NUM_PREPARED * data,
     )
 
 
@@ -75,7 +78,7 @@ def _saved_bytes(model: nn.Module, inputs: Tensor, labels: Tensor) -> int:
 
 
 def _identity(tensor: Tensor) -> int:
-    """Return what views of one storage have in common; on meta it has no address."""
+    """Return what views of one storage have in common; data has no address here."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
 

@@ -1,0 +1,189 @@
+"""Training steps on real ranks: who steps, what is in step, what does not fit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ronde.torch as hvd
+from ronde.bench.training.batches import batches
+from ronde.bench.training.blocks import time_block
+from ronde.bench.training.catalogue import MODELS
+from ronde.bench.training.footprint import Footprint, measure_footprint
+from ronde.bench.training.measurement import _is_in_step, measure
+from ronde.bench.training.options import (
+    DeviceKind,
+    Dtype,
+    InputKind,
+    OptimizerKind,
+    TrainOptions,
+    WireFormat,
+)
+from ronde.bench.training.phases import Phase, Variant
+from ronde.bench.training.replica import Replica
+from ronde.errors import UsageError
+
+CPU = torch.device("cpu")
+SHORT = TrainOptions(
+    MODELS["mnist_cnn"], batch=4, rounds=2, steps=2, warmup=1, device=DeviceKind.CPU
+)
+KINDS = [
+    SHORT,
+    replace(SHORT, steps=None, rounds=1, input=InputKind.GATHERED),
+    replace(SHORT, dtype=Dtype.BFLOAT16, is_channels_last=True),
+    replace(SHORT, optimizer=OptimizerKind.ADAM, compression=WireFormat.FP16),
+    replace(SHORT, model=MODELS["transformer"], batch=1),
+]
+
+
+def measure_all(claim, kinds):
+    hvd.init()
+    seen = []
+    outcomes = [measure(options, lambda *at: seen.append(at)) for options in kinds]
+    hvd.shutdown()
+    return outcomes, seen
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_rank_comes_to_the_same_figures(run_ranks_bare, size):
+    kinds = KINDS if size == 2 else KINDS[:1]
+    results = run_ranks_bare(size, measure_all, kinds)
+    outcomes, seen = results[0]
+    assert all(result == results[0] for result in results)
+    assert all(each.is_in_step for each in outcomes)
+    num_variants = 1 if size == 1 else 3
+    num_blocks = 2 * num_variants
+    assert seen[: num_blocks + 1] == [(n, num_blocks) for n in range(num_blocks + 1)]
+    for options, each in zip(kinds, outcomes, strict=True):
+        assert len(each.rounds) == options.rounds
+        assert each.num_steps == (options.steps or each.num_steps) >= 1
+        assert set(each.rounds[0]) == set(list(Variant)[:num_variants])
+        blocks = [block for a_round in each.rounds for block in a_round.values()]
+        assert all(0 < sum(b.phases_s.values()) <= b.step_s for b in blocks)
+        computing = (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
+        assert all(b.phases_s[phase] > 0 for b in blocks for phase in computing)
+    assert outcomes[0].setting.engine == ("" if size == 1 else "gloo")
+
+
+class Counting:
+    """Counts its steps, each of which takes a while on rank 1."""
+
+    def __init__(self):
+        self.num_steps = 0
+
+    def step(self, clock):
+        self.num_steps += 1
+        clock.start()
+        for _ in range(hvd.rank() * 2000):
+            torch.ones(100).sum()
+        clock.mark(Phase.FORWARD)
+
+
+def count_steps(claim, is_alone):
+    hvd.init()
+    replica = Counting()
+    block = time_block(replica, 3, CPU, is_alone=is_alone)
+    hvd.shutdown()
+    return replica.num_steps, block.step_s
+
+
+def test_alone_means_alone(run_ranks_bare):
+    results = run_ranks_bare(2, count_steps, True)
+    assert [num_steps for num_steps, _ in results] == [4, 0]
+
+
+def test_a_block_takes_as_long_as_its_slowest_rank(run_ranks_bare):
+    alone = run_ranks_bare(2, count_steps, True)
+    both = run_ranks_bare(2, count_steps, False)
+    assert [num_steps for num_steps, _ in both] == [4, 4]
+    assert len({step_s for _, step_s in both}) == 1
+    assert both[0][1] > 10 * alone[0][1]
+
+
+def drift_apart(claim):
+    hvd.init()
+    replica = Replica(SHORT, CPU, is_communicating=True)
+    before = _is_in_step({Variant.ALL_RANKS: replica})
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            weight = next(replica.model.parameters()).view(-1)
+            weight[3] = torch.nextafter(weight[3], torch.tensor(1.0))
+    after = _is_in_step({Variant.ALL_RANKS: replica})
+    hvd.shutdown()
+    return before, after
+
+
+def test_ranks_that_drift_apart_are_seen(run_ranks_bare):
+    assert run_ranks_bare(2, drift_apart) == [(True, False)] * 2
+
+
+def refuse(claim):
+    hvd.init()
+    with pytest.raises(UsageError) as raised:
+        measure(replace(SHORT, batch=10**9), lambda *_: None)
+    hvd.shutdown()
+    return str(raised.value)
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(run_ranks_bare):
+    first, second = run_ranks_bare(2, refuse)
+    assert first == second
+    assert "batch must fit the memory" in first
+    assert "Type: --batch " in first
+
+
+def test_the_largest_batch_is_the_largest():
+    footprint = Footprint(fixed_bytes=1000, sample_bytes=7)
+    for num_bytes in (0, 999, 1000, 1007, 1013, 5000):
+        largest = footprint.largest_batch(num_bytes)
+        assert footprint.num_bytes(largest + 1) > num_bytes
+        assert largest == 0 or footprint.num_bytes(largest) <= num_bytes
+
+
+def test_what_backward_needs_is_counted_without_being_allocated():
+    """LeNet-5 saves the input of each layer; both poolings' are tanh's results."""
+    options = TrainOptions(MODELS["lenet5"], batch=1)
+    maps = [6 * 28 * 28, 6 * 14 * 14, 16 * 10 * 10, 16 * 5 * 5, 120, 84]
+    log_softmax = 10
+    saved_bytes = 4 * (sum(maps) + log_softmax)
+    data_bytes = 4 * 32 * 32 + 8
+    footprint = measure_footprint(options, num_replicas=1)
+    assert footprint.sample_bytes == saved_bytes + 2 * data_bytes
+    adam = measure_footprint(replace(options, optimizer=OptimizerKind.ADAM), 1)
+    assert adam.fixed_bytes - footprint.fixed_bytes == 4 * 61_706
+
+
+def test_a_huge_model_is_weighed_without_being_allocated():
+    options = TrainOptions(MODELS["gpt2"], batch=1)
+    footprint = measure_footprint(options, num_replicas=2)
+    assert footprint.fixed_bytes >= 2 * 3 * 4 * 124_439_808
+
+
+@pytest.mark.parametrize("kind", InputKind)
+def test_batches_are_of_the_size_asked_for(kind):
+    options = replace(SHORT, input=kind, is_channels_last=True)
+    source = batches(options, CPU, seed=1)
+    drawn = [next(source) for _ in range(4)]
+    assert all(x.shape == (4, 1, 28, 28) and y.shape == (4,) for x, y in drawn)
+    is_repeated = torch.equal(drawn[0][0], drawn[2][0])
+    assert is_repeated == (kind is InputKind.PREPARED)
+    assert not torch.equal(drawn[0][0], drawn[1][0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
+        ({"steps": -1}, "steps must be at least 1, got -1"),
+        ({"warmup": -1}, "warmup must be at least 0, got -1"),
+        (
+            {"model": MODELS["gpt2"], "is_channels_last": True},
+            "channels-last, got gpt2",
+        ),
+        ({"model": MODELS["mlp"], "is_channels_last": True}, "channels-last, got mlp"),
+    ],
+)
+def test_senseless_options_are_refused(changes, words):
+    with pytest.raises(UsageError, match=words):
+        replace(SHORT, **changes)

@@ -1,0 +1,109 @@
+"""The catalogue's models are the ones that were published."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ronde.bench.training.batches import make_samples
+from ronde.bench.training.catalogue import (
+    CHARACTERS,
+    GPT2_SMALL,
+    MODELS,
+    TransformerShape,
+)
+from ronde.bench.training.models import FACTORIES, build
+from ronde.bench.training.models.resnet import PaddedShortcut
+from ronde.bench.training.models.transformer import Transformer
+from ronde.bench.training.replica import AUXILIARY_WEIGHT, loss_of
+
+# The zoo rounds to a million multiply-adds; the other figures are sums and exact.
+ROUNDED = {"alexnet", "googlenet", "resnet18", "resnet50"}
+HALF_OF_LAST_DIGIT = 500_000
+
+
+def num_parameters(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def build_on_meta(name):
+    """Build with shapes and no data, and one sample to go with it."""
+    with torch.device("meta"):
+        return build(name), make_samples(MODELS[name], 1)
+
+
+def test_every_model_can_be_built():
+    assert set(FACTORIES) == set(MODELS)
+    assert all(name == facts.name for name, facts in MODELS.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_published(name):
+    model, _ = build_on_meta(name)
+    assert num_parameters(model) == MODELS[name].num_parameters
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_multiply_adds_are_those_published(name):
+    model, (inputs, _) = build_on_meta(name)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(inputs)
+    counted_macs = counter.get_total_flops() // 2
+    tolerance = HALF_OF_LAST_DIGIT if name in ROUNDED else 0
+    assert abs(counted_macs - MODELS[name].forward_macs) <= tolerance
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_is_trained(name):
+    model, (inputs, labels) = build_on_meta(name)
+    loss_of(model(inputs), labels).backward()
+    assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_googlenet_without_its_auxiliary_classifiers():
+    """The zoo's 6,624,904 are of the network that is left after training."""
+    model, _ = build_on_meta("googlenet")
+    auxiliary = (model.auxiliary_4a, model.auxiliary_4d)
+    rest = num_parameters(model) - sum(map(num_parameters, auxiliary))
+    assert rest == 6_624_904
+
+
+def test_gpt2_small_as_published():
+    assert GPT2_SMALL.num_parameters == 124_439_808
+    assert 2 * GPT2_SMALL.forward_macs == 291_648_307_200
+
+
+def test_auxiliary_classifiers_count_less():
+    labels = torch.tensor([1, 0])
+    logits = torch.tensor([[0.5, 1.0], [2.0, -1.0]])
+    own = loss_of(logits, labels)
+    three = loss_of((logits, logits, logits), labels)
+    assert three == pytest.approx(own * (1 + 2 * AUXILIARY_WEIGHT))
+
+
+def test_googlenet_tells_one_answer_after_training():
+    model, (images, _) = build_on_meta("googlenet")
+    assert [len(each) for each in (model(images), model.eval()(images))] == [3, 1]
+
+
+def test_the_shortcut_without_weights_keeps_every_second_pixel():
+    maps = torch.arange(32.0).reshape(1, 2, 4, 4)
+    short = PaddedShortcut(3)(maps)
+    assert short.shape == (1, 5, 2, 2)
+    assert torch.equal(short[:, :2], maps[:, :, ::2, ::2])
+    assert not short[:, 2:].any()
+
+
+def test_a_token_does_not_see_what_follows_it():
+    torch.manual_seed(0)
+    model = Transformer(CHARACTERS)
+    tokens = torch.randint(CHARACTERS.num_words, (2, CHARACTERS.context))
+    changed = tokens.clone()
+    changed[:, 40:] = (changed[:, 40:] + 1) % CHARACTERS.num_words
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :40], after[:, :40])
+    assert not torch.equal(before[:, 40:], after[:, 40:])
+
+
+def test_shorter_texts_are_taken():
+    model = Transformer(TransformerShape(1, 8, 2, 16, 11))
+    assert model(torch.zeros(3, 5, dtype=torch.int64)).shape == (3, 5, 11)

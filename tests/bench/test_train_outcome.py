@@ -1,0 +1,114 @@
+"""Medians, ratios, table and record of rounds that are written down here."""
+
+import json
+
+import pytest
+
+from ronde.bench.training.catalogue import MODELS
+from ronde.bench.training.options import TrainOptions
+from ronde.bench.training.outcome import KIND, Outcome, Setting, record_values
+from ronde.bench.training.phases import Phase, StepTimes, Variant
+from ronde.records import Record
+from ronde.render.bench_train import draw_models, draw_table
+
+
+def times(step_s, backward_s):
+    phases = dict.fromkeys(Phase, 0.001) | {Phase.BACKWARD: backward_s}
+    return StepTimes(step_s, phases)
+
+
+def a_round(one, both, ceiling):
+    """Give each variant a step and a backward, in seconds."""
+    return {
+        Variant.ONE_RANK: times(*one),
+        Variant.ALL_RANKS: times(*both),
+        Variant.NO_COMMUNICATION: times(*ceiling),
+    }
+
+
+# The machine halves its speed in the last round: ratios of a round do not see that.
+ROUNDS = (
+    a_round((0.100, 0.050), (0.125, 0.070), (0.110, 0.055)),
+    a_round((0.100, 0.050), (0.125, 0.070), (0.100, 0.050)),
+    a_round((0.200, 0.100), (0.250, 0.140), (0.220, 0.110)),
+)
+
+
+def outcome(rounds=ROUNDS, num_ranks=2, name="resnet50", **settings):
+    setting = Setting(num_ranks, 1, "cpu", "a processor", "gloo", "2.13.0", **settings)
+    options = TrainOptions(MODELS[name], batch=8)
+    return Outcome(options, setting, 4, tuple(rounds), is_in_step=True)
+
+
+def test_figures_are_medians():
+    found = outcome()
+    assert found.step_s(Variant.ALL_RANKS) == 0.125
+    assert found.units_per_s(Variant.ONE_RANK) == pytest.approx(8 / 0.100)
+    assert found.units_per_s(Variant.ALL_RANKS) == pytest.approx(2 * 8 / 0.125)
+    assert found.units_per_s(Variant.NO_COMMUNICATION) == pytest.approx(2 * 8 / 0.110)
+
+
+def test_ratios_are_of_the_same_round():
+    found = outcome()
+    assert found.speed_up() == pytest.approx(2 * 0.8)
+    assert found.efficiency() == pytest.approx(0.8)
+    assert found.fraction_of_ceiling() == pytest.approx(0.88)
+
+
+def test_backward_is_split_into_compute_and_exposed_communication():
+    found = outcome()
+    assert found.exposed_s() == pytest.approx(0.020)
+    assert found.phase_s(Variant.ALL_RANKS, Phase.BACKWARD) == pytest.approx(0.055)
+    assert found.phase_s(Variant.ONE_RANK, Phase.BACKWARD) == pytest.approx(0.050)
+
+
+def test_noise_is_not_cut_off():
+    found = outcome([a_round((0.1, 0.05), (0.1, 0.048), (0.1, 0.05))])
+    assert found.exposed_s() == pytest.approx(-0.002)
+    text = draw_table(found)
+    assert "-2.00" in text
+    assert "below 0" in text
+    assert "below 0" not in draw_table(outcome())
+
+
+def test_tokens_are_counted():
+    found = outcome(name="transformer")
+    assert found.units_per_s(Variant.ONE_RANK) == pytest.approx(8 * 64 / 0.100)
+    assert "tokens/s" in draw_table(found)
+
+
+def test_a_row_each_with_its_split():
+    lines = draw_table(outcome()).splitlines()
+    cells = [line.split() for line in lines if not line.startswith("#")]
+    assert cells[0] == [
+        *("images/s", "step", "input", "to-device"),
+        *("forward", "backward", "exposed", "update"),
+    ]
+    assert cells[1] == "1 rank 80.0 100.00 1.00 1.00 1.00 50.00 - 1.00".split()
+    assert cells[2] == "2 ranks 128.0 125.00 1.00 1.00 1.00 55.00 20.00 1.00".split()
+    assert cells[3][-8:] == "145.5 110.00 1.00 1.00 1.00 55.00 - 1.00".split()
+    assert "speed-up 1.60, efficiency 80.0%, 88.0% of the ceiling" in lines[-1]
+
+
+def test_one_rank_has_no_ratios():
+    rounds = [{Variant.ONE_RANK: times(0.1, 0.05)}]
+    found = outcome(rounds, num_ranks=1)
+    assert found.variants() == [Variant.ONE_RANK]
+    assert "speed-up" not in draw_table(found)
+    assert "speed_up" not in record_values(found)
+
+
+def test_the_record_keeps_every_round():
+    values = json.loads(Record(KIND, record_values(outcome())).to_json())["values"]
+    assert values["variants"]["all_ranks"]["rounds_step_ms"] == [125.0, 125.0, 250.0]
+    assert values["exposed_communication_ms"] == pytest.approx(20.0)
+    assert values["variants"]["one_rank"]["phases_ms"]["forward"] == pytest.approx(1.0)
+    assert values["num_parameters"] == 25_557_032
+
+
+def test_models_are_listed_with_their_size():
+    text = draw_models(list(MODELS.values()))
+    assert "resnet50" in text
+    assert "25,557,032" in text
+    assert "4.09 GMAC for an image" in text
+    assert "55.1 MMAC for 64 tokens" in text
