@@ -46,7 +46,7 @@ def one_ranks_bad_splits_fail_everywhere(communicator: Communicator, device: str
             communicator.all_to_all(tensor, [-1] * communicator.size)
     else:
         with pytest.raises(CollectiveError, match=f"wrong arguments on rank {last};"):
-            communicator.all_to_all(tensor)
+            communicator.all_to_all(tensor).wait()
     assert_works(communicator, device)
 
 
@@ -63,12 +63,12 @@ def mismatches_fail_everywhere(communicator: Communicator, device: str):
     ):
         tensor = other if is_odd_one else plain
         with pytest.raises(CollectiveError, match=f"{what}.* on rank 1"):
-            communicator.all_gather(tensor)
+            communicator.all_gather(tensor).wait()
         with pytest.raises(CollectiveError, match=f"{what}.* on rank 1"):
-            communicator.all_to_all(tensor, [0] * communicator.size)
+            communicator.all_to_all(tensor, [0] * communicator.size).wait()
     call = communicator.all_gather if is_odd_one else communicator.all_to_all
     with pytest.raises(CollectiveError, match=r"call must be equal.* on rank 1"):
-        call(plain)
+        call(plain).wait()
     assert_works(communicator, device)
 
 
@@ -89,8 +89,9 @@ def bad_places_are_refused(communicator: Communicator, device: str):
                 communicator.reduce_scatter(tensor, out=out)
     short = torch.ones(2 * size - 1, 3, device=device)
     for call in (communicator.all_gather, communicator.all_to_all):
+        given = tensor[: 2 if call == communicator.all_gather else None]
         with pytest.raises(UsageError, match=rf"out must (have|be).*\b{2 * size}\b"):
-            call(tensor[: 2 if call == communicator.all_gather else None], out=short)
+            call(given, out=short).wait()
     with pytest.raises(UsageError, match=r"out must be a tensor of .*\[2, 3\]"):
         communicator.reduce_scatter(tensor, out=torch.ones(3, 3, device=device))
     assert_works(communicator, device)
@@ -109,10 +110,10 @@ def one_ranks_bad_place_fails_everywhere(communicator: Communicator, device: str
         ):
             if communicator.rank == last:
                 with pytest.raises(UsageError, match="out must"):
-                    call(given, out=out)
+                    call(given, out=out).wait()
             else:
                 with pytest.raises(CollectiveError, match=f"arguments on rank {last};"):
-                    call(given, out=out)
+                    call(given, out=out).wait()
     assert_works(communicator, device)
 
 
@@ -120,7 +121,7 @@ def scalars_have_no_rows(communicator: Communicator, device: str):
     scalar = torch.tensor(1.0, device=device)
     for call in (communicator.all_gather, communicator.all_to_all):
         with pytest.raises((UsageError, CollectiveError), match="at least one dim"):
-            call(scalar)
+            call(scalar).wait()
     assert_works(communicator, device)
 
 

@@ -17,7 +17,7 @@ pytestmark = [
 SIZES = range(1, min(4, max(1, torch.cuda.device_count())) + 1)
 ENGINES = [
     Setting("solo", 1),
-    *(Setting("torch_distributed", size) for size in SIZES),
+    *(Setting("gloo", size) for size in SIZES),
 ]
 
 

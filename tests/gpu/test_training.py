@@ -93,7 +93,7 @@ def test_buckets_and_nccl_change_nothing_on_one_rank(run_ranks, dtype):
         1,
         reduce_over_nccl,
         dtype,
-        connecting=Setting("torch_distributed", 1),
+        connecting=Setting("gloo", 1),
         timeout_s=240.0,
     )
     # One bucket, laid out anew once, after the first step.

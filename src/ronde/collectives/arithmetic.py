@@ -64,6 +64,12 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a row-major tensor as its bytes: every dtype can be moved so."""
+    # reshape() would keep the stride of a single element cut out of a larger tensor.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def scale_(tensor: Tensor, factor: float) -> None:
     """Multiply in place; integers in float64, truncated toward zero."""
     if factor == 1.0:

@@ -110,9 +110,7 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def all_gather(
-        self, tensor: Tensor, *, out: Tensor | None = None
-    ) -> Work[Tensor]:
+    def all_gather(self, tensor: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
         """Concatenate every rank's ``tensor`` along dimension 0, in rank order.
 
         Args:
@@ -226,7 +224,8 @@ class Communicator(ABC):
             device: Where they are to lie.
 
         Returns:
-            A tensor of shape ``(numel,)``, aligned to 64 bytes; it outlives ``close()``.
+            A tensor of shape ``(numel,)``, aligned to 64 bytes, which outlives
+            ``close()``.
 
         Raises:
             CollectiveError: There is not enough of that memory; on every rank.

@@ -13,7 +13,7 @@ from ronde.collectives.arguments import (
     require_root,
     require_splits,
 )
-from ronde.collectives.arithmetic import dense
+from ronde.collectives.arithmetic import as_bytes, dense
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work
 from ronde.collectives.engines.torch_distributed import steps
 from ronde.collectives.engines.torch_distributed.groups import (
@@ -113,7 +113,7 @@ class TorchDistributedCommunicator(Communicator):
             if not tensor.numel():
                 return Done(tensor)
             values = dense(tensor)
-            pending = broadcast(backend, steps.as_bytes(values), root)
+            pending = broadcast(backend, as_bytes(values), root)
         is_copied = self.rank != root and not _is_same_memory(values, tensor)
         return TorchWork((pending,), lambda: _restore(tensor, values, is_copied), scene)
 
@@ -149,7 +149,7 @@ class TorchDistributedCommunicator(Communicator):
             backend = self._groups.of(tensor.device)
             if not tensor.numel():
                 return Done(None)
-            pending = backend.send([steps.as_bytes(dense(tensor))], to, tag)
+            pending = backend.send([as_bytes(dense(tensor))], to, tag)
         return TorchWork((Awaited(pending),), lambda: None, scene)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
@@ -161,7 +161,7 @@ class TorchDistributedCommunicator(Communicator):
             if not tensor.numel():
                 return Done(tensor)
             values = dense(tensor)
-            pending = backend.recv([steps.as_bytes(values)], source, tag)
+            pending = backend.recv([as_bytes(values)], source, tag)
         is_copied = not _is_same_memory(values, tensor)
         return TorchWork(
             (Awaited(pending),), lambda: _restore(tensor, values, is_copied), scene
@@ -220,7 +220,7 @@ class TorchDistributedCommunicator(Communicator):
         own = layout.encode(self.size)
         gathered = own.new_empty((self.size, own.numel()))
         gloo = self._groups.of(own.device)
-        all_gather_even(gloo, steps.as_bytes(gathered), steps.as_bytes(own)).wait()
+        all_gather_even(gloo, as_bytes(gathered), as_bytes(own)).wait()
         return [Layout.decode(row, self.size) for row in gathered]
 
 

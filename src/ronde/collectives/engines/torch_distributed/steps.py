@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives.arguments import apart_from
-from ronde.collectives.arithmetic import dense, reduce_stack, scale_
+from ronde.collectives.arithmetic import as_bytes, dense, reduce_stack, scale_
 from ronde.collectives.communicator import ReduceOp, rows
 from ronde.collectives.engines.torch_distributed.groups import (
     Backend,
@@ -14,12 +14,6 @@ from ronde.collectives.engines.torch_distributed.groups import (
     broadcast,
 )
 from ronde.collectives.engines.torch_distributed.work import Pending
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """View a row-major tensor as its bytes: every dtype can be moved so."""
-    # reshape() would keep the stride of a single element cut out of a larger tensor.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def reduce_by_shares(

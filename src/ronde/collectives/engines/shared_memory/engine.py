@@ -1,0 +1,317 @@
+"""Collectives of the ranks of one machine, through memory that all of them map."""
+
+import os
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from ronde.collectives.arguments import (
+    require_out,
+    require_peer,
+    require_root,
+    require_splits,
+)
+from ronde.collectives.arithmetic import as_bytes, dense, require_reducible
+from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work, rows
+from ronde.collectives.engines.shared_memory import movements, reductions
+from ronde.collectives.engines.shared_memory.combining import Combiner
+from ronde.collectives.engines.shared_memory.executor import Executor
+from ronde.collectives.engines.shared_memory.ground import Call, Ground
+from ronde.collectives.engines.shared_memory.mail import (
+    BOX_BYTES,
+    Box,
+    Inbox,
+    Label,
+    Outbox,
+    Receiving,
+    Sending,
+)
+from ronde.collectives.engines.shared_memory.peers import Peers, Process
+from ronde.collectives.engines.shared_memory.reductions import Reduction
+from ronde.collectives.engines.shared_memory.segment import (
+    MESSAGE_BYTES,
+    Exchange,
+    share_segments,
+)
+from ronde.collectives.engines.shared_memory.stage import SLOT_BYTES, Heap, Stage
+from ronde.collectives.engines.shared_memory.words import Header, Places
+from ronde.collectives.failures import Scene
+from ronde.collectives.layouts import Layout
+from ronde.errors import UsageError
+
+_CPU = torch.device("cpu")
+_PAGE_BYTES = 4096
+
+
+class SharedMemoryCommunicator(Communicator):
+    """A communicator of ranks that run on one machine. It moves CPU tensors.
+
+    Attributes:
+        rank: This process in the group.
+        size: Number of processes in the group.
+        timeout_s: How long a collective may wait for the other ranks.
+    """
+
+    engine = "shared_memory"
+
+    def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float) -> None:
+        """Connect to all other ranks; collective.
+
+        Args:
+            store: Where the ranks meet, empty under the keys used here.
+            rank: This process.
+            size: Number of processes.
+            timeout_s: How long any collective, and this call, may wait for a rank.
+
+        Raises:
+            CollectiveError: Not all ranks came in time, they are not all on this
+                machine, or there is not enough memory.
+        """
+        with Scene("connecting", rank, size, timeout_s).guard():
+            self._connect(_through(store, rank, size), rank, size, timeout_s)
+
+    def _connect(
+        self, exchange: Exchange, rank: int, size: int, timeout_s: float
+    ) -> None:
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        own = Process.of(os.getpid())
+        told = exchange(f"{own.pid} {own.started_at}".encode())
+        peers = Peers([Process(*map(int, text.split())) for text in told])
+        places = Places(size)
+        stage_at = places.num_bytes
+        boxes_at = stage_at + 2 * SLOT_BYTES
+        num_bytes = -(-(boxes_at + size * BOX_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        segments = share_segments(exchange, rank, num_bytes)
+        headers = [Header(segment, places) for segment in segments]
+        self._executor = Executor(headers, rank, peers, timeout_s)
+        self._ground = Ground(rank, headers, Stage(segments, stage_at), Heap())
+        self._segments, self._boxes_at = segments, boxes_at
+        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self._reductions: dict[tuple[object, ...], Reduction] = {}
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> Work[Tensor]:
+        """Reduce in place: see ``Communicator``."""
+        what = self._reduction("all_reduce", tensor, op, prescale, postscale)
+        if not tensor.numel():
+            self._executor.require_usable()
+            return Done(tensor)
+        flat = dense(tensor).view(-1)
+        steps = reductions.all_reduce(self._ground, tensor, flat, what)
+        return self._executor.submit("all_reduce", steps)
+
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        out: Tensor | None = None,
+    ) -> Work[Tensor]:
+        """Reduce and keep this rank's rows: see ``Communicator``."""
+        what = self._reduction("reduce_scatter", tensor, op, prescale, postscale)
+        if tensor.ndim == 0:
+            raise UsageError(
+                "tensor must have at least one dimension, got a scalar. "
+                "Use tensor.reshape(1)."
+            )
+        num_rows = rows(tensor.shape[0], self.size)
+        require_out(out, tensor, num_rows[self.rank])
+        steps = reductions.reduce_scatter(self._ground, tensor, num_rows, what, out)
+        return self._executor.submit("reduce_scatter", steps)
+
+    def all_gather(self, tensor: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
+        """Concatenate along dimension 0: see ``Communicator``."""
+        layout = self._layout("all_gather", tensor, None, out)
+        steps = movements.all_gather(self._ground, tensor, layout, out)
+        return self._executor.submit("all_gather", steps)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
+        """Copy ``root``'s tensor in place: see ``Communicator``."""
+        require_root(root, self.size)
+        _require_cpu(tensor)
+        if not tensor.numel():
+            self._executor.require_usable()
+            return Done(tensor)
+        call = Call("broadcast", str(tensor.dtype), tensor.numel(), f" from {root}")
+        steps = movements.broadcast(self._ground, tensor, root, call)
+        return self._executor.submit("broadcast", steps)
+
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        splits: Sequence[int] | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Work[tuple[Tensor, list[int]]]:
+        """Exchange rows: see ``Communicator``."""
+        layout = self._layout("all_to_all", tensor, splits, out)
+        steps = movements.all_to_all(self._ground, tensor, layout, out)
+        return self._executor.submit("all_to_all", steps)
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work[None]:
+        """Send to one rank: see ``Communicator``."""
+        require_peer("to", to, self.rank, self.size)
+        _require_cpu(tensor)
+        self._executor.require_usable()
+        if not tensor.numel():
+            return Done(None)
+        if to not in self._outboxes:
+            self._outboxes[to] = Outbox(self._box(self.rank, to))
+        outbox = self._outboxes[to]
+        data = as_bytes(dense(tensor))
+        sending = Sending(self._executor, outbox, _label(tensor, tag), data)
+        self._executor.deliver(sending)
+        return sending
+
+    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
+        """Receive from one rank: see ``Communicator``."""
+        require_peer("source", source, self.rank, self.size)
+        _require_cpu(tensor)
+        self._executor.require_usable()
+        if not tensor.numel():
+            return Done(tensor)
+        if source not in self._inboxes:
+            self._inboxes[source] = Inbox(self._box(source, self.rank))
+        inbox = self._inboxes[source]
+        receiving = Receiving(self._executor, inbox, _label(tensor, tag), tensor)
+        self._executor.deliver(receiving)
+        return receiving
+
+    def barrier(self) -> Work[None]:
+        """Complete when all have called: see ``Communicator``."""
+        return self._executor.submit("barrier", movements.barrier(self._ground))
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device = _CPU
+    ) -> Tensor:
+        """Return zeros that all ranks map: see ``Communicator``."""
+        if device.type != "cpu" or numel == 0:
+            return super().allocate(numel, dtype, device)
+        num_bytes = -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
+        segments = share_segments(self._exchange, self.rank, num_bytes)
+        own = segments[self.rank]
+        self._ground.heap.add(segments, self.rank)
+        return own.tensor[: numel * dtype.itemsize].view(dtype)
+
+    def duplicate(self) -> "SharedMemoryCommunicator":
+        """Make a communicator of the same ranks: see ``Communicator``."""
+        self._executor.require_usable()
+        copy = SharedMemoryCommunicator.__new__(SharedMemoryCommunicator)
+        copy._connect(self._exchange, self.rank, self.size, self.timeout_s)  # noqa: SLF001  its own
+        return copy
+
+    def close(self) -> None:
+        """End the helper thread; not collective, and calls may be repeated."""
+        self._executor.close()
+
+    def _reduction(
+        self,
+        name: str,
+        tensor: Tensor,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+    ) -> Reduction:
+        """Return what is to be done, from the last call for the same."""
+        _require_cpu(tensor)
+        numel = tensor.numel()
+        key = (name, tensor.dtype, numel, op, prescale, postscale)
+        what = self._reductions.get(key)
+        if what is None:
+            require_reducible(tensor.dtype, op, prescale, postscale)
+            call = Call(name, str(tensor.dtype), numel, f" by {op}")
+            combiner = Combiner(tensor.dtype, op, self.size, postscale)
+            if len(self._reductions) >= 1024:
+                self._reductions.clear()
+            what = self._reductions[key] = Reduction(call, prescale, combiner)
+        return what
+
+    def _layout(
+        self,
+        name: str,
+        tensor: Tensor,
+        splits: Sequence[int] | None,
+        out: Tensor | None,
+    ) -> Layout:
+        """Return what the others must know; where it is wrong, tell them that."""
+        dtype = str(tensor.dtype)
+        try:
+            _require_cpu(tensor)
+            sent: Sequence[int] = ()
+            if name == "all_to_all":
+                sent = require_splits(tensor, splits, self.size)
+            require_out(out, tensor)
+        except UsageError:
+            refused = Layout(name, dtype, (), is_refused=True)
+            self._executor.submit(name, movements.refuse(self._ground, refused))
+            raise
+        out_rows = None if out is None else out.shape[0]
+        return Layout(name, dtype, tuple(tensor.shape), tuple(sent), out_rows)
+
+    def _box(self, sender: int, receiver: int) -> Box:
+        return Box(
+            self._ground.headers,
+            self._segments,
+            self._boxes_at,
+            sender=sender,
+            receiver=receiver,
+        )
+
+    def _exchange(self, message: bytes) -> list[bytes]:
+        """Tell all ranks some bytes; collective."""
+        row = bytearray(MESSAGE_BYTES + 8)
+        row[:8] = len(message).to_bytes(8, "little")
+        row[8 : 8 + len(message)] = message
+        tensor = torch.frombuffer(row, dtype=torch.uint8).unsqueeze(0)
+        data = self.all_gather(tensor).wait().numpy()
+        lengths = [int.from_bytes(each[:8].tobytes(), "little") for each in data]
+        return [
+            each[8 : 8 + length].tobytes()
+            for each, length in zip(data, lengths, strict=True)
+        ]
+
+
+def _through(store: Store, rank: int, size: int) -> Exchange:
+    """Return an exchange by way of a store, for ranks that have nothing else yet."""
+    turn = 0
+
+    def exchange(message: bytes) -> list[bytes]:
+        nonlocal turn
+        turn += 1
+        store.set(f"{turn}/{rank}", message.hex())
+        return [
+            bytes.fromhex(store.get(f"{turn}/{other}").decode())
+            for other in range(size)
+        ]
+
+    return exchange
+
+
+def _require_cpu(tensor: Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise UsageError(
+            "tensor must be on the CPU for the engine shared_memory, got one on "
+            f"{tensor.device}. Use the engine auto or nccl."
+        )
+
+
+@lru_cache(maxsize=64)
+def _kind(dtype: torch.dtype) -> int:
+    return zlib.crc32(str(dtype).encode())
+
+
+def _label(tensor: Tensor, tag: int) -> Label:
+    return Label(tag, tensor.numel() * tensor.element_size(), _kind(tensor.dtype))

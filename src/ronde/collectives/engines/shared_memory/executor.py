@@ -1,0 +1,376 @@
+"""Carry collectives out, one after the other, by whichever thread has time.
+
+Note [Meetings]
+    A collective is a generator that yields wherever it can go on only when all ranks
+    have come as far: a *meeting*. Ranks count their meetings in ``Places.progress``;
+    meeting k is over when every rank's word is at least k. All ranks run the same
+    generators in the same order, so the numbers mean the same everywhere.
+
+Note [Who carries on]
+    Nothing runs in the background by itself: a call goes as far as it can, and so do
+    all later calls, ``is_done()`` and ``wait()``. A rank that starts a collective and
+    then computes would so make the others wait for its share. Therefore whoever waits
+    long rings the bell of those it waits for, and there a thread, which sleeps until
+    then, carries the share out beside the computation.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from ronde.collectives.engines.shared_memory.futex import sched_yield, sleep_while
+from ronde.collectives.engines.shared_memory.peers import Peers
+from ronde.collectives.engines.shared_memory.words import Header, Places, fence_loads
+from ronde.errors import CollectiveError, PeerLostError, UsageError
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+
+_NUM_SPINS = 200
+_NUM_YIELDS = 100
+_FIRST_NAP_S = 0.001
+_LAST_NAP_S = 0.05
+_LOOK_EVERY_S = 0.25
+"""Between two looks at whether the ranks that are waited for still live."""
+_CLOSED = 1
+
+
+class Lag(NamedTuple):
+    """A word that must change before this rank can go on."""
+
+    rank: int
+    place: int
+    value: int
+
+
+class Waited(Protocol):
+    """What a thread can wait for."""
+
+    name: str
+    is_over: bool
+
+    def find_lag(self) -> Lag | None:
+        """Return a word that must change first, or None."""
+        ...
+
+
+class Transfer(Waited, Protocol):
+    """A message under way between two ranks."""
+
+    def start(self) -> None:
+        """Take its turn behind earlier ones."""
+        ...
+
+    def advance(self) -> None:
+        """Go as far as it can."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """Be over, with an error."""
+        ...
+
+
+class Operation(Generic[T]):
+    """One collective under way: a ``Work``."""
+
+    __slots__ = ("_executor", "_result", "failure", "is_over", "name", "steps")
+    _result: T
+
+    def __init__(self, executor: "Executor", name: str, steps: Steps[T]) -> None:
+        self._executor = executor
+        self.name = name
+        self.steps = steps
+        self.is_over = False
+        self.failure: Exception | None = None
+
+    def is_done(self) -> bool:
+        """Say whether ``wait()`` would return without blocking."""
+        if not self.is_over:
+            self._executor.poll()
+        return self.is_over
+
+    def wait(self) -> T:
+        """Block until the result is there and return it; later calls return it again.
+
+        Raises:
+            CollectiveError: The collective failed; every later call raises it again.
+        """
+        if not self.is_over:
+            self._executor.finish(self)
+        if self.failure is not None:
+            raise self.failure
+        return self._result
+
+    def find_lag(self) -> Lag | None:
+        """Return the word of a rank that has not come to the meeting."""
+        return self._executor.find_lag()
+
+    def succeed(self, result: T) -> None:
+        """Be over, with a result."""
+        self._result = result
+        self.is_over = True
+
+    def fail(self, error: Exception) -> None:
+        """Be over, with an error."""
+        self.failure = error
+        self.is_over = True
+
+
+class Executor:
+    """The collectives of one communicator.
+
+    Args:
+        headers: All ranks' words.
+        rank: This process.
+        peers: All ranks' processes.
+        timeout_s: How long to wait for any of them.
+    """
+
+    def __init__(
+        self, headers: Sequence[Header], rank: int, peers: Peers, timeout_s: float
+    ) -> None:
+        self.headers = headers
+        self.rank = rank
+        self.transfers: list[Transfer] = []
+        self._own = headers[rank]
+        self._others = [(r, h) for r, h in enumerate(headers) if r != rank]
+        self._peers = peers
+        self._timeout_s = timeout_s
+        self._num_meetings = 0
+        self._queue: deque[Operation[object]] = deque()
+        self._failure: CollectiveError | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+        has_cores = len(os.sched_getaffinity(0)) >= len(headers)
+        self._num_spins = _NUM_SPINS if has_cores else 0
+        self._helper = threading.Thread(
+            target=self._help, name="ronde shared memory", daemon=True
+        )
+        self._helper.start()
+
+    def submit(self, name: str, steps: Steps[T]) -> Operation[T]:
+        """Start a collective, or queue it behind those under way."""
+        operation = Operation(self, name, steps)
+        with self._lock:
+            self.require_usable()
+            self._queue.append(operation)  # pyright: ignore[reportArgumentType]
+            if len(self._queue) == 1:
+                self._resume()
+            else:
+                self._advance()
+        return operation
+
+    def deliver(self, transfer: Transfer) -> None:
+        """Start a message."""
+        with self._lock:
+            self.require_usable()
+            self.transfers.append(transfer)
+            transfer.start()
+            self._advance()
+
+    def require_usable(self) -> None:
+        """Refuse to start anything on what is closed or broken.
+
+        Raises:
+            CollectiveError: The communicator was closed, or lost a rank before.
+        """
+        if self._is_closed:
+            raise CollectiveError(
+                "communicator must be open, got a closed one. Connect again."
+            )
+        if self._failure is not None:
+            raise self._failure
+
+    def poll(self) -> None:
+        """Carry on with whatever can go on now."""
+        with self._lock:
+            self._advance()
+
+    def finish(self, waited: Waited) -> None:
+        """Carry on, waiting for others where that must be, until ``waited`` is over."""
+        while True:
+            with self._lock:
+                self._advance()
+                if waited.is_over:
+                    return
+            self._wait(waited)
+
+    def find_lag(self) -> Lag | None:
+        """Return the word of a rank that has not come to the meeting."""
+        meeting = self._num_meetings
+        for rank, header in self._others:
+            value = header.words[Places.progress]
+            if value < meeting:
+                return Lag(rank, Places.progress, value)
+        return None
+
+    def close(self) -> None:
+        """End the helper and tell the others; what is under way fails."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._own.publish(Places.is_closed, _CLOSED)
+            self._fail(
+                CollectiveError("communicator must be open until its works are done.")
+            )
+        self._own.ring()
+        if threading.current_thread() is not self._helper:
+            self._helper.join()
+
+    def _advance(self) -> None:
+        """Carry on without waiting; the lock is held."""
+        while self._queue and self._has_met():
+            self._resume()
+        if self.transfers:
+            for transfer in list(self.transfers):
+                transfer.advance()
+            self.transfers = [t for t in self.transfers if not t.is_over]
+
+    def _has_met(self) -> bool:
+        meeting = self._num_meetings
+        for _, header in self._others:
+            if header.words[Places.progress] < meeting:
+                return False
+        fence_loads()
+        return True
+
+    def _resume(self) -> None:
+        """Run the first collective to its next meeting, or to its end and the next's.
+
+        An error of a kind that all ranks see alike ends one collective; any other
+        leaves this rank out of step, so that it takes part in none any more.
+        """
+        queue = self._queue
+        while queue:
+            operation = queue[0]
+            is_in_step = False
+            try:
+                next(operation.steps)
+                is_in_step = True
+            except StopIteration as end:
+                operation.succeed(end.value)
+                is_in_step = True
+            except (CollectiveError, UsageError) as error:
+                operation.fail(error)
+                is_in_step = True
+            except Exception as error:  # noqa: BLE001  raised where it is waited for
+                operation.fail(error)
+            finally:
+                if not is_in_step:
+                    self._break(operation)
+            if not operation.is_over:
+                self._num_meetings += 1
+                self._own.publish(Places.progress, self._num_meetings)
+                return
+            if not queue:
+                return
+            queue.popleft()
+
+    def _break(self, operation: Operation[object]) -> None:
+        """Have all ranks give up: this one is out of step."""
+        self._own.publish(Places.is_closed, _CLOSED)
+        self._fail(
+            CollectiveError(
+                f"communicator must be in step on all ranks, but {operation.name} "
+                f"failed on rank {self.rank}. Connect again."
+            )
+        )
+
+    def _fail(self, error: CollectiveError) -> None:
+        """Fail all that is under way, and all that is to come."""
+        self._failure = error
+        for operation in self._queue:
+            if not operation.is_over:
+                operation.fail(error)
+        self._queue.clear()
+        for transfer in self.transfers:
+            transfer.fail(error)
+        self.transfers = []
+
+    def _wait(self, waited: Waited) -> None:
+        """Return when something may have changed for ``waited``.
+
+        Spin first, which is fastest where every rank has a core; then let others run;
+        then sleep.
+        """
+        find = waited.find_lag
+        for _ in range(self._num_spins):
+            if find() is None:
+                return
+        for _ in range(_NUM_YIELDS):
+            sched_yield()
+            if find() is None or waited.is_over:
+                return
+        self._sleep(waited)
+
+    def _sleep(self, waited: Waited) -> None:
+        now = time.monotonic()
+        deadline, look_at = now + self._timeout_s, now + _LOOK_EVERY_S
+        nap_s = _FIRST_NAP_S
+        while not waited.is_over and (lag := waited.find_lag()) is not None:
+            header = self.headers[lag.rank]
+            header.fall_asleep(self.rank)
+            # The kernel looks at the word once more: see Note [Memory order].
+            sleep_while(header.address + 8 * lag.place, lag.value, nap_s)
+            header.wake_up(self.rank)
+            nap_s = min(2 * nap_s, _LAST_NAP_S)
+            if waited.find_lag() is None:
+                return
+            header.ring()
+            now = time.monotonic()
+            if now >= look_at or header.words[Places.is_closed]:
+                look_at = now + _LOOK_EVERY_S
+                self._look(waited, lag, is_late=now >= deadline)
+
+    def _look(self, waited: Waited, lag: Lag, *, is_late: bool) -> None:
+        """Give up where a rank that is waited for is gone, or late."""
+        absent = self._absent(lag)
+        losses = [loss for rank in absent if (loss := self._find_loss(rank))]
+        place = f"{waited.name} on rank {self.rank} of {len(self.headers)}"
+        if losses:
+            # What it did just before it went may be all that was waited for.
+            if waited.find_lag() is None:
+                return
+            error: CollectiveError = PeerLostError(
+                f"{place} needs every rank, but one is gone ({losses[0]}). Its own "
+                "error says why."
+            )
+        elif is_late:
+            error = CollectiveError(
+                f"{place} must complete within timeout_s, got no answer for "
+                f"{self._timeout_s:g} s from ranks {absent[:8]}. See which rank hangs "
+                "or makes other calls, or give a longer timeout_s."
+            )
+        else:
+            return
+        with self._lock:
+            if self._failure is None:
+                self._fail(error)
+
+    def _absent(self, lag: Lag) -> list[int]:
+        """Return all ranks that are waited for."""
+        if lag.place != Places.progress:
+            return [lag.rank]
+        return [
+            rank
+            for rank, header in self._others
+            if header.words[Places.progress] < self._num_meetings
+        ]
+
+    def _find_loss(self, rank: int) -> str:
+        if self.headers[rank].words[Places.is_closed]:
+            return f"rank {rank} closed its communicator"
+        return self._peers.find_loss(rank)
+
+    def _help(self) -> None:
+        """Carry on whenever the bell rings."""
+        bell: Callable[[], int] = lambda: self._own.words[Places.bell]  # noqa: E731
+        while not self._is_closed:
+            heard = bell()
+            self.poll()
+            if not self._is_closed:
+                sleep_while(self._own.address + 8 * Places.bell, heard, 3600.0)

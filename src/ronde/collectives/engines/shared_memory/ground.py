@@ -1,0 +1,121 @@
+"""What all collectives of one communicator stand on."""
+
+import functools
+import hashlib
+from collections.abc import Generator, Sequence
+from typing import NamedTuple, NoReturn
+
+from torch import Tensor
+
+from ronde.collectives.engines.shared_memory.stage import Heap, Stage
+from ronde.collectives.engines.shared_memory.words import Header, Places
+from ronde.errors import CollectiveError
+
+_DIRECT_BYTES = 64 << 10
+"""From here on two more words and a meeting cost less than a copy."""
+
+
+class Call(NamedTuple):
+    """What must be equal on all ranks.
+
+    Attributes:
+        name: The collective.
+        dtype: The tensor's, as text.
+        numel: Its number of elements.
+        detail: What else matters: the operation, the root.
+    """
+
+    name: str
+    dtype: str = ""
+    numel: int = 0
+    detail: str = ""
+
+    def __str__(self) -> str:
+        """Describe it for a message."""
+        of = f" of {self.numel} elements of {self.dtype}" if self.dtype else ""
+        return f"{self.name}{of}{self.detail}"
+
+
+@functools.lru_cache(maxsize=4096)
+def signature(call: Call) -> int:
+    """Return a number that tells calls apart, the same in every process."""
+    digest = hashlib.sha256(repr(tuple(call)).encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+class Ground:
+    """The memory of all ranks, and the turn-taking in it.
+
+    Attributes:
+        rank: This process.
+        size: Number of processes.
+        headers: All ranks' words.
+        stage: All ranks' slots.
+        heap: What was allocated.
+    """
+
+    def __init__(
+        self, rank: int, headers: Sequence[Header], stage: Stage, heap: Heap
+    ) -> None:
+        self.rank = rank
+        self.size = len(headers)
+        self.headers = headers
+        self.stage = stage
+        self.heap = heap
+        self._own = headers[rank].words
+        self._words = [header.words for header in headers]
+        self._turn = 0
+
+    def announce(self, call: Call, location: int = 0) -> int:
+        """Tell the others, from the next meeting on, what this rank was called for.
+
+        Args:
+            call: What must be equal on all ranks.
+            location: Where the tensor is, if the others may look.
+
+        Returns:
+            The turn, for the questions after the meeting. Two turns are enough for the
+            reason of Note [Two slots].
+        """
+        turn = self._turn = 1 - self._turn
+        self._own[Places.signatures + turn] = signature(call)
+        self._own[Places.locations + turn] = location
+        return turn
+
+    def is_agreed(self, turn: int, call: Call) -> bool:
+        """Say whether all ranks were called for the same."""
+        place, wanted = Places.signatures + turn, signature(call)
+        return all([words[place] == wanted for words in self._words])  # noqa: C419  faster
+
+    def locations(self, turn: int) -> list[int]:
+        """Return where each rank's tensor is."""
+        place = Places.locations + turn
+        return [words[place] for words in self._words]
+
+    def locate(self, flat: Tensor) -> int:
+        """Return where a tensor is that is worth being looked at in its place."""
+        if flat.numel() * flat.element_size() < _DIRECT_BYTES:
+            return 0
+        return self.heap.locate(flat)
+
+    def refuse(self, call: Call) -> Generator[None, None, NoReturn]:
+        """Tell each other the calls that do not fit together, and raise.
+
+        Raises:
+            CollectiveError: Always; the same on every rank.
+        """
+        self.headers[self.rank].write_text(str(call))
+        yield
+        groups: dict[str, list[int]] = {}
+        for rank, header in enumerate(self.headers):
+            groups.setdefault(header.read_text(), []).append(rank)
+        told = "; ".join(f"{text} on {_name(ranks)}" for text, ranks in groups.items())
+        raise CollectiveError(
+            f"calls must be equal on all ranks, got {told}. Make the same calls in the "
+            "same order everywhere."
+        )
+
+
+def _name(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,0 +1,239 @@
+"""Moving bytes, as steps between meetings."""
+
+import functools
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from ronde.collectives.arguments import apart_from
+from ronde.collectives.arithmetic import as_bytes, dense
+from ronde.collectives.engines.shared_memory.executor import Steps
+from ronde.collectives.engines.shared_memory.ground import Call, Ground
+from ronde.collectives.engines.shared_memory.stage import (
+    SLOT_BYTES,
+    is_same_region,
+    offset_of,
+)
+from ronde.collectives.layouts import Layout, require_agreement, require_out_rows
+
+_LINE_BYTES = 64
+_BYTE = torch.uint8
+_EXCHANGE = Call("all_gather or all_to_all")
+_BARRIER = Call("barrier")
+
+
+def barrier(ground: Ground) -> Steps[None]:
+    """Meet."""
+    turn = ground.announce(_BARRIER)
+    yield
+    if not ground.is_agreed(turn, _BARRIER):
+        yield from ground.refuse(_BARRIER)
+
+
+def broadcast(ground: Ground, tensor: Tensor, root: int, call: Call) -> Steps[Tensor]:
+    """Copy ``root``'s elements into everybody's."""
+    values = dense(tensor)
+    data = as_bytes(values)
+    is_root = ground.rank == root
+    location = ground.locate(data)
+    slot = ground.stage.take()
+    if is_root and not location:
+        _show(ground, slot, data[:SLOT_BYTES])
+    turn = ground.announce(call, location)
+    yield
+    if not ground.is_agreed(turn, call):
+        yield from ground.refuse(call)
+    locations = ground.locations(turn)
+    if is_same_region(locations):
+        if not is_root:
+            data.copy_(_other(ground, locations, root, data.numel()))
+        yield
+    else:
+        shown = -1 if locations[root] else slot
+        yield from _broadcast_staged(ground, data, root, shown)
+    if not is_root and not (
+        values.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()
+    ):
+        tensor.detach().copy_(values)
+    return tensor
+
+
+def _broadcast_staged(
+    ground: Ground, data: Tensor, root: int, slot: int
+) -> Steps[None]:
+    """Show one slot after the other; ``slot`` has the first bytes, or is -1."""
+    for start in range(0, data.numel(), SLOT_BYTES):
+        piece = data[start : start + SLOT_BYTES]
+        if start or slot < 0:
+            slot = ground.stage.take()
+            if ground.rank == root:
+                _show(ground, slot, piece)
+            yield
+        if ground.rank != root:
+            piece.copy_(ground.stage.views(slot, _BYTE, piece.numel())[root])
+
+
+def refuse(ground: Ground, layout: Layout) -> Steps[None]:
+    """Tell the others that this rank's arguments are wrong.
+
+    Raises:
+        CollectiveError: Always, as on the other ranks.
+    """
+    yield from _exchange(ground, layout, ground.stage.take(), 0)
+
+
+def all_gather(
+    ground: Ground, tensor: Tensor, layout: Layout, out: Tensor | None
+) -> Steps[Tensor]:
+    """Concatenate every rank's rows."""
+    own_rows = ground.rank * tensor.shape[0] if tensor.ndim else 0
+    data = as_bytes(dense(apart_from(tensor, out, own_rows)))
+    location = ground.locate(data)
+    room, slot = SLOT_BYTES - _head_bytes(ground), ground.stage.take()
+    if not location:
+        _show(ground, slot, data[:room], _head_bytes(ground))
+    layouts, locations = yield from _exchange(ground, layout, slot, location)
+    counts = [each.shape[0] for each in layouts]
+    require_out_rows(layouts, ground.rank, [sum(counts)] * ground.size)
+    result = _result(tensor, sum(counts), out)
+    row_bytes = _row_bytes(tensor)
+    parts = torch.split(as_bytes(result.detach()), [c * row_bytes for c in counts])
+    if is_same_region(locations):
+        for rank, part in enumerate(parts):
+            if rank != ground.rank:
+                part.copy_(_other(ground, locations, rank, part.numel()))
+            elif part.data_ptr() != data.data_ptr():
+                part.copy_(data)
+        yield
+        return result
+    shown = -1 if any(locations) else slot
+    for start in range(0, max(part.numel() for part in parts), room):
+        if start or shown < 0:
+            shown = ground.stage.take()
+            _show(ground, shown, data[start : start + room], _head_bytes(ground))
+            yield
+        _copy_shown(ground, shown, _head_bytes(ground), parts, start, room)
+    return result
+
+
+def all_to_all(
+    ground: Ground, tensor: Tensor, layout: Layout, out: Tensor | None
+) -> Steps[tuple[Tensor, list[int]]]:
+    """Exchange rows."""
+    row_bytes = _row_bytes(tensor)
+    source = apart_from(tensor[: sum(layout.splits)], out)
+    data = as_bytes(dense(source))
+    location = ground.locate(data)
+    layouts, locations = yield from _exchange(
+        ground, layout, ground.stage.take(), location
+    )
+    plan = list(zip(*(each.splits for each in layouts), strict=True))
+    require_out_rows(layouts, ground.rank, [sum(column) for column in plan])
+    counts = list(plan[ground.rank])
+    result = _result(tensor, sum(counts), out)
+    parts = torch.split(as_bytes(result.detach()), [c * row_bytes for c in counts])
+    if is_same_region(locations):
+        for rank, part in enumerate(parts):
+            before = sum(layouts[rank].splits[: ground.rank]) * row_bytes
+            if rank == ground.rank:
+                part.copy_(data[before : before + part.numel()])
+            else:
+                part.copy_(_other(ground, locations, rank, part.numel(), before))
+        yield
+        return result, counts
+    room = SLOT_BYTES // ground.size // _LINE_BYTES * _LINE_BYTES
+    sent = torch.split(data, [count * row_bytes for count in layout.splits])
+    most = max(max(each.splits) for each in layouts) * row_bytes
+    for start in range(0, most, room):
+        slot = ground.stage.take()
+        for to, piece in enumerate(sent):
+            _show(ground, slot, piece[start : start + room], to * room)
+        yield
+        _copy_shown(ground, slot, ground.rank * room, parts, start, room)
+    return result, counts
+
+
+def _exchange(
+    ground: Ground, layout: Layout, slot: int, location: int
+) -> Generator[None, None, tuple[Sequence[Layout], list[int]]]:
+    """Return all ranks' layouts, once they fit together, and where their tensors are.
+
+    Raises:
+        CollectiveError: They do not; or ranks were called for other things.
+    """
+    encoded = _encoded(layout, ground.size)
+    _show(ground, slot, encoded)
+    turn = ground.announce(_EXCHANGE, location)
+    yield
+    if not ground.is_agreed(turn, _EXCHANGE):
+        yield from ground.refuse(_EXCHANGE)
+    told = [
+        view.numpy().tobytes()
+        for view in ground.stage.views(slot, _BYTE, encoded.numel())
+    ]
+    layouts = _decoded(tuple(told), ground.size)
+    require_agreement(layouts)
+    return layouts, ground.locations(turn)
+
+
+@functools.lru_cache(maxsize=1024)
+def _encoded(layout: Layout, size: int) -> Tensor:
+    return as_bytes(layout.encode(size))
+
+
+@functools.lru_cache(maxsize=256)
+def _decoded(told: tuple[bytes, ...], size: int) -> Sequence[Layout]:
+    return [
+        Layout.decode(torch.frombuffer(bytearray(text), dtype=torch.int64), size)
+        for text in told
+    ]
+
+
+def _head_bytes(ground: Ground) -> int:
+    """Return how much of a slot a layout takes, in whole lines."""
+    num_bytes = 8 * Layout.num_numbers(ground.size)
+    return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+
+
+def _show(ground: Ground, slot: int, piece: Tensor, offset: int = 0) -> None:
+    """Copy bytes into this rank's slot."""
+    if piece.numel():
+        views = ground.stage.views(slot, _BYTE, piece.numel(), offset)
+        views[ground.rank].copy_(piece)
+
+
+def _copy_shown(
+    ground: Ground,
+    slot: int,
+    offset: int,
+    parts: Sequence[Tensor],
+    start: int,
+    room: int,
+) -> None:
+    """Copy what the ranks show at ``offset`` to ``start`` of each one's part."""
+    for rank, part in enumerate(parts):
+        piece = part[start : start + room]
+        if piece.numel():
+            views = ground.stage.views(slot, _BYTE, piece.numel(), offset)
+            piece.copy_(views[rank])
+
+
+def _other(
+    ground: Ground,
+    locations: Sequence[int],
+    rank: int,
+    num_bytes: int,
+    start: int = 0,
+) -> Tensor:
+    """Return another rank's bytes where they lie, from ``start`` on."""
+    region = ground.heap.region(locations[rank])
+    return region.view(rank, offset_of(locations[rank]) + start, _BYTE, num_bytes)
+
+
+def _result(tensor: Tensor, num_rows: int, out: Tensor | None) -> Tensor:
+    return tensor.new_empty((num_rows, *tensor.shape[1:])) if out is None else out
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor.shape[1:].numel() * tensor.element_size()

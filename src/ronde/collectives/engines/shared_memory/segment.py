@@ -1,0 +1,173 @@
+"""Memory that several processes of one machine map.
+
+A segment is an anonymous file (``memfd_create``): it has no name in ``/dev/shm``, so
+nothing can be left there however the processes end, and the size of that file system,
+64 MiB in most containers, does not limit it. The other ranks open it through
+``/proc/PID/fd/N``; once all have mapped it, its descriptor is closed and only the
+mappings keep it alive.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ronde.errors import CollectiveError
+from ronde.memory import available_memory
+from ronde.units import format_size
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Tells all ranks some bytes, at most ``MESSAGE_BYTES``, and returns everybody's."""
+MESSAGE_BYTES = 512
+_RESERVE_BYTES = 64 << 20
+"""Left to the rest of the machine."""
+
+
+class Segment:
+    """One rank's memory, as mapped into this process.
+
+    Attributes:
+        mapping: What keeps it in this process's memory.
+        address: Where it begins there.
+        num_bytes: Its size.
+        view: Its bytes, for words.
+        tensor: Its bytes, for torch; the mapping lives as long as any view of it.
+    """
+
+    __slots__ = ("address", "mapping", "num_bytes", "tensor", "view")
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        # Populated now: a page fault costs more than reducing the page.
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        mapping = mmap.mmap(descriptor, num_bytes, flags)
+        self.mapping = mapping
+        self.num_bytes = num_bytes
+        self.view = memoryview(mapping)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self.tensor: Tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a rank tells the others of its segment."""
+
+    pid: int
+    descriptor: int
+    inode: int
+    host: str
+
+    def encode(self) -> bytes:
+        fields = (self.pid, self.descriptor, self.inode, self.host)
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def decode(cls, text: bytes) -> "_Offer":
+        return cls(*json.loads(text))
+
+
+def share_segments(exchange: Exchange, rank: int, num_bytes: int) -> list[Segment]:
+    """Make a zeroed segment on each rank and map everybody's; collective.
+
+    Args:
+        exchange: Tells the others where one's segment is; collective.
+        rank: This process.
+        num_bytes: Size of each rank's segment, equal on all.
+
+    Returns:
+        The segments in rank order.
+
+    Raises:
+        CollectiveError: The memory is not there, or not every rank can open the others'
+            segments; in the same words on every rank.
+    """
+    sharing = _Sharing(exchange, rank, num_bytes)
+    try:
+        # Each step ends with the ranks telling each other how it went.
+        for step in (sharing.create, sharing.check, sharing.map_own, sharing.map_all):
+            sharing.take(step)
+    finally:
+        sharing.close()
+    return sharing.segments
+
+
+class _Sharing:
+    """The steps to segments that everybody has mapped."""
+
+    def __init__(self, exchange: Exchange, rank: int, num_bytes: int) -> None:
+        self.segments: list[Segment] = []
+        self._exchange = exchange
+        self._rank = rank
+        self._num_bytes = num_bytes
+        self._descriptor = -1
+        self._offers: list[_Offer] = []
+
+    def take(self, step: Callable[[], None]) -> None:
+        """Take a step; refuse on every rank what failed on any."""
+        try:
+            step()
+            problem = ""
+        except OSError as error:
+            host = socket.gethostname()
+            problem = f"shared memory cannot be used on rank {self._rank} ({host}): "
+            problem += str(error)
+        except MemoryError as error:
+            problem = str(error)
+        for reply in self._exchange(problem.encode()[:MESSAGE_BYTES]):
+            if reply:
+                raise CollectiveError(reply.decode(errors="replace"))
+
+    def create(self) -> None:
+        self._descriptor = os.memfd_create("ronde", os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, self._num_bytes)
+
+    def check(self) -> None:
+        """Refuse what does not fit.
+
+        The kernel would promise the memory all the same, and kill whoever touches it.
+        """
+        inode = os.fstat(self._descriptor).st_ino
+        host = socket.gethostname()[:64]
+        own = _Offer(os.getpid(), self._descriptor, inode, host)
+        self._offers = [_Offer.decode(text) for text in self._exchange(own.encode())]
+        available = available_memory()
+        size = len(self._offers)
+        needed = size * self._num_bytes
+        if needed + _RESERVE_BYTES > available.num_bytes:
+            raise MemoryError(
+                f"shared memory must fit: {size} ranks * "
+                f"{format_size(self._num_bytes)} = {format_size(needed)}, got "
+                f"{format_size(available.num_bytes)} available ({available.source}). "
+                f"{available.remedy}"
+            )
+
+    def map_own(self) -> None:
+        """Map one's own first: pages belong to the node of who touches them first."""
+        self._own = Segment(self._descriptor, self._num_bytes)
+
+    def map_all(self) -> None:
+        for rank, offer in enumerate(self._offers):
+            is_own = rank == self._rank
+            self.segments.append(self._own if is_own else self._open(rank, offer))
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def _open(self, rank: int, offer: _Offer) -> Segment:
+        path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_ino != offer.inode:
+                raise OSError(
+                    f"rank {rank} on {offer.host} has other process numbers: it runs "
+                    "on another machine or in another container"
+                )
+            return Segment(descriptor, self._num_bytes)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,143 @@
+"""Where tensors lie that all ranks can read: slots for copies, and allocated memory."""
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ronde.collectives.engines.shared_memory.segment import Segment
+
+SLOT_BYTES = 256 << 10
+"""Two ranks' slots and their tensors' pieces fit a core's second-level cache."""
+_MAX_VIEWS = 4096
+_OFFSET_BITS = 44
+
+
+class Stage:
+    """Two slots on each rank, taken in turn.
+
+    Note [Two slots]
+        A rank may read the others' slots from the first meeting after a slot was taken
+        up to the next taking, and it writes its own slot again only when it has taken
+        the other one and has been at a meeting since. At that meeting all ranks have
+        come past their reading. So two slots are enough, whatever follows whatever.
+    """
+
+    def __init__(self, segments: Sequence[Segment], start: int) -> None:
+        self._tensors = [segment.tensor for segment in segments]
+        self._start = start
+        self._taken = 1
+        self._views: dict[tuple[object, ...], list[Tensor]] = {}
+
+    def take(self) -> int:
+        """Return the slot that this rank may write now."""
+        self._taken = 1 - self._taken
+        return self._taken
+
+    def views(
+        self, slot: int, dtype: torch.dtype, numel: int, offset: int = 0
+    ) -> list[Tensor]:
+        """Return a part of a slot on every rank.
+
+        Args:
+            slot: From ``take()``.
+            dtype: Of the views.
+            numel: Elements of each.
+            offset: Bytes into the slot, a multiple of the element's.
+        """
+        key = (slot, dtype, numel, offset)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            first = self._start + slot * SLOT_BYTES + offset
+            num_bytes = numel * dtype.itemsize
+            views = self._views[key] = [
+                tensor[first : first + num_bytes].view(dtype)
+                for tensor in self._tensors
+            ]
+        return views
+
+
+class Region:
+    """What all ranks allocated in one call.
+
+    Attributes:
+        number: Counts the calls, equal on all ranks.
+        start: Where this rank's part begins in this process.
+        num_bytes: Size of each rank's part.
+        plans: What reductions have worked out for tensors here.
+    """
+
+    def __init__(self, number: int, segments: Sequence[Segment], rank: int) -> None:
+        self.number = number
+        self.start = segments[rank].address
+        self.num_bytes = segments[rank].num_bytes
+        self.plans: dict[tuple[object, ...], list[tuple[Tensor, ...]]] = {}
+        # Not one's own: the caller's tensors alone keep that, and its end is the
+        # region's.
+        self._others = [
+            torch.empty(0) if r == rank else segment.tensor
+            for r, segment in enumerate(segments)
+        ]
+
+    def view(self, rank: int, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return a part of what another rank allocated.
+
+        Args:
+            rank: The other rank.
+            offset: Bytes from the start, a multiple of the dtype's.
+            dtype: Of the view.
+            numel: Its number of elements.
+        """
+        return self._others[rank][offset : offset + numel * dtype.itemsize].view(dtype)
+
+
+class Heap:
+    """The regions that are in use."""
+
+    def __init__(self) -> None:
+        self._regions: list[Region] = []
+        self._num_regions = 0
+        # A finalizer may run in the middle of anything: it only leaves a note.
+        self._gone: deque[int] = deque()
+
+    def add(self, segments: Sequence[Segment], rank: int) -> None:
+        """Take a region in, until this rank's tensors in it are gone."""
+        self._num_regions += 1
+        self._regions.append(Region(self._num_regions, segments, rank))
+        mapping = segments[rank].mapping
+        weakref.finalize(mapping, self._gone.append, self._num_regions)
+
+    def locate(self, tensor: Tensor) -> int:
+        """Return a number for where a flat tensor lies; 0 outside every region."""
+        self._forget()
+        address = tensor.data_ptr()
+        for region in self._regions:
+            offset = address - region.start
+            if 0 <= offset < region.num_bytes:
+                return region.number << _OFFSET_BITS | offset
+        return 0
+
+    def region(self, location: int) -> Region:
+        """Return the region that ``locate`` found, on whatever rank."""
+        number = location >> _OFFSET_BITS
+        return next(each for each in self._regions if each.number == number)
+
+    def _forget(self) -> None:
+        while self._gone:
+            number = self._gone.popleft()
+            self._regions = [each for each in self._regions if each.number != number]
+
+
+def offset_of(location: int) -> int:
+    """Return the bytes into its region of what ``Heap.locate`` found."""
+    return location & ((1 << _OFFSET_BITS) - 1)
+
+
+def is_same_region(locations: Sequence[int]) -> bool:
+    """Say whether all ranks' tensors lie in one region."""
+    numbers = {location >> _OFFSET_BITS for location in locations}
+    return len(numbers) == 1 and 0 not in numbers
