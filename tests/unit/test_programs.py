@@ -8,7 +8,7 @@ from tests.unit.interpreter import Vectors
 
 from ronde.collectives.algorithms import ALGORITHMS
 from ronde.collectives.engines.scheduled.program import Message, compile_program
-from ronde.collectives.schedule import Action, Chunks, Schedule
+from ronde.collectives.schedule import Action, Chunks, Load, Schedule, Step
 
 names = st.sampled_from(sorted(ALGORITHMS))
 many = settings(max_examples=120, deadline=None)
@@ -167,3 +167,18 @@ def test_pieces_are_no_longer_than_asked(name, size, numel, piece_numel):
     assert all(0 < m.stop - m.start <= piece_numel for m in program)
     sent = sum(m.stop - m.start for m in program if m.action is Action.SEND)
     assert sent == schedule.num_sent(size // 2)
+
+
+@given(st.integers(1, 4), st.randoms())
+def test_what_is_sent_is_not_overwritten_on_its_way(piece_numel, order):
+    """Rank 0 passes its vector on and then takes rank 2's, which waits for nobody."""
+    parts = {
+        0: [(Step(Action.SEND, 1, 0),), (Step(Action.COPY, 2, 0),)],
+        1: [(Step(Action.COPY, 0, 0),), ()],
+        2: [(), (Step(Action.SEND, 0, 0),)],
+    }
+    loads = (Load(2, 4),)
+    schedule = Schedule("passing on", 3, Chunks(1, 4), loads, parts.__getitem__)
+    vectors = [[rank] * 4 for rank in range(3)]
+    Network(schedule, vectors, piece_numel).run(order)
+    assert vectors == [[2] * 4, [0] * 4, [2] * 4]
