@@ -106,6 +106,7 @@ def _parser() -> _Parser:
         allow_abbrev=False,
     )
     _add_options(parser)
+    _add_engine_options(parser)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -148,6 +149,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="port the ranks meet at (default: a free one)",
     )
     add(
+        "--nested",
+        action="store_true",
+        help="start a world of its own inside a rank of another",
+    )
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
         "--engine",
         default="",
         metavar="NAME",
@@ -158,11 +168,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="NAME",
         help=f"schedule of --engine scheduled: {', '.join(ALGORITHMS)}",
-    )
-    add(
-        "--nested",
-        action="store_true",
-        help="start a world of its own inside a rank of another",
     )
 
 
