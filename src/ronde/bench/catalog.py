@@ -44,7 +44,7 @@ class Factor(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Test:
+class Collective:
     """One collective as nccl-tests measures it.
 
     Attributes:
@@ -99,16 +99,18 @@ class Shape:
 
 _GATHERED = (Spread.SHARED_SEND, Factor.SHARED)
 _SCATTERED = (Spread.SHARED_RECEIVE, Factor.SHARED)
+_SPLIT = (Spread.SPLIT, Factor.SHARED)
+_BY_MATRIX = (Spread.MATRIX, Factor.SHARED)
 
-TESTS: Mapping[str, Test] = MappingProxyType(
+COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
     {
-        test.name: test
-        for test in (
-            Test("all_reduce", Spread.WHOLE, Factor.REDUCED, has_op=True),
-            Test("all_gather", *_GATHERED),
-            Test("reduce_scatter", *_SCATTERED, has_op=True),
-            Test("broadcast", Spread.WHOLE, Factor.ONE, has_root=True),
-            Test(
+        each.name: each
+        for each in (
+            Collective("all_reduce", Spread.WHOLE, Factor.REDUCED, has_op=True),
+            Collective("all_gather", *_GATHERED),
+            Collective("reduce_scatter", *_SCATTERED, has_op=True),
+            Collective("broadcast", Spread.WHOLE, Factor.ONE, has_root=True),
+            Collective(
                 "reduce",
                 Spread.WHOLE,
                 Factor.ONE,
@@ -116,22 +118,26 @@ TESTS: Mapping[str, Test] = MappingProxyType(
                 has_root=True,
                 emulation="reduce_scatter, then every rank sends its share to the root",
             ),
-            Test("alltoall", Spread.SPLIT, Factor.SHARED, is_in_place_checked=False),
-            Test("alltoallv", Spread.MATRIX, Factor.SHARED, is_in_place_checked=False),
-            Test(
+            Collective(
+                "alltoall", Spread.SPLIT, Factor.SHARED, is_in_place_checked=False
+            ),
+            Collective(
+                "alltoallv", Spread.MATRIX, Factor.SHARED, is_in_place_checked=False
+            ),
+            Collective(
                 "gather",
                 *_GATHERED,
                 has_root=True,
                 emulation="every rank sends to the root",
             ),
-            Test(
+            Collective(
                 "scatter",
                 *_SCATTERED,
                 has_root=True,
                 emulation="the root sends to every rank",
             ),
-            Test("sendrecv", Spread.WHOLE, Factor.ONE, is_in_place_checked=False),
-            Test("hypercube", Spread.SHARED_SEND, Factor.ONE, redop=""),
+            Collective("sendrecv", Spread.WHOLE, Factor.ONE, is_in_place_checked=False),
+            Collective("hypercube", Spread.SHARED_SEND, Factor.ONE, redop=""),
         )
     }
 )
@@ -145,7 +151,7 @@ _OTHER_NAMES = {
 }
 
 
-def find_test(name: str) -> Test:
+def find_collective(name: str) -> Collective:
     """Return a test by its name, or by that of nccl-tests' program.
 
     Raises:
@@ -153,15 +159,15 @@ def find_test(name: str) -> Test:
     """
     short = name.removesuffix("_perf")
     short = _OTHER_NAMES.get(short, short)
-    if short not in TESTS:
+    if short not in COLLECTIVES:
         raise UsageError(
-            f"collective must be one of {', '.join(TESTS)}, got {name!r}. "
+            f"collective must be one of {', '.join(COLLECTIVES)}, got {name!r}. "
             "Type: ronde bench --help"
         )
-    return TESTS[short]
+    return COLLECTIVES[short]
 
 
-def shape_of(test: Test, num_bytes: int, item_bytes: int, size: int) -> Shape:
+def shape_of(test: Collective, num_bytes: int, item_bytes: int, size: int) -> Shape:
     """Return what one rank gives and gets in a row of ``num_bytes``.
 
     Shares are rounded down to 16 bytes, so small rows may be empty. For ``MATRIX`` see
@@ -185,7 +191,7 @@ def shape_of(test: Test, num_bytes: int, item_bytes: int, size: int) -> Shape:
     return Shape(share, share * size, share * size)
 
 
-def base_bytes(test: Test, shape: Shape, item_bytes: int, size: int) -> int:
+def base_bytes(test: Collective, shape: Shape, item_bytes: int, size: int) -> int:
     """Return the bytes that algbw divides by the time."""
     if test.name == "hypercube":
         return (size - 1) * shape.count * item_bytes

@@ -18,6 +18,7 @@ ronde runs one training program on every GPU or CPU slot and keeps the copies in
 
 verbs:
   run    start a program once for every slot of this machine
+  bench  measure collectives and training steps; read others' results
 
 ronde VERB --help says more of a verb; ronde --version says which ronde this is.
 """
@@ -55,12 +56,16 @@ def _dispatch(words: list[str]) -> int:
             print(help_text(), end="")
         case ["run", *rest]:
             return _run(rest)
+        case ["bench", *rest]:
+            from ronde.cli.bench import run as run_bench
+
+            return run_bench(rest)
         case _:
             verb = words[0]
             raise UsageError(
-                f"verb must be run, got {verb!r}. Type: ronde --help"
+                f"verb must be run or bench, got {verb!r}. Type: ronde --help"
                 if verb.startswith("-")
-                else f"verb must be run, got {verb!r}. "
+                else f"verb must be run or bench, got {verb!r}. "
                 f"Type: ronde run {verb} ..., or ronde --help"
             )
     return 0

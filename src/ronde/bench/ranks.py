@@ -1,0 +1,176 @@
+"""The ranks of a benchmark: connected, cut into groups, each with its device."""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ronde.bench.measured import Device
+from ronde.bench.options import Options
+from ronde.bench.variables import Split, Variables
+from ronde.collectives import Communicator, all_gather_object, connect
+from ronde.collectives.connection import DEFAULT_TIMEOUT_S
+from ronde.errors import UsageError
+from ronde.records import Machine
+from ronde.world import Claim
+
+_CUDA_ENGINES = frozenset({"auto", "nccl"})
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What this rank has in common with the others.
+
+    Attributes:
+        control: All ranks, apart from what is measured: for agreement and figures.
+        engines: By name: this rank's group, connected by that engine.
+        device: Where this rank's tensors are.
+        devices: What each rank of the world runs on.
+        hosts: The host of each rank of this rank's group.
+        num_sharing: Ranks on this host.
+    """
+
+    control: Communicator
+    engines: Mapping[str, Communicator]
+    device: torch.device
+    devices: tuple[Device, ...]
+    hosts: tuple[str, ...]
+    num_sharing: int
+
+    @property
+    def group(self) -> Communicator:
+        """This rank's group by the first engine."""
+        return next(iter(self.engines.values()))
+
+    @property
+    def is_speaker(self) -> bool:
+        """Whether this rank tells the result."""
+        return self.control.rank == 0
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Return the values of all ranks of the world; collective."""
+        own = torch.tensor([list(values)], dtype=torch.float64)
+        gathered: list[list[float]] = self.control.all_gather(own).wait().tolist()  # pyright: ignore[reportUnknownVariableType]
+        return gathered
+
+    def close(self) -> None:
+        """Give everything back."""
+        for communicator in (*self.engines.values(), self.control):
+            communicator.close()
+
+
+def meet_ranks(claim: Claim, options: Options, variables: Variables) -> Ranks:
+    """Connect to the other ranks by every engine that is asked for; collective.
+
+    Raises:
+        UsageError: An engine is not there, or there is no such device.
+        CollectiveError: Not all ranks came.
+    """
+    device = _device(claim, options, variables)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    names = options.engines.names
+    algorithm = options.engines.algorithm
+    first = connect(claim, engine=names[0], algorithm=algorithm)
+    control = first.duplicate()
+    colours = [0] * claim.size
+    engines: dict[str, Communicator] = {names[0]: first}
+    hosts = [str(h) for h in all_gather_object(control, socket.gethostname())]
+    group = claim
+    if variables.split is not None:
+        colours = _colours(variables.split, claim.size)
+        first.close()
+        group = _group_claim(claim, colours, hosts)
+        engines = {}
+    for name in names:
+        if name not in engines:
+            engines[name] = connect(
+                group,
+                engine=name,
+                algorithm=algorithm,
+                timeout_s=DEFAULT_TIMEOUT_S,
+            )
+    own = _describe(control.rank, colours[control.rank], device)
+    devices = tuple(all_gather_object(control, own))
+    return Ranks(
+        control=control,
+        engines=engines,
+        device=device,
+        devices=devices,
+        hosts=tuple(
+            h for h, c in zip(hosts, colours, strict=True) if c == colours[claim.rank]
+        ),
+        num_sharing=hosts.count(hosts[claim.rank]),
+    )
+
+
+def _colours(split: Split, size: int) -> list[int]:
+    """Return the group of each rank, numbered from 0 in order of colour."""
+    colours = [split.colour_of(rank) for rank in range(size)]
+    order = sorted(set(colours))
+    return [order.index(colour) for colour in colours]
+
+
+def _group_claim(claim: Claim, colours: Sequence[int], hosts: Sequence[str]) -> Claim:
+    """Return a claim of this rank's group alone, to meet where all have met."""
+    mine = colours[claim.rank]
+    members = [rank for rank, colour in enumerate(colours) if colour == mine]
+    local = [rank for rank in members if hosts[rank] == hosts[claim.rank]]
+    meeting = claim.meeting
+    return replace(
+        claim,
+        rank=members.index(claim.rank),
+        size=len(members),
+        local_rank=local.index(claim.rank),
+        local_size=len(local),
+        cross_rank=None,
+        cross_size=None,
+        # World rank 0 has opened the store already; here every rank is its client.
+        meeting=None if meeting is None else replace(meeting, is_hosted=True),
+        job_id=f"{claim.job_id}/group{mine}",
+    )
+
+
+def _device(claim: Claim, options: Options, variables: Variables) -> torch.device:
+    asked = options.engines.device
+    is_cuda_engine = _CUDA_ENGINES.issuperset(options.engines.names)
+    if asked == "auto":
+        is_needed = options.engines.names == ("nccl",)
+        is_there = torch.cuda.is_available()
+        asked = "cuda" if is_needed or (is_cuda_engine and is_there) else "cpu"
+    if asked == "cpu":
+        return torch.device("cpu")
+    if not is_cuda_engine:
+        raise UsageError(
+            "engine must be auto or nccl for --device cuda, got "
+            f"{', '.join(options.engines.names)}. Give --device cpu."
+        )
+    num_devices = torch.cuda.device_count()
+    if not num_devices:
+        raise UsageError(
+            "--device cuda and --engine nccl need a GPU that torch can use, got none. "
+            "Give --device cpu, or install a torch that was built for CUDA."
+        )
+    first = variables.first_device or 0
+    index = first if options.is_gpu_shared else first + claim.local_rank
+    if index >= num_devices:
+        raise UsageError(
+            f"ranks on a host must be at most its GPUs: device {index} for local rank "
+            f"{claim.local_rank}, got {num_devices} GPUs. Start fewer ranks, or give "
+            "--share-gpu."
+        )
+    return torch.device("cuda", index)
+
+
+def _describe(rank: int, group: int, device: torch.device) -> Device:
+    index, bus_id, name = 0, (0, 0, 0), Machine.here().cpu or "CPU"
+    if device.type == "cuda":
+        # torch gives these properties no type.
+        cuda: Any = torch.cuda
+        facts: Any = cuda.get_device_properties(device)
+        index, name = device.index, facts.name
+        bus_id = (facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id)
+    return Device(rank, group, os.getpid(), socket.gethostname(), index, bus_id, name)

@@ -1,0 +1,214 @@
+"""One row: timed and verified, out of place and in place."""
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from ronde.bench.buffers import Buffers
+from ronde.bench.catalog import Collective, Shape, Spread, base_bytes, shape_of
+from ronde.bench.checking import Checker
+from ronde.bench.dtypes import DType
+from ronde.bench.iterations import IterationTimes
+from ronde.bench.measured import Half, Measured
+from ronde.bench.movement import Place, in_elements
+from ronde.bench.operations import Maker, Operation
+from ronde.bench.options import Loop
+from ronde.bench.patterns import Reduction, random_bytes
+from ronde.bench.ranks import Ranks
+from ronde.bench.rows import Row, Side
+from ronde.bench.timing import Clock, Elapsed, combine
+from ronde.bench.traffic import Matrix, Traffic, shape_of_matrix
+from ronde.bench.watchdog import Watchdog
+from ronde.collectives import Communicator
+
+_TILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one row is of.
+
+    Attributes:
+        test: The collective.
+        dtype: Type of the elements.
+        op: The reduction, or what the cell says.
+        root: The root, or -1.
+        size_bytes: What the sweep asks for.
+    """
+
+    test: Collective
+    dtype: DType
+    op: str
+    root: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowBench:
+    """Measures rows on one communicator.
+
+    Attributes:
+        ranks: Everybody.
+        communicator: Who moves the bytes.
+        buffers: What they are moved in.
+        clock: How the device is timed.
+        loop: How often.
+        traffic: Who sends how much in ``alltoallv``.
+        watchdog: Notices what does not end.
+    """
+
+    ranks: Ranks
+    communicator: Communicator
+    buffers: Buffers
+    clock: Clock
+    loop: Loop
+    traffic: Traffic
+    watchdog: Watchdog
+
+    def shape(self, case: Case) -> tuple[Shape, Matrix]:
+        """Return the sizes of a case, and its matrix in elements if it has one."""
+        size, width = self.communicator.size, case.dtype.num_bytes
+        shape = shape_of(case.test, case.size_bytes, width, size)
+        if case.test.spread is not Spread.MATRIX:
+            return shape, ()
+        matrix = self.traffic.matrix(shape.count * width * size, size)
+        count = 0 if self.traffic.given else shape.count
+        return shape_of_matrix(matrix, width, count), in_elements(matrix, width)
+
+    def place(self, case: Case, matrix: Matrix) -> Place:
+        """Return this rank's place in a case."""
+        group = self.communicator
+        return Place(group.rank, group.size, case.root, matrix)
+
+    def operations(self, case: Case, *, is_in_place: bool) -> list[Operation]:
+        """Return a timed loop's operations, each on memory of its own if it can."""
+        shape, matrix = self.shape(case)
+        place = self.place(case, matrix)
+        maker = Maker(case.test, self.communicator, case.op, place)
+        places = self.buffers.places(
+            case.dtype, shape, place.rank, is_in_place=is_in_place
+        )
+        count = self.loop.iterations * self.loop.aggregated
+        return [maker.make(views) for views in islice(places, count)]
+
+    def warm_up(self, case: Case) -> None:
+        """Run a case's operations untimed, out of place."""
+        with self.watchdog.watching(f"warm-up of {_name(case)}"):
+            operations = self.operations(case, is_in_place=False)
+            for number in range(self.loop.warmup):
+                operations[number % len(operations)]()
+            self.clock.synchronize()
+
+    def measure(self, case: Case, cycle: int) -> Measured:
+        """Measure and verify one row; collective over all ranks of the world."""
+        shape, _ = self.shape(case)
+        halves = [
+            self._half(case, cycle, is_in_place=is_in_place)
+            for is_in_place in (False, True)
+        ]
+        row = Row(
+            size_bytes=shape.span * case.dtype.num_bytes,
+            count=shape.count,
+            dtype=case.dtype.name,
+            redop=case.op,
+            root=case.root,
+            out_of_place=halves[0].side,
+            in_place=halves[1].side,
+        )
+        return Measured(
+            row,
+            out_of_place=halves[0],
+            in_place=halves[1],
+            cycle=cycle,
+            num_iterations=self.loop.iterations,
+            at=datetime.now(),  # noqa: DTZ005  local, as nccl-tests prints it
+        )
+
+    def time(self, case: Case, *, is_in_place: bool) -> list[Elapsed]:
+        """Time one place of a case; return what every rank's clock says."""
+        operations = self.operations(case, is_in_place=is_in_place)
+        with self.watchdog.watching(_name(case)):
+            operations[0]()
+            self.clock.synchronize()
+            self.clock.barrier()
+            own = self.clock.time(operations, self.loop)
+            told = self.ranks.exchange([own.total_s, own.called_s, *own.iterations_s])
+        return [Elapsed(each[0], each[1], tuple(each[2:])) for each in told]
+
+    def _half(self, case: Case, cycle: int, *, is_in_place: bool) -> Half:
+        if self.loop.checks:
+            self.buffers.fill(self._tile(case))
+        elapsed = self.time(case, is_in_place=is_in_place)
+        is_checked = not is_in_place or case.test.is_in_place_checked
+        counts: list[float] = []
+        if self.loop.checks and is_checked:
+            counts = self._check(case, cycle, is_in_place=is_in_place)
+        iterations = None
+        if self.loop.is_each_timed:
+            times = [[t * 1e6 for t in each.iterations_s] for each in elapsed]
+            iterations = IterationTimes.of_ranks(times, self.loop.skipped)
+        num_failed = sum(count > 0 for count in counts)
+        side = self._side(case, elapsed, sum(counts) if counts else None)
+        return Half(side, iterations, num_failed)
+
+    def _side(
+        self, case: Case, elapsed: list[Elapsed], num_wrong: float | None
+    ) -> Side:
+        shape, _ = self.shape(case)
+        size, loop = self.communicator.size, self.loop
+        count = loop.iterations * loop.aggregated
+        time_s = combine([each.total_s for each in elapsed], loop.average) / count
+        called_s = combine([each.called_s for each in elapsed], loop.average) / count
+        moved = base_bytes(case.test, shape, case.dtype.num_bytes, size)
+        algbw = moved / time_s / 1e9
+        shown_s = called_s if loop.is_cpu_time else time_s
+        busbw = algbw * case.test.factor.value_for(size)
+        return Side(shown_s * 1e6, algbw, busbw, num_wrong)
+
+    def _check(self, case: Case, cycle: int, *, is_in_place: bool) -> list[float]:
+        """Return the wrong elements of every check, over all ranks."""
+        shape, matrix = self.shape(case)
+        place = self.place(case, matrix)
+        views = self.buffers.views(
+            case.dtype, shape, place.rank, is_in_place=is_in_place
+        )
+        canaries = self.buffers.canaries(case.dtype, shape)
+        maker = Maker(case.test, self.communicator, case.op, place)
+        operation = maker.make(views)
+        checker = Checker(case.test, shape, place, self._reduction(case, 0))
+        totals: list[float] = []
+        for number in range(self.loop.checks):
+            seed = cycle * self.loop.checks + number
+            seeded = replace(checker, reduction=self._reduction(case, seed))
+            seeded.prepare(views, canaries)
+            with self.watchdog.watching(f"check of {_name(case)}"):
+                self.clock.synchronize()
+                self.clock.barrier()
+                operation()
+                self.clock.synchronize()
+                wrong = seeded.count_wrong(views, canaries)
+                totals.append(sum(each[0] for each in self.ranks.exchange([wrong])))
+        return totals
+
+    def _reduction(self, case: Case, seed: int) -> Reduction:
+        return Reduction(
+            case.dtype, case.op, self.communicator.size, seed, self.ranks.device
+        )
+
+    def _tile(self, case: Case) -> Tensor:
+        """Return bytes to time with: numbers that are neither tiny nor NaN."""
+        rank, device = self.communicator.rank, self.ranks.device
+        if not case.test.has_op:
+            return random_bytes(0, rank, 0, _TILE_BYTES, device)
+        count = _TILE_BYTES // case.dtype.num_bytes
+        return self._reduction(case, 0).input_of(rank, 0, count).view(torch.uint8)
+
+
+def _name(case: Case) -> str:
+    return (
+        f"{case.test.name} of {case.size_bytes} bytes, {case.dtype.name} {case.op}, "
+        f"root {case.root}"
+    )

@@ -1,0 +1,145 @@
+"""The clock around operations, and nothing else.
+
+Note [What is timed]. Wall clock of the host around all iterations and the final
+synchronisation. Everything that an operation needs is made before; the collector is off
+meanwhile. Engines for CPU tensors are waited for after every operation, since the next
+one uses the same buffers: ``-z 0`` and ``-z 2`` are one there.
+"""
+
+import gc
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+from ronde.bench.operations import Operation
+from ronde.bench.options import Loop
+
+WAIT_AND_BARRIER = 1
+WAIT = 2
+WAIT_AND_BARRIER_OUTSIDE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Elapsed:
+    """What one rank's clock says of one loop.
+
+    Attributes:
+        total_s: From the first call to the end of the last operation.
+        called_s: From the first call to the return of the last.
+        iterations_s: Each iteration, where that was asked for.
+    """
+
+    total_s: float
+    called_s: float
+    iterations_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """How this device is timed.
+
+    Attributes:
+        synchronize: Waits for all that the device was given.
+        barrier: Waits for all ranks.
+    """
+
+    synchronize: Operation
+    barrier: Operation
+
+    def time(self, operations: Sequence[Operation], loop: Loop) -> Elapsed:
+        """Run ``iterations`` times ``aggregated`` operations.
+
+        Args:
+            operations: Taken in turn, over and over.
+            loop: How often, and what happens between them.
+        """
+        count = loop.iterations * loop.aggregated
+        turns = -(-count // len(operations))
+        calls = (list(operations) * turns)[:count]
+        with _no_collector():
+            if loop.blocking or loop.is_each_timed:
+                return self._in_steps(calls, loop)
+            return self._straight(calls)
+
+    def _straight(self, calls: Sequence[Operation]) -> Elapsed:
+        start = perf_counter_ns()
+        for call in calls:
+            call()
+        called = perf_counter_ns()
+        self.synchronize()
+        end = perf_counter_ns()
+        return Elapsed((end - start) / 1e9, (called - start) / 1e9)
+
+    def _in_steps(self, calls: Sequence[Operation], loop: Loop) -> Elapsed:
+        """Do what comes after each operation, and after each iteration."""
+        after_call = self._after_call(loop)
+        is_closed = loop.blocking == WAIT_AND_BARRIER_OUTSIDE
+        is_waited = is_closed or loop.is_each_timed
+        stamps: list[int] = []
+        untimed = 0
+        start = begun = perf_counter_ns()
+        for number, call in enumerate(calls, 1):
+            call()
+            after_call()
+            if number % loop.aggregated:
+                continue
+            if is_waited:
+                self.synchronize()
+            ended = perf_counter_ns()
+            stamps.append(ended - begun)
+            begun = ended
+            if is_closed:
+                self.barrier()
+                begun = perf_counter_ns()
+                untimed += begun - ended
+        called = perf_counter_ns()
+        self.synchronize()
+        end = perf_counter_ns()
+        kept = tuple(s / 1e9 for s in stamps) if loop.is_each_timed else ()
+        return Elapsed((end - start - untimed) / 1e9, (called - start) / 1e9, kept)
+
+    def _after_call(self, loop: Loop) -> Operation:
+        if loop.blocking == WAIT:
+            return self.synchronize
+        if loop.blocking != WAIT_AND_BARRIER:
+            return _nothing
+
+        def wait_for_all() -> None:
+            self.synchronize()
+            self.barrier()
+
+        return wait_for_all
+
+
+def combine(times_s: Sequence[float], average: int) -> float:
+    """Make one time of those of all ranks, as nccl-tests' ``-a`` says.
+
+    Args:
+        times_s: By rank.
+        average: 0 rank 0's, 1 the mean, 2 the least, 3 the greatest.
+    """
+    match average:
+        case 0:
+            return times_s[0]
+        case 1:
+            return sum(times_s) / len(times_s)
+        case 2:
+            return min(times_s)
+        case _:
+            return max(times_s)
+
+
+@contextmanager
+def _no_collector() -> Generator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _nothing() -> None:
+    """Do nothing after an operation."""

@@ -1,0 +1,152 @@
+"""What nccl-tests' environment variables ask for; torch-free."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ronde.bench.traffic import Traffic, read_matrix
+from ronde.errors import UsageError
+from ronde.world.variables import select_variables
+
+SHOWN = (
+    "NCCL_*",
+    "TORCH_NCCL_*",
+    "GLOO_*",
+    "UCX_*",
+    "OMP_*",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "RONDE_ENGINE",
+    "RONDE_ALGORITHM",
+)
+"""What a result may quote. nccl-tests writes all variables down, secrets included."""
+
+_SPLIT = re.compile(r"\s*(AND|OR|MOD|DIV|[&|%/])\s*(\w+)\s*", re.IGNORECASE)
+_SIGNS = {"&": "AND", "|": "OR", "%": "MOD", "/": "DIV"}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the ranks are cut into groups: those of one colour are together.
+
+    Attributes:
+        operator: AND, OR, MOD or DIV.
+        operand: What it is done with.
+    """
+
+    operator: str
+    operand: int
+
+    def colour_of(self, rank: int) -> int:
+        """Return the colour of a rank of the world."""
+        match self.operator:
+            case "AND":
+                return rank & self.operand
+            case "OR":
+                return rank | self.operand
+            case "MOD":
+                return rank % self.operand
+            case _:
+                return rank // self.operand
+
+
+@dataclass(frozen=True, slots=True)
+class Variables:
+    """What the environment asks for.
+
+    Attributes:
+        split: None for one group.
+        first_device: The first GPU to use; None for the local rank's.
+        least_busbw_gb_per_s: The average must reach nine tenths of it; None for any.
+        traffic: Who sends how much in ``alltoallv``.
+        is_traffic_shown: Print what every rank sent.
+        shown: The variables that a result may quote.
+    """
+
+    split: Split | None = None
+    first_device: int | None = None
+    least_busbw_gb_per_s: float | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+    is_traffic_shown: bool = False
+    shown: tuple[str, ...] = ()
+
+
+def read_variables(environ: Mapping[str, str] | None = None) -> Variables:
+    """Read them from this process's environment, or the one that is given.
+
+    Raises:
+        UsageError: One of them cannot be understood.
+    """
+    said = select_variables(("NCCL_TESTS_*",), environ)
+    shown = select_variables(SHOWN, environ)
+    device = said.get("NCCL_TESTS_DEVICE")
+    least = _number(said, "NCCL_TESTS_MIN_BW")
+    return Variables(
+        split=_split(said),
+        first_device=None if device is None else _integer("NCCL_TESTS_DEVICE", device),
+        least_busbw_gb_per_s=least,
+        traffic=_traffic(said),
+        is_traffic_shown=said.get("NCCL_TESTS_ALLTOALLV_PRINT_SUMMARY", "0") != "0",
+        shown=tuple(f"{name}={value}" for name, value in shown.items()),
+    )
+
+
+def _split(said: Mapping[str, str]) -> Split | None:
+    mask = said.get("NCCL_TESTS_SPLIT_MASK")
+    if mask is not None:
+        return Split("AND", _integer("NCCL_TESTS_SPLIT_MASK", mask, base=16))
+    text = said.get("NCCL_TESTS_SPLIT")
+    if text is None:
+        return None
+    match = _SPLIT.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            "NCCL_TESTS_SPLIT must be AND, OR, MOD or DIV with a number, got "
+            f"{text!r}. Write it as MOD 2 or AND 0x7."
+        )
+    operator = _SIGNS.get(match[1], match[1].upper())
+    operand = _integer("NCCL_TESTS_SPLIT", match[2], base=0)
+    if operand == 0 and operator in ("MOD", "DIV"):
+        raise UsageError(f"NCCL_TESTS_SPLIT must not divide by 0, got {text!r}.")
+    return Split(operator, operand)
+
+
+def _traffic(said: Mapping[str, str]) -> Traffic:
+    spread = _number(said, "NCCL_TESTS_ALLTOALLV_SPREAD")
+    scale = _number(said, "NCCL_TESTS_ALLTOALLV_MATRIX_SCALE")
+    path = said.get("NCCL_TESTS_ALLTOALLV_MATRIX_FILE")
+    bounded = 1.0 if spread is None else min(1.0, max(0.0, spread))
+    if path is None:
+        return Traffic(bounded)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"NCCL_TESTS_ALLTOALLV_MATRIX_FILE must be a file of numbers, got {path}: "
+            f"{error}."
+        ) from None
+    return Traffic(bounded, read_matrix(text, 1.0 if scale is None else scale))
+
+
+def _number(said: Mapping[str, str], name: str) -> float | None:
+    text = said.get(name)
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not 0 <= number < float("inf"):
+        raise UsageError(f"{name} must be a number of at least 0, got {text!r}.")
+    return number
+
+
+def _integer(name: str, text: str, *, base: int = 10) -> int:
+    try:
+        number = int(text, base)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise UsageError(f"{name} must be a whole number of at least 0, got {text!r}.")
+    return number
