@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ronde.bench.buffers import Views
-from ronde.bench.catalog import Shape, Test
+from ronde.bench.catalog import Collective, Shape
 from ronde.bench.dtypes import DType
 from ronde.bench.movement import REDUCED, Piece, Place, pieces_of
 from ronde.bench.patterns import TOLERANCE, Reduction, random_bytes
@@ -34,7 +34,7 @@ class Checker:
         reduction: The inputs where something is reduced; type, seed and device always.
     """
 
-    test: Test
+    test: Collective
     shape: Shape
     place: Place
     reduction: Reduction

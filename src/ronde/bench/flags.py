@@ -56,8 +56,14 @@ def parse(words: Sequence[str]) -> Options:
         ignored=tuple(ignored),
         cta_policy=_choice("-x", flags.cta_policy, ("", "0", "1", "2")),
         parent=flags.parent,
-        words=tuple(words),
+        words=_without_parent(words),
     )
+
+
+def _without_parent(words: Sequence[str]) -> tuple[str, ...]:
+    """Return what the user wrote: the ranks' own option comes last."""
+    is_told = "--parent" in words
+    return tuple(words[: words.index("--parent")] if is_told else words)
 
 
 def _parser() -> _Parser:

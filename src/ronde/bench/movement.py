@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ronde.bench.catalog import Shape, Test
+from ronde.bench.catalog import Collective, Shape
 from ronde.bench.traffic import Matrix
 
 REDUCED = -1
@@ -51,7 +51,7 @@ class Place:
     matrix: Matrix = ()
 
 
-def pieces_of(test: Test, shape: Shape, place: Place) -> list[Piece]:
+def pieces_of(test: Collective, shape: Shape, place: Place) -> list[Piece]:
     """Return what the result of ``place.rank`` must be; nothing where it has none."""
     rank, size, count = place.rank, place.size, shape.count
     if test.name in _ROOT_ONLY and rank != place.root:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from ronde.bench.buffers import Views
-from ronde.bench.catalog import Test
+from ronde.bench.catalog import Collective
 from ronde.bench.movement import Place
 from ronde.bench.patterns import premultiplier
 from ronde.collectives import Communicator, ReduceOp, rows
@@ -42,7 +42,7 @@ class Maker:
         place: This rank; the root; the matrix in elements.
     """
 
-    test: Test
+    test: Collective
     communicator: Communicator
     op: str
     place: Place
