@@ -126,8 +126,8 @@ def _read_head(content: _Object, draft: Draft) -> None:
 
 def _count_ranks(config: _Object, ours: _Object, draft: Draft) -> RankCount | None:
     """Return how many ranks there were; nccl-tests lists one a process."""
-    if ours.get("num_ranks") is not None:
-        return RankCount.exactly(_integer(ours, "num_ranks"), RankSource.GIVEN)
+    if ours.get("size") is not None:
+        return RankCount.exactly(_integer(ours, "size"), RankSource.GIVEN)
     if not draft.devices:
         return None
     group = min(draft.devices, key=lambda each: each.rank).group
@@ -175,6 +175,9 @@ def _read_result(result: _Object, draft: Draft) -> None:
     )
     if result.get("actual_iterations") is not None:
         extras["actual_iterations"] = float(_integer(result, "actual_iterations"))
+    percent = _number(_object(result, "ronde"), "limit_percent")
+    if percent is not None:
+        extras["%limit"] = percent
     draft.rows.append(row)
     draft.extras.append(extras)
 

@@ -101,6 +101,8 @@ def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
     if low > high:
         # Rows of several worlds, or a release that rounds otherwise.
         low, high = factor.num_ranks(max(best.low, 0.0)), factor.num_ranks(best.high)
+    if not math.isfinite(low):
+        return RankCount()  # more than any number of ranks gives
     first, middle = math.ceil(low - 1e-9), factor.num_ranks(best.middle)
     if not math.isfinite(high) or not math.isfinite(middle):
         return RankCount(low=max(first, 1))
@@ -155,7 +157,7 @@ def _could_be(factor: Factor, interval: _Interval, num_ranks: int | None) -> boo
         return interval.allows(1.0)
     low = factor.num_ranks(max(interval.low, 0.0))
     high = factor.num_ranks(interval.high)
-    return math.isfinite(low) and high >= 2 and math.floor(high) >= math.ceil(low)
+    return math.isfinite(low) and high >= max(2, math.ceil(low))
 
 
 def _intervals(rows: Sequence[Row]) -> list[_Interval]:

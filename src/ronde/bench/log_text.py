@@ -21,10 +21,11 @@ from ronde.bench.runs import Run
 from ronde.errors import UsageError
 
 _BANNERS = (
-    ("version", re.compile(r"(?:nccl-tests|rccl-tests|ronde) version\b")),
+    ("version", re.compile(r"(?:nccl-tests|rccl-tests|ronde bench) version\b")),
     ("start", re.compile(r"Collective test starting:\s*(?P<name>\S+)")),
     ("nThread", re.compile(r"nThread\b")),
 )
+_ENGINE = re.compile(r"engine: (\w+)")
 _PLACES = re.compile(r"out-of-place|in-place")
 _PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
 _FOOTER = re.compile(r"(?P<name>[A-Za-z][^:]*?)\s*:(?:\s+(?P<value>.*))?$")
@@ -176,7 +177,10 @@ class _Reader:
 
     def _before_table(self, comment: str) -> None:
         draft = self._draft
-        if not draft.add_device(comment):
+        engine = _ENGINE.fullmatch(comment)
+        if engine is not None:
+            draft.engine = engine[1]
+        elif not draft.add_device(comment):
             places = [each.replace("-", "_") for each in _PLACES.findall(comment)]
             draft.places = places or draft.places
         elif comment.endswith("..."):
@@ -210,7 +214,7 @@ class _Reader:
     def _outside(self, line: Line, text: str) -> None:
         """Take a line that stands in no table, where rows are lost ones."""
         words = text.split()
-        if len(words) > 6 and words[0].isdigit() and _claims_to_be_row(words):
+        if len(words) > 6 and words[0].isdecimal() and _claims_to_be_row(words):
             raise UsageError(
                 f"{self._source}:{line.number}: row must stand below a header (# size "
                 f"count type ...), got {text[:60]!r} without one."
@@ -247,6 +251,12 @@ class _Reader:
     def _take_row(self, line: Line, columns: Columns) -> None:
         with _Position(self._source, line.number):
             row, extras = parse_row(line.text, columns)
+            above = self._draft.rows[-1:]
+            # The operation is blank in all rows of a table or in none.
+            if columns.has_root and above and bool(above[0].redop) != bool(row.redop):
+                raise UsageError(
+                    f"operation of a row must be there as above it, got {row.redop!r}."
+                )
         self._row = None
         self._draft.rows.append(row)
         self._draft.extras.append(extras)
@@ -276,8 +286,9 @@ class _Position:
 
 
 def _claims_to_be_row(words: list[str]) -> bool:
-    """Say whether a line of a table is so full of numbers that it must be a row."""
-    return 2 * sum(map(is_number, words)) >= max(len(words), 1)
+    """Say whether a line of a table begins as a row, or is full of numbers as one."""
+    begins = len(words) > 1 and words[0].isdecimal() and words[1].isdecimal()
+    return begins or 2 * sum(map(is_number, words)) >= max(len(words), 1)
 
 
 def _has_blank_half(text: str) -> bool:

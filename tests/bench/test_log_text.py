@@ -1,0 +1,404 @@
+"""Every form that nccl-tests' text has had, and every way to damage it."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tests.bench.log_writing import Form, all_reduce_row, log, log_lines, side
+
+from ronde.bench.log_text import read_text
+from ronde.bench.rows import Row, Side
+from ronde.bench.runs import RankSource, Run
+from ronde.errors import UsageError
+
+ROWS = [all_reduce_row(1 << exponent) for exponent in range(10, 16)]
+
+
+def read_one(text: str, **options: bool) -> Run:
+    (run,) = read_text(text, "a.log", **options)
+    return run
+
+
+def join(lines: list[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def first_row(lines: list[str]) -> int:
+    return next(
+        i for i, line in enumerate(lines) if re.match(r" +\d+ +\d+ +[a-z]", line)
+    )
+
+
+def test_a_whole_log_is_read_back() -> None:
+    run = read_one(log("all_reduce", ROWS))
+    assert run.rows == tuple(ROWS)
+    assert run.test == "all_reduce"
+    assert (run.ranks.value, run.ranks.source) == (2, RankSource.DEVICES)
+    assert run.is_complete
+    assert run.warnings == ()
+    assert run.num_out_of_bounds == 0
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(has_banner=False),
+        Form(num_devices=0),
+        Form(prefix="[1,0]<stdout>:"),
+        Form(prefix="  [1,0]<stdout>: "),
+        Form(prefix="[prterun-node1-77@1,0]<stdout>: "),
+        Form(prefix="0: "),
+        Form(prefix=" 12: "),
+        Form(prefix="[3] "),
+        Form(prefix="2026-11-21T18:30:00.123Z "),
+        Form(end="\r\n"),
+        Form(end=" " * 300 + "\n"),
+        Form(has_timestamps=True),
+        Form(has_per_iteration=True),
+        Form(has_limit=True),
+        Form(has_timestamps=True, has_per_iteration=True, has_limit=True),
+    ],
+    ids=str,
+)
+def test_forms_do_not_change_rows(form: Form) -> None:
+    run = read_one(log("all_reduce", ROWS, form))
+    assert run.rows == tuple(ROWS)
+    assert run.is_complete
+    assert run.ranks.value == 2 or form.num_devices == 0
+
+
+def test_further_columns_are_kept_apart() -> None:
+    form = Form(has_timestamps=True, has_per_iteration=True, has_limit=True)
+    run = read_one(log("all_reduce", ROWS, form))
+    assert run.extras[0] == {
+        "out_of_place.i_min_us": 1.0,
+        "out_of_place.i_max_us": 3.0,
+        "out_of_place.i_p99_us": 2.0,
+        "out_of_place.i_cv_percent": 12.5,
+        "in_place.i_min_us": 1.0,
+        "in_place.i_max_us": 3.0,
+        "in_place.i_p99_us": 2.0,
+        "in_place.i_cv_percent": 12.5,
+        "timestamp": "2026-11-21 18:30:00",
+        "%limit": 88.25,
+    }
+
+
+def test_the_time_of_the_cpu_is_not_that_of_the_operation() -> None:
+    text = log("all_reduce", ROWS).replace("   time", "cputime")
+    run = read_one(text)
+    half = ROWS[0].in_place
+    assert half is not None
+    assert run.rows[0].in_place == replace(half, time_us=None)
+    assert run.extras[0]["in_place.cputime_us"] == half.time_us
+
+
+def test_an_old_error_is_no_number_of_elements() -> None:
+    text = log("all_reduce", ROWS).replace("#wrong", "error")
+    run = read_one(text.replace("       0\n", "   2e-07\n"))
+    assert run.rows[0].in_place is not None
+    assert run.rows[0].in_place.num_wrong is None
+    assert run.extras[0]["in_place.error"] == 2e-07
+
+
+def test_one_half_may_be_missing_altogether() -> None:
+    lines = ["#  size  count  type  redop  root  time  algbw  busbw  #wrong"]
+    lines += ["  1024  256  float  sum  -1  10.00  0.10  0.10  0"]
+    row = read_one(join(lines)).rows[0]
+    assert row.out_of_place == Side(10.0, 0.10, 0.10, 0)
+    assert row.in_place is None
+    lines.insert(0, "#                                     in-place")
+    row = read_one(join(lines)).rows[0]
+    assert row.in_place == Side(10.0, 0.10, 0.10, 0)
+    assert row.out_of_place is None
+
+
+def test_a_half_may_be_blank_in_one_row() -> None:
+    lines = log_lines("all_reduce", ROWS, Form())
+    at = first_row(lines)
+    lines[at] = lines[at][:52] + " " * 32 + lines[at][-33:]
+    row = read_one(join(lines)).rows[0]
+    assert row == replace(ROWS[0], out_of_place=None)
+
+
+def test_hypercube_leaves_the_operation_blank() -> None:
+    half = side(100, 10, 10)
+    rows = [Row(1 << 20, 1 << 16, "float", "", -1, half, half)]
+    assert read_one(log("hypercube", rows)).rows == tuple(rows)
+
+
+def test_numbers_have_many_spellings() -> None:
+    half = "  1.2e+07     inf    -nan   1e+06"
+    line = f"  1024  256  float  sum  -1 {half} {half}"
+    text = log("all_reduce", []).replace("# Out of", f"{line}\n# Out of")
+    found = read_one(text).rows[0].in_place
+    assert found is not None
+    assert (found.time_us, found.num_wrong) == (1.2e7, 1e6)
+    assert found.algbw_gb_per_s == float("inf")
+    assert found.busbw_gb_per_s != found.busbw_gb_per_s
+
+
+def test_sizes_repeat() -> None:
+    rows = [*ROWS, *ROWS, replace(ROWS[0], dtype="half"), replace(ROWS[0], root=3)]
+    assert read_one(log("all_reduce", rows)).rows == tuple(rows)
+
+
+INFO = "node-1:4001:4021 [0] NCCL INFO Connected all rings"
+WARN = "\n[2026-11-21 18:30:00] node-1:4001:4021 [0] net.cc:12 NCCL WARN no route"
+
+
+@pytest.mark.parametrize("noise", [INFO, WARN], ids=["info", "warn"])
+def test_nccl_speaks_between_rows(noise: str) -> None:
+    lines = log_lines("all_reduce", ROWS, Form())
+    lines.insert(first_row(lines) + 2, noise)
+    run = read_one(join(lines))
+    assert run.rows == tuple(ROWS)
+    assert [w for w in run.warnings if "no route" in w] == (
+        [] if noise is INFO else [f"line {first_row(lines) + 4}: NCCL: no route"]
+    )
+
+
+@pytest.mark.parametrize("at", [52, 85])
+def test_nccl_speaks_within_a_row(at: int) -> None:
+    """After the root, and after the first half, without a blank between."""
+    lines = log_lines("all_reduce", ROWS, Form())
+    row = first_row(lines)
+    whole = lines[row]
+    lines[row : row + 1] = [whole[:at] + INFO, INFO, whole[at:]]
+    assert read_one(join(lines)).rows == tuple(ROWS)
+
+
+def test_alltoallv_tells_of_its_traffic_within_a_row() -> None:
+    lines = log_lines("alltoallv", ROWS, Form())
+    row = first_row(lines)
+    whole = lines[row]
+    lines[row : row + 1] = [whole[:52] + "# traffic: 3", "# rank 0 : 12", whole[52:]]
+    assert read_one(join(lines)).rows == tuple(ROWS)
+
+
+def test_lines_of_others_are_passed_over_and_told_of() -> None:
+    lines = log_lines("all_reduce", ROWS, Form())
+    at = first_row(lines) + 1
+    lines.insert(at, "srun: job 12 is queued")
+    run = read_one(join(lines))
+    assert run.rows == tuple(ROWS)
+    assert run.warnings == (
+        f"passed over what is no row: line {at + 1}: 'srun: job 12 is queued'",
+    )
+
+
+def test_runs_follow_each_other() -> None:
+    first, second = log("all_reduce", ROWS), log("reduce_scatter", ROWS[:2])
+    cut = first[: first.index("# Out of")]
+    runs = read_text(cut + second + first, "a.log")
+    assert [(run.test, len(run.rows), run.is_complete) for run in runs] == [
+        ("all_reduce", 6, False),
+        ("reduce_scatter", 2, True),
+        ("all_reduce", 6, True),
+    ]
+    assert [run.facts["line"] for run in runs] == [1, 18, 37]
+
+
+def test_a_second_header_opens_a_run_of_the_same_ranks() -> None:
+    lines = log_lines("all_reduce", ROWS, Form(num_devices=4))
+    at = first_row(lines) + 3
+    runs = read_text(join([*lines[:at], *lines[at - 6 : at - 3], *lines[at:]]), "a.log")
+    assert [len(run.rows) for run in runs] == [3, 3]
+    assert [run.ranks.value for run in runs] == [4, 4]
+
+
+def test_a_list_of_devices_that_is_cut_counts_nothing() -> None:
+    lines = log_lines(
+        "all_reduce", [all_reduce_row(1 << 30, n=16)], Form(num_devices=4)
+    )
+    lines.insert(9, "...")
+    run = read_one(join(lines))
+    assert (run.ranks.value, run.ranks.source) == (16, RankSource.RATIO)
+    assert run.warnings == ("its list of devices is cut",)
+
+
+def test_devices_that_the_figures_contradict() -> None:
+    run = read_one(log("all_reduce", [all_reduce_row(1 << 30, n=16)]))
+    assert run.ranks.value == 2
+    assert run.warnings == (
+        "lists 2 devices, which its ratio of busbw to algbw contradicts",
+    )
+
+
+def test_only_the_group_of_rank_0_counts() -> None:
+    lines = log_lines("all_reduce", ROWS, Form(num_devices=4))
+    text = join(lines).replace("Rank  1 Group  0", "Rank  1 Group  1")
+    assert (
+        read_one(text.replace("Rank  3 Group  0", "Rank  3 Group  1")).ranks.value == 2
+    )
+
+
+def test_one_rank_has_no_busbw() -> None:
+    half = side(10, 100, 0)
+    rows = [Row(1 << 20, 1 << 18, "float", "sum", -1, half, half)]
+    for num_devices in (0, 1):
+        run = read_one(log("all_reduce", rows, Form(num_devices=num_devices)))
+        assert run.ranks.value == 1
+        assert run.warnings == ()
+
+
+def test_an_average_that_is_not_that_of_the_rows() -> None:
+    lines = log_lines("all_reduce", ROWS, Form())
+    del lines[first_row(lines) + 2]
+    (warning,) = read_one(join(lines)).warnings
+    assert "rows are missing or altered" in warning
+
+
+def test_a_failed_run_is_whole() -> None:
+    text = log("all_reduce", ROWS).replace(": 0 OK", ": 3 FAILED")
+    run = read_one(text.replace("\n\n", "\n# error: bad data\n"))
+    assert run.num_out_of_bounds == 3
+    assert run.is_complete
+    run = read_one(text + "# error: it broke\n")
+    assert run.warnings == ("line 24: it broke",)
+
+
+def damage(old: str, new: str) -> str:
+    text = log("all_reduce", ROWS)
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a.log:1: log must have a table"),
+        ("hello\nworld\n", "a.log:2: log must have a table"),
+        (damage("        4096  ", "        40x6  "), "a.log:14: size of a row"),
+        (damage("   100.00    0.04", "   10o.00    0.04"), "a.log:14: time of a row"),
+        (damage("   100.00    0.04", "   0.04"), "a.log:14: row must have 13 cells"),
+        (damage("   100.00    0.04", "   7 100.00    0.04"), "a.log:14: row must have"),
+        (damage("  4096          1024", "  4096"), "a.log:14: count of a row"),
+        (
+            damage("    -1   100.00    0.04", "   100.00    0.04"),
+            "a.log:14: row must",
+        ),
+        (
+            damage("1024     float     sum", "1024     float"),
+            "a.log:14: operation of a",
+        ),
+        (damage(" 1024     float     sum", " 1024     sum"), "a.log:14: type of a row"),
+        (
+            damage("   size    count", "   seize    count"),
+            "a.log:12: row must stand below",
+        ),
+        (
+            damage(" #wrong     time", " #wrong  time  time"),
+            "a.log:10: header of a table",
+        ),
+        (damage("  busbw", ""), "a.log:10: each half of a table must have"),
+        (damage("bandwidth    : ", "bandwidth    : x"), "a.log:19: Avg bus bandwidth"),
+        (damage("values : 0", "values : "), "a.log:18: Out of bounds values must"),
+    ],
+)
+def test_damage_is_an_error_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        read_text(text, "a.log")
+    assert str(raised.value).startswith(message)
+
+
+def test_a_cut_row_may_be_left_out() -> None:
+    text = log("all_reduce", ROWS)
+    cut = text[: text.index("   16384") + 60]
+    with pytest.raises(UsageError, match=r"^a.log:16: row must have 13 cells"):
+        read_one(cut)
+    run = read_one(cut, keeps_partial=True)
+    assert run.rows == tuple(ROWS[:4])
+    assert not run.is_complete
+
+
+def test_a_last_row_without_a_line_break_is_not_believed() -> None:
+    text = log("all_reduce", ROWS)
+    run = read_one(text[: text.index("# Out of") - 1])
+    assert run.rows == tuple(ROWS[:-1])
+    assert not run.is_complete
+    assert "line 17 ends without a line break" in run.warnings[0]
+
+
+def test_a_log_may_lack_its_very_last_line_break() -> None:
+    run = read_one(log("all_reduce", ROWS).rstrip())
+    assert run.is_complete
+    assert run.warnings == ()
+
+
+FIGURE = st.floats(0, 1e9, allow_nan=False).map(lambda value: round(value, 3))
+SIDES = st.builds(
+    side, FIGURE, FIGURE, FIGURE, st.none() | st.integers(0, 10**5).map(float)
+)
+HUGE = st.integers(0, 2**50)
+
+
+def tables(operations: list[str]) -> st.SearchStrategy[list[Row]]:
+    row = st.builds(
+        Row,
+        size_bytes=HUGE,
+        count=HUGE,
+        dtype=st.sampled_from(["int8", "float", "bfloat16", "f8e5m2"]),
+        redop=st.sampled_from(operations),
+        root=st.integers(-1, 4000),
+        out_of_place=SIDES,
+        in_place=SIDES,
+    )
+    return st.lists(row, max_size=5)
+
+
+TABLES = tables(["none", "sum", "mulsum"]) | tables([""])
+FORMS = st.builds(
+    Form,
+    num_devices=st.integers(0, 3),
+    has_banner=st.booleans(),
+    has_timestamps=st.booleans(),
+    has_per_iteration=st.booleans(),
+    has_limit=st.booleans(),
+    prefix=st.sampled_from(["", "[1,0]<stdout>:", "0: "]),
+    end=st.sampled_from(["\n", "\r\n", "   \n"]),
+)
+
+
+@settings(deadline=None)
+@given(TABLES, FORMS)
+def test_any_table_reads_back(rows: list[Row], form: Form) -> None:
+    run = read_one(log("all_reduce", rows, form))
+    assert run.rows == tuple(rows)
+    assert run.is_complete
+    assert form.num_devices in (run.ranks.value, 0)
+
+
+def runs_or_error(text: str) -> list[Run]:
+    """Return the runs; none where the log is refused, by its line."""
+    try:
+        return read_text(text, "a.log")
+    except UsageError as error:
+        if not re.match(r"a\.log:\d+: ", str(error)):
+            raise
+        return []
+
+
+@settings(max_examples=60, deadline=None)
+@given(TABLES, FORMS, st.data())
+def test_a_log_cut_anywhere_is_incomplete_or_an_error(
+    rows: list[Row], form: Form, data: st.DataObject
+) -> None:
+    text = log("all_reduce", rows, form)
+    for cut in data.draw(st.lists(st.integers(0, len(text)), min_size=20, max_size=20)):
+        for run in runs_or_error(text[:cut]):
+            assert run.rows == tuple(rows[: len(run.rows)])
+            assert len(run.rows) == len(rows) or not run.is_complete
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_is_written_into_a_log_is_read_or_an_error(
+    data: st.DataObject,
+) -> None:
+    text = log("all_reduce", ROWS)
+    at = data.draw(st.integers(0, len(text)))
+    end = data.draw(st.integers(at, min(at + 40, len(text))))
+    noise = data.draw(st.text(max_size=20))
+    runs_or_error(text[:at] + noise + text[end:])
