@@ -30,6 +30,9 @@ T_co = TypeVar("T_co", covariant=True)
 class ReduceOp(StrEnum):
     """How corresponding elements of all ranks become one."""
 
+    # An enum's own is a function in Python, on the path of every call.
+    __hash__ = str.__hash__
+
     SUM = "sum"
     AVERAGE = "average"
     MIN = "min"

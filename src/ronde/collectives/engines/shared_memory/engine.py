@@ -107,7 +107,7 @@ class SharedMemoryCommunicator(Communicator):
         if not tensor.numel():
             self._executor.require_usable()
             return Done(tensor)
-        flat = dense(tensor).view(-1)
+        flat = tensor if _is_flat(tensor) else dense(tensor).view(-1)
         steps = reductions.all_reduce(self._ground, tensor, flat, what)
         return self._executor.submit("all_reduce", steps)
 
@@ -202,9 +202,8 @@ class SharedMemoryCommunicator(Communicator):
             return super().allocate(numel, dtype, device)
         num_bytes = -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
         segments = share_segments(self._exchange, self.rank, num_bytes)
-        own = segments[self.rank]
-        self._ground.heap.add(segments, self.rank)
-        return own.tensor[: numel * dtype.itemsize].view(dtype)
+        own = self._ground.heap.add(segments, self.rank)
+        return own[: numel * dtype.itemsize].view(dtype)
 
     def duplicate(self) -> "SharedMemoryCommunicator":
         """Make a communicator of the same ranks: see ``Communicator``."""
@@ -300,8 +299,18 @@ def _through(store: Store, rank: int, size: int) -> Exchange:
     return exchange
 
 
+def _is_flat(tensor: Tensor) -> bool:
+    """Say whether a tensor may be read and written as it is."""
+    return tensor.dim() == 1 and not (
+        tensor.requires_grad
+        or not tensor.is_contiguous()
+        or tensor.is_conj()
+        or tensor.is_neg()
+    )
+
+
 def _require_cpu(tensor: Tensor) -> None:
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise UsageError(
             "tensor must be on the CPU for the engine shared_memory, got one on "
             f"{tensor.device}. Use the engine auto or nccl."

@@ -25,9 +25,9 @@ _BARRIER = Call("barrier")
 
 def barrier(ground: Ground) -> Steps[None]:
     """Meet."""
-    turn = ground.announce(_BARRIER)
+    turn = ground.announce(_BARRIER.signature)
     yield
-    if not ground.is_agreed(turn, _BARRIER):
+    if not ground.is_agreed(turn, _BARRIER.signature):
         yield from ground.refuse(_BARRIER)
 
 
@@ -40,9 +40,9 @@ def broadcast(ground: Ground, tensor: Tensor, root: int, call: Call) -> Steps[Te
     slot = ground.stage.take()
     if is_root and not location:
         _show(ground, slot, data[:SLOT_BYTES])
-    turn = ground.announce(call, location)
+    turn = ground.announce(call.signature, location)
     yield
-    if not ground.is_agreed(turn, call):
+    if not ground.is_agreed(turn, call.signature):
         yield from ground.refuse(call)
     locations = ground.locations(turn)
     if is_same_region(locations):
@@ -164,9 +164,9 @@ def _exchange(
     """
     encoded = _encoded(layout, ground.size)
     _show(ground, slot, encoded)
-    turn = ground.announce(_EXCHANGE, location)
+    turn = ground.announce(_EXCHANGE.signature, location)
     yield
-    if not ground.is_agreed(turn, _EXCHANGE):
+    if not ground.is_agreed(turn, _EXCHANGE.signature):
         yield from ground.refuse(_EXCHANGE)
     told = [
         view.numpy().tobytes()

@@ -1,7 +1,7 @@
 """Reductions, as steps between meetings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ronde.collectives.engines.shared_memory.stage import (
     offset_of,
 )
 
-_WHOLE_BYTES = 32 << 10
+WHOLE_BYTES = 4 << 10
 """Up to here every rank reduces everything: a meeting costs more."""
 _PIECE_BYTES = 256 << 10
 _LINE_BYTES = 64
@@ -42,48 +42,68 @@ def all_reduce(
     ground: Ground, tensor: Tensor, flat: Tensor, what: Reduction
 ) -> Steps[Tensor]:
     """Reduce ``flat``, which holds the elements of ``tensor``, and put them back."""
-    if flat.numel() * flat.element_size() <= _WHOLE_BYTES:
-        yield from _reduce_small(ground, flat, what)
-    else:
-        yield from _reduce_large(ground, flat, what)
-    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-        tensor.detach().copy_(flat.view(tensor.shape))
+    if flat.numel() * flat.element_size() <= WHOLE_BYTES:
+        return _reduce_small(ground, tensor, flat, what)
+    return _reduce_large(ground, tensor, flat, what)
+
+
+def _reduce_small(
+    ground: Ground, tensor: Tensor, flat: Tensor, what: Reduction
+) -> Steps[Tensor]:
+    """Show all ranks everything; each reduces all of it.
+
+    This is written for the time it takes: a few microseconds in all.
+    """
+    wanted = what.call.signature
+    views = ground.stage.views(ground.stage.take(), flat.dtype, flat.numel())
+    own = views[ground.rank]
+    own.copy_(flat)
+    if what.prescale != 1.0:
+        scale_(own, what.prescale)
+    turn = ground.announce(wanted)
+    yield
+    if not ground.is_agreed(turn, wanted):
+        yield from ground.refuse(what.call)
+    what.combiner.combine(views, flat)
+    if flat is not tensor:
+        _put_back(flat, tensor)
     return tensor
 
 
-def _reduce_small(ground: Ground, flat: Tensor, what: Reduction) -> Steps[None]:
-    """Show all ranks everything; each reduces all of it."""
-    turn = ground.announce(what.call)
-    slot = ground.stage.take()
-    _stage(ground, slot, flat, what.prescale)
-    yield
-    if not ground.is_agreed(turn, what.call):
-        yield from ground.refuse(what.call)
-    views = ground.stage.views(slot, flat.dtype, flat.numel())
-    what.combiner.combine(views, flat)
+def _put_back(flat: Tensor, tensor: Tensor) -> None:
+    """Copy the elements to ``tensor`` where they do not lie there already."""
+    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def _reduce_large(ground: Ground, flat: Tensor, what: Reduction) -> Steps[None]:
+def _reduce_large(
+    ground: Ground, tensor: Tensor, flat: Tensor, what: Reduction
+) -> Steps[Tensor]:
     location = ground.locate(flat)
     slot = ground.stage.take()
+    prescale = what.prescale
     if location:
-        scale_(flat, what.prescale)
-        what = replace(what, prescale=1.0)
+        scale_(flat, prescale)
+        prescale = 1.0
     else:
-        _stage(ground, slot, flat[: SLOT_BYTES // flat.element_size()], what.prescale)
-    turn = ground.announce(what.call, location)
+        step = SLOT_BYTES // flat.element_size()
+        first = flat if flat.numel() <= step else flat[:step]
+        _stage(ground, slot, first, prescale)
+    turn = ground.announce(what.call.signature, location)
     yield
-    if not ground.is_agreed(turn, what.call):
+    if not ground.is_agreed(turn, what.call.signature):
         yield from ground.refuse(what.call)
     locations = ground.locations(turn)
     if is_same_region(locations):
         _reduce_in_place(ground, flat, what, locations)
         yield
-        return
+        return tensor
     # What was shown already is of use if all ranks have shown something.
     shown = -1 if any(locations) else slot
     reduce = _reduce_by_pairs if ground.size == 2 else _reduce_by_shares
-    yield from reduce(ground, flat, what, shown)
+    yield from reduce(ground, flat, what.combiner, prescale, shown)
+    _put_back(flat, tensor)
+    return tensor
 
 
 def _stage(
@@ -101,51 +121,57 @@ def _reduce_in_place(
 ) -> None:
     """Reduce this rank's share of all ranks' tensors where they lie."""
     region = ground.heap.region(locations[ground.rank])
-    first, last = share(flat.numel(), flat.element_size(), ground.size, ground.rank)
-    step = _PIECE_BYTES // flat.element_size()
     key = (*locations, flat.dtype, flat.numel())
-    columns = region.plans.get(key)
-    if columns is None:
-        tensors = _tensors(ground, flat, locations)
-        columns = [_pieces(tensor[first:last], step) for tensor in tensors]
-        # Kept, this rank's own part would keep its region from ever being given back.
-        columns[ground.rank] = ()
-        region.plans[key] = columns
-    columns = list(columns)
-    columns[ground.rank] = _pieces(flat[first:last], step)
-    for pieces in zip(*columns, strict=True):
-        what.combiner.combine(pieces, pieces[0])
-        for piece in pieces[1:]:
-            piece.copy_(pieces[0])
+    plan = region.plans.get(key)
+    if plan is None:
+        plan = region.plans[key] = _plan(ground, flat, locations)
+    combine = what.combiner.combine
+    # One's own is the nearest; but only two can be combined in place of either.
+    index = ground.rank if ground.size == 2 else 0
+    for pieces in plan:
+        result = pieces[index]
+        combine(pieces, result)
+        for piece in pieces:
+            if piece is not result:
+                piece.copy_(result)
 
 
-def _pieces(flat: Tensor, step: int) -> tuple[Tensor, ...]:
-    return tuple(torch.split(flat, step))
+def _plan(
+    ground: Ground, flat: Tensor, locations: Sequence[int]
+) -> list[tuple[Tensor, ...]]:
+    """Cut this rank's share of all ranks' tensors into pieces that a cache holds."""
+    itemsize = flat.element_size()
+    first, last = share(flat.numel(), itemsize, ground.size, ground.rank)
+    step = _PIECE_BYTES // itemsize
+    tensors = _tensors(ground, flat, locations)
+    columns = [torch.split(tensor[first:last], step) for tensor in tensors]
+    return list(zip(*columns, strict=True))
 
 
 def _reduce_by_pairs(
-    ground: Ground, flat: Tensor, what: Reduction, shown: int
+    ground: Ground, flat: Tensor, combiner: Combiner, prescale: float, shown: int
 ) -> Steps[None]:
     """Show the other rank one slot after the other; both reduce each.
 
     Args:
         ground: All ranks' memory.
         flat: The elements.
-        what: The reduction.
+        combiner: Combines the ranks'.
+        prescale: Multiplies this rank's.
         shown: The slot that has the first of them already, or -1.
     """
     stage, step = ground.stage, SLOT_BYTES // flat.element_size()
     for start in range(0, flat.numel(), step):
-        piece = flat[start : start + step]
+        piece = flat if flat.numel() <= step else flat[start : start + step]
         if start or shown < 0:
             shown = stage.take()
-            _stage(ground, shown, piece, what.prescale)
+            _stage(ground, shown, piece, prescale)
             yield
-        what.combiner.combine(stage.views(shown, flat.dtype, piece.numel()), piece)
+        combiner.combine(stage.views(shown, flat.dtype, piece.numel()), piece)
 
 
 def _reduce_by_shares(
-    ground: Ground, flat: Tensor, what: Reduction, shown: int
+    ground: Ground, flat: Tensor, combiner: Combiner, prescale: float, shown: int
 ) -> Steps[None]:
     """Show the others one slot after the other; each rank reduces its share of it.
 
@@ -154,10 +180,10 @@ def _reduce_by_shares(
     stage, dtype, itemsize = ground.stage, flat.dtype, flat.element_size()
     step = SLOT_BYTES // itemsize
     for start in range(0, flat.numel(), step):
-        piece = flat[start : start + step]
+        piece = flat if flat.numel() <= step else flat[start : start + step]
         if start or shown < 0:
             shown = stage.take()
-            _stage(ground, shown, piece, what.prescale)
+            _stage(ground, shown, piece, prescale)
             yield
         shares = [
             share(piece.numel(), itemsize, ground.size, rank)
@@ -166,7 +192,7 @@ def _reduce_by_shares(
         first, last = shares[ground.rank]
         if last > first:
             views = stage.views(shown, dtype, last - first, first * itemsize)
-            what.combiner.combine(views, views[ground.rank])
+            combiner.combine(views, views[ground.rank])
         yield
         for rank, (first, last) in enumerate(shares):
             if last > first:
@@ -200,9 +226,9 @@ def reduce_scatter(
     flat = _apart_from(dense(tensor).view(-1), starts[ground.rank], target)
     # Scaling where it lies would change the caller's tensor.
     location = 0 if what.prescale != 1.0 else ground.locate(flat)
-    turn = ground.announce(what.call, location)
+    turn = ground.announce(what.call.signature, location)
     yield
-    if not ground.is_agreed(turn, what.call):
+    if not ground.is_agreed(turn, what.call.signature):
         yield from ground.refuse(what.call)
     locations = ground.locations(turn)
     if is_same_region(locations):
@@ -261,12 +287,10 @@ def _reduce_part(
 
 
 def _tensors(ground: Ground, flat: Tensor, locations: Sequence[int]) -> list[Tensor]:
-    """Return all ranks' tensors where they lie; ``flat`` is this rank's."""
+    """Return all ranks' tensors where they lie; ``flat`` is like them."""
     region = ground.heap.region(locations[ground.rank])
     return [
-        flat
-        if rank == ground.rank
-        else region.view(rank, offset_of(location), flat.dtype, flat.numel())
+        region.view(rank, offset_of(location), flat.dtype, flat.numel())
         for rank, location in enumerate(locations)
     ]
 

@@ -68,7 +68,7 @@ class Region:
         number: Counts the calls, equal on all ranks.
         start: Where this rank's part begins in this process.
         num_bytes: Size of each rank's part.
-        plans: What reductions have worked out for tensors here.
+        plans: Pieces of all ranks' tensors that a reduction takes one after the other.
     """
 
     def __init__(self, number: int, segments: Sequence[Segment], rank: int) -> None:
@@ -76,23 +76,19 @@ class Region:
         self.start = segments[rank].address
         self.num_bytes = segments[rank].num_bytes
         self.plans: dict[tuple[object, ...], list[tuple[Tensor, ...]]] = {}
-        # Not one's own: the caller's tensors alone keep that, and its end is the
-        # region's.
-        self._others = [
-            torch.empty(0) if r == rank else segment.tensor
-            for r, segment in enumerate(segments)
-        ]
+        self._tensors = [segment.tensor for segment in segments]
 
     def view(self, rank: int, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return a part of what another rank allocated.
+        """Return a part of what a rank allocated.
 
         Args:
-            rank: The other rank.
+            rank: The rank.
             offset: Bytes from the start, a multiple of the dtype's.
             dtype: Of the view.
             numel: Its number of elements.
         """
-        return self._others[rank][offset : offset + numel * dtype.itemsize].view(dtype)
+        end = offset + numel * dtype.itemsize
+        return self._tensors[rank][offset:end].view(dtype)
 
 
 class Heap:
@@ -104,12 +100,18 @@ class Heap:
         # A finalizer may run in the middle of anything: it only leaves a note.
         self._gone: deque[int] = deque()
 
-    def add(self, segments: Sequence[Segment], rank: int) -> None:
-        """Take a region in, until this rank's tensors in it are gone."""
+    def add(self, segments: Sequence[Segment], rank: int) -> Tensor:
+        """Take a region in and return this rank's bytes of it.
+
+        The region is given back when nothing is left of what is returned, by whatever
+        views. Views of ours do not count: they look through another buffer.
+        """
+        self._forget()
         self._num_regions += 1
         self._regions.append(Region(self._num_regions, segments, rank))
-        mapping = segments[rank].mapping
-        weakref.finalize(mapping, self._gone.append, self._num_regions)
+        buffer = memoryview(segments[rank].mapping)
+        weakref.finalize(buffer, self._gone.append, self._num_regions)
+        return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def locate(self, tensor: Tensor) -> int:
         """Return a number for where a flat tensor lies; 0 outside every region."""
@@ -124,7 +126,10 @@ class Heap:
     def region(self, location: int) -> Region:
         """Return the region that ``locate`` found, on whatever rank."""
         number = location >> _OFFSET_BITS
-        return next(each for each in self._regions if each.number == number)
+        for region in self._regions:
+            if region.number == number:
+                return region
+        raise LookupError(f"region must be in use, got number {number}")
 
     def _forget(self) -> None:
         while self._gone:
@@ -139,5 +144,10 @@ def offset_of(location: int) -> int:
 
 def is_same_region(locations: Sequence[int]) -> bool:
     """Say whether all ranks' tensors lie in one region."""
-    numbers = {location >> _OFFSET_BITS for location in locations}
-    return len(numbers) == 1 and 0 not in numbers
+    number = locations[0] >> _OFFSET_BITS
+    if not number:
+        return False
+    for location in locations:  # noqa: SIM110  all() takes twice as long
+        if location >> _OFFSET_BITS != number:
+            return False
+    return True
