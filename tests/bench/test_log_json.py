@@ -1,0 +1,357 @@
+"""JSON of nccl-tests and of ronde, whole, drifted and damaged."""
+
+import copy
+import json
+import math
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from ronde.bench.bench_record import from_record, to_record
+from ronde.bench.log_reading import read_log
+from ronde.bench.rows import Row, Side
+from ronde.bench.runs import RankCount, RankSource, Run
+from ronde.bench.schema import load_schema
+from ronde.errors import UsageError
+from ronde.records import Record
+
+CHECKER = jsonschema.Draft202012Validator(load_schema())
+
+
+def half(time_us: float = 100.0) -> dict[str, Any]:
+    return {"time": time_us, "alg_bw": 0.5, "bus_bw": 0.75, "nwrong": 0.0}
+
+
+def result(size: int = 1024) -> dict[str, Any]:
+    return {
+        "size": size,
+        "count": size // 4,
+        "type": "float",
+        "redop": "sum",
+        "root": "    -1",
+        "out_of_place": half(),
+        "in_place": half(90.5),
+        "actual_iterations": 20,
+        "experiment_name": "",
+    }
+
+
+def device(rank: int) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "group": 0,
+        "pid": 4000 + rank,
+        "hostname": "node-1",
+        "device": rank,
+        "device_hex": "0000:0f:00",
+        "device_info": "NVIDIA H100 80GB HBM3",
+    }
+
+
+def document(num_results: int = 3) -> dict[str, Any]:
+    """Return what ``ronde bench -J`` writes."""
+    return {
+        "version": 3,
+        "start_time": "2026-11-21 18:30:00",
+        "args": ["ronde", "bench", "all_reduce", "-g", "4"],
+        "env": ["NCCL_ALGO=Ring"],
+        "nccl_version": 23007,
+        "config": {
+            "nthreads": 1,
+            "ngpus": 4,
+            "minimum_bytes": 8,
+            "maximum_bytes": 1024,
+            "step_factor": 2,
+            "warmup_iters": 1,
+            "iterations": 20,
+            "aggregated_iterations": 1,
+            "validation": 1,
+            "graph": 0,
+            "blocking_collectives": "false",
+            "per_iter_timing": "false",
+            "per_iter_skip": 0,
+            "parallel_init": "false",
+            "devices": [device(rank) for rank in range(4)],
+        },
+        "results": [result(1024 << i) for i in range(num_results)],
+        "out_of_bounds": {"count": 0, "okay": "true"},
+        "average_bus_bandwidth": {"bandwidth": 0.75, "okay": "unchecked"},
+        "errors": [],
+        "end_time": "2026-11-21 18:31:00",
+        "ronde": {"test": "all_reduce", "engine": "nccl", "size": 4, "limit": None},
+    }
+
+
+def upstream(num_results: int = 3) -> dict[str, Any]:
+    """Return what nccl-tests writes for 4 GPUs of one process: one device of them."""
+    content = document(num_results)
+    del content["ronde"]
+    content["args"] = ["./build/all_reduce_perf", "-g", "4"]
+    content["config"]["devices"] = [device(0)]
+    return content
+
+
+def read(content: dict[str, Any] | str, **options: bool) -> Run:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (run,) = read_log(text, "a.json", **options)
+    return run
+
+
+def changed(path: str, value: object, content: dict[str, Any] | None = None) -> Any:
+    """Return the document with one entry changed, or dropped for None."""
+    content = copy.deepcopy(document() if content is None else content)
+    *parents, last = [int(p) if p.isdigit() else p for p in path.split(".")]
+    entry: Any = content
+    for each in parents:
+        entry = entry[each]
+    if value is None:
+        del entry[last]
+    else:
+        entry[last] = value
+    return content
+
+
+def test_ours_is_read() -> None:
+    run = read(document())
+    assert run.test == "all_reduce"
+    assert run.engine == "nccl"
+    assert run.ranks == RankCount.exactly(4, RankSource.GIVEN)
+    assert [row.size_bytes for row in run.rows] == [1024, 2048, 4096]
+    assert run.rows[0] == Row(
+        *(1024, 256, "float", "sum", -1),
+        out_of_place=Side(100.0, 0.5, 0.75, 0.0),
+        in_place=Side(90.5, 0.5, 0.75, 0.0),
+    )
+    assert (run.average_busbw_gb_per_s, run.num_out_of_bounds) == (0.75, 0)
+    assert run.is_complete
+    assert run.warnings == ()
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_theirs_is_read(version: int) -> None:
+    run = read(changed("version", version, upstream()))
+    assert run.test == "all_reduce"
+    assert run.ranks == RankCount.exactly(4, RankSource.DEVICES)
+    assert run.is_complete
+    assert run.warnings == ()
+
+
+def test_processes_that_list_one_device_each() -> None:
+    content = upstream()
+    content["config"]["devices"] = [device(0), device(4)]
+    assert read(content).ranks.value == 8
+    content["config"]["devices"] = [device(rank) for rank in range(4)]
+    assert read(content).ranks.value == 4
+
+
+def test_secrets_of_the_environment_are_not_kept() -> None:
+    run = read(changed("env", ["AWS_SECRET_ACCESS_KEY=hunter2"], upstream()))
+    assert "hunter2" not in to_record(run).to_json()
+
+
+def test_numbers_that_are_no_json() -> None:
+    text = json.dumps(upstream(1)).replace("100.0", "inf").replace("90.5", '"nan"')
+    row = read(text.replace('"bus_bw": 0.75', '"bus_bw": -nan')).rows[0]
+    assert row.out_of_place is not None
+    assert row.in_place is not None
+    assert row.out_of_place.time_us == math.inf
+    assert math.isnan(row.in_place.time_us or 0)
+    assert math.isnan(row.in_place.busbw_gb_per_s or 0)
+
+
+def test_inf_and_nan_within_text_stay() -> None:
+    run = read(changed("errors", ['no inf, "nan" here'], upstream()))
+    assert run.warnings == ('no inf, "nan" here',)
+
+
+def test_early_releases_misspelled_keys() -> None:
+    text = json.dumps(upstream())
+    text = text.replace("average_bus_bandwidth", "average_bus_bandwidith")
+    run = read(text.replace('"bandwidth"', '"bandwidith"'))
+    assert run.average_busbw_gb_per_s == 0.75
+
+
+def test_what_was_not_measured_or_checked() -> None:
+    content = upstream()
+    content["results"][0]["out_of_place"] = None
+    content["results"][1]["in_place"]["nwrong"] = None
+    first, second, _ = read(content).rows
+    assert first.out_of_place is None
+    assert second.in_place is not None
+    assert second.in_place.num_wrong is None
+
+
+def test_further_figures_are_kept_apart() -> None:
+    content = upstream(1)
+    content["results"][0]["in_place"] = {
+        "cpu_time": 3.5,
+        "alg_bw": 0.5,
+        "bus_bw": 0.75,
+        "nwrong": 0.0,
+    }
+    content["results"][0]["in_place_per_iter"] = {
+        "skipped_iterations": 1,
+        "p99_us": 7.25,
+        "cv_pct": 2.5,
+        "times_us": [1.0, 2.0],
+    }
+    run = read(content)
+    assert run.rows[0].in_place == Side(None, 0.5, 0.75, 0.0)
+    assert run.extras[0] == {
+        "in_place.cputime_us": 3.5,
+        "in_place.i_skipped_iterations": 1.0,
+        "in_place.i_p99_us": 7.25,
+        "in_place.i_cv_percent": 2.5,
+        "actual_iterations": 20.0,
+    }
+
+
+def test_a_run_that_did_not_end() -> None:
+    content = upstream()
+    del content["out_of_bounds"], content["average_bus_bandwidth"]
+    run = read(content)
+    assert not run.is_complete
+    assert len(run.rows) == 3
+    assert run.warnings == ("has no footer: the run was aborted, or the log is cut",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (changed("results.1.size", "big"), r"a.json:1: result 1: size must be an inte"),
+        (changed("results.1.size", -4), r"a.json:1: result 1: size must be an integer"),
+        (changed("results.1.count", None), r"a.json:1: result 1: count must be an int"),
+        (changed("results.0.type", 7), r"a.json:1: result 0: type must be text"),
+        (
+            changed("results.0.root", "x"),
+            r"a.json:1: result 0: root must be an int",
+        ),
+        (
+            changed("results.2.in_place.bus_bw", "fast"),
+            r"result 2: bus_bw must be",
+        ),
+        (changed("results.2.in_place", [1]), r"result 2: in_place must be an object"),
+        (changed("results", {"a": 1}), r"a.json:1: results must be a list"),
+        (changed("config", 7), r"a.json:1: config must be an object"),
+        (changed("config.devices.0.rank", "a"), r"a.json:1: rank must be an integer"),
+        ('{"version": 3, "results": [}', r"a.json:1: log must be whole JSON"),
+        ("{" * 5000, r"a.json:1: log must"),
+    ],
+)
+def test_damage_is_an_error(content: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read(content)
+
+
+def test_the_line_of_a_damaged_result_is_told() -> None:
+    text = json.dumps(changed("results.1.size", "big"), indent=1)
+    line = text[: text.index('"big"')].count("\n") + 1
+    with pytest.raises(UsageError, match=rf"^a.json:{line - 1}: result 1: size"):
+        read(text)
+
+
+def test_a_cut_file_is_an_error_unless_a_part_is_welcome() -> None:
+    text = json.dumps(document(), indent=1)
+    cut = text[: text.index('"size": 4096')]
+    line = cut.count("\n") + 1
+    with pytest.raises(UsageError, match=rf"^a.json:{line}: log must be whole JSON"):
+        read(cut)
+    run = read(cut, keeps_partial=True)
+    assert [row.size_bytes for row in run.rows] == [1024, 2048]
+    assert not run.is_complete
+    assert run.warnings[0] == f"line {line}: the file is cut here"
+
+
+@settings(max_examples=100, deadline=None)
+@given(cut=st.integers(0, 10**4), is_ours=st.booleans(), keeps_partial=st.booleans())
+def test_a_cut_anywhere_is_an_error_with_its_line(
+    cut: int, *, is_ours: bool, keeps_partial: bool
+) -> None:
+    text = json.dumps(document() if is_ours else upstream(), indent=1)
+    cut %= len(text)
+    try:
+        runs = read_log(text[:cut], "a.json", keeps_partial=keeps_partial)
+    except UsageError as error:
+        if not re.match(r"a\.json:\d+: ", str(error)):
+            raise
+        return
+    assert keeps_partial
+    assert not runs[0].is_complete or len(runs[0].rows) == 3
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(load_schema())
+
+
+def test_ours_is_valid() -> None:
+    CHECKER.validate(document())
+    content = document()
+    content["results"][0]["out_of_place"] = None
+    content["results"][1]["in_place"]["bus_bw"] = "nan"
+    del content["config"]["step_factor"]
+    content["config"]["step_bytes"] = 1024
+    CHECKER.validate(content)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("version", 2),
+        ("start_time", "yesterday"),
+        ("env", ["no assignment"]),
+        ("ronde", None),
+        ("extra", 1),
+        ("config.blocking_collectives", False),
+        ("config.step_bytes", 8),
+        ("config.devices", []),
+        ("config.devices.0.pid", "4000"),
+        ("results.0.root", -1),
+        ("results.0.redop", "add"),
+        ("results.0.in_place.time", None),
+        ("results.0.in_place.cpu_time", 1.0),
+        ("results.0.in_place.bus_bw", "much"),
+        ("results.0.in_place.nwrong", -1),
+        ("results.0.experiment_name", None),
+        ("average_bus_bandwidth.okay", True),
+        ("ronde.limit", {"busbw_gb_per_s": 0, "link": "", "note": ""}),
+    ],
+)
+def test_what_is_not_ours_is_not_valid(path: str, value: object) -> None:
+    assert not CHECKER.is_valid(changed(path, value))
+
+
+def test_records_read_back() -> None:
+    runs = [read(document()), read(changed("results.0.in_place.time", "nan"))]
+    records = [to_record(run, was_measured_here=False) for run in runs]
+    text = "".join(f"{record.to_json()}\n" for record in records)
+    again = read_log(text, "a.jsonl")
+    assert again[0] == runs[0]
+    assert repr(again[1]) == repr(runs[1])  # NaN is unequal to itself
+    assert {record.machine.cpu for record in records} == {""}
+
+
+def test_records_of_other_kinds_are_passed_over() -> None:
+    other = Record("training", {}).to_json()
+    text = f"{other}\n\n{to_record(read(document())).to_json()}\n"
+    assert len(read_log(text, "a.jsonl")) == 1
+    with pytest.raises(UsageError, match=r"a.jsonl:2: records must hold one of kind"):
+        read_log(f"{other}\n", "a.jsonl")
+
+
+def test_damaged_records_are_an_error_with_their_line() -> None:
+    line = to_record(read(document())).to_json()
+    for damaged in (line[:-20], line.replace('"rows"', '"rowz"')):
+        with pytest.raises(UsageError, match=r"^a.jsonl:2: "):
+            read_log(f"{line}\n{damaged}\n", "a.jsonl")
+    with pytest.raises(UsageError, match=r"^a.jsonl:1: "):
+        read_log(line[:40], "a.jsonl")
+    (run,) = read_log(f"{line}\n{line[:-20]}", "a.jsonl", keeps_partial=True)
+    assert len(run.rows) == 3
+
+
+def test_only_a_run_is_made_of_a_record() -> None:
+    with pytest.raises(UsageError, match="kind of a record must be bench"):
+        from_record(Record("training", {}))
