@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from ronde.collectives.arithmetic import as_bytes
 from ronde.collectives.engines.scheduled.lane import Lane
 from ronde.collectives.engines.scheduled.programs import Programs
-from ronde.collectives.engines.scheduled.vectors import as_bytes
 from ronde.collectives.layouts import Layout, require_agreement
 from ronde.errors import UsageError
 

@@ -13,13 +13,13 @@ from ronde.collectives.arguments import (
     require_root,
     require_splits,
 )
-from ronde.collectives.arithmetic import dense, require_reducible
+from ronde.collectives.arithmetic import as_bytes, dense, require_reducible
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work, rows
 from ronde.collectives.engines.scheduled.agreement import Agreement
 from ronde.collectives.engines.scheduled.executor import PIECE_BYTES, Executor
 from ronde.collectives.engines.scheduled.lane import Lane
 from ronde.collectives.engines.scheduled.programs import Programs
-from ronde.collectives.engines.scheduled.vectors import Reduction, as_bytes, flat, put
+from ronde.collectives.engines.scheduled.vectors import Reduction, flat, put
 from ronde.collectives.layouts import require_out_rows
 from ronde.errors import UsageError
 

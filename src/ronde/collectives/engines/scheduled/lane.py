@@ -53,8 +53,10 @@ class Lane:
     def close(self) -> None:
         """End thread and communicator; what is under way fails."""
         self._is_closed = True
+        # First what waits for the thread: it shall not begin once the message fails.
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self._communicator.close()
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown()
 
     def _call(self, name: str, steps: Callable[[Executor], T]) -> T:
         if self._failure is not None:
@@ -62,6 +64,11 @@ class Lane:
         try:
             return steps(self._executor)
         except CollectiveError as error:
+            if self._is_closed:
+                raise CollectiveError(
+                    f"{name} must be over before close(), got a closed communicator. "
+                    "Wait for every work first."
+                ) from error
             self._failure = type(error)(f"{name}: {error}")
             self._communicator.close()
             raise self._failure from error
@@ -89,6 +96,6 @@ class LaneWork(Generic[T_co]):
             return self._outcome.result()
         except CancelledError as error:
             raise CollectiveError(
-                "communicator must be open until its works are done, got a closed "
-                "one. Wait for them first."
+                "every work must be over before close(), got a closed communicator. "
+                "Wait for every work first."
             ) from error

@@ -75,11 +75,6 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """View a row-major tensor as its bytes: every dtype can be moved so."""
-    return flat(tensor).view(torch.uint8)
-
-
 def put(result: Tensor, tensor: Tensor) -> Tensor:
     """Copy into ``tensor`` what is not there already, and return it."""
     if result.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():

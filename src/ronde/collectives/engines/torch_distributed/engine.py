@@ -22,7 +22,7 @@ from ronde.collectives.engines.torch_distributed.groups import (
     broadcast,
 )
 from ronde.collectives.engines.torch_distributed.reductions import Reductions
-from ronde.collectives.engines.torch_distributed.work import Awaited, TorchWork
+from ronde.collectives.engines.torch_distributed.work import TorchWork
 from ronde.collectives.failures import Scene
 from ronde.collectives.layouts import Layout, require_agreement, require_out_rows
 from ronde.errors import UsageError
@@ -149,8 +149,9 @@ class TorchDistributedCommunicator(Communicator):
             backend = self._groups.of(tensor.device)
             if not tensor.numel():
                 return Done(None)
-            pending = backend.send([as_bytes(dense(tensor))], to, tag)
-        return TorchWork((Awaited(pending),), lambda: None, scene)
+            values = as_bytes(dense(tensor))
+            awaited = self._groups.messages.post(backend.send, values, to, tag)
+        return TorchWork((awaited,), lambda: None, scene)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
         """Receive from one rank: see ``Communicator``."""
@@ -161,11 +162,10 @@ class TorchDistributedCommunicator(Communicator):
             if not tensor.numel():
                 return Done(tensor)
             values = dense(tensor)
-            pending = backend.recv([as_bytes(values)], source, tag)
+            post = self._groups.messages.post
+            awaited = post(backend.recv, as_bytes(values), source, tag)
         is_copied = not _is_same_memory(values, tensor)
-        return TorchWork(
-            (Awaited(pending),), lambda: _restore(tensor, values, is_copied), scene
-        )
+        return TorchWork((awaited,), lambda: _restore(tensor, values, is_copied), scene)
 
     def barrier(self) -> Work[None]:
         """Complete when all have called: see ``Communicator``."""

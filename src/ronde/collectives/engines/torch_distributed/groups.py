@@ -15,6 +15,7 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
+from ronde.collectives.engines.torch_distributed.messages import Messages
 from ronde.collectives.engines.torch_distributed.work import Pending
 from ronde.errors import CollectiveError, UsageError
 
@@ -47,6 +48,9 @@ class Groups:
 
     Making one is collective: the first CUDA tensor comes in the same call on all ranks.
     Gloo's is made at once: all ranks agree on sizes through it.
+
+    Attributes:
+        messages: The sends and receives that were posted.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Groups:
         self._is_one_host = is_one_host
         self._is_closed = False
         self._lane: Lane | None = None
+        self.messages = Messages(rank, size)
         self._backends: dict[str, Backend] = {"cpu": self._make_gloo("gloo")}
 
     def of(self, device: torch.device) -> Backend:
@@ -97,6 +102,7 @@ class Groups:
             if name == "cuda":
                 backend.abort()  # shutdown() waits for the peers, which may be gone
             else:
+                self.messages.break_off(backend)
                 backend.shutdown()
 
     def _require_open(self) -> None:
