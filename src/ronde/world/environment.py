@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from ronde.errors import WorldError
 from ronde.world.dialects import read_dialects
@@ -63,6 +64,24 @@ def read_algorithm(environ: Mapping[str, str]) -> str:
         WorldError: No schedule is called so.
     """
     return require_algorithm(environ.get("RONDE_ALGORITHM", ""), "RONDE_ALGORITHM")
+
+
+def read_cache_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Return where what can be measured anew is kept; it may not exist yet.
+
+    Args:
+        environ: The variables; None reads this process's own.
+    """
+    if environ is None:
+        environ = os.environ  # noqa: TID251  as above
+    base = environ.get("XDG_CACHE_HOME", "")
+    # A relative path is to be ignored. Source: XDG Base Directory Specification.
+    parent = Path(base) if base.startswith("/") else _home(environ) / ".cache"
+    return parent / "ronde"
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    return Path(environ["HOME"]) if environ.get("HOME") else Path.home()
 
 
 def _claim(

@@ -1,0 +1,199 @@
+"""Measures which engine is fastest for what: the table that ``auto`` goes by."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ronde.collectives import Communicator, ReduceOp
+from ronde.collectives.choice import (
+    CLASS_SAMPLES_BYTES,
+    COLLECTIVES,
+    SIZED,
+    Choice,
+    Table,
+)
+from ronde.errors import UsageError
+from ronde.units import format_size
+
+_ELEMENT_BYTES = 4
+_MOST_GATHERED_BYTES = 4 << 20
+_MEASURED = tuple(name for name in COLLECTIVES if name != "recv")
+"""A receive is measured with its send."""
+
+Call = Callable[[], object]
+Times = dict[tuple[str, int], dict[str, float]]
+"""Seconds of each candidate, by collective and bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long a candidate is measured.
+
+    Attributes:
+        rounds: How often; the median counts.
+        seconds: How long each time, at least one call.
+        sizes_bytes: One size for each size class.
+    """
+
+    rounds: int = 5
+    seconds: float = 0.02
+    sizes_bytes: tuple[int, ...] = CLASS_SAMPLES_BYTES
+
+
+def tune(
+    communicators: Mapping[str, Communicator],
+    effort: Effort | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Table:
+    """Time the candidates, interleaved, on all ranks; collective.
+
+    Args:
+        communicators: Of the same ranks, by engine or ``engine/algorithm``; the same
+            names in the same order on all ranks.
+        effort: How long; None is about 10 s for two candidates.
+        on_progress: Told how many of how many sizes are measured.
+
+    Returns:
+        The table of the fastest, equal on all ranks.
+
+    Raises:
+        UsageError: There is no candidate.
+        CollectiveError: A collective failed.
+    """
+    if not communicators:
+        raise UsageError("communicators must be at least one, got none.")
+    effort = effort or Effort()
+    benches = {
+        label: _Bench(communicator, max(effort.sizes_bytes))
+        for label, communicator in communicators.items()
+    }
+    works = [(name, size) for name in _MEASURED for size in _sizes(name, effort)]
+    times: Times = {}
+    for index, (name, size) in enumerate(works):
+        times[name, size] = _time(benches, name, size, effort)
+        if on_progress is not None:
+            on_progress(index + 1, len(works))
+    return _table(times, effort)
+
+
+def _sizes(name: str, effort: Effort) -> tuple[int, ...]:
+    if name == "barrier":
+        return (0,)
+    if name in SIZED:
+        return effort.sizes_bytes
+    # Of what all ranks gather, each rank holds all.
+    return tuple(s for s in effort.sizes_bytes if s <= _MOST_GATHERED_BYTES)
+
+
+class _Bench:
+    """One candidate and its buffers, which lie where it likes them best."""
+
+    def __init__(self, communicator: Communicator, max_bytes: int) -> None:
+        self.communicator = communicator
+        self._size = communicator.size
+        gathered = min(max_bytes, _MOST_GATHERED_BYTES) * self._size
+        self._given = self._allocate(max_bytes)
+        self._out = self._allocate(max(max_bytes, gathered))
+
+    def call(self, name: str, num_bytes: int) -> Call:
+        """Return what makes the call once, on so many bytes a rank."""
+        comm, size = self.communicator, self._size
+        if name == "barrier":
+            return lambda: comm.barrier().wait()
+        numel = max(num_bytes // _ELEMENT_BYTES // size, 1) * size
+        given = self._given[:numel]
+        out = self._out[:numel]
+        everyones, share = self._out[: numel * size], self._out[: numel // size]
+        calls: dict[str, Call] = {
+            "all_reduce": lambda: comm.all_reduce(given).wait(),
+            "reduce_scatter": lambda: comm.reduce_scatter(given, out=share).wait(),
+            "broadcast": lambda: comm.broadcast(given, 0).wait(),
+            "all_gather": lambda: comm.all_gather(given, out=everyones).wait(),
+            "all_to_all": lambda: comm.all_to_all(given, out=out).wait(),
+            "send": lambda: _around(comm, given, out),
+        }
+        return calls[name]
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        # A rank's rows are equally many: one more element for each may be needed.
+        numel = num_bytes // _ELEMENT_BYTES + self._size
+        return self.communicator.allocate(numel, torch.float32)
+
+
+def _around(communicator: Communicator, given: Tensor, out: Tensor) -> None:
+    """Send to the next rank and receive from the one before."""
+    size, rank = communicator.size, communicator.rank
+    if size == 1:
+        return
+    sent = communicator.send(given, (rank + 1) % size)
+    communicator.recv(out, (rank - 1) % size).wait()
+    sent.wait()
+
+
+def _time(
+    benches: Mapping[str, _Bench], name: str, num_bytes: int, effort: Effort
+) -> dict[str, float]:
+    """Return the seconds of one call of each candidate, equal on all ranks."""
+    calls = {label: bench.call(name, num_bytes) for label, bench in benches.items()}
+    meeting = next(iter(benches.values())).communicator
+    for call in calls.values():
+        call()
+    once = _agreed(meeting, [_seconds(meeting, call, 1) for call in calls.values()])
+    counts = [max(1, min(1000, int(effort.seconds / s))) for s in once]
+    rounds: list[list[float]] = []
+    for _ in range(effort.rounds):
+        measured = zip(calls.values(), counts, strict=True)
+        rounds.append([_seconds(meeting, call, count) for call, count in measured])
+    medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
+    return dict(zip(calls, _agreed(meeting, medians), strict=True))
+
+
+def _seconds(meeting: Communicator, call: Call, count: int) -> float:
+    meeting.barrier().wait()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count
+
+
+def _agreed(meeting: Communicator, seconds: Sequence[float]) -> list[float]:
+    """Return the slowest rank's, on all ranks: what is derived from it is equal."""
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    meeting.all_reduce(slowest, ReduceOp.MAX).wait()
+    return [max(float(value), 1e-9) for value in slowest]
+
+
+def _table(times: Times, effort: Effort) -> Table:
+    choices: dict[str, tuple[Choice, ...]] = {}
+    for name in _MEASURED:
+        by_size = {size: times[name, size] for size in _sizes(name, effort)}
+        if name in SIZED:
+            choices[name] = tuple(_fastest(t, s) for s, t in by_size.items())
+        else:
+            choices[name] = (_fastest_of_all(by_size),)
+    choices["recv"] = choices["send"]
+    return Table(choices, f"measurement, medians of {effort.rounds} rounds")
+
+
+def _fastest(times: Mapping[str, float], size: int) -> Choice:
+    """Choose for one size; the first candidate where two are equal."""
+    best = min(times, key=lambda label: times[label])
+    told = ", ".join(f"{label} {times[label] * 1e6:.0f} us" for label in times)
+    return Choice.of(best, f"{told} at {format_size(size)}")
+
+
+def _fastest_of_all(by_size: Mapping[int, Mapping[str, float]]) -> Choice:
+    """Choose for all sizes: the least geometric mean."""
+    labels = list(next(iter(by_size.values())))
+    means = {
+        label: math.exp(statistics.fmean(math.log(t[label]) for t in by_size.values()))
+        for label in labels
+    }
+    best = min(means, key=lambda label: means[label])
+    told = ", ".join(f"{label} {means[label] * 1e6:.0f} us" for label in labels)
+    return Choice.of(best, f"{told} in the mean")
