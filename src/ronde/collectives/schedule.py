@@ -7,7 +7,7 @@ is computed when it is asked for, and the loads are known without any.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -166,11 +166,9 @@ class Schedule:
         )
 
 
-def ring_steps(
-    action: Action, send_to: int, receive_from: int, sent: int, received: int
-) -> Round:
-    """Return the round in which a rank passes one chunk on and gets another."""
-    return (Step(Action.SEND, send_to, sent), Step(action, receive_from, received))
+def renamed(steps: Round, rank_of: Callable[[int], int]) -> Round:
+    """Return the round with other peers: ``rank_of`` tells which."""
+    return tuple(replace(step, peer=rank_of(step.peer)) for step in steps)
 
 
 def runs_of(first: int, count: int, num_chunks: int) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ from ronde.collectives.schedule import (
     Round,
     Schedule,
     Step,
+    renamed,
     runs_of,
 )
 
@@ -69,10 +70,8 @@ def broadcast(size: int, numel: int, root: int) -> Schedule:
     def part(rank: int) -> Iterator[Round]:
         # Ranks are counted from the root here; so are the chunks.
         position = (rank - root) % size
-        for steps in _scatter(position, size):
-            yield _moved(steps, root, size)
-        for steps in _double(position, size):
-            yield _moved(steps, root, size)
+        for steps in (*_scatter(position, size), *_double(position, size)):
+            yield renamed(steps, lambda peer: (peer + root) % size)
 
     loads = _scatter_loads(chunks) + _halving_loads(chunks)[::-1]
     return Schedule("halving_doubling broadcast", size, chunks, loads, part)
@@ -150,14 +149,6 @@ def _scatter(position: int, size: int) -> Iterator[Round]:
         else:
             begin, live = middle, live - kept
         yield tuple(steps)
-
-
-def _moved(steps: Round, root: int, size: int) -> Round:
-    """Turn positions counted from the root into ranks; chunks stay."""
-    return tuple(
-        Step(step.action, (step.peer + root) % size, step.first, step.count)
-        for step in steps
-    )
 
 
 def _halving_loads(chunks: Chunks) -> tuple[Load, ...]:

@@ -14,7 +14,7 @@ from ronde.collectives.schedule import (
     Round,
     Schedule,
     Step,
-    ring_steps,
+    renamed,
 )
 
 
@@ -23,8 +23,8 @@ def all_reduce(size: int, numel: int) -> Schedule:
     chunks = Chunks(size, numel)
 
     def part(rank: int) -> Iterator[Round]:
-        yield from _collect(rank, size)
-        yield from _distribute(rank, size)
+        yield from collect(rank, size)
+        yield from distribute(rank, size)
 
     loads = (Load(2 * (size - 1), chunks.largest()),)
     return Schedule("ring all_reduce", size, chunks, loads, part)
@@ -35,7 +35,7 @@ def reduce_scatter(chunks: Chunks) -> Schedule:
     size = chunks.num_chunks
     loads = (Load(size - 1, chunks.largest()),)
     return Schedule(
-        "ring reduce_scatter", size, chunks, loads, lambda rank: _collect(rank, size)
+        "ring reduce_scatter", size, chunks, loads, lambda rank: collect(rank, size)
     )
 
 
@@ -44,7 +44,7 @@ def all_gather(chunks: Chunks) -> Schedule:
     size = chunks.num_chunks
     loads = (Load(size - 1, chunks.largest()),)
     return Schedule(
-        "ring all_gather", size, chunks, loads, lambda rank: _distribute(rank, size)
+        "ring all_gather", size, chunks, loads, lambda rank: distribute(rank, size)
     )
 
 
@@ -55,24 +55,21 @@ def broadcast(size: int, numel: int, root: int) -> Schedule:
     """
 
     def part(rank: int) -> Iterator[Round]:
-        position = (rank - root) % size
-        for index in range(size - 1):
-            steps: list[Step] = []
-            if index == position:
-                steps.append(Step(Action.SEND, (rank + 1) % size, 0))
-            elif index == position - 1:
-                steps.append(Step(Action.COPY, (rank - 1) % size, 0))
-            yield tuple(steps)
+        for steps in chain((rank - root) % size, size):
+            yield renamed(steps, lambda position: (position + root) % size)
 
     loads = (Load(size - 1, numel),)
     return Schedule("ring broadcast", size, Chunks(1, numel), loads, part)
 
 
-def _collect(rank: int, size: int) -> Iterator[Round]:
-    """Pass sums on; in the last round chunk ``rank`` becomes whole here."""
+def collect(rank: int, size: int) -> Iterator[Round]:
+    """Yield the rounds of ``reduce_scatter``: sums are passed on.
+
+    In the last round chunk ``rank`` becomes whole here.
+    """
     for index in range(size - 1):
         sent = (rank - index - 1) % size
-        yield ring_steps(
+        yield _pass_on(
             Action.REDUCE,
             (rank + 1) % size,
             (rank - 1) % size,
@@ -81,14 +78,32 @@ def _collect(rank: int, size: int) -> Iterator[Round]:
         )
 
 
-def _distribute(rank: int, size: int) -> Iterator[Round]:
-    """Pass whole chunks on, beginning with one's own."""
+def distribute(rank: int, size: int) -> Iterator[Round]:
+    """Yield the rounds of ``all_gather``: whole chunks are passed on."""
     for index in range(size - 1):
         sent = (rank - index) % size
-        yield ring_steps(
+        yield _pass_on(
             Action.COPY,
             (rank + 1) % size,
             (rank - 1) % size,
             sent,
             (sent - 1) % size,
         )
+
+
+def chain(position: int, size: int) -> Iterator[Round]:
+    """Yield the rounds of ``broadcast``: one chunk goes from position 0 to the last."""
+    for index in range(size - 1):
+        if index == position:
+            yield (Step(Action.SEND, position + 1, 0),)
+        elif index == position - 1:
+            yield (Step(Action.COPY, position - 1, 0),)
+        else:
+            yield ()
+
+
+def _pass_on(
+    action: Action, send_to: int, receive_from: int, sent: int, received: int
+) -> Round:
+    """Return the round in which a rank passes one chunk on and gets another."""
+    return (Step(Action.SEND, send_to, sent), Step(action, receive_from, received))

@@ -10,7 +10,15 @@ and scan", 2009.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ronde.collectives.schedule import Action, Chunks, Load, Round, Schedule, Step
+from ronde.collectives.schedule import (
+    Action,
+    Chunks,
+    Load,
+    Round,
+    Schedule,
+    Step,
+    renamed,
+)
 
 
 def all_reduce(size: int, numel: int) -> Schedule:
@@ -23,7 +31,8 @@ def all_reduce(size: int, numel: int) -> Schedule:
         for chunk, tree in enumerate(trees):
             _reduce(tree, rank + 1, chunk, rounds[:depth])
             _spread(tree, rank + 1, chunk, rounds[depth:])
-        return _by_rank(rounds, -1, size)
+        for steps in rounds:
+            yield renamed(tuple(steps), lambda place: place - 1)
 
     chunks = Chunks(len(trees), numel)
     loads = _reduce_loads(trees[0], chunks) + _spread_loads(trees[0], chunks)
@@ -48,7 +57,8 @@ def broadcast(size: int, numel: int, root: int) -> Schedule:
             if place == tree.root:
                 rounds[0].append(Step(Action.COPY, 0, chunk))
             _spread(tree, place, chunk, rounds[1:])
-        return _by_rank(rounds, root, size)
+        for steps in rounds:
+            yield renamed(tuple(steps), lambda place: (place + root) % size)
 
     chunks = Chunks(len(trees), numel)
     loads = (Load(min(1, num_rounds), numel), *_spread_loads(trees[0], chunks))
@@ -157,14 +167,6 @@ def _spread(tree: _Tree, place: int, chunk: int, rounds: list[list[Step]]) -> No
         rounds[level - 1].append(Step(Action.COPY, parent, chunk))
     for child in tree.children(place):
         rounds[level].append(Step(Action.SEND, child, chunk))
-
-
-def _by_rank(rounds: list[list[Step]], offset: int, size: int) -> Iterator[Round]:
-    """Turn places into ranks: place p is rank ``p + offset``."""
-    for steps in rounds:
-        yield tuple(
-            Step(step.action, (step.peer + offset) % size, step.first) for step in steps
-        )
 
 
 def _reduce_loads(tree: _Tree, chunks: Chunks) -> tuple[Load, ...]:
