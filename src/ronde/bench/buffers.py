@@ -93,21 +93,30 @@ class Buffers:
             is_in_place,
         )
 
-    def fill(self, pattern: Tensor) -> None:
-        """Repeat the bytes of ``pattern`` through both buffers: timing needs no more.
+    def fill(self, pattern: Tensor, num_bytes: int) -> None:
+        """Repeat the bytes of ``pattern`` through the first part of both buffers.
 
-        What the timed operations reduce is soon infinite or has wrapped; that costs no
-        more time. Zeros, or numbers that become denormal, could.
+        Timing needs no more. What the timed operations reduce is soon infinite or has
+        wrapped; that costs no more time. Zeros, or numbers that become denormal, could.
+
+        Args:
+            pattern: Bytes.
+            num_bytes: What the timed operations touch, or more than there is.
         """
+        end = min(num_bytes + 2 * CANARY_BYTES, self._send.numel())
         for buffer in (self._send, self._receive):
-            for start in range(0, buffer.numel(), pattern.numel()):
+            for start in range(0, end, pattern.numel()):
                 part = buffer[start : start + pattern.numel()]
                 part.copy_(pattern[: part.numel()])
 
-    def canaries(self, dtype: DType, shape: Shape) -> tuple[Tensor, Tensor]:
+    def canaries(
+        self, dtype: DType, shape: Shape, *, is_in_place: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return the bytes on either side of what the first place's operation fills."""
         start = CANARY_BYTES + self.unaligned_by * dtype.num_bytes
-        end = start + shape.span * dtype.num_bytes
+        # In place the input may be beside the result.
+        filled = shape.span if is_in_place else shape.receive
+        end = start + filled * dtype.num_bytes
         return (
             self._receive[start - CANARY_BYTES : start],
             self._receive[end : end + CANARY_BYTES],

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from itertools import islice
 
 import torch
@@ -24,7 +25,7 @@ from ronde.bench.traffic import Matrix, Traffic, shape_of_matrix
 from ronde.bench.watchdog import Watchdog
 from ronde.collectives import Communicator
 
-_TILE_BYTES = 1 << 20
+_TILE_BYTES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class RowBench:
 
     def _half(self, case: Case, cycle: int, *, is_in_place: bool) -> Half:
         if self.loop.checks:
-            self.buffers.fill(self._tile(case))
+            self._fill(case)
         elapsed = self.time(case, is_in_place=is_in_place)
         is_checked = not is_in_place or case.test.is_in_place_checked
         counts: list[float] = []
@@ -175,7 +176,7 @@ class RowBench:
         views = self.buffers.views(
             case.dtype, shape, place.rank, is_in_place=is_in_place
         )
-        canaries = self.buffers.canaries(case.dtype, shape)
+        canaries = self.buffers.canaries(case.dtype, shape, is_in_place=is_in_place)
         maker = Maker(case.test, self.communicator, case.op, place)
         operation = maker.make(views)
         checker = Checker(case.test, shape, place, self._reduction(case, 0))
@@ -198,13 +199,23 @@ class RowBench:
             case.dtype, case.op, self.communicator.size, seed, self.ranks.device
         )
 
-    def _tile(self, case: Case) -> Tensor:
-        """Return bytes to time with: numbers that are neither tiny nor NaN."""
-        rank, device = self.communicator.rank, self.ranks.device
-        if not case.test.has_op:
-            return random_bytes(0, rank, 0, _TILE_BYTES, device)
-        count = _TILE_BYTES // case.dtype.num_bytes
-        return self._reduction(case, 0).input_of(rank, 0, count).view(torch.uint8)
+    def _fill(self, case: Case) -> None:
+        """Write numbers to time with, which are neither tiny nor NaN."""
+        shape, _ = self.shape(case)
+        count = self.loop.iterations * self.loop.aggregated
+        reduction = self._reduction(case, 0) if case.test.has_op else None
+        tile = _tile(reduction, self.communicator.rank, self.ranks.device)
+        # Elements' widths divide 8; what is unaligned begins a little later.
+        shifted = 8 * self.loop.unaligned_by
+        self.buffers.fill(tile, count * shape.span * case.dtype.num_bytes + shifted)
+
+
+@lru_cache(maxsize=4)
+def _tile(reduction: Reduction | None, rank: int, device: torch.device) -> Tensor:
+    if reduction is None:
+        return random_bytes(0, rank, 0, _TILE_BYTES, device)
+    count = _TILE_BYTES // reduction.dtype.num_bytes
+    return reduction.input_of(rank, 0, count).view(torch.uint8)
 
 
 def _name(case: Case) -> str:

@@ -1,0 +1,72 @@
+"""What a rank of a test measures with, without the command around it."""
+
+import torch
+
+from ronde.bench.buffers import Buffers, allocator
+from ronde.bench.catalog import COLLECTIVES
+from ronde.bench.dtypes import DTYPES
+from ronde.bench.options import Engines, Loop, Options, Shown, Sweep
+from ronde.bench.ranks import Ranks
+from ronde.bench.row_bench import RowBench
+from ronde.bench.sweeping import SweepBench
+from ronde.bench.timing import Clock
+from ronde.bench.traffic import Traffic
+from ronde.bench.watchdog import Watchdog
+from ronde.collectives import connect
+
+CPU = torch.device("cpu")
+LOOP = Loop(iterations=2, warmup=0)
+
+
+def row_bench(communicator, *, loop=LOOP, capacity_bytes=1 << 16, traffic=None):
+    """Return what measures rows on the communicator of a test."""
+    control = communicator.duplicate()
+    ranks = Ranks(
+        control=control,
+        engines={communicator.engine: communicator},
+        device=CPU,
+        devices=(),
+        hosts=("localhost",) * communicator.size,
+        num_sharing=communicator.size,
+    )
+    allocate = allocator(communicator, CPU, is_foreign=False)
+    return RowBench(
+        ranks=ranks,
+        communicator=communicator,
+        buffers=Buffers(allocate, capacity_bytes, loop.unaligned_by),
+        clock=Clock(lambda: None, lambda: control.barrier().wait()),
+        loop=loop,
+        traffic=traffic or Traffic(),
+        watchdog=Watchdog(0, print),
+    )
+
+
+def by_shared_memory(claim):
+    """Connect by the engine that is quick where ranks are more than cores."""
+    return connect(claim, timeout_s=60.0, engine="shared_memory")
+
+
+def options_of(test, *, dtypes=("float",), ops=("sum",), sizes=(80, 5120), loop=LOOP):
+    """Return options that sweep between two sizes, 64-fold each time."""
+    collective = COLLECTIVES[test]
+    return Options(
+        test=collective,
+        sweep=Sweep(
+            min_bytes=sizes[0],
+            max_bytes=sizes[1],
+            step_bytes=1,
+            factor=64,
+            dtypes=tuple(DTYPES[name] for name in dtypes),
+            ops=ops if collective.has_op else (collective.redop,),
+            root=-1,
+        ),
+        loop=loop,
+        shown=Shown(),
+        engines=Engines(),
+    )
+
+
+def sweep_bench(communicator, options, **further):
+    """Return what sweeps on the communicator of a test."""
+    bench = row_bench(communicator, loop=options.loop, **further)
+    return SweepBench(bench, options, lambda: False)

@@ -1,0 +1,233 @@
+"""Every collective is right on real engines, and a wrong one is seen to be wrong."""
+
+import pytest
+import torch
+from tests.bench.rank_benches import by_shared_memory, options_of, sweep_bench
+
+from ronde.bench.catalog import COLLECTIVES
+from ronde.bench.dtypes import DTYPES, OPS
+from ronde.bench.measured import Measured
+from ronde.bench.options import Loop
+from ronde.collectives import Communicator
+from ronde.collectives.communicator import Done, ReduceOp
+
+
+def sweep_all(communicator, dtypes, ops, loop):
+    """Run every collective; return its rows' wrong elements, by name."""
+    wrong = {}
+    for test in COLLECTIVES:
+        options = options_of(test, dtypes=dtypes, ops=ops, loop=loop)
+        bench = sweep_bench(communicator, options)
+        rows = [event for event in bench.run() if isinstance(event, Measured)]
+        wrong[test] = [
+            side.num_wrong
+            for each in rows
+            for side in (each.row.out_of_place, each.row.in_place)
+        ]
+    return wrong
+
+
+def is_unchecked(test, index):
+    return index % 2 == 1 and not COLLECTIVES[test].is_in_place_checked
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_collectives_are_right(run_ranks, size):
+    loop = Loop(iterations=2, warmup=1, unaligned_by=size - 1)
+    results = run_ranks(
+        size, sweep_all, ("half",), ("sum",), loop, connecting=by_shared_memory
+    )
+    judge(results, size)
+
+
+def test_all_collectives_are_right_on_gloo(run_ranks):
+    loop = Loop(iterations=1, warmup=0)
+    judge(run_ranks(2, sweep_all, ("int8",), ("max",), loop), 2)
+
+
+def judge(results, size):
+    assert results == [results[0]] * size
+    for test, wrong in results[0].items():
+        expected_rows = 0 if test == "hypercube" and size == 3 else 1
+        assert bool(wrong) == bool(expected_rows), test
+        for index, count in enumerate(wrong):
+            assert count == (None if is_unchecked(test, index) else 0), (test, wrong)
+
+
+def sweep_reductions(communicator):
+    """Run all types and operations of the reducing collectives."""
+    counts = {}
+    for test in ("all_reduce", "reduce_scatter", "reduce"):
+        options = options_of(test, dtypes=tuple(DTYPES), ops=OPS, sizes=(512, 512))
+        for event in sweep_bench(communicator, options).run():
+            if isinstance(event, Measured):
+                row = event.row
+                counts[test, row.dtype, row.redop, row.root] = (
+                    row.out_of_place.num_wrong,
+                    row.in_place.num_wrong,
+                )
+            else:
+                counts[test, event.text.split(":")[1].strip()] = "skipped"
+    return counts
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_types_and_operations_are_right(run_ranks, size):
+    counts = run_ranks(size, sweep_reductions, connecting=by_shared_memory)[0]
+    skipped = {key for key, value in counts.items() if value == "skipped"}
+    # fp8 is moved and never reduced.
+    names = {f"{dtype} {op}" for dtype in ("f8e4m3", "f8e5m2") for op in OPS}
+    assert {key[1] for key in skipped} == names
+    assert len(counts) - len(skipped) == 10 * len(OPS) * (2 + size)
+    assert {counts[key] for key in counts if key not in skipped} == {(0, 0)}
+
+
+class SpoiltLater:
+    """What is received, spoilt when it is there."""
+
+    def __init__(self, faulty, tensor, work):
+        self._faulty, self._tensor, self._work = faulty, tensor, work
+        self._before = tensor.clone()
+
+    def wait(self):
+        self._work.wait()
+        return self._faulty.spoil(self._tensor, self._before)
+
+
+class Faulty(Communicator):
+    """A real communicator whose results are spoilt: what a check is there to see."""
+
+    def __init__(self, inner, fault):
+        self._inner, self._fault = inner, fault
+        self.engine, self.rank, self.size = inner.engine, inner.rank, inner.size
+
+    def all_reduce(self, tensor, op=ReduceOp.SUM, **factors):
+        before = tensor.clone()
+        self._inner.all_reduce(tensor, op, **factors).wait()
+        return Done(self.spoil(tensor, before))
+
+    def all_gather(self, tensor, *, out=None):
+        before = out.clone()
+        self._inner.all_gather(tensor, out=out).wait()
+        return Done(self.spoil(out, before))
+
+    def reduce_scatter(self, tensor, op=ReduceOp.SUM, *, out=None, **factors):
+        before = out.clone()
+        self._inner.reduce_scatter(tensor, op, out=out, **factors).wait()
+        return Done(self.spoil(out, before))
+
+    def broadcast(self, tensor, root):
+        before = tensor.clone()
+        self._inner.broadcast(tensor, root).wait()
+        return Done(tensor if self.rank == root else self.spoil(tensor, before))
+
+    def all_to_all(self, tensor, splits=None, *, out=None):
+        before = None if out is None else out.clone()
+        received, counts = self._inner.all_to_all(tensor, splits, out=out).wait()
+        return Done((received if out is None else self.spoil(out, before), counts))
+
+    def send(self, tensor, to, tag=0):
+        return self._inner.send(tensor, to, tag)
+
+    def recv(self, tensor, source, tag=0):
+        return SpoiltLater(self, tensor, self._inner.recv(tensor, source, tag))
+
+    def barrier(self):
+        return self._inner.barrier()
+
+    def duplicate(self):
+        return self._inner.duplicate()
+
+    def close(self):
+        self._inner.close()
+
+    def spoil(self, result, before):
+        if not result.numel():
+            return result
+        match self._fault:
+            case "not written":
+                result.copy_(before)
+            case "last not written":
+                result[-1] = before[-1]
+            case "zeros":
+                result.zero_()
+            case "rotated":
+                result.copy_(result.roll(1))
+            case "halves swapped":
+                half = result.numel() // 2
+                result.copy_(result.roll(half))
+            case "one bit":
+                result.view(torch.uint8)[0] ^= 1
+            case "one rank" if self.rank == self.size - 1:
+                result.view(torch.uint8)[0] ^= 128
+            case "beyond the end":
+                touch_after(result)
+        return result
+
+
+def touch_after(tensor):
+    """Change the byte after a tensor that is not the last in its memory."""
+    storage = tensor.untyped_storage()
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if end < storage.nbytes():
+        torch.empty(0, dtype=torch.uint8).set_(storage)[end] = 0
+
+
+def sweep_faulty(communicator, fault, test):
+    options = options_of(test, sizes=(512, 512))
+    bench = sweep_bench(Faulty(communicator, fault), options)
+    rows = [event for event in bench.run() if isinstance(event, Measured)]
+    return [(r.row.out_of_place.num_wrong, r.out_of_place.num_failed) for r in rows]
+
+
+FAULTS = (
+    "not written",
+    "last not written",
+    "zeros",
+    "rotated",
+    "halves swapped",
+    "one bit",
+    "one rank",
+    "beyond the end",
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_engine_is_seen(run_ranks, fault):
+    tests = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "sendrecv")
+
+    def check(communicator):
+        return [sweep_faulty(communicator, fault, test) for test in tests]
+
+    results = run_ranks(3, check, connecting=by_shared_memory)
+    assert results == [results[0]] * 3  # all ranks agree on the verdict
+    for test, rows in zip(tests, results[0], strict=True):
+        for wrong, failed in rows:
+            assert wrong > 0, (test, fault)
+            assert failed == 1
+
+
+def test_copied_faults_are_seen_at_the_root(run_ranks):
+    for test in ("broadcast", "gather", "scatter", "reduce"):
+        rows = run_ranks(
+            2, sweep_faulty, "last not written", test, connecting=by_shared_memory
+        )[0]
+        assert all(wrong > 0 for wrong, _ in rows), test
+
+
+def test_out_of_place_inputs_are_not_taken_for_results(run_ranks):
+    """A reduction that drops a rank's part is wrong where that rank gave something."""
+
+    def drop(communicator):
+        class Dropping(Faulty):
+            def all_reduce(self, tensor, op=ReduceOp.SUM, **factors):
+                if self.rank == 1:
+                    tensor.zero_()
+                return self._inner.all_reduce(tensor, op, **factors)
+
+        options = options_of("all_reduce", sizes=(4096, 4096))
+        bench = sweep_bench(Dropping(communicator, ""), options)
+        return [e.row.out_of_place.num_wrong for e in bench.run()]
+
+    wrong = run_ranks(2, drop, connecting=by_shared_memory)[0]
+    assert wrong[0] == 2 * 1024  # every element, on both ranks
