@@ -46,6 +46,7 @@ SETTINGS = [
     Setting("solo", 1),
     *(Setting("gloo", size) for size in (1, 2, 3, 4)),
     *(Setting("shared_memory", size) for size in (2, 3, 4)),
+    Setting("auto", 2),
     *(Setting("scheduled", size, "ring") for size in (1, 2, 3, 4)),
     Setting("scheduled", 3, "tree"),
     Setting("scheduled", 3, "halving_doubling"),

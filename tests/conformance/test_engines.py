@@ -3,6 +3,7 @@
 import pytest
 from tests.conformance.engines import SETTINGS
 from tests.conformance.movements import MOVEMENTS
+from tests.conformance.places import PLACES
 from tests.conformance.reductions import REDUCTIONS
 from tests.conformance.refusals import REFUSALS
 
@@ -10,6 +11,7 @@ SUITE = {
     "reductions": REDUCTIONS,
     "movements": MOVEMENTS,
     "refusals": REFUSALS,
+    "places": PLACES,
 }
 
 

@@ -4,16 +4,21 @@ An engine's own module is imported when that engine is asked for: some need a li
 that is not always there.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ronde.collectives.communicator import Communicator
+from torch.distributed import PrefixStore, Store
+
+from ronde.collectives.communicator import Communicator, ReduceOp
 from ronde.collectives.engines.solo import SoloCommunicator
 from ronde.collectives.rendezvous import meet
-from ronde.errors import UsageError
+from ronde.collectives.routing import RoutedCommunicator
+from ronde.errors import CollectiveError, UsageError
 from ronde.world.value import Claim
 
+_logger = logging.getLogger("ronde")
 DEFAULT_TIMEOUT_S = 1800.0
 """How long a collective waits: rank 0 may evaluate or save meanwhile."""
 _MEETING_TIMEOUT_S = 300.0
@@ -74,14 +79,49 @@ def connect(
     return ENGINES[name](asked)
 
 
-def _torch_distributed(asked: Asked) -> Communicator:
+def _auto(asked: Asked) -> Communicator:
+    """Choose for each call: shared memory for CPU tensors of the ranks of one host."""
+    import torch
+
+    from ronde.collectives.engines.shared_memory import SharedMemoryCommunicator
+
+    claim = asked.claim
+    if claim.local_size != claim.size:
+        return _torch_distributed(asked)
+    store = meet(claim, asked.meeting_timeout_s)
+    try:
+        first = SharedMemoryCommunicator(
+            PrefixStore("shared_memory", store),
+            claim.rank,
+            claim.size,
+            timeout_s=asked.timeout_s,
+        )
+    except CollectiveError as error:  # on all ranks, or none
+        if claim.rank == 0:
+            _logger.warning("Gloo moves the tensors, for %s", error)
+        return _torch_distributed(asked)
+    has_cuda = torch.tensor([float(torch.cuda.is_available())])
+    first.all_reduce(has_cuda, ReduceOp.MAX).wait()
+
+    def connect(name: str, communicator: str) -> Communicator:
+        return _torch_distributed(asked, PrefixStore(f"{name}/{communicator}", store))
+
+    def choose(collective: str, num_bytes: int | None, device: str) -> str:
+        del collective, num_bytes
+        return "shared_memory" if device == "cpu" else "nccl"
+
+    others = ["nccl"] if has_cuda.item() else []
+    return RoutedCommunicator(first, choose, connect, others=others)
+
+
+def _torch_distributed(asked: Asked, store: Store | None = None) -> Communicator:
     from ronde.collectives.engines.torch_distributed import (
         TorchDistributedCommunicator,
     )
 
     claim = asked.claim
     return TorchDistributedCommunicator(
-        meet(claim, asked.meeting_timeout_s),
+        store or meet(claim, asked.meeting_timeout_s),
         claim.rank,
         claim.size,
         timeout_s=asked.timeout_s,
@@ -117,7 +157,7 @@ def _mpi(asked: Asked) -> Communicator:
 
 ENGINES: Mapping[str, Callable[[Asked], Communicator]] = MappingProxyType(
     {
-        "auto": _torch_distributed,
+        "auto": _auto,
         "shared_memory": _shared_memory,
         "gloo": _torch_distributed,
         "nccl": _torch_distributed,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from ronde.collectives import Communicator
 from ronde.data_parallel.buckets import BucketLimits, GradientSpec, plan_buckets
 from ronde.data_parallel.gradient_bucket import Gradient, GradientBucket, Scaling
 
@@ -17,6 +18,7 @@ class BucketQueue:
         gradients: All gradients, planned or not; the list may grow.
         limits: Bucket sizes.
         groups: Indices of gradients that must share a bucket.
+        communicator: Reduces the buckets, and allocates them.
     """
 
     def __init__(
@@ -24,7 +26,9 @@ class BucketQueue:
         gradients: Sequence[Gradient],
         limits: BucketLimits,
         groups: Sequence[Sequence[int]],
+        communicator: Communicator,
     ) -> None:
+        self._communicator = communicator
         self._gradients = gradients
         self._limits = limits
         self._groups = groups
@@ -53,7 +57,7 @@ class BucketQueue:
         ]
 
     def add(self, order: Sequence[int]) -> None:
-        """Plan and allocate buckets for gradients, behind those that are there."""
+        """Plan and allocate buckets, behind those that are there; collective."""
         specs = [
             GradientSpec(
                 g.parameter.numel(),
@@ -63,7 +67,9 @@ class BucketQueue:
             for g in self._gradients
         ]
         for plan in plan_buckets(specs, order, self._limits, self._groups):
-            bucket = GradientBucket.allocate(plan, self._gradients)
+            bucket = GradientBucket.allocate(
+                plan, self._gradients, self._communicator
+            )
             bucket.adopt()
             self._buckets.append(bucket)
             for slot in plan.slots:

@@ -110,12 +110,17 @@ class GradientBucket:
     compressed: tuple[type[Compressor], object] | None = None
 
     @classmethod
-    def allocate(cls, plan: Bucket, gradients: Sequence[Gradient]) -> "GradientBucket":
-        """Make the zeroed buffer of ``plan`` and the views of its gradients."""
+    def allocate(
+        cls, plan: Bucket, gradients: Sequence[Gradient], communicator: Communicator
+    ) -> "GradientBucket":
+        """Make the zeroed buffer of ``plan`` and its gradients' views; collective.
+
+        It lies where the communicator reduces it without a copy.
+        """
         members = [gradients[slot.index] for slot in plan.slots]
         first = members[0].parameter
-        buffer = torch.zeros(
-            plan.numel + len(members), dtype=first.dtype, device=first.device
+        buffer = communicator.allocate(
+            plan.numel + len(members), first.dtype, first.device
         )
         views = [
             _view_like(buffer[s.offset : s.offset + s.numel], g.parameter)

@@ -98,7 +98,9 @@ class Reducer:
         self._options = options
         self._scaling = options.scaling(communicator.size)
         self._gradients: list[Gradient] = []
-        self._queue = BucketQueue(self._gradients, options.limits, options.groups)
+        self._queue = BucketQueue(
+            self._gradients, options.limits, options.groups, communicator
+        )
         self._arrivals: list[int] | None = []
         self._is_open = False
         self._armed_backward = -1

@@ -1,0 +1,136 @@
+"""Where tensors lie must change nothing but speed. Each function runs on every rank."""
+
+import gc
+
+import torch
+from tests.conformance.movements import assert_same_bits, concatenated
+from tests.conformance.samples import ALL, FLOATS, assert_reduced, sample
+from torch import Tensor
+
+from ronde.collectives import Communicator, ReduceOp, rows
+
+LENGTHS = [1, 1023, 4097, 70_000, 300_001]
+"""Elements: below, around and above what engines treat in one piece."""
+PLAIN, ALLOCATED, SHIFTED = range(3)
+
+
+def place(communicator: Communicator, values: Tensor, where: int) -> Tensor:
+    """Copy flat values to ordinary or to allocated memory; every rank allocates."""
+    numel = values.numel()
+    home = communicator.allocate(2 * numel + 64, values.dtype, values.device)
+    if where == PLAIN:
+        return values.clone()
+    start = 0 if where == ALLOCATED else numel + 3
+    return home[start : start + numel].copy_(values)
+
+
+def placements(communicator: Communicator) -> list[list[int]]:
+    """List where each rank's tensor lies."""
+    size = communicator.size
+    return [
+        [ALLOCATED] * size,
+        [PLAIN] * size,
+        [ALLOCATED + rank % 2 for rank in range(size)],
+        [PLAIN if rank == 0 else ALLOCATED for rank in range(size)],
+        [ALLOCATED if rank == 0 else PLAIN for rank in range(size)],
+    ]
+
+
+def allocated_memory_is_zero_and_outlives_all(communicator: Communicator, device: str):
+    copy = communicator.duplicate()
+    tensors = [
+        copy.allocate(numel, dtype, torch.device(device))
+        for numel in (0, 1, 1000)
+        for dtype in (torch.float32, torch.bfloat16, torch.int64)
+    ]
+    for tensor in tensors:
+        assert tensor.dim() == 1
+        assert tensor.data_ptr() % 64 == 0
+        assert not tensor.any()
+    copy.all_reduce(tensors[-1].fill_(1)).wait()
+    copy.close()
+    del copy
+    gc.collect()
+    assert tensors[-1].tolist() == [communicator.size] * 1000
+    tensors[-1].fill_(3)
+
+
+def reductions_are_the_same_everywhere(communicator: Communicator, device: str):
+    rank, size = communicator.rank, communicator.size
+    for seed, length in enumerate(LENGTHS):
+        inputs = [
+            sample((length,), torch.float32, r, seed, device) for r in range(size)
+        ]
+        results = []
+        for where in placements(communicator):
+            tensor = place(communicator, inputs[rank], where[rank])
+            assert communicator.all_reduce(tensor).wait() is tensor
+            assert_reduced(tensor, inputs, ReduceOp.SUM)
+            results.append(tensor.clone())
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+def large_reductions_of_every_kind(communicator: Communicator, device: str):
+    rank, size = communicator.rank, communicator.size
+    for dtype, op, length in (
+        *((dtype, op, 70_003) for dtype in FLOATS for op in ReduceOp),
+        (torch.complex64, ReduceOp.AVERAGE, 70_003),
+        (torch.int32, ReduceOp.AVERAGE, 9_001),
+        (torch.uint16, ReduceOp.MAX, 9_001),
+    ):
+        inputs = [sample((length,), dtype, r, device=device) for r in range(size)]
+        for where in placements(communicator)[:4]:
+            tensor = place(communicator, inputs[rank], where[rank])
+            communicator.all_reduce(tensor, op, prescale=0.5, postscale=2.0).wait()
+            assert_reduced(tensor, inputs, op, 0.5, 2.0)
+
+
+def large_reduce_scatter(communicator: Communicator, device: str):
+    rank, size = communicator.rank, communicator.size
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for num_rows in (size * 500, size * 500 + 1):
+            counts = rows(num_rows, size)
+            first = sum(counts[:rank])
+            inputs = [
+                sample((num_rows, 130), dtype, r, device=device) for r in range(size)
+            ]
+            own = [each[first : first + counts[rank]] for each in inputs]
+            for where in placements(communicator):
+                flat = inputs[rank].reshape(-1)
+                tensor = place(communicator, flat, where[rank]).view(num_rows, 130)
+                result = communicator.reduce_scatter(tensor).wait()
+                assert_reduced(result, own, ReduceOp.SUM)
+                assert torch.equal(tensor, inputs[rank])
+                target = tensor[first : first + counts[rank]]
+                communicator.reduce_scatter(tensor, out=target).wait()
+                assert torch.equal(target, result)
+
+
+def large_movements(communicator: Communicator, device: str):
+    rank, size = communicator.rank, communicator.size
+    plan = [[40_000 + 7 * r + to for to in range(size)] for r in range(size)]
+    for dtype in ALL[::3]:
+        parts = [sample((200_003,), dtype, r, device=device) for r in range(size)]
+        for where in placements(communicator):
+            tensor = place(communicator, parts[rank], where[rank])
+            gathered = communicator.all_gather(tensor[: 200_000 + rank]).wait()
+            expected = [parts[r][: 200_000 + r] for r in range(size)]
+            assert_same_bits(gathered, concatenated(expected))
+            received, counts = communicator.all_to_all(tensor, plan[rank]).wait()
+            assert counts == [row[rank] for row in plan]
+            starts = [sum(row[:rank]) for row in plan]
+            expected = [
+                parts[r][starts[r] : starts[r] + counts[r]] for r in range(size)
+            ]
+            assert_same_bits(received, concatenated(expected))
+            communicator.broadcast(tensor, size - 1).wait()
+            assert_same_bits(tensor, parts[-1])
+
+
+PLACES = [
+    allocated_memory_is_zero_and_outlives_all,
+    reductions_are_the_same_everywhere,
+    large_reductions_of_every_kind,
+    large_reduce_scatter,
+    large_movements,
+]
