@@ -1,0 +1,216 @@
+"""Benchmarks -> a picture: size against bus bandwidth, and against time.
+
+The one place that knows matplotlib, which comes with the extra ``ronde[plot]``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ronde.bench.bounds import Limit
+from ronde.errors import UsageError
+from ronde.units import format_duration, format_size
+
+SUFFIXES = (".svg", ".png")
+
+# Source: Okabe and Ito, colours that the colour-blind tell apart; black is the limit's.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = "osD^vPX"
+_DASHES = ("-", "--", "-.", ":")
+_WIDTH_IN, _HEIGHT_IN, _DPI = 11.0, 4.8, 150
+_MAX_SIZE_LABELS = 8
+_MAX_LINK_LETTERS = 48
+_MAX_LEGEND_LETTERS = 140
+_HANDLE_LETTERS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One size of a line.
+
+    Attributes:
+        size_bytes: At least 1 to be drawn.
+        busbw_gb_per_s: Above 0 to be drawn.
+        time_us: Above 0 to be drawn; None where it was not measured.
+    """
+
+    size_bytes: int
+    busbw_gb_per_s: float
+    time_us: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of the picture.
+
+    Attributes:
+        name: Of the engine; the legend has it.
+        points: In any order.
+    """
+
+    name: str
+    points: Sequence[Point]
+
+
+def check_path(path: Path) -> None:
+    """Refuse what ``draw`` could not write, before anything is measured.
+
+    Raises:
+        UsageError: The suffix is neither svg nor png, the folder is not there, or
+            matplotlib is not installed.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise UsageError(
+            f"--plot must be a file that ends in {' or '.join(SUFFIXES)}, got "
+            f"{str(path)!r}."
+        )
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"--plot must be in a folder that is there, got {str(path.parent)!r}. "
+            "Make it first."
+        )
+    _figure_class()
+
+
+def draw(
+    series: Sequence[Series], limit: Limit | None, path: Path, *, title: str = ""
+) -> None:
+    """Draw bandwidth at the left and time at the right, both axes logarithmic.
+
+    Args:
+        series: One line each; sizes or values of 0 have no place on these axes.
+        limit: Drawn as a dashed line; None draws none.
+        path: The file, which ends in svg or png; it is replaced.
+        title: Above both panels.
+
+    Raises:
+        UsageError: See ``check_path``; or there is nothing to draw.
+        OSError: The file cannot be written.
+    """
+    check_path(path)
+    points = [p for each in series for p in each.points if _is_drawn(p)]
+    if not points:
+        raise UsageError("--plot must have a size with a bandwidth above 0, got none.")
+    figure = _figure_class()(
+        figsize=(_WIDTH_IN, _HEIGHT_IN), dpi=_DPI, layout="constrained"
+    )
+    has_times = any(point.time_us for point in points)
+    bandwidth, *others = figure.subplots(1, 1 + has_times, squeeze=False)[0]
+    sizes = sorted({point.size_bytes for point in points})
+    for axes in (bandwidth, *others):
+        _set_up(axes, sizes)
+    bandwidth.set_ylabel("bus bandwidth (GB/s)")
+    bandwidth.yaxis.set_major_formatter(_rate_label)
+    for time in others:
+        time.set_ylabel("time")
+        time.yaxis.set_major_formatter(_time_label)
+    for index, each in enumerate(series):
+        _draw_line(bandwidth, others, each, index)
+    if limit is not None:
+        _draw_limit(bandwidth, limit)
+    handles, labels = bandwidth.get_legend_handles_labels()
+    num_letters = sum(len(label) + _HANDLE_LETTERS for label in labels)
+    num_columns = len(labels) if num_letters <= _MAX_LEGEND_LETTERS else 4
+    place = {"loc": "outside lower center", "frameon": False}
+    figure.legend(handles, labels, ncols=num_columns, **place)
+    if title:
+        figure.suptitle(title)
+    # Without a date and with a fixed salt, one result is one file, byte for byte.
+    is_svg = path.suffix.lower() == ".svg"
+    figure.savefig(path, metadata={"Date": None} if is_svg else None)
+
+
+def _figure_class() -> Any:  # noqa: ANN401  a class of a library without types
+    """Return matplotlib's figure; no window, and no state of a session."""
+    try:
+        from matplotlib import rcParams
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(
+            "--plot must have matplotlib, which is not installed. Type: pip install "
+            "'ronde[plot]'"
+        ) from error
+    rcParams["svg.hashsalt"] = "ronde"
+    return Figure
+
+
+def _draw_line(
+    bandwidth: Any,  # noqa: ANN401
+    others: Sequence[Any],
+    series: Series,
+    index: int,
+) -> None:
+    points = sorted(
+        (point for point in series.points if _is_drawn(point)),
+        key=lambda point: point.size_bytes,
+    )
+    look = {
+        "color": _COLOURS[index % len(_COLOURS)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
+        "markersize": 4.5,
+        "linewidth": 1.6,
+    }
+    sizes = [point.size_bytes for point in points]
+    rates = [point.busbw_gb_per_s for point in points]
+    bandwidth.plot(sizes, rates, label=series.name, **look)
+    timed = [(p.size_bytes, p.time_us) for p in points if p.time_us]
+    for time in others:
+        time.plot([size for size, _ in timed], [value for _, value in timed], **look)
+
+
+def _set_up(axes: Any, sizes: Sequence[int]) -> None:  # noqa: ANN401
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("size")
+    ticks = _ticks(sizes)
+    axes.set_xticks(ticks, [_size_label(size) for size in ticks])
+    axes.set_xticks([], minor=True)
+    axes.grid(visible=True, which="major", color="#D8D8D8", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _draw_limit(axes: Any, limit: Limit) -> None:  # noqa: ANN401
+    rate = limit.bus_bandwidth_gb_per_s
+    link = limit.link
+    if len(link) > _MAX_LINK_LETTERS:
+        link = f"{link[: _MAX_LINK_LETTERS - 1]}…"
+    label = f"limit {rate:.3g} GB/s: {link}"
+    axes.axhline(rate, color="black", linestyle="--", linewidth=1.2, label=label)
+    # At the left end, where small sizes leave room.
+    axes.annotate(
+        "limit",
+        (0, rate),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 3),
+        textcoords="offset points",
+    )
+
+
+def _ticks(sizes: Sequence[int]) -> list[int]:
+    """Return powers of two over all sizes, a regular step apart and few enough."""
+    first, last = sizes[0].bit_length() - 1, (sizes[-1] - 1).bit_length()
+    step = max(1, -(-(last - first + 1) // _MAX_SIZE_LABELS))
+    return [1 << exponent for exponent in range(first, last + 1, step)]
+
+
+def _size_label(size: int) -> str:
+    text = format_size(size)
+    number = text.rstrip("BKMGTPEi")
+    return f"{number} {text[len(number) :]}"
+
+
+def _rate_label(gb_per_s: float, _place: int | None) -> str:
+    return f"{gb_per_s:g}"
+
+
+def _time_label(time_us: float, _place: int | None) -> str:
+    return format_duration(time_us / 1e6)
+
+
+def _is_drawn(point: Point) -> bool:
+    rate = point.busbw_gb_per_s
+    return point.size_bytes >= 1 and 0 < rate < float("inf")
