@@ -60,18 +60,21 @@ class Table:
     choices: Mapping[str, tuple[Choice, ...]]
     source: str
 
-    def choose(self, collective: str, num_bytes: int, device_type: str) -> Choice:
+    def choose(
+        self, collective: str, num_bytes: int | None, device_type: str
+    ) -> Choice:
         """Return what a collective takes.
 
         Args:
             collective: One of ``COLLECTIVES``.
-            num_bytes: Of the tensor given; it counts for ``SIZED`` alone.
+            num_bytes: Of the tensor given; it counts for ``SIZED`` alone. None where
+                the ranks' may differ.
             device_type: As ``tensor.device.type``.
         """
         if device_type != "cpu":
             return Choice("nccl", reason="tensors of an accelerator are NCCL's")
         by_class = self.choices[collective]
-        return by_class[min(size_class(num_bytes), len(by_class) - 1)]
+        return by_class[min(size_class(num_bytes or 0), len(by_class) - 1)]
 
 
 def size_class(num_bytes: int) -> int:

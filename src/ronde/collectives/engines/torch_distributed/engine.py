@@ -1,17 +1,15 @@
 """Collectives on torch's process groups: Gloo for the CPU, NCCL for CUDA."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from ronde.collectives.arguments import (
-    require_out,
     require_peer,
     require_root,
-    require_splits,
 )
 from ronde.collectives.arithmetic import as_bytes, dense
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work
@@ -22,10 +20,9 @@ from ronde.collectives.engines.torch_distributed.groups import (
     broadcast,
 )
 from ronde.collectives.engines.torch_distributed.reductions import Reductions
-from ronde.collectives.engines.torch_distributed.work import TorchWork
+from ronde.collectives.engines.torch_distributed.work import Awaited, TorchWork
 from ronde.collectives.failures import Scene
-from ronde.collectives.layouts import Layout, require_agreement, require_out_rows
-from ronde.errors import UsageError
+from ronde.collectives.layouts import Agreement
 
 
 class TorchDistributedCommunicator(Communicator):
@@ -64,6 +61,7 @@ class TorchDistributedCommunicator(Communicator):
         self._num_duplicates = 0
         with self._scene("connecting").guard():
             self._groups = Groups(store, rank, size, timeout_s, is_one_host=is_one_host)
+        self._agreement = Agreement(rank, size, self._gather)
         self._reductions = Reductions(self._groups, rank, size, timeout_s)
 
     def all_reduce(
@@ -82,11 +80,7 @@ class TorchDistributedCommunicator(Communicator):
         scene = self._scene("all_gather")
         with scene.guard():
             backend = self._groups.of(tensor.device)
-            with self._telling_refusal(scene.name, tensor):
-                require_out(out, tensor)
-            layouts = self._agree(scene.name, tensor, (), out)
-            counts = [layout.shape[0] for layout in layouts]
-            require_out_rows(layouts, self.rank, [sum(counts)] * self.size)
+            counts = self._agreement.on_rows(scene.name, tensor, out)
             pending, gathered = steps.gather_rows(
                 backend, self.rank, tensor, counts, out
             )
@@ -128,13 +122,8 @@ class TorchDistributedCommunicator(Communicator):
         scene = self._scene("all_to_all")
         with scene.guard():
             backend = self._groups.of(tensor.device)
-            with self._telling_refusal(scene.name, tensor):
-                sent = require_splits(tensor, splits, self.size)
-                require_out(out, tensor)
-            layouts = self._agree(scene.name, tensor, sent, out)
-            plan = list(zip(*(layout.splits for layout in layouts), strict=True))
-            require_out_rows(layouts, self.rank, [sum(column) for column in plan])
-            counts = list(plan[self.rank])
+            plan = self._agreement.on_splits(tensor, splits, out)
+            sent, counts = plan[self.rank], [row[self.rank] for row in plan]
             has_rows = any(map(sum, plan))
             pending, received = steps.exchange_rows(
                 backend, tensor, sent, counts, out, is_empty=not has_rows
@@ -149,9 +138,8 @@ class TorchDistributedCommunicator(Communicator):
             backend = self._groups.of(tensor.device)
             if not tensor.numel():
                 return Done(None)
-            values = as_bytes(dense(tensor))
-            awaited = self._groups.messages.post(backend.send, values, to, tag)
-        return TorchWork((awaited,), lambda: None, scene)
+            pending = backend.send([as_bytes(dense(tensor))], to, tag)
+        return TorchWork((Awaited(pending),), lambda: None, scene)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
         """Receive from one rank: see ``Communicator``."""
@@ -162,10 +150,11 @@ class TorchDistributedCommunicator(Communicator):
             if not tensor.numel():
                 return Done(tensor)
             values = dense(tensor)
-            post = self._groups.messages.post
-            awaited = post(backend.recv, as_bytes(values), source, tag)
+            pending = backend.recv([as_bytes(values)], source, tag)
         is_copied = not _is_same_memory(values, tensor)
-        return TorchWork((awaited,), lambda: _restore(tensor, values, is_copied), scene)
+        return TorchWork(
+            (Awaited(pending),), lambda: _restore(tensor, values, is_copied), scene
+        )
 
     def barrier(self) -> Work[None]:
         """Complete when all have called: see ``Communicator``."""
@@ -186,6 +175,11 @@ class TorchDistributedCommunicator(Communicator):
             is_one_host=self._is_one_host,
         )
 
+    def abort(self) -> None:
+        """Close at once: see ``Communicator``."""
+        with suppress(RuntimeError):
+            self._groups.abort()
+
     def close(self) -> None:
         """Give threads and sockets back; not collective, and calls may be repeated."""
         with suppress(RuntimeError):
@@ -194,34 +188,12 @@ class TorchDistributedCommunicator(Communicator):
     def _scene(self, name: str) -> Scene:
         return Scene(name, self.rank, self.size, self.timeout_s)
 
-    @contextmanager
-    def _telling_refusal(self, name: str, tensor: Tensor) -> Generator[None]:
-        """Tell the others, who wait for this rank's layout, when it raises instead."""
-        try:
-            yield
-        except UsageError:
-            self._exchange(Layout(name, str(tensor.dtype), (), is_refused=True))
-            raise
-
-    def _agree(
-        self, name: str, tensor: Tensor, splits: Sequence[int], out: Tensor | None
-    ) -> list[Layout]:
-        """Return the layouts of all ranks, once they fit together."""
-        out_rows = None if out is None else out.shape[0]
-        own = Layout(
-            name, str(tensor.dtype), tuple(tensor.shape), tuple(splits), out_rows
-        )
-        layouts = self._exchange(own)
-        require_agreement(layouts)
-        return layouts
-
-    def _exchange(self, layout: Layout) -> list[Layout]:
-        """Tell all ranks one's layout and return theirs; collective and blocking."""
-        own = layout.encode(self.size)
+    def _gather(self, own: Tensor) -> Tensor:
+        """Return every rank's vector of numbers, a row a rank; collective, blocking."""
         gathered = own.new_empty((self.size, own.numel()))
         gloo = self._groups.of(own.device)
         all_gather_even(gloo, as_bytes(gathered), as_bytes(own)).wait()
-        return [Layout.decode(row, self.size) for row in gathered]
+        return gathered
 
 
 def _is_same_memory(values: Tensor, tensor: Tensor) -> bool:
