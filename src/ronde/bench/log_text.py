@@ -21,7 +21,7 @@ from ronde.bench.runs import Run
 from ronde.errors import UsageError
 
 _BANNERS = (
-    ("version", re.compile(r"(?:nccl-tests|rccl-tests|ronde bench) version\b")),
+    ("version", re.compile(r"(?:nccl-tests|rccl-tests|ronde(?: bench)?) version\b")),
     ("start", re.compile(r"Collective test starting:\s*(?P<name>\S+)")),
     ("nThread", re.compile(r"nThread\b")),
 )

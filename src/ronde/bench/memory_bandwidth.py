@@ -49,7 +49,8 @@ class MemoryBandwidth:
         note = "sizes that stay in the cache may exceed it"
         if self.is_beyond_cache:
             return note
-        return f"{note}; measured over {format_size(self.size_bytes)}, which may do too"
+        size = format_size(self.size_bytes)
+        return f"{note}; it was measured over {size}, which may have stayed there too"
 
 
 def cache_bytes(root: Path = _ROOT) -> int:

@@ -1,0 +1,86 @@
+"""What ``ronde bench`` itself writes, by the readers of everybody's results."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from ronde.bench.comparing import compare
+from ronde.bench.log_reading import read_log
+from ronde.bench.rows import Row, Side
+from ronde.bench.runs import Run
+from ronde.bench.schema import load_schema
+
+
+def bench(folder: Path, *words: str) -> tuple[Run, Run, Run]:
+    """Run a benchmark; return what its text, its JSON and its record say."""
+    files = ["-J", "out.json", "--json", "out.jsonl"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "ronde", "bench", *words, *files],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+    )
+    assert ended.returncode == 0, ended.stderr
+    (folder / "out.txt").write_text(ended.stdout)
+    runs = []
+    for name in ("out.txt", "out.json", "out.jsonl"):
+        (run,) = read_log((folder / name).read_text(), name)
+        runs.append(run)
+    return runs[0], runs[1], runs[2]
+
+
+def as_named(row: Row) -> Row:
+    """Return a row without figures, which the text rounds."""
+    return replace(row, out_of_place=None, in_place=None)
+
+
+def wrong(run: Run) -> list[tuple[float | None, ...]]:
+    return [
+        tuple(None if half is None else half.num_wrong for half in halves)
+        for row in run.rows
+        for halves in [(row.out_of_place, row.in_place)]
+    ]
+
+
+def times(run: Run) -> list[float]:
+    halves: list[Side | None] = [row.in_place for row in run.rows]
+    return [half.time_us or 0.0 for half in halves if half is not None]
+
+
+SMALL = ("-g", "2", "-b", "256", "-e", "64K", "-f", "16", "-n", "2", "-w", "1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("all_reduce", "-S", "1", "-I", "1", "-d", "half"),
+        ("reduce", "-r", "-1", "-c", "0", "--no-limit"),
+        ("hypercube", "--no-limit"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_text_json_and_record_say_the_same(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    text, whole, record = bench(tmp_path, *words, *SMALL)
+    content = json.loads((tmp_path / "out.json").read_text())
+    jsonschema.Draft202012Validator(load_schema()).validate(content)
+    for run in (text, whole, record):
+        assert run.test == words[0]
+        assert run.ranks.value == 2
+        assert run.is_complete
+        assert run.warnings == ()
+        assert [as_named(row) for row in run.rows] == [
+            as_named(row) for row in text.rows
+        ]
+        assert wrong(run) == wrong(text)
+        assert times(run) == pytest.approx(times(text), abs=0.06, rel=1e-3)
+        assert run.engine == record.engine
+    mean = compare([text], [record]).mean_ratio()
+    assert mean is None or mean == pytest.approx(1, abs=0.3)
