@@ -6,6 +6,7 @@ The first word says what; a rank that fails ends with its traceback.
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.conformance.test_engines import SUITE, run_checks
 
 from ronde.collectives import ReduceOp, connect
 from ronde.collectives.engines.mpi import MpiCommunicator, connect_world
+from ronde.collectives.engines.mpi.library import MPI
 from ronde.collectives.engines.mpi.wire import Wire
 from ronde.errors import CollectiveError
 from ronde.world import read_claim
@@ -63,6 +65,22 @@ def be_late(communicator):
         communicator.recv(torch.ones(1), 0).wait()
 
 
+def take_turns(communicator):
+    """Threads call at once where the program lets MPI take one at a time."""
+    assert MPI.Query_thread() == MPI.THREAD_SERIALIZED
+    copies = [communicator.duplicate() for _ in range(4)]
+
+    def reduce_often(copy):
+        for _ in range(50):
+            ones = copy.all_reduce(torch.ones(1000)).wait()
+            assert ones.tolist() == [float(copy.size)] * 1000
+
+    with ThreadPoolExecutor(len(copies)) as threads:
+        list(threads.map(reduce_often, copies))
+    communicator.barrier().wait()
+    MPI.Finalize()
+
+
 def die(communicator):
     """Rank 1 is killed while the others wait for it."""
     communicator.barrier().wait()
@@ -81,6 +99,8 @@ def fail(communicator):
 def main() -> None:
     """Connect as every program does, but check that size 1 works too."""
     claim = read_claim()
+    if sys.argv[1] == "turns":
+        MPI.Init_thread(MPI.THREAD_SERIALIZED)
     if claim.size == 1:
         communicator = connect_world(0, 1, timeout_s=TIMEOUT_S)
     else:
@@ -88,6 +108,7 @@ def main() -> None:
     assert communicator.engine == "mpi"
     doing = {
         "suite": run_suite,
+        "turns": take_turns,
         "late": be_late,
         "die": die,
         "fail": fail,

@@ -69,6 +69,10 @@ def test_suite_in_ronde_run():
     )
 
 
+def test_threads_take_turns():
+    assert_all_through(mpirun(2, "turns"), 2)
+
+
 def test_a_late_rank_is_named_by_time(tmp_path):
     """The ranks go on with other communicators, and end without waiting in MPI."""
     done = mpirun(2, "late", str(tmp_path / "told"))
