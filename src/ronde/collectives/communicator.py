@@ -243,6 +243,14 @@ class Communicator(ABC):
         way, differently on each rank. Source: MPI_Comm_dup.
         """
 
+    def abort(self) -> None:
+        """Close at once: what is under way fails, here and on the other ranks.
+
+        Not collective. For a rank that has met an error in a step which others wait
+        for: they are told that it is gone.
+        """
+        self.close()
+
     @abstractmethod
     def close(self) -> None:
         """Give back threads, sockets and memory; later calls raise CollectiveError."""

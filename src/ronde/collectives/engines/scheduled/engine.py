@@ -1,7 +1,7 @@
 """Collectives by schedules, over another engine's point-to-point calls."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -11,16 +11,14 @@ from ronde.collectives.arguments import (
     apart_from,
     require_out,
     require_root,
-    require_splits,
 )
 from ronde.collectives.arithmetic import as_bytes, dense, require_reducible
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work, rows
-from ronde.collectives.engines.scheduled.agreement import Agreement
 from ronde.collectives.engines.scheduled.executor import PIECE_BYTES, Executor
-from ronde.collectives.engines.scheduled.lane import Lane
 from ronde.collectives.engines.scheduled.programs import Programs
-from ronde.collectives.engines.scheduled.vectors import Reduction, flat, put
-from ronde.collectives.layouts import require_out_rows
+from ronde.collectives.lane import Lane
+from ronde.collectives.layouts import Agreement
+from ronde.collectives.vectors import Reduction, flat, put
 from ronde.errors import UsageError
 
 T = TypeVar("T")
@@ -56,8 +54,10 @@ class ScheduledCommunicator(Communicator):
         self.size = inner.size
         self._inner = inner
         self._programs = Programs(algorithm, inner.rank, inner.size, PIECE_BYTES)
-        self._lane = Lane(inner.duplicate())
-        self._agreement = Agreement(self._lane, self._programs)
+        messages = inner.duplicate()
+        self._lane = Lane(messages)
+        self._executor = Executor(messages)
+        self._agreement = Agreement(self.rank, self.size, self._gather)
 
     def all_reduce(
         self,
@@ -74,11 +74,11 @@ class ScheduledCommunicator(Communicator):
             return Done(tensor)
         reduction = Reduction(op, prescale, postscale, self.size)
 
-        def steps(executor: Executor) -> Tensor:
+        def steps() -> Tensor:
             encoded = reduction.encode(tensor, is_kept=False)
             vector = flat(encoded)
             program = self._programs.all_reduce(vector.numel(), vector.element_size())
-            executor.run(program, vector, op)
+            self._executor.run(program, vector, op)
             return put(reduction.decode(encoded, tensor.dtype), tensor)
 
         return self._submit("all_reduce", steps)
@@ -86,22 +86,19 @@ class ScheduledCommunicator(Communicator):
     def all_gather(self, tensor: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
         """Concatenate along dimension 0: see ``Communicator``."""
         self._require_usable(tensor)
-        self._agreement.check("all_gather", tensor, partial(require_out, out, tensor))
-        layouts = self._agreement.reach("all_gather", tensor, (), out)
-        counts = [layout.shape[0] for layout in layouts]
-        require_out_rows(layouts, self.rank, [sum(counts)] * self.size)
+        counts = self._agreement.on_rows("all_gather", tensor, out)
+        first, count = sum(counts[: self.rank]), counts[self.rank]
         rest = tensor.shape[1:]
         gathered = tensor.new_empty((sum(counts), *rest)) if out is None else out
-        first = sum(counts[: self.rank])
-        own = apart_from(tensor, out, first)
+        own = apart_from(tensor, out, first).detach()
         row_bytes = rest.numel() * tensor.element_size()
-        sizes = tuple(count * row_bytes for count in counts)
+        sizes = tuple(num_rows * row_bytes for num_rows in counts)
 
-        def steps(executor: Executor) -> Tensor:
-            put(own.detach(), gathered.detach()[first : first + counts[self.rank]])
+        def steps() -> Tensor:
+            put(own, gathered.detach()[first : first + count])
             if sum(sizes):
-                vector = as_bytes(gathered.detach())
-                executor.run(self._programs.all_gather(sizes), vector)
+                program = self._programs.all_gather(sizes)
+                self._executor.run(program, as_bytes(gathered.detach()))
             return gathered
 
         return self._submit("all_gather", steps)
@@ -131,13 +128,13 @@ class ScheduledCommunicator(Communicator):
             return Done(result)
         reduction = Reduction(op, prescale, postscale, self.size)
 
-        def steps(executor: Executor) -> Tensor:
+        def steps() -> Tensor:
             encoded = reduction.encode(tensor, is_kept=True)
             vector = flat(encoded)
             per_row = vector.numel() // tensor.shape[0]
             sizes = tuple(num_rows * per_row for num_rows in counts)
             program = self._programs.reduce_scatter(sizes, vector.element_size())
-            executor.run(program, vector, op)
+            self._executor.run(program, vector, op)
             own = encoded[first : first + count]
             return put(reduction.decode(own, tensor.dtype), result)
 
@@ -150,10 +147,10 @@ class ScheduledCommunicator(Communicator):
         if not tensor.numel():
             return Done(tensor)
 
-        def steps(executor: Executor) -> Tensor:
+        def steps() -> Tensor:
             values = dense(tensor)
             vector = as_bytes(values)
-            executor.run(self._programs.broadcast(vector.numel(), root), vector)
+            self._executor.run(self._programs.broadcast(vector.numel(), root), vector)
             return tensor if self.rank == root else put(values, tensor)
 
         return self._submit("broadcast", steps)
@@ -167,14 +164,8 @@ class ScheduledCommunicator(Communicator):
     ) -> Work[tuple[Tensor, list[int]]]:
         """Exchange rows by the other engine: see ``Communicator``."""
         self._require_usable(tensor)
-
-        def check() -> list[int]:
-            require_out(out, tensor)
-            return require_splits(tensor, splits, self.size)
-
-        sent = self._agreement.check("all_to_all", tensor, check)
         # Ranks that call all_gather instead wait for this rank's layout here.
-        self._agreement.reach("all_to_all", tensor, sent, out)
+        self._agreement.on_splits(tensor, splits, out)
         return self._inner.all_to_all(tensor, splits, out=out)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work[None]:
@@ -193,12 +184,17 @@ class ScheduledCommunicator(Communicator):
         """Make a communicator of the same ranks: see ``Communicator``."""
         return ScheduledCommunicator(self._inner.duplicate(), self.algorithm)
 
+    def abort(self) -> None:
+        """Close at once: see ``Communicator``."""
+        self._lane.close()
+        self._inner.abort()
+
     def close(self) -> None:
         """Give thread and sockets back; not collective, and calls may be repeated."""
         self._lane.close()
         self._inner.close()
 
-    def _submit(self, name: str, steps: Callable[[Executor], T]) -> Work[T]:
+    def _submit(self, name: str, steps: Callable[[], T]) -> Work[T]:
         return self._lane.submit(f"{name} by {self.algorithm}", steps)
 
     def _require_usable(self, tensor: Tensor) -> None:
@@ -208,3 +204,14 @@ class ScheduledCommunicator(Communicator):
                 f"device must be cpu for engine scheduled, got {tensor.device}. Copy "
                 "the tensor to the CPU, or use engine nccl."
             )
+
+    def _gather(self, own: Tensor) -> Tensor:
+        """Return every rank's vector of numbers, a row a rank; collective, blocking."""
+        gathered = own.new_empty((self.size, own.numel()))
+        gathered[self.rank] = own
+        # So short a message is told in the fewest rounds, whatever the algorithm is.
+        programs = replace(self._programs, algorithm="halving_doubling")
+        program = programs.all_gather((own.numel() * own.element_size(),) * self.size)
+        vector = as_bytes(gathered)
+        self._submit("agreeing", lambda: self._executor.run(program, vector)).wait()
+        return gathered

@@ -15,12 +15,13 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
-from ronde.collectives.engines.torch_distributed.messages import Messages
 from ronde.collectives.engines.torch_distributed.work import Pending
 from ronde.errors import CollectiveError, UsageError
 
 # torch's stubs give the backends' methods no common type.
 Backend = Any
+_UNUSED_TAG = (1 << 31) - 1
+_SHORT = timedelta(milliseconds=1)
 
 
 def reduce_options(op: TorchOp.RedOpType) -> AllreduceOptions:
@@ -48,9 +49,6 @@ class Groups:
 
     Making one is collective: the first CUDA tensor comes in the same call on all ranks.
     Gloo's is made at once: all ranks agree on sizes through it.
-
-    Attributes:
-        messages: The sends and receives that were posted.
     """
 
     def __init__(
@@ -63,7 +61,6 @@ class Groups:
         self._is_one_host = is_one_host
         self._is_closed = False
         self._lane: Lane | None = None
-        self.messages = Messages(rank, size)
         self._backends: dict[str, Backend] = {"cpu": self._make_gloo("gloo")}
 
     def of(self, device: torch.device) -> Backend:
@@ -91,8 +88,20 @@ class Groups:
             self._lane = Lane(self._make_gloo("lane"))
         return self._lane
 
+    def abort(self) -> None:
+        """Close, and make what is under way fail here and on the other ranks.
+
+        Gloo has no call for that, and its groups live on in what is under way. But one
+        message that times out ends all connections of its group.
+        """
+        gloo = self._backends.get("cpu")
+        groups = [self._lane.group] if self._lane else []
+        for group in [*groups, *([gloo] if gloo else [])]:
+            _break_off(group, self._rank, self._size)
+        self.close()
+
     def close(self) -> None:
-        """End all threads and connections; what is under way fails."""
+        """End all threads and connections."""
         self._is_closed = True
         lane, self._lane = self._lane, None
         if lane is not None:
@@ -102,7 +111,6 @@ class Groups:
             if name == "cuda":
                 backend.abort()  # shutdown() waits for the peers, which may be gone
             else:
-                self.messages.break_off(backend)
                 backend.shutdown()
 
     def _require_open(self) -> None:
@@ -141,23 +149,37 @@ class Groups:
         return ProcessGroupNCCL(store, self._rank, self._size, options)
 
 
+def _break_off(gloo: Backend, rank: int, size: int) -> None:
+    for peer in range(size):
+        if peer == rank:
+            continue
+        try:
+            gloo.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(_SHORT)
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                return  # with a peer that is gone it is no time-out
+
+
 class Lane:
     """A thread that runs collectives of several steps, in the order of the calls.
 
     The second step may start only when the first is over, and all ranks must start
     their steps in one order. So the steps have a group and a thread to themselves.
+
+    Attributes:
+        group: The group; None once closed.
     """
 
     def __init__(self, group: Backend) -> None:
-        self._group: Any = group
+        self.group: Any = group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ronde-lane")
 
     def submit(self, steps: Callable[[Backend], None]) -> Future[None]:
         """Call ``steps`` with the group once all earlier steps are over."""
-        return self._thread.submit(steps, self._group)
+        return self._thread.submit(steps, self.group)
 
     def close(self) -> None:
         """Close the group, which fails what is under way, and end the thread."""
-        self._group.shutdown()
+        self.group.shutdown()
         self._thread.shutdown(cancel_futures=True)
-        self._group = None
+        self.group = None

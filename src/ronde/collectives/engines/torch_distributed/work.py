@@ -69,15 +69,11 @@ class Awaited:
     """A send or receive: torch tells only whoever waits that it is over.
 
     So a thread waits, from the first ``is_completed()`` on.
-
-    Attributes:
-        is_over: Somebody has waited, and it did not fail.
     """
 
-    __slots__ = ("__weakref__", "_inner", "_outcome", "is_over")
+    __slots__ = ("_inner", "_outcome")
 
     def __init__(self, inner: Pending) -> None:
-        self.is_over = False
         self._inner = inner
         self._outcome: Future[object] | None = None
 
@@ -92,16 +88,11 @@ class Awaited:
 
     def wait(self) -> object:
         """Block until the bytes are there, or gone."""
-        return self._wait() if self._outcome is None else self._outcome.result()
-
-    def _wait(self) -> object:
-        result = self._inner.wait()
-        self.is_over = True
-        return result
+        return self._inner.wait() if self._outcome is None else self._outcome.result()
 
     def _wait_into(self, outcome: Future[object]) -> None:
         try:
-            outcome.set_result(self._wait())
+            outcome.set_result(self._inner.wait())
         except RuntimeError as error:
             outcome.set_exception(error)
 

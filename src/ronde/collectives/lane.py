@@ -1,11 +1,11 @@
-"""A thread that carries collectives out, in the order of the calls."""
+"""A thread that carries out what takes several steps, in the order of the calls."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from ronde.collectives.communicator import Communicator
-from ronde.collectives.engines.scheduled.executor import Executor
 from ronde.errors import CollectiveError
 
 T = TypeVar("T")
@@ -13,20 +13,21 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Lane:
-    """One thread and the communicator whose messages it alone sends and receives.
+    """One thread and the communicators that it alone calls.
 
-    Once a collective has failed all later ones do, and the communicator is closed:
-    ranks that are not waiting for the one that is gone learn of it by that.
+    Once a collective has failed all later ones do, and the communicators are closed:
+    ranks that wait for this one, and not for the one that is gone, learn of it so.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._executor = Executor(communicator)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ronde-scheduled")
+    def __init__(self, *communicators: Communicator) -> None:
+        self._communicators = communicators
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ronde-lane")
+        self._lock = threading.Lock()
         self._failure: CollectiveError | None = None
+        self._is_busy = False
         self._is_closed = False
 
-    def submit(self, name: str, steps: Callable[[Executor], T]) -> "LaneWork[T]":
+    def submit(self, name: str, steps: Callable[[], T]) -> "LaneWork[T]":
         """Call ``steps`` once all earlier ones are over.
 
         Args:
@@ -51,31 +52,40 @@ class Lane:
             )
 
     def close(self) -> None:
-        """End thread and communicator; what is under way fails."""
-        self._is_closed = True
-        # First what waits for the thread: it shall not begin once the message fails.
+        """End thread and communicators; what is under way fails."""
+        with self._lock:
+            self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._communicator.close()
+        for communicator in self._communicators:
+            # Nothing else ends a message that the thread waits for.
+            if self._is_busy:
+                communicator.abort()
+            else:
+                communicator.close()
         self._thread.shutdown()
 
-    def _call(self, name: str, steps: Callable[[Executor], T]) -> T:
-        if self._failure is not None:
-            raise self._failure
+    def _call(self, name: str, steps: Callable[[], T]) -> T:
+        with self._lock:
+            if self._is_closed:
+                raise _closed_under(name)
+            if self._failure is not None:
+                raise self._failure
+            self._is_busy = True
         try:
-            return steps(self._executor)
+            return steps()
         except CollectiveError as error:
             if self._is_closed:
-                raise CollectiveError(
-                    f"{name} must be over before close(), got a closed communicator. "
-                    "Wait for every work first."
-                ) from error
+                raise _closed_under(name) from error
             self._failure = type(error)(f"{name}: {error}")
-            self._communicator.close()
+            for communicator in self._communicators:
+                communicator.abort()
             raise self._failure from error
+        finally:
+            self._is_busy = False
 
 
 class LaneWork(Generic[T_co]):
-    """A collective that a lane does."""
+    """A collective that a lane carries out."""
 
     __slots__ = ("_outcome",)
 
@@ -95,7 +105,11 @@ class LaneWork(Generic[T_co]):
         try:
             return self._outcome.result()
         except CancelledError as error:
-            raise CollectiveError(
-                "every work must be over before close(), got a closed communicator. "
-                "Wait for every work first."
-            ) from error
+            raise _closed_under("a work") from error
+
+
+def _closed_under(name: str) -> CollectiveError:
+    return CollectiveError(
+        f"{name} must be over before close(), got a closed communicator. Wait for "
+        "every work first."
+    )

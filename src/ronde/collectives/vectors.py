@@ -1,4 +1,4 @@
-"""Tensors as the vectors that schedules cut into chunks, and back."""
+"""Tensors as the row-major vectors that engines cut up and reduce, and back."""
 
 from dataclasses import dataclass
 
