@@ -38,7 +38,8 @@ def parse(words: Sequence[str]) -> Options:
         UsageError: It asks for what cannot be.
     """
     flags = _parser().parse_args(words)
-    test = find_collective(flags.collective)
+    has_none = not flags.collective and (flags.tune or flags.explain)
+    test = find_collective("all_reduce" if has_none else flags.collective)
     ignored = [*_refused(flags), *_ignored(flags)]
     return Options(
         test=test,
@@ -52,6 +53,7 @@ def parse(words: Sequence[str]) -> Options:
         is_gpu_shared=flags.share_gpu,
         is_tuned=flags.tune,
         is_explained=flags.explain,
+        is_measured=not has_none,
         is_lenient=flags.lenient,
         ignored=tuple(ignored),
         cta_policy=_choice("-x", flags.cta_policy, ("", "0", "1", "2")),
@@ -75,7 +77,7 @@ def _parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("collective", help=argparse.SUPPRESS)
+    parser.add_argument("collective", nargs="?", default="", help=argparse.SUPPRESS)
     add_flags(parser)
     return parser
 

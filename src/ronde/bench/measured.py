@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from ronde.bench.bounds import Limit
 from ronde.bench.iterations import IterationTimes
 from ronde.bench.options import Options
 from ronde.bench.rows import Row, Side
@@ -38,21 +39,6 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """The physical bound.
-
-    Attributes:
-        busbw_gb_per_s: No bus bandwidth can be above it.
-        link: What binds.
-        note: What is to be known of it; or empty.
-    """
-
-    busbw_gb_per_s: float
-    link: str
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Heading:
     """What is known before the first row.
 
@@ -64,7 +50,7 @@ class Heading:
         versions: Of what takes part, by name.
         notes: What is to be said of how it is measured, one sentence each.
         shown_variables: The environment, as far as it may be quoted.
-        bound: The physical bound, where one is known.
+        limit: The physical bound, where one is known.
         call_overhead_us: Time of an operation on one element, where that was measured.
         nccl_version: As NCCL writes it in one number; 0 without it.
         started_at: Local time.
@@ -77,7 +63,7 @@ class Heading:
     versions: Mapping[str, str]
     notes: tuple[str, ...] = ()
     shown_variables: tuple[str, ...] = ()
-    bound: Bound | None = None
+    limit: Limit | None = None
     call_overhead_us: float | None = None
     nccl_version: int = 0
     started_at: datetime = field(default_factory=datetime.now)

@@ -138,6 +138,7 @@ class Options:
         is_gpu_shared: All ranks use one GPU.
         is_tuned: Write the table that ``auto`` chooses by.
         is_explained: Say what ``auto`` chooses, and why.
+        is_measured: A collective was named.
         is_lenient: Ignore what is not supported here.
         ignored: Flags that have no effect, as the user wrote them.
         cta_policy: For NCCL, or empty.
@@ -157,11 +158,17 @@ class Options:
     is_gpu_shared: bool = False
     is_tuned: bool = False
     is_explained: bool = False
+    is_measured: bool = True
     is_lenient: bool = False
     ignored: tuple[str, ...] = ()
     cta_policy: str = ""
     parent: str = ""
     words: tuple[str, ...] = ()
+
+    @property
+    def has_terminal(self) -> bool:
+        """Whether the user, as seen by whoever started this rank, is at a terminal."""
+        return self.parent == "terminal"
 
     @property
     def num_own_ranks(self) -> int:

@@ -12,7 +12,6 @@ from ronde.bench.measured import Device
 from ronde.bench.options import Options
 from ronde.bench.variables import Split, Variables
 from ronde.collectives import Communicator, all_gather_object, connect
-from ronde.collectives.connection import DEFAULT_TIMEOUT_S
 from ronde.errors import UsageError
 from ronde.records import Machine
 from ronde.world import Claim
@@ -26,7 +25,8 @@ class Ranks:
 
     Attributes:
         control: All ranks, apart from what is measured: for agreement and figures.
-        engines: By name: this rank's group, connected by that engine.
+        engines: By name, ``engine`` or ``engine/algorithm``: this rank's group,
+            connected so.
         device: Where this rank's tensors are.
         devices: What each rank of the world runs on.
         hosts: The host of each rank of this rank's group.
@@ -72,27 +72,20 @@ def meet_ranks(claim: Claim, options: Options, variables: Variables) -> Ranks:
     device = _device(claim, options, variables)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    names = options.engines.names
-    algorithm = options.engines.algorithm
-    first = connect(claim, engine=names[0], algorithm=algorithm)
+    names, algorithm = options.engines.names, options.engines.algorithm
+    first = _connect(claim, names[0], algorithm)
     control = first.duplicate()
-    colours = [0] * claim.size
-    engines: dict[str, Communicator] = {names[0]: first}
     hosts = [str(h) for h in all_gather_object(control, socket.gethostname())]
-    group = claim
+    colours, group = [0] * claim.size, claim
+    engines = {names[0]: first}
     if variables.split is not None:
         colours = _colours(variables.split, claim.size)
-        first.close()
         group = _group_claim(claim, colours, hosts)
+        first.close()
         engines = {}
     for name in names:
         if name not in engines:
-            engines[name] = connect(
-                group,
-                engine=name,
-                algorithm=algorithm,
-                timeout_s=DEFAULT_TIMEOUT_S,
-            )
+            engines[name] = _connect(group, name, algorithm)
     own = _describe(control.rank, colours[control.rank], device)
     devices = tuple(all_gather_object(control, own))
     return Ranks(
@@ -105,6 +98,11 @@ def meet_ranks(claim: Claim, options: Options, variables: Variables) -> Ranks:
         ),
         num_sharing=hosts.count(hosts[claim.rank]),
     )
+
+
+def _connect(claim: Claim, name: str, algorithm: str) -> Communicator:
+    engine, _, own_algorithm = name.partition("/")
+    return connect(claim, engine=engine, algorithm=own_algorithm or algorithm)
 
 
 def _colours(split: Split, size: int) -> list[int]:

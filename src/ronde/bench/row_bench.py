@@ -105,27 +105,29 @@ class RowBench:
 
     def measure(self, case: Case, cycle: int) -> Measured:
         """Measure and verify one row; collective over all ranks of the world."""
+        out_of_place = self._half(case, cycle, is_in_place=False)
+        in_place = self._half(case, cycle, is_in_place=True)
+        row = self.row(case, out_of_place.side, is_in_place=False)
+        return Measured(
+            replace(row, in_place=in_place.side),
+            out_of_place=out_of_place,
+            in_place=in_place,
+            cycle=cycle,
+            num_iterations=self.loop.iterations,
+            at=datetime.now(),  # noqa: DTZ005  local, as nccl-tests prints it
+        )
+
+    def row(self, case: Case, side: Side, *, is_in_place: bool) -> Row:
+        """Return a row with one half."""
         shape, _ = self.shape(case)
-        halves = [
-            self._half(case, cycle, is_in_place=is_in_place)
-            for is_in_place in (False, True)
-        ]
-        row = Row(
+        return Row(
             size_bytes=shape.span * case.dtype.num_bytes,
             count=shape.count,
             dtype=case.dtype.name,
             redop=case.op,
             root=case.root,
-            out_of_place=halves[0].side,
-            in_place=halves[1].side,
-        )
-        return Measured(
-            row,
-            out_of_place=halves[0],
-            in_place=halves[1],
-            cycle=cycle,
-            num_iterations=self.loop.iterations,
-            at=datetime.now(),  # noqa: DTZ005  local, as nccl-tests prints it
+            out_of_place=None if is_in_place else side,
+            in_place=side if is_in_place else None,
         )
 
     def time(self, case: Case, *, is_in_place: bool) -> list[Elapsed]:
@@ -139,38 +141,67 @@ class RowBench:
             told = self.ranks.exchange([own.total_s, own.called_s, *own.iterations_s])
         return [Elapsed(each[0], each[1], tuple(each[2:])) for each in told]
 
+    def time_us(self, case: Case, *, is_in_place: bool) -> float:
+        """Return the time of one operation, as ``-a`` combines the ranks'."""
+        if self.loop.checks:
+            self._fill(case)
+        elapsed = self.time(case, is_in_place=is_in_place)
+        return self._combined_us([each.total_s for each in elapsed])
+
+    def count_wrong(self, case: Case, *, is_in_place: bool) -> float | None:
+        """Return the wrong elements over all ranks; None where nothing is checked."""
+        counts = self._check(case, 0, is_in_place=is_in_place)
+        return sum(counts) if counts else None
+
+    def side(
+        self,
+        case: Case,
+        time_us: float,
+        num_wrong: float | None,
+        called_us: float | None = None,
+    ) -> Side:
+        """Return half a row.
+
+        Args:
+            case: What was measured.
+            time_us: Of one operation.
+            num_wrong: Wrong elements, or None.
+            called_us: The time to show instead.
+        """
+        shape, _ = self.shape(case)
+        size = self.communicator.size
+        moved = base_bytes(case.test, shape, case.dtype.num_bytes, size)
+        algbw = moved / time_us / 1e3 if time_us else 0.0
+        busbw = algbw * case.test.factor.value_for(size)
+        shown_us = time_us if called_us is None else called_us
+        return Side(shown_us, algbw, busbw, num_wrong)
+
     def _half(self, case: Case, cycle: int, *, is_in_place: bool) -> Half:
         if self.loop.checks:
             self._fill(case)
         elapsed = self.time(case, is_in_place=is_in_place)
-        is_checked = not is_in_place or case.test.is_in_place_checked
-        counts: list[float] = []
-        if self.loop.checks and is_checked:
-            counts = self._check(case, cycle, is_in_place=is_in_place)
+        time_us = self._combined_us([each.total_s for each in elapsed])
+        called_us = None
+        if self.loop.is_cpu_time:
+            called_us = self._combined_us([each.called_s for each in elapsed])
+        counts = self._check(case, cycle, is_in_place=is_in_place)
         iterations = None
         if self.loop.is_each_timed:
             times = [[t * 1e6 for t in each.iterations_s] for each in elapsed]
             iterations = IterationTimes.of_ranks(times, self.loop.skipped)
+        num_wrong = sum(counts) if counts else None
         num_failed = sum(count > 0 for count in counts)
-        side = self._side(case, elapsed, sum(counts) if counts else None)
+        side = self.side(case, time_us, num_wrong, called_us)
         return Half(side, iterations, num_failed)
 
-    def _side(
-        self, case: Case, elapsed: list[Elapsed], num_wrong: float | None
-    ) -> Side:
-        shape, _ = self.shape(case)
-        size, loop = self.communicator.size, self.loop
-        count = loop.iterations * loop.aggregated
-        time_s = combine([each.total_s for each in elapsed], loop.average) / count
-        called_s = combine([each.called_s for each in elapsed], loop.average) / count
-        moved = base_bytes(case.test, shape, case.dtype.num_bytes, size)
-        algbw = moved / time_s / 1e9
-        shown_s = called_s if loop.is_cpu_time else time_s
-        busbw = algbw * case.test.factor.value_for(size)
-        return Side(shown_s * 1e6, algbw, busbw, num_wrong)
+    def _combined_us(self, times_s: list[float]) -> float:
+        count = self.loop.iterations * self.loop.aggregated
+        return combine(times_s, self.loop.average) / count * 1e6
 
     def _check(self, case: Case, cycle: int, *, is_in_place: bool) -> list[float]:
         """Return the wrong elements of every check, over all ranks."""
+        if not self.loop.checks or (is_in_place and not case.test.is_in_place_checked):
+            return []
         shape, matrix = self.shape(case)
         place = self.place(case, matrix)
         views = self.buffers.views(

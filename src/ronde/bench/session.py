@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ronde.bench.bounds import Limit
 from ronde.bench.buffers import Buffers, allocator
 from ronde.bench.capacity import (
     Memory,
@@ -15,7 +16,7 @@ from ronde.bench.capacity import (
 )
 from ronde.bench.catalog import Spread
 from ronde.bench.limits import Wires, search_limit
-from ronde.bench.measured import Bound, Heading
+from ronde.bench.measured import Heading
 from ronde.bench.operations import IN_PLACE_ONLY
 from ronde.bench.options import Options
 from ronde.bench.ranks import Ranks, meet_ranks
@@ -53,16 +54,16 @@ class Session:
 
     def heading(self) -> Heading:
         """Return what is known before the first row; collective."""
-        bound, reason = self._bound()
+        limit, reason = self._limit()
         return Heading(
             options=self.options,
-            engine=self.ranks.group.engine,
+            engine=self._engine,
             devices=self.ranks.devices,
             size=self.ranks.group.size,
             versions={"torch": torch.__version__},
             notes=(*self.notes, *([f"limit: none, for {reason}"] if reason else [])),
             shown_variables=self.variables.shown,
-            bound=bound,
+            limit=limit,
             call_overhead_us=self._call_overhead_us(),
             nccl_version=_nccl_version(self.ranks.device),
         )
@@ -78,7 +79,16 @@ class Session:
         self.watchdog.close()
         self.ranks.close()
 
-    def _bound(self) -> tuple[Bound | None, str]:
+    @property
+    def _engine(self) -> str:
+        """What moves the bytes: torch's engine takes NCCL for CUDA tensors."""
+        if len(self.benches) > 1:
+            return ", ".join(self.benches)
+        name = self.ranks.group.engine
+        is_cuda = self.ranks.device.type == "cuda"
+        return "nccl" if is_cuda and name in ("auto", "gloo") else name
+
+    def _limit(self) -> tuple[Limit | None, str]:
         """Find the physical bound, or say why there is none; collective."""
         shown, ranks = self.options.shown, self.ranks
         if not shown.has_limit:
@@ -87,10 +97,7 @@ class Session:
         found = search_limit(
             self.options.test.name, ranks.group, ranks.hosts, ranks.device, wires
         )
-        limit = found.limit
-        if limit is None:
-            return None, found.reason
-        return Bound(limit.bus_bandwidth_gb_per_s, limit.link, limit.note), ""
+        return found.limit, found.reason
 
     def _call_overhead_us(self) -> float | None:
         """Return the time of an operation on next to nothing."""

@@ -50,16 +50,16 @@ class SweepBench:
         if test.name == "hypercube" and size & (size - 1):
             yield Remark(f"nRanks {size} is not a power of 2, skipping")
             return False
-        pairs, skipped = self._possible()
+        pairs, skipped = self.possible()
         yield from (Remark(text) for text in skipped)
         started = monotonic()
         for cycle in self._cycles():
-            for case in self._cases(pairs):
+            for case in self.cases(pairs):
                 measured = self.rows.measure(case, cycle)
                 yield measured
                 if self.is_traffic_shown and test.spread is Spread.MATRIX:
                     yield from self._traffic(case, measured)
-                if self._agree_to_stop(started):
+                if self.agree_to_stop(started):
                     return self.options.loop.cycles != 0
         return False
 
@@ -67,7 +67,7 @@ class SweepBench:
         cycles = self.options.loop.cycles
         return iter(range(cycles)) if cycles else count()
 
-    def _cases(self, pairs: list[tuple[DType, str]]) -> Iterator[Case]:
+    def cases(self, pairs: list[tuple[DType, str]]) -> Iterator[Case]:
         """Yield the cases of one sweep; warms each type, operation and root up."""
         test, sweep = self.options.test, self.options.sweep
         for dtype, op in pairs:
@@ -79,7 +79,8 @@ class SweepBench:
                         self.rows.warm_up(case)
                 yield from cases
 
-    def _agree_to_stop(self, started_s: float) -> bool:
+    def agree_to_stop(self, started_s: float) -> bool:
+        """Say whether it is to end here, alike on all ranks; collective."""
         duration_s = self.options.loop.duration_s
         is_over = bool(duration_s) and monotonic() - started_s > duration_s
         told = self.rows.ranks.exchange([self.is_stopped() or is_over])
@@ -100,7 +101,7 @@ class SweepBench:
                 f"alg_bw={algbw:.2f} bus_bw={algbw * factor:.2f}"
             )
 
-    def _possible(self) -> tuple[list[tuple[DType, str]], list[str]]:
+    def possible(self) -> tuple[list[tuple[DType, str]], list[str]]:
         """Return the types and operations that the engine has, and why not others."""
         sweep = self.options.sweep
         possible: list[tuple[DType, str]] = []

@@ -12,6 +12,7 @@ from ronde.bench.options import Options
 from ronde.bench.variables import read_variables
 from ronde.cli.own_ranks import run_own_ranks
 from ronde.errors import CollectiveError, RondeError, UsageError
+from ronde.render.bench_plot import check_path
 from ronde.world import Claim, Launcher, read_claim
 from ronde.world.engines import require_algorithm, require_engine
 
@@ -92,12 +93,19 @@ def _bench(words: list[str]) -> int:
 def _require_possible(options: Options) -> None:
     """Refuse what can be seen to fail before anything is started."""
     for name in options.engines.names:
-        require_engine(name, "--compare" if options.is_compared else "--engine")
-    require_algorithm(options.engines.algorithm, "--algorithm")
+        engine, _, algorithm = name.partition("/")
+        require_engine(engine, "--compare" if options.is_compared else "--engine")
+        require_algorithm(algorithm or options.engines.algorithm, "--algorithm")
+    if options.is_compared and options.shown.json_path:
+        raise UsageError(
+            "-J must be left out with --compare: its form holds one engine. Give "
+            "--json FILE for a record of each."
+        )
+    if options.shown.plot_path:
+        check_path(Path(options.shown.plot_path))
     for name, path in (
         ("-J", options.shown.json_path),
         ("--json", options.shown.record_path),
-        ("--plot", options.shown.plot_path),
     ):
         if path and not Path(path).absolute().parent.is_dir():
             raise UsageError(

@@ -1,10 +1,6 @@
 """One rank of ``ronde bench``: measures with the others; rank 0 tells."""
 
-import os
 import resource
-import signal
-from collections.abc import Generator
-from contextlib import contextmanager
 
 import torch
 
@@ -13,7 +9,10 @@ from ronde.bench.measured import Ending
 from ronde.bench.options import Options
 from ronde.bench.session import Session, open_session
 from ronde.bench.variables import Variables
+from ronde.cli.bench_contest import run_contest
+from ronde.cli.bench_stop import Stop, stopping
 from ronde.cli.bench_teller import Teller
+from ronde.cli.bench_tune import explained, run_explaining, run_tuning
 from ronde.errors import CollectiveError, UsageError
 from ronde.units import format_size
 from ronde.world import Claim
@@ -26,6 +25,12 @@ def run_rank(options: Options, variables: Variables, claim: Claim) -> int:
         UsageError: Something asked for cannot be.
         CollectiveError: A collective failed.
     """
+    if options.is_tuned:
+        run_tuning(options, variables, claim)
+    if not options.is_measured:
+        if options.is_explained:
+            run_explaining(options, variables, claim)
+        return Exit.OK
     teller = Teller(options, is_speaking=claim.rank == 0)
     try:
         session = open_session(claim, options, variables, teller.expired)
@@ -33,10 +38,8 @@ def run_rank(options: Options, variables: Variables, claim: Claim) -> int:
         raise UsageError(
             f"all {claim.size} ranks that {claim.launcher} speaks of must meet: {error}"
         ) from error
-    with _stopping() as stop:
+    with stopping() as stop:
         try:
-            heading = session.heading()
-            teller.begin(heading)
             code = _measure(session, teller, stop)
         except BaseException as error:
             teller.fail(str(error) or type(error).__name__)
@@ -47,7 +50,19 @@ def run_rank(options: Options, variables: Variables, claim: Claim) -> int:
     return code
 
 
-def _measure(session: Session, teller: Teller, stop: "_Stop") -> int:
+def _measure(session: Session, teller: Teller, stop: Stop) -> int:
+    """Do what was asked for."""
+    options = session.options
+    if options.is_explained and session.ranks.is_speaker:
+        print("\n".join(f"# {line}" for line in explained(session.ranks)), flush=True)
+    if options.is_compared:
+        return run_contest(session, stop)
+    return _sweep(session, teller, stop)
+
+
+def _sweep(session: Session, teller: Teller, stop: Stop) -> int:
+    """Run the sweeps of one engine."""
+    teller.begin(session.heading())
     sweep = session.sweep(lambda: stop.is_asked)
     was_stopped = False
     while True:
@@ -81,27 +96,3 @@ def _memory(session: Session) -> str:
         return f"GPU memory usage : User-Allocated {own} | Reserved {format_size(peak)}"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return f"Host memory usage : User-Allocated {own} | Peak RSS {format_size(peak)}"
-
-
-class _Stop:
-    """Whether the user wants an end; the second time it ends at once."""
-
-    is_asked = False
-
-    def ask(self, number: int, _frame: object) -> None:
-        if self.is_asked:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.is_asked = True
-
-
-@contextmanager
-def _stopping() -> Generator[_Stop]:
-    stop = _Stop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, stop.ask) for number in numbers}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

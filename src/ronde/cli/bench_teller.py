@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TextIO
@@ -15,6 +16,7 @@ from ronde.bench.runs import RankCount, RankSource, Run
 from ronde.errors import UsageError
 from ronde.records import append_record
 from ronde.render.bench_json import JsonReport
+from ronde.render.bench_plot import Point, Series, draw
 from ronde.render.bench_progress import progress_text
 from ronde.render.bench_text import ending_lines, heading_lines, row_line
 
@@ -37,7 +39,7 @@ class Teller:
         self._rows: list[Row] = []
         self._cycle = 0
         self._started_s = self._told_s = monotonic()
-        is_terminal = options.parent == "terminal" or sys.stderr.isatty()
+        is_terminal = options.has_terminal or sys.stderr.isatty()
         self._has_progress = is_speaking and is_terminal
         path = options.shown.json_path
         self._json = JsonReport(open_new(path)) if is_speaking and path else None
@@ -79,6 +81,8 @@ class Teller:
         if self._options.shown.record_path:
             run = self._run(self._heading, ending)
             append_record(Path(self._options.shown.record_path), to_record(run))
+        if self._options.shown.plot_path:
+            plot(self._heading, {self._heading.engine: self._rows})
 
     def fail(self, reason: str) -> None:
         """Tell that it ended before its time."""
@@ -131,7 +135,7 @@ class Teller:
         return num_sizes * num_kinds * options.loop.cycles
 
     def _run(self, heading: Heading, ending: Ending) -> Run:
-        bound = heading.bound
+        limit = heading.limit
         return Run(
             test=heading.options.test.name,
             ranks=RankCount.exactly(heading.size, RankSource.GIVEN),
@@ -142,14 +146,38 @@ class Teller:
             warnings=ending.errors,
             engine=heading.engine,
             facts={
-                "limit_busbw_gb_per_s": bound.busbw_gb_per_s if bound else None,
-                "limit_link": bound.link if bound else "",
+                "limit_busbw_gb_per_s": limit.bus_bandwidth_gb_per_s if limit else None,
+                "limit_link": limit.link if limit else "",
                 "call_overhead_us": heading.call_overhead_us,
                 "num_rows": ending.totals.num_rows,
                 "versions": dict(heading.versions),
                 "words": list(heading.options.words),
             },
         )
+
+
+def plot(heading: Heading, rows: Mapping[str, Sequence[Row]]) -> None:
+    """Draw what was measured, one line an engine; rows without bandwidth are left out.
+
+    Args:
+        heading: Of the run.
+        rows: By engine.
+    """
+    series = [
+        Series(name, [_point(row) for row in measured])
+        for name, measured in rows.items()
+    ]
+    if any(point.busbw_gb_per_s > 0 for each in series for point in each.points):
+        path = Path(heading.options.shown.plot_path)
+        title = f"{heading.options.test.name}, {heading.size} ranks"
+        draw(series, heading.limit, path, title=title)
+
+
+def _point(row: Row) -> Point:
+    """Return the better half of a row."""
+    sides = [side for side in (row.in_place, row.out_of_place) if side is not None]
+    best = max(sides, key=lambda side: side.busbw_gb_per_s or 0.0)
+    return Point(row.size_bytes, best.busbw_gb_per_s or 0.0, best.time_us)
 
 
 def open_new(path: str) -> TextIO:

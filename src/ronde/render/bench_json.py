@@ -94,7 +94,7 @@ class JsonReport:
         entry["actual_iterations"] = measured.num_iterations
         entry["experiment_name"] = ""
         ours: dict[str, Any] = {"cycle": measured.cycle, "at": _time(measured.at)}
-        if self._heading.bound is not None:
+        if self._heading.limit is not None:
             ours["limit_percent"] = limit_percent(measured, self._heading)
         return entry | {"ronde": ours}
 
@@ -141,13 +141,13 @@ def _config(heading: Heading) -> dict[str, Any]:
 
 
 def _ours(heading: Heading, ending: Ending) -> dict[str, Any]:
-    bound = heading.bound
-    limit = None
-    if bound is not None:
-        limit = {
-            "busbw_gb_per_s": bound.busbw_gb_per_s,
-            "link": bound.link,
-            "note": bound.note,
+    limit = heading.limit
+    bound = None
+    if limit is not None:
+        bound = {
+            "busbw_gb_per_s": limit.bus_bandwidth_gb_per_s,
+            "link": limit.link,
+            "note": limit.note,
         }
     return {
         "test": heading.options.test.name,
@@ -155,7 +155,7 @@ def _ours(heading: Heading, ending: Ending) -> dict[str, Any]:
         "size": heading.size,
         "versions": dict(heading.versions),
         "notes": list(heading.notes),
-        "limit": limit,
+        "limit": bound,
         "call_overhead_us": heading.call_overhead_us,
         "peak_busbw_gb_per_s": ending.totals.peak_busbw_gb_per_s,
         "num_wrong": ending.totals.num_wrong if ending.totals.is_checked else None,

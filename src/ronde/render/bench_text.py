@@ -24,6 +24,11 @@ _BLOCKING = (
 
 def heading_lines(heading: Heading) -> list[str]:
     """Return all that stands above the rows."""
+    return [*facts_lines(heading), *_titles(heading)]
+
+
+def facts_lines(heading: Heading) -> list[str]:
+    """Return what stands above the rows' titles."""
     options = heading.options
     versions = " ".join(f"{k}={v}" for k, v in heading.versions.items())
     test = options.test.binary_name
@@ -40,7 +45,6 @@ def heading_lines(heading: Heading) -> list[str]:
             for d in heading.devices
         ),
         "#",
-        *_titles(heading),
     ]
 
 
@@ -58,17 +62,17 @@ def _settings(options: Options) -> str:
 
 
 def _comments(heading: Heading) -> list[str]:
-    loop, bound = heading.options.loop, heading.bound
+    loop, limit = heading.options.loop, heading.limit
     lines = [f"engine: {heading.engine}"]
     if loop.blocking:
         lines.append(_BLOCKING[loop.blocking])
     if loop.is_each_timed:
         lines.append("Per-iteration timing enabled")
     lines += heading.notes
-    if bound is not None:
-        lines.append(f"limit: busbw at most {bound.busbw_gb_per_s:.2f} GB/s")
-        lines.append(f"limit: set by {bound.link}")
-        lines += [f"limit: {bound.note}"] if bound.note else []
+    if limit is not None:
+        lines.append(f"limit: busbw at most {limit.bus_bandwidth_gb_per_s:.2f} GB/s")
+        lines.append(f"limit: set by {limit.link}")
+        lines += [f"limit: {limit.note}"] if limit.note else []
     return [f"# {line}" for line in lines]
 
 
@@ -91,10 +95,10 @@ def _titles(heading: Heading) -> list[str]:
     )
     stamp = "timestamp".rjust(_STAMP_WIDTH) if shown.has_timestamps else ""
     format_ = _STAMP.rjust(_STAMP_WIDTH) if shown.has_timestamps else ""
-    limit, percent = ("  %limit", "     (%)") if heading.bound else ("", "")
+    titled, percent = ("  %limit", "     (%)") if heading.limit else ("", "")
     return [
         blank + halves,
-        f"# {_cells([*first, *side, *side])} {stamp}{limit}",
+        f"# {_cells([*first, *side, *side])} {stamp}{titled}",
         f"# {_cells([*below, *units, *units])} {format_}{percent}",
     ]
 
@@ -115,18 +119,17 @@ def row_line(measured: Measured, heading: Heading) -> str:
         line += _half(half)
     if shown.has_timestamps:
         line += measured.at.strftime(_STAMP).rjust(_STAMP_WIDTH + 2)
-    if heading.bound is not None:
+    if heading.limit is not None:
         line += f"  {number(limit_percent(measured, heading), 6)}"
     return line
 
 
 def limit_percent(measured: Measured, heading: Heading) -> float:
     """Return the better half's busbw in percent of the bound, 0 without one."""
-    if heading.bound is None or not heading.bound.busbw_gb_per_s:
+    if heading.limit is None:
         return 0.0
     halves = (measured.out_of_place, measured.in_place)
-    best = max(half.side.busbw_gb_per_s or 0.0 for half in halves)
-    return 100 * best / heading.bound.busbw_gb_per_s
+    return heading.limit.percent(max(half.side.busbw_gb_per_s or 0 for half in halves))
 
 
 def _half(half: Half) -> str:

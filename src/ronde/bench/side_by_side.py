@@ -1,0 +1,142 @@
+"""Engines side by side: they take turns on every row, so that a slow minute hits all.
+
+One process group an engine, all on the same ranks, all connected before the first row.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+from ronde.bench.dtypes import DType
+from ronde.bench.exits import UnsupportedError
+from ronde.bench.measured import Remark
+from ronde.bench.options import Options
+from ronde.bench.row_bench import Case, RowBench
+from ronde.bench.rows import Row, Side
+from ronde.bench.sweeping import SweepBench
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One row on every engine.
+
+    Attributes:
+        rows: By engine, in the order of asking; each has one half, the other is None.
+    """
+
+    rows: Mapping[str, Row]
+
+    def side(self, engine: str) -> Side:
+        """Return what was measured of an engine."""
+        row = self.rows[engine]
+        side = row.in_place or row.out_of_place
+        if side is None:
+            raise AssertionError("a compared row has one half")
+        return side
+
+    def ratio(self, engine: str) -> float:
+        """Return how many times as fast an engine is as the first."""
+        first = self.side(next(iter(self.rows)))
+        return (first.time_us or 0.0) / (self.side(engine).time_us or math.inf)
+
+
+@dataclass(slots=True)
+class Ratios:
+    """What is kept of all rows.
+
+    Attributes:
+        logarithms: Sum of the logarithms of each engine's ratios.
+        num_rows: Rows in the sums.
+        num_wrong: Wrong elements of each engine.
+    """
+
+    logarithms: dict[str, float] = field(default_factory=dict[str, float])
+    num_rows: int = 0
+    num_wrong: dict[str, float] = field(default_factory=dict[str, float])
+
+    def add(self, compared: Compared) -> None:
+        """Take a row in."""
+        self.num_rows += 1
+        for engine in compared.rows:
+            ratio = math.log(compared.ratio(engine) or 1.0)
+            self.logarithms[engine] = self.logarithms.get(engine, 0.0) + ratio
+            wrong = compared.side(engine).num_wrong or 0.0
+            self.num_wrong[engine] = self.num_wrong.get(engine, 0.0) + wrong
+
+    def mean(self, engine: str) -> float:
+        """Return the geometric mean of an engine's ratios."""
+        return math.exp(self.logarithms[engine] / max(1, self.num_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """Runs the same rows on several engines.
+
+    Attributes:
+        benches: By engine, the first the one that others are compared with.
+        options: Which rows there are, and how many rounds.
+        is_stopped: Whether the user of this rank wants an end.
+    """
+
+    benches: Mapping[str, RowBench]
+    options: Options
+    is_stopped: Callable[[], bool]
+
+    def run(self) -> Generator[Compared | Remark, None, bool]:
+        """Yield rows as they are measured; collective.
+
+        Returns:
+            Whether it was stopped before its end.
+
+        Raises:
+            UnsupportedError: No engine, or not all, can do what was asked for.
+            CollectiveError: A collective failed.
+        """
+        sweeps = {
+            name: SweepBench(bench, self.options, self.is_stopped)
+            for name, bench in self.benches.items()
+        }
+        pairs, skipped = _possible_on_all(sweeps)
+        yield from (Remark(text) for text in skipped)
+        first, *others = sweeps.values()
+        started = monotonic()
+        cases = zip(
+            first.cases(pairs), *(each.cases(pairs) for each in others), strict=True
+        )
+        for case, *_ in cases:
+            yield self._compare(case)
+            if first.agree_to_stop(started):
+                return True
+        return False
+
+    def _compare(self, case: Case) -> Compared:
+        is_in_place = case.test.is_in_place_checked
+        times: dict[str, list[float]] = {name: [] for name in self.benches}
+        for _ in range(self.options.engines.rounds):
+            for name, bench in self.benches.items():
+                times[name].append(bench.time_us(case, is_in_place=is_in_place))
+        rows: dict[str, Row] = {}
+        for name, bench in self.benches.items():
+            wrong = bench.count_wrong(case, is_in_place=is_in_place)
+            side = bench.side(case, statistics.median(times[name]), wrong)
+            rows[name] = bench.row(case, side, is_in_place=is_in_place)
+        return Compared(rows)
+
+
+def _possible_on_all(
+    sweeps: Mapping[str, SweepBench],
+) -> tuple[list[tuple[DType, str]], list[str]]:
+    """Return the types and operations that every engine has."""
+    found: list[Sequence[tuple[DType, str]]] = []
+    skipped: list[str] = []
+    for name, sweep in sweeps.items():
+        try:
+            pairs, without = sweep.possible()
+        except UnsupportedError as error:
+            raise UnsupportedError(f"engine {name}: {error}") from error
+        found.append(pairs)
+        skipped += [f"{name}: {text}" for text in without]
+    common = [pair for pair in found[0] if all(pair in each for each in found)]
+    return common, skipped
