@@ -160,14 +160,21 @@ def _reduce_by_pairs(
         prescale: Multiplies this rank's.
         shown: The slot that has the first of them already, or -1.
     """
-    stage, step = ground.stage, SLOT_BYTES // flat.element_size()
-    for start in range(0, flat.numel(), step):
-        piece = flat if flat.numel() <= step else flat[start : start + step]
-        if start or shown < 0:
-            shown = stage.take()
-            _stage(ground, shown, piece, prescale)
+    stage, rank, dtype = ground.stage, ground.rank, flat.dtype
+    for piece in torch.split(flat, SLOT_BYTES // flat.element_size()):
+        if shown < 0:
+            views = stage.views(stage.take(), dtype, piece.numel())
+            views[rank].copy_(piece)
+            if prescale != 1.0:
+                scale_(views[rank], prescale)
             yield
-        combiner.combine(stage.views(shown, flat.dtype, piece.numel()), piece)
+        else:
+            views = stage.views(shown, dtype, piece.numel())
+            shown = -1
+        if prescale == 1.0:
+            # The piece itself is nearer than what was shown of it.
+            views = (piece, views[1]) if rank == 0 else (views[0], piece)
+        combiner.combine(views, piece)
 
 
 def _reduce_by_shares(
