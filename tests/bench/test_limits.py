@@ -20,7 +20,12 @@ from ronde.bench.links import (
     pci_gb_per_s,
 )
 from ronde.bench.log_ranks import TESTS
-from ronde.bench.memory_bandwidth import buffer_bytes, cache_bytes, measure_memory
+from ronde.bench.memory_bandwidth import (
+    buffer_bytes,
+    cache_bytes,
+    copy_gb_per_s,
+    measure_memory,
+)
 from ronde.collectives import Communicator
 
 TWO_H100 = Layout(16, 2, 8)
@@ -79,14 +84,44 @@ def test_other_tests_over_the_network() -> None:
     assert network_bound("allreduce", TWO_H100, 400) is None
 
 
-def test_memory_reads_and_writes_every_byte_once() -> None:
-    two = Layout(2, 1, 2)
-    assert memory_bound("all_reduce", two, 40) == 40 * 1 / 4
-    assert memory_bound("all_reduce", Layout(4, 1, 4), 40) == 40 * 3 / 16
-    # Four bytes are moved for one received: two read, two written.
-    assert memory_bound("sendrecv", two, 40) == 10
-    assert memory_bound("scatter", Layout(4, 1, 4), 40) == 20
-    assert memory_bound("allreduce", two, 40) is None
+# Bytes read and written on one host by 4 ranks, in place, by the size of a row; and
+# busbw by algbw. Counted by hand.
+@pytest.mark.parametrize(
+    ("test", "num_read", "num_written", "factor"),
+    [
+        ("all_reduce", 4, 4, 3 / 2),
+        ("all_gather", 4 / 4, 4 * 3 / 4, 3 / 4),
+        ("reduce_scatter", 4, 4 / 4, 3 / 4),
+        ("broadcast", 1, 3, 1),
+        ("reduce", 4, 1, 1),
+        ("alltoall", 4 * 3 / 4, 4 * 3 / 4, 3 / 4),
+        ("alltoallv", 4 * 3 / 4, 4 * 3 / 4, 3 / 4),
+        ("scatter", 3 / 4, 3 / 4, 3 / 4),
+        ("gather", 3 / 4, 3 / 4, 3 / 4),
+        ("sendrecv", 4, 4, 1),
+        # algbw counts what a rank receives, of 4 shares 3.
+        ("hypercube", 4 / 3, 4, 1),
+    ],
+)
+def test_memory_reads_and_writes_every_byte_once(
+    test: str, num_read: float, num_written: float, factor: float
+) -> None:
+    bound = memory_bound(test, Layout(4, 1, 4), 40)
+    assert bound == pytest.approx(40 / (num_read + num_written) * factor)
+
+
+def test_memory_of_several_hosts() -> None:
+    assert memory_bound("all_reduce", Layout(2, 1, 2), 40) == 40 * 1 / 4
+    assert memory_bound("all_reduce", Layout(4, 2, 2), 40) == 40 * 3 / 8
+    assert memory_bound("allreduce", Layout(4, 2, 2), 40) is None
+
+
+def test_other_tests_within_a_node() -> None:
+    # A GPU sends 7 of 16 shares to its neighbours.
+    assert gpu_bound("alltoall", TWO_H100, 450) == 450 * 15 / 7
+    assert gpu_bound("hypercube", TWO_H100, 450) == 450 * 15 / 7
+    assert gpu_bound("broadcast", TWO_H100, 450) == 450
+    assert gpu_bound("allreduce", TWO_H100, 450) is None
 
 
 @pytest.mark.parametrize("test", sorted(TESTS))
@@ -272,6 +307,14 @@ def test_buffers_are_beyond_the_cache_within_an_eighth_of_memory() -> None:
     assert 2 * 2 * buffer_bytes(480 << 20, gib, 2) == gib // 8
     assert 2 * 2 * buffer_bytes(100 * gib, 100 * gib, 2) == gib
     assert buffer_bytes(0, 0, 64) == 4096
+
+
+def test_a_copy_reads_and_writes() -> None:
+    source, target = torch.ones(1000, dtype=torch.uint8), torch.zeros(1000).byte()
+    times_ns = iter([0, 50_000_000, 100_000_000])
+    rate = copy_gb_per_s(source, target, lambda: next(times_ns))
+    assert rate == 2 * 2 * 1000 / 100_000_000
+    assert torch.equal(source, target)
 
 
 def _search(

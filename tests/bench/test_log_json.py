@@ -143,6 +143,9 @@ def test_processes_that_list_one_device_each() -> None:
     content = upstream()
     content["config"]["devices"] = [device(0), device(4)]
     assert read(content).ranks.value == 8
+    content["config"]["nthreads"] = 2
+    content["config"]["devices"] = [device(0), device(8)]
+    assert read(content).ranks.value == 16
     content["config"]["devices"] = [device(rank) for rank in range(4)]
     assert read(content).ranks.value == 4
 

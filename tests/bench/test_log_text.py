@@ -218,6 +218,30 @@ def test_a_list_of_devices_that_is_cut_counts_nothing() -> None:
     assert run.warnings == ("its list of devices is cut",)
 
 
+def test_rounding_leaves_several_numbers_of_ranks() -> None:
+    lines = ["# size count type redop root time algbw busbw #wrong"]
+    lines += ["17179869184 4294967296 float sum -1 92173 186.39 369.86 0"]
+    ranks = read_one(join(lines)).ranks  # 127.7 by the printed figures
+    assert (ranks.value, ranks.low, ranks.high) == (128, 128, 128)
+    lines[1] = "17179869184 4294967296 float sum -1 921730 18.65 37.00 0"
+    ranks = read_one(join(lines)).ranks  # 124.3
+    assert (ranks.value, ranks.low, ranks.high) == (124, 119, 130)
+
+
+def test_an_old_row_may_have_a_root_that_its_header_has_not() -> None:
+    lines = ["# size count type redop time algbw busbw error"]
+    lines += ["1024 256 float sum 3 10.00 0.10 0.10 N/A"]
+    (row,) = read_one(join(lines)).rows
+    assert (row.root, row.out_of_place) == (3, Side(10.0, 0.10, 0.10, None))
+
+
+def test_a_ratio_of_1_says_nothing_of_the_ranks() -> None:
+    figures = side(1000, 10, 10)
+    rows = [Row(10**7, 10**6, "float", "sum", 0, figures, figures)]
+    run = read_one(log("reduce", rows, Form(num_devices=0)))
+    assert (run.test, run.ranks.value) == ("reduce", None)
+
+
 def test_devices_that_the_figures_contradict() -> None:
     run = read_one(log("all_reduce", [all_reduce_row(1 << 30, n=16)]))
     assert run.ranks.value == 2

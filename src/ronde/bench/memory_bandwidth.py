@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def measure_memory(communicator: Communicator, host: str) -> MemoryBandwidth:
     best: dict[str, float] = {}
     for _ in range(_NUM_ROUNDS):
         communicator.barrier().wait()
-        rate = _copy_gb_per_s(source, target)
+        rate = copy_gb_per_s(source, target)
         rates = all_gather_object(communicator, rate)
         for each in set(hosts):
             total = sum(r for h, r in zip(hosts, rates, strict=True) if h == each)
@@ -136,12 +137,22 @@ def _touched(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return source[:end], target[:end]
 
 
-def _copy_gb_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Copy for a while; return bytes read and written by the time, in GB/s."""
-    num_bytes, start_ns = 0, time.perf_counter_ns()
+def copy_gb_per_s(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
+) -> float:
+    """Copy for a while; return bytes read and written by the time, in GB/s.
+
+    Args:
+        source: Bytes.
+        target: As many.
+        clock_ns: Tells the time.
+    """
+    num_bytes, start_ns = 0, clock_ns()
     while True:
         target.copy_(source)
         num_bytes += 2 * source.numel()
-        elapsed_ns = time.perf_counter_ns() - start_ns
+        elapsed_ns = clock_ns() - start_ns
         if elapsed_ns >= _ROUND_S * 1e9:
             return num_bytes / elapsed_ns
