@@ -125,7 +125,7 @@ def parse_row(text: str, columns: Columns) -> tuple[Row, dict[str, Extra]]:
     """
     words = text.split()
     head, numbers, is_half = _divide(text, words, columns)
-    operation, root = _between(head[3:], columns)
+    operation, root = _between(head[3:])
     for name, word in zip(("size", "count"), head, strict=False):
         if _INTEGER.fullmatch(word) is None:
             raise UsageError(f"{name} of a row must be an integer, got {word!r}.")
@@ -175,7 +175,7 @@ def _divide(
     return words[:-num_numbers], words[-num_numbers:], is_half
 
 
-def _between(words: Sequence[str], columns: Columns) -> tuple[str, int | None]:
+def _between(words: Sequence[str]) -> tuple[str, int | None]:
     """Return the operation and the root, either of which may be missing."""
     operation, root = "", None
     rest = list(words)
@@ -183,7 +183,7 @@ def _between(words: Sequence[str], columns: Columns) -> tuple[str, int | None]:
         operation = rest.pop(0)
     if rest and _ROOT.fullmatch(rest[0]):
         root = int(rest.pop(0))
-    if rest or (columns.has_root and root is None):
+    if rest:
         raise UsageError(
             "between type and numbers a row must have an operation and a root, got "
             f"{' '.join(words)!r}."
