@@ -191,6 +191,11 @@ def shape_of(test: Collective, num_bytes: int, item_bytes: int, size: int) -> Sh
     return Shape(share, share * size, share * size)
 
 
+def is_possible(test: Collective, size: int) -> bool:
+    """Say whether so many ranks can do it: a hypercube needs a power of two."""
+    return test.name != "hypercube" or size & (size - 1) == 0
+
+
 def base_bytes(test: Collective, shape: Shape, item_bytes: int, size: int) -> int:
     """Return the bytes that algbw divides by the time."""
     if test.name == "hypercube":

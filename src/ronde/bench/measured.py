@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from enum import IntEnum
 
 from ronde.bench.bounds import Limit
 from ronde.bench.iterations import IterationTimes
@@ -107,6 +108,16 @@ class Measured:
     remarks: tuple[str, ...] = ()
 
 
+class Reason(IntEnum):
+    """Why there are no more rows; where ranks differ the greatest counts."""
+
+    COMPLETE = 0
+    DURATION = 1
+    """The time that the user gave it is over."""
+    STOPPED = 2
+    """The user ended it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Remark:
     """A sentence between the rows."""
@@ -169,7 +180,7 @@ class Ending:
             nothing.
         memory: The memory line, or empty.
         errors: What went wrong, one sentence each.
-        was_stopped: The user ended it.
+        reason: Why it ended.
         ended_at: Local time.
     """
 
@@ -177,7 +188,7 @@ class Ending:
     least_busbw_gb_per_s: float | None = None
     memory: str = ""
     errors: tuple[str, ...] = ()
-    was_stopped: bool = False
+    reason: Reason = Reason.COMPLETE
     ended_at: datetime = field(default_factory=datetime.now)
 
     @property

@@ -14,9 +14,9 @@ from ronde.bench.capacity import (
     largest_row,
     require_room,
 )
-from ronde.bench.catalog import Spread
+from ronde.bench.catalog import Spread, is_possible
 from ronde.bench.limits import Wires, search_limit
-from ronde.bench.measured import Heading
+from ronde.bench.measured import Heading, Reason
 from ronde.bench.operations import IN_PLACE_ONLY
 from ronde.bench.options import Options
 from ronde.bench.ranks import Ranks, meet_ranks
@@ -68,7 +68,7 @@ class Session:
             nccl_version=_nccl_version(self.ranks.device),
         )
 
-    def sweep(self, is_stopped: Callable[[], bool]) -> Generator[Event, None, bool]:
+    def sweep(self, is_stopped: Callable[[], bool]) -> Generator[Event, None, Reason]:
         """Yield the rows of the first engine; see ``SweepBench.run``."""
         bench = next(iter(self.benches.values()))
         is_shown = self.variables.is_traffic_shown
@@ -107,7 +107,9 @@ class Session:
         num_bytes = dtype.num_bytes
         if test.spread is not Spread.WHOLE:
             num_bytes = 16 * bench.communicator.size
-        if num_bytes > bench.buffers.capacity_bytes or bench.traffic.given:
+        is_small = num_bytes <= bench.buffers.capacity_bytes
+        has_call = is_possible(test, bench.communicator.size)
+        if bench.traffic.given or not (is_small and has_call):
             return None
         root = 0 if test.has_root else -1
         case = Case(test, dtype, sweep.ops[0], root, num_bytes)

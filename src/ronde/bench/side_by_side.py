@@ -11,7 +11,7 @@ from time import monotonic
 
 from ronde.bench.dtypes import DType
 from ronde.bench.exits import UnsupportedError
-from ronde.bench.measured import Remark
+from ronde.bench.measured import Reason, Remark
 from ronde.bench.options import Options
 from ronde.bench.row_bench import Case, RowBench
 from ronde.bench.rows import Row, Side
@@ -84,11 +84,11 @@ class Contest:
     options: Options
     is_stopped: Callable[[], bool]
 
-    def run(self) -> Generator[Compared | Remark, None, bool]:
+    def run(self) -> Generator[Compared | Remark, None, Reason]:
         """Yield rows as they are measured; collective.
 
         Returns:
-            Whether it was stopped before its end.
+            Why it ended, alike on all ranks.
 
         Raises:
             UnsupportedError: No engine, or not all, can do what was asked for.
@@ -107,9 +107,10 @@ class Contest:
         )
         for case, *_ in cases:
             yield self._compare(case)
-            if first.agree_to_stop(started):
-                return True
-        return False
+            reason = first.agree_to_stop(started)
+            if reason:
+                return reason
+        return Reason.COMPLETE
 
     def _compare(self, case: Case) -> Compared:
         is_in_place = case.test.is_in_place_checked

@@ -7,10 +7,10 @@ from time import monotonic
 
 import torch
 
-from ronde.bench.catalog import Spread
+from ronde.bench.catalog import Spread, is_possible
 from ronde.bench.dtypes import DType
 from ronde.bench.exits import UnsupportedError
-from ronde.bench.measured import Measured, Remark
+from ronde.bench.measured import Measured, Reason, Remark
 from ronde.bench.operations import Maker
 from ronde.bench.options import Options
 from ronde.bench.row_bench import Case, RowBench
@@ -36,20 +36,20 @@ class SweepBench:
     is_stopped: Callable[[], bool]
     is_traffic_shown: bool = False
 
-    def run(self) -> Generator[Event, None, bool]:
+    def run(self) -> Generator[Event, None, Reason]:
         """Yield rows as they are measured; collective.
 
         Returns:
-            Whether it was stopped before its end, alike on all ranks.
+            Why it ended, alike on all ranks.
 
         Raises:
             UnsupportedError: The engine cannot do what was asked for.
             CollectiveError: A collective failed.
         """
         test, size = self.options.test, self.rows.communicator.size
-        if test.name == "hypercube" and size & (size - 1):
+        if not is_possible(test, size):
             yield Remark(f"nRanks {size} is not a power of 2, skipping")
-            return False
+            return Reason.COMPLETE
         pairs, skipped = self.possible()
         yield from (Remark(text) for text in skipped)
         started = monotonic()
@@ -59,9 +59,10 @@ class SweepBench:
                 yield measured
                 if self.is_traffic_shown and test.spread is Spread.MATRIX:
                     yield from self._traffic(case, measured)
-                if self.agree_to_stop(started):
-                    return self.options.loop.cycles != 0
-        return False
+                reason = self.agree_to_stop(started)
+                if reason:
+                    return reason
+        return Reason.COMPLETE
 
     def _cycles(self) -> Iterator[int]:
         cycles = self.options.loop.cycles
@@ -79,12 +80,14 @@ class SweepBench:
                         self.rows.warm_up(case)
                 yield from cases
 
-    def agree_to_stop(self, started_s: float) -> bool:
-        """Say whether it is to end here, alike on all ranks; collective."""
+    def agree_to_stop(self, started_s: float) -> Reason:
+        """Say whether it is to end here, and why, alike on all ranks; collective."""
         duration_s = self.options.loop.duration_s
         is_over = bool(duration_s) and monotonic() - started_s > duration_s
-        told = self.rows.ranks.exchange([self.is_stopped() or is_over])
-        return any(each[0] for each in told)
+        own = Reason.DURATION if is_over else Reason.COMPLETE
+        own = Reason.STOPPED if self.is_stopped() else own
+        told = self.rows.ranks.exchange([float(own)])
+        return Reason(int(max(each[0] for each in told)))
 
     def _traffic(self, case: Case, measured: Measured) -> Iterator[Remark]:
         """Yield what every rank sent and received."""

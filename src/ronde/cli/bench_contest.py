@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ronde.bench.bench_record import to_record
 from ronde.bench.exits import Exit
-from ronde.bench.measured import Heading, Remark
+from ronde.bench.measured import Heading, Reason, Remark
 from ronde.bench.rows import Row
 from ronde.bench.runs import RankCount, RankSource, Run
 from ronde.bench.session import Session
@@ -29,12 +29,12 @@ def run_contest(session: Session, stop: Stop) -> int:
     rows: dict[str, list[Row]] = {name: [] for name in engines}
     _say(is_speaking, [*facts_lines(heading), *title_lines(heading, engines)])
     contest = Contest(session.benches, session.options, lambda: stop.is_asked).run()
-    was_stopped = False
+    reason = Reason.COMPLETE
     while True:
         try:
             event = next(contest)
         except StopIteration as end:
-            was_stopped = bool(end.value)
+            reason = Reason(end.value)
             break
         if isinstance(event, Remark):
             _say(is_speaking, [f"# {event.text}"])
@@ -43,9 +43,10 @@ def run_contest(session: Session, stop: Stop) -> int:
         for name, row in event.rows.items():
             rows[name].append(row)
         _say(is_speaking, [compared_line(event)])
+    was_stopped = reason is Reason.STOPPED
     _say(is_speaking, summary_lines(ratios, "interrupted" if was_stopped else ""))
     if is_speaking:
-        _keep(heading, rows, is_complete=not was_stopped)
+        _keep(heading, rows, is_complete=reason is Reason.COMPLETE)
     if was_stopped:
         return Exit.INTERRUPTED
     return Exit.FAILED if any(ratios.num_wrong.values()) else Exit.OK

@@ -5,7 +5,7 @@ import resource
 import torch
 
 from ronde.bench.exits import Exit
-from ronde.bench.measured import Ending
+from ronde.bench.measured import Ending, Reason
 from ronde.bench.options import Options
 from ronde.bench.session import Session, open_session
 from ronde.bench.variables import Variables
@@ -64,12 +64,12 @@ def _sweep(session: Session, teller: Teller, stop: Stop) -> int:
     """Run the sweeps of one engine."""
     teller.begin(session.heading())
     sweep = session.sweep(lambda: stop.is_asked)
-    was_stopped = False
+    reason = Reason.COMPLETE
     while True:
         try:
             event = next(sweep)
         except StopIteration as end:
-            was_stopped = bool(end.value)
+            reason = Reason(end.value)
             break
         teller.take(event)
     loop = session.options.loop
@@ -77,8 +77,9 @@ def _sweep(session: Session, teller: Teller, stop: Stop) -> int:
         totals=teller.totals,
         least_busbw_gb_per_s=session.variables.least_busbw_gb_per_s,
         memory=_memory(session),
-        errors=("interrupted",) if was_stopped and loop.cycles else (),
-        was_stopped=was_stopped,
+        # A soak has no other end.
+        errors=("interrupted",) if reason is Reason.STOPPED and loop.cycles else (),
+        reason=reason,
     )
     teller.end(ending)
     if ending.errors:

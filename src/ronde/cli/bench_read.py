@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from ronde.bench.bench_record import to_record
+from ronde.bench.catalog import COLLECTIVES
 from ronde.bench.comparing import Comparison, compare
 from ronde.bench.exits import Exit
-from ronde.bench.log_ranks import TESTS
 from ronde.bench.log_reading import read_log
 from ronde.bench.runs import Run
 from ronde.errors import UsageError
@@ -163,7 +163,7 @@ def _add_reading(parser: _Parser) -> None:
     add(
         "--test",
         default="",
-        choices=["", *TESTS],
+        choices=["", *COLLECTIVES],
         metavar="NAME",
         help="what the logs are of, where they do not say: all_reduce and so on",
     )

@@ -159,7 +159,7 @@ def _ours(heading: Heading, ending: Ending) -> dict[str, Any]:
         "call_overhead_us": heading.call_overhead_us,
         "peak_busbw_gb_per_s": ending.totals.peak_busbw_gb_per_s,
         "num_wrong": ending.totals.num_wrong if ending.totals.is_checked else None,
-        "was_stopped": ending.was_stopped,
+        "ended_by": ending.reason.name.lower(),
     }
 
 
