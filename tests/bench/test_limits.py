@@ -8,6 +8,7 @@ import torch
 
 from ronde.bench import bounds
 from ronde.bench.bounds import Layout, Limit, gpu_bound, memory_bound, network_bound
+from ronde.bench.catalog import COLLECTIVES
 from ronde.bench.gpu_links import NoNvmlError, payload_gb_per_s, read_gpu_links
 from ronde.bench.limits import Found, Wires, find_limit, search_limit
 from ronde.bench.links import (
@@ -19,7 +20,6 @@ from ronde.bench.links import (
     node_rate,
     pci_gb_per_s,
 )
-from ronde.bench.log_ranks import TESTS
 from ronde.bench.memory_bandwidth import (
     buffer_bytes,
     cache_bytes,
@@ -124,7 +124,7 @@ def test_other_tests_within_a_node() -> None:
     assert gpu_bound("allreduce", TWO_H100, 450) is None
 
 
-@pytest.mark.parametrize("test", sorted(TESTS))
+@pytest.mark.parametrize("test", sorted(COLLECTIVES))
 def test_every_collective_has_its_formulas(test: str) -> None:
     for n in (2, 3, 8, 64):
         for bound in (

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
+from ronde.bench.catalog import COLLECTIVES
 from ronde.bench.log_columns import Columns
-from ronde.bench.log_ranks import TESTS, agrees, infer_ranks, infer_tests
+from ronde.bench.log_ranks import agrees, infer_ranks, infer_tests
 from ronde.bench.rows import Row
 from ronde.bench.runs import Extra, RankCount, RankSource, Run
 from ronde.errors import UsageError
@@ -210,7 +211,7 @@ class Draft:
 def name_in(text: str) -> str:
     """Return the test that a file's or program's name speaks of, or nothing."""
     bare = text.lower().replace("_", "").replace("-", "")
-    spelled = {name.replace("_", ""): name for name in TESTS}
+    spelled = {name.replace("_", ""): name for name in COLLECTIVES}
     found = [each for each in spelled if each in bare]
     return spelled[max(found, key=len)] if found else ""
 

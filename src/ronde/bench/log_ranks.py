@@ -7,63 +7,10 @@ alone: a log that names neither still tells much.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
+from ronde.bench.catalog import COLLECTIVES, Factor
 from ronde.bench.rows import Row, Side
 from ronde.bench.runs import RankCount, RankSource
-
-
-class Factor(Enum):
-    """How busbw follows from algbw among n ranks."""
-
-    ALL_REDUCE = "2(n-1)/n"
-    ALL_OTHERS = "(n-1)/n"
-    ONE = "1"
-
-    def of(self, num_ranks: float) -> float:
-        """Return busbw by algbw among ``num_ranks``."""
-        if self is Factor.ONE:
-            return 1.0
-        others = (num_ranks - 1) / num_ranks
-        return 2 * others if self is Factor.ALL_REDUCE else others
-
-    def num_ranks(self, ratio: float) -> float:
-        """Return the number of ranks that gives ``ratio``; infinity beyond all."""
-        limit = {Factor.ALL_REDUCE: 2.0, Factor.ALL_OTHERS: 1.0}.get(self)
-        if limit is None or ratio >= limit:
-            return math.inf
-        return limit / (limit - ratio)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What all rows of one test have in common.
-
-    Attributes:
-        factor: busbw by algbw.
-        has_operation: Whether rows name a reduction.
-        has_root: Whether rows name a root.
-    """
-
-    factor: Factor
-    has_operation: bool
-    has_root: bool
-
-
-# Source: nccl-tests 2.19; sendrecv prints an operation that it does not use.
-TESTS = {
-    "all_reduce": Shape(Factor.ALL_REDUCE, has_operation=True, has_root=False),
-    "reduce": Shape(Factor.ONE, has_operation=True, has_root=True),
-    "broadcast": Shape(Factor.ONE, has_operation=False, has_root=True),
-    "all_gather": Shape(Factor.ALL_OTHERS, has_operation=False, has_root=False),
-    "reduce_scatter": Shape(Factor.ALL_OTHERS, has_operation=True, has_root=False),
-    "alltoall": Shape(Factor.ALL_OTHERS, has_operation=False, has_root=False),
-    "alltoallv": Shape(Factor.ALL_OTHERS, has_operation=False, has_root=False),
-    "scatter": Shape(Factor.ALL_OTHERS, has_operation=False, has_root=True),
-    "gather": Shape(Factor.ALL_OTHERS, has_operation=False, has_root=True),
-    "sendrecv": Shape(Factor.ONE, has_operation=True, has_root=False),
-    "hypercube": Shape(Factor.ONE, has_operation=False, has_root=False),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +34,26 @@ def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
     to ``high``. Nothing is known where the factor hardly depends on the number.
 
     Args:
-        test: A name from ``TESTS``; any other tells nothing.
+        test: A name from the catalog; any other tells nothing.
         rows: In any order; the largest sizes tell the most.
     """
-    shape = TESTS.get(test)
+    known = COLLECTIVES.get(test)
     intervals = _intervals(rows)
-    if shape is None or shape.factor is Factor.ONE or not intervals:
+    if known is None or known.factor is Factor.ONE or not intervals:
         return RankCount()
-    factor = shape.factor
+    factor = known.factor
     best = intervals[0]
-    low = max(factor.num_ranks(max(each.low, 0.0)) for each in intervals)
-    high = min(factor.num_ranks(each.high) for each in intervals)
+    low = max(_num_ranks(factor, max(each.low, 0.0)) for each in intervals)
+    high = min(_num_ranks(factor, each.high) for each in intervals)
     if low > high:
         # Rows of several worlds, or a release that rounds otherwise.
-        low, high = factor.num_ranks(max(best.low, 0.0)), factor.num_ranks(best.high)
+        low, high = (
+            _num_ranks(factor, max(best.low, 0.0)),
+            _num_ranks(factor, best.high),
+        )
     if not math.isfinite(low):
         return RankCount()  # more than any number of ranks gives
-    first, middle = math.ceil(low - 1e-9), factor.num_ranks(best.middle)
+    first, middle = math.ceil(low - 1e-9), _num_ranks(factor, best.middle)
     if not math.isfinite(high) or not math.isfinite(middle):
         return RankCount(low=max(first, 1))
     last = math.floor(high + 1e-9)
@@ -115,11 +65,11 @@ def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
 
 def agrees(test: str, num_ranks: int, rows: Sequence[Row]) -> bool:
     """Say whether the figures may be those of ``num_ranks`` ranks."""
-    shape = TESTS.get(test)
+    known = COLLECTIVES.get(test)
     intervals = _intervals(rows)
-    if shape is None or not intervals:
+    if known is None or not intervals:
         return True
-    return num_ranks == 1 or intervals[0].allows(shape.factor.of(num_ranks))
+    return num_ranks == 1 or intervals[0].allows(known.factor.value_for(num_ranks))
 
 
 def infer_tests(rows: Sequence[Row], num_ranks: int | None) -> list[str]:
@@ -137,10 +87,11 @@ def infer_tests(rows: Sequence[Row], num_ranks: int | None) -> list[str]:
     has_root = row.root is not None and row.root >= 0
     names = [
         name
-        for name, shape in TESTS.items()
-        if shape.has_operation == has_operation
-        if shape.has_root == has_root or row.root is None
-        if _could_be(shape.factor, best, num_ranks)
+        for name, known in COLLECTIVES.items()
+        # sendrecv reduces nothing, but nccl-tests prints an operation all the same.
+        if name == "sendrecv" or known.has_op == has_operation
+        if known.has_root == has_root or row.root is None
+        if _could_be(known.factor, best, num_ranks)
     ]
     # A column of operations is blank in hypercube alone, since there is one of roots.
     if row.root is not None and "hypercube" in names:
@@ -150,13 +101,21 @@ def infer_tests(rows: Sequence[Row], num_ranks: int | None) -> list[str]:
     return names
 
 
+def _num_ranks(factor: Factor, ratio: float) -> float:
+    """Return the number of ranks that gives ``ratio``; infinity beyond all."""
+    limit = {Factor.REDUCED: 2.0, Factor.SHARED: 1.0}.get(factor)
+    if limit is None or ratio >= limit:
+        return math.inf
+    return limit / (limit - ratio)
+
+
 def _could_be(factor: Factor, interval: _Interval, num_ranks: int | None) -> bool:
     if num_ranks is not None:
-        return interval.allows(factor.of(num_ranks))
+        return interval.allows(factor.value_for(num_ranks))
     if factor is Factor.ONE:
         return interval.allows(1.0)
-    low = factor.num_ranks(max(interval.low, 0.0))
-    high = factor.num_ranks(interval.high)
+    low = _num_ranks(factor, max(interval.low, 0.0))
+    high = _num_ranks(factor, interval.high)
     return math.isfinite(low) and high >= max(2, math.ceil(low))
 
 
