@@ -23,8 +23,8 @@ _MIN_BYTES = 64 << 20
 _MAX_BYTES = 1 << 30
 """Likewise."""
 _SHARE_OF_MEMORY = 8
-_NUM_ROUNDS = 3
-_ROUND_S = 0.08
+_NUM_ROUNDS = 5
+_ROUND_S = 0.06
 _PIECE_BYTES = 8 << 20
 _TOUCH_S = 0.4
 """How long a rank may take to get its pages; in a virtual machine that may be slow."""
