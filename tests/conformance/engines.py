@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch.distributed import HashStore
 
 from ronde.collectives import Communicator, connect
+from ronde.collectives.connection import Asked, connect_two_levels
 from ronde.collectives.engines.scheduled import ScheduledCommunicator
 from ronde.collectives.engines.solo import SoloCommunicator
 from ronde.collectives.engines.torch_distributed import TorchDistributedCommunicator
@@ -13,14 +14,23 @@ from ronde.world import Claim
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One engine at one size."""
+    """One engine at one size.
+
+    Attributes:
+        engine: Its name.
+        size: Number of ranks.
+        algorithm: What it is to follow, where it has several.
+        hosts: A letter a rank: the host that it is to think itself on.
+    """
 
     engine: str
     size: int
     algorithm: str = ""
+    hosts: str = ""
 
     def __str__(self) -> str:
-        return "-".join(filter(None, [self.engine, self.algorithm, str(self.size)]))
+        words = [self.engine, self.algorithm, self.hosts, str(self.size)]
+        return "-".join(filter(None, words))
 
     def __call__(self, claim: Claim) -> Communicator:
         """Connect a rank."""
@@ -28,6 +38,9 @@ class Setting:
             return SoloCommunicator()
         if self.engine == "scheduled":
             return ScheduledCommunicator(gloo(claim), self.algorithm)
+        if self.engine == "hierarchical":
+            asked = Asked(claim, 60.0, self.algorithm)
+            return connect_two_levels(asked, self.hosts[claim.rank])
         if self.size == 1:
             return gloo(claim)
         return connect(claim, timeout_s=60.0, engine=self.engine)
@@ -50,4 +63,6 @@ SETTINGS = [
     *(Setting("scheduled", size, "ring") for size in (1, 2, 3, 4)),
     Setting("scheduled", 3, "tree"),
     Setting("scheduled", 3, "halving_doubling"),
+    Setting("hierarchical", 4, hosts="abab"),
+    Setting("hierarchical", 3, hosts="aab"),
 ]

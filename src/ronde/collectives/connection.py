@@ -5,14 +5,16 @@ that is not always there.
 """
 
 import logging
+import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from torch.distributed import PrefixStore, Store
 
 from ronde.collectives.communicator import Communicator, ReduceOp
 from ronde.collectives.engines.solo import SoloCommunicator
+from ronde.collectives.objects import exchange_hosts
 from ronde.collectives.rendezvous import meet
 from ronde.collectives.routing import RoutedCommunicator
 from ronde.errors import CollectiveError, UsageError
@@ -137,6 +139,69 @@ def _scheduled(asked: Asked) -> Communicator:
     return ScheduledCommunicator(_torch_distributed(asked), algorithm.name)
 
 
+def _hierarchical(asked: Asked) -> Communicator:
+    return connect_two_levels(asked, socket.gethostname())
+
+
+def connect_two_levels(asked: Asked, host: str) -> Communicator:
+    """Connect each host's ranks by shared memory, and the hosts by Gloo; collective.
+
+    Args:
+        asked: What is asked for; an algorithm is followed between the hosts.
+        host: The name of this rank's host.
+    """
+    from ronde.collectives.algorithms import find_algorithm
+    from ronde.collectives.engines.hierarchical import HierarchicalCommunicator, Places
+
+    if asked.algorithm:
+        find_algorithm(asked.algorithm)
+    store = meet(asked.claim, asked.meeting_timeout_s)
+    world = _torch_distributed(asked, PrefixStore("world", store))
+    places = Places.from_hosts(exchange_hosts(world, host))
+    index, place = places.of(asked.claim.rank)
+    local = _connect_host(
+        asked, PrefixStore(f"host{index}", store), place, len(places.ranks[index])
+    )
+    cross = None
+    if places.is_even or place == 0:
+        column = PrefixStore(f"place{place}", store)
+        cross = _connect_hosts(asked, column, index, places.num_hosts)
+    return HierarchicalCommunicator(world, local, cross, places)
+
+
+def _connect_host(asked: Asked, store: Store, place: int, size: int) -> Communicator:
+    """Connect the ranks of one host."""
+    from ronde.collectives.engines.shared_memory import SharedMemoryCommunicator
+
+    if size == 1:
+        return SoloCommunicator()
+    try:
+        return SharedMemoryCommunicator(
+            PrefixStore("shared_memory", store), place, size, timeout_s=asked.timeout_s
+        )
+    except CollectiveError as error:  # on all ranks of the host, or none
+        if place == 0:
+            _logger.warning("Gloo moves the tensors on this host, for %s", error)
+        claim = replace(asked.claim, rank=place, size=size, local_size=size)
+        return _torch_distributed(replace(asked, claim=claim), store)
+
+
+def _connect_hosts(asked: Asked, store: Store, index: int, size: int) -> Communicator:
+    """Connect one rank of each host."""
+    from ronde.collectives.engines.scheduled import ScheduledCommunicator
+
+    if size == 1:
+        return SoloCommunicator()
+    is_one_host = asked.claim.local_size == asked.claim.size
+    claim = replace(
+        asked.claim, rank=index, size=size, local_size=size if is_one_host else 1
+    )
+    cross = _torch_distributed(replace(asked, claim=claim), store)
+    if not asked.algorithm:
+        return cross
+    return ScheduledCommunicator(cross, asked.algorithm)
+
+
 def _shared_memory(asked: Asked) -> Communicator:
     from ronde.collectives.engines.shared_memory import SharedMemoryCommunicator
 
@@ -163,6 +228,7 @@ ENGINES: Mapping[str, Callable[[Asked], Communicator]] = MappingProxyType(
         "nccl": _torch_distributed,
         "mpi": _mpi,
         "scheduled": _scheduled,
+        "hierarchical": _hierarchical,
     }
 )
 """How a rank connects by each engine. ``gloo`` and ``nccl`` are one engine, which takes

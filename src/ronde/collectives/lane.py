@@ -53,12 +53,25 @@ class Lane:
 
     def close(self) -> None:
         """End thread and communicators; what is under way fails."""
+        # Nothing else ends a message that the thread waits for.
+        self._end(is_abrupt=self._stop())
+
+    def abort(self) -> None:
+        """End thread and communicators, and tell the other ranks."""
+        self._stop()
+        self._end(is_abrupt=True)
+
+    def _stop(self) -> bool:
+        """Let nothing begin any more; say whether something is under way."""
         with self._lock:
             self._is_closed = True
+            is_busy = self._is_busy
         self._thread.shutdown(wait=False, cancel_futures=True)
+        return is_busy
+
+    def _end(self, *, is_abrupt: bool) -> None:
         for communicator in self._communicators:
-            # Nothing else ends a message that the thread waits for.
-            if self._is_busy:
+            if is_abrupt:
                 communicator.abort()
             else:
                 communicator.close()

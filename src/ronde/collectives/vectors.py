@@ -27,6 +27,11 @@ class Reduction:
     postscale: float
     size: int
 
+    @property
+    def travelling_op(self) -> ReduceOp:
+        """What is done to what travels: an average's sum is divided at the end."""
+        return ReduceOp.SUM if self.op is ReduceOp.AVERAGE else self.op
+
     def encode(self, tensor: Tensor, *, is_kept: bool) -> Tensor:
         """Return what travels, of any shape and row-major.
 
