@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,17 @@ from ronde.errors import CollectiveError, PeerLostError
 
 SOON_S = 20.0
 """Far below the collectives' own limit of 60 s, far above what a busy machine takes."""
+ENGINES = ["gloo", "shared_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class By:
+    """Connects a rank by one engine."""
+
+    engine: str
+
+    def __call__(self, claim):
+        return connect(claim, timeout_s=60.0, engine=self.engine)
 
 
 def call_all(communicator, name):
@@ -55,8 +67,11 @@ def lose_rank_one(communicator, name):
         "barrier",
     ],
 )
-def test_a_dead_rank_is_noticed(run_ranks, name):
-    first, dead, last = run_ranks(3, lose_rank_one, name, dying={1})
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_dead_rank_is_noticed(run_ranks, name, engine):
+    first, dead, last = run_ranks(
+        3, lose_rank_one, name, dying={1}, connecting=By(engine)
+    )
     assert dead is None
     assert first < SOON_S
     assert last < SOON_S
@@ -76,14 +91,39 @@ def wait_while_it_dies(communicator):
     return "told"
 
 
-def test_failed_work_fails_each_time(run_ranks):
-    assert run_ranks(2, wait_while_it_dies, dying={1}) == ["told", None]
+@pytest.mark.parametrize("engine", ENGINES)
+def test_failed_work_fails_each_time(run_ranks, engine):
+    told = run_ranks(2, wait_while_it_dies, dying={1}, connecting=By(engine))
+    assert told == ["told", None]
 
 
-def be_late(claim):
+def outlive_a_stopped_rank(communicator):
+    """Rank 1 stops itself; the others say who it is, and how to let it go on."""
+    pids = communicator.all_gather(torch.tensor([os.getpid()])).wait().tolist()
+    if communicator.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    start = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        communicator.all_reduce(torch.ones(3)).wait()
+    elapsed_s = time.monotonic() - start
+    if communicator.rank == 0:
+        time.sleep(0.5)  # the last rank is to see it stopped as well
+        os.kill(pids[1], signal.SIGCONT)
+    return pids[1], str(caught.value), elapsed_s
+
+
+def test_a_stopped_rank_is_named(run_ranks):
+    told = run_ranks(3, outlive_a_stopped_rank, connecting=By("shared_memory"))
+    for pid, text, elapsed_s in (told[0], told[2]):
+        assert f"rank 1, process {pid}, is stopped; kill -CONT {pid}" in text
+        assert elapsed_s < SOON_S
+
+
+def be_late(claim, engine):
     """Rank 1 makes no call until rank 0 has given up waiting for it."""
     store = TCPStore("127.0.0.1", claim.meeting.port, wait_for_workers=False)
-    communicator = connect(claim, timeout_s=1.0)
+    communicator = connect(claim, timeout_s=1.0, engine=engine)
     if claim.rank == 1:
         store.wait(["given up"])
         return ""
@@ -93,8 +133,9 @@ def be_late(claim):
     return str(caught.value)
 
 
-def test_a_late_rank_is_named_by_time(run_ranks_bare):
-    text, _ = run_ranks_bare(2, be_late, launcher="torchrun")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_late_rank_is_named_by_time(run_ranks_bare, engine):
+    text, _ = run_ranks_bare(2, be_late, engine, launcher="torchrun")
     assert text.startswith("barrier on rank 0 of 2 must complete within timeout_s, got")
     assert "no answer for 1 s" in text
 
@@ -120,11 +161,11 @@ def count_resources():
     )
 
 
-def connect_often(claim, times):
+def connect_often(claim, times, engine):
     """Return descriptors and threads after a few cycles and after all."""
     early = None
     for cycle in range(times):
-        communicator = connect(claim, timeout_s=60.0)
+        communicator = connect(claim, timeout_s=60.0, engine=engine)
         work = communicator.all_reduce(torch.ones(3, dtype=torch.bfloat16))
         copy = communicator.duplicate()
         assert copy.all_reduce(torch.ones(3)).wait().tolist() == [3.0] * 3
@@ -136,15 +177,16 @@ def connect_often(claim, times):
     return early, count_resources()
 
 
-def test_a_hundred_connections_leave_nothing(run_ranks_bare):
-    for early, late in run_ranks_bare(3, connect_often, 100, timeout_s=90.0):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_hundred_connections_leave_nothing(run_ranks_bare, engine):
+    for early, late in run_ranks_bare(3, connect_often, 100, engine, timeout_s=90.0):
         assert early == late
 
 
-def leave_at_once(claim, times):
+def leave_at_once(claim, times, engine):
     """The first to be through closes while others may still be reading."""
     for cycle in range(times):
-        communicator = connect(claim, timeout_s=60.0)
+        communicator = connect(claim, timeout_s=60.0, engine=engine)
         tensor = torch.full((50_000,), float(cycle))
         root = cycle % claim.size
         assert communicator.broadcast(tensor, root).wait()[-1] == cycle
@@ -152,5 +194,6 @@ def leave_at_once(claim, times):
     return times
 
 
-def test_leaving_early_harms_nobody(run_ranks_bare):
-    assert run_ranks_bare(3, leave_at_once, 30) == [30] * 3
+@pytest.mark.parametrize("engine", ENGINES)
+def test_leaving_early_harms_nobody(run_ranks_bare, engine):
+    assert run_ranks_bare(3, leave_at_once, 30, engine) == [30] * 3

@@ -1,9 +1,7 @@
 """Collectives of the ranks of one machine, through memory that all of them map."""
 
 import os
-import zlib
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,27 +13,19 @@ from ronde.collectives.arguments import (
     require_root,
     require_splits,
 )
-from ronde.collectives.arithmetic import as_bytes, dense, require_reducible
+from ronde.collectives.arithmetic import dense
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work, rows
 from ronde.collectives.engines.shared_memory import movements, reductions
-from ronde.collectives.engines.shared_memory.combining import Combiner
 from ronde.collectives.engines.shared_memory.executor import Executor
 from ronde.collectives.engines.shared_memory.ground import Call, Ground
-from ronde.collectives.engines.shared_memory.mail import (
-    BOX_BYTES,
-    Box,
-    Inbox,
-    Label,
-    Outbox,
-    Receiving,
-    Sending,
-)
+from ronde.collectives.engines.shared_memory.mail import BOX_BYTES, PostOffice
 from ronde.collectives.engines.shared_memory.peers import Peers, Process
-from ronde.collectives.engines.shared_memory.reductions import Reduction
+from ronde.collectives.engines.shared_memory.reductions import Asked
 from ronde.collectives.engines.shared_memory.segment import (
-    MESSAGE_BYTES,
     Exchange,
+    pack,
     share_segments,
+    unpack,
 )
 from ronde.collectives.engines.shared_memory.stage import SLOT_BYTES, Heap, Stage
 from ronde.collectives.engines.shared_memory.words import Header, Places
@@ -89,10 +79,8 @@ class SharedMemoryCommunicator(Communicator):
         headers = [Header(segment, places) for segment in segments]
         self._executor = Executor(headers, rank, peers, timeout_s)
         self._ground = Ground(rank, headers, Stage(segments, stage_at), Heap())
-        self._segments, self._boxes_at = segments, boxes_at
-        self._outboxes: dict[int, Outbox] = {}
-        self._inboxes: dict[int, Inbox] = {}
-        self._reductions: dict[tuple[object, ...], Reduction] = {}
+        self._post = PostOffice(self._executor, headers, segments, boxes_at)
+        self._asked = Asked(size)
 
     def all_reduce(
         self,
@@ -103,7 +91,8 @@ class SharedMemoryCommunicator(Communicator):
         postscale: float = 1.0,
     ) -> Work[Tensor]:
         """Reduce in place: see ``Communicator``."""
-        what = self._reduction("all_reduce", tensor, op, prescale, postscale)
+        _require_cpu(tensor)
+        what = self._asked.reduction("all_reduce", tensor, op, prescale, postscale)
         if not tensor.numel():
             self._executor.require_usable()
             return Done(tensor)
@@ -121,7 +110,8 @@ class SharedMemoryCommunicator(Communicator):
         out: Tensor | None = None,
     ) -> Work[Tensor]:
         """Reduce and keep this rank's rows: see ``Communicator``."""
-        what = self._reduction("reduce_scatter", tensor, op, prescale, postscale)
+        _require_cpu(tensor)
+        what = self._asked.reduction("reduce_scatter", tensor, op, prescale, postscale)
         if tensor.ndim == 0:
             raise UsageError(
                 "tensor must have at least one dimension, got a scalar. "
@@ -168,13 +158,7 @@ class SharedMemoryCommunicator(Communicator):
         self._executor.require_usable()
         if not tensor.numel():
             return Done(None)
-        if to not in self._outboxes:
-            self._outboxes[to] = Outbox(self._box(self.rank, to))
-        outbox = self._outboxes[to]
-        data = as_bytes(dense(tensor))
-        sending = Sending(self._executor, outbox, _label(tensor, tag), data)
-        self._executor.deliver(sending)
-        return sending
+        return self._post.send(tensor, to, tag)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
         """Receive from one rank: see ``Communicator``."""
@@ -183,12 +167,7 @@ class SharedMemoryCommunicator(Communicator):
         self._executor.require_usable()
         if not tensor.numel():
             return Done(tensor)
-        if source not in self._inboxes:
-            self._inboxes[source] = Inbox(self._box(source, self.rank))
-        inbox = self._inboxes[source]
-        receiving = Receiving(self._executor, inbox, _label(tensor, tag), tensor)
-        self._executor.deliver(receiving)
-        return receiving
+        return self._post.recv(tensor, source, tag)
 
     def barrier(self) -> Work[None]:
         """Complete when all have called: see ``Communicator``."""
@@ -216,28 +195,6 @@ class SharedMemoryCommunicator(Communicator):
         """End the helper thread; not collective, and calls may be repeated."""
         self._executor.close()
 
-    def _reduction(
-        self,
-        name: str,
-        tensor: Tensor,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-    ) -> Reduction:
-        """Return what is to be done, from the last call for the same."""
-        _require_cpu(tensor)
-        numel = tensor.numel()
-        key = (name, tensor.dtype, numel, op, prescale, postscale)
-        what = self._reductions.get(key)
-        if what is None:
-            require_reducible(tensor.dtype, op, prescale, postscale)
-            call = Call(name, str(tensor.dtype), numel, f" by {op}")
-            combiner = Combiner(tensor.dtype, op, self.size, postscale)
-            if len(self._reductions) >= 1024:
-                self._reductions.clear()
-            what = self._reductions[key] = Reduction(call, prescale, combiner)
-        return what
-
     def _layout(
         self,
         name: str,
@@ -260,27 +217,11 @@ class SharedMemoryCommunicator(Communicator):
         out_rows = None if out is None else out.shape[0]
         return Layout(name, dtype, tuple(tensor.shape), tuple(sent), out_rows)
 
-    def _box(self, sender: int, receiver: int) -> Box:
-        return Box(
-            self._ground.headers,
-            self._segments,
-            self._boxes_at,
-            sender=sender,
-            receiver=receiver,
-        )
-
     def _exchange(self, message: bytes) -> list[bytes]:
         """Tell all ranks some bytes; collective."""
-        row = bytearray(MESSAGE_BYTES + 8)
-        row[:8] = len(message).to_bytes(8, "little")
-        row[8 : 8 + len(message)] = message
-        tensor = torch.frombuffer(row, dtype=torch.uint8).unsqueeze(0)
-        data = self.all_gather(tensor).wait().numpy()
-        lengths = [int.from_bytes(each[:8].tobytes(), "little") for each in data]
-        return [
-            each[8 : 8 + length].tobytes()
-            for each, length in zip(data, lengths, strict=True)
-        ]
+        row = torch.frombuffer(pack(message), dtype=torch.uint8).unsqueeze(0)
+        gathered = self.all_gather(row).wait()
+        return [unpack(each.numpy().tobytes()) for each in gathered]
 
 
 def _through(store: Store, rank: int, size: int) -> Exchange:
@@ -315,12 +256,3 @@ def _require_cpu(tensor: Tensor) -> None:
             "tensor must be on the CPU for the engine shared_memory, got one on "
             f"{tensor.device}. Use the engine auto or nccl."
         )
-
-
-@lru_cache(maxsize=64)
-def _kind(dtype: torch.dtype) -> int:
-    return zlib.crc32(str(dtype).encode())
-
-
-def _label(tensor: Tensor, tag: int) -> Label:
-    return Label(tag, tensor.numel() * tensor.element_size(), _kind(tensor.dtype))

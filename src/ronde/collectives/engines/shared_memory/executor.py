@@ -16,46 +16,22 @@ Note [Who carries on]
 
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Generator, Sequence
+from typing import Generic, Protocol, TypeVar
 
-from ronde.collectives.engines.shared_memory.futex import sched_yield, sleep_while
+from ronde.collectives.engines.shared_memory.helper import Helper
 from ronde.collectives.engines.shared_memory.peers import Peers
+from ronde.collectives.engines.shared_memory.waiting import Lag, Patience, Waited
 from ronde.collectives.engines.shared_memory.words import Header, Places, fence_loads
-from ronde.errors import CollectiveError, PeerLostError, UsageError
+from ronde.errors import CollectiveError, UsageError
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 
 _NUM_SPINS = 200
-_NUM_YIELDS = 100
-_FIRST_NAP_S = 0.001
-_LAST_NAP_S = 0.05
-_LOOK_EVERY_S = 0.25
-"""Between two looks at whether the ranks that are waited for still live."""
 _CLOSED = 1
 _PROGRESS = Places.progress
-
-
-class Lag(NamedTuple):
-    """A word that must change before this rank can go on."""
-
-    rank: int
-    place: int
-    value: int
-
-
-class Waited(Protocol):
-    """What a thread can wait for."""
-
-    name: str
-    is_over: bool
-
-    def find_lag(self) -> Lag | None:
-        """Return a word that must change first, or None."""
-        ...
 
 
 class Transfer(Waited, Protocol):
@@ -152,19 +128,14 @@ class Executor:
         self._own = headers[rank]
         self._others = [(r, h) for r, h in enumerate(headers) if r != rank]
         self._other_words = [header.words for _, header in self._others]
-        self._peers = peers
-        self._timeout_s = timeout_s
+        self._patience = Patience(headers, rank, peers, timeout_s)
         self._num_meetings = 0
         self._queue: deque[Operation[object]] = deque()
         self._failure: CollectiveError | None = None
         self._lock = threading.Lock()
-        self._is_closed = False
         has_cores = len(os.sched_getaffinity(0)) >= len(headers)
         self._num_spins = _NUM_SPINS if has_cores else 0
-        self._helper = threading.Thread(
-            target=self._help, name="ronde shared memory", daemon=True
-        )
-        self._helper.start()
+        self._helper = Helper(self._own, self.poll)
 
     def submit(self, name: str, steps: Steps[T]) -> Operation[T]:
         """Start a collective, or queue it behind those under way."""
@@ -208,32 +179,27 @@ class Executor:
             with self._lock:
                 self._spin(waited)
             if not waited.is_over:
-                self._wait(waited)
+                self._rest(waited)
 
     def find_lag(self) -> Lag | None:
         """Return the word of a rank that has not come to the meeting."""
         meeting = self._num_meetings
         for rank, header in self._others:
-            value = header.words[Places.progress]
+            value = header.words[_PROGRESS]
             if value < meeting:
-                return Lag(rank, Places.progress, value)
+                return Lag(rank, _PROGRESS, value, meeting)
         return None
 
     def close(self) -> None:
         """End the helper and tell the others; what is under way fails."""
         with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
             self._own.publish(Places.is_closed, _CLOSED)
             self._fail(
                 CollectiveError(
                     "communicator must be open, got a closed one. Connect again."
                 )
             )
-        self._own.ring()
-        if threading.current_thread() is not self._helper:
-            self._helper.join()
+        self._helper.close()
 
     def _advance(self) -> None:
         """Carry on without waiting; the lock is held."""
@@ -288,6 +254,8 @@ class Executor:
             is_in_step = False
             try:
                 next(operation.steps)
+                self._num_meetings += 1
+                self._own.publish(_PROGRESS, self._num_meetings)
                 is_in_step = True
             except StopIteration as end:
                 operation.succeed(end.value)
@@ -297,16 +265,13 @@ class Executor:
                 is_in_step = True
             except Exception as error:  # noqa: BLE001  raised where it is waited for
                 operation.fail(error)
+            else:
+                return
             finally:
                 if not is_in_step:
                     self._break(operation)
-            if not operation.is_over:
-                self._num_meetings += 1
-                self._own.publish(Places.progress, self._num_meetings)
-                return
-            if not queue:
-                return
-            queue.popleft()
+            if queue:
+                queue.popleft()
 
     def _break(self, operation: Operation[object]) -> None:
         """Have all ranks give up: this one is out of step."""
@@ -329,82 +294,10 @@ class Executor:
             transfer.fail(error)
         self.transfers = []
 
-    def _wait(self, waited: Waited) -> None:
-        """Return when something may have changed for ``waited``.
-
-        Let others run, then sleep.
-        """
-        find = waited.find_lag
-        for _ in range(_NUM_YIELDS):
-            sched_yield()
-            if find() is None or waited.is_over:
-                return
-        self._sleep(waited)
-
-    def _sleep(self, waited: Waited) -> None:
-        now = time.monotonic()
-        deadline, look_at = now + self._timeout_s, now + _LOOK_EVERY_S
-        nap_s = _FIRST_NAP_S
-        while not waited.is_over and (lag := waited.find_lag()) is not None:
-            header = self.headers[lag.rank]
-            header.fall_asleep(self.rank)
-            # The kernel looks at the word once more: see Note [Memory order].
-            sleep_while(header.address + 8 * lag.place, lag.value, nap_s)
-            header.wake_up(self.rank)
-            nap_s = min(2 * nap_s, _LAST_NAP_S)
-            if waited.find_lag() is None:
-                return
-            header.ring()
-            now = time.monotonic()
-            if now >= look_at or header.words[Places.is_closed]:
-                look_at = now + _LOOK_EVERY_S
-                self._look(waited, lag, is_late=now >= deadline)
-
-    def _look(self, waited: Waited, lag: Lag, *, is_late: bool) -> None:
-        """Give up where a rank that is waited for is gone, or late."""
-        absent = self._absent(lag)
-        losses = [loss for rank in absent if (loss := self._find_loss(rank))]
-        place = f"{waited.name} on rank {self.rank} of {len(self.headers)}"
-        if losses:
-            # What it did just before it went may be all that was waited for.
-            if waited.find_lag() is None:
-                return
-            error: CollectiveError = PeerLostError(
-                f"{place} needs every rank, but one is gone ({losses[0]}). Its own "
-                "error says why."
-            )
-        elif is_late:
-            error = CollectiveError(
-                f"{place} must complete within timeout_s, got no answer for "
-                f"{self._timeout_s:g} s from ranks {absent[:8]}. See which rank hangs "
-                "or makes other calls, or give a longer timeout_s."
-            )
-        else:
-            return
-        with self._lock:
-            if self._failure is None:
-                self._fail(error)
-
-    def _absent(self, lag: Lag) -> list[int]:
-        """Return all ranks that are waited for."""
-        if lag.place != Places.progress:
-            return [lag.rank]
-        return [
-            rank
-            for rank, header in self._others
-            if header.words[Places.progress] < self._num_meetings
-        ]
-
-    def _find_loss(self, rank: int) -> str:
-        if self.headers[rank].words[Places.is_closed]:
-            return f"rank {rank} closed its communicator"
-        return self._peers.find_loss(rank)
-
-    def _help(self) -> None:
-        """Carry on whenever the bell rings."""
-        bell: Callable[[], int] = lambda: self._own.words[Places.bell]  # noqa: E731
-        while not self._is_closed:
-            heard = bell()
-            self.poll()
-            if not self._is_closed:
-                sleep_while(self._own.address + 8 * Places.bell, heard, 3600.0)
+    def _rest(self, waited: Waited) -> None:
+        """Wait, without the lock, until something may have changed."""
+        error = self._patience.wait(waited)
+        if error is not None:
+            with self._lock:
+                if self._failure is None:
+                    self._fail(error)

@@ -109,6 +109,8 @@ class Ground:
         """
         self.headers[self.rank].write_text(str(call))
         yield
+        # One call has taken a slot where another did not.
+        self.stage.reset()
         groups: dict[str, list[int]] = {}
         for rank, header in enumerate(self.headers):
             groups.setdefault(header.read_text(), []).append(rank)

@@ -5,6 +5,7 @@ receiver (``Places.sent``); the receiver reads it and counts it in its own word 
 sender (``Places.taken``). Two pieces fit, so that writing and reading overlap.
 """
 
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ronde.collectives.arithmetic import as_bytes, dense
-from ronde.collectives.engines.shared_memory.executor import Executor, Lag
+from ronde.collectives.engines.shared_memory.executor import Executor
 from ronde.collectives.engines.shared_memory.segment import Segment
+from ronde.collectives.engines.shared_memory.waiting import Lag
 from ronde.collectives.engines.shared_memory.words import Header, fence_loads
 from ronde.errors import CollectiveError
 
@@ -183,7 +185,7 @@ class Sending(_Message):
         taken = box.num_taken()
         if box.num_sent() - taken < _NUM_PIECES:
             return None
-        return Lag(box.receiver, box.taken_at, taken)
+        return Lag(box.receiver, box.taken_at, taken, taken + 1)
 
 
 class Outbox:
@@ -248,7 +250,9 @@ class Receiving(_Message):
         """Return the sender's word while nothing has come."""
         box = self._inbox.box
         sent = box.num_sent()
-        return None if sent != box.num_taken() else Lag(box.sender, box.sent_at, sent)
+        if sent != box.num_taken():
+            return None
+        return Lag(box.sender, box.sent_at, sent, sent + 1)
 
 
 class Inbox:
@@ -310,3 +314,57 @@ class Inbox:
         if label == receiving.label and data is not receiving.data:
             receiving.data.copy_(data)
         receiving.accept(label)
+
+
+class PostOffice:
+    """The boxes between this rank and all others, opened when they are needed."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        headers: Sequence[Header],
+        segments: Sequence[Segment],
+        start: int,
+    ) -> None:
+        """Look at the boxes, which begin ``start`` bytes into every segment."""
+        self._executor = executor
+        self._headers = headers
+        self._segments = segments
+        self._start = start
+        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Sending:
+        """Send a tensor that has elements."""
+        outbox = self._outboxes.get(to)
+        if outbox is None:
+            box = self._box(self._executor.rank, to)
+            outbox = self._outboxes[to] = Outbox(box)
+        data = as_bytes(dense(tensor))
+        sending = Sending(self._executor, outbox, _label(tensor, tag), data)
+        self._executor.deliver(sending)
+        return sending
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> Receiving:
+        """Receive into a tensor that has elements."""
+        inbox = self._inboxes.get(source)
+        if inbox is None:
+            box = self._box(source, self._executor.rank)
+            inbox = self._inboxes[source] = Inbox(box)
+        receiving = Receiving(self._executor, inbox, _label(tensor, tag), tensor)
+        self._executor.deliver(receiving)
+        return receiving
+
+    def _box(self, sender: int, receiver: int) -> Box:
+        return Box(
+            self._headers,
+            self._segments,
+            self._start,
+            sender=sender,
+            receiver=receiver,
+        )
+
+
+def _label(tensor: Tensor, tag: int) -> Label:
+    kind = zlib.crc32(str(tensor.dtype).encode())
+    return Label(tag, tensor.numel() * tensor.element_size(), kind)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ronde.collectives.arithmetic import dense, scale_
-from ronde.collectives.communicator import rows
+from ronde.collectives.arithmetic import dense, require_reducible, scale_
+from ronde.collectives.communicator import ReduceOp, rows
 from ronde.collectives.engines.shared_memory.combining import Combiner
 from ronde.collectives.engines.shared_memory.executor import Steps
 from ronde.collectives.engines.shared_memory.ground import Call, Ground
@@ -21,6 +21,7 @@ WHOLE_BYTES = 4 << 10
 """Up to here every rank reduces everything: a meeting costs more."""
 _PIECE_BYTES = 256 << 10
 _LINE_BYTES = 64
+_MAX_KNOWN = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,39 @@ class Reduction:
     call: Call
     prescale: float
     combiner: Combiner
+
+
+class Asked:
+    """The reductions that were asked for before: most calls come again."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._known: dict[tuple[object, ...], Reduction] = {}
+
+    def reduction(
+        self,
+        name: str,
+        tensor: Tensor,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+    ) -> Reduction:
+        """Return what is to be done.
+
+        Raises:
+            UsageError: It is not defined for the dtype.
+        """
+        numel = tensor.numel()
+        key = (name, tensor.dtype, numel, op, prescale, postscale)
+        what = self._known.get(key)
+        if what is None:
+            require_reducible(tensor.dtype, op, prescale, postscale)
+            call = Call(name, str(tensor.dtype), numel, f" by {op}")
+            combiner = Combiner(tensor.dtype, op, self._size, postscale)
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            what = self._known[key] = Reduction(call, prescale, combiner)
+        return what
 
 
 def all_reduce(

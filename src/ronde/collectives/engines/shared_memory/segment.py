@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,21 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 MESSAGE_BYTES = 512
 _RESERVE_BYTES = 64 << 20
 """Left to the rest of the machine."""
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_ssize_t,
+)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_mmap: Callable[..., int] = _libc.mmap
+_munmap: Callable[[int, int], int] = _libc.munmap
 
 
 class Segment:
@@ -43,14 +59,28 @@ class Segment:
     __slots__ = ("address", "mapping", "num_bytes", "tensor", "view")
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        # Populated now: a page fault costs more than reducing the page.
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        mapping = mmap.mmap(descriptor, num_bytes, flags)
-        self.mapping = mapping
         self.num_bytes = num_bytes
-        self.view = memoryview(mapping)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        self.tensor: Tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.mapping = _map(descriptor, num_bytes)
+        self.view = memoryview(self.mapping).cast("B")
+        self.address = ctypes.addressof(self.mapping)
+        self.tensor: Tensor = torch.frombuffer(self.mapping, dtype=torch.uint8)
+
+
+def _map(descriptor: int, num_bytes: int) -> "ctypes.Array[ctypes.c_char]":
+    """Map a file until nothing refers to what is returned.
+
+    ``mmap.mmap`` would keep a descriptor of its own open all the time.
+    """
+    # Populated now: a page fault costs more than reducing the page.
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address: int = _mmap(None, num_bytes, access, flags, descriptor, 0)
+    if address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mmap of {num_bytes} bytes: {os.strerror(code)}")
+    mapping = (ctypes.c_char * num_bytes).from_address(address)
+    weakref.finalize(mapping, _munmap, address, num_bytes).atexit = False
+    return mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +99,16 @@ class _Offer:
     @classmethod
     def decode(cls, text: bytes) -> "_Offer":
         return cls(*json.loads(text))
+
+
+def pack(message: bytes) -> bytearray:
+    """Return a message with its length, as long for every message."""
+    return bytearray(len(message).to_bytes(8, "little") + message.ljust(MESSAGE_BYTES))
+
+
+def unpack(packed: bytes) -> bytes:
+    """Return the message that ``pack`` was given."""
+    return packed[8 : 8 + int.from_bytes(packed[:8], "little")]
 
 
 def share_segments(exchange: Exchange, rank: int, num_bytes: int) -> list[Segment]:

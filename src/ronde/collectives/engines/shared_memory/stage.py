@@ -36,6 +36,10 @@ class Stage:
         self._taken = 1 - self._taken
         return self._taken
 
+    def reset(self) -> None:
+        """Begin anew, after a meeting that all reading came before."""
+        self._taken = 1
+
     def views(
         self, slot: int, dtype: torch.dtype, numel: int, offset: int = 0
     ) -> list[Tensor]:

@@ -1,0 +1,226 @@
+"""What is shared memory's own: whose it is, what becomes of it, who carries on."""
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from ronde.collectives import connect
+from ronde.errors import CollectiveError, PeerLostError
+from ronde.memory import available_memory
+
+MIB = 1 << 20
+
+
+def shared(claim):
+    return connect(claim, timeout_s=60.0, engine="shared_memory")
+
+
+def held_bytes():
+    """Return how much of ronde's memory this process maps."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    bounds = [line.split()[0].split("-") for line in maps if "memfd:ronde" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in bounds)
+
+
+def give_back(communicator):
+    """Allocate again and again; keep a view of a view, then nothing."""
+    before = held_bytes()
+    during = []
+    for _ in range(5):
+        tensor = communicator.allocate(MIB, torch.float32)
+        communicator.all_reduce(tensor).wait()
+        view = tensor[5:10].view(5, 1)
+        del tensor
+        during.append(held_bytes() - before)
+        communicator.all_reduce(view).wait()
+        assert communicator.size == 3
+        del view
+    communicator.all_reduce(torch.ones(MIB)).wait()  # it looks what is gone
+    gc.collect()
+    return during, held_bytes() - before
+
+
+def test_what_nobody_refers_to_is_given_back(run_ranks):
+    for during, after in run_ranks(3, give_back, connecting=shared):
+        assert during == [3 * 4 * MIB] * 5
+        assert after == 0
+
+
+def close_all(claim):
+    communicator = shared(claim)
+    tensor = communicator.allocate(1000, torch.float32).fill_(1.0)
+    copy = communicator.duplicate()
+    copy.all_reduce(tensor).wait()
+    assert held_bytes() > 0
+    communicator.close()
+    copy.close()
+    del communicator, copy
+    outlived = held_bytes()
+    assert tensor.tolist() == [float(claim.size)] * 1000
+    del tensor
+    return outlived, held_bytes()
+
+
+def test_closing_gives_everything_back_but_what_is_in_use(run_ranks_bare):
+    for outlived, after in run_ranks_bare(2, close_all):
+        assert outlived == 4096
+        assert after == 0
+
+
+def differ(communicator):
+    """Each pair of calls fails on both ranks, in the same words; then all is well."""
+    ones = torch.ones(100_000)
+    texts = []
+    for first, second in (
+        (lambda: communicator.all_reduce(ones), communicator.barrier),
+        (
+            lambda: communicator.all_reduce(ones),
+            lambda: communicator.all_reduce(ones[:5]),
+        ),
+        (
+            lambda: communicator.broadcast(ones, 0),
+            lambda: communicator.broadcast(ones, 1),
+        ),
+        (
+            lambda: communicator.all_gather(ones),
+            lambda: communicator.reduce_scatter(ones),
+        ),
+    ):
+        call = second if communicator.rank else first
+        with pytest.raises(CollectiveError) as caught:
+            call().wait()
+        texts.append(str(caught.value))
+        assert communicator.all_reduce(torch.ones(1)).wait().item() == 2.0
+    return texts
+
+
+def test_calls_that_do_not_fit_are_named(run_ranks):
+    first, second = run_ranks(2, differ, connecting=shared)
+    assert first == second
+    assert "all_reduce of 100000 elements of torch.float32 by sum on rank 0" in first[0]
+    assert "barrier on rank 1" in first[0]
+    assert "of 5 elements" in first[1]
+    assert "from 1 on rank 1" in first[2]
+    assert "reduce_scatter" in first[3]
+
+
+def ask_for_too_much(communicator):
+    with pytest.raises(CollectiveError) as caught:
+        communicator.allocate(1 << 44, torch.float32)
+    assert communicator.all_reduce(torch.ones(1)).wait().item() == 2.0
+    return str(caught.value)
+
+
+def test_too_much_is_refused_with_the_sum(run_ranks):
+    first, second = run_ranks(2, ask_for_too_much, connecting=shared)
+    for text in (first, second):
+        assert "shared memory must fit: 2 ranks * 64TiB = 128TiB, got" in text
+        assert "available (" in text
+
+
+def leave_it_to_the_helper(claim):
+    """Rank 0 starts a collective, then waits for rank 1 by other means."""
+    store = TCPStore("127.0.0.1", claim.meeting.port, wait_for_workers=False)
+    communicator = shared(claim)
+    tensor = torch.full((300_000,), 1.0 + claim.rank)
+    if claim.rank == 0:
+        works = [communicator.all_reduce(tensor), communicator.all_reduce(tensor)]
+        store.wait(["through"])
+        assert all(work.is_done() for work in works)
+    else:
+        communicator.all_reduce(tensor).wait()
+        communicator.all_reduce(tensor).wait()
+        store.set("through", "")
+    communicator.close()
+    return tensor.unique().tolist()
+
+
+def test_a_rank_that_computes_keeps_nobody_waiting(run_ranks_bare):
+    results = run_ranks_bare(2, leave_it_to_the_helper, launcher="torchrun")
+    assert results == [[6.0], [6.0]]
+
+
+def close_early(communicator):
+    if communicator.rank == 1:
+        communicator.close()
+        return ""
+    with pytest.raises(PeerLostError) as caught:
+        communicator.barrier().wait()
+    return str(caught.value)
+
+
+def test_who_closed_is_named(run_ranks):
+    text, _ = run_ranks(2, close_early, connecting=shared)
+    assert "rank 1 closed its communicator" in text
+
+
+PROGRAM = """
+import torch, ronde.torch as hvd
+hvd.init()
+model = torch.nn.Linear(2000, 2000)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+model(torch.ones(1, 2000)).sum().backward()
+optimizer.step()
+print("stepped", "memfd:ronde" in open("/proc/self/maps").read())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may mount a small /dev/shm")
+def test_a_small_dev_shm_does_not_matter():
+    """16 MB of gradients a rank, and /dev/shm has 64 KiB: most containers are so."""
+    script = (
+        "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "
+        f'{sys.executable} -m ronde run -n 2 --no-prefix {sys.executable} -c "$1"'
+    )
+    done = subprocess.run(
+        ["/usr/bin/unshare", "--mount", "sh", "-c", script, "sh", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "stepped True\n" * 2), done.stderr
+
+
+def test_memory_is_what_the_tightest_group_leaves(tmp_path):
+    """A tree as in a container of a job: the group above is the tighter one."""
+    for name, text in {
+        "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n",
+        "proc/self/cgroup": "4:memory:/job/step\n0::/job/step\n",
+        "sys/fs/cgroup/job/step/memory.max": "max\n",
+        "sys/fs/cgroup/job/step/memory.current": "1000\n",
+        "sys/fs/cgroup/job/memory.max": "6000000\n",
+        "sys/fs/cgroup/job/memory.current": "3000000\n",
+        "sys/fs/cgroup/job/memory.stat": "anon 5\ninactive_file 1000000\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "7\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = available_memory(tmp_path)
+    assert found.num_bytes == 4_000_000
+    assert found.source == "memory.max 6000000 of the control group"
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 100 kB\n")
+    assert available_memory(tmp_path).num_bytes == 102_400
+
+
+def count_meetings(communicator):
+    start = time.monotonic()
+    for _ in range(200):
+        communicator.barrier().wait()
+    return time.monotonic() - start
+
+
+def test_more_ranks_than_cores_do_not_collapse(run_ranks):
+    """200 barriers of four ranks a core take 0.1 s alone; lost wake-ups, seconds."""
+    size = 4 * len(os.sched_getaffinity(0))
+    assert max(run_ranks(size, count_meetings, connecting=shared)) < 20.0
