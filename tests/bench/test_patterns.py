@@ -127,9 +127,10 @@ def test_sums_are_never_zero():
 def test_parts_are_equal_to_the_whole():
     for name, op in (("float", "sum"), ("int8", "prod"), ("double", "prod")):
         reduction = Reduction(DTYPES[name], op, 3, 0, CPU)
-        whole = reduction.result(0, 100)
-        parts = [reduction.result(s, 25) for s in range(0, 100, 25)]
-        assert torch.equal(whole, torch.cat(parts))
+        for first in (0, 2**32 - 50):
+            whole = reduction.result(first, 100)
+            parts = [reduction.result(first + s, 25) for s in range(0, 100, 25)]
+            assert torch.equal(whole, torch.cat(parts))
 
 
 @given(st.integers(0, 100), st.integers(0, 60), st.integers(0, 3))

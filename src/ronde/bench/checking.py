@@ -4,7 +4,7 @@ Before the operation every element of the result is set to the complement of the
 answer: what is not written is wrong, zeros included. Bytes on both sides are watched.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,33 +39,43 @@ class Checker:
     place: Place
     reduction: Reduction
 
-    def prepare(self, views: Views, canaries: Canaries) -> None:
-        """Write the inputs, and what the result must not be."""
+    def prepare(self, views: Views, canaries: Canaries) -> list[Tensor]:
+        """Write the inputs, and what the result must not be.
+
+        Returns:
+            What the result must be, in parts, for ``count_wrong``.
+        """
         for canary in canaries:
             canary.fill_(_CANARY)
-        for result, expected in self._chunks(views.receive):
-            _bits(result, self._dtype).copy_(~_bits(expected, self._dtype))
+        expected: list[Tensor] = []
+        for result, right in self._chunks(views.receive):
+            _bits(result, self._dtype).copy_(~_bits(right, self._dtype))
+            expected.append(right)
         send = views.send
         for start in range(0, send.numel(), _CHUNK_ELEMENTS):
             count = min(_CHUNK_ELEMENTS, send.numel() - start)
             made = self._input_of(self.place.rank, start, count)
             send[start : start + count].view(made.dtype).copy_(made)
+        return expected
 
-    def count_wrong(self, views: Views, canaries: Canaries) -> int:
+    def count_wrong(
+        self, views: Views, canaries: Canaries, expected: Sequence[Tensor]
+    ) -> int:
         """Return the elements of this rank's result that are wrong.
 
         Bytes beside the result that were touched count as one each.
+
+        Args:
+            views: The operation's.
+            canaries: As they were prepared.
+            expected: From ``prepare``.
         """
         is_exact = not self.test.has_op or self.reduction.is_exact
         wrong = 0
-        for result, expected in self._chunks(views.receive):
-            got, right = _bits(result, self._dtype), _bits(expected, self._dtype)
-            if is_exact:
-                wrong += int((got != right).sum())
-            else:
-                # Neighbouring floats of one sign are neighbouring integers.
-                distance = (got.to(torch.int64) - right.to(torch.int64)).abs()
-                wrong += int((distance > TOLERANCE).sum())
+        for result, right in zip(self._parts(views.receive), expected, strict=True):
+            got, bits = _bits(result, self._dtype), _bits(right, self._dtype)
+            if not torch.equal(got, bits):
+                wrong += _count_unequal(got, bits, 0 if is_exact else TOLERANCE)
         return wrong + sum(int((each != _CANARY).sum()) for each in canaries)
 
     @property
@@ -74,11 +84,19 @@ class Checker:
 
     def _chunks(self, receive: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield parts of the result with what they must be."""
+        for piece, done, count in self._cuts():
+            part = receive[piece.start + done : piece.start + done + count]
+            yield part, self._expected(piece, done, count)
+
+    def _parts(self, receive: Tensor) -> Iterator[Tensor]:
+        for piece, done, count in self._cuts():
+            yield receive[piece.start + done : piece.start + done + count]
+
+    def _cuts(self) -> Iterator[tuple[Piece, int, int]]:
+        """Yield runs of elements that are made at a time, which the cache can hold."""
         for piece in pieces_of(self.test, self.shape, self.place):
             for done in range(0, piece.count, _CHUNK_ELEMENTS):
-                count = min(_CHUNK_ELEMENTS, piece.count - done)
-                start = piece.start + done
-                yield receive[start : start + count], self._expected(piece, done, count)
+                yield piece, done, min(_CHUNK_ELEMENTS, piece.count - done)
 
     def _expected(self, piece: Piece, done: int, count: int) -> Tensor:
         start = piece.source_start + done
@@ -93,6 +111,14 @@ class Checker:
         seed, device = self.reduction.seed, self.reduction.device
         made = random_bytes(seed, rank, start * width, count * width, device)
         return made.view(_SIGNED[width])
+
+
+def _count_unequal(got: Tensor, right: Tensor, tolerance: int) -> int:
+    if not tolerance:
+        return int((got != right).sum())
+    # Neighbouring floats of one sign are neighbouring integers.
+    distance = (got.to(torch.int64) - right.to(torch.int64)).abs()
+    return int((distance > tolerance).sum())
 
 
 def _bits(values: Tensor, dtype: DType) -> Tensor:

@@ -34,7 +34,10 @@ TOLERANCE = 2
 """Representable numbers that an average may be away from the nearest to the truth."""
 
 _LOW = 0xFFFFFFFF
+_INT32_MAX = torch.iinfo(torch.int32).max
 _INT64_MAX = torch.iinfo(torch.int64).max
+_NOBODY = -1
+"""Instead of a rank's number: what an index has in common for all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,86 +66,86 @@ class Reduction:
 
     def input_of(self, rank: int, start: int, count: int) -> Tensor:
         """Return elements ``start`` to ``start + count`` of a rank's input."""
-        return _cast(self._wide(rank, start, count), self.dtype)
+        draw = Draw(self.seed, start, count, self.device)
+        return _cast(self._wide(draw, rank), self.dtype)
 
     def result(self, start: int, count: int) -> Tensor:
         """Return elements of what the reduction of all inputs must be."""
-        total = self._scaled(0, start, count)
+        draw = Draw(self.seed, start, count, self.device)
+        total = self._scaled(draw, 0)
         for rank in range(1, self.size):
-            total = self._combine(total, self._scaled(rank, start, count))
+            total = self._combine(total, self._scaled(draw, rank))
         if self.op == "avg":
             is_float = self.dtype.is_float
-            total = total / self.size if is_float else total // self.size
+            total = total.double() / self.size if is_float else total // self.size
         return _cast(total, self.dtype)
 
-    def _scaled(self, rank: int, start: int, count: int) -> Tensor:
-        wide = self._wide(rank, start, count)
+    def _scaled(self, draw: "Draw", rank: int) -> Tensor:
+        wide = self._wide(draw, rank)
         return wide * premultiplier(rank) if self.op == "mulsum" else wide
 
     def _combine(self, left: Tensor, right: Tensor) -> Tensor:
         if self.op == "prod":
-            return left * right
+            return left.mul_(right)
         if self.op not in ("min", "max"):
-            return left + right
-        # torch orders no unsigned 64-bit integers; with the top bit turned, int64 does.
-        is_turned = self.dtype.kind is Kind.UNSIGNED and self.dtype.num_bytes == 8
-        turn = torch.iinfo(torch.int64).min if is_turned else None
-        a, b = (left, right) if turn is None else (left ^ turn, right ^ turn)
-        best = torch.minimum(a, b) if self.op == "min" else torch.maximum(a, b)
-        return best if turn is None else best ^ turn
+            return left.add_(right)
+        # torch orders no unsigned integers; with the top bit turned, signed ones do.
+        is_unsigned = self.dtype.kind is Kind.UNSIGNED and self.dtype.num_bytes >= 4
+        turn = torch.iinfo(left.dtype).min if is_unsigned else 0
+        choose = torch.minimum if self.op == "min" else torch.maximum
+        return choose(left ^ turn, right ^ turn) ^ turn
 
-    def _wide(self, rank: int, start: int, count: int) -> Tensor:
-        """Return a rank's input as float64 or int64, which hold it exactly."""
-        draw = _Draw(self.seed, start, count, self.device)
+    def _wide(self, draw: "Draw", rank: int) -> Tensor:
+        """Return a rank's input: as int32 or int64 which hold it, factors as float."""
         if self.dtype.is_float:
-            return self._float(draw, rank)
+            if self.op == "prod":
+                return self._factor(draw, rank)
+            return self._whole_float(draw, rank)
         if self.op in {"avg", "mulsum"}:
             return self._small_integer(draw, rank)
-        bits = _truncate(draw.bits(rank), self.dtype)
+        bits = draw.bits(rank) if self.dtype.num_bytes == 8 else draw.half(rank)
+        bits = _narrow(bits, self.dtype)
         return bits | 1 if self.op == "prod" else bits
 
-    def _float(self, draw: "_Draw", rank: int) -> Tensor:
-        if self.op == "prod":
-            return self._factor(draw, rank)
+    def _whole_float(self, draw: "Draw", rank: int) -> Tensor:
+        """Return whole numbers that the float holds."""
         largest = 2**self.dtype.significand_bits
         if self.op in ("min", "max"):
-            magnitude = 1 + draw.below(rank, largest)
-            return (magnitude * draw.sign(rank)).to(torch.float64)
+            return draw.below(rank, largest).add_(1).mul_(draw.sign(rank))
         factor = 2 if self.op == "mulsum" else 1
+        num_giving = min(self.size, largest // 4 // factor if self.is_exact else 2)
+        limit = _power_of_two(largest // factor // num_giving)
+        given = draw.below(rank, limit).add_(1)
         if self.is_exact:
-            num_giving = min(self.size, largest // 4 // factor)
-        else:
-            num_giving = min(self.size, 2)
-        magnitude = 1 + draw.below(rank, largest // factor // num_giving)
-        # What one index has in common for all ranks is drawn with no rank's number.
-        sign = draw.sign(_NOBODY) if self.is_exact else 1
-        given = torch.where(
-            draw.turn(rank, self.size) < num_giving, magnitude * sign, 0
-        )
-        return given.to(torch.float64)
+            given.mul_(draw.sign(_NOBODY))
+        if num_giving < self.size:
+            given.mul_(draw.turn(rank, self.size) < num_giving)
+        return given
 
-    def _factor(self, draw: "_Draw", rank: int) -> Tensor:
+    def _factor(self, draw: "Draw", rank: int) -> Tensor:
         """Return one rank's random significand, or another's power of two."""
         bits, room = self.dtype.significand_bits, self.dtype.max_exponent
         half = 2 ** (bits - 1)
-        significand = (half + draw.below(rank, half)).to(torch.float64) / half
+        significand = (draw.below(rank, half) + half).double() / half
         place = draw.turn(rank, self.size)
         each = max(1, min(3, room // max(1, self.size - 1)))
-        power = torch.where(place * each <= room, draw.below(rank, each + 1), 0)
+        power = draw.half(rank).bitwise_and_(3).clamp_(max=each)
+        power = torch.where(place * each <= room, power, 0)
         factor = torch.where(place == 0, significand, torch.exp2(power.double()))
         return factor * draw.sign(rank)
 
-    def _small_integer(self, draw: "_Draw", rank: int) -> Tensor:
+    def _small_integer(self, draw: "Draw", rank: int) -> Tensor:
         """Return numbers of at least 0 that can be added up, or doubled, unharmed."""
-        is_unsigned = self.dtype.kind is Kind.UNSIGNED
-        highest = 2 ** (8 * self.dtype.num_bytes - (0 if is_unsigned else 1)) - 1
+        num_bytes, is_unsigned = self.dtype.num_bytes, self.dtype.kind is Kind.UNSIGNED
+        highest = 2 ** (8 * num_bytes - (0 if is_unsigned else 1)) - 1
         if self.op == "mulsum":
             # The doubling goes by way of float64.
-            return draw.below(rank, min(highest // 2, 2**50) + 1)
-        each = min(highest, _INT64_MAX) // self.size
+            return draw.below(rank, min(_power_of_two(highest // 2 + 1), 2**50))
+        held = _INT64_MAX if num_bytes == 8 else _INT32_MAX
+        each = min(highest, held) // self.size
         if each:
-            return draw.below(rank, min(each + 1, _INT64_MAX))
-        return (draw.turn(rank, self.size) < highest).to(torch.int64)
+            return draw.below(rank, _power_of_two(each))
+        return (draw.turn(rank, self.size) < highest).to(torch.int32)
 
 
 def premultiplier(rank: int) -> int:
@@ -156,67 +159,86 @@ def random_bytes(
     """Return bytes ``start`` to ``start + count`` of a rank's endless random string."""
     first = start // 8
     num_words = -(-(start + count) // 8) - first
-    words = _Draw(seed, first, num_words, device).bits(rank)
+    words = Draw(seed, first, num_words, device).bits(rank)
     offset = start - 8 * first
     return words.view(torch.uint8)[offset : offset + count]
 
 
-_NOBODY = -1
+class Draw:
+    """Random numbers for a run of indices: equal arguments give equal numbers.
 
-
-class _Draw:
-    """Random numbers for a run of indices: equal arguments give equal numbers."""
+    Counting in 32 bits is what makes it quick; results are new tensors.
+    """
 
     def __init__(self, seed: int, start: int, count: int, device: torch.device) -> None:
+        """Take the indices ``start`` to ``start + count``."""
         index = torch.arange(start, start + count, dtype=torch.int64, device=device)
         self._seed = seed
-        self._mixed = _mix((index & _LOW) ^ _mix((index >> 32) & _LOW))
+        self._mixed = _mix(index.bitwise_and(_LOW).to(torch.int32))
+        if start + count > 1 << 32:
+            # Zero is mixed into zero: below 2**32 it makes no difference.
+            self._mixed ^= _mix((index >> 32).to(torch.int32))
+
+    def half(self, rank: int, stream: int = 1) -> Tensor:
+        """Return 32 random bits, as int32; another stream gives others."""
+        salt = (self._seed + 2) * 0x9E3779B1 + rank * 0x85EBCA6B
+        return _mix(self._mixed ^ _signed((salt ^ (stream * 0xC2B2AE35)) & _LOW))
 
     def bits(self, rank: int) -> Tensor:
         """Return 64 random bits, as int64."""
-        return (self._half(rank, 1) << 32) | self._half(rank, 2)
+        high = self.half(rank, 1).to(torch.int64) << 32
+        return high | self.half(rank, 2).to(torch.int64).bitwise_and_(_LOW)
 
     def below(self, rank: int, limit: int) -> Tensor:
-        """Return random numbers in ``0..limit-1``."""
-        return (self.bits(rank) & _INT64_MAX) % limit
+        """Return random numbers in ``0..limit-1``; ``limit`` is a power of two."""
+        if limit <= _INT32_MAX:
+            return self.half(rank).bitwise_and_(limit - 1)
+        return self.bits(rank).bitwise_and_(limit - 1)
 
     def sign(self, rank: int) -> Tensor:
         """Return 1 or -1."""
-        return 1 - 2 * (self._half(rank, 3) & 1)
+        return self.half(rank, 3).bitwise_and_(2).neg_().add_(1)
 
     def turn(self, rank: int, size: int) -> Tensor:
         """Return the rank's place in an order of the ranks that each index turns."""
-        return (rank - self._half(_NOBODY, 4) % size) % size
-
-    def _half(self, rank: int, stream: int) -> Tensor:
-        salt = (self._seed + 2) * 0x9E3779B1 + rank * 0x85EBCA6B
-        salt = (salt ^ (stream * 0xC2B2AE35)) & _LOW
-        return _mix(self._mixed ^ salt)
+        first = self.half(_NOBODY, 4).bitwise_and_(_INT32_MAX).remainder_(size)
+        return first.neg_().add_(rank + size).remainder_(size)
 
 
 def _mix(values: Tensor) -> Tensor:
-    """Scramble 32-bit numbers held in int64, one to one. Source: lowbias32, Wellons."""
-    mixed = (values ^ (values >> 16)) * 0x7FEB352D & _LOW
-    mixed = (mixed ^ (mixed >> 15)) * 0x846CA68B & _LOW
-    return mixed ^ (mixed >> 16)
+    """Scramble int32 in place, one to one, and return it. Source: lowbias32, Wellons.
+
+    torch shifts the sign in from the left, so that must be masked.
+    """
+    values ^= (values >> 16).bitwise_and_(0xFFFF)
+    values *= 0x7FEB352D
+    values ^= (values >> 15).bitwise_and_(0x1FFFF)
+    values *= _signed(0x846CA68B)
+    values ^= (values >> 16).bitwise_and_(0xFFFF)
+    return values
 
 
-def _truncate(bits: Tensor, dtype: DType) -> Tensor:
-    """Return the low bits as the integer that they are in ``dtype``."""
-    if dtype.num_bytes == 8:
+def _signed(bits: int) -> int:
+    return bits - (1 << 32) if bits > _INT32_MAX else bits
+
+
+def _power_of_two(limit: int) -> int:
+    """Return the greatest power of two that is not above ``limit``."""
+    return 1 << (limit.bit_length() - 1)
+
+
+def _narrow(bits: Tensor, dtype: DType) -> Tensor:
+    """Return random bits as numbers that ``dtype`` has; 4 and 8 bytes stay bits."""
+    if dtype.num_bytes > 1:
         return bits
-    modulus = 2 ** (8 * dtype.num_bytes)
-    low = bits & (modulus - 1)
-    if dtype.kind is Kind.UNSIGNED:
-        return low
-    return torch.where(low >= modulus // 2, low - modulus, low)
+    low = bits.bitwise_and_(0xFF)
+    return low if dtype.kind is Kind.UNSIGNED else low.sub_(128)
 
 
 def _cast(wide: Tensor, dtype: DType) -> Tensor:
-    """Return int64 or float64 as ``dtype``; integers wrap."""
+    """Return whole numbers, or float64, as ``dtype``; integers wrap."""
     target = getattr(torch, dtype.torch_name)
-    if wide.is_floating_point():
+    if dtype.is_float:
         return wide.to(target)
     signed = {1: torch.int8, 4: torch.int32, 8: torch.int64}[dtype.num_bytes]
-    narrow = _truncate(wide, DType("", "", dtype.num_bytes, Kind.SIGNED)).to(signed)
-    return narrow.view(target)
+    return wide.to(signed).view(target)

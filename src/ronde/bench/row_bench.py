@@ -215,13 +215,13 @@ class RowBench:
         for number in range(self.loop.checks):
             seed = cycle * self.loop.checks + number
             seeded = replace(checker, reduction=self._reduction(case, seed))
-            seeded.prepare(views, canaries)
+            expected = seeded.prepare(views, canaries)
             with self.watchdog.watching(f"check of {_name(case)}"):
                 self.clock.synchronize()
                 self.clock.barrier()
                 operation()
                 self.clock.synchronize()
-                wrong = seeded.count_wrong(views, canaries)
+                wrong = seeded.count_wrong(views, canaries, expected)
                 totals.append(sum(each[0] for each in self.ranks.exchange([wrong])))
         return totals
 

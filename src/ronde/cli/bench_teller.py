@@ -75,6 +75,7 @@ class Teller:
         if self._is_over or self._heading is None or not self._is_speaking:
             return
         self._is_over = True
+        self._wipe(is_last=True)
         self._say(*ending_lines(self._heading, ending))
         if self._json is not None:
             self._json.end(ending)
@@ -122,10 +123,13 @@ class Teller:
         sys.stderr.write(f"\r{text}")
         sys.stderr.flush()
 
-    def _wipe(self) -> None:
-        if self._has_progress:
-            sys.stderr.write("\r\x1b[K" if sys.stderr.isatty() else "\r \r")
-            sys.stderr.flush()
+    def _wipe(self, *, is_last: bool = False) -> None:
+        """Take the line of progress away; the launcher's console does it by itself."""
+        if self._has_progress and sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")
+        elif self._has_progress and is_last:
+            sys.stderr.write("\r \r")
+        sys.stderr.flush()
 
     def _num_rows(self) -> int:
         options, sweep = self._options, self._options.sweep
