@@ -24,6 +24,8 @@ from ronde.launch.slots import count_cores, count_slots
 from ronde.world import Claim, Launcher, read_claim
 from ronde.world.engines import ENGINES, require_engine
 
+_BAR = 24
+
 _EPILOG = """\
 Three runs take turns, a few steps each, over several rounds: 1 rank, all ranks, and all
 ranks without communication, which is the ceiling of what reducing gradients could give.
@@ -69,8 +71,8 @@ def run(words: Sequence[str]) -> int:
         own_words = ["bench", "train", *words]
         if sys.stderr.isatty():
             own_words.append("--progress")
-        engine = {"RONDE_ENGINE": options.engine} if options.engine else {}
-        return run_own_ranks(own_words, _size(given), extra_env=engine)
+        engine = options.engine or claim.engine
+        return run_own_ranks(own_words, _size(given), is_mpi=engine == "mpi")
     _require_size(given.num_proc, claim)
     return _be_rank(options, claim, given)
 
@@ -105,8 +107,15 @@ def _be_rank(options: TrainOptions, claim: Claim, given: argparse.Namespace) -> 
 
 def _show_progress(num_done: int, num_blocks: int) -> None:
     is_over = num_done == num_blocks
-    text = "\r\x1b[K" if is_over else f"\rmeasuring: {num_done} of {num_blocks} blocks"
-    print(text, end="", file=sys.stderr, flush=True)
+    filled = _BAR * num_done // num_blocks
+    bar = "#" * filled + "-" * (_BAR - filled)
+    text = f"\r[{bar}] {num_done}/{num_blocks} blocks of steps"
+    if is_over and sys.stderr.isatty():
+        text = "\r\x1b[K"
+    elif is_over:
+        text = "\r \r"  # the launcher's console knows no escapes
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def _ignore_progress(_num_done: int, _num_blocks: int) -> None:
@@ -139,17 +148,26 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="NAME", required=True, help="one of the models below")
     add("--batch", type=int, metavar="N", help="samples a step of one rank")
-    add("--dtype", choices=list(Dtype), default=Dtype.FLOAT32, help="of the forward")
-    add("--optimizer", choices=list(OptimizerKind), default=OptimizerKind.SGD)
+    add(
+        "--dtype",
+        choices=[str(each) for each in Dtype],
+        default=Dtype.FLOAT32,
+        help="of the forward",
+    )
+    add(
+        "--optimizer",
+        choices=[str(each) for each in OptimizerKind],
+        default=OptimizerKind.SGD,
+    )
     add(
         "--compression",
-        choices=list(WireFormat),
+        choices=[str(each) for each in WireFormat],
         default=WireFormat.NONE,
         help="what gradients travel as",
     )
     add(
         "--input",
-        choices=list(InputKind),
+        choices=[str(each) for each in InputKind],
         default=InputKind.PREPARED,
         help="batches made before, or gathered from samples at every step",
     )
@@ -166,7 +184,7 @@ def _add_measurement(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks to start; without it one a GPU, else one a core",
     )
-    add("--device", choices=list(DeviceKind), default=DeviceKind.AUTO)
+    add("--device", choices=[str(each) for each in DeviceKind], default=DeviceKind.AUTO)
     add("--engine", metavar="NAME", default="", help=f"one of {', '.join(ENGINES)}")
     add("--rounds", type=int, default=5, metavar="N", help="default: 5")
     add(
