@@ -1,0 +1,108 @@
+"""Two namespaces joined by a slow line: ranks meet over it, and nothing stays."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "slow_link.py"
+LIMIT_S = 100
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
+    reason="network namespaces need root and iproute2",
+)
+
+
+def start(*words):
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def namespaces_of(pid):
+    command = ("ip", "netns", "list")
+    listed = subprocess.run(command, check=True, capture_output=True, text=True)
+    return [line for line in listed.stdout.split() if f"-{pid}-" in line]
+
+
+def finish(script):
+    """Return what it printed; skip where not even root may make namespaces."""
+    out, errors = script.communicate(timeout=LIMIT_S)
+    if "ip netns add" in errors:
+        pytest.skip(errors)
+    return out, errors
+
+
+def children_of(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@needs_root
+def test_all_engines_sum_over_a_slow_line(tmp_path):
+    """The script itself checks every engine's sums at every size."""
+    path = tmp_path / "records.jsonl"
+    script = start("--sizes", "1000", "300000", "--rounds", "1", "--json", str(path))
+    out, errors = finish(script)
+    assert script.returncode == 0, errors
+    assert errors == ""
+    records = [json.loads(line)["values"] for line in path.read_text().splitlines()]
+    assert [record["ranks_per_side"] for record in records] == [1, 2]
+    assert [round(record["bound_gb_per_s"], 4) for record in records] == [0.125, 0.1875]
+    engines = [{row["engine"] for row in record["rows"]} for record in records]
+    assert engines == [{"gloo", "ring"}, {"gloo", "ring", "hierarchical"}]
+    for record in records:
+        # A line that lets more through than it may would be no line.
+        assert all(row["share_of_line"] < 1.5 for row in record["rows"])
+    assert out.count("%line") == 2 * 2 + 2 * 3
+    assert namespaces_of(script.pid) == []
+
+
+@needs_root
+def test_an_interrupt_leaves_nothing():
+    script = start("--per-side", "1")
+    line = script.stdout.readline()
+    if not line:
+        finish(script)
+    assert "2 sides x 1 ranks" in line
+    assert len(namespaces_of(script.pid)) == 2
+    while len(children := children_of(script.pid)) < 2:
+        assert script.poll() is None
+    script.send_signal(signal.SIGINT)
+    script.communicate(timeout=LIMIT_S)
+    assert script.returncode == 130
+    assert namespaces_of(script.pid) == []
+    assert not any(Path("/proc", child).exists() for child in children)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_other_users_are_told():
+    script = subprocess.run(
+        [sys.executable, "-I", "-c", _AS_NOBODY, str(SCRIPT)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert script.stderr.strip().startswith("user must be root")
+
+
+_AS_NOBODY = """
+import os, sys
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+import two_namespaces
+os.setuid(65534)
+try:
+    with two_namespaces.joined_namespaces("1gbit"):
+        pass
+except two_namespaces.LineError as error:
+    print(error, file=sys.stderr)
+"""
