@@ -12,10 +12,12 @@ from ronde.bench.measured import Device
 from ronde.bench.options import Options
 from ronde.bench.variables import Split, Variables
 from ronde.collectives import Communicator, all_gather_object, connect
+from ronde.collectives.connection import DEFAULT_TIMEOUT_S
 from ronde.errors import UsageError
 from ronde.records import Machine
 from ronde.world import Claim
 
+_AFTER_WATCHDOG_S = 5.0
 _CUDA_ENGINES = frozenset({"auto", "nccl"})
 
 
@@ -73,7 +75,8 @@ def meet_ranks(claim: Claim, options: Options, variables: Variables) -> Ranks:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     names, algorithm = options.engines.names, options.engines.algorithm
-    first = _connect(claim, names[0], algorithm)
+    timeout_s = _timeout_s(options)
+    first = _connect(claim, names[0], algorithm, timeout_s)
     control = first.duplicate()
     hosts = [str(h) for h in all_gather_object(control, socket.gethostname())]
     colours, group = [0] * claim.size, claim
@@ -85,7 +88,7 @@ def meet_ranks(claim: Claim, options: Options, variables: Variables) -> Ranks:
         engines = {}
     for name in names:
         if name not in engines:
-            engines[name] = _connect(group, name, algorithm)
+            engines[name] = _connect(group, name, algorithm, timeout_s)
     own = _describe(control.rank, colours[control.rank], device)
     devices = tuple(all_gather_object(control, own))
     return Ranks(
@@ -100,9 +103,20 @@ def meet_ranks(claim: Claim, options: Options, variables: Variables) -> Ranks:
     )
 
 
-def _connect(claim: Claim, name: str, algorithm: str) -> Communicator:
+def _timeout_s(options: Options) -> float:
+    """Return how long the engine waits: longer than the watchdog, which knows more."""
+    limit_s = options.loop.timeout_s
+    return limit_s + _AFTER_WATCHDOG_S if limit_s else DEFAULT_TIMEOUT_S
+
+
+def _connect(claim: Claim, name: str, algorithm: str, timeout_s: float) -> Communicator:
     engine, _, own_algorithm = name.partition("/")
-    return connect(claim, engine=engine, algorithm=own_algorithm or algorithm)
+    return connect(
+        claim,
+        engine=engine,
+        algorithm=own_algorithm or algorithm,
+        timeout_s=timeout_s,
+    )
 
 
 def _colours(split: Split, size: int) -> list[int]:

@@ -1,0 +1,257 @@
+"""``ronde bench`` as a command: its ranks, its end, its exit codes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+from tests.cli.conftest import clean_environment
+
+from ronde.bench.bench_record import from_record
+from ronde.bench.exits import Exit
+from ronde.bench.schema import load_schema
+from ronde.records import read_records
+
+SMALL = ("-b", "64", "-e", "1K", "-f", "4", "-n", "2", "--no-limit")
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "ronde", *words]
+
+
+def start(*words: str, cwd: Path | None = None, **variables: str):
+    return subprocess.Popen(
+        command(*words),
+        env=clean_environment() | variables,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process, timeout_s: float = 90) -> tuple[int, str, str]:
+    with process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+    return process.returncode, out, err
+
+
+def bench(*words: str, cwd: Path | None = None, **variables: str):
+    return ended(start("bench", *words, cwd=cwd, **variables))
+
+
+def rows(text: str) -> list[list[str]]:
+    return [
+        line.split()
+        for line in text.splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
+
+
+def test_it_starts_its_own_ranks_and_says_so_once(tmp_path):
+    code, out, err = bench(
+        *("all_gather", "-t", "2", *SMALL, "-J", "a.json", "--json", "a.jsonl"),
+        *("-M", "1", "--plot", "a.svg"),
+        cwd=tmp_path,
+    )
+    assert (code, err) == (Exit.OK, "")
+    assert out.count("#  Rank ") == 2
+    assert [row[0] for row in rows(out)] == ["64", "256", "1024"]
+    assert all(row[8] == row[12] == "0" for row in rows(out))
+    assert "# Host memory usage    : User-Allocated" in out
+    content = json.loads((tmp_path / "a.json").read_text())
+    jsonschema.Draft202012Validator(load_schema()).validate(content)
+    assert content["args"][-1] == "a.svg"
+    assert content["ronde"]["call_overhead_us"] > 0
+    (record,) = read_records(tmp_path / "a.jsonl", "bench")
+    run = from_record(record)
+    assert (run.test, run.ranks.value, len(run.rows)) == ("all_gather", 2, 3)
+    assert (tmp_path / "a.svg").stat().st_size > 1000
+
+
+def test_a_result_is_never_overwritten(tmp_path):
+    (tmp_path / "a.json").write_text("kept")
+    (tmp_path / "a.json.0").write_text("kept too")
+    code, _, _ = bench("all_reduce", *SMALL, "-J", "a.json", cwd=tmp_path)
+    assert code == Exit.OK
+    assert (tmp_path / "a.json").read_text() == "kept"
+    assert json.loads((tmp_path / "a.json.1").read_text())["ronde"]["size"] == 1
+
+
+def test_one_rank_says_why_it_has_no_bandwidth():
+    code, out, _ = bench("reduce_scatter", *SMALL)
+    assert code == Exit.OK
+    assert "one rank has no bus" in out
+    assert {row[7] for row in rows(out)} == {"0.00"}
+
+
+def test_it_joins_the_ranks_that_are_there():
+    words = ("run", "-n", "2", "--no-prefix", "--", *command("bench", "sendrecv"))
+    code, out, err = ended(start(*words, *SMALL))
+    assert (code, err) == (Exit.OK, "")
+    assert out.count("#  Rank ") == 2
+    assert len(rows(out)) == 3
+
+
+def test_a_launcher_that_started_ranks_is_not_asked_for_more():
+    code, _, err = ended(
+        start(
+            *("run", "-n", "1", "--", *command("bench", "all_reduce", "-g", "2")),
+        )
+    )
+    assert code == Exit.UNSUPPORTED
+    assert "-t and -g must be 1 inside another launcher" in err
+
+
+def test_half_a_world_is_no_single_run():
+    """A launcher's variables without the other ranks: not n unrelated runs."""
+    code, out, err = bench("all_reduce", RANK="0", WORLD_SIZE="2")
+    assert (code, out) == (Exit.USAGE, "")
+    assert err.startswith("ronde: ")
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    code, out, err = bench("all_reduce", "--engine", "gloo", "-T", "1", **alone)
+    assert (code, out) == (Exit.USAGE, "")
+    assert "all 2 ranks that plain speaks of must meet" in err
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_too_little_bandwidth_fails():
+    code, out, _ = bench("all_reduce", "-g", "2", *SMALL, NCCL_TESTS_MIN_BW="1e6")
+    assert code == Exit.FAILED
+    assert "# Avg bus bandwidth" in out
+    assert " FAILED\n" in out
+
+
+def test_groups_are_of_one_colour():
+    code, out, err = bench("all_reduce", "-g", "4", *SMALL, NCCL_TESTS_SPLIT="MOD 2")
+    assert (code, err) == (Exit.OK, "")
+    groups = [line.split()[4] for line in out.splitlines() if "#  Rank" in line]
+    assert groups == ["0", "1", "0", "1"]
+    # The factor is that of the two ranks of a group: 1.
+    assert all(row[6] == row[7] for row in rows(out))
+
+
+def test_types_that_cannot_be_reduced_are_refused_or_skipped():
+    code, _, err = bench("all_reduce", *SMALL, "-d", "f8e5m2", "-g", "2")
+    assert code == Exit.UNSUPPORTED
+    assert err.count("\n") == 1  # two ranks, one sentence
+    code, out, _ = bench("all_reduce", "-b", "64", "-e", "64", "-d", "all", "-o", "max")
+    assert code == Exit.OK
+    assert len(rows(out)) == 10
+    assert out.count("# skipped: f8e") == 2
+
+
+def test_engines_are_set_side_by_side(tmp_path):
+    code, out, err = bench(
+        *("all_reduce", "-g", "2", "-b", "1K", "-e", "4K", "-f", "4", "-n", "2"),
+        *("--compare", "gloo,shared_memory", "--rounds", "3", "--no-limit"),
+        *("--json", "c.jsonl", "--plot", "c.png"),
+        cwd=tmp_path,
+    )
+    assert (code, err) == (Exit.OK, "")
+    lines = [line.split("|") for line in out.splitlines() if line.startswith("    ")]
+    assert [line[0].split()[0] for line in lines] == ["1024", "4096"]
+    for _, gloo, shared in lines:
+        assert float(gloo.split()[2]) == 1.0
+        ratio = float(gloo.split()[0]) / float(shared.split()[0])
+        assert float(shared.split()[2]) == pytest.approx(ratio, rel=0.05)
+    runs = [from_record(r) for r in read_records(tmp_path / "c.jsonl", "bench")]
+    assert [run.engine for run in runs] == ["gloo", "shared_memory"]
+    assert [len(run.rows) for run in runs] == [2, 2]
+    assert (tmp_path / "c.png").stat().st_size > 1000
+
+
+def first_row(process) -> None:
+    for line in process.stdout:
+        if line.strip() and not line.startswith("#"):
+            return
+    raise AssertionError(process.stderr.read())
+
+
+@pytest.mark.parametrize(
+    ("cycles", "number", "code"),
+    [
+        ("0", signal.SIGINT, Exit.OK),
+        ("0", signal.SIGTERM, Exit.OK),
+        ("100000", signal.SIGINT, Exit.INTERRUPTED),
+    ],
+)
+def test_it_ends_cleanly_when_stopped(tmp_path, cycles, number, code):
+    words = ("all_reduce", "-g", "2", *SMALL, "-N", cycles, "-J", "s.json")
+    process = start("bench", *words, cwd=tmp_path)
+    first_row(process)
+    process.send_signal(number)
+    returned, out, _ = ended(process)
+    assert returned == code
+    assert "# Collective test concluded: all_reduce_perf" in out
+    assert out.endswith("# error: interrupted\n" if code else "#\n\n")
+    content = json.loads((tmp_path / "s.json").read_text())
+    jsonschema.Draft202012Validator(load_schema()).validate(content)
+    assert content["ronde"]["ended_by"] == "stopped"
+    assert len(content["results"]) >= 1
+
+
+def test_a_soak_ends_when_its_time_is_over():
+    code, out, err = bench("broadcast", *SMALL, "-N", "0", "--duration", "0.5s")
+    assert (code, err) == (Exit.OK, "")
+    assert len(rows(out)) > 3
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Return the processes below ``pid`` that measure, by way of its agent."""
+    found, waiting = [], [pid]
+    while waiting:
+        parent = waiting.pop()
+        path = Path(f"/proc/{parent}/task/{parent}/children")
+        children = [int(child) for child in path.read_text().split()]
+        waiting += children
+        found += [c for c in children if b"--parent" in _words(c)]
+    return sorted(found)
+
+
+def _words(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+
+
+def test_a_rank_that_stops_is_noticed_in_time():
+    words = ("all_reduce", "-g", "2", *SMALL, "-N", "0", "-T", "2", "--engine", "gloo")
+    process = start("bench", *words)
+    first_row(process)
+    stopped = ranks_of(process.pid)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    code, out, err = ended(process)
+    assert code == Exit.TIMEOUT
+    assert "must end within -T 2 s" in err
+    assert "# error: all_reduce of" in out
+
+
+def test_a_rank_that_dies_is_an_error_of_the_engine():
+    words = ("all_reduce", "-g", "2", *SMALL, "-N", "0", "--engine", "gloo")
+    process = start("bench", *words)
+    first_row(process)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    code, out, err = ended(process)
+    assert code == 128 + signal.SIGKILL
+    assert "rank 1 failed first" in err
+    assert "# error: " in out

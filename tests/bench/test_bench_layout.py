@@ -1,0 +1,136 @@
+"""The text is nccl-tests', column for column. The lines are theirs, of a real run."""
+
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.bench.bounds import Limit
+from ronde.bench.flags import parse
+from ronde.bench.iterations import IterationTimes
+from ronde.bench.measured import Device, Ending, Half, Heading, Measured, Totals
+from ronde.bench.rows import Row, Side
+from ronde.render.bench_text import ending_lines, heading_lines, number, row_line
+
+AT = datetime(2026, 1, 2, 3, 4, 5)  # noqa: DTZ001  local, as they print it
+TITLES = """\
+#                                                              out-of-place          \
+             in-place          
+#       size         count      type   redop    root     time   algbw   busbw  #wrong\
+     time   algbw   busbw  #wrong 
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)        \
+     (us)  (GB/s)  (GB/s)         
+""".splitlines()  # noqa: W291  they end in blanks
+ROW = (
+    "  1073741824     268435456     float     sum      -1  4389.53  244.62  458.65"
+    "       0  4331.12  247.91  464.84       0"
+)
+FOOTERS = [
+    "# Out of bounds values : 0 OK",
+    "# Avg bus bandwidth    : 461.746 ",
+    "#",
+    "# Collective test concluded: all_reduce_perf",
+    "#",
+    "",
+]
+
+
+def heading(*words: str, **changes) -> Heading:
+    device = Device(0, 0, 1942267, "node1", 0, (0, 15, 0), "NVIDIA H100 80GB HBM3")
+    options = parse(["all_reduce", "-b", "8", "-e", "1G", "-f", "2", *words])
+    known = Heading(options, "gloo", (device,), 16, {"torch": "2.13.0"}, started_at=AT)
+    return replace(known, **changes)
+
+
+def measured(*, is_each_timed: bool = False) -> Measured:
+    out = Side(4389.53, 244.62, 458.65, 0.0)
+    into = Side(4331.12, 247.91, 464.84, 0.0)
+    row = Row(1 << 30, 1 << 28, "float", "sum", -1, out, into)
+    times = IterationTimes.of_ranks([[1.0, 3.0], [2.0, 2.0]], 0)
+    iterations = times if is_each_timed else None
+    return Measured(
+        row, Half(out, iterations), Half(into, iterations), cycle=0, num_iterations=2,
+        at=AT,
+    )  # fmt: skip
+
+
+def test_titles_and_row_are_theirs() -> None:
+    assert heading_lines(heading())[-3:] == TITLES
+    assert row_line(measured(), heading()) == ROW
+
+
+def test_the_head_is_theirs() -> None:
+    lines = heading_lines(heading("-m", "2", "-u", "1"))
+    assert lines[1] == "# Collective test starting: all_reduce_perf"
+    assert lines[2] == (
+        "# nThread 1 nGpus 1 minBytes 8 maxBytes 1073741824 step: 2(factor) "
+        "warmup iters: 1 iters: 20 agg iters: 2 validation: 1 graph: 0 unalign: 1"
+    )
+    assert "# Using devices" in lines
+    assert (
+        "#  Rank  0 Group  0 Pid 1942267 on      node1 device  0 [0000:0f:00] "
+        "NVIDIA H100 80GB HBM3" in lines
+    )
+
+
+def test_footers_are_theirs() -> None:
+    totals = Totals(num_rows=1)
+    totals.add(measured())
+    totals.peak_busbw_gb_per_s = 0.0
+    ended = ending_lines(heading(), Ending(totals, ended_at=AT))
+    assert [*ended[:1], *ended[2:]] == [FOOTERS[0], *FOOTERS[2:]]
+    assert ended[1] == "# Avg bus bandwidth    : 461.745 "
+    judged = Ending(totals, least_busbw_gb_per_s=600.0, errors=("no",), ended_at=AT)
+    ended = ending_lines(heading(), judged)
+    assert ended[1] == "# Avg bus bandwidth    : 461.745 FAILED"
+    assert ended[-1] == "# error: no"
+
+
+def test_further_columns_come_after_theirs() -> None:
+    """-S and then ours: whoever counts from the left finds all where it was."""
+    limit = Limit(929.68, "a link")
+    known = heading("-S", "1", limit=limit)
+    assert row_line(measured(), known) == f"{ROW}  2026-01-02 03:04:05   50.00"
+    titles = heading_lines(known)[-2]
+    assert titles == f"{TITLES[1]}          timestamp  %limit"
+
+
+def test_single_iterations_have_four_columns_a_side() -> None:
+    known = heading("-I", "1")
+    line = row_line(measured(is_each_timed=True), known)
+    cells = line.split()
+    assert cells[5:9] == ["4389.53", "244.62", "458.65", "0"]
+    assert cells[9:13] == ["2.00", "3.00", "3.00", "20.00"]
+    titles = heading_lines(known)[-2].split()
+    assert titles[1:].index("i_min") == 9
+    assert len(titles) - 1 == len(cells)
+
+
+def test_what_was_not_checked_is_marked() -> None:
+    unchecked = Half(Side(1.0, 1.0, 1.0, None))
+    line = row_line(replace(measured(), in_place=unchecked), heading())
+    assert line.endswith("     1.00    1.00    1.00     N/A")
+
+
+@pytest.mark.parametrize(
+    ("value", "width", "text"),
+    [
+        (4389.534, 7, "4389.53"),
+        (17228.0, 7, "17228.0"),
+        (1234567.0, 7, "1234567"),
+        (12345678.0, 7, "1.2e+07"),
+        (1234567.0, 6, " 1e+06"),
+        (99999.9, 6, "100000"),
+        (0.0, 6, "  0.00"),
+    ],
+)
+def test_numbers_fit_their_column(value: float, width: int, text: str) -> None:
+    assert number(value, width) == text
+
+
+@given(st.floats(0, 1e30), st.sampled_from([6, 7]))
+def test_no_number_is_wider_than_its_column(value: float, width: int) -> None:
+    text = number(value, width)
+    assert len(text) <= width
+    assert float(text) == pytest.approx(value, rel=0.5, abs=0.006)

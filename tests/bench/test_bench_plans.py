@@ -1,0 +1,236 @@
+"""What is moved, timed and fits: pure parts of the benchmark."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from ronde.bench.buffers import Buffers
+from ronde.bench.capacity import (
+    Memory,
+    free_host_memory,
+    largest_row,
+    require_room,
+)
+from ronde.bench.catalog import COLLECTIVES, base_bytes, find_collective, shape_of
+from ronde.bench.dtypes import DTYPES
+from ronde.bench.iterations import IterationTimes
+from ronde.bench.movement import Place, in_elements, pieces_of
+from ronde.bench.options import Loop
+from ronde.bench.timing import Clock, combine
+from ronde.bench.traffic import Traffic, read_matrix, shape_of_matrix
+from ronde.errors import UsageError
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "size_bytes", "base", "busbw"),
+    [
+        # name, count, bytes of the row, bytes of algbw, busbw of 1 GB/s; n = 8, 1 MiB
+        ("all_reduce", 262144, 1 << 20, 1 << 20, 1.75),
+        ("reduce", 262144, 1 << 20, 1 << 20, 1.0),
+        ("broadcast", 262144, 1 << 20, 1 << 20, 1.0),
+        ("all_gather", 32768, 1 << 20, 1 << 20, 0.875),
+        ("reduce_scatter", 32768, 1 << 20, 1 << 20, 0.875),
+        ("alltoall", 32768, 1 << 20, 1 << 20, 0.875),
+        ("gather", 32768, 1 << 20, 1 << 20, 0.875),
+        ("scatter", 32768, 1 << 20, 1 << 20, 0.875),
+        ("sendrecv", 262144, 1 << 20, 1 << 20, 1.0),
+        ("hypercube", 32768, 1 << 20, 7 << 17, 1.0),
+    ],
+)
+def test_shapes_and_factors_are_theirs(name, count, size_bytes, base, busbw):
+    test = COLLECTIVES[name]
+    shape = shape_of(test, 1 << 20, 4, 8)
+    assert (shape.count, shape.span * 4) == (count, size_bytes)
+    assert base_bytes(test, shape, 4, 8) == base
+    assert test.factor.value_for(8) == busbw
+
+
+def test_small_shares_are_rounded_down_to_nothing():
+    """Eight float ranks: below 128 bytes there is no share of 16."""
+    gathered = COLLECTIVES["all_gather"]
+    counts = [shape_of(gathered, b, 4, 8).count for b in (4, 64, 127, 128, 255, 256)]
+    assert counts == [0, 0, 0, 4, 4, 8]
+    assert shape_of(gathered, 1000, 1, 3).count == 320
+    assert shape_of(gathered, 1000, 8, 3).count == 40
+
+
+def test_programs_names_are_known():
+    assert find_collective("alltoallv_perf") is COLLECTIVES["alltoallv"]
+    with pytest.raises(UsageError, match="all_reduce, all_gather"):
+        find_collective("all_reduce_perfect")
+
+
+@given(
+    st.floats(0, 1),
+    st.integers(1, 20),
+    st.integers(0, 1 << 20),
+)
+def test_generated_traffic_is_balanced(spread, size, total):
+    matrix = Traffic(spread).matrix(total, size)
+    sums = {sum(row) for row in matrix} | {sum(c) for c in zip(*matrix, strict=True)}
+    assert len(sums) == 1
+    assert all(count % 16 == 0 for row in matrix for count in row)
+    assert total - 16 * size < sums.pop() <= total
+
+
+def test_traffic_grows_with_distance_or_is_even():
+    row = Traffic(1.0).matrix(6 << 10, 4)[0]
+    assert row == (0, 1024, 2048, 3072)
+    assert Traffic(0.0).matrix(4096, 4)[2] == (1024,) * 4
+    row = Traffic(0.5).matrix(6 << 10, 4)[1]
+    assert row == (2304, 768, 1280, 1792)  # from rank 1: distances 3, 0, 1, 2
+
+
+def test_a_given_matrix_is_read():
+    matrix = read_matrix("100 200 150\n50 100 75.5\n\n300 150 200\n", 2.0)
+    assert matrix == ((192, 400, 288), (96, 192, 144), (592, 288, 400))
+    pair = Traffic(given=matrix).matrix(0, 2)
+    assert pair == ((192, 400), (96, 192))
+    shape = shape_of_matrix(pair, 4, 0)
+    assert (shape.count, shape.send, shape.receive) == (0, 148, 148)
+
+
+@pytest.mark.parametrize("text", ["1 2\n3", "", "1 x\n2 3", "1 -2\n3 4", "1 inf\n2 3"])
+def test_a_matrix_that_cannot_be_is_refused(text):
+    with pytest.raises(UsageError, match="the traffic matrix must"):
+        read_matrix(text, 1.0)
+
+
+@given(st.sampled_from(sorted(COLLECTIVES)), st.integers(1, 8), st.integers(0, 4096))
+def test_results_are_covered_once(name, size, num_bytes):
+    """Pieces follow one another, and no input is read beyond its end."""
+    test = COLLECTIVES[name]
+    shape = shape_of(test, num_bytes, 4, size)
+    matrix = in_elements(Traffic().matrix(num_bytes, size), 4)
+    for rank in range(size):
+        place = Place(rank, size, size - 1, matrix if name == "alltoallv" else ())
+        pieces = pieces_of(test, shape, place)
+        for one, following in pairwise(pieces):
+            assert one.start + one.count == following.start
+        for piece in pieces:
+            sends = shape.send if piece.source >= 0 else shape.span
+            if name != "alltoallv":
+                assert piece.source_start + piece.count <= sends
+        if pieces:
+            assert pieces[0].start == 0
+
+
+def test_small_rows_move_through_the_buffer_and_large_ones_stay():
+    buffers = Buffers(lambda n: torch.zeros(n, dtype=torch.uint8), 1024, 1)
+    dtype, test = DTYPES["float"], COLLECTIVES["all_reduce"]
+
+    def starts(num_bytes):
+        shape = shape_of(test, num_bytes, 4, 2)
+        views = buffers.places(dtype, shape, 0, is_in_place=False)
+        return [view.receive.data_ptr() for view in views]
+
+    small = starts(256)
+    assert [b - a for a, b in pairwise(small)] == [256] * 3
+    assert len(starts(1024)) == len(starts(600)) == 1
+    assert len(starts(0)) == 1
+    unaligned = (
+        starts(1024)[0]
+        - buffers.canaries(dtype, shape_of(test, 1024, 4, 2), is_in_place=False)[
+            0
+        ].data_ptr()
+    )
+    assert unaligned == 256
+
+
+def test_times_are_combined_as_asked():
+    times = [4.0, 1.0, 7.0]
+    assert [combine(times, a) for a in range(4)] == [4.0, 4.0, 1.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        (Loop(iterations=2, aggregated=2), "oooos"),
+        (Loop(iterations=2, aggregated=2, blocking=1), "osbosbosbosbs"),
+        (Loop(iterations=2, aggregated=2, blocking=2), "ososososs"),
+        (Loop(iterations=2, aggregated=2, blocking=3), "oosboosbs"),
+        (Loop(iterations=2, is_each_timed=True), "ososs"),
+    ],
+)
+def test_what_happens_between_operations(loop, expected):
+    seen = []
+    clock = Clock(lambda: seen.append("s"), lambda: seen.append("b"))
+    elapsed = clock.time([lambda: seen.append("o")], loop)
+    assert "".join(seen) == expected
+    assert 0 <= elapsed.called_s <= elapsed.total_s or loop.blocking == 3
+    assert len(elapsed.iterations_s) == (2 if loop.is_each_timed else 0)
+
+
+def test_operations_are_taken_in_turn():
+    seen = []
+    clock = Clock(lambda: None, lambda: None)
+    operations = [lambda i=i: seen.append(i) for i in range(3)]
+    clock.time(operations, Loop(iterations=4, aggregated=2))
+    assert seen == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_iterations_are_summed_up_without_those_skipped():
+    ranks = [[100.0, *range(1, 101)], [0.0, *[0.5] * 100]]
+    times = IterationTimes.of_ranks(ranks, 1)
+    assert (times.min_us, times.max_us, times.mean_us) == (1, 100, 50.5)
+    assert times.median_us == 51
+    assert [times.percentile_us(p) for p in (1, 50, 95, 99, 100)] == [
+        1,
+        50,
+        95,
+        99,
+        100,
+    ]
+    assert times.deviation_us == pytest.approx((9999 / 12) ** 0.5)
+    assert times.variation_percent == pytest.approx(100 * (9999 / 12) ** 0.5 / 50.5)
+    assert times.times_us[0] == 100.0
+
+
+def host(root: Path, *, available_kib: int, groups: dict[str, str]) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(
+        f"MemTotal: 99 kB\nMemAvailable: {available_kib} kB\n"
+    )
+    (root / "proc/self/cgroup").write_text("0::/job/step\n")
+    for name, text in groups.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_the_scarcest_memory_counts(tmp_path):
+    plain = host(tmp_path / "a", available_kib=4096, groups={})
+    assert free_host_memory(plain, has_shm=False).free_bytes == 4 << 20
+    limited = host(
+        tmp_path / "b",
+        available_kib=4096,
+        groups={
+            "job/memory.max": "3000000",
+            "job/memory.current": "2000000",
+            "job/memory.stat": "anon 5\ninactive_file 500\n",
+            "job/step/memory.max": "max",
+            "job/step/memory.current": "1000",
+        },
+    )
+    memory = free_host_memory(limited, has_shm=False)
+    assert memory.free_bytes == 1000500
+    assert "control group" in memory.what
+
+
+def test_a_reserve_is_kept():
+    assert largest_row(64 * GIB, 1, is_checked=True) == (64 - 5) * GIB // 3
+    assert largest_row(16 * GIB, 2, is_checked=False) == (16 - 2) * GIB // 4
+    assert largest_row(17 * GIB, 1, is_checked=False) == (17 - 3) * GIB // 2
+    assert largest_row(2 * GIB, 1, is_checked=False) == GIB // 2
+
+
+def test_what_does_not_fit_is_told_what_would():
+    with pytest.raises(UsageError, match=r"-b must be at most 100 .*got 101\. Give -b"):
+        require_room(101, 100, Memory(200, "the memory"))
+    require_room(100, 100, Memory(200, "the memory"))
