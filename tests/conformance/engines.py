@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from torch.distributed import HashStore
 
 from ronde.collectives import Communicator, connect
-from ronde.collectives.connection import Asked, connect_two_levels
+from ronde.collectives.asked import Asked
 from ronde.collectives.engines.scheduled import ScheduledCommunicator
 from ronde.collectives.engines.solo import SoloCommunicator
 from ronde.collectives.engines.torch_distributed import TorchDistributedCommunicator
+from ronde.collectives.makers import two_levels
 from ronde.world import Claim
 
 
@@ -40,7 +41,7 @@ class Setting:
             return ScheduledCommunicator(gloo(claim), self.algorithm)
         if self.engine == "hierarchical":
             asked = Asked(claim, 60.0, self.algorithm)
-            return connect_two_levels(asked, self.hosts[claim.rank])
+            return two_levels(asked, self.hosts[claim.rank])
         if self.size == 1:
             return gloo(claim)
         return connect(claim, timeout_s=60.0, engine=self.engine)

@@ -11,8 +11,9 @@ from tests.ranks import hosted_store
 from torch.distributed import TCPStore
 
 from ronde.collectives import connect
-from ronde.collectives.connection import Asked, connect_two_levels
+from ronde.collectives.asked import Asked
 from ronde.collectives.engines.hierarchical import Places
+from ronde.collectives.makers import two_levels
 from ronde.errors import CollectiveError, PeerLostError, UsageError
 
 SOON_S = 30.0
@@ -23,7 +24,7 @@ NUMEL = 1_300_007
 
 def on(hosts, algorithm=""):
     def connecting(claim):
-        return connect_two_levels(Asked(claim, 60.0, algorithm), hosts[claim.rank])
+        return two_levels(Asked(claim, 60.0, algorithm), hosts[claim.rank])
 
     return connecting
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ronde.collectives.choice import size_class
 from ronde.collectives.communicator import Communicator, ReduceOp, Work
 
 Choose = Callable[[str, int | None, str], str]
@@ -14,7 +15,6 @@ Connect = Callable[[str, str], Communicator]
 """Connects an engine by name; collective. The second word tells communicators of the
 same ranks apart."""
 _CPU = torch.device("cpu")
-_ANY = -1
 
 
 class RoutedCommunicator(Communicator):
@@ -124,8 +124,9 @@ class RoutedCommunicator(Communicator):
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device = _CPU
     ) -> Tensor:
-        """Allocate where the first engine likes it: see ``Communicator``."""
-        return self._first.allocate(numel, dtype, device)
+        """Allocate where an all_reduce is fastest: see ``Communicator``."""
+        chosen = self._choose("all_reduce", numel * dtype.itemsize, device.type)
+        return self._engine(chosen).allocate(numel, dtype, device)
 
     def duplicate(self) -> "RoutedCommunicator":
         """Make a communicator of the same ranks: see ``Communicator``."""
@@ -148,25 +149,33 @@ class RoutedCommunicator(Communicator):
     def _of_size(self, name: str, tensor: Tensor) -> Communicator:
         """Return the engine for a tensor that is as large on all ranks."""
         num_bytes = tensor.numel() * tensor.element_size()
-        return self._route(name, tensor, num_bytes.bit_length())
+        return self._route(name, tensor, num_bytes)
 
     def _of_any_size(self, name: str, tensor: Tensor) -> Communicator:
         """Return the engine where sizes may differ from rank to rank."""
-        return self._route(name, tensor, _ANY)
+        return self._route(name, tensor, None)
 
     def _of_pair(self, tensor: Tensor) -> Communicator:
         """Return the engine for two ranks; the others could not help to connect one."""
         chosen = self._choose("send", None, tensor.device.type)
         return self._engines.get(chosen, self._first)
 
-    def _route(self, name: str, tensor: Tensor, num_bits: int) -> Communicator:
-        route = (name, tensor.is_cpu, num_bits)
+    def _route(self, name: str, tensor: Tensor, num_bytes: int | None) -> Communicator:
+        route = (
+            name,
+            tensor.is_cpu,
+            -1 if num_bytes is None else size_class(num_bytes),
+        )
         engine = self._routes.get(route)
         if engine is None:
-            num_bytes = None if num_bits == _ANY else (1 << num_bits) >> 1
             chosen = self._choose(name, num_bytes, tensor.device.type)
-            if chosen not in self._engines and not self._is_closed:
-                self._engines[chosen] = self._connect(chosen, self._name)
-            engine = self._engines.get(chosen, self._first)
-            self._routes[route] = engine
+            engine = self._routes[route] = self._engine(chosen)
         return engine
+
+    def _engine(self, name: str) -> Communicator:
+        """Return an engine, connected; where all is closed, one that says so."""
+        if name not in self._engines:
+            if self._is_closed:
+                return self._first
+            self._engines[name] = self._connect(name, self._name)
+        return self._engines[name]

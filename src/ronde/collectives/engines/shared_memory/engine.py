@@ -75,7 +75,7 @@ class SharedMemoryCommunicator(Communicator):
         stage_at = places.num_bytes
         boxes_at = stage_at + 2 * SLOT_BYTES
         num_bytes = -(-(boxes_at + size * BOX_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
-        segments = share_segments(exchange, rank, num_bytes)
+        segments = share_segments(exchange, rank, num_bytes, is_populated=False)
         headers = [Header(segment, places) for segment in segments]
         self._executor = Executor(headers, rank, peers, timeout_s)
         self._ground = Ground(rank, headers, Stage(segments, stage_at), Heap())
@@ -180,7 +180,9 @@ class SharedMemoryCommunicator(Communicator):
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
         num_bytes = -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
-        segments = share_segments(self._exchange, self.rank, num_bytes)
+        segments = share_segments(
+            self._exchange, self.rank, num_bytes, is_populated=True
+        )
         own = self._ground.heap.add(segments, self.rank)
         return own[: numel * dtype.itemsize].view(dtype)
 

@@ -20,7 +20,7 @@ from ronde.collectives.engines.shared_memory.waiting import Lag
 from ronde.collectives.engines.shared_memory.words import Header, fence_loads
 from ronde.errors import CollectiveError
 
-PIECE_BYTES = 64 << 10
+PIECE_BYTES = 256 << 10
 _NUM_PIECES = 2
 _HEAD_BYTES = 64
 """Before each piece: the message's tag, length and kind of elements."""

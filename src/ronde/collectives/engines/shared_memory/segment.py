@@ -58,21 +58,22 @@ class Segment:
 
     __slots__ = ("address", "mapping", "num_bytes", "tensor", "view")
 
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
+    def __init__(self, descriptor: int, num_bytes: int, *, is_populated: bool) -> None:
         self.num_bytes = num_bytes
-        self.mapping = _map(descriptor, num_bytes)
+        self.mapping = _map(descriptor, num_bytes, is_populated=is_populated)
         self.view = memoryview(self.mapping).cast("B")
         self.address = ctypes.addressof(self.mapping)
         self.tensor: Tensor = torch.frombuffer(self.mapping, dtype=torch.uint8)
 
 
-def _map(descriptor: int, num_bytes: int) -> "ctypes.Array[ctypes.c_char]":
+def _map(
+    descriptor: int, num_bytes: int, *, is_populated: bool
+) -> "ctypes.Array[ctypes.c_char]":
     """Map a file until nothing refers to what is returned.
 
     ``mmap.mmap`` would keep a descriptor of its own open all the time.
     """
-    # Populated now: a page fault costs more than reducing the page.
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_populated else 0)
     access = mmap.PROT_READ | mmap.PROT_WRITE
     address: int = _mmap(None, num_bytes, access, flags, descriptor, 0)
     if address == _MAP_FAILED:
@@ -111,13 +112,17 @@ def unpack(packed: bytes) -> bytes:
     return packed[8 : 8 + int.from_bytes(packed[:8], "little")]
 
 
-def share_segments(exchange: Exchange, rank: int, num_bytes: int) -> list[Segment]:
+def share_segments(
+    exchange: Exchange, rank: int, num_bytes: int, *, is_populated: bool
+) -> list[Segment]:
     """Make a zeroed segment on each rank and map everybody's; collective.
 
     Args:
         exchange: Tells the others where one's segment is; collective.
         rank: This process.
         num_bytes: Size of each rank's segment, equal on all.
+        is_populated: Have the memory now, not when it is touched: a page fault costs
+            more than reducing the page.
 
     Returns:
         The segments in rank order.
@@ -126,7 +131,7 @@ def share_segments(exchange: Exchange, rank: int, num_bytes: int) -> list[Segmen
         CollectiveError: The memory is not there, or not every rank can open the others'
             segments; in the same words on every rank.
     """
-    sharing = _Sharing(exchange, rank, num_bytes)
+    sharing = _Sharing(exchange, rank, num_bytes, is_populated=is_populated)
     try:
         # Each step ends with the ranks telling each other how it went.
         for step in (sharing.create, sharing.check, sharing.map_own, sharing.map_all):
@@ -139,7 +144,10 @@ def share_segments(exchange: Exchange, rank: int, num_bytes: int) -> list[Segmen
 class _Sharing:
     """The steps to segments that everybody has mapped."""
 
-    def __init__(self, exchange: Exchange, rank: int, num_bytes: int) -> None:
+    def __init__(
+        self, exchange: Exchange, rank: int, num_bytes: int, *, is_populated: bool
+    ) -> None:
+        self._is_populated = is_populated
         self.segments: list[Segment] = []
         self._exchange = exchange
         self._rank = rank
@@ -178,7 +186,7 @@ class _Sharing:
         available = available_memory()
         size = len(self._offers)
         needed = size * self._num_bytes
-        if needed + _RESERVE_BYTES > available.num_bytes:
+        if self._is_populated and needed + _RESERVE_BYTES > available.num_bytes:
             raise MemoryError(
                 f"shared memory must fit: {size} ranks * "
                 f"{format_size(self._num_bytes)} = {format_size(needed)}, got "
@@ -188,7 +196,7 @@ class _Sharing:
 
     def map_own(self) -> None:
         """Map one's own first: pages belong to the node of who touches them first."""
-        self._own = Segment(self._descriptor, self._num_bytes)
+        self._own = self._segment(self._descriptor)
 
     def map_all(self) -> None:
         for rank, offer in enumerate(self._offers):
@@ -208,6 +216,9 @@ class _Sharing:
                     f"rank {rank} on {offer.host} has other process numbers: it runs "
                     "on another machine or in another container"
                 )
-            return Segment(descriptor, self._num_bytes)
+            return self._segment(descriptor)
         finally:
             os.close(descriptor)
+
+    def _segment(self, descriptor: int) -> Segment:
+        return Segment(descriptor, self._num_bytes, is_populated=self._is_populated)
