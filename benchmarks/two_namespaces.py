@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 _GRACE_S = 5.0
@@ -75,6 +75,7 @@ def joined_namespaces(rate: str) -> Generator[tuple[Side, Side]]:
         # A second Ctrl-C shall not leave half of it behind.
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for side in sides:
+            _kill_all(side.namespace)
             deletion = ("ip", "netns", "del", side.namespace)
             subprocess.run(deletion, check=False, capture_output=True)
         signal.signal(signal.SIGINT, previous)
@@ -92,6 +93,16 @@ def ended(processes: "Sequence[subprocess.Popen[str]]") -> Generator[None]:
             process.wait(_GRACE_S)
             if process.stdout is not None:
                 process.stdout.close()
+
+
+def _kill_all(namespace: str) -> None:
+    """End what runs there: a signal may have come in the middle of a start."""
+    asking = ("ip", "netns", "pids", namespace)
+    listed = subprocess.run(asking, check=False, capture_output=True, text=True)
+    for word in listed.stdout.split():
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(int(word), signal.SIGKILL)
+            os.waitpid(int(word), 0)
 
 
 def _join(sides: tuple[Side, Side], rate: str) -> None:
