@@ -184,5 +184,6 @@ def _describe(rank: int, group: int, device: torch.device) -> Device:
         cuda: Any = torch.cuda
         facts: Any = cuda.get_device_properties(device)
         index, name = device.index, facts.name
-        bus_id = (facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id)
+        places = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        bus_id = tuple(int(getattr(facts, place, 0)) for place in places)
     return Device(rank, group, os.getpid(), socket.gethostname(), index, bus_id, name)

@@ -15,6 +15,7 @@ from ronde.bench.capacity import (
     require_room,
 )
 from ronde.bench.catalog import Spread, is_possible
+from ronde.bench.device_mark import DeviceMark
 from ronde.bench.limits import Wires, search_limit
 from ronde.bench.measured import Heading, Reason
 from ronde.bench.operations import IN_PLACE_ONLY
@@ -141,7 +142,7 @@ def open_session(
     options, cut = _fit(options, ranks)
     _require_traffic(options, variables, ranks.group.size)
     watchdog = Watchdog(options.loop.timeout_s, on_expired)
-    clock = Clock(_synchronizer(ranks.device), lambda: ranks.control.barrier().wait())
+    clock = _clock(ranks)
     benches: dict[str, RowBench] = {}
     for name, communicator in ranks.engines.items():
         allocate = allocator(
@@ -173,10 +174,18 @@ def _nccl_version(device: torch.device) -> int:
     return major * 10000 + minor * 100 + patch
 
 
-def _synchronizer(device: torch.device) -> Callable[[], None]:
-    if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    return lambda: None
+def _clock(ranks: Ranks) -> Clock:
+    def barrier() -> None:
+        ranks.control.barrier().wait()
+
+    device = ranks.device
+    if device.type != "cuda":
+        return Clock(_nothing, barrier)
+    return Clock(lambda: torch.cuda.synchronize(device), barrier, DeviceMark)
+
+
+def _nothing() -> None:
+    """Have nothing to wait for: CPU tensors are done when the call returns."""
 
 
 def _require_root(options: Options, size: int) -> None:

@@ -7,10 +7,11 @@ one uses the same buffers: ``-z 0`` and ``-z 2`` are one there.
 """
 
 import gc
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter_ns
+from typing import Protocol, Self
 
 from ronde.bench.operations import Operation
 from ronde.bench.options import Loop
@@ -35,6 +36,25 @@ class Elapsed:
     iterations_s: tuple[float, ...] = ()
 
 
+class Mark(Protocol):
+    """A moment on the device."""
+
+    def seconds_to(self, later: Self) -> float:
+        """Return the time between two moments that are both over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostMark:
+    """A moment on the host: for devices that are done when a call returns."""
+
+    at_ns: int = field(default_factory=perf_counter_ns)
+
+    def seconds_to(self, later: Self) -> float:
+        """Return the time between two moments."""
+        return (later.at_ns - self.at_ns) / 1e9
+
+
 @dataclass(frozen=True, slots=True)
 class Clock:
     """How this device is timed.
@@ -42,10 +62,12 @@ class Clock:
     Attributes:
         synchronize: Waits for all that the device was given.
         barrier: Waits for all ranks.
+        mark: Marks the moment at which the device has done all it was given so far.
     """
 
     synchronize: Operation
     barrier: Operation
+    mark: Callable[[], Mark] = HostMark
 
     def time(self, operations: Sequence[Operation], loop: Loop) -> Elapsed:
         """Run ``iterations`` times ``aggregated`` operations.
@@ -75,29 +97,36 @@ class Clock:
         """Do what comes after each operation, and after each iteration."""
         after_call = self._after_call(loop)
         is_closed = loop.blocking == WAIT_AND_BARRIER_OUTSIDE
-        is_waited = is_closed or loop.is_each_timed
-        stamps: list[int] = []
+        marks: list[tuple[Mark, Mark]] = []
         untimed = 0
-        start = begun = perf_counter_ns()
+        start = perf_counter_ns()
+        begun = self.mark() if loop.is_each_timed else None
         for number, call in enumerate(calls, 1):
             call()
             after_call()
             if number % loop.aggregated:
                 continue
-            if is_waited:
-                self.synchronize()
-            ended = perf_counter_ns()
-            stamps.append(ended - begun)
-            begun = ended
             if is_closed:
-                self.barrier()
-                begun = perf_counter_ns()
-                untimed += begun - ended
+                self.synchronize()
+            if begun is not None:
+                ended = self.mark()
+                marks.append((begun, ended))
+                begun = ended
+            if is_closed:
+                untimed += self._leave_out()
+                begun = self.mark() if begun is not None else None
         called = perf_counter_ns()
         self.synchronize()
         end = perf_counter_ns()
-        kept = tuple(s / 1e9 for s in stamps) if loop.is_each_timed else ()
-        return Elapsed((end - start - untimed) / 1e9, (called - start) / 1e9, kept)
+        iterations_s = tuple(begun.seconds_to(ended) for begun, ended in marks)
+        total_s, called_s = end - start - untimed, called - start - untimed
+        return Elapsed(total_s / 1e9, called_s / 1e9, iterations_s)
+
+    def _leave_out(self) -> int:
+        """Wait for all ranks; return the nanoseconds that it took."""
+        begun = perf_counter_ns()
+        self.barrier()
+        return perf_counter_ns() - begun
 
     def _after_call(self, loop: Loop) -> Operation:
         if loop.blocking == WAIT:
