@@ -184,6 +184,9 @@ def _describe(rank: int, group: int, device: torch.device) -> Device:
         cuda: Any = torch.cuda
         facts: Any = cuda.get_device_properties(device)
         index, name = device.index, facts.name
-        places = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-        bus_id = tuple(int(getattr(facts, place, 0)) for place in places)
+        bus_id = (
+            int(getattr(facts, "pci_domain_id", 0)),
+            int(getattr(facts, "pci_bus_id", 0)),
+            int(getattr(facts, "pci_device_id", 0)),
+        )
     return Device(rank, group, os.getpid(), socket.gethostname(), index, bus_id, name)

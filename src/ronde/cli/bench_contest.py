@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from ronde.bench.bench_record import to_record
+from ronde.bench.compared import Ratios
 from ronde.bench.exits import Exit
 from ronde.bench.measured import Heading, Reason, Remark
 from ronde.bench.rows import Row
 from ronde.bench.runs import RankCount, RankSource, Run
 from ronde.bench.session import Session
-from ronde.bench.side_by_side import Contest, Ratios
+from ronde.bench.side_by_side import Contest
 from ronde.cli.bench_stop import Stop
 from ronde.cli.bench_teller import plot
 from ronde.records import append_record

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from ronde.bench.compared import Compared, Ratios
 from ronde.bench.measured import Heading
-from ronde.bench.side_by_side import Compared, Ratios
 from ronde.render.bench_text import number
 
 _TIME, _RATE, _RATIO = 9, 7, 6
