@@ -56,6 +56,7 @@ def parse(words: Sequence[str]) -> Options:
         is_measured=not has_none,
         is_lenient=flags.lenient,
         ignored=tuple(ignored),
+        needing_cuda=_needing_cuda(flags),
         cta_policy=_choice("-x", flags.cta_policy, ("", "0", "1", "2")),
         parent=flags.parent,
         words=_without_parent(words),
@@ -197,6 +198,14 @@ def _ignored(flags: argparse.Namespace) -> list[str]:
         (flags.device_cta_count != "16", f"-V {flags.device_cta_count}"),
     )
     return [words for is_asked, words in asked if is_asked]
+
+
+def _needing_cuda(flags: argparse.Namespace) -> tuple[str, ...]:
+    asked = (
+        (flags.stream_null != "0", f"-y {flags.stream_null}"),
+        (flags.cta_policy != "", f"-x {flags.cta_policy}"),
+    )
+    return tuple(words for is_asked, words in asked if is_asked)
 
 
 def _at_least(low: int, name: str, text: str) -> int:

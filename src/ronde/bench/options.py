@@ -141,6 +141,7 @@ class Options:
         is_measured: A collective was named.
         is_lenient: Ignore what is not supported here.
         ignored: Flags that have no effect, as the user wrote them.
+        needing_cuda: Flags that have an effect on CUDA alone, as the user wrote them.
         cta_policy: For NCCL, or empty.
         parent: Where this process is one of several that ``ronde bench`` started:
             ``terminal`` or ``pipe``, whatever the user looks at; else empty.
@@ -161,6 +162,7 @@ class Options:
     is_measured: bool = True
     is_lenient: bool = False
     ignored: tuple[str, ...] = ()
+    needing_cuda: tuple[str, ...] = ()
     cta_policy: str = ""
     parent: str = ""
     words: tuple[str, ...] = ()

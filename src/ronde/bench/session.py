@@ -247,6 +247,10 @@ def _notes(
 ) -> tuple[str, ...]:
     test, loop = options.test, options.loop
     notes = [f"ignored: {words}" for words in options.ignored]
+    if device.type != "cuda":
+        notes += [f"ignored: {words}" for words in options.needing_cuda]
+    elif options.cta_policy and not options.parent:
+        notes.append("ignored: -x, for NCCL reads NCCL_CTA_POLICY as it was at start")
     if test.emulation:
         notes.append(f"emulated: {test.name} is {test.emulation}")
     if test.name in IN_PLACE_ONLY and communicator.size > 1:

@@ -41,9 +41,10 @@ def run(words: Sequence[str]) -> int:
         sys.stderr.write(f"ronde: {error}\n")
         sys.stderr.flush()
         return exit_of(error)
-    except Exception:  # noqa: BLE001  a process's outermost line
+    except Exception as error:  # noqa: BLE001  a process's outermost line
         traceback.print_exc()
-        return Exit.INTERNAL
+        # torch has no class of its own for all of CUDA's errors.
+        return Exit.CUDA if "CUDA" in str(error) else Exit.INTERNAL
 
 
 def exit_of(error: RondeError) -> Exit:
