@@ -9,6 +9,7 @@ from tests.unit.interpreter import heaviest, run
 from ronde.collectives.algorithms import ALGORITHMS, find_algorithm, hierarchical
 from ronde.collectives.schedule import Chunks, Schedule
 from ronde.errors import UsageError
+from ronde.world.engines import ALGORITHMS as NAMES
 
 sizes = st.integers(1, 64)
 numels = st.one_of(st.integers(0, 70), st.integers(0, 2000))
@@ -241,3 +242,7 @@ def test_hosts_exchange_no_more_than_they_must(grid, per_chunk):
 def test_unknown_algorithms_are_refused():
     with pytest.raises(UsageError, match=r"one of ring, tree, halving_doubling, got"):
         find_algorithm("butterfly")
+
+
+def test_options_and_environment_know_the_same_names():
+    assert tuple(ALGORITHMS) == NAMES
