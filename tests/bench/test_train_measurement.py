@@ -24,6 +24,7 @@ from ronde.bench.training.replica import Replica
 from ronde.errors import UsageError
 
 CPU = torch.device("cpu")
+GLOO = {"RONDE_ENGINE": "gloo"}
 SHORT = TrainOptions(
     MODELS["mnist_cnn"], batch=4, rounds=2, steps=2, warmup=1, device=DeviceKind.CPU
 )
@@ -47,7 +48,7 @@ def measure_all(claim, kinds):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_rank_comes_to_the_same_figures(run_ranks_bare, size):
     kinds = KINDS if size == 2 else KINDS[:1]
-    results = run_ranks_bare(size, measure_all, kinds)
+    results = run_ranks_bare(size, measure_all, kinds, environment=GLOO)
     outcomes, seen = results[0]
     assert all(result == results[0] for result in results)
     assert all(each.is_in_step for each in outcomes)

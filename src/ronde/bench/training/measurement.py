@@ -15,6 +15,7 @@ from ronde.bench.training.options import TrainOptions
 from ronde.bench.training.outcome import Outcome, Setting
 from ronde.bench.training.phases import Round, StepTimes, Variant
 from ronde.bench.training.replica import Replica
+from ronde.errors import UsageError
 from ronde.torch.session import current_session
 
 _BLOCK_S = 0.4
@@ -42,7 +43,7 @@ def measure(options: TrainOptions, on_progress: OnProgress) -> Outcome:
         UsageError: There is no such device, or the model does not fit.
         CollectiveError: A rank was lost.
     """
-    device = choose_device(options.device, hvd.local_rank())
+    device = _agree_on_devices(options)
     num_replicas = 1 if hvd.size() == 1 else 2
     with used(device):
         require_fit(options, device, num_replicas)
@@ -51,6 +52,19 @@ def measure(options: TrainOptions, on_progress: OnProgress) -> Outcome:
         rounds = _run_rounds(replicas, num_steps, options.rounds, device, on_progress)
         is_in_step = _is_in_step(replicas)
     return Outcome(options, _setting(device), num_steps, rounds, is_in_step)
+
+
+def _agree_on_devices(options: TrainOptions) -> torch.device:
+    """Return this rank's device; where one rank has none, all refuse together."""
+    device, refusal = torch.device("cpu"), ""
+    try:
+        device = choose_device(options.device, hvd.local_rank())
+    except UsageError as error:
+        refusal = str(error)
+    for said in hvd.allgather_object(refusal):
+        if said:
+            raise UsageError(said)
+    return device
 
 
 def _make_replicas(

@@ -1,0 +1,104 @@
+"""``ronde bench train``: the command, its record, and what it refuses."""
+
+import subprocess
+import sys
+
+import pytest
+from tests.cli.conftest import Ronde, clean_environment
+
+from ronde.records import read_records
+
+TRAIN = ("bench", "train", "--model", "mnist_cnn", "--device", "cpu")
+SHORT = ("--batch", "4", "--rounds", "2", "--steps", "2", "--warmup", "1")
+ronde = Ronde()
+
+
+def test_two_ranks_of_its_own(tmp_path):
+    path = tmp_path / "records"
+    ended = ronde(*TRAIN, *SHORT, "-n", "2", "--json", str(path))
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    text = ended.stdout.decode()
+    assert text.count("# mnist_cnn: 21,840 parameters") == 1
+    assert text.count("2 ranks, no communication") == 1
+    assert "of the ceiling" in text
+    (record,) = read_records(path, "bench_train")
+    values = record.values
+    assert (values["num_ranks"], values["num_steps"], values["batch_a_rank"]) == (
+        2,
+        2,
+        4,
+    )
+    assert values["is_in_step"]
+    variants = values["variants"]
+    assert list(variants) == ["one_rank", "all_ranks", "no_communication"]
+    assert all(len(each["rounds_step_ms"]) == 2 for each in variants.values())
+    both = variants["all_ranks"]
+    assert both["units_per_s"] == pytest.approx(2 * 4 / both["step_ms"] * 1e3)
+
+
+def test_ranks_of_a_launcher(tmp_path):
+    path = tmp_path / "records"
+    words = ("--", sys.executable, "-m", "ronde", *TRAIN, *SHORT, "--json", str(path))
+    ended = ronde("run", "-n", "2", "--no-prefix", *words)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    (record,) = read_records(path)
+    assert record.values["num_ranks"] == 2
+
+
+def test_another_number_of_ranks_than_the_launcher_has_started():
+    words = ("--", sys.executable, "-m", "ronde", *TRAIN, "-n", "3")
+    ended = ronde("run", "-n", "2", "--no-prefix", *words)
+    assert ended.returncode == 6
+    assert b"that ronde has started, 2, got 3. Leave -n out." in ended.stderr
+
+
+def test_one_rank():
+    ended = ronde(*TRAIN, *SHORT, "-n", "1", "--input", "gathered")
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    rows = [row for row in ended.stdout.decode().splitlines() if row[:1] not in "# "]
+    assert [row.split()[:2] for row in rows] == [["1", "rank"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--model", "resnet51"), "model must be one of alexnet, cnn, googlenet,"),
+        ((), "the following arguments are required: --model"),
+        (("--model", "cnn", "--batch", "0"), "batch must be at least 1, got 0."),
+        (("--model", "cnn", "--batch", "many"), "invalid int value: 'many'"),
+        (("--model", "cnn", "--dtype", "half"), "'float32', 'bfloat16'"),
+        (("--model", "cnn", "--engine", "tin_can"), "--engine must be one of auto,"),
+        (("--model", "cnn", "-n", "0"), "-n must be at least 1, got 0."),
+        (("--model", "gpt2", "--channels-last"), "channels-last, got gpt2."),
+        (("--model", "cnn", "--json", "/nowhere/at/all"), "Type: mkdir -p /nowhere/at"),
+    ],
+)
+def test_bad_words_are_one_sentence_before_torch_is_imported(words, sentence):
+    command = [sys.executable, "-X", "importtime", "-m", "ronde", "bench", "train"]
+    ended = subprocess.run(
+        [*command, *words], capture_output=True, env=clean_environment(), check=False
+    )
+    lines = ended.stderr.decode().splitlines()
+    imports = [line for line in lines if line.startswith("import time:")]
+    assert len(imports) > 50
+    assert not [line for line in imports if line.split("|")[-1].strip() == "torch"]
+    (said,) = set(lines) - set(imports)
+    assert said.startswith("ronde: ")
+    assert sentence in said
+    assert (ended.returncode, ended.stdout) == (6, b"")
+
+
+def test_what_does_not_fit_is_one_sentence():
+    ended = ronde(*TRAIN, "-n", "2", "--batch", str(10**9))
+    assert ended.returncode == 6
+    (said,) = ended.stderr.decode().splitlines()
+    assert "batch must fit the memory of a rank" in said
+    assert "Type: --batch " in said
+    assert ended.stdout == b""
+
+
+def test_help_lists_the_models():
+    ended = ronde("bench", "train", "--help")
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    rows = [line.split() for line in ended.stdout.decode().splitlines()]
+    assert ["resnet50", "25,557,032", "4", "4.09", "GMAC", "for", "an", "image"] in rows
