@@ -22,12 +22,14 @@ class Setting:
         size: Number of ranks.
         algorithm: What it is to follow, where it has several.
         hosts: A letter a rank: the host that it is to think itself on.
+        has_places: Where its tensors lie is checked here, not by another setting.
     """
 
     engine: str
     size: int
     algorithm: str = ""
     hosts: str = ""
+    has_places: bool = True
 
     def __str__(self) -> str:
         words = [self.engine, self.algorithm, self.hosts, str(self.size)]
@@ -61,9 +63,10 @@ SETTINGS = [
     *(Setting("gloo", size) for size in (1, 2, 3, 4)),
     *(Setting("shared_memory", size) for size in (2, 3, 4)),
     Setting("auto", 2),
-    *(Setting("scheduled", size, "ring") for size in (1, 2, 3, 4)),
-    Setting("scheduled", 3, "tree"),
-    Setting("scheduled", 3, "halving_doubling"),
+    Setting("scheduled", 3, "ring"),
+    *(Setting("scheduled", size, "ring", has_places=False) for size in (1, 2, 4)),
+    Setting("scheduled", 3, "tree", has_places=False),
+    Setting("scheduled", 3, "halving_doubling", has_places=False),
     Setting("hierarchical", 4, hosts="abab"),
     Setting("hierarchical", 3, hosts="aab"),
 ]
