@@ -4,12 +4,12 @@ import gc
 
 import torch
 from tests.conformance.movements import assert_same_bits, concatenated
-from tests.conformance.samples import ALL, FLOATS, assert_reduced, sample
+from tests.conformance.samples import FLOATS, assert_reduced, sample
 from torch import Tensor
 
 from ronde.collectives import Communicator, ReduceOp, rows
 
-LENGTHS = [1, 1023, 4097, 70_000, 300_001]
+LENGTHS = [1, 1023, 4097, 70_000, 1_200_001]
 """Elements: below, around and above what engines treat in one piece."""
 PLAIN, ALLOCATED, SHIFTED = range(3)
 
@@ -92,12 +92,12 @@ def large_reduce_scatter(communicator: Communicator, device: str):
             counts = rows(num_rows, size)
             first = sum(counts[:rank])
             inputs = [
-                sample((num_rows, 130), dtype, r, device=device) for r in range(size)
+                sample((num_rows, 70), dtype, r, device=device) for r in range(size)
             ]
             own = [each[first : first + counts[rank]] for each in inputs]
             for where in placements(communicator):
                 flat = inputs[rank].reshape(-1)
-                tensor = place(communicator, flat, where[rank]).view(num_rows, 130)
+                tensor = place(communicator, flat, where[rank]).view(num_rows, 70)
                 result = communicator.reduce_scatter(tensor).wait()
                 assert_reduced(result, own, ReduceOp.SUM)
                 assert torch.equal(tensor, inputs[rank])
@@ -109,7 +109,7 @@ def large_reduce_scatter(communicator: Communicator, device: str):
 def large_movements(communicator: Communicator, device: str):
     rank, size = communicator.rank, communicator.size
     plan = [[40_000 + 7 * r + to for to in range(size)] for r in range(size)]
-    for dtype in ALL[::3]:
+    for dtype in (torch.float32, torch.bfloat16, torch.bool):
         parts = [sample((200_003,), dtype, r, device=device) for r in range(size)]
         for where in placements(communicator):
             tensor = place(communicator, parts[rank], where[rank])

@@ -27,7 +27,7 @@ from ronde.collectives.engines.shared_memory.segment import (
     share_segments,
     unpack,
 )
-from ronde.collectives.engines.shared_memory.stage import SLOT_BYTES, Heap, Stage
+from ronde.collectives.engines.shared_memory.stage import Heap, Stage, slot_bytes
 from ronde.collectives.engines.shared_memory.words import Header, Places
 from ronde.collectives.failures import Scene
 from ronde.collectives.layouts import Layout
@@ -68,17 +68,17 @@ class SharedMemoryCommunicator(Communicator):
         self, exchange: Exchange, rank: int, size: int, timeout_s: float
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        own = Process.of(os.getpid())
-        told = exchange(f"{own.pid} {own.started_at}".encode())
-        peers = Peers([Process(*map(int, text.split())) for text in told])
+        told = exchange(Process.of(os.getpid()).encode())
+        peers = Peers([Process.decode(text) for text in told])
         places = Places(size)
         stage_at = places.num_bytes
-        boxes_at = stage_at + 2 * SLOT_BYTES
+        room = slot_bytes(size, is_crowded=peers.is_crowded)
+        boxes_at = stage_at + 2 * room
         num_bytes = -(-(boxes_at + size * BOX_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
         segments = share_segments(exchange, rank, num_bytes, is_populated=False)
         headers = [Header(segment, places) for segment in segments]
         self._executor = Executor(headers, rank, peers, timeout_s)
-        self._ground = Ground(rank, headers, Stage(segments, stage_at), Heap())
+        self._ground = Ground(rank, headers, Stage(segments, stage_at, room), Heap())
         self._post = PostOffice(self._executor, headers, segments, boxes_at)
         self._asked = Asked(size)
 

@@ -14,7 +14,6 @@ Note [Who carries on]
     then, carries the share out beside the computation.
 """
 
-import os
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -133,8 +132,7 @@ class Executor:
         self._queue: deque[Operation[object]] = deque()
         self._failure: CollectiveError | None = None
         self._lock = threading.Lock()
-        has_cores = len(os.sched_getaffinity(0)) >= len(headers)
-        self._num_spins = _NUM_SPINS if has_cores else 0
+        self._num_spins = 0 if peers.is_crowded else _NUM_SPINS
         self._helper = Helper(self._own, self.poll)
 
     def submit(self, name: str, steps: Steps[T]) -> Operation[T]:

@@ -11,7 +11,6 @@ from ronde.collectives.arithmetic import as_bytes, dense
 from ronde.collectives.engines.shared_memory.executor import Steps
 from ronde.collectives.engines.shared_memory.ground import Call, Ground
 from ronde.collectives.engines.shared_memory.stage import (
-    SLOT_BYTES,
     is_same_region,
     offset_of,
 )
@@ -39,7 +38,7 @@ def broadcast(ground: Ground, tensor: Tensor, root: int, call: Call) -> Steps[Te
     location = ground.locate(data)
     slot = ground.stage.take()
     if is_root and not location:
-        _show(ground, slot, data[:SLOT_BYTES])
+        _show(ground, slot, data[: ground.stage.slot_bytes])
     turn = ground.announce(call.signature, location)
     yield
     if not ground.is_agreed(turn, call.signature):
@@ -63,8 +62,8 @@ def _broadcast_staged(
     ground: Ground, data: Tensor, root: int, slot: int
 ) -> Steps[None]:
     """Show one slot after the other; ``slot`` has the first bytes, or is -1."""
-    for start in range(0, data.numel(), SLOT_BYTES):
-        piece = data[start : start + SLOT_BYTES]
+    for start in range(0, data.numel(), ground.stage.slot_bytes):
+        piece = data[start : start + ground.stage.slot_bytes]
         if start or slot < 0:
             slot = ground.stage.take()
             if ground.rank == root:
@@ -90,7 +89,7 @@ def all_gather(
     own_rows = ground.rank * tensor.shape[0] if tensor.ndim else 0
     data = as_bytes(dense(apart_from(tensor, out, own_rows)))
     location = ground.locate(data)
-    room, slot = SLOT_BYTES - _head_bytes(ground), ground.stage.take()
+    room, slot = ground.stage.slot_bytes - _head_bytes(ground), ground.stage.take()
     if not location:
         _show(ground, slot, data[:room], _head_bytes(ground))
     layouts, locations = yield from _exchange(ground, layout, slot, location)
@@ -142,7 +141,7 @@ def all_to_all(
                 part.copy_(_other(ground, locations, rank, part.numel(), before))
         yield
         return result, counts
-    room = SLOT_BYTES // ground.size // _LINE_BYTES * _LINE_BYTES
+    room = ground.stage.slot_bytes // ground.size // _LINE_BYTES * _LINE_BYTES
     sent = torch.split(data, [count * row_bytes for count in layout.splits])
     most = max(max(each.splits) for each in layouts) * row_bytes
     for start in range(0, most, room):

@@ -1,5 +1,6 @@
 """Which of the other processes still run, read off ``/proc``."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,15 +13,33 @@ and be just going on, one rank before the other."""
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that no later one is taken for: its number and when it started."""
+    """A process that no later one is taken for.
+
+    Attributes:
+        pid: Its number.
+        started_at: When it started, in clock ticks since boot.
+        cores: A bit for each core that it may use.
+    """
 
     pid: int
     started_at: int
+    cores: int
 
     @classmethod
     def of(cls, pid: int) -> "Process":
         """Describe a process of this machine that runs now."""
-        return cls(pid, int(_stat(pid)[19]))
+        cores = sum(1 << core for core in os.sched_getaffinity(pid))
+        return cls(pid, int(_stat(pid)[19]), cores)
+
+    def encode(self) -> bytes:
+        """Return it as text."""
+        return f"{self.pid} {self.started_at} {self.cores:x}".encode()
+
+    @classmethod
+    def decode(cls, text: bytes) -> "Process":
+        """Read what ``encode`` wrote."""
+        pid, started_at, cores = text.split()
+        return cls(int(pid), int(started_at), int(cores, 16))
 
 
 @dataclass(slots=True)
@@ -29,6 +48,14 @@ class Peers:
 
     processes: list[Process]
     _num_stopped: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether there are fewer cores than ranks."""
+        cores = 0
+        for process in self.processes:
+            cores |= process.cores
+        return cores.bit_count() < len(self.processes)
 
     def find_loss(self, rank: int) -> str:
         """Say what is wrong with a rank's process; nothing where it runs.

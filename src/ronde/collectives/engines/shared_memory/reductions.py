@@ -12,7 +12,6 @@ from ronde.collectives.engines.shared_memory.combining import Combiner
 from ronde.collectives.engines.shared_memory.executor import Steps
 from ronde.collectives.engines.shared_memory.ground import Call, Ground
 from ronde.collectives.engines.shared_memory.stage import (
-    SLOT_BYTES,
     is_same_region,
     offset_of,
 )
@@ -120,7 +119,7 @@ def _reduce_large(
         scale_(flat, prescale)
         prescale = 1.0
     else:
-        step = SLOT_BYTES // flat.element_size()
+        step = ground.stage.slot_bytes // flat.element_size()
         first = flat if flat.numel() <= step else flat[:step]
         _stage(ground, slot, first, prescale)
     turn = ground.announce(what.call.signature, location)
@@ -195,7 +194,7 @@ def _reduce_by_pairs(
         shown: The slot that has the first of them already, or -1.
     """
     stage, rank, dtype = ground.stage, ground.rank, flat.dtype
-    for piece in torch.split(flat, SLOT_BYTES // flat.element_size()):
+    for piece in torch.split(flat, ground.stage.slot_bytes // flat.element_size()):
         if shown < 0:
             views = stage.views(stage.take(), dtype, piece.numel())
             views[rank].copy_(piece)
@@ -219,7 +218,7 @@ def _reduce_by_shares(
     The arguments are those of ``_reduce_by_pairs``.
     """
     stage, dtype, itemsize = ground.stage, flat.dtype, flat.element_size()
-    step = SLOT_BYTES // itemsize
+    step = ground.stage.slot_bytes // itemsize
     for start in range(0, flat.numel(), step):
         piece = flat if flat.numel() <= step else flat[start : start + step]
         if start or shown < 0:
@@ -285,7 +284,7 @@ def _reduce_shown(
 ) -> Steps[None]:
     """Show all ranks their parts, one slot after the other."""
     parts = torch.split(flat, list(counts))
-    room = SLOT_BYTES // ground.size // _LINE_BYTES * _LINE_BYTES
+    room = ground.stage.slot_bytes // ground.size // _LINE_BYTES * _LINE_BYTES
     step = room // flat.element_size()
     for start in range(0, max(counts), step):
         slot = ground.stage.take()

@@ -9,10 +9,20 @@ from torch import Tensor
 
 from ronde.collectives.engines.shared_memory.segment import Segment
 
-SLOT_BYTES = 256 << 10
+_SLOT_BYTES = 256 << 10
 """Two ranks' slots and their tensors' pieces fit a core's second-level cache."""
+_CROWDED_SLOT_BYTES = 4 << 20
+"""Where ranks share cores a meeting takes so long that there should be few."""
+_PART_BYTES = 32 << 10
+"""Of each slot for each rank, at least: smaller copies are slow ones."""
 _MAX_VIEWS = 4096
 _OFFSET_BITS = 44
+
+
+def slot_bytes(size: int, *, is_crowded: bool) -> int:
+    """Return how large the slots of ``size`` ranks should be."""
+    largest = _CROWDED_SLOT_BYTES if is_crowded else _SLOT_BYTES
+    return max(largest, size * _PART_BYTES)
 
 
 class Stage:
@@ -25,7 +35,10 @@ class Stage:
         come past their reading. So two slots are enough, whatever follows whatever.
     """
 
-    def __init__(self, segments: Sequence[Segment], start: int) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], start: int, slot_bytes: int
+    ) -> None:
+        self.slot_bytes = slot_bytes
         self._tensors = [segment.tensor for segment in segments]
         self._start = start
         self._taken = 1
@@ -56,7 +69,7 @@ class Stage:
         if views is None:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            first = self._start + slot * SLOT_BYTES + offset
+            first = self._start + slot * self.slot_bytes + offset
             num_bytes = numel * dtype.itemsize
             views = self._views[key] = [
                 tensor[first : first + num_bytes].view(dtype)
