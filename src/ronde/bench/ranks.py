@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ronde.bench.exits import UnsupportedError
 from ronde.bench.measured import Device
 from ronde.bench.options import Options
 from ronde.bench.variables import Split, Variables
@@ -72,6 +73,11 @@ def meet_ranks(claim: Claim, options: Options, variables: Variables) -> Ranks:
         CollectiveError: Not all ranks came.
     """
     device = _device(claim, options, variables)
+    if variables.split is not None and "mpi" in options.engines.names:
+        raise UnsupportedError(
+            "NCCL_TESTS_SPLIT must be unset for the engine mpi, which connects all "
+            "ranks of its launcher. Start each group by itself, or take another engine."
+        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     names, algorithm = options.engines.names, options.engines.algorithm

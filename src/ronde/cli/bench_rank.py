@@ -43,6 +43,7 @@ def run_rank(options: Options, variables: Variables, claim: Claim) -> int:
             code = _measure(session, teller, stop)
         except BaseException as error:
             teller.fail(str(error) or type(error).__name__)
+            session.close()
             raise
         # Nobody may leave before rank 0 has told all: a launcher would end it.
         session.ranks.control.barrier().wait()
