@@ -1,5 +1,7 @@
 """Training steps on real ranks: who steps, what is in step, what does not fit."""
 
+import statistics
+import time
 from dataclasses import replace
 
 import pytest
@@ -67,17 +69,18 @@ def test_every_rank_comes_to_the_same_figures(run_ranks_bare, size):
 
 
 class Counting:
-    """Counts its steps, each of which takes a while on rank 1."""
+    """Notes how long its steps take, which is a while on rank 1."""
 
     def __init__(self):
-        self.num_steps = 0
+        self.steps_s = []
 
     def step(self, clock):
-        self.num_steps += 1
+        start_s = time.perf_counter()
         clock.start()
         for _ in range(hvd.rank() * 2000):
             torch.ones(100).sum()
         clock.mark(Phase.FORWARD)
+        self.steps_s.append(time.perf_counter() - start_s)
 
 
 def count_steps(claim, is_alone):
@@ -85,20 +88,19 @@ def count_steps(claim, is_alone):
     replica = Counting()
     block = time_block(replica, 3, CPU, is_alone=is_alone)
     hvd.shutdown()
-    return replica.num_steps, block.step_s
+    return replica.steps_s, block.step_s
 
 
 def test_alone_means_alone(run_ranks_bare):
-    results = run_ranks_bare(2, count_steps, True)
-    assert [num_steps for num_steps, _ in results] == [4, 0]
+    (alone, step_s), (waiting, also_s) = run_ranks_bare(2, count_steps, True)
+    assert (len(alone), len(waiting)) == (4, 0)
+    assert step_s == also_s >= statistics.mean(alone[1:])
 
 
 def test_a_block_takes_as_long_as_its_slowest_rank(run_ranks_bare):
-    alone = run_ranks_bare(2, count_steps, True)
-    both = run_ranks_bare(2, count_steps, False)
-    assert [num_steps for num_steps, _ in both] == [4, 4]
-    assert len({step_s for _, step_s in both}) == 1
-    assert both[0][1] > 10 * alone[0][1]
+    (_, also_s), (slow, step_s) = run_ranks_bare(2, count_steps, False)
+    assert len(slow) == 4
+    assert step_s == also_s >= statistics.mean(slow[1:])
 
 
 def drift_apart(claim):
