@@ -86,7 +86,9 @@ class SweepBench:
         is_over = bool(duration_s) and monotonic() - started_s > duration_s
         own = Reason.DURATION if is_over else Reason.COMPLETE
         own = Reason.STOPPED if self.is_stopped() else own
-        told = self.rows.ranks.exchange([float(own)])
+        test = self.options.test.name
+        with self.rows.watchdog.watching(f"{test}: the agreement to go on"):
+            told = self.rows.ranks.exchange([float(own)])
         return Reason(int(max(each[0] for each in told)))
 
     def _traffic(self, case: Case, measured: Measured) -> Iterator[Remark]:

@@ -11,7 +11,7 @@ from ronde.launch.environments import own_environment
 from ronde.launch.job import Job
 from ronde.launch.lineage import adopt_orphans
 from ronde.launch.plan import JobRequest, plan_job
-from ronde.launch.signals import caught_signals
+from ronde.launch.signals import STOPPING, caught_signals
 from ronde.launch.verdict import Verdict
 from ronde.render.own_ranks import OwnRanksConsole
 
@@ -74,6 +74,7 @@ def _with_rank_env(job: Job, rank_env: RankEnvironment) -> Job:
 def _exit_code(verdict: Verdict) -> int:
     """Return the ranks' own code where they had the time to end by themselves."""
     statuses = [end.status for end in verdict.ended]
-    if verdict.interrupted_by is None or not statuses or min(statuses) < 0:
+    is_asked = verdict.interrupted_by in STOPPING
+    if not is_asked or not statuses or min(statuses) < 0:
         return verdict.exit_code
     return max(statuses)
