@@ -1,10 +1,13 @@
 """What is shared memory's own: whose it is, what becomes of it, who carries on."""
 
+import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from ronde.errors import CollectiveError, PeerLostError
 from ronde.memory import available_memory
 
 MIB = 1 << 20
+DEV_SHM = Path("/dev/shm")  # noqa: S108
 
 
 def shared(claim):
@@ -188,6 +192,49 @@ def test_a_small_dev_shm_does_not_matter():
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "stepped True\n" * 2), done.stderr
+
+
+RUN = [sys.executable, "-m", "ronde", "run", "-n", "2"]
+WAITING = """
+import torch, ronde.torch as hvd, time
+hvd.init()
+tensor = hvd.allreduce(torch.ones(1_000_000))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def processes_with(mark):
+    """Return all processes that have ``mark`` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_killing_everything_leaves_nothing():
+    """Controller, agent, keeper and ranks at once: there is nobody to clear up."""
+    before = set(DEV_SHM.iterdir())
+    mark = f"RONDE_TEST_MARK={uuid.uuid4()}"
+    launcher = subprocess.Popen(
+        ["/usr/bin/env", mark, *RUN, sys.executable, "-c", WAITING],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with launcher:
+        lines = [launcher.stdout.readline() for _ in range(2)]
+        assert sorted(lines) == ["[0] ready\n", "[1] ready\n"]
+        assert set(DEV_SHM.iterdir()) == before
+        while pids := processes_with(mark):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            launcher.poll()
+    assert set(DEV_SHM.iterdir()) == before
 
 
 def test_memory_is_what_the_tightest_group_leaves(tmp_path):

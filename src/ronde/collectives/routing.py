@@ -146,6 +146,12 @@ class RoutedCommunicator(Communicator):
         for engine in self._engines.values():
             engine.close()
 
+    def abort(self) -> None:
+        """Close all engines and tell the other ranks: see ``Communicator``."""
+        self._is_closed = True
+        for engine in self._engines.values():
+            engine.abort()
+
     def _of_size(self, name: str, tensor: Tensor) -> Communicator:
         """Return the engine for a tensor that is as large on all ranks."""
         num_bytes = tensor.numel() * tensor.element_size()
