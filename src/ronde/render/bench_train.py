@@ -47,11 +47,10 @@ def _sample(model: ModelFacts) -> str:
 def _header(outcome: Outcome) -> list[str]:
     model, setting = outcome.options.model, outcome.setting
     what = f"{model.num_parameters:,} parameters, {_macs(model)} forward"
-    threads = (
-        "1 thread" if setting.num_threads == 1 else f"{setting.num_threads} threads"
-    )
-    where = f"{_ranks(setting.num_ranks)} on {setting.device}, {threads} each"
-    how = f"{len(outcome.rounds)} rounds of {outcome.num_steps} steps"
+    threads = _count(setting.num_threads, "thread")
+    where = f"{_count(setting.num_ranks, 'rank')} on {setting.device}, {threads} each"
+    rounds = _count(len(outcome.rounds), "round")
+    how = f"{rounds} of {_count(outcome.num_steps, 'step')}"
     return [
         f"# {model.name}: {what} for {_sample(model)}",
         f"# {where}: {setting.device_name}",
@@ -116,13 +115,13 @@ def _label(variant: Variant, num_ranks: int) -> str:
         case Variant.ONE_RANK:
             return "1 rank"
         case Variant.ALL_RANKS:
-            return _ranks(num_ranks)
+            return _count(num_ranks, "rank")
         case Variant.NO_COMMUNICATION:
-            return f"{_ranks(num_ranks)}, no communication"
+            return f"{_count(num_ranks, 'rank')}, no communication"
 
 
-def _ranks(num_ranks: int) -> str:
-    return f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 def _ms(duration_s: float) -> str:
