@@ -7,6 +7,7 @@ from ronde.collectives.engines.shared_memory.futex import sleep_while
 from ronde.collectives.engines.shared_memory.words import Header, Places
 
 _FOR_EVER_S = 3600.0
+_RING_EVERY_S = 0.02
 
 
 def _do_nothing() -> None:
@@ -34,9 +35,12 @@ class Helper:
     def close(self) -> None:
         """End the thread; calls may be repeated."""
         self._is_closed = True
-        self._header.ring()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        # Another rank may ring at the same time, and undo it: see Header.ring.
+        while (
+            threading.current_thread() is not self._thread and self._thread.is_alive()
+        ):
+            self._header.ring()
+            self._thread.join(_RING_EVERY_S)
         self._work = _do_nothing  # no circle keeps the memory
 
     def _run(self) -> None:
