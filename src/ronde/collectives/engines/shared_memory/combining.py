@@ -37,7 +37,8 @@ class Combiner:
         self._divisor = size if op is ReduceOp.AVERAGE else 1
         self._wide = torch.empty(0, dtype=torch.float32)
         if dtype in _FLOATS or (dtype in _INTEGERS and op is not ReduceOp.AVERAGE):
-            self.combine = self._combine_directly
+            is_plain = size == 2 and self._divisor == 1 and postscale == 1.0
+            self.combine = self._combine_two if is_plain else self._combine_directly
         elif dtype in HALVES:
             self.combine = self._combine_widened
         else:
@@ -45,6 +46,9 @@ class Combiner:
 
     combine: Callable[[Sequence[Tensor], Tensor], None]
     """Combine one flat tensor a rank into ``out``, which may be one of them."""
+
+    def _combine_two(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        self._kernel(sources[0], sources[1], out=out)
 
     def _combine_directly(self, sources: Sequence[Tensor], out: Tensor) -> None:
         kernel = self._kernel

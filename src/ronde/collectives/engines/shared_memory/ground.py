@@ -3,16 +3,10 @@
 import hashlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
-
-from torch import Tensor
 
 from ronde.collectives.engines.shared_memory.stage import Heap, Stage
 from ronde.collectives.engines.shared_memory.words import Header, Places
 from ronde.errors import CollectiveError
-
-_DIRECT_BYTES = 4 << 10
-"""From here on two more words and a meeting cost less than a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +76,25 @@ class Ground:
         self._own[Places.locations + turn] = location
         return turn
 
-    def is_agreed(self, turn: int, wanted: int) -> bool:
-        """Say whether all ranks were called for the same."""
-        place = Places.signatures + turn
-        for words in self._words:  # noqa: SIM110  all() takes twice as long
-            if words[place] != wanted:
-                return False
-        return True
+    def meet(self, turn: int, wanted: int) -> list[int] | None:
+        """Return where each rank's tensor is; None if their calls differ.
 
-    def locations(self, turn: int) -> list[int]:
-        """Return where each rank's tensor is."""
-        place = Places.locations + turn
-        return [words[place] for words in self._words]
+        Args:
+            turn: From ``announce``.
+            wanted: The call's signature.
+        """
+        signature, location = Places.signatures + turn, Places.locations + turn
+        locations: list[int] = []
+        for words in self._words:
+            if words[signature] != wanted:
+                return None
+            locations.append(words[location])
+        return locations
 
-    def locate(self, flat: Tensor) -> int:
-        """Return where a tensor is that is worth being looked at in its place."""
-        if flat.numel() * flat.element_size() < _DIRECT_BYTES:
-            return 0
-        return self.heap.locate(flat)
+    def refusal(self, call: Call) -> Generator[None, None, CollectiveError]:
+        """Tell each other the calls that do not fit together; return what to raise.
 
-    def refuse(self, call: Call) -> Generator[None, None, NoReturn]:
-        """Tell each other the calls that do not fit together, and raise.
-
-        Raises:
-            CollectiveError: Always; the same on every rank.
+        It is the same on every rank.
         """
         self.headers[self.rank].write_text(str(call))
         yield
@@ -115,7 +104,7 @@ class Ground:
         for rank, header in enumerate(self.headers):
             groups.setdefault(header.read_text(), []).append(rank)
         told = "; ".join(f"{text} on {_name(ranks)}" for text, ranks in groups.items())
-        raise CollectiveError(
+        return CollectiveError(
             f"calls must be equal on all ranks, got {told}. Make the same calls in the "
             "same order everywhere."
         )

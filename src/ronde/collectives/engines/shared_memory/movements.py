@@ -17,6 +17,8 @@ from ronde.collectives.engines.shared_memory.stage import (
 from ronde.collectives.layouts import Layout, require_agreement, require_out_rows
 
 _LINE_BYTES = 64
+_DIRECT_BYTES = 4 << 10
+"""From here on one meeting more costs less than a copy."""
 _BYTE = torch.uint8
 _EXCHANGE = Call("all_gather or all_to_all")
 _BARRIER = Call("barrier")
@@ -26,8 +28,8 @@ def barrier(ground: Ground) -> Steps[None]:
     """Meet."""
     turn = ground.announce(_BARRIER.signature)
     yield
-    if not ground.is_agreed(turn, _BARRIER.signature):
-        yield from ground.refuse(_BARRIER)
+    if ground.meet(turn, _BARRIER.signature) is None:
+        raise (yield from ground.refusal(_BARRIER))
 
 
 def broadcast(ground: Ground, tensor: Tensor, root: int, call: Call) -> Steps[Tensor]:
@@ -35,15 +37,15 @@ def broadcast(ground: Ground, tensor: Tensor, root: int, call: Call) -> Steps[Te
     values = dense(tensor)
     data = as_bytes(values)
     is_root = ground.rank == root
-    location = ground.locate(data)
+    location = _locate(ground, data)
     slot = ground.stage.take()
     if is_root and not location:
         _show(ground, slot, data[: ground.stage.slot_bytes])
     turn = ground.announce(call.signature, location)
     yield
-    if not ground.is_agreed(turn, call.signature):
-        yield from ground.refuse(call)
-    locations = ground.locations(turn)
+    locations = ground.meet(turn, call.signature)
+    if locations is None:
+        raise (yield from ground.refusal(call))
     if is_same_region(locations):
         if not is_root:
             data.copy_(_other(ground, locations, root, data.numel()))
@@ -88,7 +90,7 @@ def all_gather(
     """Concatenate every rank's rows."""
     own_rows = ground.rank * tensor.shape[0] if tensor.ndim else 0
     data = as_bytes(dense(apart_from(tensor, out, own_rows)))
-    location = ground.locate(data)
+    location = _locate(ground, data)
     room, slot = ground.stage.slot_bytes - _head_bytes(ground), ground.stage.take()
     if not location:
         _show(ground, slot, data[:room], _head_bytes(ground))
@@ -123,7 +125,7 @@ def all_to_all(
     row_bytes = _row_bytes(tensor)
     source = apart_from(tensor[: sum(layout.splits)], out)
     data = as_bytes(dense(source))
-    location = ground.locate(data)
+    location = _locate(ground, data)
     layouts, locations = yield from _exchange(
         ground, layout, ground.stage.take(), location
     )
@@ -165,15 +167,16 @@ def _exchange(
     _show(ground, slot, encoded)
     turn = ground.announce(_EXCHANGE.signature, location)
     yield
-    if not ground.is_agreed(turn, _EXCHANGE.signature):
-        yield from ground.refuse(_EXCHANGE)
+    locations = ground.meet(turn, _EXCHANGE.signature)
+    if locations is None:
+        raise (yield from ground.refusal(_EXCHANGE))
     told = [
         view.numpy().tobytes()
         for view in ground.stage.views(slot, _BYTE, encoded.numel())
     ]
     layouts = _decoded(tuple(told), ground.size)
     require_agreement(layouts)
-    return layouts, ground.locations(turn)
+    return layouts, locations
 
 
 @functools.lru_cache(maxsize=1024)
@@ -216,6 +219,11 @@ def _copy_shown(
         if piece.numel():
             views = ground.stage.views(slot, _BYTE, piece.numel(), offset)
             piece.copy_(views[rank])
+
+
+def _locate(ground: Ground, data: Tensor) -> int:
+    """Return where bytes are that are worth being looked at in their place."""
+    return ground.heap.locate(data) if data.numel() >= _DIRECT_BYTES else 0
 
 
 def _other(

@@ -12,13 +12,14 @@ from ronde.collectives.engines.shared_memory.combining import Combiner
 from ronde.collectives.engines.shared_memory.executor import Steps
 from ronde.collectives.engines.shared_memory.ground import Call, Ground
 from ronde.collectives.engines.shared_memory.stage import (
+    Pieces,
     is_same_region,
     offset_of,
 )
 
 WHOLE_BYTES = 4 << 10
 """Up to here every rank reduces everything: a meeting costs more."""
-_PIECE_BYTES = 256 << 10
+_PIECE_BYTES = 512 << 10
 _LINE_BYTES = 64
 _MAX_KNOWN = 1024
 
@@ -95,8 +96,8 @@ def _reduce_small(
         scale_(own, what.prescale)
     turn = ground.announce(wanted)
     yield
-    if not ground.is_agreed(turn, wanted):
-        yield from ground.refuse(what.call)
+    if ground.meet(turn, wanted) is None:
+        raise (yield from ground.refusal(what.call))
     what.combiner.combine(views, flat)
     if flat is not tensor:
         _put_back(flat, tensor)
@@ -112,52 +113,55 @@ def _put_back(flat: Tensor, tensor: Tensor) -> None:
 def _reduce_large(
     ground: Ground, tensor: Tensor, flat: Tensor, what: Reduction
 ) -> Steps[Tensor]:
-    location = ground.locate(flat)
+    wanted = what.call.signature
+    location = ground.heap.locate(flat)
     slot = ground.stage.take()
-    prescale = what.prescale
+    prescale, views, is_shown = what.prescale, [], False
     if location:
         scale_(flat, prescale)
         prescale = 1.0
     else:
         step = ground.stage.slot_bytes // flat.element_size()
-        first = flat if flat.numel() <= step else flat[:step]
-        _stage(ground, slot, first, prescale)
-    turn = ground.announce(what.call.signature, location)
+        is_shown = flat.numel() <= step
+        views = _show(ground, slot, flat if is_shown else flat[:step], prescale)
+    turn = ground.announce(wanted, location)
     yield
-    if not ground.is_agreed(turn, what.call.signature):
-        yield from ground.refuse(what.call)
-    locations = ground.locations(turn)
-    if is_same_region(locations):
-        _reduce_in_place(ground, flat, what, locations)
+    locations = ground.meet(turn, wanted)
+    if locations is None:
+        raise (yield from ground.refusal(what.call))
+    plan = ground.heap.plans.get((wanted, *locations))
+    if plan is None and is_same_region(locations):
+        plan = _plan(ground, flat, what, locations)
+    if plan is not None:
+        _reduce_in_place(ground, what, plan)
         yield
         return tensor
     # What was shown already is of use if all ranks have shown something.
-    shown = -1 if any(locations) else slot
-    reduce = _reduce_by_pairs if ground.size == 2 else _reduce_by_shares
-    yield from reduce(ground, flat, what.combiner, prescale, shown)
+    is_of_use = not any(locations)
+    if is_of_use and is_shown and ground.size == 2:
+        what.combiner.combine(views, flat)
+    else:
+        reduce = _reduce_by_pairs if ground.size == 2 else _reduce_by_shares
+        shown = slot if is_of_use else -1
+        yield from reduce(ground, flat, what.combiner, prescale, shown)
     _put_back(flat, tensor)
     return tensor
 
 
-def _stage(
+def _show(
     ground: Ground, slot: int, piece: Tensor, prescale: float, offset: int = 0
-) -> None:
-    """Copy a piece into this rank's slot."""
-    target = ground.stage.views(slot, piece.dtype, piece.numel(), offset)[ground.rank]
-    target.copy_(piece)
+) -> list[Tensor]:
+    """Copy a piece into this rank's slot; return all ranks' pieces."""
+    views = ground.stage.views(slot, piece.dtype, piece.numel(), offset)
+    own = views[ground.rank]
+    own.copy_(piece)
     if prescale != 1.0:
-        scale_(target, prescale)
+        scale_(own, prescale)
+    return views
 
 
-def _reduce_in_place(
-    ground: Ground, flat: Tensor, what: Reduction, locations: Sequence[int]
-) -> None:
+def _reduce_in_place(ground: Ground, what: Reduction, plan: list[Pieces]) -> None:
     """Reduce this rank's share of all ranks' tensors where they lie."""
-    region = ground.heap.region(locations[ground.rank])
-    key = (*locations, flat.dtype, flat.numel())
-    plan = region.plans.get(key)
-    if plan is None:
-        plan = region.plans[key] = _plan(ground, flat, locations)
     combine = what.combiner.combine
     # One's own is the nearest; but only two can be combined in place of either.
     index = ground.rank if ground.size == 2 else 0
@@ -167,18 +171,22 @@ def _reduce_in_place(
         for piece in pieces:
             if piece is not result:
                 piece.copy_(result)
+    # The next time the other way round: what came last is still in the cache.
+    plan.reverse()
 
 
 def _plan(
-    ground: Ground, flat: Tensor, locations: Sequence[int]
-) -> list[tuple[Tensor, ...]]:
+    ground: Ground, flat: Tensor, what: Reduction, locations: Sequence[int]
+) -> list[Pieces]:
     """Cut this rank's share of all ranks' tensors into pieces that a cache holds."""
     itemsize = flat.element_size()
     first, last = share(flat.numel(), itemsize, ground.size, ground.rank)
     step = _PIECE_BYTES // itemsize
     tensors = _tensors(ground, flat, locations)
     columns = [torch.split(tensor[first:last], step) for tensor in tensors]
-    return list(zip(*columns, strict=True))
+    plan = list(zip(*columns, strict=True))
+    ground.heap.plans[what.call.signature, *locations] = plan
+    return plan
 
 
 def _reduce_by_pairs(
@@ -196,10 +204,7 @@ def _reduce_by_pairs(
     stage, rank, dtype = ground.stage, ground.rank, flat.dtype
     for piece in torch.split(flat, ground.stage.slot_bytes // flat.element_size()):
         if shown < 0:
-            views = stage.views(stage.take(), dtype, piece.numel())
-            views[rank].copy_(piece)
-            if prescale != 1.0:
-                scale_(views[rank], prescale)
+            views = _show(ground, stage.take(), piece, prescale)
             yield
         else:
             views = stage.views(shown, dtype, piece.numel())
@@ -223,7 +228,7 @@ def _reduce_by_shares(
         piece = flat if flat.numel() <= step else flat[start : start + step]
         if start or shown < 0:
             shown = stage.take()
-            _stage(ground, shown, piece, prescale)
+            _show(ground, shown, piece, prescale)
             yield
         shares = [
             share(piece.numel(), itemsize, ground.size, rank)
@@ -265,12 +270,12 @@ def reduce_scatter(
     target = result.detach().view(-1)
     flat = _apart_from(dense(tensor).view(-1), starts[ground.rank], target)
     # Scaling where it lies would change the caller's tensor.
-    location = 0 if what.prescale != 1.0 else ground.locate(flat)
+    location = 0 if what.prescale != 1.0 else ground.heap.locate(flat)
     turn = ground.announce(what.call.signature, location)
     yield
-    if not ground.is_agreed(turn, what.call.signature):
-        yield from ground.refuse(what.call)
-    locations = ground.locations(turn)
+    locations = ground.meet(turn, what.call.signature)
+    if locations is None:
+        raise (yield from ground.refusal(what.call))
     if is_same_region(locations):
         _reduce_part(ground, flat, target, starts[ground.rank], what, locations)
         yield
@@ -291,7 +296,7 @@ def _reduce_shown(
         for to, part in enumerate(parts):
             piece = part[start : start + step]
             if piece.numel():
-                _stage(ground, slot, piece, what.prescale, to * room)
+                _show(ground, slot, piece, what.prescale, to * room)
         yield
         target = out[start : start + step]
         if target.numel():

@@ -17,6 +17,8 @@ _PART_BYTES = 32 << 10
 """Of each slot for each rank, at least: smaller copies are slow ones."""
 _MAX_VIEWS = 4096
 _OFFSET_BITS = 44
+Pieces = tuple[Tensor, ...]
+"""Corresponding pieces of all ranks' tensors."""
 
 
 def slot_bytes(size: int, *, is_crowded: bool) -> int:
@@ -85,14 +87,12 @@ class Region:
         number: Counts the calls, equal on all ranks.
         start: Where this rank's part begins in this process.
         num_bytes: Size of each rank's part.
-        plans: Pieces of all ranks' tensors that a reduction takes one after the other.
     """
 
     def __init__(self, number: int, segments: Sequence[Segment], rank: int) -> None:
         self.number = number
         self.start = segments[rank].address
         self.num_bytes = segments[rank].num_bytes
-        self.plans: dict[tuple[object, ...], list[tuple[Tensor, ...]]] = {}
         self._tensors = [segment.tensor for segment in segments]
 
     def view(self, rank: int, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
@@ -109,9 +109,15 @@ class Region:
 
 
 class Heap:
-    """The regions that are in use."""
+    """The regions that are in use.
+
+    Attributes:
+        plans: For a call and the locations of all ranks' tensors, the pieces of them
+            that a reduction takes one after the other.
+    """
 
     def __init__(self) -> None:
+        self.plans: dict[tuple[int, ...], list[Pieces]] = {}
         self._regions: list[Region] = []
         self._num_regions = 0
         # A finalizer may run in the middle of anything: it only leaves a note.
@@ -132,7 +138,8 @@ class Heap:
 
     def locate(self, tensor: Tensor) -> int:
         """Return a number for where a flat tensor lies; 0 outside every region."""
-        self._forget()
+        if self._gone:
+            self._forget()
         address = tensor.data_ptr()
         for region in self._regions:
             offset = address - region.start
@@ -152,6 +159,9 @@ class Heap:
         while self._gone:
             number = self._gone.popleft()
             self._regions = [each for each in self._regions if each.number != number]
+            # A plan has locations in one region, the last word of it as good as any.
+            for key in [k for k in self.plans if k[-1] >> _OFFSET_BITS == number]:
+                del self.plans[key]
 
 
 def offset_of(location: int) -> int:
@@ -161,10 +171,5 @@ def offset_of(location: int) -> int:
 
 def is_same_region(locations: Sequence[int]) -> bool:
     """Say whether all ranks' tensors lie in one region."""
-    number = locations[0] >> _OFFSET_BITS
-    if not number:
-        return False
-    for location in locations:  # noqa: SIM110  all() takes twice as long
-        if location >> _OFFSET_BITS != number:
-            return False
-    return True
+    numbers = {location >> _OFFSET_BITS for location in locations}
+    return len(numbers) == 1 and 0 not in numbers
