@@ -22,7 +22,12 @@ from typing import Generic, Protocol, TypeVar
 from ronde.collectives.engines.shared_memory.helper import Helper
 from ronde.collectives.engines.shared_memory.peers import Peers
 from ronde.collectives.engines.shared_memory.waiting import Lag, Patience, Waited
-from ronde.collectives.engines.shared_memory.words import Header, Places, fence_loads
+from ronde.collectives.engines.shared_memory.words import (
+    IS_WEAKLY_ORDERED,
+    Header,
+    Places,
+    fence,
+)
 from ronde.errors import CollectiveError, UsageError
 
 T = TypeVar("T")
@@ -213,7 +218,8 @@ class Executor:
         for words in self._other_words:
             if words[_PROGRESS] < meeting:
                 return False
-        fence_loads()
+        if IS_WEAKLY_ORDERED:
+            fence()
         return True
 
     def _spin(self, waited: Waited) -> None:
@@ -232,7 +238,8 @@ class Executor:
             else:
                 if not self._queue:
                     break
-                fence_loads()
+                if IS_WEAKLY_ORDERED:
+                    fence()
                 self._resume()
                 num_left = self._num_spins
             if num_left < 0:

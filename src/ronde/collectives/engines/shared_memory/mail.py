@@ -17,7 +17,11 @@ from ronde.collectives.arithmetic import as_bytes, dense
 from ronde.collectives.engines.shared_memory.executor import Executor
 from ronde.collectives.engines.shared_memory.segment import Segment
 from ronde.collectives.engines.shared_memory.waiting import Lag
-from ronde.collectives.engines.shared_memory.words import Header, fence_loads
+from ronde.collectives.engines.shared_memory.words import (
+    IS_WEAKLY_ORDERED,
+    Header,
+    fence,
+)
 from ronde.errors import CollectiveError
 
 PIECE_BYTES = 256 << 10
@@ -96,7 +100,8 @@ class Box:
 
     def put(self, label: Label, data: Tensor) -> None:
         """Write a piece."""
-        fence_loads()
+        if IS_WEAKLY_ORDERED:
+            fence()
         number = self.num_sent()
         head = self._heads[number % _NUM_PIECES]
         head[0], head[1], head[2] = label.tag, label.num_bytes, label.kind
@@ -105,7 +110,8 @@ class Box:
 
     def label(self) -> Label:
         """Return what the message says of itself that the next piece belongs to."""
-        fence_loads()
+        if IS_WEAKLY_ORDERED:
+            fence()
         head = self._heads[self.num_taken() % _NUM_PIECES]
         return Label(head[0], head[1], head[2])
 

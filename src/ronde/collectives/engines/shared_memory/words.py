@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from ronde.collectives.engines.shared_memory.futex import wake_all
 from ronde.collectives.engines.shared_memory.segment import Segment
 
-_HAS_TOTAL_STORE_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
+IS_WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64", "i686")
 _LINE = 8
 """Words in a cache line."""
 TEXT_BYTES = 256
@@ -96,19 +96,15 @@ def fence() -> None:
     lock.acquire()
 
 
-def fence_loads() -> None:
-    """Order later loads after the load of a word, where the processor does not."""
-    if not _HAS_TOTAL_STORE_ORDER:
-        fence()
-
-
 class Header:
     """The words of one rank, as this process sees them."""
 
     __slots__ = (
+        "_acquire",
         "_lock",
         "_num_asleep",
-        "_num_sleeper_words",
+        "_release",
+        "_sleeper_words",
         "_sleepers",
         "address",
         "bytes",
@@ -122,19 +118,27 @@ class Header:
         self.bytes = segment.view[: places.num_bytes]
         self.words = self.bytes.cast("Q")
         self._sleepers = places.sleepers
-        self._num_sleeper_words = -(-places.size // 8)
+        self._sleeper_words = tuple(
+            range(places.sleepers, places.sleepers - (-places.size // 8))
+        )
+        fencing = threading.Lock()
+        self._release, self._acquire = fencing.release, fencing.acquire
+        fencing.acquire()
         self._lock = threading.Lock()
         self._num_asleep = 0
 
     def publish(self, place: int, value: int) -> None:
-        """Store a word of this rank's own after all that was stored before; wake."""
-        if not _HAS_TOTAL_STORE_ORDER:
+        """Store a word of this rank's own after all that was stored before; wake.
+
+        One thread at a time.
+        """
+        if IS_WEAKLY_ORDERED:
             fence()
         words = self.words
         words[place] = value
-        fence()
-        first = self._sleepers
-        for index in range(first, first + self._num_sleeper_words):
+        self._release()  # fence(), in less time
+        self._acquire()
+        for index in self._sleeper_words:
             if words[index]:
                 wake_all(self.address + 8 * place)
                 return
