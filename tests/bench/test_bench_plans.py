@@ -206,7 +206,7 @@ def host(root: Path, *, available_kib: int, groups: dict[str, str]) -> Path:
 
 def test_the_scarcest_memory_counts(tmp_path):
     plain = host(tmp_path / "a", available_kib=4096, groups={})
-    assert free_host_memory(plain, has_shm=False).free_bytes == 4 << 20
+    assert free_host_memory(plain).free_bytes == 4 << 20
     limited = host(
         tmp_path / "b",
         available_kib=4096,
@@ -218,7 +218,7 @@ def test_the_scarcest_memory_counts(tmp_path):
             "job/step/memory.current": "1000",
         },
     )
-    memory = free_host_memory(limited, has_shm=False)
+    memory = free_host_memory(limited)
     assert memory.free_bytes == 1000500
     assert "control group" in memory.what
 

@@ -88,7 +88,7 @@ def test_the_port_lies_below_the_ephemeral_ones(ronde):
 
 
 def test_the_users_own_words_win(ronde):
-    words = {"OMP_NUM_THREADS": "7", "KEPT": "a b\n'$(c)\"", "RONDE_ENGINE": "x"}
+    words = {"OMP_NUM_THREADS": "7", "KEPT": "a b\n'$(c)\"", "RONDE_ENGINE": "gloo"}
     ranks = dump(ronde, "-x", "ADDED=1=2", "-x", "KEPT", env=words)
     for rank in ranks:
         expected = words | {"ADDED": "1=2"}

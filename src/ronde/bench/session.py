@@ -30,8 +30,6 @@ from ronde.collectives import Communicator
 from ronde.errors import UsageError
 from ronde.world import Claim
 
-_SHM_ENGINES = frozenset({"auto", "shared_memory", "hierarchical"})
-
 
 @dataclass(frozen=True, slots=True)
 class Session:
@@ -217,9 +215,7 @@ def _free_memory(options: Options, ranks: Ranks) -> tuple[Memory, int]:
         free, _ = torch.cuda.mem_get_info(ranks.device)
         num_sharing = ranks.num_sharing if options.is_gpu_shared else 1
         return Memory(free, "the GPU's memory"), num_sharing
-    engines = options.engines
-    has_shm = not engines.is_foreign and not _SHM_ENGINES.isdisjoint(engines.names)
-    return free_host_memory(has_shm=has_shm), ranks.num_sharing
+    return free_host_memory(), ranks.num_sharing
 
 
 def _require_traffic(options: Options, variables: Variables, size: int) -> None:

@@ -118,7 +118,7 @@ def _start(words: Sequence[str], options: Options) -> int:
     """Start the ranks on this machine."""
     size = options.num_own_ranks
     if options.engines.device == "cpu":
-        memory = free_host_memory(has_shm=False)
+        memory = free_host_memory()
         largest = largest_row(
             memory.free_bytes, size, is_checked=options.loop.checks > 0
         )
