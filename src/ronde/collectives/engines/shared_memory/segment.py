@@ -209,16 +209,24 @@ class _Sharing:
 
     def _open(self, rank: int, offer: _Offer) -> Segment:
         path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise _out_of_reach(rank, offer) from error
         try:
             if os.fstat(descriptor).st_ino != offer.inode:
-                raise OSError(
-                    f"rank {rank} on {offer.host} has other process numbers: it runs "
-                    "on another machine or in another container"
-                )
+                raise _out_of_reach(rank, offer)
             return self._segment(descriptor)
         finally:
             os.close(descriptor)
 
     def _segment(self, descriptor: int) -> Segment:
         return Segment(descriptor, self._num_bytes, is_populated=self._is_populated)
+
+
+def _out_of_reach(rank: int, offer: _Offer) -> OSError:
+    return OSError(
+        f"rank {rank} on {offer.host} has no process {offer.pid} that this one may look "
+        "into, since it runs on another machine, in another container or as another "
+        "user"
+    )
