@@ -226,7 +226,7 @@ class _Sharing:
 
 def _out_of_reach(rank: int, offer: _Offer) -> OSError:
     return OSError(
-        f"rank {rank} on {offer.host} has no process {offer.pid} that this one may look "
+        f"rank {rank} on {offer.host} has no process {offer.pid} that this may look "
         "into, since it runs on another machine, in another container or as another "
         "user"
     )
