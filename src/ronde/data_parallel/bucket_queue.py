@@ -67,9 +67,7 @@ class BucketQueue:
             for g in self._gradients
         ]
         for plan in plan_buckets(specs, order, self._limits, self._groups):
-            bucket = GradientBucket.allocate(
-                plan, self._gradients, self._communicator
-            )
+            bucket = GradientBucket.allocate(plan, self._gradients, self._communicator)
             bucket.adopt()
             self._buckets.append(bucket)
             for slot in plan.slots:
