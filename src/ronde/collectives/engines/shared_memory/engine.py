@@ -91,9 +91,10 @@ class SharedMemoryCommunicator(Communicator):
         postscale: float = 1.0,
     ) -> Work[Tensor]:
         """Reduce in place: see ``Communicator``."""
-        _require_cpu(tensor)
+        if not tensor.is_cpu:
+            _require_cpu(tensor)
         what = self._asked.reduction("all_reduce", tensor, op, prescale, postscale)
-        if not tensor.numel():
+        if not what.call.numel:
             self._executor.require_usable()
             return Done(tensor)
         flat = tensor if _is_flat(tensor) else dense(tensor).view(-1)

@@ -32,11 +32,13 @@ class Reduction:
         call: What must be equal on all ranks.
         prescale: Multiplies this rank's input.
         combiner: Combines the ranks' elements and scales the result.
+        is_small: Every rank had better reduce everything.
     """
 
     call: Call
     prescale: float
     combiner: Combiner
+    is_small: bool
 
 
 class Asked:
@@ -68,7 +70,9 @@ class Asked:
             combiner = Combiner(tensor.dtype, op, self._size, postscale)
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            what = self._known[key] = Reduction(call, prescale, combiner)
+            is_small = numel * tensor.element_size() <= WHOLE_BYTES
+            what = Reduction(call, prescale, combiner, is_small)
+            self._known[key] = what
         return what
 
 
@@ -76,9 +80,8 @@ def all_reduce(
     ground: Ground, tensor: Tensor, flat: Tensor, what: Reduction
 ) -> Steps[Tensor]:
     """Reduce ``flat``, which holds the elements of ``tensor``, and put them back."""
-    if flat.numel() * flat.element_size() <= WHOLE_BYTES:
-        return _reduce_small(ground, tensor, flat, what)
-    return _reduce_large(ground, tensor, flat, what)
+    reduce = _reduce_small if what.is_small else _reduce_large
+    return reduce(ground, tensor, flat, what)
 
 
 def _reduce_small(
@@ -163,14 +166,18 @@ def _show(
 def _reduce_in_place(ground: Ground, what: Reduction, plan: list[Pieces]) -> None:
     """Reduce this rank's share of all ranks' tensors where they lie."""
     combine = what.combiner.combine
-    # One's own is the nearest; but only two can be combined in place of either.
-    index = ground.rank if ground.size == 2 else 0
-    for pieces in plan:
-        result = pieces[index]
-        combine(pieces, result)
-        for piece in pieces:
-            if piece is not result:
-                piece.copy_(result)
+    if ground.size == 2:
+        # One's own is the nearest, and two can be combined in place of either.
+        own = ground.rank
+        for pieces in plan:
+            result = pieces[own]
+            combine(pieces, result)
+            pieces[1 - own].copy_(result)
+    else:
+        for pieces in plan:
+            combine(pieces, pieces[0])
+            for piece in pieces[1:]:
+                piece.copy_(pieces[0])
     # The next time the other way round: what came last is still in the cache.
     plan.reverse()
 
