@@ -10,7 +10,7 @@ from ronde.bench import bounds
 from ronde.bench.bounds import Layout, Limit, gpu_bound, memory_bound, network_bound
 from ronde.bench.catalog import COLLECTIVES
 from ronde.bench.gpu_links import NoNvmlError, payload_gb_per_s, read_gpu_links
-from ronde.bench.limits import Found, Wires, find_limit, search_limit
+from ronde.bench.limits import Found, Wires, search_limit
 from ronde.bench.links import (
     Link,
     ethernet_link,
@@ -359,7 +359,7 @@ def test_a_link_that_does_not_tell_is_no_limit(run_ranks) -> None:
 
 def test_one_rank_has_no_limit(run_ranks) -> None:
     def alone(communicator: Communicator) -> Limit | None:
-        return find_limit("all_reduce", communicator, ["a"], CPU)
+        return search_limit("all_reduce", communicator, ["a"], CPU).limit
 
     assert run_ranks(1, alone) == [None]
 

@@ -100,7 +100,6 @@ class Shape:
 _GATHERED = (Spread.SHARED_SEND, Factor.SHARED)
 _SCATTERED = (Spread.SHARED_RECEIVE, Factor.SHARED)
 _SPLIT = (Spread.SPLIT, Factor.SHARED)
-_BY_MATRIX = (Spread.MATRIX, Factor.SHARED)
 
 COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
     {

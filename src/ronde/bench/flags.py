@@ -15,8 +15,6 @@ from ronde.bench.options import ALL_ROOTS, Engines, Loop, Options, Shown, Sweep
 from ronde.errors import UsageError
 from ronde.units import parse_duration_s, parse_size_bytes
 
-_MAX_OWN_RANKS = 1024
-
 
 class _Parser(argparse.ArgumentParser):
     """Raises where argparse would print its usage and exit with 2."""

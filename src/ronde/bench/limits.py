@@ -64,17 +64,6 @@ class Found:
     reason: str = ""
 
 
-def find_limit(
-    test: str,
-    communicator: Communicator,
-    hosts: Sequence[str],
-    device: torch.device,
-    wires: Wires = Wires(),
-) -> Limit | None:
-    """Return the limit of busbw for these ranks; collective. See ``search_limit``."""
-    return search_limit(test, communicator, hosts, device, wires).limit
-
-
 def search_limit(
     test: str,
     communicator: Communicator,

@@ -8,8 +8,8 @@ from ronde.bench.options import Options
 from ronde.bench.ranks import Ranks, meet_ranks
 from ronde.bench.tuning import tune
 from ronde.bench.variables import Variables
-from ronde.collectives.choice import Table, default_table, explain
-from ronde.collectives.tuned import Key, load, save
+from ronde.collectives.choice import explain
+from ronde.collectives.tuned import Key, find_table, save
 from ronde.world import Claim
 from ronde.world.environment import read_cache_directory
 
@@ -38,7 +38,8 @@ def run_tuning(options: Options, variables: Variables, claim: Claim) -> None:
     is_shown = ranks.is_speaker and options.has_terminal
     table = tune(ranks.engines, on_progress=_show if is_shown else None)
     if ranks.is_speaker:
-        path = save(table, _key(ranks), read_cache_directory())
+        key = Key.here(Counter(ranks.hosts))
+        path = save(table, key, read_cache_directory())
         print(f"{explain(table)}\nkept in {path}", flush=True)
     ranks.control.barrier().wait()
     ranks.close()
@@ -55,18 +56,8 @@ def run_explaining(options: Options, variables: Variables, claim: Claim) -> None
 
 def explained(ranks: Ranks) -> list[str]:
     """Return, in lines, what ``auto`` takes for these ranks, and why."""
-    loaded = load(_key(ranks), read_cache_directory())
-    table: Table = loaded.table or default_table(list(_hosts(ranks).values()))
-    notes = [loaded.note] if loaded.note else []
-    return [*notes, *explain(table).splitlines()]
-
-
-def _key(ranks: Ranks) -> Key:
-    return Key.here(_hosts(ranks))
-
-
-def _hosts(ranks: Ranks) -> dict[str, int]:
-    return dict(Counter(ranks.hosts))
+    table, note = find_table(ranks.hosts, read_cache_directory())
+    return [*([note] if note else []), *explain(table).splitlines()]
 
 
 def _show(num_done: int, num_sizes: int) -> None:

@@ -70,6 +70,17 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def put_back(values: Tensor, tensor: Tensor) -> Tensor:
+    """Copy what ``dense`` gave into the tensor it came from, if it is not there.
+
+    Returns:
+        ``tensor``.
+    """
+    if values.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        tensor.detach().copy_(values.reshape(tensor.shape))
+    return tensor
+
+
 def scale_(tensor: Tensor, factor: float) -> None:
     """Multiply in place; integers in float64, truncated toward zero."""
     if factor == 1.0:

@@ -2,19 +2,18 @@
 
 import logging
 import socket
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
 from ronde.collectives.asked import Asked
-from ronde.collectives.choice import Choice, Table, default_table
+from ronde.collectives.choice import Choice, Table
 from ronde.collectives.communicator import Communicator, ReduceOp
 from ronde.collectives.makers import shared_memory_or_gloo, torch_distributed
 from ronde.collectives.objects import broadcast_object, exchange_hosts
 from ronde.collectives.routing import RoutedCommunicator
-from ronde.collectives.tuned import Key, load
+from ronde.collectives.tuned import find_table
 from ronde.world.environment import read_cache_directory
 
 _logger = logging.getLogger("ronde")
@@ -61,9 +60,7 @@ def agree_on_table(communicator: Communicator) -> Table:
     hosts = exchange_hosts(communicator, socket.gethostname())
     table = None
     if communicator.rank == 0:
-        ranks_of = dict(Counter(hosts))
-        loaded = load(Key.here(ranks_of), read_cache_directory())
-        if loaded.note:
-            _logger.warning("%s", loaded.note)
-        table = loaded.table or default_table(list(ranks_of.values()))
+        table, note = find_table(hosts, read_cache_directory())
+        if note:
+            _logger.warning("%s", note)
     return broadcast_object(communicator, table, 0)

@@ -11,11 +11,11 @@ from typing import TypeVar
 from torch import Tensor
 
 from ronde.collectives.arguments import apart_from, require_out, require_root
-from ronde.collectives.arithmetic import as_bytes, dense, require_reducible
+from ronde.collectives.arithmetic import as_bytes, dense, put_back, require_reducible
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work, rows
 from ronde.collectives.lane import Lane
 from ronde.collectives.layouts import Agreement
-from ronde.collectives.vectors import Reduction, flat, put
+from ronde.collectives.vectors import Reduction, flat
 from ronde.errors import UsageError
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class LayeredCommunicator(Communicator):
         def steps() -> Tensor:
             encoded = reduction.encode(tensor, is_kept=False)
             self._reduce(flat(encoded), reduction.travelling_op)
-            return put(reduction.decode(encoded, tensor.dtype), tensor)
+            return put_back(reduction.decode(encoded, tensor.dtype), tensor)
 
         return self._submit("all_reduce", steps)
 
@@ -140,7 +140,7 @@ class LayeredCommunicator(Communicator):
         def steps() -> Tensor:
             encoded = reduction.encode(tensor, is_kept=True)
             own = self._reduce_rows(encoded, counts, reduction.travelling_op)
-            return put(reduction.decode(own, tensor.dtype), result)
+            return put_back(reduction.decode(own, tensor.dtype), result)
 
         return self._submit("reduce_scatter", steps)
 
@@ -154,7 +154,7 @@ class LayeredCommunicator(Communicator):
         def steps() -> Tensor:
             values = dense(tensor)
             self._copy(as_bytes(values), root)
-            return tensor if self.rank == root else put(values, tensor)
+            return tensor if self.rank == root else put_back(values, tensor)
 
         return self._submit("broadcast", steps)
 

@@ -42,8 +42,7 @@ class RoutedCommunicator(Communicator):
         """Route between engines.
 
         Args:
-            first: An engine that is connected; it has the calls without a tensor, and
-                allocates.
+            first: An engine that is connected; it has the calls without a tensor.
             choose: Names the engine for a call.
             connect: Connects an engine.
             name: Tells communicators of the same ranks apart.

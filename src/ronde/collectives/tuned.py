@@ -7,14 +7,21 @@ is named by them, and holds them.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
 from ronde import __version__
-from ronde.collectives.choice import CLASS_LIMITS_BYTES, COLLECTIVES, Choice, Table
+from ronde.collectives.choice import (
+    CLASS_LIMITS_BYTES,
+    COLLECTIVES,
+    Choice,
+    Table,
+    default_table,
+)
 from ronde.errors import UsageError
 from ronde.world.engines import ENGINES
 
@@ -139,6 +146,18 @@ def load(key: Key, cache_directory: Path) -> Loaded:
             None,
             f"{path} is not used: {error}. Measure anew: ronde bench --tune",
         )
+
+
+def find_table(hosts: Sequence[str], cache_directory: Path) -> tuple[Table, str]:
+    """Return the table for some ranks, measured or by rules, and why not measured.
+
+    Args:
+        hosts: Name of each rank's host, in rank order.
+        cache_directory: Where measured tables are kept.
+    """
+    ranks_of = dict(Counter(hosts))
+    loaded = load(Key.here(ranks_of), cache_directory)
+    return loaded.table or default_table(list(ranks_of.values())), loaded.note
 
 
 def _by_class(said: object) -> tuple[Choice, ...]:

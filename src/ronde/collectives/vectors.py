@@ -80,12 +80,5 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def put(result: Tensor, tensor: Tensor) -> Tensor:
-    """Copy into ``tensor`` what is not there already, and return it."""
-    if result.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-        tensor.detach().copy_(result)
-    return tensor
-
-
 def _shares_memory(first: Tensor, second: Tensor) -> bool:
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

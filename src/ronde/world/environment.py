@@ -81,7 +81,12 @@ def read_cache_directory(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def _home(environ: Mapping[str, str]) -> Path:
-    return Path(environ["HOME"]) if environ.get("HOME") else Path.home()
+    if environ.get("HOME"):
+        return Path(environ["HOME"])
+    try:
+        return Path.home()
+    except RuntimeError:  # a user without a name, as containers have them
+        return Path("/")
 
 
 def _claim(

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ronde.collectives.arithmetic import put_back
 from ronde.collectives.communicator import Communicator, ReduceOp, Work, rows
 from ronde.collectives.engines.hierarchical.places import Places
-from ronde.collectives.vectors import put
 
 PIECE_BYTES = 2 * 1024 * 1024
 """Large enough for the network's full rate, small enough that several are under way."""
@@ -74,7 +74,7 @@ class Levels(ABC):
             sizes: How many elements each rank has.
         """
         parts = _parts(gathered, sizes)
-        put(own, parts[self.rank])
+        put_back(own, parts[self.rank])
         for root, part in enumerate(parts):
             self.broadcast(part, root)
 

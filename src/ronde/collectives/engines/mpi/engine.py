@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor
 
 from ronde.collectives.arguments import apart_from, require_peer, require_root
-from ronde.collectives.arithmetic import as_bytes, dense
+from ronde.collectives.arithmetic import as_bytes, dense, put_back
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work
 from ronde.collectives.engines.mpi import reductions, requests
 from ronde.collectives.engines.mpi.buffers import Parts
@@ -96,7 +96,8 @@ class MpiCommunicator(Communicator):
             root=root,
             max_count=self._wire.max_count,
         )
-        finish = partial(_restore, tensor, values, is_new=self.rank != root)
+        is_new = self.rank != root
+        finish = partial(put_back, values, tensor) if is_new else lambda: tensor
         return self._wire.begin("broadcast", start, finish, (values,))
 
     def all_to_all(
@@ -159,7 +160,7 @@ class MpiCommunicator(Communicator):
             max_count=self._wire.max_count,
         )
         return self._wire.begin(
-            "recv", start, partial(_restore, tensor, values), (values,)
+            "recv", start, partial(put_back, values, tensor), (values,)
         )
 
     def barrier(self) -> Work[None]:
@@ -207,11 +208,3 @@ def connect_world(rank: int, size: int, *, timeout_s: float) -> MpiCommunicator:
 
 def _enter_barrier(comm: MPI.Intracomm) -> list[MPI.Request]:
     return [comm.Ibarrier()]
-
-
-def _restore(tensor: Tensor, values: Tensor, *, is_new: bool = True) -> Tensor:
-    """Put received values where they belong."""
-    is_there = values.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()
-    if is_new and not is_there:
-        tensor.detach().copy_(values)
-    return tensor

@@ -10,6 +10,7 @@ from ronde.collectives.arithmetic import (
     HALVES,
     decode,
     encode,
+    put_back,
     require_reducible,
     scale_,
     scaled,
@@ -59,9 +60,7 @@ def all_reduce(
 
     def finish() -> Tensor:
         result = decode(encoded, wide.dtype, op, wire.size, postscale)
-        if result.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-            tensor.detach().copy_(result)
-        return tensor
+        return put_back(result, tensor)
 
     return wire.begin("all_reduce", start, finish, (encoded,))
 

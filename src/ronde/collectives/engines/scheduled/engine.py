@@ -5,13 +5,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from ronde.collectives.algorithms import find_algorithm
-from ronde.collectives.arithmetic import as_bytes
+from ronde.collectives.arithmetic import as_bytes, put_back
 from ronde.collectives.communicator import Communicator, ReduceOp
 from ronde.collectives.engines.scheduled.executor import PIECE_BYTES, Executor
 from ronde.collectives.engines.scheduled.programs import Programs
 from ronde.collectives.lane import Lane
 from ronde.collectives.layered import LayeredCommunicator
-from ronde.collectives.vectors import flat, put
+from ronde.collectives.vectors import flat
 
 
 class ScheduledCommunicator(LayeredCommunicator):
@@ -61,7 +61,7 @@ class ScheduledCommunicator(LayeredCommunicator):
 
     def _gather_rows(self, gathered: Tensor, own: Tensor, counts: list[int]) -> None:
         first = sum(counts[: self.rank])
-        put(own, gathered[first : first + counts[self.rank]])
+        put_back(own, gathered[first : first + counts[self.rank]])
         self._executor.run(self._programs.all_gather(tuple(counts)), gathered)
 
     def _copy(self, vector: Tensor, root: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ronde.collectives.arithmetic import as_bytes, dense
+from ronde.collectives.arithmetic import as_bytes, dense, put_back
 from ronde.collectives.engines.shared_memory.executor import Executor
 from ronde.collectives.engines.shared_memory.segment import Segment
 from ronde.collectives.engines.shared_memory.waiting import Lag
@@ -242,10 +242,7 @@ class Receiving(_Message):
                 )
             )
             return
-        if self._values.data_ptr() != self._tensor.data_ptr() or (
-            not self._tensor.is_contiguous()
-        ):
-            self._tensor.detach().copy_(self._values)
+        put_back(self._values, self._tensor)
         self.is_over = True
 
     def advance(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives.arguments import apart_from
-from ronde.collectives.arithmetic import as_bytes, dense
+from ronde.collectives.arithmetic import as_bytes, dense, put_back
 from ronde.collectives.engines.shared_memory.executor import Steps
 from ronde.collectives.engines.shared_memory.ground import Call, Ground
 from ronde.collectives.engines.shared_memory.stage import (
@@ -53,11 +53,7 @@ def broadcast(ground: Ground, tensor: Tensor, root: int, call: Call) -> Steps[Te
     else:
         shown = -1 if locations[root] else slot
         yield from _broadcast_staged(ground, data, root, shown)
-    if not is_root and not (
-        values.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()
-    ):
-        tensor.detach().copy_(values)
-    return tensor
+    return tensor if is_root else put_back(values, tensor)
 
 
 def _broadcast_staged(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ronde.collectives.arithmetic import dense, require_reducible, scale_
+from ronde.collectives.arithmetic import dense, put_back, require_reducible, scale_
 from ronde.collectives.communicator import ReduceOp, rows
 from ronde.collectives.engines.shared_memory.combining import Combiner
 from ronde.collectives.engines.shared_memory.executor import Steps
@@ -102,15 +102,7 @@ def _reduce_small(
     if ground.meet(turn, wanted) is None:
         raise (yield from ground.refusal(what.call))
     what.combiner.combine(views, flat)
-    if flat is not tensor:
-        _put_back(flat, tensor)
-    return tensor
-
-
-def _put_back(flat: Tensor, tensor: Tensor) -> None:
-    """Copy the elements to ``tensor`` where they do not lie there already."""
-    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-        tensor.detach().copy_(flat.view(tensor.shape))
+    return tensor if flat is tensor else put_back(flat, tensor)
 
 
 def _reduce_large(
@@ -147,8 +139,7 @@ def _reduce_large(
         reduce = _reduce_by_pairs if ground.size == 2 else _reduce_by_shares
         shown = slot if is_of_use else -1
         yield from reduce(ground, flat, what.combiner, prescale, shown)
-    _put_back(flat, tensor)
-    return tensor
+    return put_back(flat, tensor)
 
 
 def _show(

@@ -11,7 +11,7 @@ from ronde.collectives.arguments import (
     require_peer,
     require_root,
 )
-from ronde.collectives.arithmetic import as_bytes, dense
+from ronde.collectives.arithmetic import as_bytes, dense, put_back
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work
 from ronde.collectives.engines.torch_distributed import steps
 from ronde.collectives.engines.torch_distributed.groups import (
@@ -108,8 +108,10 @@ class TorchDistributedCommunicator(Communicator):
                 return Done(tensor)
             values = dense(tensor)
             pending = broadcast(backend, as_bytes(values), root)
-        is_copied = self.rank != root and not _is_same_memory(values, tensor)
-        return TorchWork((pending,), lambda: _restore(tensor, values, is_copied), scene)
+        is_new = self.rank != root
+        return TorchWork(
+            (pending,), lambda: put_back(values, tensor) if is_new else tensor, scene
+        )
 
     def all_to_all(
         self,
@@ -151,10 +153,7 @@ class TorchDistributedCommunicator(Communicator):
                 return Done(tensor)
             values = dense(tensor)
             pending = backend.recv([as_bytes(values)], source, tag)
-        is_copied = not _is_same_memory(values, tensor)
-        return TorchWork(
-            (Awaited(pending),), lambda: _restore(tensor, values, is_copied), scene
-        )
+        return TorchWork((Awaited(pending),), lambda: put_back(values, tensor), scene)
 
     def barrier(self) -> Work[None]:
         """Complete when all have called: see ``Communicator``."""
@@ -194,14 +193,3 @@ class TorchDistributedCommunicator(Communicator):
         gloo = self._groups.of(own.device)
         all_gather_even(gloo, as_bytes(gathered), as_bytes(own)).wait()
         return gathered
-
-
-def _is_same_memory(values: Tensor, tensor: Tensor) -> bool:
-    return values.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()
-
-
-def _restore(tensor: Tensor, values: Tensor, is_copied: bool) -> Tensor:  # noqa: FBT001
-    """Put received values where they belong."""
-    if is_copied:
-        tensor.detach().copy_(values)
-    return tensor

@@ -13,6 +13,7 @@ from ronde.collectives.arithmetic import (
     decode,
     dense,
     encode,
+    put_back,
     reduce_stack,
     require_reducible,
     scale_,
@@ -86,9 +87,7 @@ class Reductions:
 
         def finish() -> Tensor:
             result = decode(encoded, tensor.dtype, op, self._size, postscale)
-            if result.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-                tensor.detach().copy_(result)
-            return tensor
+            return put_back(result, tensor)
 
         return TorchWork((pending,), finish, self._all_reduce_scene)
 
