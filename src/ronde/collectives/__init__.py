@@ -2,6 +2,7 @@
 
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work, rows
 from ronde.collectives.connection import connect
+from ronde.collectives.connections import Connections
 from ronde.collectives.objects import (
     all_gather_object,
     broadcast_object,
@@ -10,6 +11,7 @@ from ronde.collectives.objects import (
 
 __all__ = [
     "Communicator",
+    "Connections",
     "Done",
     "ReduceOp",
     "Work",

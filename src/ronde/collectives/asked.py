@@ -19,12 +19,14 @@ class Asked:
         timeout_s: How long a collective may wait for another rank.
         algorithm: Name of a schedule, or empty.
         store: Where the ranks meet; None for the place that the claim names.
+        ranks: Which of the job's ranks they are; empty for all.
     """
 
     claim: Claim
     timeout_s: float
     algorithm: str = ""
     store: Store | None = None
+    ranks: tuple[int, ...] = ()
 
     def meet(self) -> Store:
         """Return a store that all ranks share, empty under the keys used here."""

@@ -41,13 +41,18 @@ def connect(
         WorldError: The ranks are on several hosts and nobody said where to meet.
         CollectiveError: Not all ranks came in time, or the port is in use.
     """
+    name, asked = ask(claim, timeout_s=timeout_s, engine=engine, algorithm=algorithm)
+    return SoloCommunicator() if claim.size == 1 else ENGINES[name](asked)
+
+
+def ask(
+    claim: Claim, *, timeout_s: float, engine: str, algorithm: str
+) -> tuple[str, Asked]:
+    """Return the name of an engine and what it is asked for: see ``connect``."""
     name = engine or claim.engine
     if name not in ENGINES:
         raise UsageError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}.")
-    asked = Asked(claim, timeout_s, algorithm or claim.algorithm)
-    if claim.size == 1:
-        return SoloCommunicator()
-    return ENGINES[name](asked)
+    return name, Asked(claim, timeout_s, algorithm or claim.algorithm)
 
 
 def _auto(asked: Asked) -> Communicator:

@@ -56,9 +56,12 @@ def shared_memory_or_gloo(asked: Asked) -> Communicator:
 
 def mpi(asked: Asked) -> Communicator:
     """Connect by MPI; collective."""
-    from ronde.collectives.engines.mpi import connect_world
+    from ronde.collectives.engines.mpi import connect_some, connect_world
 
-    return connect_world(asked.claim.rank, asked.claim.size, timeout_s=asked.timeout_s)
+    claim = asked.claim
+    if asked.ranks:
+        return connect_some(claim.rank, asked.ranks, timeout_s=asked.timeout_s)
+    return connect_world(claim.rank, claim.size, timeout_s=asked.timeout_s)
 
 
 def scheduled(asked: Asked) -> Communicator:

@@ -1,5 +1,9 @@
 """Collectives on MPI, through mpi4py: buffers, never pickles."""
 
-from ronde.collectives.engines.mpi.engine import MpiCommunicator, connect_world
+from ronde.collectives.engines.mpi.engine import (
+    MpiCommunicator,
+    connect_some,
+    connect_world,
+)
 
-__all__ = ["MpiCommunicator", "connect_world"]
+__all__ = ["MpiCommunicator", "connect_some", "connect_world"]

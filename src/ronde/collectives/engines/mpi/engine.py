@@ -180,6 +180,25 @@ class MpiCommunicator(Communicator):
         require_cpu(tensor)
 
 
+def connect_some(
+    rank: int, ranks: Sequence[int], *, timeout_s: float
+) -> MpiCommunicator:
+    """Connect some of the ranks that were started with MPI; collective over them.
+
+    Args:
+        rank: This process among them.
+        ranks: Their numbers among all.
+        timeout_s: How long a collective may wait for a rank.
+    """
+    library = load()
+    world = MPI.COMM_WORLD
+    with library.calling():
+        group = world.Get_group().Incl(list(ranks))
+        comm = world.Create_group(group)
+        group.Free()
+    return MpiCommunicator(Wire(library, comm, rank, len(ranks), timeout_s))
+
+
 def connect_world(rank: int, size: int, *, timeout_s: float) -> MpiCommunicator:
     """Connect all ranks that were started with MPI; collective.
 

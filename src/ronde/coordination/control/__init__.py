@@ -1,0 +1,1 @@
+"""The control plane: messages between coordinators, apart from all data."""

@@ -1,0 +1,57 @@
+"""What a rank asks its coordinator for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor
+
+from ronde.collectives import ReduceOp
+
+
+class Kind(IntEnum):
+    """The operations that ranks agree on, with the numbers they travel as."""
+
+    ALLREDUCE = 0
+    ADASUM = 1
+    ALLGATHER = 2
+    BROADCAST = 3
+    ALLTOALL = 4
+    REDUCESCATTER = 5
+    BARRIER = 6
+    JOIN = 7
+
+    @property
+    def word(self) -> str:
+        """What names on the wire begin with. Adasum shares its with allreduce."""
+        return "allreduce" if self is Kind.ADASUM else self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One submission: a tensor, or a group of tensors that is ready as a whole.
+
+    Attributes:
+        kind: What to do.
+        tensors: What goes in, detached; may have any layout. Several form a group.
+        name: As the user gave it, without the operation; empty for none.
+        outputs: For ALLREDUCE, ADASUM and BROADCAST where the results go, one each, of
+            the inputs' shapes: the inputs themselves to work in place. Else empty.
+        is_group: Whether names on the wire begin with ``grouped_``.
+        reduce_op: For ALLREDUCE and REDUCESCATTER.
+        prescale: See ``Communicator.all_reduce``.
+        postscale: See ``Communicator.all_reduce``.
+        root: For BROADCAST: the rank in the set to copy from.
+        splits: For ALLTOALL: rows for each rank of the set; None splits evenly.
+    """
+
+    kind: Kind
+    tensors: tuple[Tensor, ...] = ()
+    name: str = ""
+    outputs: tuple[Tensor, ...] = ()
+    is_group: bool = False
+    reduce_op: ReduceOp = ReduceOp.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = -1
+    splits: Sequence[int] | None = None

@@ -1,0 +1,1 @@
+"""Horovod's package under its own name: what unmodified scripts import."""

@@ -1,0 +1,1 @@
+"""What ran when, taken down on each rank while it runs."""

@@ -1,0 +1,1 @@
+"""Timelines of all ranks, read: merged, and told in words."""
