@@ -8,6 +8,7 @@ from pathlib import Path
 from ronde.errors import WorldError
 from ronde.world.dialects import read_dialects
 from ronde.world.engines import require_algorithm, require_engine
+from ronde.world.knobs import read_cpu_engine
 from ronde.world.reading import Place, Reading, integer
 from ronde.world.settlement import settle
 from ronde.world.value import Claim, Launcher, Meeting
@@ -51,10 +52,13 @@ def read_claim(environ: Mapping[str, str] | None = None) -> Claim:
 def read_engine(environ: Mapping[str, str]) -> str:
     """Return the engine that ``RONDE_ENGINE`` asks for, "auto" where nobody does.
 
+    Where it is not set, Horovod's variables count: see ``read_cpu_engine``.
+
     Raises:
         WorldError: No engine is called so.
     """
-    return require_engine(environ.get("RONDE_ENGINE") or "auto", "RONDE_ENGINE")
+    asked = environ.get("RONDE_ENGINE") or read_cpu_engine(environ)
+    return require_engine(asked or "auto", "RONDE_ENGINE")
 
 
 def read_algorithm(environ: Mapping[str, str]) -> str:
