@@ -12,6 +12,8 @@ Rules that hold for every channel:
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+from ronde.coordination.tree import Tree
+
 
 class Loss(NamedTuple):
     """A neighbour that will not answer any more.
@@ -28,7 +30,13 @@ class Loss(NamedTuple):
 
 
 class Channel(ABC):
-    """Carries messages between one rank and its neighbours in a tree."""
+    """Carries messages between one rank and its neighbours in a tree.
+
+    Attributes:
+        tree: Who the neighbours are.
+    """
+
+    tree: Tree
 
     @abstractmethod
     def send(self, to: int, message: bytes) -> None:

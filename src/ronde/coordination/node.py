@@ -1,0 +1,301 @@
+"""One rank's part in the agreement: messages in, messages and steps out.
+
+It neither waits nor sends: it can be run for any number of ranks in one process.
+
+Note [A tree that counts]
+    Every rank has a node in a tree. A node tells its parent of a name once the rank
+    itself and all its children have told of it, so one message stands for all ranks
+    below, however many. What reaches the root from everywhere is agreed: the root
+    decides, and its word goes down the same edges. Edges keep the order of messages,
+    so all ranks take the same steps in the same order, and a node hears the root's
+    word before it hears what those below answered to it.
+
+Note [Two ways]
+    A request is told of by its text the first time, and by its bit later
+    (Note [Cached requests are bits]). When one rank's request of a cached name has
+    changed, the root has all forget that name: whoever waits for its bit asks anew by
+    text, so that all texts meet at the root and can be compared.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from ronde.coordination import messages
+from ronde.coordination.cache import Cache
+from ronde.coordination.messages import Pending, Report
+from ronde.coordination.ranges import bits_of, decode_ranks, encode_ranks
+from ronde.coordination.requests import Request
+from ronde.coordination.steps import (
+    Asked,
+    Failed,
+    Gone,
+    Joined,
+    Run,
+    Step,
+    Stopped,
+    Tuned,
+)
+from ronde.coordination.tree import Tree
+
+
+@dataclass(slots=True)
+class Asking:
+    """The texts for one name so far.
+
+    Attributes:
+        told: The ranks that sent each text, a bit each.
+        contributors: This rank and children that have told of the name.
+    """
+
+    told: dict[str, int] = field(default_factory=dict[str, int])
+    contributors: set[int] = field(default_factory=set[int])
+
+    def add(self, contributor: int, text: str, ranks: int) -> None:
+        """Note what a contributor says."""
+        self.told[text] = self.told.get(text, 0) | ranks
+        self.contributors.add(contributor)
+
+
+class Node:
+    """A rank that reports to another one; ``Root`` is the one that decides.
+
+    Attributes:
+        tree: Its neighbours.
+        steps: What was agreed and is to be carried out, in this order.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.steps: deque[Step] = deque()
+        self._cache = Cache()
+        self._contributors = (tree.rank, *tree.children)
+        self._have = dict.fromkeys(self._contributors, 0)
+        self._asking: dict[str, Asking] = {}
+        self._absent: set[int] = set()
+        self._is_absence_told = False
+        self._own: dict[int, Request] = {}
+        self._report = Report()
+        self._is_stirred = False
+        self._out: list[tuple[int, bytes]] = []
+
+    def find(self, name: str) -> tuple[int, Request] | None:
+        """Return the cached request of a name and its number."""
+        return self._cache.find(name)
+
+    def hit(self, number: int, request: Request) -> None:
+        """Have this rank be ready for a cached request."""
+        self._own[number] = request
+        self._have[self.tree.rank] |= 1 << number
+        self._is_stirred = True
+
+    def submit(self, request: Request) -> None:
+        """Have this rank be ready for a request that is not cached."""
+        self._hear(self.tree.rank, request.text, request.name, 1 << self.tree.rank)
+
+    def change(self, number: int, request: Request) -> None:
+        """Have this rank be ready for a request where another one is cached."""
+        self._report.changed.append(number)
+        self.submit(request)
+
+    def join(self) -> None:
+        """Have this rank be ready for everything until all have joined."""
+        self._report.joined.append(self.tree.rank)
+        self._absent.add(self.tree.rank)
+        self._is_stirred = True
+
+    def ask(self) -> None:
+        """Have everyone tell what it waits for."""
+        self._report.is_asking = True
+
+    def answer(self, pending: Pending) -> None:
+        """Tell what this rank waits for."""
+        self._report.pending.append(pending)
+
+    def lose(self, rank: int, reason: str, *, is_orderly: bool) -> None:
+        """Tell that a rank is gone."""
+        if rank == self.tree.parent:
+            # Nobody above can tell those below any more.
+            self._order([("gone", rank, reason, is_orderly)])
+            return
+        self._report.lost.append((rank, reason, is_orderly))
+
+    def receive(self, sender: int, message: bytes) -> None:
+        """Take in a neighbour's message."""
+        kind = message[:1]
+        if kind == messages.HITS:
+            epoch, bits = messages.decode_bits(message)
+            if epoch == self._cache.epoch & 0xFFFF:
+                self._have[sender] |= bits & self._cache.live
+                self._is_stirred = True
+        elif kind == messages.REPORT:
+            self._take(sender, Report.decode(message))
+        else:
+            self._obey(message)
+
+    def flush(self) -> list[tuple[int, bytes]]:
+        """Return what to send now: pairs of neighbour and message, in order."""
+        while self._is_stirred or not self._report.is_empty():
+            self._is_stirred = False
+            self._advance()
+        out, self._out = self._out, []
+        return out
+
+    def _advance(self) -> None:
+        """Pass on what this rank and all below are ready for, and what they say."""
+        ready = self._take_ready()
+        for asking in self._take_complete():
+            for text, ranks in asking.told.items():
+                self._report.requests.append((text, encode_ranks(ranks)))
+        if self._is_all_absent() and not self._is_absence_told:
+            self._is_absence_told = True
+            self._report.is_absent = True
+        if ready:
+            bits = messages.encode_bits(messages.HITS, self._cache.epoch, ready)
+            self._send_up(bits)
+        if not self._report.is_empty():
+            self._send_up(self._report.encode())
+            self._report = Report()
+
+    def _send_up(self, message: bytes) -> None:
+        if self.tree.parent is not None:
+            self._out.append((self.tree.parent, message))
+
+    def _take_ready(self) -> int:
+        """Return the bits that all contributors have, and take them off."""
+        have = self._have
+        if self._is_all_absent():
+            # What some of them still waited for when they joined.
+            ready = 0
+            for bits in have.values():
+                ready |= bits
+        else:
+            ready = self._cache.live
+            for contributor in self._contributors:
+                if contributor not in self._absent:
+                    ready &= have[contributor]
+                    if not ready:
+                        return 0
+        self._take_off(ready)
+        return ready
+
+    def _take_off(self, bits: int) -> None:
+        have = self._have
+        for contributor in self._contributors:
+            have[contributor] &= ~bits
+
+    def _take_complete(self) -> list[Asking]:
+        """Return the names that all contributors have told of, and take them off."""
+        needed = len(self._contributors)
+        complete: list[str] = []
+        for name, asking in self._asking.items():
+            present = len(asking.contributors)
+            if self._absent:
+                present = len(asking.contributors | self._absent)
+            if present == needed:
+                complete.append(name)
+        return [self._asking.pop(name) for name in complete]
+
+    def _is_all_absent(self) -> bool:
+        return len(self._absent) == len(self._contributors)
+
+    def _hear(self, contributor: int, text: str, name: str, ranks: int) -> None:
+        asking = self._asking.get(name)
+        if asking is None:
+            asking = self._asking[name] = Asking()
+        asking.add(contributor, text, ranks)
+        self._is_stirred = True
+
+    def _take(self, sender: int, report: Report) -> None:
+        """Take in what a child has told."""
+        for text, ranks in report.requests:
+            name = Request.decode(text).name
+            self._hear(sender, text, name, decode_ranks(ranks))
+        if report.is_absent:
+            self._absent.add(sender)
+            self._is_stirred = True
+        own = self._report
+        own.changed += report.changed
+        own.joined += report.joined
+        own.lost += report.lost
+        own.pending += report.pending
+        own.is_asking |= report.is_asking
+
+    def _obey(self, message: bytes) -> None:
+        """Take the root's word in, and pass it on."""
+        self._out += [(child, message) for child in self.tree.children]
+        if message[:1] == messages.RUNS:
+            _, bits = messages.decode_bits(message)
+            self._run(bits)
+            return
+        run = Run([], None)
+        for word, *values in messages.decode_orders(message):
+            if word == "run":
+                run.requests.append(self._learn(*values))
+                continue
+            # What comes after one order is not fused with what came before it.
+            if run.requests:
+                self.steps.append(run)
+                run = Run([], None)
+            self._follow(word, values)
+        if run.requests:
+            self.steps.append(run)
+
+    def _run(self, bits: int) -> None:
+        for number in bits_of(bits):
+            self._own.pop(number, None)
+        if self._absent:
+            # Its bits were not needed, and are not to count the next time.
+            self._take_off(bits)
+        self.steps.append(Run(self._cache.get(bits), (self._cache.epoch, bits)))
+
+    def _learn(self, text: str, number: int) -> Request:
+        request = Request.decode(text)
+        self._asking.pop(request.name, None)
+        if number >= 0:
+            self._cache.add(number, request)
+        return request
+
+    def _follow(self, word: str, values: list[Any]) -> None:
+        match word:
+            case "forget":
+                self._forget(values[0])
+            case "reset":
+                self._reset()
+            case "joined":
+                self._absent.clear()
+                self._is_absence_told = False
+                self.steps.append(Joined(values[0]))
+            case "failed":
+                self._asking.pop(values[0], None)
+                self.steps.append(Failed(*values))
+            case "gone":
+                self.steps.append(Gone(*values))
+            case "ask":
+                self.steps.append(Asked(*values))
+            case "stop":
+                self.steps.append(Stopped(*values))
+            case "tune":
+                self.steps.append(Tuned(*values))
+            case _:
+                raise AssertionError(f"unknown order {word}")
+
+    def _forget(self, number: int) -> None:
+        """Forget a cached request; if this rank waits for it, ask by text."""
+        self._cache.remove(number)
+        self._take_off(1 << number)
+        request = self._own.pop(number, None)
+        if request is not None:
+            self.submit(request)
+
+    def _reset(self) -> None:
+        """Forget all cached requests."""
+        self._cache.reset()
+        self._have = dict.fromkeys(self._contributors, 0)
+        waiting, self._own = self._own, {}
+        for request in waiting.values():
+            self.submit(request)
+
+    def _order(self, orders: list[tuple[Any, ...]]) -> None:
+        """Give orders to this rank and to all below."""
+        self._obey(messages.encode_orders(orders))

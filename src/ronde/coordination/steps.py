@@ -1,0 +1,60 @@
+"""What the ranks have agreed to do next, one after the other."""
+
+from typing import NamedTuple
+
+from ronde.coordination.requests import Request
+
+
+class Run(NamedTuple):
+    """Carry these out, in this order; they may be fused.
+
+    Attributes:
+        requests: What all ranks that have not joined are ready for.
+        key: The same for the same requests in the same order; None where one of them
+            is not remembered.
+    """
+
+    requests: list[Request]
+    key: tuple[int, int] | None
+
+
+class Failed(NamedTuple):
+    """Give up a name: the ranks' requests for it do not fit together."""
+
+    name: str
+    text: str
+
+
+class Joined(NamedTuple):
+    """All ranks have joined; this one was the last."""
+
+    last: int
+
+
+class Gone(NamedTuple):
+    """A rank will not take part in anything any more."""
+
+    rank: int
+    reason: str
+    is_orderly: bool
+
+
+class Asked(NamedTuple):
+    """Answer what is waited for here (``Node.answer``)."""
+
+    number: int
+
+
+class Stopped(NamedTuple):
+    """End the job, for this reason."""
+
+    text: str
+
+
+class Tuned(NamedTuple):
+    """Fuse up to this many bytes from now on."""
+
+    fusion_threshold_bytes: int
+
+
+Step = Run | Failed | Joined | Gone | Asked | Stopped | Tuned
