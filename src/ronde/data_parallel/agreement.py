@@ -7,7 +7,7 @@ from typing import cast
 import torch
 
 from ronde.collectives import Communicator, all_gather_object
-from ronde.data_parallel.gradient_bucket import Gradient
+from ronde.data_parallel.gradient import Gradient
 from ronde.errors import CollectiveError
 
 

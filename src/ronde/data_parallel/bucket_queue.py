@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 from ronde.collectives import Communicator
 from ronde.data_parallel.buckets import BucketLimits, GradientSpec, plan_buckets
-from ronde.data_parallel.gradient_bucket import Gradient, GradientBucket, Scaling
+from ronde.data_parallel.gradient import Gradient, Scaling
+from ronde.data_parallel.gradient_bucket import GradientBucket
 
 Launch = Callable[[GradientBucket], None]
 
@@ -99,4 +100,6 @@ class BucketQueue:
 
     def finish(self, scaling: Scaling) -> bool:
         """Wait for all; say whether backward added to one that was under way."""
+        for bucket in self._buckets:
+            bucket.advance()
         return any([bucket.finish(scaling) for bucket in self._buckets])  # noqa: C419 - all

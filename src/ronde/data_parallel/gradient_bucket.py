@@ -7,88 +7,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ronde.collectives import Communicator, ReduceOp, Work
+from ronde.collectives import Communicator
+from ronde.data_parallel.bucket_reduction import (
+    BucketContent,
+    BucketReduction,
+    PendingSum,
+)
 from ronde.data_parallel.buckets import Bucket
-from ronde.data_parallel.compression import Compressor
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """The factors that turn a sum over ranks into what the caller asked for.
-
-    result = after * sum over ranks of (before * gradient).
-    """
-
-    before: float
-    after: float
-    size: int
-
-    @classmethod
-    def of(
-        cls, size: int, *, is_average: bool, predivide: float = 1.0, passes: int = 1
-    ) -> "Scaling":
-        """Derive the factors.
-
-        Args:
-            size: Number of ranks.
-            is_average: Divide by ``size``; before the sum, unless ``predivide`` says
-                how much of it comes before.
-            predivide: Horovod's ``gradient_predivide_factor``.
-            passes: Divide by this many backward passes as well.
-        """
-        if not is_average:
-            return cls(1.0 / passes, 1.0, size)
-        if predivide == 1.0:
-            return cls(1.0 / (size * passes), 1.0, size)
-        return cls(1.0 / (predivide * passes), predivide / size, size)
-
-    @property
-    def keep(self) -> float:
-        """The factor for a result to enter a further round and come out unchanged."""
-        return 1.0 / (self.size * self.before * self.after)
-
-
-@dataclass(slots=True)
-class Gradient:
-    """A parameter and the state of its gradient between two optimizer steps.
-
-    Attributes:
-        name: How messages call it.
-        parameter: The leaf whose ``.grad`` this is.
-        view: Its place in its bucket, strided like the parameter; None while unplanned.
-        num_passes: Backward passes since the last reduction.
-        is_reduced: Whether ``parameter.grad`` is a result that nothing was added to;
-            kept only where ``Scaling.keep`` is not 1.
-        was_used: Whether this rank contributed something in the round under way.
-    """
-
-    name: str
-    parameter: Tensor
-    view: Tensor | None = None
-    num_passes: int = 0
-    is_reduced: bool = False
-    was_used: bool = False
-
-    def move(self, scaling: Scaling) -> None:
-        """Move ``parameter.grad`` into the bucket, scaled for the sum, and detach it.
-
-        From here to the end of the round ``parameter.grad`` is None: whatever backward
-        adds meanwhile goes to a tensor of its own and is not lost.
-        """
-        grad, view = self.parameter.grad, self.view
-        if grad is None or view is None:
-            return
-        factor = scaling.before
-        if self.is_reduced and grad is view:
-            factor *= scaling.keep
-        if self.was_used:
-            view.add_(_dense(grad), alpha=factor)
-        elif grad is not view:
-            torch.mul(_dense(grad), factor, out=view)
-        elif factor != 1.0:
-            view.mul_(factor)
-        self.was_used = True
-        self.parameter.grad = None
+from ronde.data_parallel.gradient import Gradient, Scaling, dense
 
 
 @dataclass(slots=True)
@@ -100,14 +26,12 @@ class GradientBucket:
     stay None, as it would in one process.
     """
 
-    gradients: Sequence[Gradient]
-    buffer: Tensor
+    content: BucketContent
     views: Sequence[Tensor]
     flags: Tensor
     num_pending: int = 0
     is_launched: bool = False
-    work: Work[Tensor] | None = None
-    compressed: tuple[type[Compressor], object] | None = None
+    pending: PendingSum | None = None
 
     @classmethod
     def allocate(
@@ -126,7 +50,13 @@ class GradientBucket:
             _view_like(buffer[s.offset : s.offset + s.numel], g.parameter)
             for s, g in zip(plan.slots, members, strict=True)
         ]
-        return cls(members, buffer, views, buffer[plan.numel :])
+        content = BucketContent(buffer, plan.slots, members)
+        return cls(content, views, buffer[plan.numel :])
+
+    @property
+    def gradients(self) -> Sequence[Gradient]:
+        """The members, in the order of their places."""
+        return self.content.gradients
 
     def adopt(self) -> None:
         """Make this bucket the home of its gradients, with the values they have."""
@@ -150,7 +80,7 @@ class GradientBucket:
         self,
         communicator: Communicator,
         scaling: Scaling,
-        compressor: type[Compressor],
+        reduction: BucketReduction,
     ) -> None:
         """Start the sum over all ranks, once a round, of whatever is there."""
         if self.is_launched:
@@ -163,9 +93,12 @@ class GradientBucket:
             if not gradient.was_used:
                 self.views[slot].zero_()
                 self.flags[slot] = 0
-        wire, context = compressor.compress(self.buffer)
-        self.compressed = (compressor, context)
-        self.work = communicator.all_reduce(wire, ReduceOp.SUM)
+        self.pending = reduction.launch(self.content, communicator)
+
+    def advance(self) -> None:
+        """Start what follows the first collective, if that is not all."""
+        if self.pending is not None:
+            self.pending.advance()
 
     def finish(self, scaling: Scaling) -> bool:
         """Wait for the sum and hand the results to the parameters.
@@ -173,15 +106,12 @@ class GradientBucket:
         Returns:
             Whether backward added to a gradient while it was under way.
         """
-        if self.work is None or self.compressed is None:
+        if self.pending is None:
             return False
-        compressor, context = self.compressed
-        result = compressor.decompress(self.work.wait(), context)
-        if result is not self.buffer:
-            self.buffer.copy_(result)
-        self.work = self.compressed = None
+        self.pending.finish()
+        self.pending = None
         if scaling.after != 1.0:
-            self.buffer.mul_(scaling.after)
+            self.content.buffer.mul_(scaling.after)
         used = self._used_anywhere()
         is_late = False
         for slot, (gradient, view) in enumerate(
@@ -189,7 +119,7 @@ class GradientBucket:
         ):
             late = gradient.parameter.grad
             if late is not None:
-                view.mul_(scaling.keep).add_(_dense(late))
+                view.mul_(scaling.keep).add_(dense(late))
                 is_late = True
             gradient.is_reduced = late is None
             if late is not None or used is None or used[slot]:
@@ -211,8 +141,3 @@ def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:
     # (channels_last weights, for one).
     strides = torch.empty_like(parameter, device="meta").stride()
     return flat.as_strided(parameter.shape, strides)
-
-
-def _dense(grad: Tensor) -> Tensor:
-    grad = grad.detach()
-    return grad.to_dense() if grad.is_sparse else grad

@@ -34,8 +34,13 @@ from ronde.collectives import Communicator
 from ronde.data_parallel.agreement import agree_on_order, check_same_gradients
 from ronde.data_parallel.bucket_queue import BucketQueue
 from ronde.data_parallel.buckets import BucketLimits
-from ronde.data_parallel.compression import Compressor, NoneCompressor
-from ronde.data_parallel.gradient_bucket import Gradient, GradientBucket, Scaling
+from ronde.data_parallel.compression import (
+    GradientCompression,
+    NoneCompressor,
+    reduction_of,
+)
+from ronde.data_parallel.gradient import Gradient, Scaling
+from ronde.data_parallel.gradient_bucket import GradientBucket
 from ronde.data_parallel.hooks import (
     call_at_end_of_backward,
     call_before_gradient,
@@ -65,7 +70,7 @@ class ReducerOptions:
     predivide: float = 1.0
     passes: int = 1
     is_passes_average: bool = False
-    compressor: type[Compressor] = NoneCompressor
+    compressor: GradientCompression = NoneCompressor
     limits: BucketLimits = field(default_factory=BucketLimits)
     groups: tuple[tuple[int, ...], ...] = ()
     is_sparse_densified: bool = False
@@ -97,6 +102,7 @@ class Reducer:
         self._communicator = communicator
         self._options = options
         self._scaling = options.scaling(communicator.size)
+        self._reduction = reduction_of(options.compressor)
         self._gradients: list[Gradient] = []
         self._queue = BucketQueue(
             self._gradients, options.limits, options.groups, communicator
@@ -221,7 +227,7 @@ class Reducer:
         self._is_open = True
 
     def _launch(self, bucket: GradientBucket) -> None:
-        bucket.launch(self._communicator, self._scaling, self._options.compressor)
+        bucket.launch(self._communicator, self._scaling, self._reduction)
 
     @torch.no_grad()
     def _finish_round(self) -> None:

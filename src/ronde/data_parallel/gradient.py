@@ -1,0 +1,91 @@
+"""One parameter's gradient between two optimizer steps, and the factors of its sum."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The factors that turn a sum over ranks into what the caller asked for.
+
+    result = after * sum over ranks of (before * gradient).
+    """
+
+    before: float
+    after: float
+    size: int
+
+    @classmethod
+    def of(
+        cls, size: int, *, is_average: bool, predivide: float = 1.0, passes: int = 1
+    ) -> "Scaling":
+        """Derive the factors.
+
+        Args:
+            size: Number of ranks.
+            is_average: Divide by ``size``; before the sum, unless ``predivide`` says
+                how much of it comes before.
+            predivide: Horovod's ``gradient_predivide_factor``.
+            passes: Divide by this many backward passes as well.
+        """
+        if not is_average:
+            return cls(1.0 / passes, 1.0, size)
+        if predivide == 1.0:
+            return cls(1.0 / (size * passes), 1.0, size)
+        return cls(1.0 / (predivide * passes), predivide / size, size)
+
+    @property
+    def keep(self) -> float:
+        """The factor for a result to enter a further round and come out unchanged."""
+        return 1.0 / (self.size * self.before * self.after)
+
+
+@dataclass(slots=True)
+class Gradient:
+    """A parameter and the state of its gradient between two optimizer steps.
+
+    Attributes:
+        name: How messages call it.
+        parameter: The leaf whose ``.grad`` this is.
+        view: Its place in its bucket, strided like the parameter; None while unplanned.
+        num_passes: Backward passes since the last reduction.
+        is_reduced: Whether ``parameter.grad`` is a result that nothing was added to;
+            kept only where ``Scaling.keep`` is not 1.
+        was_used: Whether this rank contributed something in the round under way.
+    """
+
+    name: str
+    parameter: Tensor
+    view: Tensor | None = None
+    num_passes: int = 0
+    is_reduced: bool = False
+    was_used: bool = False
+
+    def move(self, scaling: Scaling) -> None:
+        """Move ``parameter.grad`` into the bucket, scaled for the sum, and detach it.
+
+        From here to the end of the round ``parameter.grad`` is None: whatever backward
+        adds meanwhile goes to a tensor of its own and is not lost.
+        """
+        grad, view = self.parameter.grad, self.view
+        if grad is None or view is None:
+            return
+        factor = scaling.before
+        if self.is_reduced and grad is view:
+            factor *= scaling.keep
+        if self.was_used:
+            view.add_(dense(grad), alpha=factor)
+        elif grad is not view:
+            torch.mul(dense(grad), factor, out=view)
+        elif factor != 1.0:
+            view.mul_(factor)
+        self.was_used = True
+        self.parameter.grad = None
+
+
+def dense(grad: Tensor) -> Tensor:
+    """Return ``grad``, detached, with every element in its place."""
+    grad = grad.detach()
+    return grad.to_dense() if grad.is_sparse else grad
