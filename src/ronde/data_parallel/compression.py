@@ -8,6 +8,7 @@ from ronde.data_parallel.compressor import (
     NoneCompressor,
 )
 from ronde.data_parallel.powersgd import PowerSGD
+from ronde.errors import UsageError
 
 __all__ = [
     "BF16Compressor",
@@ -44,7 +45,16 @@ class Compression:
 
 
 def reduction_of(compression: GradientCompression) -> BucketReduction:
-    """Make what sums the buckets of one reducer."""
+    """Make what sums the buckets of one reducer.
+
+    Raises:
+        UsageError: ``compression`` is none of those.
+    """
     if isinstance(compression, PowerSGD):
         return compression.reduction()
-    return CompressingReduction(compression)
+    if hasattr(compression, "compress") and hasattr(compression, "decompress"):
+        return CompressingReduction(compression)
+    raise UsageError(
+        "compression must be Compression.none, fp16, bf16, powersgd(rank=4) or a class "
+        f"with compress and decompress, got {compression!r}. Choose one of these."
+    )

@@ -7,7 +7,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ronde.data_parallel import Compression, Compressor, Reducer, ReducerOptions
+from ronde.data_parallel import (
+    Compression,
+    GradientCompression,
+    Reducer,
+    ReducerOptions,
+)
 from ronde.errors import UsageError
 from ronde.torch.naming import group_indices, name_of, name_parameters
 from ronde.torch.reductions import Average, Sum
@@ -31,8 +36,8 @@ class DistributedOptimizer:
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
         named_parameters: ``model.named_parameters()``; gives messages their names.
-        compression: What travels: ``Compression.none``, ``fp16``, ``bf16``, or any
-            class with their two functions.
+        compression: What travels: ``Compression.none``, ``fp16``, ``bf16``,
+            ``powersgd(rank)``, or any class with ``compress`` and ``decompress``.
         backward_passes_per_step: Passes to accumulate before a reduction.
         op: ``Average`` or ``Sum`` over ranks.
         gradient_predivide_factor: With ``Average``, the part of the divisor that is
@@ -52,7 +57,7 @@ class DistributedOptimizer:
         self,
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        compression: type[Compressor] = Compression.none,
+        compression: GradientCompression = Compression.none,
         backward_passes_per_step: int = 1,
         op: int = Average,
         gradient_predivide_factor: float = 1.0,
