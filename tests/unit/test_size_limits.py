@@ -19,7 +19,7 @@ MAX_PARAMETERS = 6
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Horovod's names and signatures, which a script must find as they are.
-FOREIGN_SIGNATURES = ("torch",)
+FOREIGN_SIGNATURES = ("torch", "horovod")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,104 @@
+"""Divides a dataset among ranks that may change in the middle of an epoch."""
+
+import math
+import random
+from collections.abc import Iterator, Sized
+from itertools import cycle, islice
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from ronde.torch.session import rank, size
+
+
+class ElasticSampler(Sampler[int]):
+    """Gives each rank its share of what the epoch has left.
+
+    Make it part of a ``TorchState``; call ``record_batch`` after each batch and
+    ``set_epoch`` at the *end* of each epoch. All ranks must be given equal arguments.
+
+    Attributes:
+        dataset: What is sampled; its length must not change.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Of the orders.
+        epoch: The present epoch.
+        processed_num: Samples of this epoch that all ranks together are through with.
+        num_replicas: Ranks among which the rest was divided last.
+        rank: This one among them.
+        remaining_indices: What was left of the epoch then.
+        num_samples: This rank's share of it.
+        total_size: ``num_samples`` times ranks; some are repeated to fill it.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """Divide the first epoch.
+
+        Args:
+            dataset: What to sample.
+            shuffle: Whether to shuffle.
+            seed: Of the orders.
+        """
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, of which nothing is processed.
+
+        Args:
+            epoch: Its number.
+        """
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Count a batch of every rank as processed.
+
+        Args:
+            batch_idx: Not used.
+            batch_size: Of one rank.
+        """
+        del batch_idx
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the sampler is: ``epoch`` and ``processed_num``."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to where another sampler was, and divide the rest among today's ranks.
+
+        Args:
+            state_dict: From ``state_dict``.
+        """
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide what is left of the epoch among today's ranks."""
+        self.num_replicas = size()
+        self.rank = rank()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)  # noqa: S311  no secret
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        # One round of repeats may not do: 1 sample is left for 3 ranks.
+        filled = islice(cycle(self.remaining_indices), self.total_size)
+        return islice(filled, self.rank, None, self.num_replicas)
+
+    def __len__(self) -> int:
+        return self.num_samples
