@@ -1,19 +1,34 @@
 """Python objects between ranks, pickled."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]  it has none
 import torch
 from torch import Tensor
 
-from ronde.collectives.communicator import Communicator
+from ronde.collectives.communicator import Communicator, Work
 from ronde.errors import CollectiveError
 
 _HEADER_BYTES = 8
 _FAILED = -1
 
 
-def broadcast_object(communicator: Communicator, obj: Any, root: int) -> Any:  # noqa: ANN401  objects
+class Carrier(Protocol):
+    """What carries an object's bytes: a ``Communicator``, or part of one."""
+
+    rank: int
+    size: int
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
+        """See ``Communicator``."""
+        ...
+
+    def all_gather(self, tensor: Tensor) -> Work[Tensor]:
+        """See ``Communicator``."""
+        ...
+
+
+def broadcast_object(communicator: Carrier, obj: Any, root: int) -> Any:  # noqa: ANN401  objects
     """Return ``root``'s object on every rank; collective.
 
     Args:
@@ -49,7 +64,7 @@ def broadcast_object(communicator: Communicator, obj: Any, root: int) -> Any:  #
     return obj if is_root else _unpickle(payload)
 
 
-def all_gather_object(communicator: Communicator, obj: object) -> list[Any]:
+def all_gather_object(communicator: Carrier, obj: object) -> list[Any]:
     """Return the objects of all ranks, in rank order; collective.
 
     Args:

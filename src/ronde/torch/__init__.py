@@ -3,25 +3,48 @@
 ``import ronde.torch as hvd`` takes the place of ``import horovod.torch as hvd``.
 """
 
-from ronde.data_parallel import Compression
 from ronde.errors import CollectiveError as HorovodInternalError
+from ronde.torch.all_to_all import alltoall, alltoall_async
+from ronde.torch.completion import barrier, join, poll, synchronize
+from ronde.torch.compression import Compression
 from ronde.torch.exchanges import (
     allgather,
     allgather_async,
-    alltoall,
-    alltoall_async,
-    barrier,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
-    poll,
-    synchronize,
 )
+from ronde.torch.features import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from ronde.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from ronde.torch.lifetime import init, shutdown
 from ronde.torch.optimizer import DistributedOptimizer
+from ronde.torch.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from ronde.torch.reductions import (
+    Adasum,
     Average,
     Max,
     Min,
@@ -35,6 +58,9 @@ from ronde.torch.reductions import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
+from ronde.torch.scatters import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
@@ -43,31 +69,28 @@ from ronde.torch.reductions import (
 from ronde.torch.session import (
     cross_rank,
     cross_size,
-    init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
     rank,
-    shutdown,
     size,
 )
-from ronde.torch.state import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from ronde.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -85,8 +108,14 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -98,13 +127,21 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]

@@ -1,40 +1,55 @@
-"""Horovod's reducing collectives on tensors, synchronous and with handles.
+"""Horovod's all-reduce of tensors: one or a group, synchronous and with handles.
 
-Every function is collective: all ranks call the same ones in the same order, which is
-what matches them; names are accepted for Horovod's sake. Unless said otherwise:
+Ranks are matched by ``name``; without one, by the order of calls. Unless said
+otherwise:
 
-* ``tensor`` has any shape and layout, equal on all ranks, on CPU or CUDA.
-* ``op`` is Average (default), Sum, Min, Max or Product; ``average`` is its deprecated
-  form. Integer averages truncate toward zero.
+* ``tensor`` has any shape and layout, equal on all ranks, on CPU or CUDA; results have
+  its layout. Sparse tensors: see ``sparse_allreduce_async``.
+* ``op`` is Average (default), Sum, Adasum, Min, Max or Product; ``average`` is its
+  deprecated form. Averages divide by the size of the process set; those of integers
+  truncate toward zero.
 * ``prescale_factor`` multiplies the input, ``postscale_factor`` the result.
-* ``CollectiveError`` (``HorovodInternalError``) says that the operation failed.
+* ``process_set`` is the ranks that take part; all of them must call.
+* A group is ready when all its tensors are, on all ranks.
+* ``UsageError`` (a ValueError) is raised at the call, on this rank only: the dtype has
+  no such reduction, the set is not there or without this rank, the name is under way.
+* ``CollectiveError`` (``HorovodInternalError``) says that the operation failed, and
+  why: shapes, dtypes or operations that do not fit, a rank that is gone.
+
+The functions without ``async`` and without underscore work under autograd.
 """
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ronde.collectives import ReduceOp, Work
+from ronde.collectives import Done
 from ronde.data_parallel import Compression, Compressor
-from ronde.errors import UsageError
+from ronde.torch.autograd import Gather, Reduction, carry_out, in_place
+from ronde.torch.operators import Adasum, Average, Max, Min, Product, Sum, which_op
+from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import current_session
-from ronde.torch.works import All, Mapped
+from ronde.torch.submission import member_of
+from ronde.torch.works import Only
 
-Average = 0
-Sum = 1
-Min = 3
-Max = 4
-Product = 5
-
-_OPS = {
-    Average: ReduceOp.AVERAGE,
-    Sum: ReduceOp.SUM,
-    Min: ReduceOp.MIN,
-    Max: ReduceOp.MAX,
-    Product: ReduceOp.PRODUCT,
-}
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "sparse_allreduce_async",
+]
 
 
 def allreduce(
@@ -45,11 +60,18 @@ def allreduce(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Return the reduction of ``tensor`` over all ranks; the input stays as it is."""
-    wire, context = compression.compress(copy_of(tensor))
-    reduced = allreduce_(wire, average, name, op, prescale_factor, postscale_factor)
-    return compression.decompress(reduced, context)
+    reduction = Reduction(
+        which_op(op, average),
+        name or "",
+        process_set,
+        prescale_factor,
+        postscale_factor,
+    )
+    wire, context = compression.compress(tensor)
+    return compression.decompress(carry_out(reduction, (wire,))[0], context)
 
 
 def allreduce_(
@@ -59,12 +81,17 @@ def allreduce_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce ``tensor`` over all ranks in place and return it."""
-    del name
-    return _start(
-        tensor, reduce_op(op, average), prescale_factor, postscale_factor
-    ).wait()
+    reduction = Reduction(
+        which_op(op, average),
+        name or "",
+        process_set,
+        prescale_factor,
+        postscale_factor,
+    )
+    return in_place(reduction, (tensor,)).wait()[0]
 
 
 def allreduce_async(
@@ -74,10 +101,17 @@ def allreduce_async(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``allreduce``; the handle's result is a new tensor."""
-    copy = copy_of(tensor)
-    return allreduce_async_(copy, average, name, op, prescale_factor, postscale_factor)
+    reduction = Reduction(
+        which_op(op, average),
+        name or "",
+        process_set,
+        prescale_factor,
+        postscale_factor,
+    )
+    return current_session().handles.add(Only(reduction.start((tensor,))))
 
 
 def allreduce_async_(
@@ -87,12 +121,17 @@ def allreduce_async_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``allreduce_``; the handle's result is ``tensor``."""
-    del name
-    return current_session().handles.add(
-        _start(tensor, reduce_op(op, average), prescale_factor, postscale_factor)
+    reduction = Reduction(
+        which_op(op, average),
+        name or "",
+        process_set,
+        prescale_factor,
+        postscale_factor,
     )
+    return current_session().handles.add(Only(in_place(reduction, (tensor,))))
 
 
 def grouped_allreduce(
@@ -103,17 +142,21 @@ def grouped_allreduce(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return the reductions of several tensors; the inputs stay as they are."""
-    compressed = [compression.compress(copy_of(tensor)) for tensor in tensors]
-    reduced = grouped_allreduce_(
-        [wire for wire, _ in compressed],
-        average,
-        name,
-        op,
+    group = Reduction(
+        which_op(op, average),
+        name or "",
+        process_set,
         prescale_factor,
         postscale_factor,
+        is_group=True,
     )
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    if not compressed:
+        return []
+    reduced = carry_out(group, [wire for wire, _ in compressed])
     return [
         compression.decompress(tensor, context)
         for tensor, (_, context) in zip(reduced, compressed, strict=True)
@@ -127,12 +170,18 @@ def grouped_allreduce_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
     """Reduce several tensors in place and return them."""
-    del name
-    return _start_group(
-        tensors, reduce_op(op, average), prescale_factor, postscale_factor
-    ).wait()
+    group = Reduction(
+        which_op(op, average),
+        name or "",
+        process_set,
+        prescale_factor,
+        postscale_factor,
+        is_group=True,
+    )
+    return in_place(group, tuple(tensors)).wait() if tensors else ()
 
 
 def grouped_allreduce_async(
@@ -142,12 +191,19 @@ def grouped_allreduce_async(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``grouped_allreduce``; the handle's result is a tuple of new tensors."""
-    copies = [copy_of(tensor) for tensor in tensors]
-    return grouped_allreduce_async_(
-        copies, average, name, op, prescale_factor, postscale_factor
+    group = Reduction(
+        which_op(op, average),
+        name or "",
+        process_set,
+        prescale_factor,
+        postscale_factor,
+        is_group=True,
     )
+    work = group.start(tensors) if tensors else Done[tuple[Tensor, ...]](())
+    return current_session().handles.add(work)
 
 
 def grouped_allreduce_async_(
@@ -157,129 +213,54 @@ def grouped_allreduce_async_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``grouped_allreduce_``; the handle's result is the tuple of ``tensors``."""
-    del name
-    return current_session().handles.add(
-        _start_group(tensors, reduce_op(op, average), prescale_factor, postscale_factor)
+    group = Reduction(
+        which_op(op, average),
+        name or "",
+        process_set,
+        prescale_factor,
+        postscale_factor,
+        is_group=True,
     )
+    given = tuple(tensors)
+    work = in_place(group, given) if given else Done[tuple[Tensor, ...]](())
+    return current_session().handles.add(work)
 
 
-def reducescatter(
+def sparse_allreduce_async(
     tensor: Tensor,
-    compression: type[Compressor] = Compression.none,
-    op: int = Average,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
-    """Reduce over all ranks and return this rank's rows of dimension 0.
+    name: str | None,
+    op: int,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], Tensor]:
+    """Start the sum or average of sparse tensors.
 
-    When the size does not divide the rows, the first ranks take one row more.
+    Args:
+        tensor: Sparse (COO), of a shape equal on all ranks, with any entries.
+        name: As above.
+        op: Average divides by the size of the set; anything else is Sum.
+        process_set: As above.
+
+    Returns:
+        A function that waits and returns the sparse result, not coalesced: the entries
+        of all ranks, one after the other.
     """
-    del name
-    wire, context = compression.compress(tensor.detach())
-    work = _start_scatter(wire, op, prescale_factor, postscale_factor)
-    return compression.decompress(work.wait(), context)
-
-
-def reducescatter_async(
-    tensor: Tensor,
-    op: int = Average,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """Start ``reducescatter``."""
-    del name
-    return current_session().handles.add(
-        _start_scatter(tensor.detach(), op, prescale_factor, postscale_factor)
-    )
-
-
-def grouped_reducescatter(
-    tensors: Sequence[Tensor],
-    compression: type[Compressor] = Compression.none,
-    op: int = Average,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[Tensor]:
-    """Reduce several tensors and return this rank's rows of each."""
-    del name
-    compressed = [compression.compress(tensor.detach()) for tensor in tensors]
-    works = [
-        _start_scatter(wire, op, prescale_factor, postscale_factor)
-        for wire, _ in compressed
-    ]
-    return [
-        compression.decompress(work.wait(), context)
-        for work, (_, context) in zip(works, compressed, strict=True)
+    member = member_of(process_set, "Allgather")
+    names = [f"{name}.{part}" if name else "" for part in ("indices", "values")]
+    # Gathering is along the first dimension, where an entry's index must be.
+    indices = tensor._indices().transpose(0, 1).contiguous()  # noqa: SLF001  torch's name
+    values = tensor._values()  # noqa: SLF001  torch's name
+    gathered = [
+        Gather(each, process_set).start((part,))
+        for each, part in zip(names, (indices, values), strict=True)
     ]
 
+    def wait() -> Tensor:
+        indices, values = [work.wait()[0] for work in gathered]
+        if op == Average:
+            values = values / len(member.ranks)
+        return torch.sparse_coo_tensor(indices.transpose(0, 1), values, tensor.size())
 
-def grouped_reducescatter_async(
-    tensors: Sequence[Tensor],
-    op: int = Average,
-    name: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """Start ``grouped_reducescatter``; the handle's result is a tuple."""
-    del name
-    works = [
-        _start_scatter(tensor.detach(), op, prescale_factor, postscale_factor)
-        for tensor in tensors
-    ]
-    return current_session().handles.add(All(works))
-
-
-def reduce_op(op: int | None, average: bool | None = None) -> ReduceOp:
-    """Translate Horovod's ``op`` and its deprecated ``average``."""
-    if op is not None and average is not None:
-        raise UsageError(
-            "The op parameter supersedes average. Please provide only one of them."
-        )
-    if average is not None:
-        warnings.warn(
-            "average is deprecated; say op=hvd.Average or op=hvd.Sum.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        return ReduceOp.AVERAGE if average else ReduceOp.SUM
-    if op is None:
-        return ReduceOp.AVERAGE
-    if op not in _OPS:
-        raise UsageError(f"op must be Average, Sum, Min, Max or Product, got {op}.")
-    return _OPS[op]
-
-
-def _start(
-    tensor: Tensor, op: ReduceOp, prescale_factor: float, postscale_factor: float
-) -> Work[Tensor]:
-    work = current_session().communicator.all_reduce(
-        tensor.detach(), op, prescale=prescale_factor, postscale=postscale_factor
-    )
-    return Mapped(work, lambda _: tensor)
-
-
-def _start_group(
-    tensors: Sequence[Tensor],
-    op: ReduceOp,
-    prescale_factor: float,
-    postscale_factor: float,
-) -> Work[tuple[Tensor, ...]]:
-    return All([_start(t, op, prescale_factor, postscale_factor) for t in tensors])
-
-
-def _start_scatter(
-    tensor: Tensor, op: int, prescale_factor: float, postscale_factor: float
-) -> Work[Tensor]:
-    return current_session().communicator.reduce_scatter(
-        tensor, reduce_op(op), prescale=prescale_factor, postscale=postscale_factor
-    )
-
-
-def copy_of(tensor: Tensor) -> Tensor:
-    """Return the values of ``tensor`` in its layout, outside autograd."""
-    return tensor.detach().clone(memory_format=torch.preserve_format)
+    return wait

@@ -1,88 +1,90 @@
 """The one deliberate global: Horovod's API is module level, so a session is current."""
 
-import atexit
-import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
 from weakref import WeakSet
 
-from ronde.collectives import Communicator, connect, exchange_hosts
-from ronde.errors import CollectiveError, NotInitializedError, UsageError
+from ronde.collectives import Communicator
+from ronde.errors import CollectiveError, NotInitializedError
 from ronde.torch.handles import Handles
-from ronde.world import Claim, World, read_claim
+from ronde.torch.members import Job, Member
+from ronde.world import Claim, World
+from ronde.world.knobs import Knobs
 
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What lives between ``init()`` and ``shutdown()``."""
+    """What lives between ``init()`` and ``shutdown()``.
+
+    Attributes:
+        world: This rank's place among all.
+        claim: What the environment said of it.
+        knobs: What Horovod's variables say.
+        job: What process sets are made from.
+        is_dynamic: Whether process sets may come and go.
+        sets: The ranks of every process set by its number; 0 is all ranks.
+        members: This rank in those of them that it belongs to.
+        handles: Collectives under way that the program has numbers for.
+        duplicates: Communicators of their own that were made for others.
+        reducers: What a rank that has joined must keep up with.
+    """
 
     world: World
-    communicator: Communicator
-    handles: Handles
-    duplicates: WeakSet[Communicator]
+    claim: Claim
+    knobs: Knobs
+    job: Job
+    is_dynamic: bool
+    sets: dict[int, tuple[int, ...]]
+    members: dict[int, Member]
+    handles: Handles = field(default_factory=Handles)
+    duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
+    reducers: WeakSet[Any] = field(default_factory=WeakSet[Any])
+    _set_ids: "count[int]" = field(default_factory=lambda: count(1))
 
-    def duplicate(self) -> Communicator:
-        """Return a communicator with an order of calls of its own; collective."""
-        communicator = self.communicator.duplicate()
+    @property
+    def communicator(self) -> Communicator:
+        """Of all ranks; its calls are the coordinator's alone."""
+        return self.members[0].communicator
+
+    def duplicate(self, set_id: int = 0) -> Communicator:
+        """Return a communicator of a set with an order of calls of its own; collective.
+
+        Args:
+            set_id: A process set that this rank belongs to.
+        """
+        communicator = self.members[set_id].duplicate(self.job, set_id)
         self.duplicates.add(communicator)
         return communicator
+
+    def next_set_id(self) -> int:
+        """Return a number for a process set that none had in this session."""
+        return next(self._set_ids)
 
     def close(self) -> None:
         """Forget what is pending and give everything back."""
         self.handles.clear()
-        for communicator in [*self.duplicates, self.communicator]:
+        for member in self.members.values():
+            member.coordinator.close()
+        for communicator in self.duplicates:
             communicator.close()
+        for member in self.members.values():
+            member.communicator.close()
 
 
 _sessions: list[Session] = []
 
 
-def init(comm: Sequence[int] | None = None, *, engine: str = "") -> None:
-    """Join the other ranks; collective. Does nothing when that is done already.
-
-    The world is read from the environment of whichever launcher started this process:
-    ``ronde run``, torchrun, mpirun, srun or horovodrun; without one it is a world of
-    one.
-
-    Args:
-        comm: None, or the list of all ranks.
-        engine: What is to move tensors, equal on all ranks; empty takes the
-            environment's.
-
-    Raises:
-        UsageError: There is no such engine, or it is not installed.
-        WorldError: The environment is partial or contradicts itself.
-        CollectiveError: The other ranks could not be reached.
-    """
-    if _sessions:
-        return
-    claim = read_claim()
-    if comm is not None and list(comm) != list(range(claim.size)):
-        raise UsageError(
-            f"comm must be None or all ranks in order, got {comm} with size "
-            f"{claim.size}. Leave it out."
-        )
-    communicator = connect(claim, engine=engine)
-    _sessions.append(
-        Session(_world(claim, communicator), communicator, Handles(), WeakSet())
-    )
-    atexit.register(shutdown)
+def begin(session: Session) -> None:
+    """Make a session the current one."""
+    _sessions.append(session)
 
 
-def _world(claim: Claim, communicator: Communicator) -> World:
-    if claim.world is not None:
-        return claim.world
-    hosts = exchange_hosts(communicator, socket.gethostname())
-    return World.from_hosts(communicator.rank, hosts)
-
-
-def shutdown() -> None:
-    """Leave; pending handles are forgotten. ``init()`` may be called again."""
-    atexit.unregister(shutdown)
-    while _sessions:
-        _sessions.pop().close()
+def end() -> Session | None:
+    """Take the current session, so that there is none; None where there was none."""
+    return _sessions.pop() if _sessions else None
 
 
 def is_initialized() -> bool:

@@ -1,43 +1,68 @@
 """Works made of other works."""
 
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
 
 from ronde.collectives import Work
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 
-class Mapped(Generic[T, U]):
-    """A work whose result goes through a function, once."""
+class Given(Generic[T]):
+    """A work whose result was known before it began, such as a tensor in place."""
 
-    def __init__(self, work: Work[T], function: Callable[[T], U]) -> None:
+    __slots__ = ("_result", "_work")
+
+    def __init__(self, work: Work[Any], result: T) -> None:
         self._work = work
-        self._function = function
-        self._results: list[U] = []
+        self._result = result
 
     def is_done(self) -> bool:
         """Say whether ``wait()`` would not block."""
         return self._work.is_done()
 
-    def wait(self) -> U:
-        """Return the function of the result."""
-        if not self._results:
-            self._results.append(self._function(self._work.wait()))
-        return self._results[0]
+    def wait(self) -> T:
+        """Wait and return the result."""
+        self._work.wait()
+        return self._result
 
 
-class All(Generic[T]):
-    """Several works as one, whose result is the tuple of theirs."""
+class Only(Generic[T]):
+    """A work whose result is the only one of another's."""
 
-    def __init__(self, works: Sequence[Work[T]]) -> None:
-        self._works = works
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Work[tuple[T, ...]]) -> None:
+        self._work = work
 
     def is_done(self) -> bool:
-        """Say whether all are done."""
-        return all(work.is_done() for work in self._works)
+        """Say whether ``wait()`` would not block."""
+        return self._work.is_done()
 
-    def wait(self) -> tuple[T, ...]:
-        """Wait for all."""
-        return tuple([work.wait() for work in self._works])
+    def wait(self) -> T:
+        """Wait and return the result."""
+        return self._work.wait()[0]
+
+
+class Exchanged:
+    """An all-to-all, whose counts of rows become a tensor like the splits it got."""
+
+    __slots__ = ("_like", "_work")
+
+    def __init__(
+        self, work: Work[tuple[tuple[Tensor, list[int]], ...]], like: Tensor | None
+    ) -> None:
+        self._work = work
+        self._like = like
+
+    def is_done(self) -> bool:
+        """Say whether ``wait()`` would not block."""
+        return self._work.is_done()
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return what was received and, int32, how many rows came from each rank."""
+        received, counts = self._work.wait()[0]
+        device = None if self._like is None else self._like.device
+        return received, torch.tensor(counts, dtype=torch.int32, device=device)

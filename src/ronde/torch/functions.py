@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ronde.collectives import (
+from ronde.collectives import Work
+from ronde.collectives.objects import (
     all_gather_object,
-    broadcast_object as broadcast_object_on,
+    broadcast_object as broadcast_object_by,
 )
 from ronde.errors import UsageError
-from ronde.torch.exchanges import broadcast_async_, synchronize
-from ronde.torch.session import current_session
+from ronde.torch.autograd import Broadcast, Gather, in_place
+from ronde.torch.process_sets import ProcessSet, global_process_set
+from ronde.torch.session import rank
+from ronde.torch.submission import member_of
+from ronde.torch.works import Only
 
 
 def broadcast_parameters(
@@ -24,15 +28,20 @@ def broadcast_parameters(
 
     Args:
         params: A ``state_dict()``, or tensors, or ``(name, tensor)`` pairs such as
-            ``named_parameters()`` gives; what is not a tensor is skipped.
+            ``named_parameters()`` gives; what is not a tensor is skipped. Those that
+            have no name are matched by their order.
         root_rank: The rank to copy from.
 
     Raises:
-        UsageError: ``params`` is nothing of these.
+        UsageError: ``params`` is nothing of these, or two have one name.
+        CollectiveError: Ranks differ in a shape or dtype, or one is gone.
     """
-    handles = [broadcast_async_(t, root_rank) for t in _tensors(params)]
-    for handle in handles:
-        synchronize(handle)
+    works = [
+        in_place(Broadcast(root_rank, name, global_process_set), (tensor,))
+        for name, tensor in _named_tensors(params)
+    ]
+    for work in works:
+        work.wait()
 
 
 def broadcast_optimizer_state(
@@ -48,11 +57,12 @@ def broadcast_optimizer_state(
 
     Raises:
         UsageError: The optimizer is ``torch.optim.LBFGS``.
+        CollectiveError: A rank is gone.
     """
     del model
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("cannot broadcast torch.optim.LBFGS state")
-    is_root = current_session().communicator.rank == root_rank
+    is_root = rank() == root_rank
     tensors: list[Tensor] = []
     skeleton = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
     skeleton, shapes = broadcast_object(
@@ -65,27 +75,65 @@ def broadcast_optimizer_state(
         optimizer.load_state_dict(_put_tensors(skeleton, tensors))
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:  # noqa: ANN401 - anything
-    """Return ``root_rank``'s object on every rank; collective.
+def broadcast_object(
+    obj: Any,  # noqa: ANN401  anything
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # noqa: ANN401  anything
+    """Return ``root_rank``'s object on every rank of the set; collective.
 
     Args:
         obj: Anything cloudpickle takes; ignored on the other ranks.
-        root_rank: The rank whose object everyone gets.
-        name: Accepted for Horovod's sake.
+        root_rank: The rank whose object everyone gets, among all ranks.
+        name: Matches the ranks' calls; without one, their order does. (Horovod takes
+            the name of the object's class, which may differ from rank to rank.)
+        process_set: The ranks that take part.
+
+    Raises:
+        UsageError: The set is not there, or without this rank or ``root_rank``.
+        CollectiveError: The root could not pickle its object, or a rank is gone.
     """
-    del name
-    return broadcast_object_on(current_session().communicator, obj, root_rank)
+    return broadcast_object_by(_Carrier(name or "", process_set), obj, root_rank)
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # noqa: ANN401 - anything
+def allgather_object(
+    obj: Any,  # noqa: ANN401  anything
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
     """Return every rank's object, in rank order; collective.
 
     Args:
         obj: Anything cloudpickle takes.
-        name: Accepted for Horovod's sake.
+        name: As of ``broadcast_object``.
+        process_set: The ranks that take part.
+
+    Raises:
+        UsageError: The set is not there, or without this rank.
+        CollectiveError: A rank could not pickle its object, or is gone.
     """
-    del name
-    return all_gather_object(current_session().communicator, obj)
+    return all_gather_object(_Carrier(name or "", process_set), obj)
+
+
+class _Carrier:
+    """Carries the bytes of one object by named collectives, ranks among all."""
+
+    def __init__(self, name: str, process_set: ProcessSet) -> None:
+        member = member_of(process_set, "Broadcast")
+        self.rank = member.ranks[member.rank]
+        self.size = len(member.ranks)
+        self._process_set = process_set
+        self._names = iter([name and f"{name}.sz", name and f"{name}.t"])
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
+        """Copy the length, then the bytes, from ``root``."""
+        part = Broadcast(root, next(self._names), self._process_set)
+        return Only(in_place(part, (tensor,)))
+
+    def all_gather(self, tensor: Tensor) -> Work[Tensor]:
+        """Gather length and bytes in one."""
+        return Only(Gather(next(self._names), self._process_set).start((tensor,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +182,22 @@ def _map_children(value: Any, function: Callable[[Any], Any]) -> Any:  # noqa: A
     return value
 
 
-def _tensors(params: Mapping[str, Any] | Iterable[Any]) -> list[Tensor]:
+def _named_tensors(
+    params: Mapping[str, Any] | Iterable[Any],
+) -> list[tuple[str, Tensor]]:
     if isinstance(params, Tensor | str | bytes) or not hasattr(params, "__iter__"):
         raise UsageError(f"invalid params of type: {type(params)}")
     if isinstance(params, Mapping):
         named = cast("Mapping[str, Any]", params)
-        values = [named[key] for key in sorted(named)]
+        pairs: list[tuple[Any, Any]] = sorted(named.items(), key=_key)
     else:
-        values = [_value(item) for item in params]
-    return [value for value in values if isinstance(value, Tensor)]
+        pairs = [_pair(item) for item in params]
+    return [(str(n or ""), t) for n, t in pairs if isinstance(t, Tensor)]
 
 
-def _value(item: Any) -> Any:  # noqa: ANN401 - the caller's own
-    return cast("tuple[Any, ...]", item)[1] if isinstance(item, tuple) else item
+def _key(item: tuple[str, Any]) -> str:
+    return item[0]
+
+
+def _pair(item: Any) -> tuple[Any, Any]:  # noqa: ANN401 - the caller's own
+    return cast("tuple[Any, Any]", item) if isinstance(item, tuple) else ("", item)

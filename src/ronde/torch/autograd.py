@@ -1,0 +1,289 @@
+"""The collectives as values, with their gradients.
+
+Each is a function of tensors: ``start`` it, or ``carry_out`` it under autograd. The
+gradient of one is made of others, so that gradients of gradients are there as well.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ronde.collectives import ReduceOp, Work
+from ronde.coordination.operations import Kind, Operation
+from ronde.errors import CollectiveError, UsageError
+from ronde.torch.operators import REDUCE_OPS, REDUCIBLE, Adasum, Average, Sum
+from ronde.torch.process_sets import ProcessSet
+from ronde.torch.submission import detached, member_of, require_dtypes
+from ronde.torch.works import Given
+
+Tensors = Sequence[Tensor]
+
+
+class Collective(Protocol):
+    """One or several tensors in, as many out."""
+
+    def start(self, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
+        """Submit it; the result is outside autograd."""
+        ...
+
+    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
+        """Turn gradients of its results into those of its inputs; collective.
+
+        Args:
+            gradients: One for each result.
+            num_rows: The inputs' sizes in dimension 0.
+        """
+        ...
+
+
+def carry_out(collective: Collective, tensors: Tensors) -> tuple[Tensor, ...]:
+    """Run a collective, under autograd where a tensor needs that."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return cast(
+                    "tuple[Tensor, ...]", _Differentiable.apply(collective, *tensors)
+                )
+    return collective.start(tensors).wait()
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, collective: Collective, *tensors: Tensor) -> Any:  # noqa: ANN401  autograd's
+        ctx.collective = collective
+        ctx.num_rows = [t.shape[0] if t.dim() else 1 for t in tensors]
+        return collective.start(tensors).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401  autograd's
+        return None, *ctx.collective.gradients(gradients, ctx.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """All-reduce; its gradient is the same reduction of gradients.
+
+    Attributes:
+        op: Horovod's number.
+        name: On the wire; empty for none.
+        process_set: Whose ranks.
+        prescale: Multiplies the inputs.
+        postscale: Multiplies the results.
+        is_group: Whether the tensors are one group.
+    """
+
+    op: int
+    name: str
+    process_set: ProcessSet
+    prescale: float = 1.0
+    postscale: float = 1.0
+    is_group: bool = False
+
+    def start(self, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
+        """Submit it for new tensors of the inputs' layouts."""
+        tensors = detached(tensors)
+        return self.start_into(tensors, tuple([torch.empty_like(t) for t in tensors]))
+
+    def start_into(
+        self, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+    ) -> Work[tuple[Tensor, ...]]:
+        """Submit it.
+
+        Args:
+            tensors: Outside autograd.
+            outputs: Where the results go; ``tensors`` itself to work in place.
+
+        Raises:
+            UsageError: A dtype has no such reduction, or the set does not fit.
+            NotImplementedError: Adasum on this set, or over so many ranks.
+            CollectiveError: There is no session, or the job is shut down.
+        """
+        require_dtypes(tensors, REDUCIBLE[self.op])
+        member = member_of(self.process_set, "Allreduce")
+        if self.op == Adasum:
+            _require_adasum(self.process_set, len(member.ranks))
+        return member.coordinator.submit(
+            Operation(
+                Kind.ADASUM if self.op == Adasum else Kind.ALLREDUCE,
+                tensors,
+                self.name,
+                outputs,
+                self.is_group,
+                REDUCE_OPS.get(self.op, ReduceOp.SUM),
+                self.prescale,
+                self.postscale,
+            )
+        )
+
+    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
+        """Reduce the gradients alike."""
+        del num_rows
+        name = _name_of_gradients(self.name)
+        alike = Reduction(
+            self.op,
+            name,
+            self.process_set,
+            self.prescale,
+            self.postscale,
+            self.is_group,
+        )
+        return carry_out(alike, gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """All-gather; its gradient is this rank's rows of the averaged gradients.
+
+    Attributes: as of ``Reduction``.
+    """
+
+    name: str
+    process_set: ProcessSet
+    is_group: bool = False
+
+    def start(self, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
+        """Submit it."""
+        require_dtypes(tensors)
+        member = member_of(self.process_set, "Allgather")
+        return member.coordinator.submit(
+            Operation(Kind.ALLGATHER, detached(tensors), self.name, (), self.is_group)
+        )
+
+    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
+        """Average the gradients and take this rank's rows, wherever they lie."""
+        name = _name_of_gradients(self.name)
+        averaged = carry_out(
+            Reduction(Average, name, self.process_set, is_group=self.is_group),
+            gradients,
+        )
+        rows = Gather(name, self.process_set).start([torch.tensor([num_rows])])
+        rank = member_of(self.process_set, "Allgather").rank
+        starts = cast("list[int]", rows.wait()[0][:rank].sum(0).tolist())
+        return [
+            gradient.narrow(0, start, length)
+            for gradient, start, length in zip(averaged, starts, num_rows, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Copy from one rank; its gradient is the average there and zero elsewhere.
+
+    Attributes:
+        root_rank: Among all ranks, also in a process set.
+        name: As of ``Reduction``.
+        process_set: As of ``Reduction``.
+    """
+
+    root_rank: int
+    name: str
+    process_set: ProcessSet
+
+    def start(self, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
+        """Submit it for new tensors of the inputs' layouts."""
+        tensors = detached(tensors)
+        return self.start_into(tensors, tuple([torch.empty_like(t) for t in tensors]))
+
+    def start_into(
+        self, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+    ) -> Work[tuple[Tensor, ...]]:
+        """Submit it: see ``Reduction.start_into``."""
+        require_dtypes(tensors)
+        member = member_of(self.process_set, "Broadcast")
+        if self.root_rank not in member.ranks:
+            raise UsageError(
+                f"broadcast received invalid root rank {self.root_rank} for provided "
+                "process set"
+            )
+        root = member.ranks.index(self.root_rank)
+        return member.coordinator.submit(
+            Operation(Kind.BROADCAST, tensors, self.name, outputs, root=root)
+        )
+
+    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
+        """Average the gradients; they are the root's."""
+        del num_rows
+        name = _name_of_gradients(self.name)
+        averaged = carry_out(Reduction(Average, name, self.process_set), gradients)
+        member = member_of(self.process_set, "Broadcast")
+        if member.ranks[member.rank] == self.root_rank:
+            return averaged
+        return [torch.zeros_like(gradient) for gradient in averaged]
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Reduce-scatter by sum or average; its gradient is gathered.
+
+    Attributes: as of ``Reduction``.
+    """
+
+    op: int
+    name: str
+    process_set: ProcessSet
+    prescale: float = 1.0
+    postscale: float = 1.0
+    is_group: bool = False
+
+    def start(self, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
+        """Submit it.
+
+        Raises:
+            UsageError: A dtype has no such reduction, or the set does not fit.
+            CollectiveError: There is no session, the job is shut down, or ``op`` is
+                neither Average nor Sum.
+        """
+        require_dtypes(tensors, REDUCIBLE.get(self.op))
+        member = member_of(self.process_set, "Reducescatter")
+        if self.op not in (Average, Sum):
+            raise CollectiveError(
+                "Reducescatter currently only supports AVERAGE and SUM."
+            )
+        return member.coordinator.submit(
+            Operation(
+                Kind.REDUCESCATTER,
+                detached(tensors),
+                self.name,
+                (),
+                self.is_group,
+                REDUCE_OPS[self.op],
+                self.prescale,
+                self.postscale,
+            )
+        )
+
+    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
+        """Gather the scaled gradients."""
+        del num_rows
+        member = member_of(self.process_set, "Reducescatter")
+        factor = self.prescale * self.postscale
+        factor *= len(member.ranks) if self.op == Sum else 1
+        name = _name_of_gradients(self.name)
+        gather = Gather(name, self.process_set, self.is_group)
+        return carry_out(gather, [gradient * factor for gradient in gradients])
+
+
+def in_place(
+    collective: Reduction | Broadcast, tensors: tuple[Tensor, ...]
+) -> Work[tuple[Tensor, ...]]:
+    """Start a collective whose results are the very tensors it is given."""
+    own = detached(tensors)
+    return Given(collective.start_into(own, own), tensors)
+
+
+def _name_of_gradients(name: str) -> str:
+    return name and f"{name}.gradient"
+
+
+def _require_adasum(process_set: ProcessSet, size: int) -> None:
+    if process_set.process_set_id != 0:
+        raise NotImplementedError(
+            "Adasum does not support non-global process sets yet."
+        )
+    if size & (size - 1):
+        raise NotImplementedError(
+            "Running Adasum with non-power of 2 ranks is not supported yet."
+        )

@@ -1,0 +1,64 @@
+"""Waiting: for handles, for all ranks, and for those that have more data."""
+
+from typing import Any
+
+from ronde.coordination.operations import Kind, Operation
+from ronde.torch.process_sets import ProcessSet, global_process_set
+from ronde.torch.session import current_session
+from ronde.torch.submission import member_of
+
+
+def poll(handle: int) -> bool:
+    """Say whether ``synchronize(handle)`` would return at once.
+
+    Raises:
+        UsageError: There is no such handle, or it was synchronized.
+        CollectiveError: There is no session.
+    """
+    return current_session().handles.poll(handle)
+
+
+def synchronize(handle: int) -> Any:  # noqa: ANN401 - each operation's own result
+    """Wait for the operation of ``handle``, forget it and return its result.
+
+    Returns:
+        None for a handle that is not known.
+
+    Raises:
+        CollectiveError: The operation failed, or there is no session.
+    """
+    return current_session().handles.synchronize(handle)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank of the set has called this.
+
+    Raises:
+        UsageError: The set is not there or without this rank, or a barrier of it is
+            under way.
+        CollectiveError: A rank is gone.
+    """
+    member = member_of(process_set, "Barrier")
+    member.coordinator.submit(Operation(Kind.BARRIER)).wait()
+
+
+def join(device: int = -1) -> int:
+    """Take part in what the others still reduce, with zeros, until all have joined.
+
+    For ranks whose data end earlier. Averages still divide by the number of all ranks.
+    All-reduces go on; what else the others ask for fails, as nothing could stand for
+    this rank's part.
+
+    Args:
+        device: Accepted for Horovod's sake; zeros are made where they are needed.
+
+    Returns:
+        The rank that joined last, equal on all ranks.
+
+    Raises:
+        CollectiveError: A rank is gone.
+    """
+    del device
+    member = current_session().members[0]
+    joined = member.coordinator.submit(Operation(Kind.JOIN))
+    return joined.wait()

@@ -1,0 +1,80 @@
+"""What Horovod's scripts ask about the build, which ronde answers for what is here."""
+
+import sys
+from importlib.util import find_spec
+from typing import cast
+
+import torch
+from torch import distributed
+from torch.cuda import nccl
+
+from ronde.errors import UsageError
+from ronde.torch.session import current_session, is_initialized
+from ronde.world import Launcher
+
+
+def mpi_built() -> bool:
+    """Say whether mpi4py is installed, so that MPI can move tensors."""
+    return find_spec("mpi4py") is not None
+
+
+def mpi_enabled() -> bool:
+    """Say whether MPI started this job or moves its tensors; before ``init()`` not."""
+    if not is_initialized():
+        return False
+    session = current_session()
+    is_launcher = session.claim.launcher in (Launcher.OPEN_MPI, Launcher.PMI)
+    return is_launcher or session.communicator.engine == "mpi"
+
+
+def mpi_threads_supported() -> bool:
+    """Say whether several threads may call MPI, as mpi4py lets a program do.
+
+    Raises:
+        UsageError: MPI has no part in this job.
+    """
+    if not mpi_enabled():
+        raise UsageError(
+            "Horovod MPI is not enabled; Please make sure it's installed and enabled."
+        )
+    # Importing mpi4py.MPI starts MPI: who has not done that calls it from no thread.
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is None or mpi.Query_thread() == mpi.THREAD_MULTIPLE
+
+
+def gloo_built() -> bool:
+    """Say whether torch has Gloo."""
+    return distributed.is_available() and distributed.is_gloo_available()
+
+
+def gloo_enabled() -> bool:
+    """Say whether Gloo may be used: wherever torch has it."""
+    return gloo_built()
+
+
+def nccl_built() -> int:
+    """Return the version of torch's NCCL, such as 22304 for 2.23.4; 0 without it."""
+    if not distributed.is_available() or not distributed.is_nccl_available():
+        return 0
+    major, minor, patch = cast("tuple[int, ...]", nccl.version())[:3]
+    return major * 10000 + minor * 100 + patch
+
+
+def ddl_built() -> bool:
+    """Return False: IBM's DDL is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: Intel's oneCCL is not used."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Say whether torch was built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Say whether torch was built for ROCm."""
+    return torch.version.hip is not None

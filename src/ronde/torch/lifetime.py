@@ -1,0 +1,162 @@
+"""The beginning and the end of a session."""
+
+import atexit
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from ronde.collectives import Communicator, Connections, exchange_hosts
+from ronde.collectives.connection import DEFAULT_TIMEOUT_S
+from ronde.coordination.options import CoordinationOptions
+from ronde.errors import UsageError
+from ronde.torch.members import Job, Member
+from ronde.torch.process_sets import ProcessSet, global_process_set, register
+from ronde.torch.session import (
+    Session,
+    begin,
+    current_session,
+    end,
+    is_initialized,
+)
+from ronde.world import Claim, World, read_claim
+from ronde.world.knobs import Knobs, read_knobs, report_ignored
+
+_START_TIMEOUT_S = 300.0
+_DYNAMIC = "dynamic"
+_asked_for: set[str] = set()
+"""Horovod remembers ``init(process_sets="dynamic")`` over a shutdown; so do we."""
+
+
+def init(
+    comm: Sequence[int] | Any = None,  # noqa: ANN401  mpi4py's
+    process_sets: Sequence[ProcessSet] | str | None = None,
+    *,
+    engine: str = "",
+) -> None:
+    """Join the other ranks; collective. Does nothing when that is done already.
+
+    The world is read from the environment of whichever launcher started this process:
+    ``ronde run``, torchrun, mpirun, srun or horovodrun; without one it is a world of
+    one. Horovod's variables, ``HOROVOD_*``, are read here.
+
+    Args:
+        comm: None, the list of all ranks, or an mpi4py communicator of all ranks.
+        process_sets: Sets to register, equal on all ranks; or ``"dynamic"``, to allow
+            ``add_process_set()`` later.
+        engine: What is to move tensors, equal on all ranks; empty takes the
+            environment's.
+
+    Raises:
+        UsageError: There is no such engine, it is not installed, or two process sets
+            have the same ranks.
+        WorldError: The environment is partial or contradicts itself.
+        CollectiveError: The other ranks could not be reached.
+    """
+    sets = _static_sets(process_sets)
+    if not is_initialized():
+        _start(comm, engine)
+    _register_all(current_session(), sets)
+
+
+def shutdown() -> None:
+    """Leave; pending handles are forgotten. ``init()`` may be called again."""
+    atexit.unregister(shutdown)
+    session = end()
+    if session is not None:
+        session.close()
+
+
+def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi4py's
+    knobs = read_knobs()
+    report_ignored(knobs)
+    claim = read_claim()
+    _check_comm(comm, claim)
+    connections = Connections(
+        claim,
+        timeout_s=knobs.collective_timeout_s or DEFAULT_TIMEOUT_S,
+        engine=engine or _hierarchical(claim, knobs),
+    )
+    ranks = tuple(range(claim.size))
+    communicator = connections.connect("set0", ranks)
+    hosts = _hosts(claim, communicator)
+    timeout_s = knobs.start_timeout_s or _START_TIMEOUT_S
+    job = Job(connections, hosts, _options(knobs), timeout_s)
+    session = Session(
+        world=claim.world or World.from_hosts(claim.rank, hosts),
+        claim=claim,
+        knobs=knobs,
+        job=job,
+        is_dynamic=knobs.has_dynamic_process_sets or _DYNAMIC in _asked_for,
+        sets={0: ranks},
+        members={0: Member.connect(job, 0, ranks, communicator)},
+    )
+    global_process_set.ranks = list(ranks)
+    begin(session)
+    atexit.register(shutdown)
+
+
+def _static_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:
+    if not isinstance(process_sets, str):
+        return list(process_sets or ())
+    if process_sets.lower() != _DYNAMIC:
+        raise UsageError(
+            f"process_sets must be a list of ProcessSet or {_DYNAMIC!r}, got "
+            f"{process_sets!r}."
+        )
+    _asked_for.add(_DYNAMIC)
+    return []
+
+
+def _register_all(session: Session, sets: list[ProcessSet]) -> None:
+    """Register the sets that ``init`` was given; those it had already stay."""
+    before = dict(session.sets)
+    for number, process_set in enumerate(sets):
+        set_id = process_set.process_set_id
+        if before.get(set_id or 0) == tuple(process_set.ranks):
+            continue
+        if not register(session, process_set):
+            raise UsageError(
+                "Horovod could not be initialized because process_sets entry number "
+                f"{number} is a duplicate: {process_set}"
+            )
+
+
+def _check_comm(comm: Sequence[int] | Any, claim: Claim) -> None:  # noqa: ANN401  mpi4py's
+    if comm is None:
+        return
+    every = list(range(claim.size))
+    if isinstance(comm, Iterable):
+        if list(cast("Iterable[int]", comm)) in ([], every):
+            return
+    elif ProcessSet(comm).ranks == every:
+        global_process_set.mpi_comm = comm
+        return
+    raise UsageError(
+        f"comm must be None or all ranks in order, got {comm} with size {claim.size}. "
+        "Leave it out; give process_sets for some of the ranks."
+    )
+
+
+def _hierarchical(claim: Claim, knobs: Knobs) -> str:
+    """Return the engine that ``HOROVOD_HIERARCHICAL_*`` asks for, or empty."""
+    is_asked = knobs.is_hierarchical and claim.engine == "auto"
+    return "hierarchical" if is_asked and claim.local_size < claim.size else ""
+
+
+def _hosts(claim: Claim, communicator: Communicator) -> tuple[str, ...]:
+    """Return the host of every rank; collective where they may be on several."""
+    host = socket.gethostname()
+    if claim.local_size == claim.size:
+        return (host,) * claim.size
+    return tuple(exchange_hosts(communicator, host))
+
+
+def _options(knobs: Knobs) -> CoordinationOptions:
+    return CoordinationOptions(
+        fusion_threshold_bytes=knobs.fusion_threshold_bytes,
+        gather_time_s=knobs.cycle_time_s,
+        cache_capacity=knobs.cache_capacity,
+        is_group_alone=knobs.is_group_alone,
+        stall_warning_s=knobs.stall_warning_s,
+        stall_shutdown_s=knobs.stall_shutdown_s,
+    )

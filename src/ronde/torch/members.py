@@ -1,0 +1,93 @@
+"""What a rank holds of a process set that it belongs to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from ronde.collectives import Communicator, Connections
+from ronde.coordination.control.connecting import connect_channel
+from ronde.coordination.coordinator import Coordinator
+from ronde.coordination.options import CoordinationOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all process sets of a job are made from.
+
+    Attributes:
+        connections: Makes communicators.
+        hosts: The host of every rank of the job.
+        options: How to coordinate.
+        timeout_s: How long the ranks of a set wait for each other to connect.
+    """
+
+    connections: Connections
+    hosts: tuple[str, ...]
+    options: CoordinationOptions
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """This rank as one of a process set.
+
+    Attributes:
+        ranks: The set's ranks among all, ascending.
+        rank: This one's index in them.
+        communicator: Of these ranks; its calls are the coordinator's alone.
+        coordinator: Agrees on what the communicator is to do.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    communicator: Communicator
+    coordinator: Coordinator
+    _duplicates: "count[int]" = field(default_factory=count)
+
+    @classmethod
+    def connect(
+        cls,
+        job: Job,
+        set_id: int,
+        ranks: Sequence[int],
+        communicator: Communicator | None = None,
+    ) -> "Member":
+        """Connect the ranks of a set; collective over them.
+
+        Args:
+            job: What to make it from.
+            set_id: Number of the set; no other of the job has or had it.
+            ranks: Ascending; this one is among them.
+            communicator: Of these ranks, where there is one already.
+        """
+        rank = ranks.index(job.connections.claim.rank)
+        if communicator is None:
+            communicator = job.connections.connect(f"set{set_id}", ranks, job.hosts)
+        try:
+            channel = connect_channel(
+                job.connections.store(f"set{set_id}/control"),
+                rank,
+                [job.hosts[other] for other in ranks],
+                timeout_s=job.timeout_s,
+            )
+            coordinator = Coordinator(
+                communicator, channel, job.options, set_id=set_id, ranks=tuple(ranks)
+            )
+        except BaseException:
+            communicator.close()
+            raise
+        return cls(tuple(ranks), rank, communicator, coordinator)
+
+    def duplicate(self, job: Job, set_id: int) -> Communicator:
+        """Make a communicator of the set with an order of calls of its own; collective.
+
+        Not the communicator's own ``duplicate()``, which would come between the calls
+        of the coordinator.
+        """
+        name = f"set{set_id}/duplicate{next(self._duplicates)}"
+        return job.connections.connect(name, self.ranks, job.hosts)
+
+    def close(self) -> None:
+        """Tell the others, fail what is under way and give everything back."""
+        self.coordinator.close()
+        self.communicator.close()

@@ -1,0 +1,213 @@
+"""Process sets: some of the ranks, which run collectives of their own."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+
+from ronde.coordination.operations import Kind, Operation
+from ronde.errors import UsageError
+from ronde.torch.members import Member
+from ronde.torch.session import Session, current_session, current_world
+
+_RULE = "ProcessSet should be initialized with a list of process ranks or an mpi4py"
+
+
+class ProcessSet:
+    """Some of the ranks, once ``init()`` or ``add_process_set()`` has been given it.
+
+    Attributes:
+        process_set_id: Its number, equal on all ranks; None until it is registered.
+        ranks: Its ranks among all, ascending.
+        mpi_comm: The communicator that it was made from, or None.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int]
+    mpi_comm: Any = None
+
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:  # noqa: ANN401  mpi4py's
+        """Name the ranks; not collective.
+
+        Args:
+            ranks_or_comm: Ranks in any order, or an mpi4py communicator of them.
+
+        Raises:
+            UsageError: It is none of these.
+        """
+        ranks: Any = ranks_or_comm
+        if not isinstance(ranks_or_comm, Iterable):
+            ranks = _ranks_of(ranks_or_comm)
+            self.mpi_comm = ranks_or_comm
+        self.ranks = sorted(cast("Iterable[int]", ranks))
+        if not all(isinstance(rank, int) for rank in cast("list[Any]", self.ranks)):
+            raise UsageError(f"{_RULE} Comm object")
+
+    def size(self) -> int | None:
+        """Return its number of ranks; None while it is not registered."""
+        return None if self.process_set_id is None else len(_registered(self))
+
+    def rank(self) -> int | None:
+        """Return this rank's index in it; None while it is not registered.
+
+        Raises:
+            UsageError: This rank is not part of it.
+        """
+        if self.process_set_id is None:
+            return None
+        own = current_world().rank
+        ranks = _registered(self)
+        if own not in ranks:
+            raise UsageError("Process is not part of provided process set.")
+        return ranks.index(own)
+
+    def included(self) -> bool:
+        """Say whether this rank is part of it."""
+        return current_world().rank in self.ranks
+
+    def __str__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
+            f"mpi_comm={self.mpi_comm})"
+        )
+
+
+global_process_set = ProcessSet([])
+"""All ranks; ``ranks`` are there after ``init()``."""
+global_process_set.process_set_id = 0
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set; collective over all ranks, its own or not.
+
+    Args:
+        process_set: The set or its ranks, equal on all ranks.
+
+    Returns:
+        The set, with its number.
+
+    Raises:
+        UsageError: There is a set of these ranks already, a rank is none, or sets may
+            not come and go.
+        NotInitializedError: There is no session.
+        CollectiveError: A rank is gone.
+    """
+    current_world()
+    session = current_session()
+    _require_dynamic(session, "adding")
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    if not register(session, process_set):
+        raise UsageError(f"Attempted to add a duplicate process set: {process_set}")
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take a process set back; collective over all ranks, its own or not.
+
+    What is under way in it fails.
+
+    Returns:
+        Whether there was one: False for the set of all ranks and for one that is not
+        registered, and then not collective.
+
+    Raises:
+        UsageError: Sets may not come and go.
+        NotInitializedError: There is no session.
+        CollectiveError: A rank is gone.
+    """
+    set_id = process_set.process_set_id
+    if not set_id:
+        return False
+    current_world()
+    session = current_session()
+    _require_dynamic(session, "removing")
+    process_set.process_set_id = None
+    if list(session.sets.get(set_id, ())) != process_set.ranks:
+        return False
+    _agree(session, f"remove.{set_id}", set_id)
+    del session.sets[set_id]
+    member = session.members.pop(set_id, None)
+    if member is not None:
+        member.close()
+    return True
+
+
+def register(session: Session, process_set: ProcessSet) -> bool:
+    """Give a process set its number and connect its ranks; collective over all ranks.
+
+    Returns:
+        False where another set has its ranks; nothing is done then.
+
+    Raises:
+        UsageError: It has no ranks, or one that is not there.
+        CollectiveError: A rank is gone.
+    """
+    ranks = tuple(process_set.ranks)
+    size = session.world.size
+    is_there = bool(ranks) and 0 <= ranks[0] <= ranks[-1] < size
+    if not is_there or len(set(ranks)) != len(ranks):
+        raise UsageError(
+            f"ranks of a process set must be different and in 0..{size - 1}, got "
+            f"{process_set.ranks}. Name each rank once."
+        )
+    if ranks in session.sets.values():
+        return False
+    word = ".".join(map(str, ranks))
+    set_id = _agree(session, f"add.{word}", session.next_set_id())
+    if session.world.rank in ranks:
+        session.members[set_id] = Member.connect(session.job, set_id, ranks)
+    session.sets[set_id] = ranks
+    process_set.process_set_id = set_id
+    return True
+
+
+def _agree(session: Session, what: str, number: int) -> int:
+    """Wait until every rank wants the same of process sets, and take rank 0's number.
+
+    By name, so that ranks may ask for several in any order and whoever is missing shows
+    up as any other that is waited for.
+    """
+    tensor = torch.tensor([number])
+    operation = Operation(
+        Kind.BROADCAST, (tensor,), f"process_set.{what}", (tensor,), root=0
+    )
+    session.members[0].coordinator.submit(operation).wait()
+    return int(tensor.item())
+
+
+def _require_dynamic(session: Session, doing: str) -> None:
+    if not session.is_dynamic:
+        raise UsageError(
+            f"Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {doing} process sets after "
+            "Horovod initialization."
+        )
+
+
+def _registered(process_set: ProcessSet) -> tuple[int, ...]:
+    """Return the ranks of a set by its number.
+
+    Raises:
+        NotInitializedError: There is no session.
+        UsageError: The session has no such set.
+    """
+    current_world()
+    ranks = current_session().sets.get(process_set.process_set_id or 0)
+    # One that an earlier session registered may bear the number of another now.
+    if ranks is None or list(ranks) != process_set.ranks:
+        raise UsageError("Process set does not exist or has not been registered.")
+    return ranks
+
+
+def _ranks_of(comm: Any) -> list[int]:  # noqa: ANN401  mpi4py's
+    """Return the ranks of an mpi4py communicator among all of the job."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UsageError(
+            f"{_RULE} Comm object; mpi4py is not installed. Give ranks."
+        ) from error
+    if not isinstance(comm, MPI.Comm):
+        raise UsageError(f"{_RULE} Comm object")
+    group = comm.Get_group()
+    return list(group.Translate_ranks(None, MPI.COMM_WORLD.Get_group()))
