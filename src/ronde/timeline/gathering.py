@@ -1,0 +1,228 @@
+"""Ranks compare their clocks and hand their records to rank 0, through a store.
+
+No rank waits for long: one that does not take part, because it is gone or never began
+a timeline, is left out when its time is up.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from ronde.timeline.clocks import ClockBound, Exchange, bound_offset
+
+NUM_EXCHANGES = 32
+CHUNK_BYTES = 1 << 20
+"""A store takes 8 MiB at once."""
+
+START_PATIENCE_S = 30.0
+END_PATIENCE_S = 10.0
+_EXCHANGE_S = 1.0
+_POLL_S = 0.01
+
+_logger = logging.getLogger("ronde")
+
+
+class SharedStore(Protocol):
+    """What is needed of ``torch.distributed.Store``."""
+
+    def set(self, key: str, value: bytes, /) -> Any: ...  # noqa: ANN401, D102
+    def get(self, key: str, /) -> bytes: ...  # noqa: D102
+    def add(self, key: str, amount: int, /) -> int: ...  # noqa: D102
+    def check(self, keys: list[str], /) -> bool: ...  # noqa: D102
+    def wait(self, keys: list[str], timeout: timedelta, /) -> Any: ...  # noqa: ANN401, D102
+    def delete_key(self, key: str, /) -> bool: ...  # noqa: D102
+
+
+class Gathering:
+    """One rank's end of one recording of all ranks.
+
+    The methods after ``start`` are called by one thread.
+
+    Args:
+        store: This object's alone; all ranks see the same keys in it.
+        rank: This process.
+        size: Number of ranks.
+        clock: From ``clock_identity``.
+        on_bound: Gets what is measured of this clock's offset to rank 0's.
+        now_ns: The clock.
+    """
+
+    def __init__(
+        self,
+        store: SharedStore,
+        rank: int,
+        size: int,
+        *,
+        clock: str,
+        on_bound: Callable[[ClockBound], None],
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._clock = clock
+        self._on_bound = on_bound
+        self._now_ns = now_ns
+        self._is_leader = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=self._compare, name="ronde-timeline-clocks", daemon=True
+        )
+
+    def start(self) -> None:
+        """Say that this rank records, and compare the clocks in a thread.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        self._store.set(_clock_key(self._rank), self._clock.encode())
+        self._thread.start()
+
+    def compare_again(self) -> None:
+        """Compare the clocks once more, at the end of the recording.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        self._closing.set()
+        self._thread.join()
+        self._closing.clear()
+        deadline = time.monotonic() + END_PATIENCE_S
+        if self._rank == 0:
+            self._serve("end", self._foreign_clocks(self._announced()), deadline)
+        elif self._is_leader:
+            self._measure("end", deadline)
+
+    def hand_in(self, part: bytes) -> bool:
+        """Give rank 0 this rank's records; on any other rank.
+
+        Returns:
+            Whether rank 0 took them.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        chunks = [
+            part[at : at + CHUNK_BYTES] for at in range(0, len(part), CHUNK_BYTES)
+        ]
+        for number, chunk in enumerate(chunks):
+            self._store.set(f"part/{self._rank}/{number}", chunk)
+        self._store.set(f"part/{self._rank}", str(len(chunks)).encode())
+        deadline = time.monotonic() + END_PATIENCE_S
+        return self._wait_for([f"taken/{self._rank}"], deadline)
+
+    def collect(self) -> tuple[dict[int, bytes], list[int]]:
+        """Take the other ranks' records; on rank 0.
+
+        Returns:
+            The part of each rank, and the ranks that record and did not hand theirs in.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        parts: dict[int, bytes] = {}
+        missing: list[int] = []
+        deadline = time.monotonic() + END_PATIENCE_S
+        for rank in self._announced():
+            if rank == 0:
+                continue
+            if not self._wait_for([f"part/{rank}"], deadline):
+                missing.append(rank)
+                continue
+            deadline = time.monotonic() + END_PATIENCE_S
+            count = int(self._take(f"part/{rank}"))
+            parts[rank] = b"".join(
+                self._take(f"part/{rank}/{number}") for number in range(count)
+            )
+            self._store.set(f"taken/{rank}", b"")
+        return parts, missing
+
+    def _compare(self) -> None:
+        """Compare the clocks at the start; the thread."""
+        deadline = time.monotonic() + START_PATIENCE_S
+        try:
+            if self._rank == 0:
+                self._wait_for([_clock_key(r) for r in range(self._size)], deadline)
+                self._serve("start", self._foreign_clocks(self._announced()), deadline)
+            elif self._wait_for([_clock_key(0)], deadline):
+                is_own = self._store.get(_clock_key(0)).decode() == self._clock
+                if not is_own and self._store.add(f"leader/{self._clock}", 1) == 1:
+                    self._is_leader = True
+                    self._measure("start", deadline)
+        except RuntimeError as error:
+            _logger.warning(
+                "clocks of the timeline must be compared, but that fails: %s. Hosts "
+                "are put together by their time of day.",
+                error,
+            )
+
+    def _announced(self) -> list[int]:
+        everyone = list(range(self._size))
+        if self._store.check([_clock_key(rank) for rank in everyone]):
+            return everyone
+        return [rank for rank in everyone if self._store.check([_clock_key(rank)])]
+
+    def _foreign_clocks(self, ranks: Sequence[int]) -> list[str]:
+        clocks = {self._store.get(_clock_key(rank)).decode() for rank in ranks}
+        return sorted(clocks - {self._clock})
+
+    def _serve(self, phase: str, clocks: Sequence[str], deadline: float) -> None:
+        """Tell others this clock's time, whenever they ask."""
+        for clock in clocks:
+            until = deadline
+            for number in range(NUM_EXCHANGES):
+                key = f"{phase}/{clock}/{number}"
+                if not self._wait_quickly(f"ask/{key}", until):
+                    break
+                self._store.set(f"answer/{key}", str(self._now_ns()).encode())
+                self._store.delete_key(f"ask/{key}")
+                until = time.monotonic() + _EXCHANGE_S
+
+    def _measure(self, phase: str, deadline: float) -> None:
+        """Ask rank 0 for its time, again and again."""
+        exchanges: list[Exchange] = []
+        for number in range(NUM_EXCHANGES):
+            key = f"{phase}/{self._clock}/{number}"
+            asked_ns = self._now_ns()
+            self._store.set(f"ask/{key}", b"")
+            if not self._wait_quickly(f"answer/{key}", deadline):
+                break
+            answered_ns = self._now_ns()
+            answer_ns = int(self._take(f"answer/{key}"))
+            exchanges.append(Exchange(asked_ns, answer_ns, answered_ns))
+            deadline = time.monotonic() + _EXCHANGE_S
+        if len(exchanges) > 1:
+            # The first waited for rank 0 to be there.
+            self._on_bound(bound_offset(exchanges[1:]))
+
+    def _take(self, key: str) -> bytes:
+        value = self._store.get(key)
+        self._store.delete_key(key)
+        return value
+
+    def _wait_for(self, keys: list[str], deadline: float) -> bool:
+        """Wait for something that may take its time."""
+        while not self._store.check(keys):
+            if time.monotonic() > deadline or self._closing.wait(_POLL_S):
+                return False
+        return True
+
+    def _wait_quickly(self, key: str, deadline: float) -> bool:
+        """Wait for something that is expected now."""
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                self._store.wait([key], timedelta(seconds=min(left_s, _EXCHANGE_S)))
+            except RuntimeError:
+                self._store.check([key])  # raises where the store itself is gone
+                if self._closing.is_set():
+                    return False
+            else:
+                return True
+        return False
+
+
+def _clock_key(rank: int) -> str:
+    return f"clock/{rank}"

@@ -1,0 +1,303 @@
+"""One rank's records as bytes: lines of JSON, packed, readable as far as they go.
+
+Note [The form of a part]
+    A part is one or more *segments*, each a gzip stream of lines of JSON. The first
+    line of a segment is an object, its header. The others are arrays::
+
+        ["d", number, set_id, name, kind, dtype, [shape]]     what the number stands for
+        [number, sequence, ended, submitted, agreed, begun, num_fused, ...activities]
+        ["c", at]                                              a cycle
+        ["b", at, low, high]                                   a bound of the clock
+        ["e", num_taken, num_lost]                             the orderly end
+
+    ``ended`` counts from the line before, ``submitted``, ``agreed`` and ``begun`` back
+    from ``ended``, with -1 for what never was; activities are a name, a time after
+    ``begun`` and a length, flat. All in ns. A stream that was cut off is read up to its
+    last whole line.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, cast
+
+from ronde.errors import UsageError
+from ronde.timeline.clocks import ClockBound
+from ronde.timeline.events import Activity, Recorded
+
+FORMAT = 1
+"""Version of the form; a change that an older reader would misread raises it."""
+
+MAGIC = b"\x1f\x8b"
+
+
+@dataclass(frozen=True, slots=True)
+class PartHeader:
+    """Whose records they are.
+
+    Attributes:
+        rank: Among all.
+        size: Number of ranks.
+        host: Its name.
+        clock: From ``clock_identity``.
+        wall_ns: Time of day less monotonic time.
+        session: How many recordings this process had begun before.
+        num_before: Records taken in earlier segments.
+    """
+
+    rank: int
+    size: int
+    host: str
+    clock: str
+    wall_ns: int
+    session: int = 0
+    num_before: int = 0
+
+
+@dataclass(slots=True)
+class Track:
+    """All records of one rank in one recording.
+
+    Attributes:
+        header: Whose.
+        operations: In the order in which they ended, about.
+        cycles: When submissions were sent off, ns.
+        bounds: What was measured of its clock's offset to rank 0's.
+        num_dropped: Operations that were taken but are not here.
+        is_whole: Whether the recording was ended in order.
+    """
+
+    header: PartHeader
+    operations: list[Recorded] = field(default_factory=list[Recorded])
+    cycles: list[int] = field(default_factory=list[int])
+    bounds: list[ClockBound] = field(default_factory=list[ClockBound])
+    num_dropped: int = 0
+    is_whole: bool = False
+
+
+class Encoder:
+    """Turns records into the lines of one segment.
+
+    Args:
+        header: Becomes the first line.
+    """
+
+    def __init__(self, header: PartHeader) -> None:
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._last_ns = 0
+        content = {"ronde_timeline": FORMAT, **asdict(header)}
+        self.head = json.dumps(content).encode() + b"\n"
+
+    def operations(self, records: Iterable[Recorded]) -> bytes:
+        """Return the lines of some operations."""
+        lines: list[str] = []
+        for record in records:
+            what = (record[0], record[2], record[3], *record[8:10])
+            number = self._numbers.get(what)
+            if number is None:
+                number = self._numbers[what] = len(self._numbers)
+                lines.append(json.dumps(["d", number, *what]))
+            ended = record.ended_ns
+            lines.append(
+                f"[{number},{record.sequence},{ended - self._last_ns},"
+                f"{_back(ended, record.submitted_ns)},"
+                f"{_back(ended, record.agreed_ns)},{ended - record.begun_ns},"
+                f"{record.num_fused}{_activities(record)}]"
+            )
+            self._last_ns = ended
+        return "\n".join([*lines, ""]).encode()
+
+    def cycle(self, at_ns: int) -> bytes:
+        """Return the line of a cycle."""
+        return f'["c",{at_ns}]\n'.encode()
+
+    def bound(self, bound: ClockBound) -> bytes:
+        """Return the line of a clock's bound."""
+        return f'["b",{bound.at_ns},{bound.low_ns},{bound.high_ns}]\n'.encode()
+
+    def end(self, num_taken: int, num_lost: int) -> bytes:
+        """Return the last line.
+
+        Args:
+            num_taken: Operations that were written, in all segments.
+            num_lost: Operations that never were.
+        """
+        return f'["e",{num_taken},{num_lost}]\n'.encode()
+
+
+def _back(ended_ns: int, at_ns: int) -> int:
+    return ended_ns - at_ns if at_ns else -1
+
+
+def _activities(record: Recorded) -> str:
+    begun = record.begun_ns
+    return "".join(
+        f",{json.dumps(a.name)},{a.begun_ns - begun},{a.ended_ns - a.begun_ns}"
+        for a in record.activities
+    )
+
+
+def is_part(data: bytes) -> bool:
+    """Say whether bytes are a part, or the beginning of one."""
+    if not data.startswith(MAGIC):
+        return False
+    text = zlib.decompressobj(wbits=31).decompress(data, 64)
+    return text.startswith(b'{"ronde_timeline": ') and b'"rank"' in text
+
+
+def read_parts(blobs: Iterable[bytes], source: str = "part") -> list[Track]:
+    """Read segments of any ranks, in any order; what was cut off is left out.
+
+    Args:
+        blobs: Each the bytes of one segment or more.
+        source: What to call them in messages.
+
+    Returns:
+        A track for each recording of each rank, by recording and rank.
+
+    Raises:
+        UsageError: They are no parts, or of another version.
+    """
+    segments = [s for blob in blobs for s in _segments(blob, source)]
+    segments.sort(key=lambda s: (s.header.session, s.header.rank, s.header.num_before))
+    tracks: dict[tuple[int, int], _Segment] = {}
+    for segment in segments:
+        key = (segment.header.session, segment.header.rank)
+        if key in tracks:
+            tracks[key].extend(segment, source)
+        else:
+            tracks[key] = segment
+    return [track.as_track() for track in tracks.values()]
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A segment while it is read; or several of one recording, joined."""
+
+    header: PartHeader
+    operations: list[Recorded] = field(default_factory=list[Recorded])
+    cycles: list[int] = field(default_factory=list[int])
+    bounds: list[ClockBound] = field(default_factory=list[ClockBound])
+    end: tuple[int, int] | None = None
+    num_taken: int = 0
+
+    def take(self, line: list[Any], kinds: list[list[Any]], last_ns: int) -> int:
+        """Add what one line says; return the time that the next counts from."""
+        match line:
+            case ["d", _, *what]:
+                kinds.append(what)
+            case ["c", at]:
+                self.cycles.append(at)
+            case ["b", at, low, high]:
+                self.bounds.append(ClockBound(at, low, high))
+            case ["e", num_taken, num_lost]:
+                self.end = (num_taken, num_lost)
+            case _:
+                self.operations.append(_decode(line, kinds, last_ns))
+                return self.operations[-1].ended_ns
+        return last_ns
+
+    def extend(self, later: "_Segment", source: str) -> None:
+        """Add a later segment of the same recording."""
+        if later.header.num_before == self.header.num_before:
+            raise UsageError(
+                f"parts must be of one job, each once, got rank {self.header.rank} "
+                f"twice from {source}. Leave one of them out."
+            )
+        self.operations += later.operations
+        self.cycles += later.cycles
+        # Each segment repeats the bounds of those before it.
+        self.bounds += [b for b in later.bounds if b not in self.bounds]
+        self.end = later.end
+        self.num_taken = later.num_taken
+
+    def as_track(self) -> Track:
+        num_taken, num_lost = self.end or (self.num_taken, 0)
+        return Track(
+            self.header,
+            self.operations,
+            self.cycles,
+            self.bounds,
+            num_dropped=num_taken + num_lost - len(self.operations),
+            is_whole=self.end is not None,
+        )
+
+
+def _segments(blob: bytes, source: str) -> Iterator[_Segment]:
+    segment: _Segment | None = None
+    kinds: list[list[Any]] = []
+    last_ns = 0
+    for line in _lines(blob, source):
+        try:
+            content: Any = json.loads(line)
+            if isinstance(content, dict):
+                if segment is not None:
+                    yield segment
+                header = _header(cast("dict[str, Any]", content), source)
+                segment, kinds, last_ns = _Segment(header), [], 0
+                segment.num_taken = header.num_before
+            elif segment is not None:
+                last_ns = segment.take(content, kinds, last_ns)
+                segment.num_taken = segment.header.num_before + len(segment.operations)
+        except (ValueError, TypeError, IndexError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(
+                f"{source} must hold records, got the line {line[:60]!r}. It is "
+                "damaged: leave it out."
+            ) from error
+    if segment is not None:
+        yield segment
+
+
+def _lines(blob: bytes, source: str) -> Iterator[bytes]:
+    """Unpack streams one after another, each up to its last whole line."""
+    while blob:
+        unpacker = zlib.decompressobj(wbits=31)
+        try:
+            text = unpacker.decompress(blob)
+        except zlib.error as error:
+            raise UsageError(
+                f"{source} must be packed records, got what cannot be unpacked: "
+                f"{error}. Name files that a rank of ronde wrote."
+            ) from error
+        yield from text[: text.rfind(b"\n") + 1].splitlines()
+        blob = unpacker.unused_data
+
+
+def _header(content: dict[str, Any], source: str) -> PartHeader:
+    if content.get("ronde_timeline") != FORMAT:
+        raise UsageError(
+            f"{source} must be records of version {FORMAT}, got "
+            f"{content.get('ronde_timeline')!r}. Read it with the version of ronde "
+            "that wrote it."
+        )
+    return PartHeader(**{each.name: content[each.name] for each in fields(PartHeader)})
+
+
+def _decode(
+    line: Sequence[Any], kinds: Sequence[Sequence[Any]], last_ns: int
+) -> Recorded:
+    number, sequence, since, submitted, agreed, begun, num_fused, *rest = line
+    set_id, name, kind, dtype, shape = kinds[number]
+    ended_ns = last_ns + since
+    begun_ns = ended_ns - begun
+    starts = [begun_ns + start for start in rest[1::3]]
+    return Recorded(
+        set_id=set_id,
+        sequence=sequence,
+        name=name,
+        kind=kind,
+        submitted_ns=ended_ns - submitted if submitted >= 0 else 0,
+        agreed_ns=ended_ns - agreed if agreed >= 0 else 0,
+        begun_ns=begun_ns,
+        ended_ns=ended_ns,
+        dtype=dtype,
+        shape=tuple(shape),
+        num_fused=num_fused,
+        activities=tuple(
+            Activity(name, start, start + length)
+            for name, start, length in zip(rest[::3], starts, rest[2::3], strict=True)
+        ),
+    )
