@@ -1,12 +1,35 @@
-"""One rank's end of the agreement on what runs next."""
+"""One rank's end of the agreement on what runs next.
 
+Note [Who carries on]
+    Whoever waits for a result carries the agreement on itself: messages in, messages
+    out, agreed operations run, under one lock; no other thread is woken for it. Between
+    such waits a thread of the coordinator's own listens, asleep until a message comes
+    or a submission is there that nobody waits for. Submissions of that kind gather for
+    a moment (``gather_time_s``), so that many small tensors travel together.
+
+    Nobody holds the lock while waiting for messages. While an operation runs it is
+    held: operations run one after the other, in the order that was agreed.
+"""
+
+import threading
+import time
 from typing import Any
 
 from ronde.collectives import Communicator, Work
 from ronde.coordination.control.channel import Channel
+from ronde.coordination.entries import Entry
+from ronde.coordination.listener import Attendance, Listener
 from ronde.coordination.operations import Operation
 from ronde.coordination.options import CoordinationOptions
+from ronde.coordination.proceedings import SHUT_DOWN, Proceedings
+from ronde.coordination.table import Table, Watch
+from ronde.errors import CollectiveError
 from ronde.timeline.events import Recorder
+
+_LOOK_EVERY_S = 0.25
+"""Between two looks at whether neighbours still live, and at what waits for long."""
+_CLOSE_WITHIN_S = 2.0
+"""An operation that is under way may end by itself for so long."""
 
 
 class Coordinator:
@@ -17,7 +40,6 @@ class Coordinator:
     Attributes:
         rank: This process in the set.
         size: Number of ranks in the set.
-        recorder: Takes down what happens, or None; may be set at any time.
     """
 
     def __init__(
@@ -28,11 +50,50 @@ class Coordinator:
         *,
         set_id: int = 0,
         ranks: tuple[int, ...] = (),
-    ) -> None: ...
+    ) -> None:
+        """Begin to listen.
 
-    rank: int
-    size: int
-    recorder: Recorder | None
+        Args:
+            communicator: Moves the tensors; nobody else may use it.
+            channel: Carries the agreement; closed with this.
+            options: How to work.
+            set_id: The process set, for timelines.
+            ranks: Its ranks among all, ascending; empty for all.
+        """
+        self.rank, self.size = communicator.rank, communicator.size
+        self._communicator = communicator
+        self._channel = channel
+        self._options = options
+        self._table = Table()
+        self._proceedings = Proceedings(
+            communicator,
+            channel,
+            self._table,
+            options,
+            set_id=set_id,
+            ranks=ranks or tuple(range(self.size)),
+        )
+        self._lock = threading.Lock()
+        self._attending = Attendance(channel)
+        self._next_look_s = 0.0
+        self._is_closed = False
+        self._listener = Listener(
+            channel,
+            self._attending,
+            options.gather_time_s,
+            carry_on=self._carry_on_alone,
+            patience_s=self._patience_s,
+        )
+        self.stir = self._listener.stir
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Takes down what happens; may be set at any time."""
+        return self._proceedings.execution.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._proceedings.execution.recorder = recorder
 
     def submit(self, operation: Operation) -> Work[Any]:
         """Start an operation; returns at once.
@@ -51,26 +112,92 @@ class Coordinator:
             CollectiveError: The job is shut down, or a rank is gone. From ``wait()``
                 also: the ranks' operations do not fit together.
         """
-        raise NotImplementedError
+        entry = self._enter(operation)
+        self.stir()
+        return entry
 
-    def watch(self, name: str) -> "Watch":
+    def run(self, operation: Operation) -> Any:  # noqa: ANN401 - each operation's own
+        """Carry an operation out and return its result.
+
+        Quicker than ``submit(operation).wait()``, for no other thread is woken.
+
+        Raises:
+            UsageError: See ``submit``.
+            CollectiveError: See ``submit``.
+        """
+        return self._enter(operation).wait()
+
+    def watch(self, name: str) -> Watch:
         """Have the stall inspector count something that is waited for elsewhere.
 
         For collectives that are never negotiated, such as gradient buckets.
         """
-        raise NotImplementedError
+        return self._table.watch(name)
 
     def close(self) -> None:
         """Tell the others that this rank is gone; what is under way fails.
 
-        Ends the thread; the communicator stays its maker's.
+        Ends the thread; the communicator stays its maker's, save where an operation is
+        under way on it: then it is aborted.
         """
-        raise NotImplementedError
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._table.fail(CollectiveError(SHUT_DOWN))
+        if self._lock.acquire(timeout=_CLOSE_WITHIN_S):
+            self._lock.release()
+        else:
+            self._communicator.abort()
+        self._listener.end()
+        self._channel.close()
+        self._listener.join()
 
+    def finish(self, entry: Entry) -> None:
+        """Carry on until ``entry`` is over."""
+        with self._attending:
+            while not entry.is_over:
+                self._carry_on()
+                if not entry.is_over:
+                    self._channel.wait(_LOOK_EVERY_S, is_eager=True)
+                    self._look()
+        if self._proceedings.submitted:
+            self.stir()
 
-class Watch:
-    """Something that is waited for."""
+    def _enter(self, operation: Operation) -> Entry:
+        entry = Entry(self, self._table.name(operation), operation)
+        self._table.add(entry)
+        self._proceedings.submitted.append(entry)
+        return entry
 
-    def done(self) -> None:
-        """Say that it came."""
-        raise NotImplementedError
+    def _patience_s(self) -> float | None:
+        """Return when to look next, though no message came."""
+        if not self._table.is_empty():
+            return _LOOK_EVERY_S
+        # Something may begin to be watched meanwhile, and that wakes nobody.
+        warning_s = self._options.stall_warning_s
+        return warning_s / 2 if warning_s else None
+
+    def _carry_on_alone(self) -> None:
+        self._carry_on()
+        self._look()
+
+    def _carry_on(self) -> None:
+        """Do all that can be done without waiting for messages."""
+        with self._lock:
+            if self._is_closed:
+                return
+            is_news = self._proceedings.carry_on()
+        if is_news and self._attending.count > 1:
+            self._channel.wake()
+
+    def _look(self) -> None:
+        """Look after neighbours and stalls, from time to time."""
+        now = time.monotonic()
+        if now < self._next_look_s:
+            return
+        with self._lock:
+            self._next_look_s = now + _LOOK_EVERY_S
+            if self._is_closed:
+                return
+            self._proceedings.look()
+        self._carry_on()

@@ -1,0 +1,77 @@
+"""Operations under way on this rank."""
+
+import time
+from typing import Any, Protocol
+
+from ronde.coordination.operations import Operation
+
+
+class Driver(Protocol):
+    """Who carries operations on."""
+
+    def finish(self, entry: "Entry") -> None:
+        """Carry on until ``entry`` is over."""
+        ...
+
+    def stir(self) -> None:
+        """See to it that somebody carries on, soon, without waiting."""
+        ...
+
+
+class Entry:
+    """One operation under way: a ``Work``.
+
+    Attributes:
+        name: On the wire.
+        operation: What was asked for.
+        submitted_ns: When, by ``time.monotonic_ns()``.
+        is_over: Whether the result, or the failure, is there.
+    """
+
+    __slots__ = (
+        "_driver",
+        "_failure",
+        "_result",
+        "is_over",
+        "name",
+        "operation",
+        "submitted_ns",
+    )
+
+    def __init__(self, driver: Driver, name: str, operation: Operation) -> None:
+        self._driver = driver
+        self.name = name
+        self.operation = operation
+        self.submitted_ns = time.monotonic_ns()
+        self.is_over = False
+        self._failure: Exception | None = None
+        self._result: Any = None
+
+    def is_done(self) -> bool:
+        """Say whether ``wait()`` would return at once; else have it go on."""
+        if not self.is_over:
+            self._driver.stir()
+            return False
+        return True
+
+    def wait(self) -> Any:  # noqa: ANN401 - each operation's own
+        """Block until the result is there and return it; later calls return it again.
+
+        Raises:
+            CollectiveError: The ranks' operations do not fit together, or one is gone.
+        """
+        if not self.is_over:
+            self._driver.finish(self)
+        if self._failure is not None:
+            raise self._failure
+        return self._result
+
+    def succeed(self, result: object) -> None:
+        """Be over, with a result."""
+        self._result = result
+        self.is_over = True
+
+    def fail(self, failure: Exception) -> None:
+        """Be over, with an error."""
+        self._failure = failure
+        self.is_over = True

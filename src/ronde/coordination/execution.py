@@ -1,0 +1,291 @@
+"""Carry agreed operations out on a communicator, the same ones on all ranks."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ronde.collectives import Communicator, Done, Work
+from ronde.collectives.adasum import adasum
+from ronde.coordination.entries import Entry
+from ronde.coordination.fusion import Batch, plan_batches
+from ronde.coordination.fusion_buffer import FusionBuffer, Packing
+from ronde.coordination.operations import Kind
+from ronde.coordination.requests import Request
+from ronde.coordination.steps import Run
+from ronde.errors import UsageError
+from ronde.timeline.events import Activity, Recorded, Recorder
+
+_MANY_PLANS = 256
+
+
+@dataclass(slots=True)
+class _Planned:
+    """A batch, and where its tensors travel where they travel together."""
+
+    batch: Batch
+    packing: Packing | None
+
+
+class Execution:
+    """What one process set's operations run on.
+
+    Attributes:
+        recorder: Takes operations down, or None.
+        threshold_bytes: Tensors are fused up to this.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        set_id: int,
+        threshold_bytes: int,
+        is_group_alone: bool,
+    ) -> None:
+        self.recorder: Recorder | None = None
+        self.threshold_bytes = threshold_bytes
+        self._communicator = communicator
+        self._set_id = set_id
+        self._is_group_alone = is_group_alone
+        self._buffer = FusionBuffer(communicator)
+        self._plans: dict[tuple[int, int, int], list[_Planned]] = {}
+        self._sequence = 0
+
+    def run(self, run: Run, entries: Sequence[Entry | None]) -> None:
+        """Carry operations out; collective.
+
+        Args:
+            run: What was agreed.
+            entries: This rank's, one for each request; None where it has joined.
+
+        Raises:
+            CollectiveError: A rank is gone.
+        """
+        agreed_ns = time.monotonic_ns()
+        results: list[list[Any]] = [[] for _ in entries]
+        spans: list[_Span] = []
+        for planned in self._plan(run):
+            span = _Span(planned.batch, time.monotonic_ns(), [])
+            self._run_batch(planned, run.requests, entries, results, span)
+            span.ended_ns = time.monotonic_ns()
+            spans.append(span)
+        for entry, request, result in zip(entries, run.requests, results, strict=True):
+            if entry is not None and not entry.is_over:
+                entry.succeed(None if request.kind is Kind.BARRIER else tuple(result))
+        if self.recorder is not None:
+            self._record(self.recorder, run.requests, entries, spans, agreed_ns)
+        self._sequence += len(entries)
+
+    def _plan(self, run: Run) -> list[_Planned]:
+        if run.key is None:
+            return self._make_plan(run.requests)
+        key = (*run.key, self.threshold_bytes)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MANY_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._make_plan(run.requests)
+        return plan
+
+    def _make_plan(self, requests: Sequence[Request]) -> list[_Planned]:
+        batches = plan_batches(
+            requests, self.threshold_bytes, is_group_alone=self._is_group_alone
+        )
+        return [
+            _Planned(
+                batch,
+                self._buffer.pack(batch, requests) if len(batch.items) > 1 else None,
+            )
+            for batch in batches
+        ]
+
+    def _run_batch(
+        self,
+        planned: _Planned,
+        requests: Sequence[Request],
+        entries: Sequence[Entry | None],
+        results: list[list[Any]],
+        span: "_Span",
+    ) -> None:
+        batch = planned.batch
+        try:
+            if planned.packing is not None:
+                self._reduce_packed(batch, planned.packing, entries, results, span)
+                return
+            item = batch.items[0]
+            entry = entries[item.request]
+            result = self._run_one(requests[item.request], item.tensor, entry, span)
+            results[item.request].append(result)
+        except UsageError as error:  # of the engine, alike on all ranks
+            for item in batch.items:
+                entry = entries[item.request]
+                if entry is not None:
+                    entry.fail(error)
+
+    def _reduce_packed(
+        self,
+        batch: Batch,
+        packing: Packing,
+        entries: Sequence[Entry | None],
+        results: list[list[Any]],
+        span: "_Span",
+    ) -> None:
+        """Reduce several tensors side by side."""
+        sources: list[Tensor] = []
+        outputs: list[Tensor] = []
+        places: list[Tensor] = []
+        for item, view in zip(batch.items, packing.views, strict=True):
+            entry = entries[item.request]
+            if entry is None:
+                view.zero_()
+                continue
+            sources.append(entry.operation.tensors[item.tensor])
+            output = entry.operation.outputs[item.tensor]
+            outputs.append(output)
+            places.append(view)
+            results[item.request].append(output)
+        with span.doing("MEMCPY_IN_FUSION_BUFFER"):
+            _copy_all(places, sources)
+        request = batch.request
+        with span.doing(self._activity(request)):
+            self._communicator.all_reduce(
+                packing.flat,
+                request.reduce_op,
+                prescale=request.prescale,
+                postscale=request.postscale,
+            ).wait()
+        with span.doing("MEMCPY_OUT_FUSION_BUFFER"):
+            _copy_all(outputs, places)
+
+    def _run_one(
+        self, request: Request, index: int, entry: Entry | None, span: "_Span"
+    ) -> Any:  # noqa: ANN401 - each operation's own
+        if request.kind is Kind.BARRIER:
+            return None  # that all have asked for it is all there is to it
+        if entry is None:
+            zeros = request.zeros()[index]
+            with span.doing(self._activity(request)):
+                return self._call(request, zeros, zeros, None)
+        operation = entry.operation
+        source = operation.tensors[index]
+        output = operation.outputs[index] if operation.outputs else source
+        if output is not source:
+            output.copy_(source)
+        with span.doing(self._activity(request)):
+            return self._call(request, source, output, entry)
+
+    def _call(
+        self, request: Request, source: Tensor, output: Tensor, entry: Entry | None
+    ) -> Any:  # noqa: ANN401 - each operation's own
+        communicator = self._communicator
+        op, before, after = request.reduce_op, request.prescale, request.postscale
+        work: Work[Any]
+        match request.kind:
+            case Kind.ALLREDUCE:
+                work = communicator.all_reduce(
+                    output, op, prescale=before, postscale=after
+                )
+            case Kind.REDUCESCATTER:
+                work = communicator.reduce_scatter(
+                    source, op, prescale=before, postscale=after
+                )
+            case Kind.ADASUM:
+                work = Done(_adasum(communicator, output, before, after))
+            case Kind.BROADCAST:
+                work = communicator.broadcast(output, request.root)
+            case Kind.ALLGATHER:
+                work = communicator.all_gather(source)
+            case Kind.ALLTOALL:
+                splits = None if entry is None else entry.operation.splits
+                work = communicator.all_to_all(source, splits)
+            case Kind.BARRIER | Kind.JOIN:
+                raise AssertionError(f"{request.kind.name} moves no tensor")
+        return work.wait()
+
+    def _activity(self, request: Request) -> str:
+        engine = self._communicator.engine.upper()
+        return f"{engine}_{request.kind.name}"
+
+    def _record(
+        self,
+        recorder: Recorder,
+        requests: Sequence[Request],
+        entries: Sequence[Entry | None],
+        spans: Sequence["_Span"],
+        agreed_ns: int,
+    ) -> None:
+        for span in spans:
+            for item in span.batch.items:
+                request, entry = requests[item.request], entries[item.request]
+                dtype = request.dtypes[item.tensor] if request.dtypes else ""
+                shape = request.shapes[item.tensor] if request.shapes else ()
+                num_tensors = len(request.shapes)
+                name = request.name
+                if num_tensors > 1:
+                    name += f"_{item.tensor + 1}of{num_tensors}"
+                recorder.operation(
+                    Recorded(
+                        self._set_id,
+                        self._sequence + item.request,
+                        name,
+                        request.kind.name,
+                        0 if entry is None else entry.submitted_ns,
+                        agreed_ns,
+                        span.begun_ns,
+                        span.ended_ns,
+                        dtype,
+                        shape,
+                        len(span.batch.items),
+                        tuple(span.activities),
+                    )
+                )
+
+
+@dataclass(slots=True)
+class _Span:
+    """When a batch ran, and its parts."""
+
+    batch: Batch
+    begun_ns: int
+    activities: list[Activity]
+    ended_ns: int = 0
+
+    def doing(self, name: str) -> "_Doing":
+        return _Doing(name, self.activities)
+
+
+class _Doing:
+    """Takes an activity's times down."""
+
+    __slots__ = ("_activities", "_begun_ns", "_name")
+
+    def __init__(self, name: str, activities: list[Activity]) -> None:
+        self._name = name
+        self._activities = activities
+
+    def __enter__(self) -> None:
+        self._begun_ns = time.monotonic_ns()
+
+    def __exit__(self, *_: object) -> None:
+        now = time.monotonic_ns()
+        self._activities.append(Activity(self._name, self._begun_ns, now))
+
+
+def _adasum(
+    communicator: Communicator, tensor: Tensor, prescale: float, postscale: float
+) -> Tensor:
+    """Adasum in place."""
+    if prescale != 1.0:
+        tensor.mul_(prescale)
+    adasum(communicator, tensor)
+    return tensor if postscale == 1.0 else tensor.mul_(postscale)
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        # As torch's own optimizers do.
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]

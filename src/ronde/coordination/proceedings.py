@@ -1,0 +1,202 @@
+"""What a coordinator does under its lock: messages in and out, agreed steps taken."""
+
+import time
+from collections import deque
+
+from ronde.collectives import Communicator
+from ronde.coordination.control.channel import Channel
+from ronde.coordination.entries import Entry
+from ronde.coordination.execution import Execution
+from ronde.coordination.inspector import Inspector
+from ronde.coordination.node import Node
+from ronde.coordination.operations import Kind
+from ronde.coordination.options import CoordinationOptions
+from ronde.coordination.requests import Memory, Request
+from ronde.coordination.root import Root
+from ronde.coordination.steps import (
+    Asked,
+    Failed,
+    Gone,
+    Joined,
+    Run,
+    Step,
+    Stopped,
+    Tuned,
+)
+from ronde.coordination.table import Table
+from ronde.errors import CollectiveError, PeerLostError
+
+_FIND_LOSS_WITHIN_S = 1.5
+"""After tensors could not be moved: who is gone, and not only who noticed."""
+JOIN_NAME = "join.noname"
+SHUT_DOWN = (
+    "Horovod has been shut down. This was caused by an exception on one of the ranks "
+    "or an attempt to allreduce, allgather or broadcast a tensor after one of the "
+    "ranks finished execution. If the shutdown was caused by an exception, you should "
+    "see the exception in the log before the first shutdown message."
+)
+
+
+class Proceedings:
+    """One rank's agreement and what comes of it; one thread at a time.
+
+    Attributes:
+        execution: Carries out what was agreed.
+        submitted: What the node has not been told of yet; any thread may append.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        channel: Channel,
+        table: Table,
+        options: CoordinationOptions,
+        *,
+        set_id: int,
+        ranks: tuple[int, ...],
+    ) -> None:
+        """Begin: see ``Coordinator``."""
+        self.submitted: deque[Entry] = deque()
+        self.execution = Execution(
+            communicator,
+            set_id=set_id,
+            threshold_bytes=options.fusion_threshold_bytes,
+            is_group_alone=options.is_group_alone,
+        )
+        self._communicator = communicator
+        self._channel = channel
+        self._table = table
+        self._ranks = ranks
+        tree = channel.tree
+        is_root = tree.parent is None
+        self._node = Root(tree, options.cache_capacity) if is_root else Node(tree)
+        self._inspector = Inspector(self._node, options)
+        self._memories: dict[str, Memory] = {}
+        self._lost: set[int] = set()
+
+    def carry_on(self) -> bool:
+        """Do all that can be done without waiting; say whether something came of it."""
+        is_news = False
+        while self._exchange():
+            is_news = True
+            while self._node.steps:
+                self._take(self._node.steps.popleft())
+        return is_news
+
+    def look(self) -> None:
+        """Look after neighbours and stalls; ``carry_on`` is to follow."""
+        self._report_losses()
+        oldest_s = next(iter(self._table.waiting().values()), None)
+        self._inspector.look(oldest_s)
+
+    def tune(self, fusion_threshold_bytes: int) -> None:
+        """Have all ranks fuse up to so many bytes; only rank 0 of the set can."""
+        if isinstance(self._node, Root):
+            self._node.tune(fusion_threshold_bytes)
+
+    def _exchange(self) -> bool:
+        """Take messages in and send some; say whether there is something to do."""
+        node, channel = self._node, self._channel
+        for sender, message in channel.receive():
+            node.receive(sender, message)
+        if self.submitted:
+            recorder = self.execution.recorder
+            if recorder is not None:
+                recorder.cycle(time.monotonic_ns())
+            while self.submitted:
+                self._introduce(self.submitted.popleft())
+        for to, message in node.flush():
+            channel.send(to, message)
+        return bool(node.steps)
+
+    def _introduce(self, entry: Entry) -> None:
+        """Tell the node of a submission."""
+        operation, name = entry.operation, entry.name
+        if operation.kind is Kind.JOIN:
+            self._table.has_joined = True
+            self._node.join()
+            return
+        known = self._node.find(name)
+        if known is None:
+            self._node.submit(Request.of(operation, name))
+            return
+        number, request = known
+        memory = self._memories.get(name)
+        if memory is None or memory.request is not request:
+            own = Request.of(operation, name)
+            if own.text != request.text:
+                self._node.change(number, own)
+                return
+            memory = self._memories[name] = Memory(request, operation)
+        if memory.fits(operation):
+            self._node.hit(number, request)
+        else:
+            self._node.change(number, Request.of(operation, name))
+
+    def _take(self, step: Step) -> None:
+        """Carry a step out."""
+        match step:
+            case Run():
+                self._run(step)
+            case Failed():
+                entry = self._table.take(step.name)
+                if entry is not None:
+                    entry.fail(CollectiveError(step.text))
+            case Joined():
+                self._table.has_joined = False
+                self._table.restart_numbers()
+                entry = self._table.take(JOIN_NAME)
+                if entry is not None:
+                    entry.succeed(step.last)
+            case Gone():
+                self._table.fail(self._loss(step))
+            case Asked():
+                self._inspector.answer(
+                    step.number,
+                    self._table.waiting(),
+                    has_joined=self._table.has_joined,
+                )
+            case Stopped():
+                self._table.fail(CollectiveError(f"{SHUT_DOWN}\n{step.text}"))
+            case Tuned():
+                self.execution.threshold_bytes = step.fusion_threshold_bytes
+
+    def _run(self, run: Run) -> None:
+        if self._table.failure is not None:
+            return
+        entries = [self._table.take(request.name) for request in run.requests]
+        try:
+            self.execution.run(run, entries)
+        except CollectiveError as error:
+            self._give_up(entries, error)
+
+    def _give_up(self, entries: list[Entry | None], error: CollectiveError) -> None:
+        """End all after tensors could not be moved; say who is gone, if one is."""
+        deadline = time.monotonic() + _FIND_LOSS_WITHIN_S
+        while self._table.failure is None and time.monotonic() < deadline:
+            self._report_losses()
+            self._exchange()
+            for step in self._node.steps:
+                if isinstance(step, Gone) and not self._table.failure:
+                    self._table.fail(self._loss(step))
+            self._channel.wait(_FIND_LOSS_WITHIN_S / 10, is_eager=False)
+        failure = PeerLostError(f"{SHUT_DOWN}\n{self._table.failure or error}")
+        if self._table.failure is None:
+            self._node.lose(self._node.tree.rank, str(error), is_orderly=False)
+            self._exchange()
+        self._table.fail(failure)
+        self._communicator.abort()
+        for entry in entries:
+            if entry is not None and not entry.is_over:
+                entry.fail(self._table.failure or failure)
+
+    def _loss(self, gone: Gone) -> PeerLostError:
+        rank = self._ranks[gone.rank]
+        how = "has shut down" if gone.is_orderly else "is gone"
+        return PeerLostError(f"{SHUT_DOWN}\nRank {rank} {how}: {gone.reason}.")
+
+    def _report_losses(self) -> None:
+        for loss in self._channel.find_losses():
+            if loss.rank not in self._lost:
+                self._lost.add(loss.rank)
+                self._node.lose(loss.rank, loss.reason, is_orderly=loss.is_orderly)

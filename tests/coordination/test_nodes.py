@@ -1,0 +1,199 @@
+"""The agreement, purely: real nodes, messages in every order."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tests.coordination.networks import Network
+
+from ronde.coordination.operations import Kind
+from ronde.coordination.requests import Request
+from ronde.coordination.steps import Failed, Joined, Run
+from ronde.coordination.tree import Tree
+
+HOSTS = ["a", "aa", "aaa", "ab", "aab", "abab", "aabbccdd", "abcdefg"]
+
+
+def request(
+    name: str, shape: tuple[int, ...] = (2,), kind: Kind = Kind.ALLREDUCE
+) -> Request:
+    return Request(kind, name, ("float32",), (shape,), "cpu", 1, 1.0, 1.0, -1, True)
+
+
+def network(hosts: str, capacity: int = 1024) -> Network:
+    trees = [Tree.of_hosts(rank, hosts, arity=2) for rank in range(len(hosts))]
+    return Network.of(trees, capacity)
+
+
+def ask(net: Network, rank: int, wanted: Request) -> None:
+    """Submit as a coordinator does."""
+    node = net.nodes[rank]
+    known = node.find(wanted.name)
+    if known is None:
+        node.submit(wanted)
+    elif known[1] == wanted:
+        node.hit(*known)
+    else:
+        node.change(known[0], wanted)
+
+
+def names_run(net: Network, rank: int) -> list[str]:
+    return [r.name for s in net.taken[rank] if isinstance(s, Run) for r in s.requests]
+
+
+@given(
+    hosts=st.sampled_from(HOSTS),
+    capacity=st.sampled_from([0, 1, 3, 1024]),
+    num_rounds=st.integers(1, 6),
+    num_names=st.integers(1, 6),
+    seed=st.integers(0, 2**32),
+    has_changes=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_name_runs_once_a_round_in_one_order(
+    hosts, capacity, num_rounds, num_names, seed, has_changes
+) -> None:
+    choose = random.Random(seed)
+    net = network(hosts, capacity)
+    for number in range(num_rounds):
+        shape = (choose.randrange(1, 3),) if has_changes else (2,)
+        todo = []
+        for _ in hosts:
+            names = [f"n{i}" for i in range(num_names)]
+            choose.shuffle(names)
+            todo.append(names)
+        while any(todo):
+            rank = choose.choice([r for r, names in enumerate(todo) if names])
+            ask(net, rank, request(todo[rank].pop(), shape))
+            if choose.random() < 0.5:
+                net.flush(rank)
+            for _ in range(choose.randrange(3)):
+                if net.deliver_any(choose):
+                    net.flush(choose.randrange(len(hosts)))
+        net.settle(choose)
+        for rank in range(len(hosts)):
+            run = names_run(net, rank)
+            assert sorted(run[number * num_names :]) == sorted(
+                f"n{i}" for i in range(num_names)
+            )
+    assert all(taken == net.taken[0] for taken in net.taken)
+
+
+@given(
+    hosts=st.sampled_from(HOSTS[1:]),
+    seed=st.integers(0, 2**32),
+    is_cached=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_mismatch_fails_everywhere_and_the_next_runs(hosts, seed, is_cached) -> None:
+    choose = random.Random(seed)
+    net = network(hosts)
+    size = len(hosts)
+    if is_cached:
+        for rank in range(size):
+            ask(net, rank, request("x"))
+        net.settle(choose)
+    odd = choose.randrange(size)
+    for rank in choose.sample(range(size), size):
+        ask(net, rank, request("x", (3,) if rank == odd else (2,)))
+        net.flush(rank)
+        net.deliver_any(choose)
+    net.settle(choose)
+    for rank in range(size):
+        failed = [step for step in net.taken[rank] if isinstance(step, Failed)]
+        assert [step.name for step in failed] == ["x"]
+        assert "Mismatched ALLREDUCE tensor shapes" in failed[0].text
+        assert f"rank {odd}: ALLREDUCE x float32 [3]" in failed[0].text
+        ask(net, rank, request("x", (5,)))
+    net.settle(choose)
+    assert all(names_run(net, rank)[-1] == "x" for rank in range(size))
+
+
+@given(hosts=st.sampled_from(HOSTS), seed=st.integers(0, 2**32))
+@settings(max_examples=200, deadline=None)
+def test_joined_ranks_are_ready_for_everything(hosts, seed) -> None:
+    choose = random.Random(seed)
+    net = network(hosts)
+    size = len(hosts)
+    for cycle in range(2):
+        num_steps = [choose.randrange(4) for _ in range(size)]
+        joined = [False] * size
+        most = max(num_steps)
+        for rank in range(size):
+            net.taken[rank].clear()
+        for step in range(most + 1):
+            for rank in choose.sample(range(size), size):
+                if joined[rank]:
+                    continue
+                if step < num_steps[rank]:
+                    for i in range(2):
+                        ask(net, rank, request(f"n{i}"))
+                else:
+                    joined[rank] = True
+                    net.nodes[rank].join()
+                net.flush(rank)
+                net.deliver_any(choose)
+            net.settle(choose)
+        lasts = {s.last for t in net.taken for s in t if isinstance(s, Joined)}
+        assert len(lasts) == 1, cycle
+        assert num_steps[lasts.pop()] == most
+        for rank in range(size):
+            assert isinstance(net.taken[rank][-1], Joined)
+            assert names_run(net, rank).count("n0") == most
+        assert all(taken == net.taken[0] for taken in net.taken)
+
+
+def test_what_was_submitted_before_all_joined_runs() -> None:
+    net = network("aabb")
+    choose = random.Random(0)
+    for _ in range(2):
+        ask(net, 2, request("x"))
+        for rank in range(4):
+            net.nodes[rank].join()
+        net.settle(choose)
+    for rank in range(4):
+        assert names_run(net, rank) == ["x", "x"]
+        assert isinstance(net.taken[rank][-1], Joined)
+
+
+@pytest.mark.parametrize("kind", [Kind.ALLGATHER, Kind.ALLTOALL, Kind.BROADCAST])
+def test_only_reductions_go_with_join(kind) -> None:
+    net = network("aab")
+    net.nodes[0].join()
+    for rank in (1, 2):
+        ask(net, rank, request("x", kind=kind))
+    net.settle(random.Random(0))
+    for taken in net.taken:
+        (failed,) = [step for step in taken if isinstance(step, Failed)]
+        assert "is not supported with Join at this time." in failed.text
+
+
+def test_losses_reach_everyone() -> None:
+    for lost in range(1, 8):
+        net = network("aabbccdd")
+        tree = net.nodes[lost].tree
+        assert tree.parent is not None
+        net.nodes[tree.parent].lose(lost, "it ended", is_orderly=False)
+        net.settle(random.Random(lost))
+        below = set(tree.children)
+        for rank in {*range(8)} - below - {lost}:
+            assert [step[0] for step in net.taken[rank]] == [lost]
+
+
+def test_numbers_begin_again() -> None:
+    net = network("aab", capacity=2)
+    choose = random.Random(0)
+    for step in range(100):
+        for rank in range(3):
+            ask(net, rank, request(f"n{step % 7}"))
+        net.settle(choose)
+    assert names_run(net, 2) == [f"n{step % 7}" for step in range(100)]
+    number, _ = net.nodes[0].find("n1")
+    assert number < 16 * 2 + 2
+
+
+def test_equal_requests_have_equal_texts() -> None:
+    first = request("x")
+    assert Request.decode(first.text) == first
+    assert replace(first, root=1).text != first.text
