@@ -41,6 +41,15 @@ class Process:
         pid, started_at, cores = text.split()
         return cls(int(pid), int(started_at), int(cores, 16))
 
+    def state(self) -> str:
+        """Return its state as ``/proc`` has it, a letter; nothing once it ended."""
+        try:
+            state, *fields = _stat(self.pid)
+        except OSError:
+            return ""
+        is_gone = int(fields[18]) != self.started_at or state in _ENDED
+        return "" if is_gone else state
+
 
 @dataclass(slots=True)
 class Peers:
@@ -64,12 +73,8 @@ class Peers:
         """
         process = self.processes[rank]
         name = f"rank {rank}, process {process.pid},"
-        try:
-            state, *fields = _stat(process.pid)
-            is_gone = int(fields[18]) != process.started_at or state in _ENDED
-        except OSError:
-            state, is_gone = "", True
-        if is_gone:
+        state = process.state()
+        if not state:
             return f"{name} ended"
         if state not in _STOPPED:
             self._num_stopped.pop(rank, None)

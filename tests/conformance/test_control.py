@@ -1,0 +1,296 @@
+"""What every channel promises, within a host, between hosts, and where both meet."""
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+from tests.conformance.control import OVER, Mailbox, connect, neighbours
+
+HOSTS = ["a", "aa", "aaa", "aaaa"]
+SEVERAL = HOSTS[1:]
+SOON_S = 5.0
+LENGTHS = [0, 1, 7, 8, 9, 16, 100, 0, 1000, 65_519, 65_520, 65_521, 65_536, 3 << 20, 5]
+
+
+def told(sender, to, index):
+    """Return the message that a rank sends as its index-th to another."""
+    source = random.Random(f"{sender} {to} {index}")
+    return source.randbytes(LENGTHS[index % len(LENGTHS)])
+
+
+def talk_at_once(claim, hosts, num_messages, is_eager):
+    """Everyone sends everything before it receives anything."""
+    tree, channel = connect(claim, hosts)
+    others = neighbours(tree)
+    for index, other in itertools.product(range(num_messages), others):
+        channel.send(other, told(claim.rank, other, index))
+    box = Mailbox(channel)
+    box.gather(dict.fromkeys(others, num_messages), is_eager=is_eager)
+    for other in others:
+        channel.send(other, OVER)
+    box.gather(dict.fromkeys(others, num_messages + 1), is_eager=is_eager)
+    channel.close()
+    expected = {
+        other: [*(told(other, claim.rank, i) for i in range(num_messages)), OVER]
+        for other in others
+    }
+    assert box.received == expected
+    return len(others)
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_all_arrives_once_whole_and_in_order(run_ranks_bare, hosts, is_eager):
+    told = run_ranks_bare(len(hosts), talk_at_once, hosts, 2 * len(LENGTHS), is_eager)
+    assert sum(told) == 2 * (len(hosts) - 1)
+
+
+def fill_many_rings(claim, hosts):
+    """Send small messages of odd lengths to one who reads them much later."""
+    tree, channel = connect(claim, hosts)
+    box = Mailbox(channel)
+    if tree.parent is None:
+        for other, index in itertools.product(neighbours(tree), range(20_000)):
+            channel.send(other, index.to_bytes(4, "little") * (index % 11))
+        box.gather(dict.fromkeys(neighbours(tree), 1))
+        channel.close()
+        return True
+    box.gather({tree.parent: 20_000})
+    channel.send(tree.parent, OVER)
+    channel.close()
+    messages = box.received[tree.parent]
+    return messages == [i.to_bytes(4, "little") * (i % 11) for i in range(20_000)]
+
+
+@pytest.mark.parametrize("hosts", ["aa", "aaaa"])
+def test_nothing_is_lost_where_the_receiver_lags(run_ranks_bare, hosts):
+    assert all(run_ranks_bare(len(hosts), fill_many_rings, hosts))
+
+
+def wake_the_waiting(claim, hosts):
+    """Wake before anybody waits, and while two threads do."""
+    _, channel = connect(claim, hosts)
+    channel.wake()
+    channel.wait(None, is_eager=False)
+    for is_attended in (False, True):
+        channel.receive()
+        waiting = [
+            threading.Thread(target=wait_twice, args=(channel, is_eager))
+            for is_eager in (False, True)
+        ]
+        if is_attended:
+            channel.attend()
+        for thread in waiting:
+            thread.start()
+        while any(thread.is_alive() for thread in waiting):
+            channel.wake()
+            for thread in waiting:
+                thread.join(0.01)
+        if is_attended:
+            channel.leave()
+    channel.close()
+    channel.wait(None, is_eager=False)
+    return "woken"
+
+
+def wait_twice(channel, is_eager):
+    for _ in range(2):
+        channel.wait(None, is_eager=is_eager)
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_any_thread_wakes_all_that_wait(run_ranks_bare, hosts):
+    assert set(run_ranks_bare(len(hosts), wake_the_waiting, hosts)) == {"woken"}
+
+
+class Service:
+    """Answers what others ask, in a thread of its own or in any that waits."""
+
+    def __init__(self, tree, channel):
+        self._others = neighbours(tree)
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._answers = {}
+        self._num_over = 0
+        self._is_over = False
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def ask(self, index, how):
+        """Ask a neighbour, and wait by one of three ways for the answer."""
+        answered = self._answers[index] = threading.Event()
+        with self._lock:
+            self._channel.send(self._others[index % len(self._others)], b"%d?" % index)
+        if how == "listener":
+            answered.wait()
+        elif how == "eager":
+            self._channel.attend()
+            self._serve_until(answered.is_set)
+            self._channel.leave()
+        else:  # attend for a while, then leave it to the listener
+            self._channel.attend()
+            self._serve()
+            self._channel.leave()
+            answered.wait()
+
+    def finish(self):
+        """Wait until nobody asks any more, here or elsewhere."""
+        with self._lock:
+            for other in self._others:
+                self._channel.send(other, OVER)
+        self._is_over = True
+        self._channel.wake()
+        self._thread.join()
+
+    def _listen(self):
+        self._serve_until(self._is_finished, is_eager=False)
+
+    def _is_finished(self):
+        return self._is_over and self._num_over == len(self._others)
+
+    def _serve_until(self, is_reached, *, is_eager=True):
+        while not is_reached():
+            self._channel.wait(None, is_eager=is_eager)
+            self._serve()
+
+    def _serve(self):
+        with self._lock:
+            messages = self._channel.receive()
+            for sender, message in messages:
+                self._handle(sender, message)
+        if messages:
+            self._channel.wake()  # what another thread waits for may have come here
+
+    def _handle(self, sender, message):
+        if message == OVER:
+            self._num_over += 1
+        elif message.endswith(b"?"):
+            self._channel.send(sender, message[:-1])
+        else:
+            self._answers.pop(int(message)).set()
+
+
+def ask_at_random(claim, hosts, num_questions):
+    tree, channel = connect(claim, hosts)
+    service = Service(tree, channel)
+    choices = random.Random(claim.rank)
+    for index in range(num_questions):
+        service.ask(index, choices.choice(["listener", "eager", "both"]))
+    service.finish()
+    channel.close()
+    return "answered"
+
+
+@pytest.mark.parametrize("hosts", ["aa", "aaa"])
+def test_nothing_is_missed_however_one_waits(run_ranks_bare, hosts):
+    answers = run_ranks_bare(len(hosts), ask_at_random, hosts, 3000)
+    assert set(answers) == {"answered"}
+
+
+def idle(claim, hosts):
+    """Return the processor time of all threads while two wait for a second."""
+    _, channel = connect(claim, hosts)
+    listener = threading.Thread(
+        target=channel.wait, args=(None,), kwargs={"is_eager": False}
+    )
+    listener.start()
+    channel.wait(0.2, is_eager=True)
+    before = time.process_time()
+    channel.wait(1.0, is_eager=True)
+    used_s = time.process_time() - before
+    channel.close()
+    listener.join()
+    return used_s
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_waiting_costs_nothing(run_ranks_bare, hosts):
+    used_s = run_ranks_bare(len(hosts), idle, hosts)
+    print("processor time of a second's wait:", used_s)  # noqa: T201
+    assert max(used_s) < 0.05
+
+
+def await_loss(channel, rank):
+    """Return its loss, what arrived before from it, and how long that took."""
+    begun = time.monotonic()
+    received = []
+    while True:
+        received += [m for sender, m in channel.receive() if sender == rank]
+        for loss in channel.find_losses():
+            if loss.rank == rank:
+                return loss, received, time.monotonic() - begun
+        channel.wait(0.1, is_eager=False)
+
+
+def die(claim, hosts, dying):
+    """A rank sends much, then dies without a word; all its neighbours learn it."""
+    tree, channel = connect(claim, hosts)
+    others = neighbours(tree)
+    if claim.rank == dying:
+        for other, index in itertools.product(others, range(100)):
+            channel.send(other, b"%d" % index)
+        # Gloo's threads send what was handed to them; the others say that they have it.
+        Mailbox(channel).gather(dict.fromkeys(others, 1))
+        for other in others:
+            channel.send(other, b"farewell" * 10)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dying not in others:
+        channel.close()
+        return None
+    box = Mailbox(channel)
+    box.gather({dying: 100})
+    channel.send(dying, OVER)
+    loss, received, elapsed_s = await_loss(channel, dying)
+    channel.send(dying, b"nobody reads this")
+    assert channel.receive() == []
+    assert loss in channel.find_losses()
+    channel.close()
+    assert (loss.rank, loss.is_orderly) == (dying, False)
+    assert loss.reason.startswith(f"rank {dying}")
+    is_local = hosts[claim.rank] == hosts[dying]
+    assert not is_local or received == [b"farewell" * 10]
+    return elapsed_s
+
+
+@pytest.mark.parametrize(
+    ("hosts", "dying"), [(h, d) for h in SEVERAL for d in sorted({0, len(h) - 1})]
+)
+def test_a_killed_neighbour_is_found(run_ranks_bare, hosts, dying):
+    told = run_ranks_bare(len(hosts), die, hosts, dying, dying={dying})
+    found = [elapsed_s for elapsed_s in told if elapsed_s is not None]
+    print("found after:", found)  # noqa: T201
+    assert found
+    assert max(found) < SOON_S
+
+
+def leave(claim, hosts, leaving):
+    """A rank sends and closes at once."""
+    tree, channel = connect(claim, hosts)
+    others = neighbours(tree)
+    if claim.rank == leaving:
+        for index, other in itertools.product(range(100), others):
+            channel.send(other, told(claim.rank, other, 8) + b"%d" % index)
+        channel.close()
+        return None
+    if leaving not in others:
+        channel.close()
+        return None
+    loss, received, elapsed_s = await_loss(channel, leaving)
+    channel.close()
+    assert (loss.rank, loss.is_orderly) == (leaving, True)
+    expected = told(leaving, claim.rank, 8)
+    # Shared memory holds what a ring takes, Gloo all.
+    assert received[:60] == [expected + b"%d" % i for i in range(60)]
+    return elapsed_s
+
+
+@pytest.mark.parametrize(
+    ("hosts", "leaving"), [(h, r) for h in SEVERAL for r in sorted({0, len(h) - 1})]
+)
+def test_what_was_sent_before_closing_arrives(run_ranks_bare, hosts, leaving):
+    found = run_ranks_bare(len(hosts), leave, hosts, leaving)
+    assert any(elapsed_s is not None for elapsed_s in found)
