@@ -4,6 +4,7 @@
 """
 
 from ronde.errors import CollectiveError as HorovodInternalError
+from ronde.torch import elastic
 from ronde.torch.all_to_all import alltoall, alltoall_async
 from ronde.torch.completion import barrier, join, poll, synchronize
 from ronde.torch.compression import Compression
@@ -113,6 +114,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

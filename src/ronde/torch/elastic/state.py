@@ -9,12 +9,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ronde.torch.elastic.objects import ObjectState
 from ronde.torch.elastic.sampler import ElasticSampler
-from ronde.torch.session import rank
-from ronde.torch.state import (
+from ronde.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from ronde.torch.session import rank
 
 
 class StateHandler:

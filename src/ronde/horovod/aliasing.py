@@ -1,0 +1,83 @@
+"""Lets ``import horovod.X`` give ronde's module: the same object, not a copy."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+_ALIAS = "horovod"
+_HOME = "ronde.horovod"
+_FRONT_ENDS = {"horovod.torch": "ronde.torch"}
+"""Which of Horovod's modules lie elsewhere than below ``ronde.horovod``."""
+_TO_COME = ("horovod.tensorflow", "horovod.keras")
+_NOT_HERE = ("horovod.mxnet", "horovod.ray", "horovod.spark")
+
+
+def install() -> None:
+    """Make ``horovod`` and all below it ronde's, in this process, from now on.
+
+    Meant for the package ``horovod`` itself, which this replaces while it is imported.
+    """
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    sys.modules[_ALIAS] = import_module(_HOME)
+
+
+def _own_name(name: str) -> str | None:
+    """Return the name of ronde's module for one of Horovod's; None for any other."""
+    if not name.startswith(f"{_ALIAS}."):
+        return None
+    for front_end, own in _FRONT_ENDS.items():
+        if name == front_end or name.startswith(f"{front_end}."):
+            return own + name.removeprefix(front_end)
+    return _HOME + name.removeprefix(_ALIAS)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        del path, target
+        own = _own_name(fullname)
+        if own is None:
+            return None
+        if fullname in _TO_COME + _NOT_HERE:
+            later = " comes in a later version of ronde" if fullname in _TO_COME else ""
+            raise ModuleNotFoundError(
+                f"{fullname}{later or ' is no part of ronde'}: this version has "
+                "horovod.torch.",
+                name=fullname,
+            )
+        try:
+            spec = find_spec(own)
+        except ModuleNotFoundError as error:
+            if not own.startswith(f"{error.name}."):
+                raise
+            return None  # its parent is a module, or is not there itself
+        if spec is None:
+            return None
+        is_package = spec.submodule_search_locations is not None
+        return ModuleSpec(fullname, _Loader(own), is_package=is_package)
+
+
+class _Loader(Loader):
+    def __init__(self, own: str) -> None:
+        self._own = own
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        del spec
+        module = import_module(self._own)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Nothing is to be executed; but importlib has put the alias's spec in place of
+        # the module's own, without which it could neither be reloaded nor pickled.
+        module.__spec__ = self._spec

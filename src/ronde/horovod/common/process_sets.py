@@ -1,0 +1,15 @@
+"""Process sets, whatever the framework."""
+
+from ronde.torch.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "global_process_set",
+    "remove_process_set",
+]

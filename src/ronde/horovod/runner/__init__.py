@@ -1,0 +1,5 @@
+"""Horovod's launcher, as a function."""
+
+from ronde.horovod.runner.running import run
+
+__all__ = ["run"]

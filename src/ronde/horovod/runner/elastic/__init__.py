@@ -1,0 +1,1 @@
+"""What an elastic launcher tells ranks."""

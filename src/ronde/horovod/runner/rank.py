@@ -1,0 +1,10 @@
+"""One rank of ``horovod.run``: ``python -m ronde.horovod.runner.rank DIRECTORY``."""
+
+import sys
+from pathlib import Path
+
+from ronde.horovod.runner.calls import make_call
+from ronde.world import read_claim
+
+if __name__ == "__main__":
+    make_call(Path(sys.argv[1]), read_claim().rank)

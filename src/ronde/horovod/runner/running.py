@@ -1,0 +1,227 @@
+"""Call a function on several ranks, started for it: ``horovod.run``."""
+
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any, TextIO
+
+from ronde.errors import UsageError
+from ronde.horovod.runner.calls import Outcome, collect_outcomes, leave_call
+from ronde.world import read_claim
+
+_USAGE_EXIT_CODE = 64
+_TAIL_LINES = 20
+_FAILED = (
+    "Horovod detected that one or more processes exited with non-zero status, thus "
+    "causing the job to be terminated. The first process to do so was:\n"
+    "Process name: {name}\nExit code: {code}\n"
+)
+_OLD_NAMES = {
+    "np": "num_proc",
+    "min_np": "min_num_proc",
+    "max_np": "max_num_proc",
+    "network_interface": "network_interfaces",
+}
+_OPTIONS = {
+    "num_proc": "--num-proc",
+    "min_num_proc": "--min-num-proc",
+    "max_num_proc": "--max-num-proc",
+    "slots": "--slots-per-host",
+    "reset_limit": "--reset-limit",
+    "cooldown_range": "--blacklist-cooldown-range",
+    "hosts": "--hosts",
+    "hostfile": "--hostfile",
+    "host_discovery_script": "--host-discovery-script",
+    "start_timeout": "--start-timeout",
+    "ssh_port": "--ssh-port",
+    "ssh_identity_file": "--ssh-identity-file",
+    "disable_cache": "--disable-cache",
+    "output_filename": "--output-filename",
+    "verbose": "--verbose",
+    "use_gloo": "--gloo",
+    "use_mpi": "--mpi",
+    "mpi_args": "--mpi-args",
+    "network_interfaces": "--network-interfaces",
+}
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: int | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: bool | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: Sequence[str] | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Start ranks, call a function on each, and return what the calls return.
+
+    What the ranks print is shown while they run. The arguments below ``num_proc`` are
+    horovodrun's options; ``ronde run`` says which of them change nothing.
+
+    Args:
+        func: Anything that cloudpickle takes; so are its arguments and its result.
+        args: For the function.
+        kwargs: For the function.
+        num_proc: Number of ranks.
+        min_num_proc: Return the results of so many ranks.
+        max_num_proc: Most ranks; there are never more than ``num_proc``.
+        slots: Of a host that the discovery script names without.
+        reset_limit: Not used: ranks that fail are not replaced.
+        cooldown_range: Likewise.
+        hosts: ``h1:2,h2:4``, all of them this machine.
+        hostfile: Path of a file with lines ``h1 slots=2``.
+        host_discovery_script: Path of a program that prints hosts, as ``h1:2``.
+        start_timeout: Seconds that the ranks may take to meet.
+        ssh_port: Not used: there is one machine.
+        ssh_identity_file: Likewise.
+        disable_cache: Not used.
+        output_filename: Directory for what the ranks print.
+        verbose: Not used.
+        use_gloo: Do without MPI, as is the default.
+        use_mpi: Move tensors with MPI.
+        mpi_args: Not used.
+        network_interface: The old name of the next one.
+        network_interfaces: Which ones Gloo and NCCL may use.
+        executable: Python for the ranks; None for this one.
+        np: The old name of ``num_proc``.
+        min_np: The old name of ``min_num_proc``.
+        max_np: The old name of ``max_num_proc``.
+
+    Returns:
+        The result of each rank; of the first ``min_num_proc`` where that is given.
+
+    Raises:
+        UsageError: The arguments ask for what cannot be; nothing was started.
+        RuntimeError: A rank failed.
+    """
+    asked = _renamed(dict(locals()))
+    for one, other in (("hosts", "hostfile"), ("use_gloo", "use_mpi")):
+        if asked[one] and asked[other]:
+            what = "one provided" if one == "hosts" else "one set True"
+            raise UsageError(f"Argument {one} and {other} only allow {what}.")
+    call = partial(func, *args, **dict(kwargs or {}))
+    with tempfile.TemporaryDirectory(prefix="ronde-run-") as folder:
+        leave_call(Path(folder), call)
+        words = [*_words(asked), "--", executable or sys.executable]
+        rank_words = ["-m", "ronde.horovod.runner.rank", folder]
+        code, errors = _run_job([*words, *rank_words])
+        outcomes = collect_outcomes(Path(folder), asked["num_proc"])
+    if code == _USAGE_EXIT_CODE and not any(outcomes):
+        raise UsageError("".join(errors).strip().removeprefix("ronde: "))
+    _require_success(code, outcomes)
+    results = [outcome.result for outcome in outcomes if outcome is not None]
+    return results[: asked["min_num_proc"]]
+
+
+def _renamed(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments by their present names."""
+    for old, new in _OLD_NAMES.items():
+        value = asked.pop(old)
+        if value is not None and value != "":
+            warnings.warn(
+                f"{old} is deprecated, use {new} instead",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            asked[new] = value.split(",") if isinstance(value, str) else value
+    return asked
+
+
+def _words(asked: Mapping[str, Any]) -> list[str]:
+    """Return the command that starts the ranks, up to their program."""
+    words = [sys.executable, "-m", "ronde", "run"]
+    if read_claim().size == 1:
+        # A program that is a world of its own may well have been started as one.
+        words.append("--nested")
+    for name, option in _OPTIONS.items():
+        value = asked[name]
+        if value is True:
+            words.append(option)
+        elif name == "mpi_args" and value:
+            words.append(f"{option}={value}")
+        elif name == "network_interfaces" and value:
+            words += [option, ",".join(value)]
+        elif name == "cooldown_range" and value:
+            words += [option, *map(str, value)]
+        elif value:
+            words += [option, str(value)]
+    return words
+
+
+def _run_job(words: Sequence[str]) -> tuple[int, Iterable[str]]:
+    """Run a command, showing what it prints; return its code and its last errors.
+
+    What it prints goes to this program's ``sys.stdout`` and ``sys.stderr``, which in a
+    notebook are not the process's own.
+    """
+    errors: deque[str] = deque(maxlen=_TAIL_LINES)
+    with subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="backslashreplace",
+    ) as process:
+        streams = (
+            (process.stdout, sys.stdout, deque[str](maxlen=0)),
+            (process.stderr, sys.stderr, errors),
+        )
+        threads = [Thread(target=_show, args=stream) for stream in streams]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return process.returncode, errors
+
+
+def _show(lines: Iterable[str], shown: TextIO, kept: deque[str]) -> None:
+    for line in lines:
+        shown.write(line)
+        shown.flush()
+        kept.append(line)
+
+
+def _require_success(code: int, outcomes: Sequence[Outcome | None]) -> None:
+    """Raise, in Horovod's words, where a rank failed."""
+    failures = {
+        rank: outcome
+        for rank, outcome in enumerate(outcomes)
+        if outcome is not None and outcome.traceback
+    }
+    if code == 0 and not failures and None not in outcomes:
+        return
+    if failures:
+        first = min(failures, key=lambda rank: failures[rank].ended_ns)
+        name, reason = str(first), failures[first].traceback
+    else:
+        silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+        name, reason = f"one of {silent}", ""
+    raise RuntimeError(_FAILED.format(name=name, code=code) + reason)

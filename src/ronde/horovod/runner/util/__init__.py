@@ -1,0 +1,1 @@
+"""The launcher's odds and ends, those that tests import."""
