@@ -1,0 +1,214 @@
+"""Finds out by trying which setting costs least, without ending up worse off.
+
+Note [How a setting is chosen]
+    A *sample* is the median cost of some steps with one setting, the first step after a
+    change left out. After a warm-up every candidate gets a sample; then the better half
+    of them another, and so on, until one is left or the samples are used up.
+
+    What has won so far may have won by luck, or because the machine was slow while the
+    default ran. So it meets the default once more, in pairs of samples, in alternating
+    order. It is taken if it was cheaper by ``min_gain`` in all pairs but one; else the
+    default stays.
+"""
+
+import csv
+import statistics
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Generic, TypeVar
+
+from ronde.errors import UsageError
+
+S = TypeVar("S", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class TuningOptions:
+    """How much is tried; equal on all ranks.
+
+    Attributes:
+        warmup_samples: Samples of the default that are thrown away first.
+        steps_per_sample: Steps whose median is a sample.
+        max_samples: Samples to find the best with. One for each pair of the last
+            comparison, and one more, come on top.
+        num_pairs: Pairs of samples in the last comparison, winner against default.
+        min_gain: Part of the default's cost that a winner must save, 0 to 1.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    warmup_samples: int = 3
+    steps_per_sample: int = 10
+    max_samples: int = 20
+    num_pairs: int = 6
+    min_gain: float = 0.03
+
+    def __post_init__(self) -> None:
+        least = {"steps_per_sample": 1, "max_samples": 1, "num_pairs": 3}
+        for name in ("warmup_samples", *least):
+            if getattr(self, name) < least.get(name, 0):
+                raise UsageError(
+                    f"{name} must be >= {least.get(name, 0)}, got "
+                    f"{getattr(self, name)}."
+                )
+        if not 0.0 <= self.min_gain < 1.0:
+            raise UsageError(f"min_gain must be >= 0 and < 1, got {self.min_gain}.")
+
+    @property
+    def num_fed(self) -> int:
+        """Steps from one possible change of the setting to the next."""
+        return self.steps_per_sample + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sample(Generic[S]):
+    """What a setting cost.
+
+    Attributes:
+        phase: ``warmup``, ``search`` or ``final``.
+        setting: What was tried.
+        cost: Median over the steps, in whatever was fed.
+    """
+
+    phase: str
+    setting: S
+    cost: float
+
+
+class Tuner(Generic[S]):
+    """Says which setting the next step is to use, and learns what the step cost.
+
+    Pure: it neither measures nor applies anything. See Note [How a setting is chosen].
+
+    Attributes:
+        setting: For the next step.
+        is_over: ``setting`` is the choice, and nothing is to be fed any more.
+        samples: All that were taken.
+
+    Args:
+        candidates: The default, and what else there is; none twice.
+        options: How much is tried.
+    """
+
+    def __init__(self, candidates: Sequence[S], options: TuningOptions) -> None:
+        self._candidates = candidates
+        self._options = options
+        self._costs: list[float] = []
+        self.samples: list[Sample[S]] = []
+        self.is_over = False
+        self._phase = "search"
+        self._course = self._run()
+        self.setting = self._advance(None)
+
+    def feed(self, cost: float) -> None:
+        """Take down what the step just over cost: less is better."""
+        self._costs.append(cost)
+        if len(self._costs) < self._options.num_fed:
+            return
+        # A change is paid for in the step after it.
+        median = statistics.median(self._costs[1:])
+        self._costs = []
+        self.samples.append(Sample(self._phase, self.setting, median))
+        self.setting = self._advance(median)
+
+    @property
+    def best_cost(self) -> float:
+        """The median of the chosen setting's samples, warm-up aside; when over."""
+        costs = [s.cost for s in self._counted() if s.setting == self.setting]
+        return statistics.median(costs) if costs else 0.0
+
+    def _counted(self) -> list[Sample[S]]:
+        return [sample for sample in self.samples if sample.phase != "warmup"]
+
+    def _advance(self, cost: float | None) -> S:
+        try:
+            # A generator is started with None.
+            return self._course.send(cost)  # pyright: ignore[reportArgumentType]
+        except StopIteration as end:
+            self.is_over = True
+            return end.value
+
+    def _run(self) -> Generator[S, float, S]:
+        default = self._candidates[0]
+        if len(self._candidates) == 1:
+            return default
+        self._phase = "warmup"
+        for _ in range(self._options.warmup_samples):
+            yield default
+        self._phase = "search"
+        winner = yield from self._search()
+        if winner == default:
+            return default
+        self._phase = "final"
+        is_better = yield from self._meet(winner, default)
+        return winner if is_better else default
+
+    def _search(self) -> Generator[S, float, S]:
+        budget = self._options.max_samples
+        field = list(self._candidates[:budget])
+        costs: dict[S, list[float]] = {candidate: [] for candidate in field}
+        while len(field) > 1 and budget >= len(field):
+            for candidate in field:
+                costs[candidate].append((yield candidate))
+            budget -= len(field)
+            field.sort(key=lambda candidate: statistics.median(costs[candidate]))
+            del field[(len(field) + 1) // 2 :]
+        return field[0]
+
+    def _meet(self, winner: S, default: S) -> Generator[S, float, bool]:
+        num_lost = 0
+        for number in range(self._options.num_pairs):
+            pair = [winner, default] if number % 2 else [default, winner]
+            costs: dict[S, float] = {}
+            for setting in pair:
+                costs[setting] = yield setting
+            limit = (1.0 - self._options.min_gain) * costs[default]
+            num_lost += costs[winner] >= limit
+            if num_lost > 1:
+                return False
+        return True
+
+
+class TuningLog:
+    """A CSV file of samples, with what was chosen as the last row of each tuner.
+
+    The score is the inverse of the cost, so that more is better, as in Horovod's log.
+
+    Args:
+        path: Is overwritten.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+
+    COLUMNS: ClassVar[tuple[str, ...]] = (
+        "tuned",
+        "phase",
+        "first_bucket_bytes",
+        "bucket_bytes",
+        "tensor_fusion_threshold",
+        "score",
+    )
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerow(self.COLUMNS)
+
+    def add(
+        self, tuned: str, phase: str, setting: Mapping[str, int], cost: float
+    ) -> None:
+        """Append a row.
+
+        Args:
+            tuned: What the setting is of.
+            phase: Of the sample; ``best`` for what was chosen.
+            setting: Values of some columns.
+            cost: Of the sample.
+        """
+        score = 1.0 / cost if cost else 0.0
+        row = {"tuned": tuned, "phase": phase, "score": f"{score:.6g}", **setting}
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self.COLUMNS, restval="").writerow(row)
