@@ -7,6 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ronde.collectives import Done
+from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.operations import Kind, Operation
 from ronde.errors import UsageError
 from ronde.torch.process_sets import ProcessSet, global_process_set
@@ -46,7 +48,7 @@ def alltoall(
             "tuple[Tensor, Tensor]", _Differentiable.apply(exchange, tensor, splits)
         )
     else:
-        received, counts = exchange.start(tensor, splits).wait()
+        received, counts = exchange.carry_out(tensor, splits)
     return received if splits is None else (received, counts)
 
 
@@ -67,15 +69,24 @@ class _Exchange:
     process_set: ProcessSet
 
     def start(self, tensor: Tensor, splits: Splits | None) -> Exchanged:
+        coordinator, operation = self._prepare(tensor, splits)
+        return Exchanged(coordinator.submit(operation), splits)
+
+    def carry_out(self, tensor: Tensor, splits: Splits | None) -> tuple[Tensor, Tensor]:
+        coordinator, operation = self._prepare(tensor, splits)
+        return Exchanged(Done(coordinator.run(operation)), splits).wait()
+
+    def _prepare(
+        self, tensor: Tensor, splits: Splits | None
+    ) -> tuple[Coordinator, Operation]:
         require_dtypes((tensor,))
         member = member_of(self.process_set, "Alltoall")
         counts = _counts(splits)
         if tensor.dim():
             _require_rows(counts, tensor.shape[0], len(member.ranks))
-        work = member.coordinator.submit(
-            Operation(Kind.ALLTOALL, detached((tensor,)), self.name, splits=counts)
+        return member.coordinator, Operation(
+            Kind.ALLTOALL, detached((tensor,)), self.name, splits=counts
         )
-        return Exchanged(work, splits if isinstance(splits, Tensor) else None)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -86,7 +97,7 @@ class _Differentiable(torch.autograd.Function):
         tensor: Tensor,
         splits: Splits | None,
     ) -> tuple[Tensor, Tensor]:
-        received, counts = exchange.start(tensor, splits).wait()
+        received, counts = exchange.carry_out(tensor, splits)
         ctx.exchange = exchange
         ctx.counts = counts.tolist()
         ctx.num_rows = tensor.shape[0]

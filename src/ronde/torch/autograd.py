@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import ReduceOp, Work
+from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.operations import Kind, Operation
 from ronde.errors import CollectiveError, UsageError
 from ronde.torch.operators import REDUCE_OPS, REDUCIBLE, Adasum, Average, Sum
@@ -20,13 +21,20 @@ from ronde.torch.submission import detached, member_of, require_dtypes
 from ronde.torch.works import Given
 
 Tensors = Sequence[Tensor]
+Submission = tuple[Coordinator, Operation]
+"""Who is to be asked for what."""
 
 
 class Collective(Protocol):
     """One or several tensors in, as many out."""
 
-    def start(self, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
-        """Submit it; the result is outside autograd."""
+    def prepare(self, tensors: Tensors) -> Submission:
+        """Check it and say what is to be submitted; the result is outside autograd.
+
+        Raises:
+            UsageError: A dtype is not supported, or the set does not fit.
+            CollectiveError: There is no session.
+        """
         ...
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
@@ -39,6 +47,35 @@ class Collective(Protocol):
         ...
 
 
+def start(collective: Collective, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
+    """Submit a collective and return at once.
+
+    Raises:
+        UsageError: It cannot be, or its name is under way.
+        CollectiveError: There is no session, or the job is shut down.
+    """
+    coordinator, operation = collective.prepare(tensors)
+    return coordinator.submit(operation)
+
+
+def start_in_place(
+    collective: "Reduction | Broadcast", tensors: tuple[Tensor, ...]
+) -> Work[tuple[Tensor, ...]]:
+    """Start a collective whose results are the very tensors it is given."""
+    own = detached(tensors)
+    coordinator, operation = collective.prepare_into(own, own)
+    return Given(coordinator.submit(operation), tensors)
+
+
+def carry_out_in_place(
+    collective: "Reduction | Broadcast", tensors: tuple[Tensor, ...]
+) -> None:
+    """Carry out a collective whose results go where its inputs are."""
+    own = detached(tensors)
+    coordinator, operation = collective.prepare_into(own, own)
+    coordinator.run(operation)
+
+
 def carry_out(collective: Collective, tensors: Tensors) -> tuple[Tensor, ...]:
     """Run a collective, under autograd where a tensor needs that."""
     if torch.is_grad_enabled():
@@ -47,7 +84,8 @@ def carry_out(collective: Collective, tensors: Tensors) -> tuple[Tensor, ...]:
                 return cast(
                     "tuple[Tensor, ...]", _Differentiable.apply(collective, *tensors)
                 )
-    return collective.start(tensors).wait()
+    coordinator, operation = collective.prepare(tensors)
+    return coordinator.run(operation)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -55,7 +93,8 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, collective: Collective, *tensors: Tensor) -> Any:  # noqa: ANN401  autograd's
         ctx.collective = collective
         ctx.num_rows = [t.shape[0] if t.dim() else 1 for t in tensors]
-        return collective.start(tensors).wait()
+        coordinator, operation = collective.prepare(tensors)
+        return coordinator.run(operation)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401  autograd's
@@ -82,15 +121,15 @@ class Reduction:
     postscale: float = 1.0
     is_group: bool = False
 
-    def start(self, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
-        """Submit it for new tensors of the inputs' layouts."""
-        tensors = detached(tensors)
-        return self.start_into(tensors, tuple([torch.empty_like(t) for t in tensors]))
+    def prepare(self, tensors: Tensors) -> Submission:
+        """Have the results in new tensors of the inputs' layouts."""
+        own = detached(tensors)
+        return self.prepare_into(own, tuple([torch.empty_like(t) for t in own]))
 
-    def start_into(
+    def prepare_into(
         self, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
-    ) -> Work[tuple[Tensor, ...]]:
-        """Submit it.
+    ) -> Submission:
+        """Have the results in ``outputs``.
 
         Args:
             tensors: Outside autograd.
@@ -99,23 +138,21 @@ class Reduction:
         Raises:
             UsageError: A dtype has no such reduction, or the set does not fit.
             NotImplementedError: Adasum on this set, or over so many ranks.
-            CollectiveError: There is no session, or the job is shut down.
+            CollectiveError: There is no session.
         """
         require_dtypes(tensors, REDUCIBLE[self.op])
         member = member_of(self.process_set, "Allreduce")
         if self.op == Adasum:
             _require_adasum(self.process_set, len(member.ranks))
-        return member.coordinator.submit(
-            Operation(
-                Kind.ADASUM if self.op == Adasum else Kind.ALLREDUCE,
-                tensors,
-                self.name,
-                outputs,
-                self.is_group,
-                REDUCE_OPS.get(self.op, ReduceOp.SUM),
-                self.prescale,
-                self.postscale,
-            )
+        return member.coordinator, Operation(
+            Kind.ADASUM if self.op == Adasum else Kind.ALLREDUCE,
+            tensors,
+            self.name,
+            outputs,
+            self.is_group,
+            REDUCE_OPS.get(self.op, ReduceOp.SUM),
+            self.prescale,
+            self.postscale,
         )
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
@@ -144,12 +181,12 @@ class Gather:
     process_set: ProcessSet
     is_group: bool = False
 
-    def start(self, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
-        """Submit it."""
+    def prepare(self, tensors: Tensors) -> Submission:
+        """Check it: see ``Collective``."""
         require_dtypes(tensors)
         member = member_of(self.process_set, "Allgather")
-        return member.coordinator.submit(
-            Operation(Kind.ALLGATHER, detached(tensors), self.name, (), self.is_group)
+        return member.coordinator, Operation(
+            Kind.ALLGATHER, detached(tensors), self.name, (), self.is_group
         )
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
@@ -159,9 +196,9 @@ class Gather:
             Reduction(Average, name, self.process_set, is_group=self.is_group),
             gradients,
         )
-        rows = Gather(name, self.process_set).start([torch.tensor([num_rows])])
+        (rows,) = carry_out(Gather(name, self.process_set), (torch.tensor([num_rows]),))
         rank = member_of(self.process_set, "Allgather").rank
-        starts = cast("list[int]", rows.wait()[0][:rank].sum(0).tolist())
+        starts = cast("list[int]", rows[:rank].sum(0).tolist())
         return [
             gradient.narrow(0, start, length)
             for gradient, start, length in zip(averaged, starts, num_rows, strict=True)
@@ -182,15 +219,15 @@ class Broadcast:
     name: str
     process_set: ProcessSet
 
-    def start(self, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
-        """Submit it for new tensors of the inputs' layouts."""
-        tensors = detached(tensors)
-        return self.start_into(tensors, tuple([torch.empty_like(t) for t in tensors]))
+    def prepare(self, tensors: Tensors) -> Submission:
+        """Have the results in new tensors of the inputs' layouts."""
+        own = detached(tensors)
+        return self.prepare_into(own, tuple([torch.empty_like(t) for t in own]))
 
-    def start_into(
+    def prepare_into(
         self, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
-    ) -> Work[tuple[Tensor, ...]]:
-        """Submit it: see ``Reduction.start_into``."""
+    ) -> Submission:
+        """Have the results in ``outputs``: see ``Reduction.prepare_into``."""
         require_dtypes(tensors)
         member = member_of(self.process_set, "Broadcast")
         if self.root_rank not in member.ranks:
@@ -199,8 +236,8 @@ class Broadcast:
                 "process set"
             )
         root = member.ranks.index(self.root_rank)
-        return member.coordinator.submit(
-            Operation(Kind.BROADCAST, tensors, self.name, outputs, root=root)
+        return member.coordinator, Operation(
+            Kind.BROADCAST, tensors, self.name, outputs, root=root
         )
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
@@ -228,13 +265,12 @@ class Scatter:
     postscale: float = 1.0
     is_group: bool = False
 
-    def start(self, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
-        """Submit it.
+    def prepare(self, tensors: Tensors) -> Submission:
+        """Check it.
 
         Raises:
             UsageError: A dtype has no such reduction, or the set does not fit.
-            CollectiveError: There is no session, the job is shut down, or ``op`` is
-                neither Average nor Sum.
+            CollectiveError: There is no session, or ``op`` is neither Average nor Sum.
         """
         require_dtypes(tensors, REDUCIBLE.get(self.op))
         member = member_of(self.process_set, "Reducescatter")
@@ -242,17 +278,15 @@ class Scatter:
             raise CollectiveError(
                 "Reducescatter currently only supports AVERAGE and SUM."
             )
-        return member.coordinator.submit(
-            Operation(
-                Kind.REDUCESCATTER,
-                detached(tensors),
-                self.name,
-                (),
-                self.is_group,
-                REDUCE_OPS[self.op],
-                self.prescale,
-                self.postscale,
-            )
+        return member.coordinator, Operation(
+            Kind.REDUCESCATTER,
+            detached(tensors),
+            self.name,
+            (),
+            self.is_group,
+            REDUCE_OPS[self.op],
+            self.prescale,
+            self.postscale,
         )
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
@@ -264,14 +298,6 @@ class Scatter:
         name = _name_of_gradients(self.name)
         gather = Gather(name, self.process_set, self.is_group)
         return carry_out(gather, [gradient * factor for gradient in gradients])
-
-
-def in_place(
-    collective: Reduction | Broadcast, tensors: tuple[Tensor, ...]
-) -> Work[tuple[Tensor, ...]]:
-    """Start a collective whose results are the very tensors it is given."""
-    own = detached(tensors)
-    return Given(collective.start_into(own, own), tensors)
 
 
 def _name_of_gradients(name: str) -> str:

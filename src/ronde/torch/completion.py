@@ -39,7 +39,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         CollectiveError: A rank is gone.
     """
     member = member_of(process_set, "Barrier")
-    member.coordinator.submit(Operation(Kind.BARRIER)).wait()
+    member.coordinator.run(Operation(Kind.BARRIER))
 
 
 def join(device: int = -1) -> int:
@@ -60,5 +60,4 @@ def join(device: int = -1) -> int:
     """
     del device
     member = current_session().members[0]
-    joined = member.coordinator.submit(Operation(Kind.JOIN))
-    return joined.wait()
+    return member.coordinator.run(Operation(Kind.JOIN))

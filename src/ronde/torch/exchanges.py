@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ronde.collectives import Done
-from ronde.torch.autograd import Broadcast, Gather, carry_out, in_place
+from ronde.torch.autograd import (
+    Broadcast,
+    Gather,
+    carry_out,
+    carry_out_in_place,
+    start,
+    start_in_place,
+)
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import current_session
 from ronde.torch.works import Only
@@ -35,7 +42,7 @@ def allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``allgather``."""
-    work = Gather(name or "", process_set).start((tensor,))
+    work = start(Gather(name or "", process_set), (tensor,))
     return current_session().handles.add(Only(work))
 
 
@@ -57,7 +64,7 @@ def grouped_allgather_async(
 ) -> int:
     """Start ``grouped_allgather``."""
     group = Gather(name or "", process_set, is_group=True)
-    work = group.start(tensors) if tensors else Done[tuple[Tensor, ...]](())
+    work = start(group, tensors) if tensors else Done[tuple[Tensor, ...]](())
     return current_session().handles.add(work)
 
 
@@ -87,7 +94,8 @@ def broadcast_(
 ) -> Tensor:
     """Copy ``root_rank``'s values into ``tensor`` and return it."""
     broadcast = Broadcast(root_rank, name or "", process_set)
-    return in_place(broadcast, (tensor,)).wait()[0]
+    carry_out_in_place(broadcast, (tensor,))
+    return tensor
 
 
 def broadcast_async(
@@ -97,7 +105,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``broadcast``; the handle's result is a new tensor."""
-    work = Broadcast(root_rank, name or "", process_set).start((tensor,))
+    work = start(Broadcast(root_rank, name or "", process_set), (tensor,))
     return current_session().handles.add(Only(work))
 
 
@@ -109,4 +117,4 @@ def broadcast_async_(
 ) -> int:
     """Start ``broadcast_``; the handle's result is ``tensor``."""
     broadcast = Broadcast(root_rank, name or "", process_set)
-    return current_session().handles.add(Only(in_place(broadcast, (tensor,))))
+    return current_session().handles.add(Only(start_in_place(broadcast, (tensor,))))

@@ -14,7 +14,7 @@ from ronde.collectives.objects import (
     broadcast_object as broadcast_object_by,
 )
 from ronde.errors import UsageError
-from ronde.torch.autograd import Broadcast, Gather, in_place
+from ronde.torch.autograd import Broadcast, Gather, start, start_in_place
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import rank
 from ronde.torch.submission import member_of
@@ -37,7 +37,7 @@ def broadcast_parameters(
         CollectiveError: Ranks differ in a shape or dtype, or one is gone.
     """
     works = [
-        in_place(Broadcast(root_rank, name, global_process_set), (tensor,))
+        start_in_place(Broadcast(root_rank, name, global_process_set), (tensor,))
         for name, tensor in _named_tensors(params)
     ]
     for work in works:
@@ -129,11 +129,11 @@ class _Carrier:
     def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
         """Copy the length, then the bytes, from ``root``."""
         part = Broadcast(root, next(self._names), self._process_set)
-        return Only(in_place(part, (tensor,)))
+        return Only(start_in_place(part, (tensor,)))
 
     def all_gather(self, tensor: Tensor) -> Work[Tensor]:
         """Gather length and bytes in one."""
-        return Only(Gather(next(self._names), self._process_set).start((tensor,)))
+        return Only(start(Gather(next(self._names), self._process_set), (tensor,)))
 
 
 @dataclass(frozen=True, slots=True)

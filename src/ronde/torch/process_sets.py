@@ -172,7 +172,7 @@ def _agree(session: Session, what: str, number: int) -> int:
     operation = Operation(
         Kind.BROADCAST, (tensor,), f"process_set.{what}", (tensor,), root=0
     )
-    session.members[0].coordinator.submit(operation).wait()
+    session.members[0].coordinator.run(operation)
     return int(tensor.item())
 
 

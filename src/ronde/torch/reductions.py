@@ -26,7 +26,14 @@ from torch import Tensor
 
 from ronde.collectives import Done
 from ronde.data_parallel import Compression, Compressor
-from ronde.torch.autograd import Gather, Reduction, carry_out, in_place
+from ronde.torch.autograd import (
+    Gather,
+    Reduction,
+    carry_out,
+    carry_out_in_place,
+    start,
+    start_in_place,
+)
 from ronde.torch.operators import Adasum, Average, Max, Min, Product, Sum, which_op
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import current_session
@@ -91,7 +98,8 @@ def allreduce_(
         prescale_factor,
         postscale_factor,
     )
-    return in_place(reduction, (tensor,)).wait()[0]
+    carry_out_in_place(reduction, (tensor,))
+    return tensor
 
 
 def allreduce_async(
@@ -111,7 +119,7 @@ def allreduce_async(
         prescale_factor,
         postscale_factor,
     )
-    return current_session().handles.add(Only(reduction.start((tensor,))))
+    return current_session().handles.add(Only(start(reduction, (tensor,))))
 
 
 def allreduce_async_(
@@ -131,7 +139,7 @@ def allreduce_async_(
         prescale_factor,
         postscale_factor,
     )
-    return current_session().handles.add(Only(in_place(reduction, (tensor,))))
+    return current_session().handles.add(Only(start_in_place(reduction, (tensor,))))
 
 
 def grouped_allreduce(
@@ -181,7 +189,10 @@ def grouped_allreduce_(
         postscale_factor,
         is_group=True,
     )
-    return in_place(group, tuple(tensors)).wait() if tensors else ()
+    given = tuple(tensors)
+    if given:
+        carry_out_in_place(group, given)
+    return given
 
 
 def grouped_allreduce_async(
@@ -202,7 +213,7 @@ def grouped_allreduce_async(
         postscale_factor,
         is_group=True,
     )
-    work = group.start(tensors) if tensors else Done[tuple[Tensor, ...]](())
+    work = start(group, tensors) if tensors else Done[tuple[Tensor, ...]](())
     return current_session().handles.add(work)
 
 
@@ -225,7 +236,7 @@ def grouped_allreduce_async_(
         is_group=True,
     )
     given = tuple(tensors)
-    work = in_place(group, given) if given else Done[tuple[Tensor, ...]](())
+    work = start_in_place(group, given) if given else Done[tuple[Tensor, ...]](())
     return current_session().handles.add(work)
 
 
@@ -253,7 +264,7 @@ def sparse_allreduce_async(
     indices = tensor._indices().transpose(0, 1).contiguous()  # noqa: SLF001  torch's name
     values = tensor._values()  # noqa: SLF001  torch's name
     gathered = [
-        Gather(each, process_set).start((part,))
+        start(Gather(each, process_set), (part,))
         for each, part in zip(names, (indices, values), strict=True)
     ]
 

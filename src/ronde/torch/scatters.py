@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ronde.collectives import Done
 from ronde.data_parallel import Compression, Compressor
-from ronde.torch.autograd import Scatter, carry_out
+from ronde.torch.autograd import Scatter, carry_out, start
 from ronde.torch.operators import Average
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import current_session
@@ -43,7 +43,7 @@ def reducescatter_async(
 ) -> int:
     """Start ``reducescatter``."""
     scatter = Scatter(op, name or "", process_set, prescale_factor, postscale_factor)
-    return current_session().handles.add(Only(scatter.start((tensor,))))
+    return current_session().handles.add(Only(start(scatter, (tensor,))))
 
 
 def grouped_reducescatter(
@@ -81,5 +81,5 @@ def grouped_reducescatter_async(
     group = Scatter(
         op, name or "", process_set, prescale_factor, postscale_factor, is_group=True
     )
-    work = group.start(tensors) if tensors else Done[tuple[Tensor, ...]](())
+    work = start(group, tensors) if tensors else Done[tuple[Tensor, ...]](())
     return current_session().handles.add(work)

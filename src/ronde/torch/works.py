@@ -49,13 +49,13 @@ class Only(Generic[T]):
 class Exchanged:
     """An all-to-all, whose counts of rows become a tensor like the splits it got."""
 
-    __slots__ = ("_like", "_work")
+    __slots__ = ("_device", "_work")
 
     def __init__(
-        self, work: Work[tuple[tuple[Tensor, list[int]], ...]], like: Tensor | None
+        self, work: Work[tuple[tuple[Tensor, list[int]], ...]], splits: object
     ) -> None:
         self._work = work
-        self._like = like
+        self._device = splits.device if isinstance(splits, Tensor) else None
 
     def is_done(self) -> bool:
         """Say whether ``wait()`` would not block."""
@@ -64,5 +64,4 @@ class Exchanged:
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return what was received and, int32, how many rows came from each rank."""
         received, counts = self._work.wait()[0]
-        device = None if self._like is None else self._like.device
-        return received, torch.tensor(counts, dtype=torch.int32, device=device)
+        return received, torch.tensor(counts, dtype=torch.int32, device=self._device)
