@@ -18,7 +18,7 @@ CHUNK_BYTES = 1 << 20
 """A store takes 8 MiB at once."""
 
 START_PATIENCE_S = 30.0
-END_PATIENCE_S = 10.0
+END_PATIENCE_S = 5.0
 _EXCHANGE_S = 1.0
 _POLL_S = 0.01
 

@@ -78,6 +78,7 @@ from ronde.torch.session import (
     size,
 )
 from ronde.torch.sync_batch_norm import SyncBatchNorm
+from ronde.torch.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",
@@ -145,5 +146,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

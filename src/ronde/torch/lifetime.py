@@ -11,6 +11,7 @@ from ronde.coordination.options import CoordinationOptions
 from ronde.errors import UsageError
 from ronde.torch.members import Job, Member
 from ronde.torch.process_sets import ProcessSet, global_process_set, register
+from ronde.torch.recordings import Recordings
 from ronde.torch.session import (
     Session,
     begin,
@@ -18,6 +19,7 @@ from ronde.torch.session import (
     end,
     is_initialized,
 )
+from ronde.torch.timeline import close_timeline, open_timeline
 from ronde.world import Claim, World, read_claim
 from ronde.world.knobs import Knobs, read_knobs, report_ignored
 
@@ -62,8 +64,12 @@ def shutdown() -> None:
     """Leave; pending handles are forgotten. ``init()`` may be called again."""
     atexit.unregister(shutdown)
     session = end()
-    if session is not None:
+    if session is None:
+        return
+    try:
         session.close()
+    finally:
+        close_timeline(session)
 
 
 def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi4py's
@@ -89,10 +95,14 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
         is_dynamic=knobs.has_dynamic_process_sets or _DYNAMIC in _asked_for,
         sets={0: ranks},
         members={0: Member.connect(job, 0, ranks, communicator)},
+        recordings=Recordings(
+            claim.rank, claim.size, hosts[claim.rank], connections.store
+        ),
     )
     global_process_set.ranks = list(ranks)
     begin(session)
     atexit.register(shutdown)
+    open_timeline(session)
 
 
 def _static_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:

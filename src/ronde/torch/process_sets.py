@@ -156,7 +156,9 @@ def register(session: Session, process_set: ProcessSet) -> bool:
     word = ".".join(map(str, ranks))
     set_id = _agree(session, f"add.{word}", session.next_set_id())
     if session.world.rank in ranks:
-        session.members[set_id] = Member.connect(session.job, set_id, ranks)
+        member = Member.connect(session.job, set_id, ranks)
+        member.coordinator.recorder = session.recordings.recorder
+        session.members[set_id] = member
     session.sets[set_id] = ranks
     process_set.process_set_id = set_id
     return True

@@ -9,6 +9,7 @@ from ronde.collectives import Communicator
 from ronde.errors import CollectiveError, NotInitializedError
 from ronde.torch.handles import Handles
 from ronde.torch.members import Job, Member
+from ronde.torch.recordings import Recordings
 from ronde.world import Claim, World
 from ronde.world.knobs import Knobs
 
@@ -27,6 +28,7 @@ class Session:
         is_dynamic: Whether process sets may come and go.
         sets: The ranks of every process set by its number; 0 is all ranks.
         members: This rank in those of them that it belongs to.
+        recordings: Timelines.
         handles: Collectives under way that the program has numbers for.
         duplicates: Communicators of their own that were made for others.
         reducers: What a rank that has joined must keep up with.
@@ -39,6 +41,7 @@ class Session:
     is_dynamic: bool
     sets: dict[int, tuple[int, ...]]
     members: dict[int, Member]
+    recordings: Recordings
     handles: Handles = field(default_factory=Handles)
     duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
     reducers: WeakSet[Any] = field(default_factory=WeakSet[Any])

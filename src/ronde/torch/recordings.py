@@ -1,0 +1,135 @@
+"""The timelines of a session: the launcher's, and the one that the program asks for."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+from torch.distributed import Store
+
+from ronde.timeline.events import Recorded, Recorder
+from ronde.timeline.gathering import SharedStore
+from ronde.timeline.rank_recording import (
+    DEFAULT_LIMIT_BYTES,
+    Place,
+    RankRecording,
+    open_horovod_recording,
+)
+from ronde.units import parse_size_bytes
+from ronde.world.variables import select_variables
+
+_DIRECTORY = "RONDE_TIMELINE"
+_LIMIT = "RONDE_TIMELINE_LIMIT"
+
+_launched = count()
+_asked_for = count()
+"""Every rank of a job counts alike, over sessions: the number names a recording."""
+
+_logger = logging.getLogger("ronde")
+
+
+@dataclass(frozen=True, slots=True)
+class _Both:
+    """Has two timelines take down the same."""
+
+    one: Recorder
+    other: Recorder
+
+    def operation(self, recorded: Recorded) -> None:
+        self.one.operation(recorded)
+        self.other.operation(recorded)
+
+    def cycle(self, at_ns: int) -> None:
+        self.one.cycle(at_ns)
+        self.other.cycle(at_ns)
+
+
+@dataclass(slots=True)
+class Recordings:
+    """What one rank records between ``init()`` and ``shutdown()``.
+
+    Attributes:
+        rank: Among all.
+        size: Number of ranks.
+        host: This rank's host.
+        store: Returns a store that all ranks share under a name, or None.
+    """
+
+    rank: int
+    size: int
+    host: str
+    store: Callable[[str], Store | None]
+    _launcher: RankRecording | None = None
+    _own: RankRecording | None = None
+    _path: Path = field(default_factory=Path)
+    _limit_bytes: int = DEFAULT_LIMIT_BYTES
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What coordinators are to tell; None for nobody."""
+        if self._launcher and self._own:
+            return _Both(self._launcher.recorder, self._own.recorder)
+        recording = self._launcher or self._own
+        return recording.recorder if recording else None
+
+    def open(self) -> None:
+        """Begin what ``ronde run --timeline`` asks for, if it does.
+
+        Raises:
+            UsageError: ``RONDE_TIMELINE_LIMIT`` is no size.
+        """
+        said = select_variables([_DIRECTORY, _LIMIT])
+        if said.get(_LIMIT):
+            self._limit_bytes = parse_size_bytes(said[_LIMIT])
+        if not said.get(_DIRECTORY):
+            return
+        number = next(_launched)
+        try:
+            self._launcher = RankRecording(
+                self._place(number),
+                self._shared(f"timeline/launched{number}"),
+                Path(said[_DIRECTORY]),
+                limit_bytes=self._limit_bytes,
+            )
+        except OSError as error:
+            _logger.warning("timeline must be written, but that fails: %s", error)
+
+    def start(self, path: Path, *, has_cycles: bool) -> None:
+        """Begin a timeline that rank 0 writes to ``path``; none of these runs.
+
+        Raises:
+            OSError: Rank 0 cannot write the file.
+        """
+        number = next(_asked_for)
+        self._path = path
+        self._own = open_horovod_recording(
+            self._place(number),
+            self._shared(f"timeline/{number}"),
+            path,
+            limit_bytes=self._limit_bytes,
+            has_cycles=has_cycles,
+        )
+
+    def stop(self) -> None:
+        """End the timeline that was begun by ``start``, if there is one."""
+        own, self._own = self._own, None
+        if own is not None:
+            own.close()
+            own.bring_together(self._path, self._limit_bytes)
+
+    def close(self) -> None:
+        """End all of them."""
+        self.stop()
+        launcher, self._launcher = self._launcher, None
+        if launcher is not None:
+            launcher.close()
+
+    def _place(self, number: int) -> Place:
+        return Place(self.rank, self.size, self.host, number)
+
+    def _shared(self, name: str) -> SharedStore | None:
+        store = self.store(name)
+        # A connection of its own: a store serves one thread of a process at a time.
+        return None if store is None else cast("Any", store).clone()
