@@ -4,6 +4,7 @@ import argparse
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
 from ronde.errors import UsageError, WorldError
@@ -72,28 +73,45 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
     read_algorithm(environ | extra_env)
     if not options.nested:
         refuse_nesting(size, environ)
-    job = plan_job(
-        JobRequest(
-            argv=tuple(program),
-            size=size,
-            environ=environ,
-            extra_env=extra_env,
-            cwd=options.chdir,
-            grace_s=_grace_s(options.grace),
-            log_dir=options.log_dir,
-            master_port=_port(options.master_port),
-            is_mpi=engine == "mpi",
-        ),
-        name=time.strftime("%Y%m%d-%H%M%S"),
-    )
-    console = Console(
-        1,
-        2,
-        has_prefix=not options.no_prefix,
-        log_dir=job.attempt_log_dir if job.log_dir else "",
-    )
-    adopt_orphans()
-    return run_job(job, console, agent, signal_fd).exit_code
+    with _recorded(options) as timeline_env:
+        job = plan_job(
+            JobRequest(
+                argv=tuple(program),
+                size=size,
+                environ=environ,
+                extra_env=extra_env | timeline_env,
+                cwd=options.chdir,
+                grace_s=_grace_s(options.grace),
+                log_dir=options.log_dir,
+                master_port=_port(options.master_port),
+                is_mpi=engine == "mpi",
+            ),
+            name=time.strftime("%Y%m%d-%H%M%S"),
+        )
+        console = Console(
+            1,
+            2,
+            has_prefix=not options.no_prefix,
+            log_dir=job.attempt_log_dir if job.log_dir else "",
+        )
+        adopt_orphans()
+        return run_job(job, console, agent, signal_fd).exit_code
+
+
+def _recorded(
+    options: argparse.Namespace,
+) -> AbstractContextManager[dict[str, str]]:
+    """Have the ranks record where that is asked for; give them its variables."""
+    if options.timeline:
+        from ronde.cli.timeline import recorded
+
+        return recorded(options.timeline, options.timeline_limit)
+    if options.timeline_limit:
+        raise UsageError(
+            "--timeline-limit must come with --timeline, got it alone. Type: ronde "
+            "run --timeline trace.json.gz --timeline-limit 64MiB ..."
+        )
+    return nullcontext({})
 
 
 def _parser() -> _Parser:
@@ -107,6 +125,7 @@ def _parser() -> _Parser:
     )
     _add_options(parser)
     _add_engine_options(parser)
+    _add_timeline_options(parser)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -168,6 +187,23 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="NAME",
         help=f"schedule of --engine scheduled: {', '.join(ALGORITHMS)}",
+    )
+
+
+def _add_timeline_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--timeline",
+        default="",
+        metavar="FILE",
+        help="write what all ranks did and who waited for whom to FILE, a trace for "
+        "Perfetto and ronde trace; packed where it ends in .gz",
+    )
+    add(
+        "--timeline-limit",
+        default="",
+        metavar="SIZE",
+        help="of that file; what is oldest is left out (default: 64MiB)",
     )
 
 
