@@ -1,0 +1,74 @@
+"""Ranks with a coordinator each, for tests."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tests.ranks import run_ranks_bare
+
+from ronde.collectives import Connections, ReduceOp
+from ronde.coordination.control.connecting import connect_channel
+from ronde.coordination.coordinator import Coordinator
+from ronde.coordination.operations import Kind, Operation
+from ronde.coordination.options import CoordinationOptions
+from ronde.coordination.tree import Tree
+
+
+def run_coordinated(
+    size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    hosts: str = "",
+    engine: str = "",
+    options: CoordinationOptions | None = None,
+    **limits: Any,
+) -> list[Any]:
+    """Call ``fn(coordinator, *args)`` on ``size`` ranks.
+
+    Args:
+        size: Number of ranks.
+        fn: What to call.
+        args: Its further arguments.
+        hosts: A letter a rank: the host that it is to think itself on.
+        engine: What moves the tensors.
+        options: How the coordinators work.
+        limits: ``timeout_s``, ``dying``: see ``run_ranks_bare``.
+    """
+
+    def work(claim: Any) -> Any:
+        connections = Connections(claim, engine=engine)
+        communicator = connections.connect("all", range(size))
+        channel: Any = connect_channel(
+            connections.store("control"), claim.rank, hosts or "a" * size, timeout_s=60
+        )
+        if not hasattr(channel, "tree"):
+            channel.tree = Tree.of_hosts(claim.rank, hosts or "a" * size)
+        coordinator = Coordinator(
+            communicator, channel, options or CoordinationOptions()
+        )
+        try:
+            return fn(coordinator, *args)
+        finally:
+            coordinator.close()
+            communicator.close()
+
+    return run_ranks_bare(size, work, **limits)
+
+
+def summed(name: str, tensor: torch.Tensor, **more: Any) -> Operation:
+    """Sum ``tensor`` in place."""
+    return Operation(Kind.ALLREDUCE, (tensor,), name, (tensor,), **more)
+
+
+def operation(kind: Kind, name: str, tensor: torch.Tensor, **more: Any) -> Operation:
+    """Make an operation on a copy."""
+    if kind in (Kind.ALLREDUCE, Kind.ADASUM, Kind.BROADCAST):
+        more["outputs"] = (tensor.clone(),)
+    if kind is Kind.BROADCAST:
+        more.setdefault("root", 0)
+    if kind in (Kind.BARRIER, Kind.JOIN):
+        return Operation(kind)
+    return Operation(kind, (tensor,), name, **more)
+
+
+__all__ = ["Kind", "Operation", "ReduceOp", "operation", "run_coordinated", "summed"]

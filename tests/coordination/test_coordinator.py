@@ -1,0 +1,416 @@
+"""Coordinators of real ranks: order, threads, errors, deaths, stalls, idleness."""
+
+import logging
+import os
+import random
+import re
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from tests.coordination.coordinators import (
+    Kind,
+    Operation,
+    ReduceOp,
+    operation,
+    run_coordinated,
+    summed,
+)
+
+from ronde.coordination.options import CoordinationOptions
+from ronde.errors import CollectiveError, PeerLostError, UsageError
+
+SIZES = [1, 2, 3, 4]
+MOVING = [
+    Kind.ALLREDUCE,
+    Kind.ALLGATHER,
+    Kind.BROADCAST,
+    Kind.ALLTOALL,
+    Kind.REDUCESCATTER,
+    Kind.BARRIER,
+]
+HOSTS = [(1, ""), (2, ""), (3, ""), (4, ""), (3, "aab"), (4, "abab")]
+
+
+@pytest.mark.parametrize(("size", "hosts"), HOSTS)
+def test_any_order_from_any_thread(size, hosts) -> None:
+    def work(coordinator):
+        choose = random.Random(coordinator.rank)
+        for _ in range(3):
+            names = [f"n{i}" for i in range(45)]
+            choose.shuffle(names)
+            results = {}
+
+            def submit(some, results=results):
+                works = [
+                    (
+                        name,
+                        coordinator.submit(
+                            summed(name, torch.full((7,), int(name[1:])))
+                        ),
+                    )
+                    for name in some
+                ]
+                for name, each in works:
+                    results[name] = each.wait()[0]
+
+            threads = [
+                threading.Thread(target=submit, args=(names[i::3],)) for i in range(3)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for name in names:
+                expected = torch.full((7,), int(name[1:]) * coordinator.size)
+                torch.testing.assert_close(results[name], expected, rtol=0, atol=0)
+
+    run_coordinated(size, work, hosts=hosts)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_kind(size) -> None:
+    def work(coordinator):
+        rank, n = coordinator.rank, coordinator.size
+        own = torch.arange(2.0 * n).view(n, 2) + rank
+        for _ in range(3):  # new, cached, cached
+            (total,) = coordinator.run(operation(Kind.ALLREDUCE, "r", own))
+            (gathered,) = coordinator.run(
+                operation(Kind.ALLGATHER, "g", own[: rank + 1])
+            )
+            (copied,) = coordinator.run(operation(Kind.BROADCAST, "b", own, root=n - 1))
+            ((swapped, counts),) = coordinator.run(operation(Kind.ALLTOALL, "a", own))
+            (part,) = coordinator.run(operation(Kind.REDUCESCATTER, "s", own))
+            assert coordinator.run(operation(Kind.BARRIER, "", own)) is None
+            base = torch.arange(2.0 * n).view(n, 2)
+            everyone = [base + other for other in range(n)]
+            assert torch.equal(total, sum(everyone))
+            rows = [each[: other + 1] for other, each in enumerate(everyone)]
+            assert torch.equal(gathered, torch.cat(rows))
+            assert torch.equal(copied, everyone[-1])
+            assert torch.equal(swapped, torch.stack([each[rank] for each in everyone]))
+            assert counts == [1] * n
+            assert torch.equal(part, sum(everyone)[rank : rank + 1])
+
+    run_coordinated(size, work)
+
+
+@pytest.mark.parametrize("threshold", [0, 100, 1 << 20])
+def test_fused_tensors_keep_their_kinds(threshold) -> None:
+    def work(coordinator):
+        rank, n = coordinator.rank, coordinator.size
+        dtypes = [torch.float32, torch.float64, torch.int32, torch.bfloat16]
+        for _ in range(3):
+            works = []
+            for i in range(24):
+                tensor = torch.full((i % 5, 3), rank + i, dtype=dtypes[i % 4]).t()
+                op = [ReduceOp.SUM, ReduceOp.MAX][i % 3 == 0]
+                works.append(
+                    (i, op, coordinator.submit(summed(f"t{i}", tensor, reduce_op=op)))
+                )
+            for i, op, each in works:
+                (result,) = each.wait()
+                value = n - 1 + i if op is ReduceOp.MAX else sum(range(n)) + n * i
+                assert torch.all(result == torch.tensor(value, dtype=result.dtype))
+                assert result.shape == (3, i % 5)
+
+    options = CoordinationOptions(fusion_threshold_bytes=threshold)
+    run_coordinated(3, work, options=options)
+
+
+@pytest.mark.parametrize("capacity", [0, 3])
+def test_a_cache_smaller_than_the_work(capacity) -> None:
+    def work(coordinator):
+        for step in range(5):
+            works = [
+                coordinator.submit(summed(f"t{i}", torch.full((4,), i + step)))
+                for i in range(8)
+            ]
+            for i, each in enumerate(works):
+                assert each.wait()[0][0] == (i + step) * coordinator.size
+
+    run_coordinated(3, work, options=CoordinationOptions(cache_capacity=capacity))
+
+
+def _odd(kind, **more):
+    """Make an operation that rank 0 asks for otherwise than the rest."""
+
+    def make(rank):
+        def choose(value):
+            return value[rank > 0] if isinstance(value, tuple) else value
+
+        chosen = {key: choose(value) for key, value in more.items()}
+        tensor = torch.ones(
+            chosen.pop("shape", [2]), dtype=chosen.pop("dtype", torch.float32)
+        )
+        return operation(choose(kind), "x", tensor, **chosen)
+
+    return make
+
+
+MISMATCHES = [
+    (
+        (
+            "Mismatched data types: One rank had type float32, "
+            "but another rank had type int32."
+        ),
+        _odd(Kind.ALLREDUCE, dtype=(torch.float32, torch.int32)),
+    ),
+    (
+        (
+            "Mismatched operations: One rank did an ALLREDUCE, "
+            "but another rank did an ADASUM."
+        ),
+        _odd((Kind.ALLREDUCE, Kind.ADASUM)),
+    ),
+    (
+        (
+            "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [2], "
+            "but another rank sent a tensor of shape [3]."
+        ),
+        _odd(Kind.ALLREDUCE, shape=([2], [3])),
+    ),
+    (
+        (
+            "Mismatched BROADCAST tensor shapes: One rank sent a tensor of shape [2], "
+            "but another rank sent a tensor of shape [2, 1]."
+        ),
+        _odd(Kind.BROADCAST, shape=([2], [2, 1])),
+    ),
+    (
+        (
+            "Mismatched prescale and/or postscale factors: One rank sent factors (1, 1), "
+            "but another rank sent factors (0.5, 1)."
+        ),
+        _odd(Kind.ALLREDUCE, prescale=(1.0, 0.5)),
+    ),
+    (
+        (
+            "Mismatched reduction operation: One rank sent reduction op 4, "
+            "but another rank sent reduction op 1."
+        ),
+        _odd(Kind.ALLREDUCE, reduce_op=(ReduceOp.MAX, ReduceOp.SUM)),
+    ),
+    (
+        (
+            "Mismatched ALLGATHER tensor shapes: One rank sent a tensor of rank 2, "
+            "but another rank sent a tensor of rank 3."
+        ),
+        _odd(Kind.ALLGATHER, shape=([2, 2], [2, 2, 2])),
+    ),
+    (
+        (
+            "Mismatched ALLTOALL tensor shapes: One rank sent a tensor with dimension 1 "
+            "equal to 3, but another rank sent a tensor with dimension 1 equal to 4."
+        ),
+        _odd(Kind.ALLTOALL, shape=([12, 3], [12, 4])),
+    ),
+    (
+        "Process-set rank zero tried to ALLGATHER a rank-zero tensor.",
+        _odd(Kind.ALLGATHER, shape=[]),
+    ),
+    (
+        (
+            "Mismatched BROADCAST root ranks: One rank specified root rank 0, "
+            "but another rank specified root rank 1."
+        ),
+        _odd(Kind.BROADCAST, root=(0, 1)),
+    ),
+]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_does_not_fit_fails_everywhere_and_the_next_works(size) -> None:
+    def work(coordinator):
+        for text, make in MISMATCHES:
+            with pytest.raises(CollectiveError) as caught:
+                coordinator.run(make(coordinator.rank))
+            assert str(caught.value).startswith(text)
+            if "Mismatched" in text:
+                assert re.search(r"^rank 0: ", str(caught.value), re.MULTILINE)
+            (total,) = coordinator.run(summed("x", torch.ones(2)))
+            assert total[0] == coordinator.size
+
+    run_coordinated(size, work)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_name_is_under_way_once(size) -> None:
+    run_coordinated(size, _twice if size > 1 else _many)
+
+
+def _many(coordinator):
+    works = [coordinator.submit(summed(f"x{i}", torch.ones(2))) for i in range(9)]
+    assert all(each.wait()[0][0] == 1 for each in works)
+
+
+def _twice(coordinator):
+    if coordinator.rank == 0:
+        first = coordinator.submit(summed("x", torch.ones(2)))
+        with pytest.raises(UsageError, match=r"currently being processed\.  If you"):
+            coordinator.submit(summed("x", torch.ones(2)))
+        coordinator.run(summed("now", torch.ones(1)))
+    else:
+        coordinator.run(summed("now", torch.ones(1)))
+        first = coordinator.submit(summed("x", torch.ones(2)))
+    assert first.wait()[0][0] == 2
+    assert coordinator.run(summed("x", torch.ones(2)))[0][0] == 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_join_gives_zeros_and_one_last_rank(size) -> None:
+    def work(coordinator):
+        rank, n = coordinator.rank, coordinator.size
+        lasts = []
+        for cycle in range(2):
+            for step in range(rank + 1):
+                (total,) = coordinator.run(
+                    Operation(
+                        Kind.ALLREDUCE,
+                        (torch.ones(3),),
+                        "" if cycle else "x",  # unnamed ones are counted anew
+                        (torch.ones(3),),
+                    )
+                )
+                assert torch.equal(total, torch.full((3,), float(n - step)))
+            lasts.append(coordinator.run(Operation(Kind.JOIN)))
+        return lasts
+
+    assert run_coordinated(size, work) == [[size - 1] * 2] * size
+
+
+def _run_for_ever(coordinator, wanted, last):
+    while True:
+        coordinator.run(wanted)
+        last[0] = time.monotonic()
+
+
+@pytest.mark.parametrize("engine", ["shared_memory", "gloo", "auto"])
+@pytest.mark.parametrize("kind", MOVING)
+def test_a_rank_that_dies_is_named(kind, engine) -> None:
+    """Once before it takes part, once somewhere in the middle."""
+
+    def work(coordinator, delay_s):
+        tensor = torch.ones(300_000, 3)
+        for _ in range(3):
+            coordinator.run(operation(kind, "x", tensor))
+        if coordinator.rank == 1:
+            if delay_s is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            killing = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+            killing.start()
+        last = [time.monotonic()]
+        with pytest.raises(PeerLostError, match=r"[Rr]ank 1\b") as caught:
+            _run_for_ever(coordinator, operation(kind, "x", tensor), last)
+        assert str(caught.value).startswith("Horovod has been shut down. This was")
+        assert time.monotonic() - last[0] < 5
+        with pytest.raises(CollectiveError, match=r"[Rr]ank 1\b"):
+            coordinator.run(operation(kind, "y", tensor))
+
+    for size, delay_s in [(2, None), (3, 0.02)]:
+        run_coordinated(size, work, delay_s, engine=engine, dying=[1])
+
+
+def test_a_rank_that_leaves_is_named() -> None:
+    def work(coordinator):
+        coordinator.run(summed("x", torch.ones(2)))
+        if coordinator.rank == 1:
+            return
+        with pytest.raises(PeerLostError, match="Rank 1 has shut down"):
+            coordinator.run(summed("y", torch.ones(2)))
+
+    run_coordinated(3, work)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.has_some = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        self.has_some.set()
+
+
+@pytest.mark.parametrize("engine", ["shared_memory", "gloo", "auto", "scheduled"])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_stall_is_told(engine, is_cached) -> None:
+    def work(coordinator):
+        heard = _Lines()
+        logging.getLogger("ronde").addHandler(heard)
+        logging.getLogger("ronde").propagate = False
+        if is_cached:
+            for name in ("late", "x", "own"):
+                coordinator.run(summed(name, torch.ones(2)))
+        if coordinator.rank == 1:
+            own = coordinator.submit(summed("own", torch.ones(2)))
+            coordinator.run(summed("x", torch.ones(2)))  # when rank 0 was warned
+            late = coordinator.submit(summed("late", torch.ones(2)))
+        else:
+            late = coordinator.submit(summed("late", torch.ones(2)))
+            if coordinator.rank == 0:
+                assert heard.has_some.wait(20)
+            coordinator.run(summed("x", torch.ones(2)))
+            own = coordinator.submit(summed("own", torch.ones(2)))
+        assert late.wait()[0][0] == own.wait()[0][0] == 3
+        return heard.lines
+
+    options = CoordinationOptions(stall_warning_s=0.5)
+    told = run_coordinated(3, work, engine=engine, options=options)
+    assert not told[1]
+    text = told[0][0]
+    assert "for more than 0.5 seconds" in text
+    assert "\n1: [allreduce.late]" in text
+    assert re.search(
+        r"^rank 1 submitted \[allreduce.own, allreduce.x\]", text, re.MULTILINE
+    )
+
+
+def test_a_stall_can_end_the_job() -> None:
+    def work(coordinator):
+        logging.getLogger("ronde").addHandler(_Lines())
+        logging.getLogger("ronde").propagate = False
+        if coordinator.rank == 1:
+            own = coordinator.submit(summed("own", torch.ones(2)))
+        else:
+            own = coordinator.submit(summed("late", torch.ones(2)))
+        with pytest.raises(CollectiveError) as caught:
+            own.wait()
+        return str(caught.value)
+
+    options = CoordinationOptions(stall_warning_s=0.3, stall_shutdown_s=0.6)
+    for text in run_coordinated(2, work, options=options):
+        assert text.startswith("Horovod has been shut down.")
+        assert "\n1!: [allreduce.late]" in text
+        assert "stalled for longer than 0.6 seconds. Will shutdown." in text
+
+
+def test_what_is_waited_for_elsewhere_counts() -> None:
+    def work(coordinator):
+        heard = _Lines()
+        logging.getLogger("ronde").addHandler(heard)
+        logging.getLogger("ronde").propagate = False
+        watch = coordinator.watch("gradients 0") if coordinator.rank else None
+        if coordinator.rank == 0:
+            assert heard.has_some.wait(20)
+        coordinator.run(operation(Kind.BARRIER, "", torch.ones(1)))
+        if watch:
+            watch.done()
+        return heard.lines
+
+    options = CoordinationOptions(stall_warning_s=0.5)
+    told = run_coordinated(2, work, options=options)
+    assert "0: [gradients 0" in told[0][0]
+
+
+def test_idleness_costs_nothing() -> None:
+    def work(coordinator):
+        coordinator.run(summed("x", torch.ones(2)))
+        begun = time.process_time()
+        threading.Event().wait(1.0)
+        return time.process_time() - begun
+
+    assert max(run_coordinated(2, work)) < 0.02
