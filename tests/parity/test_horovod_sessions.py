@@ -1,0 +1,153 @@
+"""Sessions begin and end, a hundred times, and leave nothing behind."""
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.ranks import run_ranks_bare
+
+import ronde.torch as hvd
+from ronde.torch import mpi_ops
+
+NUM_CYCLES = 100
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_hundred_sessions(size):
+    run_ranks_bare(size, _cycles, timeout_s=100.0)
+
+
+def _cycles(_: object) -> None:
+    before: tuple[int, int, int, int] | None = None
+    for number in range(NUM_CYCLES):
+        hvd.init()
+        hvd.init()  # once more does nothing
+        assert hvd.is_initialized()
+        total = hvd.allreduce(torch.ones(1000), op=hvd.Sum, name=f"t{number}")
+        assert total[0] == hvd.size()
+        hvd.allreduce_async(torch.ones(3))  # never waited for
+        hvd.barrier()
+        hvd.shutdown()
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        if number == NUM_CYCLES // 2:
+            before = _held()
+    assert before is not None
+    after = _held()
+    assert after[:3] == before[:3], (before, after)
+    # Half the cycles must not take as much as one megabyte in all.
+    assert after[3] - before[3] < 2**20, (before, after)
+
+
+def _held() -> tuple[int, int, int, int]:
+    """Return the number of threads, descriptors and mappings, and the memory held."""
+    gc.collect()
+    process = Path("/proc/self")
+    resident = int(process.joinpath("statm").read_text().split()[1]) * PAGE_BYTES
+    mappings = process.joinpath("maps").read_text().count("ronde")
+    return (
+        threading.active_count(),
+        len(list(process.joinpath("fd").iterdir())),
+        mappings,
+        resident,
+    )
+
+
+def test_unnamed_operations_agree_after_a_new_start():
+    run_ranks_bare(2, _new_start)
+
+
+def _new_start(_: object) -> None:
+    # As in elastic training: one rank is new and has counted nothing yet.
+    hvd.init()
+    for _ in range(3):
+        hvd.allreduce(torch.ones(1))
+    hvd.shutdown()
+    hvd.init()
+    handle = hvd.allreduce_async(torch.ones(2), op=hvd.Sum)
+    assert handle == 0
+    assert hvd.synchronize(handle).tolist() == [2.0, 2.0]
+    hvd.shutdown()
+
+
+def test_what_scripts_ask():
+    run_ranks_bare(2, _asked)
+
+
+def _asked(_: object) -> None:
+    assert not hvd.mpi_enabled()
+    hvd.init([0, 1])
+    assert (hvd.size(), hvd.local_size(), hvd.cross_size()) == (2, 2, 1)
+    assert hvd.rank() == hvd.local_rank()
+    assert hvd.cross_rank() == 0
+    assert mpi_ops.is_homogeneous()
+    for query in (
+        *(hvd.mpi_built, hvd.mpi_enabled, hvd.gloo_built, hvd.gloo_enabled),
+        *(hvd.ddl_built, hvd.ccl_built, hvd.cuda_built, hvd.rocm_built),
+    ):
+        assert isinstance(query(), bool)
+    assert hvd.gloo_built()
+    assert type(hvd.nccl_built()) is int
+    with pytest.raises(ValueError, match="Horovod MPI is not enabled"):
+        hvd.mpi_threads_supported()
+    assert (hvd.Average, hvd.Sum, hvd.Adasum) == (0, 1, 2)
+    assert (hvd.Min, hvd.Max, hvd.Product) == (3, 4, 5)
+    hvd.shutdown()
+
+
+def test_part_of_the_ranks_is_refused():
+    run_ranks_bare(2, _part)
+
+
+def _part(_: object) -> None:
+    with pytest.raises(ValueError, match="comm must be None or all ranks"):
+        hvd.init([0])
+    assert not hvd.is_initialized()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_join(size):
+    results = run_ranks_bare(size, _join)
+    assert len(set(results)) == 1
+
+
+def _join(_: object) -> int:
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    # Rank r has r + 1 batches; whoever is through counts as zeros, the divisor stays.
+    for number in range(rank + 1):
+        result = hvd.allreduce(torch.ones(3), name=f"b{number}", op=hvd.Sum)
+        assert result.tolist() == [float(size - number)] * 3
+        average = hvd.allreduce(torch.ones(3))
+        torch.testing.assert_close(average, torch.full((3,), (size - number) / size))
+    last = hvd.join()
+    assert last == size - 1
+    # Unnamed operations agree again, though ranks did different numbers of them.
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+    hvd.shutdown()
+    return last
+
+
+def test_what_cannot_go_on_while_ranks_have_joined():
+    run_ranks_bare(2, _join_errors)
+
+
+def _join_errors(_: object) -> None:
+    hvd.init()
+    if hvd.rank() == 0:
+        end = "is not supported with Join at this time."
+        for word, call in {
+            "Allgather": lambda: hvd.allgather(torch.ones(2)),
+            "Alltoall": lambda: hvd.alltoall(torch.ones(2)),
+            "Reducescatter": lambda: hvd.reducescatter(torch.ones(2)),
+            "Broadcast": lambda: hvd.broadcast(torch.ones(2), 0),
+        }.items():
+            with pytest.raises(hvd.HorovodInternalError, match=f"{word} {end}"):
+                call()
+    assert hvd.join() == 0
+    hvd.barrier()
+    hvd.shutdown()
