@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from tests.coordination.networks import Network
 
+from ronde.coordination.network import Network
 from ronde.coordination.operations import Kind
 from ronde.coordination.requests import Request
 from ronde.coordination.steps import Failed, Joined, Run

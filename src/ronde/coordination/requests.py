@@ -1,5 +1,6 @@
 """What ranks tell each other of an operation, to see whether they all mean the same."""
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,20 +95,7 @@ class Request:
     @classmethod
     def decode(cls, text: str) -> "Request":
         """Read a request's text."""
-        kind, name, dtypes, shapes, device, number, *rest = json.loads(text)
-        prescale, postscale, root, is_cached = rest
-        return cls(
-            Kind(kind),
-            name,
-            tuple(dtypes),
-            tuple([tuple(shape) for shape in shapes]),
-            device,
-            number,
-            prescale,
-            postscale,
-            root,
-            bool(is_cached),
-        )
+        return _decode(text)
 
     @property
     def reduce_op(self) -> ReduceOp:
@@ -120,6 +108,25 @@ class Request:
             torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _decode(text: str) -> Request:
+    """Read a text, once for all ranks that send the same."""
+    kind, name, dtypes, shapes, device, number, *rest = json.loads(text)
+    prescale, postscale, root, is_cached = rest
+    return Request(
+        Kind(kind),
+        name,
+        tuple(dtypes),
+        tuple([tuple(shape) for shape in shapes]),
+        device,
+        number,
+        prescale,
+        postscale,
+        root,
+        bool(is_cached),
+    )
 
 
 class Memory:

@@ -44,16 +44,24 @@ class Tree:
             hosts: The host of every rank, in rank order; hosts may interleave.
             arity: How many hosts report to one host.
         """
+        return cls.all_of_hosts(hosts, arity)[rank]
+
+    @classmethod
+    def all_of_hosts(
+        cls, hosts: Sequence[str], arity: int = DEFAULT_ARITY
+    ) -> list["Tree"]:
+        """Return every rank's neighbours, in rank order: see ``of_hosts``."""
         members: dict[str, list[int]] = {}
-        for other, host in enumerate(hosts):
-            members.setdefault(host, []).append(other)
-        own = members[hosts[rank]]
-        leader = own[0]
-        if rank != leader:
-            return cls(rank, len(hosts), leader, (), frozenset((leader,)))
+        for rank, host in enumerate(hosts):
+            members.setdefault(host, []).append(rank)
         leaders = [ranks[0] for ranks in members.values()]
-        index = leaders.index(rank)
-        below = leaders[arity * index + 1 : arity * index + 1 + arity]
-        parent = leaders[(index - 1) // arity] if index else None
-        children = tuple(sorted([*own[1:], *below]))
-        return cls(rank, len(hosts), parent, children, frozenset(own[1:]))
+        size = len(hosts)
+        trees: dict[int, Tree] = {}
+        for index, (leader, *others) in enumerate(members.values()):
+            below = leaders[arity * index + 1 : arity * index + 1 + arity]
+            parent = leaders[(index - 1) // arity] if index else None
+            children = tuple(sorted([*others, *below]))
+            trees[leader] = cls(leader, size, parent, children, frozenset(others))
+            for rank in others:
+                trees[rank] = cls(rank, size, leader, (), frozenset((leader,)))
+        return [trees[rank] for rank in range(size)]

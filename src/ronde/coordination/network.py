@@ -1,8 +1,8 @@
-"""Any number of nodes in one process, and the messages between them."""
+"""Any number of nodes in one process: the agreement, simulated by its own code."""
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ronde.coordination.node import Node
@@ -12,24 +12,49 @@ from ronde.coordination.tree import Tree
 
 
 @dataclass(slots=True)
+class Traffic:
+    """What one rank has sent and received.
+
+    Attributes:
+        num_messages: How often.
+        num_bytes: How much.
+    """
+
+    num_messages: int = 0
+    num_bytes: int = 0
+
+    def add(self, message: bytes) -> None:
+        """Count a message."""
+        self.num_messages += 1
+        self.num_bytes += len(message)
+
+    def copy(self) -> "Traffic":
+        """Return what it is now."""
+        return Traffic(self.num_messages, self.num_bytes)
+
+    def since(self, before: "Traffic") -> "Traffic":
+        """Return what has come since."""
+        return Traffic(
+            self.num_messages - before.num_messages, self.num_bytes - before.num_bytes
+        )
+
+
+@dataclass(slots=True)
 class Network:
     """The real nodes of all ranks; edges keep order and nothing else.
 
     Attributes:
         nodes: One a rank.
         taken: The steps that each rank has taken.
-        num_bytes: Sent by each rank.
-        num_messages: Likewise.
+        traffic: Of each rank.
     """
 
     nodes: list[Node]
     taken: list[list[Step]]
-    num_bytes: list[int]
-    num_messages: list[int]
+    traffic: list[Traffic]
     _edges: dict[tuple[int, int], deque[bytes]] = field(
-        default_factory=lambda: defaultdict(deque)
+        default_factory=lambda: defaultdict[tuple[int, int], deque[bytes]](deque)
     )
-    answer: Callable[[int, Step], None] = lambda *_: None
 
     @classmethod
     def of(cls, trees: Iterable[Tree], capacity: int = 1024) -> "Network":
@@ -38,20 +63,17 @@ class Network:
             Root(tree, capacity) if tree.parent is None else Node(tree)
             for tree in trees
         ]
-        size = len(nodes)
-        return cls(nodes, [[] for _ in nodes], [0] * size, [0] * size)
+        return cls(nodes, [[] for _ in nodes], [Traffic() for _ in nodes])
 
     def flush(self, rank: int) -> None:
         """Have a node send what it has to say, and take its steps."""
         node = self.nodes[rank]
         for to, message in node.flush():
-            self.num_bytes[rank] += len(message)
-            self.num_messages[rank] += 1
+            self.traffic[rank].add(message)
+            self.traffic[to].add(message)
             self._edges[rank, to].append(message)
         while node.steps:
-            step = node.steps.popleft()
-            self.taken[rank].append(step)
-            self.answer(rank, step)
+            self.taken[rank].append(node.steps.popleft())
 
     def deliver_any(self, choose: random.Random) -> bool:
         """Deliver one message along some edge; say whether there was one."""

@@ -1,0 +1,119 @@
+"""Print what agreeing on one training step costs, from 2 to 27,600 ranks.
+
+The coordinators' own nodes run, all in this process; only the wires are not there. So
+bytes, messages and rounds are exact, and time is not measured at all.
+
+    python benchmarks/coordination_scale.py [--tensors 161] [--slots 6] [--ranks 2,64]
+
+``flat``: every rank reports to rank 0. ``hosts``: a host's ranks report to its first,
+and up to 16 hosts to one host, as coordinators connect.
+"""
+
+import argparse
+from dataclasses import dataclass
+
+from ronde.coordination.network import Network
+from ronde.coordination.operations import Kind
+from ronde.coordination.requests import Request
+from ronde.coordination.steps import Run
+from ronde.coordination.tree import Tree
+
+_RANKS = "2,64,1024,27600"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one step costs.
+
+    Attributes:
+        rounds: Messages one after the other, from the last submission to the last rank
+            that knows.
+        most_messages: Sent and received by the busiest rank.
+        most_bytes: Likewise.
+        median_bytes: By the rank in the middle.
+        total_bytes: Sent by all.
+    """
+
+    rounds: int
+    most_messages: int
+    most_bytes: int
+    median_bytes: int
+    total_bytes: int
+
+
+def main() -> None:
+    """Print one line for each number of ranks, tree and step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tensors", type=int, default=161, help="ResNet-50 has 161")
+    parser.add_argument("--slots", type=int, default=6, help="ranks a host")
+    parser.add_argument("--ranks", default=_RANKS, help="comma-separated")
+    asked = parser.parse_args()
+    print(f"{asked.tensors} tensors a step, {asked.slots} ranks a host")
+    print(
+        f"{'ranks':>6} {'tree':>5} {'step':>6} {'rounds':>6} {'messages':>9} "
+        f"{'bytes':>11} {'bytes':>8} {'bytes':>13}"
+    )
+    print(f"{'':>26} {'busiest':>9} {'busiest':>11} {'median':>8} {'of all':>13}")
+    for size in map(int, asked.ranks.split(",")):
+        hosts = [str(rank // asked.slots) for rank in range(size)]
+        flat = [Tree.flat(rank, size) for rank in range(size)]
+        for name, trees in (("flat", flat), ("hosts", Tree.all_of_hosts(hosts))):
+            network = Network.of(trees)
+            for step in ("first", "steady"):
+                cost = run_step(network, asked.tensors)
+                print(
+                    f"{size:>6} {name:>5} {step:>6} {cost.rounds:>6} "
+                    f"{cost.most_messages:>9} {cost.most_bytes:>11} "
+                    f"{cost.median_bytes:>8} {cost.total_bytes:>13}",
+                    flush=True,
+                )
+
+
+def run_step(network: Network, num_tensors: int) -> Cost:
+    """Have every rank submit all tensors at once, and count until all may run."""
+    before = [traffic.copy() for traffic in network.traffic]
+    for rank, node in enumerate(network.nodes):
+        for number in range(num_tensors):
+            name = f"allreduce.layer{number}.weight"
+            known = node.find(name)
+            if known is not None:
+                node.hit(*known)
+            else:
+                node.submit(_request(name, number))
+        network.flush(rank)
+    rounds = 0
+    while network.deliver_round():
+        rounds += 1
+    for taken in network.taken:
+        num_run = sum(len(s.requests) for s in taken if isinstance(s, Run))
+        if num_run != num_tensors:
+            raise SystemExit(f"{num_run} of {num_tensors} tensors were agreed on")
+        taken.clear()
+    costs = [now.since(b) for now, b in zip(network.traffic, before, strict=True)]
+    num_bytes = sorted(cost.num_bytes for cost in costs)
+    return Cost(
+        rounds,
+        max(cost.num_messages for cost in costs),
+        num_bytes[-1],
+        num_bytes[len(num_bytes) // 2],
+        sum(num_bytes) // 2,
+    )
+
+
+def _request(name: str, number: int) -> Request:
+    return Request(
+        Kind.ALLREDUCE,
+        name,
+        ("float32",),
+        ((64, number),),
+        "cpu",
+        0,
+        1.0,
+        1.0,
+        -1,
+        True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Time named collectives: ronde's coordinator beside bare Gloo, interleaved in one run.
+
+Run it as ``ronde run -n 2 python benchmarks/named_tensors.py``. Every round times each
+case once by ronde and once by Gloo; figures are medians over rounds, in ms:
+
+* one allreduce of 4 bytes, by name, waited for;
+* 160 tensors of 16 KiB submitted together, then waited for (Gloo: one by one, unfused,
+  as a script without Horovod would);
+* one allreduce of 64 MiB, in place and into a new tensor.
+
+Horovod 0.28.1's measured figures on a machine like this one stand beside them; they
+are quoted, not measured here.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ronde.torch as hvd
+
+_MANY = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is timed.
+
+    Attributes:
+        name: What it is.
+        horovod_ms: What Horovod took for it, quoted.
+        repeats: Calls in one timing.
+        by_ronde: One call.
+        by_gloo: The same work on bare Gloo.
+    """
+
+    name: str
+    horovod_ms: str
+    repeats: int
+    by_ronde: Callable[[], None]
+    by_gloo: Callable[[], None]
+
+
+def main() -> None:
+    """Time all cases and print them from rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    hvd.init()
+    with tempfile.TemporaryDirectory() as directory:
+        path = hvd.broadcast_object(directory, 0)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{Path(path) / 'store'}",
+            rank=hvd.rank(),
+            world_size=hvd.size(),
+        )
+        cases = _cases()
+        for case in cases:  # the first call of a name is negotiated in full
+            case.by_ronde()
+            case.by_gloo()
+        times = [_time_all(cases) for _ in range(rounds)]
+        if hvd.rank() == 0:
+            _print(cases, times)
+        dist.destroy_process_group()
+
+
+def _cases() -> list[Case]:
+    tiny, big = torch.ones(1), torch.ones(16 << 20)
+    many = [torch.ones(4096) for _ in range(_MANY)]
+
+    def together() -> None:
+        handles = [
+            hvd.allreduce_async_(tensor, name=f"many.{number}")
+            for number, tensor in enumerate(many)
+        ]
+        for handle in handles:
+            hvd.synchronize(handle)
+
+    def one_by_one() -> None:
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in many]
+        for work in works:
+            work.wait()
+
+    def gloo_new() -> None:
+        dist.all_reduce(big.clone())
+
+    return [
+        Case(
+            "4 B",
+            "1.1-2.1",
+            200,
+            lambda: _drop(hvd.allreduce(tiny, name="tiny")),
+            lambda: _drop(dist.all_reduce(tiny)),
+        ),
+        Case(f"{_MANY} x 16 KiB", "16-31", 5, together, one_by_one),
+        Case(
+            "64 MiB in place",
+            "",
+            1,
+            lambda: _drop(hvd.allreduce_(big, name="big")),
+            lambda: _drop(dist.all_reduce(big)),
+        ),
+        Case(
+            "64 MiB",
+            "111-162",
+            1,
+            lambda: _drop(hvd.allreduce(big, name="new")),
+            gloo_new,
+        ),
+    ]
+
+
+def _drop(result: object) -> None:
+    """Let go of a result."""
+    del result
+
+
+def _time_all(cases: list[Case]) -> list[tuple[float, float]]:
+    return [
+        (_time(case.by_ronde, case.repeats), _time(case.by_gloo, case.repeats))
+        for case in cases
+    ]
+
+
+def _time(call: Callable[[], None], repeats: int) -> float:
+    """Return the median of some calls in ms."""
+    hvd.barrier()
+    taken: list[float] = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken) * 1e3
+
+
+def _print(cases: list[Case], times: list[list[tuple[float, float]]]) -> None:
+    print(
+        f"{hvd.size()} ranks, {len(times)} rounds, torch {torch.__version__}; "
+        "medians in ms, with the least and the most of all rounds"
+    )
+    print(f"{'':>16} {'ronde':>24} {'Gloo':>24} {'ratio':>6}  Horovod (quoted)")
+    for index, case in enumerate(cases):
+        ours = [one[index][0] for one in times]
+        gloo = [one[index][1] for one in times]
+        ratio = statistics.median(g / o for g, o in zip(gloo, ours, strict=True))
+        print(
+            f"{case.name:>16} {_range(ours):>24} {_range(gloo):>24} {ratio:>6.2f}  "
+            f"{case.horovod_ms}"
+        )
+
+
+def _range(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+
+
+if __name__ == "__main__":
+    main()
