@@ -19,6 +19,7 @@ ronde runs one training program on every GPU or CPU slot and keeps the copies in
 verbs:
   run    start a program once for every slot of this machine
   bench  measure collectives and training steps; read others' results
+  trace  say who waited for whom in a job, from its timeline
 
 ronde VERB --help says more of a verb; ronde --version says which ronde this is.
 """
@@ -60,12 +61,16 @@ def _dispatch(words: list[str]) -> int:
             from ronde.cli.bench import run as run_bench
 
             return run_bench(rest)
+        case ["trace", *rest]:
+            from ronde.cli.trace import run as run_trace
+
+            return run_trace(rest)
         case _:
             verb = words[0]
             raise UsageError(
-                f"verb must be run or bench, got {verb!r}. Type: ronde --help"
+                f"verb must be run, bench or trace, got {verb!r}. Type: ronde --help"
                 if verb.startswith("-")
-                else f"verb must be run or bench, got {verb!r}. "
+                else f"verb must be run, bench or trace, got {verb!r}. "
                 f"Type: ronde run {verb} ..., or ronde --help"
             )
     return 0

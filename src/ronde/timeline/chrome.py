@@ -133,7 +133,7 @@ def _text(
     tracks: Sequence[AlignedTrack], since_ns: int | None, remarks: Sequence[str]
 ) -> Iterator[tuple[float, str]]:
     """Yield the file line by line, each with the share of events written till then."""
-    arrivals = find_arrivals(tracks)
+    arrivals = find_arrivals((track.rank, track.keyed) for track in tracks)
     kept = [_since(track, since_ns) for track in tracks]
     begins = [begin_ns(record) for _, records in kept for _, record in records]
     start_ns = min(begins, default=0)

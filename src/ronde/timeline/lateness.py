@@ -46,6 +46,18 @@ class Arrival:
     num_ranks: int
     margin_ns: int
 
+    @classmethod
+    def of(cls, times: Iterable[tuple[int, int]]) -> "Arrival":
+        """Find who was last.
+
+        Args:
+            times: Time in ns and minus the rank, of at least two.
+        """
+        ordered = sorted(times)
+        late_ns, rank = ordered[-1]
+        before_ns, early_ns = ordered[-2][0], ordered[0][0]
+        return cls(-rank, late_ns, early_ns, len(ordered), late_ns - before_ns)
+
 
 @dataclass(slots=True)
 class AlignedTrack:
@@ -107,20 +119,20 @@ def clock_maps(tracks: Sequence[Track]) -> dict[str, ClockMap]:
     return maps
 
 
-def find_arrivals(tracks: Iterable[AlignedTrack]) -> dict[Key, Arrival]:
-    """Say of each operation that several ranks asked for who asked last."""
+def find_arrivals(
+    ranks: Iterable[tuple[int, Iterable[tuple[Key, Recorded]]]],
+) -> dict[Key, Arrival]:
+    """Say of each operation that several ranks asked for who asked last.
+
+    Args:
+        ranks: Each with its operations, on the common clock.
+    """
     asked: dict[Key, list[tuple[int, int]]] = {}
-    for track in tracks:
-        for key, record in track.keyed:
+    for rank, records in ranks:
+        for key, record in records:
             if record.submitted_ns:
-                asked.setdefault(key, []).append((record.submitted_ns, -track.rank))
-    return {key: _arrival(times) for key, times in asked.items() if len(times) > 1}
-
-
-def _arrival(times: list[tuple[int, int]]) -> Arrival:
-    times.sort()
-    late_ns, rank = times[-1]
-    return Arrival(-rank, late_ns, times[0][0], len(times), late_ns - times[-2][0])
+                asked.setdefault(key, []).append((record.submitted_ns, -rank))
+    return {key: Arrival.of(times) for key, times in asked.items() if len(times) > 1}
 
 
 def _aligned(track: Track, clock: ClockMap) -> AlignedTrack:

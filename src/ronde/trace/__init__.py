@@ -1,1 +1,6 @@
-"""Timelines of all ranks, read: merged, and told in words."""
+"""Timelines of all ranks, read: merged, and told in figures."""
+
+from ronde.trace.reading import read_part_files, read_trace
+from ronde.trace.summary import Summary, summarize
+
+__all__ = ["Summary", "read_part_files", "read_trace", "summarize"]

@@ -1,0 +1,180 @@
+"""A trace's summary -> words."""
+
+from collections.abc import Sequence
+
+from ronde.trace.summary import FusionSummary, RankSummary, Summary, TensorSummary
+from ronde.units import format_duration, format_size
+
+_MAX_LATE_RANKS = 3
+_HEADINGS = ("rank", "host", "operations", "waiting", "moving", "came last", "held up")
+_LEFT = frozenset({"host"})
+_KEY = """\
+waiting: a tensor of the rank was ready and another rank's was not; moving: an operation
+was carried out; held up: all others were ready for something, and this rank was not.
+"""
+
+
+def draw_trace(name: str, summary: Summary, num_tensors: int) -> str:
+    """Return a summary as text.
+
+    Args:
+        name: Of the file.
+        summary: What to tell.
+        num_tensors: How many tensors to name.
+    """
+    if not summary.num_operations:
+        return f"{name}: no operation was recorded.\n" + _notes(summary)
+    parts = [
+        _head(name, summary),
+        f"{_clocks(summary.ranks)}\n",
+        _ranks(summary),
+        _KEY,
+        _tensors(summary, num_tensors),
+        _fusion(summary.fusion),
+        _notes(summary),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _head(name: str, summary: Summary) -> str:
+    hosts = {rank.host for rank in summary.ranks}
+    where = "" if hosts == {""} else f" on {_count(len(hosts), 'host')}"
+    return (
+        f"{name}: {_count(len(summary.ranks), 'rank')}{where}, "
+        f"{format_duration(summary.span_s)}, "
+        f"{_count(summary.num_operations, 'operation')}.\n"
+    )
+
+
+def _clocks(ranks: Sequence[RankSummary]) -> str:
+    if len(ranks) == 1:
+        return "One rank: nothing is known of the others."
+    unknown = [rank.rank for rank in ranks if rank.clock_error_s is None]
+    if unknown:
+        return (
+            f"The clocks of {_names(unknown)} were not measured: they are put in place "
+            "by their hosts' time of day, so who came late is not told."
+        )
+    worst = max(ranks, key=lambda rank: rank.clock_error_s or 0)
+    if not worst.clock_error_s:
+        return "All ranks read one clock."
+    return (
+        f"The clocks are within {format_duration(worst.clock_error_s)} of rank 0's; "
+        f"rank {worst.rank}'s is the least certain."
+    )
+
+
+def _ranks(summary: Summary) -> str:
+    has_drops = any(rank.num_dropped for rank in summary.ranks)
+    headings = [*_HEADINGS, *(["dropped"] if has_drops else [])]
+    lines = [
+        [
+            str(rank.rank),
+            rank.host or "-",
+            f"{rank.num_operations:,}",
+            _share(rank.waiting_s, summary.span_s),
+            _share(rank.moving_s, summary.span_s),
+            f"{rank.num_late:,}",
+            _share(rank.held_up_s, summary.span_s),
+            *([f"{rank.num_dropped:,}"] if has_drops else []),
+        ]
+        for rank in summary.ranks
+    ]
+    return _align(headings, lines)
+
+
+def _share(time_s: float, span_s: float) -> str:
+    share = time_s / span_s if span_s else 0.0
+    return f"{format_duration(time_s)} {share:6.1%}"
+
+
+def _tensors(summary: Summary, num_tensors: int) -> str:
+    if not summary.tensors:
+        return ""
+    lines = ["waited longest, over all ranks:"]
+    lines += [f"  {_tensor(each)}" for each in summary.tensors[:num_tensors]]
+    left = len(summary.tensors) - num_tensors
+    if left > 0:
+        lines.append(f"  and {_count(left, 'tensor')} more; --tensors N names more")
+    if summary.num_unclear:
+        lines.append(
+            f"  Of {_count(summary.num_unclear, 'operation')} it is not clear who came "
+            "last: the ranks were closer together than the clocks are certain."
+        )
+    return "\n".join([*lines, ""])
+
+
+def _tensor(tensor: TensorSummary) -> str:
+    text = (
+        f"{tensor.name}: {format_duration(tensor.waiting_s)} in "
+        f"{_count(tensor.num_operations, 'operation')}, "
+        f"{format_duration(tensor.longest_s)} at worst"
+    )
+    if not tensor.late_ranks:
+        return text
+    shown = [
+        f"rank {rank} ({count:,} times)" if count != 1 else f"rank {rank} (once)"
+        for rank, count in tensor.late_ranks[:_MAX_LATE_RANKS]
+    ]
+    left = len(tensor.late_ranks) - len(shown)
+    more = f" and {_count(left, 'other rank')}" if left else ""
+    return f"{text}; for {', '.join(shown)}{more}"
+
+
+def _fusion(fusion: FusionSummary | None) -> str:
+    if fusion is None:
+        return ""
+    size = (
+        f", {format_size(round(fusion.mean_bytes))} a collective"
+        if fusion.mean_bytes
+        else ""
+    )
+    return (
+        f"fusion: {_count(fusion.num_tensors, 'tensor')} in "
+        f"{_count(fusion.num_batches, 'collective')}, at most "
+        f"{_count(fusion.max_tensors, 'tensor')} in one{size}.\n"
+    )
+
+
+def _notes(summary: Summary) -> str:
+    notes = list(summary.remarks)
+    cut = [rank.rank for rank in summary.ranks if not rank.is_whole]
+    if cut:
+        notes.append(
+            f"The records of {_names(cut)} end before their program did, or it crashed."
+        )
+    dropped = sum(rank.num_dropped for rank in summary.ranks)
+    if dropped:
+        notes.append(
+            f"{_count(dropped, 'record')} are missing, the oldest: the limit was "
+            "reached. A larger --timeline-limit keeps more."
+        )
+    here = {rank.rank for rank in summary.ranks}
+    missing = [rank for rank in range(summary.size) if rank not in here]
+    if missing:
+        notes.append(f"Nothing is there of {_names(missing)}.")
+    return "".join(f"{note}\n" for note in notes)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (" and more" if len(ranks) > 8 else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _align(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    table = [headings, *lines]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    text = ""
+    for line in table:
+        cells = [
+            cell.ljust(width) if heading in _LEFT else cell.rjust(width)
+            for cell, width, heading in zip(line, widths, headings, strict=True)
+        ]
+        text += "  ".join(cells).rstrip() + "\n"
+    return text

@@ -1,0 +1,233 @@
+"""What a trace says, in figures: who waited, how long, for which tensor and for whom."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ronde.timeline.events import Recorded
+from ronde.timeline.lateness import Arrival, Key, waited_ns
+from ronde.trace.value import RankTrace, Trace
+
+Interval = tuple[int, int]
+
+_NS = 1e-9
+_DTYPE_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "float32"), 4),
+    **dict.fromkeys(("int64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankSummary:
+    """What one rank did.
+
+    Attributes:
+        rank: Among all.
+        host: Its name; empty where nobody said.
+        num_operations: Of which there is a record.
+        waiting_s: Time in which a tensor of its own was ready and another rank's was
+            not; tensors that wait at the same time count once.
+        moving_s: Time in which an operation was carried out.
+        num_late: Operations for which it came last, beyond the clocks' error.
+        held_up_s: Time in which all others were ready for something, and it was not.
+        clock_error_s: How far its times may be off; None where nobody measured.
+        num_dropped: Operations that are missing.
+        is_whole: Whether its recording ended in order.
+    """
+
+    rank: int
+    host: str
+    num_operations: int
+    waiting_s: float
+    moving_s: float
+    num_late: int
+    held_up_s: float
+    clock_error_s: float | None
+    num_dropped: int
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSummary:
+    """How one tensor fared.
+
+    Attributes:
+        name: On the wire.
+        num_operations: Of which it is known who came last.
+        waiting_s: From the first rank's submission to the last one's, in all.
+        longest_s: The same, of the worst one.
+        late_ranks: Ranks that came last, with how often; the most frequent first.
+    """
+
+    name: str
+    num_operations: int
+    waiting_s: float
+    longest_s: float
+    late_ranks: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class FusionSummary:
+    """What was carried out together, on the rank with the most records.
+
+    Attributes:
+        num_tensors: In all.
+        num_batches: Collectives that they took.
+        mean_bytes: A batch holds, on average; 0 where dtypes are not known.
+        max_tensors: The largest batch has.
+    """
+
+    num_tensors: int
+    num_batches: int
+    mean_bytes: float
+    max_tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a trace says.
+
+    Attributes:
+        span_s: From the first event to the last.
+        size: Ranks of the job; 0 where nobody said.
+        num_operations: Different ones, over all ranks.
+        num_unclear: Those whose last rank is not clear, for the clocks' error.
+        ranks: Ascending.
+        tensors: Those that waited longest in all, first.
+        fusion: None where nothing was recorded.
+        remarks: What the trace cannot tell, in sentences.
+    """
+
+    span_s: float
+    size: int
+    num_operations: int
+    num_unclear: int
+    ranks: Sequence[RankSummary]
+    tensors: Sequence[TensorSummary]
+    fusion: FusionSummary | None
+    remarks: Sequence[str]
+
+
+def summarize(trace: Trace) -> Summary:
+    """Return what a trace says."""
+    records = [record for rank in trace.ranks for _, record in rank.operations]
+    begins = (min(r.submitted_ns or r.begun_ns, r.begun_ns) for r in records)
+    span_ns = max((r.ended_ns for r in records), default=0) - min(begins, default=0)
+    clear = {
+        key: arrival
+        for key, arrival in trace.arrivals.items()
+        if arrival.margin_ns > _error_ns(trace)
+    }
+    return Summary(
+        span_s=span_ns * _NS,
+        size=trace.size,
+        num_operations=len({key for rank in trace.ranks for key, _ in rank.operations}),
+        num_unclear=len(trace.arrivals) - len(clear),
+        ranks=[_rank(rank, trace, clear.values()) for rank in trace.ranks],
+        tensors=_tensors(trace.arrivals.items(), clear.keys()),
+        fusion=_fusion(trace.ranks),
+        remarks=trace.remarks,
+    )
+
+
+def _error_ns(trace: Trace) -> float:
+    """Return how much later one rank must be than another to be surely later."""
+    errors_us = [rank.clock_error_us for rank in trace.ranks]
+    known_us = sorted(error for error in errors_us if error is not None)
+    if len(known_us) < len(errors_us):
+        return math.inf if len(errors_us) > 1 else 0
+    return sum(known_us[-2:]) * 1000
+
+
+def _rank(rank: RankTrace, trace: Trace, clear: Iterable[Arrival]) -> RankSummary:
+    waits = [
+        (record.submitted_ns, record.submitted_ns + waited_ns(record, arrival))
+        for key, record in rank.operations
+        if (arrival := trace.arrivals.get(key)) is not None and record.submitted_ns
+    ]
+    moves = [(record.begun_ns, record.ended_ns) for _, record in rank.operations]
+    late = [arrival for arrival in clear if arrival.late_rank == rank.rank]
+    held_up = [
+        (arrival.late_ns - arrival.margin_ns, arrival.late_ns) for arrival in late
+    ]
+    error_us = rank.clock_error_us
+    return RankSummary(
+        rank=rank.rank,
+        host=rank.host,
+        num_operations=len(rank.operations),
+        waiting_s=covered(waits) * _NS,
+        moving_s=covered(moves) * _NS,
+        num_late=len(late),
+        held_up_s=covered(held_up) * _NS,
+        clock_error_s=None if error_us is None else error_us / 1e6,
+        num_dropped=rank.num_dropped,
+        is_whole=rank.is_whole,
+    )
+
+
+def covered(intervals: Iterable[Interval]) -> int:
+    """Return the length of what intervals cover together."""
+    total, end = 0, -1
+    for first, last in sorted(intervals):
+        if last > end:
+            total += last - max(first, end)
+            end = last
+    return total
+
+
+@dataclass(slots=True)
+class _Tally:
+    """One tensor's arrivals, while they are counted."""
+
+    num_operations: int = 0
+    waiting_ns: int = 0
+    longest_ns: int = 0
+    late: Counter[int] = field(default_factory=Counter[int])
+
+
+def _tensors(
+    arrivals: Iterable[tuple[Key, Arrival]], clear: Iterable[Key]
+) -> list[TensorSummary]:
+    tallies: dict[str, _Tally] = {}
+    is_clear = frozenset(clear)
+    for key, arrival in arrivals:
+        tally = tallies.setdefault(key.name, _Tally())
+        waiting_ns = arrival.late_ns - arrival.early_ns
+        tally.num_operations += 1
+        tally.waiting_ns += waiting_ns
+        tally.longest_ns = max(tally.longest_ns, waiting_ns)
+        if key in is_clear:
+            tally.late[arrival.late_rank] += 1
+    longest = sorted(tallies.items(), key=lambda item: (-item[1].waiting_ns, item[0]))
+    return [
+        TensorSummary(
+            name,
+            tally.num_operations,
+            tally.waiting_ns * _NS,
+            tally.longest_ns * _NS,
+            tally.late.most_common(),
+        )
+        for name, tally in longest
+    ]
+
+
+def _fusion(ranks: Sequence[RankTrace]) -> FusionSummary | None:
+    fullest = max(ranks, key=lambda rank: len(rank.operations), default=None)
+    if fullest is None or not fullest.operations:
+        return None
+    records = [record for _, record in fullest.operations]
+    num_batches = max(1, round(sum(1 / max(r.num_fused, 1) for r in records)))
+    return FusionSummary(
+        num_tensors=len(records),
+        num_batches=num_batches,
+        mean_bytes=sum(map(_num_bytes, records)) / num_batches,
+        max_tensors=max(r.num_fused for r in records),
+    )
+
+
+def _num_bytes(record: Recorded) -> int:
+    return math.prod(record.shape) * _DTYPE_BYTES.get(record.dtype, 0)
