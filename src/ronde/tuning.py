@@ -114,13 +114,11 @@ class Tuner(Generic[S]):
         self.setting = self._advance(median)
 
     @property
-    def best_cost(self) -> float:
-        """The median of the chosen setting's samples, warm-up aside; when over."""
-        costs = [s.cost for s in self._counted() if s.setting == self.setting]
-        return statistics.median(costs) if costs else 0.0
-
-    def _counted(self) -> list[Sample[S]]:
-        return [sample for sample in self.samples if sample.phase != "warmup"]
+    def best_cost(self) -> float | None:
+        """Median of the choice's samples but for the warm-up; None without any."""
+        counted = [s for s in self.samples if s.phase != "warmup"]
+        costs = [s.cost for s in counted if s.setting == self.setting]
+        return statistics.median(costs) if costs else None
 
     def _advance(self, cost: float | None) -> S:
         try:
@@ -198,7 +196,7 @@ class TuningLog:
             csv.writer(file).writerow(self.COLUMNS)
 
     def add(
-        self, tuned: str, phase: str, setting: Mapping[str, int], cost: float
+        self, tuned: str, phase: str, setting: Mapping[str, int], cost: float | None
     ) -> None:
         """Append a row.
 
@@ -206,9 +204,9 @@ class TuningLog:
             tuned: What the setting is of.
             phase: Of the sample; ``best`` for what was chosen.
             setting: Values of some columns.
-            cost: Of the sample.
+            cost: Of the sample; None if there was nothing to try.
         """
-        score = 1.0 / cost if cost else 0.0
-        row = {"tuned": tuned, "phase": phase, "score": f"{score:.6g}", **setting}
+        score = f"{1.0 / cost:.6g}" if cost else ""
+        row = {"tuned": tuned, "phase": phase, "score": score, **setting}
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self.COLUMNS, restval="").writerow(row)

@@ -56,9 +56,13 @@ def candidate_limits(
 class BucketTuning:
     """Tries bucket sizes on one reducer; rank 0 measures and decides for all ranks.
 
+    Attributes:
+        is_over: The choice is made; equal on all ranks.
+
     Args:
         name: What the log calls the reducer.
         candidates: The limits to try, the default first; equal on all ranks.
+        communicator: The reducer's.
         options: How.
     """
 
@@ -66,49 +70,61 @@ class BucketTuning:
         self,
         name: str,
         candidates: Sequence[BucketLimits],
+        communicator: Communicator,
         options: BucketTuningOptions,
     ) -> None:
         self._name = name
-        self._log = options.log
+        self._communicator = communicator
+        self._is_root = communicator.rank == 0
+        self._log = options.log if self._is_root else None
         self._num_fed = options.amount.num_fed
         self._tuner = Tuner(candidates, options.amount)
-        self._num_rounds = 0
-        self._last_s = time.perf_counter()
         self.is_over = self._tuner.is_over
+        self._num_rounds = 0
+        self._write()
+        self._last_s = time.perf_counter()
 
-    def round_done(self, communicator: Communicator) -> BucketLimits | None:
-        """Note the end of a round; collective when a sample is complete.
+    def round_done(self) -> BucketLimits | None:
+        """Note the end of a round; collective whenever a sample is complete.
 
         Returns:
             The limits from now on, equal on all ranks, or None: as they are.
         """
+        if self.is_over:
+            return None
         now_s = time.perf_counter()
-        if communicator.rank == 0:
+        if self._is_root:
             self._tuner.feed(now_s - self._last_s)
         self._last_s = now_s
         self._num_rounds += 1
         if self._num_rounds % self._num_fed:
             return None
+        return self._decide()
+
+    def _decide(self) -> BucketLimits:
         chosen = self._tuner.setting
         numbers = [chosen.first_bytes, chosen.other_bytes, int(self._tuner.is_over)]
         decision = torch.tensor(numbers)
-        communicator.broadcast(decision, 0).wait()
+        self._communicator.broadcast(decision, 0).wait()
         first_bytes, other_bytes, is_over = (int(number) for number in decision)
         self.is_over = bool(is_over)
-        if communicator.rank == 0 and self._log is not None:
-            self._write(self._log)
-        # What the change itself takes is not the next step's.
-        self._last_s = time.perf_counter()
+        self._write()
         return BucketLimits(first_bytes, other_bytes)
 
-    def _write(self, log: TuningLog) -> None:
-        sample = self._tuner.samples[-1]
-        rows = [(sample.phase, sample.setting, sample.cost)]
+    def _write(self) -> None:
+        if self._log is None:
+            return
+        tuner = self._tuner
+        for sample in tuner.samples[-1:]:
+            setting = _columns(sample.setting)
+            self._log.add(self._name, sample.phase, setting, sample.cost)
         if self.is_over:
-            rows.append(("best", self._tuner.setting, self._tuner.best_cost))
-        for phase, limits, cost in rows:
-            columns = {
-                "first_bucket_bytes": limits.first_bytes,
-                "bucket_bytes": limits.other_bytes,
-            }
-            log.add(self._name, phase, columns, cost)
+            setting = _columns(tuner.setting)
+            self._log.add(self._name, "best", setting, tuner.best_cost)
+
+
+def _columns(limits: BucketLimits) -> dict[str, int]:
+    return {
+        "first_bucket_bytes": limits.first_bytes,
+        "bucket_bytes": limits.other_bytes,
+    }
