@@ -2,14 +2,22 @@
 
 import argparse
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
+from ronde.cli.horovod_options import (
+    Asked,
+    add_horovod_options,
+    link_outputs,
+    understand,
+)
 from ronde.errors import UsageError, WorldError
 from ronde.launch.controller import run_job
-from ronde.launch.environments import own_environment
+from ronde.launch.environments import alias_environment, own_environment
+from ronde.launch.hosts import require_slots
 from ronde.launch.lineage import adopt_orphans
 from ronde.launch.plan import JobRequest, plan_job
 from ronde.launch.slots import count_slots
@@ -33,6 +41,9 @@ that is left of the job is killed, whatever session it is in.
 exit code: 0 when all ranks ended with 0, else the code of the rank that failed first
 (128 plus the number of a signal); 130 after Ctrl-C, 143 after SIGTERM; 64 when the
 job could not start as asked; 70 when the launcher itself failed.
+
+horovodrun's options are understood too; a script that imports horovod finds ronde,
+unless Horovod itself is installed: see docs/how-to/horovod-scripts.md.
 
 examples:
   ronde run train.py --epochs 3
@@ -67,8 +78,15 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
     options = _parser().parse_args(words)
     environ = own_environment()
     program = _program(options.program)
-    size = _size(options.num_proc, environ)
-    extra_env = _extra_env(options.env, environ) | _engine_env(options)
+    asked = understand(options, environ)
+    if asked.output_dir and options.log_dir:
+        raise UsageError("--output-filename must stand alone, got --log-dir too.")
+    size = _size(options.num_proc, environ, asked.slots)
+    extra_env = asked.env | _extra_env(options.env, environ)
+    extra_env |= _engine_env(options, asked.engine)
+    extra_env |= alias_environment(
+        environ | extra_env, is_wanted=not options.no_horovod_alias
+    )
     engine = read_engine(environ | extra_env)
     read_algorithm(environ | extra_env)
     if not options.nested:
@@ -82,12 +100,15 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
                 extra_env=extra_env | timeline_env,
                 cwd=options.chdir,
                 grace_s=_grace_s(options.grace),
-                log_dir=options.log_dir,
+                log_dir=options.log_dir or asked.output_dir,
                 master_port=_port(options.master_port),
                 is_mpi=engine == "mpi",
             ),
             name=time.strftime("%Y%m%d-%H%M%S"),
         )
+        if asked.output_dir:
+            link_outputs(asked.output_dir, job.attempt_log_dir, size)
+        _tell_ignored(asked)
         console = Console(
             1,
             2,
@@ -114,6 +135,12 @@ def _recorded(
     return nullcontext({})
 
 
+def _tell_ignored(asked: Asked) -> None:
+    if asked.ignored:
+        names = ", ".join(asked.ignored)
+        print(f"ronde: these options change nothing here: {names}", file=sys.stderr)
+
+
 def _parser() -> _Parser:
     parser = _Parser(
         prog="ronde run",
@@ -126,6 +153,7 @@ def _parser() -> _Parser:
     _add_options(parser)
     _add_engine_options(parser)
     _add_timeline_options(parser)
+    add_horovod_options(parser)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -172,6 +200,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start a world of its own inside a rank of another",
     )
+    add(
+        "--no-horovod-alias",
+        action="store_true",
+        help="do not let ronde stand in for Horovod where that is not installed",
+    )
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -216,15 +249,15 @@ def _program(words: list[str]) -> list[str]:
     return program
 
 
-def _size(text: str, environ: Mapping[str, str]) -> int:
+def _size(text: str, environ: Mapping[str, str], slots: int | None) -> int:
     if text == "auto":
-        return count_slots(environ)
+        return count_slots(environ) if slots is None else slots
     if not text.isdecimal() or not text.isascii() or int(text) < 1:
         raise UsageError(
             f"-n must be auto or a whole number of at least 1, got {text!r}. "
             "Type: ronde run -n 2 ..."
         )
-    return int(text)
+    return int(text) if slots is None else require_slots(int(text), slots)
 
 
 def _port(text: str) -> int:
@@ -260,11 +293,12 @@ def _extra_env(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, st
     return extra
 
 
-def _engine_env(options: argparse.Namespace) -> dict[str, str]:
+def _engine_env(options: argparse.Namespace, asked: str) -> dict[str, str]:
     """Return what tells the ranks how to exchange tensors."""
     env: dict[str, str] = {}
-    if options.engine:
-        env["RONDE_ENGINE"] = require_engine(options.engine, "--engine")
+    engine = options.engine or asked
+    if engine:
+        env["RONDE_ENGINE"] = require_engine(engine, "--engine")
     if options.algorithm:
         env["RONDE_ALGORITHM"] = require_algorithm(options.algorithm, "--algorithm")
     return env

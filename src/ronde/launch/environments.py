@@ -7,6 +7,7 @@ is written goes into a child and never into this process.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ronde.world.value import World
 
@@ -55,10 +56,30 @@ _SCRUBBED_NAMES = frozenset(
 )
 
 
+_ALIAS_DIRECTORY = Path(__file__).parents[1] / "horovod" / "alias"
+
+
 def own_environment() -> dict[str, str]:
     """Return a copy of this process's environment."""
     # Reading it here is this module's purpose; everybody else is given a mapping.
     return dict(os.environ)  # noqa: TID251
+
+
+def alias_environment(environ: Mapping[str, str], *, is_wanted: bool) -> dict[str, str]:
+    """Return the variable that lets ranks import ronde as ``horovod``, or does not.
+
+    Whether Horovod itself is installed for a rank's Python, only that Python knows: the
+    package there gives way to it.
+
+    Args:
+        environ: What the ranks would have without it.
+        is_wanted: Whether to put the directory of ``horovod`` first, or take it away.
+    """
+    path = environ.get("PYTHONPATH")
+    before = path.split(os.pathsep) if path else []
+    kept = [entry for entry in before if entry != str(_ALIAS_DIRECTORY)]
+    after = [str(_ALIAS_DIRECTORY), *kept] if is_wanted else kept
+    return {} if before == after else {"PYTHONPATH": os.pathsep.join(after)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,258 @@
+"""horovodrun's options, as ``ronde run`` understands them."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ronde.cli.horovod_files import discover, read_config, read_text
+from ronde.errors import UsageError
+from ronde.launch.hosts import count_slots_here, parse_hostfile, parse_hosts
+
+_VALUES = {
+    "fusion-threshold-mb": "FUSION_THRESHOLD",
+    "cycle-time-ms": "CYCLE_TIME",
+    "cache-capacity": "CACHE_CAPACITY",
+    "autotune-log-file": "AUTOTUNE_LOG",
+    "autotune-warmup-samples": "AUTOTUNE_WARMUP_SAMPLES",
+    "autotune-steps-per-sample": "AUTOTUNE_STEPS_PER_SAMPLE",
+    "autotune-bayes-opt-max-samples": "AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+    "timeline-filename": "TIMELINE",
+    "stall-check-warning-time-seconds": "STALL_CHECK_TIME_SECONDS",
+    "stall-check-shutdown-time-seconds": "STALL_SHUTDOWN_TIME_SECONDS",
+    "thread-affinity": "THREAD_AFFINITY",
+    "gloo-timeout-seconds": "GLOO_TIMEOUT_SECONDS",
+    "log-level": "LOG_LEVEL",
+    "start-timeout": "START_TIMEOUT",
+    "elastic-timeout": "ELASTIC_TIMEOUT",
+    "network-interfaces": "GLOO_IFACE",
+}
+"""Options with a value that is a variable's, by its name without ``HOROVOD_``."""
+_SWITCHES = {
+    "hierarchical-allreduce": "HIERARCHICAL_ALLREDUCE",
+    "hierarchical-allgather": "HIERARCHICAL_ALLGATHER",
+    "torus-allreduce": "TORUS_ALLREDUCE",
+    "autotune": "AUTOTUNE",
+    "timeline-mark-cycles": "TIMELINE_MARK_CYCLES",
+    "stall-check": "STALL_CHECK_DISABLE",
+}
+"""Options that set a variable to 1, and to 0 with ``no-`` before them."""
+_READ_HERE = (
+    *("output-filename", "config-file", "hosts", "hostfile", "host-discovery-script"),
+    "slots-per-host",
+)
+_CONTROLLERS = ("gloo", "mpi", "jsrun")
+_VALUES_IGNORED = (
+    *("ssh-port", "ssh-identity-file", "mpi-args", "binding-args", "num-nccl-streams"),
+    *("min-num-proc", "max-num-proc", "reset-limit", "blacklist-cooldown-range"),
+    "autotune-gaussian-process-noise",
+)
+_FLAGS_IGNORED = (
+    *("disable-cache", "verbose", "tcp", "prefix-output-with-timestamp", "jsrun"),
+    *("log-with-timestamp", "log-without-timestamp", "log-hide-timestamp"),
+    *("no-log-hide-timestamp", "mpi-threads-disable", "no-mpi-threads-disable"),
+)
+_OTHER_NAMES = {
+    "network-interfaces": ["--network-interface"],
+    "ssh-port": ["-p"],
+    "ssh-identity-file": ["-i"],
+    "min-num-proc": ["--min-np"],
+    "max-num-proc": ["--max-np"],
+    "prefix-output-with-timestamp": ["-prefix-timestamp"],
+    "hosts": ["-H"],
+    "hostfile": ["-hostfile"],
+}
+_CONFIGURABLE = frozenset(
+    (*_VALUES, *_SWITCHES, *_VALUES_IGNORED, *_FLAGS_IGNORED, *_CONTROLLERS)
+)
+_SECTIONS = {
+    "params": "",
+    "autotune": "autotune-",
+    "timeline": "timeline-",
+    "stall_check": "stall-check-",
+    "library_options": "",
+    "logging": "log-",
+}
+"""Sections of a configuration file, and how the names of their options begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What horovodrun's options ask for.
+
+    Attributes:
+        env: Variables for all ranks.
+        engine: What is to move tensors, or empty.
+        slots: Ranks that the named hosts take; None where none are named.
+        output_dir: Directory for what the ranks print, or empty.
+        ignored: The options that change nothing.
+    """
+
+    env: dict[str, str]
+    engine: str
+    slots: int | None
+    output_dir: str
+    ignored: tuple[str, ...]
+
+
+def add_horovod_options(parser: argparse.ArgumentParser) -> None:
+    """Have a parser take all that horovodrun takes, without a word in its help.
+
+    Args:
+        parser: Of ``ronde run``, which has ``-np`` itself.
+    """
+    for name in (*_VALUES, *_READ_HERE, *_VALUES_IGNORED):
+        is_pair = name == "blacklist-cooldown-range"
+        _add(parser, name, nargs=2 if is_pair else None)
+    for name in _SWITCHES:
+        _add(parser, name, action="store_const", const="1")
+        _add(parser, f"no-{name}", name, action="store_const", const="0")
+    for name in dict.fromkeys((*_CONTROLLERS, *_FLAGS_IGNORED)):
+        _add(parser, name, action="store_const", const="1")
+
+
+def understand(options: argparse.Namespace, environ: Mapping[str, str]) -> Asked:
+    """Say what the options that were given ask for.
+
+    Reads the configuration and host files, and runs the discovery script, once.
+
+    Args:
+        options: From a parser that ``add_horovod_options`` was called with.
+        environ: This process's environment.
+
+    Raises:
+        UsageError: They ask for what cannot be.
+    """
+    known = (*_VALUES, *_SWITCHES, *_READ_HERE, *_VALUES_IGNORED, *_FLAGS_IGNORED)
+    given = {name: getattr(options, name) for name in (*known, *_CONTROLLERS)}
+    given = {name: value for name, value in given.items() if value is not None}
+    if "config-file" in given:
+        given = _configured(given) | given
+    controllers = [name for name in _CONTROLLERS if name in given]
+    if len(controllers) > 1:
+        one, other = controllers[:2]
+        raise UsageError(f"--{one} must stand alone, got --{other} too. Drop one.")
+    variables = _variables(given)
+    ignored = [n for n in given if n in (*_VALUES_IGNORED, *_FLAGS_IGNORED)]
+    return Asked(
+        env=_interfaces({**environ, **variables}) | variables,
+        engine="mpi" if "mpi" in given else "",
+        slots=_slots(given),
+        output_dir=given.get("output-filename", ""),
+        ignored=tuple(f"--{name}" for name in ignored),
+    )
+
+
+def link_outputs(output_dir: str, log_dir: str, size: int) -> None:
+    """Have the ranks' files found where horovodrun puts them.
+
+    That is ``DIR/rank.<r>/stdout`` and ``stderr``, with zeros before ``<r>``.
+
+    Args:
+        output_dir: DIR.
+        log_dir: Where the ranks' own directories are, ``<r>/stdout.log`` in each.
+        size: Number of ranks.
+
+    Raises:
+        UsageError: DIR cannot be written.
+    """
+    width = len(str(size - 1))
+    try:
+        for rank in range(size):
+            directory = Path(output_dir) / f"rank.{rank:0{width}}"
+            directory.mkdir(parents=True, exist_ok=True)
+            for stream in ("stdout", "stderr"):
+                (directory / stream).unlink(missing_ok=True)
+                target = Path(log_dir) / str(rank) / f"{stream}.log"
+                (directory / stream).symlink_to(target)
+    except OSError as error:
+        raise UsageError(
+            "--output-filename must be a directory that can be written, got "
+            f"{output_dir!r} ({error.strerror}). Create it or name another."
+        ) from None
+
+
+def _add(
+    parser: argparse.ArgumentParser,
+    name: str,
+    dest: str = "",
+    **how: Any,  # noqa: ANN401  argparse's own
+) -> None:
+    names = [f"--{name}", *_OTHER_NAMES.get(name, [])]
+    parser.add_argument(*names, dest=dest or name, help=argparse.SUPPRESS, **how)
+
+
+def _variables(given: Mapping[str, str]) -> dict[str, str]:
+    env = {
+        f"HOROVOD_{variable}": given[name]
+        for name, variable in (_VALUES | _SWITCHES).items()
+        if name in given
+    }
+    if "stall-check" in given:
+        is_off = given["stall-check"] == "0"
+        env["HOROVOD_STALL_CHECK_DISABLE"] = str(int(is_off))
+    if "fusion-threshold-mb" in given:
+        env["HOROVOD_FUSION_THRESHOLD"] = _mebibytes(given["fusion-threshold-mb"])
+    return env
+
+
+def _interfaces(environ: Mapping[str, str]) -> dict[str, str]:
+    """Tell those who open sockets what Horovod's variable says."""
+    if "HOROVOD_GLOO_IFACE" not in environ:
+        return {}
+    names = environ["HOROVOD_GLOO_IFACE"]
+    return {
+        name: environ.get(name, names)
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    }
+
+
+def _mebibytes(text: str) -> str:
+    if not text.isdecimal() or not text.isascii():
+        raise UsageError(
+            f"--fusion-threshold-mb must be a whole number of MiB, got {text!r}. "
+            "Type: --fusion-threshold-mb 128"
+        )
+    return str(int(text) << 20)
+
+
+def _slots(given: Mapping[str, str]) -> int | None:
+    """Return how many ranks the named hosts take."""
+    named = [n for n in ("hosts", "hostfile", "host-discovery-script") if n in given]
+    if not named:
+        return None
+    if len(named) > 1:
+        raise UsageError(f"--{named[0]} must stand alone, got --{named[1]} too.")
+    text = given[named[0]]
+    match named[0]:
+        case "hosts":
+            hosts = parse_hosts(text)
+        case "hostfile":
+            hosts = parse_hostfile(read_text(text, "--hostfile").splitlines(), text)
+        case _:
+            hosts = discover(text, given.get("slots-per-host", "1"))
+    return count_slots_here(hosts)
+
+
+def _configured(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the options that the configuration file gives."""
+    path = given["config-file"]
+    configured: dict[str, str] = {}
+    for section, key, value in read_config(path, ("controller", *_SECTIONS)):
+        if section == "controller":
+            option = value.lower() if value.lower() in _CONTROLLERS else ""
+            is_chosen = any(name in given for name in _CONTROLLERS)
+            configured |= {} if is_chosen else {option: "1"}
+        elif key == "enabled":
+            option = section.replace("_", "-")
+            configured[option] = value
+        else:
+            option = _SECTIONS[section] + key.replace("_", "-")
+            configured[option] = value
+        if option not in _CONFIGURABLE:
+            raise UsageError(
+                f"{path} must hold horovodrun's options, got {section}.{key}={value}. "
+                "Correct it."
+            )
+    return configured

@@ -1,0 +1,191 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ALIAS = str(Path(__file__).parents[2] / "src" / "ronde" / "horovod" / "alias")
+
+
+@pytest.fixture
+def python(ronde, tmp_path):
+    """Return a function that runs Python on one rank, in a directory of its own."""
+
+    def run(program, *words, env=None):
+        done = ronde(
+            *("run", "-n", "1", "--no-prefix", *words, sys.executable, "-c", program),
+            env=env,
+            cwd=tmp_path,
+        )
+        return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+    return run
+
+
+SAME = """
+import sys
+import horovod
+assert "torch" not in sys.modules
+import horovod.torch as hvd
+import ronde.horovod, ronde.torch
+assert horovod is ronde.horovod
+assert hvd is ronde.torch
+assert sys.modules["horovod.torch"] is sys.modules["ronde.torch"]
+assert hvd.__spec__.name == hvd.__name__ == "ronde.torch"
+from horovod.torch import elastic
+assert hvd.elastic is elastic
+
+import horovod.torch.elastic.sampler as sampler
+assert sampler.ElasticSampler is hvd.elastic.ElasticSampler
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+assert HorovodInternalError is hvd.HorovodInternalError
+import torch
+try:
+    hvd.allreduce(torch.zeros(1))
+except HorovodInternalError as error:
+    assert str(error) == "Horovod has not been initialized; use hvd.init()."
+
+import importlib, pickle
+assert pickle.loads(pickle.dumps(hvd.elastic.ElasticSampler)) is sampler.ElasticSampler
+assert importlib.reload(sampler) is sys.modules["horovod.torch.elastic.sampler"]
+assert importlib.import_module("horovod.torch") is hvd
+print("same")
+"""
+
+
+def test_modules_and_classes_are_the_same_ones(python) -> None:
+    assert python(SAME) == (0, "same\n", "")
+
+
+ALL = """
+import horovod
+from horovod import run
+from horovod.common import elastic, exceptions, process_sets
+from horovod.common.util import (
+    _cache, ccl_built, env, extension_available, gloo_built, mpi_built, nccl_built,
+)
+from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
+from horovod.runner import run as also_run
+from horovod.runner.common.util.env import get_env_rank_and_size
+from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationManager
+from horovod.runner.util.threads import in_thread, on_event
+from horovod.torch.compression import Compression
+from horovod.torch.elastic.state import TorchState, get_handler_registry
+from horovod.torch.functions import broadcast_object
+from horovod.torch.mpi_ops import rank, size, synchronize
+from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.sync_batch_norm import SyncBatchNorm
+assert run is also_run
+assert get_env_rank_and_size() == (0, 1)
+assert extension_available("torch") and not extension_available("mxnet")
+assert elastic.State and exceptions.HorovodInternalError and process_sets.ProcessSet
+print(horovod.__version__)
+"""
+
+
+def test_all_that_scripts_import_is_there(python) -> None:
+    assert python(ALL) == (0, "0.28.1\n", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("horovod.foo", "No module named 'horovod.foo'"),
+        ("horovod.torch.foo", "No module named 'horovod.torch.foo'"),
+        ("horovod.common.foo.bar", "No module named 'horovod.common.foo'"),
+        ("horovod.tensorflow", "horovod.tensorflow comes in a later version of ronde"),
+        ("horovod.tensorflow.keras", "horovod.tensorflow comes in a later version"),
+        ("horovod.keras", "horovod.keras comes in a later version of ronde"),
+        ("horovod.spark", "horovod.spark is no part of ronde"),
+    ],
+)
+def test_what_is_not_there_is_an_import_error(python, name, message) -> None:
+    code = f"try:\n import {name}\nexcept ModuleNotFoundError as e:\n print(e.name, e)"
+    status, out, err = python(code)
+    assert (status, err) == (0, "")
+    assert message in out
+
+
+def test_an_error_inside_a_module_is_its_own(python) -> None:
+    code = (
+        "import sys; sys.modules['cloudpickle'] = None; import horovod.runner.running"
+    )
+    status, _, err = python(code)
+    assert status == 1
+    assert "import of cloudpickle halted" in err
+
+
+def test_patching_by_horovods_name_patches_ronde(python) -> None:
+    code = """
+from unittest import mock
+import ronde.torch.elastic.sampler as sampler
+with mock.patch("horovod.torch.elastic.sampler.size", return_value=7):
+    print(sampler.size())
+"""
+    assert python(code) == (0, "7\n", "")
+
+
+def test_its_directory_comes_first_on_the_path_and_once(python) -> None:
+    show = "import os; print(os.environ.get('PYTHONPATH'))"
+    assert python(show)[1] == f"{ALIAS}\n"
+    given = os.pathsep.join(["/a", ALIAS, "/b"])
+    expected = os.pathsep.join([ALIAS, "/a", "/b"])
+    assert python(show, env={"PYTHONPATH": given})[1] == f"{expected}\n"
+    assert python(show, "-x", "PYTHONPATH=/c")[1] == f"{ALIAS}{os.pathsep}/c\n"
+
+
+def test_it_can_be_turned_off(python) -> None:
+    show = "import os; print(os.environ.get('PYTHONPATH'))"
+    off = "--no-horovod-alias"
+    assert python(show, off)[1] == "None\n"
+    given = os.pathsep.join([ALIAS, "/b"])
+    assert python(show, off, env={"PYTHONPATH": given})[1] == "/b\n"
+    status, _, err = python("import horovod", off)
+    assert status == 1
+    assert "No module named 'horovod'" in err
+
+
+def test_without_the_launcher_there_is_no_horovod(python) -> None:
+    off = "--no-horovod-alias"
+    code = "import importlib.util; print(importlib.util.find_spec('horovod'))"
+    assert python(code, off)[1] == "None\n"
+
+
+def installed_horovod(directory: Path) -> None:
+    package = directory / "horovod"
+    package.mkdir()
+    (package / "__init__.py").write_text("from horovod.torch import x as y\n")
+    (package / "torch.py").write_text("x = 'the real one'\n")
+
+
+def test_an_installed_horovod_is_the_one_that_is_imported(python, tmp_path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    installed_horovod(site)
+    code = "import horovod.torch, horovod; print(horovod.y, horovod.__file__)"
+    status, out, err = python(code, env={"PYTHONPATH": str(site)})
+    assert (status, out, err) == (
+        0,
+        f"the real one {site}/horovod/__init__.py\n",
+        "",
+    )
+
+
+def test_a_mere_directory_of_that_name_is_no_horovod(python, tmp_path) -> None:
+    (tmp_path / "site" / "horovod").mkdir(parents=True)
+    env = {"PYTHONPATH": str(tmp_path / "site")}
+    code = "import horovod; print(horovod.__name__)"
+    assert python(code, env=env) == (0, "ronde.horovod\n", "")
+
+
+def test_a_python_without_ronde_is_told_so(python) -> None:
+    code = "import sys; sys.modules['ronde'] = None; import horovod"
+    status, _, err = python(code)
+    assert status == 1
+    assert "ronde must be installed for the Python that imports it" in err
+
+
+def test_a_child_finds_it_too(python) -> None:
+    child = "import horovod; print(horovod.__name__)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert python(code) == (0, "ronde.horovod\n", "")

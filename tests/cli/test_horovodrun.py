@@ -1,0 +1,312 @@
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.cli.horovod_files import read_config
+from ronde.errors import UsageError
+from ronde.launch.hosts import (
+    Host,
+    count_slots_here,
+    parse_discovered,
+    parse_hostfile,
+    parse_hosts,
+    require_slots,
+)
+from ronde.launch.preflight import resolve_program
+
+SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
+
+
+def variables(ronde, *words, env=None):
+    """Return what one rank is told with these words before its program."""
+    done = ronde(
+        *("run", "-n", "1", "--no-prefix", *words, sys.executable, "-c", SHOW), env=env
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def horovodrun(*words, env):
+    return subprocess.run(
+        [sys.executable, "-c", MAIN, *words],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+MAIN = "import sys; from ronde.cli.horovodrun import main; sys.exit(main())"
+
+SETTING = {
+    "--fusion-threshold-mb 64": ("FUSION_THRESHOLD", str(64 << 20)),
+    "--cycle-time-ms 2.5": ("CYCLE_TIME", "2.5"),
+    "--cache-capacity 0": ("CACHE_CAPACITY", "0"),
+    "--hierarchical-allreduce": ("HIERARCHICAL_ALLREDUCE", "1"),
+    "--no-hierarchical-allgather": ("HIERARCHICAL_ALLGATHER", "0"),
+    "--torus-allreduce": ("TORUS_ALLREDUCE", "1"),
+    "--autotune": ("AUTOTUNE", "1"),
+    "--no-autotune": ("AUTOTUNE", "0"),
+    "--autotune-log-file a.csv": ("AUTOTUNE_LOG", "a.csv"),
+    "--autotune-warmup-samples 1": ("AUTOTUNE_WARMUP_SAMPLES", "1"),
+    "--autotune-steps-per-sample=2": ("AUTOTUNE_STEPS_PER_SAMPLE", "2"),
+    "--autotune-bayes-opt-max-samples 3": ("AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "3"),
+    "--timeline-filename t.json": ("TIMELINE", "t.json"),
+    "--timeline-mark-cycles": ("TIMELINE_MARK_CYCLES", "1"),
+    "--no-stall-check": ("STALL_CHECK_DISABLE", "1"),
+    "--stall-check": ("STALL_CHECK_DISABLE", "0"),
+    "--stall-check-warning-time-seconds 5": ("STALL_CHECK_TIME_SECONDS", "5"),
+    "--stall-check-shutdown-time-seconds 9": ("STALL_SHUTDOWN_TIME_SECONDS", "9"),
+    "--thread-affinity 1": ("THREAD_AFFINITY", "1"),
+    "--gloo-timeout-seconds 7": ("GLOO_TIMEOUT_SECONDS", "7"),
+    "--log-level DEBUG": ("LOG_LEVEL", "DEBUG"),
+    "--start-timeout 8": ("START_TIMEOUT", "8"),
+    "--elastic-timeout 8": ("ELASTIC_TIMEOUT", "8"),
+}
+
+
+def test_options_become_variables(ronde) -> None:
+    told = variables(ronde, *[word for option in SETTING for word in option.split()])
+    # Of an option and its opposite the later one counts.
+    expected = dict(SETTING.values())
+    assert {n: told[f"HOROVOD_{n}"] for n in expected} == expected
+
+
+@pytest.mark.parametrize("option", ["--network-interfaces", "--network-interface"])
+def test_interfaces_reach_those_who_open_sockets(ronde, option) -> None:
+    told = variables(ronde, option, "eth0,eth1", env={"NCCL_SOCKET_IFNAME": "ib0"})
+    names = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    assert [told[name] for name in names] == ["eth0,eth1", "eth0,eth1", "ib0"]
+
+
+def test_a_variable_of_an_interface_does_as_well(ronde) -> None:
+    told = variables(ronde, env={"HOROVOD_GLOO_IFACE": "eth7"})
+    assert told["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_minus_x_beats_an_option(ronde) -> None:
+    told = variables(ronde, "--cycle-time-ms", "1", "-x", "HOROVOD_CYCLE_TIME=9")
+    assert told["HOROVOD_CYCLE_TIME"] == "9"
+
+
+def test_what_changes_nothing_is_named_in_one_line(ronde) -> None:
+    words = "-p 22 -i key --verbose --min-np 1 --max-np 2 --reset-limit 3 --tcp"
+    words += " --blacklist-cooldown-range 1 2 --disable-cache -prefix-timestamp"
+    words += " --mpi-args=-x --log-without-timestamp --jsrun"
+    done = ronde("run", "-n", "1", *words.split(), "/bin/true")
+    assert done.returncode == 0
+    [line] = done.stderr.decode().splitlines()
+    assert line.startswith("ronde: these options change nothing here: --ssh-port, ")
+    for name in ("min-num-proc", "blacklist-cooldown-range", "jsrun", "mpi-args"):
+        assert f"--{name}" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gloo --mpi", "--gloo must stand alone, got --mpi too"),
+        ("-H localhost:1 --hostfile x", "--hosts must stand alone, got --hostfile"),
+        ("-H localhost:x", "-H must name hosts as h1:2,h2:4, got 'localhost:x'"),
+        ("-H no-such-host.invalid:1", "hosts must be this machine"),
+        ("--hostfile /no/such", "--hostfile must be a file that can be read"),
+        ("--hostfile /dev/null", "/dev/null must hold a line such as h1 slots=2"),
+        ("--host-discovery-script false", "must print hosts and end with 0"),
+        ("--config-file /no/such", "--config-file must be a file that can be read"),
+        ("--fusion-threshold-mb x", "must be a whole number of MiB, got 'x'"),
+        ("--output-filename a --log-dir b", "--output-filename must stand alone"),
+    ],
+)
+def test_bad_options_are_64_and_nothing_starts(ronde, words, message, tmp_path) -> None:
+    done = ronde("run", "-n", "1", *words.split(), "/bin/echo", "ran", cwd=tmp_path)
+    assert done.returncode == 64
+    assert message in done.stderr.decode()
+    assert done.stdout == b""
+    assert not list(tmp_path.iterdir())
+
+
+def test_hosts_give_the_number_of_ranks(ronde, tmp_path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(f"# ours\nlocalhost slots=1\n{socket.gethostname()} slots=2\n")
+    script = tmp_path / "discover"
+    script.write_text("echo localhost:2\necho 127.0.0.1\n")
+    script.chmod(0o700)
+    for words in (
+        ("-H", "localhost:2,127.0.0.1:1"),
+        ("--hostfile", str(hostfile)),
+        ("--host-discovery-script", str(script)),
+    ):
+        done = ronde("run", "--no-prefix", *words, "/bin/sh", "-c", "echo $WORLD_SIZE")
+        assert done.stdout == b"3\n3\n3\n", done.stderr
+
+
+def test_more_ranks_than_slots_is_said_in_horovods_words(ronde) -> None:
+    done = ronde("run", "-np", "4", "-H", "localhost:2", "/bin/echo", "ran")
+    words = "Requested more processes (4) than there are available slots (2)"
+    assert (done.returncode, done.stdout) == (64, b"")
+    assert words in done.stderr.decode()
+
+
+def test_output_is_found_where_horovodrun_puts_it(ronde, tmp_path) -> None:
+    out = tmp_path / "out"
+    program = "echo out $RANK; echo err $RANK >&2"
+    for _ in range(2):  # the second time over the first one's
+        done = ronde(
+            *("run", "-np", "11", "--output-filename", str(out)),
+            *("/bin/sh", "-c", program),
+        )
+        assert done.returncode == 0, done.stderr
+    assert (out / "rank.03" / "stdout").read_text() == "out 3\n"
+    assert (out / "rank.10" / "stderr").read_text() == "err 10\n"
+
+
+CONFIG = """
+controller: gloo
+params:
+  fusion_threshold_mb: 32
+  hierarchical_allreduce: true
+autotune:
+  enabled: true
+  log_file: 'a b.csv'
+timeline: {filename: t.json, mark_cycles: true}
+stall_check:
+  enabled: false
+  warning_time_seconds: 120
+library_options: {num_nccl_streams: 2, gloo_timeout_seconds: 60}
+logging: {level: INFO, hide_timestamp: true}
+"""
+
+
+def test_a_configuration_file_gives_what_options_do_not(ronde, tmp_path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    told = variables(
+        ronde, "--config-file", str(path), "--fusion-threshold-mb", "8", "--no-autotune"
+    )
+    expected = {
+        "FUSION_THRESHOLD": str(8 << 20),
+        "HIERARCHICAL_ALLREDUCE": "1",
+        "AUTOTUNE": "0",
+        "AUTOTUNE_LOG": "a b.csv",
+        "TIMELINE": "t.json",
+        "TIMELINE_MARK_CYCLES": "1",
+        "STALL_CHECK_DISABLE": "1",
+        "STALL_CHECK_TIME_SECONDS": "120",
+        "GLOO_TIMEOUT_SECONDS": "60",
+        "LOG_LEVEL": "INFO",
+    }
+    assert {n: told[f"HOROVOD_{n}"] for n in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a", "must have the sections"),
+        ("wrong: {a: 1}", "must have the sections"),
+        (
+            "params: {no_such: 1}",
+            "must hold horovodrun's options, got params.no_such=1",
+        ),
+        ("params: 3", "must hold horovodrun's options, got params.=3"),
+        ("controller: tcp", "got controller.=tcp"),
+        ("a: [", "must be YAML"),
+    ],
+)
+def test_a_bad_configuration_file_is_64(ronde, tmp_path, text, message) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    done = ronde("run", "-n", "1", "--config-file", str(path), "/bin/true")
+    assert done.returncode == 64
+    assert message in done.stderr.decode()
+
+
+def test_an_empty_configuration_file_says_nothing(tmp_path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("")
+    assert list(read_config(str(path), ())) == []
+
+
+NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
+HOSTS = st.lists(st.builds(Host, NAMES, st.integers(1, 999)), min_size=1)
+
+
+@given(HOSTS)
+def test_hosts_are_read_as_they_are_written(hosts) -> None:
+    text = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    lines = [f" {host.name}  slots = {host.slots}  # {host}" for host in hosts]
+    assert parse_hosts(text) == tuple(hosts)
+    assert parse_hostfile(["", "# all", *lines], "f") == tuple(hosts)
+    assert parse_discovered(text.replace(",", "\n"), 1, "s") == tuple(hosts)
+
+
+def test_hosts_without_slots() -> None:
+    assert parse_hosts("a,b:2") == (Host("a", 1), Host("b", 2))
+    assert parse_discovered("a\n\nb:2\n", 4, "s") == (Host("a", 4), Host("b", 2))
+
+
+@pytest.mark.parametrize("text", ["", "a:0", "a:-1", "a b", "a:1,", ":2", "a::2"])
+def test_what_are_no_hosts(text) -> None:
+    with pytest.raises(UsageError, match="must name hosts as h1:2"):
+        parse_hosts(text)
+
+
+def test_this_machine_has_many_names() -> None:
+    names = ("localhost", "127.0.0.1", "127.0.0.2", socket.gethostname())
+    assert count_slots_here([Host(name, 2) for name in names]) == 8
+    with pytest.raises(UsageError, match=r"got 192\.0\.2\.1\."):
+        count_slots_here([Host("192.0.2.1", 1)])
+
+
+def test_as_many_ranks_as_slots_are_enough() -> None:
+    assert require_slots(2, 2) == 2
+
+
+@pytest.fixture
+def env(tmp_path):
+    return {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "HOME": str(tmp_path),
+    }
+
+
+def test_horovodrun_says_what_it_was_taken_for(env) -> None:
+    done = horovodrun("-np", "2", "/bin/sh", "-c", "echo $HOROVOD_RANK\n", env=env)
+    assert (done.returncode, sorted(done.stdout.split("\n"))[1:]) == (
+        0,
+        ["[0] 0", "[1] 1"],
+    )
+    expected = (
+        r"horovodrun: taken for ronde run -np 2 /bin/sh -c 'echo $HOROVOD_RANK\n'"
+    )
+    assert done.stderr == f"{expected}\n"
+
+
+def test_horovodrun_fails_as_its_program_does(env) -> None:
+    assert horovodrun("-np", "1", "/bin/sh", "-c", "exit 3", env=env).returncode == 3
+    assert horovodrun("-np", "0", "/bin/true", env=env).returncode == 64
+
+
+@pytest.mark.parametrize("word", ["-v", "--version", "-h", "--help"])
+def test_horovodrun_says_what_it_is(env, word) -> None:
+    done = horovodrun(word, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ronde" in done.stdout
+
+
+def test_check_build_is_as_horovods_and_true(env) -> None:
+    done = horovodrun("--check-build", env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "    [X] PyTorch\n" in done.stdout
+    assert "    [ ] TensorFlow\n" in done.stdout
+    assert "    [X] Gloo\n" in done.stdout
+
+
+def test_the_command_is_installed() -> None:
+    command = Path(sys.executable).parent / "horovodrun"
+    assert resolve_program(("horovodrun",), str(command.parent)) == [str(command)]
