@@ -26,7 +26,7 @@ def draw_trace(name: str, summary: Summary, num_tensors: int) -> str:
         return f"{name}: no operation was recorded.\n" + _notes(summary)
     parts = [
         _head(name, summary),
-        f"{_clocks(summary.ranks)}\n",
+        _clocks(summary.ranks),
         _ranks(summary),
         _KEY,
         _tensors(summary, num_tensors),
@@ -48,19 +48,19 @@ def _head(name: str, summary: Summary) -> str:
 
 def _clocks(ranks: Sequence[RankSummary]) -> str:
     if len(ranks) == 1:
-        return "One rank: nothing is known of the others."
+        return ""
     unknown = [rank.rank for rank in ranks if rank.clock_error_s is None]
     if unknown:
         return (
             f"The clocks of {_names(unknown)} were not measured: they are put in place "
-            "by their hosts' time of day, so who came late is not told."
+            "by their hosts' time of day, so who came late is not told.\n"
         )
     worst = max(ranks, key=lambda rank: rank.clock_error_s or 0)
     if not worst.clock_error_s:
-        return "All ranks read one clock."
+        return "All ranks read one clock.\n"
     return (
         f"The clocks are within {format_duration(worst.clock_error_s)} of rank 0's; "
-        f"rank {worst.rank}'s is the least certain."
+        f"rank {worst.rank}'s is the least certain.\n"
     )
 
 

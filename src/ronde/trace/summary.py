@@ -1,4 +1,4 @@
-"""What a trace says, in figures: who waited, how long, for which tensor and for whom."""
+"""What a trace says in figures: who waited, how long, for what and for whom."""
 
 import math
 from collections import Counter
@@ -220,12 +220,15 @@ def _fusion(ranks: Sequence[RankTrace]) -> FusionSummary | None:
     if fullest is None or not fullest.operations:
         return None
     records = [record for _, record in fullest.operations]
-    num_batches = max(1, round(sum(1 / max(r.num_fused, 1) for r in records)))
+    # What was agreed on has a record for each tensor, a bucket of gradients has one.
+    fused = [record.num_fused for record in records if record.agreed_ns]
+    buckets = [record.num_fused for record in records if not record.agreed_ns]
+    num_batches = len(buckets) + round(sum(1 / max(number, 1) for number in fused))
     return FusionSummary(
-        num_tensors=len(records),
+        num_tensors=len(fused) + sum(buckets),
         num_batches=num_batches,
-        mean_bytes=sum(map(_num_bytes, records)) / num_batches,
-        max_tensors=max(r.num_fused for r in records),
+        mean_bytes=sum(map(_num_bytes, records)) / max(num_batches, 1),
+        max_tensors=max(fused + buckets),
     )
 
 
