@@ -1,23 +1,35 @@
 """From a rank's place to its channel: the one place where links are chosen."""
 
+import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
+from ronde.collectives.engines.hierarchical import Places
 from ronde.collectives.engines.shared_memory.segment import Exchange
+from ronde.collectives.engines.torch_distributed.groups import Groups
 from ronde.collectives.failures import Scene
 from ronde.coordination.control.bell import Bell, Ears
 from ronde.coordination.control.channel import Channel
+from ronde.coordination.control.gloo import GlooMedium
+from ronde.coordination.control.link import Medium
 from ronde.coordination.control.linked import LinkedChannel
 from ronde.coordination.control.shared_memory import SharedMemoryMedium
 from ronde.coordination.tree import Tree
+from ronde.errors import CollectiveError
+
+_logger = logging.getLogger("ronde")
 
 
 def connect_channel(
     store: Store | None, rank: int, hosts: Sequence[str], *, timeout_s: float
 ) -> Channel:
     """Connect this rank to its neighbours in the tree of all hosts; collective.
+
+    Shared memory carries what stays on a host, Gloo what goes between hosts, and both
+    where ranks of a host cannot share memory, which is warned of.
 
     Args:
         store: Where the ranks meet, empty under the keys used here; None for one rank.
@@ -32,20 +44,90 @@ def connect_channel(
         CollectiveError: Not all ranks came in time.
     """
     if store is None or len(hosts) == 1:
-        return LinkedChannel(Ears(Bell.of_its_own(), is_crowded=False))
-    tree = Tree.of_hosts(rank, hosts)
-    ranks = tuple(r for r, host in enumerate(hosts) if host == hosts[rank])
-    with Scene("connecting", rank, len(hosts), timeout_s).guard():
-        own_host = PrefixStore(f"host{ranks[0]}", store)
-        exchange = _through(own_host, ranks.index(rank), len(ranks), timeout_s)
-        medium = SharedMemoryMedium(
-            exchange,
-            ranks.index(rank),
-            ranks,
-            parent=tree.parent,
-            children=tree.children,
+        return LinkedChannel(Ears(Bell.of_its_own(), is_crowded=False), Tree.flat(0, 1))
+    scene = Scene("connecting", rank, len(hosts), timeout_s)
+    connecting = _Connecting(store, rank, hosts, timeout_s)
+    with ExitStack() as undoing, scene.guard():
+        undoing.callback(connecting.close)
+        connecting.connect_host()
+        connecting.connect_hosts()
+        undoing.pop_all()
+    return connecting.channel()
+
+
+class _Connecting:
+    """The steps to a rank's channel."""
+
+    def __init__(
+        self, store: Store, rank: int, hosts: Sequence[str], timeout_s: float
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._hosts = hosts
+        self._timeout_s = timeout_s
+        self._tree = Tree.of_hosts(rank, hosts)
+        self._places = Places.from_hosts(hosts)
+        self._media: list[Medium] = []
+        self._bell = Bell.of_its_own()
+        self._is_crowded = False
+
+    def connect_host(self) -> None:
+        """Connect the ranks of this host."""
+        host, place = self._places.of(self._rank)
+        ranks = self._places.ranks[host]
+        if len(ranks) == 1:
+            return
+        store = PrefixStore(f"host{host}", self._store)
+        try:
+            medium = SharedMemoryMedium(
+                _through(store, place, len(ranks), self._timeout_s), ranks, self._tree
+            )
+        except CollectiveError as error:  # on all ranks of the host, or none
+            if place == 0:
+                _logger.warning("Gloo carries the ranks' agreements, for %s", error)
+            self._connect_gloo(store, ranks, is_one_host=True)
+        else:
+            self._media.append(medium)
+            medium.meet(self._timeout_s)
+            self._bell, self._is_crowded = medium.bell, medium.is_crowded
+
+    def connect_hosts(self) -> None:
+        """Connect the first rank of each host."""
+        leaders = tuple(ranks[0] for ranks in self._places.ranks)
+        if len(leaders) > 1 and self._rank in leaders:
+            store = PrefixStore("hosts", self._store)
+            self._connect_gloo(store, leaders, is_one_host=False)
+
+    def channel(self) -> Channel:
+        """Return what has been connected."""
+        return LinkedChannel(
+            Ears(self._bell, is_crowded=self._is_crowded), self._tree, self._media
         )
-    return LinkedChannel(Ears(medium.bell, is_crowded=medium.is_crowded), [medium])
+
+    def close(self) -> None:
+        """Give back what has been connected."""
+        for medium in self._media:
+            medium.close()
+
+    def _connect_gloo(
+        self, store: Store, ranks: Sequence[int], *, is_one_host: bool
+    ) -> None:
+        """Connect some ranks by a process group of their own."""
+        groups = Groups(
+            PrefixStore("gloo", store),
+            ranks.index(self._rank),
+            len(ranks),
+            self._timeout_s,
+            is_one_host=is_one_host,
+        )
+        tree = self._tree
+        neighbours = {
+            index: (rank, self._hosts[rank])
+            for index, rank in enumerate(ranks)
+            if rank == tree.parent or rank in tree.children
+        }
+        self._media.append(GlooMedium(groups, neighbours, self._bell))
+        self._is_crowded = True  # its threads want the interpreter
 
 
 def _through(store: Store, index: int, size: int, timeout_s: float) -> Exchange:

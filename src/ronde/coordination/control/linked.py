@@ -14,9 +14,7 @@ class LinkedChannel(Channel):
     Whatever happens on a link rings the bell, which is all that a wait looks at.
     """
 
-    def __init__(
-        self, ears: Ears, tree: Tree, media: Sequence[Medium] = ()
-    ) -> None:
+    def __init__(self, ears: Ears, tree: Tree, media: Sequence[Medium] = ()) -> None:
         """Take media over; they are closed with this one.
 
         Args:

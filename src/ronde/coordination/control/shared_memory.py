@@ -5,7 +5,8 @@ two rings there as well, one for each direction.
 """
 
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Sequence
 
 from ronde.collectives.engines.shared_memory.peers import Peers, Process
 from ronde.collectives.engines.shared_memory.segment import (
@@ -15,19 +16,23 @@ from ronde.collectives.engines.shared_memory.segment import (
 )
 from ronde.collectives.engines.shared_memory.words import fence
 from ronde.coordination.control import bell
-from ronde.coordination.control.bell import Bell
+from ronde.coordination.control.bell import Bell, Ears
 from ronde.coordination.control.channel import Loss
 from ronde.coordination.control.link import Link, Medium
 from ronde.coordination.control.ring import Incoming, Outgoing, Shared
+from ronde.coordination.tree import Tree
+from ronde.errors import CollectiveError, PeerLostError
 
 RING_BYTES = 1 << 16
 _HEADER_BYTES = 4096
 _SEGMENT_BYTES = _HEADER_BYTES + 2 * RING_BYTES
 _LINE = 8
 """Words in a cache line."""
-_IS_CLOSED = bell.NUM_BYTES // 8
-_UP = _IS_CLOSED + _LINE
+_STATE = bell.NUM_BYTES // 8
+_OPEN, _CLOSED = 1, 2
+_UP = _STATE + _LINE
 _DOWN = _UP + 3 * _LINE
+_LOOK_EVERY_S = 0.25
 
 
 class RingLink(Link):
@@ -37,14 +42,13 @@ class RingLink(Link):
         self,
         rank: int,
         process: Process,
-        rings: tuple[Outgoing, Incoming],
-        *,
+        rings: tuple[Shared, Shared],
         bell: Bell,
         words: memoryview,
     ) -> None:
         self.rank = rank
         self._process = process
-        self._out, self._in = rings
+        self._out, self._in = Outgoing(rings[0]), Incoming(rings[1])
         self._bell = bell
         self._words = words
 
@@ -67,13 +71,17 @@ class RingLink(Link):
         """Look whether it closed or its process ended: see ``Link``."""
         # Looked at in this order: who has closed has just ended, perhaps.
         has_ended = not self._process.state()
-        if self._words[_IS_CLOSED]:
+        if self._words[_STATE] == _CLOSED:
             fence()
             return Loss(self.rank, f"rank {self.rank} said goodbye", is_orderly=True)
         if has_ended:
             name = f"rank {self.rank}, process {self._process.pid},"
             return Loss(self.rank, f"{name} ended", is_orderly=False)
         return None
+
+    def has_come(self) -> bool:
+        """Say whether the neighbour is connected, or has been."""
+        return self._words[_STATE] != 0
 
     def ring(self) -> None:
         """Have the neighbour look."""
@@ -88,61 +96,74 @@ class SharedMemoryMedium(Medium):
         is_crowded: Whether the host's ranks have fewer cores than they are.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        index: int,
-        ranks: tuple[int, ...],
-        *,
-        parent: int | None,
-        children: Iterable[int],
-    ) -> None:
+    def __init__(self, exchange: Exchange, ranks: Sequence[int], tree: Tree) -> None:
         """Share memory among the ranks of a host; collective over them.
 
         Args:
             exchange: Tells these ranks some bytes.
-            index: This process among them.
             ranks: Them.
-            parent: To which of them this rank reports, if to any.
-            children: Which of them report to it.
+            tree: This rank's neighbours, there and elsewhere.
 
         Raises:
             CollectiveError: They cannot share memory; in the same words on all.
         """
+        own = ranks.index(tree.rank)
         told = exchange(Process.of(os.getpid()).encode())
         processes = [Process.decode(text) for text in told]
-        segments = share_segments(exchange, index, _SEGMENT_BYTES, is_populated=False)
-        num_ringers = len(ranks)
-
-        def bell_of(segment: Segment) -> Bell:
-            words = segment.view[: bell.NUM_BYTES].cast("Q")
-            return Bell(words, segment.address, ringer=index, num_ringers=num_ringers)
-
-        def link_to(rank: int, *, is_up: bool) -> RingLink:
+        segments = share_segments(exchange, own, _SEGMENT_BYTES, is_populated=False)
+        bells = [_bell(segment, own, len(ranks)) for segment in segments]
+        links: list[RingLink] = []
+        for rank in sorted(tree.local):
             other = ranks.index(rank)
-            up, down = _rings(segments[index if is_up else other])
-            out, into = (up, down) if is_up else (down, up)
-            return RingLink(
-                rank,
-                processes[other],
-                (Outgoing(out), Incoming(into)),
-                bell=bell_of(segments[other]),
-                words=_words(segments[other]),
-            )
-
+            is_parent = rank == tree.parent
+            up, down = _rings(segments[own if is_parent else other])
+            rings = (up, down) if is_parent else (down, up)
+            words = _words(segments[other])
+            links.append(RingLink(rank, processes[other], rings, bells[other], words))
         self.is_crowded = Peers(processes).is_crowded
-        self.bell = bell_of(segments[index])
-        self._words = _words(segments[index])
-        links = [link_to(child, is_up=False) for child in children]
-        if parent is not None:
-            links.append(link_to(parent, is_up=True))
+        self.bell = bells[own]
+        self._words = _words(segments[own])
         self.links = self._links = links
+
+    def meet(self, timeout_s: float) -> None:
+        """Have a rank that others report to wait until all are connected.
+
+        It may be the one whose store they meet at, and go at once.
+
+        Raises:
+            CollectiveError: One of them ended, or did not come in time.
+        """
+        self._enter(_OPEN)
+        ears = Ears(self.bell, is_crowded=True)
+        deadline = time.monotonic() + timeout_s
+        while not all(link.has_come() for link in self._links):
+            ears.wait(_LOOK_EVERY_S, is_eager=True)
+            ears.hear()
+            for link in self._links:
+                if not link.has_come() and (loss := link.find_loss()):
+                    raise PeerLostError(
+                        "connecting needs every rank, but one is gone "
+                        f"({loss.reason}). Its own error says why."
+                    )
+            if time.monotonic() > deadline:
+                raise CollectiveError(
+                    "connecting must complete within timeout_s, got no answer for "
+                    f"{timeout_s:g} s. See which rank hangs."
+                )
 
     def close(self) -> None:
         """Tell the neighbours: see ``Medium``. What is in the rings stays there."""
-        self._words[_IS_CLOSED] = True
+        self._enter(_CLOSED)
+
+    def _enter(self, state: int) -> None:
+        self._words[_STATE] = state
         for link in self._links:
             link.ring()
+
+
+def _bell(segment: Segment, ringer: int, num_ringers: int) -> Bell:
+    words = segment.view[: bell.NUM_BYTES].cast("Q")
+    return Bell(words, segment.address, ringer=ringer, num_ringers=num_ringers)
 
 
 def _words(segment: Segment) -> memoryview:
