@@ -5,7 +5,7 @@ import torch
 from tests.conformance.engines import Setting
 
 import ronde.torch as hvd
-from ronde.data_parallel import Reducer, ReducerOptions
+from ronde.data_parallel import Bond, Reducer, ReducerOptions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,7 +75,8 @@ def reduce_over_nccl(communicator, dtype):
     torch.backends.cudnn.benchmark = False
     alone = train(*make(dtype), dtype)
     model, optimizer = make(dtype)
-    reducer = Reducer(list(model.named_parameters()), communicator, ReducerOptions())
+    named = list(model.named_parameters())
+    reducer = Reducer(named, Bond(communicator), ReducerOptions())
     storages = set()
 
     def step(*_):

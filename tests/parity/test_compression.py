@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ronde.collectives import Communicator
 from ronde.collectives.engines.solo import SoloCommunicator
 from ronde.data_parallel import (
+    Bond,
     BucketLimits,
     Compression,
     GradientCompression,
@@ -50,7 +51,7 @@ class Parameters:
 
     def unsent(self) -> list[Tensor]:
         """Return what this rank has not sent yet, a tensor a parameter."""
-        memories = self.reducer._reduction._memories
+        memories = self.reducer._rounds._reduction._memories
         zeros = [torch.zeros_like(value) for value in self.values]
         for value, zero in zip(self.values, zeros, strict=True):
             memory = memories.get(value)
@@ -75,7 +76,7 @@ def make(
     named = [(f"p{i}", value) for i, value in enumerate(values)]
     limits = BucketLimits(4096, 16384)
     settings = ReducerOptions(compressor=compression, limits=limits, **options)
-    return Parameters(values, Reducer(named, communicator.duplicate(), settings))
+    return Parameters(values, Reducer(named, Bond(communicator.duplicate()), settings))
 
 
 def gradients(parameters: Parameters, rank: int, number: int) -> list[Tensor]:
@@ -144,7 +145,8 @@ def test_powersgd_keeps_its_memory_in_float32(dtype):
             own = gradients(parameters, communicator.rank, number)
             parameters.reduce(own)
             total += parameters.values[0].grad.float()
-        (memory,) = (m for m in parameters.reducer._reduction._memories.values() if m)
+        memories = parameters.reducer._rounds._reduction._memories
+        (memory,) = (m for m in memories.values() if m)
         return total, memory.error
 
     results = run_ranks(2, check)
@@ -169,7 +171,7 @@ def test_powersgd_is_exact_where_the_gradient_has_that_rank(size):
         model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20)).double()
         reducer = Reducer(
             list(model.named_parameters()),
-            communicator.duplicate(),
+            Bond(communicator.duplicate()),
             ReducerOptions(compressor=compression),
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -198,13 +200,13 @@ def test_powersgd_sends_two_small_collectives_a_bucket():
         parameters = make(communicator, Compression.powersgd(rank=2), **options)
         parameters.reduce(gradients(parameters, 0, 0))
         sent: list[int] = []
-        count_bytes(parameters.reducer._communicator, sent)
+        count_bytes(parameters.reducer._rounds.communicator, sent)
         parameters.reduce(gradients(parameters, 0, 1))
         return sent
 
     for sent in run_ranks(2, check):
-        # P with the vector, padded to 64 bytes, and two flags; then Q.
-        assert sent == [4 * (2 * 100 + 208 + 2), 4 * 2 * 200]
+        # P with the vector, padded to 64 bytes, two flags and two notes; then Q.
+        assert sent == [4 * (2 * 100 + 208 + 4), 4 * 2 * 200]
 
 
 def count_bytes(communicator: Communicator, sent: list[int]) -> None:

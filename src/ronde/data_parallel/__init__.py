@@ -1,5 +1,6 @@
 """Parameters to buckets to reductions, overlapped with backward."""
 
+from ronde.data_parallel.bond import Bond, Key
 from ronde.data_parallel.buckets import BucketLimits, GradientSpec, plan_buckets
 from ronde.data_parallel.compression import (
     Compression,
@@ -7,16 +8,22 @@ from ronde.data_parallel.compression import (
     GradientCompression,
     PowerSGD,
 )
-from ronde.data_parallel.reducer import Reducer, ReducerOptions
+from ronde.data_parallel.options import ReducerOptions
+from ronde.data_parallel.reducer import Reducer
+from ronde.data_parallel.shadows import Follower, keep_up_until
 
 __all__ = [
+    "Bond",
     "BucketLimits",
     "Compression",
     "Compressor",
+    "Follower",
     "GradientCompression",
     "GradientSpec",
+    "Key",
     "PowerSGD",
     "Reducer",
     "ReducerOptions",
+    "keep_up_until",
     "plan_buckets",
 ]

@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from ronde.collectives import Communicator, all_gather_object
+from ronde.collectives import Communicator, ReduceOp, all_gather_object
 from ronde.data_parallel.gradient import Gradient
 from ronde.errors import CollectiveError
 
@@ -46,6 +46,24 @@ def agree_on_order(communicator: Communicator, arrivals: Sequence[int]) -> list[
         order.copy_(torch.tensor(list(arrivals), dtype=torch.int64))
     communicator.broadcast(order, 0).wait()
     return cast("list[int]", order.tolist())
+
+
+def agree_on_sparse(communicator: Communicator, gradients: Sequence[Gradient]) -> None:
+    """Note of which gradients some rank has a sparse one; collective.
+
+    A rank that did not use an embedding learns it so from those that did.
+    """
+    dims = torch.tensor([_sparse_dims(gradient) for gradient in gradients])
+    communicator.all_reduce(dims, ReduceOp.MAX).wait()
+    for gradient, sparse_dims in zip(
+        gradients, cast("list[int]", dims.tolist()), strict=True
+    ):
+        gradient.sparse_dims = sparse_dims
+
+
+def _sparse_dims(gradient: Gradient) -> int:
+    grad = gradient.parameter.grad
+    return grad.sparse_dim() if grad is not None and grad.is_sparse else 0
 
 
 def _describe(gradient: Gradient) -> str:

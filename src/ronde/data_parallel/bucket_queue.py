@@ -1,17 +1,45 @@
-"""All buckets of a reducer, started strictly one after the other."""
+"""All gradients of a reducer, started strictly one after the other.
+
+Note [What the first bucket tells]
+    A rank that has joined (Horovod's ``join``) adds nothing any more, but every bucket
+    needs it. So it keeps up with the rounds of the others, each of which begins with
+    the same bucket, whatever is trained. That one ends with notes, ones on every rank
+    that is still training and zeros on those that only keep up. Their sums tell:
+
+        0     whether anybody is left; if not, nobody runs the rest of the round
+        1     whether no gradient is new; if one is, all plan anew after the round
+        2...  which other buckets, then which sparse gradients, are reduced at all: what
+              is frozen is left out
+
+    Only ranks that keep up read them: the others know.
+"""
 
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from itertools import compress, count
 
 from ronde.collectives import Communicator
-from ronde.data_parallel.buckets import BucketLimits, GradientSpec, plan_buckets
+from ronde.data_parallel.bucket_reduction import BucketReduction
+from ronde.data_parallel.buckets import Bucket, BucketLimits, GradientSpec, plan_buckets
 from ronde.data_parallel.gradient import Gradient, Scaling
 from ronde.data_parallel.gradient_bucket import GradientBucket
+from ronde.data_parallel.sparse_gradients import SparseGradients
 
 Launch = Callable[[GradientBucket], None]
+_SETTLED = 1
+_NUM_OWN_NOTES = 2
+
+
+class Others(Enum):
+    """What the other ranks did in a round that this one only kept up with."""
+
+    HAVE_JOINED = auto()
+    WENT_ON = auto()
+    HAVE_NEWCOMERS = auto()
 
 
 class BucketQueue:
-    """The buckets in the order in which every rank starts them.
+    """The buckets in the order in which every rank starts them, then what is sparse.
 
     A bucket that is full waits for those before it: the ranks' collectives must meet.
 
@@ -35,60 +63,87 @@ class BucketQueue:
         self._groups = groups
         self._buckets: list[GradientBucket] = []
         self._bucket_of: dict[int, GradientBucket] = {}
+        self._order: list[int] = []
+        self._sparse = SparseGradients((), communicator)
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     @property
-    def is_all_launched(self) -> bool:
-        """Whether every bucket was started in this round."""
-        return self._next == len(self._buckets)
+    def order(self) -> Sequence[int]:
+        """The planned gradients, in the order in which they are reduced."""
+        return self._order
 
-    def bucket_of(self, index: int) -> GradientBucket:
-        """Return the home of a planned gradient."""
-        return self._bucket_of[index]
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is missing from this round any more."""
+        is_all_launched = self._next == len(self._buckets)
+        return is_all_launched and not self._sparse.num_pending
+
+    def bucket_of(self, index: int) -> GradientBucket | None:
+        """Return the home of a gradient; None for a sparse one and a newcomer."""
+        return self._bucket_of.get(index)
 
     def newcomers(self) -> list[int]:
-        """Return the gradients that are to be reduced and have no bucket yet."""
+        """Return the gradients that are to be reduced and are not planned yet."""
         return [
             index
             for index, gradient in enumerate(self._gradients)
-            if gradient.view is None and gradient.parameter.requires_grad
+            if gradient.parameter.requires_grad and not gradient.is_planned
         ]
 
-    def add(self, order: Sequence[int]) -> None:
-        """Plan and allocate buckets, behind those that are there; collective."""
-        specs = [
-            GradientSpec(
-                g.parameter.numel(),
-                g.parameter.element_size(),
-                (g.parameter.dtype, g.parameter.device),
+    def rearrange(self, order: Sequence[int]) -> None:
+        """Plan anew along ``order``; collective.
+
+        Planned gradients that it leaves out come last.
+        """
+        rest = sorted(set(self._order) - set(order), reverse=True)
+        self._order = [*order, *rest]
+        specs = [_spec(gradient) for gradient in self._gradients]
+        sparse = [i for i in self._order if self._gradients[i].sparse_dims]
+        dense = [i for i in self._order if not self._gradients[i].sparse_dims]
+        plans = plan_buckets(specs, dense, self._limits, self._groups)
+        if sparse and not plans:
+            plans = (Bucket((), 0, specs[sparse[0]].kind),)  # for the notes
+        self._sparse = SparseGradients(
+            [self._gradients[i] for i in sparse], self._communicator
+        )
+        self._allocate(plans)
+
+    def _allocate(self, plans: Sequence[Bucket]) -> None:
+        num_notes = _NUM_OWN_NOTES + len(plans) - 1 + len(self._sparse.gradients)
+        self._buckets, self._bucket_of = [], {}
+        for plan in plans:
+            bucket = GradientBucket.allocate(
+                plan,
+                self._gradients,
+                self._communicator,
+                num_notes=0 if self._buckets else num_notes,
             )
-            for g in self._gradients
-        ]
-        for plan in plan_buckets(specs, order, self._limits, self._groups):
-            bucket = GradientBucket.allocate(plan, self._gradients, self._communicator)
             bucket.adopt()
             self._buckets.append(bucket)
             for slot in plan.slots:
                 self._bucket_of[slot.index] = bucket
 
-    def rearrange(self, order: Sequence[int]) -> None:
-        """Plan anew along ``order``; planned gradients that it leaves out come last."""
-        rest = sorted(self._bucket_of.keys() - set(order), reverse=True)
-        self._buckets, self._bucket_of = [], {}
-        self.add([*order, *rest])
-
-    def open(self) -> None:
+    def open(self, *, has_newcomers: bool = False) -> None:
         """Begin a round."""
         for bucket in self._buckets:
             bucket.open()
         self._next = 0
+        if self._buckets:
+            self._buckets[0].silent = self._silent(has_newcomers=has_newcomers)
+
+    def _silent(self, *, has_newcomers: bool) -> list[int]:
+        sparse = [g.parameter for g in self._sparse.gradients]
+        frozen = [bucket.is_launched for bucket in self._buckets[1:]]
+        frozen += [not parameter.requires_grad for parameter in sparse]
+        silent = list(compress(count(_NUM_OWN_NOTES), frozen))
+        return [_SETTLED, *silent] if has_newcomers else silent
 
     def launch_full(self, launch: Launch) -> None:
         """Start the buckets that wait for nothing and nobody before them."""
-        while not self.is_all_launched and not self._buckets[self._next].num_pending:
+        while self._next < len(self) and not self._buckets[self._next].num_pending:
             launch(self._buckets[self._next])
             self._next += 1
 
@@ -102,4 +157,30 @@ class BucketQueue:
         """Wait for all; say whether backward added to one that was under way."""
         for bucket in self._buckets:
             bucket.advance()
-        return any([bucket.finish(scaling) for bucket in self._buckets])  # noqa: C419 - all
+        is_late = any([bucket.finish(scaling) for bucket in self._buckets])  # noqa: C419 - all
+        self._sparse.reduce(scaling)
+        return is_late
+
+    def keep_up(self, reduction: BucketReduction) -> Others:
+        """Take part in a round of the others without adding anything; collective."""
+        self.open()
+        first, *others = self._buckets
+        first.launch_nothing(self._communicator, reduction)
+        is_anyone_left, is_settled, *are_reduced = map(bool, first.read_notes())
+        if not is_anyone_left:
+            first.pending = None
+            return Others.HAVE_JOINED
+        for bucket in compress(others, are_reduced):
+            bucket.launch_nothing(self._communicator, reduction)
+        for bucket in self._buckets:
+            bucket.advance()
+        for bucket in self._buckets:
+            bucket.drop()
+        self._sparse.reduce_nothing(are_reduced[len(others) :])
+        return Others.WENT_ON if is_settled else Others.HAVE_NEWCOMERS
+
+
+def _spec(gradient: Gradient) -> GradientSpec:
+    parameter = gradient.parameter
+    kind = (parameter.dtype, parameter.device)
+    return GradientSpec(parameter.numel(), parameter.element_size(), kind)

@@ -49,19 +49,37 @@ class Gradient:
     Attributes:
         name: How messages call it.
         parameter: The leaf whose ``.grad`` this is.
-        view: Its place in its bucket, strided like the parameter; None while unplanned.
+        view: Its place in its bucket, strided like the parameter; None where it has
+            none.
+        result: What the last round made ``parameter.grad``; None before the first.
+        sparse_dims: Where it travels sparse, the number of its sparse dimensions.
         num_passes: Backward passes since the last reduction.
-        is_reduced: Whether ``parameter.grad`` is a result that nothing was added to;
-            kept only where ``Scaling.keep`` is not 1.
+        is_reduced: Whether ``result`` is still that: nothing was added to it. Kept only
+            where ``Scaling.keep`` is not 1.
         was_used: Whether this rank contributed something in the round under way.
+        was_sparse: Whether what it contributed was sparse.
     """
 
     name: str
     parameter: Tensor
     view: Tensor | None = None
+    result: Tensor | None = None
+    sparse_dims: int = 0
     num_passes: int = 0
     is_reduced: bool = False
     was_used: bool = False
+    was_sparse: bool = False
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the ranks have agreed on how it travels."""
+        return self.view is not None or self.sparse_dims > 0
+
+    def factor(self, scaling: Scaling) -> float:
+        """Return what ``parameter.grad`` is to be multiplied by before the sum."""
+        if self.is_reduced and self.parameter.grad is self.result:
+            return scaling.before * scaling.keep
+        return scaling.before
 
     def move(self, scaling: Scaling) -> None:
         """Move ``parameter.grad`` into the bucket, scaled for the sum, and detach it.
@@ -72,9 +90,7 @@ class Gradient:
         grad, view = self.parameter.grad, self.view
         if grad is None or view is None:
             return
-        factor = scaling.before
-        if self.is_reduced and grad is view:
-            factor *= scaling.keep
+        factor = self.factor(scaling)
         if self.was_used:
             view.add_(dense(grad), alpha=factor)
         elif grad is not view:
@@ -82,7 +98,18 @@ class Gradient:
         elif factor != 1.0:
             view.mul_(factor)
         self.was_used = True
+        self.was_sparse |= grad.is_sparse
         self.parameter.grad = None
+
+    def give(self, result: Tensor) -> None:
+        """Hand a result to the parameter."""
+        self.parameter.grad = self.result = result
+
+    def forget(self) -> None:
+        """Go back to before the first round; ``parameter.grad`` stays."""
+        self.view = self.result = None
+        self.sparse_dims = self.num_passes = 0
+        self.is_reduced = False
 
 
 def dense(grad: Tensor) -> Tensor:

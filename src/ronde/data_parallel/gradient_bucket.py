@@ -16,42 +16,62 @@ from ronde.data_parallel.bucket_reduction import (
 from ronde.data_parallel.buckets import Bucket
 from ronde.data_parallel.gradient import Gradient, Scaling, dense
 
+_SPARSE = 4
+
 
 @dataclass(slots=True)
 class GradientBucket:
     """Gradients that are reduced together.
 
-    The buffer ends with one element a gradient, set to one by every rank that has that
+    The gradients are followed by one flag each, set to one by every rank that has that
     gradient: after the reduction a zero there says that no rank had it, so that it can
-    stay None, as it would in one process.
+    stay None, as it would in one process. ``_SPARSE`` ones a rank say that some rank's
+    was sparse; then the result becomes sparse again, on all.
+
+    Attributes:
+        content: What is summed.
+        views: The gradients' places.
+        flags: One a gradient, then the notes.
+        notes: What the ranks that take part tell those that only keep up: all ones but
+            for ``silent``. Only the bucket that is started first has any.
+        silent: Notes that are zero in this round.
+        num_pending: Gradients to wait for before it is full.
+        is_launched: Whether nothing is left to be started in this round.
+        pending: The sum under way.
     """
 
     content: BucketContent
     views: Sequence[Tensor]
     flags: Tensor
+    notes: Tensor
+    silent: Sequence[int] = ()
     num_pending: int = 0
     is_launched: bool = False
     pending: PendingSum | None = None
 
     @classmethod
     def allocate(
-        cls, plan: Bucket, gradients: Sequence[Gradient], communicator: Communicator
+        cls,
+        plan: Bucket,
+        gradients: Sequence[Gradient],
+        communicator: Communicator,
+        *,
+        num_notes: int = 0,
     ) -> "GradientBucket":
         """Make the zeroed buffer of ``plan`` and its gradients' views; collective.
 
         It lies where the communicator reduces it without a copy.
         """
         members = [gradients[slot.index] for slot in plan.slots]
-        first = members[0].parameter
-        buffer = communicator.allocate(
-            plan.numel + len(members), first.dtype, first.device
-        )
+        dtype, device = cast("tuple[torch.dtype, torch.device]", plan.kind)
+        end = plan.numel + len(members)
+        buffer = communicator.allocate(end + num_notes, dtype, device)
         views = [
             _view_like(buffer[s.offset : s.offset + s.numel], g.parameter)
             for s, g in zip(plan.slots, members, strict=True)
         ]
         content = BucketContent(buffer, plan.slots, members)
-        return cls(content, views, buffer[plan.numel :])
+        return cls(content, views, buffer[plan.numel :], buffer[end:])
 
     @property
     def gradients(self) -> Sequence[Gradient]:
@@ -65,16 +85,17 @@ class GradientBucket:
             gradient.view = view
             if old is not None and gradient.parameter.grad is old:
                 view.copy_(old)
-                gradient.parameter.grad = view
+                gradient.give(view)
 
     def open(self) -> None:
         """Get ready for a round: count the gradients to wait for."""
         self.num_pending = 0
         for gradient in self.gradients:
-            gradient.was_used = False
+            gradient.was_used = gradient.was_sparse = False
             self.num_pending += gradient.parameter.requires_grad
-        # Nothing trainable: a frozen part of the model costs nothing, on any rank.
-        self.is_launched = self.num_pending == 0
+        # Nothing trainable: a frozen part of the model costs nothing, on any rank. But
+        # a round begins with the notes.
+        self.is_launched = self.num_pending == 0 and self.notes.numel() == 0
 
     def launch(
         self,
@@ -93,12 +114,36 @@ class GradientBucket:
             if not gradient.was_used:
                 self.views[slot].zero_()
                 self.flags[slot] = 0
+            elif gradient.was_sparse:
+                self.flags[slot] = _SPARSE * scaling.size
+        for note in self.silent:
+            self.notes[note] = 0
         self.pending = reduction.launch(self.content, communicator)
+
+    def launch_nothing(
+        self, communicator: Communicator, reduction: BucketReduction
+    ) -> None:
+        """Take part in the others' sum without adding anything; open it before."""
+        self.is_launched = True
+        self.content.buffer.zero_()
+        self.pending = reduction.launch(self.content, communicator)
+
+    def read_notes(self) -> list[float]:
+        """Wait for the first collective and return the notes, summed over all ranks."""
+        if self.pending is not None:
+            self.pending.arrive()
+        return cast("list[float]", self.notes.real.tolist())
 
     def advance(self) -> None:
         """Start what follows the first collective, if that is not all."""
         if self.pending is not None:
             self.pending.advance()
+
+    def drop(self) -> None:
+        """Wait for the sum and leave it to the others."""
+        if self.pending is not None:
+            self.pending.finish()
+            self.pending = None
 
     def finish(self, scaling: Scaling) -> bool:
         """Wait for the sum and hand the results to the parameters.
@@ -108,11 +153,10 @@ class GradientBucket:
         """
         if self.pending is None:
             return False
-        self.pending.finish()
-        self.pending = None
+        self.drop()
         if scaling.after != 1.0:
             self.content.buffer.mul_(scaling.after)
-        used = self._used_anywhere()
+        used = self._used_anywhere(scaling)
         is_late = False
         for slot, (gradient, view) in enumerate(
             zip(self.gradients, self.views, strict=True)
@@ -123,17 +167,24 @@ class GradientBucket:
                 is_late = True
             gradient.is_reduced = late is None
             if late is not None or used is None or used[slot]:
-                gradient.parameter.grad = view
+                is_sparse = gradient.was_sparse or _is_sparse(used, slot, scaling)
+                gradient.give(view.to_sparse(1) if is_sparse else view)
         return is_late
 
-    def _used_anywhere(self) -> list[bool] | None:
-        """Say which gradients some rank had; None, without a look, if this one had all.
+    def _used_anywhere(self, scaling: Scaling) -> list[float] | None:
+        """Return the flags; None, without a look, if this rank had all gradients.
 
         The look costs an accelerator a synchronisation, hence only where it is needed.
         """
         if all(gradient.was_used for gradient in self.gradients):
             return None
-        return cast("list[bool]", (self.flags != 0).tolist())
+        flags = self.flags if scaling.after == 1.0 else self.flags / scaling.after
+        return cast("list[float]", flags.real.tolist())
+
+
+def _is_sparse(used: list[float] | None, slot: int, scaling: Scaling) -> bool:
+    # Half way, so that no rounding of the wire's matters.
+    return used is not None and used[slot] > _SPARSE // 2 * scaling.size
 
 
 def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -8,6 +8,9 @@ Note [One round]
     and ``GradScaler`` need no care. What no rank used stays None. Ranks whose graphs
     differ agree, as long as each of them made some gradient, or none made any.
 
+    The plan is made at the end of the first backward: then one knows in which order
+    gradients come, and which are sparse.
+
     ``synchronize()`` runs a round when none has run since the last step, or when
     something was added after it, so a rank without any gradient takes part from there.
 
@@ -23,24 +26,16 @@ Note [One round]
 import dataclasses
 import threading
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ronde.collectives import Communicator
-from ronde.data_parallel.agreement import agree_on_order, check_same_gradients
-from ronde.data_parallel.bucket_queue import BucketQueue
-from ronde.data_parallel.buckets import BucketLimits
-from ronde.data_parallel.compression import (
-    GradientCompression,
-    NoneCompressor,
-    reduction_of,
-)
-from ronde.data_parallel.gradient import Gradient, Scaling
-from ronde.data_parallel.gradient_bucket import GradientBucket
+from ronde.data_parallel.bond import Bond, Key
+from ronde.data_parallel.compression import reduction_of
+from ronde.data_parallel.gradient import Gradient
 from ronde.data_parallel.hooks import (
     call_at_end_of_backward,
     call_before_gradient,
@@ -48,41 +43,10 @@ from ronde.data_parallel.hooks import (
     current_backward,
     is_nested_backward,
 )
-from ronde.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class ReducerOptions:
-    """How gradients are reduced.
-
-    Attributes:
-        is_average: Average over ranks, else sum.
-        predivide: Part of the average's divisor that is applied before the sum.
-        passes: Backward passes to accumulate before a reduction.
-        is_passes_average: Divide by ``passes`` too.
-        compressor: What travels.
-        limits: Bucket sizes.
-        groups: Indices of gradients that must be reduced together.
-        is_sparse_densified: Reduce sparse gradients as dense ones.
-    """
-
-    is_average: bool = True
-    predivide: float = 1.0
-    passes: int = 1
-    is_passes_average: bool = False
-    compressor: GradientCompression = NoneCompressor
-    limits: BucketLimits = field(default_factory=BucketLimits)
-    groups: tuple[tuple[int, ...], ...] = ()
-    is_sparse_densified: bool = False
-
-    def scaling(self, size: int) -> Scaling:
-        """Return the factors for ``size`` ranks."""
-        return Scaling.of(
-            size,
-            is_average=self.is_average,
-            predivide=self.predivide,
-            passes=self.passes if self.is_passes_average else 1,
-        )
+from ronde.data_parallel.observed import ObservedReduction
+from ronde.data_parallel.options import ReducerOptions
+from ronde.data_parallel.rounds import Rounds
+from ronde.errors import CollectiveError
 
 
 class Reducer:
@@ -91,30 +55,40 @@ class Reducer:
     Collective to create and to use: every rank has the same parameters in the same
     order. Only parameters that require a gradient take part; one that begins to later
     joins with the next round.
+
+    Attributes:
+        key: Its name, equal on all ranks.
+
+    Args:
+        named_parameters: The parameters.
+        bond: Ties it to the other ranks.
+        options: How to reduce.
+        rebind: Makes another bond for the first use after ``unbind()``; collective.
     """
 
     def __init__(
         self,
         named_parameters: Sequence[tuple[str, Tensor]],
-        communicator: Communicator,
+        bond: Bond,
         options: ReducerOptions,
+        *,
+        rebind: Callable[[], Bond] | None = None,
     ) -> None:
-        self._communicator = communicator
+        self.key: Key = bond.key
+        self._rebind = rebind
         self._options = options
-        self._scaling = options.scaling(communicator.size)
-        self._reduction = reduction_of(options.compressor)
         self._gradients: list[Gradient] = []
-        self._queue = BucketQueue(
-            self._gradients, options.limits, options.groups, communicator
-        )
-        self._arrivals: list[int] | None = []
-        self._is_open = False
         self._armed_backward = -1
-        self._num_rounds = 0
+        self._has_run = False
         self._lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
+        self._communicators: list[Communicator] = []
+        self._observed: ObservedReduction | None = None
+        self._rounds: Rounds | None = self._bind(bond)
         self.add(named_parameters)
-        self._release = weakref.finalize(self, _release, self._hooks, communicator)
+        self._release = weakref.finalize(
+            self, _release, self._hooks, self._communicators
+        )
         self._release.atexit = False
 
     def add(self, named_parameters: Sequence[tuple[str, Tensor]]) -> None:
@@ -134,13 +108,15 @@ class Reducer:
     @property
     def num_buckets(self) -> int:
         """Collectives a round; 0 before the first."""
-        return len(self._queue)
+        return 0 if self._rounds is None else self._rounds.num_buckets
 
     def set_passes(self, passes: int) -> None:
         """Accumulate ``passes`` backward passes before a reduction from now on."""
         self._options = dataclasses.replace(self._options, passes=passes)
-        self._scaling = self._options.scaling(self._communicator.size)
+        if self._rounds is not None:
+            self._rounds.set_options(self._options)
 
+    @torch.no_grad()
     def synchronize(self) -> None:
         """Reduce what is not reduced yet; collective.
 
@@ -148,57 +124,98 @@ class Reducer:
             CollectiveError: The reduction failed, or the ranks' models differ.
         """
         with self._lock:
+            rounds = self._bound()
             is_dirty = any(gradient.num_passes for gradient in self._gradients)
-            if self._is_open or is_dirty or self._num_rounds == 0:
-                self._finish_round()
+            if rounds.is_open or is_dirty or not self._has_run:
+                self._finish(rounds)
 
     def step_done(self) -> None:
         """Note that the optimizer has stepped: the next step needs a new round."""
-        self._num_rounds = 0
+        self._has_run = False
+
+    @torch.no_grad()
+    def keep_up(self) -> None:
+        """Take part in the others' rounds, adding nothing, until all ranks do so.
+
+        For a rank that has no more data (Horovod's ``join``). Gradients stay as they
+        are.
+
+        Raises:
+            CollectiveError: A reduction failed, or the ranks' models differ.
+        """
+        with self._lock:
+            rounds = self._bound()
+            self._tell(has_joined=True)
+            rounds.keep_up()
+            self._tell(has_joined=False)
+            self._has_run = False
+
+    def unbind(self, *, is_abrupt: bool = False) -> None:
+        """Leave the other ranks; the next use binds anew.
+
+        Args:
+            is_abrupt: Have what is under way fail, here and there.
+        """
+        for communicator in self._communicators:
+            if is_abrupt:
+                communicator.abort()
+            else:
+                communicator.close()
+        with self._lock:
+            self._communicators.clear()
+            self._rounds = None
+            for gradient in self._gradients:
+                gradient.forget()
 
     def close(self) -> None:
         """Take the hooks off the parameters and close the communicator."""
         self._release()
 
+    def _bound(self) -> Rounds:
+        if self._rounds is None:
+            if self._rebind is None:
+                raise CollectiveError(
+                    "reducer must be bound to other ranks, got one that left them."
+                )
+            self._rounds = self._bind(self._rebind())
+        return self._rounds
+
+    def _bind(self, bond: Bond) -> Rounds:
+        self.key = bond.key
+        self._communicators.append(bond.communicator)
+        reduction = reduction_of(self._options.compressor)
+        self._observed = None
+        if bond.coordinator is not None:
+            self._observed = ObservedReduction(reduction, bond, bond.coordinator)
+        return Rounds(
+            self._gradients,
+            self._options,
+            bond.communicator,
+            self._observed or reduction,
+        )
+
+    def _tell(self, *, has_joined: bool) -> None:
+        if self._observed is not None:
+            self._observed.has_joined = has_joined
+
     @torch.no_grad()
     def _before_gradient(self, index: int) -> None:
         gradient = self._gradients[index]
-        grad = gradient.parameter.grad
-        if gradient.is_reduced and grad is not None and grad is gradient.view:
-            grad.mul_(self._scaling.keep)
+        grad, rounds = gradient.parameter.grad, self._rounds
+        is_result = gradient.is_reduced and grad is gradient.result
+        if is_result and grad is not None and rounds is not None:
+            grad.mul_(rounds.scaling.keep)
             gradient.is_reduced = False
 
     @torch.no_grad()
     def _on_gradient(self, index: int) -> None:
-        gradient = self._gradients[index]
-        self._refuse_sparse(gradient)
         with self._lock:
+            rounds = self._bound()
+            gradient = self._gradients[index]
             gradient.num_passes += 1
-            if gradient.num_passes < self._options.passes:
-                return
-            self._arm()
-            if not self._is_open:
-                self._open_round()
-            bucket = self._queue.bucket_of(index)
-            if bucket.is_launched:
-                return
-            gradient.move(self._scaling)  # now, while it is in the cache
-            if gradient.num_passes > self._options.passes:
-                return
-            if self._arrivals is not None:
-                self._arrivals.append(index)
-            bucket.num_pending -= 1
-            if bucket.num_pending == 0:
-                self._queue.launch_full(self._launch)
-
-    def _refuse_sparse(self, gradient: Gradient) -> None:
-        grad = gradient.parameter.grad
-        if grad is None or not grad.is_sparse or self._options.is_sparse_densified:
-            return
-        raise UsageError(
-            f"gradients must be dense, got a sparse one for {gradient.name}. "
-            "Pass sparse_as_dense=True, or make the embedding with sparse=False."
-        )
+            if gradient.num_passes >= self._options.passes:
+                self._arm()
+                rounds.arrive(index)
 
     def _arm(self) -> None:
         # By number, since a backward that raises never calls back.
@@ -210,43 +227,22 @@ class Reducer:
     @torch.no_grad()
     def _on_backward_end(self) -> None:
         with self._lock:
-            if not self._is_open:
+            rounds = self._bound()
+            if not rounds.is_open:
                 return
-            if not self._queue.is_all_launched and is_nested_backward():
+            if not rounds.is_complete and is_nested_backward():
                 self._armed_backward = -1
                 return
-            self._finish_round()
+            self._finish(rounds)
 
-    def _open_round(self) -> None:
-        newcomers = self._queue.newcomers()
-        if newcomers:
-            check_same_gradients(self._communicator, self._gradients)
-            # Backward makes gradients roughly in reverse; the first round shows how.
-            self._queue.add(newcomers[::-1])
-        self._queue.open()
-        self._is_open = True
-
-    def _launch(self, bucket: GradientBucket) -> None:
-        bucket.launch(self._communicator, self._scaling, self._reduction)
-
-    @torch.no_grad()
-    def _finish_round(self) -> None:
-        is_late = True
-        while is_late:
-            if not self._is_open:
-                self._open_round()
-            self._queue.launch_rest(self._launch)
-            self._is_open = False
-            self._num_rounds += 1
-            is_late = self._queue.finish(self._scaling)
-            if self._arrivals is not None:
-                order = agree_on_order(self._communicator, self._arrivals)
-                self._arrivals = None
-                self._queue.rearrange(order)
+    def _finish(self, rounds: Rounds) -> None:
+        rounds.finish()
+        self._has_run = True
 
 
-def _release(hooks: list[RemovableHandle], communicator: Communicator) -> None:
+def _release(hooks: list[RemovableHandle], communicators: list[Communicator]) -> None:
     for hook in hooks:
         hook.remove()
     hooks.clear()
-    communicator.close()
+    for communicator in communicators:
+        communicator.close()

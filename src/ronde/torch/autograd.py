@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import ReduceOp, Work
+from ronde.collectives.pages import new_like
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.operations import Kind, Operation
 from ronde.errors import CollectiveError, UsageError
@@ -123,17 +124,17 @@ class Reduction:
 
     def prepare(self, tensors: Tensors) -> Submission:
         """Have the results in new tensors of the inputs' layouts."""
-        own = detached(tensors)
-        return self.prepare_into(own, tuple([torch.empty_like(t) for t in own]))
+        return self.prepare_into(detached(tensors), None)
 
     def prepare_into(
-        self, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+        self, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...] | None
     ) -> Submission:
         """Have the results in ``outputs``.
 
         Args:
             tensors: Outside autograd.
-            outputs: Where the results go; ``tensors`` itself to work in place.
+            outputs: Where the results go; ``tensors`` itself to work in place, None for
+                new tensors.
 
         Raises:
             UsageError: A dtype has no such reduction, or the set does not fit.
@@ -143,12 +144,12 @@ class Reduction:
         require_dtypes(tensors, REDUCIBLE[self.op])
         member = member_of(self.process_set, "Allreduce")
         if self.op == Adasum:
-            _require_adasum(self.process_set, len(member.ranks))
+            require_adasum(self.process_set, len(member.ranks))
         return member.coordinator, Operation(
             Kind.ADASUM if self.op == Adasum else Kind.ALLREDUCE,
             tensors,
             self.name,
-            outputs,
+            outputs or _new(tensors),
             self.is_group,
             REDUCE_OPS.get(self.op, ReduceOp.SUM),
             self.prescale,
@@ -221,11 +222,10 @@ class Broadcast:
 
     def prepare(self, tensors: Tensors) -> Submission:
         """Have the results in new tensors of the inputs' layouts."""
-        own = detached(tensors)
-        return self.prepare_into(own, tuple([torch.empty_like(t) for t in own]))
+        return self.prepare_into(detached(tensors), None)
 
     def prepare_into(
-        self, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+        self, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...] | None
     ) -> Submission:
         """Have the results in ``outputs``: see ``Reduction.prepare_into``."""
         require_dtypes(tensors)
@@ -237,7 +237,7 @@ class Broadcast:
             )
         root = member.ranks.index(self.root_rank)
         return member.coordinator, Operation(
-            Kind.BROADCAST, tensors, self.name, outputs, root=root
+            Kind.BROADCAST, tensors, self.name, outputs or _new(tensors), root=root
         )
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
@@ -300,11 +300,20 @@ class Scatter:
         return carry_out(gather, [gradient * factor for gradient in gradients])
 
 
+def _new(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple([new_like(tensor) for tensor in tensors])
+
+
 def _name_of_gradients(name: str) -> str:
     return name and f"{name}.gradient"
 
 
-def _require_adasum(process_set: ProcessSet, size: int) -> None:
+def require_adasum(process_set: ProcessSet, size: int) -> None:
+    """Refuse ranks that Adasum cannot combine.
+
+    Raises:
+        NotImplementedError: Not all ranks, or their number is no power of two.
+    """
     if process_set.process_set_id != 0:
         raise NotImplementedError(
             "Adasum does not support non-global process sets yet."

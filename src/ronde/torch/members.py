@@ -42,7 +42,7 @@ class Member:
     rank: int
     communicator: Communicator
     coordinator: Coordinator
-    _duplicates: "count[int]" = field(default_factory=count)
+    _numbers: set[int] = field(default_factory=set[int])
 
     @classmethod
     def connect(
@@ -78,13 +78,29 @@ class Member:
             raise
         return cls(tuple(ranks), rank, communicator, coordinator)
 
-    def duplicate(self, job: Job, set_id: int) -> Communicator:
+    def claim_number(self, number: int | None = None) -> int:
+        """Return a number for a duplicate, that none of this set has or had.
+
+        Args:
+            number: Taken if it is free; for what had it in an earlier session.
+        """
+        if number is None or number in self._numbers:
+            number = next(i for i in count() if i not in self._numbers)
+        self._numbers.add(number)
+        return number
+
+    def duplicate(self, job: Job, set_id: int, number: int) -> Communicator:
         """Make a communicator of the set with an order of calls of its own; collective.
 
         Not the communicator's own ``duplicate()``, which would come between the calls
         of the coordinator.
+
+        Args:
+            job: What to make it from.
+            set_id: Number of the set.
+            number: What ``claim_number`` gave, equal on all ranks.
         """
-        name = f"set{set_id}/duplicate{next(self._duplicates)}"
+        name = f"set{set_id}/duplicate{number}"
         return job.connections.connect(name, self.ranks, job.hosts)
 
     def close(self) -> None:

@@ -2,11 +2,12 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ronde.collectives import rows
 from ronde.errors import UsageError
 
 
@@ -59,11 +60,11 @@ def group_indices(
     Args:
         named: The parameters.
         groups: How many near-equal consecutive groups, or the members of each; what is
-            in none of them is free.
+            in none of them is free. Only parameters that require a gradient count.
         num_groups: Deprecated form of the number.
 
     Raises:
-        UsageError: A number below zero, or a tensor that is no parameter or is in two.
+        UsageError: A number below zero, no tensor, or a tensor that is there twice.
     """
     if num_groups:
         warnings.warn(
@@ -72,25 +73,29 @@ def group_indices(
         groups = groups or num_groups
     if not groups:
         return ()
+    trained = [i for i, (_, parameter) in enumerate(named) if parameter.requires_grad]
     if isinstance(groups, int):
-        return _consecutive(len(named), groups)
-    index_by_id = {id(parameter): i for i, (_, parameter) in enumerate(named)}
-    members = [[id(tensor) for tensor in group] for group in groups]
-    flat = [key for group in members for key in group]
-    if len(set(flat)) != len(flat) or not set(flat) <= index_by_id.keys():
-        raise UsageError(
-            "groups must be lists of the optimizer's parameters, each in one list at "
-            "most. Leave out what is not optimized."
-        )
-    return tuple(tuple(index_by_id[key] for key in group) for group in members)
+        return _consecutive(trained, groups)
+    members: list[object] = [tensor for group in groups for tensor in group]
+    if not all(isinstance(member, Tensor) for member in members):
+        raise UsageError("groups must consist of torch.Tensor.")
+    if len({id(member) for member in members}) != len(members):
+        raise UsageError("A parameter can only appear once in groups.")
+    index_by_id = {id(named[i][1]): i for i in trained}
+    found = [[index_by_id.get(id(tensor), -1) for tensor in group] for group in groups]
+    return tuple(tuple(i for i in group if i >= 0) for group in found)
 
 
-def _consecutive(count: int, num_groups: int) -> tuple[tuple[int, ...], ...]:
+def _consecutive(
+    indices: Sequence[int], num_groups: int
+) -> tuple[tuple[int, ...], ...]:
     if num_groups < 0:
-        raise UsageError(f"groups must be a number >= 0 or lists, got {num_groups}.")
-    bounds = [count * g // num_groups for g in range(num_groups + 1)]
-    pairs = pairwise(bounds)
-    return tuple(tuple(range(low, high)) for low, high in pairs if low < high)
+        raise UsageError(
+            "groups should be a non-negative integer or a list of list of "
+            f"torch.Tensor, got {num_groups}."
+        )
+    bounds = [0, *accumulate(rows(len(indices), num_groups))]
+    return tuple(tuple(indices[low:high]) for low, high in pairwise(bounds))
 
 
 def _pair(item: object) -> tuple[str, Tensor]:

@@ -1,5 +1,6 @@
 """An optimizer whose gradients are reduced over all ranks."""
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,16 +11,30 @@ from torch.optim import Optimizer
 from ronde.data_parallel import (
     Compression,
     GradientCompression,
+    PowerSGD,
     Reducer,
     ReducerOptions,
 )
 from ronde.errors import UsageError
+from ronde.torch.autograd import require_adasum
+from ronde.torch.bonds import Bonds
+from ronde.torch.delta_step import DeltaStep
 from ronde.torch.naming import group_indices, name_of, name_parameters
-from ronde.torch.reductions import Average, Sum
+from ronde.torch.operators import Adasum, Average, Sum
+from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import current_session
+from ronde.torch.stand_in import StandIn
+from ronde.torch.submission import member_of
+
+_SYNCHRONIZED_TWICE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after "
+    "optimizer.synchronize(). This can cause training slowdown. You may want to "
+    "consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code."
+)
 
 
-class DistributedOptimizer:
+class DistributedOptimizer(StandIn):
     """Stand in for an optimizer, and reduce its gradients over all ranks.
 
     Gradients are reduced while ``backward()`` runs and are complete when it returns,
@@ -30,8 +45,12 @@ class DistributedOptimizer:
     ``state``, ``state_dict()``, ``zero_grad()``, hooks, and ``isinstance``. Learning
     rate schedulers and ``GradScaler`` may be given either of the two.
 
-    Collective to create: every rank makes its optimizers in the same order, over
-    parameters of equal shapes in equal order.
+    With ``op=Adasum`` gradients stay each rank's own: each steps alone, and the ways
+    that they went are combined.
+
+    Collective to create: every rank of the process set makes its optimizers in the same
+    order, over parameters of equal shapes in equal order. On other ranks it is the
+    plain optimizer.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
@@ -39,17 +58,19 @@ class DistributedOptimizer:
         compression: What travels: ``Compression.none``, ``fp16``, ``bf16``,
             ``powersgd(rank)``, or any class with ``compress`` and ``decompress``.
         backward_passes_per_step: Passes to accumulate before a reduction.
-        op: ``Average`` or ``Sum`` over ranks.
+        op: ``Average``, ``Sum`` or ``Adasum`` over ranks.
         gradient_predivide_factor: With ``Average``, the part of the divisor that is
             applied before the sum; the rest is applied after it.
         num_groups: Deprecated form of ``groups`` as a number.
         groups: Gradients that are reduced together: a number of groups, or lists of
             parameters.
-        sparse_as_dense: Reduce sparse gradients as dense ones; needed for those.
+        sparse_as_dense: Reduce sparse gradients as dense ones; the results are sparse.
+        process_set: The ranks.
         average_aggregated_gradients: Divide by ``backward_passes_per_step`` as well.
 
     Raises:
         UsageError: A value is out of range, or names and parameters do not fit.
+        NotImplementedError: Adasum on some of the ranks, or not on 2, 4, 8 ... ranks.
         CollectiveError: ``init()`` was not called.
     """
 
@@ -63,8 +84,9 @@ class DistributedOptimizer:
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
         groups: int | Sequence[Sequence[Tensor]] | None = None,
-        *,
         sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
+        *,
         average_aggregated_gradients: bool = False,
     ) -> None:
         _check(op, backward_passes_per_step, gradient_predivide_factor)
@@ -81,12 +103,20 @@ class DistributedOptimizer:
         self.wrapped = optimizer
         self._parameter_names = {parameter: name for name, parameter in named}
         self._is_synchronizing = True
-        self._reducer = _make_reducer(named, options)
+        self._is_synchronized = False
+        self._reducer = self._delta = None
+        if not process_set.included():
+            return
+        if op == Adasum and current_session().world.size > 1:
+            self._delta = _make_delta_step(named, compression, process_set)
+        else:
+            self._reducer = _make_reducer(named, options, process_set)
 
-    wrapped: Optimizer
     _parameter_names: dict[Tensor, str]
     _is_synchronizing: bool
+    _is_synchronized: bool
     _reducer: Reducer | None
+    _delta: DeltaStep | None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the wrapped one's
         """Step on gradients that are reduced over all ranks.
@@ -95,9 +125,13 @@ class DistributedOptimizer:
             closure: Computes the loss and its gradients; they are reduced each time it
                 is called. The loss it returns stays this rank's own.
         """
+        if self._delta is not None:
+            return self._delta.step(self.wrapped, closure)
+        if self._is_synchronizing and self._is_synchronized:
+            warnings.warn(_SYNCHRONIZED_TWICE, stacklevel=2)
+        self._is_synchronized = False
         if closure is None:
-            if self._is_synchronizing:
-                self.synchronize()
+            self._reduce()
             result = self.wrapped.step()
         else:
             result = self.wrapped.step(self._reduced(closure))
@@ -109,14 +143,20 @@ class DistributedOptimizer:
         """Make sure that all gradients are reduced; collective.
 
         Needed only where no ``backward()`` ran on this rank but one did on others;
-        harmless elsewhere, and Horovod's scripts call it before they clip.
+        harmless elsewhere, and Horovod's scripts call it before they clip. Does nothing
+        with Adasum.
         """
         if self._reducer is not None:
             self._reducer.synchronize()
+        self._is_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Generator[None]:
         """Let ``step()`` take the gradients as they are, after ``synchronize()``."""
+        if self._delta is not None:
+            raise AssertionError(
+                "Skipping synchronization is not supported when using Adasum optimizer."
+            )
         self._is_synchronizing = False
         try:
             yield
@@ -138,57 +178,63 @@ class DistributedOptimizer:
         self._parameter_names.update({parameter: name for name, parameter in named})
         if self._reducer is not None:
             self._reducer.add(named)
+        if self._delta is not None:
+            self._delta.add(added)
+
+    @property
+    def _handles(self) -> dict[Tensor, Any]:
+        """Horovod's table of reductions under way: none is after ``backward()``."""
+        return {}
+
+    def _reduce(self) -> None:
+        if self._is_synchronizing and self._reducer is not None:
+            self._reducer.synchronize()
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> Any:  # noqa: ANN401 - the closure's own
             loss = closure()
-            if self._is_synchronizing:
-                self.synchronize()
+            self._reduce()
             return loss
 
         return call
 
-    # A stand-in, not a subclass made at run time: what is not defined above is the
-    # wrapped optimizer's, to read, to set (GradScaler sets grad_scale) and to delete.
-
-    @property
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The wrapped optimizer's class, so that ``isinstance`` tells the truth."""
-        return type(self.wrapped)
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the wrapped one's
-        if name == "wrapped":  # not there yet: unpickling, a failed __init__
-            raise AttributeError(name)
-        return getattr(self.wrapped, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        is_own = name in DistributedOptimizer.__annotations__
-        if is_own or name in DistributedOptimizer.__dict__:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.wrapped, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.wrapped, name)
-
-    def __repr__(self) -> str:
-        return f"DistributedOptimizer({self.wrapped!r})"
-
 
 def _make_reducer(
-    named: list[tuple[str, Tensor]], options: ReducerOptions
+    named: list[tuple[str, Tensor]], options: ReducerOptions, process_set: ProcessSet
 ) -> Reducer | None:
     session = current_session()
+    size = member_of(process_set, "Allreduce").communicator.size
     # One rank has nothing to reduce; only an average over passes is left to be done.
-    if session.communicator.size == 1 and not options.is_passes_average:
+    # But it may become one of several.
+    if size == 1 and not (options.is_passes_average or session.knobs.is_elastic):
         return None
-    # An order of calls of its own: the hooks of two optimizers may interleave.
-    return Reducer(named, session.duplicate(), options)
+    bonds = Bonds(process_set)
+    reducer = Reducer(named, bonds.make(), options, rebind=bonds.make)
+    bonds.tie(reducer)
+    return reducer
+
+
+def _make_delta_step(
+    named: list[tuple[str, Tensor]],
+    compression: GradientCompression,
+    process_set: ProcessSet,
+) -> DeltaStep:
+    require_adasum(process_set, current_session().world.size)
+    if isinstance(compression, PowerSGD):
+        raise UsageError(
+            "compression must be none, fp16 or bf16 with op=Adasum, got "
+            f"{compression}: Adasum is not linear."
+        )
+    bonds = Bonds(process_set)
+    parameters = [parameter for _, parameter in named]
+    delta = DeltaStep(parameters, compression, bonds.make(), rebind=bonds.make)
+    bonds.tie(delta)
+    return delta
 
 
 def _check(op: int, passes: int, predivide: float) -> None:
-    if op not in (Average, Sum):
-        raise UsageError(f"op must be Average or Sum, got {op}.")
+    if op not in (Average, Sum, Adasum):
+        raise UsageError(f"op must be Average, Sum or Adasum, got {op}.")
     if predivide != 1.0 and op != Average:
         raise UsageError("gradient_predivide_factor not supported with op != Average")
     if predivide <= 0.0:

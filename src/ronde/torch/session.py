@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 from weakref import WeakSet
 
 from ronde.collectives import Communicator
+from ronde.data_parallel import Follower
 from ronde.errors import CollectiveError, NotInitializedError
 from ronde.torch.handles import Handles
 from ronde.torch.members import Job, Member
@@ -44,7 +44,7 @@ class Session:
     recordings: Recordings
     handles: Handles = field(default_factory=Handles)
     duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
-    reducers: WeakSet[Any] = field(default_factory=WeakSet[Any])
+    reducers: WeakSet[Follower] = field(default_factory=WeakSet[Follower])
     _set_ids: "count[int]" = field(default_factory=lambda: count(1))
 
     @property
@@ -52,13 +52,16 @@ class Session:
         """Of all ranks; its calls are the coordinator's alone."""
         return self.members[0].communicator
 
-    def duplicate(self, set_id: int = 0) -> Communicator:
+    def duplicate(self, set_id: int = 0, number: int | None = None) -> Communicator:
         """Return a communicator of a set with an order of calls of its own; collective.
 
         Args:
             set_id: A process set that this rank belongs to.
+            number: What the member's ``claim_number`` gave; None claims one.
         """
-        communicator = self.members[set_id].duplicate(self.job, set_id)
+        member = self.members[set_id]
+        number = member.claim_number() if number is None else number
+        communicator = member.duplicate(self.job, set_id, number)
         self.duplicates.add(communicator)
         return communicator
 
@@ -71,6 +74,8 @@ class Session:
         self.handles.clear()
         for member in self.members.values():
             member.coordinator.close()
+        for reducer in list(self.reducers):
+            reducer.unbind()
         for communicator in self.duplicates:
             communicator.close()
         for member in self.members.values():

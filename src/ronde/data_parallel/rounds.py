@@ -1,0 +1,137 @@
+"""A reducer's rounds over one communicator: see Note [One round] in ``reducer``."""
+
+from collections.abc import Sequence
+
+from ronde.collectives import Communicator
+from ronde.data_parallel.agreement import (
+    agree_on_order,
+    agree_on_sparse,
+    check_same_gradients,
+)
+from ronde.data_parallel.bucket_queue import BucketQueue, Others
+from ronde.data_parallel.bucket_reduction import BucketReduction
+from ronde.data_parallel.gradient import Gradient
+from ronde.data_parallel.gradient_bucket import GradientBucket
+from ronde.data_parallel.options import ReducerOptions
+
+
+class Rounds:
+    """Runs rounds, one after the other; not thread-safe.
+
+    Args:
+        gradients: All gradients; the list may grow.
+        options: How to reduce.
+        communicator: The ranks; nobody else may use it.
+        reduction: Sums the buckets.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[Gradient],
+        options: ReducerOptions,
+        communicator: Communicator,
+        reduction: BucketReduction,
+    ) -> None:
+        self.communicator = communicator
+        self.is_open = False
+        self._gradients = gradients
+        self._reduction = reduction
+        self._queue = BucketQueue(
+            gradients, options.limits, options.groups, communicator
+        )
+        self._arrivals: list[int] | None = []
+        self._has_newcomers = False
+        self.set_options(options)
+
+    def set_options(self, options: ReducerOptions) -> None:
+        """Count and scale differently from now on."""
+        self._options = options
+        self.scaling = options.scaling(self.communicator.size)
+
+    @property
+    def num_buckets(self) -> int:
+        """Collectives a round; 0 before the first."""
+        return len(self._queue)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is missing from the round that is open."""
+        return self._queue.is_complete and not self._has_newcomers
+
+    def arrive(self, index: int) -> None:
+        """Take a gradient that backward has made; opens a round if none is."""
+        if not self.is_open:
+            self._open()
+        gradient = self._gradients[index]
+        is_first = gradient.num_passes == self._options.passes
+        if is_first and self._arrivals is not None:
+            self._arrivals.append(index)
+        bucket = self._queue.bucket_of(index)
+        if bucket is None or bucket.is_launched:
+            return
+        gradient.move(self.scaling)  # now, while it is in the cache
+        if is_first:
+            bucket.num_pending -= 1
+            if bucket.num_pending == 0:
+                self._queue.launch_full(self._launch)
+
+    def finish(self) -> None:
+        """Finish the round that is open, or run one, and those that must follow it.
+
+        Raises:
+            CollectiveError: The reduction failed, or the ranks' models differ.
+        """
+        is_late = True
+        while is_late:
+            if not self.is_open:
+                self._open()
+            self._queue.launch_rest(self._launch)
+            self.is_open = False
+            is_late = self._queue.finish(self.scaling)
+            if self._has_newcomers:
+                self._admit(self._queue.newcomers())
+                is_late = True
+
+    def keep_up(self) -> None:
+        """Take part in the others' rounds without adding anything, to the last.
+
+        Raises:
+            CollectiveError: A reduction failed, or the ranks' models differ.
+        """
+        if self.is_open:
+            self.finish()
+        for gradient in self._gradients:
+            grad = gradient.parameter.grad
+            if grad is not None and grad is gradient.view:
+                # The others' results will go where it lies.
+                gradient.give(grad.clone())
+        others = Others.WENT_ON if self._queue.order else Others.HAVE_NEWCOMERS
+        while others is not Others.HAVE_JOINED:
+            if others is Others.HAVE_NEWCOMERS:
+                self._admit(self._queue.newcomers())
+            if not self._queue.order:
+                return  # nothing to train
+            others = self._queue.keep_up(self._reduction)
+
+    def _open(self) -> None:
+        self._has_newcomers = bool(self._queue.newcomers())
+        self._queue.open(has_newcomers=self._has_newcomers)
+        self.is_open = True
+
+    def _admit(self, newcomers: Sequence[int]) -> None:
+        """Plan for gradients that are to be reduced from now on; collective."""
+        check_same_gradients(self.communicator, self._gradients)
+        if not self._options.is_sparse_densified:
+            agree_on_sparse(self.communicator, [self._gradients[i] for i in newcomers])
+        if self._arrivals is None:
+            self._queue.rearrange([*self._queue.order, *newcomers[::-1]])
+            return
+        order = agree_on_order(self.communicator, self._arrivals)
+        self._arrivals = None
+        arrived = set(order)
+        # Backward makes gradients roughly in reverse.
+        rest = [index for index in newcomers[::-1] if index not in arrived]
+        self._queue.rearrange([*order, *rest])
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        bucket.launch(self.communicator, self.scaling, self._reduction)
