@@ -85,6 +85,25 @@ def all_reduce_keeps_layouts(communicator: Communicator, device: str):
                 assert_reduced(tensor, inputs, op)
 
 
+def all_reduce_from_leaves_the_source(communicator: Communicator, device: str):
+    """Sizes on either side of a slot, on two ranks and more; scaled; strided."""
+    for seed, dtype in enumerate([torch.float32, torch.bfloat16, torch.int32]):
+        for shape in [(0,), (3,), (5, 7), (1100, 1000), (3_000_001,)]:
+            for prescale in (1.0, 0.5):
+                inputs = inputs_of(communicator, shape, dtype, seed, device)
+                source = inputs[communicator.rank].clone()
+                tensor = torch.empty_like(source)
+                work = communicator.all_reduce_from(
+                    source, tensor, ReduceOp.SUM, prescale=prescale
+                )
+                assert work.wait() is tensor
+                assert torch.equal(source, inputs[communicator.rank])
+                assert_reduced(tensor, inputs, ReduceOp.SUM, prescale)
+    source = torch.ones(4, 3, device=device).t()
+    tensor = communicator.all_reduce_from(source, torch.empty_like(source)).wait()
+    assert torch.equal(tensor, source * communicator.size)
+
+
 def all_reduce_leaves_gaps_alone(communicator: Communicator, device: str):
     whole = torch.zeros(6, 4, device=device)
     communicator.all_reduce(whole[::2, 1:3].fill_(1.0)).wait()
@@ -237,6 +256,7 @@ REDUCTIONS = [
     all_reduce_every_dtype_op_and_shape,
     all_reduce_scales,
     all_reduce_keeps_layouts,
+    all_reduce_from_leaves_the_source,
     all_reduce_leaves_gaps_alone,
     all_reduce_takes_parameters,
     average_divides,

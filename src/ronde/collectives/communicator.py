@@ -112,6 +112,36 @@ class Communicator(ABC):
             UsageError: ``op`` is not defined for the dtype.
         """
 
+    def all_reduce_from(
+        self,
+        source: Tensor,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> Work[Tensor]:
+        """Reduce ``source`` over all ranks into ``tensor``.
+
+        As if ``source`` were copied into ``tensor`` and that reduced in place, which
+        the others may do meanwhile; engines that can do it in one go.
+
+        Args:
+            source: Any shape, equal on all ranks; it is left as it was.
+            tensor: Of its shape, dtype and device, apart from it.
+            op: As in ``all_reduce``.
+            prescale: As in ``all_reduce``.
+            postscale: As in ``all_reduce``.
+
+        Returns:
+            Work whose result is ``tensor`` itself.
+
+        Raises:
+            UsageError: ``op`` is not defined for the dtype.
+        """
+        tensor.copy_(source)
+        return self.all_reduce(tensor, op, prescale=prescale, postscale=postscale)
+
     @abstractmethod
     def all_gather(self, tensor: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
         """Concatenate every rank's ``tensor`` along dimension 0, in rank order.

@@ -1,6 +1,7 @@
 """What a rank needs to connect with some of the others of its job, again and again."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 from torch.distributed import PrefixStore, Store
@@ -58,6 +59,17 @@ class Connections:
         if len(ranks) == 1:
             return SoloCommunicator()
         return ENGINES[self._engine](self._asked_for(name, ranks, hosts))
+
+    def apart(self) -> "Connections":
+        """Return the same with a connection to the store of its own.
+
+        Whoever waits in a store keeps all others off it that have the same connection:
+        this is for threads that connect different ranks at the same time.
+        """
+        other = copy(self)
+        if self._store is not None:
+            other._store = self._store.clone()
+        return other
 
     def store(self, name: str) -> Store | None:
         """Return a store that all ranks share under a name; None for a world of one."""

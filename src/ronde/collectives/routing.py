@@ -74,6 +74,20 @@ class RoutedCommunicator(Communicator):
         engine = self._of_size("all_reduce", tensor)
         return engine.all_reduce(tensor, op, prescale=prescale, postscale=postscale)
 
+    def all_reduce_from(
+        self,
+        source: Tensor,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> Work[Tensor]:
+        """Reduce from one tensor into another: see ``Communicator``."""
+        return self._of_size("all_reduce", tensor).all_reduce_from(
+            source, tensor, op, prescale=prescale, postscale=postscale
+        )
+
     def all_gather(self, tensor: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
         """Concatenate along dimension 0: see ``Communicator``."""
         return self._of_any_size("all_gather", tensor).all_gather(tensor, out=out)

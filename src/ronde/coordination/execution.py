@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,7 +174,7 @@ class Execution:
         operation = entry.operation
         source = operation.tensors[index]
         output = operation.outputs[index] if operation.outputs else source
-        if output is not source:
+        if output is not source and request.kind is not Kind.ALLREDUCE:
             output.copy_(source)
         with span.doing(self._activity(request)):
             return self._call(request, source, output, entry)
@@ -186,9 +187,10 @@ class Execution:
         work: Work[Any]
         match request.kind:
             case Kind.ALLREDUCE:
-                work = communicator.all_reduce(
-                    output, op, prescale=before, postscale=after
-                )
+                reduce = communicator.all_reduce
+                if output is not source:
+                    reduce = partial(communicator.all_reduce_from, source)
+                work = reduce(output, op, prescale=before, postscale=after)
             case Kind.REDUCESCATTER:
                 work = communicator.reduce_scatter(
                     source, op, prescale=before, postscale=after

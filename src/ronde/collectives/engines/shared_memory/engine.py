@@ -98,7 +98,27 @@ class SharedMemoryCommunicator(Communicator):
             self._executor.require_usable()
             return Done(tensor)
         flat = tensor if _is_flat(tensor) else dense(tensor).view(-1)
-        steps = reductions.all_reduce(self._ground, tensor, flat, what)
+        steps = reductions.all_reduce(self._ground, tensor, flat, flat, what)
+        return self._executor.submit("all_reduce", steps)
+
+    def all_reduce_from(
+        self,
+        source: Tensor,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> Work[Tensor]:
+        """Reduce from one tensor into another: see ``Communicator``."""
+        is_plain = tensor.is_contiguous() and source.is_contiguous()
+        if not (is_plain and source.is_cpu and tensor.is_cpu and source.numel()):
+            return super().all_reduce_from(
+                source, tensor, op, prescale=prescale, postscale=postscale
+            )
+        what = self._asked.reduction("all_reduce", tensor, op, prescale, postscale)
+        taken, flat = [each.detach().view(-1) for each in (source, tensor)]
+        steps = reductions.all_reduce(self._ground, tensor, flat, taken, what)
         return self._executor.submit("all_reduce", steps)
 
     def reduce_scatter(

@@ -77,15 +77,23 @@ class Asked:
 
 
 def all_reduce(
-    ground: Ground, tensor: Tensor, flat: Tensor, what: Reduction
+    ground: Ground, tensor: Tensor, flat: Tensor, source: Tensor, what: Reduction
 ) -> Steps[Tensor]:
-    """Reduce ``flat``, which holds the elements of ``tensor``, and put them back."""
+    """Reduce into ``flat``, which has the elements of ``tensor``, and put them back.
+
+    Args:
+        ground: All ranks' memory.
+        tensor: What is returned.
+        flat: Takes the result.
+        source: This rank's elements; ``flat`` itself to work in place.
+        what: The reduction.
+    """
     reduce = _reduce_small if what.is_small else _reduce_large
-    return reduce(ground, tensor, flat, what)
+    return reduce(ground, tensor, flat, source, what)
 
 
 def _reduce_small(
-    ground: Ground, tensor: Tensor, flat: Tensor, what: Reduction
+    ground: Ground, tensor: Tensor, flat: Tensor, source: Tensor, what: Reduction
 ) -> Steps[Tensor]:
     """Show all ranks everything; each reduces all of it.
 
@@ -94,7 +102,7 @@ def _reduce_small(
     wanted = what.call.signature
     views = ground.stage.views(ground.stage.take(), flat.dtype, flat.numel())
     own = views[ground.rank]
-    own.copy_(flat)
+    own.copy_(source)
     if what.prescale != 1.0:
         scale_(own, what.prescale)
     turn = ground.announce(wanted)
@@ -106,10 +114,10 @@ def _reduce_small(
 
 
 def _reduce_large(
-    ground: Ground, tensor: Tensor, flat: Tensor, what: Reduction
+    ground: Ground, tensor: Tensor, flat: Tensor, source: Tensor, what: Reduction
 ) -> Steps[Tensor]:
     wanted = what.call.signature
-    location = ground.heap.locate(flat)
+    location = ground.heap.locate(flat) if source is flat else 0
     slot = ground.stage.take()
     prescale, views, is_shown = what.prescale, [], False
     if location:
@@ -118,7 +126,7 @@ def _reduce_large(
     else:
         step = ground.stage.slot_bytes // flat.element_size()
         is_shown = flat.numel() <= step
-        views = _show(ground, slot, flat if is_shown else flat[:step], prescale)
+        views = _show(ground, slot, source if is_shown else source[:step], prescale)
     turn = ground.announce(wanted, location)
     yield
     locations = ground.meet(turn, wanted)
@@ -138,7 +146,8 @@ def _reduce_large(
     else:
         reduce = _reduce_by_pairs if ground.size == 2 else _reduce_by_shares
         shown = slot if is_of_use else -1
-        yield from reduce(ground, flat, what.combiner, prescale, shown)
+        lane = Lane(source, flat, what.combiner, prescale)
+        yield from reduce(ground, lane, shown)
     return put_back(flat, tensor)
 
 
@@ -187,60 +196,76 @@ def _plan(
     return plan
 
 
-def _reduce_by_pairs(
-    ground: Ground, flat: Tensor, combiner: Combiner, prescale: float, shown: int
-) -> Steps[None]:
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Elements on their way through the slots.
+
+    Attributes:
+        source: This rank's.
+        target: Takes the result; may be ``source`` itself.
+        combiner: Combines the ranks'.
+        prescale: Multiplies this rank's.
+    """
+
+    source: Tensor
+    target: Tensor
+    combiner: Combiner
+    prescale: float
+
+
+def _reduce_by_pairs(ground: Ground, lane: Lane, shown: int) -> Steps[None]:
     """Show the other rank one slot after the other; both reduce each.
 
     Args:
         ground: All ranks' memory.
-        flat: The elements.
-        combiner: Combines the ranks'.
-        prescale: Multiplies this rank's.
+        lane: The elements.
         shown: The slot that has the first of them already, or -1.
     """
-    stage, rank, dtype = ground.stage, ground.rank, flat.dtype
-    for piece in torch.split(flat, ground.stage.slot_bytes // flat.element_size()):
+    stage, rank, dtype = ground.stage, ground.rank, lane.target.dtype
+    step = ground.stage.slot_bytes // lane.target.element_size()
+    pieces = zip(
+        torch.split(lane.source, step), torch.split(lane.target, step), strict=True
+    )
+    for piece, target in pieces:
         if shown < 0:
-            views = _show(ground, stage.take(), piece, prescale)
+            views = _show(ground, stage.take(), piece, lane.prescale)
             yield
         else:
             views = stage.views(shown, dtype, piece.numel())
             shown = -1
-        if prescale == 1.0:
+        if lane.prescale == 1.0:
             # The piece itself is nearer than what was shown of it.
             views = (piece, views[1]) if rank == 0 else (views[0], piece)
-        combiner.combine(views, piece)
+        lane.combiner.combine(views, target)
 
 
-def _reduce_by_shares(
-    ground: Ground, flat: Tensor, combiner: Combiner, prescale: float, shown: int
-) -> Steps[None]:
+def _reduce_by_shares(ground: Ground, lane: Lane, shown: int) -> Steps[None]:
     """Show the others one slot after the other; each rank reduces its share of it.
 
     The arguments are those of ``_reduce_by_pairs``.
     """
-    stage, dtype, itemsize = ground.stage, flat.dtype, flat.element_size()
-    step = ground.stage.slot_bytes // itemsize
-    for start in range(0, flat.numel(), step):
-        piece = flat if flat.numel() <= step else flat[start : start + step]
+    dtype, itemsize = lane.target.dtype, lane.target.element_size()
+    stage = ground.stage
+    step = stage.slot_bytes // itemsize
+    for start in range(0, lane.target.numel(), step):
+        target = lane.target[start : start + step]
         if start or shown < 0:
             shown = stage.take()
-            _show(ground, shown, piece, prescale)
+            _show(ground, shown, lane.source[start : start + step], lane.prescale)
             yield
         shares = [
-            share(piece.numel(), itemsize, ground.size, rank)
+            share(target.numel(), itemsize, ground.size, rank)
             for rank in range(ground.size)
         ]
         first, last = shares[ground.rank]
         if last > first:
             views = stage.views(shown, dtype, last - first, first * itemsize)
-            combiner.combine(views, views[ground.rank])
+            lane.combiner.combine(views, views[ground.rank])
         yield
         for rank, (first, last) in enumerate(shares):
             if last > first:
                 views = stage.views(shown, dtype, last - first, first * itemsize)
-                piece[first:last].copy_(views[rank])
+                target[first:last].copy_(views[rank])
 
 
 def reduce_scatter(
