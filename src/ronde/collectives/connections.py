@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
@@ -68,7 +69,8 @@ class Connections:
         """
         other = copy(self)
         if self._store is not None:
-            other._store = self._store.clone()
+            store: Any = self._store  # torch's stub does not know clone()
+            other._store = store.clone()  # noqa: SLF001  another of this class
         return other
 
     def store(self, name: str) -> Store | None:

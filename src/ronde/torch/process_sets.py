@@ -1,6 +1,7 @@
 """Process sets: some of the ranks, which run collectives of their own."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -156,7 +157,8 @@ def register(session: Session, process_set: ProcessSet) -> bool:
     word = ".".join(map(str, ranks))
     set_id = _agree(session, f"add.{word}", session.next_set_id())
     if session.world.rank in ranks:
-        member = Member.connect(session.job, set_id, ranks)
+        job = replace(session.job, connections=session.job.connections.apart())
+        member = Member.connect(job, set_id, ranks)
         member.coordinator.recorder = session.recordings.recorder
         session.members[set_id] = member
     session.sets[set_id] = ranks
