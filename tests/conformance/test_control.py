@@ -3,9 +3,11 @@
 import itertools
 import os
 import random
+import resource
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from tests.conformance.control import OVER, Mailbox, connect, neighbours
@@ -66,7 +68,7 @@ def fill_many_rings(claim, hosts):
     return messages == [i.to_bytes(4, "little") * (i % 11) for i in range(20_000)]
 
 
-@pytest.mark.parametrize("hosts", ["aa", "aaaa"])
+@pytest.mark.parametrize("hosts", ["aa", "aaaa", "ab"])
 def test_nothing_is_lost_where_the_receiver_lags(run_ranks_bare, hosts):
     assert all(run_ranks_bare(len(hosts), fill_many_rings, hosts))
 
@@ -185,9 +187,10 @@ def ask_at_random(claim, hosts, num_questions):
     return "answered"
 
 
-@pytest.mark.parametrize("hosts", ["aa", "aaa"])
+@pytest.mark.parametrize("hosts", ["aa", "aaa", "ab", "aab"])
 def test_nothing_is_missed_however_one_waits(run_ranks_bare, hosts):
-    answers = run_ranks_bare(len(hosts), ask_at_random, hosts, 3000)
+    num_questions = 300 if "b" in hosts else 3000
+    answers = run_ranks_bare(len(hosts), ask_at_random, hosts, num_questions)
     assert set(answers) == {"answered"}
 
 
@@ -219,7 +222,7 @@ def test_waiting_costs_nothing(run_ranks_bare, hosts):
     print("processor time, waits of a second:", used)  # noqa: T201
     for used_s, num_waits in used:
         assert used_s < 0.05
-        assert num_waits < 5
+        assert num_waits < 10
 
 
 def await_loss(channel, rank):
@@ -302,3 +305,96 @@ def leave(claim, hosts, leaving):
 def test_what_was_sent_before_closing_arrives(run_ranks_bare, hosts, leaving):
     found = run_ranks_bare(len(hosts), leave, hosts, leaving)
     assert any(elapsed_s is not None for elapsed_s in found)
+
+
+def outlive_a_stopped_neighbour(claim, hosts):
+    """A neighbour that is stopped is no loss: it answers when it goes on."""
+    _, channel = connect(claim, hosts)
+    box = Mailbox(channel)
+    if claim.rank == 1:
+        channel.send(0, b"%d" % os.getpid())
+        box.gather({0: 1})
+        os.kill(os.getpid(), signal.SIGSTOP)
+        channel.send(0, OVER)
+        losses = []
+    else:
+        box.gather({1: 1})
+        pid = int(box.received[1][0])
+        channel.send(1, OVER)
+        await_state(pid, "T")
+        losses = [loss for _ in range(10) for loss in channel.find_losses()]
+        for _ in range(20_000):
+            channel.send(1, b"more than a ring takes")
+        os.kill(pid, signal.SIGCONT)
+        box.gather({1: 2})
+    channel.close()
+    return losses
+
+
+def await_state(pid, state):
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
+        os.sched_yield()
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_stopped_neighbour_is_no_loss(run_ranks_bare, hosts):
+    assert run_ranks_bare(2, outlive_a_stopped_neighbour, hosts) == [[], []]
+
+
+def connect_often(claim, hosts, times):
+    """Return what the process holds after a few cycles and after all."""
+    early = None
+    for cycle in range(times):
+        tree, channel = connect(claim, hosts)
+        others = neighbours(tree)
+        for other in others:
+            channel.send(other, b"%d" % cycle * 1000)
+        Mailbox(channel).gather(dict.fromkeys(others, 1))
+        channel.close()
+        del channel
+        if cycle == 19:
+            early = held()
+    return early, held()
+
+
+def held():
+    """Return descriptors, threads, mapped segments, and megabytes, each in turn.
+
+    A thread is joined before the kernel takes it off the list: hence the least of
+    some counts.
+    """
+    counts = []
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        counts.append(
+            (
+                len(list(Path("/proc/self/fd").iterdir())),
+                len(list(Path("/proc/self/task").iterdir())),
+            )
+        )
+        os.sched_yield()
+    num_mapped = Path("/proc/self/maps").read_text().count("memfd:ronde")
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return min(counts), num_mapped, num_pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.parametrize("hosts", ["a", "aaa", "ab", "aab"])
+def test_a_hundred_channels_leave_nothing(run_ranks_bare, hosts):
+    told = run_ranks_bare(len(hosts), connect_often, hosts, 100, timeout_s=90.0)
+    print("held after 20 and after 100:", told)  # noqa: T201
+    for early, late in told:
+        assert early[:2] == late[:2]
+        assert late[2] - early[2] < 4.0
+
+
+def share_no_memory(claim, hosts, num_messages):
+    """The last rank may make no file, as where ranks are in containers of their own."""
+    if claim.rank == claim.size - 1:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    return talk_at_once(claim, hosts, num_messages, is_eager=True)
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "abb"])
+def test_gloo_serves_where_memory_cannot_be_shared(run_ranks_bare, hosts):
+    assert sum(run_ranks_bare(3, share_no_memory, hosts, len(LENGTHS))) == 4
