@@ -1,0 +1,1 @@
+"""Stands in for torchvision where it is not installed."""
