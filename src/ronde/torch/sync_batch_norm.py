@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from ronde.errors import UsageError
 from ronde.torch.process_sets import ProcessSet, global_process_set
-from ronde.torch.reductions import Sum, allreduce_
+from ronde.torch.reductions import Sum, allreduce, allreduce_
 from ronde.torch.session import size
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -129,7 +129,7 @@ class _Normalize(torch.autograd.Function):
         if weight is not None:
             grad_weight = (sums[1] * inverse_std).to(weight.dtype)
             grad_bias = sums[0].to(weight.dtype)
-        allreduce_(
+        sums = allreduce(
             sums, name="sync_batch_norm.sums", op=Sum, process_set=ctx.process_set
         )
         sums /= count.clamp(min=1).to(sums.dtype)
