@@ -10,7 +10,7 @@ from ronde.data_parallel.compression import (
 )
 from ronde.data_parallel.options import ReducerOptions
 from ronde.data_parallel.reducer import Reducer
-from ronde.data_parallel.shadows import Follower, keep_up_until
+from ronde.data_parallel.shadows import Follower, Standing, keep_up_until
 
 __all__ = [
     "Bond",
@@ -24,6 +24,7 @@ __all__ = [
     "PowerSGD",
     "Reducer",
     "ReducerOptions",
+    "Standing",
     "keep_up_until",
     "plan_buckets",
 ]

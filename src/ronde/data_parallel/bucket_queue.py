@@ -48,6 +48,9 @@ class BucketQueue:
         limits: Bucket sizes.
         groups: Indices of gradients that must share a bucket.
         communicator: Reduces the buckets, and allocates them.
+
+    Attributes:
+        num_rounds: Rounds that any rank added something to; equal on all ranks.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class BucketQueue:
         self._order: list[int] = []
         self._sparse = SparseGradients((), communicator)
         self._next = 0
+        self.num_rounds = 0
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -159,6 +163,7 @@ class BucketQueue:
             bucket.advance()
         is_late = any([bucket.finish(scaling) for bucket in self._buckets])  # noqa: C419 - all
         self._sparse.reduce(scaling)
+        self.num_rounds += bool(self._buckets)
         return is_late
 
     def keep_up(self, reduction: BucketReduction) -> Others:
@@ -177,6 +182,7 @@ class BucketQueue:
         for bucket in self._buckets:
             bucket.drop()
         self._sparse.reduce_nothing(are_reduced[len(others) :])
+        self.num_rounds += 1
         return Others.WENT_ON if is_settled else Others.HAVE_NEWCOMERS
 
 

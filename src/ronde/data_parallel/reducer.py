@@ -110,6 +110,11 @@ class Reducer:
         """Collectives a round; 0 before the first."""
         return 0 if self._rounds is None else self._rounds.num_buckets
 
+    @property
+    def last_round(self) -> int:
+        """Number of the last round that this rank added something to."""
+        return 0 if self._rounds is None else self._rounds.last_round
+
     def set_passes(self, passes: int) -> None:
         """Accumulate ``passes`` backward passes before a reduction from now on."""
         self._options = dataclasses.replace(self._options, passes=passes)

@@ -23,6 +23,12 @@ class Rounds:
         options: How to reduce.
         communicator: The ranks; nobody else may use it.
         reduction: Sums the buckets.
+
+    Attributes:
+        communicator: The ranks.
+        is_open: Whether a round is under way.
+        last_round: Number of the last round that this rank added something to.
+        scaling: The factors.
     """
 
     def __init__(
@@ -34,6 +40,7 @@ class Rounds:
     ) -> None:
         self.communicator = communicator
         self.is_open = False
+        self.last_round = 0
         self._gradients = gradients
         self._reduction = reduction
         self._queue = BucketQueue(
@@ -88,6 +95,7 @@ class Rounds:
             self._queue.launch_rest(self._launch)
             self.is_open = False
             is_late = self._queue.finish(self.scaling)
+            self.last_round = self._queue.num_rounds
             if self._has_newcomers:
                 self._admit(self._queue.newcomers())
                 is_late = True

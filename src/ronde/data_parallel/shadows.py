@@ -3,10 +3,24 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ronde.data_parallel.bond import Key
 from ronde.errors import CollectiveError
+
+
+class Standing(NamedTuple):
+    """How far a rank went with one follower: its key, and ``last_round``."""
+
+    set_id: int
+    number: int
+    size: int
+    last_round: int
+
+    @property
+    def key(self) -> Key:
+        """Whose it is."""
+        return Key(self.set_id, self.number, self.size)
 
 
 class Follower(Protocol):
@@ -15,6 +29,11 @@ class Follower(Protocol):
     @property
     def key(self) -> Key:
         """Its name, equal on all ranks that have it."""
+        ...
+
+    @property
+    def last_round(self) -> int:
+        """Number of the last reduction that this rank added something to."""
         ...
 
     def keep_up(self) -> None:
@@ -49,9 +68,12 @@ class Shadows:
         self._shadows = {follower.key: _Shadow(follower) for follower in followers}
 
     @property
-    def keys(self) -> list[Key]:
-        """What is kept up with."""
-        return list(self._shadows)
+    def standings(self) -> list[Standing]:
+        """How far this rank went with each, without data or with."""
+        return [
+            Standing(*key, shadow.follower.last_round)
+            for key, shadow in self._shadows.items()
+        ]
 
     def end(self, living: Collection[Key]) -> None:
         """Wait for those that all ranks have, and give up the others.
@@ -76,7 +98,7 @@ class Shadows:
 
 class _Shadow:
     def __init__(self, follower: Follower) -> None:
-        self._follower = follower
+        self.follower = follower
         self._errors: list[CollectiveError] = []
         self._thread = threading.Thread(
             target=self._keep_up, name="ronde-shadow", daemon=True
@@ -89,30 +111,32 @@ class _Shadow:
             raise error
 
     def abort(self) -> None:
-        self._follower.unbind(is_abrupt=True)
+        self.follower.unbind(is_abrupt=True)
         self._thread.join()
 
     def _keep_up(self) -> None:
         try:
-            self._follower.keep_up()
+            self.follower.keep_up()
         except CollectiveError as error:
             self._errors.append(error)
 
 
 def keep_up_until(
     followers: Iterable[Follower],
+    *,
     join: Callable[[], int],
-    exchange: Callable[[list[Key]], list[list[Key]]],
+    exchange: Callable[[list[Standing]], list[list[Standing]]],
 ) -> int:
     """Keep up with the other ranks until all have joined; collective.
 
     Args:
         followers: What this rank has.
         join: Returns once all ranks have joined, with the one that did so last.
-        exchange: Returns what every rank gives it; called after that.
+        exchange: Returns what every rank gives it, by rank; called after that.
 
     Returns:
-        What ``join`` returned.
+        The rank that went on longest: of those that took part in the last step the one
+        that ``join`` returned, if it is one of them.
 
     Raises:
         CollectiveError: A reduction failed, or a rank is gone.
@@ -120,9 +144,26 @@ def keep_up_until(
     shadows = Shadows(followers)
     try:
         last = join()
-        counts = Counter(key for keys in exchange(shadows.keys) for key in keys)
+        everyone = exchange(shadows.standings)
     except BaseException:
         shadows.abort()
         raise
-    shadows.end({key for key, num_ranks in counts.items() if num_ranks == key.size})
-    return last
+    counts = Counter(each.key for standings in everyone for each in standings)
+    living = {key for key, num_ranks in counts.items() if num_ranks == key.size}
+    shadows.end(living)
+    return _last(everyone, living, last)
+
+
+def _last(everyone: list[list[Standing]], living: Collection[Key], joined: int) -> int:
+    """Return the rank that took the last step, whichever the others heard of last.
+
+    Steps are not negotiated, so news of who has joined may be overtaken by them.
+    """
+    size = len(everyone)
+    progress = [
+        sum(s.last_round for s in standings if s.key in living and s.size == size)
+        for standings in everyone
+    ]
+    if progress[joined] == max(progress):
+        return joined
+    return progress.index(max(progress))

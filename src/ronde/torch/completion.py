@@ -2,10 +2,15 @@
 
 from typing import Any
 
+import torch
+
 from ronde.coordination.operations import Kind, Operation
+from ronde.data_parallel import Standing, keep_up_until
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import current_session
 from ronde.torch.submission import member_of
+
+_NUM_COLUMNS = 1 + len(Standing._fields)
 
 
 def poll(handle: int) -> bool:
@@ -46,18 +51,34 @@ def join(device: int = -1) -> int:
     """Take part in what the others still reduce, with zeros, until all have joined.
 
     For ranks whose data end earlier. Averages still divide by the number of all ranks.
-    All-reduces go on; what else the others ask for fails, as nothing could stand for
-    this rank's part.
+    All-reduces and optimizers go on; what else the others ask for fails, as nothing
+    could stand for this rank's part.
 
     Args:
         device: Accepted for Horovod's sake; zeros are made where they are needed.
 
     Returns:
-        The rank that joined last, equal on all ranks.
+        The rank that joined last, equal on all ranks; with optimizers one that took
+        the last step.
 
     Raises:
         CollectiveError: A rank is gone.
     """
     del device
-    member = current_session().members[0]
-    return member.coordinator.run(Operation(Kind.JOIN))
+    session = current_session()
+    coordinator = session.members[0].coordinator
+
+    def wait_for_all() -> int:
+        return coordinator.run(Operation(Kind.JOIN))
+
+    def exchange(own: list[Standing]) -> list[list[Standing]]:
+        rows = [(session.world.rank, *standing) for standing in own]
+        sent = torch.tensor(rows, dtype=torch.int64).reshape(-1, _NUM_COLUMNS)
+        operation = Operation(Kind.ALLGATHER, (sent,), "join.standings")
+        (gathered,) = coordinator.run(operation)
+        everyone: list[list[Standing]] = [[] for _ in range(session.world.size)]
+        for rank, *standing in gathered.tolist():
+            everyone[rank].append(Standing(*standing))
+        return everyone
+
+    return keep_up_until(session.reducers, join=wait_for_all, exchange=exchange)

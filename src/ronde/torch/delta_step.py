@@ -30,6 +30,7 @@ class DeltaStep:
 
     Attributes:
         key: Its name, equal on all ranks.
+        last_round: Number of the last step that this rank took.
 
     Args:
         parameters: All that may change.
@@ -47,6 +48,8 @@ class DeltaStep:
         rebind: Callable[[], Bond],
     ) -> None:
         self.key: Key = bond.key
+        self.last_round = 0
+        self._num_steps = 0
         self._parameters = [p for p in parameters if p.is_floating_point()]
         self._compressor = compressor
         self._bond: Bond | None = bond
@@ -76,6 +79,7 @@ class DeltaStep:
         """
         communicator = self._communicator()
         while communicator.all_reduce(torch.zeros(1)).wait().item():
+            self._num_steps += 1
             for members in self._kinds():
                 nothing = [torch.zeros_like(self._parameters[i]) for i in members]
                 self._combine(communicator, nothing)
@@ -98,6 +102,8 @@ class DeltaStep:
     def _go_together(self, starts: Sequence[Tensor]) -> None:
         communicator = self._communicator()
         communicator.all_reduce(torch.ones(1)).wait()
+        self._num_steps += 1
+        self.last_round = self._num_steps
         for members in self._kinds():
             deltas = [self._parameters[i] - starts[i] for i in members]
             self._combine(communicator, deltas)
@@ -108,6 +114,7 @@ class DeltaStep:
         if self._bond is None:
             self._bond = self._rebind()
             self.key = self._bond.key
+            self.last_round = self._num_steps = 0
         return self._bond.communicator
 
     def _kinds(self) -> list[list[int]]:
