@@ -141,7 +141,8 @@ def _notes(summary: Summary) -> str:
     cut = [rank.rank for rank in summary.ranks if not rank.is_whole]
     if cut:
         notes.append(
-            f"The records of {_names(cut)} end before their program did, or it crashed."
+            f"The program did not end in order on {_names(cut)}: what it did in its "
+            "last half second may be missing."
         )
     dropped = sum(rank.num_dropped for rank in summary.ranks)
     if dropped:

@@ -16,6 +16,9 @@ NUM_SEGMENTS = 4
 
 SUFFIX = ".ronde-part"
 
+_FLUSH_BYTES = 16 << 10
+"""What the packer holds back at most: it is not counted against the limit."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -73,8 +76,11 @@ class PartFiles:
         lines = self._encoder.operations(records)
         self._num_taken += len(records)
         lines += b"".join(map(self._encoder.cycle, cycles))
+        self._unflushed_bytes += len(lines)
         with self._lock:
             self._put(self._packer.compress(lines))
+        if self._unflushed_bytes >= _FLUSH_BYTES:
+            self.flush()
 
     def flush(self) -> None:
         """Hand all that was taken to the system.
@@ -82,6 +88,7 @@ class PartFiles:
         Raises:
             OSError: The disk does not take it.
         """
+        self._unflushed_bytes = 0
         with self._lock:
             self._put(self._packer.flush(zlib.Z_SYNC_FLUSH))
 
@@ -134,7 +141,7 @@ class PartFiles:
         self._num_segments += 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         self._fd = os.open(self._path, flags, 0o600)
-        self._size_bytes = 0
+        self._size_bytes = self._unflushed_bytes = 0
         self._packer = zlib.compressobj(1, wbits=31)
         self._encoder = Encoder(replace(header, num_before=self._num_taken))
         bounds = map(self._encoder.bound, self._bounds)

@@ -5,7 +5,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from ronde.errors import UsageError
 from ronde.timeline.lateness import AlignedTrack, align, errors_ns, find_arrivals
@@ -119,15 +119,15 @@ def _read_json(lines: "IO[str]", path: Path) -> Trace:
         if second.startswith('"otherData": '):
             return read_merged(json.loads(second.partition(": ")[2][:-2]), lines)
         content: Any = _json(first + second + lines.read())
-    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(content, list):
+            return read_horovod(cast("list[dict[str, Any]]", content))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(
             f"timeline must be JSON of Chrome's trace format, got {str(path)!r}: "
             f"{error}. It may be damaged."
         ) from error
-    if isinstance(content, list):
-        return read_horovod(content)  # pyright: ignore[reportUnknownArgumentType]
     raise UsageError(
         f"timeline must be one of ronde's or Horovod's, got {str(path)!r}, which is "
         "neither. Other traces open in ui.perfetto.dev."

@@ -1,0 +1,203 @@
+"""What a rank records reaches its part whole, bounded, and readable after a crash."""
+
+import gzip
+import os
+import threading
+import zlib
+
+import pytest
+from hypothesis import given, strategies as st
+from tests.unit.timeline_samples import bound, encode, header, record, records
+
+from ronde.errors import UsageError
+from ronde.timeline.part import is_part, read_parts
+from ronde.timeline.part_files import NUM_SEGMENTS, PartFiles
+from ronde.timeline.recording import MAX_WAITING, ThreadedRecorder
+
+
+@given(records())
+def test_what_is_encoded_is_read_back(operations):
+    (track,) = read_parts([gzip.compress(encode(*operations))])
+    assert track.operations == operations
+    assert (track.header, track.num_dropped, track.is_whole) == (header(), 0, True)
+
+
+@given(records(), st.data())
+def test_a_part_that_was_cut_off_is_read_up_to_there(operations, data):
+    lines = encode(*operations, ended=False)
+    packer = zlib.compressobj(1, wbits=31)
+    packed = packer.compress(lines) + packer.flush(zlib.Z_SYNC_FLUSH)
+    cut = data.draw(st.integers(40, len(packed)))
+    tracks = read_parts([packed[:cut]])
+    for track in tracks:
+        assert track.operations == operations[: len(track.operations)]
+        assert not track.is_whole
+    if cut == len(packed):
+        assert tracks[0].operations == operations
+
+
+def test_segments_one_after_another_are_one_part():
+    blob = gzip.compress(encode(record(sequence=0), ended=False))
+    blob += gzip.compress(encode(record(sequence=1), num_before=1))
+    (track,) = read_parts([blob])
+    assert [each.sequence for each in track.operations] == [0, 1]
+    assert track.is_whole
+
+
+def test_ranks_and_sessions_are_told_apart():
+    blobs = [
+        gzip.compress(encode(record(), rank=rank, session=session))
+        for session in (1, 0)
+        for rank in (1, 0)
+    ]
+    tracks = read_parts(blobs)
+    places = [(track.header.session, track.header.rank) for track in tracks]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_part_given_twice_is_refused():
+    blob = gzip.compress(encode(record()))
+    with pytest.raises(UsageError, match="each once, got rank 0 twice"):
+        read_parts([blob, blob])
+
+
+@pytest.mark.parametrize(
+    ("blob", "why"),
+    [
+        (b"\x1f\x8bnothing", "cannot be unpacked"),
+        (gzip.compress(b'{"ronde_timeline": 99, "rank": 0}\n'), "got 99"),
+        (gzip.compress(encode() + b"[1, 2]\n"), "damaged"),
+        (gzip.compress(encode() + b"nonsense\n"), "damaged"),
+    ],
+)
+def test_what_is_no_part_is_refused(blob, why):
+    with pytest.raises(UsageError, match=why):
+        read_parts([blob])
+
+
+def test_a_part_is_known_by_its_beginning():
+    packed = gzip.compress(encode(record()))
+    assert is_part(packed)
+    assert is_part(packed[:200])
+    assert not is_part(b"[\n")
+    assert not is_part(gzip.compress(b'{"displayTimeUnit": "ms"}'))
+
+
+def test_files_hold_what_was_flushed_before_they_are_closed(tmp_path):
+    files = PartFiles(tmp_path / "parts", header(), 1 << 20)
+    files.take([record(sequence=number) for number in range(5)])
+    files.flush()
+    (track,) = read_parts([files.read()])
+    assert (len(track.operations), track.is_whole) == (5, False)
+    files.close(num_lost=2)
+    (track,) = read_parts([files.read()])
+    assert (track.num_dropped, track.is_whole) == (2, True)
+    files.remove()
+    assert not (tmp_path / "parts").exists()
+
+
+def test_files_stay_within_their_limit_and_count_what_went(tmp_path):
+    limit = 16 << 10
+    files = PartFiles(tmp_path, header(), limit)
+    files.take_bound(bound(0, -5, 5))
+    num_records = 20_000
+    for first in range(0, num_records, 32):
+        # Names that do not repeat are what packs worst.
+        files.take(
+            [
+                record(f"x{os.urandom(8).hex()}", sequence=number)
+                for number in range(first, min(first + 32, num_records))
+            ]
+        )
+    files.flush()
+    sizes = [path.stat().st_size for path in files.paths]
+    assert len(sizes) == NUM_SEGMENTS
+    # One batch may pass it, and what the packer holds back.
+    assert limit / 2 < sum(sizes) < limit + (16 << 10)
+    files.close(num_lost=0)
+    (track,) = read_parts([files.read()])
+    kept = [each.sequence for each in track.operations]
+    assert kept == list(range(num_records - len(kept), num_records))
+    assert track.num_dropped == num_records - len(kept) > 0
+    assert track.bounds == [bound(0, -5, 5)]
+    assert sorted(tmp_path.iterdir()) == sorted(files.paths)
+
+
+class Memory:
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.records, self.cycles, self.num_lost = [], [], None
+        self.flushed = threading.Event()
+
+    def take(self, records, cycles=()):
+        self.records += records
+        self.cycles += cycles
+
+    def flush(self):
+        self.flushed.set()
+
+    def close(self, num_lost):
+        self.num_lost = num_lost
+
+
+def test_a_recorder_hands_everything_on_from_all_threads():
+    sink = Memory()
+    recorder = ThreadedRecorder([sink], gather_s=0.001, has_cycles=True)
+    number_each = 2000
+
+    def add(first):
+        for number in range(first, first + number_each):
+            recorder.operation(record(sequence=number))
+            recorder.cycle(number)
+
+    starts = [thread * number_each for thread in range(4)]
+    threads = [threading.Thread(target=add, args=(start,)) for start in starts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recorder.close()
+    assert sorted(each.sequence for each in sink.records) == list(range(8000))
+    assert sorted(sink.cycles) == list(range(8000))
+    assert sink.num_lost == 0
+
+
+def test_one_operation_is_handed_on_soon():
+    sink = Memory()
+    recorder = ThreadedRecorder([sink], gather_s=0.01)
+    recorder.operation(record())
+    recorder.cycle(1)
+    assert sink.flushed.wait(10)
+    recorder.close()
+    assert (len(sink.records), sink.cycles) == (1, [])
+
+
+def test_what_cannot_wait_is_counted():
+    sink = Memory()
+    recorder = ThreadedRecorder([sink], gather_s=60.0)
+    for _ in range(MAX_WAITING + 7):
+        recorder.operation(record())
+    recorder.close()
+    assert (len(sink.records), sink.num_lost) == (MAX_WAITING, 7)
+
+
+def test_a_full_disk_ends_the_timeline_and_not_the_program(caplog):
+    full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115, PTH123
+
+    class Full(Memory):
+        def flush(self):
+            super().flush()
+            full.write(b"x")
+
+    broken, sound = Full(), Memory()
+    recorder = ThreadedRecorder([broken, sound], gather_s=0.0)
+    recorder.operation(record())
+    assert broken.flushed.wait(10)
+    assert sound.flushed.wait(10)
+    recorder.operation(record())
+    recorder.close()
+    full.close()
+    assert (len(sound.records), sound.num_lost) == (2, 0)
+    assert broken.num_lost is None
+    assert "timeline must be written, but that fails" in caplog.text
