@@ -20,6 +20,7 @@ from itertools import compress, count
 
 from ronde.collectives import Communicator
 from ronde.data_parallel.bucket_reduction import BucketReduction
+from ronde.data_parallel.bucket_tuning import candidate_limits
 from ronde.data_parallel.buckets import Bucket, BucketLimits, GradientSpec, plan_buckets
 from ronde.data_parallel.gradient import Gradient, Scaling
 from ronde.data_parallel.gradient_bucket import GradientBucket
@@ -75,6 +76,11 @@ class BucketQueue:
         return len(self._buckets)
 
     @property
+    def limits(self) -> BucketLimits:
+        """The sizes at which buckets are full."""
+        return self._limits
+
+    @property
     def order(self) -> Sequence[int]:
         """The planned gradients, in the order in which they are reduced."""
         return self._order
@@ -104,16 +110,33 @@ class BucketQueue:
         """
         rest = sorted(set(self._order) - set(order), reverse=True)
         self._order = [*order, *rest]
-        specs = [_spec(gradient) for gradient in self._gradients]
+        specs = self._specs()
         sparse = [i for i in self._order if self._gradients[i].sparse_dims]
-        dense = [i for i in self._order if not self._gradients[i].sparse_dims]
-        plans = plan_buckets(specs, dense, self._limits, self._groups)
+        plans = plan_buckets(specs, self._dense(), self._limits, self._groups)
         if sparse and not plans:
             plans = (Bucket((), 0, specs[sparse[0]].kind),)  # for the notes
         self._sparse = SparseGradients(
             [self._gradients[i] for i in sparse], self._communicator
         )
         self._allocate(plans)
+
+    def candidates(self) -> list[BucketLimits]:
+        """Return the limits that there are, and those that lead to other buckets."""
+        return candidate_limits(
+            self._specs(), self._dense(), self._limits, self._groups
+        )
+
+    def resize(self, limits: BucketLimits) -> None:
+        """Plan anew for other limits, if they are others; collective."""
+        if limits != self._limits:
+            self._limits = limits
+            self.rearrange(self._order)
+
+    def _dense(self) -> list[int]:
+        return [i for i in self._order if not self._gradients[i].sparse_dims]
+
+    def _specs(self) -> list[GradientSpec]:
+        return [_spec(gradient) for gradient in self._gradients]
 
     def _allocate(self, plans: Sequence[Bucket]) -> None:
         num_notes = _NUM_OWN_NOTES + len(plans) - 1 + len(self._sparse.gradients)

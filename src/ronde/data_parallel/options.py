@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from ronde.data_parallel.bucket_tuning import BucketTuningOptions
 from ronde.data_parallel.buckets import BucketLimits
 from ronde.data_parallel.compression import GradientCompression, NoneCompressor
 from ronde.data_parallel.gradient import Scaling
@@ -18,6 +19,7 @@ class ReducerOptions:
         is_passes_average: Divide by ``passes`` too.
         compressor: What travels.
         limits: Bucket sizes.
+        tuning: How to find better ones than ``limits``; None keeps those.
         groups: Indices of gradients that must be reduced together.
         is_sparse_densified: Reduce sparse gradients as dense ones.
     """
@@ -30,6 +32,7 @@ class ReducerOptions:
     limits: BucketLimits = field(default_factory=BucketLimits)
     groups: tuple[tuple[int, ...], ...] = ()
     is_sparse_densified: bool = False
+    tuning: BucketTuningOptions | None = None
 
     def scaling(self, size: int) -> Scaling:
         """Return the factors for ``size`` ranks."""

@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ronde.collectives import Communicator
 from ronde.data_parallel.bond import Bond, Key
+from ronde.data_parallel.buckets import BucketLimits
 from ronde.data_parallel.compression import reduction_of
 from ronde.data_parallel.gradient import Gradient
 from ronde.data_parallel.hooks import (
@@ -114,6 +115,11 @@ class Reducer:
     def last_round(self) -> int:
         """Number of the last round that this rank added something to."""
         return 0 if self._rounds is None else self._rounds.last_round
+
+    @property
+    def tuned_limits(self) -> BucketLimits | None:
+        """The bucket sizes that tuning ended with; None before."""
+        return None if self._rounds is None else self._rounds.tuned_limits
 
     def set_passes(self, passes: int) -> None:
         """Accumulate ``passes`` backward passes before a reduction from now on."""

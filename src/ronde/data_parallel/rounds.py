@@ -10,6 +10,8 @@ from ronde.data_parallel.agreement import (
 )
 from ronde.data_parallel.bucket_queue import BucketQueue, Others
 from ronde.data_parallel.bucket_reduction import BucketReduction
+from ronde.data_parallel.bucket_tuning import BucketTuning
+from ronde.data_parallel.buckets import BucketLimits
 from ronde.data_parallel.gradient import Gradient
 from ronde.data_parallel.gradient_bucket import GradientBucket
 from ronde.data_parallel.options import ReducerOptions
@@ -48,6 +50,7 @@ class Rounds:
         )
         self._arrivals: list[int] | None = []
         self._has_newcomers = False
+        self._tuning: BucketTuning | None = None
         self.set_options(options)
 
     def set_options(self, options: ReducerOptions) -> None:
@@ -59,6 +62,12 @@ class Rounds:
     def num_buckets(self) -> int:
         """Collectives a round; 0 before the first."""
         return len(self._queue)
+
+    @property
+    def tuned_limits(self) -> BucketLimits | None:
+        """The bucket sizes that tuning ended with; None before."""
+        is_tuned = self._tuning is not None and self._tuning.is_over
+        return self._queue.limits if is_tuned else None
 
     @property
     def is_complete(self) -> bool:
@@ -95,6 +104,7 @@ class Rounds:
             self._queue.launch_rest(self._launch)
             self.is_open = False
             is_late = self._queue.finish(self.scaling)
+            self._tune()
             self.last_round = self._queue.num_rounds
             if self._has_newcomers:
                 self._admit(self._queue.newcomers())
@@ -120,6 +130,8 @@ class Rounds:
             if not self._queue.order:
                 return  # nothing to train
             others = self._queue.keep_up(self._reduction)
+            if others is not Others.HAVE_JOINED:
+                self._tune()
 
     def _open(self) -> None:
         self._has_newcomers = bool(self._queue.newcomers())
@@ -140,6 +152,19 @@ class Rounds:
         # Backward makes gradients roughly in reverse.
         rest = [index for index in newcomers[::-1] if index not in arrived]
         self._queue.rearrange([*order, *rest])
+
+    def _tune(self) -> None:
+        """Try other bucket sizes, if that is asked for; at times collective."""
+        options = self._options.tuning
+        if options is None or not self.num_buckets:
+            return
+        if self._tuning is None:
+            name = f"gradients.{self._gradients[0].name}"
+            candidates = self._queue.candidates()
+            self._tuning = BucketTuning(name, candidates, self.communicator, options)
+        limits = self._tuning.round_done()
+        if limits is not None:
+            self._queue.resize(limits)
 
     def _launch(self, bucket: GradientBucket) -> None:
         bucket.launch(self.communicator, self.scaling, self._reduction)

@@ -1,0 +1,151 @@
+"""Bucket sizes that are tried while ranks train."""
+
+import csv
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from tests.ranks import run_ranks
+from torch import nn
+
+from ronde.data_parallel import (
+    BucketLimits,
+    Compression,
+    GradientSpec,
+    Reducer,
+    ReducerOptions,
+    plan_buckets,
+)
+from ronde.data_parallel.bond import Bond
+from ronde.data_parallel.bucket_tuning import BucketTuningOptions, candidate_limits
+from ronde.tuning import TuningLog, TuningOptions
+
+AMOUNT = TuningOptions(
+    warmup_samples=1, steps_per_sample=2, max_samples=8, num_pairs=3, min_gain=0.0
+)
+MOST_STEPS = (1 + 8 + 2 * 3) * AMOUNT.num_fed
+WIDTHS = (64, 1200, 600, 900, 8)
+
+
+@given(st.lists(st.integers(1, 1 << 24), min_size=1, max_size=40))
+def test_candidates_lead_to_different_buckets(sizes):
+    specs = [GradientSpec(numel, 4, "x") for numel in sizes]
+    default, order = BucketLimits(), range(len(sizes))
+    limits = candidate_limits(specs, order, default)
+    plans = [plan_buckets(specs, order, each) for each in limits]
+    assert limits[0] == default
+    assert len(set(plans)) == len(plans)
+
+
+def test_a_small_model_leaves_nothing_to_try():
+    specs = [GradientSpec(1000, 4, "x")] * 5
+    assert candidate_limits(specs, range(5), BucketLimits()) == [BucketLimits()]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for before, after in pairwise(WIDTHS):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def train(communicator, options, num_steps, last_step=None):
+    """Train; ``last_step`` says after how many steps a rank has no data any more."""
+    model = build()
+    named = list(model.named_parameters())
+    reducer = Reducer(named, Bond(communicator.duplicate()), options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    plans: list[int] = []
+    for number in range(num_steps if last_step is None else last_step):
+        random = torch.Generator().manual_seed(10 * number + communicator.rank)
+        inputs = torch.randn(2, WIDTHS[0], generator=random, dtype=torch.float64)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        reducer.step_done()
+        plans.append(reducer.num_buckets)
+    if last_step is not None:
+        reducer.keep_up()
+    results = [p.detach().clone() for p in model.parameters()]
+    limits = reducer.tuned_limits
+    reducer.close()
+    return results, plans, limits
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.powersgd()])
+def test_all_ranks_change_at_once_and_gradients_do_not(tmp_path, compression):
+    path = tmp_path / "autotune.csv"
+
+    def run(communicator):
+        log = TuningLog(path) if communicator.rank == 0 else None
+        tuning = BucketTuningOptions(AMOUNT, log)
+        options = ReducerOptions(compressor=compression, tuning=tuning)
+        return train(communicator, options, MOST_STEPS + 5)
+
+    def run_plainly(communicator):
+        options = ReducerOptions(compressor=compression)
+        return train(communicator, options, MOST_STEPS + 5)
+
+    results = run_ranks(2, run)
+    weights, plans, limits = results[0]
+    assert limits is not None
+    assert len(set(plans)) >= 3
+    assert plans[-1] == plans[-5]
+    assert results[1][1:] == (plans, limits)
+    for mine, theirs in zip(weights, results[1][0], strict=True):
+        assert torch.equal(mine, theirs)
+    expected = run_ranks(2, run_plainly)[0][0]
+    # To the bit: a gradient's sum does not depend on the bucket that it travels in.
+    for mine, theirs in zip(weights, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    check_log(path, limits)
+
+
+def check_log(path, limits):
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["tuned"] for row in rows} == {"gradients.0.weight"}
+    phases = [row["phase"] for row in rows]
+    assert phases[:2] == ["warmup", "search"]
+    assert phases.count("best") == 1
+    best = rows[-1]
+    assert best["phase"] == "best"
+    assert int(best["first_bucket_bytes"]) == limits.first_bytes
+    assert int(best["bucket_bytes"]) == limits.other_bytes
+    assert float(best["score"]) > 0
+
+
+def test_a_rank_that_has_joined_changes_with_the_others():
+    def run(communicator):
+        options = ReducerOptions(tuning=BucketTuningOptions(AMOUNT))
+        # Rank 0, which decides, runs out of data first.
+        last = (3, MOST_STEPS + 3, 11)[communicator.rank]
+        return train(communicator, options, MOST_STEPS, last)[2]
+
+    results = run_ranks(3, run)
+    assert results[0] is not None
+    assert all(result == results[0] for result in results)
+
+
+def test_nothing_to_try_is_logged(tmp_path):
+    path = tmp_path / "autotune.csv"
+
+    def run(communicator):
+        log = TuningLog(path)
+        options = ReducerOptions(tuning=BucketTuningOptions(log=log))
+        parameter = nn.Parameter(torch.zeros(5))
+        reducer = Reducer(
+            [("only", parameter)], Bond(communicator.duplicate()), options
+        )
+        (3 * parameter).sum().backward()
+        reducer.close()
+
+    run_ranks(1, run)
+    with path.open() as file:
+        (row,) = csv.DictReader(file)
+    assert row["tuned"] == "gradients.only"
+    assert row["phase"] == "best"
+    assert row["bucket_bytes"] == str(BucketLimits().other_bytes)
+    assert row["score"] == ""
