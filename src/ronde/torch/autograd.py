@@ -272,7 +272,7 @@ class Scatter:
             UsageError: A dtype has no such reduction, or the set does not fit.
             CollectiveError: There is no session, or ``op`` is neither Average nor Sum.
         """
-        require_dtypes(tensors, REDUCIBLE.get(self.op))
+        require_dtypes(tensors, REDUCIBLE[Average])
         member = member_of(self.process_set, "Reducescatter")
         if self.op not in (Average, Sum):
             raise CollectiveError(

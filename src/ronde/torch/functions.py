@@ -49,19 +49,23 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank ``root_rank``'s optimizer state and options; collective.
 
+    As Horovod leaves it, parameters that have no gradient yet have one of zeros where
+    the optimizer had no state; Horovod took a step on those.
+
     Args:
         optimizer: The same class over the same parameters on every rank; its state may
             be empty anywhere.
         root_rank: The rank to copy from.
-        model: Accepted for Horovod's sake.
+        model: Says which parameters are sparse embeddings and stay without.
 
     Raises:
         UsageError: The optimizer is ``torch.optim.LBFGS``.
         CollectiveError: A rank is gone.
     """
-    del model
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("cannot broadcast torch.optim.LBFGS state")
+    if not optimizer.state:
+        _make_gradients(optimizer, model)
     is_root = rank() == root_rank
     tensors: list[Tensor] = []
     skeleton = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
@@ -114,6 +118,19 @@ def allgather_object(
         CollectiveError: A rank could not pickle its object, or is gone.
     """
     return all_gather_object(_Carrier(name or "", process_set), obj)
+
+
+def _make_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    modules = () if model is None else model.modules()
+    embeddings = [m for m in modules if isinstance(m, torch.nn.Embedding) and m.sparse]
+    sparse = {id(embedding.weight) for embedding in embeddings}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            is_bare = parameter.requires_grad and parameter.grad is None
+            if is_bare and id(parameter) not in sparse:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 class _Carrier:
