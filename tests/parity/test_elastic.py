@@ -1,0 +1,374 @@
+"""Elastic training in process: what is kept, restored and made equal; who trains."""
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ronde.torch as hvd
+from ronde.torch.elastic import sampler as sampler_module, updates
+from ronde.torch.elastic.state import (
+    ModelStateHandler,
+    StateHandler,
+    get_handler_registry,
+    set_handler_registry,
+)
+from ronde.torch.elastic.updates import (
+    HostsUpdatedInterrupt,
+    HostUpdateResult,
+)
+
+SIZES = (1, 2, 3)
+ADDED, REMOVED = HostUpdateResult.added, HostUpdateResult.removed
+
+
+def on_ranks(run_ranks_bare, size: int, fn: Callable[..., Any], *args: Any) -> list:
+    """Call ``fn(*args)`` between ``init`` and ``shutdown`` on ``size`` ranks."""
+
+    def body(claim, *args):
+        hvd.init()
+        try:
+            return fn(*args)
+        finally:
+            hvd.shutdown()
+
+    return run_ranks_bare(size, body, *args)
+
+
+def train_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def values_of(model: nn.Module) -> list[torch.Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_of_a_state_is_restored_and_made_equal(run_ranks_bare, size) -> None:
+    def fn():
+        torch.manual_seed(hvd.rank())
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=None))
+        model.eval()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 + hvd.rank())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        state = hvd.elastic.TorchState(
+            model, optimizer, scheduler=scheduler, seen=[hvd.rank()], epoch=hvd.rank()
+        )
+        state.sync()
+        assert (state.seen, state.epoch) == ([0], 0)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        weights = values_of(model)
+
+        train_a_step(model, optimizer)
+        scheduler.step()
+        state.seen.append(7)
+        state.epoch += 1
+        committed = values_of(model)
+        state.commit()
+
+        train_a_step(model, optimizer)
+        scheduler.step()
+        state.seen.append(8)
+        state.epoch += 1
+        state.restore()
+        assert (state.seen, state.epoch) == ([0, 7], 1)
+        assert scheduler.last_epoch == 1
+        assert scheduler.optimizer is optimizer
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        assert_equal(values_of(model), committed)
+        # Adam's step counter was not the copy's own.
+        assert all(int(s["step"]) == 1 for s in optimizer.state.values())
+        return weights, committed
+
+    first, *others = on_ranks(run_ranks_bare, size, fn)
+    for other in others:
+        assert_equal(first[0], other[0])
+        assert_equal(first[1], other[1])
+
+
+def test_a_failure_before_the_first_commit_goes_back_to_what_was_agreed(
+    run_ranks_bare,
+) -> None:
+    def fn():
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, hvd.rank())
+        state = hvd.elastic.TorchState(model, batch=hvd.rank())
+        state.sync()
+        nn.init.constant_(model.weight, 9.0)
+        state.batch = 9
+        state.restore()
+        return model.weight.item(), state.batch
+
+    assert on_ranks(run_ranks_bare, 2, fn) == [(0.0, 0), (0.0, 0)]
+
+
+def test_what_is_not_committed_is_kept_when_hosts_change(run_ranks_bare) -> None:
+    def fn():
+        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, batch=0)
+        state.sync()
+        state.batch = 5 + hvd.rank()
+        state.sync()
+        return state.batch
+
+    assert on_ranks(run_ranks_bare, 2, fn) == [5, 5]
+
+
+def test_assigning_what_is_handled_saves_it(run_ranks_bare) -> None:
+    def fn():
+        state = hvd.elastic.TorchState(nn.Linear(1, 1))
+        other = nn.Linear(1, 1)
+        before = values_of(other)
+        state.model = other
+        nn.init.constant_(other.weight, 3.0)
+        state.restore()
+        assert state.model is other
+        assert_equal(values_of(other), before)
+
+    on_ranks(run_ranks_bare, 1, fn)
+
+
+def test_types_can_be_given_handlers(run_ranks_bare) -> None:
+    class Box:
+        def __init__(self, value):
+            self.value = value
+
+    class BoxHandler(StateHandler):
+        def save(self):
+            self.saved = self.value.value
+
+        def restore(self):
+            self.value.value = self.saved
+
+        def sync(self):
+            self.value.value = hvd.broadcast_object(self.value.value)
+
+    def fn():
+        set_handler_registry([(Box, BoxHandler), *get_handler_registry()])
+        box = Box(hvd.rank())
+        state = hvd.elastic.TorchState(box=box, model=nn.Linear(1, 1))
+        assert isinstance(state._handlers["model"], ModelStateHandler)
+        state.sync()
+        state.commit()
+        box.value = 9
+        state.restore()
+        assert state.box is box
+        return box.value
+
+    assert on_ranks(run_ranks_bare, 2, fn) == [0, 0]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_hears_what_rank_0_has_heard(run_ranks_bare, size) -> None:
+    def fn():
+        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, batch=0)
+        heard = []
+
+        def check():
+            try:
+                state.check_host_updates()
+                heard.append(None)
+            except HostsUpdatedInterrupt as interrupt:
+                heard.append(interrupt.skip_sync)
+
+        def tell(*updates):
+            if hvd.rank() == 0:
+                for timestamp, update in updates:
+                    state.on_hosts_updated(timestamp, update)
+            check()
+
+        tell()
+        tell((5, ADDED))
+        tell((5, REMOVED))  # in the same second: another change all the same
+        tell((6, REMOVED), (6, ADDED))
+        tell((3, ADDED))  # of before: answered by what came since
+        tell()
+        state.on_hosts_updated(9, ADDED)
+        state.on_reset()
+        check()
+        return heard
+
+    expected = [None, False, True, False, None, None, None]
+    assert on_ranks(run_ranks_bare, size, fn) == [expected] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_training_goes_on_after_a_failed_collective(run_ranks_bare, size) -> None:
+    def fn():
+        resets = []
+        calls = []
+
+        @hvd.elastic.run
+        def train(state, num_steps):
+            calls.append(state.step)
+            while state.step < num_steps:
+                state.total += int(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="x"))
+                state.step += 1
+                if state.step == 3 and len(calls) == 1:
+                    if hvd.size() == 1:
+                        raise hvd.HorovodInternalError("on purpose")
+                    hvd.allreduce(torch.ones(1 + hvd.rank()), name="wrong")
+                if state.step % 2 == 0:
+                    state.commit()
+            return state.total
+
+        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0, total=0)
+        state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+        return train(state, 5), calls, resets
+
+    expected = (5 * size, [0, 2], [size])
+    assert on_ranks(run_ranks_bare, size, fn) == [expected] * size
+
+
+def test_any_other_exception_ends_training(run_ranks_bare) -> None:
+    def fn():
+        @hvd.elastic.run
+        def train(state):
+            raise KeyError("mine")
+
+        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
+        with pytest.raises(KeyError, match="mine"):
+            train(state)
+        assert updates.notification_manager._listeners == []
+
+    on_ranks(run_ranks_bare, 1, fn)
+
+
+def test_the_function_keeps_its_name_and_arguments(run_ranks_bare) -> None:
+    def fn():
+        @hvd.elastic.run
+        def train(state, one, *, other):
+            """Train."""
+            return one, other
+
+        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank)
+        assert (train.__name__, train.__doc__) == ("train", "Train.")
+        return train(state, 1, other=2)
+
+    assert on_ranks(run_ranks_bare, 1, fn) == [(1, 2)]
+
+
+def test_news_may_come_from_any_thread(run_ranks_bare) -> None:
+    def fn():
+        calls = []
+
+        @hvd.elastic.run
+        def train(state):
+            calls.append(state.step)
+            if len(calls) == 1:
+                state.step = 4
+                told = (float(hvd.rank()), ADDED)
+                news = threading.Thread(
+                    target=updates.notification_manager.handle_hosts_updated, args=told
+                )
+                news.start()
+                news.join()
+                state.check_host_updates()
+            return state.step
+
+        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
+        return train(state), calls
+
+    assert on_ranks(run_ranks_bare, 2, fn) == [(4, [0, 4])] * 2
+
+
+def test_those_left_share_the_epoch_anew_when_a_rank_goes(run_ranks_bare) -> None:
+    """Nothing is synchronised then; each sample must be seen all the same."""
+    num_samples, batch_size = 30, 2
+
+    def fn():
+        first_rank = hvd.rank()
+        sampler = hvd.elastic.ElasticSampler(range(num_samples), seed=3)
+        loader = DataLoader(range(num_samples), batch_size=batch_size, sampler=sampler)
+        state = hvd.elastic.TorchState(sampler=sampler)
+        seen = []
+
+        @hvd.elastic.run
+        def train(state):
+            for index, batch in enumerate(loader):
+                seen.extend(batch.tolist())
+                sampler.record_batch(index, batch_size)
+                if len(seen) == 2 * batch_size and hvd.size() == 3:
+                    state.on_hosts_updated(1.0, REMOVED)
+                    # What an elastic launcher would tell those that are left.
+                    os.environ.update(  # noqa: TID251
+                        RANK=str(first_rank % 2), WORLD_SIZE="2", LOCAL_SIZE="2"
+                    )
+                    os.environ.update(  # noqa: TID251
+                        LOCAL_RANK=str(first_rank % 2), LOCAL_WORLD_SIZE="2"
+                    )
+                    try:
+                        state.commit()
+                    except HostsUpdatedInterrupt:
+                        if first_rank == 2:
+                            return
+                        raise
+
+        train(state)
+        return seen
+
+    seen = on_ranks(run_ranks_bare, 3, fn)
+    assert [len(each) for each in seen] == [4 + 9, 4 + 9, 4]
+    assert sorted(chain.from_iterable(seen)) == list(range(num_samples))
+
+
+@given(
+    num_samples=st.integers(0, 40),
+    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    shuffle=st.booleans(),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_every_sample_is_taken_whatever_the_ranks(
+    num_samples, sizes, shuffle, data
+) -> None:
+    """Also where fewer samples are left than half the ranks."""
+    taken: list[int] = []
+    processed = 0
+    with pytest.MonkeyPatch.context() as patch:
+        for size in sizes:
+            patch.setattr(sampler_module, "size", lambda size=size: size)
+            samplers = []
+            for rank in range(size):
+                patch.setattr(sampler_module, "rank", lambda rank=rank: rank)
+                sampler = hvd.elastic.ElasticSampler(range(num_samples), shuffle, 5)
+                sampler.load_state_dict({"epoch": 2, "processed_num": processed})
+                samplers.append(sampler)
+            shares = [list(sampler) for sampler in samplers]
+            assert {len(share) for share in shares} == {len(samplers[0])}
+            done = data.draw(st.integers(0, len(shares[0])))
+            taken += [i for share in shares for i in share[:done]]
+            processed += done * size
+        taken += [i for share in shares for i in share[done:]]
+    assert set(taken) == set(range(num_samples))
+
+
+def test_the_order_is_horovods(run_ranks_bare) -> None:
+    def fn():
+        sampler = hvd.elastic.ElasticSampler(range(10), seed=4)
+        sampler.set_epoch(3)
+        expected = list(range(10))
+        random.Random(7).shuffle(expected)
+        assert sampler.remaining_indices == expected
+        sampler.record_batch(0, 4)
+        assert sampler.state_dict() == {"epoch": 3, "processed_num": 4}
+        assert list(sampler) == expected  # the share changes with reset() alone
+        sampler.reset()
+        assert list(sampler) == expected[4:]
+        assert len(sampler) == 6
+
+    on_ranks(run_ranks_bare, 1, fn)
