@@ -17,9 +17,13 @@ from torch import nn
 from training_step import MODELS, STEPS_PER_ROUND
 
 from ronde.collectives import Communicator, ReduceOp, connect
-from ronde.data_parallel import BucketLimits, Reducer, ReducerOptions
-from ronde.data_parallel.bond import Bond
-from ronde.data_parallel.bucket_tuning import BucketTuningOptions
+from ronde.data_parallel import (
+    Bond,
+    BucketLimits,
+    BucketTuningOptions,
+    Reducer,
+    ReducerOptions,
+)
 from ronde.tuning import TuningLog, TuningOptions
 from ronde.world import read_claim
 

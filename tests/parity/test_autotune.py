@@ -6,19 +6,22 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_bare
 from torch import nn
 
+import ronde.torch as hvd
 from ronde.data_parallel import (
+    Bond,
     BucketLimits,
+    BucketTuningOptions,
     Compression,
     GradientSpec,
     Reducer,
     ReducerOptions,
     plan_buckets,
 )
-from ronde.data_parallel.bond import Bond
-from ronde.data_parallel.bucket_tuning import BucketTuningOptions, candidate_limits
+from ronde.data_parallel.bucket_tuning import candidate_limits
+from ronde.errors import UsageError
 from ronde.tuning import TuningLog, TuningOptions
 
 AMOUNT = TuningOptions(
@@ -149,3 +152,41 @@ def test_nothing_to_try_is_logged(tmp_path):
     assert row["phase"] == "best"
     assert row["bucket_bytes"] == str(BucketLimits().other_bytes)
     assert row["score"] == ""
+
+
+def test_horovods_variables_turn_it_on(tmp_path):
+    path = tmp_path / "autotune.csv"
+
+    def run(_):
+        hvd.init()
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        for _ in range(MOST_STEPS):
+            optimizer.zero_grad()
+            model(torch.ones(2, WIDTHS[0], dtype=torch.float64)).sum().backward()
+            optimizer.step()
+        limits = optimizer._reducer.tuned_limits
+        hvd.shutdown()
+        return limits
+
+    variables = {
+        "HOROVOD_AUTOTUNE": "1",
+        "HOROVOD_AUTOTUNE_LOG": str(path),
+        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "0",
+        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "1",
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "4",
+    }
+    limits = run_ranks_bare(2, run, environment=variables)
+    assert limits[0] is not None
+    assert limits[0] == limits[1]
+    assert path.read_text().splitlines()[-1].startswith("gradients.0.weight,best,")
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path):
+    variables = {
+        "HOROVOD_AUTOTUNE": "1",
+        "HOROVOD_AUTOTUNE_LOG": str(tmp_path / "nowhere" / "autotune.csv"),
+    }
+    with pytest.raises(UsageError, match="HOROVOD_AUTOTUNE_LOG must be a file"):
+        run_ranks_bare(1, lambda _: hvd.init(), environment=variables)

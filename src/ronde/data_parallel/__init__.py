@@ -1,6 +1,7 @@
 """Parameters to buckets to reductions, overlapped with backward."""
 
 from ronde.data_parallel.bond import Bond, Key
+from ronde.data_parallel.bucket_tuning import BucketTuningOptions
 from ronde.data_parallel.buckets import BucketLimits, GradientSpec, plan_buckets
 from ronde.data_parallel.compression import (
     Compression,
@@ -15,6 +16,7 @@ from ronde.data_parallel.shadows import Follower, Standing, keep_up_until
 __all__ = [
     "Bond",
     "BucketLimits",
+    "BucketTuningOptions",
     "Compression",
     "Compressor",
     "Follower",

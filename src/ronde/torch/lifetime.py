@@ -9,6 +9,7 @@ from ronde.collectives import Communicator, Connections, exchange_hosts
 from ronde.collectives.connection import DEFAULT_TIMEOUT_S
 from ronde.coordination.options import CoordinationOptions
 from ronde.errors import UsageError
+from ronde.torch.autotune import tuning_options
 from ronde.torch.members import Job, Member
 from ronde.torch.process_sets import ProcessSet, global_process_set, register
 from ronde.torch.recordings import Recordings
@@ -77,6 +78,7 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
     report_ignored(knobs)
     claim = read_claim()
     _check_comm(comm, claim)
+    tuning = tuning_options(knobs, claim.rank)
     connections = Connections(
         claim,
         timeout_s=knobs.collective_timeout_s or DEFAULT_TIMEOUT_S,
@@ -98,6 +100,7 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
         recordings=Recordings(
             claim.rank, claim.size, hosts[claim.rank], connections.store
         ),
+        tuning=tuning,
     )
     global_process_set.ranks = list(ranks)
     begin(session)

@@ -99,6 +99,7 @@ class DistributedOptimizer(StandIn):
             compressor=compression,
             groups=group_indices(named, groups, num_groups),
             is_sparse_densified=sparse_as_dense,
+            tuning=current_session().tuning,
         )
         self.wrapped = optimizer
         self._parameter_names = {parameter: name for name, parameter in named}

@@ -5,7 +5,7 @@ from itertools import count
 from weakref import WeakSet
 
 from ronde.collectives import Communicator
-from ronde.data_parallel import Follower
+from ronde.data_parallel import BucketTuningOptions, Follower
 from ronde.errors import CollectiveError, NotInitializedError
 from ronde.torch.handles import Handles
 from ronde.torch.members import Job, Member
@@ -29,6 +29,7 @@ class Session:
         sets: The ranks of every process set by its number; 0 is all ranks.
         members: This rank in those of them that it belongs to.
         recordings: Timelines.
+        tuning: How optimizers find their bucket sizes; None leaves those be.
         handles: Collectives under way that the program has numbers for.
         duplicates: Communicators of their own that were made for others.
         reducers: What a rank that has joined must keep up with.
@@ -42,6 +43,7 @@ class Session:
     sets: dict[int, tuple[int, ...]]
     members: dict[int, Member]
     recordings: Recordings
+    tuning: BucketTuningOptions | None = None
     handles: Handles = field(default_factory=Handles)
     duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
     reducers: WeakSet[Follower] = field(default_factory=WeakSet[Follower])
