@@ -1,0 +1,151 @@
+"""``ronde trace`` and ``ronde run --timeline``, as a user types them."""
+
+import gzip
+import json
+import os
+import sys
+
+import pytest
+from tests.unit.timeline_samples import check_events, encode, record
+
+TRAIN = """
+import os, signal, sys, time
+import torch
+import ronde.torch as hvd
+
+hvd.init()
+for step in range(20):
+    if hvd.rank() == 1:
+        time.sleep(0.005)
+    hvd.allreduce(torch.ones(4), name="x")
+if len(sys.argv) > 1 and hvd.rank() == 1:
+    # Until the timeline's thread has written, which nobody outside can see.
+    time.sleep(2)
+    os.kill(os.getpid(), signal.SIGKILL)
+hvd.allreduce(torch.ones(4), name="y")
+hvd.shutdown()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return str(path)
+
+
+def run(ronde, tmp_path, *words):
+    return ronde("run", "-n", "2", *words, cwd=tmp_path)
+
+
+def check(path):
+    content = path.read_bytes()
+    text = gzip.decompress(content) if path.suffix == ".gz" else content
+    return check_events(json.loads(text)["traceEvents"])
+
+
+@pytest.mark.parametrize("name", ["t.json.gz", "t.json"])
+def test_a_timeline_of_all_ranks(ronde, tmp_path, script, name):
+    done = run(ronde, tmp_path, "--timeline", name, sys.executable, script)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "train.py"])
+    spans = check(tmp_path / name)
+    for rank in range(2):
+        own = [e for e in spans if e["pid"] == rank and "fused" in e.get("args", {})]
+        late = [e["args"]["late_rank"] for e in own if e["args"]["tensor"] != "y"]
+        assert len(own) == 21
+        assert late.count(1) >= 20
+    shown = ronde("trace", "show", name, cwd=tmp_path)
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    text = shown.stdout.decode()
+    assert f"{name}: 2 ranks on 1 host" in text
+    assert "All ranks read one clock." in text
+    assert "allreduce.x: " in text
+    assert "for rank 1 (20 times)" in text
+
+
+def test_what_was_recorded_before_a_crash_is_there(ronde, tmp_path, script):
+    done = run(
+        ronde, tmp_path, "--timeline", "t.json.gz", sys.executable, script, "crash"
+    )
+    assert done.returncode == 137
+    spans = check(tmp_path / "t.json.gz")
+    own = [e for e in spans if "fused" in e.get("args", {})]
+    assert [sum(e["pid"] == rank for e in own) for rank in range(2)] == [20, 20]
+    text = ronde("trace", "show", "t.json.gz", cwd=tmp_path).stdout.decode()
+    assert "did not end in order on ranks 0, 1" in text
+
+
+def test_a_program_that_records_nothing(ronde, tmp_path):
+    done = run(ronde, tmp_path, "--timeline", "t.json", "/bin/true")
+    assert done.returncode == 0
+    assert done.stderr == (
+        b"ronde: the timeline is empty: no rank called init(), so there is no file\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_timeline_that_cannot_be_is_refused_before_anything_starts(ronde, tmp_path):
+    (tmp_path / "old.json.parts").mkdir()
+    for words, why in (
+        (["--timeline", "no/t.json"], b"--timeline must be a file in a directory"),
+        (["--timeline", "old.json"], b"without parts of an earlier job"),
+        (["--timeline", "t", "--timeline-limit", "1"], b"must be at least 64KiB"),
+        (["--timeline", "t", "--timeline-limit", "x"], b"size must be a number"),
+        (["--timeline-limit", "1MiB"], b"must come with --timeline"),
+    ):
+        done = run(ronde, tmp_path, *words, "/bin/sh", "-c", "echo started")
+        assert (done.returncode, done.stdout) == (64, b""), done.stderr
+        assert why in done.stderr
+
+
+def test_parts_of_a_job_whose_launcher_died_can_be_merged(ronde, tmp_path):
+    parts = tmp_path / "t.json.parts"
+    parts.mkdir()
+    for rank in range(2):
+        packed = gzip.compress(encode(record(submitted=rank * 3), rank=rank))
+        (parts / f"rank-{rank}.ronde-part").write_bytes(packed)
+    done = ronde("trace", "merge", "t.json.gz", "t.json.parts", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert len(check(tmp_path / "t.json.gz")) == 6
+    shown = ronde("trace", "show", "t.json.parts", cwd=tmp_path)
+    assert b"t.json.parts: 2 ranks on 1 host" in shown.stdout
+
+
+def test_help(ronde):
+    for words in (["trace"], ["trace", "-h"], ["trace", "--help"]):
+        assert ronde(*words).stdout.startswith(b"usage: ronde trace show FILE")
+    for verb in ("show", "merge"):
+        done = ronde("trace", verb, "--help")
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert done.stdout.startswith(f"usage: ronde trace {verb}".encode())
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["shwo", "t"], b"verb must be show or merge, got 'shwo'"),
+        (["show"], b"arguments are required: FILE"),
+        (["show", "no.json"], b"must be a file that can be read"),
+        (["show", "t", "--tensors", "-1"], b"whole number of at least 0"),
+        (["merge", "out"], b"arguments are required: PART"),
+        (["merge", "out", "no"], b"part must be a file that can be read, got 'no'"),
+        (["merge", "out", "."], b"parts must be there, got none"),
+    ],
+)
+def test_bad_words_are_refused(ronde, tmp_path, words, why):
+    done = ronde("trace", *words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (64, b"")
+    assert why in done.stderr
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_a_reader_that_goes_away_is_no_error(ronde, tmp_path):
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    with (
+        os.fdopen(write_fd, "wb") as closed,
+        ronde.start("trace", "--help", stdout=closed) as process,
+    ):
+        assert process.wait(30) == 141
+        assert process.stderr.read() == b""
