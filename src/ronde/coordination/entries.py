@@ -4,6 +4,7 @@ import time
 from typing import Any, Protocol
 
 from ronde.coordination.operations import Operation
+from ronde.coordination.streams import Mark, mark_of
 
 
 class Driver(Protocol):
@@ -25,6 +26,8 @@ class Entry:
         name: On the wire.
         operation: What was asked for.
         submitted_ns: When, by ``time.monotonic_ns()``.
+        ready: From where on the inputs are there, on an accelerator; else None.
+        done: From where on the outputs are, likewise.
         is_over: Whether the result, or the failure, is there.
     """
 
@@ -32,9 +35,11 @@ class Entry:
         "_driver",
         "_failure",
         "_result",
+        "done",
         "is_over",
         "name",
         "operation",
+        "ready",
         "submitted_ns",
     )
 
@@ -43,6 +48,8 @@ class Entry:
         self.name = name
         self.operation = operation
         self.submitted_ns = time.monotonic_ns()
+        self.ready = mark_of(operation.tensors)
+        self.done: Mark | None = None
         self.is_over = False
         self._failure: Exception | None = None
         self._result: Any = None
@@ -64,11 +71,15 @@ class Entry:
             self._driver.finish(self)
         if self._failure is not None:
             raise self._failure
+        if self.done is not None:
+            self.done.order()
         return self._result
 
     def succeed(self, result: object) -> None:
         """Be over, with a result."""
         self._result = result
+        if self.ready is not None:
+            self.done = Mark(self.ready.device)
         self.is_over = True
 
     def fail(self, failure: Exception) -> None:

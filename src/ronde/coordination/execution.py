@@ -16,9 +16,11 @@ from ronde.coordination.fusion import Batch, plan_batches
 from ronde.coordination.fusion_buffer import FusionBuffer, Packing
 from ronde.coordination.operations import Kind
 from ronde.coordination.requests import Request
+from ronde.coordination.spans import Place, Span, record_run
 from ronde.coordination.steps import Run
+from ronde.coordination.streams import after
 from ronde.errors import UsageError
-from ronde.timeline.events import Activity, Recorded, Recorder
+from ronde.timeline.events import Recorder
 
 _MANY_PLANS = 256
 
@@ -66,11 +68,19 @@ class Execution:
         Raises:
             CollectiveError: A rank is gone.
         """
+        marks = [e.ready for e in entries if e is not None and e.ready is not None]
+        if marks:
+            with after(marks):
+                self._run(run, entries)
+        else:
+            self._run(run, entries)
+
+    def _run(self, run: Run, entries: Sequence[Entry | None]) -> None:
         agreed_ns = time.monotonic_ns()
         results: list[list[Any]] = [[] for _ in entries]
-        spans: list[_Span] = []
+        spans: list[Span] = []
         for planned in self._plan(run):
-            span = _Span(planned.batch, time.monotonic_ns(), [])
+            span = Span(planned.batch, time.monotonic_ns(), [])
             self._run_batch(planned, run.requests, entries, results, span)
             span.ended_ns = time.monotonic_ns()
             spans.append(span)
@@ -78,7 +88,13 @@ class Execution:
             if entry is not None and not entry.is_over:
                 entry.succeed(None if request.kind is Kind.BARRIER else tuple(result))
         if self.recorder is not None:
-            self._record(self.recorder, run.requests, entries, spans, agreed_ns)
+            record_run(
+                self.recorder,
+                run.requests,
+                entries,
+                spans,
+                Place(self._set_id, self._sequence, agreed_ns),
+            )
         self._sequence += len(entries)
 
     def _plan(self, run: Run) -> list[_Planned]:
@@ -110,7 +126,7 @@ class Execution:
         requests: Sequence[Request],
         entries: Sequence[Entry | None],
         results: list[list[Any]],
-        span: "_Span",
+        span: Span,
     ) -> None:
         batch = planned.batch
         try:
@@ -133,7 +149,7 @@ class Execution:
         packing: Packing,
         entries: Sequence[Entry | None],
         results: list[list[Any]],
-        span: "_Span",
+        span: Span,
     ) -> None:
         """Reduce several tensors side by side."""
         sources: list[Tensor] = []
@@ -163,7 +179,7 @@ class Execution:
             _copy_all(outputs, places)
 
     def _run_one(
-        self, request: Request, index: int, entry: Entry | None, span: "_Span"
+        self, request: Request, index: int, entry: Entry | None, span: Span
     ) -> Any:  # noqa: ANN401 - each operation's own
         if request.kind is Kind.BARRIER:
             return None  # that all have asked for it is all there is to it
@@ -211,70 +227,6 @@ class Execution:
     def _activity(self, request: Request) -> str:
         engine = self._communicator.engine.upper()
         return f"{engine}_{request.kind.name}"
-
-    def _record(
-        self,
-        recorder: Recorder,
-        requests: Sequence[Request],
-        entries: Sequence[Entry | None],
-        spans: Sequence["_Span"],
-        agreed_ns: int,
-    ) -> None:
-        for span in spans:
-            for item in span.batch.items:
-                request, entry = requests[item.request], entries[item.request]
-                dtype = request.dtypes[item.tensor] if request.dtypes else ""
-                shape = request.shapes[item.tensor] if request.shapes else ()
-                num_tensors = len(request.shapes)
-                name = request.name
-                if num_tensors > 1:
-                    name += f"_{item.tensor + 1}of{num_tensors}"
-                recorder.operation(
-                    Recorded(
-                        self._set_id,
-                        self._sequence + item.request,
-                        name,
-                        request.kind.name,
-                        0 if entry is None else entry.submitted_ns,
-                        agreed_ns,
-                        span.begun_ns,
-                        span.ended_ns,
-                        dtype,
-                        shape,
-                        len(span.batch.items),
-                        tuple(span.activities),
-                    )
-                )
-
-
-@dataclass(slots=True)
-class _Span:
-    """When a batch ran, and its parts."""
-
-    batch: Batch
-    begun_ns: int
-    activities: list[Activity]
-    ended_ns: int = 0
-
-    def doing(self, name: str) -> "_Doing":
-        return _Doing(name, self.activities)
-
-
-class _Doing:
-    """Takes an activity's times down."""
-
-    __slots__ = ("_activities", "_begun_ns", "_name")
-
-    def __init__(self, name: str, activities: list[Activity]) -> None:
-        self._name = name
-        self._activities = activities
-
-    def __enter__(self) -> None:
-        self._begun_ns = time.monotonic_ns()
-
-    def __exit__(self, *_: object) -> None:
-        now = time.monotonic_ns()
-        self._activities.append(Activity(self._name, self._begun_ns, now))
 
 
 def _adasum(
