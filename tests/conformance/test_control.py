@@ -1,20 +1,15 @@
 """What every channel promises, within a host, between hosts, and where both meet."""
 
 import itertools
-import os
 import random
 import resource
-import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from tests.conformance.control import OVER, Mailbox, connect, neighbours
 
 HOSTS = ["a", "aa", "aaa", "aaaa", "ab", "aab", "abab", "abca"]
-SEVERAL = HOSTS[1:]
-SOON_S = 5.0
 LENGTHS = [0, 1, 7, 8, 9, 16, 100, 0, 1000, 65_519, 65_520, 65_521, 65_536, 3 << 20, 5]
 
 
@@ -51,26 +46,27 @@ def test_all_arrives_once_whole_and_in_order(run_ranks_bare, hosts, is_eager):
     assert sum(told) == 2 * (len(hosts) - 1)
 
 
-def fill_many_rings(claim, hosts):
+def fill_many_rings(claim, hosts, num_messages):
     """Send small messages of odd lengths to one who reads them much later."""
     tree, channel = connect(claim, hosts)
     box = Mailbox(channel)
     if tree.parent is None:
-        for other, index in itertools.product(neighbours(tree), range(20_000)):
+        for other, index in itertools.product(neighbours(tree), range(num_messages)):
             channel.send(other, index.to_bytes(4, "little") * (index % 11))
         box.gather(dict.fromkeys(neighbours(tree), 1))
         channel.close()
         return True
-    box.gather({tree.parent: 20_000})
+    box.gather({tree.parent: num_messages})
     channel.send(tree.parent, OVER)
     channel.close()
     messages = box.received[tree.parent]
-    return messages == [i.to_bytes(4, "little") * (i % 11) for i in range(20_000)]
+    return messages == [i.to_bytes(4, "little") * (i % 11) for i in range(num_messages)]
 
 
 @pytest.mark.parametrize("hosts", ["aa", "aaaa", "ab"])
 def test_nothing_is_lost_where_the_receiver_lags(run_ranks_bare, hosts):
-    assert all(run_ranks_bare(len(hosts), fill_many_rings, hosts))
+    num_messages = 2_000 if "b" in hosts else 20_000
+    assert all(run_ranks_bare(len(hosts), fill_many_rings, hosts, num_messages))
 
 
 def wake_the_waiting(claim, hosts):
@@ -223,168 +219,6 @@ def test_waiting_costs_nothing(run_ranks_bare, hosts):
     for used_s, num_waits in used:
         assert used_s < 0.05
         assert num_waits < 10
-
-
-def await_loss(channel, rank):
-    """Return its loss, what arrived before from it, and how long that took."""
-    begun = time.monotonic()
-    received = []
-    while True:
-        received += [m for sender, m in channel.receive() if sender == rank]
-        for loss in channel.find_losses():
-            if loss.rank == rank:
-                return loss, received, time.monotonic() - begun
-        channel.wait(0.1, is_eager=False)
-
-
-def die(claim, hosts, dying):
-    """A rank sends much, then dies without a word; all its neighbours learn it."""
-    tree, channel = connect(claim, hosts)
-    others = neighbours(tree)
-    if claim.rank == dying:
-        for other, index in itertools.product(others, range(100)):
-            channel.send(other, b"%d" % index)
-        # Gloo's threads send what was handed to them; the others say that they have it.
-        Mailbox(channel).gather(dict.fromkeys(others, 1))
-        for other in others:
-            channel.send(other, b"farewell" * 10)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if dying not in others:
-        channel.close()
-        return None
-    box = Mailbox(channel)
-    box.gather({dying: 100})
-    channel.send(dying, OVER)
-    loss, received, elapsed_s = await_loss(channel, dying)
-    channel.send(dying, b"nobody reads this")
-    assert channel.receive() == []
-    assert loss in channel.find_losses()
-    channel.close()
-    assert (loss.rank, loss.is_orderly) == (dying, False)
-    assert loss.reason.startswith(f"rank {dying}")
-    is_local = hosts[claim.rank] == hosts[dying]
-    assert not is_local or received == [b"farewell" * 10]
-    return elapsed_s
-
-
-@pytest.mark.parametrize(
-    ("hosts", "dying"), [(h, d) for h in SEVERAL for d in sorted({0, len(h) - 1})]
-)
-def test_a_killed_neighbour_is_found(run_ranks_bare, hosts, dying):
-    told = run_ranks_bare(len(hosts), die, hosts, dying, dying={dying})
-    found = [elapsed_s for elapsed_s in told if elapsed_s is not None]
-    print("found after:", found)  # noqa: T201
-    assert found
-    assert max(found) < SOON_S
-
-
-def leave(claim, hosts, leaving):
-    """A rank sends and closes at once."""
-    tree, channel = connect(claim, hosts)
-    others = neighbours(tree)
-    if claim.rank == leaving:
-        for index, other in itertools.product(range(100), others):
-            channel.send(other, told(claim.rank, other, 8) + b"%d" % index)
-        channel.close()
-        return None
-    if leaving not in others:
-        channel.close()
-        return None
-    loss, received, elapsed_s = await_loss(channel, leaving)
-    channel.close()
-    assert (loss.rank, loss.is_orderly) == (leaving, True)
-    expected = told(leaving, claim.rank, 8)
-    # Shared memory holds what a ring takes, Gloo all.
-    assert received[:60] == [expected + b"%d" % i for i in range(60)]
-    return elapsed_s
-
-
-@pytest.mark.parametrize(
-    ("hosts", "leaving"), [(h, r) for h in SEVERAL for r in sorted({0, len(h) - 1})]
-)
-def test_what_was_sent_before_closing_arrives(run_ranks_bare, hosts, leaving):
-    found = run_ranks_bare(len(hosts), leave, hosts, leaving)
-    assert any(elapsed_s is not None for elapsed_s in found)
-
-
-def outlive_a_stopped_neighbour(claim, hosts):
-    """A neighbour that is stopped is no loss: it answers when it goes on."""
-    _, channel = connect(claim, hosts)
-    box = Mailbox(channel)
-    if claim.rank == 1:
-        channel.send(0, b"%d" % os.getpid())
-        box.gather({0: 1})
-        os.kill(os.getpid(), signal.SIGSTOP)
-        channel.send(0, OVER)
-        losses = []
-    else:
-        box.gather({1: 1})
-        pid = int(box.received[1][0])
-        channel.send(1, OVER)
-        await_state(pid, "T")
-        losses = [loss for _ in range(10) for loss in channel.find_losses()]
-        for _ in range(20_000):
-            channel.send(1, b"more than a ring takes")
-        os.kill(pid, signal.SIGCONT)
-        box.gather({1: 2})
-    channel.close()
-    return losses
-
-
-def await_state(pid, state):
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
-        os.sched_yield()
-
-
-@pytest.mark.parametrize("hosts", ["aa", "ab"])
-def test_a_stopped_neighbour_is_no_loss(run_ranks_bare, hosts):
-    assert run_ranks_bare(2, outlive_a_stopped_neighbour, hosts) == [[], []]
-
-
-def connect_often(claim, hosts, times):
-    """Return what the process holds after a few cycles and after all."""
-    early = None
-    for cycle in range(times):
-        tree, channel = connect(claim, hosts)
-        others = neighbours(tree)
-        for other in others:
-            channel.send(other, b"%d" % cycle * 1000)
-        Mailbox(channel).gather(dict.fromkeys(others, 1))
-        channel.close()
-        del channel
-        if cycle == 19:
-            early = held()
-    return early, held()
-
-
-def held():
-    """Return descriptors, threads, mapped segments, and megabytes, each in turn.
-
-    A thread is joined before the kernel takes it off the list: hence the least of
-    some counts.
-    """
-    counts = []
-    end = time.monotonic() + 0.5
-    while time.monotonic() < end:
-        counts.append(
-            (
-                len(list(Path("/proc/self/fd").iterdir())),
-                len(list(Path("/proc/self/task").iterdir())),
-            )
-        )
-        os.sched_yield()
-    num_mapped = Path("/proc/self/maps").read_text().count("memfd:ronde")
-    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return min(counts), num_mapped, num_pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-@pytest.mark.parametrize("hosts", ["a", "aaa", "ab", "aab"])
-def test_a_hundred_channels_leave_nothing(run_ranks_bare, hosts):
-    told = run_ranks_bare(len(hosts), connect_often, hosts, 100, timeout_s=90.0)
-    print("held after 20 and after 100:", told)  # noqa: T201
-    for early, late in told:
-        assert early[:2] == late[:2]
-        assert late[2] - early[2] < 4.0
 
 
 def share_no_memory(claim, hosts, num_messages):

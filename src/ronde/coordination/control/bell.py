@@ -22,6 +22,7 @@ import itertools
 import threading
 import time
 from itertools import repeat
+from typing import NamedTuple
 
 from ronde.collectives.engines.shared_memory.futex import (
     sched_yield,
@@ -35,12 +36,30 @@ NUM_BYTES = 128
 _BELL = 0
 _ASLEEP = 8
 _BOTH_HALVES = (1 << 32) + 1
-_ALL_BITS = (1 << 64) - 1
+_HALF = (1 << 32) - 1
 _EAGER, _LISTENING = 1, 2
 _LISTENERS_AT = 4
-_NUM_SPINS = 200
-_NUM_YIELDS = 200
 _FOR_EVER_S = 3600.0
+
+
+class Eagerness(NamedTuple):
+    """How long one who waits for an answer looks for it before it sleeps.
+
+    Attributes:
+        num_spins: Looks at first.
+        num_yields: Looks after these, between which others run.
+    """
+
+    num_spins: int
+    num_yields: int
+
+
+NEAR = Eagerness(200, 200)
+"""Answers come at once, from processes that have cores of their own."""
+CROWDED = Eagerness(0, 200)
+"""They need this one's core, perhaps."""
+FAR = Eagerness(0, 0)
+"""They come from other hosts, by threads that want this one's core and interpreter."""
 
 
 class Bell:
@@ -66,8 +85,7 @@ class Bell:
         """
         self.words = words
         self.address = address
-        step = num_ringers * _BOTH_HALVES
-        self._next_value = itertools.count((ringer + 1) * _BOTH_HALVES, step).__next__
+        self._next_value = itertools.count(ringer + 1, num_ringers).__next__
 
     @classmethod
     def of_its_own(cls) -> "Bell":
@@ -81,7 +99,7 @@ class Bell:
         words = self.words
         if IS_WEAKLY_ORDERED:
             fence()
-        words[_BELL] = self._next_value() & _ALL_BITS
+        words[_BELL] = (self._next_value() & _HALF) * _BOTH_HALVES
         fence()  # the ringer's half of what words.py says of sleeping
         asleep = words[_ASLEEP]
         if asleep:
@@ -109,17 +127,16 @@ class Ears:
         bell: What others ring; this process too.
     """
 
-    def __init__(self, bell: Bell, *, is_crowded: bool) -> None:
+    def __init__(self, bell: Bell, eagerness: Eagerness) -> None:
         """Listen to a bell.
 
         Args:
             bell: This rank's.
-            is_crowded: There may be no core for whoever is to ring: let others run at
-                once, do not spin first.
+            eagerness: How it waits for an answer.
         """
         self.bell = bell
         self._words = bell.words
-        self._num_spins = 0 if is_crowded else _NUM_SPINS
+        self._eagerness = eagerness
         self._heard = 0
         self._last_wake = 0
         self._next_wake = itertools.count(1).__next__
@@ -178,10 +195,11 @@ class Ears:
     def _spin(self) -> bool:
         """Look again and again for a short while; say whether it rang."""
         words, heard = self._words, self._heard
-        for _ in repeat(None, self._num_spins):
+        num_spins, num_yields = self._eagerness
+        for _ in repeat(None, num_spins):
             if words[_BELL] != heard:
                 return True
-        for _ in repeat(None, _NUM_YIELDS):
+        for _ in repeat(None, num_yields):
             if words[_BELL] != heard:
                 return True
             sched_yield()
@@ -197,7 +215,7 @@ class Ears:
                 value = self._words[_BELL]
                 if self._is_due(kind, self._thread.wake):
                     return
-                sleep_while(address, value & 0xFFFFFFFF, left_s)
+                sleep_while(address, value & _HALF, left_s)
                 if timeout_s is not None:
                     left_s = deadline - time.monotonic()
         finally:

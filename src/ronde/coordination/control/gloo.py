@@ -7,6 +7,7 @@ Note [Parting]
     arrived. A goodbye that crosses another is its answer.
 """
 
+import atexit
 import struct
 import threading
 import time
@@ -31,7 +32,7 @@ _FRAMES, _REMAINDERS = 0, 1
 """Tags: each keeps its own order."""
 _GOODBYE, _FAREWELL = -1, -2
 _FOR_EVER = timedelta(days=3650)
-_PARTING_S = 1.0
+_PARTING_S = 5.0
 _MOST_KEPT = 32
 _MOST_KEPT_BYTES = 1 << 20
 
@@ -56,9 +57,12 @@ class GlooMedium(Medium):
             GlooLink(_Wire(backend, peer, self._sent), rank, host, bell)
             for peer, (rank, host) in neighbours.items()
         ]
+        # A thread inside of Gloo must not outlive the interpreter: C++ would abort.
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Part from the neighbours and end all threads: see ``Medium``."""
+        atexit.unregister(self.close)
         for link in self._links:
             link.part()
         deadline = time.monotonic() + _PARTING_S

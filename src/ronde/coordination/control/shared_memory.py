@@ -16,7 +16,7 @@ from ronde.collectives.engines.shared_memory.segment import (
 )
 from ronde.collectives.engines.shared_memory.words import fence
 from ronde.coordination.control import bell
-from ronde.coordination.control.bell import Bell, Ears
+from ronde.coordination.control.bell import CROWDED, Bell, Ears
 from ronde.coordination.control.channel import Loss
 from ronde.coordination.control.link import Link, Medium
 from ronde.coordination.control.ring import Incoming, Outgoing, Shared
@@ -134,7 +134,7 @@ class SharedMemoryMedium(Medium):
             CollectiveError: One of them ended, or did not come in time.
         """
         self._enter(_OPEN)
-        ears = Ears(self.bell, is_crowded=True)
+        ears = Ears(self.bell, CROWDED)
         deadline = time.monotonic() + timeout_s
         while not all(link.has_come() for link in self._links):
             ears.wait(_LOOK_EVERY_S, is_eager=True)

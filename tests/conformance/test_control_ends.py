@@ -1,0 +1,199 @@
+"""What becomes of a channel when a neighbour dies, stops or leaves; what is freed."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.conformance.control import OVER, Mailbox, connect, neighbours
+from tests.ranks import hosted_store
+
+SEVERAL = ["aa", "aaa", "aaaa", "ab", "aab", "abab", "abca"]
+SOON_S = 5.0
+
+
+def await_loss(channel, rank):
+    """Return its loss, what arrived before from it, and how long that took."""
+    begun = time.monotonic()
+    received = []
+    while True:
+        received += [m for sender, m in channel.receive() if sender == rank]
+        for loss in channel.find_losses():
+            if loss.rank == rank:
+                return loss, received, time.monotonic() - begun
+        channel.wait(0.1, is_eager=False)
+
+
+def die(claim, hosts, dying):
+    """A rank sends much, then dies without a word; all its neighbours learn it."""
+    tree, channel = connect(claim, hosts)
+    others = neighbours(tree)
+    if claim.rank == dying:
+        for other, index in itertools.product(others, range(100)):
+            channel.send(other, b"%d" % index)
+        # Gloo's threads send what was handed to them; the others say that they have it.
+        Mailbox(channel).gather(dict.fromkeys(others, 1))
+        for other in others:
+            channel.send(other, b"farewell" * 10)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dying not in others:
+        channel.close()
+        return None
+    box = Mailbox(channel)
+    box.gather({dying: 100})
+    channel.send(dying, OVER)
+    loss, received, elapsed_s = await_loss(channel, dying)
+    channel.send(dying, b"nobody reads this")
+    assert channel.receive() == []
+    assert loss in channel.find_losses()
+    channel.close()
+    assert (loss.rank, loss.is_orderly) == (dying, False)
+    assert loss.reason.startswith(f"rank {dying}")
+    is_local = hosts[claim.rank] == hosts[dying]
+    assert not is_local or received == [b"farewell" * 10]
+    return elapsed_s
+
+
+@pytest.mark.parametrize(
+    ("hosts", "dying"), [(h, d) for h in SEVERAL for d in sorted({0, len(h) - 1})]
+)
+def test_a_killed_neighbour_is_found(run_ranks_bare, hosts, dying):
+    told = run_ranks_bare(len(hosts), die, hosts, dying, dying={dying})
+    found = [elapsed_s for elapsed_s in told if elapsed_s is not None]
+    print("found after:", found)  # noqa: T201
+    assert found
+    assert max(found) < SOON_S
+
+
+def leave(claim, hosts, leaving):
+    """A rank sends and closes at once."""
+    tree, channel = connect(claim, hosts)
+    others = neighbours(tree)
+    if claim.rank == leaving:
+        for index, other in itertools.product(range(100), others):
+            channel.send(other, bytes(9) + b"%d" % index)
+        channel.close()
+        return None
+    if leaving not in others:
+        channel.close()
+        return None
+    loss, received, elapsed_s = await_loss(channel, leaving)
+    channel.close()
+    assert (loss.rank, loss.is_orderly) == (leaving, True)
+    # Shared memory holds what a ring takes, Gloo all.
+    assert received[:60] == [bytes(9) + b"%d" % i for i in range(60)]
+    return elapsed_s
+
+
+@pytest.mark.parametrize(
+    ("hosts", "leaving"), [(h, r) for h in SEVERAL for r in sorted({0, len(h) - 1})]
+)
+def test_what_was_sent_before_closing_arrives(run_ranks_bare, hosts, leaving):
+    found = run_ranks_bare(len(hosts), leave, hosts, leaving)
+    assert any(elapsed_s is not None for elapsed_s in found)
+
+
+def outlive_a_stopped_neighbour(claim, hosts):
+    """A neighbour that is stopped is no loss: it answers when it goes on."""
+    _, channel = connect(claim, hosts)
+    box = Mailbox(channel)
+    if claim.rank == 1:
+        channel.send(0, b"%d" % os.getpid())
+        box.gather({0: 1})
+        os.kill(os.getpid(), signal.SIGSTOP)
+        channel.send(0, OVER)
+        losses = []
+    else:
+        box.gather({1: 1})
+        pid = int(box.received[1][0])
+        channel.send(1, OVER)
+        await_state(pid, "T")
+        losses = [loss for _ in range(10) for loss in channel.find_losses()]
+        for _ in range(20_000):
+            channel.send(1, b"more than a ring takes")
+        os.kill(pid, signal.SIGCONT)
+        box.gather({1: 2})
+    channel.close()
+    return losses
+
+
+def await_state(pid, state):
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
+        os.sched_yield()
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_stopped_neighbour_is_no_loss(run_ranks_bare, hosts):
+    assert run_ranks_bare(2, outlive_a_stopped_neighbour, hosts) == [[], []]
+
+
+def connect_often(claim, hosts, times):
+    """Return what the process holds after a few cycles and after all."""
+    early = None
+    for cycle in range(times):
+        tree, channel = connect(claim, hosts)
+        others = neighbours(tree)
+        for other in others:
+            channel.send(other, b"%d" % cycle * 1000)
+        Mailbox(channel).gather(dict.fromkeys(others, 1))
+        channel.close()
+        del channel
+        if cycle == 19:
+            early = held()
+    return early, held()
+
+
+def held():
+    """Return descriptors, threads, mapped segments, and megabytes, each in turn.
+
+    A thread is joined before the kernel takes it off the list: hence the least of
+    some counts.
+    """
+    counts = []
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        counts.append(
+            (
+                len(list(Path("/proc/self/fd").iterdir())),
+                len(list(Path("/proc/self/task").iterdir())),
+            )
+        )
+        os.sched_yield()
+    num_mapped = Path("/proc/self/maps").read_text().count("memfd:ronde")
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return min(counts), num_mapped, num_pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.parametrize("hosts", ["a", "aaa", "ab", "aab"])
+def test_a_hundred_channels_leave_nothing(run_ranks_bare, hosts):
+    told = run_ranks_bare(len(hosts), connect_often, hosts, 100, timeout_s=90.0)
+    print("held after 20 and after 100:", told)  # noqa: T201
+    for early, late in told:
+        assert early[:2] == late[:2]
+        assert late[2] - early[2] < 4.0
+
+
+LEAVING = """
+import sys
+from torch.distributed import TCPStore
+from ronde.coordination.control.connecting import connect_channel
+
+rank, port, hosts = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+store = TCPStore("127.0.0.1", port, wait_for_workers=False)
+channel = connect_channel(store, rank, hosts, timeout_s=60.0)
+"""
+
+
+def test_a_program_may_end_without_closing():
+    """A thread that is inside of Gloo then would abort the process."""
+    store = hosted_store()
+    command = [sys.executable, "-c", LEAVING]
+    programs = [
+        subprocess.Popen([*command, str(rank), str(store.port), "ab"])
+        for rank in range(2)
+    ]
+    assert [program.wait(60.0) for program in programs] == [0, 0]
