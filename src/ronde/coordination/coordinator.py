@@ -93,6 +93,7 @@ class Coordinator:
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
+        """Set it."""
         self._proceedings.execution.recorder = recorder
 
     def submit(self, operation: Operation) -> Work[Any]:
