@@ -97,6 +97,7 @@ def test_a_rank_that_records_nothing_is_not_waited_for(store):
 
 def test_a_rank_that_is_gone_is_waited_for_a_while(store, monkeypatch):
     monkeypatch.setattr(gathering, "END_PATIENCE_S", 0.2)
+    monkeypatch.setattr(gathering, "TAKE_S", 0.2)
     ranks = [Rank(store, rank, 3) for rank in range(3)]
     ranks[1].gathering.compare_again()
 

@@ -19,6 +19,7 @@ CHUNK_BYTES = 1 << 20
 
 START_PATIENCE_S = 30.0
 END_PATIENCE_S = 5.0
+TAKE_S = 2.0
 _EXCHANGE_S = 1.0
 _POLL_S = 0.01
 
@@ -100,7 +101,7 @@ class Gathering:
         """Give rank 0 this rank's records; on any other rank.
 
         Returns:
-            Whether rank 0 took them.
+            Whether rank 0 took them already. If not, the store holds them for it.
 
         Raises:
             RuntimeError: The store is gone.
@@ -111,8 +112,12 @@ class Gathering:
         for number, chunk in enumerate(chunks):
             self._store.set(f"part/{self._rank}/{number}", chunk)
         self._store.set(f"part/{self._rank}", str(len(chunks)).encode())
-        deadline = time.monotonic() + END_PATIENCE_S
-        return self._wait_for([f"taken/{self._rank}"], deadline)
+        # One wait and no questions: rank 0 may end as soon as it has answered.
+        try:
+            self._store.wait([f"taken/{self._rank}"], timedelta(seconds=TAKE_S))
+        except RuntimeError:
+            return self._store.check([f"taken/{self._rank}"])
+        return True
 
     def collect(self) -> tuple[dict[int, bytes], list[int]]:
         """Take the other ranks' records; on rank 0.
@@ -138,6 +143,8 @@ class Gathering:
                 self._take(f"part/{rank}/{number}") for number in range(count)
             )
             self._store.set(f"taken/{rank}", b"")
+        # An answer to this says that those before it are out.
+        self._store.check([_clock_key(0)])
         return parts, missing
 
     def _compare(self) -> None:

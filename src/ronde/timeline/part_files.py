@@ -3,7 +3,7 @@
 import os
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,6 +58,11 @@ class PartFiles:
         self._num_taken = 0
         self._lock = threading.Lock()
         self._open()
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are."""
+        return self._directory
 
     @property
     def paths(self) -> list[Path]:
@@ -125,9 +130,18 @@ class PartFiles:
         """
         return b"".join(path.read_bytes() for path in self.paths)
 
-    def remove(self) -> None:
-        """Delete the files, and the directory where nothing else is in it."""
-        for path in self.paths:
+    def remove(self, others: Iterable[int] = ()) -> None:
+        """Delete the files, and the directory where nothing else is in it.
+
+        Args:
+            others: Ranks whose files of this recording go too, where they lie there.
+        """
+        theirs = [
+            path
+            for rank in others
+            for path in self._directory.glob(f"{_stem(rank, self._header)}*{SUFFIX}")
+        ]
+        for path in [*self.paths, *theirs]:
             path.unlink(missing_ok=True)
         try:
             self._directory.rmdir()
@@ -136,7 +150,7 @@ class PartFiles:
 
     def _open(self) -> None:
         header = self._header
-        name = f"rank-{header.rank:05}.{header.session}.{self._num_segments}{SUFFIX}"
+        name = f"{_stem(header.rank, header)}{self._num_segments}{SUFFIX}"
         self._path = self._directory / name
         self._num_segments += 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -173,3 +187,7 @@ class PartFiles:
         # Its number may be another file's next.
         fd, self._fd = self._fd, -1
         os.close(fd)
+
+
+def _stem(rank: int, header: PartHeader) -> str:
+    return f"rank-{rank:05}.{header.session}."

@@ -133,10 +133,9 @@ class RankRecording:
         place, gathering = self._place, self._gathering
         try:
             if place.rank != 0 and gathering is not None:
+                # Else rank 0 removes them, where it can, once it comes to it.
                 if gathering.hand_in(self._files.read()):
                     self._files.remove()
-                else:
-                    self._warn("rank 0 did not take them")
                 return
             parts: dict[int, bytes] = {}
             missing: list[int] = []
@@ -144,7 +143,7 @@ class RankRecording:
                 parts, missing = gathering.collect()
             blobs = [self._files.read(), *parts.values()]
             write_merged(path, blobs, limit_bytes, _remarks(missing, place.size, parts))
-            self._files.remove()
+            self._files.remove(parts)
         except (OSError, RuntimeError, UsageError) as error:
             self._warn(str(error))
 
@@ -154,7 +153,7 @@ class RankRecording:
             "join them with: ronde trace merge",
             self._place.rank,
             why,
-            self._files.paths[0].parent,
+            self._files.directory,
         )
 
 
