@@ -162,16 +162,17 @@ def _words(asked: Mapping[str, Any]) -> list[str]:
         words.append("--nested")
     for name, option in _OPTIONS.items():
         value = asked[name]
+        if value is None or value is False:
+            continue
         if value is True:
             words.append(option)
-        elif name == "mpi_args" and value:
-            words.append(f"{option}={value}")
-        elif name == "network_interfaces" and value:
-            words += [option, ",".join(value)]
-        elif name == "cooldown_range" and value:
+        elif name == "cooldown_range":
             words += [option, *map(str, value)]
-        elif value:
-            words += [option, str(value)]
+        elif name == "network_interfaces":
+            words += [option, ",".join(value)]
+        else:
+            # In one word, for a value that begins with a dash as options do.
+            words.append(f"{option}={value}")
     return words
 
 
