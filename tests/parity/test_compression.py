@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_bare
 from torch import Tensor, nn
 
+import ronde.torch as hvd
 from ronde.collectives import Communicator
 from ronde.collectives.engines.solo import SoloCommunicator
 from ronde.data_parallel import (
@@ -293,6 +294,67 @@ def test_powersgd_with_several_passes_groups_and_reducers(groups):
         return [value.grad for parameters in pair for value in parameters.values]
 
     assert_same_bits(run_ranks(2, check))
+
+
+@pytest.mark.parametrize("num_plain_rounds", [0, 5])
+def test_powersgd_loses_nothing_when_ranks_join(num_plain_rounds):
+    """Those without data add zeros, and keep what they owe."""
+    num_rounds = (4, 9, 6)
+
+    def check(communicator):
+        compression = Compression.powersgd(
+            rank=2, min_saving=1.2, num_plain_rounds=num_plain_rounds
+        )
+        parameters = make(communicator, compression, is_average=False)
+        for number in range(num_rounds[communicator.rank]):
+            parameters.reduce(gradients(parameters, communicator.rank, number))
+        parameters.reducer.keep_up()
+        return parameters.totals, parameters.unsent()
+
+    results = run_ranks(3, check)
+    solo = make(SoloCommunicator(), Compression.none)
+    for index, total in enumerate(results[1][0]):
+        errors = sum(unsent[index] for _, unsent in results)
+        expected = torch.zeros_like(total)
+        for rank in range(3):
+            for number in range(num_rounds[rank]):
+                expected += gradients(solo, rank, number)[index]
+        limit = 64 * max(num_rounds) * 8 * 3 * torch.finfo(torch.float64).eps
+        torch.testing.assert_close(total + errors, expected, rtol=0, atol=limit)
+
+
+def test_powersgd_in_an_optimizer_of_a_process_set():
+    def check(_):
+        pair = hvd.ProcessSet([0, 2])
+        hvd.init(process_sets=[pair])
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            compression=hvd.Compression.powersgd(rank=2),
+            process_set=pair,
+        )
+        for number in range(5):
+            random = torch.Generator().manual_seed(10 * number + hvd.rank())
+            optimizer.zero_grad()
+            model(torch.randn(8, 30, generator=random)).square().mean().backward()
+            optimizer.step()
+        hvd.shutdown()
+        return [p.detach() for p in model.parameters()]
+
+    first, outsider, second = run_ranks_bare(3, check)
+    assert_same_bits([first, second])
+    assert not torch.equal(first[0], outsider[0])
+
+
+def test_one_call_cannot_be_compressed_by_powersgd():
+    def check(_):
+        hvd.init()
+        with pytest.raises(UsageError, match="Give it to DistributedOptimizer"):
+            hvd.allreduce(torch.ones(4, 4), compression=hvd.Compression.powersgd())
+
+    run_ranks_bare(1, check)
 
 
 @pytest.mark.parametrize(
