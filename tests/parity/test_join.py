@@ -1,7 +1,11 @@
 """Ranks whose data end earlier keep up with the others' optimizer steps."""
 
 import gc
-from dataclasses import dataclass
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -44,11 +48,13 @@ class Case:
         build: Makes the model.
         options: Of the distributed optimizer.
         make: Makes the plain optimizer.
+        prepare: Called before each step with the model and the step's number.
     """
 
-    build: type[nn.Module] = OddMlp
-    options: tuple[tuple[str, object], ...] = ()
-    make: object = sgd
+    build: Callable[[], nn.Module] = OddMlp
+    options: Mapping[str, Any] = field(default_factory=dict)
+    make: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+    prepare: Callable[[nn.Module, int], None] = lambda *_: None
 
 
 def train_alone(case, size):
@@ -57,6 +63,7 @@ def train_alone(case, size):
     optimizer = case.make(model)
     for epoch in range(NUM_EPOCHS):
         for number in range(max(NUM_BATCHES[:size])):
+            case.prepare(model, number)
             optimizer.zero_grad()
             for rank in range(size):
                 if number < NUM_BATCHES[rank]:
@@ -69,11 +76,12 @@ def train_and_join(_, case):
     hvd.init()
     model = build(case.build)
     optimizer = hvd.DistributedOptimizer(
-        case.make(model), model.named_parameters(), **dict(case.options)
+        case.make(model), model.named_parameters(), **case.options
     )
     lasts = []
     for epoch in range(NUM_EPOCHS):
         for number in range(NUM_BATCHES[hvd.rank()]):
+            case.prepare(model, number)
             optimizer.zero_grad()
             mse(model, *batch(hvd.rank(), 100 * epoch + number)).backward()
             optimizer.step()
@@ -86,10 +94,43 @@ def train_and_join(_, case):
     return weights(model), lasts
 
 
+class Embedded(nn.Module):
+    """A sparse embedding before a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 5, sparse=True)
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, inputs):
+        rows = (inputs[:, 0].abs() * 5).long().clamp(max=10)
+        return self.layer(torch.tanh(self.table(rows)))
+
+
+def plain_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def freeze_by_turns(model, number):
+    """Train other layers in every step; one is trained from the fifth on alone."""
+    model.first.requires_grad_(number % 2 == 0)
+    model.third.requires_grad_(number % 3 != 2)
+    model.second.requires_grad_(number >= 4)
+
+
+def start_frozen():
+    model = OddMlp()
+    model.second.requires_grad_(False)
+    return model
+
+
 CASES = {
     "plain": Case(),
-    "groups": Case(options=(("groups", 3),)),
-    "fp16": Case(options=(("compression", hvd.Compression.fp16),)),
+    "groups": Case(options={"groups": 3}),
+    "fp16": Case(options={"compression": hvd.Compression.fp16}),
+    "sparse": Case(Embedded, make=plain_sgd),
+    "sparse_as_dense": Case(Embedded, {"sparse_as_dense": True}, plain_sgd),
+    "frozen": Case(start_frozen, {"groups": 4}, prepare=freeze_by_turns),
 }
 
 
@@ -100,7 +141,174 @@ def test_uneven_data_train_as_one_process_does(name, size):
     results = run_ranks_bare(size, train_and_join, case)
     expected = train_alone(case, size)
     for trained, lasts in results:
-        # Where batches take as long everywhere, the rank with most joins last.
-        assert lasts == [0] * NUM_EPOCHS
+        assert lasts == [0] * NUM_EPOCHS  # it has the most batches
         wire = torch.float16 if name == "fp16" else None
         assert_close(trained, expected, num_steps=7 * NUM_EPOCHS, wire=wire)
+
+
+def on_ranks(size, function, **options):
+    def call(_: object) -> object:
+        hvd.init()
+        result = function()
+        hvd.shutdown()
+        return result
+
+    return run_ranks_bare(size, call, **options)
+
+
+def make(model, **options):
+    return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+
+
+def backward(model, number=0):
+    mse(model, *batch(hvd.rank(), number)).backward()
+
+
+def test_several_optimizers_are_kept_up_with_at_once():
+    """The others step with either, in turns that the joined rank does not know."""
+
+    def check():
+        models = [build(), build()]
+        optimizers = [make(model) for model in models]
+        turns = [1, 0, 0, 1, 1, 0] if hvd.rank() else []
+        for number, turn in enumerate(turns):
+            optimizers[turn].zero_grad()
+            backward(models[turn], number)
+            optimizers[turn].step()
+        last = hvd.join()
+        for model in models:
+            hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        return last, [weights(model) for model in models]
+
+    results = on_ranks(3, check)
+    assert results[0][0] in (1, 2)
+    expected = [build(), build()]
+    optimizers = [sgd(model) for model in expected]
+    for number, turn in enumerate([1, 0, 0, 1, 1, 0]):
+        optimizers[turn].zero_grad()
+        for rank in (1, 2):
+            (mse(expected[turn], *batch(rank, number)) / 3).backward()
+        optimizers[turn].step()
+    for _, trained in results:
+        for mine, model in zip(trained, expected, strict=True):
+            assert_close(mine, weights(model), num_steps=6)
+
+
+def test_all_join_before_any_step_and_train_after():
+    def check():
+        model = build()
+        optimizer = make(model)
+        hvd.join()
+        hvd.join()
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        hvd.join()
+        return weights(model)
+
+    first, second = on_ranks(2, check)
+    assert_close(first, second, num_steps=0)
+
+
+def test_an_optimizer_that_one_rank_alone_still_has_is_given_up():
+    def check():
+        kept = []
+        for number in range(3):
+            model = build()
+            optimizer = make(model)
+            backward(model)
+            optimizer.step()
+            if hvd.rank() == 1 and number < 2:
+                kept.append(optimizer)
+        del optimizer
+        gc.collect()
+        hvd.join()
+        return len(kept)
+
+    assert on_ranks(2, check) == [0, 2]
+
+
+def test_gradients_of_a_rank_that_has_joined_stay():
+    def check():
+        model = build()
+        optimizer = make(model)
+        backward(model)
+        optimizer.step()
+        before = [p.grad.clone() for p in model.parameters()]
+        if hvd.rank():
+            optimizer.zero_grad()
+            backward(model, 1)
+            optimizer.step()
+        hvd.join()
+        after = [p.grad for p in model.parameters()]
+        # And it goes on from them, as one process does that was not told to zero them.
+        optimizer.step()
+        pairs = zip(before, after, strict=True)
+        return all(torch.equal(b, a) for b, a in pairs)
+
+    assert on_ranks(2, check) == [True, False]
+
+
+@pytest.mark.parametrize("compression", ["powersgd", "bf16"])
+def test_lossy_compression_keeps_ranks_equal(compression):
+    def check():
+        kind = getattr(hvd.Compression, compression)
+        kind = kind(rank=1, min_saving=1.0) if compression == "powersgd" else kind
+        model = build()
+        optimizer = make(model, compression=kind)
+        for number in range(2 + 3 * hvd.rank()):
+            optimizer.zero_grad()
+            backward(model, number)
+            optimizer.step()
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+        optimizer.zero_grad()
+        backward(model, 9)
+        optimizer.step()
+        return last, weights(model)
+
+    (first, mine), (second, theirs) = on_ranks(2, check)
+    assert first == second == 1
+    assert_close(mine, theirs, num_steps=0)
+
+
+def test_an_optimizer_of_some_ranks():
+    def check():
+        pair = hvd.add_process_set([0, 2])
+        model = build()
+        optimizer = make(model, process_set=pair)
+        for number in range(1 + 2 * hvd.rank()):
+            optimizer.zero_grad()
+            backward(model, number)
+            optimizer.step()
+        hvd.join()
+        return weights(model)
+
+    dynamic = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    results = on_ranks(3, check, environment=dynamic)
+    for rank, ranks in ((1, [1]), (2, [0, 2])):
+        model = build()
+        optimizer = sgd(model)
+        for number in range(1 + 2 * rank):
+            optimizer.zero_grad()
+            for other in ranks:
+                if number < 1 + 2 * other:
+                    loss = mse(model, *batch(other, number)) / len(ranks)
+                    loss.backward()
+            optimizer.step()
+        assert_close(results[rank], weights(model), num_steps=5)
+
+
+def test_a_rank_that_dies_ends_the_wait():
+    def check():
+        model = build()
+        optimizer = make(model)
+        backward(model)
+        optimizer.step()
+        if hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(hvd.HorovodInternalError):
+            hvd.join()
+
+    on_ranks(3, check, dying=[1])

@@ -10,6 +10,8 @@ from ronde.collectives import Communicator, ReduceOp, all_gather_object
 from ronde.data_parallel.gradient import Gradient
 from ronde.errors import CollectiveError
 
+_NO_SAY = -2
+
 
 def check_same_gradients(
     communicator: Communicator, gradients: Sequence[Gradient]
@@ -25,10 +27,7 @@ def check_same_gradients(
     keys = communicator.all_gather(key).wait()
     if bool((keys == keys[0]).all()):
         return
-    everyone = all_gather_object(communicator, mine)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise CollectiveError(_difference(everyone[0], theirs, rank))
+    _refuse_differences(communicator, mine)
 
 
 def agree_on_order(communicator: Communicator, arrivals: Sequence[int]) -> list[int]:
@@ -48,41 +47,87 @@ def agree_on_order(communicator: Communicator, arrivals: Sequence[int]) -> list[
     return cast("list[int]", order.tolist())
 
 
-def agree_on_sparse(communicator: Communicator, gradients: Sequence[Gradient]) -> None:
-    """Note of which gradients some rank has a sparse one; collective.
+def agree_on_newcomers(
+    communicator: Communicator,
+    gradients: Sequence[Gradient],
+    *,
+    has_joined: bool,
+    is_sparse_densified: bool,
+) -> list[int]:
+    """Return which gradients are to be reduced and are not planned yet; collective.
 
-    A rank that did not use an embedding learns it so from those that did.
+    Notes of which of them some rank has a sparse one: a rank that did not use an
+    embedding learns it so.
+
+    Args:
+        communicator: The ranks that agree.
+        gradients: All gradients.
+        has_joined: Whether this rank only keeps up with the others, and has no say.
+        is_sparse_densified: Whether sparse ones are to travel dense.
+
+    Returns:
+        Indices, equal on all ranks; none if all ranks have joined.
+
+    Raises:
+        CollectiveError: On every rank: what one rank trains is frozen on another.
     """
-    dims = torch.tensor([_sparse_dims(gradient) for gradient in gradients])
-    communicator.all_reduce(dims, ReduceOp.MAX).wait()
-    for gradient, sparse_dims in zip(
-        gradients, cast("list[int]", dims.tolist()), strict=True
-    ):
-        gradient.sparse_dims = sparse_dims
+    trained = [int(g.parameter.requires_grad) for g in gradients]
+    says = torch.tensor([trained, [-t for t in trained], list(map(_dims, gradients))])
+    if has_joined:
+        says.fill_(_NO_SAY)
+    communicator.all_reduce(says, ReduceOp.MAX).wait()
+    highest, lowest, dims = cast("list[list[int]]", says.tolist())
+    if any(high == 1 and low == 0 for high, low in zip(highest, lowest, strict=True)):
+        mine = None if has_joined else [_describe_use(g) for g in gradients]
+        _refuse_differences(communicator, mine)
+    newcomers = [
+        index
+        for index, gradient in enumerate(gradients)
+        if highest[index] == 1 and not gradient.is_planned
+    ]
+    for index in newcomers:
+        gradients[index].sparse_dims = 0 if is_sparse_densified else dims[index]
+    return newcomers
 
 
-def _sparse_dims(gradient: Gradient) -> int:
+def _dims(gradient: Gradient) -> int:
     grad = gradient.parameter.grad
     return grad.sparse_dim() if grad is not None and grad.is_sparse else 0
 
 
 def _describe(gradient: Gradient) -> str:
     parameter = gradient.parameter
-    trained = "trained" if parameter.requires_grad else "frozen"
     return (
         f"{gradient.name} {tuple(parameter.shape)} strides {parameter.stride()} "
-        f"{parameter.dtype} on {parameter.device.type}, {trained}"
+        f"{parameter.dtype} on {parameter.device.type}"
     )
 
 
-def _difference(first: list[str], other: list[str], rank: int) -> str:
-    if len(first) != len(other):
+def _describe_use(gradient: Gradient) -> str:
+    trained = "trained" if gradient.parameter.requires_grad else "frozen"
+    return f"{_describe(gradient)}, {trained}"
+
+
+def _refuse_differences(communicator: Communicator, mine: list[str] | None) -> None:
+    """Raise where a rank's descriptions differ from another's; collective."""
+    everyone = all_gather_object(communicator, mine)
+    told = [(rank, theirs) for rank, theirs in enumerate(everyone) if theirs]
+    first = told[0]
+    for other in told[1:]:
+        if other[1] != first[1]:
+            raise CollectiveError(_difference(first, other))
+
+
+def _difference(first: tuple[int, list[str]], other: tuple[int, list[str]]) -> str:
+    (one, mine), (another, theirs) = first, other
+    if len(mine) != len(theirs):
         return (
-            f"num_parameters must be the same on all ranks, got {len(first)} on rank 0 "
-            f"and {len(other)} on rank {rank}. Build the same model everywhere."
+            f"num_parameters must be the same on all ranks, got {len(mine)} on rank "
+            f"{one} and {len(theirs)} on rank {another}. Build the same model "
+            "everywhere."
         )
-    mine, theirs = next((a, b) for a, b in zip(first, other, strict=True) if a != b)
+    here, there = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
     return (
-        f"parameters must be the same on all ranks, got {mine} on rank 0 and {theirs} "
-        f"on rank {rank}. Build the same model everywhere."
+        f"parameters must be the same on all ranks, got {here} on rank {one} and "
+        f"{there} on rank {another}. Build the same model everywhere."
     )

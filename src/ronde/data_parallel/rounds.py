@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from ronde.collectives import Communicator
 from ronde.data_parallel.agreement import (
+    agree_on_newcomers,
     agree_on_order,
-    agree_on_sparse,
     check_same_gradients,
 )
 from ronde.data_parallel.bucket_queue import BucketQueue, Others
@@ -45,13 +45,11 @@ class Rounds:
         self.last_round = 0
         self._gradients = gradients
         self._reduction = reduction
-        self._queue = BucketQueue(
-            gradients, options.limits, options.groups, communicator
-        )
         self._arrivals: list[int] | None = []
         self._has_newcomers = False
         self._tuning: BucketTuning | None = None
         self.set_options(options)
+        self._queue = self._new_queue()
 
     def set_options(self, options: ReducerOptions) -> None:
         """Count and scale differently from now on."""
@@ -107,8 +105,7 @@ class Rounds:
             self._tune()
             self.last_round = self._queue.num_rounds
             if self._has_newcomers:
-                self._admit(self._queue.newcomers())
-                is_late = True
+                is_late |= self._admit()
 
     def keep_up(self) -> None:
         """Take part in the others' rounds without adding anything, to the last.
@@ -123,12 +120,12 @@ class Rounds:
             if grad is not None and grad is gradient.view:
                 # The others' results will go where it lies.
                 gradient.give(grad.clone())
-        others = Others.WENT_ON if self._queue.order else Others.HAVE_NEWCOMERS
+        others = Others.WENT_ON if len(self._queue) else Others.HAVE_NEWCOMERS
         while others is not Others.HAVE_JOINED:
             if others is Others.HAVE_NEWCOMERS:
-                self._admit(self._queue.newcomers())
-            if not self._queue.order:
-                return  # nothing to train
+                self._admit(has_joined=True)
+            if not len(self._queue):
+                return  # all had joined before anything was to be reduced
             others = self._queue.keep_up(self._reduction)
             if others is not Others.HAVE_JOINED:
                 self._tune()
@@ -138,20 +135,50 @@ class Rounds:
         self._queue.open(has_newcomers=self._has_newcomers)
         self.is_open = True
 
-    def _admit(self, newcomers: Sequence[int]) -> None:
-        """Plan for gradients that are to be reduced from now on; collective."""
-        check_same_gradients(self.communicator, self._gradients)
-        if not self._options.is_sparse_densified:
-            agree_on_sparse(self.communicator, [self._gradients[i] for i in newcomers])
-        if self._arrivals is None:
-            self._queue.rearrange([*self._queue.order, *newcomers[::-1]])
-            return
-        order = agree_on_order(self.communicator, self._arrivals)
-        self._arrivals = None
-        arrived = set(order)
-        # Backward makes gradients roughly in reverse.
-        rest = [index for index in newcomers[::-1] if index not in arrived]
-        self._queue.rearrange([*order, *rest])
+    def _admit(self, *, has_joined: bool = False) -> bool:
+        """Plan for gradients that are to be reduced from now on; collective.
+
+        If others are planned already, reduces the newcomers by themselves: what is
+        reduced once in this round must not be again.
+
+        Returns:
+            Whether a round must follow.
+        """
+        communicator, queue = self.communicator, self._queue
+        check_same_gradients(communicator, self._gradients)
+        newcomers = agree_on_newcomers(
+            communicator,
+            self._gradients,
+            has_joined=has_joined,
+            is_sparse_densified=self._options.is_sparse_densified,
+        )[::-1]  # backward makes gradients roughly in reverse
+        if self._arrivals is not None and newcomers:
+            arrivals = agree_on_order(communicator, self._arrivals)
+            self._arrivals = None
+            rest = [index for index in newcomers if index not in set(arrivals)]
+            queue.rearrange([*arrivals, *rest])
+            return True
+        is_late = self._reduce_alone(newcomers, has_joined=has_joined)
+        queue.rearrange([*queue.order, *newcomers])
+        return is_late
+
+    def _reduce_alone(self, newcomers: Sequence[int], *, has_joined: bool) -> bool:
+        queue = self._new_queue()
+        queue.rearrange(newcomers)
+        if not len(queue):
+            return False
+        if has_joined:
+            queue.keep_up(self._reduction)
+            return False
+        queue.open()
+        queue.launch_rest(self._launch)
+        return queue.finish(self.scaling)
+
+    def _new_queue(self) -> BucketQueue:
+        options = self._options
+        return BucketQueue(
+            self._gradients, options.limits, options.groups, self.communicator
+        )
 
     def _tune(self) -> None:
         """Try other bucket sizes, if that is asked for; at times collective."""
