@@ -121,23 +121,16 @@ class Communicator(ABC):
         prescale: float = 1.0,
         postscale: float = 1.0,
     ) -> Work[Tensor]:
-        """Reduce ``source`` over all ranks into ``tensor``.
+        """Reduce ``source`` over all ranks into ``tensor``: see ``all_reduce``.
 
-        As if ``source`` were copied into ``tensor`` and that reduced in place, which
-        the others may do meanwhile; engines that can do it in one go.
+        Engines that can do so copy and reduce in one go.
 
         Args:
             source: Any shape, equal on all ranks; it is left as it was.
             tensor: Of its shape, dtype and device, apart from it.
-            op: As in ``all_reduce``.
-            prescale: As in ``all_reduce``.
-            postscale: As in ``all_reduce``.
-
-        Returns:
-            Work whose result is ``tensor`` itself.
-
-        Raises:
-            UsageError: ``op`` is not defined for the dtype.
+            op: As in ``all_reduce``, as are the factors.
+            prescale: As there.
+            postscale: As there.
         """
         tensor.copy_(source)
         return self.all_reduce(tensor, op, prescale=prescale, postscale=postscale)

@@ -18,7 +18,6 @@ Note [Two ways]
 """
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 from ronde.coordination import messages
@@ -36,25 +35,8 @@ from ronde.coordination.steps import (
     Stopped,
     Tuned,
 )
+from ronde.coordination.tally import Tally
 from ronde.coordination.tree import Tree
-
-
-@dataclass(slots=True)
-class Asking:
-    """The texts for one name so far.
-
-    Attributes:
-        told: The ranks that sent each text, a bit each.
-        contributors: This rank and children that have told of the name.
-    """
-
-    told: dict[str, int] = field(default_factory=dict[str, int])
-    contributors: set[int] = field(default_factory=set[int])
-
-    def add(self, contributor: int, text: str, ranks: int) -> None:
-        """Note what a contributor says."""
-        self.told[text] = self.told.get(text, 0) | ranks
-        self.contributors.add(contributor)
 
 
 class Node:
@@ -69,14 +51,10 @@ class Node:
         self.tree = tree
         self.steps: deque[Step] = deque()
         self._cache = Cache()
-        self._contributors = (tree.rank, *tree.children)
-        self._have = dict.fromkeys(self._contributors, 0)
-        self._asking: dict[str, Asking] = {}
-        self._absent: set[int] = set()
+        self._tally = Tally((tree.rank, *tree.children))
         self._is_absence_told = False
         self._own: dict[int, Request] = {}
         self._report = Report()
-        self._is_stirred = False
         self._out: list[tuple[int, bytes]] = []
 
     def find(self, name: str) -> tuple[int, Request] | None:
@@ -86,12 +64,12 @@ class Node:
     def hit(self, number: int, request: Request) -> None:
         """Have this rank be ready for a cached request."""
         self._own[number] = request
-        self._have[self.tree.rank] |= 1 << number
-        self._is_stirred = True
+        self._tally.hit(self.tree.rank, 1 << number)
 
     def submit(self, request: Request) -> None:
         """Have this rank be ready for a request that is not cached."""
-        self._hear(self.tree.rank, request.text, request.name, 1 << self.tree.rank)
+        rank = self.tree.rank
+        self._tally.hear(rank, request.name, request.text, 1 << rank)
 
     def change(self, number: int, request: Request) -> None:
         """Have this rank be ready for a request where another one is cached."""
@@ -101,8 +79,7 @@ class Node:
     def join(self) -> None:
         """Have this rank be ready for everything until all have joined."""
         self._report.joined.append(self.tree.rank)
-        self._absent.add(self.tree.rank)
-        self._is_stirred = True
+        self._tally.leave(self.tree.rank)
 
     def ask(self) -> None:
         """Have everyone tell what it waits for."""
@@ -126,8 +103,7 @@ class Node:
         if kind == messages.HITS:
             epoch, bits = messages.decode_bits(message)
             if epoch == self._cache.epoch & 0xFFFF:
-                self._have[sender] |= bits & self._cache.live
-                self._is_stirred = True
+                self._tally.hit(sender, bits & self._cache.live)
         elif kind == messages.REPORT:
             self._take(sender, Report.decode(message))
         else:
@@ -135,19 +111,18 @@ class Node:
 
     def flush(self) -> list[tuple[int, bytes]]:
         """Return what to send now: pairs of neighbour and message, in order."""
-        while self._is_stirred or not self._report.is_empty():
-            self._is_stirred = False
+        while self._tally.is_stirred or not self._report.is_empty():
             self._advance()
         out, self._out = self._out, []
         return out
 
     def _advance(self) -> None:
         """Pass on what this rank and all below are ready for, and what they say."""
-        ready = self._take_ready()
-        for asking in self._take_complete():
+        ready = self._tally.take_ready(self._cache.live)
+        for asking in self._tally.take_complete():
             for text, ranks in asking.told.items():
                 self._report.requests.append((text, encode_ranks(ranks)))
-        if self._is_all_absent() and not self._is_absence_told:
+        if self._tally.is_all_absent and not self._is_absence_told:
             self._is_absence_told = True
             self._report.is_absent = True
         if ready:
@@ -161,59 +136,13 @@ class Node:
         if self.tree.parent is not None:
             self._out.append((self.tree.parent, message))
 
-    def _take_ready(self) -> int:
-        """Return the bits that all contributors have, and take them off."""
-        have = self._have
-        if self._is_all_absent():
-            # What some of them still waited for when they joined.
-            ready = 0
-            for bits in have.values():
-                ready |= bits
-        else:
-            ready = self._cache.live
-            for contributor in self._contributors:
-                if contributor not in self._absent:
-                    ready &= have[contributor]
-                    if not ready:
-                        return 0
-        self._take_off(ready)
-        return ready
-
-    def _take_off(self, bits: int) -> None:
-        have = self._have
-        for contributor in self._contributors:
-            have[contributor] &= ~bits
-
-    def _take_complete(self) -> list[Asking]:
-        """Return the names that all contributors have told of, and take them off."""
-        needed = len(self._contributors)
-        complete: list[str] = []
-        for name, asking in self._asking.items():
-            present = len(asking.contributors)
-            if self._absent:
-                present = len(asking.contributors | self._absent)
-            if present == needed:
-                complete.append(name)
-        return [self._asking.pop(name) for name in complete]
-
-    def _is_all_absent(self) -> bool:
-        return len(self._absent) == len(self._contributors)
-
-    def _hear(self, contributor: int, text: str, name: str, ranks: int) -> None:
-        asking = self._asking.get(name)
-        if asking is None:
-            asking = self._asking[name] = Asking()
-        asking.add(contributor, text, ranks)
-        self._is_stirred = True
-
     def _take(self, sender: int, report: Report) -> None:
         """Take in what a child has told."""
         for text, ranks in report.requests:
             name = Request.decode(text).name
-            self._hear(sender, text, name, decode_ranks(ranks))
+            self._tally.hear(sender, name, text, decode_ranks(ranks))
         if report.is_absent:
-            self._absent.add(sender)
-            self._is_stirred = True
+            self._tally.leave(sender)
         own = self._report
         own.changed += report.changed
         own.joined += report.joined
@@ -244,14 +173,12 @@ class Node:
     def _run(self, bits: int) -> None:
         for number in bits_of(bits):
             self._own.pop(number, None)
-        if self._absent:
-            # Its bits were not needed, and are not to count the next time.
-            self._take_off(bits)
+        self._tally.settle(bits)
         self.steps.append(Run(self._cache.get(bits), (self._cache.epoch, bits)))
 
     def _learn(self, text: str, number: int) -> Request:
         request = Request.decode(text)
-        self._asking.pop(request.name, None)
+        self._tally.settle_name(request.name)
         if number >= 0:
             self._cache.add(number, request)
         return request
@@ -263,11 +190,11 @@ class Node:
             case "reset":
                 self._reset()
             case "joined":
-                self._absent.clear()
+                self._tally.return_all()
                 self._is_absence_told = False
                 self.steps.append(Joined(values[0]))
             case "failed":
-                self._asking.pop(values[0], None)
+                self._tally.settle_name(values[0])
                 self.steps.append(Failed(*values))
             case "gone":
                 self.steps.append(Gone(*values))
@@ -283,7 +210,7 @@ class Node:
     def _forget(self, number: int) -> None:
         """Forget a cached request; if this rank waits for it, ask by text."""
         self._cache.remove(number)
-        self._take_off(1 << number)
+        self._tally.forget(number)
         request = self._own.pop(number, None)
         if request is not None:
             self.submit(request)
@@ -291,7 +218,7 @@ class Node:
     def _reset(self) -> None:
         """Forget all cached requests."""
         self._cache.reset()
-        self._have = dict.fromkeys(self._contributors, 0)
+        self._tally.forget_all()
         waiting, self._own = self._own, {}
         for request in waiting.values():
             self.submit(request)

@@ -5,8 +5,9 @@ from typing import Any
 
 from ronde.coordination import messages
 from ronde.coordination.messages import Pending, Report
-from ronde.coordination.node import Asking, Node
+from ronde.coordination.node import Node
 from ronde.coordination.requests import Request
+from ronde.coordination.tally import Asking
 from ronde.coordination.tree import Tree
 from ronde.coordination.validation import Told, find_mismatch
 
@@ -63,12 +64,12 @@ class Root(Node):
         self._report = Report()
         if orders:
             self._order(orders)
-        ready = self._take_ready()
+        ready = self._tally.take_ready(self._cache.live)
         if ready:
             self._cache.touch(ready)
             self._obey(messages.encode_bits(messages.RUNS, self._cache.epoch, ready))
-        orders = self._judge(self._take_complete())
-        if self._is_all_absent():
+        orders = self._judge(self._tally.take_complete())
+        if self._tally.is_all_absent:
             orders.append(("joined", self._joined[-1]))
             self._joined = []
         if orders:

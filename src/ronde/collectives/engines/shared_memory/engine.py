@@ -20,7 +20,7 @@ from ronde.collectives.engines.shared_memory.executor import Executor
 from ronde.collectives.engines.shared_memory.ground import Call, Ground
 from ronde.collectives.engines.shared_memory.mail import BOX_BYTES, PostOffice
 from ronde.collectives.engines.shared_memory.peers import Peers, Process
-from ronde.collectives.engines.shared_memory.reductions import Asked
+from ronde.collectives.engines.shared_memory.reductions import Asked, Reduction
 from ronde.collectives.engines.shared_memory.segment import (
     Exchange,
     pack,
@@ -98,8 +98,7 @@ class SharedMemoryCommunicator(Communicator):
             self._executor.require_usable()
             return Done(tensor)
         flat = tensor if _is_flat(tensor) else dense(tensor).view(-1)
-        steps = reductions.all_reduce(self._ground, tensor, flat, flat, what)
-        return self._executor.submit("all_reduce", steps)
+        return self._reduce(tensor, flat, flat, what)
 
     def all_reduce_from(
         self,
@@ -111,15 +110,13 @@ class SharedMemoryCommunicator(Communicator):
         postscale: float = 1.0,
     ) -> Work[Tensor]:
         """Reduce from one tensor into another: see ``Communicator``."""
-        is_plain = tensor.is_contiguous() and source.is_contiguous()
-        if not (is_plain and source.is_cpu and tensor.is_cpu and source.numel()):
+        if not (_is_plain(source) and _is_plain(tensor)):
             return super().all_reduce_from(
                 source, tensor, op, prescale=prescale, postscale=postscale
             )
         what = self._asked.reduction("all_reduce", tensor, op, prescale, postscale)
-        taken, flat = [each.detach().view(-1) for each in (source, tensor)]
-        steps = reductions.all_reduce(self._ground, tensor, flat, taken, what)
-        return self._executor.submit("all_reduce", steps)
+        flat, taken = tensor.detach().view(-1), source.detach().view(-1)
+        return self._reduce(tensor, flat, taken, what)
 
     def reduce_scatter(
         self,
@@ -218,6 +215,12 @@ class SharedMemoryCommunicator(Communicator):
         """End the helper thread; not collective, and calls may be repeated."""
         self._executor.close()
 
+    def _reduce(
+        self, tensor: Tensor, flat: Tensor, source: Tensor, what: Reduction
+    ) -> Work[Tensor]:
+        steps = reductions.all_reduce(self._ground, tensor, flat, source, what)
+        return self._executor.submit("all_reduce", steps)
+
     def _layout(
         self,
         name: str,
@@ -271,6 +274,11 @@ def _is_flat(tensor: Tensor) -> bool:
         or tensor.is_conj()
         or tensor.is_neg()
     )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Say whether a tensor is elements one after the other on the CPU."""
+    return tensor.is_cpu and tensor.is_contiguous() and tensor.numel() > 0
 
 
 def _require_cpu(tensor: Tensor) -> None:
