@@ -4,9 +4,10 @@ Rules that hold for every channel:
 
 * Messages go along the edges of a ``Tree``. Those from one neighbour to another arrive
   once, whole and in order; any length.
-* ``send`` and ``receive`` are called by one thread at a time, ``wait`` by several at
-  once, ``wake`` by any.
-* Whoever waits costs nothing: no processor time while nothing arrives.
+* ``send``, ``receive`` and ``find_losses`` are called by one thread at a time, ``wait``
+  by several at once, ``wake`` by any.
+* Whoever waits costs nothing: no processor time while nothing arrives. After a ``wait``
+  comes a ``receive``; until then what has arrived makes every ``wait`` return.
 """
 
 from abc import ABC, abstractmethod
@@ -73,7 +74,8 @@ class Channel(ABC):
         """Say that a thread will call ``wait`` eagerly and ``receive`` from now on.
 
         While any thread attends, a message that arrives need not wake those that wait
-        without being eager: the one that attends will see it. May be nested.
+        without being eager, nor keep them from waiting: the one that attends will see
+        it. May be nested.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ from ronde.collectives.engines.hierarchical import Places
 from ronde.collectives.engines.shared_memory.segment import Exchange
 from ronde.collectives.engines.torch_distributed.groups import Groups
 from ronde.collectives.failures import Scene
-from ronde.coordination.control.bell import CROWDED, FAR, NEAR, Bell, Ears
+from ronde.coordination.control.bell import FAR, NEAR, Bell, Ears
 from ronde.coordination.control.channel import Channel
 from ronde.coordination.control.gloo import GlooMedium
 from ronde.coordination.control.link import Medium
@@ -69,7 +69,7 @@ class _Connecting:
         self._places = Places.from_hosts(hosts)
         self._media: list[Medium] = []
         self._bell = Bell.of_its_own()
-        self._eagerness = NEAR
+        self._num_looks = NEAR
 
     def connect_host(self) -> None:
         """Connect the ranks of this host."""
@@ -90,22 +90,20 @@ class _Connecting:
             self._media.append(medium)
             medium.meet(self._timeout_s)
             self._bell = medium.bell
-            if medium.is_crowded:
-                self._eagerness = CROWDED
 
     def connect_hosts(self) -> None:
         """Connect the first rank of each host."""
         leaders = tuple(ranks[0] for ranks in self._places.ranks)
         if len(leaders) == 1:
             return
-        self._eagerness = FAR
+        self._num_looks = FAR
         if self._rank in leaders:
             store = PrefixStore("hosts", self._store)
             self._connect_gloo(store, leaders, is_one_host=False)
 
     def channel(self) -> Channel:
         """Return what has been connected."""
-        return LinkedChannel(Ears(self._bell, self._eagerness), self._tree, self._media)
+        return LinkedChannel(Ears(self._bell, self._num_looks), self._tree, self._media)
 
     def close(self) -> None:
         """Give back what has been connected."""
@@ -130,7 +128,7 @@ class _Connecting:
             if rank == tree.parent or rank in tree.children
         }
         self._media.append(GlooMedium(groups, neighbours, self._bell))
-        self._eagerness = FAR
+        self._num_looks = FAR
 
 
 def _through(store: Store, index: int, size: int, timeout_s: float) -> Exchange:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from ronde.collectives.engines.shared_memory.peers import Peers, Process
+from ronde.collectives.engines.shared_memory.peers import Process
 from ronde.collectives.engines.shared_memory.segment import (
     Exchange,
     Segment,
@@ -16,7 +16,7 @@ from ronde.collectives.engines.shared_memory.segment import (
 )
 from ronde.collectives.engines.shared_memory.words import fence
 from ronde.coordination.control import bell
-from ronde.coordination.control.bell import CROWDED, Bell, Ears
+from ronde.coordination.control.bell import NEAR, Bell, Ears
 from ronde.coordination.control.channel import Loss
 from ronde.coordination.control.link import Link, Medium
 from ronde.coordination.control.ring import Incoming, Outgoing, Shared
@@ -93,7 +93,6 @@ class SharedMemoryMedium(Medium):
 
     Attributes:
         bell: This rank's.
-        is_crowded: Whether the host's ranks have fewer cores than they are.
     """
 
     def __init__(self, exchange: Exchange, ranks: Sequence[int], tree: Tree) -> None:
@@ -120,7 +119,6 @@ class SharedMemoryMedium(Medium):
             rings = (up, down) if is_parent else (down, up)
             words = _words(segments[other])
             links.append(RingLink(rank, processes[other], rings, bells[other], words))
-        self.is_crowded = Peers(processes).is_crowded
         self.bell = bells[own]
         self._words = _words(segments[own])
         self.links = self._links = links
@@ -134,7 +132,7 @@ class SharedMemoryMedium(Medium):
             CollectiveError: One of them ended, or did not come in time.
         """
         self._enter(_OPEN)
-        ears = Ears(self.bell, CROWDED)
+        ears = Ears(self.bell, NEAR)
         deadline = time.monotonic() + timeout_s
         while not all(link.has_come() for link in self._links):
             ears.wait(_LOOK_EVERY_S, is_eager=True)
