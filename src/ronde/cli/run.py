@@ -130,7 +130,7 @@ def _recorded(
     if options.timeline_limit:
         raise UsageError(
             "--timeline-limit must come with --timeline, got it alone. Type: ronde "
-            "run --timeline trace.json.gz --timeline-limit 64MiB ..."
+            "run --timeline trace.json.gz --timeline-limit 32MiB ..."
         )
     return nullcontext({})
 
@@ -236,7 +236,7 @@ def _add_timeline_options(parser: argparse.ArgumentParser) -> None:
         "--timeline-limit",
         default="",
         metavar="SIZE",
-        help="of that file; what is oldest is left out (default: 64MiB)",
+        help="of that file; what is oldest is left out (default: 32MiB)",
     )
 
 

@@ -50,7 +50,7 @@ def _check(path: Path, parts: Path, limit_bytes: int) -> None:
     if limit_bytes < 1 << 16:
         raise UsageError(
             f"--timeline-limit must be at least 64KiB, got {limit_bytes} bytes. "
-            "Leave it out for 64MiB."
+            "Leave it out for 32MiB."
         )
     if parts.exists():
         raise UsageError(

@@ -104,7 +104,7 @@ def _merge(words: Sequence[str]) -> None:
     add = parser.add_argument
     add("out", metavar="OUT", help="the trace; packed where it ends in .gz")
     add("parts", nargs="+", metavar="PART", help="files, or directories of them")
-    add("--timeline-limit", default="", metavar="SIZE", help="of OUT (default: 64MiB)")
+    add("--timeline-limit", default="", metavar="SIZE", help="of OUT (default: 32MiB)")
     if (options := _parse(parser, words)) is None:
         return
     limit = options.timeline_limit

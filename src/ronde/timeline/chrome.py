@@ -12,6 +12,7 @@ Note [The form of the file]
 """
 
 import gzip
+import heapq
 import json
 import os
 import tempfile
@@ -30,7 +31,7 @@ from ronde.timeline.lateness import (
     find_arrivals,
 )
 from ronde.timeline.part import FORMAT, Track
-from ronde.timeline.spans import RankEvents, Timed, begin_ns, us
+from ronde.timeline.spans import RankEvents, begin_ns, us
 
 _WRITE_BYTES = 1 << 18
 _TRIES = 8
@@ -141,16 +142,18 @@ def _text(
     yield 0.0, '{"displayTimeUnit": "ms",\n"otherData": '
     yield 0.0, json.dumps(facts) + ',\n"traceEvents": [\n'
     ranks: dict[int, RankEvents] = {}
-    events: list[Timed] = []
     for track, records in kept:
         host = track.track.header.host
         own = ranks.setdefault(track.rank, RankEvents(track.rank, host))
-        events += own.operations(records, arrivals)
-        events += own.cycles(at_ns for at_ns in track.cycles if at_ns >= start_ns)
-    events.sort()
+        own.records += records
+        own.cycles += [at_ns for at_ns in track.cycles if at_ns >= start_ns]
     yield 0.0, ",\n".join(name for own in ranks.values() for name in own.names())
-    for number, (at_ns, _, rest) in enumerate(events):
-        yield number / len(events), f',\n{{"ts": {us(at_ns - start_ns)}, {rest}}}'
+    num_done, num_records = 0, max(len(begins), 1)
+    for at_ns, _, rest in heapq.merge(*(o.events(arrivals) for o in ranks.values())):
+        num_done += '"fused"' in rest
+        yield num_done / num_records, f',\n{{"ts": {us(at_ns - start_ns)}, {rest}}}'
+    for own in ranks.values():
+        yield 1.0, "".join(f",\n{name}" for name in own.lane_names())
     yield 1.0, "\n]}\n"
 
 
@@ -190,7 +193,7 @@ def _facts_of(track: AlignedTrack, num_kept: int) -> dict[str, Any]:
         "operations": num_kept,
         "dropped": track.track.num_dropped + len(track.keyed) - num_kept,
         "is_whole": track.track.is_whole,
-        "clock_offset_us": clock.offset_ns(0) / 1000,
+        "clock_offset_us": clock.points[0][1] / 1000 if clock.points else 0.0,
         "clock_error_us": error_us,
         "clock_points": [list(point) for point in clock.points],
     }

@@ -16,8 +16,8 @@ from ronde.timeline.part import PartHeader, read_parts
 from ronde.timeline.part_files import PartFiles
 from ronde.timeline.recording import Sink, ThreadedRecorder
 
-DEFAULT_LIMIT_BYTES = 64 << 20
-PACKED_RATIO = 4
+DEFAULT_LIMIT_BYTES = 32 << 20
+PACKED_RATIO = 2
 """A part is about so much smaller than what becomes of it in a packed trace."""
 
 _MIN_PART_BYTES = 64 << 10

@@ -1,7 +1,8 @@
 """Operations as events of Chrome's trace format, as text: pure."""
 
+import heapq
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ronde.timeline.events import Recorded
 from ronde.timeline.lanes import Lanes, nest
@@ -20,40 +21,57 @@ class RankEvents:
     Args:
         rank: Becomes the ``pid``.
         host: Its name.
+
+    Attributes:
+        records: Operations, to be added before ``events``.
+        cycles: When submissions were sent off, likewise.
     """
 
     def __init__(self, rank: int, host: str) -> None:
+        self.records: list[Keyed] = []
+        self.cycles: list[int] = []
         self._rank = rank
         self._host = host
         self._lanes: dict[int, Lanes] = {}
         self._tids: dict[tuple[int, int], int] = {}
 
-    def operations(
-        self, records: Iterable[Keyed], arrivals: Mapping[Key, Arrival]
-    ) -> Iterator[Timed]:
-        """Yield the events of operations of one recording, in no order."""
-        for key, record in sorted(records, key=lambda pair: begin_ns(pair[1])):
-            lanes = self._lanes.setdefault(key.set_id, Lanes())
-            lane = lanes.place(begin_ns(record), record.ended_ns)
-            tid = self._tids.setdefault((key.set_id, lane), len(self._tids) + 1)
-            place = f'"pid": {self._rank}, "tid": {tid}'
-            yield from _spans(key, record, arrivals.get(key), place)
-
-    def cycles(self, times_ns: Iterable[int]) -> Iterator[Timed]:
-        """Yield the events of cycles."""
-        place = f'"pid": {self._rank}, "tid": 0, "s": "p"'
-        for at_ns in times_ns:
-            yield at_ns, 0, f'"ph": "i", "name": "CYCLE_START", {place}'
+    def events(self, arrivals: Mapping[Key, Arrival]) -> Iterator[Timed]:
+        """Yield everything that happened, in order; it is never all in memory."""
+        return heapq.merge(self._operations(arrivals), self._cycle_marks())
 
     def names(self) -> Iterator[str]:
-        """Yield what names the rank and the lanes that were needed."""
+        """Yield what names the rank."""
         name = f"rank {self._rank} ({self._host})"
         yield self._name("process_name", {"name": name})
         yield self._name("process_sort_index", {"sort_index": self._rank})
+
+    def lane_names(self) -> Iterator[str]:
+        """Yield what names the lanes, once ``events`` has found out which it needs."""
         for (set_id, lane), tid in self._tids.items():
             what = {"name": f"process set {set_id}, lane {lane}"}
             yield self._name("thread_name", what, tid)
             yield self._name("thread_sort_index", {"sort_index": tid}, tid)
+
+    def _operations(self, arrivals: Mapping[Key, Arrival]) -> Iterator[Timed]:
+        waiting: list[Timed] = []
+        for key, record in sorted(self.records, key=lambda pair: begin_ns(pair[1])):
+            first_ns = begin_ns(record)
+            # Nothing that comes now begins before that.
+            while waiting and waiting[0][0] < first_ns:
+                yield heapq.heappop(waiting)
+            lanes = self._lanes.setdefault(key.set_id, Lanes())
+            lane = lanes.place(first_ns, record.ended_ns)
+            tid = self._tids.setdefault((key.set_id, lane), len(self._tids) + 1)
+            place = f'"pid": {self._rank}, "tid": {tid}'
+            for event in _spans(key, record, arrivals.get(key), place):
+                heapq.heappush(waiting, event)
+        while waiting:
+            yield heapq.heappop(waiting)
+
+    def _cycle_marks(self) -> Iterator[Timed]:
+        place = f'"pid": {self._rank}, "tid": 0, "s": "p"'
+        for at_ns in sorted(self.cycles):
+            yield at_ns, 0, f'"ph": "i", "name": "CYCLE_START", {place}'
 
     def _name(self, name: str, args: Mapping[str, str | int], tid: int = 0) -> str:
         place = {"ph": "M", "pid": self._rank, "tid": tid}
