@@ -123,14 +123,12 @@ class Communicator(ABC):
     ) -> Work[Tensor]:
         """Reduce ``source`` over all ranks into ``tensor``: see ``all_reduce``.
 
-        Engines that can do so copy and reduce in one go.
-
         Args:
             source: Any shape, equal on all ranks; it is left as it was.
             tensor: Of its shape, dtype and device, apart from it.
-            op: As in ``all_reduce``, as are the factors.
-            prescale: As there.
-            postscale: As there.
+            op: As in ``all_reduce``, as are the two factors.
+            prescale: See there.
+            postscale: See there.
         """
         tensor.copy_(source)
         return self.all_reduce(tensor, op, prescale=prescale, postscale=postscale)
@@ -269,8 +267,7 @@ class Communicator(ABC):
     def abort(self) -> None:
         """Close at once: what is under way fails, here and on the other ranks.
 
-        Not collective. For a rank that has met an error in a step which others wait
-        for: they are told that it is gone.
+        Not collective. For a rank that failed where others wait for it.
         """
         self.close()
 

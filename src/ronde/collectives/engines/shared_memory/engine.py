@@ -20,7 +20,7 @@ from ronde.collectives.engines.shared_memory.executor import Executor
 from ronde.collectives.engines.shared_memory.ground import Call, Ground
 from ronde.collectives.engines.shared_memory.mail import BOX_BYTES, PostOffice
 from ronde.collectives.engines.shared_memory.peers import Peers, Process
-from ronde.collectives.engines.shared_memory.reductions import Asked, Reduction
+from ronde.collectives.engines.shared_memory.reductions import Asked
 from ronde.collectives.engines.shared_memory.segment import (
     Exchange,
     pack,
@@ -98,7 +98,8 @@ class SharedMemoryCommunicator(Communicator):
             self._executor.require_usable()
             return Done(tensor)
         flat = tensor if _is_flat(tensor) else dense(tensor).view(-1)
-        return self._reduce(tensor, flat, flat, what)
+        steps = reductions.all_reduce(self._ground, tensor, flat, flat, what)
+        return self._executor.submit("all_reduce", steps)
 
     def all_reduce_from(
         self,
@@ -110,13 +111,13 @@ class SharedMemoryCommunicator(Communicator):
         postscale: float = 1.0,
     ) -> Work[Tensor]:
         """Reduce from one tensor into another: see ``Communicator``."""
+        scaling = {"prescale": prescale, "postscale": postscale}
         if not (_is_plain(source) and _is_plain(tensor)):
-            return super().all_reduce_from(
-                source, tensor, op, prescale=prescale, postscale=postscale
-            )
-        what = self._asked.reduction("all_reduce", tensor, op, prescale, postscale)
+            return super().all_reduce_from(source, tensor, op, **scaling)
+        what = self._asked.reduction("all_reduce", tensor, op, **scaling)
         flat, taken = tensor.detach().view(-1), source.detach().view(-1)
-        return self._reduce(tensor, flat, taken, what)
+        steps = reductions.all_reduce(self._ground, tensor, flat, taken, what)
+        return self._executor.submit("all_reduce", steps)
 
     def reduce_scatter(
         self,
@@ -214,12 +215,6 @@ class SharedMemoryCommunicator(Communicator):
     def close(self) -> None:
         """End the helper thread; not collective, and calls may be repeated."""
         self._executor.close()
-
-    def _reduce(
-        self, tensor: Tensor, flat: Tensor, source: Tensor, what: Reduction
-    ) -> Work[Tensor]:
-        steps = reductions.all_reduce(self._ground, tensor, flat, source, what)
-        return self._executor.submit("all_reduce", steps)
 
     def _layout(
         self,
