@@ -199,9 +199,7 @@ class SharedMemoryCommunicator(Communicator):
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
         num_bytes = -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
-        segments = share_segments(
-            self._exchange, self.rank, num_bytes, is_populated=True
-        )
+        segments = share_segments(_among(self), self.rank, num_bytes, is_populated=True)
         own = self._ground.heap.add(segments, self.rank)
         return own[: numel * dtype.itemsize].view(dtype)
 
@@ -209,7 +207,7 @@ class SharedMemoryCommunicator(Communicator):
         """Make a communicator of the same ranks: see ``Communicator``."""
         self._executor.require_usable()
         copy = SharedMemoryCommunicator.__new__(SharedMemoryCommunicator)
-        copy._connect(self._exchange, self.rank, self.size, self.timeout_s)  # noqa: SLF001  its own
+        copy._connect(_among(self), self.rank, self.size, self.timeout_s)  # noqa: SLF001  its own
         return copy
 
     def close(self) -> None:
@@ -238,11 +236,16 @@ class SharedMemoryCommunicator(Communicator):
         out_rows = None if out is None else out.shape[0]
         return Layout(name, dtype, tuple(tensor.shape), tuple(sent), out_rows)
 
-    def _exchange(self, message: bytes) -> list[bytes]:
-        """Tell all ranks some bytes; collective."""
+
+def _among(communicator: Communicator) -> Exchange:
+    """Return an exchange by way of a communicator."""
+
+    def exchange(message: bytes) -> list[bytes]:
         row = torch.frombuffer(pack(message), dtype=torch.uint8).unsqueeze(0)
-        gathered = self.all_gather(row).wait()
+        gathered = communicator.all_gather(row).wait()
         return [unpack(each.numpy().tobytes()) for each in gathered]
+
+    return exchange
 
 
 def _through(store: Store, rank: int, size: int) -> Exchange:
