@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -157,3 +158,31 @@ def test_a_reader_that_goes_away_is_no_error(ronde, tmp_path):
     ):
         assert process.wait(30) == 141
         assert process.stderr.read() == b""
+
+
+OTHER_CLOCK = ("unshare", "--time", "--monotonic", "1000", "--fork", "--kill-child")
+"""Starts a program whose monotonic clock is 1,000 s ahead of everybody else's."""
+
+AS_RANK_1 = f'[ "$RANK" = 1 ] && exec {" ".join(OTHER_CLOCK)} "$@"; exec "$@"'
+
+
+def test_ranks_with_different_clocks_are_brought_to_one(ronde, tmp_path, script):
+    if subprocess.run(
+        [*OTHER_CLOCK, "true"], check=False, capture_output=True
+    ).returncode:
+        pytest.skip(
+            "needs a time namespace: run as root, on Linux with util-linux 2.36"
+        )
+    words = ("--timeline", "t.json", "/bin/sh", "-c", AS_RANK_1, "sh", *script)
+    done = run(ronde, tmp_path, *words)
+    assert (done.returncode, done.stderr) == (0, b"")
+    first, other = json.loads((tmp_path / "t.json").read_text())["otherData"]["ranks"]
+    assert (first["clock_offset_us"], first["clock_error_us"]) == (0, 0)
+    assert len(other["clock_points"]) == 2
+    for _, offset_ns, error_ns in other["clock_points"]:
+        assert abs(offset_ns + 1000 * 10**9) <= error_ns < 10**9
+    spans = check(tmp_path / "t.json")
+    late = [e["args"]["late_rank"] for e in spans if "fused" in e.get("args", {})]
+    assert late[:40] == [1] * 40
+    text = ronde("trace", "show", "t.json", cwd=tmp_path).stdout.decode()
+    assert "of rank 0's; rank 1's is the least certain." in text
