@@ -13,6 +13,7 @@ Note [Who carries on]
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ronde.collectives import Communicator, Work
@@ -134,6 +135,13 @@ class Coordinator:
         For collectives that are never negotiated, such as gradient buckets.
         """
         return self._table.watch(name)
+
+    def call_on_stop(self, function: Callable[[], None]) -> None:
+        """Call ``function``, in any thread, if a stall ends the job.
+
+        For what is waited for elsewhere: nothing else would end that wait.
+        """
+        self._proceedings.on_stop = function
 
     def close(self) -> None:
         """Tell the others that this rank is gone; what is under way fails.

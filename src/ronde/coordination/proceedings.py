@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from ronde.collectives import Communicator
 from ronde.coordination.control.channel import Channel
@@ -43,6 +44,7 @@ class Proceedings:
     Attributes:
         execution: Carries out what was agreed.
         submitted: What the node has not been told of yet; any thread may append.
+        on_stop: Called when the job is to end, for what is not in the table.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Proceedings:
     ) -> None:
         """Begin: see ``Coordinator``."""
         self.submitted: deque[Entry] = deque()
+        self.on_stop: Callable[[], None] | None = None
         self.execution = Execution(
             communicator,
             set_id=set_id,
@@ -158,6 +161,8 @@ class Proceedings:
                 )
             case Stopped():
                 self._table.fail(CollectiveError(f"{SHUT_DOWN}\n{step.text}"))
+                if self.on_stop is not None:
+                    self.on_stop()
             case Tuned():
                 self.execution.threshold_bytes = step.fusion_threshold_bytes
 
