@@ -29,12 +29,29 @@ _logger = logging.getLogger("ronde")
 class SharedStore(Protocol):
     """What is needed of ``torch.distributed.Store``."""
 
-    def set(self, key: str, value: bytes, /) -> Any: ...  # noqa: ANN401, D102
-    def get(self, key: str, /) -> bytes: ...  # noqa: D102
-    def add(self, key: str, amount: int, /) -> int: ...  # noqa: D102
-    def check(self, keys: list[str], /) -> bool: ...  # noqa: D102
-    def wait(self, keys: list[str], timeout: timedelta, /) -> Any: ...  # noqa: ANN401, D102
-    def delete_key(self, key: str, /) -> bool: ...  # noqa: D102
+    def set(self, key: str, value: bytes, /) -> Any:  # noqa: ANN401  torch's None
+        """Give a key a value."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Return a key's value, once it has one."""
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Count up; return the sum."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Say whether all keys have values."""
+        ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> Any:  # noqa: ANN401  as above
+        """Wait until all keys have values; a RuntimeError when the time is up."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Forget a key."""
+        ...
 
 
 class Gathering:
