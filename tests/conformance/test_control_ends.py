@@ -9,8 +9,18 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.conformance.control import OVER, Mailbox, connect, neighbours
+from tests.conformance.control import (
+    OVER,
+    TIMEOUT_S,
+    Mailbox,
+    connect,
+    neighbours,
+)
 from tests.ranks import hosted_store
+
+from ronde.collectives.rendezvous import meet
+from ronde.coordination.control.connecting import connect_channel
+from ronde.errors import CollectiveError
 
 SEVERAL = ["aa", "aaa", "aaaa", "ab", "aab", "abab", "abca"]
 SOON_S = 5.0
@@ -197,3 +207,24 @@ def test_a_program_may_end_without_closing():
         for rank in range(2)
     ]
     assert [program.wait(60.0) for program in programs] == [0, 0]
+
+
+def be_absent(claim, hosts):
+    """The last rank never connects; the others say so."""
+    store = meet(claim, TIMEOUT_S)
+    texts = ""
+    if claim.rank < claim.size - 1:
+        with pytest.raises(CollectiveError) as caught:
+            connect_channel(store, claim.rank, hosts, timeout_s=1.0)
+        texts = str(caught.value)
+    # Rank 0 hosts the store.
+    store.set(f"over{claim.rank}", "")
+    store.wait([f"over{rank}" for rank in range(claim.size)])
+    return texts
+
+
+@pytest.mark.parametrize("hosts", ["aa", "aab", "ab"])
+def test_an_absent_rank_is_not_waited_for_for_ever(run_ranks_bare, hosts):
+    texts = run_ranks_bare(len(hosts), be_absent, hosts, timeout_s=30.0)
+    for rank, text in enumerate(texts[:-1]):
+        assert text.startswith(f"connecting on rank {rank} of {len(hosts)}")

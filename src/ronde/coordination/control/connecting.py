@@ -51,6 +51,7 @@ def connect_channel(
         undoing.callback(connecting.close)
         connecting.connect_host()
         connecting.connect_hosts()
+        connecting.open()
         undoing.pop_all()
     return connecting.channel()
 
@@ -68,6 +69,7 @@ class _Connecting:
         self._tree = Tree.of_hosts(rank, hosts)
         self._places = Places.from_hosts(hosts)
         self._media: list[Medium] = []
+        self._local: SharedMemoryMedium | None = None
         self._bell = Bell.of_its_own()
         self._num_looks = NEAR
 
@@ -88,8 +90,12 @@ class _Connecting:
             self._connect_gloo(store, ranks, is_one_host=True)
         else:
             self._media.append(medium)
-            medium.meet(self._timeout_s)
-            self._bell = medium.bell
+            self._local, self._bell = medium, medium.bell
+            if place == 0:
+                # The store may be this process's, and go with it at any time.
+                medium.await_neighbours(self._timeout_s)
+            else:
+                medium.open()
 
     def connect_hosts(self) -> None:
         """Connect the first rank of each host."""
@@ -100,6 +106,15 @@ class _Connecting:
         if self._rank in leaders:
             store = PrefixStore("hosts", self._store)
             self._connect_gloo(store, leaders, is_one_host=False)
+
+    def open(self) -> None:
+        """Have the first of a host tell the others that all hosts are connected."""
+        if self._local is None:
+            return
+        if self._tree.parent in self._tree.local:
+            self._local.await_neighbours(self._timeout_s)
+        else:
+            self._local.open()
 
     def channel(self) -> Channel:
         """Return what has been connected."""

@@ -30,6 +30,7 @@ _LINE = 8
 """Words in a cache line."""
 _STATE = bell.NUM_BYTES // 8
 _OPEN, _CLOSED = 1, 2
+"""Bits of the state: a rank that fails to connect is closed and was never open."""
 _UP = _STATE + _LINE
 _DOWN = _UP + 3 * _LINE
 _LOOK_EVERY_S = 0.25
@@ -71,7 +72,7 @@ class RingLink(Link):
         """Look whether it closed or its process ended: see ``Link``."""
         # Looked at in this order: who has closed has just ended, perhaps.
         has_ended = not self._process.state()
-        if self._words[_STATE] == _CLOSED:
+        if self._words[_STATE] & _CLOSED:
             fence()
             return Loss(self.rank, f"rank {self.rank} said goodbye", is_orderly=True)
         if has_ended:
@@ -79,9 +80,9 @@ class RingLink(Link):
             return Loss(self.rank, f"{name} ended", is_orderly=False)
         return None
 
-    def has_come(self) -> bool:
+    def is_open(self) -> bool:
         """Say whether the neighbour is connected, or has been."""
-        return self._words[_STATE] != 0
+        return bool(self._words[_STATE] & _OPEN)
 
     def ring(self) -> None:
         """Have the neighbour look."""
@@ -106,6 +107,7 @@ class SharedMemoryMedium(Medium):
         Raises:
             CollectiveError: They cannot share memory; in the same words on all.
         """
+        self._scene = f"connecting on rank {tree.rank} of {tree.size}"
         own = ranks.index(tree.rank)
         told = exchange(Process.of(os.getpid()).encode())
         processes = [Process.decode(text) for text in told]
@@ -123,38 +125,40 @@ class SharedMemoryMedium(Medium):
         self._words = _words(segments[own])
         self.links = self._links = links
 
-    def meet(self, timeout_s: float) -> None:
-        """Have a rank that others report to wait until all are connected.
+    def open(self) -> None:
+        """Tell the neighbours that this rank is connected."""
+        self._enter(_OPEN)
 
-        It may be the one whose store they meet at, and go at once.
+    def await_neighbours(self, timeout_s: float) -> None:
+        """Wait until they have opened theirs.
 
         Raises:
             CollectiveError: One of them ended, or did not come in time.
         """
-        self._enter(_OPEN)
         ears = Ears(self.bell, NEAR)
         deadline = time.monotonic() + timeout_s
-        while not all(link.has_come() for link in self._links):
-            ears.wait(_LOOK_EVERY_S, is_eager=True)
-            ears.hear()
-            for link in self._links:
-                if not link.has_come() and (loss := link.find_loss()):
+        while absent := [link for link in self._links if not link.is_open()]:
+            for link in absent:
+                if (loss := link.find_loss()) and not link.is_open():
                     raise PeerLostError(
-                        "connecting needs every rank, but one is gone "
+                        f"{self._scene} needs every rank, but one is gone "
                         f"({loss.reason}). Its own error says why."
                     )
             if time.monotonic() > deadline:
+                ranks = [link.rank for link in absent[:8]]
                 raise CollectiveError(
-                    "connecting must complete within timeout_s, got no answer for "
-                    f"{timeout_s:g} s. See which rank hangs."
+                    f"{self._scene} must complete within timeout_s, got no answer for "
+                    f"{timeout_s:g} s from ranks {ranks}. See which rank hangs."
                 )
+            ears.wait(_LOOK_EVERY_S, is_eager=True)
+            ears.hear()
 
     def close(self) -> None:
         """Tell the neighbours: see ``Medium``. What is in the rings stays there."""
         self._enter(_CLOSED)
 
     def _enter(self, state: int) -> None:
-        self._words[_STATE] = state
+        self._words[_STATE] |= state
         for link in self._links:
             link.ring()
 
