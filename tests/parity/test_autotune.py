@@ -22,6 +22,7 @@ from ronde.data_parallel import (
 )
 from ronde.data_parallel.bucket_tuning import candidate_limits
 from ronde.errors import UsageError
+from ronde.torch.session import current_session
 from ronde.tuning import TuningLog, TuningOptions
 
 AMOUNT = TuningOptions(
@@ -190,3 +191,43 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path):
     }
     with pytest.raises(UsageError, match="HOROVOD_AUTOTUNE_LOG must be a file"):
         run_ranks_bare(1, lambda _: hvd.init(), environment=variables)
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_fusion_is_tuned_unless_its_threshold_is_set(tmp_path, is_set):
+    path = tmp_path / "autotune.csv"
+
+    def run(_):
+        hvd.init()
+        tensors = [torch.full((100 + i,), float(hvd.rank())) for i in range(20)]
+        # Two steps more than samples take: the first only marks the time.
+        for _ in range((4 + 2 * 6) * 2 + 2):
+            handles = [
+                hvd.allreduce_async(t, name=str(i), op=hvd.Sum)
+                for i, t in enumerate(tensors)
+            ]
+            results = [hvd.synchronize(handle) for handle in handles]
+        for tensor, result in zip(tensors, results, strict=True):
+            assert torch.equal(result, torch.ones_like(tensor))
+        coordinator = current_session().members[0].coordinator
+        threshold = coordinator._proceedings.execution.threshold_bytes
+        hvd.shutdown()
+        return threshold
+
+    variables = {
+        "HOROVOD_AUTOTUNE": "1",
+        "HOROVOD_AUTOTUNE_LOG": str(path),
+        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "0",
+        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "1",
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "4",
+    }
+    if is_set:
+        variables["HOROVOD_FUSION_THRESHOLD"] = str(1 << 20)
+    thresholds = run_ranks_bare(2, run, environment=variables)
+    assert thresholds[0] == thresholds[1]
+    rows = path.read_text().splitlines()[1:]
+    if is_set:
+        assert thresholds[0] == 1 << 20
+        assert not rows
+    else:
+        assert rows[-1].startswith(f"fusion,best,,,{thresholds[0]},")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ronde.coordination.fusion_tuning import FusionTuningOptions
+
 
 @dataclass(frozen=True, slots=True)
 class CoordinationOptions:
@@ -9,6 +11,7 @@ class CoordinationOptions:
 
     Attributes:
         fusion_threshold_bytes: Tensors are fused up to this; 0 fuses none.
+        tuning: How to find a better one; None keeps it.
         gather_time_s: How long submissions that nobody waits for yet may gather before
             they are sent off together (Horovod's cycle time).
         cache_capacity: Number of responses remembered; 0 for none.
@@ -18,6 +21,7 @@ class CoordinationOptions:
     """
 
     fusion_threshold_bytes: int = 128 << 20
+    tuning: FusionTuningOptions | None = None
     gather_time_s: float = 0.001
     cache_capacity: int = 1024
     is_group_alone: bool = False

@@ -8,6 +8,7 @@ from ronde.collectives import Communicator
 from ronde.coordination.control.channel import Channel
 from ronde.coordination.entries import Entry
 from ronde.coordination.execution import Execution
+from ronde.coordination.fusion_tuning import FusionTuning
 from ronde.coordination.inspector import Inspector
 from ronde.coordination.node import Node
 from ronde.coordination.operations import Kind
@@ -73,6 +74,10 @@ class Proceedings:
         tree = channel.tree
         is_root = tree.parent is None
         self._node = Root(tree, options.cache_capacity) if is_root else Node(tree)
+        self._tuning: FusionTuning | None = None
+        if is_root and options.tuning is not None:
+            default_bytes = options.fusion_threshold_bytes
+            self._tuning = FusionTuning(default_bytes, options.tuning, self.tune)
         self._inspector = Inspector(self._node, options)
         self._memories: dict[str, Memory] = {}
         self._lost: set[int] = set()
@@ -174,6 +179,16 @@ class Proceedings:
             self.execution.run(run, entries)
         except CollectiveError as error:
             self._give_up(entries, error)
+            return
+        if self._tuning is not None:
+            self._tune(self._tuning, entries)
+
+    def _tune(self, tuning: FusionTuning, entries: list[Entry | None]) -> None:
+        own = [entry for entry in entries if entry is not None]
+        num_bytes = sum(t.nbytes for entry in own for t in entry.operation.tensors)
+        tuning.ran([entry.name for entry in own], num_bytes, time.monotonic())
+        if tuning.is_over:
+            self._tuning = None
 
     def _give_up(self, entries: list[Entry | None], error: CollectiveError) -> None:
         """End all after tensors could not be moved; say who is gone, if one is."""

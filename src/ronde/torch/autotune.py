@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ronde.coordination.fusion_tuning import FusionTuningOptions
 from ronde.data_parallel import BucketTuningOptions
 from ronde.errors import UsageError
 from ronde.tuning import TuningLog, TuningOptions
@@ -35,3 +36,17 @@ def tuning_options(knobs: Knobs, rank: int) -> BucketTuningOptions | None:
                 f"{knobs.autotune_log}: {error.strerror}. Give another path."
             ) from error
     return BucketTuningOptions(amount, log)
+
+
+def fusion_options(
+    knobs: Knobs, tuning: BucketTuningOptions | None
+) -> FusionTuningOptions | None:
+    """Return how coordinators are to find their fusion threshold, if they are to.
+
+    Args:
+        knobs: What the variables say; a threshold that is set stays.
+        tuning: What ``tuning_options`` made of them.
+    """
+    if tuning is None or "FUSION_THRESHOLD" in knobs.explicit:
+        return None
+    return FusionTuningOptions(tuning.amount, tuning.log)

@@ -8,8 +8,9 @@ from typing import Any, cast
 from ronde.collectives import Communicator, Connections, exchange_hosts
 from ronde.collectives.connection import DEFAULT_TIMEOUT_S
 from ronde.coordination.options import CoordinationOptions
+from ronde.data_parallel import BucketTuningOptions
 from ronde.errors import UsageError
-from ronde.torch.autotune import tuning_options
+from ronde.torch.autotune import fusion_options, tuning_options
 from ronde.torch.members import Job, Member
 from ronde.torch.process_sets import ProcessSet, global_process_set, register
 from ronde.torch.recordings import Recordings
@@ -88,7 +89,7 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
     communicator = connections.connect("set0", ranks)
     hosts = _hosts(claim, communicator)
     timeout_s = knobs.start_timeout_s or _START_TIMEOUT_S
-    job = Job(connections, hosts, _options(knobs), timeout_s)
+    job = Job(connections, hosts, _options(knobs, tuning), timeout_s)
     session = Session(
         world=claim.world or World.from_hosts(claim.rank, hosts),
         claim=claim,
@@ -164,9 +165,10 @@ def _hosts(claim: Claim, communicator: Communicator) -> tuple[str, ...]:
     return tuple(exchange_hosts(communicator, host))
 
 
-def _options(knobs: Knobs) -> CoordinationOptions:
+def _options(knobs: Knobs, tuning: BucketTuningOptions | None) -> CoordinationOptions:
     return CoordinationOptions(
         fusion_threshold_bytes=knobs.fusion_threshold_bytes,
+        tuning=fusion_options(knobs, tuning),
         gather_time_s=knobs.cycle_time_s,
         cache_capacity=knobs.cache_capacity,
         is_group_alone=knobs.is_group_alone,
