@@ -3,6 +3,8 @@
 import gzip
 import json
 import logging
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from tests.unit.timeline_samples import check_events, read_events
 
 import ronde.torch as hvd
 from ronde.errors import NotInitializedError
+from ronde.trace import read_part_files
 
 DYNAMIC = {"HOROVOD_TIMELINE": "DYNAMIC"}
 
@@ -82,6 +85,32 @@ def test_a_path_in_the_environment_is_written_while_the_job_runs(tmp_path):
     spans = check_events(read_events(gzip.decompress(path.read_bytes())))
     assert {e["pid"] for e in spans} == {0, 1}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def begin_again_and_again(claim):
+    held = []
+    for _ in range(8):
+        hvd.init()
+        hvd.allreduce(torch.ones(3), name="x")
+        hvd.shutdown()
+        held.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    return held
+
+
+@pytest.mark.parametrize("how", ["RONDE_TIMELINE", "HOROVOD_TIMELINE"])
+def test_sessions_that_record_leave_nothing_open(tmp_path, how):
+    path = tmp_path / "t"
+    both = run_ranks_bare(2, begin_again_and_again, environment={how: str(path)})
+    for held in both:
+        assert len(set(held[3:])) == 1, held
+    if how == "RONDE_TIMELINE":
+        tracks = read_part_files([path])
+        places = [(t.header.session, t.header.rank) for t in tracks]
+        assert places == [(number, rank) for number in range(8) for rank in range(2)]
+        assert all(track.is_whole and track.operations for track in tracks)
+    else:
+        assert read_events(path.read_text())
+        assert [p.name for p in tmp_path.iterdir()] == ["t"]
 
 
 def record_on_rank_0(claim, path):

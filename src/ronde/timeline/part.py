@@ -92,7 +92,12 @@ class Encoder:
     def operations(self, records: Iterable[Recorded]) -> bytes:
         """Return the lines of some operations."""
         lines: list[str] = []
+        # Tensors that went together have the same.
+        activities, begun_ns, parts = (), 0, ""
         for record in records:
+            if (record.activities, record.begun_ns) != (activities, begun_ns):
+                activities, begun_ns = record.activities, record.begun_ns
+                parts = _activities(activities, begun_ns)
             what = (record[0], record[2], record[3], *record[8:10])
             number = self._numbers.get(what)
             if number is None:
@@ -102,8 +107,8 @@ class Encoder:
             lines.append(
                 f"[{number},{record.sequence},{ended - self._last_ns},"
                 f"{_back(ended, record.submitted_ns)},"
-                f"{_back(ended, record.agreed_ns)},{ended - record.begun_ns},"
-                f"{record.num_fused}{_activities(record)}]"
+                f"{_back(ended, record.agreed_ns)},{ended - begun_ns},"
+                f"{record.num_fused}{parts}]"
             )
             self._last_ns = ended
         return "\n".join([*lines, ""]).encode()
@@ -130,11 +135,10 @@ def _back(ended_ns: int, at_ns: int) -> int:
     return ended_ns - at_ns if at_ns else -1
 
 
-def _activities(record: Recorded) -> str:
-    begun = record.begun_ns
+def _activities(activities: Sequence[Activity], begun_ns: int) -> str:
     return "".join(
-        f",{json.dumps(a.name)},{a.begun_ns - begun},{a.ended_ns - a.begun_ns}"
-        for a in record.activities
+        f",{json.dumps(a.name)},{a.begun_ns - begun_ns},{a.ended_ns - a.begun_ns}"
+        for a in activities
     )
 
 

@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ronde.errors import UsageError
@@ -101,7 +102,8 @@ class RankRecording:
                 place.rank,
                 place.size,
                 clock=header.clock,
-                on_bound=self._take_bound,
+                # Not a method: a circle would keep the store's connection open.
+                on_bound=partial(_take_bound, self._files),
             )
             self._gathering.start()
 
@@ -113,12 +115,6 @@ class RankRecording:
             except RuntimeError as error:
                 _logger.warning("clocks could not be compared at the end: %s", error)
         self.recorder.close()
-
-    def _take_bound(self, bound: ClockBound) -> None:
-        try:
-            self._files.take_bound(bound)
-        except OSError as error:
-            _logger.warning("a clock's offset could not be written down: %s", error)
 
     def bring_together(self, path: Path, limit_bytes: int) -> None:
         """After ``close``: have rank 0 write the trace of all ranks.
@@ -155,6 +151,13 @@ class RankRecording:
             why,
             self._files.directory,
         )
+
+
+def _take_bound(files: PartFiles, bound: ClockBound) -> None:
+    try:
+        files.take_bound(bound)
+    except OSError as error:
+        _logger.warning("a clock's offset could not be written down: %s", error)
 
 
 def write_merged(
