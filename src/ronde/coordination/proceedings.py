@@ -165,11 +165,14 @@ class Proceedings:
                     has_joined=self._table.has_joined,
                 )
             case Stopped():
-                self._table.fail(CollectiveError(f"{SHUT_DOWN}\n{step.text}"))
-                if self.on_stop is not None:
-                    self.on_stop()
+                self._stop(step.text)
             case Tuned():
                 self.execution.threshold_bytes = step.fusion_threshold_bytes
+
+    def _stop(self, text: str) -> None:
+        self._table.fail(CollectiveError(f"{SHUT_DOWN}\n{text}"))
+        if self.on_stop is not None:
+            self.on_stop()
 
     def _run(self, run: Run) -> None:
         if self._table.failure is not None:
