@@ -30,8 +30,8 @@ class TuningOptions:
     Attributes:
         warmup_samples: Samples of the default that are thrown away first.
         steps_per_sample: Steps whose median is a sample.
-        max_samples: Samples to find the best with. One for each pair of the last
-            comparison, and one more, come on top.
+        max_samples: Samples to find the best with; those of the warm-up and of the last
+            comparison come on top.
         num_pairs: Pairs of samples in the last comparison, winner against default.
         min_gain: Part of the default's cost that a winner must save, 0 to 1.
 
