@@ -202,7 +202,7 @@ class Proceedings:
             for step in self._node.steps:
                 if isinstance(step, Gone) and not self._table.failure:
                     self._table.fail(self._loss(step))
-            self._channel.wait(_FIND_LOSS_WITHIN_S / 10, is_eager=False)
+            self._channel.wait(_FIND_LOSS_WITHIN_S / 10, is_eager=True)
         failure = PeerLostError(f"{SHUT_DOWN}\n{self._table.failure or error}")
         if self._table.failure is None:
             self._node.lose(self._node.tree.rank, str(error), is_orderly=False)
