@@ -3,7 +3,6 @@
 import gzip
 import json
 import logging
-import os
 import threading
 from pathlib import Path
 
@@ -93,7 +92,8 @@ def begin_again_and_again(claim):
         hvd.init()
         hvd.allreduce(torch.ones(3), name="x")
         hvd.shutdown()
-        held.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+        num_files = len(list(Path("/proc/self/fd").iterdir()))
+        held.append((num_files, threading.active_count()))
     return held
 
 
@@ -102,7 +102,9 @@ def test_sessions_that_record_leave_nothing_open(tmp_path, how):
     path = tmp_path / "t"
     both = run_ranks_bare(2, begin_again_and_again, environment={how: str(path)})
     for held in both:
-        assert len(set(held[3:])) == 1, held
+        # One more in each session would be five; the engine's own come and go.
+        assert held[-1][0] <= held[2][0] + 2, held
+        assert held[-1][1] <= held[2][1], held
     if how == "RONDE_TIMELINE":
         tracks = read_part_files([path])
         places = [(t.header.session, t.header.rank) for t in tracks]
