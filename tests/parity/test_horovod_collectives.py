@@ -1,5 +1,7 @@
 """Horovod's collectives give what one process would compute from all ranks' inputs."""
 
+import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -351,3 +353,34 @@ def _compressors() -> None:
         torch.tensor([5]), op=hvd.Sum, compression=hvd.Compression.fp16
     )
     assert integers.tolist() == [10]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_thread_may_call(size):
+    run_sessions(size, _threads)
+
+
+def _threads() -> None:
+    """Eight threads call at once, each in an order of its own on every rank."""
+    wrong: list[str] = []
+
+    def work(thread: int) -> None:
+        order = list(range(12))
+        random.Random(100 * hvd.rank() + thread).shuffle(order)
+        handles = {
+            i: hvd.allreduce_async(torch.full((i + 1,), 1.0), name=f"{thread}.{i}")
+            for i in order
+        }
+        gathered = hvd.allgather(torch.tensor([hvd.rank()]), name=f"{thread}")
+        if gathered.tolist() != list(range(hvd.size())):
+            wrong.append(f"allgather {thread}")
+        for i in reversed(order):
+            if not torch.equal(hvd.synchronize(handles[i]), torch.ones(i + 1)):
+                wrong.append(f"{thread}.{i}")
+
+    threads = [threading.Thread(target=work, args=(t,)) for t in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,6 +1,7 @@
 """Sessions begin and end, a hundred times, and leave nothing behind."""
 
 import gc
+import logging
 import os
 import threading
 from pathlib import Path
@@ -152,3 +153,27 @@ def _join_errors(_: object) -> None:
     assert hvd.join() == 0
     hvd.barrier()
     hvd.shutdown()
+
+
+def test_the_coordinators_core_and_words():
+    core = str(min(os.sched_getaffinity(0)))
+    affinity = {"HOROVOD_THREAD_AFFINITY": f"{core},{core}"}
+    run_ranks_bare(2, _pinned, environment={**affinity, "HOROVOD_LOG_LEVEL": "DEBUG"})
+    run_ranks_bare(1, _pinned_nowhere, environment={"HOROVOD_THREAD_AFFINITY": "9999"})
+
+
+def _pinned(_: object) -> None:
+    own = os.sched_getaffinity(0)
+    hvd.init()
+    assert os.sched_getaffinity(0) == own
+    (thread,) = [t for t in threading.enumerate() if t.name == "ronde-coordinator"]
+    assert thread.native_id is not None
+    assert os.sched_getaffinity(thread.native_id) == {min(own)}
+    assert logging.getLogger("ronde").level == logging.DEBUG
+    hvd.shutdown()
+
+
+def _pinned_nowhere(_: object) -> None:
+    with pytest.raises(ValueError, match="HOROVOD_THREAD_AFFINITY must name one"):
+        hvd.init()
+    assert not hvd.is_initialized()

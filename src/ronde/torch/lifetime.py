@@ -1,8 +1,11 @@
 """The beginning and the end of a session."""
 
 import atexit
+import logging
+import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 from ronde.collectives import Communicator, Connections, exchange_hosts
@@ -76,6 +79,7 @@ def shutdown() -> None:
 
 def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi4py's
     knobs = read_knobs()
+    _set_log_level(knobs)
     report_ignored(knobs)
     claim = read_claim()
     _check_comm(comm, claim)
@@ -87,17 +91,23 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
     )
     ranks = tuple(range(claim.size))
     communicator = connections.connect("set0", ranks)
-    hosts = _hosts(claim, communicator)
-    timeout_s = knobs.start_timeout_s or _START_TIMEOUT_S
-    job = Job(connections, hosts, _options(knobs, tuning), timeout_s)
+    with ExitStack() as undo:
+        undo.callback(communicator.close)
+        hosts = _hosts(claim, communicator)
+        world = claim.world or World.from_hosts(claim.rank, hosts)
+        timeout_s = knobs.start_timeout_s or _START_TIMEOUT_S
+        job = Job(connections, hosts, _options(knobs, tuning), timeout_s)
+        with _pinned(knobs.thread_affinity, world.local_rank):
+            member = Member.connect(job, 0, ranks, communicator)
+        undo.pop_all()
     session = Session(
-        world=claim.world or World.from_hosts(claim.rank, hosts),
+        world=world,
         claim=claim,
         knobs=knobs,
         job=job,
         is_dynamic=knobs.has_dynamic_process_sets or _DYNAMIC in _asked_for,
         sets={0: ranks},
-        members={0: Member.connect(job, 0, ranks, communicator)},
+        members={0: member},
         recordings=Recordings(
             claim.rank, claim.size, hosts[claim.rank], connections.store
         ),
@@ -107,6 +117,37 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
     begin(session)
     atexit.register(shutdown)
     open_timeline(session)
+
+
+def _set_log_level(knobs: Knobs) -> None:
+    """Have ronde say as much as ``HOROVOD_LOG_LEVEL`` asks for; nobody else."""
+    if knobs.log_level is not None:
+        logging.getLogger("ronde").setLevel(knobs.log_level)
+
+
+@contextmanager
+def _pinned(cores: Sequence[int], local_rank: int) -> Generator[None]:
+    """Keep the threads that are started here on ``HOROVOD_THREAD_AFFINITY``'s core.
+
+    Raises:
+        UsageError: There is no such core, or none for this rank.
+    """
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {cores[local_rank]})
+    except (IndexError, OSError) as error:
+        raise UsageError(
+            "HOROVOD_THREAD_AFFINITY must name one of the cores "
+            f"{sorted(before)} for each local rank, got {list(cores)} for local rank "
+            f"{local_rank}. Correct it, or unset it."
+        ) from error
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _static_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:

@@ -1,0 +1,58 @@
+"""A rank that dies in the middle of an operation: the others are told who, and soon."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from tests.parity.sessions import run_sessions
+
+import ronde.torch as hvd
+
+WITHIN_S = 5.0
+CALLS = {
+    "allreduce": hvd.allreduce,
+    "named": lambda t: hvd.allreduce(t, name="x"),
+    "adasum": lambda t: hvd.allreduce(t, op=hvd.Adasum),
+    "in_place": hvd.allreduce_,
+    "group": lambda t: hvd.grouped_allreduce([t, t]),
+    "handle": lambda t: hvd.synchronize(hvd.allreduce_async(t)),
+    "allgather": hvd.allgather,
+    "broadcast_from_it": lambda t: hvd.broadcast(t, 1),
+    "broadcast": lambda t: hvd.broadcast(t, 0),
+    "alltoall": hvd.alltoall,
+    "reducescatter": hvd.reducescatter,
+    "barrier": lambda t: hvd.barrier(),
+    "join": lambda t: hvd.join(),
+    "object": lambda t: hvd.broadcast_object("x", 1),
+    "add_process_set": lambda t: hvd.add_process_set([0]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_others_are_told(name):
+    size = 2 if name == "adasum" else 3
+    results = run_sessions(size, _die_in, name, dying=[1])
+    for rank, result in enumerate(results):
+        if rank != 1:
+            message, took_s = result
+            assert "rank 1" in message, message
+            assert took_s < WITHIN_S
+
+
+def _die_in(name: str) -> tuple[str, float]:
+    tensor = torch.ones(6, 1000)
+    for _ in range(3):  # some went well before
+        hvd.allreduce(tensor, name="x")
+        hvd.barrier()
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun_s = time.monotonic()
+    with pytest.raises(hvd.HorovodInternalError) as raised:
+        CALLS[name](tensor)
+    took_s = time.monotonic() - begun_s
+    # And whatever comes after it fails at once.
+    with pytest.raises(hvd.HorovodInternalError):
+        hvd.allreduce(tensor)
+    return str(raised.value), took_s
