@@ -1,9 +1,11 @@
 """Runs Horovod's own tests and examples through ronde's ``horovod``."""
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,13 @@ EXAMPLES = {
     "adasum/adasum_small_model.py": ("--op", "Average"),
     "adasum/adasum_small_model.py --op Adasum": ("--op", "Adasum"),
 }
+# With exactly 3 ranks they want sums in fp16 to equal what fp32 gives, bit for bit:
+# 3 * 14.367, say, to be 43.1016, which is no number of fp16. Horovod fails them, too.
+IMPOSSIBLE_AT_3 = (
+    "test_horovod_allreduce_prescale",
+    "test_horovod_reducescatter_prescale",
+    "test_horovod_grouped_reducescatter_prescale",
+)
 NO_TESTS = 5
 
 
@@ -65,6 +74,7 @@ class Launch:
 
 def main() -> int:
     """Run what is asked for; return 0 when nothing failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = parse_options()
     upstream = options.checkout
     if not (upstream / "test" / "parallel" / "test_torch.py").is_file():
@@ -97,7 +107,6 @@ def parse_options() -> argparse.Namespace:
     add("--file", action="append", default=[], help="only this file; may be repeated")
     add("-k", dest="words", default="", help="only tests that match, as pytest has it")
     add("--timeout", type=int, default=120, help="seconds a test may take")
-    add("--deselect", action="append", default=[], help="leave a test out")
     add("--verbose", action="store_true", help="show what the tests print")
     return parser.parse_args()
 
@@ -137,47 +146,59 @@ def run_files(
     files = [(f"parallel/{name}", launch.command()) for name in PARALLEL]
     if not launch.is_mpi:
         files += [(f"single/{name}", [str(launch.python)]) for name in SINGLE]
+    for test in left_out(launch):
+        print(f"left out, for nobody can pass it at {launch.ranks} ranks: {test}")
     print(f"{'file':36} rank passed failed skipped")
     for name, command in files:
         if options.file and Path(name).name not in options.file:
             continue
         words = ["-m", "pytest", "-v", "-p", "no:cacheprovider", f"test/{name}"]
         words += ["--timeout", str(options.timeout)]
-        words += [f"--deselect={test}" for test in options.deselect]
+        words += [f"--deselect=test/{name}::{test}" for test in left_out(launch)]
         words += ["-k", options.words] if options.words else []
         outcomes = scratch / "outcomes" / name
         outcomes.mkdir(parents=True)
-        done = run([*command, *words], scratch, outcomes)
-        is_good = done.returncode in (0, NO_TESTS)
         log = read_cache_directory() / "upstream-tests" / f"{Path(name).stem}.log"
-        log.write_text(done.stdout)
+        code = run([*command, *words], scratch, outcomes, log)
+        is_good = code in (0, NO_TESTS)
         if options.verbose:
-            print(done.stdout)
+            print(log.read_text())
         has_all = count(name, outcomes, launch.ranks if "parallel" in name else 1)
         if not is_good:
-            print(f"{'':36} exit code {done.returncode}; all they said: {log}")
+            print(f"{'':36} exit code {code}; all they said: {log}")
         yield is_good and (has_all or bool(options.words))
 
 
-def run(
-    command: Sequence[str], scratch: Path, outcomes: Path, *further_path: Path
-) -> "subprocess.CompletedProcess[str]":
-    """Run a command in ``scratch``, where ``horovod`` is ronde's."""
+def left_out(launch: Launch) -> list[str]:
+    """Return the tests that nobody can pass with so many ranks."""
+    names = IMPOSSIBLE_AT_3 if launch.ranks == 3 else ()
+    return [f"TorchTests::{name}" for name in names]
+
+
+def run(command: Sequence[str], scratch: Path, outcomes: Path, log: Path) -> int:
+    """Run a command in ``scratch``, where ``horovod`` is ronde's; return its code."""
     env = own_environment()
-    path = [str(ALIAS), *map(str, further_path), env.get("PYTHONPATH", "")]
+    path = [str(ALIAS), env.get("PYTHONPATH", "")]
+    if importlib.util.find_spec("torchvision") is None:
+        path.append(str(HERE / "stand_ins"))
     env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     env["UPSTREAM_TESTS_OUTCOMES"] = str(outcomes)
     env.setdefault("OMP_NUM_THREADS", "1")
-    return subprocess.run(
-        command,
-        cwd=scratch,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command,
+            cwd=scratch,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
+        try:
+            return process.wait()
+        finally:
+            process.terminate()
 
 
 def count(name: str, outcomes: Path, ranks: int) -> bool:
@@ -197,15 +218,12 @@ def count(name: str, outcomes: Path, ranks: int) -> bool:
 
 def run_example(launch: Launch, scratch: Path, example: str) -> bool:
     """Run one of the examples, and say how it ended."""
-    has_torchvision = subprocess.run(
-        [launch.python, "-c", "import torchvision"], capture_output=True, check=False
-    )
-    stand_ins = [HERE / "stand_ins"] if has_torchvision.returncode else []
     script = f"examples/{example.split(maxsplit=1)[0]}"
     command = [*launch.command(), script, *EXAMPLES[example]]
-    done = run(command, scratch, scratch, *stand_ins)
-    print(f"{example}: exit code {done.returncode}\n{done.stdout}")
-    return done.returncode == 0
+    log = scratch / "log"
+    code = run(command, scratch, scratch, log)
+    print(f"{example}: exit code {code}\n{log.read_text()}")
+    return code == 0
 
 
 if __name__ == "__main__":

@@ -68,7 +68,6 @@ SETTING = {
     "--gloo-timeout-seconds 7": ("GLOO_TIMEOUT_SECONDS", "7"),
     "--log-level DEBUG": ("LOG_LEVEL", "DEBUG"),
     "--start-timeout 8": ("START_TIMEOUT", "8"),
-    "--elastic-timeout 8": ("ELASTIC_TIMEOUT", "8"),
 }
 
 
@@ -99,7 +98,7 @@ def test_minus_x_beats_an_option(ronde) -> None:
 def test_what_changes_nothing_is_named_in_one_line(ronde) -> None:
     words = "-p 22 -i key --verbose --min-np 1 --max-np 2 --reset-limit 3 --tcp"
     words += " --blacklist-cooldown-range 1 2 --disable-cache -prefix-timestamp"
-    words += " --mpi-args=-x --log-without-timestamp --jsrun"
+    words += " --mpi-args=-x --elastic-timeout 3 --log-without-timestamp --jsrun"
     done = ronde("run", "-n", "1", *words.split(), "/bin/true")
     assert done.returncode == 0
     [line] = done.stderr.decode().splitlines()

@@ -29,10 +29,8 @@ HEARD = {
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("7", "autotune_max_samples", 7),
     "DYNAMIC_PROCESS_SETS": ("1", "has_dynamic_process_sets", True),
     "ELASTIC": ("1", "is_elastic", True),
-    "ELASTIC_TIMEOUT": ("3", "elastic_timeout_s", 3.0),
     "START_TIMEOUT": ("3", "start_timeout_s", 3.0),
     "GLOO_TIMEOUT_SECONDS": ("3", "collective_timeout_s", 3.0),
-    "GLOO_IFACE": ("eth1", "interface", "eth1"),
     "LOG_LEVEL": ("trace", "log_level", logging.DEBUG),
     "THREAD_AFFINITY": ("0,2, 4", "thread_affinity", (0, 2, 4)),
 }

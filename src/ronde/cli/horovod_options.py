@@ -25,7 +25,6 @@ _VALUES = {
     "gloo-timeout-seconds": "GLOO_TIMEOUT_SECONDS",
     "log-level": "LOG_LEVEL",
     "start-timeout": "START_TIMEOUT",
-    "elastic-timeout": "ELASTIC_TIMEOUT",
     "network-interfaces": "GLOO_IFACE",
 }
 """Options with a value that is a variable's, by its name without ``HOROVOD_``."""
@@ -46,7 +45,7 @@ _CONTROLLERS = ("gloo", "mpi", "jsrun")
 _VALUES_IGNORED = (
     *("ssh-port", "ssh-identity-file", "mpi-args", "binding-args", "num-nccl-streams"),
     *("min-num-proc", "max-num-proc", "reset-limit", "blacklist-cooldown-range"),
-    "autotune-gaussian-process-noise",
+    *("autotune-gaussian-process-noise", "elastic-timeout"),
 )
 _FLAGS_IGNORED = (
     *("disable-cache", "verbose", "tcp", "prefix-output-with-timestamp", "jsrun"),

@@ -47,12 +47,10 @@ class Knobs:
         autotune_max_samples: Samples after which tuning ends.
         has_dynamic_process_sets: Whether sets may come and go after ``init()``.
         is_elastic: Whether ranks may come and go.
-        elastic_timeout_s: How long to wait for ranks that come back.
         start_timeout_s: How long ``init()`` may wait for the others; None for ronde's
             default.
         collective_timeout_s: How long a collective may wait for another rank (Horovod
             says so of Gloo); None for ronde's default.
-        interface: Network interface for Gloo, or empty.
         log_level: A level of ``logging``; None for whatever the program has set.
         thread_affinity: The core of the coordinating thread, for each local rank;
             empty leaves that to the kernel.
@@ -77,10 +75,8 @@ class Knobs:
     autotune_max_samples: int = 20
     has_dynamic_process_sets: bool = False
     is_elastic: bool = False
-    elastic_timeout_s: float = 600.0
     start_timeout_s: float | None = None
     collective_timeout_s: float | None = None
-    interface: str = ""
     log_level: int | None = None
     thread_affinity: tuple[int, ...] = ()
     explicit: frozenset[str] = frozenset()
@@ -278,10 +274,8 @@ _HEARD: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("autotune_max_samples", _integer),
     "DYNAMIC_PROCESS_SETS": ("has_dynamic_process_sets", _boolean),
     "ELASTIC": ("is_elastic", _boolean),
-    "ELASTIC_TIMEOUT": ("elastic_timeout_s", _number),
     "START_TIMEOUT": ("start_timeout_s", _number),
     "GLOO_TIMEOUT_SECONDS": ("collective_timeout_s", _number),
-    "GLOO_IFACE": ("interface", _text),
     "LOG_LEVEL": ("log_level", _level),
     "THREAD_AFFINITY": ("thread_affinity", _cores),
 }
@@ -292,7 +286,7 @@ _ENGINES = ("CPU_OPERATIONS", "CONTROLLER")
 _PLACE = frozenset(
     (
         *("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK"),
-        *("CROSS_SIZE", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT"),
+        *("CROSS_SIZE", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "GLOO_IFACE"),
     )
 )
 _WITHOUT_EFFECT = frozenset(
@@ -300,6 +294,7 @@ _WITHOUT_EFFECT = frozenset(
         *("BATCH_D2D_MEMCOPIES", "NUM_NCCL_STREAMS", "ENABLE_ASYNC_COMPLETION"),
         *("MPI_THREADS_DISABLE", "ADASUM_MPI_CHUNK_SIZE", "CCL_CACHE"),
         *("DISABLE_NVTX_RANGES", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "LOG_HIDE_TIME"),
+        "ELASTIC_TIMEOUT",
     )
 )
 _OF_THE_BUILD = re.compile("(WITH|WITHOUT|GPU|NCCL|CUDA|ROCM|BUILD|MPICXX)_")
