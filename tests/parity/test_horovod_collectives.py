@@ -374,9 +374,10 @@ def _threads() -> None:
         gathered = hvd.allgather(torch.tensor([hvd.rank()]), name=f"{thread}")
         if gathered.tolist() != list(range(hvd.size())):
             wrong.append(f"allgather {thread}")
-        for i in reversed(order):
-            if not torch.equal(hvd.synchronize(handles[i]), torch.ones(i + 1)):
-                wrong.append(f"{thread}.{i}")
+        results = {i: hvd.synchronize(handles[i]) for i in reversed(order)}
+        wrong.extend(
+            f"{thread}.{i}" for i in order if results[i].tolist() != [1.0] * (i + 1)
+        )
 
     threads = [threading.Thread(target=work, args=(t,)) for t in range(8)]
     for thread in threads:

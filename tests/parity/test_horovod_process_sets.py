@@ -140,12 +140,18 @@ def test_duplicates_are_refused_at_init():
 
 
 def _duplicates(_: object) -> None:
-    sets = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
-    message = message_of(ValueError, hvd.init, process_sets=sets)
-    assert message == (
-        "Horovod could not be initialized because process_sets entry number 1 is a "
-        "duplicate: ProcessSet(process_set_id=None, ranks=[0], mpi_comm=None)"
-    )
+    for ranks in ([0], [1, 0]):
+        sets = [hvd.ProcessSet([0]), hvd.ProcessSet(ranks), hvd.ProcessSet([1])]
+        message = message_of(ValueError, hvd.init, process_sets=sets)
+        assert message == (
+            "Horovod could not be initialized because process_sets entry number 1 is a "
+            "duplicate: ProcessSet(process_set_id=None, "
+            f"ranks={sorted(ranks)}, mpi_comm=None)"
+        )
+    # The session is there, and takes a list without the fault.
+    sets = [hvd.ProcessSet([1]), hvd.ProcessSet([0])]
+    hvd.init(process_sets=sets)
+    assert [s.process_set_id for s in sets] == [2, 1]
     hvd.shutdown()
 
 

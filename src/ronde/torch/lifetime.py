@@ -164,12 +164,10 @@ def _static_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[Proces
 
 def _register_all(session: Session, sets: list[ProcessSet]) -> None:
     """Register the sets that ``init`` was given; those it had already stay."""
-    before = dict(session.sets)
+    before = {ranks: set_id for set_id, ranks in session.sets.items() if set_id}
     for number, process_set in enumerate(sets):
-        set_id = process_set.process_set_id
-        if before.get(set_id or 0) == tuple(process_set.ranks):
-            continue
-        if not register(session, process_set):
+        process_set.process_set_id = before.pop(tuple(process_set.ranks), None)
+        if process_set.process_set_id is None and not register(session, process_set):
             raise UsageError(
                 "Horovod could not be initialized because process_sets entry number "
                 f"{number} is a duplicate: {process_set}"
