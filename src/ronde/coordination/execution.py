@@ -84,9 +84,6 @@ class Execution:
             self._run_batch(planned, run.requests, entries, results, span)
             span.ended_ns = time.monotonic_ns()
             spans.append(span)
-        for entry, request, result in zip(entries, run.requests, results, strict=True):
-            if entry is not None and not entry.is_over:
-                entry.succeed(None if request.kind is Kind.BARRIER else tuple(result))
         if self.recorder is not None:
             record_run(
                 self.recorder,
@@ -95,6 +92,9 @@ class Execution:
                 spans,
                 Place(self._set_id, self._sequence, agreed_ns),
             )
+        for entry, request, result in zip(entries, run.requests, results, strict=True):
+            if entry is not None and not entry.is_over:
+                entry.succeed(None if request.kind is Kind.BARRIER else tuple(result))
         self._sequence += len(entries)
 
     def _plan(self, run: Run) -> list[_Planned]:
