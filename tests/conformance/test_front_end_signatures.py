@@ -78,6 +78,7 @@ def test_parameters_come_in_horovods_order(name):
 
 
 def test_modules_that_scripts_import_from():
+    assert hvd.mpi_ops is mpi_ops
     assert mpi_ops.synchronize is hvd.synchronize
     assert mpi_ops.is_homogeneous
     assert mpi_ops.HorovodInternalError is hvd.HorovodInternalError

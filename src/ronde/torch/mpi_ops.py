@@ -66,6 +66,7 @@ from ronde.torch.session import (
     rank,
     size,
 )
+from ronde.torch.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",
@@ -126,5 +127,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
