@@ -21,7 +21,7 @@ NUM_EPOCHS = 3
 
 
 def batch(rank, number, num_rows=4):
-    generator = torch.Generator().manual_seed(1000 * rank + number)
+    generator = torch.Generator().manual_seed(10000 * rank + number)
     inputs = torch.randn(num_rows, 7, generator=generator, dtype=torch.float64)
     targets = torch.randn(num_rows, 3, generator=generator, dtype=torch.float64)
     return inputs, targets
@@ -36,8 +36,8 @@ def build(build_model=OddMlp):
     return build_model().double()
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+def sgd(model, lr=0.05):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,19 @@ class Case:
         options: Of the distributed optimizer.
         make: Makes the plain optimizer.
         prepare: Called before each step with the model and the step's number.
+        num_passes: Backward passes a step, though only one is announced.
     """
 
     build: Callable[[], nn.Module] = OddMlp
     options: Mapping[str, Any] = field(default_factory=dict)
     make: Callable[[nn.Module], torch.optim.Optimizer] = sgd
     prepare: Callable[[nn.Module, int], None] = lambda *_: None
+    num_passes: int = 1
+
+    def losses(self, model, rank, number):
+        """Yield the losses of one step."""
+        for passing in range(self.num_passes):
+            yield mse(model, *batch(rank, 10 * number + passing))
 
 
 def train_alone(case, size):
@@ -67,7 +74,9 @@ def train_alone(case, size):
             optimizer.zero_grad()
             for rank in range(size):
                 if number < NUM_BATCHES[rank]:
-                    (mse(model, *batch(rank, 100 * epoch + number)) / size).backward()
+                    for loss in case.losses(model, rank, 100 * epoch + number):
+                        is_sum = case.options.get("op") == hvd.Sum
+                        (loss if is_sum else loss / size).backward()
             optimizer.step()
     return weights(model)
 
@@ -83,7 +92,8 @@ def train_and_join(_, case):
         for number in range(NUM_BATCHES[hvd.rank()]):
             case.prepare(model, number)
             optimizer.zero_grad()
-            mse(model, *batch(hvd.rank(), 100 * epoch + number)).backward()
+            for loss in case.losses(model, hvd.rank(), 100 * epoch + number):
+                loss.backward()
             optimizer.step()
         lasts.append(hvd.join())
         # What a script does at the end of an epoch: the ranks that joined early missed
@@ -130,6 +140,11 @@ CASES = {
     "fp16": Case(options={"compression": hvd.Compression.fp16}),
     "sparse": Case(Embedded, make=plain_sgd),
     "sparse_as_dense": Case(Embedded, {"sparse_as_dense": True}, plain_sgd),
+    "passes": Case(num_passes=3),
+    "passes of a sum": Case(
+        options={"op": hvd.Sum}, num_passes=2, make=lambda m: sgd(m, lr=0.01)
+    ),
+    "sparse passes": Case(Embedded, make=plain_sgd, num_passes=2),
     "frozen": Case(start_frozen, {"groups": 4}, prepare=freeze_by_turns),
 }
 

@@ -8,10 +8,12 @@ Note [What the first bucket tells]
 
         0     whether anybody is left; if not, nobody runs the rest of the round
         1     whether no gradient is new; if one is, all plan anew after the round
-        2...  which other buckets, then which sparse gradients, are reduced at all: what
+        2     how many have joined: here they put the one, and the others zero
+        3...  which other buckets, then which sparse gradients, are reduced at all: what
               is frozen is left out
 
-    Only ranks that keep up read them: the others know.
+    Ranks that train know all but the third; they look at that where it costs nothing.
+    It matters for gradients that are added to after their reduction: see ``Scaling``.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +29,8 @@ from ronde.data_parallel.gradient_bucket import GradientBucket
 from ronde.data_parallel.sparse_gradients import SparseGradients
 
 Launch = Callable[[GradientBucket], None]
-_SETTLED = 1
-_NUM_OWN_NOTES = 2
+_SETTLED, _JOINED = 1, 2
+_NUM_OWN_NOTES = 3
 
 
 class Others(Enum):
@@ -166,7 +168,7 @@ class BucketQueue:
         frozen = [bucket.is_launched for bucket in self._buckets[1:]]
         frozen += [not parameter.requires_grad for parameter in sparse]
         silent = list(compress(count(_NUM_OWN_NOTES), frozen))
-        return [_SETTLED, *silent] if has_newcomers else silent
+        return [_SETTLED, _JOINED, *silent] if has_newcomers else [_JOINED, *silent]
 
     def launch_full(self, launch: Launch) -> None:
         """Start the buckets that wait for nothing and nobody before them."""
@@ -184,17 +186,31 @@ class BucketQueue:
         """Wait for all; say whether backward added to one that was under way."""
         for bucket in self._buckets:
             bucket.advance()
-        is_late = any([bucket.finish(scaling) for bucket in self._buckets])  # noqa: C419 - all
+
+        def keep() -> float:
+            return scaling.without(self._buckets[0].count(_JOINED)).keep
+
+        is_late = any([bucket.finish(scaling, keep) for bucket in self._buckets])  # noqa: C419 - all
         self._sparse.reduce(scaling)
         self.num_rounds += bool(self._buckets)
         return is_late
+
+    def num_joined(self) -> int:
+        """Return how many ranks only kept up with the last round.
+
+        On an accelerator 0, since it would have to be waited for.
+        """
+        is_near = bool(self._buckets) and self._buckets[0].notes.is_cpu
+        return self._buckets[0].count(_JOINED) if is_near else 0
 
     def keep_up(self, reduction: BucketReduction) -> Others:
         """Take part in a round of the others without adding anything; collective."""
         self.open()
         first, *others = self._buckets
+        first.silent = (_JOINED,)
         first.launch_nothing(self._communicator, reduction)
-        is_anyone_left, is_settled, *are_reduced = map(bool, first.read_notes())
+        notes = [bool(note) for note in first.read_notes()]
+        is_anyone_left, is_settled, _, *are_reduced = notes
         if not is_anyone_left:
             first.pending = None
             return Others.HAVE_JOINED

@@ -1,6 +1,6 @@
 """One parameter's gradient between two optimizer steps, and the factors of its sum."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,11 @@ class Scaling:
     """The factors that turn a sum over ranks into what the caller asked for.
 
     result = after * sum over ranks of (before * gradient).
+
+    Attributes:
+        before: Factor of what goes in.
+        after: Factor of what comes out.
+        size: Number of ranks that add something.
     """
 
     before: float
@@ -35,6 +40,10 @@ class Scaling:
         if predivide == 1.0:
             return cls(1.0 / (size * passes), 1.0, size)
         return cls(1.0 / (predivide * passes), predivide / size, size)
+
+    def without(self, num_joined: int) -> "Scaling":
+        """Return the same factors where some ranks do not add anything any more."""
+        return replace(self, size=self.size - num_joined) if num_joined else self
 
     @property
     def keep(self) -> float:

@@ -1,6 +1,6 @@
 """One bucket at run time: a flat buffer, the views into it, and its reduction."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -32,9 +32,10 @@ class GradientBucket:
         content: What is summed.
         views: The gradients' places.
         flags: One a gradient, then the notes.
-        notes: What the ranks that take part tell those that only keep up: all ones but
-            for ``silent``. Only the bucket that is started first has any.
-        silent: Notes that are zero in this round.
+        notes: What ranks tell each other: ones from those that train and zeros from
+            those that only keep up, but for ``silent``. Only the bucket that is started
+            first has any.
+        silent: Notes in which this rank differs from that in this round.
         num_pending: Gradients to wait for before it is full.
         is_launched: Whether nothing is left to be started in this round.
         pending: The sum under way.
@@ -48,6 +49,7 @@ class GradientBucket:
     num_pending: int = 0
     is_launched: bool = False
     pending: PendingSum | None = None
+    _after: float = 1.0
 
     @classmethod
     def allocate(
@@ -126,6 +128,8 @@ class GradientBucket:
         """Take part in the others' sum without adding anything; open it before."""
         self.is_launched = True
         self.content.buffer.zero_()
+        for note in self.silent:
+            self.notes[note] = 1
         self.pending = reduction.launch(self.content, communicator)
 
     def read_notes(self) -> list[float]:
@@ -145,8 +149,16 @@ class GradientBucket:
             self.pending.finish()
             self.pending = None
 
-    def finish(self, scaling: Scaling) -> bool:
+    def count(self, note: int) -> int:
+        """Return a note of the last round, summed over all ranks."""
+        return round(float(self.notes[note].real) / self._after)
+
+    def finish(self, scaling: Scaling, keep: Callable[[], float]) -> bool:
         """Wait for the sum and hand the results to the parameters.
+
+        Args:
+            scaling: As in ``launch``.
+            keep: The factor for a result to enter the round after this one.
 
         Returns:
             Whether backward added to a gradient while it was under way.
@@ -156,6 +168,7 @@ class GradientBucket:
         self.drop()
         if scaling.after != 1.0:
             self.content.buffer.mul_(scaling.after)
+        self._after = scaling.after
         used = self._used_anywhere(scaling)
         is_late = False
         for slot, (gradient, view) in enumerate(
@@ -163,7 +176,7 @@ class GradientBucket:
         ):
             late = gradient.parameter.grad
             if late is not None:
-                view.mul_(scaling.keep).add_(dense(late))
+                view.mul_(keep()).add_(dense(late))
                 is_late = True
             gradient.is_reduced = late is None
             if late is not None or used is None or used[slot]:

@@ -81,6 +81,7 @@ class Reducer:
         self._gradients: list[Gradient] = []
         self._armed_backward = -1
         self._has_run = False
+        self._num_prepared = 0
         self._lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
         self._communicators: list[Communicator] = []
@@ -94,17 +95,13 @@ class Reducer:
 
     def add(self, named_parameters: Sequence[tuple[str, Tensor]]) -> None:
         """Take more parameters in, from the next round on; collective."""
-        options = self._options
         for name, parameter in named_parameters:
             index = len(self._gradients)
             self._gradients.append(Gradient(name, parameter))
-            if not (parameter.is_floating_point() or parameter.is_complex()):
-                continue
-            self._hooks.append(call_on_gradient(parameter, index, self._on_gradient))
-            if not options.is_average or options.is_passes_average:
-                self._hooks.append(
-                    call_before_gradient(parameter, index, self._before_gradient)
-                )
+            if parameter.is_floating_point() or parameter.is_complex():
+                hook = call_on_gradient(parameter, index, self._on_gradient)
+                self._hooks.append(hook)
+        self._prepare_additions()
 
     @property
     def num_buckets(self) -> int:
@@ -126,6 +123,7 @@ class Reducer:
         self._options = dataclasses.replace(self._options, passes=passes)
         if self._rounds is not None:
             self._rounds.set_options(self._options)
+            self._prepare_additions()
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -205,6 +203,17 @@ class Reducer:
             self._observed or reduction,
         )
 
+    def _prepare_additions(self) -> None:
+        """Scale results before backward adds to them, where they need it."""
+        if self._rounds is None or self._rounds.scaling.keep == 1.0:
+            return
+        for index in range(self._num_prepared, len(self._gradients)):
+            parameter = self._gradients[index].parameter
+            if parameter.is_floating_point() or parameter.is_complex():
+                hook = call_before_gradient(parameter, index, self._before_gradient)
+                self._hooks.append(hook)
+        self._num_prepared = len(self._gradients)
+
     def _tell(self, *, has_joined: bool) -> None:
         if self._observed is not None:
             self._observed.has_joined = has_joined
@@ -249,6 +258,7 @@ class Reducer:
     def _finish(self, rounds: Rounds) -> None:
         rounds.finish()
         self._has_run = True
+        self._prepare_additions()  # from the first round on that somebody misses
 
 
 def _release(hooks: list[RemovableHandle], communicators: list[Communicator]) -> None:

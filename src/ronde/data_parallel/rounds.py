@@ -54,7 +54,7 @@ class Rounds:
     def set_options(self, options: ReducerOptions) -> None:
         """Count and scale differently from now on."""
         self._options = options
-        self.scaling = options.scaling(self.communicator.size)
+        self.scaling = self._all_scaling = options.scaling(self.communicator.size)
 
     @property
     def num_buckets(self) -> int:
@@ -102,6 +102,7 @@ class Rounds:
             self._queue.launch_rest(self._launch)
             self.is_open = False
             is_late = self._queue.finish(self.scaling)
+            self.scaling = self._all_scaling.without(self._queue.num_joined())
             self._tune()
             self.last_round = self._queue.num_rounds
             if self._has_newcomers:
