@@ -12,7 +12,7 @@ from ronde.world import World
 from ronde.world.dialects import HOROVOD, OPEN_MPI, PMI, RONDE
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
 
 
 def test_the_example_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
