@@ -35,7 +35,6 @@ from torch.utils.hooks import RemovableHandle
 from ronde.collectives import Communicator
 from ronde.data_parallel.bond import Bond, Key
 from ronde.data_parallel.buckets import BucketLimits
-from ronde.data_parallel.compression import reduction_of
 from ronde.data_parallel.gradient import Gradient
 from ronde.data_parallel.hooks import (
     call_at_end_of_backward,
@@ -44,7 +43,6 @@ from ronde.data_parallel.hooks import (
     current_backward,
     is_nested_backward,
 )
-from ronde.data_parallel.observed import ObservedReduction
 from ronde.data_parallel.options import ReducerOptions
 from ronde.data_parallel.rounds import Rounds
 from ronde.errors import CollectiveError
@@ -85,7 +83,6 @@ class Reducer:
         self._lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
         self._communicators: list[Communicator] = []
-        self._observed: ObservedReduction | None = None
         self._rounds: Rounds | None = self._bind(bond)
         self.add(named_parameters)
         self._release = weakref.finalize(
@@ -153,10 +150,7 @@ class Reducer:
             CollectiveError: A reduction failed, or the ranks' models differ.
         """
         with self._lock:
-            rounds = self._bound()
-            self._tell(has_joined=True)
-            rounds.keep_up()
-            self._tell(has_joined=False)
+            self._bound().keep_up()
             self._has_run = False
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
@@ -192,16 +186,7 @@ class Reducer:
     def _bind(self, bond: Bond) -> Rounds:
         self.key = bond.key
         self._communicators.append(bond.communicator)
-        reduction = reduction_of(self._options.compressor)
-        self._observed = None
-        if bond.coordinator is not None:
-            self._observed = ObservedReduction(reduction, bond, bond.coordinator)
-        return Rounds(
-            self._gradients,
-            self._options,
-            bond.communicator,
-            self._observed or reduction,
-        )
+        return Rounds(self._gradients, self._options, bond)
 
     def _prepare_additions(self) -> None:
         """Scale results before backward adds to them, where they need it."""
@@ -213,10 +198,6 @@ class Reducer:
                 hook = call_before_gradient(parameter, index, self._before_gradient)
                 self._hooks.append(hook)
         self._num_prepared = len(self._gradients)
-
-    def _tell(self, *, has_joined: bool) -> None:
-        if self._observed is not None:
-            self._observed.has_joined = has_joined
 
     @torch.no_grad()
     def _before_gradient(self, index: int) -> None:

@@ -2,18 +2,19 @@
 
 from collections.abc import Sequence
 
-from ronde.collectives import Communicator
 from ronde.data_parallel.agreement import (
     agree_on_newcomers,
     agree_on_order,
     check_same_gradients,
 )
+from ronde.data_parallel.bond import Bond
 from ronde.data_parallel.bucket_queue import BucketQueue, Others
-from ronde.data_parallel.bucket_reduction import BucketReduction
 from ronde.data_parallel.bucket_tuning import BucketTuning
 from ronde.data_parallel.buckets import BucketLimits
+from ronde.data_parallel.compression import reduction_of
 from ronde.data_parallel.gradient import Gradient
 from ronde.data_parallel.gradient_bucket import GradientBucket
+from ronde.data_parallel.observed import ObservedReduction
 from ronde.data_parallel.options import ReducerOptions
 
 
@@ -23,8 +24,7 @@ class Rounds:
     Args:
         gradients: All gradients; the list may grow.
         options: How to reduce.
-        communicator: The ranks; nobody else may use it.
-        reduction: Sums the buckets.
+        bond: Ties them to the other ranks.
 
     Attributes:
         communicator: The ranks.
@@ -34,17 +34,17 @@ class Rounds:
     """
 
     def __init__(
-        self,
-        gradients: Sequence[Gradient],
-        options: ReducerOptions,
-        communicator: Communicator,
-        reduction: BucketReduction,
+        self, gradients: Sequence[Gradient], options: ReducerOptions, bond: Bond
     ) -> None:
-        self.communicator = communicator
+        self.communicator = bond.communicator
         self.is_open = False
         self.last_round = 0
         self._gradients = gradients
-        self._reduction = reduction
+        self._reduction = reduction_of(options.compressor)
+        self._observed = None
+        if bond.coordinator is not None:
+            self._observed = ObservedReduction(self._reduction, bond, bond.coordinator)
+            self._reduction = self._observed
         self._arrivals: list[int] | None = []
         self._has_newcomers = False
         self._tuning: BucketTuning | None = None
@@ -121,6 +121,13 @@ class Rounds:
             if grad is not None and grad is gradient.view:
                 # The others' results will go where it lies.
                 gradient.give(grad.clone())
+        if self._observed is not None:
+            self._observed.has_joined = True
+        self._follow_others()
+        if self._observed is not None:
+            self._observed.has_joined = False
+
+    def _follow_others(self) -> None:
         others = Others.WENT_ON if len(self._queue) else Others.HAVE_NEWCOMERS
         while others is not Others.HAVE_JOINED:
             if others is Others.HAVE_NEWCOMERS:
