@@ -161,9 +161,9 @@ def test_uneven_data_train_as_one_process_does(name, size):
         assert_close(trained, expected, num_steps=7 * NUM_EPOCHS, wire=wire)
 
 
-def on_ranks(size, function, **options):
+def on_ranks(size, function, *, engine="", **options):
     def call(_: object) -> object:
-        hvd.init()
+        hvd.init(engine=engine)
         result = function()
         hvd.shutdown()
         return result
@@ -225,7 +225,8 @@ def test_all_join_before_any_step_and_train_after():
     assert_close(first, second, num_steps=0)
 
 
-def test_an_optimizer_that_one_rank_alone_still_has_is_given_up():
+@pytest.mark.parametrize("engine", ["shared_memory", "gloo", "scheduled"])
+def test_an_optimizer_that_one_rank_alone_still_has_is_given_up(engine):
     def check():
         kept = []
         for number in range(3):
@@ -240,7 +241,7 @@ def test_an_optimizer_that_one_rank_alone_still_has_is_given_up():
         hvd.join()
         return len(kept)
 
-    assert on_ranks(2, check) == [0, 2]
+    assert on_ranks(2, check, engine=engine) == [0, 2]
 
 
 def test_gradients_of_a_rank_that_has_joined_stay():
