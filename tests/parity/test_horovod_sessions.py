@@ -1,5 +1,6 @@
 """Sessions begin and end, a hundred times, and leave nothing behind."""
 
+import atexit
 import gc
 import logging
 import os
@@ -177,3 +178,19 @@ def _pinned_nowhere(_: object) -> None:
     with pytest.raises(ValueError, match="HOROVOD_THREAD_AFFINITY must name one"):
         hvd.init()
     assert not hvd.is_initialized()
+
+
+def test_a_forked_process_that_ends_does_not_end_the_session():
+    run_ranks_bare(2, _forked)
+
+
+def _forked(_: object) -> None:
+    hvd.init()
+    child = os.fork()
+    if child == 0:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    hvd.barrier()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+    hvd.shutdown()

@@ -67,7 +67,7 @@ def init(
 
 def shutdown() -> None:
     """Leave; pending handles are forgotten. ``init()`` may be called again."""
-    atexit.unregister(shutdown)
+    atexit.unregister(_leave)
     session = end()
     if session is None:
         return
@@ -75,6 +75,12 @@ def shutdown() -> None:
         session.close()
     finally:
         close_timeline(session)
+
+
+def _leave(pid: int) -> None:
+    """Shut down at the end of the program, and not of a process that it has forked."""
+    if os.getpid() == pid:
+        shutdown()
 
 
 def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi4py's
@@ -115,7 +121,7 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
     )
     global_process_set.ranks = list(ranks)
     begin(session)
-    atexit.register(shutdown)
+    atexit.register(_leave, os.getpid())
     open_timeline(session)
 
 
