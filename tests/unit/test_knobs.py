@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import WorldError
+from ronde.world.engines import read_cpu_engine
 from ronde.world.environment import read_engine
-from ronde.world.knobs import Knobs, read_cpu_engine, read_knobs, report_ignored
+from ronde.world.knobs import Knobs, read_knobs, report_ignored
 
 # Values and what comes of them: attribute, value.
 HEARD = {

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ronde.cli.horovod_files import discover, read_config, read_text
 from ronde.errors import UsageError
-from ronde.launch.hosts import count_slots_here, parse_hostfile, parse_hosts
 
 _VALUES = {
     "fusion-threshold-mb": "FUSION_THRESHOLD",
@@ -218,6 +216,10 @@ def _mebibytes(text: str) -> str:
 
 def _slots(given: Mapping[str, str]) -> int | None:
     """Return how many ranks the named hosts take."""
+    # Imported where they are needed: most jobs start without.
+    from ronde.cli.horovod_files import discover, read_text
+    from ronde.launch.hosts import count_slots_here, parse_hostfile, parse_hosts
+
     named = [n for n in ("hosts", "hostfile", "host-discovery-script") if n in given]
     if not named:
         return None
@@ -236,6 +238,8 @@ def _slots(given: Mapping[str, str]) -> int | None:
 
 def _configured(given: Mapping[str, str]) -> dict[str, str]:
     """Return the options that the configuration file gives."""
+    from ronde.cli.horovod_files import read_config
+
     path = given["config-file"]
     configured: dict[str, str] = {}
     for section, key, value in read_config(path, ("controller", *_SECTIONS)):

@@ -17,7 +17,6 @@ from ronde.cli.horovod_options import (
 from ronde.errors import UsageError, WorldError
 from ronde.launch.controller import run_job
 from ronde.launch.environments import alias_environment, own_environment
-from ronde.launch.hosts import require_slots
 from ronde.launch.lineage import adopt_orphans
 from ronde.launch.plan import JobRequest, plan_job
 from ronde.launch.slots import count_slots
@@ -30,6 +29,7 @@ from ronde.world.engines import (
     require_engine,
 )
 from ronde.world.environment import read_algorithm, read_engine
+from ronde.world.knobs import read_knobs
 
 _DEFAULT_GRACE = "15s"
 
@@ -89,6 +89,7 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
     )
     engine = read_engine(environ | extra_env)
     read_algorithm(environ | extra_env)
+    read_knobs(environ | extra_env)
     if not options.nested:
         refuse_nesting(size, environ)
     with _recorded(options) as timeline_env:
@@ -257,7 +258,11 @@ def _size(text: str, environ: Mapping[str, str], slots: int | None) -> int:
             f"-n must be auto or a whole number of at least 1, got {text!r}. "
             "Type: ronde run -n 2 ..."
         )
-    return int(text) if slots is None else require_slots(int(text), slots)
+    if slots is None:
+        return int(text)
+    from ronde.launch.hosts import require_slots
+
+    return require_slots(int(text), slots)
 
 
 def _port(text: str) -> int:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from ronde.errors import WorldError
 from ronde.world.dialects import read_dialects
-from ronde.world.engines import require_algorithm, require_engine
-from ronde.world.knobs import read_cpu_engine
+from ronde.world.engines import read_cpu_engine, require_algorithm, require_engine
 from ronde.world.reading import Place, Reading, integer
 from ronde.world.settlement import settle
 from ronde.world.value import Claim, Launcher, Meeting

@@ -1,6 +1,5 @@
 """Horovod's variables that change how a program runs: ``HOROVOD_*``."""
 
-import logging
 import math
 import os
 import re
@@ -15,14 +14,14 @@ PREFIX = "HOROVOD_"
 DYNAMIC = "DYNAMIC"
 """What ``HOROVOD_TIMELINE`` says to have timelines started by the program."""
 
-_logger = logging.getLogger("ronde")
+# Those of logging, which nobody needs to load for them.
 _LEVELS = {
-    "TRACE": logging.DEBUG,
-    "DEBUG": logging.DEBUG,
-    "INFO": logging.INFO,
-    "WARNING": logging.WARNING,
-    "ERROR": logging.ERROR,
-    "FATAL": logging.CRITICAL,
+    "TRACE": 10,
+    "DEBUG": 10,
+    "INFO": 20,
+    "WARNING": 30,
+    "ERROR": 40,
+    "FATAL": 50,
 }
 
 
@@ -130,31 +129,6 @@ def read_knobs(environ: Mapping[str, str] | None = None) -> Knobs:
     )
 
 
-def read_cpu_engine(environ: Mapping[str, str]) -> str:
-    """Return the engine that Horovod's variables ask for; empty where none does.
-
-    ``HOROVOD_CPU_OPERATIONS`` counts before ``HOROVOD_CONTROLLER``. Of the latter gloo
-    only says to do without MPI's launcher, and asks for nothing. Neither counts where
-    horovodrun itself wrote them, as it does for every job.
-
-    Args:
-        environ: The variables.
-
-    Raises:
-        WorldError: A value is none of mpi, gloo and ccl.
-    """
-    if f"{PREFIX}GLOO_RENDEZVOUS_ADDR" in environ:
-        return ""
-    said = {name: environ.get(PREFIX + name, "").strip().lower() for name in _ENGINES}
-    for name, value in said.items():
-        if value not in ("", "mpi", "gloo", "ccl"):
-            raise _refused(name, "mpi or gloo", value)
-    operations, controller = said.values()
-    if operations in ("mpi", "gloo"):
-        return operations
-    return "mpi" if controller == "mpi" else ""
-
-
 def report_ignored(knobs: Knobs) -> None:
     """Log, once a process, which variables have no effect.
 
@@ -166,10 +140,13 @@ def report_ignored(knobs: Knobs) -> None:
 
 @cache
 def _report(without_effect: tuple[str, ...], remarks: tuple[str, ...]) -> None:
+    import logging
+
+    logger = logging.getLogger("ronde")
     if without_effect:
-        _logger.debug("These variables change nothing: %s.", _full(without_effect))
+        logger.debug("These variables change nothing: %s.", _full(without_effect))
     for remark in remarks:
-        _logger.warning("%s", remark)
+        logger.warning("%s", remark)
 
 
 def _remarks(said: Mapping[str, str]) -> list[str]:
