@@ -95,6 +95,7 @@ def test_all_that_scripts_import_is_there(python) -> None:
         ("horovod.common.foo.bar", "No module named 'horovod.common.foo'"),
         ("horovod.tensorflow", "horovod.tensorflow comes in a later version of ronde"),
         ("horovod.tensorflow.keras", "horovod.tensorflow comes in a later version"),
+        ("horovod.torch.handles.x", "No module named 'horovod.torch.handles.x'"),
         ("horovod.keras", "horovod.keras comes in a later version of ronde"),
         ("horovod.spark", "horovod.spark is no part of ronde"),
     ],
@@ -104,6 +105,24 @@ def test_what_is_not_there_is_an_import_error(python, name, message) -> None:
     status, out, err = python(code)
     assert (status, err) == (0, "")
     assert message in out
+
+
+@pytest.mark.parametrize(
+    ("statement", "printed"),
+    [
+        ("from horovod import torch as hvd", "ronde.torch"),
+        ("from horovod.torch import mpi_ops as hvd", "ronde.torch.mpi_ops"),
+        ("from horovod.common import exceptions as hvd", "ronde.horovod.common"),
+        ("from horovod import tensorflow", "horovod.tensorflow comes in a later"),
+        ("from horovod import nothing", "cannot import name 'nothing'"),
+    ],
+)
+def test_parts_can_be_imported_from_it(python, statement, printed) -> None:
+    code = f"try:\n {statement}\n print(hvd.__name__)\n"
+    code += "except ImportError as error:\n print(error)"
+    status, out, err = python(code)
+    assert (status, err) == (0, "")
+    assert out.startswith(printed)
 
 
 def test_an_error_inside_a_module_is_its_own(python) -> None:

@@ -26,10 +26,8 @@ def install() -> None:
     sys.modules[_ALIAS] = import_module(_HOME)
 
 
-def _own_name(name: str) -> str | None:
-    """Return the name of ronde's module for one of Horovod's; None for any other."""
-    if not name.startswith(f"{_ALIAS}."):
-        return None
+def _own_name(name: str) -> str:
+    """Return the name of ronde's module for one of Horovod's."""
     for front_end, own in _FRONT_ENDS.items():
         if name == front_end or name.startswith(f"{front_end}."):
             return own + name.removeprefix(front_end)
@@ -44,16 +42,16 @@ class _Finder(MetaPathFinder):
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         del path, target
-        own = _own_name(fullname)
-        if own is None:
-            return None
-        if fullname in _TO_COME + _NOT_HERE:
-            later = " comes in a later version of ronde" if fullname in _TO_COME else ""
+        # ``from horovod import torch`` asks for a part of the module that it was given.
+        name = fullname.removeprefix("ronde.")
+        if name in _TO_COME + _NOT_HERE:
+            how = "comes in a later version" if name in _TO_COME else "is no part"
             raise ModuleNotFoundError(
-                f"{fullname}{later or ' is no part of ronde'}: this version has "
-                "horovod.torch.",
-                name=fullname,
+                f"{name} {how} of ronde: this version has horovod.torch.", name=name
             )
+        own = _own_name(name)
+        if not name.startswith(f"{_ALIAS}.") or own == fullname:
+            return None
         try:
             spec = find_spec(own)
         except ModuleNotFoundError as error:
