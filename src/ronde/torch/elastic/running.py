@@ -1,6 +1,7 @@
 """The loop around a training function that starts it again."""
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -9,6 +10,7 @@ from ronde.torch.elastic.objects import State
 from ronde.torch.elastic.updates import HostsUpdatedInterrupt, notification_manager
 from ronde.torch.lifetime import init, shutdown
 
+_logger = logging.getLogger("ronde")
 S = TypeVar("S", bound=State)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,7 +58,9 @@ def _until_done(train: Callable[[], R], state: State, reset: Callable[[], None])
             if not is_synchronized:
                 state.sync()
             return train()
-        except CollectiveError:
+        except CollectiveError as error:
+            # Else a mistake of the program's own, made again each time, is never seen.
+            _logger.warning("Training goes back to its last commit: %s", error)
             state.restore()
             is_synchronized = False
         except HostsUpdatedInterrupt as interrupt:
