@@ -120,6 +120,7 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
         tuning=tuning,
     )
     global_process_set.ranks = list(ranks)
+    session.heed(session.members[0])
     begin(session)
     atexit.register(_leave, os.getpid())
     open_timeline(session)

@@ -161,6 +161,7 @@ def register(session: Session, process_set: ProcessSet) -> bool:
         member = Member.connect(job, set_id, ranks)
         member.coordinator.recorder = session.recordings.recorder
         session.members[set_id] = member
+        session.heed(member)
     session.sets[set_id] = ranks
     process_set.process_set_id = set_id
     return True

@@ -67,6 +67,14 @@ class Session:
         self.duplicates.add(communicator)
         return communicator
 
+    def heed(self, member: Member) -> None:
+        """Have what waits elsewhere end too, if a stall in this set ends the job."""
+        member.coordinator.call_on_stop(self._abort_duplicates)
+
+    def _abort_duplicates(self) -> None:
+        for communicator in list(self.duplicates):
+            communicator.abort()
+
     def next_set_id(self) -> int:
         """Return a number for a process set that none had in this session."""
         return next(self._set_ids)

@@ -1,0 +1,112 @@
+"""A rank that does not come, as users meet it: warned of, named, the end of the job.
+
+The cases are those of Horovod's integration test of stalls, with what it leaves out:
+what is said, and for gradients too.
+"""
+
+import functools
+import logging
+import threading
+
+import pytest
+import torch
+from tests.parity.sessions import run_sessions
+
+import ronde.torch as hvd
+
+SOON = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
+ENGINES = ["shared_memory", "gloo"]
+
+
+class _Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+        self.has_some = threading.Event()
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+        self.has_some.set()
+
+
+def _listen():
+    heard = _Lines()
+    logger = logging.getLogger("ronde")
+    logger.addHandler(heard)
+    logger.propagate = False
+    return heard
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_late_gradients_are_told_of_and_then_used(engine):
+    """Rank 1 computes for long; rank 0 is warned; then both go on."""
+
+    def work():
+        heard = _listen()
+        model = torch.nn.Linear(3, 1)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        for step in range(2):
+            if step == 1 and hvd.rank() == 1:
+                hvd.barrier(process_set=hvd.global_process_set)
+            if step == 1 and hvd.rank() == 0:
+                waiting = threading.Thread(
+                    target=lambda: (heard.has_some.wait(20), hvd.barrier())
+                )
+                waiting.start()
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        if hvd.rank() == 0:
+            waiting.join()
+        return heard.lines, model.weight.tolist()
+
+    environment = SOON | {"RONDE_ENGINE": engine}
+    (first, weights), (second, same) = run_sessions(2, work, environment=environment)
+    assert not second
+    assert weights == same
+    assert "waiting for remainder of ranks for more than 1 seconds" in first[0]
+    assert "1: [gradients" in first[0]
+    assert "rank 1 submitted [barrier.noname] and waits for that" in first[0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_that_never_come_end_the_job(engine):
+    def work():
+        _listen()
+        model = torch.nn.Linear(3, 1)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        if hvd.rank() == 1:
+            call = functools.partial(hvd.allreduce, torch.ones(1), name="alone")
+        else:
+            call = model(torch.ones(2, 3)).sum().backward
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            call()
+        return str(caught.value)
+
+    environment = {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "1",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2",
+        "RONDE_ENGINE": engine,
+    }
+    _, second = run_sessions(2, work, environment=environment)
+    assert second.startswith("Horovod has been shut down.")
+    assert "1!: [gradients" in second
+    assert "0!: [allreduce.alone]" in second
+
+
+def test_no_warning_where_it_is_switched_off():
+    def work():
+        heard = _listen()
+        if hvd.rank() == 1:
+            threading.Event().wait(1.5)
+        hvd.allreduce(torch.ones(1), name="x")
+        return heard.lines
+
+    environment = SOON | {"HOROVOD_STALL_CHECK_DISABLE": "1"}
+    assert run_sessions(2, work, environment=environment) == [[], []]
