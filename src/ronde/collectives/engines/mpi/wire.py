@@ -60,7 +60,9 @@ class Wire:
         scene = Scene(name, self.rank, self.size, self.timeout_s)
         with scene.guard(), self.library.calling():
             requests = start(comm)
-        return MpiWork(self.library, requests, finish, scene, held)
+        return MpiWork(
+            self.library, requests, finish, scene, held, lambda: self.comm is None
+        )
 
     def gather(self, own: Tensor) -> Tensor:
         """Return every rank's vector of numbers, a row a rank; blocks."""

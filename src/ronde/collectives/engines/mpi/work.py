@@ -30,6 +30,7 @@ class MpiWork(Generic[T_co]):
         "_failure",
         "_finish",
         "_held",
+        "_is_closed",
         "_library",
         "_requests",
         "_result",
@@ -44,6 +45,7 @@ class MpiWork(Generic[T_co]):
         finish: Callable[[], T_co],
         scene: Scene,
         held: Sequence[Tensor],
+        is_closed: Callable[[], bool],
     ) -> None:
         """Take note of what is under way.
 
@@ -53,12 +55,14 @@ class MpiWork(Generic[T_co]):
             finish: What turns the bytes into the result.
             scene: For the sentence that says how it failed.
             held: What MPI reads and writes meanwhile.
+            is_closed: Whether the communicator was closed; nobody waits any more then.
         """
         self._library = library
         self._requests = list(requests)
         self._finish: Callable[[], T_co] | None = finish
         self._scene = scene
         self._held = held
+        self._is_closed = is_closed
         library.hold(self)
         self._failure: CollectiveError | None = None
 
@@ -104,6 +108,9 @@ class MpiWork(Generic[T_co]):
         spin_s = _SPIN_S + _SPIN_S_PER_BYTE * num_bytes
         while not self.is_done():
             waited_s = time.monotonic() - started_s
+            if self._is_closed():
+                self._fail(CollectiveError("its communicator was closed meanwhile"))
+                return
             if waited_s > self._scene.timeout_s:
                 self._fail(TimeoutError("MPI request timed out"))
                 return
