@@ -102,16 +102,16 @@ def run_step(network: Network, num_tensors: int) -> Cost:
 
 def _request(name: str, number: int) -> Request:
     return Request(
-        Kind.ALLREDUCE,
-        name,
-        ("float32",),
-        ((64, number),),
-        "cpu",
-        0,
-        1.0,
-        1.0,
-        -1,
-        True,
+        kind=Kind.ALLREDUCE,
+        name=name,
+        dtypes=("float32",),
+        shapes=((64, number),),
+        device="cpu",
+        number=0,
+        prescale=1.0,
+        postscale=1.0,
+        root=-1,
+        is_cached=True,
     )
 
 

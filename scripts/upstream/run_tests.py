@@ -104,7 +104,13 @@ def parse_options() -> argparse.Namespace:
     add("--ranks", type=int, default=2, help="for the parallel tests (default: 2)")
     add("--mpi", action="store_true", help="start them with mpirun")
     add("--examples", action="store_true", help="run examples, and no tests")
-    add("--file", action="append", default=[], help="only this file; may be repeated")
+    add(
+        "--file",
+        action="append",
+        default=[],
+        choices=[*PARALLEL, *SINGLE],
+        help="only this file; may be repeated",
+    )
     add("-k", dest="words", default="", help="only tests that match, as pytest has it")
     add("--timeout", type=int, default=120, help="seconds a test may take")
     add("--verbose", action="store_true", help="show what the tests print")

@@ -181,8 +181,8 @@ MISMATCHES = [
     ),
     (
         (
-            "Mismatched prescale and/or postscale factors: One rank sent factors (1, 1), "
-            "but another rank sent factors (0.5, 1)."
+            "Mismatched prescale and/or postscale factors: One rank sent factors "
+            "(1, 1), but another rank sent factors (0.5, 1)."
         ),
         _odd(Kind.ALLREDUCE, prescale=(1.0, 0.5)),
     ),
@@ -202,8 +202,8 @@ MISMATCHES = [
     ),
     (
         (
-            "Mismatched ALLTOALL tensor shapes: One rank sent a tensor with dimension 1 "
-            "equal to 3, but another rank sent a tensor with dimension 1 equal to 4."
+            "Mismatched ALLTOALL tensor shapes: One rank sent a tensor with dimension "
+            "1 equal to 3, but another rank sent a tensor with dimension 1 equal to 4."
         ),
         _odd(Kind.ALLTOALL, shape=([12, 3], [12, 4])),
     ),

@@ -86,8 +86,9 @@ def _leave(pid: int) -> None:
 def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi4py's
     knobs = read_knobs()
     _set_log_level(knobs)
-    report_ignored(knobs)
     claim = read_claim()
+    if claim.rank == 0:
+        report_ignored(knobs)
     _check_comm(comm, claim)
     tuning = tuning_options(knobs, claim.rank)
     connections = Connections(
