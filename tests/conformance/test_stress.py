@@ -36,8 +36,8 @@ class Hammer:
 
     def __init__(self, communicator, seed):
         self.communicator = communicator
-        self.dice = random.Random(seed)  # noqa: S311
-        self.delays = random.Random(f"{seed} {communicator.rank}")  # noqa: S311
+        self.dice = random.Random(seed)
+        self.delays = random.Random(f"{seed} {communicator.rank}")
         self.home = communicator.allocate(LARGEST, torch.float32)
         self.checks = []
         self.number = 0
