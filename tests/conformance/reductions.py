@@ -86,10 +86,9 @@ def all_reduce_keeps_layouts(communicator: Communicator, device: str):
 
 
 def all_reduce_from_leaves_the_source(communicator: Communicator, device: str):
-    """Sizes on either side of a slot, on two ranks and more; scaled; strided."""
+    """Small and large enough to be shown in a slot; scaled; strided."""
     for seed, dtype in enumerate([torch.float32, torch.bfloat16, torch.int32]):
-        large = [] if seed else [(1_100_001,)]
-        for shape in [(0,), (3,), (5, 7), (90_001,), *large]:
+        for shape in [(0,), (3,), (5, 7), (1501,)]:
             for prescale in (1.0, 0.5):
                 inputs = inputs_of(communicator, shape, dtype, seed, device)
                 source = inputs[communicator.rank].clone()

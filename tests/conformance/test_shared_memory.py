@@ -160,6 +160,24 @@ def close_early(communicator):
     return str(caught.value)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_many_slots_from_one_tensor_into_another(run_ranks, size):
+    """Less than a slot, several, and one more element."""
+
+    def work(communicator):
+        for numel in (5_000, 1 << 20, 3_000_001):
+            source = torch.arange(float(numel)) % 1000 + communicator.rank
+            tensor = torch.empty_like(source)
+            before = source.clone()
+            communicator.all_reduce_from(source, tensor, prescale=0.5).wait()
+            every = sum(range(communicator.size))
+            expected = torch.arange(float(numel)) % 1000 * communicator.size + every
+            assert torch.equal(tensor, expected * 0.5)
+            assert torch.equal(source, before)
+
+    run_ranks(size, work)
+
+
 def test_who_closed_is_named(run_ranks):
     text, _ = run_ranks(2, close_early, connecting=shared)
     assert "rank 1 closed its communicator" in text
