@@ -100,7 +100,8 @@ class Member:
             set_id: Number of the set.
             number: What ``claim_number`` gave, equal on all ranks.
         """
-        name = f"set{set_id}/duplicate{number}"
+        # Nothing below the set's own name, where its communicator makes its duplicates.
+        name = f"set{set_id}.{number}"
         return job.connections.connect(name, self.ranks, job.hosts)
 
     def close(self) -> None:
