@@ -162,6 +162,8 @@ def register(session: Session, process_set: ProcessSet) -> bool:
         member.coordinator.recorder = session.recordings.recorder
         session.members[set_id] = member
         session.heed(member)
+    # A rank that went on and ended would take the store along, where others still meet.
+    _agree(session, f"added.{word}", set_id)
     session.sets[set_id] = ranks
     process_set.process_set_id = set_id
     return True
