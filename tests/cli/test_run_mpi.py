@@ -27,6 +27,18 @@ if doing == "abort" and world.rank == 1:
 if doing in ("die", "wait"):
     world.Barrier() if world.rank else signal.pause()
 """
+STALLING = """
+import threading
+import torch
+import ronde.torch as hvd
+hvd.init(engine="mpi")
+assert hvd.mpi_enabled()
+if hvd.rank() == 1:
+    hvd.allreduce(torch.ones(1), name="early")
+else:
+    threading.Event().wait(2.5)
+    hvd.allreduce(torch.ones(1), name="early")
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +61,16 @@ def test_ranks_initialise_mpi(ronde, program):
     assert (done.returncode, done.stderr) == (0, b"")
     lines = sorted(line.rpartition(b" ")[0] for line in done.stdout.splitlines())
     assert lines == [b"[0] 0 of 3", b"[1] 1 of 3", b"[2] 2 of 3"]
+
+
+def test_a_stall_is_told_under_mpi_too(ronde, tmp_path):
+    path = tmp_path / "stalling.py"
+    path.write_text(STALLING)
+    env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
+    done = ronde("run", "-n", "2", "--engine", "mpi", str(path), env=env)
+    assert done.returncode == 0, done.stderr
+    assert b"0: [allreduce.early]" in done.stderr
+    assert b"rank 0 submitted nothing that is not done" in done.stderr
 
 
 def test_the_variable_is_as_good_as_the_option(ronde, program):

@@ -335,7 +335,9 @@ class _Lines(logging.Handler):
         self.has_some.set()
 
 
-@pytest.mark.parametrize("engine", ["shared_memory", "gloo", "auto", "scheduled"])
+@pytest.mark.parametrize(
+    "engine", ["shared_memory", "gloo", "auto", "scheduled", "hierarchical"]
+)
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_a_stall_is_told(engine, is_cached) -> None:
     def work(coordinator):
