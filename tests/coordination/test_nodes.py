@@ -82,6 +82,59 @@ def test_every_name_runs_once_a_round_in_one_order(
 
 @given(
     hosts=st.sampled_from(HOSTS[1:]),
+    capacity=st.sampled_from([1, 2, 3, 5]),
+    seed=st.integers(0, 2**32),
+    has_changes=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_ranks_that_run_ahead_while_numbers_are_forgotten(
+    hosts, capacity, seed, has_changes
+) -> None:
+    """A rank asks again for a name as soon as it has run there."""
+    num_names, num_rounds = 5, 12
+    choose = random.Random(seed)
+    net = network(hosts, capacity)
+    done = [[0] * num_names for _ in hosts]
+    under_way = [[False] * num_names for _ in hosts]
+    seen = [0] * len(hosts)
+
+    def take(rank):
+        for step in net.taken[rank][seen[rank] :]:
+            for each in step.requests:
+                index = int(each.name[1:])
+                assert under_way[rank][index]
+                under_way[rank][index] = False
+                done[rank][index] += 1
+        seen[rank] = len(net.taken[rank])
+
+    for _ in range(100_000):
+        rank = choose.randrange(len(hosts))
+        net.flush(rank)
+        take(rank)
+        assert net.nodes[rank].num_cached <= capacity
+        ready = [
+            i
+            for i in range(num_names)
+            if not under_way[rank][i] and done[rank][i] < num_rounds
+        ]
+        if ready and choose.random() < 0.5:
+            index = choose.choice(ready)
+            size = 1 + (done[rank][index] // 4 if has_changes else 0)
+            under_way[rank][index] = True
+            ask(net, rank, request(f"n{index}", (size,)))
+        elif not net.deliver_any(choose) and not ready:
+            net.settle(choose)
+            for other in range(len(hosts)):
+                take(other)
+            if all(count == num_rounds for counts in done for count in counts):
+                break
+    assert done == [[num_rounds] * num_names] * len(hosts)
+    assert all(taken == net.taken[0] for taken in net.taken)
+    assert all(net.nodes[0].num_cached == node.num_cached for node in net.nodes)
+
+
+@given(
+    hosts=st.sampled_from(HOSTS[1:]),
     seed=st.integers(0, 2**32),
     is_cached=st.booleans(),
 )
@@ -179,6 +232,57 @@ def test_losses_reach_everyone() -> None:
         below = set(tree.children)
         for rank in {*range(8)} - below - {lost}:
             assert [step[0] for step in net.taken[rank]] == [lost]
+
+
+def _deliver(net: Network, sender: int) -> None:
+    net.nodes[0].receive(sender, net.take(sender, 0))
+
+
+def test_a_bit_of_the_epoch_before_counts_for_nothing() -> None:
+    """A name that is always used keeps number 0, which is given anew meanwhile."""
+    net, choose = network("aaa", capacity=2), random.Random(0)
+    for step in range(31):
+        for name in ("hot", f"n{step}"):
+            for rank in range(3):
+                ask(net, rank, request(name))
+            net.settle(choose)
+    assert net.nodes[0].find("hot")[0] == 0
+    for rank in range(3):
+        ask(net, rank, request("last"))
+        net.flush(rank)
+    ask(net, 1, request("hot"))
+    net.flush(1)
+    _deliver(net, 1)
+    _deliver(net, 2)
+    net.flush(0)
+    assert net.nodes[0].find("last")[0] == 0  # the numbers have begun again
+    net.settle(choose)
+    for rank in (0, 2):
+        ask(net, rank, request("last"))
+    net.settle(choose)
+    assert names_run(net, 0).count("last") == 1
+    for rank in (0, 2):
+        ask(net, rank, request("hot"))
+    ask(net, 1, request("last"))
+    net.settle(choose)
+    assert names_run(net, 0)[-2:] in (["last", "hot"], ["hot", "last"])
+
+
+def test_a_late_bit_of_a_forgotten_name_counts_for_nothing() -> None:
+    net, choose = network("aa"), random.Random(0)
+    for rank in range(2):
+        ask(net, rank, request("x"))
+    net.settle(choose)
+    ask(net, 1, request("x"))
+    net.flush(1)
+    ask(net, 0, request("x", (3,)))
+    net.flush(0)
+    net.settle(choose)
+    for rank in range(2):
+        net.nodes[rank].join()
+    net.settle(choose)
+    for taken in net.taken:
+        assert [type(step) for step in taken] == [Run, Failed, Joined]
 
 
 def test_numbers_begin_again() -> None:

@@ -81,8 +81,12 @@ class Network:
         if not busy:
             return False
         sender, to = choose.choice(busy)
-        self.nodes[to].receive(sender, self._edges[sender, to].popleft())
+        self.nodes[to].receive(sender, self.take(sender, to))
         return True
+
+    def take(self, sender: int, to: int) -> bytes:
+        """Return the next message along an edge, taken off it."""
+        return self._edges[sender, to].popleft()
 
     def deliver_round(self) -> bool:
         """Deliver all that was sent before, at once; say whether there was any."""

@@ -57,6 +57,11 @@ class Node:
         self._report = Report()
         self._out: list[tuple[int, bytes]] = []
 
+    @property
+    def num_cached(self) -> int:
+        """Requests that are remembered."""
+        return len(self._cache)
+
     def find(self, name: str) -> tuple[int, Request] | None:
         """Return the cached request of a name and its number."""
         return self._cache.find(name)
@@ -173,12 +178,10 @@ class Node:
     def _run(self, bits: int) -> None:
         for number in bits_of(bits):
             self._own.pop(number, None)
-        self._tally.settle(bits)
         self.steps.append(Run(self._cache.get(bits), (self._cache.epoch, bits)))
 
     def _learn(self, text: str, number: int) -> Request:
         request = Request.decode(text)
-        self._tally.settle_name(request.name)
         if number >= 0:
             self._cache.add(number, request)
         return request
@@ -194,7 +197,6 @@ class Node:
                 self._is_absence_told = False
                 self.steps.append(Joined(values[0]))
             case "failed":
-                self._tally.settle_name(values[0])
                 self.steps.append(Failed(*values))
             case "gone":
                 self.steps.append(Gone(*values))

@@ -98,19 +98,6 @@ class Tally:
                 complete.append(name)
         return [self._asking.pop(name) for name in complete]
 
-    def settle(self, bits: int) -> None:
-        """Note that cached requests have run.
-
-        What absent contributors had of them was not needed, and must not count the next
-        time.
-        """
-        if self._absent:
-            self._take_off(bits)
-
-    def settle_name(self, name: str) -> None:
-        """Note that a name was decided on; see ``settle``."""
-        self._asking.pop(name, None)
-
     def forget(self, number: int) -> None:
         """Forget who is ready for a cached request."""
         self._take_off(1 << number)
