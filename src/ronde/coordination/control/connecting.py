@@ -3,12 +3,11 @@
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
 from ronde.collectives.engines.hierarchical import Places
-from ronde.collectives.engines.shared_memory.segment import Exchange
+from ronde.collectives.engines.shared_memory.exchanges import through_store
 from ronde.collectives.engines.torch_distributed.groups import Groups
 from ronde.collectives.failures import Scene
 from ronde.coordination.control.bell import FAR, NEAR, Bell, Ears
@@ -82,7 +81,9 @@ class _Connecting:
         store = PrefixStore(f"host{host}", self._store)
         try:
             medium = SharedMemoryMedium(
-                _through(store, place, len(ranks), self._timeout_s), ranks, self._tree
+                through_store(store, place, len(ranks), self._timeout_s),
+                ranks,
+                self._tree,
             )
         except CollectiveError as error:  # on all ranks of the host, or none
             if place == 0:
@@ -144,19 +145,3 @@ class _Connecting:
         }
         self._media.append(GlooMedium(groups, neighbours, self._bell))
         self._num_looks = FAR
-
-
-def _through(store: Store, index: int, size: int, timeout_s: float) -> Exchange:
-    """Return an exchange by way of a store."""
-    limit = timedelta(seconds=timeout_s)
-    turn = 0
-
-    def exchange(message: bytes) -> list[bytes]:
-        nonlocal turn
-        turn += 1
-        keys = [f"{turn}/{other}" for other in range(size)]
-        store.set(keys[index], message.hex())
-        store.wait(keys, limit)
-        return [bytes.fromhex(text.decode()) for text in store.multi_get(keys)]
-
-    return exchange

@@ -16,17 +16,13 @@ from ronde.collectives.arguments import (
 from ronde.collectives.arithmetic import dense
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work, rows
 from ronde.collectives.engines.shared_memory import movements, reductions
+from ronde.collectives.engines.shared_memory.exchanges import among, through_store
 from ronde.collectives.engines.shared_memory.executor import Executor
 from ronde.collectives.engines.shared_memory.ground import Call, Ground
 from ronde.collectives.engines.shared_memory.mail import BOX_BYTES, PostOffice
 from ronde.collectives.engines.shared_memory.peers import Peers, Process
 from ronde.collectives.engines.shared_memory.reductions import Asked
-from ronde.collectives.engines.shared_memory.segment import (
-    Exchange,
-    pack,
-    share_segments,
-    unpack,
-)
+from ronde.collectives.engines.shared_memory.segment import Exchange, share_segments
 from ronde.collectives.engines.shared_memory.stage import Heap, Stage, slot_bytes
 from ronde.collectives.engines.shared_memory.words import Header, Places
 from ronde.collectives.failures import Scene
@@ -62,7 +58,8 @@ class SharedMemoryCommunicator(Communicator):
                 machine, or there is not enough memory.
         """
         with Scene("connecting", rank, size, timeout_s).guard():
-            self._connect(_through(store, rank, size), rank, size, timeout_s)
+            exchange = through_store(store, rank, size, timeout_s)
+            self._connect(exchange, rank, size, timeout_s)
 
     def _connect(
         self, exchange: Exchange, rank: int, size: int, timeout_s: float
@@ -199,7 +196,7 @@ class SharedMemoryCommunicator(Communicator):
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
         num_bytes = -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
-        segments = share_segments(_among(self), self.rank, num_bytes, is_populated=True)
+        segments = share_segments(among(self), self.rank, num_bytes, is_populated=True)
         own = self._ground.heap.add(segments, self.rank)
         return own[: numel * dtype.itemsize].view(dtype)
 
@@ -207,7 +204,7 @@ class SharedMemoryCommunicator(Communicator):
         """Make a communicator of the same ranks: see ``Communicator``."""
         self._executor.require_usable()
         copy = SharedMemoryCommunicator.__new__(SharedMemoryCommunicator)
-        copy._connect(_among(self), self.rank, self.size, self.timeout_s)  # noqa: SLF001  its own
+        copy._connect(among(self), self.rank, self.size, self.timeout_s)  # noqa: SLF001  its own
         return copy
 
     def close(self) -> None:
@@ -235,33 +232,6 @@ class SharedMemoryCommunicator(Communicator):
             raise
         out_rows = None if out is None else out.shape[0]
         return Layout(name, dtype, tuple(tensor.shape), tuple(sent), out_rows)
-
-
-def _among(communicator: Communicator) -> Exchange:
-    """Return an exchange by way of a communicator."""
-
-    def exchange(message: bytes) -> list[bytes]:
-        row = torch.frombuffer(pack(message), dtype=torch.uint8).unsqueeze(0)
-        gathered = communicator.all_gather(row).wait()
-        return [unpack(each.numpy().tobytes()) for each in gathered]
-
-    return exchange
-
-
-def _through(store: Store, rank: int, size: int) -> Exchange:
-    """Return an exchange by way of a store, for ranks that have nothing else yet."""
-    turn = 0
-
-    def exchange(message: bytes) -> list[bytes]:
-        nonlocal turn
-        turn += 1
-        store.set(f"{turn}/{rank}", message.hex())
-        return [
-            bytes.fromhex(store.get(f"{turn}/{other}").decode())
-            for other in range(size)
-        ]
-
-    return exchange
 
 
 def _is_flat(tensor: Tensor) -> bool:

@@ -1,0 +1,43 @@
+"""How ranks tell each other where their segments are."""
+
+from datetime import timedelta
+
+import torch
+from torch.distributed import Store
+
+from ronde.collectives.communicator import Communicator
+from ronde.collectives.engines.shared_memory.segment import Exchange, pack, unpack
+
+
+def through_store(store: Store, rank: int, size: int, timeout_s: float) -> Exchange:
+    """Return an exchange by way of a store, for ranks that have nothing else yet.
+
+    Args:
+        store: Empty under the keys used here.
+        rank: This process.
+        size: Number of processes.
+        timeout_s: How long to wait for the others, each time.
+    """
+    limit = timedelta(seconds=timeout_s)
+    turn = 0
+
+    def exchange(message: bytes) -> list[bytes]:
+        nonlocal turn
+        turn += 1
+        keys = [f"{turn}/{other}" for other in range(size)]
+        store.set(keys[rank], message.hex())
+        store.wait(keys, limit)
+        return [bytes.fromhex(text.decode()) for text in store.multi_get(keys)]
+
+    return exchange
+
+
+def among(communicator: Communicator) -> Exchange:
+    """Return an exchange by way of a communicator of the same ranks."""
+
+    def exchange(message: bytes) -> list[bytes]:
+        row = torch.frombuffer(pack(message), dtype=torch.uint8).unsqueeze(0)
+        gathered = communicator.all_gather(row).wait()
+        return [unpack(each.numpy().tobytes()) for each in gathered]
+
+    return exchange
