@@ -1,5 +1,6 @@
 """Process sets: some of the ranks, which run collectives of their own."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -208,13 +209,9 @@ def _registered(process_set: ProcessSet) -> tuple[int, ...]:
 
 def _ranks_of(comm: Any) -> list[int]:  # noqa: ANN401  mpi4py's
     """Return the ranks of an mpi4py communicator among all of the job."""
-    try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise UsageError(
-            f"{_RULE} Comm object; mpi4py is not installed. Give ranks."
-        ) from error
-    if not isinstance(comm, MPI.Comm):
-        raise UsageError(f"{_RULE} Comm object")
+    # Whoever has a communicator has loaded mpi4py; loading it here would start MPI.
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not isinstance(comm, mpi.Comm):
+        raise UsageError(f"{_RULE} Comm object, got {comm!r}. Give the ranks.")
     group = comm.Get_group()
-    return list(group.Translate_ranks(None, MPI.COMM_WORLD.Get_group()))
+    return list(group.Translate_ranks(None, mpi.COMM_WORLD.Get_group()))
