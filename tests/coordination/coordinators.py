@@ -11,7 +11,6 @@ from ronde.coordination.control.connecting import connect_channel
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.operations import Kind, Operation
 from ronde.coordination.options import CoordinationOptions
-from ronde.coordination.tree import Tree
 
 
 def run_coordinated(
@@ -38,11 +37,9 @@ def run_coordinated(
     def work(claim: Any) -> Any:
         connections = Connections(claim, engine=engine)
         communicator = connections.connect("all", range(size))
-        channel: Any = connect_channel(
+        channel = connect_channel(
             connections.store("control"), claim.rank, hosts or "a" * size, timeout_s=60
         )
-        if not hasattr(channel, "tree"):
-            channel.tree = Tree.of_hosts(claim.rank, hosts or "a" * size)
         coordinator = Coordinator(
             communicator, channel, options or CoordinationOptions()
         )

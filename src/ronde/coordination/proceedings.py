@@ -203,15 +203,16 @@ class Proceedings:
                 if isinstance(step, Gone) and not self._table.failure:
                     self._table.fail(self._loss(step))
             self._channel.wait(_FIND_LOSS_WITHIN_S / 10, is_eager=True)
-        failure = PeerLostError(f"{SHUT_DOWN}\n{self._table.failure or error}")
-        if self._table.failure is None:
+        failure = self._table.failure
+        if failure is None:
+            failure = PeerLostError(f"{SHUT_DOWN}\n{error}")
             self._node.lose(self._node.tree.rank, str(error), is_orderly=False)
             self._exchange()
-        self._table.fail(failure)
+            self._table.fail(failure)
         self._communicator.abort()
         for entry in entries:
             if entry is not None and not entry.is_over:
-                entry.fail(self._table.failure or failure)
+                entry.fail(failure)
 
     def _loss(self, gone: Gone) -> PeerLostError:
         rank = self._ranks[gone.rank]
