@@ -165,10 +165,10 @@ class Coordinator:
         """Carry on until ``entry`` is over."""
         with self._attending:
             while not entry.is_over:
-                self._carry_on()
+                self._carry_on(1)
                 if not entry.is_over:
                     self._channel.wait(_LOOK_EVERY_S, is_eager=True)
-                    self._look()
+                    self._look(1)
         if self._proceedings.submitted:
             self.stir()
 
@@ -187,19 +187,24 @@ class Coordinator:
         return warning_s / 2 if warning_s else None
 
     def _carry_on_alone(self) -> None:
-        self._carry_on()
-        self._look()
+        self._carry_on(0)
+        self._look(0)
 
-    def _carry_on(self) -> None:
-        """Do all that can be done without waiting for messages."""
+    def _carry_on(self, num_own: int) -> None:
+        """Do all that can be done without waiting for messages.
+
+        Args:
+            num_own: 1 for a thread that attends itself, 0 for the listener. Others that
+                attend may sleep for what has come of it, and are woken.
+        """
         with self._lock:
             if self._is_closed:
                 return
             is_news = self._proceedings.carry_on()
-        if is_news and self._attending.count > 1:
+        if is_news and self._attending.count > num_own:
             self._channel.wake()
 
-    def _look(self) -> None:
+    def _look(self, num_own: int) -> None:
         """Look after neighbours and stalls, from time to time."""
         now = time.monotonic()
         if now < self._next_look_s:
@@ -209,4 +214,4 @@ class Coordinator:
             if self._is_closed:
                 return
             self._proceedings.look()
-        self._carry_on()
+        self._carry_on(num_own)
