@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ronde.topology.machine import UNKNOWN_NODE
+
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
@@ -10,10 +12,14 @@ class RankPlan:
     Attributes:
         rank: Its number among all.
         env: Its own environment variables; they win over the job's.
+        cpus: Those that it may use; empty leaves it all of the agent's.
+        memory_node: Where its memory is to lie, or ``UNKNOWN_NODE``.
     """
 
     rank: int
     env: dict[str, str]
+    cpus: tuple[int, ...] = ()
+    memory_node: int = UNKNOWN_NODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +29,18 @@ class Job:
     Attributes:
         job_id: Name of the job, also of its directory of logs.
         epoch: Generation of the world, 0 for the first start.
-        cookie: Secret that every process of the job carries as ``RONDE_COOKIE``.
+        cookie: A random mark that every process of the job carries as
+            ``RONDE_COOKIE``, to be known by. It is no secret: it opens nothing.
         argv: Program and arguments.
-        env: Environment of all ranks.
+        env: Environment of all ranks, on top of what the agent itself has.
         ranks: The ranks of this agent, ascending.
         cwd: Directory the ranks start in; empty for the agent's own.
         grace_s: Seconds between the stop signal and the sweep.
-        log_dir: Directory for the ranks' output, or empty.
+        address: Numeric address that the ranks meet at, where rank 0 is here.
         master_port: Port to bind for the ranks to meet at, or 0 for any.
         is_mpi: The ranks are to be able to initialise MPI.
+        lease_s: After so long without a word of the controller the agent ends
+            everything; 0 for never.
     """
 
     job_id: str
@@ -42,15 +51,7 @@ class Job:
     ranks: tuple[RankPlan, ...]
     cwd: str
     grace_s: float
-    log_dir: str
+    address: str
     master_port: int
-    is_mpi: bool = False
-
-    @property
-    def attempt_log_dir(self) -> str:
-        """Directory of this epoch's files; only where there is ``log_dir``."""
-        return f"{self.log_dir}/{self.job_id}/attempt_{self.epoch}"
-
-    def rank_log_dir(self, rank: int) -> str:
-        """Return the directory of one rank's files; only where there is ``log_dir``."""
-        return f"{self.attempt_log_dir}/{rank}"
+    is_mpi: bool
+    lease_s: float

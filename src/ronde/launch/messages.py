@@ -11,10 +11,12 @@ from typing import Any, TypeVar, cast
 
 from ronde.errors import LaunchError
 from ronde.launch.job import Job
+from ronde.launch.placement.interface import InterfaceAddress
+from ronde.topology.machine import Machine
 
 T = TypeVar("T")
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Changes when a message changes; both sides must have the same."""
 
 
@@ -22,7 +24,6 @@ PROTOCOL = 2
 class Prepare:
     """To the agent: check that this job can start here, and start nothing yet."""
 
-    protocol: int
     job: Job
 
 
@@ -32,6 +33,17 @@ class Start:
 
     master_addr: str
     master_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Locate:
+    """To the agent: say from where you would reach these addresses.
+
+    Where ``port`` is not 0, see also whether it answers there.
+    """
+
+    addresses: tuple[str, ...]
+    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,11 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class Leave:
+    """To the agent: there is no further job; end."""
+
+
+@dataclass(frozen=True, slots=True)
 class Credit:
     """To the agent: so many more bytes of output may be sent."""
 
@@ -61,12 +78,53 @@ class Credit:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """From the agent: the job can start here; the port is bound and held."""
+class Ping:
+    """To the agent: the controller is there. Its clock is sent back as it is."""
+
+    sent_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """From the agent, unasked and first: who it is and what ranks can have here.
+
+    Attributes:
+        protocol: Version of these messages.
+        host: Name that the host itself goes by.
+        identity: Two agents that say the same are on one machine.
+        pid: The agent's process there.
+        directory: Where it was started.
+        machine: What ranks have to share.
+        interfaces: Addresses that other hosts might reach it by.
+    """
 
     protocol: int
     host: str
+    identity: str
     pid: int
+    directory: str
+    machine: Machine
+    interfaces: tuple[InterfaceAddress, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """From the agent: its own address towards each that it was asked for.
+
+    An empty one stands for an address that is not reached from here.
+    """
+
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From the agent: the job can start here.
+
+    ``master_port`` is the port that is bound and held for rank 0; 0 where that is not
+    here.
+    """
+
     master_port: int
 
 
@@ -83,10 +141,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """From the agent: a rank runs."""
+    """From the agent: a rank runs, since ``at_s`` on the agent's clock."""
 
     rank: int
     pid: int
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +155,16 @@ class Exited:
     Attributes:
         rank: Which.
         status: Its exit code, or minus the number of the signal that ended it.
-        at_s: Seconds since the ranks were started.
+        at_s: When, on the agent's monotonic clock.
         was_stopped: True when the agent had already begun to end the job.
+        evidence: What the kernel says of it, in half a sentence, or empty.
     """
 
     rank: int
     status: int
     at_s: float
     was_stopped: bool
+    evidence: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +172,14 @@ class Notice:
     """From the agent: something the user should know and that ends nothing."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """From the agent: the answer to a ``Ping``, with its own monotonic clock."""
+
+    sent_at_s: float
+    here_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +195,12 @@ class Finished:
     stuck: tuple[str, ...]
 
 
-ToAgent = Prepare | Start | Forward | Stop | Kill | Credit
-FromAgent = Ready | Refused | Started | Exited | Notice | Finished
+TO_AGENT = (Prepare, Start, Locate, Forward, Stop, Kill, Leave, Credit, Ping)
+FROM_AGENT = (Hello, Located, Ready, Refused, Started, Exited, Notice, Pong, Finished)
 
-TO_AGENT: tuple[type[ToAgent], ...] = (Prepare, Start, Forward, Stop, Kill, Credit)
-FROM_AGENT: tuple[type[FromAgent], ...] = (
-    Ready,
-    Refused,
-    Started,
-    Exited,
-    Notice,
-    Finished,
+ToAgent = Prepare | Start | Locate | Forward | Stop | Kill | Leave | Credit | Ping
+FromAgent = (
+    Hello | Located | Ready | Refused | Started | Exited | Notice | Pong | Finished
 )
 
 

@@ -1,9 +1,25 @@
 """Where a running job's output and events go: implemented by who shows them."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from ronde.launch.frames import Output
 from ronde.launch.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One start of all ranks.
+
+    Attributes:
+        job_id: Name of the job.
+        epoch: 0 for the first start, one more for each restart.
+        hosts: Name of each rank's host, by rank.
+    """
+
+    job_id: str
+    epoch: int
+    hosts: tuple[str, ...]
 
 
 class Sink(Protocol):
@@ -12,6 +28,14 @@ class Sink(Protocol):
     The controller polls the ``pending_fds``, calls ``write_to`` for each that is ready,
     and slows the ranks down while ``backlog_bytes`` is large.
     """
+
+    def begin(self, generation: Generation) -> None:
+        """Take note that all ranks are about to start.
+
+        Raises:
+            UsageError: What the user asked for cannot be written.
+        """
+        ...
 
     def output(self, output: Output, now_s: float) -> None:
         """Take output of a rank; ``now_s`` is a monotonic clock."""
@@ -22,7 +46,10 @@ class Sink(Protocol):
         ...
 
     def finished(self, verdict: Verdict) -> None:
-        """Take note that the job is over; no output comes after it."""
+        """Take note that all ranks of the generation have ended, and why.
+
+        Their output has come before; what comes after is another generation's.
+        """
         ...
 
     def tick(self, now_s: float) -> float | None:

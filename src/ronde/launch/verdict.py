@@ -29,6 +29,9 @@ class RankEnd:
         at_s: Seconds since the ranks were started.
         was_stopped: True when the job was being ended already.
         stderr_tail: The last lines it wrote to stderr.
+        traceback: The last Python traceback among what it wrote to stderr, or empty.
+        evidence: What the kernel says of its end, a core file or a lack of memory, in
+            half a sentence, or empty.
     """
 
     rank: int
@@ -38,6 +41,8 @@ class RankEnd:
     at_s: float
     was_stopped: bool
     stderr_tail: tuple[str, ...] = ()
+    traceback: str = ""
+    evidence: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -57,22 +62,44 @@ class RankEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class LostHost:
+    """A host that went away while its ranks ran.
+
+    Attributes:
+        host: Its name.
+        ranks: Those that ran there.
+        reason: What was seen of it: ``nothing was heard of it for 8 s``.
+        exit_code: What the job ends with if this is its cause.
+        at_s: Seconds since the ranks were started.
+    """
+
+    host: str
+    ranks: tuple[int, ...]
+    reason: str
+    exit_code: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Why a job ended as it did.
 
     Attributes:
         exit_code: Of the whole job.
-        cause: The rank that failed first and by itself; None when none did.
+        cause: The rank that failed first and by itself, or the host that was lost
+            before; None when all went well or the user ended the job.
         also_failed: Other ranks that failed before the job was being ended.
         ended: Ranks that were ended because of the cause, or of the user.
         interrupted_by: The signal by which the user ended the job, or None.
+        also_lost: Hosts that were lost and are not the cause.
     """
 
     exit_code: int
-    cause: RankEnd | None
+    cause: RankEnd | LostHost | None
     also_failed: tuple[RankEnd, ...]
     ended: tuple[RankEnd, ...]
     interrupted_by: int | None
+    also_lost: tuple[LostHost, ...] = ()
 
 
 def judge(ends: Sequence[RankEnd], interrupted_by: int | None = None) -> Verdict:

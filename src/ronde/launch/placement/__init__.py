@@ -1,0 +1,1 @@
+"""Where ranks sit and by which addresses they meet: decided before they start."""

@@ -1,0 +1,1 @@
+"""How a process is started on another host: ssh, srun or mpirun."""
