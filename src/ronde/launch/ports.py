@@ -5,6 +5,7 @@ import os
 import socket
 from pathlib import Path
 
+from ronde.addresses import family_of, source_towards
 from ronde.errors import LaunchError, UsageError
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -22,13 +23,15 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
     of the way of outgoing connections.
 
     Args:
-        address: Numeric IPv4 address to bind; never a wildcard.
+        address: Numeric IPv4 or IPv6 address to bind; never a wildcard.
         port: Port wanted, or 0 for any.
 
     Raises:
-        UsageError: The port wanted is in use or may not be bound.
+        UsageError: The port wanted is in use or may not be bound, or the address is
+            none of this host's.
         LaunchError: No free port was found.
     """
+    _require_own(address)
     if port:
         try:
             return _bind_wanted(address, port)
@@ -54,6 +57,16 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
     )
 
 
+def _require_own(address: str) -> None:
+    """Refuse names, and the wildcards, on which every network could connect."""
+    if not address or source_towards(address) != address:
+        raise UsageError(
+            "address to meet at must be one address of this host, in numbers, got "
+            f"{address!r}. Name one with addr= in the host file, or its network with "
+            "--interface."
+        )
+
+
 def _first_ephemeral_port() -> int:
     try:
         return int(_RANGE_FILE.read_text(encoding="ascii").split()[0])
@@ -66,7 +79,7 @@ def _bind_alone(address: str, port: int) -> socket.socket | None:
 
     With the option set before, two jobs could bind one port at the same time.
     """
-    held = socket.socket()
+    held = socket.socket(family_of(address))
     try:
         held.bind((address, port))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -83,7 +96,7 @@ def _bind_wanted(address: str, port: int) -> socket.socket:
     if held is not None:
         return held
     # Perhaps only connections of an earlier job that are not forgotten yet.
-    held = socket.socket()
+    held = socket.socket(family_of(address))
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((address, port))

@@ -1,0 +1,127 @@
+"""This host's own addresses, and which of them a packet to another host leaves by.
+
+Every agent imports this at its start: it takes the standard library's light part only.
+"""
+
+import ctypes
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_IFF_UP = 0x1
+_IFF_LOOPBACK = 0x8
+_IFF_RUNNING = 0x40
+_NEEDED = _IFF_UP | _IFF_RUNNING
+_ANY_PORT = 9
+"""Nothing is sent there: a port has to be named to ask for a route."""
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceAddress:
+    """One numeric address of one interface.
+
+    Attributes:
+        interface: ``eth0``.
+        address: IPv4 or IPv6, without a scope; never loopback.
+        prefix_length: Bits of its network.
+    """
+
+    interface: str
+    address: str
+    prefix_length: int
+
+
+class _Node(ctypes.Structure):
+    """The C library's ``struct ifaddrs``."""
+
+
+_Link = ctypes.POINTER(_Node)
+_Node._fields_ = [
+    ("next", _Link),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+    ("netmask", ctypes.c_void_p),
+]
+
+
+def read_interfaces() -> tuple[InterfaceAddress, ...]:
+    """Return the addresses that other hosts may reach this one by, IPv4 first.
+
+    Left out are loopback interfaces, those that are down or have no carrier, and
+    link-local addresses, which mean nothing without the name of a link.
+
+    Raises:
+        OSError: The kernel does not tell.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.freeifaddrs.argtypes = [_Link]
+    first = _Link()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        raise OSError(ctypes.get_errno(), "getifaddrs")
+    try:
+        found = list(_addresses(first))
+    finally:
+        libc.freeifaddrs(first)
+    return tuple(sorted(found, key=lambda each: ":" in each.address))
+
+
+def _addresses(link: Any) -> Iterator[InterfaceAddress]:  # noqa: ANN401  ctypes' own
+    while link:
+        node = link.contents
+        is_of_use = node.flags & _NEEDED == _NEEDED and not node.flags & _IFF_LOOPBACK
+        raw = _raw_address(node.address) if is_of_use else b""
+        if raw and not _is_link_local(raw):
+            family = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
+            netmask = _raw_address(node.netmask) or b"\xff" * len(raw)
+            yield InterfaceAddress(
+                interface=node.name.decode(errors="surrogateescape"),
+                address=socket.inet_ntop(family, raw),
+                prefix_length=int.from_bytes(netmask, "big").bit_count(),
+            )
+        link = node.next
+
+
+def _raw_address(pointer: int | None) -> bytes:
+    """Return the address in a ``struct sockaddr``; empty where it is no IP address."""
+    if not pointer:
+        return b""
+    family = ctypes.c_ushort.from_address(pointer).value
+    if family == socket.AF_INET:
+        return ctypes.string_at(pointer + 4, 4)
+    if family == socket.AF_INET6:
+        return ctypes.string_at(pointer + 8, 16)
+    return b""
+
+
+def _is_link_local(raw: bytes) -> bool:
+    if len(raw) == 4:
+        return raw[:2] == b"\xa9\xfe"
+    return raw[0] == 0xFE and raw[1] & 0xC0 == 0x80
+
+
+def is_loopback(address: str) -> bool:
+    """Say whether a numeric address never leaves its host."""
+    return address.startswith(("127.", "::ffff:127.")) or address == "::1"
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Return the family of a numeric address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def source_towards(address: str) -> str:
+    """Return the own address that a packet to a numeric address would leave by.
+
+    The kernel's routes are asked, and nothing is sent. For an address of this host it
+    is that address itself. Empty where no route leads there.
+    """
+    family = family_of(address)
+    try:
+        socket.inet_pton(family, address)  # a name would be looked up, which may take
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect((address, _ANY_PORT))
+            return asking.getsockname()[0].partition("%")[0]
+    except OSError:
+        return ""
