@@ -1,64 +1,10 @@
-"""What horovodrun's options name: files to read, and a script to run."""
+"""The configuration file that horovodrun's options may stand in."""
 
-import subprocess
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, cast
 
+from ronde.cli.host_options import read_text
 from ronde.errors import UsageError
-from ronde.launch.hosts import Host, parse_discovered
-
-_DISCOVERY_TIMEOUT_S = 60
-
-
-def read_text(path: str, said_by: str) -> str:
-    """Read a file.
-
-    Args:
-        path: Where it is.
-        said_by: The option that names it.
-
-    Raises:
-        UsageError: It cannot be read.
-    """
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{said_by} must be a file that can be read, got {path!r} ({error}). "
-            "Check the path."
-        ) from None
-
-
-def discover(script: str, slots: str) -> tuple[Host, ...]:
-    """Run a discovery script once and return the hosts that it prints.
-
-    Args:
-        script: A command line.
-        slots: Of a host that it names without, a number.
-
-    Raises:
-        UsageError: The script fails, or prints something else.
-    """
-    if not slots.isdecimal() or not slots.isascii():
-        raise UsageError(
-            f"--slots-per-host must be a whole number, got {slots!r}. Correct it."
-        )
-    try:
-        done = subprocess.run(  # noqa: S602  horovodrun takes a command line, too
-            script,
-            shell=True,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=_DISCOVERY_TIMEOUT_S,
-            check=True,
-        )
-    except (subprocess.SubprocessError, UnicodeDecodeError) as error:
-        raise UsageError(
-            "--host-discovery-script must print hosts and end with 0, got "
-            f"{script!r} ({error}). Run it by hand."
-        ) from None
-    return parse_discovered(done.stdout, int(slots), script)
 
 
 def read_config(path: str, sections: Sequence[str]) -> Iterator[tuple[str, str, str]]:

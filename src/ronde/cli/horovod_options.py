@@ -2,11 +2,13 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ronde.cli.host_options import add_host_options, find_hosts
 from ronde.errors import UsageError
+from ronde.launch.hosts.host import Host
 
 _VALUES = {
     "fusion-threshold-mb": "FUSION_THRESHOLD",
@@ -35,13 +37,11 @@ _SWITCHES = {
     "stall-check": "STALL_CHECK_DISABLE",
 }
 """Options that set a variable to 1, and to 0 with ``no-`` before them."""
-_READ_HERE = (
-    *("output-filename", "config-file", "hosts", "hostfile", "host-discovery-script"),
-    "slots-per-host",
-)
+_SSH = ("ssh-port", "ssh-identity-file")
+_READ_HERE = ("output-filename", "config-file", *_SSH)
 _CONTROLLERS = ("gloo", "mpi", "jsrun")
 _VALUES_IGNORED = (
-    *("ssh-port", "ssh-identity-file", "mpi-args", "binding-args", "num-nccl-streams"),
+    *("mpi-args", "binding-args", "num-nccl-streams"),
     *("min-num-proc", "max-num-proc", "reset-limit", "blacklist-cooldown-range"),
     *("autotune-gaussian-process-noise", "elastic-timeout"),
 )
@@ -57,11 +57,9 @@ _OTHER_NAMES = {
     "min-num-proc": ["--min-np"],
     "max-num-proc": ["--max-np"],
     "prefix-output-with-timestamp": ["-prefix-timestamp"],
-    "hosts": ["-H"],
-    "hostfile": ["-hostfile"],
 }
 _CONFIGURABLE = frozenset(
-    (*_VALUES, *_SWITCHES, *_VALUES_IGNORED, *_FLAGS_IGNORED, *_CONTROLLERS)
+    (*_VALUES, *_SWITCHES, *_VALUES_IGNORED, *_FLAGS_IGNORED, *_CONTROLLERS, *_SSH)
 )
 _SECTIONS = {
     "params": "",
@@ -81,24 +79,35 @@ class Asked:
     Attributes:
         env: Variables for all ranks.
         engine: What is to move tensors, or empty.
-        slots: Ranks that the named hosts take; None where none are named.
+        hosts: Where ranks may run, at least one.
+        ssh_args: What ssh is to be given.
         output_dir: Directory for what the ranks print, or empty.
         ignored: The options that change nothing.
     """
 
     env: dict[str, str]
     engine: str
-    slots: int | None
+    hosts: tuple[Host, ...]
+    ssh_args: tuple[str, ...]
     output_dir: str
     ignored: tuple[str, ...]
 
+    @property
+    def slots(self) -> int | None:
+        """Return the sum of the slots; None where some are open."""
+        slots = [host.slots for host in self.hosts]
+        return sum(slots) if min(slots) >= 0 else None
+
 
 def add_horovod_options(parser: argparse.ArgumentParser) -> None:
-    """Have a parser take all that horovodrun takes, without a word in its help.
+    """Have a parser take all that horovodrun takes.
+
+    Only the options that name hosts have a word in its help.
 
     Args:
         parser: Of ``ronde run``, which has ``-np`` itself.
     """
+    add_host_options(parser)
     for name in (*_VALUES, *_READ_HERE, *_VALUES_IGNORED):
         is_pair = name == "blacklist-cooldown-range"
         _add(parser, name, nargs=2 if is_pair else None)
@@ -135,7 +144,8 @@ def understand(options: argparse.Namespace, environ: Mapping[str, str]) -> Asked
     return Asked(
         env=_interfaces({**environ, **variables}) | variables,
         engine="mpi" if "mpi" in given else "",
-        slots=_slots(given),
+        hosts=_hosts(options, given, environ),
+        ssh_args=_ssh_args(given),
         output_dir=given.get("output-filename", ""),
         ignored=tuple(f"--{name}" for name in ignored),
     )
@@ -214,26 +224,24 @@ def _mebibytes(text: str) -> str:
     return str(int(text) << 20)
 
 
-def _slots(given: Mapping[str, str]) -> int | None:
-    """Return how many ranks the named hosts take."""
-    # Imported where they are needed: most jobs start without.
-    from ronde.cli.horovod_files import discover, read_text
-    from ronde.launch.hosts import count_slots_here, parse_hostfile, parse_hosts
+def _hosts(
+    options: argparse.Namespace, given: Mapping[str, str], environ: Mapping[str, str]
+) -> tuple[Host, ...]:
+    hosts = find_hosts(options, environ)
+    if "ssh-port" not in given:
+        return hosts
+    from ronde.launch.hosts.names import parse_number
 
-    named = [n for n in ("hosts", "hostfile", "host-discovery-script") if n in given]
-    if not named:
-        return None
-    if len(named) > 1:
-        raise UsageError(f"--{named[0]} must stand alone, got --{named[1]} too.")
-    text = given[named[0]]
-    match named[0]:
-        case "hosts":
-            hosts = parse_hosts(text)
-        case "hostfile":
-            hosts = parse_hostfile(read_text(text, "--hostfile").splitlines(), text)
-        case _:
-            hosts = discover(text, given.get("slots-per-host", "1"))
-    return count_slots_here(hosts)
+    port = parse_number(
+        given["ssh-port"], "port", "--ssh-port", lowest=1, highest=65535
+    )
+    return tuple(replace(host, port=host.port or port) for host in hosts)
+
+
+def _ssh_args(given: Mapping[str, str]) -> tuple[str, ...]:
+    if "ssh-identity-file" not in given:
+        return ()
+    return ("-i", given["ssh-identity-file"])
 
 
 def _configured(given: Mapping[str, str]) -> dict[str, str]:

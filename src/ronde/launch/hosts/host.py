@@ -29,5 +29,5 @@ class Host:
     port: int = 0
     address: str = ""
     gpus: tuple[str, ...] = ()
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict[str, str])
     said_at: str = ""

@@ -1,0 +1,136 @@
+"""Which hosts a job runs on: the options for that, and Slurm's allocation."""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ronde.errors import UsageError
+from ronde.launch.hosts.host import SLOTS_OPEN, Host
+
+_SOURCES = ("hosts", "hostfile", "host-discovery-script")
+
+
+def add_host_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name hosts.
+
+    Args:
+        parser: Of ``ronde run``.
+    """
+    add = parser.add_argument
+    add(
+        *("-H", "--hosts"),
+        metavar="HOSTS",
+        help="hosts to start ranks on, as a:4,b:4 or gpu[01-16]:8; without a number, "
+        "one rank a GPU, else one (default: Slurm's allocation, else this machine)",
+    )
+    add(
+        *("--hostfile", "-hostfile"),
+        metavar="FILE",
+        help="file with a host a line, as: a slots=4; those of Horovod, Open MPI, "
+        "MPICH and DeepSpeed are understood",
+    )
+    add(
+        "--host-discovery-script",
+        metavar="COMMAND",
+        help="command that prints such lines; it is run once",
+    )
+    add(
+        *("--slots", "--slots-per-host"),
+        metavar="N",
+        help="slots of every host that says none itself",
+    )
+
+
+def find_hosts(
+    options: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[Host, ...]:
+    """Return the hosts that ranks may run on, at least one.
+
+    They are those that an option names, else those of Slurm's allocation, else this
+    machine. Reads the host file, and runs the discovery script, once.
+
+    Args:
+        options: From a parser that ``add_host_options`` was called with.
+        environ: This process's environment.
+
+    Raises:
+        UsageError: The options contradict each other, or name no hosts.
+    """
+    given = {name: getattr(options, name.replace("-", "_")) for name in _SOURCES}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise UsageError(
+            f"--{named[0]} must stand alone, got --{named[1]} too. Drop one."
+        )
+    slots = None
+    if options.slots is not None:
+        from ronde.launch.hosts.names import MAX_SLOTS, parse_number
+
+        slots = parse_number(
+            options.slots, "slots", "--slots", lowest=1, highest=MAX_SLOTS
+        )
+    if not named:
+        return _unnamed(slots, environ)
+    hosts = _read(named[0], given[named[0]])
+    if slots is None:
+        return hosts
+    is_useless = all(host.slots != SLOTS_OPEN for host in hosts)
+    if is_useless and named[0] != "host-discovery-script":
+        raise UsageError(
+            f"--slots must be for hosts that say no slots themselves, got {slots}, but "
+            f"all do, as {hosts[0].name} with {hosts[0].slots}. Drop one of the two."
+        )
+    return tuple(
+        replace(host, slots=slots) if host.slots == SLOTS_OPEN else host
+        for host in hosts
+    )
+
+
+def _unnamed(slots: int | None, environ: Mapping[str, str]) -> tuple[Host, ...]:
+    hosts: Sequence[Host] | None = None
+    if "SLURM_JOB_ID" in environ:
+        from ronde.launch.hosts.slurm import read_allocation
+
+        hosts = read_allocation(environ)
+    hosts = hosts or (Host(os.uname().nodename, said_at="this machine"),)
+    if slots is None:
+        return tuple(hosts)
+    return tuple(replace(host, slots=slots) for host in hosts)
+
+
+def _read(source: str, text: str) -> tuple[Host, ...]:
+    # Imported where they are needed: most jobs start without.
+    match source:
+        case "hosts":
+            from ronde.launch.hosts.names import parse_hosts
+
+            return parse_hosts(text)
+        case "hostfile":
+            from ronde.launch.hosts.hostfile import parse_hostfile
+
+            return parse_hostfile(read_text(text, "--hostfile"), text)
+        case _:
+            from ronde.launch.hosts.discovery import discover
+
+            return discover(text, f"--{source}")
+
+
+def read_text(path: str, said_by: str) -> str:
+    """Read a file.
+
+    Args:
+        path: Where it is.
+        said_by: The option that names it.
+
+    Raises:
+        UsageError: It cannot be read.
+    """
+    try:
+        return Path(path).read_bytes().decode()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{said_by} must be a file that can be read, got {path!r} ({error}). "
+            "Check the path."
+        ) from None

@@ -1,0 +1,87 @@
+"""From hosts with slots to ranks with hosts."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ronde.errors import UsageError
+from ronde.launch.hosts.host import SLOTS_OPEN, Host
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The ranks of one host.
+
+    Attributes:
+        host: Where they run.
+        ranks: At least one, consecutive.
+    """
+
+    host: Host
+    ranks: range
+
+
+def hosts_to_ask(hosts: Iterable[Host], num_ranks: int | None) -> tuple[Host, ...]:
+    """Return the hosts that may get ranks, in their order.
+
+    Args:
+        hosts: All that are named.
+        num_ranks: To be started; None for one a slot.
+    """
+    asked: list[Host] = []
+    sure = 0
+    for host in hosts:
+        if num_ranks is not None and sure >= num_ranks:
+            break
+        if host.slots:
+            asked.append(host)
+        sure += 1 if host.slots == SLOTS_OPEN else host.slots
+    return tuple(asked)
+
+
+def allocate(
+    hosts: Sequence[Host], num_ranks: int | None, count_slots: Callable[[Host], int]
+) -> tuple[Share, ...]:
+    """Give every host its ranks: block by block, in the order of the hosts.
+
+    Hosts that get no rank are left out, so that the first one has rank 0.
+
+    Args:
+        hosts: With their slots.
+        num_ranks: To be started; None for one a slot. A host that stands alone and
+            says no slots takes any number.
+        count_slots: Called for a host whose slots nobody said; at least 1.
+
+    Raises:
+        UsageError: There are fewer slots than ranks, or none.
+    """
+    usable = [host for host in hosts if host.slots]
+    if num_ranks and len(usable) == 1 and usable[0].slots == SLOTS_OPEN:
+        return (Share(usable[0], range(num_ranks)),)
+    shares: list[Share] = []
+    start = 0
+    for host in hosts_to_ask(usable, num_ranks):
+        slots = count_slots(host) if host.slots == SLOTS_OPEN else host.slots
+        stop = start + slots if num_ranks is None else min(start + slots, num_ranks)
+        if stop > start:
+            shares.append(Share(host, range(start, stop)))
+        start = stop
+    if not shares:
+        raise UsageError(
+            "hosts must have a slot, got none: "
+            f"{', '.join(host.name for host in hosts)} are kept out by 0 slots. Give "
+            "one of them slots."
+        )
+    if num_ranks is not None and start < num_ranks:
+        raise UsageError(_too_many(num_ranks, start, shares))
+    return tuple(shares)
+
+
+def _too_many(num_ranks: int, slots: int, shares: Sequence[Share]) -> str:
+    """Say it in Horovod's words first, by which scripts know it."""
+    shown = [f"{share.host.name}:{len(share.ranks)}" for share in shares[:8]]
+    more = f" and {len(shares) - 8} more" if len(shares) > 8 else ""
+    return (
+        f"Requested more processes ({num_ranks}) than there are available slots "
+        f"({slots})\nThat is {','.join(shown)}{more}. Give the hosts more slots, as in "
+        f"-H {shares[0].host.name}:{num_ranks} or --slots, or start fewer ranks."
+    )

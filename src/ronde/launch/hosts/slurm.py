@@ -1,0 +1,87 @@
+"""The hosts of the Slurm allocation that this process is inside of."""
+
+from collections.abc import Mapping
+
+from ronde.errors import UsageError, WorldError
+from ronde.launch.hosts.host import SLOTS_OPEN, Host
+from ronde.launch.hosts.lists import expand_list
+from ronde.launch.hosts.names import check_name, parse_number
+from ronde.world.slurm import parse_tasks_per_node
+
+_CURE = "Name the hosts by -H or --hostfile."
+
+
+def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
+    """Return the hosts of the allocation, in Slurm's order; None outside of one.
+
+    A host has a slot for each of its tasks, where somewhere there is more than one; one
+    task a host is what Slurm gives those who asked for none. Then it has one for each
+    GPU that Slurm gives it, and where that is not known its slots are open.
+
+    Args:
+        environ: This process's environment.
+
+    Raises:
+        UsageError: Slurm's variables contradict each other, or the job is
+            heterogeneous.
+    """
+    name = next((n for n in _LISTS if environ.get(n)), None)
+    if "SLURM_JOB_ID" not in environ or name is None:
+        return None
+    num_groups = environ.get("SLURM_HET_SIZE", "1")
+    if num_groups != "1":
+        raise UsageError(
+            "SLURM_HET_SIZE must be 1, since only the allocation of a plain job is "
+            f"read, got {num_groups!r}. {_CURE}"
+        )
+    names = [check_name(one, name) for one in expand_list(environ[name], name)]
+    slots = _slots(environ, len(names), f"{name}={environ[name]}")
+    return tuple(
+        Host(one, count, said_at=name) for one, count in zip(names, slots, strict=True)
+    )
+
+
+_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+
+
+def _slots(environ: Mapping[str, str], num_hosts: int, said: str) -> list[int]:
+    tasks = _tasks(environ, num_hosts, said)
+    if max(tasks) > 1:
+        return tasks
+    return [_gpus_of_each(environ, num_hosts) or SLOTS_OPEN] * num_hosts
+
+
+def _tasks(environ: Mapping[str, str], num_hosts: int, said: str) -> list[int]:
+    """Return the tasks that were asked for on each host; all 1 where none were.
+
+    Without any, ``SLURM_TASKS_PER_NODE`` counts the CPUs.
+    """
+    if "SLURM_NTASKS" not in environ and "SLURM_NTASKS_PER_NODE" not in environ:
+        return [1] * num_hosts
+    name = "SLURM_TASKS_PER_NODE"
+    if name not in environ:
+        name = "SLURM_NTASKS_PER_NODE"
+        each = environ.get(name, "1")
+        return [parse_number(each, name, "Slurm", highest=1 << 16)] * num_hosts
+    try:
+        tasks = parse_tasks_per_node(environ[name], name)
+    except WorldError as error:
+        raise UsageError(f"{error} {_CURE}") from None
+    if len(tasks) != num_hosts:
+        raise UsageError(
+            f"{name} must have a count for each host, but {name}={environ[name]} are "
+            f"{len(tasks)} counts and {said} are {num_hosts} hosts. {_CURE}"
+        )
+    return tasks
+
+
+def _gpus_of_each(environ: Mapping[str, str], num_hosts: int) -> int:
+    """Return the GPUs of every host, 0 where Slurm does not tell.
+
+    It tells the count of this host. Only a job that asked for a total can have other
+    counts elsewhere.
+    """
+    name = "SLURM_GPUS_ON_NODE"
+    if name not in environ or (num_hosts > 1 and "SLURM_GPUS" in environ):
+        return 0
+    return parse_number(environ[name], name, "Slurm", highest=1 << 16)
