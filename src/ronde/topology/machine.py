@@ -24,28 +24,37 @@ class Gpu:
     """One GPU.
 
     Attributes:
-        index: Its number in the order of bus addresses.
-        bus_id: As sysfs writes it: ``0000:1b:00.0``.
+        index: Its number in the order of bus addresses, whatever is hidden.
+        bus_id: As sysfs writes it: ``0000:1b:00.0``; empty where it is not known.
         node: Its memory node, or ``UNKNOWN_NODE``.
         name: What the driver calls it; empty where it does not tell.
+        maker: ``nvidia``, ``amd`` or ``intel``.
+        uuid: ``GPU-...``; empty where the driver does not tell.
+        path: Its place on the bus: host bridge, bridges and itself, as sysfs has them.
+        visible_as: What names it in ``CUDA_VISIBLE_DEVICES`` and the like.
     """
 
     index: int
     bus_id: str
     node: int
     name: str
+    maker: str
+    uuid: str
+    path: str
+    visible_as: str
 
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """One network interface or InfiniBand adapter that is up.
+    """One network interface or RDMA adapter that is up.
 
     Attributes:
         name: ``eth0``, ``mlx5_0``.
-        kind: ``ethernet`` or ``infiniband``.
+        kind: ``ethernet`` for what has sockets, ``infiniband`` for an RDMA adapter.
         bus_id: As sysfs writes it; empty for what is no PCI device.
         node: Its memory node, or ``UNKNOWN_NODE``.
         mbit_per_s: Its rate; 0 where that is not told.
+        path: Its place on the bus, like a GPU's; empty for what is no PCI device.
     """
 
     name: str
@@ -53,6 +62,7 @@ class Nic:
     bus_id: str
     node: int
     mbit_per_s: int
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,8 @@ class Machine:
     Attributes:
         cores: Those that this process may use, by memory node and number.
         cpu_limit: CPUs that the control groups allow at a time, 0 for no limit.
-        gpus: All that the kernel shows, by bus address.
+        gpus: Those that a program of this process would see, in its order; all of one
+            maker.
         nics: Those that are up, by name.
     """
 

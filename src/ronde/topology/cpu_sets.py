@@ -1,0 +1,50 @@
+"""Sets of CPUs, as the kernel writes them and as bits of a number.
+
+A number holds the set ``{0, 2}`` as ``0b101``: thousands of CPUs are one operation.
+"""
+
+from collections.abc import Iterable
+
+
+def parse_list(text: str) -> int:
+    """Return the set of a list such as ``0-3,8``; empty text is the empty set.
+
+    Raises:
+        ValueError: It is no such list.
+    """
+    bits = 0
+    for part in text.split(",") if text else ():
+        low, _, high = part.partition("-")
+        first, last = int(low), int(high or low)
+        bits |= (1 << (last + 1)) - (1 << first)
+    return bits
+
+
+def parse_mask(text: str) -> int:
+    """Return the set of a mask such as ``ff,00000001``; empty text is the empty set.
+
+    Raises:
+        ValueError: It is no such mask.
+    """
+    return int(text.replace(",", "") or "0", 16)
+
+
+def members(bits: int) -> list[int]:
+    """Return the numbers in a set, ascending."""
+    found: list[int] = []
+    while bits:
+        lowest = bits & -bits
+        found.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return found
+
+
+def format_list(cpus: Iterable[int]) -> str:
+    """Write numbers as the kernel does: ``0-3,8``."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

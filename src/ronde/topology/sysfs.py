@@ -1,0 +1,32 @@
+"""This machine, as the kernel shows it in /proc and /sys."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ronde.topology.control_groups import read_cpu_limit
+from ronde.topology.cores import read_cores
+from ronde.topology.gpus import read_gpus
+from ronde.topology.machine import Machine
+from ronde.topology.nics import read_nics
+
+
+def read_machine(
+    root: Path = Path("/"), environ: Mapping[str, str] | None = None
+) -> Machine:
+    """Return what this process may use of the machine; it asks no driver.
+
+    What cannot be read is left out or unknown, and is never an error: a driver that
+    hangs would take a start with it, and sandboxes hide much.
+
+    Args:
+        root: Where ``proc``, ``sys`` and ``dev`` are.
+        environ: Says with ``CUDA_VISIBLE_DEVICES`` and the like which GPUs a program
+            would see; without it, all that may be opened.
+    """
+    top = str(root).rstrip("/")
+    return Machine(
+        cores=read_cores(top),
+        cpu_limit=read_cpu_limit(top),
+        gpus=read_gpus(top, environ or {}),
+        nics=read_nics(top),
+    )
