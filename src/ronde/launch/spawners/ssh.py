@@ -1,0 +1,143 @@
+"""Programs on other hosts by the system's ssh, as the user has configured it."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ronde.launch.hosts.host import Host
+from ronde.launch.spawners.base import Failure
+from ronde.launch.spawners.by_hand import (
+    explain_program,
+    last_line,
+    type_login,
+    type_there,
+)
+
+_FAILED = 255
+_SECURE = (
+    "-T",  # bytes pass as they are
+    "-a",  # nothing on another host can use the user's keys
+    "-x",
+    *("-o", "BatchMode=yes"),  # ask nothing: nobody is there to answer
+    *("-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=2"),
+    *("-o", "ServerAliveCountMax=3"),
+    *("-o", "ClearAllForwardings=yes"),
+    # A connection of others is used where there is one; none is left behind.
+    *("-o", "ControlMaster=no"),
+    # What a user's configuration may want for logins, and refuses a command.
+    *("-o", "RemoteCommand=none"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Complaint:
+    """What ssh says, and what it means; ``{ssh}`` and so on stand for commands."""
+
+    said: re.Pattern[str]
+    reason: str
+    cure: str
+    is_transient: bool = False
+
+
+def _complaint(
+    said: str, reason: str, cure: str, *, is_transient: bool = False
+) -> _Complaint:
+    return _Complaint(re.compile(said), reason, cure, is_transient)
+
+
+_COMPLAINTS = (
+    _complaint(
+        "HOST IDENTIFICATION HAS CHANGED|Offending .* key",
+        "host key changed: another machine answers, or it was installed anew",
+        "find out which; if it is right: {forget}",
+    ),
+    _complaint(
+        "REVOKED HOST KEY|marked as revoked",
+        "host key revoked",
+        "ask who runs the host",
+    ),
+    _complaint(
+        "Host key verification failed|No .* host key is known",
+        "host key unknown",
+        "{ssh} once, to see it and accept it",
+    ),
+    _complaint(
+        "Temporary failure in name resolution",
+        "no name server answers",
+        "name addresses, or see /etc/resolv.conf",
+        is_transient=True,
+    ),
+    _complaint("Could not resolve hostname", "unknown name", "check the spelling"),
+    _complaint(
+        "Permission denied|Too many authentication failures",
+        "key refused",
+        "{copy_id}",
+    ),
+    _complaint(
+        "Connection refused", "nothing answers on its ssh port", "{ssh}, or port=N"
+    ),
+    _complaint(
+        "during banner exchange|kex_exchange_identification|ssh_exchange_identification"
+        "|Exceeded MaxStartups|Not allowed at this time"
+        "|Connection (closed|reset) by .* port",
+        "its ssh server takes no more connections now",
+        "raise MaxStartups there, or see what it logs",
+        is_transient=True,
+    ),
+    _complaint(
+        "[Tt]imed out|No route to host|Network is unreachable|Host is down",
+        "not reached",
+        "see whether it is up: {ssh}",
+    ),
+    _complaint(
+        "no matching .* found|Unable to negotiate",
+        "its ssh server and this ssh have no method in common",
+        "{ssh}, then --ssh-args",
+    ),
+)
+
+
+class SshSpawner:
+    """Starts programs by ssh.
+
+    Args:
+        ssh_args: What the user wants ssh to be given; it counts before all of ours.
+    """
+
+    name = "ssh"
+
+    def __init__(self, ssh_args: Sequence[str] = ()) -> None:
+        self._ssh_args = tuple(ssh_args)
+
+    def client(self, host: Host) -> list[str]:
+        """Return ssh with all its options for a host, up to the host itself."""
+        port = ["-p", str(host.port)] if host.port else []
+        user = ["-l", host.user] if host.user else []
+        # The first value that ssh is given for an option is the one it takes.
+        return ["ssh", *self._ssh_args, *_SECURE, *port, *user, "--"]
+
+    def command(self, host: Host, words: Sequence[str]) -> list[str]:
+        """See ``Spawner``."""
+        return [*self.client(host), host.name, shlex.join(words)]
+
+    def explain(self, host: Host, exit_code: int, said: str) -> Failure:
+        """See ``Spawner``."""
+        if exit_code != _FAILED:
+            return explain_program(exit_code, said)
+        ssh = type_there(self.name, host)
+        for complaint in _COMPLAINTS:
+            if complaint.said.search(said):
+                cure = complaint.cure.format(
+                    ssh=ssh,
+                    copy_id=shlex.join(["ssh-copy-id", *type_login(host)]),
+                    forget=shlex.join(["ssh-keygen", "-R", _known_name(host)]),
+                )
+                return Failure(complaint.reason, cure, complaint.is_transient)
+        return Failure(f"ssh failed: {last_line(said) or 'it said nothing'}", ssh)
+
+
+def _known_name(host: Host) -> str:
+    """Return the host as known_hosts has it."""
+    return f"[{host.name}]:{host.port}" if host.port not in {0, 22} else host.name
