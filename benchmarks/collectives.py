@@ -30,7 +30,8 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from ronde.launch.environments import own_environment, shared_environment
+from ronde.launch.environments import shared_environment
+from ronde.launch.inherited import own_environment
 from ronde.records import Record, append_record
 from ronde.units import format_size
 

@@ -7,11 +7,15 @@
     │   └── WorldError                   the environment is partial or contradictory
     ├── NotInitializedError(ValueError)  a front end was used before its ``init()``
     ├── LaunchError(RuntimeError)        a job could not be started or kept running
+    │   └── HostError                    hosts that cannot take part; each is listed
     └── CollectiveError(RuntimeError)    a collective failed; every rank of it is told
         └── PeerLostError                another rank is gone
 
 Messages follow one form: ``<name> must be <rule>, got <value>.`` and then what to do.
 """
+
+
+from collections.abc import Sequence
 
 
 class RondeError(Exception):
@@ -32,6 +36,19 @@ class NotInitializedError(RondeError, ValueError):
 
 class LaunchError(RondeError, RuntimeError):
     """A job could not be started or kept running."""
+
+
+class HostError(LaunchError):
+    """Hosts cannot take part in a job; nothing was started.
+
+    Args:
+        message: One sentence for all of them.
+        failures: For each such host what is wrong and what to do, for whoever shows it.
+    """
+
+    def __init__(self, message: str, failures: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.failures = tuple(failures)
 
 
 class CollectiveError(RondeError, RuntimeError):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ronde.launch.environments import own_environment, shared_environment
+from ronde.launch.environments import shared_environment
+from ronde.launch.inherited import own_environment
 
 # A machine that others use too may take a second over any one example.
 settings.register_profile(

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import ronde as package
-from ronde.launch.environments import own_environment
+from ronde.launch.inherited import own_environment
 
 
 def write(path, text, mode=0o755):

@@ -3,14 +3,12 @@
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
+from ronde.launch.arranging import Wish
 from ronde.launch.boot import start_local_agent
-from ronde.launch.controller import run_job
-from ronde.launch.environments import own_environment
-from ronde.launch.job import Job
-from ronde.launch.lineage import adopt_orphans
-from ronde.launch.plan import JobRequest, plan_job
+from ronde.launch.hiring import Hiring
+from ronde.launch.launching import launch
+from ronde.launch.plan import JobRequest
 from ronde.launch.signals import STOPPING, caught_signals
 from ronde.launch.verdict import Verdict
 from ronde.render.own_ranks import OwnRanksConsole
@@ -50,25 +48,20 @@ def run_own_ranks(
         LaunchError: The launcher itself failed.
     """
     with caught_signals() as signal_fd, start_local_agent() as agent:
-        job = plan_job(
+        given = {} if rank_env is None else {r: rank_env(r) for r in range(size)}
+        wish = Wish(
             JobRequest(
                 argv=(sys.executable, "-m", "ronde", *words),
-                size=size,
-                environ=own_environment(),
-                extra_env=extra_env or {},
+                env=dict(extra_env or {}),
+                rank_env=given,
                 grace_s=_GRACE_S,
                 is_mpi=is_mpi,
             ),
-            name=time.strftime("%Y%m%d-%H%M%S"),
+            num_ranks=size,
         )
-        adopt_orphans()
-        job = job if rank_env is None else _with_rank_env(job, rank_env)
-        return _exit_code(run_job(job, OwnRanksConsole(), agent, signal_fd))
-
-
-def _with_rank_env(job: Job, rank_env: RankEnvironment) -> Job:
-    ranks = (replace(r, env=r.env | dict(rank_env(r.rank))) for r in job.ranks)
-    return replace(job, ranks=tuple(ranks))
+        name = time.strftime("%Y%m%d-%H%M%S")
+        hiring = Hiring(agent)
+        return _exit_code(launch(wish, OwnRanksConsole(), hiring, signal_fd, name=name))
 
 
 def _exit_code(verdict: Verdict) -> int:

@@ -11,15 +11,17 @@ from typing import NoReturn
 from ronde.cli.horovod_options import (
     Asked,
     add_horovod_options,
-    link_outputs,
     understand,
 )
 from ronde.errors import UsageError, WorldError
-from ronde.launch.controller import run_job
-from ronde.launch.environments import alias_environment, own_environment
-from ronde.launch.lineage import adopt_orphans
-from ronde.launch.plan import JobRequest, plan_job
-from ronde.launch.slots import count_slots
+from ronde.launch.arranging import Wish
+from ronde.launch.environments import alias_environment
+from ronde.launch.forwarded import read_assignments, select_forwarded
+from ronde.launch.hiring import Hiring
+from ronde.launch.inherited import own_environment
+from ronde.launch.launching import launch
+from ronde.launch.plan import JobRequest
+from ronde.launch.spawners.base import Spawner
 from ronde.render.console import Console
 from ronde.world import Launcher, read_claim
 from ronde.world.engines import (
@@ -81,43 +83,52 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
     asked = understand(options, environ)
     if asked.output_dir and options.log_dir:
         raise UsageError("--output-filename must stand alone, got --log-dir too.")
-    size = _size(options.num_proc, environ, asked.slots)
-    extra_env = asked.env | _extra_env(options.env, environ)
-    extra_env |= _engine_env(options, asked.engine)
-    extra_env |= alias_environment(
-        environ | extra_env, is_wanted=not options.no_horovod_alias
-    )
-    engine = read_engine(environ | extra_env)
-    read_algorithm(environ | extra_env)
-    read_knobs(environ | extra_env)
+    num_ranks = _num_ranks(options.num_proc)
+    env = _env(options, asked, environ)
     if not options.nested:
-        refuse_nesting(size, environ)
+        refuse_nesting(num_ranks, environ)
     with _recorded(options) as timeline_env:
-        job = plan_job(
-            JobRequest(
+        wish = Wish(
+            job=JobRequest(
                 argv=tuple(program),
-                size=size,
-                environ=environ,
-                extra_env=extra_env | timeline_env,
+                env=env | timeline_env,
+                rank_env={},
                 cwd=options.chdir,
                 grace_s=_grace_s(options.grace),
-                log_dir=options.log_dir or asked.output_dir,
                 master_port=_port(options.master_port),
-                is_mpi=engine == "mpi",
+                is_mpi=read_engine(environ | env) == "mpi",
             ),
-            name=time.strftime("%Y%m%d-%H%M%S"),
+            hosts=asked.hosts,
+            num_ranks=num_ranks,
         )
-        if asked.output_dir:
-            link_outputs(asked.output_dir, job.attempt_log_dir, size)
         _tell_ignored(asked)
-        console = Console(
-            1,
-            2,
-            has_prefix=not options.no_prefix,
-            log_dir=job.attempt_log_dir if job.log_dir else "",
+        console = Console(1, 2)
+        hiring = Hiring(
+            agent,
+            make_spawner=lambda: _spawner(options, asked),
+            python=sys.executable,
         )
-        adopt_orphans()
-        return run_job(job, console, agent, signal_fd).exit_code
+        name = time.strftime("%Y%m%d-%H%M%S")
+        return launch(wish, console, hiring, signal_fd, name=name).exit_code
+
+
+def _env(
+    options: argparse.Namespace, asked: Asked, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables for all ranks, and see that they can be understood."""
+    env = select_forwarded(environ) | asked.env
+    env |= read_assignments(options.env, environ) | _engine_env(options, asked.engine)
+    env |= alias_environment(environ | env, is_wanted=not options.no_horovod_alias)
+    read_engine(environ | env)
+    read_algorithm(environ | env)
+    read_knobs(environ | env)
+    return env
+
+
+def _spawner(options: argparse.Namespace, asked: Asked) -> Spawner:
+    from ronde.launch.spawners.ssh import SshSpawner
+
+    return SshSpawner(asked.ssh_args)
 
 
 def _recorded(
@@ -250,19 +261,15 @@ def _program(words: list[str]) -> list[str]:
     return program
 
 
-def _size(text: str, environ: Mapping[str, str], slots: int | None) -> int:
+def _num_ranks(text: str) -> int | None:
     if text == "auto":
-        return count_slots(environ) if slots is None else slots
+        return None
     if not text.isdecimal() or not text.isascii() or int(text) < 1:
         raise UsageError(
             f"-n must be auto or a whole number of at least 1, got {text!r}. "
             "Type: ronde run -n 2 ..."
         )
-    if slots is None:
-        return int(text)
-    from ronde.launch.hosts import require_slots
-
-    return require_slots(int(text), slots)
+    return int(text)
 
 
 def _port(text: str) -> int:
@@ -285,19 +292,6 @@ def _grace_s(text: str) -> float:
         raise UsageError(f"--grace: {error}") from None
 
 
-def _extra_env(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    extra: dict[str, str] = {}
-    for word in words:
-        name, is_set, value = word.partition("=")
-        if not name or (not is_set and name not in environ):
-            raise UsageError(
-                f"-x must be NAME=VALUE or the NAME of a variable that is set, "
-                f"got {word!r}. Type: -x {name or 'NAME'}=VALUE"
-            )
-        extra[name] = value if is_set else environ[name]
-    return extra
-
-
 def _engine_env(options: argparse.Namespace, asked: str) -> dict[str, str]:
     """Return what tells the ranks how to exchange tensors."""
     env: dict[str, str] = {}
@@ -309,11 +303,11 @@ def _engine_env(options: argparse.Namespace, asked: str) -> dict[str, str]:
     return env
 
 
-def refuse_nesting(size: int, environ: Mapping[str, str]) -> None:
+def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
     """Refuse to start ranks inside a rank of a world that has other ranks.
 
     Args:
-        size: Ranks that are to be started.
+        size: Ranks that are to be started; None for one a slot.
         environ: This process's environment.
 
     Raises:
@@ -328,9 +322,11 @@ def refuse_nesting(size: int, environ: Mapping[str, str]) -> None:
     is_alone = claim.size == 1 and claim.launcher is not Launcher.RONDE
     if claim.launcher is Launcher.NONE or is_alone:
         return
+    count = "n" if size is None else size
+    product = "" if size is None else f" = {claim.size * size}"
     raise UsageError(
         f"size must be the ranks of one launcher, but this is rank {claim.rank} of "
-        f"{claim.size} of {claim.launcher}: {claim.size} * {size} = "
-        f"{claim.size * size} processes, not {size}, in {claim.size} worlds. Start "
+        f"{claim.size} of {claim.launcher}: {claim.size} * {count}{product} "
+        f"processes, not {count}, in {claim.size} worlds. Start "
         "ronde run outside of it, or give --nested for a world of its own in each rank."
     )

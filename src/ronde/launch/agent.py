@@ -1,76 +1,63 @@
-"""The agent: owns one node's ranks, and is told by its controller what to do.
+"""The agent: owns one host's ranks, and is told by its controller what to do.
 
 It runs under ``python -I -S`` with nothing but the standard library, has one thread
 and one loop, and speaks frames over its standard input and output.
 """
 
-import errno
 import os
 import selectors
 import signal
-import socket
 import time
-from enum import Enum, auto
 from types import FrameType
 from typing import NoReturn
 
-from ronde.errors import LaunchError, UsageError
+from ronde.errors import LaunchError
 from ronde.launch.frames import FrameDecoder, Output
 from ronde.launch.intake import Intake
-from ronde.launch.job import Job
+from ronde.launch.introduction import introduce
 from ronde.launch.keeper import run_kept
 from ronde.launch.lineage import has_children, sweep
+from ronde.launch.local_job import LocalJob, Phase
 from ronde.launch.messages import (
-    PROTOCOL,
     TO_AGENT,
     Credit,
-    Exited,
-    Finished,
     Forward,
     Kill,
+    Leave,
+    Locate,
+    Located,
+    Ping,
+    Pong,
     Prepare,
-    Ready,
-    Refused,
     Start,
-    Started,
     Stop,
     ToAgent,
     decode_message,
 )
 from ronde.launch.outbox import Outbox
-from ronde.launch.ports import hold_port
-from ronde.launch.preflight import create_log_dirs, enter_directory, resolve_program
-from ronde.launch.rank_group import RankGroup
-from ronde.launch.rank_process import raise_open_files_limit
 
 _READ_BYTES = 64 << 10
-_LEFTOVER_POLL_S = 0.02
-_USAGE_ERRORS = frozenset(
-    {errno.ENOENT, errno.ENOEXEC, errno.EACCES, errno.ENOTDIR, errno.E2BIG}
-)
+_LOCATE_S = 2.0
+_NEVER = float("inf")
 
 
-class Phase(Enum):
-    """How far the agent's one job is."""
+def main(first_word_s: float = _NEVER) -> NoReturn:
+    """Run an agent on standard input and output; end the process with its exit code.
 
-    WAITING = auto()
-    RUNNING = auto()
-    STOPPING = auto()
-    FINISHED = auto()
-
-
-def main() -> NoReturn:
-    """Run an agent on standard input and output; end the process with its exit code."""
-    run_kept(_run_agent)
+    Args:
+        first_word_s: Seconds after which an agent that was told nothing ends: the end
+            of a connection that broke silently is never seen.
+    """
+    run_kept(lambda: _run_agent(first_word_s))
 
 
-def _run_agent() -> int:
+def _run_agent(first_word_s: float) -> int:
     control_in, control_out = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1):
         os.dup2(null, fd)
     os.close(null)
-    agent = Agent(control_in, control_out)
+    agent = Agent(control_in, control_out, first_word_s)
     try:
         agent.run()
     except (BrokenPipeError, EOFError):
@@ -79,34 +66,32 @@ def _run_agent() -> int:
         # Whatever happened: nothing outlives the agent.
         if has_children():
             sweep(on_reaped=lambda _pid, _status: None)
-    return 0 if agent.phase is Phase.FINISHED else 1
+    return 0 if agent.is_leaving else 1
 
 
 class Agent:
-    """One job's ranks on one node, from the check to the sweep.
+    """Runs one job after another on its host, as long as its controller is there.
 
     Args:
         control_in: Where the controller's frames come from; its end means that the
             controller is gone, and everything is killed at once.
         control_out: Where frames go to.
+        first_word_s: How long to wait for the first frame.
     """
 
-    def __init__(self, control_in: int, control_out: int) -> None:
-        self.phase = Phase.WAITING
+    def __init__(self, control_in: int, control_out: int, first_word_s: float) -> None:
+        self.is_leaving = False
         self._control_in = control_in
         self._decoder = FrameDecoder()
         self._outbox = Outbox(control_out)
-        self._ranks = RankGroup()
         self._selector = selectors.DefaultSelector()
         self._intake = Intake(self._selector, self._outbox)
-        self._job: Job | None = None
-        self._command: list[str] = []
-        self._port: socket.socket | None = None
-        self._started_at = 0.0
-        self._deadline = 0.0
+        self._job: LocalJob | None = None
+        self._lease_s = first_word_s
+        self._heard_at = time.monotonic()
 
     def run(self) -> None:
-        """Do what the controller says until the job is over and told.
+        """Do what the controller says until there is nothing more to do.
 
         Raises:
             EOFError: The controller or the keeper is gone.
@@ -117,19 +102,25 @@ class Agent:
             self._control_in, selectors.EVENT_READ, self._read_control
         )
         self._selector.register(_signal_pipe(), selectors.EVENT_READ, self._read_signal)
-        while not (self.phase is Phase.FINISHED and self._outbox.is_empty):
+        self._outbox.tell(introduce())
+        while not (self.is_leaving and self._outbox.is_empty):
             for key, _ in self._selector.select(self._timeout_s()):
                 key.data(key.fd)
-            self._advance()
+            if time.monotonic() > self._heard_at + self._lease_s:
+                raise EOFError("the controller is silent")
+            if self._job is not None:
+                self._job.advance()
+                if self._job.phase is Phase.OVER:
+                    self._job = None
             self._outbox.flush()
             self._watch_writing()
             self._intake.pace()
 
     def _timeout_s(self) -> float | None:
-        if self.phase is not Phase.STOPPING:
-            return None
-        left_s = max(0.0, self._deadline - time.monotonic())
-        return left_s if self._ranks.is_running else min(left_s, _LEFTOVER_POLL_S)
+        due_s = self._heard_at + self._lease_s
+        if self._job is not None:
+            due_s = min(due_s, self._job.due_s)
+        return None if due_s == _NEVER else max(0.0, due_s - time.monotonic())
 
     def _watch_writing(self) -> None:
         is_watched = self._outbox.fd in self._selector.get_map()
@@ -147,10 +138,13 @@ class Agent:
             return
         if not data:
             raise EOFError("the controller is gone")
+        self._heard_at = time.monotonic()
         for frame in self._decoder.feed(data):
             if isinstance(frame, Output):
                 raise LaunchError("an agent takes no output.")
             self._obey(decode_message(frame, TO_AGENT))
+            # What takes long here is no silence of the controller's.
+            self._heard_at = max(self._heard_at, time.monotonic())
 
     def _read_signal(self, fd: int) -> None:
         if signal.SIGTERM in os.read(fd, _READ_BYTES):
@@ -162,122 +156,49 @@ class Agent:
                 return
             if not pid:
                 return
-            self._note_end(pid, status)
+            if self._job is not None:
+                self._job.note_end(pid, status)
 
     def _obey(self, order: ToAgent) -> None:
         match order:
-            case Prepare():
-                self._prepare(order)
-            case Start():
-                self._start(order)
-            case Forward():
-                self._ranks.send(order.signal)
-            case Stop():
-                self._stop(order.signal)
-            case Kill():
-                self._stop(signal.SIGKILL)
-                self._deadline = 0.0
             case Credit():
                 self._outbox.grant(order.num_bytes)
+            case Ping():
+                self._lease_s = order.lease_s or _NEVER
+                self._outbox.tell(Pong(order.sent_at_s, time.monotonic()))
+            case Locate():
+                self._locate(order)
+            case Prepare():
+                self._job = LocalJob(order.job, self._outbox, self._intake)
+                self._job.prepare()
+            case Leave():
+                self.is_leaving = True
+            case Start() | Stop() | Kill() | Forward():
+                self._run_on(order)
 
-    def _prepare(self, order: Prepare) -> None:
-        job = order.job
-        try:
-            _check_protocol(order.protocol)
-            enter_directory(job.cwd)
-            self._command = resolve_program(job.argv, job.env.get("PATH", os.defpath))
-            self._port = hold_port("127.0.0.1", job.master_port)
-            if job.log_dir:
-                create_log_dirs(job)
-            self._ranks.prepare(job)
-        except (UsageError, LaunchError, OSError) as error:
-            self._refuse(str(error), is_usage=isinstance(error, UsageError))
+    def _run_on(self, order: Start | Stop | Kill | Forward) -> None:
+        if isinstance(order, Forward) and order.signal == signal.SIGSTOP:
+            # The controller stops as well: no word of it is missed until the next.
+            self._heard_at = _NEVER
+        if self._job is None:
+            # It is over: Finished has crossed the order.
             return
-        self._job = job
-        port = self._port.getsockname()[1]
-        self._outbox.tell(Ready(PROTOCOL, os.uname().nodename, os.getpid(), port))
+        match order:
+            case Start():
+                self._job.start(order)
+            case Stop():
+                self._job.stop(order.signal)
+            case Kill():
+                self._job.kill()
+            case Forward():
+                self._job.forward(order.signal)
 
-    def _refuse(self, reason: str, *, is_usage: bool) -> None:
-        self._outbox.tell(Refused(reason, is_usage))
-        self.phase = Phase.FINISHED
+    def _locate(self, order: Locate) -> None:
+        # Imported where it is needed: a job on one host has nothing to locate.
+        from ronde.launch.placement.routes import locate
 
-    def _start(self, order: Start) -> None:
-        if self._job is None or self._port is None:
-            raise LaunchError("Start must come after Prepare.")
-        meeting = {
-            "MASTER_ADDR": order.master_addr,
-            "MASTER_PORT": str(order.master_port),
-        }
-        self._started_at = time.monotonic()
-        raise_open_files_limit(len(self._job.ranks))
-        try:
-            ranks = self._ranks.start(
-                self._job, self._command, meeting, self._port.fileno()
-            )
-        except OSError as error:
-            sweep(on_reaped=lambda _pid, _status: None)
-            self._refuse(
-                f"program must be one that can start, but {self._command[0]!r} does "
-                f"not: {error.strerror}.",
-                is_usage=error.errno in _USAGE_ERRORS,
-            )
-            return
-        # From here on the port is rank 0's: when that ends, nothing may seem to listen.
-        self._port.close()
-        self.phase = Phase.RUNNING
-        for rank in ranks:
-            self._outbox.tell(Started(rank.rank, rank.pid))
-            for pipe in rank.pipes:
-                self._intake.add(pipe)
-
-    def _stop(self, number: int) -> None:
-        if self.phase is Phase.WAITING:
-            self._outbox.tell(Finished(0, ()))
-            self.phase = Phase.FINISHED
-        if self.phase not in {Phase.RUNNING, Phase.STOPPING} or self._job is None:
-            return
-        if self.phase is Phase.RUNNING:
-            self.phase = Phase.STOPPING
-            self._deadline = time.monotonic() + self._job.grace_s
-        self._ranks.stop(number)
-
-    def _advance(self) -> None:
-        """End the job when its time has come."""
-        if self.phase is Phase.RUNNING:
-            is_over = not self._ranks.is_running
-        elif self.phase is Phase.STOPPING:
-            is_late = time.monotonic() >= self._deadline
-            is_over = is_late or not self._ranks.has_members()
-        else:
-            return
-        if is_over:
-            self._finish()
-
-    def _finish(self) -> None:
-        self._ranks.close()
-        swept = sweep(on_reaped=self._note_end)
-        self._intake.close()
-        self.phase = Phase.FINISHED
-        self._outbox.tell_last(Finished(swept.num_killed, swept.stuck))
-
-    def _note_end(self, pid: int, status: int) -> None:
-        rank = self._ranks.find(pid)
-        if rank is None:
-            return
-        code = rank.reaped(status)
-        for pipe in rank.pipes:
-            self._intake.drain(pipe)
-        at_s = time.monotonic() - self._started_at
-        is_stopping = self.phase is Phase.STOPPING
-        self._outbox.tell(Exited(rank.rank, code, at_s, is_stopping))
-
-
-def _check_protocol(protocol: int) -> None:
-    if protocol != PROTOCOL:
-        raise LaunchError(
-            f"protocol must be {PROTOCOL} here, got {protocol}. "
-            "Run the same version of ronde on every host."
-        )
+        sources = locate(order.addresses, order.port, _LOCATE_S)
+        self._outbox.tell(Located(sources))
 
 
 def _nothing_to_read(_fd: int) -> None:

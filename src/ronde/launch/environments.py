@@ -1,7 +1,6 @@
 """The environment of each rank: what is taken over, what is taken away, what is new.
 
-Reading this process's own environment happens here and in ``ronde.world`` only; what
-is written goes into a child and never into this process.
+What is written goes into a child and never into this process.
 """
 
 import os
@@ -59,12 +58,6 @@ _SCRUBBED_NAMES = frozenset(
 _ALIAS_DIRECTORY = Path(__file__).parents[1] / "horovod" / "alias"
 
 
-def own_environment() -> dict[str, str]:
-    """Return a copy of this process's environment."""
-    # Reading it here is this module's purpose; everybody else is given a mapping.
-    return dict(os.environ)  # noqa: TID251
-
-
 def alias_environment(environ: Mapping[str, str], *, is_wanted: bool) -> dict[str, str]:
     """Return the variable that lets ranks import ronde as ``horovod``, or does not.
 
@@ -90,11 +83,13 @@ class JobFacts:
         job_id: Name of the job.
         epoch: Generation of the world.
         cookie: By which a process of the job is known.
+        max_restarts: How many generations may follow the first.
     """
 
     job_id: str
     epoch: int
     cookie: str
+    max_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +107,17 @@ class NodeFacts:
     num_nodes: int
 
 
-def shared_environment(
-    base: Mapping[str, str], extra: Mapping[str, str], *, num_threads: int
-) -> dict[str, str]:
-    """Return what all ranks of a node have in common.
+def default_environment(num_threads: int) -> dict[str, str]:
+    """Return the variables for all ranks that the user may set otherwise.
 
     Args:
-        base: The environment that is taken over, without other launchers' words.
-        extra: Variables that the user set for the job; they win.
-        num_threads: For ``OMP_NUM_THREADS``, where that is not set already.
+        num_threads: For ``OMP_NUM_THREADS``.
     """
-    kept = {
-        name: value
-        for name, value in base.items()
-        if name not in _SCRUBBED_NAMES and not name.startswith(_SCRUBBED_PREFIXES)
-    }
-    defaults = {
+    return {
         "OMP_NUM_THREADS": str(num_threads),
         "PYTHONUNBUFFERED": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    return defaults | kept | dict(extra)
 
 
 def rank_environment(
@@ -164,7 +149,7 @@ def rank_environment(
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": size,
         "TORCHELASTIC_RESTART_COUNT": str(job.epoch),
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         "TORCHELASTIC_RUN_ID": job.job_id,
         # True would make rank 0 a client of a store that nobody serves.
         "TORCHELASTIC_USE_AGENT_STORE": "False",

@@ -7,6 +7,7 @@ than one frame is sent as ``PART`` frames and a last ``CONTROL`` frame.
 
 import os
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
@@ -157,27 +158,31 @@ def _open_output(body: bytes) -> Output:
 
 
 class FrameWriter:
-    """Write frames to a non-blocking descriptor, keeping what it does not take yet.
+    """Write frames to where nothing waits, keeping what is not taken yet.
 
     Args:
-        fd: Open for writing; made non-blocking here.
+        write: Takes bytes and returns how many it took, 0 when it takes none now; or
+            raises BrokenPipeError.
         limit_bytes: Most that may be kept.
     """
 
-    def __init__(self, fd: int, limit_bytes: int = 2 * MAX_CONTROL_BYTES) -> None:
-        self.fd = fd
+    def __init__(
+        self,
+        write: Callable[[memoryview], int],
+        limit_bytes: int = 2 * MAX_CONTROL_BYTES,
+    ) -> None:
+        self._write = write
         self._limit_bytes = limit_bytes
         self._waiting: deque[memoryview] = deque()
         self._waiting_bytes = 0
-        os.set_blocking(fd, False)
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that the descriptor has not taken yet."""
+        """Bytes that have not been taken yet."""
         return self._waiting_bytes
 
     def send(self, frames: bytes) -> None:
-        """Keep the frames and write what the descriptor takes now.
+        """Keep the frames and write what is taken now.
 
         Raises:
             LaunchError: More than the limit would be kept.
@@ -193,19 +198,31 @@ class FrameWriter:
         self.flush()
 
     def flush(self) -> None:
-        """Write what the descriptor takes now, without waiting.
+        """Write what is taken now, without waiting.
 
         Raises:
             BrokenPipeError: Nobody reads any more.
         """
         while self._waiting:
             head = self._waiting[0]
-            try:
-                taken = os.write(self.fd, head)
-            except BlockingIOError:
-                return
+            taken = self._write(head)
             self._waiting_bytes -= taken
             if taken < len(head):
                 self._waiting[0] = head[taken:]
+                if not taken:
+                    return
             else:
                 self._waiting.popleft()
+
+
+def pipe_writer(fd: int) -> Callable[[memoryview], int]:
+    """Return what writes to a descriptor, which is made non-blocking here."""
+    os.set_blocking(fd, False)
+
+    def write(data: memoryview) -> int:
+        try:
+            return os.write(fd, data)
+        except BlockingIOError:
+            return 0
+
+    return write

@@ -39,8 +39,6 @@ class Job:
         address: Numeric address that the ranks meet at, where rank 0 is here.
         master_port: Port to bind for the ranks to meet at, or 0 for any.
         is_mpi: The ranks are to be able to initialise MPI.
-        lease_s: After so long without a word of the controller the agent ends
-            everything; 0 for never.
     """
 
     job_id: str
@@ -54,4 +52,3 @@ class Job:
     address: str
     master_port: int
     is_mpi: bool
-    lease_s: float

@@ -79,9 +79,16 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """To the agent: the controller is there. Its clock is sent back as it is."""
+    """To the agent: the controller is there.
+
+    Attributes:
+        sent_at_s: The controller's clock, which is sent back as it is.
+        lease_s: After so long without any word the agent ends everything, until the
+            next ``Ping`` says otherwise.
+    """
 
     sent_at_s: float
+    lease_s: float
 
 
 @dataclass(frozen=True, slots=True)

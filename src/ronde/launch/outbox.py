@@ -7,6 +7,7 @@ from ronde.launch.frames import (
     Output,
     encode_control,
     encode_output,
+    pipe_writer,
 )
 from ronde.launch.messages import FromAgent, encode_message
 
@@ -25,16 +26,12 @@ class Outbox:
     """
 
     def __init__(self, fd: int) -> None:
-        self._writer = FrameWriter(fd)
+        self.fd = fd
+        self._writer = FrameWriter(pipe_writer(fd))
         self._waiting: deque[Output] = deque()
         self._last_message: FromAgent | None = None
         self._waiting_bytes = 0
         self._credit_bytes = FIRST_CREDIT_BYTES
-
-    @property
-    def fd(self) -> int:
-        """The descriptor that frames are written to."""
-        return self._writer.fd
 
     @property
     def is_writing(self) -> bool:

@@ -1,18 +1,18 @@
-"""From what the user asked for to the job of one agent."""
+"""From what the user asked for and what the hosts have to the job of each agent."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ronde.launch.environments import (
     JobFacts,
     NodeFacts,
+    default_environment,
     rank_environment,
-    shared_environment,
 )
+from ronde.launch.hosts.allocation import Share
 from ronde.launch.job import Job, RankPlan
-from ronde.launch.slots import count_cores
+from ronde.launch.placement.place import Place
 from ronde.world.value import World
 
 
@@ -22,63 +22,121 @@ class JobRequest:
 
     Attributes:
         argv: Program and arguments.
-        size: Number of ranks.
-        environ: The user's environment.
-        extra_env: Variables to set for all ranks.
-        cwd: Directory to start in; empty for the present one.
+        env: Variables for all ranks, on top of what is there on each host.
+        rank_env: Further variables of single ranks, by rank.
+        cwd: Directory to start in; empty for the one each agent was started in.
         grace_s: Seconds between the stop signal and the sweep.
-        log_dir: Directory for the ranks' output, or empty.
         master_port: Port to meet at, 0 for any.
         is_mpi: The ranks are to be able to initialise MPI.
+        max_restarts: How often all ranks may be started again.
+        error_dir: Directory on this machine for torch's records of uncaught
+            exceptions, or empty.
     """
 
     argv: tuple[str, ...]
-    size: int
-    environ: Mapping[str, str]
-    extra_env: Mapping[str, str]
+    env: Mapping[str, str]
+    rank_env: Mapping[int, Mapping[str, str]]
     cwd: str = ""
     grace_s: float = 15.0
-    log_dir: str = ""
     master_port: int = 0
     is_mpi: bool = False
+    max_restarts: int = 0
 
 
-def plan_job(request: JobRequest, name: str) -> Job:
-    """Return the job that runs all ranks on this machine.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All of a job that does not change when it is started again.
 
-    Args:
-        request: What the user asked for.
-        name: Begins the job's id; a random end makes that unique.
+    Attributes:
+        request: What was asked for.
+        facts: Name and mark of the job.
+        shares: The ranks of each host.
+        places: What each host gives its ranks, in the order of ``shares``.
+        address: Where the ranks meet.
+        host_env: Variables of each host's ranks, in the order of ``shares``.
     """
-    facts = JobFacts(f"{name}-{os.urandom(3).hex()}", 0, os.urandom(16).hex())
-    node = NodeFacts(os.uname().nodename, 0, 1)
-    log_dir = str(Path(request.log_dir).absolute()) if request.log_dir else ""
-    job = Job(
-        job_id=facts.job_id,
-        epoch=facts.epoch,
-        cookie=facts.cookie,
-        argv=request.argv,
-        env=shared_environment(
-            request.environ,
-            request.extra_env,
-            num_threads=max(1, count_cores() // request.size),
-        ),
-        ranks=(),
-        cwd=request.cwd,
-        grace_s=request.grace_s,
-        log_dir=log_dir,
-        master_port=request.master_port,
-        is_mpi=request.is_mpi,
-    )
-    return replace(
-        job,
-        ranks=tuple(
-            _rank(job, facts, node, rank, request.size) for rank in range(request.size)
-        ),
+
+    request: JobRequest
+    facts: JobFacts
+    shares: tuple[Share, ...]
+    places: tuple[tuple[Place, ...], ...]
+    address: str
+    host_env: tuple[Mapping[str, str], ...]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The name of each rank's host."""
+        return tuple(share.host.name for share in self.shares for _ in share.ranks)
+
+    def jobs(self, epoch: int) -> tuple[Job, ...]:
+        """Return the job of each host's agent for one generation."""
+        facts = replace(self.facts, epoch=epoch)
+        return tuple(self._job(facts, index) for index in range(len(self.shares)))
+
+    def _job(self, facts: JobFacts, index: int) -> Job:
+        request, share = self.request, self.shares[index]
+        node = NodeFacts(share.host.name, index, len(self.shares))
+        places = self.places[index]
+        cores = min(place.num_cores for place in places)
+        env = default_environment(cores) | dict(request.env)
+        ranks = tuple(
+            RankPlan(
+                rank,
+                rank_environment(self._world(rank, index), facts, node)
+                | self._own_env(rank, place, request.env),
+                place.cpus,
+                place.memory_node,
+            )
+            for rank, place in zip(share.ranks, places, strict=True)
+        )
+        return Job(
+            job_id=facts.job_id,
+            epoch=facts.epoch,
+            cookie=facts.cookie,
+            argv=request.argv,
+            env=env | dict(self.host_env[index]),
+            ranks=ranks,
+            cwd=request.cwd,
+            grace_s=request.grace_s,
+            address=self.address if index == 0 else "",
+            master_port=request.master_port,
+            is_mpi=request.is_mpi,
+        )
+
+    def _own_env(
+        self, rank: int, place: Place, shared: Mapping[str, str]
+    ) -> dict[str, str]:
+        env = dict(place.env)
+        if "OMP_NUM_THREADS" not in shared:
+            env["OMP_NUM_THREADS"] = str(place.num_cores)
+        return env | dict(self.request.rank_env.get(rank, {}))
+
+    def _world(self, rank: int, index: int) -> World:
+        local_rank = rank - self.shares[index].ranks.start
+        sizes = [len(share.ranks) for share in self.shares]
+        return World(
+            rank=rank,
+            size=sum(sizes),
+            local_rank=local_rank,
+            local_size=sizes[index],
+            cross_rank=sum(size > local_rank for size in sizes[:index]),
+            cross_size=sum(size > local_rank for size in sizes),
+            hosts=tuple(share.host.name for share in self.shares),
+        )
+
+
+def make_facts(name: str, max_restarts: int = 0) -> JobFacts:
+    """Return what names a new job; a random end makes ``name`` unique."""
+    return JobFacts(
+        f"{name}-{os.urandom(3).hex()}", 0, os.urandom(16).hex(), max_restarts
     )
 
 
-def _rank(job: Job, facts: JobFacts, node: NodeFacts, rank: int, size: int) -> RankPlan:
-    world = World(rank, size, rank, size, 0, 1, (node.host,))
-    error_file = f"{job.rank_log_dir(rank)}/error.json" if job.log_dir else ""
-    return RankPlan(rank, rank_environment(world, facts, node, error_file=error_file))
+def unbound(num_cores: int, num_ranks: int) -> tuple[Place, ...]:
+    """Return places that leave every rank all of its host."""
+    return (Place(num_cores=max(1, num_cores // num_ranks)),) * num_ranks
+
+
+def count_ranks(shares: Sequence[Share]) -> int:
+    """Return how many ranks there are in all."""
+    return sum(len(share.ranks) for share in shares)

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ronde.launch.forwarded import base_environment
+from ronde.launch.inherited import own_environment
 from ronde.launch.job import Job
 from ronde.launch.lineage import descendants
 from ronde.launch.mpi_world import MpiWorld
@@ -34,7 +37,11 @@ class RankGroup:
             self._mpi = MpiWorld(len(job.ranks), job.env)
 
     def start(
-        self, job: Job, command: Sequence[str], meeting: dict[str, str], listen_fd: int
+        self,
+        job: Job,
+        command: Sequence[str],
+        meeting: dict[str, str],
+        port: socket.socket | None,
     ) -> list[RankProcess]:
         """Start all ranks of the job.
 
@@ -42,24 +49,21 @@ class RankGroup:
             job: Whose ranks.
             command: Path and arguments.
             meeting: Environment variables that say where the ranks meet.
-            listen_fd: The bound socket that rank 0 gets.
+            port: The bound socket that rank 0 gets, where that is here.
 
         Raises:
             OSError: One could not be started; those before it are running.
         """
+        base = base_environment(own_environment()) | job.env | meeting
         for plan in job.ranks:
-            is_first = plan.rank == 0
-            env = job.env | plan.env | meeting
+            env = base | plan.env
             if self._mpi is not None:
                 env |= self._mpi.environment(plan.rank)
-            if is_first:
-                env["RONDE_MASTER_LISTEN_FD"] = str(listen_fd)
+            listen_fds = (port.fileno(),) if port and plan.rank == 0 else ()
+            for fd in listen_fds:
+                env["RONDE_MASTER_LISTEN_FD"] = str(fd)
             rank = start_rank(
-                plan.rank,
-                command,
-                env,
-                inherited_fds=(listen_fd,) if is_first else (),
-                log_dir=job.rank_log_dir(plan.rank) if job.log_dir else "",
+                plan.rank, command, env, inherited_fds=listen_fds, log_dir=""
             )
             self._by_pid[rank.pid] = rank
         return list(self._by_pid.values())

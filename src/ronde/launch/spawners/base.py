@@ -22,6 +22,19 @@ class Failure:
     is_transient: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class HostFailure:
+    """A host that cannot take part in a job: what ``errors.HostError`` lists.
+
+    Attributes:
+        host: Its name.
+        failure: Why.
+    """
+
+    host: str
+    failure: Failure
+
+
 class Spawner(Protocol):
     """Builds the command that runs a program on a host, and explains its failures."""
 

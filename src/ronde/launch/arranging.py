@@ -1,0 +1,151 @@
+"""From what the user wants to a plan that all hosts can keep: who runs what where."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ronde.errors import UsageError
+from ronde.launch.controller import Arrangement, Controller
+from ronde.launch.hosts.allocation import allocate, hosts_to_ask
+from ronde.launch.hosts.host import Host
+from ronde.launch.messages import Hello
+from ronde.launch.node import Node
+from ronde.launch.plan import JobRequest, Plan, make_facts, unbound
+from ronde.topology.machine import Machine
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the user wants of hosts and ranks.
+
+    Attributes:
+        job: What runs.
+        hosts: On which hosts, in the order of the ranks; empty for this machine.
+        num_ranks: How many ranks; None for one a slot.
+        interfaces: Names of network interfaces that the ranks may use, none for any.
+    """
+
+    job: JobRequest
+    hosts: tuple[Host, ...] = ()
+    num_ranks: int | None = None
+    interfaces: tuple[str, ...] = ()
+
+
+def arrange(controller: Controller, wish: Wish, name: str) -> Arrangement:
+    """Bring agents to the hosts and plan the job with what they say.
+
+    Args:
+        controller: Without agents so far.
+        wish: What the user wants.
+        name: Begins the job's id.
+
+    Raises:
+        UsageError: It cannot be had.
+        HostError: Hosts cannot take part.
+        InterruptedStartError: The user has ended it.
+    """
+    hosts = wish.hosts or (Host(os.uname().nodename),)
+    asked = hosts_to_ask(hosts, wish.num_ranks)
+    nodes = controller.gather(asked)
+    _require_different(nodes)
+    by_name = {node.name: node for node in nodes}
+    shares = allocate(
+        hosts, wish.num_ranks, lambda host: _slots(by_name[host.name], len(hosts))
+    )
+    crew = tuple(by_name[share.host.name] for share in shares)
+    address, host_env, check = _LOOPBACK, tuple({} for _ in crew), _check_nothing
+    if len(crew) > 1:
+        if wish.job.is_mpi:
+            raise UsageError(
+                f"--engine mpi must run on one host here, got {len(crew)}. Let mpirun "
+                "start the ranks: mpirun -n 4 -H a:2,b:2 python train.py"
+            )
+        address, host_env, check = _meet(controller, wish, crew)
+    plan = Plan(
+        request=_placed(wish.job, crew),
+        facts=make_facts(name, wish.job.max_restarts),
+        shares=shares,
+        places=tuple(
+            unbound(_count_cores(_hello(node).machine), len(share.ranks))
+            for node, share in zip(crew, shares, strict=True)
+        ),
+        address=address,
+        host_env=host_env,
+    )
+    return Arrangement(plan, crew, check)
+
+
+def _hello(node: Node) -> Hello:
+    if node.hello is None:
+        raise AssertionError("a node that was gathered has said hello")
+    return node.hello
+
+
+def _require_different(nodes: Sequence[Node]) -> None:
+    by_identity: dict[str, str] = {}
+    for node in nodes:
+        other = by_identity.setdefault(_hello(node).identity, node.name)
+        if other != node.name:
+            raise UsageError(
+                f"hosts must be different machines, got {other} and {node.name}, which "
+                f"are one ({_hello(node).host}). Name it once, with all its slots."
+            )
+
+
+def _slots(node: Node, num_hosts: int) -> int:
+    """Count the slots of a host where nobody did."""
+    machine = _hello(node).machine
+    return len(machine.gpus) or (_count_cores(machine) if num_hosts == 1 else 1)
+
+
+def _count_cores(machine: Machine) -> int:
+    cores = len(machine.cores)
+    return max(1, min(cores, int(machine.cpu_limit)) if machine.cpu_limit else cores)
+
+
+def _placed(job: JobRequest, crew: Sequence[Node]) -> JobRequest:
+    """Say where to start: on other hosts in the directory of the same name."""
+    if len(crew) == 1 and crew[0].is_here:
+        return job
+    return replace(job, cwd=str(Path.cwd() / job.cwd))
+
+
+def _meet(
+    controller: Controller, wish: Wish, crew: Sequence[Node]
+) -> tuple[str, tuple[dict[str, str], ...], Callable[[int], None]]:
+    # Imported where they are needed: a job on one host has nobody to meet.
+    from ronde.launch.placement.meeting_point import (
+        HostNetwork,
+        choose_meeting_point,
+        find_candidates,
+        require_answers,
+    )
+
+    networks = [
+        HostNetwork(
+            node.name,
+            _hello(node).interfaces,
+            node.host.address,
+            {nic.name: nic.mbit_per_s for nic in _hello(node).machine.nics},
+        )
+        for node in crew
+    ]
+    candidates = find_candidates(networks, wish.interfaces)
+    others = crew[1:]
+    addresses = [candidate.address for candidate in candidates]
+    sources = controller.locate(others, addresses)
+    point = choose_meeting_point(networks, candidates, sources, wish.interfaces)
+
+    def check(port: int) -> None:
+        found = controller.locate(others, [point.address], port)
+        require_answers(networks, point, port, [own[0] for own in found])
+
+    env = tuple(point.environment(i, wish.job.env) for i in range(len(crew)))
+    return point.address, env, check
+
+
+def _check_nothing(_port: int) -> None:
+    """Need no check: all ranks are on one host."""

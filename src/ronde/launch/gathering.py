@@ -1,0 +1,209 @@
+"""An agent on every host: started side by side, and heard before anything else."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ronde.errors import HostError, LaunchError
+from ronde.launch.frames import Output
+from ronde.launch.hosts.host import Host
+from ronde.launch.messages import PROTOCOL, FromAgent, Hello
+from ronde.launch.node import Loss, Node
+from ronde.launch.spawners.base import Failure, HostFailure
+from ronde.launch.switchboard import Switchboard
+
+MAX_STARTING = 64
+"""Connections that are being made at a time; sshd refuses more from one client."""
+
+CONNECT_S = 30.0
+"""What one host has to start an agent, once its turn has come."""
+
+_NUM_TRIES = 4
+_PAUSE_S = 0.5
+_EXIT_S = 0.5
+_NO_COMMAND = 127
+
+
+class InterruptedStartError(Exception):
+    """The user ended the job before its ranks ran.
+
+    Args:
+        number: Of the signal that did it.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One host on its way into the job."""
+
+    host: Host
+    tries: int = 0
+    not_before_s: float = 0.0
+    node: Node | None = None
+    due_s: float = float("inf")
+    failure: Failure | None = None
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing more will come of it."""
+        is_known = self.node is not None and self.node.hello is not None
+        return is_known or self.failure is not None
+
+
+class Gathering:
+    """Brings an agent to each host; an attendant of the switchboard meanwhile.
+
+    Args:
+        board: Where the nodes are added.
+        start: Starts an agent for a host, without waiting for it.
+        explain: Says why the wire to a host ended before its agent spoke: given the
+            node, the exit code and what was said.
+    """
+
+    def __init__(
+        self,
+        board: Switchboard,
+        start: Callable[[Host], Node],
+        explain: Callable[[Node, int, str], Failure],
+    ) -> None:
+        self._board = board
+        self._start = start
+        self._explain = explain
+        self._attempts: list[_Attempt] = []
+
+    def run(self, hosts: Sequence[Host]) -> list[Node]:
+        """Return a node for each host, all of which have said hello.
+
+        Raises:
+            HostError: Some cannot take part; all of them are listed.
+            InterruptedStartError: The user has ended it.
+        """
+        self._attempts = [_Attempt(host) for host in hosts]
+        while not all(attempt.is_settled for attempt in self._attempts):
+            self._start_some()
+            self._board.serve(self, self._is_something_to_do, self._due_s)
+            self._give_up_late()
+        failed = [
+            HostFailure(attempt.host.name, attempt.failure)
+            for attempt in self._attempts
+            if attempt.failure is not None
+        ]
+        if failed:
+            raise HostError(
+                f"{len(failed)} of {len(hosts)} hosts cannot start.", failed
+            )
+        return [attempt.node for attempt in self._attempts if attempt.node is not None]
+
+    def _starting(self) -> list[_Attempt]:
+        return [a for a in self._attempts if a.node is not None and not a.is_settled]
+
+    def _waiting(self) -> list[_Attempt]:
+        return [a for a in self._attempts if a.node is None and not a.is_settled]
+
+    def _is_something_to_do(self) -> bool:
+        if all(attempt.is_settled for attempt in self._attempts):
+            return True
+        now_s = time.monotonic()
+        has_room = len(self._starting()) < MAX_STARTING
+        return has_room and any(a.not_before_s <= now_s for a in self._waiting())
+
+    def _due_s(self) -> float:
+        dues = [a.due_s for a in self._starting()]
+        dues += [a.not_before_s for a in self._waiting()]
+        return min(dues, default=float("inf"))
+
+    def _start_some(self) -> None:
+        now_s = time.monotonic()
+        room = MAX_STARTING - len(self._starting())
+        ready = [a for a in self._waiting() if a.not_before_s <= now_s]
+        for attempt in ready[:room]:
+            attempt.tries += 1
+            try:
+                attempt.node = self._start(attempt.host)
+            except OSError as error:
+                attempt.failure = self._explain_nothing(error)
+                continue
+            attempt.due_s = time.monotonic() + CONNECT_S
+            self._board.nodes.append(attempt.node)
+
+    def _explain_nothing(self, error: OSError) -> Failure:
+        return Failure(
+            f"{error.filename or 'the program'} does not start: {error.strerror}",
+            "install it, or choose another --launcher",
+        )
+
+    def _give_up_late(self) -> None:
+        now_s = time.monotonic()
+        for attempt in self._starting():
+            if attempt.node is not None and now_s > attempt.due_s:
+                attempt.node.link.wire.kill()
+                self._drop(attempt.node)
+                attempt.failure = Failure(
+                    f"no word from it within {CONNECT_S:g} s",
+                    f"ssh {attempt.host.name}",
+                )
+
+    def _drop(self, node: Node) -> None:
+        node.close()
+        self._board.nodes.remove(node)
+
+    def _of(self, node: Node) -> _Attempt:
+        return next(a for a in self._attempts if a.node is node)
+
+    def take(self, node: Node, message: FromAgent) -> None:
+        """Take note of who is there."""
+        if not isinstance(message, Hello):
+            raise LaunchError(f"agent of {node.name} must say Hello first.")
+        greeting = node.link.greeting
+        problem = greeting.met.problem(node.host) if greeting and greeting.met else None
+        if problem is None and message.protocol != PROTOCOL:
+            problem = Failure(
+                f"its ronde speaks protocol {message.protocol}, this one {PROTOCOL}",
+                "install the same version of ronde on every host",
+            )
+        if problem is None:
+            node.hello = message
+            return
+        attempt = self._of(node)
+        self._drop(node)
+        attempt.failure = problem
+
+    def take_output(self, output: Output) -> None:
+        """Nothing runs there yet."""
+        raise LaunchError(f"rank {output.rank} must not run yet, but it writes.")
+
+    def take_loss(self, node: Node, loss: Loss) -> None:
+        """Say why, or try once more."""
+        attempt = self._of(node)
+        self._board.nodes.remove(node)
+        attempt.node = None
+        code = node.link.wire.wait(_EXIT_S)
+        greeting = node.link.greeting
+        noise = greeting.noise.decode("utf-8", "backslashreplace") if greeting else ""
+        said = "\n".join(filter(None, (noise.strip(), node.link.last_words)))
+        failure = None
+        if greeting and greeting.met:
+            failure = greeting.met.problem(node.host)
+        if failure is None:
+            failure = self._explain(
+                node, loss.exit_code if code is None else code, said
+            )
+        if failure.is_transient and attempt.tries < _NUM_TRIES:
+            # Not all at once again: that is what it was refused for.
+            pause_s = _PAUSE_S * 2**attempt.tries * (0.5 + random.random())  # noqa: S311
+            attempt.not_before_s = time.monotonic() + pause_s
+        else:
+            attempt.failure = failure
+
+    def take_signal(self, number: int) -> None:
+        """End it: nothing runs yet."""
+        raise InterruptedStartError(number)
+
+    def take_broken_output(self) -> None:
+        """Nothing was shown yet that anybody could miss."""

@@ -1,0 +1,64 @@
+"""Agents for hosts: the one that was started here, and others through a spawner."""
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+
+from ronde.launch.agent_link import AgentLink
+from ronde.launch.boot import start_local_agent
+from ronde.launch.hosts.here import is_here
+from ronde.launch.hosts.host import Host
+from ronde.launch.node import Node
+from ronde.launch.spawners.base import Failure, Spawner
+from ronde.launch.wire import ProcessWire
+
+
+class Hiring:
+    """Brings an agent to a host.
+
+    Args:
+        local: An agent on this machine that was told nothing yet; the first host that
+            is this machine gets it.
+        make_spawner: Makes what leads to other hosts; called once, when it is needed.
+            None where all hosts are this machine.
+        python: The Python to run there.
+    """
+
+    def __init__(
+        self,
+        local: "subprocess.Popen[bytes]",
+        make_spawner: Callable[[], Spawner] | None = None,
+        python: str = sys.executable,
+    ) -> None:
+        self._local: subprocess.Popen[bytes] | None = local
+        self._make_spawner = make_spawner
+        self._python = python
+
+    @functools.cached_property
+    def spawner(self) -> Spawner:
+        """What leads to other hosts."""
+        if self._make_spawner is None:
+            raise AssertionError("all hosts were to be this machine")
+        return self._make_spawner()
+
+    def start(self, host: Host) -> Node:
+        """Start an agent for a host, without waiting for it.
+
+        Raises:
+            OSError: What leads there cannot be started here.
+        """
+        if self._make_spawner is None or is_here(host.name):
+            local, self._local = self._local or start_local_agent(), None
+            return Node(host, AgentLink(ProcessWire(local)), is_here=True)
+        # Imported where it is needed: a job on this machine starts without.
+        from ronde.launch.remote_boot import start_remote_agent
+
+        wire, greeting = start_remote_agent(self.spawner, host, self._python)
+        return Node(host, AgentLink(wire, greeting), is_here=False)
+
+    def explain(self, node: Node, exit_code: int, said: str) -> Failure:
+        """Say why the wire to a node ended before its agent spoke."""
+        if node.is_here:
+            return Failure(f"its agent ended with exit code {exit_code}: {said}", "")
+        return self.spawner.explain(node.host, exit_code, said)

@@ -1,0 +1,176 @@
+"""One job's ranks on one host, from the check to the sweep."""
+
+import errno
+import signal
+import socket
+import time
+from enum import Enum, auto
+
+from ronde.errors import LaunchError, UsageError
+from ronde.launch.inherited import own_environment
+from ronde.launch.intake import Intake
+from ronde.launch.job import Job
+from ronde.launch.lineage import sweep
+from ronde.launch.messages import (
+    Exited,
+    Finished,
+    Ready,
+    Refused,
+    Start,
+    Started,
+)
+from ronde.launch.outbox import Outbox
+from ronde.launch.ports import hold_port
+from ronde.launch.preflight import enter_directory, resolve_program
+from ronde.launch.rank_group import RankGroup
+from ronde.launch.rank_process import raise_open_files_limit
+
+_LEFTOVER_POLL_S = 0.02
+_USAGE_ERRORS = frozenset(
+    {errno.ENOENT, errno.ENOEXEC, errno.EACCES, errno.ENOTDIR, errno.E2BIG}
+)
+
+
+class Phase(Enum):
+    """How far a job is."""
+
+    PREPARING = auto()
+    RUNNING = auto()
+    STOPPING = auto()
+    OVER = auto()
+
+
+class LocalJob:
+    """What an agent does for one job; it tells the controller as it goes.
+
+    Args:
+        job: Whose ranks.
+        outbox: Takes what there is to tell.
+        intake: Reads what the ranks write.
+    """
+
+    def __init__(self, job: Job, outbox: Outbox, intake: Intake) -> None:
+        self.phase = Phase.PREPARING
+        self._job = job
+        self._outbox = outbox
+        self._intake = intake
+        self._ranks = RankGroup()
+        self._command: list[str] = []
+        self._port: socket.socket | None = None
+        self._deadline = 0.0
+
+    @property
+    def due_s(self) -> float:
+        """When ``advance`` must be called at the latest, on the monotonic clock."""
+        if self.phase is not Phase.STOPPING:
+            return float("inf")
+        if self._ranks.is_running:
+            return self._deadline
+        return min(self._deadline, time.monotonic() + _LEFTOVER_POLL_S)
+
+    def prepare(self) -> None:
+        """Check that the job can start here; tell Ready or Refused."""
+        job = self._job
+        own_path = own_environment().get("PATH", "")
+        try:
+            enter_directory(job.cwd)
+            self._command = resolve_program(job.argv, job.env.get("PATH", own_path))
+            if job.address:
+                self._port = hold_port(job.address, job.master_port)
+            self._ranks.prepare(job)
+        except (UsageError, LaunchError, OSError) as error:
+            self._refuse(str(error), is_usage=isinstance(error, UsageError))
+            return
+        self._outbox.tell(Ready(self._port.getsockname()[1] if self._port else 0))
+
+    def start(self, order: Start) -> None:
+        """Start the ranks; tell Started for each, or Refused."""
+        if self.phase is not Phase.PREPARING:
+            raise LaunchError("Start must come once, after Prepare.")
+        meeting = {
+            "MASTER_ADDR": order.master_addr,
+            "MASTER_PORT": str(order.master_port),
+        }
+        raise_open_files_limit(len(self._job.ranks))
+        try:
+            ranks = self._ranks.start(self._job, self._command, meeting, self._port)
+        except OSError as error:
+            sweep(on_reaped=lambda _pid, _status: None)
+            self._refuse(
+                f"program must be one that can start, but {self._command[0]!r} does "
+                f"not: {error.strerror}.",
+                is_usage=error.errno in _USAGE_ERRORS,
+            )
+            return
+        self._close_port()
+        self.phase = Phase.RUNNING
+        at_s = time.monotonic()
+        for rank in ranks:
+            self._outbox.tell(Started(rank.rank, rank.pid, at_s))
+            for pipe in rank.pipes:
+                self._intake.add(pipe)
+
+    def forward(self, number: int) -> None:
+        """Signal the ranks."""
+        self._ranks.send(number)
+
+    def stop(self, number: int) -> None:
+        """Signal the ranks; what is left after the grace is killed."""
+        if self.phase is Phase.PREPARING:
+            self._end()
+            self._outbox.tell(Finished(0, ()))
+            return
+        if self.phase is Phase.RUNNING:
+            self.phase = Phase.STOPPING
+            self._deadline = time.monotonic() + self._job.grace_s
+        self._ranks.stop(number)
+
+    def kill(self) -> None:
+        """End the ranks without grace."""
+        self.stop(signal.SIGKILL)
+        self._deadline = 0.0
+
+    def advance(self) -> None:
+        """End the job when its time has come."""
+        if self.phase is Phase.RUNNING:
+            is_over = not self._ranks.is_running
+        elif self.phase is Phase.STOPPING:
+            is_late = time.monotonic() >= self._deadline
+            is_over = is_late or not self._ranks.has_members()
+        else:
+            return
+        if is_over:
+            # First: what MPI's holders are is no leftover of the ranks.
+            self._ranks.close()
+            swept = sweep(on_reaped=self.note_end)
+            self._intake.close()
+            self._end()
+            self._outbox.tell_last(Finished(swept.num_killed, swept.stuck))
+
+    def note_end(self, pid: int, wait_status: int) -> None:
+        """Take note of a child that was reaped; tell Exited where it is a rank."""
+        rank = self._ranks.find(pid)
+        if rank is None:
+            return
+        status = rank.reaped(wait_status)
+        for pipe in rank.pipes:
+            self._intake.drain(pipe)
+        was_stopped = self.phase is Phase.STOPPING
+        self._outbox.tell(
+            Exited(rank.rank, status, time.monotonic(), was_stopped, evidence="")
+        )
+
+    def _refuse(self, reason: str, *, is_usage: bool) -> None:
+        self._end()
+        self._outbox.tell(Refused(reason, is_usage))
+
+    def _end(self) -> None:
+        self.phase = Phase.OVER
+        self._ranks.close()
+        self._close_port()
+
+    def _close_port(self) -> None:
+        """Leave the port to rank 0: when that ends, nothing may seem to listen."""
+        if self._port is not None:
+            self._port.close()
+            self._port = None

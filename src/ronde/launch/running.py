@@ -1,0 +1,221 @@
+"""One generation of ranks, from their start to the verdict on their end."""
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ronde.errors import LaunchError
+from ronde.launch.frames import Output, Stream
+from ronde.launch.job import Job
+from ronde.launch.messages import (
+    Exited,
+    Finished,
+    Forward,
+    FromAgent,
+    Kill,
+    Notice,
+    Refused,
+    Start,
+    Started,
+    Stop,
+)
+from ronde.launch.node import Loss, Node
+from ronde.launch.signals import FORWARDED, STOPPING
+from ronde.launch.starting import refusal
+from ronde.launch.switchboard import Switchboard
+from ronde.launch.tail import Tail
+from ronde.launch.verdict import LostHost, RankEnd, Verdict, judge, signal_name
+
+_SWEEP_S = 10.0
+_EXIT_INTERNAL = 70
+
+
+@dataclass(slots=True)
+class _Rank:
+    node: Node
+    pid: int = 0
+    tail: Tail = field(default_factory=Tail)
+    exited: Exited | None = None
+
+
+class Running:
+    """One run of all ranks; an attendant of the switchboard.
+
+    Args:
+        board: Its nodes have prepared their jobs.
+        nodes: Where the ranks run, in the order of ``jobs``.
+        jobs: Their parts.
+    """
+
+    def __init__(
+        self, board: Switchboard, nodes: Sequence[Node], jobs: Sequence[Job]
+    ) -> None:
+        self._board = board
+        self._nodes = list(nodes)
+        self._grace_s = jobs[0].grace_s
+        self._ranks = {
+            plan.rank: _Rank(node)
+            for node, job in zip(nodes, jobs, strict=True)
+            for plan in job.ranks
+        }
+        self._num_started = 0
+        self._finished: dict[str, Finished] = {}
+        self._lost: list[LostHost] = []
+        self._is_stopping = False
+        self._interrupted_by: int | None = None
+        self._answer_by_s = float("inf")
+        self._started_at_s = 0.0
+
+    def run(self, address: str, port: int) -> Verdict:
+        """Start all ranks; return when nothing is left of them on any host.
+
+        Args:
+            address: Where they meet.
+            port: Held by the agent of rank 0.
+
+        Raises:
+            UsageError: The program is none.
+            LaunchError: An agent says what makes no sense.
+        """
+        self._started_at_s = time.monotonic()
+        for node in self._nodes:
+            node.watch(is_watched=False)
+            node.link.send(Start(address, port))
+        while not self._board.serve(self, self._is_over, self._deadline):
+            for node in self._unfinished():
+                node.link.wire.kill()
+                self._board.lose(self, node, Loss("it does not answer", _EXIT_INTERNAL))
+        for node in self._nodes:
+            node.watch(is_watched=False)
+        self._tell_leftovers()
+        ends = [self._end(n) for n, rank in self._ranks.items() if rank.exited]
+        return judge(ends, self._interrupted_by, self._lost)
+
+    @property
+    def ready_s(self) -> float:
+        """When the ranks were told to start, on the monotonic clock."""
+        return self._started_at_s
+
+    def _unfinished(self) -> list[Node]:
+        return [
+            n for n in self._nodes if not n.is_over and n.name not in self._finished
+        ]
+
+    def _is_over(self) -> bool:
+        return not self._unfinished()
+
+    def _deadline(self) -> float:
+        if self._board.is_held_back:
+            # The end of a job comes after its output, which nobody takes now.
+            self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
+        return self._answer_by_s
+
+    def take(self, node: Node, message: FromAgent) -> None:
+        """Follow what an agent tells of its ranks."""
+        match message:
+            case Started():
+                self._known(message.rank).pid = message.pid
+                self._num_started += 1
+                if self._num_started == len(self._ranks):
+                    for one in self._nodes:
+                        one.watch(is_watched=True)
+            case Exited():
+                self._known(message.rank).exited = message
+                if message.status != 0 and not self._is_stopping:
+                    self._stop(signal.SIGTERM)
+            case Notice():
+                self._tell(node, message.text)
+            case Finished():
+                self._finished[node.name] = message
+                node.watch(is_watched=False)
+            case Refused():
+                raise refusal([(node.name, message)], num_hosts=len(self._nodes))
+            case _:
+                said = type(message).__name__
+                raise LaunchError(f"agent of {node.name} must not say {said} now.")
+
+    def take_output(self, output: Output) -> None:
+        """Remember the end of what a rank wrote."""
+        if output.stream is Stream.STDERR and output.rank in self._ranks:
+            self._ranks[output.rank].tail.add(output.data)
+
+    def take_loss(self, node: Node, loss: Loss) -> None:
+        """End the job: its ranks cannot go on without those of a lost host."""
+        ranks = tuple(n for n, rank in self._ranks.items() if rank.node is node)
+        at_s = time.monotonic() - self._started_at_s
+        self._lost.append(LostHost(node.name, ranks, loss.reason, loss.exit_code, at_s))
+        if not self._is_stopping:
+            self._stop(signal.SIGTERM)
+
+    def take_signal(self, number: int) -> None:
+        """Pass it on, or end the job; a second one ends it now."""
+        if number in FORWARDED:
+            for node in self._unfinished():
+                node.link.send(Forward(number))
+        elif number in STOPPING and not self._is_stopping:
+            self._interrupted_by = number
+            self._board.is_hurried = True
+            self._stop(number)
+            self._board.sink.notice(
+                f"{signal_name(number)}: the ranks have {self._grace_s:g} s to "
+                "end; Ctrl-C kills them now"
+            )
+        elif number in STOPPING:
+            # No credit holds the end back: who asks twice does not read any more.
+            for node in self._unfinished():
+                node.link.send(Kill())
+            self._board.sink.discard()
+            self._answer_by_s = time.monotonic() + _SWEEP_S
+
+    def take_broken_output(self) -> None:
+        """End a job that nobody listens to."""
+        if not self._is_stopping:
+            self._interrupted_by = signal.SIGPIPE
+            self._board.is_hurried = True
+            self._stop(signal.SIGTERM)
+
+    def _stop(self, number: int) -> None:
+        self._is_stopping = True
+        for node in self._unfinished():
+            node.link.send(Stop(number))
+        self._answer_by_s = time.monotonic() + self._grace_s + _SWEEP_S
+
+    def _known(self, rank: int) -> _Rank:
+        if rank not in self._ranks:
+            raise LaunchError(f"agent must speak of its own ranks, got rank {rank}.")
+        return self._ranks[rank]
+
+    def _tell(self, node: Node, text: str) -> None:
+        where = f"{node.name}: " if len(self._nodes) > 1 else ""
+        self._board.sink.notice(where + text)
+
+    def _tell_leftovers(self) -> None:
+        for node in self._nodes:
+            finished = self._finished.get(node.name)
+            if finished is None:
+                continue
+            if finished.num_swept and not self._is_stopping:
+                self._tell(
+                    node,
+                    f"{finished.num_swept} processes that outlived their ranks were "
+                    "killed",
+                )
+            for text in finished.stuck:
+                self._tell(node, f"{text} does not end even when killed; it is left")
+
+    def _end(self, number: int) -> RankEnd:
+        rank = self._ranks[number]
+        if rank.exited is None:
+            raise AssertionError(f"rank {number} did not end")
+        at_s = rank.node.to_our_clock(rank.exited.at_s) - self._started_at_s
+        return RankEnd(
+            rank=number,
+            host=rank.node.name,
+            pid=rank.pid,
+            status=rank.exited.status,
+            at_s=max(0.0, at_s),
+            was_stopped=rank.exited.was_stopped,
+            stderr_tail=rank.tail.lines(),
+            evidence=rank.exited.evidence,
+        )

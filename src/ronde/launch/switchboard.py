@@ -1,0 +1,209 @@
+"""The one place where the controller waits: for agents, the user and the screen."""
+
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ronde.launch.frames import Output
+from ronde.launch.messages import Credit, Forward, FromAgent, Pong
+from ronde.launch.node import Loss, Node
+from ronde.launch.signals import SUSPENDING, read_signals, suspend_self
+from ronde.launch.sink import Sink
+
+_MAX_BACKLOG_BYTES = 256 << 10
+_CREDIT_STEP_BYTES = 32 << 10
+
+
+class Attendant(Protocol):
+    """Who answers what comes in."""
+
+    def take(self, node: Node, message: FromAgent) -> None:
+        """Answer a message."""
+        ...
+
+    def take_output(self, output: Output) -> None:
+        """Look at what a rank wrote, which is shown already."""
+        ...
+
+    def take_loss(self, node: Node, loss: Loss) -> None:
+        """Go on without a host; its node is over and closed."""
+        ...
+
+    def take_signal(self, number: int) -> None:
+        """Do what the user wants."""
+        ...
+
+    def take_broken_output(self) -> None:
+        """Nobody reads the job's standard output any more."""
+        ...
+
+
+class Switchboard:
+    """All agents of a job, its user's signals and its sink, waited for together.
+
+    Args:
+        sink: Gets all output.
+        signal_fd: Reads the user's signals.
+    """
+
+    def __init__(self, sink: Sink, signal_fd: int) -> None:
+        self.sink = sink
+        self.nodes: list[Node] = []
+        self.is_hurried = False
+        """Whether output that cannot be shown at once is dropped."""
+        self._signal_fd = signal_fd
+
+    @property
+    def live_nodes(self) -> list[Node]:
+        """Those that are not over."""
+        return [node for node in self.nodes if not node.is_over]
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether so much waits to be shown that the ranks must wait."""
+        return self.sink.backlog_bytes >= _MAX_BACKLOG_BYTES
+
+    def serve(
+        self,
+        attendant: Attendant,
+        is_done: Callable[[], bool],
+        deadline: Callable[[], float],
+    ) -> bool:
+        """Serve everybody until ``is_done()``; False when the deadline came before."""
+        while not is_done():
+            now_s = time.monotonic()
+            due_s = min([deadline(), *(node.silent_by_s for node in self.live_nodes)])
+            due_s = min([due_s, *(node.ping(now_s) for node in self.live_nodes)])
+            tick_at_s = self.sink.tick(now_s)
+            due_s = due_s if tick_at_s is None else min(due_s, tick_at_s)
+            self._serve_ready(attendant, due_s - now_s)
+            self._grant()
+            self._look_for_silent(attendant)
+            if time.monotonic() > deadline():
+                return is_done()
+        return True
+
+    def _serve_ready(self, attendant: Attendant, timeout_s: float) -> None:
+        by_fd: dict[int, Node] = {}
+        readable = [self._signal_fd]
+        writable = list(self.sink.pending_fds)
+        for node in self.live_nodes:
+            wire = node.link.wire
+            fds = [wire.read_fd] + ([wire.error_fd] if node.link.has_errors else [])
+            readable += fds
+            writable += [wire.write_fd] if node.link.is_writing else []
+            by_fd |= dict.fromkeys([*fds, wire.write_fd], node)
+        limit_s = None if timeout_s == float("inf") else max(0.0, timeout_s)
+        for fd in wait_for(readable, writable, limit_s):
+            if fd == self._signal_fd:
+                self._take_signals(attendant)
+            elif fd not in by_fd:
+                self._show(attendant, fd)
+            elif not by_fd[fd].is_over:
+                self._serve_node(attendant, by_fd[fd], fd)
+
+    def _serve_node(self, attendant: Attendant, node: Node, fd: int) -> None:
+        link = node.link
+        if link.is_writing and fd == link.wire.write_fd:
+            link.flush()
+        if fd == link.wire.error_fd:
+            link.read_errors()
+        elif fd == link.wire.read_fd:
+            self._receive(attendant, node)
+
+    def _receive(self, attendant: Attendant, node: Node) -> None:
+        received = node.link.receive()
+        if received is None:
+            while node.link.has_errors and wait_for([node.link.wire.error_fd], [], 0.1):
+                node.link.read_errors()
+            self.lose(attendant, node, node.explain_end())
+            return
+        node.heard()
+        now_s = time.monotonic()
+        for message in received:
+            if isinstance(message, Output):
+                node.owed_bytes += len(message.data)
+                if not (self.is_hurried and self.is_held_back):
+                    self.sink.output(message, now_s)
+                attendant.take_output(message)
+            elif isinstance(message, Pong):
+                node.take_pong(message)
+            elif not node.is_over:
+                attendant.take(node, message)
+
+    def lose(self, attendant: Attendant, node: Node, loss: Loss) -> None:
+        """Go on without a node."""
+        node.close()
+        attendant.take_loss(node, loss)
+
+    def _look_for_silent(self, attendant: Attendant) -> None:
+        now_s = time.monotonic()
+        for node in self.live_nodes:
+            if now_s > node.silent_by_s:
+                node.link.wire.kill()
+                self.lose(attendant, node, node.explain_silence())
+
+    def _grant(self) -> None:
+        """Let agents send more, unless what they sent cannot be shown."""
+        if self.is_held_back and not self.is_hurried:
+            return
+        for node in self.live_nodes:
+            if node.owed_bytes >= _CREDIT_STEP_BYTES:
+                node.link.send(Credit(node.owed_bytes))
+                node.owed_bytes = 0
+
+    def _take_signals(self, attendant: Attendant) -> None:
+        for number in read_signals(self._signal_fd):
+            if number == SUSPENDING:
+                self._suspend()
+            else:
+                attendant.take_signal(number)
+
+    def _suspend(self) -> None:
+        """Stop the ranks and then this process, until it is continued."""
+        for node in self.live_nodes:
+            node.link.send(Forward(signal.SIGSTOP))
+        suspend_self()
+        for node in self.live_nodes:
+            node.heard()
+            node.link.send(Forward(signal.SIGCONT))
+
+    def _show(self, attendant: Attendant, fd: int) -> None:
+        try:
+            self.sink.write_to(fd)
+        except BrokenPipeError:
+            attendant.take_broken_output()
+
+    def write_out(self, limit_s: float | None) -> bool:
+        """Write what is left to show; a signal, or the time, ends the wait.
+
+        Returns:
+            False when nobody reads the standard output any more.
+        """
+        is_read = True
+        while self.sink.pending_fds:
+            ready = wait_for([self._signal_fd], self.sink.pending_fds, limit_s)
+            if not ready or self._signal_fd in ready:
+                self.sink.discard()
+                break
+            for fd in ready:
+                try:
+                    self.sink.write_to(fd)
+                except BrokenPipeError:
+                    is_read = False
+        return is_read
+
+
+def wait_for(
+    readable: Sequence[int], writable: Sequence[int], timeout_s: float | None
+) -> list[int]:
+    """Return the descriptors that are ready; poll, since epoll refuses plain files."""
+    poll = select.poll()
+    wanted: dict[int, int] = dict.fromkeys(readable, select.POLLIN)
+    for fd in writable:
+        wanted[fd] = wanted.get(fd, 0) | select.POLLOUT
+    for fd, events in wanted.items():
+        poll.register(fd, events)
+    return [fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]
