@@ -101,9 +101,9 @@ def _parse_line(line: str, said_at: str) -> list[Host]:
             rest = line[end:].strip(BLANKS)
             column = len(line) - len(rest) + 1
             raise UsageError(
-                f"{said_at}, column {column}: what follows a host must be key=value "
-                f"with no blanks in the value, got {rest!r}. Type: slots=4, or # before "
-                "a comment"
+                f"{said_at}, column {column}: after a host must stand key=value with "
+                f"no blanks in the value, got {rest!r}. Type: slots=4, or # before a "
+                "comment"
             )
         value = _Value(match[1], match[2], f"{said_at}, column {match.start(2) + 1}")
         key = _known_key(match[1], f"{said_at}, column {match.start(1) + 1}")

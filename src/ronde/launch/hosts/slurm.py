@@ -69,8 +69,8 @@ def _tasks(environ: Mapping[str, str], num_hosts: int, said: str) -> list[int]:
         raise UsageError(f"{error} {_CURE}") from None
     if len(tasks) != num_hosts:
         raise UsageError(
-            f"{name} must have a count for each host, but {name}={environ[name]} are "
-            f"{len(tasks)} counts and {said} are {num_hosts} hosts. {_CURE}"
+            f"{name} must have a count for each of the {num_hosts} hosts in {said}, "
+            f"got {environ[name]!r}, which has {len(tasks)}. {_CURE}"
         )
     return tasks
 

@@ -1,0 +1,128 @@
+import argparse
+import os
+import re
+
+import pytest
+
+from ronde.cli.horovod_options import add_horovod_options, understand
+from ronde.errors import UsageError
+from ronde.launch.hosts.host import SLOTS_OPEN
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+
+
+def asked(*words, environ=()):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_horovod_options(parser)
+    return understand(parser.parse_args(words), dict(environ))
+
+
+def slots(*words, environ=()):
+    """Return the slots of the hosts that these words name."""
+    return {host.name: host.slots for host in asked(*words, environ=environ).hosts}
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Write a host file and a discovery script; return the ways to name hosts."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_bytes(b"\xef\xbb\xbf# ours\r\na\r\nb slots=4\r\n")
+    script = tmp_path / "discover"
+    script.write_text("#!/bin/sh\necho a; echo; echo b:4\n")
+    script.chmod(0o700)
+    return {
+        "-H": ("-H", "a,b:4"),
+        "--hosts": ("--hosts=a,b:4",),
+        "--hostfile": ("--hostfile", str(hostfile)),
+        "-hostfile": ("-hostfile", str(hostfile)),
+        "script": ("--host-discovery-script", str(script)),
+        "command": ("--host-discovery-script", f"{script} --verbose"),
+    }
+
+
+def test_every_source_names_hosts(sources) -> None:
+    for words in sources.values():
+        assert slots(*words) == {"a": SLOTS_OPEN, "b": 4}
+
+
+def test_slots_are_for_hosts_that_say_none(sources) -> None:
+    for words in sources.values():
+        assert slots(*words, "--slots", "2") == {"a": 2, "b": 4}
+        assert slots(*words, "--slots-per-host", "2") == {"a": 2, "b": 4}
+
+
+def test_what_is_named_counts_before_slurms_allocation(sources) -> None:
+    for words in sources.values():
+        assert slots(*words, environ=SLURM) == {"a": SLOTS_OPEN, "b": 4}
+
+
+def test_slurms_allocation_counts_before_this_machine() -> None:
+    assert slots(environ=SLURM) == {"n1": 2, "n2": 2}
+    assert slots("--slots", "8", environ=SLURM) == {"n1": 8, "n2": 8}
+
+
+def test_without_a_word_this_machine_is_meant() -> None:
+    here = os.uname().nodename
+    assert slots() == {here: SLOTS_OPEN}
+    assert slots("--slots", "3") == {here: 3}
+    assert slots(environ={"SLURM_JOB_ID": "7"}) == {here: SLOTS_OPEN}
+
+
+def test_a_script_may_say_all_slots() -> None:
+    words = ("--host-discovery-script", "echo a:1")
+    assert slots(*words, "--slots", "2") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    {
+        "-H a --hostfile b": "--hosts must stand alone, got --hostfile too. Drop one.",
+        "-H a --host-discovery-script b": "--hosts must stand alone",
+        "-H a:1,b:2 --slots 4": "--slots must be for hosts that say no slots "
+        "themselves, got 4, but all do, as a with 1. Drop one of the two.",
+        "--slots 0": "--slots: slots must be a whole number from 1 to 65536, got '0'",
+        "--slots x": "got 'x'",
+        "-H=": "-H: hosts must be names such as a:2,b:4, got none",
+        "-H a:x": "-H: slots of a must be a whole number",
+        "--hostfile /no/such": "--hostfile must be a file that can be read, got "
+        "'/no/such'",
+        "--hostfile /": "--hostfile must be a file that can be read, got '/'",
+        "--hostfile /dev/null": "/dev/null must hold a line such as n1 slots=4",
+        "--host-discovery-script false": "--host-discovery-script must print hosts and "
+        "end with 0, got 'false'",
+        "--host-discovery-script true": "--host-discovery-script true must hold a line",
+        "-p 0": "--ssh-port: port must be a whole number from 1 to 65535, got '0'",
+        "-p x": "got 'x'",
+    }.items(),
+)
+def test_what_cannot_be_is_refused(words, said) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        asked(*words.replace("-H=", "--hosts=").split())
+
+
+def test_a_file_in_another_encoding_is_refused(tmp_path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("n1\n", encoding="utf-16")
+    with pytest.raises(UsageError, match="--hostfile must be a file that can be read"):
+        asked("--hostfile", str(path))
+
+
+def test_a_script_that_prints_no_text_is_refused() -> None:
+    with pytest.raises(UsageError, match="must print hosts and end with 0"):
+        asked("--host-discovery-script", r"printf '\377'")
+
+
+def test_horovods_ssh_options_are_for_ssh(tmp_path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("a port=23\nb\n")
+    words = ("-p", "22", "-i", "key file", "--hostfile", str(path))
+    found = asked(*words)
+    assert [host.port for host in found.hosts] == [23, 22]
+    assert found.ssh_args == ("-i", "key file")
+    assert found.ignored == ()
+    assert asked().ssh_args == ()
