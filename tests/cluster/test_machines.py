@@ -1,0 +1,222 @@
+"""The hosts themselves: separate where hosts are, joined by ssh, gone afterwards."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.cluster.machines import ROOT, machines, why_not
+
+needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+LIMIT_S = 60.0
+
+
+def until(condition, what):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        time.sleep(0.005)
+
+
+def ssh(cluster, start, target, *words):
+    options = ["-F", str(cluster.ssh_config)]
+    for option in ("BatchMode=yes", "ConnectTimeout=2"):
+        options += ["-o", option]
+    return cluster.run(start, ["ssh", *options, "--", target, *words])
+
+
+@pytest.mark.parametrize("at", ["name", "address", "address6"])
+def test_every_host_reaches_every_host_by_ssh(cluster, at):
+    for start in cluster.hosts:
+        for target in cluster.hosts:
+            done = ssh(cluster, start, getattr(target, at), "hostname")
+            assert (done.returncode, done.stdout) == (0, f"{target.name}\n"), done
+
+
+def test_hosts_share_the_disk_but_not_what_is_a_hosts_own(cluster, tmp_path):
+    first, second, _ = cluster.hosts
+    for place in ("/tmp", "/dev/shm", "/run"):  # noqa: S108
+        cluster.run(first, ["touch", f"{place}/left-here"])
+        assert cluster.run(first, ["ls", f"{place}/left-here"]).returncode == 0
+        assert cluster.run(second, ["ls", f"{place}/left-here"]).returncode != 0
+        assert not Path(place, "left-here").exists()
+    cluster.run(first, ["touch", str(tmp_path / "shared")])
+    assert cluster.run(second, ["ls", str(tmp_path / "shared")]).returncode == 0
+    seen = cluster.run(first, ["ls", "/sys/class/net", "/sys/fs/cgroup"]).stdout
+    assert "eth0" in seen
+    assert next(Path("/sys/fs/cgroup").iterdir()).name in seen
+    program = [sys.executable, "-c", "import ronde; print(ronde.__file__)"]
+    assert str(ROOT) in cluster.run(second, program).stdout
+
+
+def test_processes_and_sockets_of_a_host_are_seen_with_their_owners(cluster):
+    host = cluster.hosts[1]
+    script = (
+        "import os, socket; s = socket.create_server(('10.77.0.2', 0)); "
+        "t = socket.create_server(('::', 0), family=socket.AF_INET6); "
+        "print(s.getsockname()[1], t.getsockname()[1], os.getpid(), flush=True); "
+        "input()"
+    )
+    listener = cluster.start(
+        host,
+        [sys.executable, "-c", script],
+        env={"MARK": "of-this-test"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with listener:
+        port, port6, inner = map(int, listener.stdout.readline().split())
+        marked = [
+            process
+            for process in cluster.processes(host)
+            if b"MARK=of-this-test" in process.environment.split(b"\0")
+        ]
+        assert [process.pid for process in marked] == [listener.program_pid()]
+        assert inner != marked[0].pid
+        assert marked[0].words[-1] == script
+        told = {(found.address, found.port): found for found in cluster.listening(host)}
+        assert told["10.77.0.2", port].pid == marked[0].pid
+        assert told["::", port6].words == marked[0].words
+        assert "sshd" in told["0.0.0.0", 22].words[0]  # noqa: S104
+        other = {found.port for found in cluster.listening(cluster.hosts[0])}
+        assert port not in other
+        assert not any(
+            b"of-this-test" in process.environment
+            for process in cluster.processes(cluster.hosts[0])
+        )
+        listener.send_signal(signal.SIGINT)
+        assert listener.wait(LIMIT_S) == -signal.SIGINT
+
+
+def test_a_cut_link_lets_nothing_through_until_it_is_restored(cluster):
+    first, second, third = cluster.hosts
+    connect = [
+        sys.executable,
+        "-c",
+        "import socket, sys; socket.create_connection((sys.argv[1], 22), 0.5)",
+        second.address,
+    ]
+    assert cluster.run(first, connect).returncode == 0
+    cluster.cut(second)
+    done = cluster.run(first, connect)
+    assert "timed out" in done.stderr or "No route" in done.stderr
+    carrier = cluster.run(second, ["cat", "/sys/class/net/eth0/carrier"])
+    assert carrier.stdout == "1\n"
+    assert cluster.run(third, [*connect[:-1], first.address]).returncode == 0
+    cluster.restore(second)
+    assert cluster.run(first, connect).returncode == 0
+
+
+@needs_hosts
+def test_the_links_are_as_slow_as_they_are_asked_to_be():
+    """The first megabyte may pass in bursts, so that 4 MB take 0.25 s or more."""
+    script = (
+        "import socket, sys, time\n"
+        "if len(sys.argv) == 1:\n"
+        "    with socket.create_server(('10.77.0.1', 7)) as s:\n"
+        "        print('up', flush=True)\n"
+        "        c, _ = s.accept()\n"
+        "        c.sendall(bytes(4_000_000))\n"
+        "        while c.recv(65536): pass\n"
+        "else:\n"
+        "    with socket.create_connection(('10.77.0.1', 7)) as c:\n"
+        "        start = time.monotonic(); got = 0\n"
+        "        while got < 4_000_000: got += len(c.recv(65536))\n"
+        "        middle = time.monotonic()\n"
+        "        c.sendall(bytes(4_000_000)); c.shutdown(1); c.recv(1)\n"
+        "        print(middle - start, time.monotonic() - middle)\n"
+    )
+    with machines(2, rate="100mbit") as cluster:
+        first, second = cluster.hosts
+        words = [sys.executable, "-c", script]
+        with cluster.start(first, words, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout.readline() == "up\n"
+            done = cluster.run(second, [*words, "client"])
+            server.kill()
+    down, up = map(float, done.stdout.split())
+    assert down > 0.25
+    assert up > 0.25
+
+
+def test_a_dead_sshd_and_a_crashed_host_come_back(cluster):
+    first, second, third = cluster.hosts
+    words = [sys.executable, "-c", "print('there', flush=True); input()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    left = cluster.start(second, words, **pipes)
+    gone = cluster.start(third, words, **pipes)
+    assert left.stdout.readline() == gone.stdout.readline() == "there\n"
+    cluster.kill_sshd(second)
+    assert ssh(cluster, first, "node2", "true").returncode == 255
+    assert left.poll() is None
+    left.kill()
+    left.communicate(timeout=LIMIT_S)
+    assert left.returncode == -signal.SIGKILL
+    cluster.crash(third)
+    assert gone.wait(LIMIT_S) == -signal.SIGKILL
+    gone.communicate(timeout=LIMIT_S)
+    assert ssh(cluster, first, "node3", "true").returncode == 255
+    cluster.heal()
+    assert ssh(cluster, first, "node2", "true").returncode == 0
+    assert ssh(cluster, first, "node3", "true").returncode == 0
+
+
+@needs_hosts
+def test_private_folders_are_empty_and_python_is_there_all_the_same(tmp_path):
+    folder = tmp_path / "private"
+    folder.mkdir()
+    (folder / "file").touch()
+    with machines(2, private=[folder, ROOT / "src"], shared=[tmp_path]) as cluster:
+        first, second = cluster.hosts
+        assert cluster.run(first, ["ls", "-A", str(folder)]).stdout == ""
+        cluster.run(first, ["touch", str(folder / "own")])
+        assert cluster.run(second, ["ls", "-A", str(folder)]).stdout == ""
+        program = [sys.executable, "-c", "print(1); import ronde"]
+        done = cluster.run(second, program)
+        assert done.stdout == "1\n"
+        assert "No module named 'ronde'" in done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["file"]
+
+
+_ENDED = """
+import os, sys
+from tests.cluster.machines import machines
+with machines(2) as cluster:
+    inits = [host.init_pid for host in cluster.hosts]
+    process = cluster.start(cluster.hosts[1], ["setsid", "sleep", "1000"])
+    print(cluster.folder, process.program_pid(), *inits, flush=True)
+    input()
+"""
+
+
+@needs_hosts
+@pytest.mark.parametrize("how", ["end", "SIGINT", "SIGKILL"])
+def test_nothing_stays(how):
+    with subprocess.Popen(
+        [sys.executable, "-c", _ENDED],
+        cwd=ROOT,
+        env={"PATH": os.defpath, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as maker:
+        folder, *pids = maker.stdout.readline().split()
+        assert all(Path("/proc", pid).exists() for pid in pids)
+        assert Path(folder).exists()
+        if how == "end":
+            maker.stdin.write("\n")
+            maker.stdin.flush()
+        else:
+            maker.send_signal(getattr(signal, how))
+        maker.communicate(timeout=LIMIT_S)
+        until(
+            lambda: not any(Path("/proc", pid).exists() for pid in pids),
+            "all processes of the hosts must be gone",
+        )
+        assert Path(folder).exists() == (how == "SIGKILL")
+        if how == "SIGKILL":
+            subprocess.run(["rm", "-r", folder], check=True)  # noqa: S607
