@@ -1,6 +1,7 @@
 """``ronde run``: words -> job -> exit code."""
 
 import argparse
+import shlex
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from ronde.cli.horovod_options import (
 )
 from ronde.errors import UsageError, WorldError
 from ronde.launch.arranging import Wish
+from ronde.launch.controller import Restarts
 from ronde.launch.environments import alias_environment
 from ronde.launch.forwarded import read_assignments, select_forwarded
 from ronde.launch.hiring import Hiring
@@ -34,6 +36,7 @@ from ronde.world.environment import read_algorithm, read_engine
 from ronde.world.knobs import read_knobs
 
 _DEFAULT_GRACE = "15s"
+_NO_RESTART_CODES = "93"
 
 _EPILOG = """\
 A rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK and so on (torchrun's names).
@@ -84,6 +87,7 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
     if asked.output_dir and options.log_dir:
         raise UsageError("--output-filename must stand alone, got --log-dir too.")
     num_ranks = _num_ranks(options.num_proc)
+    restarts = _restarts(options)
     env = _env(options, asked, environ)
     if not options.nested:
         refuse_nesting(num_ranks, environ)
@@ -97,6 +101,7 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
                 grace_s=_grace_s(options.grace),
                 master_port=_port(options.master_port),
                 is_mpi=read_engine(environ | env) == "mpi",
+                max_restarts=restarts.limit,
             ),
             hosts=asked.hosts,
             num_ranks=num_ranks,
@@ -109,7 +114,31 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
             python=sys.executable,
         )
         name = time.strftime("%Y%m%d-%H%M%S")
-        return launch(wish, console, hiring, signal_fd, name=name).exit_code
+        return launch(
+            wish,
+            console,
+            hiring,
+            signal_fd,
+            name=name,
+            restarts=restarts,
+        ).exit_code
+
+
+def _restarts(options: argparse.Namespace) -> Restarts:
+    limit = options.max_restarts
+    if not limit.isdecimal() or not limit.isascii():
+        raise UsageError(
+            f"--max-restarts must be a whole number, got {limit!r}. Type: "
+            "--max-restarts 3"
+        )
+    codes = [code.strip() for code in options.no_restart_codes.split(",")]
+    wrong = [code for code in codes if code and not code.isdecimal()]
+    if wrong:
+        raise UsageError(
+            "--no-restart-codes must be exit codes such as 93,64, got "
+            f"{wrong[0]!r}. Correct it."
+        )
+    return Restarts(int(limit), frozenset(int(code) for code in codes if code))
 
 
 def _env(
@@ -128,7 +157,7 @@ def _env(
 def _spawner(options: argparse.Namespace, asked: Asked) -> Spawner:
     from ronde.launch.spawners.ssh import SshSpawner
 
-    return SshSpawner(asked.ssh_args)
+    return SshSpawner((*shlex.split(options.ssh_args), *asked.ssh_args))
 
 
 def _recorded(
@@ -187,6 +216,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="set a variable for all ranks, or pass it on whatever its name is",
     )
+    add("--ssh-args", default="", metavar="ARGS", help="arguments for ssh")
     add("--chdir", default="", metavar="DIR", help="directory the ranks start in")
     add(
         "--log-dir",
@@ -199,6 +229,18 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULT_GRACE,
         metavar="TIME",
         help="between SIGTERM and SIGKILL, as 500ms, 5s or 2m (default: 15s)",
+    )
+    add(
+        "--max-restarts",
+        default="0",
+        metavar="R",
+        help="start all ranks again, up to R times, when one fails or a host is lost",
+    )
+    add(
+        "--no-restart-codes",
+        default=_NO_RESTART_CODES,
+        metavar="CODES",
+        help="exit codes after which they are not, as 93,64 (default: 93)",
     )
     add("--no-prefix", action="store_true", help="do not put [rank] before each line")
     add(

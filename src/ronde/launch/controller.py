@@ -10,7 +10,7 @@ from ronde.launch.hiring import Hiring
 from ronde.launch.hosts.host import Host
 from ronde.launch.lineage import children, sweep
 from ronde.launch.messages import Leave
-from ronde.launch.node import LEASE_S, Node
+from ronde.launch.node import Node
 from ronde.launch.plan import Plan
 from ronde.launch.running import Running
 from ronde.launch.sink import Generation, Sink
@@ -20,7 +20,6 @@ from ronde.launch.verdict import LostHost, RankEnd, Verdict
 
 _LEAVE_S = 10.0
 _LAST_OUTPUT_S = 1.0
-_MARGIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,25 +124,17 @@ class Controller:
     def _replace_lost(self, crew: Sequence[Node]) -> list[Node]:
         """Bring agents to the hosts that lost theirs; nothing of the old may be left.
 
-        What a host that is silent does is not known: only when its agent's lease is
-        over, it has ended everything.
+        What a host does that was silent is not known; its new agent waits until all
+        of the old generation has ended there.
         """
         lost = [node for node in crew if node.is_over]
         if not lost:
             return list(crew)
-        is_known = True
         for node in lost:
-            code = node.link.wire.wait(_LEAVE_S)
-            is_known = is_known and (node.is_here or node.has_reported_end(code))
+            node.link.wire.wait(_LEAVE_S)
             self._board.nodes.remove(node)
-        if not is_known:
-            self._wait(LEASE_S + _MARGIN_S)
         fresh = iter(self.gather([node.host for node in lost]))
         return [next(fresh) if node.is_over else node for node in crew]
-
-    def _wait(self, seconds: float) -> None:
-        due_s = time.monotonic() + seconds
-        self._board.serve(Starting(self._board), lambda: False, lambda: due_s)
 
     def write_out(self, verdict: Verdict) -> Verdict:
         """Write what is left to show; return the verdict with its last exit code."""

@@ -26,6 +26,7 @@ from ronde.launch.rank_group import RankGroup
 from ronde.launch.rank_process import raise_open_files_limit
 
 _LEFTOVER_POLL_S = 0.02
+_FENCE_S = 20.0
 _USAGE_ERRORS = frozenset(
     {errno.ENOENT, errno.ENOEXEC, errno.EACCES, errno.ENOTDIR, errno.E2BIG}
 )
@@ -73,6 +74,8 @@ class LocalJob:
         job = self._job
         own_path = own_environment().get("PATH", "")
         try:
+            if job.epoch:
+                _fence_off(job.cookie)
             enter_directory(job.cwd)
             self._command = resolve_program(job.argv, job.env.get("PATH", own_path))
             if job.address:
@@ -174,3 +177,20 @@ class LocalJob:
         if self._port is not None:
             self._port.close()
             self._port = None
+
+
+def _fence_off(cookie: str) -> None:
+    """See that nothing of an earlier generation is left here.
+
+    Raises:
+        LaunchError: Something is.
+    """
+    # Imported where it is needed: most jobs have one generation.
+    from ronde.launch.fence import await_empty
+
+    left = await_empty(cookie, _FENCE_S)
+    if left:
+        raise LaunchError(
+            "processes of the generation before must have ended, but "
+            f"{', '.join(map(str, left[:8]))} run after {_FENCE_S:g} s. End them."
+        )
