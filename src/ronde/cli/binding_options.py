@@ -1,0 +1,52 @@
+"""What of its host each rank gets: the options for that."""
+
+import argparse
+from collections.abc import Sequence
+
+from ronde.errors import UsageError
+from ronde.launch.placement.binding import BindMode
+from ronde.launch.placement.devices import GpuView
+from ronde.launch.placement.rank_placement import PlacementRequest
+
+
+def add_binding_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--bind`` and ``--gpu-view``."""
+    add = parser.add_argument
+    add(
+        "--bind",
+        metavar="HOW",
+        default="none",
+        help="bind each rank to cores: core (its own, near its GPU, else an even part), "
+        "numa (the memory node near its GPU), auto (what helps there) or none (the "
+        "default)",
+    )
+    add(
+        "--gpu-view",
+        metavar="WHICH",
+        default="all",
+        help="GPUs that a rank sees: all of its host, its own being number LOCAL_RANK "
+        "(the default), or one, its own, as number 0",
+    )
+
+
+def read_placement(options: argparse.Namespace) -> PlacementRequest:
+    """Return what the options ask for.
+
+    Args:
+        options: From a parser that ``add_binding_options`` was called with.
+
+    Raises:
+        UsageError: A word is none that there is.
+    """
+    mode = _one_of("--bind", options.bind, list(BindMode))
+    view = _one_of("--gpu-view", options.gpu_view, list(GpuView))
+    return PlacementRequest(BindMode(mode), GpuView(view))
+
+
+def _one_of(option: str, word: str, words: Sequence[str]) -> str:
+    if word not in words:
+        raise UsageError(
+            f"{option} must be {', '.join(words[:-1])} or {words[-1]}, got {word!r}. "
+            f"Type: {option} {words[0]}"
+        )
+    return word

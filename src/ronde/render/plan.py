@@ -1,0 +1,117 @@
+"""A job that is not started: who would run where, on what, and with which variables."""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from ronde.launch.forwarded import redacted
+from ronde.launch.placement.place import Place
+from ronde.launch.plan import Plan, count_ranks
+from ronde.render.value_runs import format_runs
+from ronde.topology.cpu_sets import format_list
+from ronde.topology.machine import UNKNOWN_NODE
+
+_TITLES = ("host", "rank", "local", "device", "cores", "CPUs", "memory", "NIC", "why")
+_UNSET = "(unset)"
+
+
+def plan_text(plan: Plan, notices: Sequence[str] = ()) -> str:
+    """Return all of a plan; hosts and ranks that are alike share a line.
+
+    The values of variables that look like secrets are not shown.
+
+    Args:
+        plan: Of the job.
+        notices: What the user should know besides, each a sentence.
+    """
+    num_ranks, num_hosts = count_ranks(plan.shares), len(plan.shares)
+    shared, own = _environments(plan)
+    size = f"{_counted(num_ranks, 'rank')} on {_counted(num_hosts, 'host')}"
+    lines = [
+        f"{size}, meeting at {plan.address}: {shlex.join(plan.request.argv)}",
+        "",
+        *_table([_TITLES, *_rows(plan)]),
+        "",
+        *(f"note: {notice}" for notice in notices),
+        *([""] if notices else []),
+        "variables of all ranks, on top of what each host has:",
+        *(f"  {name}={_shown(value)}" for name, value in shared.items()),
+        "",
+        "variables of each rank, by rank:",
+        *(f"  {name}: {value}" for name, value in own.items()),
+        "",
+        "Nothing was started.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(plan: Plan) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    hosts = zip(plan.shares, plan.places, strict=True)
+    for places, alike in groupby(hosts, key=lambda host: host[1]):
+        first, *others = [share for share, _ in alike]
+        for place, local in _alike(places):
+            ranks = range(
+                first.ranks.start + local.start, first.ranks.start + local.stop
+            )
+            rows.append((first.host.name, _span(ranks), _span(local), *_cells(place)))
+        if others:
+            names = format_runs([share.host.name for share in others])
+            ranks = range(others[0].ranks.start, others[-1].ranks.stop)
+            rows.append((names, _span(ranks), f"as on {first.host.name}"))
+    return rows
+
+
+def _alike(places: Sequence[Place]) -> list[tuple[Place, range]]:
+    """Return each run of equal places, with the local ranks that have it."""
+    runs: list[tuple[Place, range]] = []
+    for place, same in groupby(places):
+        start = runs[-1][1].stop if runs else 0
+        runs.append((place, range(start, start + len(list(same)))))
+    return runs
+
+
+def _cells(place: Place) -> tuple[str, ...]:
+    node = "" if place.memory_node == UNKNOWN_NODE else str(place.memory_node)
+    return (
+        place.device or "-",
+        str(place.num_cores),
+        format_list(place.cpus) or "all",
+        node or "-",
+        place.nic or "-",
+        place.why,
+    )
+
+
+def _span(numbers: range) -> str:
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    full = [row for row in rows if len(row) == len(_TITLES)]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, strict=False)
+        yield "  ".join(cell.ljust(width) for cell, width in cells).rstrip()
+
+
+def _environments(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables that all ranks have alike, and in words the others."""
+    ranks = [redacted(job.env | rank.env) for job in plan.jobs(0) for rank in job.ranks]
+    shared: dict[str, str] = {}
+    own: dict[str, str] = {}
+    for name in sorted({name for env in ranks for name in env}):
+        values = [env.get(name, _UNSET) for env in ranks]
+        if len(set(values)) == 1:
+            shared[name] = values[0]
+        else:
+            own[name] = format_runs(values)
+    return shared, own
+
+
+def _shown(value: str) -> str:
+    return shlex.quote(value) if value.isprintable() else repr(value)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
