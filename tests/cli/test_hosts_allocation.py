@@ -9,7 +9,7 @@ from ronde.errors import UsageError
 from ronde.launch.hosts.allocation import Share, allocate, hosts_to_ask
 from ronde.launch.hosts.here import is_here
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
-from ronde.launch.hosts.slurm import read_allocation
+from ronde.launch.hosts.slurm import allocated_names, read_allocation
 
 
 def hosts(**slots):
@@ -157,6 +157,12 @@ def test_slurms_allocation(environ, slots) -> None:
 )
 def test_outside_of_an_allocation(environ) -> None:
     assert read_allocation(environ) is None
+    assert allocated_names(environ) == ()
+
+
+def test_names_are_known_where_slots_are_not() -> None:
+    environ = slurm("n[1-2],m", HET_SIZE=2, NTASKS_PER_NODE="x")
+    assert allocated_names(environ) == ("n1", "n2", "m")
 
 
 @pytest.mark.parametrize(

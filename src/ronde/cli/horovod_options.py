@@ -92,12 +92,6 @@ class Asked:
     output_dir: str
     ignored: tuple[str, ...]
 
-    @property
-    def slots(self) -> int | None:
-        """Return the sum of the slots; None where some are open."""
-        slots = [host.slots for host in self.hosts]
-        return sum(slots) if min(slots) >= 0 else None
-
 
 def add_horovod_options(parser: argparse.ArgumentParser) -> None:
     """Have a parser take all that horovodrun takes.

@@ -9,6 +9,24 @@ from ronde.launch.hosts.names import check_name, parse_number
 from ronde.world.slurm import parse_tasks_per_node
 
 _CURE = "Name the hosts by -H or --hostfile."
+_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+
+
+def allocated_names(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the allocation's hosts, in Slurm's order; none outside.
+
+    On these ``srun`` can start something.
+
+    Args:
+        environ: This process's environment.
+
+    Raises:
+        UsageError: Slurm's list of hosts is none.
+    """
+    name = _list_name(environ)
+    if not name:
+        return ()
+    return tuple(check_name(one, name) for one in expand_list(environ[name], name))
 
 
 def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
@@ -25,8 +43,8 @@ def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
         UsageError: Slurm's variables contradict each other, or the job is
             heterogeneous.
     """
-    name = next((n for n in _LISTS if environ.get(n)), None)
-    if "SLURM_JOB_ID" not in environ or name is None:
+    names = allocated_names(environ)
+    if not names:
         return None
     num_groups = environ.get("SLURM_HET_SIZE", "1")
     if num_groups != "1":
@@ -34,14 +52,18 @@ def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
             "SLURM_HET_SIZE must be 1, since only the allocation of a plain job is "
             f"read, got {num_groups!r}. {_CURE}"
         )
-    names = [check_name(one, name) for one in expand_list(environ[name], name)]
+    name = _list_name(environ)
     slots = _slots(environ, len(names), f"{name}={environ[name]}")
     return tuple(
         Host(one, count, said_at=name) for one, count in zip(names, slots, strict=True)
     )
 
 
-_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+def _list_name(environ: Mapping[str, str]) -> str:
+    """Return the name of the variable that lists the hosts; empty outside."""
+    if "SLURM_JOB_ID" not in environ:
+        return ""
+    return next((name for name in _LISTS if environ.get(name)), "")
 
 
 def _slots(environ: Mapping[str, str], num_hosts: int, said: str) -> list[int]:
