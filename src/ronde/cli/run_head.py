@@ -1,0 +1,109 @@
+"""``ronde run --listen``: the head of a job that other nodes join by themselves."""
+
+import argparse
+import os
+import subprocess
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ronde.cli.join_options import join_timeout_s, say, token_file
+from ronde.errors import HostError, UsageError
+from ronde.launch.gathering import InterruptedStartError
+from ronde.launch.hiring import Hiring
+from ronde.launch.hosts.host import SLOTS_OPEN, Host
+from ronde.launch.joining.address import choose_address, parse_endpoint
+from ronde.launch.joining.door import Invitation, wait_for_nodes
+from ronde.launch.joining.joined import JoinedHiring
+from ronde.launch.joining.token import read_token
+from ronde.launch.joining.wire import dismiss
+
+_EXIT_USAGE = 64
+_EXIT_UNREACHABLE = 69
+_EXIT_INTERNAL = 70
+
+
+@dataclass(slots=True)
+class Joined:
+    """The nodes of a job, the head first.
+
+    Attributes:
+        hosts: In the order of the ranks.
+        hiring: How they get agents: they have brought them along.
+        exit_code: The job's, to be set when it is known: the other nodes end with it.
+    """
+
+    hosts: tuple[Host, ...]
+    hiring: Hiring
+    exit_code: int = _EXIT_INTERNAL
+
+
+@contextmanager
+def joined_nodes(
+    options: argparse.Namespace,
+    environ: Mapping[str, str],
+    agent: "subprocess.Popen[bytes]",
+    signal_fd: int,
+    *,
+    slots: int = SLOTS_OPEN,
+) -> Generator[Joined]:
+    """Wait until all nodes have joined; at the end tell them how the job ended.
+
+    Args:
+        options: With ``--listen``.
+        environ: Of this process.
+        agent: This node's own, told nothing yet.
+        signal_fd: From ``launch.signals.caught_signals``.
+        slots: Of this node.
+
+    Raises:
+        UsageError: The options do not fit, or it cannot be listened there.
+        HostError: Not all nodes have come in time.
+        InterruptedStartError: The user has ended the wait.
+    """
+    invitation = read_invitation(options, environ)
+    nodes = wait_for_nodes(invitation, signal_fd, say)
+    head = Host(invitation.head, slots)
+    hosts = (head, *(host for host, _ in nodes))
+    joined = Joined(hosts, JoinedHiring(agent, nodes))
+    try:
+        yield joined
+    except BaseException as error:
+        joined.exit_code = _code_of(error)
+        raise
+    finally:
+        dismiss([wire for _, wire in nodes], joined.exit_code)
+
+
+def read_invitation(
+    options: argparse.Namespace, environ: Mapping[str, str]
+) -> Invitation:
+    """Return who may join, and where, as the options say it.
+
+    Raises:
+        UsageError: They do not fit.
+    """
+    nodes = options.nodes
+    if not (nodes.isascii() and nodes.isdecimal() and int(nodes) >= 2):
+        raise UsageError(
+            f"--nodes must be a whole number of at least 2 with --listen, got "
+            f"{nodes or 'none'}. Type: ronde run --nodes 3 --listen 29400 ..."
+        )
+    host, port = parse_endpoint(options.listen, "--listen")
+    return Invitation(
+        address=choose_address(host),
+        port=port,
+        token=read_token(token_file(options, environ)),
+        head=os.uname().nodename,
+        num_nodes=int(nodes) - 1,
+        timeout_s=join_timeout_s(options),
+    )
+
+
+def _code_of(error: BaseException) -> int:
+    """Return the exit code that this process will have."""
+    if isinstance(error, InterruptedStartError):
+        return 128 + error.number
+    if isinstance(error, UsageError):
+        return _EXIT_USAGE
+    return _EXIT_UNREACHABLE if isinstance(error, HostError) else _EXIT_INTERNAL
