@@ -1,0 +1,403 @@
+"""Start jobs on three hosts, break them, and count what is wrong afterwards.
+
+The hosts are namespaces, each with its own sshd and a link of 1 Gbit/s. For each fault,
+drawn at random: whether the exit code and the summary were right, how long the end took
+(it may take the grace and 10 s), which processes were left on any host, and which
+files. The last line is JSON. Exits with 1 if anything was wrong. Needs root.
+
+    python benchmarks/cluster_faults.py --runs 300 --seed 1
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.cluster.machines import (  # noqa: E402  found by the line above
+    Cluster,
+    ClusterError,
+    HostProcess,
+    Machine,
+    machines,
+)
+from tests.cluster.observation import Process  # noqa: E402
+
+GRACE_S = 2.0
+LIMIT_S = GRACE_S + 10.0
+_PER_HOST = 2
+_START_S = 60.0
+_POLL_S = 0.01
+_RANK = str(ROOT / "benchmarks" / "cluster_rank.py")
+_FULL = "/tmp/full"  # noqa: S108  each host has its own
+
+
+@dataclass(slots=True)
+class Running:
+    """A job whose ranks are all ready.
+
+    Attributes:
+        cluster: Where.
+        launcher: ``ronde run``, on the first host.
+        victim: The rank that is to break.
+        host: That rank's host.
+    """
+
+    cluster: Cluster
+    launcher: HostProcess
+    victim: int
+    host: Machine
+
+    def rank_processes(self, host: Machine) -> list[Process]:
+        """Return the ranks' own processes on a host."""
+        return [p for p in self.cluster.processes(host) if _RANK in p.words]
+
+    def agent(self) -> int:
+        """Return the process number of the victim's agent."""
+        return min(p.parent for p in self.rank_processes(self.host))
+
+    def keeper(self) -> int:
+        """Return the process number of that agent's keeper."""
+        agent = self.agent()
+        processes = self.cluster.processes(self.host)
+        return next(p.parent for p in processes if p.pid == agent)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One way to end a job.
+
+    Attributes:
+        name: What happens.
+        act: What is done to the job when all ranks are ready.
+        exit_codes: What the launcher may end with.
+        says: What its standard error must hold, a pattern; ``{rank}`` and ``{host}``
+            are the victim's.
+        habit: Of all ranks: see ``cluster_rank.py``.
+        deed: Of the victim.
+        where: Hosts that the victim may be on, by number.
+        options: More words for ``ronde run``.
+    """
+
+    name: str
+    act: Callable[[Running], None]
+    exit_codes: tuple[int, ...]
+    says: str
+    habit: str = "plain"
+    deed: str = "exit"
+    where: tuple[int, ...] = (0, 1, 2)
+    options: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one fault came to."""
+
+    seconds: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def _trigger(running: Running) -> None:
+    running.launcher.send_signal(signal.SIGUSR1)
+
+
+def _sends(number: int) -> Callable[[Running], None]:
+    return lambda running: running.launcher.send_signal(number)
+
+
+def _cut(running: Running) -> None:
+    running.cluster.cut(running.host)
+
+
+def _kill_sshd(running: Running) -> None:
+    running.cluster.kill_sshd(running.host)
+
+
+_LOST = r"{host} was lost first"
+_FAILED = r"rank {rank} failed first, .*: "
+
+FAULTS = (
+    Fault("rank exits 3", _trigger, (3,), _FAILED + "exit code 3"),
+    Fault(
+        "rank raises", _trigger, (1,), "(?s)Traceback.*ValueError: the data is no data",
+        deed="raise",
+    ),
+    Fault(
+        "rank is killed", _trigger, (137,), _FAILED + "killed by SIGKILL", deed="kill"
+    ),
+    Fault(
+        "rank crashes", _trigger, (139,), _FAILED + "killed by SIGSEGV", deed="crash"
+    ),
+    Fault(
+        "rank exits, the others hang in SIGTERM", _trigger, (3,), _FAILED,
+        habit="stubborn",
+    ),
+    Fault(
+        "rank exits, children in own sessions", _trigger, (3,), _FAILED, habit="parent"
+    ),
+    Fault(
+        "agent killed",
+        lambda running: os.kill(running.agent(), signal.SIGKILL),
+        (70,), _LOST, habit="parent",
+    ),
+    Fault(
+        "keeper killed",
+        lambda running: os.kill(running.keeper(), signal.SIGKILL),
+        (69, 70), _LOST, habit="parent",
+    ),
+    Fault(
+        "controller killed", _sends(signal.SIGKILL), (-signal.SIGKILL,), "",
+        habit="parent",
+    ),
+    Fault("Ctrl-C", _sends(signal.SIGINT), (130,), "SIGINT", habit="parent"),
+    Fault("link cut", _cut, (69,), _LOST, habit="parent", where=(1, 2)),
+    Fault(
+        "head's link cut", _cut, (69,), r"node[23] was lost first", habit="parent",
+        where=(0,),
+    ),
+    Fault("sshd killed", _kill_sshd, (69,), _LOST, habit="parent", where=(1, 2)),
+    Fault(
+        "disk full under --log-dir, a rank writes",
+        _trigger, (0, 143), "(?i)no space left", deed="write",
+        options=("--log-dir", _FULL),
+    ),
+    Fault(
+        "disk full under --log-dir, a rank is killed",
+        _trigger, (137,), _FAILED + "killed by SIGKILL", deed="kill",
+        options=("--log-dir", _FULL),
+    ),
+)  # fmt: skip
+
+
+def main() -> int:
+    """Break jobs and print what came of it; return the exit code."""
+    parser = argparse.ArgumentParser(description="Break jobs on three hosts.")
+    parser.add_argument("--runs", type=int, default=45)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", metavar="NAME", help="this fault only")
+    options = parser.parse_args()
+    faults = [f for f in FAULTS if options.only in (None, f.name)]
+    if not faults:
+        parser.error(f"--only must be one of {[f.name for f in FAULTS]}")
+    chance = random.Random(options.seed)
+    tallies: dict[str, Tally] = {}
+    try:
+        with machines(3) as cluster:
+            for number in range(options.runs):
+                # All of them first, then at random.
+                fault = (
+                    faults[number] if number < len(faults) else chance.choice(faults)
+                )
+                tally = tallies.setdefault(fault.name, Tally())
+                run_once(cluster, fault, tally, chance)
+    except ClusterError as error:
+        print(f"cluster_faults: {error}", file=sys.stderr)
+        return 2
+    print_table(tallies)
+    return 1 if any(tally.wrong for tally in tallies.values()) else 0
+
+
+def run_once(
+    cluster: Cluster, fault: Fault, tally: Tally, chance: random.Random
+) -> None:
+    """Run one job, break it, and note how it ended."""
+    where = chance.choice(fault.where)
+    victim = where * _PER_HOST + chance.randrange(_PER_HOST)
+    head = cluster.hosts[0]
+    if "--log-dir" in fault.options:
+        mount = f"mkdir -p {_FULL} && mount -t tmpfs -o size=64k tmpfs {_FULL}"
+        cluster.run(head, ["sh", "-ec", mount])
+    before = {host.name: survey(cluster, host) for host in cluster.hosts}
+    launcher = start(cluster, fault, victim)
+    try:
+        said = await_ready(launcher, len(cluster.hosts) * _PER_HOST)
+        begun = time.monotonic()
+        fault.act(Running(cluster, launcher, victim, cluster.hosts[where]))
+        errors = await_end(launcher)
+        wrong = judge(fault, launcher.returncode, errors, victim, where)
+        left = await_nobody(cluster, before, begun)
+        tally.seconds.append(time.monotonic() - begun)
+    except TimeoutError as error:
+        said = b""
+        wrong, left = [str(error)], []
+    finally:
+        launcher.kill()
+        launcher.wait()
+    if tally.seconds and tally.seconds[-1] > LIMIT_S:
+        wrong.append(f"took {tally.seconds[-1]:.1f} s")
+    wrong += left + compare_files(cluster, before)
+    tally.wrong += [f"{text} ({victim=})" for text in wrong]
+    if wrong:
+        print(fault.name, wrong, said, file=sys.stderr, flush=True)
+    if "--log-dir" in fault.options:
+        cluster.run(head, ["sh", "-ec", f"umount {_FULL} && rmdir {_FULL}"])
+    cluster.heal()
+    end_sessions(cluster, before)
+
+
+def start(cluster: Cluster, fault: Fault, victim: int) -> HostProcess:
+    """Start a job of two ranks on each host."""
+    hosts = ",".join(f"{host.name}:{_PER_HOST}" for host in cluster.hosts)
+    command = [
+        *(sys.executable, "-m", "ronde", "run", "--nested"),
+        *("--grace", f"{GRACE_S:g}s", "--ssh-args", f"-F {cluster.ssh_config}"),
+        *("-H", hosts, *fault.options, "--"),
+        *(sys.executable, "-I", "-S", _RANK, fault.habit, fault.deed, str(victim)),
+    ]
+    return cluster.start(
+        cluster.hosts[0],
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def await_ready(launcher: HostProcess, num_ranks: int) -> bytes:
+    """Wait until all ranks are ready.
+
+    Raises:
+        TimeoutError: They are not in time.
+    """
+    said = b""
+    ends_at = time.monotonic() + _START_S
+    while said.count(b"ready\n") < num_ranks:
+        left_s = ends_at - time.monotonic()
+        is_ready = select.select([launcher.stdout], [], [], max(0.0, left_s))[0]
+        data = os.read(launcher.stdout.fileno(), 65536) if is_ready else b""
+        if not data:
+            launcher.kill()
+            errors = launcher.communicate()[1]
+            raise TimeoutError(f"not ready: {said!r} {errors!r}")
+        said += data
+    return said
+
+
+def await_end(launcher: HostProcess) -> str:
+    """Wait for the launcher's end; return its standard error.
+
+    Raises:
+        TimeoutError: It does not end.
+    """
+    try:
+        return launcher.communicate(timeout=LIMIT_S + 20)[1].decode()
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        raise TimeoutError(f"no end: {launcher.communicate()[1]!r}") from None
+
+
+def judge(fault: Fault, code: int, errors: str, victim: int, where: int) -> list[str]:
+    """Return what is wrong with a job's end."""
+    wrong: list[str] = []
+    # nsenter ends with 128 and more where what it started was killed.
+    codes = {*fault.exit_codes, *(128 - c for c in fault.exit_codes if c < 0)}
+    if code not in codes:
+        wrong.append(f"exit code {code}: {errors}")
+    pattern = fault.says.format(rank=victim, host=f"node{where + 1}")
+    if not re.search(pattern, errors):
+        wrong.append(f"summary lacks {pattern!r}: {errors}")
+    return wrong
+
+
+def survey(cluster: Cluster, host: Machine) -> tuple[set[int], set[str]]:
+    """Return what runs on a host and which files lie where programs leave them."""
+    listed = cluster.run(host, ["find", "/tmp", "/dev/shm", "/run"])  # noqa: S108
+    files = {line for line in listed.stdout.splitlines() if not line.startswith(_FULL)}
+    return {process.pid for process in cluster.processes(host)}, files
+
+
+def strangers(cluster: Cluster, host: Machine, known: set[int]) -> list[Process]:
+    """Return what runs on a host that did not before, but sessions of its sshd.
+
+    A session whose connection was cut lives until TCP gives it up. What it had
+    started is another matter.
+    """
+    return [
+        process
+        for process in cluster.processes(host)
+        if process.pid not in known and process.name != "sshd" and process.state != "Z"
+    ]
+
+
+def await_nobody(
+    cluster: Cluster, before: dict[str, tuple[set[int], set[str]]], begun_s: float
+) -> list[str]:
+    """Wait until nothing of the job runs on any host; return what does too long."""
+    while True:
+        left = [
+            f"left on {host.name}: {process.name} {' '.join(process.words)[:80]}"
+            for host in cluster.hosts
+            for process in strangers(cluster, host, before[host.name][0])
+        ]
+        if not left or time.monotonic() > begun_s + LIMIT_S:
+            return left
+        time.sleep(_POLL_S)
+
+
+def compare_files(
+    cluster: Cluster, before: dict[str, tuple[set[int], set[str]]]
+) -> list[str]:
+    """Return the files that are on a host and were not."""
+    return [
+        f"file on {host.name}: {path}"
+        for host in cluster.hosts
+        for path in sorted(survey(cluster, host)[1] - before[host.name][1])
+    ]
+
+
+def end_sessions(
+    cluster: Cluster, before: dict[str, tuple[set[int], set[str]]]
+) -> None:
+    """End sessions of an sshd whose other side was cut off."""
+    for host in cluster.hosts:
+        for process in cluster.processes(host):
+            is_session = process.name == "sshd" and "[listener]" not in " ".join(
+                process.words
+            )
+            if is_session and process.pid not in before[host.name][0]:
+                os.kill(process.pid, signal.SIGKILL)
+
+
+def print_table(tallies: dict[str, Tally]) -> None:
+    """Print a line for each fault and all of it again as JSON."""
+    print(
+        f"{'fault':46} {'runs':>5} {'wrong':>6} {'p50 s':>7} {'p95 s':>7} {'max s':>7}"
+    )
+    everything = [second for tally in tallies.values() for second in tally.seconds]
+    num_wrong = sum(len(tally.wrong) for tally in tallies.values())
+    rows = [
+        print_row(name, tally.seconds, len(tally.wrong))
+        for name, tally in tallies.items()
+    ]
+    rows.append(print_row("all", everything, num_wrong))
+    print(json.dumps({"benchmark": "cluster_faults", "grace_s": GRACE_S, "rows": rows}))
+
+
+def print_row(name: str, seconds: Sequence[float], num_wrong: int) -> dict[str, object]:
+    """Print one line of the table and return it."""
+    ordered = sorted(seconds) or [float("nan")]
+    median = statistics.median(ordered)
+    p95 = ordered[int(0.95 * (len(ordered) - 1))]
+    print(
+        f"{name:46} {len(seconds):5} {num_wrong:6} {median:7.2f} {p95:7.2f} "
+        f"{ordered[-1]:7.2f}"
+    )
+    figures = {"p50_s": median, "p95_s": p95, "max_s": ordered[-1]}
+    rounded = {key: round(value, 3) for key, value in figures.items()}
+    return {"fault": name, "runs": len(seconds), "wrong": num_wrong, **rounded}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

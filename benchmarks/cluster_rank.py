@@ -1,0 +1,61 @@
+"""What a rank does in ``cluster_faults.py``: says that it is ready, and breaks.
+
+    python -I -S cluster_rank.py HABIT DEED VICTIM
+
+``HABIT`` is how all ranks are: ``plain``, ``stubborn`` (deaf to SIGTERM), ``parent``
+(of processes in sessions of their own). On SIGUSR1 the rank ``VICTIM`` does its ``DEED``.
+"""
+
+import os
+import signal
+import sys
+
+_LINE = b"x" * 4095 + b"\n"
+
+
+def main() -> None:
+    """Wait for SIGUSR1, and then for the end."""
+    habit, deed, victim = sys.argv[1:]
+    is_victim = os.environ["RANK"] == victim  # noqa: TID251  a rank of its own
+    if habit == "stubborn" and not is_victim:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if habit == "parent":
+        have_children()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    os.write(1, b"ready\n")
+    signal.sigwait({signal.SIGUSR1})
+    if is_victim:
+        do(deed)
+    while deed != "write":
+        signal.pause()
+
+
+def have_children() -> None:
+    """Leave a child in its own session, and a daemon that nobody is the parent of."""
+    for is_daemon in (False, True):
+        if os.fork() == 0:
+            os.setsid()
+            if not is_daemon or os.fork() == 0:
+                os.execv("/bin/sleep", ["sleep", "600"])  # noqa: S606
+            os._exit(0)
+    os.waitid(os.P_ALL, 0, os.WEXITED)
+
+
+def do(deed: str) -> None:
+    """Break, as the word says."""
+    match deed:
+        case "exit":
+            sys.exit(3)
+        case "raise":
+            raise ValueError("the data is no data")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "write":
+            for _ in range(512):
+                os.write(1, _LINE)
+
+
+main()
