@@ -4,15 +4,16 @@ from hypothesis import given, strategies as st
 from ronde.render.lines import (
     HELD_BYTES,
     HELD_S,
-    Line,
     LineAssembler,
+    Lines,
+    newest_part,
     printable,
     whole_length,
 )
 
 
-def texts(lines: list[Line]) -> list[bytes]:
-    return [line.text for line in lines]
+def texts(lines: list[Lines]) -> list[bytes]:
+    return [line for each in lines for line in each.text.split(b"\n")]
 
 
 def feed_all(assembler: LineAssembler, pieces: list[bytes]) -> list[bytes]:
@@ -42,7 +43,7 @@ def test_lines_come_out_whole_however_they_went_in(lines, lengths):
 @given(st.text(st.characters(exclude_characters="\r\n")), cuts)
 def test_pieces_that_rested_never_cut_a_character(text, lengths):
     assembler = LineAssembler()
-    shown: list[Line] = []
+    shown: list[Lines] = []
     now = 0.0
     for piece in pieces_of(text.encode("utf-8", "replace"), lengths):
         shown += assembler.feed(piece, now)
@@ -60,10 +61,9 @@ def test_a_half_line_is_held_until_it_has_rested():
     assert assembler.feed(b"half", 10.0) == []
     assert assembler.due_s == 10.0 + HELD_S
     assert assembler.rest(10.0 + HELD_S / 2) == []
-    assert assembler.rest(10.0 + HELD_S) == [Line(b"half")]
+    assert assembler.rest(10.0 + HELD_S) == [Lines(b"half")]
     assert assembler.feed(b" line\nnext\n", 13.0) == [
-        Line(b" line", is_continuation=True),
-        Line(b"next"),
+        Lines(b" line\nnext", is_continuation=True)
     ]
 
 
@@ -79,6 +79,25 @@ def test_carriage_return_newline_is_a_newline():
     assert feed_all(LineAssembler(), [b"a\r", b"\nb\r\n"]) == [b"a", b"b"]
 
 
+@given(
+    st.lists(st.sampled_from([b"a", b" ", "ä".encode(), b"\r", b"\n", b"\xff"])), cuts
+)
+def test_of_each_line_the_newest_part_comes_out_however_it_went_in(words, lengths):
+    raw = b"".join(words)
+    *whole, rest = raw.split(b"\n")
+    is_wiped = b"\r" in rest and not newest_part(rest).strip()
+    lines = whole if not rest or is_wiped else [*whole, rest]
+    expected = [printable(newest_part(line)) for line in lines]
+    assert feed_all(LineAssembler(), [raw]) == expected
+    assert feed_all(LineAssembler(), pieces_of(raw, lengths)) == expected
+
+
+def test_lines_of_one_piece_stay_together():
+    assembler = LineAssembler()
+    assert assembler.feed(b"a\nb\nc", 0.0) == [Lines(b"a\nb")]
+    assert assembler.feed(b"d\n", 0.0) == [Lines(b"cd")]
+
+
 @pytest.mark.parametrize("cut", range(1, 24))
 def test_of_a_progress_bar_only_the_newest_part_counts(cut):
     raw = b"\r 10%|#\r 50%|##\r100%|###\nend\n"
@@ -92,7 +111,7 @@ def test_a_progress_bar_is_not_a_half_line():
     assert assembler.rest(100.0) == []
     assembler.feed(b"\r 20%|##", 1.0)
     assert assembler.progress == b" 20%|##"
-    assert assembler.end() == [Line(b" 20%|##")]
+    assert assembler.end() == [Lines(b" 20%|##")]
 
 
 def test_a_bar_that_wiped_itself_out_is_no_line():

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from ronde.launch.frames import Output, Stream
+from ronde.launch.sink import Generation
 from ronde.render.console import FILE_PROGRESS_S, SCREEN_PROGRESS_S, Console
 
 _TIMEOUT_S = 60
@@ -101,7 +102,8 @@ def test_of_a_progress_bar_a_file_gets_the_final_state(ronde):
 
 def test_a_progress_bar_on_a_file_says_something_each_ten_seconds(tmp_path):
     with (tmp_path / "out").open("wb") as file:
-        console = Console(file.fileno(), file.fileno(), has_prefix=True, log_dir="")
+        console = Console(file.fileno(), file.fileno())
+        console.begin(Generation("job", 0, ("here",) * 5))
         for second in range(25):
             bar = Output(4, Stream.STDOUT, b"\r%d%%" % second)
             console.output(bar, float(second))
@@ -151,7 +153,8 @@ def test_a_progress_bar_on_a_terminal_is_redrawn_in_place(ronde):
 def test_bars_of_several_ranks_stand_below_the_lines():
     ours, theirs = pty.openpty()
     try:
-        console = Console(theirs, theirs, has_prefix=True, log_dir="")
+        console = Console(theirs, theirs)
+        console.begin(Generation("job", 0, ("here",) * 3))
         console.output(Output(1, Stream.STDERR, b"\rone"), 0.0)
         console.output(Output(0, Stream.STDERR, b"\rzero"), 0.0)
         console.output(Output(0, Stream.STDERR, b"\rtoo soon"), SCREEN_PROGRESS_S / 2)

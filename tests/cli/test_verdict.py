@@ -1,9 +1,15 @@
 import signal
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, strategies as st
 
+from ronde.launch.sink import Generation
 from ronde.launch.tail import Tail
-from ronde.launch.verdict import RankEnd, judge
+from ronde.launch.verdict import LostHost, RankEnd, judge
+from ronde.render.rank_ranges import format_ranks, parse_ranks
 from ronde.render.summary import summarize
 
 RESET = ("RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:3",)
@@ -73,25 +79,166 @@ def test_interrupted_is_the_signal_even_when_all_ranks_end_well(number, code):
     assert verdict.exit_code == code
 
 
+def lost(host, at_s=1.0, ranks=(4, 5)):
+    return LostHost(host, ranks, "nothing was heard of it for 8 s", 69, at_s)
+
+
+def test_a_lost_host_is_the_cause_of_what_lost_its_peer():
+    verdict = judge([end(0, 1, 0.5, tail=RESET)], lost=[lost("b")])
+    assert verdict.cause == lost("b")
+    assert verdict.exit_code == 69
+    assert [e.rank for e in verdict.also_failed] == [0]
+
+
+def test_who_failed_by_itself_before_a_host_was_lost_is_the_cause():
+    verdict = judge([end(0, 3, 0.5)], lost=[lost("b"), lost("a", 0.7)])
+    assert verdict.exit_code == 3
+    assert [each.host for each in verdict.also_lost] == ["a", "b"]
+
+
+def test_a_host_lost_before_is_the_cause_of_whatever_fails_later():
+    assert judge([end(0, 3, 1.5)], lost=[lost("b")]).exit_code == 69
+
+
+def test_a_host_lost_while_the_user_ends_the_job_does_not_change_the_code():
+    assert judge([], interrupted_by=2, lost=[lost("b")]).exit_code == 130
+
+
+def test_what_a_rank_said_before_its_exception_is_no_hearsay():
+    said = ("Connection closed by peer, trying again", "ValueError: no")
+    by_itself = replace(end(0, 1, tail=said), traceback="Traceback\nValueError: no")
+    assert not by_itself.is_hearsay
+    assert end(0, 1, tail=said).is_hearsay
+    assert replace(by_itself, status=3).is_hearsay
+
+
+def test_who_aborts_because_of_its_peer_is_a_consequence():
+    said = ("terminate called: Watchdog caught collective operation timeout",)
+    verdict = judge([end(0, -6, 0.5, tail=said), end(1, 7, 1.0)])
+    assert verdict.exit_code == 7
+
+
+@given(
+    st.lists(
+        st.builds(
+            RankEnd,
+            rank=st.integers(0, 9),
+            host=st.just("h"),
+            pid=st.just(1),
+            status=st.sampled_from([0, 1, 3, -6, -9, -11, -15]),
+            at_s=st.sampled_from([0.0, 1.0, 2.0]),
+            was_stopped=st.booleans(),
+            stderr_tail=st.sampled_from([(), RESET]),
+        ),
+        unique_by=lambda each: each.rank,
+    ),
+    st.lists(
+        st.builds(
+            lost,
+            st.just("b"),
+            st.sampled_from([0.0, 1.5]),
+            st.integers(10, 13).map(lambda rank: (rank,)),
+        ),
+        unique_by=lambda each: each.ranks,
+    ),
+    st.randoms(),
+)
+def test_every_failure_is_told_once_and_the_order_of_news_changes_nothing(
+    ends, hosts, random
+):
+    verdict = judge(ends, lost=hosts)
+    again = judge(random.sample(ends, len(ends)), lost=hosts[::-1])
+    assert verdict == again
+    told = [*verdict.also_failed, *verdict.also_lost, *verdict.ended]
+    told += [verdict.cause] if verdict.cause is not None else []
+    silent = [e for e in ends if e.status == 0 and not e.was_stopped]
+    assert len(told) == len(ends) - len(silent) + len(hosts)
+    is_bad = bool(hosts) or any(e.status != 0 for e in ends)
+    assert (verdict.exit_code != 0) is is_bad
+    assert list(verdict.ends) == sorted(ends, key=lambda e: e.rank)
+
+
+def test_a_restart_is_worth_trying_unless_a_rank_says_no_or_the_user_ended_it():
+    failed = judge([end(0, 1), end(1, 93, 2.0)])
+    assert failed.is_worth_restart({94})
+    assert not failed.is_worth_restart({93})
+    assert not judge([end(0, 0)]).is_worth_restart(())
+    assert not judge([end(0, 1)], interrupted_by=2).is_worth_restart(())
+    assert judge([], lost=[lost("b")]).is_worth_restart({93})
+
+
 def test_the_summary_says_who_why_and_where():
+    traceback = "Traceback (most recent call last):\n  File x\nValueError: no"
+    cause = end(1, 1, 1.25, tail=("ValueError: no", "more noise"))
     verdict = judge(
         [
             end(0, -signal.SIGTERM, 2.0, was_stopped=True),
-            end(1, 3, 1.25, tail=("Traceback", "ValueError: no")),
+            replace(cause, traceback=traceback, evidence="core dumped to /c"),
             end(2, -signal.SIGTERM, 2.0, was_stopped=True),
-            end(3, -signal.SIGTERM, 2.0, was_stopped=True),
+            replace(end(3, -signal.SIGTERM, 2.0, was_stopped=True), host="i"),
             end(4, -signal.SIGKILL, 2.0, was_stopped=True),
+            end(5, 1, 1.3, tail=RESET),
+            end(6, 3, 1.3, tail=("other",)),
+            end(7, 1, 1.3, tail=("ValueError: no",)),
         ]
     )
-    fates = "rank 0 (killed by SIGTERM), ranks 2-3 (killed by SIGTERM)"
-    assert summarize(verdict, "/logs/job").splitlines() == [
-        "ronde: rank 1 failed first, after 1.2 s: exit code 3 (pid 101 on h)",
-        "ronde: the last it wrote to stderr:",
-        "ronde: | Traceback",
-        "ronde: | ValueError: no",
-        f"ronde: ended because of that: {fates}, rank 4 (killed by SIGKILL)",
-        "ronde: the output of every rank is in /logs/job",
+    said = summarize(verdict, Generation("job", 1, ("h",) * 8), "/logs").splitlines()
+    assert said[0].startswith("+-- ronde: the job failed at start 2, exit code 1 -----")
+    assert said[-1] == "+" + "-" * 77
+    assert said[1:-1] == [
+        "| rank 1 failed first, after 1.2 s: exit code 1 (pid 101 on h)",
+        "| core dumped to /c",
+        "|",
+        "|     Traceback (most recent call last):",
+        "|       File x",
+        "|     ValueError: no",
+        "|",
+        "| failed alike:    rank 7 on h",
+        "| failed too:      rank 6 on h, exit code 3: other",
+        "| lost their peer: rank 5 on h",
+        "| ended then:      ranks 0, 2-3 on h, i, killed by SIGTERM",
+        "| ended then:      rank 4 on h, killed by SIGKILL",
+        "| logs:            /logs/job/attempt_1",
     ]
+
+
+def test_a_lost_host_is_named_with_its_ranks():
+    verdict = judge([], lost=[lost("b", 2.5), lost("c", 3.0, (6,))])
+    assert summarize(verdict).splitlines()[1:-1] == [
+        "| b was lost first, after 2.5 s: nothing was heard of it for 8 s",
+        "| it had ranks 4-5",
+        "|",
+        "| lost too:        c (rank 6): nothing was heard of it for 8 s",
+    ]
+
+
+def test_what_survived_an_exception_is_not_blamed_on_it():
+    killed = replace(end(0, -9, tail=("last",)), traceback="Traceback\nKeyError: 1")
+    assert "|     last" in summarize(judge([killed])).splitlines()
+
+
+def test_256_ranks_of_8_hosts_fit_one_screen():
+    long = ["Traceback (most recent call last):", *map(str, range(500)), "x" * 5000]
+    ends = [
+        replace(
+            end(r, 1 + r % 50, r / 1000, was_stopped=r % 3 == 0),
+            host=f"node{r % 8}",
+            traceback="\n".join([*long, f"E: {r}"]),
+        )
+        for r in range(256)
+    ]
+    said = summarize(judge(ends), Generation("j", 0, ()), "/logs").splitlines()
+    assert len(said) <= 50
+    assert max(map(len, said)) < 500
+    assert "|     [473 lines]" in said
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_ranks_in_words_are_read_back(ranks):
+    words = format_ranks(ranks)
+    if ranks and "more" not in words:
+        chosen = parse_ranks(words, "--only").among(["h"] * 301)
+        assert chosen == ranks
 
 
 def test_the_tail_is_the_last_lines():
@@ -100,3 +247,35 @@ def test_the_tail_is_the_last_lines():
         tail.add(b"line %d\n" % i)
     tail.add(b"10%\r20%\r\nlast")
     assert tail.lines() == ("line 99999", "20%", "last")
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank3]: "])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "1 / 0",
+        "def f(): f()\nf()",
+        "raise ValueError('two\\nlines')",
+        "try:\n  1 / 0\nexcept Exception as e:\n  raise KeyError from e",
+        "try:\n  1 / 0\nexcept Exception:\n  {}[1]",
+        "try:\n  int('x')\nexcept Exception as e:\n  raise ExceptionGroup('g', [e])",
+    ],
+)
+def test_a_traceback_is_found_whole_between_other_lines(program, prefix):
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program], stderr=subprocess.PIPE, check=False
+    )
+    written = done.stderr.decode().rstrip("\n")
+    tail = Tail()
+    tail.add(b"Traceback (most recent call last):\n  an older one\nE\n\nbefore\n")
+    for line in written.split("\n"):
+        tail.add(b"\x1b[31m" + (prefix + line).encode() + b"\x1b[0m\n")
+    tail.add(b"\n" + b"after\n" * 30)
+    assert tail.traceback() == written
+    assert tail.lines() == ("after",) * 20
+
+
+def test_no_traceback_is_an_empty_text():
+    tail = Tail()
+    tail.add(b"ValueError: only words\n")
+    assert tail.traceback() == ""

@@ -21,10 +21,12 @@ class Channel:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[memoryview] = deque()
         self.waiting_bytes = 0
         self.is_broken = False
         self._piece_bytes = _PIECE_BYTES
+        self._ready = select.poll()
+        self._ready.register(fd, select.POLLOUT)
         try:
             if stat.S_ISREG(os.fstat(fd).st_mode):
                 self._piece_bytes = _FILE_PIECE_BYTES
@@ -34,7 +36,7 @@ class Channel:
     def put(self, data: bytes) -> None:
         """Keep bytes to be written; a broken channel forgets them."""
         if data and not self.is_broken:
-            self._waiting.append(data)
+            self._waiting.append(memoryview(data))
             self.waiting_bytes += len(data)
 
     def discard(self) -> None:
@@ -59,14 +61,14 @@ class Channel:
                 self.discard()
                 raise BrokenPipeError(f"descriptor {self.fd}: {error}") from error
             if taken < len(piece):
-                self._waiting.appendleft(piece[taken:])
+                self._waiting.appendleft(memoryview(piece)[taken:])
             self.waiting_bytes -= taken
-            if not self._is_ready():
+            if not self._ready.poll(0):
                 return
 
-    def _take_piece(self) -> bytes:
+    def _take_piece(self) -> bytes | memoryview:
         """Take from the queue what goes into one write."""
-        taken: list[bytes] = []
+        taken: list[memoryview] = []
         room = self._piece_bytes
         while self._waiting and room:
             head = self._waiting.popleft()
@@ -75,9 +77,4 @@ class Channel:
                 head = head[:room]
             taken.append(head)
             room -= len(head)
-        return b"".join(taken)
-
-    def _is_ready(self) -> bool:
-        poll = select.poll()
-        poll.register(self.fd, select.POLLOUT)
-        return bool(poll.poll(0))
+        return taken[0] if len(taken) == 1 else b"".join(taken)

@@ -3,17 +3,21 @@
 import os
 
 from ronde.launch.frames import Output, Stream
+from ronde.launch.sink import Generation
 from ronde.launch.verdict import Verdict
 from ronde.render.channel import Channel
-from ronde.render.lines import Line, LineAssembler
+from ronde.render.lines import LineAssembler, Lines
+from ronde.render.rank_ranges import RankChoice
 from ronde.render.screen import Screen
-from ronde.render.summary import summarize
+from ronde.render.tags import Tag, Tagger
 
 SCREEN_PROGRESS_S = 0.5
 """Least time between two states of one progress bar on a terminal."""
 
 FILE_PROGRESS_S = 10.0
 """Least time between two states of one progress bar anywhere else."""
+
+_DEFAULT_TAG = Tag()
 
 _Key = tuple[int, int]
 
@@ -22,17 +26,25 @@ class Console:
     """Shows a job's output on two descriptors; a ``launch.sink.Sink``.
 
     Each rank's standard output goes to ours and its standard error to ours, line by
-    line, each after the rank's number. It never waits for a descriptor.
+    line, each after a tag that says where it comes from. It never waits for a
+    descriptor.
 
     Args:
         stdout_fd: For the ranks' standard output.
         stderr_fd: For their standard error and the launcher's own words.
-        has_prefix: Whether lines begin with the rank's number.
-        log_dir: Where the job's files are, for the summary; empty for none.
+        tag: What stands before each line.
+        only: The ranks to show; None for all.
+        log_dir: Directory of all jobs' files, for the summary; empty for none.
     """
 
     def __init__(
-        self, stdout_fd: int, stderr_fd: int, *, has_prefix: bool, log_dir: str
+        self,
+        stdout_fd: int,
+        stderr_fd: int,
+        *,
+        tag: Tag = _DEFAULT_TAG,
+        only: RankChoice | None = None,
+        log_dir: str = "",
     ) -> None:
         stdout = Channel(stdout_fd)
         stderr = stdout if _is_same(stdout_fd, stderr_fd) else Channel(stderr_fd)
@@ -44,20 +56,42 @@ class Console:
         }
         if stderr is stdout and self._screens:
             self._screens[Stream.STDERR] = self._screens[Stream.STDOUT]
-        self._has_prefix = has_prefix
+        self._tagger = Tagger(tag)
+        self._only = only
         self._log_dir = log_dir
+        self._generation: Generation | None = None
+        self._shown: frozenset[int] = frozenset()
         self._assemblers: dict[_Key, LineAssembler] = {}
         self._holding: set[_Key] = set()
         self._progress_due_s: dict[_Key, float] = {}
         self._progress_shown: dict[_Key, bytes] = {}
         self._is_discarding = False
 
+    def begin(self, generation: Generation) -> None:
+        """Take note of where the ranks are; nothing of those before is left.
+
+        Raises:
+            UsageError: A rank is to be shown that there is not.
+        """
+        hosts = generation.hosts
+        only = self._only
+        self._shown = (
+            frozenset(range(len(hosts))) if only is None else only.among(hosts)
+        )
+        self._tagger.begin(hosts)
+        self._generation = generation
+        self._assemblers.clear()
+        self._progress_due_s.clear()
+        self._progress_shown.clear()
+
     def output(self, output: Output, now_s: float) -> None:
         """Take output of a rank and queue the lines that are whole now."""
-        if self._is_discarding:
+        if self._is_discarding or output.rank not in self._shown:
             return
         key = (output.rank, int(output.stream))
-        assembler = self._assemblers.setdefault(key, LineAssembler())
+        assembler = self._assemblers.get(key)
+        if assembler is None:
+            assembler = self._assemblers[key] = LineAssembler()
         self._show(key, assembler.feed(output.data, now_s))
         if not assembler.is_holding:
             self._holding.discard(key)
@@ -68,14 +102,20 @@ class Console:
 
     def notice(self, text: str) -> None:
         """Queue one sentence of the launcher's own."""
-        self._print(Stream.STDERR, f"ronde: {text}.\n".encode())
+        said = f"ronde: {text.removesuffix('.')}.\n"
+        self._print(Stream.STDERR, said.encode("utf-8", "backslashreplace"))
 
     def finished(self, verdict: Verdict) -> None:
         """Queue unfinished lines and, where the job failed, why."""
         for key in sorted(self._holding):
             self._show(key, self._assemblers[key].end())
         self._holding.clear()
-        text = summarize(verdict, self._log_dir)
+        if verdict.cause is None and verdict.interrupted_by is None:
+            return
+        # Most jobs end well, and start without this.
+        from ronde.render.summary import summarize
+
+        text = summarize(verdict, self._generation, self._log_dir)
         self._print(Stream.STDERR, text.encode("utf-8", "backslashreplace"))
 
     def tick(self, now_s: float) -> float | None:
@@ -129,23 +169,17 @@ class Console:
         for channel in self._channels.values():
             channel.discard()
 
-    def _show(self, key: _Key, lines: list[Line]) -> None:
+    def _show(self, key: _Key, lines: list[Lines]) -> None:
         if not lines:
             return
-        screen = self._screens.get(Stream(key[1]))
+        rank, stream = key[0], Stream(key[1])
+        screen = self._screens.get(stream)
         if screen is not None:
             screen.set_bar(key, None)
-        rank = key[0]
-        first = b"[%d] " % rank if self._has_prefix else b""
-        further = b"[%d]+" % rank if self._has_prefix else b""
-        text = b"".join(
-            (further if line.is_continuation else first) + line.text + b"\n"
-            for line in lines
-        )
-        self._print(Stream(key[1]), text)
+        self._print(stream, b"".join(self._tagger.tagged(rank, each) for each in lines))
 
     def _show_progress(self, key: _Key, text: bytes, now_s: float) -> None:
-        stream = Stream(key[1])
+        rank, stream = key[0], Stream(key[1])
         screen = self._screens.get(stream)
         if screen is None:
             # The first state says little; the clock runs from there.
@@ -155,12 +189,12 @@ class Console:
         if now_s < due_s or text == self._progress_shown.get(key):
             return
         self._progress_shown[key] = text
-        prefix = b"[%d] " % key[0] if self._has_prefix else b""
+        shown = self._tagger.tag(rank) + text
         if screen is None:
-            self._print(stream, prefix + text + b"\n")
+            self._print(stream, shown + b"\n")
             self._progress_due_s[key] = now_s + FILE_PROGRESS_S
         else:
-            screen.set_bar(key, prefix + text)
+            screen.set_bar(key, shown)
             self._progress_due_s[key] = now_s + SCREEN_PROGRESS_S
 
     def _print(self, stream: Stream, text: bytes) -> None:

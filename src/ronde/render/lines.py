@@ -13,12 +13,12 @@ HELD_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """Text to show on a line of its own.
+class Lines:
+    """One whole line, or several that follow each other.
 
     Attributes:
-        text: UTF-8 without a line end; undecodable bytes are escaped.
-        is_continuation: True when the piece before was shown before its line ended.
+        text: UTF-8 without the last line's end; undecodable bytes are escaped.
+        is_continuation: True when the beginning of the first was shown before.
     """
 
     text: bytes
@@ -46,35 +46,36 @@ class LineAssembler:
     @property
     def due_s(self) -> float | None:
         """When the unfinished line will have rested long enough; None without one."""
-        if not self._held or b"\r" in self._held:
+        if not self._held or self._is_overwriting:
             return None
         return self._held_since_s + HELD_S
 
     @property
     def progress(self) -> bytes | None:
         """The newest text of a line that its writer overwrites, None without one."""
-        if b"\r" not in self._held:
+        if not self._is_overwriting:
             return None
         text = newest_part(bytes(self._held))
         return printable(text[: whole_length(text)])
 
-    def feed(self, data: bytes, now_s: float) -> list[Line]:
+    def feed(self, data: bytes, now_s: float) -> list[Lines]:
         """Take more of the stream; return the lines that are whole now."""
-        *whole, rest = data.split(b"\n")
-        lines: list[Line] = []
-        for part in whole:
-            lines.append(self._line(bytes(self._held) + part))
+        # No line is looked at by itself: a flood must not cost its number of lines.
+        whole, newline, rest = data.rpartition(b"\n")
+        lines: list[Lines] = []
+        if newline:
+            lines.append(self._lines(bytes(self._held) + whole))
             self._held.clear()
         if rest:
             self._held += rest
             self._held_since_s = now_s
-        if b"\r" in self._held:
+        if b"\r" in rest or self._is_overwriting:
             self._forget_overwritten()
         while len(self._held) >= HELD_BYTES:
             lines.append(self._cut(HELD_BYTES))
         return lines
 
-    def rest(self, now_s: float) -> list[Line]:
+    def rest(self, now_s: float) -> list[Lines]:
         """Return the unfinished line if it has rested long enough."""
         due_s = self.due_s
         if due_s is None or now_s < due_s:
@@ -83,24 +84,33 @@ class LineAssembler:
             return []
         return [self._cut(len(self._held))]
 
-    def end(self) -> list[Line]:
+    def end(self) -> list[Lines]:
         """Return the unfinished line: the stream has ended."""
         raw = bytes(self._held)
         self._held.clear()
         # A bar that was wiped out at its end leaves blanks; they are no line.
         is_wiped = b"\r" in raw and not newest_part(raw).strip()
-        return [] if not raw or is_wiped else [self._line(raw)]
+        return [] if not raw or is_wiped else [self._lines(raw)]
 
-    def _line(self, raw: bytes) -> Line:
-        line = Line(printable(newest_part(raw)), self._is_continuation)
+    @property
+    def _is_overwriting(self) -> bool:
+        """Whether a progress bar is held; ``_forget_overwritten`` marks it so."""
+        return self._held.startswith(b"\r")
+
+    def _lines(self, raw: bytes) -> Lines:
+        if b"\r" in raw:
+            raw = raw.replace(b"\r\n", b"\n")
+        if b"\r" in raw:
+            raw = b"\n".join(newest_part(line) for line in raw.split(b"\n"))
+        lines = Lines(printable(raw), self._is_continuation)
         self._is_continuation = False
-        return line
+        return lines
 
-    def _cut(self, length: int) -> Line:
+    def _cut(self, length: int) -> Lines:
         piece = bytes(self._held[:length])
         piece = piece[: whole_length(piece) or length]
         del self._held[: len(piece)]
-        line = self._line(piece)
+        line = self._lines(piece)
         self._is_continuation = True
         return line
 

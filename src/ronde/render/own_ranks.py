@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from ronde.launch.frames import Output, Stream
-from ronde.launch.verdict import Verdict
+from ronde.launch.verdict import RankEnd, Verdict
 from ronde.render.console import Console
+from ronde.render.tags import Place, Tag
 
 MAX_TOLD_CODE = 7
 """Exit codes up to this one are the command's own: the rank has said why."""
@@ -18,7 +19,7 @@ class OwnRanksConsole(Console):
     """
 
     def __init__(self) -> None:
-        super().__init__(1, 2, has_prefix=False, log_dir="")
+        super().__init__(1, 2, tag=Tag(Place.NONE))
         self._said: dict[bytes, int] = {}
 
     def output(self, output: Output, now_s: float) -> None:
@@ -32,7 +33,8 @@ class OwnRanksConsole(Console):
     def finished(self, verdict: Verdict) -> None:
         """Queue unfinished lines and why it failed, where no rank could say it."""
         cause = verdict.cause
-        is_told = cause is None or 0 <= cause.status <= MAX_TOLD_CODE
+        is_rank = isinstance(cause, RankEnd)
+        is_told = cause is None or (is_rank and 0 <= cause.status <= MAX_TOLD_CODE)
         is_stopped = verdict.interrupted_by is not None
         if is_told or is_stopped:
             verdict = replace(verdict, cause=None, also_failed=(), interrupted_by=None)

@@ -1,0 +1,109 @@
+"""Options on what ``ronde run`` shows and writes, and what they make."""
+
+import argparse
+from pathlib import Path
+
+from ronde.errors import RondeError, UsageError
+from ronde.launch.sink import Sink
+from ronde.render.console import Console
+from ronde.render.rank_ranges import RankChoice, parse_ranks
+from ronde.render.tags import Place, Tag, parse_tag
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--tag``, ``--only``, ``--log-dir``, ``--error-file`` and ``--record``."""
+    add = parser.add_argument
+    add(
+        "--tag",
+        metavar="WHAT",
+        help="before each line: rank ([3]), host ([node2:3]) or none; ,time puts the "
+        "time of day first (default: host where there are several)",
+    )
+    add("--no-prefix", action="store_true", help="put nothing before lines")
+    add(
+        "--only",
+        metavar="RANKS",
+        help="show these ranks alone, as 0,4-7 or 0-63:8; files have all",
+    )
+    add("--local-ranks-filter", dest="only_local", help=argparse.SUPPRESS)
+    add(
+        "--log-dir",
+        default="",
+        metavar="DIR",
+        help="also write each rank's output, byte for byte, to files below DIR here",
+    )
+    add(
+        "--error-file",
+        default="",
+        metavar="FILE",
+        help="write how the job ended to FILE, as JSON",
+    )
+    add(
+        "--record",
+        default="",
+        metavar="FILE",
+        help="append plan, timings and ends of the job to FILE, as lines of JSON",
+    )
+
+
+def make_sink(options: argparse.Namespace, log_dir: str = "") -> Sink:
+    """Return what shows and writes a job's output as the options say.
+
+    Args:
+        options: From a parser that ``add_output_options`` was called with.
+        log_dir: Directory for log files that another option names, or empty.
+
+    Raises:
+        UsageError: They contradict each other, or a file cannot be written.
+    """
+    log_dir = log_dir or options.log_dir
+    log_dir = str(Path(log_dir).absolute()) if log_dir else ""
+    sink: Sink = Console(1, 2, tag=_tag(options), only=_only(options), log_dir=log_dir)
+    if log_dir:
+        from ronde.launch.logs import RankLogs
+
+        sink = RankLogs(sink, log_dir)
+    if options.error_file:
+        from ronde.launch.report import ErrorFile
+
+        sink = ErrorFile(sink, options.error_file)
+    return sink
+
+
+def report_error(path: str, error: RondeError, exit_code: int) -> None:
+    """Write to the file of ``--error-file`` why a job did not start or broke off.
+
+    Nothing is written without a path, or where the file cannot be: the error itself
+    is what the user must see.
+
+    Args:
+        path: The option's value, or empty.
+        error: What is wrong.
+        exit_code: That this process ends with.
+    """
+    if not path:
+        return
+    from contextlib import suppress
+
+    from ronde.launch.report import write_report
+
+    with suppress(OSError):
+        write_report(path, exit_code, str(error))
+
+
+def _tag(options: argparse.Namespace) -> Tag:
+    if not options.no_prefix:
+        return parse_tag(options.tag) if options.tag is not None else Tag()
+    if options.tag is not None:
+        raise UsageError("--no-prefix must stand alone, got --tag too. Drop one.")
+    return Tag(Place.NONE)
+
+
+def _only(options: argparse.Namespace) -> RankChoice | None:
+    if options.only is not None and options.only_local is not None:
+        raise UsageError(
+            "--only must stand alone, got --local-ranks-filter too. Drop one."
+        )
+    if options.only_local is not None:
+        return parse_ranks(options.only_local, "--local-ranks-filter", is_local=True)
+    return None if options.only is None else parse_ranks(options.only, "--only")

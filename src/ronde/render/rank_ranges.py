@@ -1,0 +1,100 @@
+"""Ranks in words, both ways: ``0,4-7`` or ``0-63:8``."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ronde.errors import UsageError
+
+_MAX_RANGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RankChoice:
+    """Some of a job's ranks.
+
+    Attributes:
+        ranges: Their numbers.
+        said_by: The option that named them, for messages.
+        is_local: The numbers count from 0 on every host.
+    """
+
+    ranges: tuple[range, ...]
+    said_by: str
+    is_local: bool = False
+
+    def among(self, hosts: Sequence[str]) -> frozenset[int]:
+        """Return the ranks of a job that are chosen.
+
+        Args:
+            hosts: Name of each rank's host, by rank.
+
+        Raises:
+            UsageError: A number is no rank of the job.
+        """
+        numbers = _local_ranks(hosts) if self.is_local else list(range(len(hosts)))
+        highest = max(each[-1] for each in self.ranges)
+        if highest > max(numbers):
+            raise UsageError(
+                f"{self.said_by} must name ranks of 0..{max(numbers)}, got {highest}. "
+                "Name others, or leave the option out to see all."
+            )
+        return frozenset(
+            rank
+            for rank, number in enumerate(numbers)
+            if any(number in each for each in self.ranges)
+        )
+
+
+def parse_ranks(text: str, said_by: str, *, is_local: bool = False) -> RankChoice:
+    """Read ``3``, ``0-7``, ``0-7:2`` (every second) or several with commas between.
+
+    Args:
+        text: What the user wrote.
+        said_by: The option, for messages.
+        is_local: The numbers count from 0 on every host.
+
+    Raises:
+        UsageError: It is none of these.
+    """
+    ranges = tuple(_parse_range(part.strip()) for part in text.split(","))
+    if not all(ranges):
+        raise UsageError(
+            f"{said_by} must be ranks as 0,4-7 or 0-63:8, got {text!r}. "
+            f"Type: {said_by} 0"
+        )
+    return RankChoice(ranges, said_by, is_local)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ``0-3, 5``; the end of a long enumeration is counted only."""
+    ordered = sorted(ranks)
+    runs: list[range] = []
+    for rank in ordered:
+        if runs and rank == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, rank + 1)
+        else:
+            runs.append(range(rank, rank + 1))
+    shown = [f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs[:_MAX_RANGES]]
+    num_left = sum(len(run) for run in runs[_MAX_RANGES:])
+    return ", ".join(shown) + (f" and {num_left} more" if num_left else "")
+
+
+def _parse_range(text: str) -> range:
+    """Return the numbers that ``text`` names, none where it is no range."""
+    span, has_step, step = text.partition(":")
+    first, has_last, last = span.partition("-")
+    words = [first, last if has_last else first, step if has_step else "1"]
+    # Nine digits: a number that no machine takes seconds to read.
+    if not all(w.isascii() and w.isdecimal() and len(w) <= 9 for w in words):
+        return range(0)
+    start, end, by = map(int, words)
+    return range(start, end + 1, by) if by else range(0)
+
+
+def _local_ranks(hosts: Sequence[str]) -> list[int]:
+    num_seen: dict[str, int] = {}
+    numbers: list[int] = []
+    for host in hosts:
+        numbers.append(num_seen.get(host, 0))
+        num_seen[host] = numbers[-1] + 1
+    return numbers
