@@ -19,6 +19,7 @@ _TLS_RECORD_BYTES = 16 << 10
 _MAX_BODY_BYTES = _TLS_RECORD_BYTES - _HEAD.size
 _READ_BYTES = 256 << 10
 _LAST_WORD_S = 0.5
+_UNANSWERED_MS = 10_000
 
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -55,6 +56,17 @@ class Channel:
         self._record = b""
         for level, option, value in _KEEPALIVE:
             sock.setsockopt(level, option, value)
+
+    def require_answers(self) -> None:
+        """Count the other side as gone when it takes nothing for 10 s.
+
+        Without this only a side that is silent while nothing is on its way to it is
+        found out. It does not suit a side that may stand still for good reason: for the
+        kernel a receiver that takes nothing is no better than none.
+        """
+        if self.fd >= 0:
+            level, option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+            self._sock.setsockopt(level, option, _UNANSWERED_MS)
 
     @property
     def fd(self) -> int:

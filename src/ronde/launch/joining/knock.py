@@ -22,6 +22,7 @@ from ronde.launch.joining.token import Token
 from ronde.launch.signals import STOPPING, read_signals
 
 _ATTEMPT_S = 10.0
+_LAST_ATTEMPT_S = 1.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _REASONS = (
@@ -75,7 +76,9 @@ def join_head(knock: Knock, signal_fd: int, notice: Callable[[str], None]) -> Ch
     told = ""
     while True:
         try:
-            return _try_all(knock, signal_fd, min(ends_at, _soon(_ATTEMPT_S)))
+            # The last attempt, too, has the time to find out what is wrong.
+            due_s = min(_soon(_ATTEMPT_S), max(ends_at, _soon(_LAST_ATTEMPT_S)))
+            return _try_all(knock, signal_fd, due_s)
         except (OSError, EOFError, LaunchError) as error:
             reason = _explain(error)
         left_s = ends_at - time.monotonic()

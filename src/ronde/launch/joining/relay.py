@@ -85,6 +85,7 @@ class _Relay:
         self._is_head_here = True
         self._is_agent_here = True
         self._has_errors = True
+        self._is_hurried = False
         self._interrupted_by = 0
 
     def run(self) -> RelayEnd:
@@ -105,6 +106,8 @@ class _Relay:
         if self._is_agent_here:
             if not self._to_head:
                 wanted[self._wire.read_fd] = select.POLLIN
+            elif not self._is_hurried:
+                wanted[self._wire.read_fd] = 0
             if self._to_agent:
                 wanted[self._wire.write_fd] = select.POLLOUT
             if self._has_errors:
@@ -123,10 +126,21 @@ class _Relay:
             return
         elif fd == self._wire.error_fd:
             self._pass_on_complaints()
+        elif fd == self._wire.read_fd and self._to_head:
+            # The agent has ended while the head takes nothing.
+            self._hurry()
         elif fd == self._wire.read_fd:
             self._read_agent()
         else:
             self._write_agent()
+
+    def _hurry(self) -> None:
+        """Wait no longer than 10 s for a head that may be gone for good.
+
+        While the agent is here its lease sees to that.
+        """
+        self._is_hurried = True
+        self._channel.require_answers()
 
     def _take_signals(self) -> None:
         for number in read_signals(self._signal_fd):
@@ -192,6 +206,7 @@ class _Relay:
         """Tell the head the agent's exit code; the job's is still to come."""
         while self._has_errors and _is_readable(self._wire.error_fd):
             self._pass_on_complaints()
+        self._hurry()
         self._is_agent_here = False
         self._to_agent = memoryview(b"")
         self._wire.close()

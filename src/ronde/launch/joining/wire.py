@@ -1,14 +1,12 @@
 """The head's end of the connection to a node that has joined, as a wire."""
 
 import select
-import socket
 import ssl
 import time
 from collections.abc import Sequence
 
 from ronde.launch.joining.channel import Channel
 
-_LOST_MS = 10_000
 _GOODBYE_S = 2.0
 
 
@@ -21,9 +19,8 @@ class TlsWire:
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._channel = Channel(sock)
-        # On this side only. The kernel counts a receiver that stands still as lost,
-        # and a head that its user has suspended does stand still.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_MS)
+        # A node never stands still; a head does that its user has suspended.
+        self._channel.require_answers()
 
     @property
     def read_fd(self) -> int:

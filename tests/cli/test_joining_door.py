@@ -1,0 +1,561 @@
+"""The head's door, with real sockets: who gets in, and what the others learn."""
+
+import os
+import queue
+import random
+import re
+import select
+import signal
+import socket
+import ssl
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from ronde.errors import HostError, UsageError
+from ronde.launch.gathering import InterruptedStartError
+from ronde.launch.joining import door
+from ronde.launch.joining.door import Invitation, wait_for_nodes
+from ronde.launch.joining.handshake import introduce
+from ronde.launch.joining.knock import Knock, join_head
+from ronde.launch.joining.proof import Claim
+from ronde.launch.joining.tls import make_head_tls, make_node_context
+from ronde.launch.joining.token import Token
+from ronde.launch.joining.wire import dismiss
+from ronde.launch.messages import PROTOCOL
+
+TOKEN = Token(b"0123456789abcdef" * 2)
+OTHER = Token(b"fedcba9876543210" * 2)
+GREETING_BYTES = 42
+ANSWER_HEAD_BYTES = 66
+HERE = "127.0.0.1"
+TIMEOUT_S = 20.0
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Head:
+    """``wait_for_nodes`` in a thread of its own."""
+
+    def __init__(self, pool, num_nodes, timeout_s, signal_fd):
+        self.notices = []
+        self._told = queue.Queue()
+        invitation = Invitation(HERE, 0, TOKEN, "head", num_nodes, timeout_s)
+        self.done: Future = pool.submit(
+            wait_for_nodes, invitation, signal_fd, self._notice
+        )
+        self.port = int(self.await_notice(r"--agent 127\.0\.0\.1:(\d+)")[1])
+
+    def _notice(self, text):
+        self.notices.append(text)
+        self._told.put(text)
+
+    def await_notice(self, pattern):
+        ends_at = time.monotonic() + TIMEOUT_S
+        while True:
+            text = self._told.get(timeout=max(0.01, ends_at - time.monotonic()))
+            if found := re.search(pattern, text):
+                return found
+
+    def nodes(self):
+        return self.done.result(TIMEOUT_S)
+
+
+@pytest.fixture
+def signals():
+    """A pipe that stands for the one of ``caught_signals``."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    yield read_fd, write_fd
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(8) as executor:
+        yield executor
+
+
+@pytest.fixture
+def start_head(pool, signals):
+    heads = []
+
+    def start(num_nodes=1, timeout_s=TIMEOUT_S):
+        heads.append(Head(pool, num_nodes, timeout_s, signals[0]))
+        return heads[-1]
+
+    yield start
+    os.write(signals[1], bytes([signal.SIGTERM]) * 8)
+    for head in heads:
+        if head.done.exception(TIMEOUT_S) is None:
+            dismiss([wire for _, wire in head.nodes()], 0)
+
+
+def knock(port, *, token=TOKEN, name="node1", timeout_s=TIMEOUT_S, slots=-1):
+    return Knock(HERE, port, token, Claim(name, slots), timeout_s)
+
+
+@contextmanager
+def joined(head, fd, **options):
+    channel = join_head(knock(head.port, **options), fd, lambda _text: None)
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+@contextmanager
+def tls_client(port):
+    """A TLS connection as a node's, that blocks and has said nothing yet."""
+    with (
+        socket.create_connection((HERE, port), TIMEOUT_S) as raw,
+        make_node_context().wrap_socket(raw) as sock,
+    ):
+        yield sock
+
+
+def receive(sock, size):
+    data = b""
+    while len(data) < size and (more := sock.recv(size - len(data))):
+        data += more
+    return data
+
+
+def is_open(port):
+    try:
+        socket.create_connection((HERE, port), TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def drive(steps, sock, *, timeout_s=TIMEOUT_S):
+    for wanted in steps:
+        poll = select.poll()
+        poll.register(sock, wanted)
+        assert poll.poll(timeout_s * 1000)
+
+
+def test_who_knows_the_token_joins_and_then_nothing_listens(start_head, signals):
+    head = start_head()
+    with joined(head, signals[0], slots=3):
+        [(host, wire)] = head.nodes()
+        assert (host.name, host.slots) == ("node1", 3)
+        assert not is_open(head.port)
+        wire.kill()
+
+
+def test_nodes_come_in_the_order_of_the_numbers_in_their_names(
+    start_head, signals, pool
+):
+    head = start_head(4)
+    names = ("node10", "node2", "node2", "head")
+    futures = [
+        pool.submit(join_head, knock(head.port, name=n), signals[0], lambda _: None)
+        for n in names
+    ]
+    assert [host.name for host, _ in head.nodes()] == [
+        "head-2",
+        "node2",
+        "node2-2",
+        "node10",
+    ]
+    for future in futures:
+        future.result(TIMEOUT_S).close()
+
+
+def carry(write, read, fd_of, data):
+    """Write all data with pieces of random sizes; return what was read meanwhile."""
+    ends_at = time.monotonic() + TIMEOUT_S
+    got = bytearray()
+    left = memoryview(data)
+    size = 1
+    while len(got) < len(data) and time.monotonic() < ends_at:
+        taken = write(left[:size]) if left else 0
+        left = left[taken:]
+        if taken:
+            # What was not taken must be offered again as it was.
+            size = random.choice((1, 100, 16380, 16381, 16382, 70_000))
+        # Seldom, so that the writer finds the connection full.
+        if not taken or random.random() < 0.01:
+            poll = select.poll()
+            poll.register(fd_of(), select.POLLIN)
+            assert poll.poll(TIMEOUT_S * 1000)
+            got += read() or b""
+    return bytes(got)
+
+
+def test_bytes_go_both_ways_as_they_are(start_head, signals):
+    head = start_head()
+    data = random.randbytes(20 << 20)
+    with joined(head, signals[0]) as channel:
+        [(_, wire)] = head.nodes()
+        to_head = carry(channel.write, wire.read, lambda: wire.read_fd, data)
+        to_node = carry(wire.write, channel.read, lambda: channel.fd, data)
+        wire.kill()
+    assert to_head == data
+    assert to_node == data
+
+
+def test_no_data_stays_behind_where_no_poll_tells_of_it(start_head, signals):
+    head = start_head()
+    data = random.randbytes(1 << 20)
+    with joined(head, signals[0]) as channel:
+        [(_, wire)] = head.nodes()
+        left = memoryview(data)
+        writer = threading.Thread(target=_write_all, args=(channel, left))
+        writer.start()
+        got = b""
+        while len(got) < len(data):
+            poll = select.poll()
+            poll.register(wire.read_fd, select.POLLIN)
+            assert poll.poll(TIMEOUT_S * 1000), "data is held back"
+            got += wire.read() or b""
+        writer.join(TIMEOUT_S)
+        assert got == data
+        assert wire.read() is None
+        wire.kill()
+
+
+def _write_all(channel, left):
+    poll = select.poll()
+    poll.register(channel.fd, select.POLLOUT)
+    while left and poll.poll(TIMEOUT_S * 1000):
+        left = left[channel.write(left) :]
+
+
+def test_the_end_and_the_last_word_of_each_side_arrive(start_head, signals):
+    head = start_head()
+    with joined(head, signals[0]) as channel:
+        [(_, wire)] = head.nodes()
+        assert wire.write(memoryview(b"last")) == 4
+        wire.close()
+        assert _read_one(channel) == b"last"
+        assert (channel.is_ended, channel.result) == (True, None)
+        assert wire.wait(0.05) is None
+        channel.tell_result(9)
+        assert wire.wait(TIMEOUT_S) == 9
+        assert wire.read() == b""
+        dismissing = threading.Thread(target=dismiss, args=([wire], 42))
+        dismissing.start()
+        assert _read_one(channel) == b""
+        assert channel.result == 42
+        channel.close()
+        dismissing.join(TIMEOUT_S)
+        assert not dismissing.is_alive()
+
+
+def test_an_end_without_a_last_word_is_an_end(start_head, signals):
+    head = start_head()
+    with joined(head, signals[0]) as channel:
+        [(_, wire)] = head.nodes()
+        wire.kill()
+        assert _read_one(channel) == b""
+        assert channel.result is None
+        with pytest.raises(BrokenPipeError):
+            _write_all(channel, memoryview(bytes(64 << 20)))
+
+
+def _read_one(channel):
+    ends_at = time.monotonic() + TIMEOUT_S
+    while (data := channel.read()) is None and time.monotonic() < ends_at:
+        poll = select.poll()
+        poll.register(channel.fd, select.POLLIN)
+        poll.poll(100)
+    return data
+
+
+def test_a_wrong_token_is_told_nothing_and_the_head_tells_it_once(start_head, signals):
+    head = start_head()
+    for _ in range(3):
+        with tls_client(head.port) as sock:
+            sock.settimeout(0)
+            with pytest.raises(EOFError):
+                drive(introduce(sock, OTHER, Claim("node1", 1)), sock)
+    head.await_notice("127.0.0.1 does not know the token; it was closed")
+    with joined(head, signals[0]):
+        [(_, wire)] = head.nodes()
+        wire.kill()
+    assert len([n for n in head.notices if "does not know the token" in n]) == 2
+    assert head.notices[-1] == "in all 3 connections: each does not know the token"
+
+
+def test_before_its_proof_a_client_gets_nothing_that_depends_on_the_token(start_head):
+    head = start_head()
+    with tls_client(head.port) as sock:
+        greeting = receive(sock, GREETING_BYTES)
+        sock.sendall(bytes(ANSWER_HEAD_BYTES))
+        assert receive(sock, 1) == b""
+    with tls_client(head.port) as sock:
+        again = receive(sock, GREETING_BYTES)
+    assert greeting[:10] == again[:10]
+    assert greeting[10:] != again[10:]
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + b"\xff" * 4000, bytes(100), b""],
+    ids=["http", "broken tls", "zeros", "nothing"],
+)
+def test_noise_is_closed_and_keeps_nobody_out(start_head, signals, noise):
+    head = start_head()
+    with socket.create_connection((HERE, head.port), TIMEOUT_S) as sock:
+        with suppress(OSError):
+            sock.sendall(noise)
+            sock.shutdown(socket.SHUT_WR)
+        _drain(sock)
+    with joined(head, signals[0]):
+        [(_, wire)] = head.nodes()
+        wire.kill()
+    assert any("did not prove that it knows" in n for n in head.notices)
+
+
+def _drain(sock):
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionError:
+        return
+
+
+def test_a_claim_longer_than_any_of_ours_is_not_waited_for(start_head):
+    head = start_head()
+    with tls_client(head.port) as sock:
+        receive(sock, GREETING_BYTES)
+        sock.sendall(bytes(64) + b"\xff\xff")
+        assert receive(sock, 1) == b""
+    head.await_notice("does not know the token")
+
+
+def record_answer(port, token=TOKEN):
+    """Return what a node of ours says in answer to the head's greeting."""
+    said = []
+
+    class Spy(ssl.SSLSocket):
+        def send(self, data, flags=0):
+            said.append(bytes(data))
+            return super().send(data, flags)
+
+    context = make_node_context()
+    context.sslsocket_class = Spy
+    with socket.create_connection((HERE, port), TIMEOUT_S) as raw:
+        raw.settimeout(0)
+        with context.wrap_socket(raw, do_handshake_on_connect=False) as sock:
+            drive(introduce(sock, token, Claim("node1", 1)), sock)
+    return b"".join(said)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2], ids=["another job", "the same job"])
+def test_what_opened_one_connection_opens_no_other(start_head, num_nodes):
+    first = start_head(num_nodes)
+    answer = record_answer(first.port)
+    head = first if num_nodes > 1 else start_head()
+    with tls_client(head.port) as sock:
+        receive(sock, GREETING_BYTES)
+        sock.sendall(answer)
+        assert receive(sock, 1) == b""
+    head.await_notice("does not know the token")
+    if head is not first:
+        first.nodes()
+
+
+@contextmanager
+def fake_head(serve):
+    """Somebody with a certificate of his own who listens where the head should."""
+    tls = make_head_tls()
+
+    def run(listener):
+        raw, _ = listener.accept()
+        raw.settimeout(TIMEOUT_S)
+        with tls.context.wrap_socket(raw, server_side=True) as sock:
+            serve(sock)
+
+    with (
+        ThreadPoolExecutor(1) as executor,
+        socket.create_server((HERE, 0)) as listener,
+    ):
+        listener.settimeout(TIMEOUT_S)
+        serving = executor.submit(run, listener)
+        yield listener.getsockname()[1]
+        serving.result(TIMEOUT_S)
+
+
+def knock_once(port):
+    with socket.create_connection((HERE, port), TIMEOUT_S) as raw:
+        raw.settimeout(0)
+        with make_node_context().wrap_socket(
+            raw, do_handshake_on_connect=False
+        ) as sock:
+            drive(introduce(sock, TOKEN, Claim("node1", 1)), sock)
+
+
+def test_a_node_does_not_take_its_own_proof_for_the_heads():
+    def reflect(sock):
+        sock.sendall(b"ronde\r\n\0" + PROTOCOL.to_bytes(2, "big") + bytes(32))
+        answer = receive(sock, ANSWER_HEAD_BYTES)
+        sock.sendall(answer[32:64])
+
+    with (
+        fake_head(reflect) as port,
+        pytest.raises(door.ProofError, match="is not the head, or stands between"),
+    ):
+        knock_once(port)
+
+
+def test_who_stands_between_can_pass_on_everything_and_gets_nothing(start_head):
+    head = start_head()
+
+    def pass_on(sock):
+        with tls_client(head.port) as onward:
+            sock.sendall(receive(onward, GREETING_BYTES))
+            answer = receive(sock, ANSWER_HEAD_BYTES)
+            claim = receive(sock, int.from_bytes(answer[-2:], "big"))
+            onward.sendall(answer + claim)
+            assert receive(onward, 1) == b""
+
+    with fake_head(pass_on) as port, pytest.raises(EOFError):
+        knock_once(port)
+    head.await_notice("does not know the token")
+    assert not head.done.done()
+
+
+def test_a_head_of_another_version_says_so():
+    def be_newer(sock):
+        sock.sendall(b"ronde\r\n\0" + b"\xff\xff" + bytes(32))
+
+    with (
+        fake_head(be_newer) as port,
+        pytest.raises(door.LaunchError, match=r"got 65535\. Run the same"),
+    ):
+        knock_once(port)
+
+
+def test_a_hundred_silent_connections_do_not_keep_a_node_out(start_head, signals):
+    head = start_head()
+    silent = [socket.create_connection((HERE, head.port)) for _ in range(100)]
+    begun_at = time.monotonic()
+    with joined(head, signals[0]):
+        [(_, wire)] = head.nodes()
+        wire.kill()
+    assert time.monotonic() - begun_at < 8
+    for sock in silent:
+        sock.settimeout(TIMEOUT_S)
+        _drain(sock)
+        sock.close()
+
+
+def test_who_sends_a_byte_now_and_then_is_turned_out_in_time(
+    start_head, signals, monkeypatch
+):
+    monkeypatch.setattr(door, "PROOF_S", 0.5)
+    head = start_head()
+    with socket.create_connection((HERE, head.port), TIMEOUT_S) as sock:
+        begun_at = time.monotonic()
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        sock.sendall(b"\x16\x03\x01\x10\x00")
+        while not poll.poll(50):
+            sock.sendall(b"\x01")
+            assert time.monotonic() - begun_at < TIMEOUT_S
+        _drain(sock)
+    assert time.monotonic() - begun_at > 0.5
+    head.await_notice("did not prove that it knows the token")
+
+
+def test_a_node_that_goes_again_is_waited_for_again(start_head, signals):
+    head = start_head(2)
+    with joined(head, signals[0], name="node1"):
+        head.await_notice("node1 has joined")
+    head.await_notice("node1 is gone again")
+    with (
+        joined(head, signals[0], name="node1"),
+        joined(head, signals[0], name="node2"),
+    ):
+        nodes = head.nodes()
+        assert [host.name for host, _ in nodes] == ["node1", "node2"]
+        for _, wire in nodes:
+            wire.kill()
+
+
+def test_when_not_all_come_the_head_says_who_did(start_head, signals):
+    head = start_head(3, timeout_s=1.0)
+    with joined(head, signals[0], name="node7") as channel:
+        error = head.done.exception(TIMEOUT_S)
+        assert isinstance(error, HostError)
+        assert re.search(r"must be 3, got 1 within 1 s: node7\. Start", str(error))
+        assert _read_one(channel) == b""
+    assert not is_open(head.port)
+
+
+def test_a_signal_ends_the_wait_of_the_head(start_head, signals):
+    head = start_head()
+    os.write(signals[1], bytes([signal.SIGCHLD, signal.SIGINT]))
+    error = head.done.exception(TIMEOUT_S)
+    assert isinstance(error, InterruptedStartError)
+    assert error.number == signal.SIGINT
+    assert not is_open(head.port)
+
+
+def test_a_signal_ends_the_wait_of_a_node(signals, pool):
+    with socket.create_server((HERE, 0)) as silent:
+        port = silent.getsockname()[1]
+        node = pool.submit(join_head, knock(port), signals[0], lambda _: None)
+        silent.settimeout(TIMEOUT_S)
+        silent.accept()[0].close()
+        os.write(signals[1], bytes([signal.SIGTERM]))
+        assert isinstance(node.exception(TIMEOUT_S), InterruptedStartError)
+
+
+def test_a_node_waits_for_a_head_that_comes_later(start_head, signals, pool):
+    with socket.create_server((HERE, 0)) as placeholder:
+        port = placeholder.getsockname()[1]
+    notices = queue.Queue()
+    node = pool.submit(join_head, knock(port), signals[0], notices.put)
+    assert "nothing listens there" in notices.get(timeout=TIMEOUT_S)
+    invitation = Invitation(HERE, port, TOKEN, "head", 1, TIMEOUT_S)
+    [(_, wire)] = wait_for_nodes(invitation, signals[0], lambda _: None)
+    node.result(TIMEOUT_S).close()
+    wire.kill()
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("127.0.0.1", "nothing listens there"),
+        ("no-such-host.invalid", "its name is not known"),
+    ],
+)
+def test_a_node_that_finds_no_head_says_why(signals, host, reason):
+    with socket.create_server((HERE, 0)) as placeholder:
+        port = placeholder.getsockname()[1]
+    looking = Knock(host, port, TOKEN, Claim("node1", 1), 0.3)
+    with pytest.raises(HostError, match=f"within 0.3 s, but {reason}"):
+        join_head(looking, signals[0], lambda _: None)
+
+
+def test_a_node_with_another_token_says_what_it_may_be(start_head, signals):
+    head = start_head()
+    looking = knock(head.port, token=OTHER, timeout_s=0.3)
+    with pytest.raises(HostError, match="its token is another"):
+        join_head(looking, signals[0], lambda _: None)
+
+
+def test_an_address_of_another_machine_or_a_taken_port_is_refused(signals):
+    with socket.create_server((HERE, 0)) as taken:
+        for address, port in (("192.0.2.1", 0), (HERE, taken.getsockname()[1])):
+            invitation = Invitation(address, port, TOKEN, "head", 1, 1.0)
+            with pytest.raises(UsageError, match="--listen must be an address of this"):
+                wait_for_nodes(invitation, signals[0], lambda _: None)
+
+
+def test_listening_everywhere_is_warned_of(signals):
+    invitation = Invitation("0.0.0.0", 0, TOKEN, "head", 1, 0.1)  # noqa: S104
+    notices = []
+    with pytest.raises(HostError):
+        wait_for_nodes(invitation, signals[0], notices.append)
+    assert "listens on all networks" in notices[0]
+    assert "--agent head:" in notices[1]

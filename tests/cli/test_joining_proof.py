@@ -1,0 +1,190 @@
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, strategies as st
+
+from ronde.errors import LaunchError, UsageError
+from ronde.launch.joining.address import parse_endpoint, with_port
+from ronde.launch.joining.proof import (
+    Claim,
+    Meeting,
+    Role,
+    decode_claim,
+    host_name,
+)
+from ronde.launch.joining.tls import make_head_tls
+from ronde.launch.joining.token import MIN_CHARACTERS, Token, read_token
+
+GOOD = "0123456789abcdef" * 2
+TOKEN = Token(GOOD.encode())
+some_bytes = st.binary(max_size=40)
+meetings = st.builds(Meeting, some_bytes, some_bytes, some_bytes, some_bytes)
+
+
+@pytest.fixture
+def token_file(tmp_path):
+    def write(text, mode=0o600):
+        path = tmp_path / "token"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        path.chmod(mode)
+        return str(path)
+
+    return write
+
+
+@given(meetings, meetings)
+@example(Meeting(b"", b"ab", b"c", b""), Meeting(b"", b"a", b"bc", b""))
+@example(Meeting(b"", b"", b"a", b""), Meeting(b"", b"", b"", b"a"))
+def test_a_proof_is_of_one_meeting_only(one, other):
+    proof = one.proof(TOKEN, Role.NODE)
+    assert other.is_proven(TOKEN, Role.NODE, proof) is (one == other)
+
+
+@given(meetings)
+def test_a_proof_is_of_one_role_and_one_token_only(meeting):
+    proof = meeting.proof(TOKEN, Role.NODE)
+    assert not meeting.is_proven(TOKEN, Role.HEAD, proof)
+    assert not meeting.is_proven(Token(GOOD[::-1].encode()), Role.NODE, proof)
+    assert not meeting.is_proven(TOKEN, Role.NODE, proof[:-1])
+
+
+def test_another_certificate_makes_another_proof():
+    meeting = Meeting(make_head_tls().certificate, b"h" * 32, b"n" * 32, b"claim")
+    other = replace(meeting, certificate=make_head_tls().certificate)
+    assert not other.is_proven(TOKEN, Role.NODE, meeting.proof(TOKEN, Role.NODE))
+
+
+@given(st.binary())
+@example(Claim("node1", 2).encode()[:-1])
+@example(b'{"is": "Claim", "host": "node1", "slots": true}')
+@example(b'{"is": "Claim", "host": "node1", "slots": 0}')
+@example(b'{"is": "Claim", "host": "a\\u001b[2J", "slots": 1}')
+@example(b'{"is": "Claim", "host": "-oProxyCommand=x", "slots": 1}')
+@example(b'{"is": "Leave"}')
+def test_what_is_no_claim_is_refused_by_a_sentence(raw):
+    with pytest.raises(LaunchError):
+        decode_claim(raw)
+
+
+@given(st.text(), st.integers(1, 10**6) | st.just(-1))
+def test_a_machine_of_any_name_can_claim_one(nodename, slots):
+    claim = Claim(host_name(nodename), slots)
+    assert decode_claim(claim.encode()) == claim
+
+
+def test_a_good_token_is_read_and_the_line_end_is_not_part_of_it(token_file):
+    with_end = read_token(token_file(GOOD + "\n"))
+    assert with_end.sign(b"x") == TOKEN.sign(b"x")
+    assert with_end.sign(b"x") != Token(GOOD.encode() + b"\n").sign(b"x")
+
+
+def test_a_token_does_not_show_itself():
+    shown = f"{TOKEN} {TOKEN!r}"
+    assert "Token" in shown
+    assert GOOD not in shown
+
+
+@pytest.mark.parametrize("text", ["", "x" * (MIN_CHARACTERS - 1), " " * 99])
+def test_a_token_that_could_be_guessed_is_refused(token_file, text):
+    with pytest.raises(UsageError, match=r"at least 32 characters, got \d+\. Make one"):
+        read_token(token_file(text))
+
+
+@pytest.mark.parametrize("text", [GOOD + " " + GOOD, b"\xff" * 64, "x" * 5000])
+def test_what_is_no_one_word_is_refused_as_a_token(token_file, text):
+    with pytest.raises(UsageError, match="one word"):
+        read_token(token_file(text))
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o644, 0o666, 0o602])
+def test_a_token_that_every_user_can_read_or_write_is_refused(token_file, mode):
+    path = token_file(GOOD, mode)
+    with pytest.raises(UsageError, match=f"mode {mode:04o}. Type: chmod 600"):
+        read_token(path)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o440])
+def test_a_token_for_user_and_group_is_taken(token_file, mode):
+    read_token(token_file(GOOD, mode))
+
+
+def test_no_token_file_is_one_sentence(tmp_path):
+    with pytest.raises(UsageError, match=r"No such file or directory\. Make one"):
+        read_token(str(tmp_path / "none"))
+    with pytest.raises(UsageError, match="directory"):
+        read_token(str(tmp_path))
+
+
+def test_a_token_comes_through_standard_input():
+    code = (
+        "from ronde.launch.joining.token import read_token;"
+        "print(read_token('-').sign(b'x').hex())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=GOOD + "\n",
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert done.stdout.strip() == TOKEN.sign(b"x").hex()
+
+
+def test_a_certificate_is_of_one_job_and_its_key_does_not_stay_open():
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert make_head_tls().certificate != make_head_tls().certificate
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_without_cryptography_the_head_says_what_to_install():
+    code = (
+        "import sys; sys.modules['cryptography'] = None\n"
+        "from ronde.errors import UsageError\n"
+        "from ronde.launch.joining.tls import make_head_tls, make_node_context\n"
+        "make_node_context()\n"
+        "try: make_head_tls()\n"
+        "except UsageError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert re.search(r"must be installed.*pip install 'ronde\[agent\]'", done.stdout)
+
+
+hosts = st.from_regex(
+    r"[a-z][a-z0-9.-]{0,20}|10\.0\.0\.[0-9]|fd00::[0-9a-f]", fullmatch=True
+)
+
+
+@given(hosts, st.integers(0, 65535))
+def test_an_endpoint_is_read_as_it_is_written(host, port):
+    assert parse_endpoint(with_port(host, port), "--agent") == (host, port)
+    assert parse_endpoint(str(port), "--listen") == ("", port)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "node1",
+        "node1:",
+        ":29400",
+        "fd00::1:29400",
+        "a:b:1",
+        "n:65536",
+        "[]:1",
+        "n:²",
+    ],
+)
+def test_what_is_no_endpoint_is_refused_by_name(text):
+    with pytest.raises(UsageError, match="--agent must be HOST:PORT"):
+        parse_endpoint(text, "--agent")
