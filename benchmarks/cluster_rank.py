@@ -2,8 +2,8 @@
 
     python -I -S cluster_rank.py HABIT DEED VICTIM
 
-``HABIT`` is how all ranks are: ``plain``, ``stubborn`` (deaf to SIGTERM), ``parent``
-(of processes in sessions of their own). On SIGUSR1 the rank ``VICTIM`` does its ``DEED``.
+``HABIT`` is how all ranks are: ``plain``, ``stubborn`` (deaf to SIGTERM), ``parent`` of
+processes in sessions of their own. On SIGUSR1 the rank ``VICTIM`` does its ``DEED``.
 """
 
 import os

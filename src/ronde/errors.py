@@ -14,8 +14,8 @@
 Messages follow one form: ``<name> must be <rule>, got <value>.`` and then what to do.
 """
 
-
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class RondeError(Exception):
@@ -38,17 +38,52 @@ class LaunchError(RondeError, RuntimeError):
     """A job could not be started or kept running."""
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a host cannot take part in a job.
+
+    Attributes:
+        reason: What is wrong: ``key refused``.
+        cure: What to do or type: ``ssh-copy-id node2``.
+        is_transient: Whether the same try may well succeed in a moment.
+    """
+
+    reason: str
+    cure: str
+    is_transient: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostFailure:
+    """A host that cannot take part in a job.
+
+    Attributes:
+        host: Its name.
+        failure: Why.
+    """
+
+    host: str
+    failure: Failure
+
+
 class HostError(LaunchError):
     """Hosts cannot take part in a job; nothing was started.
 
     Args:
         message: One sentence for all of them.
-        failures: For each such host what is wrong and what to do, for whoever shows it.
+        failures: Each of them, where more is to be said; none where the message is all.
+        ready: Names of the hosts that could take part.
     """
 
-    def __init__(self, message: str, failures: Sequence[object] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        failures: Sequence[HostFailure] = (),
+        ready: Sequence[str] = (),
+    ) -> None:
         super().__init__(message)
         self.failures = tuple(failures)
+        self.ready = tuple(ready)
 
 
 class CollectiveError(RondeError, RuntimeError):

@@ -5,11 +5,8 @@ import sys
 from collections.abc import Sequence
 
 import ronde
-from ronde.errors import RondeError, UsageError
-
-EXIT_USAGE = 64
-EXIT_INTERNAL = 70
-EXIT_INTERRUPTED = 130
+from ronde.cli.exit_codes import EXIT_INTERRUPTED, exit_code_of
+from ronde.errors import HostError, RondeError, UsageError
 
 HELP = """\
 usage: ronde VERB ...
@@ -17,7 +14,7 @@ usage: ronde VERB ...
 ronde runs one training program on every GPU or CPU slot and keeps the copies in step.
 
 verbs:
-  run    start a program once for every slot of this machine
+  run    start a program once for every slot of one host or of many
   bench  measure collectives and training steps; read others' results
   trace  say who waited for whom in a job, from its timeline
 
@@ -37,12 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(words)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except UsageError as error:
-        print(f"ronde: {error}", file=sys.stderr)
-        return EXIT_USAGE
     except RondeError as error:
         print(f"ronde: {error}", file=sys.stderr)
-        return EXIT_INTERNAL
+        if isinstance(error, HostError):
+            print(_table_of(error), end="", file=sys.stderr)
+        return exit_code_of(error)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -87,6 +83,12 @@ def _run(words: list[str]) -> int:
         from ronde.cli.run import run
 
         return run(words, agent, signal_fd)
+
+
+def _table_of(error: HostError) -> str:
+    from ronde.render.hosts_table import tabulate_failures
+
+    return tabulate_failures(error.failures, error.ready) if error.failures else ""
 
 
 def _open_standard_fds() -> None:

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ronde.cli.host_options import add_host_options, find_hosts
@@ -143,35 +142,6 @@ def understand(options: argparse.Namespace, environ: Mapping[str, str]) -> Asked
         output_dir=given.get("output-filename", ""),
         ignored=tuple(f"--{name}" for name in ignored),
     )
-
-
-def link_outputs(output_dir: str, log_dir: str, size: int) -> None:
-    """Have the ranks' files found where horovodrun puts them.
-
-    That is ``DIR/rank.<r>/stdout`` and ``stderr``, with zeros before ``<r>``.
-
-    Args:
-        output_dir: DIR.
-        log_dir: Where the ranks' own directories are, ``<r>/stdout.log`` in each.
-        size: Number of ranks.
-
-    Raises:
-        UsageError: DIR cannot be written.
-    """
-    width = len(str(size - 1))
-    try:
-        for rank in range(size):
-            directory = Path(output_dir) / f"rank.{rank:0{width}}"
-            directory.mkdir(parents=True, exist_ok=True)
-            for stream in ("stdout", "stderr"):
-                (directory / stream).unlink(missing_ok=True)
-                target = Path(log_dir) / str(rank) / f"{stream}.log"
-                (directory / stream).symlink_to(target)
-    except OSError as error:
-        raise UsageError(
-            "--output-filename must be a directory that can be written, got "
-            f"{output_dir!r} ({error.strerror}). Create it or name another."
-        ) from None
 
 
 def _add(

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ronde.launch.arranging import Wish
 from ronde.launch.boot import start_local_agent
+from ronde.launch.chronicle import Chronicle
+from ronde.launch.controller import Restarts
 from ronde.launch.hiring import Hiring
-from ronde.launch.launching import launch
+from ronde.launch.launching import Undertaking, launch
 from ronde.launch.plan import JobRequest
 from ronde.launch.signals import STOPPING, caught_signals
 from ronde.launch.verdict import Verdict
@@ -61,7 +63,9 @@ def run_own_ranks(
         )
         name = time.strftime("%Y%m%d-%H%M%S")
         hiring = Hiring(agent)
-        return _exit_code(launch(wish, OwnRanksConsole(), hiring, signal_fd, name=name))
+        sink = OwnRanksConsole()
+        job = Undertaking(name, Restarts(), Chronicle("", sink.notice))
+        return _exit_code(launch(wish, sink, hiring, signal_fd, job))
 
 
 def _exit_code(verdict: Verdict) -> int:

@@ -5,12 +5,11 @@ import os
 import subprocess
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from ronde.cli.join_options import join_timeout_s, say, token_file
 from ronde.errors import HostError, UsageError
 from ronde.launch.gathering import InterruptedStartError
-from ronde.launch.hiring import Hiring
+from ronde.launch.hiring import Hired
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
 from ronde.launch.joining.address import choose_address, parse_endpoint
 from ronde.launch.joining.door import Invitation, wait_for_nodes
@@ -23,21 +22,6 @@ _EXIT_UNREACHABLE = 69
 _EXIT_INTERNAL = 70
 
 
-@dataclass(slots=True)
-class Joined:
-    """The nodes of a job, the head first.
-
-    Attributes:
-        hosts: In the order of the ranks.
-        hiring: How they get agents: they have brought them along.
-        exit_code: The job's, to be set when it is known: the other nodes end with it.
-    """
-
-    hosts: tuple[Host, ...]
-    hiring: Hiring
-    exit_code: int = _EXIT_INTERNAL
-
-
 @contextmanager
 def joined_nodes(
     options: argparse.Namespace,
@@ -46,7 +30,7 @@ def joined_nodes(
     signal_fd: int,
     *,
     slots: int = SLOTS_OPEN,
-) -> Generator[Joined]:
+) -> Generator[Hired]:
     """Wait until all nodes have joined; at the end tell them how the job ended.
 
     Args:
@@ -65,7 +49,7 @@ def joined_nodes(
     nodes = wait_for_nodes(invitation, signal_fd, say)
     head = Host(invitation.head, slots)
     hosts = (head, *(host for host, _ in nodes))
-    joined = Joined(hosts, JoinedHiring(agent, nodes))
+    joined = Hired(hosts, JoinedHiring(agent, nodes))
     try:
         yield joined
     except BaseException as error:

@@ -4,15 +4,20 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ronde.errors import UsageError
 from ronde.launch.controller import Arrangement, Controller
-from ronde.launch.hosts.allocation import allocate, hosts_to_ask
+from ronde.launch.hosts.allocation import Share, allocate, hosts_to_ask
 from ronde.launch.hosts.host import Host
 from ronde.launch.messages import Hello
 from ronde.launch.node import Node
+from ronde.launch.placement.place import Place
 from ronde.launch.plan import JobRequest, Plan, make_facts, unbound
 from ronde.topology.machine import Machine
+
+if TYPE_CHECKING:
+    from ronde.launch.placement.rank_placement import PlacementRequest
 
 _LOOPBACK = "127.0.0.1"
 
@@ -26,12 +31,14 @@ class Wish:
         hosts: On which hosts, in the order of the ranks; empty for this machine.
         num_ranks: How many ranks; None for one a slot.
         interfaces: Names of network interfaces that the ranks may use, none for any.
+        placement: How ranks get cores and GPUs; None leaves that to the scheduler.
     """
 
     job: JobRequest
     hosts: tuple[Host, ...] = ()
     num_ranks: int | None = None
     interfaces: tuple[str, ...] = ()
+    placement: "PlacementRequest | None" = None
 
 
 def arrange(controller: Controller, wish: Wish, name: str) -> Arrangement:
@@ -56,7 +63,8 @@ def arrange(controller: Controller, wish: Wish, name: str) -> Arrangement:
         hosts, wish.num_ranks, lambda host: _slots(by_name[host.name], len(hosts))
     )
     crew = tuple(by_name[share.host.name] for share in shares)
-    address, host_env, check = _LOOPBACK, tuple({} for _ in crew), _check_nothing
+    address, check = _LOOPBACK, _check_nothing
+    host_env: tuple[dict[str, str], ...] = tuple(dict[str, str]() for _ in crew)
     if len(crew) > 1:
         if wish.job.is_mpi:
             raise UsageError(
@@ -64,18 +72,19 @@ def arrange(controller: Controller, wish: Wish, name: str) -> Arrangement:
                 "start the ranks: mpirun -n 4 -H a:2,b:2 python train.py"
             )
         address, host_env, check = _meet(controller, wish, crew)
+    placed = [
+        _place(wish, node, share) for node, share in zip(crew, shares, strict=True)
+    ]
     plan = Plan(
-        request=_placed(wish.job, crew),
+        request=_directed(wish.job, crew),
         facts=make_facts(name, wish.job.max_restarts),
         shares=shares,
-        places=tuple(
-            unbound(_count_cores(_hello(node).machine), len(share.ranks))
-            for node, share in zip(crew, shares, strict=True)
-        ),
+        places=tuple(places for places, _ in placed),
         address=address,
         host_env=host_env,
     )
-    return Arrangement(plan, crew, check)
+    notices = tuple(notice for _, notices in placed for notice in notices)
+    return Arrangement(plan, crew, check, notices)
 
 
 def _hello(node: Node) -> Hello:
@@ -106,7 +115,23 @@ def _count_cores(machine: Machine) -> int:
     return max(1, min(cores, int(machine.cpu_limit)) if machine.cpu_limit else cores)
 
 
-def _placed(job: JobRequest, crew: Sequence[Node]) -> JobRequest:
+def _place(
+    wish: Wish, node: Node, share: Share
+) -> tuple[tuple[Place, ...], tuple[str, ...]]:
+    """Return what a host gives its ranks, and what the user should know of that."""
+    machine, num_ranks = _hello(node).machine, len(share.ranks)
+    if wish.placement is None and not node.host.gpus:
+        return unbound(_count_cores(machine), num_ranks), ()
+    # Imported where they are needed: a job that is not bound must start at once.
+    from ronde.launch.placement.rank_placement import UNPLACED, place_ranks
+
+    placement = place_ranks(
+        machine, node.host, num_ranks, wish.placement or UNPLACED, wish.job.env
+    )
+    return placement.places, placement.notices
+
+
+def _directed(job: JobRequest, crew: Sequence[Node]) -> JobRequest:
     """Say where to start: on other hosts in the directory of the same name."""
     if len(crew) == 1 and crew[0].is_here:
         return job

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ronde.launch.chronicle import Chronicle
 from ronde.launch.gathering import Gathering
 from ronde.launch.hiring import Hiring
 from ronde.launch.hosts.host import Host
@@ -30,11 +31,13 @@ class Arrangement:
         plan: What runs where.
         nodes: The hosts' agents, in the order of the plan's shares.
         check: Called with the port that is held for rank 0: whether all reach it.
+        notices: What the user should know of it, each a sentence.
     """
 
     plan: Plan
     nodes: tuple[Node, ...]
     check: Callable[[int], None]
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +80,7 @@ class Controller:
         self._hiring = hiring
         self._others = children()
         self._is_clean = True
-
-    @property
-    def nodes(self) -> list[Node]:
-        """The hosts that have agents."""
-        return self._board.live_nodes
+        self._agents_s = 0.0
 
     def gather(self, hosts: Sequence[Host]) -> list[Node]:
         """Return a node for each host, in their order, all of which have said hello.
@@ -90,8 +89,10 @@ class Controller:
             HostError: Some cannot take part; all of them are listed.
             InterruptedStartError: The user has ended it.
         """
-        hiring = self._hiring
-        return Gathering(self._board, hiring.start, hiring.explain).run(hosts)
+        begun_s, hiring = time.monotonic(), self._hiring
+        nodes = Gathering(self._board, hiring.start, hiring.explain).run(hosts)
+        self._agents_s = time.monotonic() - begun_s
+        return nodes
 
     def locate(
         self, nodes: Sequence[Node], addresses: Sequence[str], port: int = 0
@@ -99,7 +100,9 @@ class Controller:
         """Return each node's own addresses towards others: see ``messages.Locate``."""
         return Starting(self._board).locate(nodes, addresses, port)
 
-    def run(self, arrangement: Arrangement, restarts: Restarts) -> Verdict:
+    def run(
+        self, arrangement: Arrangement, restarts: Restarts, chronicle: Chronicle
+    ) -> Verdict:
         """Run all ranks to their end, and again where that is asked for.
 
         Raises:
@@ -107,19 +110,47 @@ class Controller:
             LaunchError: An agent failed, or hosts cannot take part (HostError).
             InterruptedStartError: The user has ended it before ranks ran.
         """
-        plan, crew, epoch = arrangement.plan, list(arrangement.nodes), 0
+        crew, epoch = list(arrangement.nodes), 0
+        for notice in arrangement.notices:
+            self._sink.notice(notice)
+        jobs = arrangement.plan.jobs(epoch)
+        places = [
+            (share.host.name, plan)
+            for share, job in zip(arrangement.plan.shares, jobs, strict=True)
+            for plan in job.ranks
+        ]
+        chronicle.planned(jobs[0].job_id, jobs[0].argv, places)
         while True:
-            jobs = plan.jobs(epoch)
-            port = Starting(self._board).prepare(crew, jobs)
-            arrangement.check(port)
-            self._sink.begin(Generation(plan.facts.job_id, epoch, plan.hosts))
-            verdict = Running(self._board, crew, jobs).run(plan.address, port)
+            verdict = self._run_once(arrangement, crew, epoch, chronicle)
+            chronicle.ended(verdict)
             self._sink.finished(verdict)
             if not restarts.wants(verdict, epoch):
                 return verdict
             epoch += 1
             self._sink.notice(f"restart {epoch} of {restarts.limit}: {_why(verdict)}")
             crew = self._replace_lost(crew)
+
+    def _run_once(
+        self,
+        arrangement: Arrangement,
+        crew: Sequence[Node],
+        epoch: int,
+        chronicle: Chronicle,
+    ) -> Verdict:
+        """Run one generation of ranks to its end."""
+        plan, begun_s = arrangement.plan, time.monotonic()
+        jobs = plan.jobs(epoch)
+        port = Starting(self._board).prepare(crew, jobs)
+        arrangement.check(port)
+        generation = Generation(plan.facts.job_id, epoch, plan.hosts)
+        self._sink.begin(generation)
+        ready_s = time.monotonic() - begun_s
+
+        def tell(ranks_s: float) -> None:
+            timings = {"agents_s": self._agents_s, "ready_s": ready_s}
+            chronicle.began(generation, timings | {"ranks_s": ranks_s})
+
+        return Running(self._board, crew, jobs, tell).run(plan.address, port)
 
     def _replace_lost(self, crew: Sequence[Node]) -> list[Node]:
         """Bring agents to the hosts that lost theirs; nothing of the old may be left.

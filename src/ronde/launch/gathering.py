@@ -3,14 +3,13 @@
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ronde.errors import HostError, LaunchError
+from ronde.errors import Failure, HostError, HostFailure, LaunchError
 from ronde.launch.frames import Output
 from ronde.launch.hosts.host import Host
 from ronde.launch.messages import PROTOCOL, FromAgent, Hello
 from ronde.launch.node import Loss, Node
-from ronde.launch.spawners.base import Failure, HostFailure
 from ronde.launch.switchboard import Switchboard
 
 MAX_STARTING = 64
@@ -47,7 +46,6 @@ class _Attempt:
     node: Node | None = None
     due_s: float = float("inf")
     failure: Failure | None = None
-    said: list[str] = field(default_factory=list)
 
     @property
     def is_settled(self) -> bool:
@@ -133,8 +131,10 @@ class Gathering:
             self._board.nodes.append(attempt.node)
 
     def _explain_nothing(self, error: OSError) -> Failure:
+        if not error.filename:
+            return Failure(error.strerror or str(error), "")
         return Failure(
-            f"{error.filename or 'the program'} does not start: {error.strerror}",
+            f"{error.filename} does not start: {error.strerror}",
             "install it, or choose another --launcher",
         )
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import cast
 
 import ronde
-from ronde.errors import LaunchError
+from ronde.errors import Failure, LaunchError
 from ronde.launch.hosts.host import Host
-from ronde.launch.spawners.base import Failure
 from ronde.launch.spawners.by_hand import type_there
 
 MAX_NOISE_BYTES = 64 << 10

@@ -4,14 +4,18 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from ronde.errors import Failure
 from ronde.launch.agent_link import AgentLink
 from ronde.launch.boot import start_local_agent
 from ronde.launch.hosts.here import is_here
 from ronde.launch.hosts.host import Host
 from ronde.launch.node import Node
-from ronde.launch.spawners.base import Failure, Spawner
+from ronde.launch.spawners.base import Spawner
 from ronde.launch.wire import ProcessWire
+
+EXIT_INTERNAL = 70
 
 
 class Hiring:
@@ -62,3 +66,18 @@ class Hiring:
         if node.is_here:
             return Failure(f"its agent ended with exit code {exit_code}: {said}", "")
         return self.spawner.explain(node.host, exit_code, said)
+
+
+@dataclass(slots=True)
+class Hired:
+    """The hosts of a job and their agents.
+
+    Attributes:
+        hosts: In the order of the ranks.
+        hiring: How they get agents.
+        exit_code: The job's, to be set when it is known.
+    """
+
+    hosts: tuple[Host, ...]
+    hiring: Hiring
+    exit_code: int = EXIT_INTERNAL

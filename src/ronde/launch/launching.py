@@ -1,22 +1,34 @@
 """A job from the user's wish to the verdict."""
 
+from dataclasses import dataclass
+
 from ronde.launch.arranging import Wish, arrange
-from ronde.launch.controller import Controller, Restarts
+from ronde.launch.chronicle import Chronicle
+from ronde.launch.controller import Arrangement, Controller, Restarts
 from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hiring import Hiring
 from ronde.launch.lineage import adopt_orphans
-from ronde.launch.sink import Sink
+from ronde.launch.sink import Sink, Unseen
 from ronde.launch.verdict import Verdict
 
 
+@dataclass(frozen=True, slots=True)
+class Undertaking:
+    """How a job is gone about.
+
+    Attributes:
+        name: Begins its id.
+        restarts: When all ranks are started again.
+        chronicle: Takes note of what happens.
+    """
+
+    name: str
+    restarts: Restarts
+    chronicle: Chronicle
+
+
 def launch(
-    wish: Wish,
-    sink: Sink,
-    hiring: Hiring,
-    signal_fd: int,
-    *,
-    name: str,
-    restarts: Restarts | None = None,
+    wish: Wish, sink: Sink, hiring: Hiring, signal_fd: int, job: Undertaking
 ) -> Verdict:
     """Run a job on all its hosts to its end, whatever that is.
 
@@ -29,8 +41,7 @@ def launch(
         sink: Gets all output.
         hiring: How hosts get agents, which end here.
         signal_fd: From ``signals.caught_signals``: reads the user's signals.
-        name: Begins the job's id.
-        restarts: When all ranks are started again; None for never.
+        job: How to go about it.
 
     Raises:
         UsageError: The job cannot be started as it was asked for; nothing was started.
@@ -39,10 +50,32 @@ def launch(
     adopt_orphans()
     controller = Controller(sink, signal_fd, hiring)
     try:
-        arrangement = arrange(controller, wish, name)
-        verdict = controller.run(arrangement, restarts or Restarts())
+        arrangement = arrange(controller, wish, job.name)
+        verdict = controller.run(arrangement, job.restarts, job.chronicle)
     except InterruptedStartError as error:
         return Verdict(128 + error.number, None, (), (), error.number)
     finally:
         controller.close()
     return controller.write_out(verdict)
+
+
+def rehearse(wish: Wish, hiring: Hiring, signal_fd: int, *, name: str) -> Arrangement:
+    """Return what ``launch`` would run where; start agents, but no rank.
+
+    Args:
+        wish: As for ``launch``.
+        hiring: As for ``launch``.
+        signal_fd: As for ``launch``.
+        name: Begins the job's id.
+
+    Raises:
+        UsageError: The job cannot be started so.
+        LaunchError: An agent failed, or hosts cannot take part (HostError).
+        InterruptedStartError: The user has ended it.
+    """
+    adopt_orphans()
+    controller = Controller(Unseen(), signal_fd, hiring)
+    try:
+        return arrange(controller, wish, name)
+    finally:
+        controller.close()

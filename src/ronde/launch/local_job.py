@@ -14,6 +14,7 @@ from ronde.launch.lineage import sweep
 from ronde.launch.messages import (
     Exited,
     Finished,
+    Notice,
     Ready,
     Refused,
     Start,
@@ -106,6 +107,8 @@ class LocalJob:
             )
             return
         self._close_port()
+        for complaint in self._ranks.complaints:
+            self._outbox.tell(Notice(complaint))
         self.phase = Phase.RUNNING
         at_s = time.monotonic()
         for rank in ranks:

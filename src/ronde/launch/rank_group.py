@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ronde.launch.affinity import inherited_binding
 from ronde.launch.forwarded import base_environment
 from ronde.launch.inherited import own_environment
 from ronde.launch.job import Job
@@ -20,6 +21,8 @@ class RankGroup:
     def __init__(self) -> None:
         self._by_pid: dict[int, RankProcess] = {}
         self._mpi: MpiWorld | None = None
+        self.complaints: list[str] = []
+        """What of the ranks' binding the kernel refused."""
 
     @property
     def is_running(self) -> bool:
@@ -62,10 +65,13 @@ class RankGroup:
             listen_fds = (port.fileno(),) if port and plan.rank == 0 else ()
             for fd in listen_fds:
                 env["RONDE_MASTER_LISTEN_FD"] = str(fd)
-            rank = start_rank(
-                plan.rank, command, env, inherited_fds=listen_fds, log_dir=""
-            )
+            with inherited_binding(plan.cpus, plan.memory_node) as refused:
+                rank = start_rank(
+                    plan.rank, command, env, inherited_fds=listen_fds, log_dir=""
+                )
             self._by_pid[rank.pid] = rank
+            if refused:
+                self.complaints.append(f"rank {plan.rank} is not bound: {refused}")
         return list(self._by_pid.values())
 
     def close(self) -> None:

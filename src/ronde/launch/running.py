@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ronde.errors import LaunchError
@@ -46,11 +46,17 @@ class Running:
         board: Its nodes have prepared their jobs.
         nodes: Where the ranks run, in the order of ``jobs``.
         jobs: Their parts.
+        on_started: Called when all ranks run, with the seconds that took.
     """
 
     def __init__(
-        self, board: Switchboard, nodes: Sequence[Node], jobs: Sequence[Job]
+        self,
+        board: Switchboard,
+        nodes: Sequence[Node],
+        jobs: Sequence[Job],
+        on_started: Callable[[float], None],
     ) -> None:
+        self._on_started = on_started
         self._board = board
         self._nodes = list(nodes)
         self._grace_s = jobs[0].grace_s
@@ -92,11 +98,6 @@ class Running:
         ends = [self._end(n) for n, rank in self._ranks.items() if rank.exited]
         return judge(ends, self._interrupted_by, self._lost)
 
-    @property
-    def ready_s(self) -> float:
-        """When the ranks were told to start, on the monotonic clock."""
-        return self._started_at_s
-
     def _unfinished(self) -> list[Node]:
         return [
             n for n in self._nodes if not n.is_over and n.name not in self._finished
@@ -118,8 +119,7 @@ class Running:
                 self._known(message.rank).pid = message.pid
                 self._num_started += 1
                 if self._num_started == len(self._ranks):
-                    for one in self._nodes:
-                        one.watch(is_watched=True)
+                    self._note_all_run()
             case Exited():
                 self._known(message.rank).exited = message
                 if message.status != 0 and not self._is_stopping:
@@ -134,6 +134,11 @@ class Running:
             case _:
                 said = type(message).__name__
                 raise LaunchError(f"agent of {node.name} must not say {said} now.")
+
+    def _note_all_run(self) -> None:
+        for node in self._nodes:
+            node.watch(is_watched=True)
+        self._on_started(time.monotonic() - self._started_at_s)
 
     def take_output(self, output: Output) -> None:
         """Remember the end of what a rank wrote."""
@@ -217,5 +222,6 @@ class Running:
             at_s=max(0.0, at_s),
             was_stopped=rank.exited.was_stopped,
             stderr_tail=rank.tail.lines(),
+            traceback=rank.tail.traceback(),
             evidence=rank.exited.evidence,
         )

@@ -77,3 +77,31 @@ class Sink(Protocol):
     def discard(self) -> None:
         """Forget all that waits, and what comes from now on."""
         ...
+
+
+class Unseen:
+    """A sink that shows nothing, for what has no output."""
+
+    pending_fds: tuple[int, ...] = ()
+    backlog_bytes = 0
+
+    def begin(self, generation: Generation) -> None:
+        """See ``Sink``."""
+
+    def output(self, output: Output, now_s: float) -> None:
+        """See ``Sink``."""
+
+    def notice(self, text: str) -> None:
+        """See ``Sink``."""
+
+    def finished(self, verdict: Verdict) -> None:
+        """See ``Sink``."""
+
+    def tick(self, now_s: float) -> float | None:
+        """See ``Sink``."""
+
+    def write_to(self, fd: int) -> None:
+        """See ``Sink``."""
+
+    def discard(self) -> None:
+        """See ``Sink``."""

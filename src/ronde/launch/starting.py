@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from ronde.errors import HostError, LaunchError, UsageError
+from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
 from ronde.launch.frames import Output
 from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.job import Job
@@ -17,7 +17,6 @@ from ronde.launch.messages import (
     Refused,
 )
 from ronde.launch.node import Loss, Node
-from ronde.launch.spawners.base import Failure, HostFailure
 from ronde.launch.switchboard import Switchboard
 
 _ANSWER_S = 60.0

@@ -4,12 +4,12 @@ import errno
 import subprocess
 from collections.abc import Sequence
 
+from ronde.errors import Failure
 from ronde.launch.agent_link import AgentLink
 from ronde.launch.hiring import Hiring
 from ronde.launch.hosts.host import Host
 from ronde.launch.joining.wire import TlsWire
 from ronde.launch.node import Node
-from ronde.launch.spawners.base import Failure
 
 
 class JoinedHiring(Hiring):

@@ -33,6 +33,10 @@ class PlacementRequest:
     view: GpuView
 
 
+UNPLACED = PlacementRequest(BindMode.NONE, GpuView.ALL)
+"""Each rank where the scheduler has it, with all GPUs in view."""
+
+
 def place_ranks(
     machine: Machine,
     host: Host,

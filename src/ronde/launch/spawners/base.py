@@ -1,38 +1,10 @@
 """The interface of what starts a process on another host."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from ronde.errors import Failure
 from ronde.launch.hosts.host import Host
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a host does not start an agent.
-
-    Attributes:
-        reason: What is wrong: ``key refused``.
-        cure: What to do or type: ``ssh-copy-id node2``.
-        is_transient: Whether the same call may well succeed in a moment.
-    """
-
-    reason: str
-    cure: str
-    is_transient: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class HostFailure:
-    """A host that cannot take part in a job: what ``errors.HostError`` lists.
-
-    Attributes:
-        host: Its name.
-        failure: Why.
-    """
-
-    host: str
-    failure: Failure
 
 
 class Spawner(Protocol):

@@ -2,8 +2,8 @@
 
 import shlex
 
+from ronde.errors import Failure
 from ronde.launch.hosts.host import Host
-from ronde.launch.spawners.base import Failure
 
 _NOT_FOUND = 127
 _NOT_EXECUTABLE = 126

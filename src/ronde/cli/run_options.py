@@ -1,0 +1,169 @@
+"""The options of ``ronde run``, and its help."""
+
+import argparse
+from typing import NoReturn
+
+from ronde.cli.binding_options import add_binding_options
+from ronde.cli.horovod_options import add_horovod_options
+from ronde.cli.join_options import add_join_options
+from ronde.cli.output_options import add_output_options
+from ronde.cli.ssh_options import add_ssh_options
+from ronde.errors import UsageError
+from ronde.world.engines import ALGORITHMS, ENGINES
+
+DEFAULT_GRACE = "15s"
+_NO_RESTART_CODES = "93"
+
+_EPILOG = """\
+A rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK and so on (torchrun's names).
+The first rank to fail ends the job: the others get SIGTERM, and after the grace all
+that is left of the job is killed, whatever session it is in.
+
+exit code: 0 when all ranks ended with 0, else the code of the rank that failed first
+(128 plus the number of a signal); 130 after Ctrl-C, 143 after SIGTERM; 64 when the
+job could not start as asked; 70 when the launcher itself failed.
+
+horovodrun's options are understood too; a script that imports horovod finds ronde,
+unless Horovod itself is installed: see docs/how-to/horovod-scripts.md.
+
+examples:
+  ronde run train.py --epochs 3
+  ronde run -n 4 --log-dir logs -- python -m mypackage.train
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage and exit with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. Type: ronde run --help")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return what reads the words after ``ronde run``."""
+    parser = _Parser(
+        prog="ronde run",
+        usage="ronde run [-n N] [options] [--] program [arguments]",
+        description="Start a program once for every slot of one host or of many.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_options(parser)
+    _add_engine_options(parser)
+    _add_timeline_options(parser)
+    add_ssh_options(parser)
+    _add_network_options(parser)
+    add_binding_options(parser)
+    add_output_options(parser)
+    add_join_options(parser)
+    add_horovod_options(parser)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        *("-n", "-np", "--num-proc", "--nproc-per-node"),
+        dest="num_proc",
+        metavar="N",
+        default="auto",
+        help="ranks to start; auto (the default) is one a slot: a GPU, else a core",
+    )
+    add(
+        *("-x", "--env"),
+        dest="env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="set a variable for all ranks, or pass it on, as NAME or 'PREFIX*'",
+    )
+    add("--chdir", default="", metavar="DIR", help="directory the ranks start in")
+    add(
+        "--grace",
+        default=DEFAULT_GRACE,
+        metavar="TIME",
+        help="between SIGTERM and SIGKILL, as 500ms, 5s or 2m (default: 15s)",
+    )
+    add(
+        "--max-restarts",
+        default="0",
+        metavar="R",
+        help="start all ranks again, up to R times, when one fails or a host is lost",
+    )
+    add(
+        "--no-restart-codes",
+        default=_NO_RESTART_CODES,
+        metavar="CODES",
+        help="exit codes after which they are not, as 93,64 (default: 93)",
+    )
+    add(
+        "--master-port",
+        default="0",
+        metavar="PORT",
+        help="port the ranks meet at (default: a free one)",
+    )
+    add(
+        "--nested",
+        action="store_true",
+        help="start a world of its own inside a rank of another",
+    )
+    add(
+        "--no-horovod-alias",
+        action="store_true",
+        help="do not let ronde stand in for Horovod where that is not installed",
+    )
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--engine",
+        default="",
+        metavar="NAME",
+        help=f"what moves the tensors: {', '.join(ENGINES)} (default: auto)",
+    )
+    add(
+        "--algorithm",
+        default="",
+        metavar="NAME",
+        help=f"schedule of --engine scheduled: {', '.join(ALGORITHMS)}",
+    )
+
+
+def _add_timeline_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--timeline",
+        default="",
+        metavar="FILE",
+        help="write what all ranks did and who waited for whom to FILE, a trace for "
+        "Perfetto and ronde trace; packed where it ends in .gz",
+    )
+    add(
+        "--timeline-limit",
+        default="",
+        metavar="SIZE",
+        help="of that file; what is oldest is left out (default: 32MiB)",
+    )
+
+
+def _add_network_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--interface",
+        default="",
+        metavar="NAMES",
+        help="network interfaces the ranks may use, as ib0,eth0 (default: by routes)",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="ask all hosts, print the whole plan, and start nothing",
+    )
+    add(
+        "--preflight",
+        action="store_true",
+        help="check each host first, and start nothing where one is not fit",
+    )
