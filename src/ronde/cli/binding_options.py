@@ -16,9 +16,9 @@ def add_binding_options(parser: argparse.ArgumentParser) -> None:
         "--bind",
         metavar="HOW",
         default="none",
-        help="bind each rank to cores: core (its own, near its GPU, else an even part), "
-        "numa (the memory node near its GPU), auto (what helps there) or none (the "
-        "default)",
+        help="bind each rank to cores: core (own ones near its GPU, else an even part "
+        "of all), numa (the memory node near its GPU), auto (what helps there) or none "
+        "(the default)",
     )
     add(
         "--gpu-view",

@@ -92,9 +92,10 @@ def _nvidia(root: str) -> tuple[Gpu, ...]:
     if not addresses:
         return _nvidia_files(root)
     found: list[Gpu] = []
-    for address in addresses:
+    for position, address in enumerate(addresses):
         told = _fields(read_text(f"{directory}/{address}/information"))
-        if _may_open(f"{root}/dev/nvidia{told.get('Device Minor', '')}"):
+        minor = told.get("Device Minor", position)
+        if _may_open(f"{root}/dev/nvidia{minor}"):
             path = read_path(f"{root}/sys/bus/pci/devices/{address}")
             uuid = told.get("GPU UUID", "")
             found.append(

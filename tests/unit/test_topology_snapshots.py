@@ -1,0 +1,96 @@
+"""Machines of other people, as their kernels showed them."""
+
+import re
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ronde.topology.machine import Core, Machine
+from ronde.topology.sysfs import read_machine
+
+SNAPSHOTS = Path(__file__).parents[2].parent / "shared" / "samples" / "sysfs_snapshots"
+
+pytestmark = pytest.mark.skipif(
+    not SNAPSHOTS.is_dir(), reason=f"hwloc's snapshots are not at {SNAPSHOTS}"
+)
+
+
+# All that is looked at: a snapshot has thousands of files more, which take seconds.
+READ = re.compile(
+    r"sys/devices/system/(cpu/online|cpu/cpu\d+/topology/thread_siblings)"
+    r"|sys/devices/system/node/node\d+/cpumap"
+    r"|sys/devices/pci.*/(numa_node|(carrier|type|speed)|ports/\d+/(state|rate))"
+    r"|sys/(class/(net|infiniband)|bus/pci/devices)/[^/]+"
+    r"|sys/fs/cgroup/cpuset/.*cpuset\.(cpus|effective_cpus)"
+    r"|proc/self/(status|cgroup)|proc/driver/nvidia/gpus/[^/]+"
+)
+
+
+def is_read(member: tarfile.TarInfo) -> bool:
+    return READ.fullmatch(member.name.partition("/")[2]) is not None
+
+
+def unpack(name: str, directory: Path) -> Path:
+    with tarfile.open(SNAPSHOTS / f"hwloc_{name}.tar.bz2") as archive:
+        archive.extractall(directory, filter(is_read, archive), filter="tar")
+    (tree,) = directory.iterdir()
+    return tree
+
+
+def num_cores_by_node(machine: Machine) -> dict[int, int]:
+    return dict(Counter(core.node for core in machine.cores))
+
+
+@pytest.mark.parametrize(
+    ("name", "by_node", "threads"),
+    [
+        ("128arm-2pa2n8cluster4co", dict.fromkeys(range(4), 32), 1),
+        ("256ppc-8n8s4t", dict.fromkeys((0, 1, 4, 5, 8, 9, 12, 13), 8), 4),
+        ("32em64t-2n8c+dax+nvme+mic+dimms", {0: 8, 1: 8}, 1),
+        ("40intel64-4n10c+pci-conflicts", dict.fromkeys(range(4), 10), 1),
+        (
+            "48amd64-4pa2n6c-sparse",
+            dict.fromkeys((0, 1, 2, 33, 34, 45, 72, 73), 6),
+            1,
+        ),
+        # Node 0 went with CPU 0; of CPUs 4-20 the kernel places the odd ones.
+        ("offline-cpu0-node0", {-1: 9, 1: 8}, 1),
+        # 32 CPUs are online, and the cpuset leaves those of the first node.
+        ("nvidiagpunumanodes", {0: 4}, 4),
+    ],
+)
+def test_cores_are_counted_by_memory_node(name, by_node, threads, tmp_path):
+    machine = read_machine(unpack(name, tmp_path))
+    assert num_cores_by_node(machine) == by_node
+    assert {len(core.cpus) for core in machine.cores} == {threads}
+
+
+def test_the_cores_of_a_node_may_be_numbered_in_strides(tmp_path):
+    machine = read_machine(unpack("40intel64-4n10c+pci-conflicts", tmp_path))
+    assert machine.cores[:3] == (Core((0,), 0), Core((4,), 0), Core((8,), 0))
+    assert machine.cores[-1] == Core((39,), 3)
+
+
+def test_adapters_that_are_up_have_rate_and_place(tmp_path):
+    machine = read_machine(unpack("32em64t-2n8c+dax+nvme+mic+dimms", tmp_path))
+    told = {n.name: (n.kind, n.bus_id, n.node, n.mbit_per_s) for n in machine.nics}
+    assert told == {
+        "eth0": ("ethernet", "0000:02:00.0", 0, 1000),
+        "ib0": ("ethernet", "0000:82:00.0", 1, 0),
+        "mlx4_0": ("infiniband", "0000:82:00.0", 1, 56000),
+    }
+    assert machine.nics[0].path == "pci0000:00/0000:00:01.1/0000:02:00.0"
+
+
+def test_gpus_are_those_whose_files_may_be_opened(tmp_path):
+    tree = unpack("nvidiagpunumanodes", tmp_path)
+    assert read_machine(tree).gpus == ()
+    (tree / "dev").mkdir()
+    for minor in (0, 1, 2, 5):
+        (tree / "dev" / f"nvidia{minor}").touch()
+    gpus = read_machine(tree).gpus
+    addresses = ["0004:05:00.0", "0004:06:00.0", "0006:00:00.0", "0035:05:00.0"]
+    assert [gpu.bus_id for gpu in gpus] == addresses
+    assert [gpu.visible_as for gpu in gpus] == ["0", "1", "2", "3"]
