@@ -5,8 +5,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ronde.errors import Failure
 from ronde.launch.hosts.host import Host
-from ronde.launch.spawners.base import Failure
 from ronde.launch.spawners.by_hand import (
     explain_program,
     last_line,
@@ -126,16 +126,29 @@ class SshSpawner:
         """See ``Spawner``."""
         if exit_code != _FAILED:
             return explain_program(exit_code, said)
-        ssh = type_there(self.name, host)
-        for complaint in _COMPLAINTS:
-            if complaint.said.search(said):
-                cure = complaint.cure.format(
-                    ssh=ssh,
-                    copy_id=shlex.join(["ssh-copy-id", *type_login(host)]),
-                    forget=shlex.join(["ssh-keygen", "-R", _known_name(host)]),
-                )
-                return Failure(complaint.reason, cure, complaint.is_transient)
-        return Failure(f"ssh failed: {last_line(said) or 'it said nothing'}", ssh)
+        failure = explain_connection(host, said)
+        if failure is not None:
+            return failure
+        last = last_line(said) or "it said nothing"
+        return Failure(f"ssh failed: {last}", type_there(self.name, host))
+
+
+def explain_connection(host: Host, said: str) -> Failure | None:
+    """Say what an ssh complains of; None where it does not.
+
+    Args:
+        host: Where it was to lead.
+        said: All that it said, and others beside it.
+    """
+    for complaint in _COMPLAINTS:
+        if complaint.said.search(said):
+            cure = complaint.cure.format(
+                ssh=type_there("ssh", host),
+                copy_id=shlex.join(["ssh-copy-id", *type_login(host)]),
+                forget=shlex.join(["ssh-keygen", "-R", _known_name(host)]),
+            )
+            return Failure(complaint.reason, cure, complaint.is_transient)
+    return None
 
 
 def _known_name(host: Host) -> str:

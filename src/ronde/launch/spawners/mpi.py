@@ -1,0 +1,126 @@
+"""Programs on other hosts by one ``mpirun`` a host: Open MPI 5 or MPICH's Hydra.
+
+How ``mpirun`` itself reaches a host, by ssh or by a cluster's own means, is its own
+business. No ``mpirun`` passes bytes as they are: see ``ferry``.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from ronde.errors import Failure, UsageError
+from ronde.launch.hosts.host import Host
+from ronde.launch.spawners.by_hand import explain_program, last_line
+from ronde.launch.spawners.ssh import explain_connection
+
+_VERSION_S = 10.0
+_FERRY = (
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "from ronde.launch.spawners.ferry import main; main()"
+)
+_FERRY_THERE = "import sys; del sys.path[0]; exec(sys.stdin.buffer.raw.readline(65536))"
+_CURE = "Install Open MPI 5 or MPICH, or choose another --launcher."
+
+
+class MpiSpawner:
+    """Starts programs by ``mpirun``.
+
+    Args:
+        mpirun: Its path.
+        python: The Python on the other hosts.
+        ssh_args: What it gives to ssh, where it uses that.
+    """
+
+    name = "mpirun"
+
+    def __init__(self, mpirun: str, python: str, ssh_args: Sequence[str] = ()) -> None:
+        self._mpirun = mpirun
+        self._python = python
+        self._ssh_args = tuple(ssh_args)
+
+    @cached_property
+    def _is_hydra(self) -> bool:
+        """Whether it is MPICH's.
+
+        Raises:
+            UsageError: It is neither that nor Open MPI's.
+        """
+        done = subprocess.run(
+            [self._mpirun, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_VERSION_S,
+            check=False,
+        )
+        if "HYDRA" in done.stdout:
+            return True
+        if "(Open MPI) 5." in done.stdout:
+            return False
+        raise UsageError(
+            f"mpirun must be Open MPI's, version 5, or MPICH's, got {self._mpirun!r}, "
+            f"which says {last_line(done.stdout + done.stderr)!r}. {_CURE}"
+        )
+
+    def command(self, host: Host, words: Sequence[str]) -> list[str]:
+        """See ``Spawner``.
+
+        Raises:
+            UsageError: This ``mpirun`` is of neither kind.
+        """
+        package_dir = str(Path(__file__).parents[3])
+        near = [sys.executable, "-I", "-S", "-c", _FERRY, package_dir]
+        call = f"ferry_there({list(words)!a})"
+        far = [self._python, "-E", "-S", "-c", _FERRY_THERE]
+        launcher = self._hydra(host) if self._is_hydra else self._open_mpi(host)
+        return [*near, call, *launcher, *far]
+
+    def _open_mpi(self, host: Host) -> list[str]:
+        ssh_args = self._ssh_words(host)
+        return [
+            self._mpirun,
+            *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
+            *(["--prtemca", "plm_ssh_args", ssh_args] if ssh_args else []),
+            *("--host", f"{host.name}:1", "-n", "1"),
+            *("--bind-to", "none", "--wdir", "/"),
+        ]
+
+    def _hydra(self, host: Host) -> list[str]:
+        ssh_args = self._ssh_words(host)
+        return [
+            *(["env", f"HYDRA_LAUNCHER_EXTRA_ARGS={ssh_args}"] if ssh_args else []),
+            self._mpirun,
+            *("-hosts", host.name, "-n", "1"),
+            *("-bind-to", "none", "-wdir", "/"),
+            "-genvnone",  # else it hands over all of ours, secrets too, by open TCP
+        ]
+
+    def _ssh_words(self, host: Host) -> str:
+        port = ["-p", str(host.port)] if host.port else []
+        user = ["-l", host.user] if host.user else []
+        return shlex.join([*self._ssh_args, *port, *user])
+
+    def explain(self, host: Host, exit_code: int, said: str) -> Failure:
+        """See ``Spawner``."""
+        failure = explain_connection(host, said)
+        return failure or explain_program(exit_code, said)
+
+
+def find_mpirun(search_path: str) -> str:
+    """Return the path of ``mpirun``: on the search path, or beside this Python.
+
+    Raises:
+        UsageError: It is nowhere.
+    """
+    beside = str(Path(sys.executable).parent)
+    for directory in (*search_path.split(os.pathsep), beside):
+        path = Path(directory or ".") / "mpirun"
+        if path.is_file() and os.access(path, os.X_OK):
+            return str(path)
+    raise UsageError(
+        f"mpirun must be installed for --launcher mpi, got none on PATH. {_CURE}"
+    )

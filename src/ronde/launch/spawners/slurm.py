@@ -1,0 +1,61 @@
+"""Programs on the hosts of a Slurm allocation, by one ``srun`` a host.
+
+Slurm passes bytes as they are and at once in both directions, and the end of input. It
+does not notice an ``srun`` that was killed outright: a program that was told of nothing
+must then end by itself. Another signal makes ``srun`` kill all of the step.
+"""
+
+from collections.abc import Sequence
+
+from ronde.errors import Failure
+from ronde.launch.hosts.host import Host
+from ronde.launch.spawners.by_hand import explain_program, last_line
+
+# Nothing else is handed over: the whole environment would show secrets to Slurm.
+_EXPORTED = "HOME,USER,LOGNAME,SHELL,PATH,LD_LIBRARY_PATH"
+_STEP = (
+    *("--nodes=1", "--ntasks=1", "--ntasks-per-node=1"),
+    "--overlap",  # beside whatever runs there, with all that the job has there
+    "--unbuffered",
+    "--cpu-bind=none",
+    "--mpi=none",
+    "--kill-on-bad-exit=0",
+    "--chdir=/",  # the one directory that is everywhere
+    f"--export={_EXPORTED}",
+)
+_CHATTER = "cluster configuration lacks support for cpu binding"
+
+
+class SlurmSpawner:
+    """Starts programs by ``srun``, inside an allocation."""
+
+    name = "srun"
+
+    def command(self, host: Host, words: Sequence[str]) -> list[str]:
+        """See ``Spawner``."""
+        return ["srun", f"--nodelist={host.name}", *_STEP, "--", *words]
+
+    def explain(self, host: Host, exit_code: int, said: str) -> Failure:
+        """See ``Spawner``."""
+        told = "\n".join(line for line in said.splitlines() if _CHATTER not in line)
+        for words, reason, cure in (
+            ("execve()", "its Python is not there", "name the one there with --python"),
+            (
+                "Invalid node name",
+                "unknown to Slurm",
+                f"scontrol show node {host.name}",
+            ),
+            (
+                "not in job's allocation",
+                "not in this allocation",
+                "scontrol show hostnames shows what is",
+            ),
+            ("nvalid job id", "the allocation is over", "salloc or sbatch a new one"),
+        ):
+            if words in told:
+                return Failure(f"{reason}: {last_line(_blamed(told, words))}", cure)
+        return explain_program(exit_code, told)
+
+
+def _blamed(told: str, words: str) -> str:
+    return next(line for line in told.splitlines() if words in line)
