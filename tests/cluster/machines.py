@@ -25,10 +25,15 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.cluster.machine_files import (
+    BRIDGE_SCRIPT,
+    HOST_SCRIPT,
+    Machine,
+    write_files,
+)
 from tests.cluster.observation import Process, Socket, processes_of, sockets_of
 
 ROOT = Path(__file__).parents[2]
@@ -43,94 +48,9 @@ _UNSHARE = ("unshare", *_SPACES)
 # A process that ends with the thread that starts it.
 _LEASED = ("setpriv", "--pdeathsig", "KILL")
 
-_BRIDGE = """
-ip link add bridge type bridge mcast_snooping 0
-ip link set bridge up
-echo up
-exec sleep infinity
-"""
-
-# Its standard input says when the link is there. The first process of a host must reap
-# orphans: children of one that ignores SIGCHLD are reaped by the kernel.
-_HOST = """
-set -e
-name=$1 folder=$2 address=$3 address6=$4 limit=$5
-read -r _
-hostname "$name"
-ip link set lo up
-ip address add "$address/24" dev eth0
-ip address add "$address6/64" dev eth0 nodad
-ip link set eth0 up
-tc qdisc add dev eth0 root tbf $limit
-mount -n --bind "$folder/hosts" /etc/hosts
-mkdir "$folder/mount"
-mount -n -t sysfs sysfs "$folder/mount"
-mount -n --rbind /sys/fs/cgroup "$folder/mount/fs/cgroup"
-mount -n --move "$folder/mount" /sys
-while read -r private; do
-    mount -n -t tmpfs -o mode=1777 tmpfs "$folder/mount"
-    while read -r kept; do
-        case $kept in "$private"/*)
-            mkdir -p "$folder/mount${kept#"$private"}"
-            mount -n --bind "$kept" "$folder/mount${kept#"$private"}"
-        esac
-    done <"$folder/kept"
-    mount -n --move "$folder/mount" "$private"
-done <"$folder/private"
-rmdir "$folder/mount"
-mkdir -m 755 /run/sshd
-$(command -v sshd) -f "$folder/sshd_config" -E "$folder/sshd.log"
-until test -s /run/sshd.pid; do sleep 0.01; done
-echo up
-exec env --ignore-signal=CHLD sleep infinity
-"""
-
-_SSHD = """
-HostKey {folder}/host_key
-AuthorizedKeysFile {keys}
-PidFile /run/sshd.pid
-StrictModes no
-UsePAM no
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-PermitRootLogin yes
-MaxStartups 100
-PrintMotd no
-"""
-
-_SSH = """
-Host *
-    IdentityFile {folder}/user_key
-    IdentitiesOnly yes
-    IdentityAgent none
-    UserKnownHostsFile {folder}/known_hosts
-    GlobalKnownHostsFile none
-    StrictHostKeyChecking yes
-"""
-
 
 class ClusterError(Exception):
     """Hosts cannot be made here."""
-
-
-@dataclass(slots=True)
-class Machine:
-    """One host.
-
-    Attributes:
-        name: What its own programs and the others call it: ``node1`` is the first.
-        address: Its IPv4 address.
-        address6: Its IPv6 address.
-        folder: Its files: ``hosts`` (its ``/etc/hosts``, to be written to in place),
-            ``sshd_config`` and ``sshd.log``. Every host sees it.
-        init_pid: Its first process, as seen from outside.
-    """
-
-    name: str
-    address: str
-    address6: str
-    folder: Path
-    init_pid: int = 0
 
 
 class HostProcess(subprocess.Popen[Any]):
@@ -228,16 +148,8 @@ class Cluster:
 
     def boot_all(self, private: Sequence[Path], kept: Sequence[Path]) -> None:
         """Write all files and start all hosts, at once."""
-        _make_key(self.folder / "user_key")
-        known: list[str] = []
-        for host in self.hosts:
-            host.folder.mkdir()
-            key = _make_key(host.folder / "host_key")
-            known.append(f"{host.name},{host.address},{host.address6} {key}\n")
-            self._write_files(host, private, kept)
-        (self.folder / "known_hosts").write_text("".join(known))
-        self.ssh_config.write_text(_SSH.format(folder=self.folder))
-        unshare = ("unshare", "--net", "sh", "-ec", _BRIDGE)
+        write_files(self.folder, self.hosts, private, kept)
+        unshare = ("unshare", "--net", "sh", "-ec", BRIDGE_SCRIPT)
         self._leases["bridge"] = _start((*_LEASED, *unshare), self.folder / "bridge")
         _wait_up(self._leases["bridge"], self.folder / "bridge")
         for host in self.hosts:
@@ -358,28 +270,10 @@ class Cluster:
             _end(lease)
         self._leases.clear()
 
-    def _write_files(
-        self, host: Machine, private: Sequence[Path], kept: Sequence[Path]
-    ) -> None:
-        hosts = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
-        for other in self.hosts:
-            hosts += [f"{other.address} {other.name}", f"{other.address6} {other.name}"]
-        always = (Path("/dev/shm"), Path("/tmp"), Path("/run"))  # noqa: S108
-        written = {
-            "hosts": hosts,
-            "private": [str(path.resolve()) for path in (*always, *private)],
-            "kept": [str(path.resolve()) for path in kept],
-        }
-        for name, lines in written.items():
-            (host.folder / name).write_text("".join(f"{line}\n" for line in lines))
-        keys = self.folder / "user_key.pub"
-        config = _SSHD.format(folder=host.folder, keys=keys)
-        (host.folder / "sshd_config").write_text(config)
-
     def _begin_boot(self, host: Machine) -> None:
         unshare = (*_UNSHARE, "--fork", "--kill-child", "--mount-proc")
         given = (host.name, host.folder, host.address, host.address6, self._limit)
-        words = (*unshare, "sh", "-c", _HOST, "sh", *map(str, given))
+        words = (*unshare, "sh", "-c", HOST_SCRIPT, "sh", *map(str, given))
         lease = _start((*_LEASED, *words), host.folder / "boot.log")
         self._leases[host.name] = lease
         host.init_pid = _only_child(lease)
@@ -451,13 +345,6 @@ def _end(lease: "subprocess.Popen[str]") -> None:
 def _hardware_address(host: Machine) -> str:
     """Return the link's: a host that comes back is where the others remember it."""
     return f"02:00:00:00:00:{int(host.address.rpartition('.')[2]):02x}"
-
-
-def _make_key(path: Path) -> str:
-    """Make a key pair; return the public one."""
-    words = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(path))
-    subprocess.run(words, check=True, capture_output=True)
-    return path.with_suffix(".pub").read_text().strip()
 
 
 @contextmanager
