@@ -87,8 +87,8 @@ def _notices(
     notices: list[str] = []
     if 0 < len(gpus) < num_ranks:
         notices.append(
-            f"{name}: {num_ranks} ranks have {len(gpus)} GPUs, so that they share "
-            "them or use none."
+            f"{name}: {num_ranks} ranks and fewer GPUs, {len(gpus)}, so that ranks "
+            "share them or use none."
         )
     crowded = next((b for b in bindings if not b.has_enough), None)
     if crowded:

@@ -1,0 +1,280 @@
+"""What of its host each rank gets."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.errors import UsageError
+from ronde.launch.hosts.host import Host
+from ronde.launch.placement.binding import Binding, BindMode, bind
+from ronde.launch.placement.devices import GpuView, assign_gpus, choose_gpus
+from ronde.launch.placement.nearness import nearest_nics
+from ronde.launch.placement.rank_placement import PlacementRequest, place_ranks
+from ronde.topology.machine import UNKNOWN_NODE, Core, Gpu, Machine, Nic
+
+
+def gpu(index: int, node: int = 0, bus: str = "pci0000:00") -> Gpu:
+    return Gpu(
+        index=index,
+        bus_id=f"0000:{index:02x}:00.0",
+        node=node,
+        name="H100",
+        maker="nvidia",
+        uuid=f"GPU-{index}f-aa",
+        path=f"{bus}/0000:{index:02x}:00.0",
+        visible_as=str(index),
+    )
+
+
+def nic(name: str, bus: str, node: int = 0, *, mbit: int = 400_000) -> Nic:
+    return Nic(name, "infiniband", "", node, mbit, f"{bus}/0000:f0:00.0")
+
+
+def machine(by_node: dict[int, int], *, threads: int = 1, limit: float = 0.0, gpus=()):
+    """Return one with so many cores a node, siblings numbered as Linux does."""
+    nodes = [node for node, count in sorted(by_node.items()) for _ in range(count)]
+    cores = tuple(
+        Core(tuple(n + len(nodes) * t for t in range(threads)), node)
+        for n, node in enumerate(nodes)
+    )
+    return Machine(cores, limit, tuple(gpus), ())
+
+
+@st.composite
+def situations(draw):
+    """Draw a machine, a number of ranks, a mode and each rank's GPU."""
+    ids = st.sampled_from([UNKNOWN_NODE, 0, 1, 8, 250])
+    by_node = draw(st.dictionaries(ids, st.integers(1, 9), min_size=1, max_size=4))
+    limit = draw(st.sampled_from([0.0, 0.5, 2.0, 7.5, 100.0]))
+    whole = machine(by_node, threads=draw(st.integers(1, 3)), limit=limit)
+    num_ranks = draw(st.integers(1, 12))
+    near = st.one_of(st.none(), ids.map(lambda node: gpu(0, node)))
+    gpus = draw(
+        st.one_of(
+            st.just([None] * num_ranks),
+            st.lists(near, min_size=num_ranks, max_size=num_ranks),
+        )
+    )
+    return whole, num_ranks, draw(st.sampled_from(BindMode)), gpus
+
+
+def cores_of(binding: Binding, whole: Machine) -> list[Core]:
+    return [core for core in whole.cores if set(core.cpus) & set(binding.cpus)]
+
+
+@given(situations())
+def test_every_rank_is_bound_within_the_machine_and_always_alike(situation):
+    whole, num_ranks, mode, gpus = situation
+    bindings = bind(whole, num_ranks, mode, gpus)
+    assert len(bindings) == num_ranks
+    assert bindings == bind(whole, num_ranks, mode, list(gpus))
+    for binding in bindings:
+        cores = cores_of(binding, whole)
+        threads = sorted(cpu for core in cores for cpu in core.cpus)
+        assert list(binding.cpus) == threads, "siblings stay together"
+        nodes = {core.node for core in cores}
+        assert binding.memory_node == UNKNOWN_NODE or nodes == {binding.memory_node}
+        assert binding.why
+        assert bool(binding.cpus) != binding.why.startswith("not bound")
+
+
+@given(situations())
+def test_no_more_threads_are_promised_than_there_are_cores(situation):
+    whole, num_ranks, mode, gpus = situation
+    counts = [b.num_cores for b in bind(whole, num_ranks, mode, gpus)]
+    assert min(counts) >= 1
+    assert sum(counts) <= max(len(whole.cores), num_ranks)
+    if whole.cpu_limit:
+        assert sum(counts) <= max(whole.cpu_limit, num_ranks)
+
+
+@given(situations())
+def test_cores_of_its_own_means_nobody_elses(situation):
+    whole, num_ranks, _, gpus = situation
+    bindings = bind(whole, num_ranks, BindMode.CORE, gpus)
+    taken = [set(b.cpus) for b in bindings if b.has_enough]
+    assert sum(map(len, taken)) == len(set().union(*taken))
+    for binding in bindings:
+        if not binding.has_enough:
+            sharing = [b for b in bindings if b.cpus == binding.cpus]
+            assert len(sharing) > len(cores_of(binding, whole))
+
+
+@given(situations())
+def test_without_gpus_the_blocks_are_even_contiguous_and_complete(situation):
+    whole, num_ranks, _, _ = situation
+    bindings = bind(whole, num_ranks, BindMode.CORE, [None] * num_ranks)
+    blocks = [cores_of(binding, whole) for binding in bindings]
+    if len(whole.cores) < num_ranks:
+        assert all(block == list(whole.cores) for block in blocks)
+        return
+    assert [core for block in blocks for core in block] == list(whole.cores)
+    sizes = [len(block) for block in blocks]
+    assert all(0 <= low - high <= 1 for low, high in pairwise(sizes))
+    assert sizes[0] - sizes[-1] <= 1
+
+
+@given(situations())
+def test_what_is_near_a_gpu_is_divided_among_its_ranks(situation):
+    whole, num_ranks, _, gpus = situation
+    nodes = {core.node for core in whole.cores} - {UNKNOWN_NODE}
+    if not all(each and each.node in nodes for each in gpus):
+        return
+    for binding, each in zip(
+        bind(whole, num_ranks, BindMode.CORE, gpus), gpus, strict=True
+    ):
+        assert {core.node for core in cores_of(binding, whole)} == {each.node}
+
+
+@given(situations())
+def test_auto_never_crowds_and_leaves_a_quota_alone(situation):
+    whole, num_ranks, _, gpus = situation
+    bindings = bind(whole, num_ranks, BindMode.AUTO, gpus)
+    assert all(binding.has_enough for binding in bindings)
+    if 0 < whole.cpu_limit < len(whole.cores):
+        assert not any(binding.cpus for binding in bindings)
+
+
+def test_two_nodes_of_two_threads_are_halved_for_two_ranks():
+    whole = machine({0: 2, 1: 2}, threads=2)
+    first, second = bind(whole, 2, BindMode.CORE, [None, None])
+    assert (first.cpus, first.memory_node, first.num_cores) == ((0, 1, 4, 5), 0, 2)
+    assert (second.cpus, second.memory_node) == ((2, 3, 6, 7), 1)
+
+
+def test_ranks_near_one_node_have_all_of_it_with_numa():
+    whole = machine({0: 4, 1: 4})
+    near = [gpu(0, 1), gpu(1, 1), gpu(2, 0), gpu(3, 0)]
+    bindings = bind(whole, 4, BindMode.NUMA, near)
+    assert [b.cpus for b in bindings] == [(4, 5, 6, 7)] * 2 + [(0, 1, 2, 3)] * 2
+    assert [b.memory_node for b in bindings] == [1, 1, 0, 0]
+    assert {b.num_cores for b in bindings} == {2}
+
+
+def test_three_ranks_without_gpus_spread_over_two_nodes():
+    bindings = bind(machine({0: 4, 8: 2}), 3, BindMode.NUMA, [None] * 3)
+    assert [b.memory_node for b in bindings] == [0, 0, 8]
+    assert [b.num_cores for b in bindings] == [2, 2, 2]
+
+
+def test_one_memory_node_is_no_reason_to_bind_but_cores_are():
+    whole = machine({0: 4}, gpus=[gpu(0)])
+    for mode in (BindMode.NUMA, BindMode.AUTO):
+        (binding,) = bind(whole, 1, mode, [gpu(0)])
+        assert binding.cpus == ()
+    first, _ = bind(whole, 2, BindMode.AUTO, [None, None])
+    assert first.cpus == (0, 1)
+    assert first.memory_node == UNKNOWN_NODE, "there is no other to prefer it to"
+
+
+def test_a_gpu_that_the_kernel_does_not_place_binds_nobody_by_itself():
+    whole = machine({0: 2, 1: 2})
+    unplaced = [gpu(0, 0), gpu(1, UNKNOWN_NODE)]
+    assert not any(b.cpus for b in bind(whole, 2, BindMode.AUTO, unplaced))
+    asked = bind(whole, 2, BindMode.CORE, unplaced)
+    assert [b.cpus for b in asked] == [(0, 1), (2, 3)]
+
+
+def test_fewer_cores_than_ranks_are_shared_and_told_of():
+    placement = place_ranks(
+        machine({0: 2}),
+        Host("n1"),
+        3,
+        PlacementRequest(BindMode.CORE, GpuView.ALL),
+        {},
+    )
+    assert [place.cpus for place in placement.places] == [(0, 1)] * 3
+    assert placement.notices == ("n1: 3 ranks share 2 cores.",)
+
+
+def test_a_quota_caps_the_threads_of_who_asked_to_be_bound():
+    first, second = bind(machine({0: 8}, limit=2.5), 2, BindMode.CORE, [None] * 2)
+    assert first.cpus == (0, 1, 2, 3)
+    assert (first.num_cores, second.num_cores) == (1, 1)
+
+
+def test_every_rank_sees_all_and_is_expected_to_use_its_own():
+    devices = assign_gpus([gpu(0), gpu(1)], 2, GpuView.ALL, is_choice=False)
+    assert [d.gpu and d.gpu.index for d in devices] == [0, 1]
+    assert [d.env for d in devices] == [{}, {}]
+
+
+def test_a_rank_that_sees_one_sees_its_own_by_the_number_the_bus_gives_it():
+    devices = assign_gpus([gpu(5), gpu(3)], 2, GpuView.ONE, is_choice=False)
+    assert [d.env for d in devices] == [
+        {"CUDA_VISIBLE_DEVICES": "5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        {"CUDA_VISIBLE_DEVICES": "3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+    ]
+
+
+@pytest.mark.parametrize("gpus", [[], [gpu(0)]])
+def test_one_gpu_each_needs_as_many_as_ranks(gpus):
+    with pytest.raises(UsageError, match=rf"got 2 ranks and {len(gpus)} GPUs\. Start"):
+        assign_gpus(gpus, 2, GpuView.ONE, is_choice=False)
+
+
+def test_more_ranks_than_gpus_share_or_use_none_and_are_told():
+    whole = machine({0: 4, 1: 4}, gpus=[gpu(0, 1)])
+    request = PlacementRequest(BindMode.AUTO, GpuView.ALL)
+    placement = place_ranks(whole, Host("n1"), 2, request, {})
+    assert [place.device for place in placement.places] == ["", ""]
+    assert [place.cpus for place in placement.places] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert placement.notices[0].startswith("n1: 2 ranks and fewer GPUs, 1, so that")
+
+
+def test_the_host_files_gpus_are_counted_among_those_the_host_lets_be_used():
+    inherited = [gpu(4), gpu(5), gpu(6), gpu(7)]
+    assert choose_gpus(inherited, ["2", "0"], "f line 1") == (gpu(6), gpu(4))
+    assert choose_gpus(inherited, [], "") == tuple(inherited)
+    (by_id,) = choose_gpus(inherited, ["GPU-5f"], "f line 1")
+    assert (by_id.index, by_id.visible_as) == (5, "GPU-5f")
+    for wrong in (["4"], ["0", "0"], ["-1"], ["GPU-9"]):
+        with pytest.raises(UsageError, match=r"got '.*' \(f line 1\)\. Correct it"):
+            choose_gpus(inherited, wrong, "f line 1")
+
+
+def test_a_choice_of_gpus_is_told_to_every_rank():
+    whole = machine({0: 4}, gpus=[gpu(n) for n in range(4)])
+    request = PlacementRequest(BindMode.NONE, GpuView.ALL)
+    host = Host("n1", gpus=("3", "1"))
+    places = place_ranks(whole, host, 2, request, {}).places
+    assert [place.device for place in places] == ["GPU 3 H100", "GPU 1 H100"]
+    assert {place.env["CUDA_VISIBLE_DEVICES"] for place in places} == {"3,1"}
+    hidden = place_ranks(whole, Host("n1"), 2, request, {"CUDA_VISIBLE_DEVICES": "2,0"})
+    assert [place.device for place in hidden.places] == ["GPU 2 H100", "GPU 0 H100"]
+    assert hidden.places[0].env == {}, "who hid them told the ranks already"
+
+
+def test_the_nearest_adapter_shares_most_bridges():
+    nics = [
+        nic("mlx5_0", "pci0000:00/0000:00:01.0/0000:10:00.0"),
+        nic("mlx5_1", "pci0000:00/0000:00:01.0/0000:11:00.0"),
+        nic("mlx5_2", "pci0000:80", 1),
+    ]
+    gpus = [
+        gpu(1, 0, "pci0000:00/0000:00:01.0/0000:11:00.0"),
+        gpu(2, 0, "pci0000:00/0000:00:09.0"),
+        gpu(3, 1, "pci0000:90"),
+        None,
+    ]
+    chosen = [n and n.name for n in nearest_nics(gpus, nics)]
+    assert chosen == ["mlx5_1", "mlx5_0", "mlx5_2", None]
+
+
+def test_equally_near_adapters_are_given_out_in_turn():
+    nics = [nic(f"mlx5_{n}", "pci0000:00") for n in range(2)]
+    chosen = nearest_nics([gpu(n) for n in range(4)], nics)
+    assert [n and n.name for n in chosen] == ["mlx5_0", "mlx5_1"] * 2
+
+
+def test_an_adapter_of_another_rate_or_an_unknown_place_is_none_to_train_over():
+    bus = "pci0000:00"
+    storage = nic("mlx5_9", f"{bus}/0000:01:00.0", mbit=100_000)
+    fast = [nic(f"mlx5_{n}", "pci0000:80", 1) for n in range(2)]
+    own = gpu(1, 0, f"{bus}/0000:01:00.0")
+    (chosen,) = nearest_nics([own], [storage, *fast])
+    assert chosen == fast[0]
+    nowhere = gpu(1, UNKNOWN_NODE, "pci0000:77")
+    assert nearest_nics([nowhere], fast) == (None,)
+    assert nearest_nics([own], []) == (None,)
