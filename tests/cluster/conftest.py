@@ -1,8 +1,12 @@
 """The hosts that tests on several of them share."""
 
-from collections.abc import Iterator
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
+from tests.cluster.digits import LIMIT_S, Digits, assert_done
 from tests.cluster.machines import Cluster, machines, why_not
 
 
@@ -20,3 +24,28 @@ def cluster(three_hosts) -> Iterator[Cluster]:
     """Return the three hosts; what a test does to them is undone after it."""
     yield three_hosts
     three_hosts.heal()
+
+
+@pytest.fixture(scope="session")
+def local_loss(three_hosts, tmp_path_factory) -> Callable[[int], float]:
+    """Return ``loss(size)``: of as many ranks on one host, with the engine ``gloo``.
+
+    Gloo adds in an order that depends on the ranks alone, wherever they are: on several
+    hosts its losses are the same to the last bit.
+    """
+
+    @functools.cache
+    def loss(size: int) -> float:
+        digits = Digits(tmp_path_factory.mktemp("local") / "record")
+        words = [sys.executable, "-m", "ronde", "run", "-n", str(size)]
+        environment = {"PATH": os.defpath, "OMP_NUM_THREADS": "1"}
+        done = three_hosts.run(
+            three_hosts.hosts[0],
+            [*words, "--engine", "gloo", "--", *digits.words],
+            env=environment,
+            timeout_s=LIMIT_S,
+        )
+        assert_done(done)
+        return digits.loss(size)
+
+    return loss

@@ -1,0 +1,50 @@
+"""``ronde run`` on three hosts: a training ends as it does on one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cluster.digits import (
+    LIMIT_S,
+    Digits,
+    assert_done,
+    assert_nothing_left,
+    tolerance,
+)
+
+# The loss on one host comes first, and is a training as well.
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+SIZE = 5
+
+
+def train(cluster, record, *options):
+    """Train on node1's command; return the loss."""
+    digits = Digits(record)
+    words = [sys.executable, "-m", "ronde", "run", "-H", "node1:2,node2:2,node3:1"]
+    done = cluster.run(
+        cluster.hosts[0],
+        [*words, "--ssh-args", f"-F {cluster.ssh_config}", *options, *digits.words],
+        env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "OMP_NUM_THREADS": "1"},
+        timeout_s=LIMIT_S,
+    )
+    assert_done(done)
+    assert f"digits: {SIZE} ranks" in done.stdout
+    return digits.loss(SIZE)
+
+
+def test_the_loss_on_three_hosts_is_that_on_one_to_the_last_bit(
+    cluster, tmp_path, local_loss
+):
+    loss = train(cluster, tmp_path / "record", "--engine", "gloo")
+    assert loss == local_loss(SIZE)
+    assert_nothing_left(cluster)
+
+
+def test_two_levels_change_the_loss_by_no_more_than_their_roundings(
+    cluster, tmp_path, local_loss
+):
+    """``auto`` adds large tensors host by host: in another order."""
+    loss = train(cluster, tmp_path / "record")
+    expected = local_loss(SIZE)
+    assert abs(loss - expected) <= tolerance(SIZE, expected)
+    assert_nothing_left(cluster)
