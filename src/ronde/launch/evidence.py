@@ -60,6 +60,12 @@ class Evidence:
             told.append(_explain_shared_memory())
         return "; ".join(filter(None, told))
 
+    def close(self) -> None:
+        """Look no more."""
+        if self._kernel_fd is not None:
+            os.close(self._kernel_fd)
+            self._kernel_fd = None
+
     def _explain_oom_kill(self, *, is_own: bool) -> str:
         """Tell of a kill that no line of the kernel's names."""
         if not is_own:
