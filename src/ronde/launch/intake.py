@@ -1,9 +1,8 @@
-"""What the ranks write, on its way to their files and to the controller."""
+"""What the ranks write, on its way to the controller."""
 
 import selectors
 
 from ronde.launch.frames import Output
-from ronde.launch.messages import Notice
 from ronde.launch.outbox import Outbox
 from ronde.launch.rank_process import OutputPipe
 
@@ -66,15 +65,6 @@ class Intake:
             if not pipe.is_open:
                 self._forget(pipe)
             return False
-        try:
-            pipe.log(data)
-        except OSError as error:
-            self._outbox.tell(
-                Notice(
-                    f"the log file of rank {pipe.rank} takes nothing more "
-                    f"({error.strerror}); its output goes on here only."
-                )
-            )
         self._outbox.put(Output(pipe.rank, pipe.stream, data))
         return True
 

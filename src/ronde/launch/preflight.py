@@ -1,4 +1,4 @@
-"""What an agent checks before anything starts: program, directories, log files."""
+"""What an agent checks before anything starts: program and directory."""
 
 import errno
 import os
@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from ronde.errors import UsageError
-from ronde.launch.job import Job
 
 
 def enter_directory(path: str) -> None:
@@ -79,25 +78,6 @@ def _cure(program: str) -> str:
     if program == "python":
         return f"Did you mean python3, or {sys.executable}?"
     return "Check the spelling, or give its path."
-
-
-def create_log_dirs(job: Job) -> None:
-    """Create the directory of each rank's files, readable by the user alone.
-
-    Raises:
-        UsageError: A directory cannot be made.
-    """
-    try:
-        Path(job.log_dir).mkdir(parents=True, exist_ok=True)
-        for plan in job.ranks:
-            path = Path(job.rank_log_dir(plan.rank))
-            for own in (path.parent.parent, path.parent, path):
-                own.mkdir(mode=0o700, exist_ok=own is not path)
-    except OSError as error:
-        raise UsageError(
-            f"--log-dir must be a directory that can be written, got "
-            f"{job.log_dir!r} ({_why(error)}). Create it or name another."
-        ) from None
 
 
 def _why(error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""One rank as its agent sees it: a process, two pipes and perhaps two files."""
+"""One rank as its agent sees it: a process and two pipes."""
 
 import os
 import resource
@@ -11,7 +11,7 @@ from ronde.launch.frames import Stream
 from ronde.launch.lineage import die_with_parent
 
 _READ_BYTES = 64 << 10
-_FDS_PER_RANK = 4
+_FDS_PER_RANK = 2
 _OTHER_FDS = 64
 _LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
 
@@ -24,14 +24,12 @@ class OutputPipe:
         rank: Whose.
         stream: Which.
         fd: Non-blocking, open for reading.
-        log_fd: File that gets the same bytes, or None.
         is_open: False once all writers are gone and all is read.
     """
 
     rank: int
     stream: Stream
     fd: int
-    log_fd: int | None
     is_open: bool = True
 
     def read(self) -> bytes | None:
@@ -45,31 +43,11 @@ class OutputPipe:
             return None
         return data
 
-    def log(self, data: bytes) -> None:
-        """Append to the file, if there is one.
-
-        Raises:
-            OSError: The file does not take it; it gets nothing more then.
-        """
-        rest = memoryview(data)
-        while rest and self.log_fd is not None:
-            try:
-                rest = rest[os.write(self.log_fd, rest) :]
-            except OSError:
-                self._close_log()
-                raise
-
     def close(self) -> None:
-        """Close pipe and file; may be called again."""
+        """Close the pipe; may be called again."""
         if self.is_open:
             self.is_open = False
             os.close(self.fd)
-            self._close_log()
-
-    def _close_log(self) -> None:
-        if self.log_fd is not None:
-            os.close(self.log_fd)
-            self.log_fd = None
 
 
 @dataclass(slots=True)
@@ -100,7 +78,7 @@ def start_rank(
     env: dict[str, str],
     *,
     inherited_fds: tuple[int, ...],
-    log_dir: str,
+    log_dir: str = "",  # noqa: ARG001 - until nobody gives it any more
 ) -> RankProcess:
     """Start one rank in a session of its own, which dies with this process.
 
@@ -111,8 +89,7 @@ def start_rank(
         command: Path and arguments.
         env: Its whole environment.
         inherited_fds: Descriptors it gets besides the first three.
-        log_dir: Directory that exists, for new files ``stdout.log`` and
-            ``stderr.log``; empty for none.
+        log_dir: Nothing.
 
     Raises:
         OSError: It could not be started; nothing is left open.
@@ -124,9 +101,7 @@ def start_rank(
             read_fd, write_fd = os.pipe()
             write_fds.append(write_fd)
             os.set_blocking(read_fd, False)
-            pipes.append(OutputPipe(rank, stream, read_fd, None))
-            if log_dir:
-                pipes[-1].log_fd = _create_log(f"{log_dir}/{stream.name.lower()}.log")
+            pipes.append(OutputPipe(rank, stream, read_fd))
         process = subprocess.Popen(
             command,
             env=env,
@@ -148,13 +123,8 @@ def start_rank(
     return RankProcess(rank, process, (pipes[0], pipes[1]))
 
 
-def _create_log(path: str) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW
-    return os.open(path, flags, 0o600)
-
-
 def raise_open_files_limit(num_ranks: int) -> None:
-    """Let this process have the pipes and files of so many ranks.
+    """Let this process have the pipes of so many ranks.
 
     The ranks themselves get the limit that was there before.
     """
