@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from ronde.errors import UsageError
+from ronde.launch.hosts.host import SLOTS_OPEN
 
 _TOKEN_VARIABLE = "RONDE_TOKEN_FILE"  # noqa: S105 - a name, and of a file at that
 
@@ -49,17 +50,45 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
 
 
 def require_listen_or_agent(options: argparse.Namespace) -> None:
-    """Refuse options that say how to join where nobody joins.
+    """Refuse options that contradict each other where nodes join, or where none do.
 
     Raises:
         UsageError: There are such.
     """
-    given = {"--nodes": options.nodes, "--token-file": options.token_file}
-    if not options.listen and not options.agent and any(given.values()):
+    how = "--listen" if options.listen else "--agent" if options.agent else ""
+    if options.listen and options.agent:
+        raise UsageError("--agent must stand without --listen, got both. Drop one.")
+    joining = {"--nodes": options.nodes, "--token-file": options.token_file}
+    naming = {
+        "--hosts": options.hosts,
+        "--hostfile": options.hostfile,
+        "--host-discovery-script": options.host_discovery_script,
+    }
+    for option, value in (naming if how else joining).items():
+        if not value:
+            continue
+        if how:
+            raise UsageError(
+                f"{option} must stand without {how}, got both: the nodes are those "
+                "that join. Drop one."
+            )
         raise UsageError(
-            f"{' and '.join(o for o, v in given.items() if v)} must come with --listen "
-            "or --agent, got neither. Type: ronde run --nodes 3 --listen 29400 ..."
+            f"{option} must come with --listen or --agent, got neither. Type: ronde "
+            "run --nodes 3 --listen 29400 ..."
         )
+
+
+def own_slots(options: argparse.Namespace) -> int:
+    """Return how many ranks this node takes.
+
+    Raises:
+        UsageError: ``--slots`` is no number of slots.
+    """
+    if options.slots is None:
+        return SLOTS_OPEN
+    from ronde.launch.hosts.names import MAX_SLOTS, parse_number
+
+    return parse_number(options.slots, "slots", "--slots", lowest=1, highest=MAX_SLOTS)
 
 
 def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:

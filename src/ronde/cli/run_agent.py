@@ -5,10 +5,10 @@ import os
 import subprocess
 from collections.abc import Mapping
 
-from ronde.cli.join_options import join_timeout_s, say, token_file
+from ronde.cli.exit_codes import EXIT_UNREACHABLE
+from ronde.cli.join_options import join_timeout_s, own_slots, say, token_file
 from ronde.errors import UsageError
 from ronde.launch.gathering import InterruptedStartError
-from ronde.launch.hosts.host import SLOTS_OPEN
 from ronde.launch.joining.address import parse_endpoint, with_port
 from ronde.launch.joining.knock import Knock, join_head
 from ronde.launch.joining.proof import Claim, host_name
@@ -16,16 +16,12 @@ from ronde.launch.joining.relay import relay
 from ronde.launch.joining.token import read_token
 from ronde.launch.lineage import adopt_orphans
 
-_EXIT_UNREACHABLE = 69
-
 
 def run_agent(
     options: argparse.Namespace,
     environ: Mapping[str, str],
     agent: "subprocess.Popen[bytes]",
     signal_fd: int,
-    *,
-    slots: int = SLOTS_OPEN,
 ) -> int:
     """Join the head, do as it says, and return the job's exit code.
 
@@ -34,7 +30,6 @@ def run_agent(
         environ: Of this process.
         agent: This node's, told nothing yet.
         signal_fd: From ``launch.signals.caught_signals``.
-        slots: Ranks that this node takes.
 
     Raises:
         UsageError: The options do not fit.
@@ -51,7 +46,7 @@ def run_agent(
         host=host,
         port=port,
         token=read_token(token_file(options, environ)),
-        claim=Claim(host_name(os.uname().nodename), slots),
+        claim=Claim(host_name(os.uname().nodename), own_slots(options)),
         timeout_s=join_timeout_s(options),
     )
     adopt_orphans()
@@ -66,7 +61,7 @@ def run_agent(
         return 128 + end.interrupted_by
     if end.result is None:
         say(f"the head at {where} is gone; all its ranks here were ended")
-        return _EXIT_UNREACHABLE
+        return EXIT_UNREACHABLE
     return end.result
 
 
@@ -78,7 +73,10 @@ def _refuse_head_options(options: argparse.Namespace) -> None:
     if options.program:
         raise UsageError(
             f"program must be given to the head alone, got {options.program[0]!r} with "
-            "--agent."
+            "--agent. Drop it."
         )
-    if options.listen or options.nodes:
-        raise UsageError("--agent must stand without --listen and --nodes, got both.")
+    if options.nodes:
+        raise UsageError(
+            f"--nodes must be given to the head alone, got {options.nodes} with "
+            "--agent. Drop it."
+        )

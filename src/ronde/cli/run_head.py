@@ -6,20 +6,17 @@ import subprocess
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
-from ronde.cli.join_options import join_timeout_s, say, token_file
-from ronde.errors import HostError, UsageError
+from ronde.cli.exit_codes import exit_code_of
+from ronde.cli.join_options import join_timeout_s, own_slots, say, token_file
+from ronde.errors import RondeError, UsageError
 from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hiring import Hired
-from ronde.launch.hosts.host import SLOTS_OPEN, Host
+from ronde.launch.hosts.host import Host
 from ronde.launch.joining.address import choose_address, parse_endpoint
 from ronde.launch.joining.door import Invitation, wait_for_nodes
 from ronde.launch.joining.joined import JoinedHiring
 from ronde.launch.joining.token import read_token
 from ronde.launch.joining.wire import dismiss
-
-_EXIT_USAGE = 64
-_EXIT_UNREACHABLE = 69
-_EXIT_INTERNAL = 70
 
 
 @contextmanager
@@ -28,8 +25,6 @@ def joined_nodes(
     environ: Mapping[str, str],
     agent: "subprocess.Popen[bytes]",
     signal_fd: int,
-    *,
-    slots: int = SLOTS_OPEN,
 ) -> Generator[Hired]:
     """Wait until all nodes have joined; at the end tell them how the job ended.
 
@@ -38,22 +33,25 @@ def joined_nodes(
         environ: Of this process.
         agent: This node's own, told nothing yet.
         signal_fd: From ``launch.signals.caught_signals``.
-        slots: Of this node.
 
     Raises:
         UsageError: The options do not fit, or it cannot be listened there.
         HostError: Not all nodes have come in time.
-        InterruptedStartError: The user has ended the wait.
+        SystemExit: The user has ended the wait.
     """
     invitation = read_invitation(options, environ)
-    nodes = wait_for_nodes(invitation, signal_fd, say)
-    head = Host(invitation.head, slots)
+    head = Host(invitation.head, own_slots(options))
+    try:
+        nodes = wait_for_nodes(invitation, signal_fd, say)
+    except InterruptedStartError as error:
+        # The user knows why: there is no error to tell.
+        raise SystemExit(128 + error.number) from None
     hosts = (head, *(host for host, _ in nodes))
     joined = Hired(hosts, JoinedHiring(agent, nodes))
     try:
         yield joined
-    except BaseException as error:
-        joined.exit_code = _code_of(error)
+    except RondeError as error:
+        joined.exit_code = exit_code_of(error)
         raise
     finally:
         dismiss([wire for _, wire in nodes], joined.exit_code)
@@ -82,12 +80,3 @@ def read_invitation(
         num_nodes=int(nodes) - 1,
         timeout_s=join_timeout_s(options),
     )
-
-
-def _code_of(error: BaseException) -> int:
-    """Return the exit code that this process will have."""
-    if isinstance(error, InterruptedStartError):
-        return 128 + error.number
-    if isinstance(error, UsageError):
-        return _EXIT_USAGE
-    return _EXIT_UNREACHABLE if isinstance(error, HostError) else _EXIT_INTERNAL

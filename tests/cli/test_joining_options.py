@@ -1,0 +1,77 @@
+"""What ``ronde run`` says when nodes are to join and the words do not fit."""
+
+import os
+import socket
+
+import pytest
+
+TOKEN = "0123456789abcdef" * 2
+
+
+@pytest.fixture
+def token(tmp_path):
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes", "2", "true"], "--nodes must come with --listen or --agent"),
+        (["--token-file", "x", "true"], "--token-file must come with --listen"),
+        (["--listen", "1", "true"], "at least 2 with --listen, got none"),
+        (["--listen", "1", "--nodes", "1", "true"], "at least 2 with --listen, got 1"),
+        (["--listen", "a:b", "--nodes", "2", "true"], "--listen must be HOST:PORT"),
+        (["--listen", "1", "--nodes", "2"], "program must be given"),
+        (["--listen", "1", "-H", "a:1", "true"], "--hosts must stand without --listen"),
+        (["--listen", "1", "--agent", "a:1"], "--agent must stand without --listen"),
+        (["--agent", "a"], "--agent must be HOST:PORT"),
+        (["--agent", "29400"], "--agent must be the HEAD:PORT to join"),
+        (["--agent", "a:0"], "--agent must be the HEAD:PORT to join"),
+        (["--agent", "a:1", "true"], "program must be given to the head alone"),
+        (["--agent", "a:1", "--nodes", "3"], "--nodes must be given to the head alone"),
+        (["--agent", "a:1", "--hostfile", "f"], "--hostfile must stand without"),
+        (["--agent", "a:1"], "--token-file must name a file"),
+        (["--agent", "a:1", "--token-file", "TOKEN", "--slots", "0"], "--slots"),
+        (["--agent", "a:1", "--token-file", "TOKEN", "--join-timeout", "x"], "--join-"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_sentence_and_64(ronde, token, words, said):
+    done = ronde("run", *(token if word == "TOKEN" else word for word in words))
+    errors = done.stderr.decode()
+    assert done.returncode == 64, errors
+    assert said in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_a_token_file_that_everybody_can_read_starts_nothing(ronde, token):
+    os.chmod(token, 0o644)  # noqa: PTH101
+    words = ("--listen", "127.0.0.1:0", "--nodes", "2", "--token-file", token, "true")
+    done = ronde("run", *words)
+    assert done.returncode == 64
+    assert b"chmod 600" in done.stderr
+    assert TOKEN.encode() not in done.stderr
+
+
+def test_a_head_that_nobody_joins_ends_with_69_and_says_what_to_start(ronde, token):
+    done = ronde(
+        *("run", "--listen", "127.0.0.1:0", "--nodes", "2", "--token-file", token),
+        *("--join-timeout", "300ms", "true"),
+    )
+    errors = done.stderr.decode()
+    assert done.returncode == 69, errors
+    assert "nodes that join must be 1, got 0 within 0.3 s: none. Start on" in errors
+
+
+def test_a_node_without_a_head_ends_with_69_and_says_why(ronde, token):
+    with socket.create_server(("127.0.0.1", 0)) as placeholder:
+        port = placeholder.getsockname()[1]
+    done = ronde(
+        *("run", "--agent", f"127.0.0.1:{port}", "--join-timeout", "300ms"),
+        env={"RONDE_TOKEN_FILE": token},
+    )
+    errors = done.stderr.decode()
+    assert done.returncode == 69, errors
+    assert "within 0.3 s, but nothing listens there" in errors

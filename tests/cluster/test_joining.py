@@ -1,0 +1,318 @@
+"""Jobs whose nodes join by themselves, on hosts that no ssh goes between."""
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from tests.cluster.machines import why_not
+
+from ronde.launch.inherited import own_environment
+
+SECRET = "5ec2e7" + hashlib.sha256(b"of this test alone").hexdigest()
+PORT = 29400
+LIMIT_S = 60.0
+LOST_S = 10.0
+STAY = 'touch "$0/ready.$RANK.$RONDE_EPOCH"; exec sleep 1000'
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"),
+]
+
+
+class Party:
+    """A head on the first host and nodes on the others."""
+
+    def __init__(self, cluster, folder):
+        self.cluster = cluster
+        self.folder = folder
+        self.token = folder / "token"
+        self.token.write_text(SECRET + "\n")
+        self.token.chmod(0o600)
+        self.started = []
+
+    def start(self, host, *words, **popen):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = self.cluster.start(
+            host,
+            [sys.executable, "-m", "ronde", "run", *words],
+            **{"stdin": subprocess.DEVNULL, **pipes, **popen},
+        )
+        self.started.append(process)
+        return process
+
+    def head(self, *words, **popen):
+        """Start the head: a run of ``words`` that waits for two nodes."""
+        own = ("--nodes", "3", "--listen", str(PORT), "--token-file", str(self.token))
+        return self.start(self.cluster.hosts[0], *own, *words, **popen)
+
+    def node(self, number, *words, **popen):
+        """Start ``ronde run --agent`` on a host."""
+        own = ("--agent", f"node1:{PORT}", "--token-file", str(self.token))
+        return self.start(self.cluster.hosts[number - 1], *own, *words, **popen)
+
+    def run(self, *words):
+        """Start all three; wait until each rank of ``STAY`` is there."""
+        processes = [self.head(*words, "--", "sh", "-c", STAY, str(self.folder))]
+        processes += [self.node(2), self.node(3)]
+        self.await_ready(epoch=0)
+        return processes
+
+    def await_ready(self, epoch):
+        for rank in range(3):
+            path = self.folder / f"ready.{rank}.{epoch}"
+            until(path.exists, f"rank {rank}")
+
+    def leftovers(self, number):
+        """Return what of ronde or of its ranks is on a host."""
+        return [
+            process
+            for process in self.cluster.processes(self.cluster.hosts[number - 1])
+            if process.state != "Z"
+            and (b"RONDE_COOKIE" in process.environment or _is_ours(process.words))
+        ]
+
+    def require_nothing_left(self):
+        for number in (1, 2, 3):
+            found = self.leftovers(number)
+            assert not found, f"left on node{number}: {found}"
+
+
+def _is_ours(words):
+    return any(word == "ronde" or "ronde.launch" in word for word in words)
+
+
+def until(condition, what):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        time.sleep(0.01)
+
+
+def end_of(process):
+    """Wait for a process; return its exit code, output and errors."""
+    out, errors = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out, errors
+
+
+@pytest.fixture
+def party(cluster, tmp_path):
+    party = Party(cluster, tmp_path)
+    yield party
+    for process in party.started:
+        process.kill()
+        process.communicate()
+    # Of a test that failed something may be left, which the next must not find.
+    for number in (1, 2, 3):
+        for process in party.leftovers(number):
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+
+
+def test_nodes_that_were_started_first_follow_the_head_and_end_with_it(party):
+    script = "echo out of $RANK on $RONDE_HOST; exit $((RANK == 2 ? 7 : 0))"
+    with party.token.open() as told:
+        first = party.node(2, "--token-file", "-", stdin=told)
+    variable = {"RONDE_TOKEN_FILE": str(party.token)}
+    second = party.start(
+        party.cluster.hosts[2],
+        "--agent",
+        f"10.77.0.1:{PORT}",
+        env=own_environment() | variable,
+    )
+    head = party.head("--", "sh", "-c", script)
+    code, out, errors = end_of(head)
+    assert code == 7, errors
+    for rank in range(3):
+        assert f"out of {rank} on node{rank + 1}\n" in out
+    for process in (first, second):
+        code, out, errors = end_of(process)
+        assert code == 7, errors
+        assert out == ""
+        assert "out of" not in errors
+        assert "has joined" in errors
+    party.require_nothing_left()
+
+
+def test_while_the_head_waits_it_listens_at_one_address_and_then_nowhere(party):
+    host = party.cluster.hosts[0]
+
+    def ours():
+        return [s for s in party.cluster.listening(host) if _is_ours(s.words)]
+
+    head = party.head("--", "sh", "-c", STAY, str(party.folder))
+    until(ours, "the head listens")
+    assert [(s.protocol, s.address, s.port) for s in ours()] == [
+        ("tcp", host.address, PORT)
+    ]
+    party.node(2)
+    party.node(3)
+    party.await_ready(epoch=0)
+    for each in party.cluster.hosts:
+        found = party.cluster.listening(each)
+        # What rank 0 was given for the ranks to meet at is bound, and does not listen.
+        assert [s for s in found if s.port != 22] == []
+    head.send_signal(signal.SIGINT)
+    assert end_of(head)[0] == 130
+
+
+def test_no_process_of_a_job_shows_the_token(party):
+    head, *nodes = party.run()
+    seen = [
+        process
+        for host in party.cluster.hosts
+        for process in party.cluster.processes(host)
+    ]
+    assert len([p for p in seen if b"RONDE_COOKIE" in p.environment]) >= 3
+    for process in seen:
+        assert SECRET not in " ".join(process.words)
+        assert SECRET.encode() not in process.environment
+        folder = Path("/proc", str(process.pid), "fd")
+        opened = (
+            [str(fd.readlink()) for fd in folder.iterdir()] if folder.exists() else []
+        )
+        assert str(party.token) not in opened
+    head.send_signal(signal.SIGTERM)
+    assert [end_of(each)[0] for each in (head, *nodes)] == [143, 143, 143]
+
+
+def test_ctrl_c_at_the_head_ends_all_nodes_with_its_code(party):
+    head, *nodes = party.run()
+    head.send_signal(signal.SIGINT)
+    assert [end_of(each)[0] for each in (head, *nodes)] == [130, 130, 130]
+    party.require_nothing_left()
+
+
+def test_a_head_that_is_interrupted_while_it_waits_lets_the_nodes_go(party):
+    head = party.head("--", "true")
+    node = party.node(2, "--join-timeout", "3s")
+    lines = iter(head.stderr.readline, "")
+    assert any("node2 has joined (1 of 2)" in line for line in lines)
+    head.send_signal(signal.SIGINT)
+    assert end_of(head)[0] == 130
+    code, _, errors = end_of(node)
+    assert code == 69, errors
+    assert "is gone" in errors
+    party.require_nothing_left()
+
+
+def test_a_node_that_is_told_to_stop_ends_its_ranks_and_is_lost_to_the_head(party):
+    head, first, second = party.run("--grace", "1s")
+    begun_at = time.monotonic()
+    first.send_signal(signal.SIGTERM)
+    assert end_of(first)[0] == 143
+    assert party.leftovers(2) == []
+    code, _, errors = end_of(head)
+    assert time.monotonic() - begun_at < LOST_S
+    assert code == 69, errors
+    assert "node2" in errors
+    assert end_of(second)[0] == 69
+    party.require_nothing_left()
+
+
+def test_without_its_head_a_node_ends_its_ranks(party):
+    head, *nodes = party.run()
+    head.kill()
+    for number, node in enumerate(nodes, start=2):
+        code, _, errors = end_of(node)
+        assert code == 69
+        assert "is gone; all its ranks here were ended" in errors
+        assert party.leftovers(number) == []
+    end_of(head)
+    until(lambda: not party.leftovers(1), "the head's own agent ends its rank")
+
+
+@pytest.mark.parametrize("who", ["ronde", "agent"])
+def test_a_node_that_is_killed_leaves_nothing(party, who):
+    head, first, second = party.run("--grace", "1s")
+    if who == "ronde":
+        first.kill()
+    else:
+        agents = [p for p in party.leftovers(2) if "ronde.launch" in " ".join(p.words)]
+        os.kill(max(agents, key=lambda p: p.pid).pid, signal.SIGKILL)
+    code, _, errors = end_of(head)
+    assert code == (69 if who == "ronde" else 70), errors
+    assert "node2" in errors
+    end_of(first)
+    assert end_of(second)[0] == code
+    until(lambda: not party.leftovers(2), "all of node2 ends")
+    party.require_nothing_left()
+
+
+def test_a_node_whose_link_is_cut_is_lost_and_ends_by_itself(party):
+    head, first, second = party.run("--grace", "1s")
+    begun_at = time.monotonic()
+    party.cluster.cut(party.cluster.hosts[1])
+    code, _, errors = end_of(head)
+    took_s = time.monotonic() - begun_at
+    assert code == 69, errors
+    assert took_s < LOST_S + 5, errors
+    assert end_of(second)[0] == 69
+    code, _, errors = end_of(first)
+    assert code == 69, errors
+    assert time.monotonic() - begun_at < 3 * LOST_S
+    party.require_nothing_left()
+
+
+def test_all_ranks_start_again_on_the_nodes_that_are_there(party):
+    script = (
+        'touch "$0/ready.$RANK.$RONDE_EPOCH"; '
+        'test "$RANK.$RONDE_EPOCH" = 1.0 && exit 5; '
+        'test "$RONDE_EPOCH" = 1 && exit 0; exec sleep 1000'
+    )
+    head = party.head(
+        "--max-restarts", "1", "--", "sh", "-c", script, str(party.folder)
+    )
+    nodes = [party.node(2), party.node(3)]
+    codes = [end_of(each) for each in (head, *nodes)]
+    assert [code for code, _, _ in codes] == [0, 0, 0], codes
+    party.await_ready(epoch=1)
+    party.require_nothing_left()
+
+
+def test_much_output_of_a_node_arrives_whole_and_is_not_kept(party):
+    lines, size = 400_000, 100
+    script = (
+        "import os, sys\n"
+        f"if os.environ['RANK'] == '1':\n for i in range({lines}):"
+        f" sys.stdout.write(f'{{i:0{size}d}}\\n')"
+    )
+    path = party.folder / "out"
+    with path.open("w") as out:
+        head = party.head("--", sys.executable, "-c", script, stdout=out)
+        nodes = [party.node(2), party.node(3)]
+        peak = 0
+        while head.poll() is None:
+            for process in party.leftovers(2):
+                with suppress(OSError):
+                    status = Path(f"/proc/{process.pid}/status").read_text()
+                    found = re.search(r"VmHWM:\s*(\d+) kB", status)
+                    peak = max(peak, int(found[1]) if found else 0)
+            time.sleep(0.05)
+    assert [end_of(each)[0] for each in (head, *nodes)] == [0, 0, 0]
+    got = [line.rpartition(" ")[2] for line in path.read_text().splitlines()]
+    assert got == [f"{i:0{size}d}" for i in range(lines)]
+    assert 0 < peak < 100 << 10
+
+
+def test_who_does_not_know_the_token_gets_into_no_job(party):
+    wrong = party.folder / "wrong"
+    wrong.write_text("0" * 64)
+    wrong.chmod(0o600)
+    head = party.head("--", "true")
+    stranger = party.node(2, "--token-file", str(wrong), "--join-timeout", "1s")
+    code, _, errors = end_of(stranger)
+    assert code == 69
+    assert "its token is another" in errors
+    nodes = [party.node(2), party.node(3)]
+    code, _, errors = end_of(head)
+    assert code == 0
+    assert "10.77.0.2 does not know the token" in errors
+    assert [end_of(node)[0] for node in nodes] == [0, 0]
