@@ -107,6 +107,7 @@ def slurm(nodes, **variables):
     return {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes} | told
 
 
+# Names and values as salloc, sbatch and srun of Slurm 22.05 give them.
 ALLOCATIONS = {
     "tasks asked for a host": (
         slurm("n[1-3]", NTASKS=11, TASKS_PER_NODE="4(x2),3"),
@@ -123,6 +124,22 @@ ALLOCATIONS = {
     "one task and many GPUs a host": (
         slurm("n[1-2]", NTASKS_PER_NODE=1, TASKS_PER_NODE="1(x2)", GPUS_ON_NODE=8),
         {"n1": 8, "n2": 8},
+    ),
+    "tasks in turn": (
+        slurm("n[1-2]", NTASKS=4, TASKS_PER_NODE="3,1"),
+        {"n1": 3, "n2": 1},
+    ),
+    "salloc's interactive step, which has the job's numbers": (
+        slurm("n[1-2]", NTASKS=4, TASKS_PER_NODE="3,1", STEP_ID=4294967290),
+        {"n1": 3, "n2": 1},
+    ),
+    "a step on one of the hosts, which has its own": (
+        slurm("n[1-2]", NTASKS=1, TASKS_PER_NODE="1", STEP_ID=0),
+        {"n1": SLOTS_OPEN, "n2": SLOTS_OPEN},
+    ),
+    "a step on one of the hosts of a job with tasks a host": (
+        slurm("n[1-2]", NTASKS=1, NTASKS_PER_NODE=2, TASKS_PER_NODE="1", STEP_ID=0),
+        {"n1": 2, "n2": 2},
     ),
     "CPUs that nobody asked to be tasks": (
         slurm("n[1-2]", TASKS_PER_NODE="64(x2)"),
@@ -169,6 +186,7 @@ def test_names_are_known_where_slots_are_not() -> None:
     ("environ", "said"),
     [
         (slurm("n1", HET_SIZE=2), "SLURM_HET_SIZE must be 1"),
+        ({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE must be 1"),
         (slurm("n[1-", NTASKS=1), "SLURM_JOB_NODELIST: brackets must be closed"),
         (slurm("(null)"), "SLURM_JOB_NODELIST: a host must be a name"),
         (

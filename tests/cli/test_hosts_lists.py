@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.launch.hosts.lists import MAX_HOSTS, expand_list, split_list
+from ronde.launch.hosts.lists import MAX_HOSTS, expand, expand_list, split_list
 
 CONFIG = """\
 ClusterName=test
@@ -149,6 +149,11 @@ def test_what_slurm_misreads_is_refused(scontrol, text, said) -> None:
     assert scontrol(text) is not None
     with pytest.raises(UsageError, match=re.escape(said)):
         expand_list(text, "-H")
+
+
+def test_a_product_is_refused_before_it_is_made() -> None:
+    with pytest.raises(UsageError, match="which names 90000"):
+        expand("n[1-300]m[1-300]", "-H")
 
 
 def test_as_many_hosts_as_there_may_be() -> None:
