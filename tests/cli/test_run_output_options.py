@@ -1,0 +1,192 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ronde.errors import UsageError
+from ronde.launch.frames import Output, Stream
+from ronde.launch.sink import Generation
+from ronde.records import read_records
+from ronde.render.console import Console
+from ronde.render.rank_ranges import parse_ranks
+from ronde.render.tags import Place, Tag, parse_tag
+
+HOSTS = ("node1", "node1", "node2", "node2")
+
+
+def shell(program):
+    return ["--", "/bin/sh", "-c", program]
+
+
+def shown(path, outputs, **options):
+    """Return what a console shows of a job on two hosts."""
+    with path.open("wb") as file:
+        console = Console(file.fileno(), file.fileno(), **options)
+        console.begin(Generation("job", 0, HOSTS))
+        for output in outputs:
+            console.output(output, 0.0)
+        console.tick(100.0)
+        console.output(Output(3, Stream.STDOUT, b"end\n"), 100.0)
+        while console.pending_fds:
+            console.write_to(file.fileno())
+    return path.read_bytes().splitlines()
+
+
+SAID = [
+    Output(0, Stream.STDOUT, b"a\nb\n"),
+    Output(2, Stream.STDERR, b"c\n"),
+    Output(3, Stream.STDOUT, b"half "),
+]
+
+
+@pytest.mark.parametrize(
+    ("tag", "places"),
+    [
+        ("auto", ["[node1:0] ", "[node2:2] ", "[node2:3] ", "[node2:3]+"]),
+        ("host", ["[node1:0] ", "[node2:2] ", "[node2:3] ", "[node2:3]+"]),
+        ("rank", ["[0] ", "[2] ", "[3] ", "[3]+"]),
+        ("none", ["", "", "", ""]),
+    ],
+)
+def test_a_tag_says_as_much_as_is_asked_for(tmp_path, tag, places):
+    zero, two, three, more = (place.encode() for place in places)
+    lines = [zero + b"a", zero + b"b", two + b"c", three + b"half ", more + b"end"]
+    assert shown(tmp_path / "out", SAID, tag=parse_tag(tag)) == lines
+    timed = shown(tmp_path / "timed", SAID, tag=parse_tag(f"{tag},time"))
+    clock = rb"\d\d:\d\d:\d\d\.\d{3}"
+    for line, said in zip(timed, lines, strict=True):
+        blank = rb"[ +]" if tag == "none" else b" "
+        assert re.fullmatch(clock + blank + re.escape(said), line), line
+
+
+def test_time_alone_is_time_and_what_is_shown_anyhow():
+    assert parse_tag("time") == Tag(Place.AUTO, has_time=True)
+
+
+@pytest.mark.parametrize("text", ["", "hosts", "host,rank", "time,time", "host,"])
+def test_other_tags_are_refused(text):
+    with pytest.raises(UsageError, match=r"^--tag must be rank, host, time or none"):
+        parse_tag(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("0", {0}),
+        ("0-2", {0, 1, 2}),
+        ("0-3:2", {0, 2}),
+        ("3,1-1,0-0:5", {0, 1, 3}),
+        (" 1 , 2 ", {1, 2}),
+    ],
+)
+def test_ranks_to_show(text, ranks):
+    assert parse_ranks(text, "--only").among(HOSTS) == ranks
+
+
+def test_local_ranks_count_on_each_host():
+    chosen = parse_ranks("1", "--local-ranks-filter", is_local=True)
+    assert chosen.among(HOSTS) == {1, 3}
+    with pytest.raises(UsageError, match=r"must name ranks of 0\.\.1, got 2\."):
+        parse_ranks("0,2", "--local-ranks-filter", is_local=True).among(HOSTS)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "-1", "1-", "2-1", "0-3:0", "0:2:2", "1,,2", "9" * 30, "٣"]
+)
+def test_other_ranks_are_refused(text):
+    with pytest.raises(UsageError, match=r"^--only must be ranks as 0,4-7"):
+        parse_ranks(text, "--only")
+
+
+def test_a_rank_that_there_is_not_is_refused():
+    with pytest.raises(UsageError, match=r"--only must name ranks of 0\.\.3, got 4"):
+        parse_ranks("0-4", "--only").among(HOSTS)
+
+
+def test_another_generation_begins_with_nothing_of_the_one_before(tmp_path):
+    with (tmp_path / "out").open("wb") as file:
+        console = Console(file.fileno(), file.fileno(), tag=Tag(Place.RANK))
+        for epoch in range(2):
+            console.begin(Generation("job", epoch, HOSTS))
+            console.output(Output(0, Stream.STDOUT, b"cut "), 0.0)
+            console.tick(100.0)
+            console.begin(Generation("job", epoch + 1, HOSTS))
+            console.output(Output(0, Stream.STDOUT, b"new\n"), 100.0)
+        while console.pending_fds:
+            console.write_to(file.fileno())
+    assert (tmp_path / "out").read_bytes() == b"[0] cut \n[0] new\n" * 2
+
+
+def test_files_have_what_the_console_leaves_out(ronde, tmp_path):
+    words = ("run", "-n", "3", "--only", "1", "--log-dir", str(tmp_path / "logs"))
+    done = ronde(*words, *shell("echo $RANK; echo no >&2"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"[1] 1\n", b"[1] no\n")
+    (job,) = (tmp_path / "logs").iterdir()
+    logs = job / "attempt_0"
+    for rank in range(3):
+        assert (logs / f"{rank}/stdout.log").read_text() == f"{rank}\n"
+        assert (logs / f"{rank}/stderr.log").read_text() == "no\n"
+    index = json.loads((logs / "index.json").read_text())
+    assert index["job_id"] == job.name
+    assert [rank["end"]["exit_code"] for rank in index["ranks"]] == [0, 0, 0]
+
+
+def test_only_and_tag_are_checked_before_anything_starts(ronde, tmp_path):
+    touch = shell(f"touch {tmp_path}/started")
+    for words in (("--only", "5"), ("--only", "x"), ("--tag", "x")):
+        done = ronde("run", "-n", "2", *words, *touch)
+        assert done.returncode == 64, done
+        assert done.stderr.startswith(b"ronde: " + words[0].encode() + b" must ")
+    assert not (tmp_path / "started").exists()
+
+
+def test_the_error_file_says_how_a_job_ended(ronde, tmp_path):
+    path = tmp_path / "error.json"
+    code = "import os\nif os.environ['RANK'] == '1': raise ValueError('no')"
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    done = ronde("run", "-n", "2", "--error-file", str(path), str(program))
+    report = json.loads(path.read_text())
+    assert done.returncode == report["exit_code"] == 1
+    cause = report["verdict"]["cause"]
+    assert (cause["kind"], cause["rank"]) == ("rank", 1)
+    traceback = cause["traceback"].splitlines()
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert traceback[-1] == "ValueError: no"
+    assert b"|     ValueError: no\n" in done.stderr
+
+
+def test_the_error_file_says_why_nothing_was_started(ronde, tmp_path):
+    path = tmp_path / "error.json"
+    done = ronde("run", "-n", "1", "--error-file", str(path), "--", "./none")
+    report = json.loads(path.read_text())
+    assert done.returncode == report["exit_code"] == 64
+    assert done.stderr.decode().startswith(f"ronde: {report['message']}")
+    assert report["verdict"] is None
+
+
+def test_the_record_has_job_generation_and_ends(ronde, tmp_path):
+    path = tmp_path / "records.jsonl"
+    words = ("run", "-n", "2", "--record", str(path))
+    done = ronde(*words, *shell("test $RANK = 0 || exit 3"))
+    assert done.returncode == 3
+    records = read_records(Path(path))
+    kinds = ["job", "generation", "rank_end", "rank_end", "generation_end"]
+    assert [record.kind for record in records] == kinds
+    job, generation, zero, one, end = (record.values for record in records)
+    assert {r["job_id"] for r in (job, generation, zero, one, end)} == {job["job_id"]}
+    assert (job["size"], [p["rank"] for p in job["plan"]]) == (2, [0, 1])
+    assert all(value >= 0 for value in generation["timings"].values())
+    assert (zero["rank"], one["exit_code"]) == (0, 3)
+    assert end["cause"]["rank"] == 1
+    assert end["ran_s"] > 0
+
+
+def test_a_record_that_cannot_be_written_is_refused(ronde, tmp_path):
+    started = tmp_path / "started"
+    words = ("run", "-n", "1", "--record", str(tmp_path))
+    done = ronde(*words, *shell(f"touch {started}"))
+    assert done.returncode == 64
+    assert done.stderr.startswith(b"ronde: --record must be a file")
+    assert not started.exists()
