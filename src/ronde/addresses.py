@@ -5,7 +5,7 @@ Every agent imports this at its start: it takes the standard library's light par
 
 import ctypes
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,45 @@ def _is_link_local(raw: bytes) -> bool:
     if len(raw) == 4:
         return raw[:2] == b"\xa9\xfe"
     return raw[0] == 0xFE and raw[1] & 0xC0 == 0x80
+
+
+def choose_address(
+    candidates: Sequence[InterfaceAddress],
+    sources: Sequence[Sequence[str]],
+    mbit_per_s: Mapping[str, int],
+) -> int | None:
+    """Return the index of the address of one host that others meet it at best.
+
+    All reach it, and at best without a router between; of several the first that is
+    IPv4 counts, on the fastest interface. None where there is none that all reach.
+
+    Args:
+        candidates: Addresses of that host.
+        sources: For every other host, its own address towards each candidate, empty
+            where it has no route there.
+        mbit_per_s: Rates of that host's interfaces, by name, as far as they are known.
+    """
+    reached = [i for i in range(len(candidates)) if all(each[i] for each in sources)]
+
+    def rate(index: int) -> tuple[bool, bool, int]:
+        candidate = candidates[index]
+        is_near = all(_is_neighbour(candidate, each[index]) for each in sources)
+        speed = mbit_per_s.get(candidate.interface, 0)
+        return not is_near, ":" in candidate.address, -speed
+
+    return min(reached, key=rate, default=None)
+
+
+def _is_neighbour(candidate: InterfaceAddress, source: str) -> bool:
+    """Say whether an address lies in the network of a candidate."""
+    family = family_of(candidate.address)
+    if family != family_of(source):
+        return False
+    here, there = (
+        socket.inet_pton(family, address) for address in (candidate.address, source)
+    )
+    differing = int.from_bytes(here, "big") ^ int.from_bytes(there, "big")
+    return differing >> (8 * len(here) - candidate.prefix_length) == 0
 
 
 def is_loopback(address: str) -> bool:

@@ -68,6 +68,18 @@ def test_torchs_own_group_may_share_the_port(run_ranks_bare, launcher, order):
     assert results == [([4.0, 4.0], [2.0, 2.0])] * 2
 
 
+def say_the_attempt(claim):
+    return claim.meeting.attempt, sum_of_ranks(claim)
+
+
+@pytest.mark.parametrize("variable", ["RONDE_EPOCH", "TORCHELASTIC_RESTART_COUNT"])
+def test_generations_do_not_share_keys(run_ranks_bare, variable):
+    launcher = "ronde" if variable == "RONDE_EPOCH" else "torchrun"
+    later = {variable: "3"}
+    results = run_ranks_bare(2, say_the_attempt, launcher=launcher, environment=later)
+    assert results == [(3, 3)] * 2
+
+
 def unmet(claim, job_id, size):
     """Return the claim of a launcher that says ranks and sizes, but no port."""
     rank = claim.rank % size
@@ -101,7 +113,7 @@ def meet_despite_a_stale_file(claim, text):
     path = rank_file._directory() / rank_file._file_name(mine)
     if claim.rank == 1:
         path.write_text(text)
-        assert rank_file._connect(path, 1.0) is None
+        assert rank_file._connect(path, 1, 1.0) is None
     store = dist.TCPStore("127.0.0.1", claim.meeting.port, wait_for_workers=False)
     if claim.rank == 1:
         store.set("seen", "")
@@ -110,16 +122,18 @@ def meet_despite_a_stale_file(claim, text):
 
 
 def test_a_file_left_behind_does_not_matter(run_ranks_bare):
+    """Its port may be nobody's, a store's, or that of whoever says nothing at all."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    other.set("ronde/token", "another token")
-    for text in ("", "half", f"{port} token", f"{other.port} token"):
-        results = run_ranks_bare(
-            2, meet_despite_a_stale_file, text, launcher="torchrun"
-        )
-        assert results == [3, 3]
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        ports = port, other.port, mute.getsockname()[1]
+        for text in ("", "half", *(f"{port} token" for port in ports)):
+            results = run_ranks_bare(
+                2, meet_despite_a_stale_file, text, launcher="torchrun"
+            )
+            assert results == [3, 3]
 
 
 def see_the_directory(claim):

@@ -15,19 +15,17 @@ import tempfile
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 
 from ronde.collectives.ancestry import find_launcher
+from ronde.collectives.roll_call import answer_roll, call_roll
 from ronde.errors import CollectiveError, WorldError
 from ronde.world.value import Claim
 
 _HOST = "127.0.0.1"
-_TOKEN = "ronde/token"  # noqa: S105  the key, not the token
 _POLL_S = 0.02
-_PROBE_S = 5.0
 
 
 def meet_by_file(claim: Claim, timeout_s: float) -> Store:
@@ -80,27 +78,8 @@ def _host(claim: Claim, path: Path, timeout_s: float) -> Store:
     with socket.socket() as listener:
         listener.bind((_HOST, 0))
         port = listener.getsockname()[1]
-        store = TCPStore(
-            _HOST,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    store.set(_TOKEN, token)
-    with _published(path, f"{port} {token}"):
-        others = [_joined(rank) for rank in range(1, claim.size)]
-        try:
-            store.wait(others, timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            absent = [r for r in range(1, claim.size) if not store.check([_joined(r)])]
-            raise CollectiveError(
-                f"{claim.size} ranks must meet within {timeout_s:g} s, got no word "
-                f"from ranks {absent[:8]} ({len(absent)} in all). See whether they "
-                "started; if they run elsewhere, set MASTER_ADDR and MASTER_PORT."
-            ) from error
-    return store
+        with _published(path, f"{port} {token}"):
+            return call_roll(listener, token, claim, timeout_s)
 
 
 @contextmanager
@@ -121,9 +100,8 @@ def _join(claim: Claim, path: Path, timeout_s: float) -> Store:
     """Wait for rank 0's file and connect to the port it names."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        store = _connect(path, timeout_s)
+        store = _connect(path, claim.rank, timeout_s)
         if store is not None:
-            store.set(_joined(claim.rank), "")
             return store
         time.sleep(_POLL_S)
     raise CollectiveError(
@@ -133,25 +111,10 @@ def _join(claim: Claim, path: Path, timeout_s: float) -> Store:
     )
 
 
-def _connect(path: Path, timeout_s: float) -> TCPStore | None:
+def _connect(path: Path, rank: int, timeout_s: float) -> Store | None:
     """Connect to what the file names; None where it is not there, or left behind."""
     try:
         port, token = path.read_text().split()
-        # torch's client would go on trying a port that nobody listens on.
-        socket.create_connection((_HOST, int(port)), _PROBE_S).close()
-        store = TCPStore(
-            _HOST,
-            int(port),
-            timeout=timedelta(seconds=_PROBE_S),
-            wait_for_workers=False,
-        )
-        if store.get(_TOKEN).decode() != token:
-            return None
-    except (OSError, ValueError, RuntimeError):
+        return answer_roll(_HOST, int(port), token, rank, timeout_s)
+    except (OSError, ValueError):
         return None
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return store
-
-
-def _joined(rank: int) -> str:
-    return f"ronde/joined/{rank}"

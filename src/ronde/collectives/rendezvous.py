@@ -7,9 +7,11 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ronde.collectives.failures import Scene
+from ronde.collectives.mpi_meeting import meet_by_mpi
 from ronde.collectives.rank_file import meet_by_file
+from ronde.collectives.slurm_meeting import meet_in_step
 from ronde.errors import CollectiveError, WorldError
-from ronde.world.value import Claim, Meeting
+from ronde.world.value import Claim, Launcher, Meeting
 
 _calls = itertools.count()
 
@@ -24,7 +26,8 @@ def meet(claim: Claim, timeout_s: float) -> Store:
         timeout_s: How long to wait for the others.
 
     Raises:
-        WorldError: The ranks are on several hosts and nobody said where to meet.
+        WorldError: The ranks are on several hosts, and nobody said where to meet nor
+            helps to find it out.
         CollectiveError: The others did not come in time, or the port is in use.
     """
     with Scene("meeting", claim.rank, claim.size, timeout_s).guard():
@@ -44,6 +47,10 @@ def _store_of(claim: Claim, timeout_s: float) -> Store:
         return _open_at(claim.meeting, claim.rank, timeout_s)
     if claim.local_size == claim.size:
         return meet_by_file(claim, timeout_s)
+    if claim.launcher is Launcher.SLURM:
+        return meet_in_step(claim, timeout_s)
+    if claim.launcher in (Launcher.OPEN_MPI, Launcher.PMI):
+        return meet_by_mpi(claim, timeout_s)
     raise WorldError(
         f"MASTER_ADDR and MASTER_PORT must be set where {claim.size} ranks run on "
         f"several hosts, got neither from {claim.launcher}. Set them on all ranks, to "

@@ -162,9 +162,14 @@ def _own(
     """Add to the meeting what only its own launcher can say of it."""
     if meeting is None:
         return None
-    if reading.launcher is Launcher.RONDE and reading.place.rank == 0:
-        listen_fd = integer(environ, "RONDE_MASTER_LISTEN_FD")
-        return Meeting(meeting.address, meeting.port, listen_fd=listen_fd)
+    if reading.launcher is Launcher.RONDE:
+        is_first = reading.place.rank == 0
+        return Meeting(
+            meeting.address,
+            meeting.port,
+            listen_fd=integer(environ, "RONDE_MASTER_LISTEN_FD") if is_first else None,
+            attempt=integer(environ, "RONDE_EPOCH") or 0,
+        )
     if reading.launcher is Launcher.TORCHRUN:
         return Meeting(
             meeting.address,

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ronde.addresses import InterfaceAddress, family_of
+from ronde.addresses import InterfaceAddress, choose_address, family_of
 from ronde.errors import HostError, UsageError
 
 _NUM_NAMED = 8
@@ -104,9 +104,7 @@ def choose_meeting_point(
     sources: Sequence[Sequence[str]],
     interfaces: Sequence[str] = (),
 ) -> MeetingPoint:
-    """Return the candidate that all hosts reach, at best without a router between.
-
-    Of several the first that is IPv4 counts, on the fastest interface.
+    """Return the candidate that all hosts reach best: see ``choose_address``.
 
     Args:
         hosts: As for ``find_candidates``.
@@ -118,17 +116,9 @@ def choose_meeting_point(
     Raises:
         HostError: There is none that all hosts reach.
     """
-    reached = [i for i in range(len(candidates)) if all(each[i] for each in sources)]
-    if not reached:
+    best = choose_address(candidates, sources, hosts[0].mbit_per_s)
+    if best is None:
         raise _no_route(hosts, candidates, sources)
-
-    def rate(index: int) -> tuple[bool, bool, int]:
-        candidate = candidates[index]
-        is_near = all(_is_neighbour(candidate, each[index]) for each in sources)
-        speed = hosts[0].mbit_per_s.get(candidate.interface, 0)
-        return not is_near, ":" in candidate.address, -speed
-
-    best = min(reached, key=rate)
     others = (
         _interface_of(host, own[best], interfaces)
         for host, own in zip(hosts[1:], sources, strict=True)
@@ -217,18 +207,6 @@ def _interface_of(host: HostNetwork, source: str, interfaces: Sequence[str]) -> 
         return by_address[_plain(host.address)]
     named = [n for n in interfaces if n in by_address.values()]
     return named[0] if named else by_address.get(source, "")
-
-
-def _is_neighbour(candidate: InterfaceAddress, source: str) -> bool:
-    """Say whether an address lies in the network of a candidate."""
-    family = family_of(candidate.address)
-    if family != family_of(source):
-        return False
-    here, there = (
-        socket.inet_pton(family, address) for address in (candidate.address, source)
-    )
-    differing = int.from_bytes(here, "big") ^ int.from_bytes(there, "big")
-    return differing >> (8 * len(here) - candidate.prefix_length) == 0
 
 
 def _plain(address: str) -> str:

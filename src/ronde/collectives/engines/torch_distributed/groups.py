@@ -15,6 +15,7 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
+from ronde.collectives.engines.torch_distributed.own_address import find_own_address
 from ronde.collectives.engines.torch_distributed.work import Pending
 from ronde.errors import CollectiveError, UsageError
 
@@ -58,7 +59,12 @@ class Groups:
         self._rank = rank
         self._size = size
         self._timeout = timedelta(seconds=timeout_s)
-        self._is_one_host = is_one_host
+        # A host's own name may lead nowhere; the loopback is always there.
+        self._address = (
+            "127.0.0.1"
+            if is_one_host
+            else find_own_address(PrefixStore("address", store), rank, size)
+        )
         self._is_closed = False
         self._lane: Lane | None = None
         self._backends: dict[str, Backend] = {"cpu": self._make_gloo("gloo")}
@@ -122,13 +128,11 @@ class Groups:
     def _make_gloo(self, name: str) -> Backend:
         store = PrefixStore(name, self._store)
         gloo: Any = ProcessGroupGloo
-        # torch's choice on several hosts: GLOO_SOCKET_IFNAME, or the host's own name.
-        # That name may lead nowhere on one host; the loopback is always there.
         options: Any = self._timeout
-        if self._is_one_host:
+        if self._address:
             options = gloo._Options()  # noqa: SLF001  the only name in torch 2.11
             options._timeout = self._timeout  # noqa: SLF001  likewise
-            device = gloo.create_device(hostname="127.0.0.1")
+            device = gloo.create_device(hostname=self._address)
             options._devices = [device]  # noqa: SLF001  likewise
         group: Backend = gloo(store, self._rank, self._size, options)
         # Nobody leaves before all are connected: rank 0's store may go at any time.

@@ -1,0 +1,94 @@
+"""How the ranks that ``mpirun`` started on several hosts find rank 0: MPI tells them.
+
+MPI connects the ranks and names no address. So rank 0 tells its addresses by MPI, all
+say which of them they have a route to, and rank 0 listens on the best.
+"""
+
+from dataclasses import astuple
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+from torch.distributed import Store, TCPStore
+
+from ronde.addresses import (
+    InterfaceAddress,
+    choose_address,
+    read_interfaces,
+    source_towards,
+)
+from ronde.collectives.communicator import Communicator
+from ronde.collectives.objects import all_gather_object, broadcast_object
+from ronde.collectives.roll_call import open_store
+from ronde.errors import UsageError, WorldError
+from ronde.world.value import Claim
+
+_CURE = "Set them on all ranks, to rank 0's host and a free port there"
+
+
+def meet_by_mpi(claim: Claim, timeout_s: float) -> Store:
+    """Return a store that all ranks share, which MPI told them the address of.
+
+    MPI is initialised by this, if the program has not done so before.
+
+    Args:
+        claim: This rank's place.
+        timeout_s: How long to wait for the others.
+
+    Raises:
+        WorldError: MPI cannot be used from here, or the hosts do not reach rank 0's.
+        CollectiveError: The others did not come in time.
+    """
+    try:
+        from ronde.collectives.engines.mpi import connect_world
+
+        mpi = connect_world(claim.rank, claim.size, timeout_s=timeout_s)
+    except UsageError as error:
+        if find_spec("mpi4py") is None:
+            problem, cure = "mpi4py is not installed", "or type: pip install mpi4py"
+        else:
+            problem, cure = "it cannot be used", f"or mind this: {error}"
+        raise WorldError(
+            f"MASTER_ADDR and MASTER_PORT must be set where {claim.size} ranks run on "
+            f"several hosts and MPI does not tell them where to meet, as {problem}. "
+            f"{_CURE}; {cure}"
+        ) from error
+    address = _agree_on_address(mpi)
+    is_host = mpi.rank == 0 and bool(address)
+    store = open_store(address, timeout_s) if is_host else None
+    port: int = broadcast_object(mpi, store.port if store else 0, 0)
+    mpi.close()
+    if not address:
+        raise WorldError(
+            "rank 0's host must have an address that all hosts have a route to, got "
+            "none. Set MASTER_ADDR and MASTER_PORT on all ranks to where they reach it."
+        )
+    return store or TCPStore(
+        address,
+        port,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+
+
+def _agree_on_address(mpi: Communicator) -> str:
+    """Return the address of rank 0's host that all hosts reach best, or empty."""
+    own = [astuple(each) for each in read_interfaces()] if mpi.rank == 0 else []
+    candidates = [InterfaceAddress(*e) for e in broadcast_object(mpi, own, 0)]
+    sources = [source_towards(each.address) for each in candidates]
+    answers = all_gather_object(mpi, (_host(), sources))
+    here = answers[0][0]
+    others = [
+        # One's own address, on another host: a bridge for containers, say.
+        ["" if s == c.address else s for s, c in zip(there, candidates, strict=True)]
+        for host, there in answers
+        if host != here
+    ]
+    best = choose_address(candidates, others, {})
+    return "" if best is None else candidates[best].address
+
+
+def _host() -> str:
+    """Return what ranks that share their addresses have in common."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"

@@ -1,0 +1,317 @@
+"""Addresses and meeting places between real hosts, whatever their names lead to."""
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 110
+PORT = 20_001  # below what the kernel gives to outgoing connections
+PYTHON = sys.executable
+BIN = str(Path(PYTHON).parent)
+WELL_KNOWN = {"PATH": f"{BIN}:/usr/bin:/bin", "HOME": "/root", "OMP_NUM_THREADS": "1"}
+PLACES = [0, 0, 1, 2]
+"""Where four ranks are: the first host has two."""
+
+LOCATE = """
+import sys, time
+from ronde.launch.placement.routes import locate
+started_at = time.monotonic()
+told = locate(sys.argv[2:], int(sys.argv[1]), 1.0)
+print(",".join(told), time.monotonic() - started_at)
+"""
+SEE = """
+from ronde.addresses import read_interfaces
+print([(i.interface, i.address, i.prefix_length) for i in read_interfaces()])
+"""
+BLOCK = """
+import socket, sys
+with socket.socket() as held:
+    held.bind((sys.argv[1], int(sys.argv[2])))
+    held.listen()
+    print("listening", flush=True)
+    sys.stdin.read()
+"""
+
+
+def locate(cluster, host, port, *addresses):
+    """Return a host's own addresses towards others, and how long it took."""
+    words = [PYTHON, "-c", LOCATE, str(port), *addresses]
+    done = cluster.run(cluster.hosts[host], words)
+    assert done.returncode == 0, done.stderr
+    told, seconds = done.stdout.rstrip("\n").split(" ")
+    return told.split(","), float(seconds)
+
+
+def on(cluster, host, *words):
+    done = cluster.run(cluster.hosts[host], words)
+    assert done.returncode == 0, done.stderr
+
+
+@contextmanager
+def addresses_on(cluster, host, link, *addresses):
+    """Give a host a link of its own, as containers' bridges are."""
+    on(cluster, host, "ip", "link", "add", link, "type", "bridge")
+    on(cluster, host, "ip", "link", "set", link, "up")
+    for address in addresses:
+        on(cluster, host, "ip", "address", "add", address, "dev", link)
+    try:
+        yield
+    finally:
+        on(cluster, host, "ip", "link", "del", link)
+
+
+def test_a_host_says_from_where_it_reaches_others(cluster):
+    there = ["10.77.0.1", "fd77::1", "10.77.0.2", "fd77::2", "127.0.0.1", "10.99.0.1"]
+    told, _ = locate(cluster, 1, 0, *there)
+    assert told == ["10.77.0.2", "fd77::2", "", "", "", ""]
+
+
+def test_a_port_that_is_bound_answers_before_it_listens(cluster):
+    told, seconds = locate(cluster, 1, PORT, "10.77.0.1", "fd77::1", "10.77.0.2")
+    assert told == ["10.77.0.2", "fd77::2", ""]
+    assert seconds < 1.0
+    told, _ = locate(cluster, 1, 22, "10.77.0.1", "fd77::1")
+    assert told == ["10.77.0.2", "fd77::2"]
+
+
+def test_a_host_that_is_cut_off_answers_nobody_and_holds_up_nobody(cluster):
+    cluster.cut(cluster.hosts[2])
+    told, seconds = locate(cluster, 1, PORT, "10.77.0.3", "fd77::3", "10.77.0.1")
+    assert told == ["", "", "10.77.0.2"]
+    assert seconds < 3.0
+    on(cluster, 1, "ip", "route", "add", "blackhole", "10.77.0.1/32")
+    try:
+        told, _ = locate(cluster, 1, 0, "10.77.0.1", "fd77::1")
+    finally:
+        on(cluster, 1, "ip", "route", "del", "blackhole", "10.77.0.1/32")
+    assert told == ["", "fd77::2"]
+
+
+def test_only_addresses_that_lead_out_are_seen(cluster):
+    expected = [("eth0", "10.77.0.1", 24), ("eth0", "fd77::1", 64)]
+    with addresses_on(cluster, 0, "away", "169.254.7.7/16", "fe80::7/64"):
+        on(cluster, 0, "ip", "address", "add", "10.9.9.9/32", "dev", "lo")
+        done = cluster.run(cluster.hosts[0], [PYTHON, "-c", SEE])
+        on(cluster, 0, "ip", "address", "del", "10.9.9.9/32", "dev", "lo")
+    assert done.stdout == f"{expected}\n"
+    with addresses_on(cluster, 0, "spare", "10.9.9.9/24"):
+        on(cluster, 0, "ip", "link", "set", "spare", "down")
+        done = cluster.run(cluster.hosts[0], [PYTHON, "-c", SEE])
+    assert done.stdout == f"{expected}\n"
+
+
+def start_ranks(cluster, environments, places=PLACES):
+    """Start a rank for every environment."""
+    words = [PYTHON, "-m", "tests.cluster.meeting_rank"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [
+        cluster.start(cluster.hosts[place], words, env=WELL_KNOWN | said, **pipes)
+        for place, said in zip(places, environments, strict=True)
+    ]
+
+
+def results(processes):
+    """Return what each process printed; none outlives this."""
+    with ExitStack() as stack:
+        for process in processes:
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        ends_at = time.monotonic() + LIMIT_S - 20
+        said = []
+        for process in processes:
+            out, errors = process.communicate(timeout=ends_at - time.monotonic())
+            assert process.returncode == 0, errors
+            said += [json.loads(line) for line in out.splitlines()]
+        return said
+
+
+def by_hand(address, size=4, **more):
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
+    return [place | more | {"RANK": str(rank)} for rank in range(size)]
+
+
+def assert_met(said, network, size=4):
+    assert [each.get("total") for each in said] == [size * (size + 1) / 2] * size, said
+    for each in said:
+        own = [a for a in each["listens"] if a not in ("::", "0.0.0.0")]  # noqa: S104
+        assert own, said
+        assert all(a.startswith(network) for a in own), said
+
+
+@contextmanager
+def names_that_lead_home(cluster):
+    """Every host's own name leads to its loopback, as Debian's installer has it."""
+    before = [(host.folder / "hosts").read_text() for host in cluster.hosts]
+    for host, text in zip(cluster.hosts, before, strict=True):
+        others = [line for line in text.splitlines() if line.split()[1] != host.name]
+        lines = [f"127.0.1.1 {host.name}", *others]
+        (host.folder / "hosts").write_text("".join(f"{line}\n" for line in lines))
+    try:
+        yield
+    finally:
+        for host, text in zip(cluster.hosts, before, strict=True):
+            (host.folder / "hosts").write_text(text)
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [("node1", "10.77.0."), ("fd77::1", "fd77::")],
+    ids=["by a name that leads home", "by IPv6"],
+)
+def test_ranks_meet_at_the_address_that_was_set(cluster, address, network):
+    with names_that_lead_home(cluster):
+        said = results(start_ranks(cluster, by_hand(address)))
+    assert_met(said, network)
+
+
+@contextmanager
+def second_line(cluster):
+    """Join the first two hosts by a line besides the one that leads to all."""
+    first, other = cluster.hosts[:2]
+    enter = ["nsenter", "--target", str(first.init_pid), "--net", "--"]
+    ends = ["type", "veth", "peer", "name", "eth9", "netns", str(other.init_pid)]
+    words = [*enter, "ip", "link", "add", "eth9", *ends]
+    subprocess.run(words, check=True)
+    try:
+        for number in range(2):
+            address = f"10.78.0.{number + 1}/24"
+            on(cluster, number, "ip", "address", "add", address, "dev", "eth9")
+            on(cluster, number, "ip", "link", "set", "eth9", "up")
+        yield
+    finally:
+        on(cluster, 0, "ip", "link", "del", "eth9")
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_an_interface_that_was_named_counts(cluster):
+    with second_line(cluster):
+        said = by_hand("10.77.0.1", size=2, GLOO_SOCKET_IFNAME="eth9")
+        assert_met(results(start_ranks(cluster, said, [0, 1])), "10.78.0.", size=2)
+
+
+def in_step(job, *, nodes="node[1-3]"):
+    """Return what ``srun -N3 -n4`` tells its tasks."""
+    shared = {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NUM_NODES": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1(x2)",
+    }
+    local = [0, 1, 0, 0]
+    return [
+        shared
+        | {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(local[rank]),
+            "SLURM_NODEID": str(PLACES[rank]),
+        }
+        for rank in range(4)
+    ]
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_tasks_of_a_step_meet_beside_whoever_has_their_port(cluster):
+    from ronde.collectives.slurm_meeting import _ports_and_token
+
+    taken = str(_ports_and_token("77.0")[0][0])
+    words = [PYTHON, "-c", BLOCK, "10.77.0.1", taken]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    blocker = cluster.start(cluster.hosts[0], words, **pipes)
+    with blocker, names_that_lead_home(cluster):
+        assert blocker.stdout.readline() == "listening\n"
+        said = results(start_ranks(cluster, in_step("77")))
+        blocker.stdin.close()
+    assert_met(said, "10.77.0.")
+    # Nothing but Gloo and the store listens, and neither on all addresses.
+    assert all(each["listens"] == [f"10.77.0.{place + 1}"] for each, place in
+               zip(said, PLACES, strict=True)), said  # fmt: skip
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_a_step_whose_hosts_have_no_address_says_so(cluster):
+    said = results(start_ranks(cluster, in_step("78", nodes="moon[1-3]")))
+    assert len(said) == 4
+    for each in said:
+        assert "a host of the step, by its name, got none." in each["error"], said
+        assert "Set MASTER_ADDR and MASTER_PORT on all ranks." in each["error"]
+
+
+def mpirun(cluster, *words):
+    """Run ranks of Open MPI's on three hosts, from the first."""
+    hosts = "node1:2,node2:1,node3:1"
+    options = ["--allow-run-as-root", "--prefix", sys.prefix, "--bind-to", "none"]
+    agent = ["--prtemca", "plm_ssh_agent", f"ssh -F {cluster.ssh_config}"]
+    # Open MPI itself takes a bridge that all hosts have for a way between them.
+    network = ["--mca", "btl_tcp_if_include", "eth0", "--prtemca", "if_include", "eth0"]
+    exported = ["-x", "OMP_NUM_THREADS", "--host", hosts, "-n", "4"]
+    command = [f"{BIN}/mpirun", *options, *agent, *network, *exported, *words]
+    return cluster.run(
+        cluster.hosts[0], command, timeout_s=LIMIT_S - 10, env=WELL_KNOWN
+    )
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_ranks_of_open_mpi_meet_where_mpi_tells_them(cluster):
+    bridge = "172.17.0.1/16"
+    with ExitStack() as stack:
+        stack.enter_context(names_that_lead_home(cluster))
+        for host in range(3):
+            stack.enter_context(addresses_on(cluster, host, "docker0", bridge))
+        done = mpirun(cluster, PYTHON, "-m", "tests.cluster.meeting_rank")
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert_met(said, "10.77.0.")
+    for host in cluster.hosts:
+        left = cluster.run(host, ["ls", "/dev/shm"])  # noqa: S108
+        assert left.stdout == ""
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_without_mpi4py_both_cures_are_said(cluster):
+    hidden = "import sys; sys.modules['mpi4py'] = None; import runpy; "
+    hidden += "runpy.run_module('tests.cluster.meeting_rank', run_name='__main__')"
+    done = mpirun(cluster, PYTHON, "-c", hidden)
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(said) == 4, done.stderr
+    for each in said:
+        assert "as mpi4py is not installed. Set them on all ranks" in each["error"]
+        assert each["error"].endswith("or type: pip install mpi4py")
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_ranks_of_torchrun_meet_at_its_store(cluster):
+    with names_that_lead_home(cluster):
+        processes = []
+        for node in range(2):
+            nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node)]
+            master = ["--master-addr", "node1", "--master-port", str(PORT)]
+            words = [PYTHON, "-m", "torch.distributed.run", *nodes, *master]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            processes.append(
+                cluster.start(
+                    cluster.hosts[node],
+                    [*words, "-m", "tests.cluster.meeting_rank"],
+                    env=WELL_KNOWN,
+                    **pipes,
+                )
+            )
+        assert_met(results(processes), "10.77.0.", size=2)
+
+
+def test_the_ports_of_a_step_are_below_those_of_outgoing_connections():
+    from ronde.collectives.slurm_meeting import _ports_and_token
+
+    ports, token = _ports_and_token("1.0")
+    assert len(set(ports)) == len(ports)
+    assert all(1024 < port < 32768 for port in ports)
+    assert _ports_and_token("1.0") == (ports, token)
+    assert _ports_and_token("1.1")[1] != token
+    assert _ports_and_token("1.1")[0] != ports
