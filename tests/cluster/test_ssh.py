@@ -1,0 +1,376 @@
+"""Agents over real ssh: what goes in the way of one, and what is said of it."""
+
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cluster.digits import assert_nothing_left
+
+import ronde
+
+pytestmark = pytest.mark.timeout(120)
+LIMIT_S = 60.0
+ABSENT = "10.77.0.77"
+STARTED = Path("/tmp/started")  # noqa: S108 - each host has a /tmp of its own
+UNREACHABLE = 69
+
+
+@pytest.fixture
+def run(cluster):
+    """Return ``run(*words)``: ``ronde run`` on node1, to its end."""
+
+    def run(*words, config=None, env=None):
+        program = [sys.executable, "-m", "ronde", "run"]
+        ssh_args = ["--ssh-args", f"-F {config or cluster.ssh_config}"]
+        return cluster.run(
+            cluster.hosts[0],
+            [*program, *ssh_args, *words],
+            env=login_environment() | (env or {}),
+            timeout_s=LIMIT_S,
+        )
+
+    return run
+
+
+def login_environment():
+    return {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(Path.home())}
+
+
+def config_with(cluster, folder, hosts):
+    """Write a configuration that has lines of its own for some hosts."""
+    own = "".join(
+        f"Host {name}\n" + "".join(f"    {line}\n" for line in lines)
+        for name, lines in hosts.items()
+    )
+    path = folder / "config"
+    path.write_text(own + cluster.ssh_config.read_text())
+    return path
+
+
+def make_key(path):
+    words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
+    subprocess.run(words, check=True, timeout=LIMIT_S)
+    return path
+
+
+def row_of(done, host):
+    """Return the line of the table on one host, its spaces made single."""
+    lines = [" ".join(line.split()) for line in done.stderr.splitlines()]
+    return next(line for line in lines if line.startswith(f"ronde: {host} "))
+
+
+def restart_sshd(cluster, host, *options):
+    cluster.kill_sshd(host)
+    cluster.start_sshd(host, *(word for option in options for word in ("-o", option)))
+
+
+@pytest.fixture(scope="module")
+def refusals(three_hosts, tmp_path_factory):
+    """Return a run whose hosts are refused for many reasons, all but node3."""
+    folder = tmp_path_factory.mktemp("refusals")
+    other = make_key(folder / "other_key").with_suffix(".pub").read_text()
+    changed = folder / "changed"
+    changed.write_text(f"altered {other}")
+    there = "HostName node2"
+    config = config_with(
+        three_hosts,
+        folder,
+        {
+            "keyless": (there, f"IdentityFile {folder}/other_key"),
+            "stranger": (there, "StrictHostKeyChecking ask", "HostKeyAlias stranger"),
+            "strict": (there, "HostKeyAlias strict"),
+            "altered": (
+                *(there, "HostKeyAlias altered"),
+                f"UserKnownHostsFile {changed}",
+            ),
+            "closed": (there, "Port 2"),
+            "absent": (f"HostName {ABSENT}",),
+        },
+    )
+    # The first Host line wins, but IdentityFile adds up: the cluster's key goes.
+    text = config.read_text()
+    config.write_text(
+        text.replace("Host *\n", "Host * !keyless\n", 1)
+        + f"Host *\n    UserKnownHostsFile {three_hosts.folder}/known_hosts\n"
+        "    IdentitiesOnly yes\n    IdentityAgent none\n"
+    )
+    names = ("keyless", "stranger", "strict", "altered", "closed", "absent", "nowhere")
+    hosts = ",".join(f"{name}:1" for name in (*names, "node3"))
+    words = ["--ssh-args", f"-F {config}", "-H", hosts, "touch", str(STARTED)]
+    # No name server is asked: none would answer here, which is told otherwise.
+    names = folder / "nsswitch.conf"
+    names.write_text("hosts: files\n")
+    script = 'mount --bind "$1" /etc/nsswitch.conf; shift; exec "$@"'
+    alone = ["unshare", "--mount", "sh", "-ec", script, "sh", str(names)]
+    return three_hosts.run(
+        three_hosts.hosts[0],
+        [*alone, sys.executable, "-m", "ronde", "run", *words],
+        env=login_environment(),
+        timeout_s=LIMIT_S,
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [
+        ("keyless", "key refused ssh-copy-id keyless"),
+        ("stranger", "host key unknown ssh stranger once, to see it and accept it"),
+        ("strict", "host key unknown ssh strict once, to see it and accept it"),
+        ("altered", "host key changed"),
+        ("closed", "nothing answers on its ssh port ssh closed"),
+        ("absent", "not reached see whether it is up: ssh absent"),
+        ("nowhere", "unknown name check the spelling"),
+    ],
+)
+def test_the_table_says_why_a_host_cannot_start(refusals, host, told):
+    assert row_of(refusals, host).startswith(f"ronde: {host} {told}")
+
+
+def test_one_refused_host_is_enough_for_nothing_to_start(refusals, three_hosts):
+    assert refusals.returncode == UNREACHABLE
+    assert "7 of 8 hosts cannot start" in refusals.stderr
+    assert "node3" not in refusals.stdout
+    looked = three_hosts.run(three_hosts.hosts[2], ["test", "-e", str(STARTED)])
+    assert looked.returncode == 1
+    assert_nothing_left(three_hosts)
+
+
+def test_a_host_key_question_is_not_answered_for_the_user(cluster, run, tmp_path):
+    known = tmp_path / "known"
+    config = config_with(
+        cluster,
+        tmp_path,
+        {"node2": (f"UserKnownHostsFile {known}", "StrictHostKeyChecking ask")},
+    )
+    done = run("-H", "node2:1", "true", config=config)
+    assert done.returncode == UNREACHABLE
+    assert "host key unknown" in done.stderr
+    assert not known.exists()
+
+
+def test_a_login_that_makes_noise_is_no_hindrance(cluster, run, tmp_path):
+    host = cluster.hosts[1]
+    banner = tmp_path / "banner"
+    banner.write_text("Permission denied to all but the good.\n" * 40)
+    noisy = tmp_path / "noisy"
+    noisy.write_text(
+        "#!/bin/sh\nhead -c 200000 /dev/urandom\nprintf '{\"python\": no newline'\n"
+        'echo "welcome to the machine" >&2\neval "$SSH_ORIGINAL_COMMAND"\n'
+    )
+    noisy.chmod(0o755)
+    restart_sshd(cluster, host, f"Banner={banner}", f"ForceCommand={noisy}")
+    done = run("-H", "node1:1,node2:1", "hostname")
+    cluster.kill_sshd(host)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[node1:0] node1", "[node2:1] node2"]
+
+
+def test_what_a_login_says_before_it_ends_is_shown(cluster, run, tmp_path):
+    host = cluster.hosts[1]
+    closed = tmp_path / "closed"
+    closed.write_text("#!/bin/sh\necho 'Closed \033[31mfor repair.'\nexit 1\n")
+    closed.chmod(0o755)
+    restart_sshd(cluster, host, f"ForceCommand={closed}")
+    done = run("-H", "node2:1", "true")
+    cluster.kill_sshd(host)
+    assert done.returncode == UNREACHABLE
+    assert "no agent began (exit code 1): Closed [31mfor repair." in done.stderr
+    assert "\033" not in done.stderr
+
+
+def test_a_python_that_is_not_there_is_told_with_its_option(run):
+    done = run("-H", "node2:1", "--python", "/no/python", "true")
+    assert done.returncode == UNREACHABLE
+    assert "/no/python: No such file or directory" in row_of(done, "node2")
+    assert row_of(done, "node2").endswith("name the one there with --python")
+
+
+@pytest.fixture
+def own_ronde(cluster):
+    """Return a copy of ronde that node1 alone sees, and remove it."""
+    folder = Path("/tmp/own ronde")  # noqa: S108 - each host has a /tmp of its own
+    host = cluster.hosts[0]
+    script = 'mkdir -p "$1" && cp -r src/ronde "$1"'
+    copied = cluster.run(host, ["sh", "-c", script, "sh", str(folder)])
+    assert copied.returncode == 0, copied.stderr
+    yield folder
+    cluster.run(host, ["rm", "-r", str(folder)])
+
+
+def bare_python():
+    """Return a Python that finds no ronde by itself."""
+    path = str(Path(sys.base_prefix, "bin", "python3"))
+    words = [path, "-E", "-c", "import ronde"]
+    tried = subprocess.run(words, capture_output=True, timeout=LIMIT_S, check=False)
+    if tried.returncode == 0:
+        pytest.skip(f"ronde is installed for {path} itself")
+    return path
+
+
+def test_a_host_without_ronde_is_told_how_to_install_it(run, own_ronde):
+    python = bare_python()
+    env = {"PYTHONPATH": str(own_ronde)}
+    done = run("-H", "node1:1,root@node2:1", "--python", python, "true", env=env)
+    assert done.returncode == UNREACHABLE
+    assert f"ronde is missing for {python}" in row_of(done, "node2")
+    cure = f"ssh root@node2 {python} -m pip install ronde=={ronde.__version__}"
+    assert row_of(done, "node2").endswith(cure)
+
+
+def test_another_ronde_is_told(cluster, run, own_ronde):
+    there = cluster.hosts[1]
+    script = (
+        'mkdir -p "$1" && cp -r src/ronde "$1" && '
+        'sed -i \'s/^__version__ = .*/__version__ = "0.0.1"/\' "$1/ronde/__init__.py"'
+    )
+    copied = cluster.run(there, ["sh", "-c", script, "sh", str(own_ronde)])
+    assert copied.returncode == 0, copied.stderr
+    try:
+        env = {"PYTHONPATH": str(own_ronde)}
+        done = run("-H", "node2:1", "--python", bare_python(), "true", env=env)
+    finally:
+        cluster.run(there, ["rm", "-r", str(own_ronde)])
+    assert done.returncode == UNREACHABLE
+    row = row_of(done, "node2")
+    assert f"its ronde is 0.0.1, here it is {ronde.__version__}" in row
+
+
+def other_pythons():
+    """Return Pythons of other versions, the oldest first."""
+    folder = Path.home() / ".pyenv" / "versions"
+    found = sorted(folder.glob("*/bin/python"), key=lambda path: path.parts[-3])
+    here = "{}.{}.".format(*sys.version_info[:2])
+    return [path for path in found if not path.parts[-3].startswith(here)]
+
+
+def test_another_python_is_told_even_one_too_old_for_ronde(run):
+    found = [path for path in other_pythons() if not path.parts[-3].startswith("2.")]
+    if not found:
+        pytest.skip("no other Python is in ~/.pyenv/versions")
+    for python in {found[0], found[-1]}:
+        done = run("-H", "node2:1", "--python", str(python), "true")
+        assert done.returncode == UNREACHABLE
+        here = "{}.{}".format(*sys.version_info[:2])
+        version = python.parts[-3]
+        told = f"its Python is {version} ({python}), here it is {here}"
+        assert told in row_of(done, "node2")
+
+
+def test_a_server_that_takes_no_more_connections_is_asked_again(cluster, run):
+    host = cluster.hosts[1]
+    config = host.folder / "sshd_config"
+    text = config.read_text()
+    config.write_text(text.replace("MaxStartups 100", "MaxStartups 1:100:1"))
+    restart_sshd(cluster, host, "LogLevel=VERBOSE")
+    config.write_text(text)
+    holder = (
+        "import os, socket; s = socket.create_connection(('node2', 22)); "
+        "s.recv(1); os.write(1, b'held'); os.read(0, 1)"
+    )
+    with cluster.start(
+        cluster.hosts[0],
+        [sys.executable, "-c", holder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as held:
+        assert select.select([held.stdout], [], [], LIMIT_S)[0]
+        assert os.read(held.stdout.fileno(), 4) == b"held"
+        program = [sys.executable, "-m", "ronde", "run", "-H", "node2:1"]
+        words = [*program, "--ssh-args", f"-F {cluster.ssh_config}", "hostname"]
+        with cluster.start(
+            cluster.hosts[0],
+            words,
+            env=login_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as job:
+            try:
+                await_line(host.folder / "sshd.log", "drop connection", job)
+                held.communicate(b".", timeout=LIMIT_S)
+                out, errors = job.communicate(timeout=LIMIT_S)
+            finally:
+                job.kill()
+                held.kill()
+    cluster.kill_sshd(host)
+    assert (job.returncode, out) == (0, "[0] node2\n"), errors
+
+
+def await_line(path, words, job):
+    """Wait until a file has these words, or a job has ended that should bring them."""
+    with subprocess.Popen(
+        ["/usr/bin/tail", "-n", "+1", "-F", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as tail:
+        seen = b""
+        while words.encode() not in seen:
+            ready = select.select([tail.stdout], [], [], LIMIT_S)[0]
+            assert ready, seen
+            seen += os.read(tail.stdout.fileno(), 65536)
+            assert job.poll() is None, seen
+        tail.terminate()
+
+
+def test_a_server_that_takes_none_at_all_is_told(cluster, run):
+    host = cluster.hosts[1]
+    closing = (
+        "import socket; s = socket.create_server(('node2', 22))\n"
+        "print('up', flush=True)\n"
+        "while True: s.accept()[0].close()"
+    )
+    cluster.kill_sshd(host)
+    with cluster.start(
+        host, [sys.executable, "-c", closing], stdout=subprocess.PIPE
+    ) as server:
+        assert server.stdout.readline() == b"up\n"
+        try:
+            done = run("-H", "node2:1", "true")
+        finally:
+            server.kill()
+    assert done.returncode == UNREACHABLE
+    assert "takes no more connections now" in row_of(done, "node2")
+
+
+def test_user_and_port_of_a_host_count_and_addresses_do(cluster, run, tmp_path):
+    host = cluster.hosts[1]
+    restart_sshd(cluster, host, "Port=2222")
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(f"{host.address} slots=1 user=root port=2222\n")
+    key = cluster.folder / "known_hosts"
+    line = next(
+        line for line in key.read_text().splitlines() if line.startswith("node2,")
+    )
+    known = tmp_path / "known"
+    known.write_text(f"[{host.address}]:2222 {line.split(maxsplit=1)[1]}\n")
+    config = config_with(
+        cluster, tmp_path, {host.address: (f"UserKnownHostsFile {known}",)}
+    )
+    done = run("--hostfile", str(hostfile), "hostname", config=config)
+    cluster.kill_sshd(host)
+    assert (done.returncode, done.stdout) == (0, "[0] node2\n"), done.stderr
+    six = run("-H", f"[{cluster.hosts[2].address6}]:1", "hostname")
+    assert (six.returncode, six.stdout) == (0, "[0] node3\n"), six.stderr
+
+
+def test_a_configuration_made_for_logins_is_no_hindrance(cluster, run, tmp_path):
+    sockets = tmp_path / "s"
+    lines = (
+        "RequestTTY force",
+        "RemoteCommand echo hello; exec bash -l",
+        "ForwardX11 yes",
+        "ForwardAgent yes",
+        "LocalForward 10.77.0.1:7777 localhost:22",
+        "ControlMaster auto",
+        "ControlPersist yes",
+        f"ControlPath {sockets}-%h",
+    )
+    config = config_with(cluster, tmp_path, {"node2": lines})
+    done = run("-H", "node2:2", "hostname", config=config)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] node2", "[1] node2"]
+    assert_nothing_left(cluster)
