@@ -1,0 +1,124 @@
+"""A real Slurm: ranks by ``srun``, and the batch scripts of the documentation."""
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.cluster.digits import LIMIT_S, Digits, assert_done, tolerance
+from tests.cluster.machines import ROOT
+from tests.cluster.slurm import slurm, why_no_slurm
+
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+PAGE = ROOT / "docs" / "how-to" / "slurm.md"
+DAEMONS = {"sleep", "sshd", "munged", "slurmctld", "slurmscriptd", "slurmd"}
+
+
+@pytest.fixture(scope="module")
+def batch(three_hosts):
+    if reason := why_no_slurm():
+        pytest.skip(reason)
+    with slurm(three_hosts) as running:
+        yield running
+
+
+@pytest.fixture
+def job(batch, cluster, tmp_path):
+    """Return what runs a command on the head; see that nothing stays."""
+    path = f"{Path(sys.executable).parent}:{batch.environment['PATH']}"
+    env = {"PATH": path, "OMP_NUM_THREADS": "1"}
+
+    def run(*words, **more):
+        return batch.run(list(words), env=env, timeout_s=LIMIT_S, **more)
+
+    yield run
+    run("scancel", "--user=root")
+    batch.wait_idle()
+    for host in cluster.hosts:
+        names = {process.name for process in cluster.processes(host)}
+        assert names <= DAEMONS, (host.name, names)
+
+
+def documented_scripts():
+    return re.findall(r"```sh\n(#!/bin/bash\n.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["ronde-run", "srun"])
+def test_the_documented_batch_scripts_train(job, tmp_path, local_loss, index):
+    """Smaller than they stand there, by options, which beat the script's own."""
+    script = tmp_path / "job.sh"
+    script.write_text(documented_scripts()[index])
+    digits = Digits(tmp_path / "record")
+    (tmp_path / "train.py").write_text(
+        f"import sys, runpy; sys.path.insert(0, {str(ROOT / 'examples')!r}); "
+        f"sys.argv = {digits.words[1:]!r}; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    # Two ranks on one host, one on the other.
+    smaller = ["--nodes=2", "--ntasks=3", "--ntasks-per-node=2", "--cpus-per-task=1"]
+    done = job("sbatch", "--wait", *smaller, str(script), cwd=tmp_path)
+    (output,) = tmp_path.glob("train-*.out")
+    assert done.returncode == 0, output.read_text()
+    expected = local_loss(3)
+    assert abs(digits.loss(3) - expected) <= tolerance(3, expected)
+    assert "digits: 3 ranks" in output.read_text()
+
+
+def wait_for(paths):
+    deadline = time.monotonic() + LIMIT_S
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"waited in vain for {paths}"
+        time.sleep(0.02)
+
+
+RANK = """
+import os, signal, sys
+from pathlib import Path
+me = Path(sys.argv[1]) / os.environ["RANK"]
+def leave(*_):
+    me.with_suffix(".told").touch()
+    sys.exit(5)
+signal.signal(signal.SIGTERM, leave)
+me.touch()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("is_polite", [False, True])
+def test_a_cancelled_job_leaves_nothing(job, batch, tmp_path, is_polite):
+    """Told itself, ronde tells the ranks; else Slurm ends all of its processes."""
+    script = tmp_path / "job.sh"
+    script.write_text(documented_scripts()[0])
+    (tmp_path / "train.py").write_text(RANK.replace("sys.argv[1]", repr(str(tmp_path))))
+    smaller = ["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
+    told = job("sbatch", "--parsable", *smaller, str(script), cwd=tmp_path)
+    assert_done(told)
+    ranks = [tmp_path / str(rank) for rank in range(4)]
+    wait_for(ranks)
+    how = ["--batch", "--signal=TERM"] if is_polite else []
+    assert_done(job("scancel", *how, told.stdout.strip()))
+    batch.wait_idle()
+    if is_polite:
+        assert all(rank.with_suffix(".told").exists() for rank in ranks)
+
+
+def test_a_launcher_that_is_killed_leaves_nothing(job, batch, cluster, tmp_path):
+    """Nobody tells the ranks: the end of what they hang on ends them."""
+    rank = [sys.executable, "-c", RANK, str(tmp_path)]
+    launcher = [sys.executable, "-m", "ronde", "run"]
+    words = ["salloc", "--nodes=2", "--ntasks-per-node=1", *launcher, *rank]
+    with batch.start(words) as allocation:
+        wait_for([tmp_path / "0", tmp_path / "1"])
+        os.kill(child_of(allocation.program_pid()), signal.SIGKILL)
+        allocation.wait(LIMIT_S)
+    batch.wait_idle()
+
+
+def child_of(pid):
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    (child,) = children.read_text().split()
+    return int(child)
