@@ -114,6 +114,14 @@ def test_a_progress_bar_is_not_a_half_line():
     assert assembler.end() == [Lines(b" 20%|##")]
 
 
+def test_a_bar_that_returns_after_each_state_is_no_half_line():
+    assembler = LineAssembler()
+    assert assembler.feed(b"10%\r", 0.0) == []
+    assert assembler.feed(b"20%\r", 0.0) == []
+    assert assembler.rest(HELD_S) == []
+    assert assembler.progress == b"20%"
+
+
 def test_a_bar_that_wiped_itself_out_is_no_line():
     assert feed_all(LineAssembler(), [b"\r 10%|#", b"\r       \r"]) == []
 
