@@ -36,8 +36,8 @@ MAX_COPYING = 16
 _SAID_BYTES = 64 << 10
 _SSH_FAILED = 255
 _RSYNC_VANISHED = 24
-# Done, or it failed at ssh, at a disk there, or at a file here.
-_RSYNC_SETTLED = frozenset({0, 11, 23, _RSYNC_VANISHED, _SSH_FAILED})
+_RSYNC_SETTLED = frozenset({0, _RSYNC_VANISHED, _SSH_FAILED})
+_TAR_SUMMARIES = ("tar: Exiting", "tar: Error")
 _UNPACK = 'mkdir -p "$0" && cd "$0" && exec tar -xof -'
 
 
@@ -127,7 +127,7 @@ def _copy_to_all(
         commands = [(h, _rsync(path, h, spawner.client(h))) for h in hosts]
         tried = _run_all(commands, None, signal_fd)
     # With any other code rsync may not be there, or a login's noise was no answer to
-    # it. A tar archive does without both.
+    # it: a tar archive does without both. And of a full disk rsync may say nothing.
     settled = [each for each in tried if each.exit_code in _RSYNC_SETTLED]
     has_settled = {each.host.name for each in settled}
     rest = [host for host in hosts if host.name not in has_settled]
@@ -147,8 +147,9 @@ def _copy_to_all(
 def _explain(tried: _Tried, spawner: Spawner) -> Failure:
     if tried.exit_code == _SSH_FAILED:
         return spawner.explain(tried.host, tried.exit_code, tried.said)
-    told = [line for line in tried.said.splitlines() if "rsync error:" not in line]
-    last = last_line("\n".join(told)) or f"exit code {tried.exit_code}"
+    lines = tried.said.splitlines()
+    told = "\n".join(line for line in lines if not line.startswith(_TAR_SUMMARIES))
+    last = last_line(told) or f"exit code {tried.exit_code}"
     return Failure(f"not copied: {last}", "see the space and the rights there")
 
 

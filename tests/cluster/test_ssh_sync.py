@@ -1,0 +1,178 @@
+"""A folder that one host alone has is copied to the others."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cluster.machines import ROOT
+
+pytestmark = pytest.mark.timeout(120)
+LIMIT_S = 60.0
+# Each host has a /tmp of its own; the name is one that a shell would take apart.
+FOLDER = Path("/tmp/a program's $HOME/deep er")  # noqa: S108
+
+DRIVER = """
+import json, sys
+from ronde.errors import HostError
+from ronde.launch.gathering import InterruptedStartError
+from ronde.launch.hosts.host import Host
+from ronde.launch.signals import caught_signals
+from ronde.launch.spawners.mpi import MpiSpawner
+from ronde.launch.spawners.ssh import SshSpawner
+from ronde.launch.syncing import sync_folder
+
+folder, how, config, *names = sys.argv[1:]
+args = ["-F", config]
+mpirun = sys.prefix + "/bin/mpirun"
+spawner = SshSpawner(args) if how == "ssh" else MpiSpawner(mpirun, sys.executable, args)
+with caught_signals() as signal_fd:
+    print("begun", flush=True)
+    try:
+        done = sync_folder(folder, [Host(name) for name in names], spawner, signal_fd)
+        said = {"files": done.num_files, "bytes": done.size_bytes, "s": done.took_s}
+    except HostError as error:
+        failures = error.failures
+        said = {f.host: [f.failure.reason, f.failure.cure] for f in failures}
+    except InterruptedStartError as error:
+        said = {"signal": error.number}
+print(json.dumps(said))
+"""
+
+FILL = """
+mkdir -p "$1/pack age/__pycache__" "$1/.git" "$1/.venv/bin" "$1/empty"
+cd "$1"
+printf 'print(1)' >"main it.py"
+printf '#!/bin/sh' >run
+chmod 750 run
+head -c 300000 /dev/urandom >"pack age/data"
+ln -s "pack age/data" link
+ln -s /nowhere broken
+touch .git/config .venv/bin/python "pack age/__pycache__/x.pyc"
+touch -d '2020-01-02 03:04:05' run
+"""
+
+# Names, kinds, modes, ends of links, sizes, times, and what is in the files.
+LOOK = """
+cd "$1" && find . ! -type d -printf '%P %y %m %l %s %TY-%Tm-%Td %TH:%TM\\n' | sort
+find . -type d -printf '%P %m\\n' | sort
+find . -type f -print0 | sort -z | xargs -0 sha256sum
+"""
+
+
+@pytest.fixture
+def source(cluster):
+    """Fill the folder on node1; take it away from all hosts."""
+    shell(cluster, 0, FILL)
+    yield FOLDER
+    for number in range(len(cluster.hosts)):
+        shell(cluster, number, 'rm -rf "$1"', FOLDER.parent)
+
+
+def shell(cluster, number, script, folder=FOLDER):
+    words = ["sh", "-ec", script, "sh", str(folder)]
+    done = cluster.run(cluster.hosts[number], words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def sync(cluster, *names, how="ssh", path="/usr/bin:/bin", folder=FOLDER):
+    program = ["env", "-i", f"PATH={path}", f"HOME={Path.home()}", sys.executable]
+    words = [*program, "-c", DRIVER, str(folder), how, str(cluster.ssh_config)]
+    done = cluster.run(cluster.hosts[0], [*words, *names], timeout_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_same(cluster, numbers):
+    wanted = shell(cluster, 0, 'rm -rf "$1/.git" "$1/.venv"; ' + DROP_CACHE + LOOK)
+    for number in numbers:
+        assert shell(cluster, number, LOOK) == wanted
+
+
+DROP_CACHE = 'rm -rf "$1/pack age/__pycache__"; '
+
+
+def path_without_rsync(folder):
+    """Return a search path on which there is ssh and no rsync."""
+    folder.mkdir()
+    (folder / "ssh").symlink_to("/usr/bin/ssh")
+    return str(folder)
+
+
+def noisy_sshd(cluster, host, script):
+    script.write_text('#!/bin/sh\nprintf "hello\\n\\n"\neval "$SSH_ORIGINAL_COMMAND"\n')
+    script.chmod(0o755)
+    cluster.kill_sshd(host)
+    cluster.start_sshd(host, "-o", f"ForceCommand={script}")
+
+
+def test_rsync_brings_all_that_counts(cluster, source):
+    said = sync(cluster, "node2", "node3")
+    assert (said["files"], said["bytes"] > 300_000) == (5, True)
+    assert_same(cluster, [1, 2])
+
+
+@pytest.mark.parametrize("reason", ["not here", "noise"])
+def test_a_tar_archive_does_where_rsync_does_not(cluster, source, tmp_path, reason):
+    if reason == "noise":
+        noisy_sshd(cluster, cluster.hosts[1], tmp_path / "noisy")
+        said = sync(cluster, "node2", "node3")
+        cluster.kill_sshd(cluster.hosts[1])
+    else:
+        said = sync(cluster, "node2", "node3", path=path_without_rsync(tmp_path / "p"))
+    assert said["files"] == 5
+    assert_same(cluster, [1, 2])
+
+
+def test_a_second_copy_changes_what_changed_and_deletes_nothing(cluster, source):
+    sync(cluster, "node2")
+    shell(cluster, 1, 'echo mine >"$1/checkpoint"')
+    shell(cluster, 0, 'echo "print(2)" >"$1/main it.py"')
+    sync(cluster, "node2")
+    read = 'cat "$1/main it.py" "$1/checkpoint"'
+    assert shell(cluster, 1, read) == "print(2)\nmine\n"
+
+
+def test_a_folder_goes_by_mpirun_too(cluster, source):
+    if not Path(sys.prefix, "bin", "ompi_info").exists():
+        pytest.skip("Open MPI is not installed beside this Python")
+    assert sync(cluster, "node2", how="mpi")["files"] == 5
+    assert_same(cluster, [1])
+
+
+def test_hosts_that_do_not_get_it_are_told_by_name(cluster, source, tmp_path):
+    shell(cluster, 1, 'mkdir -p "$1"; mount -t tmpfs -o size=64k,mode=755 none "$1"')
+    try:
+        for path in ("/usr/bin:/bin", path_without_rsync(tmp_path / "p")):
+            said = sync(cluster, "node2", "node3", "10.77.0.77", path=path)
+            assert said.keys() == {"node2", "10.77.0.77"}
+            reason, cure = said["node2"]
+            assert "No space left" in reason or "Wrote only" in reason
+            assert cure == "see the space and the rights there"
+            assert said["10.77.0.77"][0] == "not reached"
+    finally:
+        shell(cluster, 1, 'umount "$1"')
+    assert_same(cluster, [2])
+
+
+def test_ctrl_c_ends_a_copy(cluster, source):
+    words = [sys.executable, "-c", DRIVER, str(FOLDER), "ssh", str(cluster.ssh_config)]
+    shell(cluster, 0, 'truncate -s 3G "$1/large"')
+    with cluster.start(
+        cluster.hosts[0],
+        [*words, "node2"],
+        env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    ) as driver:
+        assert driver.stdout.readline() == b"begun\n"
+        driver.send_signal(signal.SIGINT)
+        out, _ = driver.communicate(timeout=LIMIT_S)
+    assert json.loads(out) == {"signal": signal.SIGINT}
+    names = {
+        process.name for host in cluster.hosts for process in cluster.processes(host)
+    }
+    assert not names & {"rsync", "ssh", "tar"}
