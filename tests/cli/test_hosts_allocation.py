@@ -50,22 +50,34 @@ def test_ranks_fill_the_slots_block_by_block(slots, open_slots, num_ranks) -> No
         assert order == [i for i, n in enumerate(counts) if n][: len(order)]
 
 
-@given(SLOTS, st.none() | st.integers(1, 30))
-def test_only_hosts_that_may_get_ranks_are_asked(slots, num_ranks) -> None:
+@given(SLOTS, st.integers(1, 4), st.none() | st.integers(1, 30))
+def test_all_hosts_that_may_get_ranks_are_asked(slots, most, num_ranks) -> None:
     named = [Host(f"n{index}", count) for index, count in enumerate(slots)]
-    asked = hosts_to_ask(named, num_ranks)
+
+    def place(open_slots):
+        """Return the hosts of the ranks; None where there are too few slots."""
+        try:
+            shares = allocate(named, num_ranks, lambda _: open_slots)
+        except UsageError:
+            return None
+        return [share.host.name for share in shares]
+
     try:
-        shares = allocate(named, num_ranks, lambda _: 1)
+        asked = [host.name for host in hosts_to_ask(named, num_ranks)]
     except UsageError:
-        assert asked == tuple(host for host in named if host.slots)
+        assert place(1_000) is None, "it is refused before that is sure"
         return
+    assert set(place(most) or ()) <= set(asked)
     # One GPU each is the least that an open host can have: then all are needed.
-    assert [share.host for share in shares] == list(asked)
+    assert place(1) in (asked, None)
+    if SLOTS_OPEN not in slots:
+        assert place(1) == asked
 
 
 def test_rank_0_is_on_the_first_host_with_slots() -> None:
     shares = allocate(hosts(a=0, b=2, c=4, d=1), 3, never)
     assert shares == (Share(Host("b", 2), range(2)), Share(Host("c", 4), range(2, 3)))
+    assert hosts_to_ask(hosts(a=0, b=2, c=4, d=1), 3) == (Host("b", 2), Host("c", 4))
 
 
 def test_open_slots_are_counted_on_the_host() -> None:
@@ -90,6 +102,15 @@ def test_too_many_ranks_are_refused_in_horovods_words() -> None:
     )
 
 
+def test_what_cannot_be_is_refused_before_a_host_is_asked() -> None:
+    with pytest.raises(UsageError, match="Requested more processes"):
+        hosts_to_ask(hosts(a=2, b=1), 4)
+    assert hosts_to_ask(hosts(a=2, b=SLOTS_OPEN), 4) == (
+        Host("a", 2),
+        Host("b", SLOTS_OPEN),
+    )
+
+
 def test_a_refusal_of_many_hosts_is_short() -> None:
     named = [Host(f"node{index}", 1) for index in range(1000)]
     with pytest.raises(UsageError, match=r"node7:1 and 992 more\. Give") as caught:
@@ -98,8 +119,11 @@ def test_a_refusal_of_many_hosts_is_short() -> None:
 
 
 def test_a_job_must_have_a_slot() -> None:
-    with pytest.raises(UsageError, match="hosts must have a slot, got none: a, b are"):
+    said = "hosts must have a slot, got none: a, b are"
+    with pytest.raises(UsageError, match=said):
         allocate(hosts(a=0, b=0), None, never)
+    with pytest.raises(UsageError, match=said):
+        hosts_to_ask(hosts(a=0, b=0), 2)
 
 
 def slurm(nodes, **variables):

@@ -1,6 +1,6 @@
 """From hosts with slots to ranks with hosts."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ronde.errors import UsageError
@@ -20,20 +20,26 @@ class Share:
     ranks: range
 
 
-def hosts_to_ask(hosts: Iterable[Host], num_ranks: int | None) -> tuple[Host, ...]:
+def hosts_to_ask(hosts: Sequence[Host], num_ranks: int | None) -> tuple[Host, ...]:
     """Return the hosts that may get ranks, in their order.
 
     Args:
         hosts: All that are named.
         num_ranks: To be started; None for one a slot.
+
+    Raises:
+        UsageError: There are fewer slots than ranks, whatever the hosts say.
     """
+    usable = [host for host in hosts if host.slots]
+    if all(host.slots != SLOTS_OPEN for host in usable):
+        shares = allocate(hosts, num_ranks, lambda host: host.slots)
+        return tuple(share.host for share in shares)
     asked: list[Host] = []
     sure = 0
-    for host in hosts:
+    for host in usable:
         if num_ranks is not None and sure >= num_ranks:
             break
-        if host.slots:
-            asked.append(host)
+        asked.append(host)
         sure += 1 if host.slots == SLOTS_OPEN else host.slots
     return tuple(asked)
 
@@ -49,28 +55,30 @@ def allocate(
         hosts: With their slots.
         num_ranks: To be started; None for one a slot. A host that stands alone and
             says no slots takes any number.
-        count_slots: Called for a host whose slots nobody said; at least 1.
+        count_slots: Called for a host of ``hosts_to_ask`` whose slots nobody said; at
+            least 1.
 
     Raises:
         UsageError: There are fewer slots than ranks, or none.
     """
     usable = [host for host in hosts if host.slots]
-    if num_ranks and len(usable) == 1 and usable[0].slots == SLOTS_OPEN:
-        return (Share(usable[0], range(num_ranks)),)
-    shares: list[Share] = []
-    start = 0
-    for host in hosts_to_ask(usable, num_ranks):
-        slots = count_slots(host) if host.slots == SLOTS_OPEN else host.slots
-        stop = start + slots if num_ranks is None else min(start + slots, num_ranks)
-        if stop > start:
-            shares.append(Share(host, range(start, stop)))
-        start = stop
-    if not shares:
+    if not usable:
         raise UsageError(
             "hosts must have a slot, got none: "
             f"{', '.join(host.name for host in hosts)} are kept out by 0 slots. Give "
             "one of them slots."
         )
+    if num_ranks is not None and len(usable) == 1 and usable[0].slots == SLOTS_OPEN:
+        return (Share(usable[0], range(num_ranks)),)
+    shares: list[Share] = []
+    start = 0
+    for host in usable:
+        if start == num_ranks:
+            break
+        slots = count_slots(host) if host.slots == SLOTS_OPEN else host.slots
+        stop = start + slots if num_ranks is None else min(start + slots, num_ranks)
+        shares.append(Share(host, range(start, stop)))
+        start = stop
     if num_ranks is not None and start < num_ranks:
         raise UsageError(_too_many(num_ranks, start, shares))
     return tuple(shares)
