@@ -128,12 +128,24 @@ def test_what_is_near_a_gpu_is_divided_among_its_ranks(situation):
 
 
 @given(situations())
-def test_auto_never_crowds_and_leaves_a_quota_alone(situation):
+def test_auto_crowds_nobody_leaves_no_core_unused_and_a_quota_alone(situation):
     whole, num_ranks, _, gpus = situation
     bindings = bind(whole, num_ranks, BindMode.AUTO, gpus)
     assert all(binding.has_enough for binding in bindings)
+    given_out = {cpu for binding in bindings for cpu in binding.cpus}
+    assert given_out in (set(), {cpu for core in whole.cores for cpu in core.cpus})
     if 0 < whole.cpu_limit < len(whole.cores):
-        assert not any(binding.cpus for binding in bindings)
+        assert not given_out
+
+
+def test_auto_binds_ranks_near_their_gpus_where_every_node_has_some():
+    whole = machine({0: 2, 1: 2})
+    near = bind(whole, 2, BindMode.AUTO, [gpu(0, 1), gpu(1, 0)])
+    assert [b.cpus for b in near] == [(2, 3), (0, 1)]
+    (alone,) = bind(whole, 1, BindMode.AUTO, [gpu(0, 1)])
+    assert alone.cpus == ()
+    (asked,) = bind(whole, 1, BindMode.CORE, [gpu(0, 1)])
+    assert asked.cpus == (2, 3)
 
 
 def test_two_nodes_of_two_threads_are_halved_for_two_ranks():

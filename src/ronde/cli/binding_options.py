@@ -2,11 +2,12 @@
 
 import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ronde.errors import UsageError
-from ronde.launch.placement.binding import BindMode
-from ronde.launch.placement.devices import GpuView
-from ronde.launch.placement.rank_placement import PlacementRequest
+
+if TYPE_CHECKING:
+    from ronde.launch.placement.rank_placement import PlacementRequest
 
 
 def add_binding_options(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +30,23 @@ def add_binding_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_placement(options: argparse.Namespace) -> PlacementRequest:
-    """Return what the options ask for.
+def read_placement(options: argparse.Namespace) -> "PlacementRequest | None":
+    """Return what the options ask for; None where that is nothing.
 
     Args:
-        options: From a parser that ``add_binding_options`` was called with.
+        options: From a parser that ``add_binding_options`` was called with. A dry run
+            asks for a placement in any case: it shows what there is.
 
     Raises:
         UsageError: A word is none that there is.
     """
+    if (options.bind, options.gpu_view, options.dry_run) == ("none", "all", False):
+        return None
+    # Imported where they are needed: a job that is not bound must start at once.
+    from ronde.launch.placement.binding import BindMode
+    from ronde.launch.placement.devices import GpuView
+    from ronde.launch.placement.rank_placement import PlacementRequest
+
     mode = _one_of("--bind", options.bind, list(BindMode))
     view = _one_of("--gpu-view", options.gpu_view, list(GpuView))
     return PlacementRequest(BindMode(mode), GpuView(view))

@@ -21,7 +21,7 @@ class BindMode(StrEnum):
     """Each to all cores of the memory node near its GPU, else of an even part."""
 
     AUTO = "auto"
-    """``numa`` with GPUs, else ``core``, and nothing where that cannot help."""
+    """``numa`` with GPUs, else ``core``; nothing where that leaves cores unused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,9 @@ def bind(
     """Bind all ranks of a host.
 
     The same input gives the same result on every call; no CPU is given that the machine
-    does not list. With ``core`` no two ranks have a CPU in common unless there are
-    fewer cores than ranks. Hardware threads of a core stay together.
+    does not list, and ``auto`` gives out all of them or binds nobody. With ``core`` no
+    two ranks have a CPU in common unless there are fewer cores than ranks. Hardware
+    threads of a core stay together.
 
     Args:
         machine: What there is to share.
@@ -97,11 +98,11 @@ def _obstacle(
         # who is bound cannot get out of their way.
         (
             is_auto and 0 < limit < len(cores),
-            f"not bound: the CPU quota is {limit:g} of {len(cores)} cores",
+            f"not bound: the CPU quota is {limit:g} of {_counted(len(cores))}",
         ),
         (
             is_auto and not has_gpus and num_ranks > len(cores),
-            f"not bound: {len(cores)} cores for {num_ranks} ranks",
+            f"not bound: {_counted(len(cores))} for {num_ranks} ranks",
         ),
         (
             is_wide and len(nodes) == 1,
@@ -110,6 +111,10 @@ def _obstacle(
         (
             is_auto and has_gpus and not _all_near(nodes, gpus),
             "not bound: no cores near a GPU, or its place is not known",
+        ),
+        (
+            is_auto and has_gpus and nodes != {gpu.node for gpu in gpus if gpu},
+            "not bound: cores that are near no rank's GPU would be idle",
         ),
     )
     return next((text for is_there, text in obstacles if is_there), "")
@@ -121,12 +126,12 @@ def _parts(
     """Return what is divided among whom: each GPU's memory node, else everything."""
     near = [UNKNOWN_NODE if gpu is None else gpu.node for gpu in gpus]
     if not _all_near({core.node for core in cores}, gpus):
-        return [_Part(cores, tuple(range(num_ranks)), f"{len(cores)} cores")]
+        return [_Part(cores, tuple(range(num_ranks)), _counted(len(cores)))]
     parts: list[_Part] = []
     for node in sorted(set(near)):
         own = tuple(core for core in cores if core.node == node)
         ranks = tuple(rank for rank in range(num_ranks) if near[rank] == node)
-        parts.append(_Part(own, ranks, f"{len(own)} cores near GPU"))
+        parts.append(_Part(own, ranks, f"{_counted(len(own))} near GPU"))
     return parts
 
 
@@ -143,7 +148,7 @@ def _narrow(part: _Part) -> list[Binding]:
     if len(part.cores) < num_ranks:
         why = f"{num_ranks} ranks share {part.name}"
         return [_on(part.cores, 1, why, has_enough=False)] * num_ranks
-    why = f"1/{num_ranks} of {part.name}"
+    why = f"1/{num_ranks} of {part.name}" if num_ranks > 1 else part.name
     return [_on(block, len(block), why) for block in _blocks(part.cores, num_ranks)]
 
 
@@ -183,3 +188,7 @@ def _finished(binding: Binding, machine: Machine, num_ranks: int) -> Binding:
     has_choice = len({core.node for core in machine.cores}) > 1
     node = binding.memory_node if has_choice else UNKNOWN_NODE
     return replace(binding, memory_node=node, num_cores=share)
+
+
+def _counted(num_cores: int) -> str:
+    return f"{num_cores} core" + ("" if num_cores == 1 else "s")
