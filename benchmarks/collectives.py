@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from ronde.launch.environments import shared_environment
+from ronde.launch.forwarded import base_environment
 from ronde.launch.inherited import own_environment
 from ronde.records import Record, append_record
 from ronde.units import format_size
@@ -113,7 +113,7 @@ def command_of(name: str, ranks: int, mpich_python: str) -> list[str]:
 def start(name: str, folder: str, options: argparse.Namespace) -> Group | None:
     """Start the ranks of a peer; None, aloud, where that fails."""
     address = f"{folder}/{name}"
-    env = shared_environment(own_environment(), {}, num_threads=1)
+    env = base_environment(own_environment())
     env["OMP_NUM_THREADS"] = "1"
     program = str(Path(__file__).parent / "collective_peers.py")
     command = command_of(name, options.ranks, options.mpich_python)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ronde.launch.environments import shared_environment
+from ronde.launch.forwarded import base_environment
 from ronde.launch.inherited import own_environment
 
 # A machine that others use too may take a second over any one example.
@@ -20,7 +20,7 @@ _TIMEOUT_S = 60
 
 def clean_environment() -> dict[str, str]:
     """Return this process's environment as it is outside of any launcher."""
-    env = shared_environment(own_environment(), {}, num_threads=1)
+    env = base_environment(own_environment())
     places = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     for name in (*places, "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"):
         env.pop(name, None)

@@ -55,7 +55,7 @@ def test_hosts_and_a_discovery_script(tmp_path) -> None:
     elastic = {"num_proc": 2, "min_num_proc": 2, "max_num_proc": 2}
     results = horovod.run(place, **elastic, host_discovery_script=str(script))
     assert [result[0] for result in results] == expected
-    hosts = "localhost:1,127.0.0.1:1"
+    hosts = "localhost:2"
     results = horovod.run(place, num_proc=2, min_num_proc=1, hosts=hosts, verbose=True)
     assert [result[0] for result in results] == expected[:1]
 
@@ -106,7 +106,6 @@ def test_a_result_that_cannot_be_pickled_is_told_of() -> None:
             {"num_proc": 4, "hosts": "localhost:2"},
             r"^Requested more processes \(4\) than there are available slots \(2\)\n",
         ),
-        ({"hosts": "192.0.2.1:1"}, "hosts must be this machine"),
         ({"num_proc": 0}, "must be auto or a whole number of at least 1, got '0'"),
     ],
 )

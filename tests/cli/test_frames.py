@@ -13,6 +13,7 @@ from ronde.launch.frames import (
     Stream,
     encode_control,
     encode_output,
+    pipe_writer,
 )
 
 outputs = st.builds(
@@ -91,7 +92,7 @@ def test_a_message_without_end_is_refused():
 def test_the_writer_keeps_order_when_the_pipe_is_full():
     read_fd, write_fd = os.pipe()
     try:
-        writer = FrameWriter(write_fd)
+        writer = FrameWriter(pipe_writer(write_fd))
         pieces = [bytes((i,)) * 50_000 for i in range(20)]
         for piece in pieces:
             writer.send(piece)
@@ -110,7 +111,7 @@ def test_the_writer_keeps_order_when_the_pipe_is_full():
 def test_the_writer_keeps_no_more_than_its_limit():
     read_fd, write_fd = os.pipe()
     try:
-        writer = FrameWriter(write_fd, limit_bytes=100_000)
+        writer = FrameWriter(pipe_writer(write_fd), limit_bytes=100_000)
         # The pipe takes some of it, at most 64 KiB here.
         writer.send(bytes(100_000))
         with pytest.raises(LaunchError, match="unsent frames must stay under"):

@@ -8,7 +8,6 @@ from ronde.errors import LaunchError
 from ronde.launch.job import Job, RankPlan
 from ronde.launch.messages import (
     FROM_AGENT,
-    PROTOCOL,
     TO_AGENT,
     Exited,
     Finished,
@@ -17,6 +16,8 @@ from ronde.launch.messages import (
     decode_message,
     encode_message,
 )
+from ronde.launch.placement.interface import InterfaceAddress
+from ronde.topology.machine import Core, Machine, Nic
 
 # An environment may hold any bytes; Python shows those that are no text as surrogates.
 text = st.text(st.characters(exclude_characters="\0"), max_size=20)
@@ -28,28 +29,53 @@ jobs = st.builds(
     cookie=text,
     argv=st.lists(text, max_size=4).map(tuple),
     env=env,
-    ranks=st.lists(st.builds(RankPlan, st.integers(0, 99), env)).map(tuple),
+    ranks=st.lists(
+        st.builds(
+            RankPlan,
+            st.integers(0, 99),
+            env,
+            st.lists(st.integers(0, 999)).map(tuple),
+            st.integers(-1, 9),
+        )
+    ).map(tuple),
     cwd=text,
     grace_s=st.floats(0, 1e6),
-    log_dir=text,
+    address=text,
     master_port=st.integers(0, 65535),
+    is_mpi=st.booleans(),
 )
 
 
-@given(st.builds(Prepare, st.integers(), jobs))
+@given(st.builds(Prepare, jobs))
 def test_a_job_arrives_as_it_was_sent(order):
     assert decode_message(encode_message(order), TO_AGENT) == order
 
 
+MACHINE = Machine(
+    cores=(Core((0, 2), 0), Core((1,), 1)),
+    cpu_limit=1.5,
+    gpus=(),
+    nics=(Nic("eth0", "ethernet", "", -1, 1000, "virtual/eth0"),),
+)
+SAMPLES = {
+    int: 3,
+    float: 0.5,
+    bool: True,
+    str: "x",
+    tuple[str, ...]: ("a", "b"),
+    Machine: MACHINE,
+    tuple[InterfaceAddress, ...]: (InterfaceAddress("eth0", "10.0.0.1", 24),),
+}
+
+
 @pytest.mark.parametrize("kind", FROM_AGENT)
 def test_every_answer_arrives_as_it_was_sent(kind):
-    samples = {int: 3, float: 0.5, bool: True, str: "x", tuple[str, ...]: ("a", "b")}
-    sent = kind(**{f.name: samples[f.type] for f in dataclasses.fields(kind)})
+    sent = kind(**{f.name: SAMPLES[f.type] for f in dataclasses.fields(kind)})
     assert decode_message(encode_message(sent), FROM_AGENT) == sent
 
 
 def said(**changes) -> bytes:
-    good = json.loads(encode_message(Exited(1, 0, 0.5, was_stopped=False)))
+    good = json.loads(encode_message(Exited(1, 0, 0.5, was_stopped=False, evidence="")))
     return json.dumps(good | changes).encode()
 
 
@@ -58,7 +84,7 @@ def said(**changes) -> bytes:
     [
         (b"\xff", "must be JSON"),
         (b"[]", "must be an object"),
-        (b"{}", "message must be one of Ready"),
+        (b"{}", "message must be one of Hello"),
         (said(rank="1"), "Exited.rank must be int, got '1'"),
         (said(rank=True), "Exited.rank must be int, got True"),
         (said(was_stopped=0), "Exited.was_stopped must be bool, got 0"),
@@ -76,13 +102,11 @@ def test_a_word_that_is_wrong_is_named(raw, complaint):
 
 def test_whole_numbers_are_numbers_of_seconds():
     assert decode_message(said(at_s=2), FROM_AGENT) == Exited(
-        1, 0, 2.0, was_stopped=False
+        1, 0, 2.0, was_stopped=False, evidence=""
     )
 
 
 def test_an_order_is_no_answer():
     with pytest.raises(LaunchError, match="message must be one of Prepare"):
         decode_message(encode_message(Finished(0, ())), TO_AGENT)
-    assert decode_message(
-        encode_message(Ready(PROTOCOL, "h", 1, 2)), FROM_AGENT
-    ) == Ready(PROTOCOL, "h", 1, 2)
+    assert decode_message(encode_message(Ready(2)), FROM_AGENT) == Ready(2)

@@ -9,8 +9,8 @@ from ronde.launch.environments import (
     JobFacts,
     NodeFacts,
     rank_environment,
-    shared_environment,
 )
+from ronde.launch.forwarded import base_environment
 from ronde.launch.slots import count_cores
 from ronde.world import Launcher, World, read_claim
 
@@ -103,14 +103,6 @@ def test_what_is_no_text_is_passed_on_byte_for_byte(ronde):
     assert done.stdout == b"[0] b'\\xff'\n"
 
 
-def test_a_log_dir_is_the_place_of_the_error_file(ronde, tmp_path):
-    ranks = dump(ronde, "--log-dir", str(tmp_path))
-    job_id = ranks[0]["env"]["RONDE_JOB_ID"]
-    for number, rank in enumerate(ranks):
-        path = rank["env"]["TORCHELASTIC_ERROR_FILE"]
-        assert path == f"{tmp_path}/{job_id}/attempt_0/{number}/error.json"
-
-
 def test_ranks_start_where_they_are_told_to(ronde, tmp_path):
     ranks = dump(ronde, "--chdir", str(tmp_path))
     assert {rank["cwd"] for rank in ranks} == {str(tmp_path)}
@@ -129,10 +121,7 @@ def test_other_launchers_words_are_taken_away():
         "RONDE_COOKIE": "old",
     }
     kept = {"SLURM_JOB_ID": "7", "PATH": "/bin", "RONDE_ENGINE": "solo"}
-    shared = shared_environment(foreign | kept, {}, num_threads=3)
-    assert not foreign.keys() & shared.keys()
-    assert kept.items() <= shared.items()
-    assert shared["OMP_NUM_THREADS"] == "3"
+    assert base_environment(foreign | kept) == kept
 
 
 def test_a_rank_on_the_second_node_reads_as_one():

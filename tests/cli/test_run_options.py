@@ -198,10 +198,10 @@ def test_a_failure_says_where_the_files_are(ronde, tmp_path):
     done = ronde("run", "-n", "1", *words)
     (job,) = tmp_path.iterdir()
     said = done.stderr.decode()
-    assert said.startswith("[0] why\nronde: rank 0 failed first, after ")
+    assert said.startswith("[0] why\n+-- ronde: the job failed, exit code 3 ")
     assert "exit code 3" in said
-    assert "ronde: | why\n" in said
-    assert said.endswith(f"ronde: the output of every rank is in {job}/attempt_0\n")
+    assert "\n|     why\n" in said
+    assert f"| logs:            {job}/attempt_0\n" in said
 
 
 def test_neither_launcher_nor_agent_waits_for_torch():

@@ -9,7 +9,7 @@ import pytest
 
 from ronde.collectives import connect
 from ronde.errors import UsageError
-from ronde.launch.environments import shared_environment
+from ronde.launch.forwarded import base_environment
 from ronde.launch.inherited import own_environment
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def files(tmp_path, monkeypatch):
 
 def start(*words):
     """Run words outside of any launcher, with one thread a rank."""
-    env = shared_environment(own_environment(), {}, num_threads=1)
+    env = base_environment(own_environment())
     env["OMP_NUM_THREADS"] = "1"
     name = "OMPI_MCA_btl_sm_backing_directory"  # which is not another launcher's word
     env[name] = own_environment()[name]

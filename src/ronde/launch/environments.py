@@ -10,51 +10,6 @@ from pathlib import Path
 
 from ronde.world.value import World
 
-# What other launchers tell their own processes: taken over, it would give every rank
-# the one number of the process that started us.
-_SCRUBBED_PREFIXES = (
-    "TORCHELASTIC_",
-    "TORCH_ELASTIC_",
-    "PET_",
-    "OMPI_",
-    "PMIX_",
-    "PRTE_",
-    "PMI_",
-    "HYDI_",
-    "MPI_LOCAL",
-    "MV2_COMM_WORLD_",
-    "HOROVOD_GLOO_RENDEZVOUS_",
-)
-_SCRUBBED_NAMES = frozenset(
-    {
-        "RONDE_JOB_ID",
-        "RONDE_EPOCH",
-        "RONDE_COOKIE",
-        "RONDE_HOST",
-        "RONDE_NODE_RANK",
-        "RONDE_MASTER_LISTEN_FD",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_NAME",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "SLURM_PROCID",
-        "SLURM_LOCALID",
-        "SLURM_NODEID",
-        "SLURM_NTASKS",
-        "SLURM_NPROCS",
-        "SLURM_NTASKS_PER_NODE",
-        "SLURM_TASKS_PER_NODE",
-        "SLURM_TASK_PID",
-        "SLURM_GTIDS",
-        "SLURM_STEP_ID",
-        "SLURM_STEPID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_STEP_TASKS_PER_NODE",
-    }
-)
-
-
 _ALIAS_DIRECTORY = Path(__file__).parents[1] / "horovod" / "alias"
 
 
@@ -120,9 +75,7 @@ def default_environment(num_threads: int) -> dict[str, str]:
     }
 
 
-def rank_environment(
-    world: World, job: JobFacts, node: NodeFacts, *, error_file: str = ""
-) -> dict[str, str]:
+def rank_environment(world: World, job: JobFacts, node: NodeFacts) -> dict[str, str]:
     """Return the variables that only this rank has.
 
     They are torchrun's, the further ones that Lightning, Composer and DeepSpeed read,
@@ -133,12 +86,11 @@ def rank_environment(
         world: The rank's place.
         job: Facts of the job.
         node: Facts of the rank's node.
-        error_file: Path for torch's record of an uncaught exception, or empty.
     """
     rank, size = str(world.rank), str(world.size)
     local_rank, local_size = str(world.local_rank), str(world.local_size)
     cross_rank, cross_size = str(world.cross_rank), str(world.cross_size)
-    env = {
+    return {
         "RANK": rank,
         "WORLD_SIZE": size,
         "LOCAL_RANK": local_rank,
@@ -171,6 +123,3 @@ def rank_environment(
         "RONDE_HOST": node.host,
         "RONDE_NODE_RANK": str(node.node_rank),
     }
-    if error_file:
-        env["TORCHELASTIC_ERROR_FILE"] = error_file
-    return env

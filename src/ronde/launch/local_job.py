@@ -5,8 +5,10 @@ import signal
 import socket
 import time
 from enum import Enum, auto
+from pathlib import Path
 
 from ronde.errors import LaunchError, UsageError
+from ronde.launch.evidence import Evidence
 from ronde.launch.inherited import own_environment
 from ronde.launch.intake import Intake
 from ronde.launch.job import Job
@@ -60,6 +62,7 @@ class LocalJob:
         self._command: list[str] = []
         self._port: socket.socket | None = None
         self._deadline = 0.0
+        self._evidence = Evidence()
 
     @property
     def due_s(self) -> float:
@@ -161,10 +164,9 @@ class LocalJob:
         status = rank.reaped(wait_status)
         for pipe in rank.pipes:
             self._intake.drain(pipe)
-        was_stopped = self.phase is Phase.STOPPING
-        self._outbox.tell(
-            Exited(rank.rank, status, time.monotonic(), was_stopped, evidence="")
-        )
+        at_s, was_stopped = time.monotonic(), self.phase is Phase.STOPPING
+        evidence = self._evidence.explain(status, wait_status, pid, str(Path.cwd()))
+        self._outbox.tell(Exited(rank.rank, status, at_s, was_stopped, evidence))
 
     def _refuse(self, reason: str, *, is_usage: bool) -> None:
         self._end()

@@ -37,7 +37,7 @@ class RankGroup:
             LaunchError: MPI does not start.
         """
         if job.is_mpi:
-            self._mpi = MpiWorld(len(job.ranks), job.env)
+            self._mpi = MpiWorld(len(job.ranks), _environment(job))
 
     def start(
         self,
@@ -57,7 +57,7 @@ class RankGroup:
         Raises:
             OSError: One could not be started; those before it are running.
         """
-        base = base_environment(own_environment()) | job.env | meeting
+        base = _environment(job) | meeting
         for plan in job.ranks:
             env = base | plan.env
             if self._mpi is not None:
@@ -107,3 +107,8 @@ class RankGroup:
     def _groups_left(self) -> set[int]:
         below = descendants(os.getpid())
         return {p.group for p in below if not p.is_zombie} & self._by_pid.keys()
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """Return what all ranks of a job have here."""
+    return base_environment(own_environment()) | job.env
