@@ -207,13 +207,13 @@ def test_a_quota_caps_the_threads_of_who_asked_to_be_bound():
 
 
 def test_every_rank_sees_all_and_is_expected_to_use_its_own():
-    devices = assign_gpus([gpu(0), gpu(1)], 2, GpuView.ALL, is_choice=False)
+    devices = assign_gpus([gpu(0), gpu(1)], 2, GpuView.ALL, is_choice=False, host="n1")
     assert [d.gpu and d.gpu.index for d in devices] == [0, 1]
     assert [d.env for d in devices] == [{}, {}]
 
 
 def test_a_rank_that_sees_one_sees_its_own_by_the_number_the_bus_gives_it():
-    devices = assign_gpus([gpu(5), gpu(3)], 2, GpuView.ONE, is_choice=False)
+    devices = assign_gpus([gpu(5), gpu(3)], 2, GpuView.ONE, is_choice=False, host="n1")
     assert [d.env for d in devices] == [
         {"CUDA_VISIBLE_DEVICES": "5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
         {"CUDA_VISIBLE_DEVICES": "3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
@@ -222,8 +222,10 @@ def test_a_rank_that_sees_one_sees_its_own_by_the_number_the_bus_gives_it():
 
 @pytest.mark.parametrize("gpus", [[], [gpu(0)]])
 def test_one_gpu_each_needs_as_many_as_ranks(gpus):
-    with pytest.raises(UsageError, match=rf"got 2 ranks and {len(gpus)} GPUs\. Start"):
-        assign_gpus(gpus, 2, GpuView.ONE, is_choice=False)
+    with pytest.raises(
+        UsageError, match=rf"got 2 ranks and {len(gpus)} GPUs on n1\. Start"
+    ):
+        assign_gpus(gpus, 2, GpuView.ONE, is_choice=False, host="n1")
 
 
 def test_more_ranks_than_gpus_share_or_use_none_and_are_told():

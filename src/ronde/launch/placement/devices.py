@@ -61,7 +61,7 @@ def choose_gpus(
 
 
 def assign_gpus(
-    gpus: Sequence[Gpu], num_ranks: int, view: GpuView, *, is_choice: bool
+    gpus: Sequence[Gpu], num_ranks: int, view: GpuView, *, is_choice: bool, host: str
 ) -> tuple[RankDevice, ...]:
     """Give each rank of a host the GPU of its local rank.
 
@@ -73,6 +73,7 @@ def assign_gpus(
         num_ranks: Ranks of the host.
         view: Which of them each rank sees.
         is_choice: A program there would see more than these.
+        host: Its name, for the message.
 
     Raises:
         UsageError: Each rank is to see one, and there are fewer.
@@ -81,8 +82,9 @@ def assign_gpus(
         if num_ranks > len(gpus):
             raise UsageError(
                 f"--gpu-view one must have a GPU for each rank of a host, got "
-                f"{num_ranks} ranks and {len(gpus)} GPUs. Start fewer ranks there, or "
-                "leave --gpu-view out: all ranks see all GPUs then, and may share."
+                f"{num_ranks} ranks and {len(gpus)} GPUs on {host}. Start fewer ranks "
+                "there, or leave --gpu-view out: all ranks see all GPUs then, and may "
+                "share."
             )
         return tuple(RankDevice(gpu, _seeing([gpu])) for gpu in gpus[:num_ranks])
     env = _seeing(gpus) if is_choice and gpus else {}

@@ -58,7 +58,9 @@ def place_ranks(
     """
     seen = visible_gpus(machine.gpus, environ)
     gpus = choose_gpus(seen, host.gpus, host.said_at or host.name)
-    devices = assign_gpus(gpus, num_ranks, request.view, is_choice=bool(host.gpus))
+    devices = assign_gpus(
+        gpus, num_ranks, request.view, is_choice=bool(host.gpus), host=host.name
+    )
     own = [device.gpu for device in devices]
     bindings = bind(machine, num_ranks, request.mode, own)
     nics = nearest_nics(own, machine.nics)
