@@ -1,0 +1,230 @@
+"""What a job on three hosts opens, and what its processes show to other users."""
+
+import re
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.cluster.observation import Process, Socket, sockets_of
+
+LIMIT_S = 110
+SSH_PORT = 22
+UNNAMED = "what-the-user-did-not-forward"
+NAMED = "what-the-user-named"
+ALLOWED = "what-is-on-the-list"
+ENVIRONMENT = {
+    "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+    "HOME": str(Path.home()),
+    "OMP_NUM_THREADS": "1",
+    "SOMETHING": UNNAMED,
+    "NCCL_API_TOKEN": UNNAMED,
+    "GIVEN_TOKEN": NAMED,
+    "TORCH_SAID": ALLOWED,
+}
+PLACES = [0, 0, 1, 2]
+
+# Whether each of the addresses and ports named takes a connection, and what it says to
+# somebody who knows nothing.
+KNOCK = """
+import socket, sys
+for place in sys.argv[1:]:
+    address, _, port = place.rpartition("|")
+    try:
+        with socket.create_connection((address, int(port)), 2.0) as asking:
+            asking.sendall(b"\\0" * 64 + b"GET / HTTP/1.0\\r\\n\\r\\n")
+            asking.shutdown(socket.SHUT_WR)
+            asking.settimeout(0.3)
+            try:
+                said = asking.recv(100)
+            except OSError:
+                said = b""
+        print(address, port, said.hex() or "-", flush=True)
+    except OSError:
+        pass
+"""
+
+
+@dataclass
+class Job:
+    """A job that runs on three hosts.
+
+    Attributes:
+        process: The controller.
+        processes: All of each host.
+        sockets: All of each host that wait for others, but sshd's.
+    """
+
+    process: subprocess.Popen
+    processes: list[list[Process]]
+    sockets: list[list[Socket]]
+
+
+@contextmanager
+def running_job(cluster, folder, *options):
+    """Run ranks that have met and wait; end them in peace afterwards."""
+    words = [sys.executable, "-m", "ronde", "run", "-H", "node1:2,node2:1,node3:1"]
+    words += ["--ssh-args", f"-F {cluster.ssh_config}", "-x", "GIVEN_TOKEN", *options]
+    words += ["--", "python", "-m", "tests.cluster.waiting_rank", str(folder)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with cluster.start(cluster.hosts[0], words, env=ENVIRONMENT, **pipes) as process:
+        try:
+            wait_for(process, [folder / f"ready.{rank}" for rank in range(4)])
+            sockets = [
+                [s for s in cluster.listening(host) if s.port != SSH_PORT]
+                for host in cluster.hosts
+            ]
+            yield Job(process, [cluster.processes(h) for h in cluster.hosts], sockets)
+            (folder / "end").touch()
+            output, _ = process.communicate(timeout=60)
+            assert process.returncode == 0, output
+        finally:
+            process.kill()
+    assert [(folder / f"done.{rank}").read_text() for rank in range(4)] == ["4.0"] * 4
+
+
+def wait_for(process, paths):
+    ends_at = time.monotonic() + LIMIT_S - 30
+    while not all(path.exists() for path in paths):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < ends_at, "the ranks must meet"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def job(cluster, tmp_path):
+    with running_job(cluster, tmp_path) as found:
+        yield found
+
+
+def variables(process):
+    """Return what a process was started with, by name."""
+    entries = process.environment.decode(errors="replace").split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def rank_of(process):
+    """Return the rank that a process is, or None."""
+    said = variables(process)
+    return int(said["RANK"]) if "RONDE_COOKIE" in said else None
+
+
+def ranks_by_pid(job):
+    ranks = {p.pid: rank_of(p) for processes in job.processes for p in processes}
+    found = {pid: rank for pid, rank in ranks.items() if rank is not None}
+    assert sorted(found.values()) == [0, 1, 2, 3]
+    return found
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_only_ranks_listen_each_on_the_chosen_address_of_its_host(cluster, job):
+    ranks = ranks_by_pid(job)
+    (first,) = [p for p in job.processes[0] if ranks.get(p.pid) == 0]
+    meeting = variables(first)
+    assert meeting["MASTER_ADDR"] == cluster.hosts[0].address
+    num_stores = 0
+    for host, sockets in zip(cluster.hosts, job.sockets, strict=True):
+        for found in sockets:
+            assert found.protocol == "tcp", found
+            assert found.address == host.address, found
+            assert cluster.hosts[PLACES[ranks[found.pid]]] is host, found
+            is_store = found.port == int(meeting["MASTER_PORT"])
+            assert not is_store or ranks[found.pid] == 0, found
+            num_stores += is_store
+    assert num_stores == 1
+    # All others are Gloo's: one for tensors, and one for what ranks agree on where the
+    # rank speaks for its host.
+    per_rank = [0] * 4
+    for found in (each for sockets in job.sockets for each in sockets):
+        per_rank[ranks[found.pid]] += 1
+    assert per_rank == [3, 1, 2, 2]
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_a_scan_from_another_host_finds_no_more_and_disturbs_nothing(cluster, job):
+    """The kernel's list is complete; each port in it is tried at every address."""
+    listening = {
+        (found.address, found.port) for sockets in job.sockets for found in sockets
+    }
+    ports = sorted({port for _, port in listening})
+    scanned = [a for h in cluster.hosts for a in (h.address, h.address6)]
+    places = [f"{address}|{port}" for address in scanned for port in ports]
+    words = [sys.executable, "-c", KNOCK, *places]
+    done = cluster.run(cluster.hosts[2], words, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    answers = [line.split() for line in done.stdout.splitlines()]
+    assert {(address, int(port)) for address, port, _ in answers} == listening
+    # Nobody tells a stranger anything that he did not say himself.
+    assert {said for _, _, said in answers} == {"-"}
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_no_process_shows_what_it_should_keep(cluster, job):
+    ranks = ranks_by_pid(job)
+    cookies = {variables(p).get("RONDE_COOKIE") for p in job.processes[0]} - {None}
+    for number, processes in enumerate(job.processes):
+        for process in processes:
+            words = " ".join(process.words)
+            for value in (UNNAMED, NAMED, ALLOWED):
+                assert value not in words, process
+            assert not re.search(r"[0-9a-fA-F]{32}", words), process
+            told = variables(process)
+            random = [v for v in told.values() if re.search(r"[0-9a-fA-F]{32}", v)]
+            assert set(random) <= cookies, process
+            # What runs on the user's own host has what the user has there.
+            assert number == 0 or UNNAMED not in told.values(), process
+            if process.pid in ranks:
+                assert told["GIVEN_TOKEN"] == NAMED
+                assert told["TORCH_SAID"] == ALLOWED
+            elif number:
+                assert NAMED not in told.values(), process
+    assert len(cookies) == 1
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_before_the_ranks_listen_nobody_does(cluster, tmp_path):
+    """Neither controller nor agents nor the held port: ranks that open nothing."""
+    words = [sys.executable, "-m", "ronde", "run", "-H", "node1:2,node2:1,node3:1"]
+    words += ["--ssh-args", f"-F {cluster.ssh_config}", "--", "sh", "-c"]
+    stay = 'touch "$0/ready.$RANK"; until test -e "$0/end"; do sleep 0.05; done'
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with cluster.start(
+        cluster.hosts[0], [*words, stay, str(tmp_path)], env=ENVIRONMENT, **pipes
+    ) as process:
+        try:
+            wait_for(process, [tmp_path / f"ready.{rank}" for rank in range(4)])
+            found = [cluster.listening(host) for host in cluster.hosts]
+            (tmp_path / "end").touch()
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, output
+    assert {each.port for sockets in found for each in sockets} == {SSH_PORT}
+
+
+LISTEN = """
+import socket, sys
+with socket.create_server(("", 0)), socket.socket(type=socket.SOCK_DGRAM) as other:
+    other.bind(("", 0))
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_whoever_listens_is_seen(cluster):
+    """The other tests would find nothing, were the kernel's lists read wrongly."""
+    host = cluster.hosts[1]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with cluster.start(host, [sys.executable, "-c", LISTEN], **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        found = [s for s in sockets_of(host.init_pid) if s.port != SSH_PORT]
+        process.stdin.close()
+    wildcard = "0.0.0.0"  # noqa: S104  it is seen, not bound
+    assert {(s.protocol, s.address) for s in found} == {
+        ("tcp", wildcard),
+        ("udp", wildcard),
+    }
+    assert all(s.words[:2] == (sys.executable, "-c") for s in found)
