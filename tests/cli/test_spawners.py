@@ -1,0 +1,323 @@
+"""What is run to reach a host, and what a failure of it is told as."""
+
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ronde.errors import Failure, HostFailure, UsageError
+from ronde.launch.hosts.host import Host
+from ronde.launch.remote_boot import start_remote_agent
+from ronde.launch.spawners.by_hand import last_line
+from ronde.launch.spawners.mpi import MpiSpawner, find_mpirun
+from ronde.launch.spawners.slurm import SlurmSpawner
+from ronde.launch.spawners.ssh import SshSpawner
+from ronde.render.hosts_table import tabulate_failures
+
+pytestmark = pytest.mark.timeout(30)
+LIMIT_S = 20.0
+HOST = Host("node2", user="ada", port=2222)
+
+
+class Here:
+    """A spawner whose every host is this machine, behind a shell that makes noise."""
+
+    name = "ssh"
+
+    def __init__(self, before=""):
+        self.before = before
+        self.lines = []
+
+    def command(self, host, words):
+        line = f"{self.before}exec {shlex.join(words)}"
+        self.lines.append(line)
+        return ["/bin/sh", "-c", line]
+
+    def explain(self, host, exit_code, said):
+        return Failure(f"{exit_code} {said}", "")
+
+
+def meet(spawner, python=sys.executable):
+    """Start an agent; return its wire, the greeting, and what came behind it."""
+    wire, greeting = start_remote_agent(spawner, HOST, python)
+    rest = None
+    while rest is None:
+        assert select.select([wire.read_fd], [], [], LIMIT_S)[0]
+        data = wire.read()
+        if not data:
+            break
+        rest = greeting.feed(data)
+    return wire, greeting, rest
+
+
+def end(wire):
+    wire.close()
+    return wire.wait(LIMIT_S)
+
+
+def test_an_agent_is_met_behind_any_noise():
+    noise = "head -c 100000 /dev/zero; echo '{\"python\": 1}'; printf '$ '; "
+    wire, greeting, rest = meet(Here(noise))
+    assert greeting.met is not None
+    assert greeting.met.problem(HOST) is None
+    assert greeting.met.executable == sys.executable
+    assert greeting.noise.endswith(b'{"python": 1}\n$ ')
+    while len(rest) < 5:
+        assert select.select([wire.read_fd], [], [], LIMIT_S)[0]
+        rest += wire.read()
+    # A frame: its length, its kind, and the agent's first word.
+    assert int.from_bytes(rest[:4]) < 1 << 20
+    assert end(wire) is not None
+
+
+def test_the_line_that_others_can_read_is_the_same_for_all():
+    spawner = Here()
+    greetings = []
+    for _ in range(2):
+        wire, greeting, _ = meet(spawner)
+        greetings.append(greeting)
+        end(wire)
+    assert spawner.lines[0] == spawner.lines[1]
+    # No login shell, csh included, reads anything in it as its own.
+    inner = spawner.lines[0].partition("-c ")[2]
+    assert inner.startswith("'")
+    assert inner.endswith("'")
+    assert not set(inner[1:-1]) & set("'\"!\\`$\n")
+
+
+def test_what_does_not_start_is_told_by_its_exit_code():
+    wire, greeting, rest = meet(Here(), python="/no/python")
+    assert (greeting.met, rest) == (None, None)
+    assert wire.wait(LIMIT_S) == 127
+    wire.close()
+
+
+def test_starting_waits_for_nobody():
+    wire, greeting = start_remote_agent(Here("exec sleep 1000; "), HOST, sys.executable)
+    assert wire.read() is None
+    assert greeting.met is None
+    wire.kill()
+    assert end(wire) == -signal.SIGKILL
+
+
+def test_a_client_ends_with_its_controller(tmp_path):
+    program = (
+        "import sys\n"
+        "sys.path[:0] = [sys.argv[1]]\n"
+        "from tests.cli.test_spawners import HOST, Here, start_remote_agent\n"
+        "wire, _ = start_remote_agent(Here('exec sleep 1000; '), HOST, 'python3')\n"
+        "print(wire.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    root = str(Path(__file__).parents[2])
+    with subprocess.Popen(
+        [sys.executable, "-c", program, root],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as controller:
+        pid_fd = os.pidfd_open(int(controller.stdout.readline()))
+        controller.kill()
+    ended = select.select([pid_fd], [], [], LIMIT_S)[0]
+    os.close(pid_fd)
+    assert ended
+
+
+def test_ssh_takes_the_users_words_first_and_the_host_as_nothing_but_that():
+    words = SshSpawner(["-F", "my config"]).command(HOST, ["python3", "-c", "a b"])
+    assert words[:3] == ["ssh", "-F", "my config"]
+    assert words[-3:] == ["--", "node2", "python3 -c 'a b'"]
+    assert words[-7:-3] == ["-p", "2222", "-l", "ada"]
+    assert "BatchMode=yes" in words
+    assert not any("StrictHostKeyChecking" in word for word in words)
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        (Host("node2"), "node2"),
+        (Host("fd00::2", port=22), "fd00::2"),
+        (Host("node2", user="ada"), "node2"),
+    ],
+)
+def test_ssh_understands_what_it_is_given(host, name):
+    """``-G`` tells what ssh would do, and does nothing."""
+    client = SshSpawner(["-F", "/dev/null", "-o", "ConnectTimeout=3"]).client(host)
+    done = subprocess.run(
+        [client[0], "-G", *client[1:], host.name],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    said = done.stdout.splitlines()
+    for line in (f"hostname {name}", "batchmode yes", "serveraliveinterval 2"):
+        assert line in said
+    # The user's value, and not ours.
+    assert "connecttimeout 3" in said
+    assert ("user ada" in said) == (host.user == "ada")
+
+
+KEX = "kex_exchange_identification: read: Connection reset by peer\n"
+BAD_OPTION = "/home/ada/.ssh/config: line 3: Bad configuration option: nonsense"
+CHANGED = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "reason", "cure"),
+    [
+        (
+            255,
+            "ada@node2: Permission denied (publickey).",
+            "key refused",
+            "ssh-copy-id -p 2222 ada@node2",
+        ),
+        (
+            255,
+            f"{CHANGED}Host key verification failed.",
+            "host key changed: another machine answers, or it was installed anew",
+            "find out which; if it is right: ssh-keygen -R '[node2]:2222'",
+        ),
+        (
+            255,
+            "Host key verification failed.",
+            "host key unknown",
+            "ssh -p 2222 ada@node2 once, to see it and accept it",
+        ),
+        (
+            255,
+            "ssh: Could not resolve hostname node2: Name or service not known",
+            "unknown name",
+            "check the spelling",
+        ),
+        (
+            255,
+            "Connection timed out during banner exchange",
+            "its ssh server takes no more connections now",
+            "raise MaxStartups there, or see what it logs",
+        ),
+        (
+            255,
+            "ssh: connect to host node2 port 2222: Connection timed out",
+            "not reached",
+            "see whether it is up: ssh -p 2222 ada@node2",
+        ),
+        (
+            255,
+            BAD_OPTION,
+            f"ssh failed: {BAD_OPTION}",
+            "ssh -p 2222 ada@node2",
+        ),
+        (
+            126,
+            "sh: /etc/passwd: Permission denied",
+            "its Python cannot be run: sh: /etc/passwd: Permission denied",
+            "name the one there with --python",
+        ),
+        (
+            1,
+            "hello\n/opt/python: Command not found.\n",
+            "its Python cannot be run: /opt/python: Command not found.",
+            "name the one there with --python",
+        ),
+        (
+            -15,
+            "",
+            "no agent began (signal 15): and nothing was said",
+            "run a command there by hand and see what it says",
+        ),
+    ],
+)
+def test_what_ssh_says_is_told_with_its_cure(code, said, reason, cure):
+    failure = SshSpawner().explain(HOST, code, said)
+    assert (failure.reason, failure.cure) == (reason, cure)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_transient"),
+    [
+        (KEX, True),
+        ("Connection closed by 10.0.0.2 port 22", True),
+        (
+            "ssh: Could not resolve hostname a: Temporary failure in name resolution",
+            True,
+        ),
+        ("ssh: Could not resolve hostname a: Name or service not known", False),
+        (
+            "a: Permission denied (publickey).\nConnection closed by 10.0.0.2 port 22",
+            False,
+        ),
+        (f"{CHANGED}{KEX}", False),
+    ],
+)
+def test_what_may_pass_is_told_apart(said, is_transient):
+    assert SshSpawner().explain(HOST, 255, said).is_transient == is_transient
+
+
+NO_PYTHON = "stepd: error: execve(): /no/python: No such file or directory"
+NO_JOB = "srun: error: Unable to create step: Invalid job id specified"
+CHATTER = "srun: cluster configuration lacks support for cpu binding\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            f"{NO_PYTHON}\nsrun: error: node2: task 0: Exited with exit code 2",
+            f"its Python is not there: {NO_PYTHON}",
+        ),
+        (NO_JOB, f"the allocation is over: {NO_JOB}"),
+        (CHATTER, "no agent began (exit code 2): and nothing was said"),
+    ],
+)
+def test_what_srun_says_is_told(said, reason):
+    assert SlurmSpawner().explain(HOST, 2, said).reason == reason
+
+
+def test_srun_hands_over_no_variable_but_those_of_a_login():
+    words = SlurmSpawner().command(HOST, ["python3", "-c", "x"])
+    exported = next(word for word in words if word.startswith("--export="))
+    names = exported.partition("=")[2].split(",")
+    assert set(names) == {"HOME", "USER", "LOGNAME", "SHELL", "PATH", "LD_LIBRARY_PATH"}
+    assert words[-4:] == ["--", "python3", "-c", "x"]
+
+
+def test_an_mpirun_of_another_kind_is_refused(tmp_path):
+    other = tmp_path / "mpirun"
+    other.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
+    other.chmod(0o755)
+    assert find_mpirun(str(tmp_path)) == str(other)
+    with pytest.raises(UsageError, match=r"version 5, .* got .*Open MPI\) 4\.1\.4"):
+        MpiSpawner(str(other), "python3").command(HOST, ["true"])
+
+
+def test_what_a_host_says_is_shown_without_what_moves_a_terminal():
+    assert last_line("one\n\x1b[2Jtwo\x07\x9b\n \n") == "[2Jtwo"
+    assert last_line(" \n") == ""
+    assert len(last_line("x" * 10_000)) == 200
+
+
+def test_hosts_with_one_failure_share_a_line_of_the_table():
+    refused = Failure("key refused", "ssh-copy-id")
+    failures = [
+        HostFailure("a", refused),
+        HostFailure("b", Failure("unknown name", "check the spelling")),
+        *(HostFailure(f"n{i}", refused) for i in range(12)),
+    ]
+    ready = [f"r{i}" for i in range(9)]
+    lines = tabulate_failures(failures, ready).splitlines()
+    assert [line.removeprefix("ronde:   ").split("  ")[0] for line in lines] == [
+        "host",
+        "a, n0, n1, n2, n3, n4, n5, n6 and 5 more",
+        "b",
+        "ready: r0, r1, r2, r3, r4, r5, r6, r7 and 1 more",
+    ]
+    column = lines[0].index("what is wrong")
+    assert [line[column:].split("  ")[0] for line in lines[1:3]] == [
+        "key refused",
+        "unknown name",
+    ]

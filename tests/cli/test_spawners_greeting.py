@@ -1,0 +1,168 @@
+"""The first words of a host: found in any noise, and believed only when well formed."""
+
+import json
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, strategies as st
+
+import ronde
+from ronde.errors import LaunchError
+from ronde.launch.greeting import MAX_NOISE_BYTES, MAX_WORDS_BYTES, Greeting
+from ronde.launch.hosts.host import Host
+
+SENTINEL = b"b5d0f3a1c2e4967880716253f4e5d6c7a9"
+SAID = {
+    "python": "{}.{}.{}".format(*sys.version_info[:3]),
+    "executable": "/usr/bin/python3",
+    "ronde": ronde.__version__,
+    "problem": "",
+}
+HOST = Host("node2", user="ada")
+# Noise that holds pieces of the sentinel, and lines.
+NOISE = st.lists(
+    st.one_of(
+        st.binary(max_size=50),
+        st.sampled_from([SENTINEL[:-1], SENTINEL[:16], b"\n", b"{}\n"]),
+    ),
+    max_size=8,
+).map(b"".join)
+
+
+def encoded(said):
+    return json.dumps(said).encode() + b"\n"
+
+
+def feed(greeting, data, cuts):
+    """Feed the data in pieces; return what came behind the greeting, or None."""
+    places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
+    pieces = [data[a:b] for a, b in pairwise(places)]
+    for number, piece in enumerate(pieces):
+        rest = greeting.feed(piece)
+        if rest is not None:
+            return rest + b"".join(pieces[number + 1 :])
+    return None
+
+
+CUTS = st.lists(st.integers(0, 1000), max_size=10)
+
+
+@given(noise=NOISE, after=st.binary(max_size=100), cuts=CUTS)
+def test_a_greeting_is_found_however_it_comes(noise, after, cuts):
+    greeting = Greeting("ssh", SENTINEL)
+    data = noise + SENTINEL + encoded(SAID) + after
+    before = data.partition(SENTINEL)[0]
+    assert feed(greeting, data, cuts) == after
+    assert greeting.noise == before
+    assert greeting.met is not None
+    assert greeting.met.executable == SAID["executable"]
+
+
+@given(data=NOISE, cuts=CUTS)
+def test_noise_alone_is_no_greeting(data, cuts):
+    greeting = Greeting("ssh", SENTINEL)
+    data = data.replace(SENTINEL, b"")
+    assert feed(greeting, data, cuts) is None
+    assert (greeting.met, greeting.noise) == (None, data)
+
+
+@given(words=st.binary(max_size=200), cuts=CUTS)
+def test_what_is_no_greeting_is_refused_and_nothing_else_happens(words, cuts):
+    greeting = Greeting("ssh", SENTINEL)
+    with pytest.raises(LaunchError, match="greeting must"):
+        feed(greeting, SENTINEL + words.replace(b"\n", b"") + b"\n", cuts)
+    assert greeting.met is None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*SAID, "x"]), inner, max_size=5)
+    ),
+    max_leaves=8,
+)
+
+
+@given(said=JSON)
+def test_only_the_four_texts_are_believed(said):
+    is_right = (
+        isinstance(said, dict)
+        and said.keys() == SAID.keys()
+        and all(isinstance(value, str) for value in said.values())
+    )
+    greeting = Greeting("ssh", SENTINEL)
+    if is_right:
+        assert greeting.feed(SENTINEL + encoded(said)) == b""
+        return
+    with pytest.raises(LaunchError, match="greeting must have the texts"):
+        greeting.feed(SENTINEL + encoded(said))
+
+
+@pytest.mark.parametrize("depth", [3_000])
+def test_a_greeting_that_is_deep_or_endless_is_refused(depth):
+    with pytest.raises(LaunchError, match="greeting must be JSON"):
+        Greeting("ssh", SENTINEL).feed(SENTINEL + b"[" * depth + b"\n")
+    greeting = Greeting("ssh", SENTINEL)
+    assert greeting.feed(SENTINEL + b"x" * MAX_WORDS_BYTES) is None
+    with pytest.raises(LaunchError, match="at most"):
+        greeting.feed(b"x")
+
+
+def test_endless_noise_takes_no_more_than_its_share():
+    greeting = Greeting("ssh", SENTINEL)
+    for _ in range(40):
+        assert greeting.feed(b"n" * 10_000) is None
+    assert greeting.feed(b"last\n" + SENTINEL[:10]) is None
+    assert len(greeting.noise) == MAX_NOISE_BYTES
+    assert greeting.feed(SENTINEL[10:] + encoded(SAID) + b"!") == b"!"
+    assert greeting.noise.endswith(b"nnn" + b"last\n")
+    assert len(greeting.noise) <= MAX_NOISE_BYTES
+
+
+def met(**changes):
+    greeting = Greeting("ssh", SENTINEL)
+    greeting.feed(SENTINEL + encoded(SAID | changes))
+    assert greeting.met is not None
+    return greeting.met
+
+
+INSTALL = f"ssh ada@node2 /usr/bin/python3 -m pip install ronde=={ronde.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "cure"),
+    [
+        (
+            {"ronde": "", "problem": "ModuleNotFoundError: No module named 'ronde'"},
+            "ronde is missing for /usr/bin/python3",
+            INSTALL,
+        ),
+        (
+            {"ronde": "9.9"},
+            f"its ronde is 9.9, here it is {ronde.__version__}",
+            INSTALL,
+        ),
+        (
+            {"ronde": "", "problem": "SyntaxError: no\x1b[2J"},
+            "its ronde cannot be imported: SyntaxError: no[2J",
+            INSTALL,
+        ),
+    ],
+)
+def test_what_is_wrong_there_is_told_with_what_to_type(changes, reason, cure):
+    failure = met(**changes).problem(HOST)
+    assert failure is not None
+    assert (failure.reason, failure.cure) == (reason, cure)
+
+
+def test_another_python_is_told_before_its_ronde():
+    failure = met(python="3.6.15", ronde="", problem="SyntaxError").problem(HOST)
+    assert failure is not None
+    assert failure.reason.startswith("its Python is 3.6.15 (/usr/bin/python3), here")
+    assert "--python" in failure.cure
+
+
+def test_another_patch_of_the_same_python_is_none():
+    assert met(python="{}.{}.99".format(*sys.version_info[:2])).problem(HOST) is None
