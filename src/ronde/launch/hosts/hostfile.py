@@ -134,32 +134,18 @@ def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Ho
     gpus = _gpus(values["gpus"]) if "gpus" in values else ()
     if gpus and slots == SLOTS_OPEN:
         slots = len(gpus)
-    user, port, address = host.user, 0, ""
-    if "user" in values:
-        value = values["user"]
-        if user:
-            raise UsageError(
-                f"{value.said_by}: user must be said once, got {user}@ and "
-                f"user={value.text}. Drop one."
-            )
-        user = check_user(value.text, value.said_by)
-    if "port" in values:
-        port = values["port"].number(1, 65535)
-    if "addr" in values:
-        address = _address(values["addr"], num_hosts)
-    labels = {
-        key.removeprefix(_LABEL): value.text
-        for key, value in values.items()
-        if key.startswith(_LABEL)
-    }
     return replace(
         host,
         slots=slots,
-        user=user,
-        port=port,
-        address=address,
+        user=_user(host.user, values["user"]) if "user" in values else host.user,
+        port=values["port"].number(1, 65535) if "port" in values else 0,
+        address=_address(values["addr"], num_hosts) if "addr" in values else "",
         gpus=gpus,
-        labels=labels,
+        labels={
+            key.removeprefix(_LABEL): value.text
+            for key, value in values.items()
+            if key.startswith(_LABEL)
+        },
     )
 
 
@@ -194,6 +180,15 @@ def _gpus(value: _Value) -> tuple[str, ...]:
             f"no blanks between them, got {value.text!r}. Type: gpus=0,2"
         )
     return tuple(gpus)
+
+
+def _user(said_before: str, value: _Value) -> str:
+    if said_before:
+        raise UsageError(
+            f"{value.said_by}: user must be said once, got {said_before}@ and "
+            f"user={value.text}. Drop one."
+        )
+    return check_user(value.text, value.said_by)
 
 
 def _address(value: _Value, num_hosts: int) -> str:

@@ -65,8 +65,7 @@ def count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
     for host in hosts:
         first = kept.setdefault(host.name, host)
         times[host.name] += 1
-        is_same = replace(host, said_at=first.said_at) == first
-        if first is not host and not (is_same and host.slots == SLOTS_OPEN):
+        if first is not host and not _is_repeated(first, host):
             places = dict.fromkeys((first.said_at, host.said_at))
             raise UsageError(
                 f"{' and '.join(places)}: a host that has slots must be named once, "
@@ -76,6 +75,11 @@ def count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
         host if times[name] == 1 else replace(host, slots=times[name])
         for name, host in kept.items()
     )
+
+
+def _is_repeated(first: Host, host: Host) -> bool:
+    is_same = replace(host, said_at=first.said_at) == first
+    return is_same and host.slots == SLOTS_OPEN
 
 
 def check_name(name: str, said_by: str) -> str:
