@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import LaunchError
+from ronde.launch.finding import Finding
 from ronde.launch.job import Job, RankPlan
 from ronde.launch.messages import (
     FROM_AGENT,
@@ -64,6 +65,7 @@ SAMPLES = {
     str: "x",
     tuple[str, ...]: ("a", "b"),
     Machine: MACHINE,
+    tuple[Finding, ...]: (Finding("disk", 7, "/"),),
     tuple[InterfaceAddress, ...]: (InterfaceAddress("eth0", "10.0.0.1", 24),),
 }
 

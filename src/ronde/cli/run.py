@@ -16,6 +16,7 @@ from ronde.cli.run_options import make_parser
 from ronde.cli.run_request import RunRequest, read_request
 from ronde.errors import RondeError, UsageError
 from ronde.launch.chronicle import Chronicle
+from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hiring import Hired, Hiring
 from ronde.launch.inherited import own_environment
 from ronde.launch.launching import Undertaking, launch, rehearse
@@ -53,6 +54,8 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
             with _hired(request, environ, agent, signal_fd) as hired:
                 hired.exit_code = _launch(request, hired, signal_fd)
                 return hired.exit_code
+    except InterruptedStartError as error:
+        return 128 + error.number
     except RondeError as error:
         report_error(options.error_file, error, exit_code_of(error))
         raise
@@ -68,6 +71,8 @@ def _launch(request: RunRequest, hired: Hired, signal_fd: int) -> int:
         arrangement = rehearse(wish, hired.hiring, signal_fd, name=name)
         print(plan_text(arrangement.plan, arrangement.notices), end="")
         return 0
+    if options.sync:
+        _sync(options.sync, hired, signal_fd)
     sink = make_sink(options, output_dir)
     if output_dir:
         from ronde.cli.horovod_files import LinkedOutputs
@@ -76,6 +81,21 @@ def _launch(request: RunRequest, hired: Hired, signal_fd: int) -> int:
     chronicle = Chronicle(options.record, sink.notice)
     job = Undertaking(name, request.restarts, chronicle)
     return launch(wish, sink, hired.hiring, signal_fd, job).exit_code
+
+
+def _sync(folder: str, hired: Hired, signal_fd: int) -> None:
+    from ronde.launch.syncing import sync_folder
+    from ronde.units import format_size
+
+    others = [host for host in hired.hosts if not hired.hiring.is_here(host)]
+    if not others:
+        return
+    synced = sync_folder(folder, others, hired.hiring.spawner, signal_fd)
+    print(
+        f"ronde: {synced.num_files} files, {format_size(synced.size_bytes)}, copied to "
+        f"{synced.num_hosts} hosts in {synced.took_s:.1f} s",
+        file=sys.stderr,
+    )
 
 
 @contextmanager

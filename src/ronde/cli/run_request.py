@@ -75,6 +75,7 @@ def read_request(
         num_ranks=num_ranks,
         interfaces=tuple(filter(None, options.interface.split(","))),
         placement=read_placement(options),
+        is_checked=options.preflight,
     )
     return RunRequest(options, asked, wish, restarts)
 

@@ -20,6 +20,8 @@ from ronde.launch.lineage import has_children, sweep
 from ronde.launch.local_job import LocalJob, Phase
 from ronde.launch.messages import (
     TO_AGENT,
+    Check,
+    Checked,
     Credit,
     Forward,
     Kill,
@@ -168,6 +170,11 @@ class Agent:
                 self._outbox.tell(Pong(order.sent_at_s, time.monotonic()))
             case Locate():
                 self._locate(order)
+            case Check():
+                # Imported where it is needed: few jobs ask for it.
+                from ronde.launch.readiness import check_here
+
+                self._outbox.tell(Checked(check_here(order.directory)))
             case Prepare():
                 self._job = LocalJob(order.job, self._outbox, self._intake)
                 self._job.prepare()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ronde.errors import UsageError
+from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.controller import Arrangement, Controller
 from ronde.launch.hosts.allocation import Share, allocate, hosts_to_ask
 from ronde.launch.hosts.host import Host
@@ -32,6 +32,7 @@ class Wish:
         num_ranks: How many ranks; None for one a slot.
         interfaces: Names of network interfaces that the ranks may use, none for any.
         placement: How ranks get cores and GPUs; None leaves that to the scheduler.
+        is_checked: Each host is looked at first, and one that is not fit ends it.
     """
 
     job: JobRequest
@@ -39,6 +40,7 @@ class Wish:
     num_ranks: int | None = None
     interfaces: tuple[str, ...] = ()
     placement: "PlacementRequest | None" = None
+    is_checked: bool = False
 
 
 def arrange(controller: Controller, wish: Wish, name: str) -> Arrangement:
@@ -58,6 +60,7 @@ def arrange(controller: Controller, wish: Wish, name: str) -> Arrangement:
     asked = hosts_to_ask(hosts, wish.num_ranks)
     nodes = controller.gather(asked)
     _require_different(nodes)
+    remarks = _check_fitness(controller, nodes, wish) if wish.is_checked else ()
     by_name = {node.name: node for node in nodes}
     shares = allocate(
         hosts, wish.num_ranks, lambda host: _slots(by_name[host.name], len(hosts))
@@ -83,7 +86,7 @@ def arrange(controller: Controller, wish: Wish, name: str) -> Arrangement:
         address=address,
         host_env=host_env,
     )
-    notices = tuple(notice for _, notices in placed for notice in notices)
+    notices = remarks + tuple(text for _, texts in placed for text in texts)
     return Arrangement(plan, crew, check, notices)
 
 
@@ -102,6 +105,29 @@ def _require_different(nodes: Sequence[Node]) -> None:
                 f"hosts must be different machines, got {other} and {node.name}, which "
                 f"are one ({_hello(node).host}). Name it once, with all its slots."
             )
+
+
+def _check_fitness(
+    controller: Controller, nodes: Sequence[Node], wish: Wish
+) -> tuple[str, ...]:
+    """Return what is worth a word of the hosts.
+
+    Raises:
+        HostError: Some are not fit.
+    """
+    from ronde.launch.readiness import judge
+
+    directory = str(Path.cwd() / wish.job.cwd)
+    remarks = judge(controller.check(nodes, directory))
+    bad = [each for each in remarks if each.is_bad]
+    if bad:
+        failed = {remark.host for remark in bad}
+        raise HostError(
+            f"{len(failed)} of {len(nodes)} hosts are not fit.",
+            [HostFailure(each.host, Failure(each.text, each.cure)) for each in bad],
+            [node.name for node in nodes if node.name not in failed],
+        )
+    return tuple(f"{each.host}: {each.text}. {each.cure}" for each in remarks)
 
 
 def _slots(node: Node, num_hosts: int) -> int:

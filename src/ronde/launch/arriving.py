@@ -11,6 +11,7 @@ from pathlib import Path
 
 _EXIT_CANNOT = 3
 _MOST_SAID = 500
+_FIRST_WORD_S = 60.0
 
 
 def arrive(sentinel: str, directory: str) -> None:
@@ -44,4 +45,4 @@ def arrive(sentinel: str, directory: str) -> None:
     os.write(1, (sentinel + json.dumps(said) + "\n").encode())
     if problem or agent is None:
         sys.exit(_EXIT_CANNOT)
-    agent.main()
+    agent.main(_FIRST_WORD_S)

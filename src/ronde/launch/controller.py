@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ronde.launch.chronicle import Chronicle
+from ronde.launch.finding import Finding
 from ronde.launch.gathering import Gathering
 from ronde.launch.hiring import Hiring
 from ronde.launch.hosts.host import Host
@@ -99,6 +100,12 @@ class Controller:
     ) -> list[tuple[str, ...]]:
         """Return each node's own addresses towards others: see ``messages.Locate``."""
         return Starting(self._board).locate(nodes, addresses, port)
+
+    def check(
+        self, nodes: Sequence[Node], directory: str
+    ) -> dict[str, tuple[Finding, ...]]:
+        """Return what each node sees of its host, by name; see ``readiness``."""
+        return Starting(self._board).check(nodes, directory)
 
     def run(
         self, arrangement: Arrangement, restarts: Restarts, chronicle: Chronicle

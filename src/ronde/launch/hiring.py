@@ -46,13 +46,17 @@ class Hiring:
             raise AssertionError("all hosts were to be this machine")
         return self._make_spawner()
 
+    def is_here(self, host: Host) -> bool:
+        """Say whether a host is this machine, so that nothing need lead there."""
+        return self._make_spawner is None or is_here(host.name)
+
     def start(self, host: Host) -> Node:
         """Start an agent for a host, without waiting for it.
 
         Raises:
             OSError: What leads there cannot be started here.
         """
-        if self._make_spawner is None or is_here(host.name):
+        if self.is_here(host):
             local, self._local = self._local or start_local_agent(), None
             return Node(host, AgentLink(ProcessWire(local)), is_here=True)
         # Imported where it is needed: a job on this machine starts without.

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, TypeVar, cast
 
 from ronde.errors import LaunchError
+from ronde.launch.finding import Finding
 from ronde.launch.job import Job
 from ronde.launch.placement.interface import InterfaceAddress
 from ronde.topology.machine import Machine
@@ -44,6 +45,13 @@ class Locate:
 
     addresses: tuple[str, ...]
     port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """To the agent: look whether this host is fit for ranks; see ``readiness``."""
+
+    directory: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,13 @@ class Located:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """From the agent: what was seen of this host."""
+
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """From the agent: the job can start here.
 
@@ -202,12 +217,34 @@ class Finished:
     stuck: tuple[str, ...]
 
 
-TO_AGENT = (Prepare, Start, Locate, Forward, Stop, Kill, Leave, Credit, Ping)
-FROM_AGENT = (Hello, Located, Ready, Refused, Started, Exited, Notice, Pong, Finished)
+TO_AGENT = (Prepare, Start, Locate, Check, Forward, Stop, Kill, Leave, Credit, Ping)
+FROM_AGENT = (
+    Hello,
+    Located,
+    Checked,
+    Ready,
+    Refused,
+    Started,
+    Exited,
+    Notice,
+    Pong,
+    Finished,
+)
 
-ToAgent = Prepare | Start | Locate | Forward | Stop | Kill | Leave | Credit | Ping
+ToAgent = (
+    Prepare | Start | Locate | Check | Forward | Stop | Kill | Leave | Credit | Ping
+)
 FromAgent = (
-    Hello | Located | Ready | Refused | Started | Exited | Notice | Pong | Finished
+    Hello
+    | Located
+    | Checked
+    | Ready
+    | Refused
+    | Started
+    | Exited
+    | Notice
+    | Pong
+    | Finished
 )
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ronde.addresses import is_loopback
+from ronde.launch.finding import UNREADABLE, Finding
 from ronde.launch.lineage import read_processes
 from ronde.units import format_size
 
-UNREADABLE = -1
 UNLIMITED = 1 << 62
 
 CLOCK = "clock"
@@ -39,22 +39,6 @@ _LITTLE = {
     DISK: (1 << 24, 1 << 30, "Make room there"),
 }
 """Below the first number a host is not fit, below the second it is worth a word."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What was seen of one thing on one host.
-
-    Attributes:
-        name: Which thing: one of this module's constants.
-        amount: Bytes, a count, or milliseconds since 1970; ``UNREADABLE`` where the
-            host does not tell, which is not the same as bad.
-        detail: What belongs to it: a path, an address, pids.
-    """
-
-    name: str
-    amount: int
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,13 @@ import time
 from collections.abc import Sequence
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
+from ronde.launch.finding import Finding
 from ronde.launch.frames import Output
 from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.job import Job
 from ronde.launch.messages import (
+    Check,
+    Checked,
     FromAgent,
     Locate,
     Located,
@@ -47,6 +50,20 @@ class Starting:
             node.link.send(Locate(tuple(addresses), port))
         answers = self._await(nodes)
         return [a.sources if isinstance(a, Located) else () for a in answers]
+
+    def check(
+        self, nodes: Sequence[Node], directory: str
+    ) -> dict[str, tuple[Finding, ...]]:
+        """Return what each node sees of its host, by name; see ``readiness``.
+
+        Raises:
+            HostError: A host was lost or does not answer.
+            InterruptedStartError: The user has ended it.
+        """
+        for node in nodes:
+            node.link.send(Check(directory))
+        answers = zip(nodes, self._await(nodes), strict=True)
+        return {n.name: a.findings for n, a in answers if isinstance(a, Checked)}
 
     def prepare(self, nodes: Sequence[Node], jobs: Sequence[Job]) -> int:
         """Have each agent check its part; return the port held for rank 0.
@@ -91,7 +108,7 @@ class Starting:
         """Keep an answer."""
         if isinstance(message, Notice):
             self._board.sink.notice(message.text)
-        elif isinstance(message, Ready | Refused | Located):
+        elif isinstance(message, Ready | Refused | Located | Checked):
             self._answers[node.name] = message
         else:
             said = type(message).__name__
