@@ -2,6 +2,9 @@
 
 Run it as ``python digits.py``, ``ronde run -n 2 python digits.py``,
 ``torchrun --nproc-per-node 2 digits.py`` or ``mpirun -n 2 python digits.py``.
+
+``ronde run -n 2 --max-restarts 5 python digits.py --checkpoint digits.pt`` goes on from
+the last epoch when a rank is killed.
 """
 
 import torch

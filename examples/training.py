@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from checkpoint import Training
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -59,6 +60,8 @@ class Options:
         seed: Of the first weights and of the order of images.
         is_communicating: False lets each rank train alone.
         json: File to append a record to, or None.
+        checkpoint: File to go on from where it is there, and to write, or None.
+        checkpoint_every: Steps between two times it is written; None for an epoch.
     """
 
     epochs: int
@@ -67,6 +70,18 @@ class Options:
     seed: int
     is_communicating: bool
     json: Path | None
+    checkpoint: Path | None
+    checkpoint_every: int | None
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the course of a training depends on."""
+        return {
+            "ranks": hvd.size(),
+            "epochs": self.epochs,
+            "batch_size": self.batch_size,
+            "lr": self.lr,
+            "seed": self.seed,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +141,17 @@ class Parser(argparse.ArgumentParser):
             help="let each rank train alone: the ceiling of what N ranks can do",
         )
         self.add_argument("--json", type=Path, help="append a record to this file")
+        self.add_argument(
+            "--checkpoint",
+            type=Path,
+            help="file of rank 0 to go on from, where it is there, and to write",
+        )
+        self.add_argument(
+            "--checkpoint-every",
+            type=_at_least_1,
+            metavar="STEPS",
+            help="between two times it is written (default: an epoch)",
+        )
 
     def error(self, message: str) -> NoReturn:
         """Say in one sentence what is wrong, and exit."""
@@ -133,7 +159,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """Take the shared options from what a ``Parser`` has read."""
+    """Take the shared options from what a ``Parser`` has read.
+
+    Raises:
+        UsageError: Two of them do not go together.
+    """
+    if arguments.checkpoint is not None and arguments.no_communication:
+        raise UsageError(
+            "--checkpoint must be of ranks that have one model, got "
+            "--no-communication. Leave one of the two out."
+        )
     return Options(
         epochs=arguments.epochs,
         batch_size=arguments.batch_size,
@@ -141,6 +176,8 @@ def options_of(arguments: argparse.Namespace) -> Options:
         seed=arguments.seed,
         is_communicating=not arguments.no_communication,
         json=arguments.json,
+        checkpoint=arguments.checkpoint,
+        checkpoint_every=arguments.checkpoint_every,
     )
 
 
@@ -181,8 +218,24 @@ def train(model: nn.Module, images: Images, options: Options) -> Outcome:
     """Train ``model`` and test it on this rank's share of the images. Collective.
 
     Raises:
-        UsageError: There are not enough images for one step of every rank.
+        UsageError: There are not enough images for one step of every rank, or the
+            checkpoint is of another training.
     """
+    num_steps = _count_steps(images, options)
+    training = _make_training(model, options, options.epochs * num_steps)
+    rates: list[float] = []
+    while training.step < options.epochs * num_steps:
+        rates.append(_train_epoch(training, images, options))
+    num_correct, num_tested = _test(model, images)
+    # The first epoch also pays for first allocations and the like; none is left to
+    # train where the checkpoint is of the end.
+    images_per_s = statistics.median(rates[1:] or rates or [0.0])
+    loss = training.loss_sum / num_steps
+    return Outcome(loss, images_per_s, num_correct, num_tested)
+
+
+def _count_steps(images: Images, options: Options) -> int:
+    """Return how many steps an epoch has."""
     step_size = options.batch_size * hvd.size()
     num_steps = len(images.train) // step_size
     if num_steps == 0:
@@ -191,80 +244,81 @@ def train(model: nn.Module, images: Images, options: Options) -> Outcome:
             f"{options.batch_size} * {hvd.size()} = {step_size}, got "
             f"{len(images.train)} images. Give a smaller --batch-size."
         )
-    optimizer = _make_optimizer(model, options)
-    # Rises to the full rate and falls again: large steps need the slow start.
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer,
-        [group["lr"] for group in optimizer.param_groups],
-        total_steps=options.epochs * num_steps,
-    )
-    rates: list[float] = []
-    loss = 0.0
-    for epoch in range(options.epochs):
-        started = time.perf_counter()
-        with _progress(f"epoch {epoch + 1}/{options.epochs}", num_steps) as progress:
-            batches = _batches(images, options, epoch)
-            loss = _train_epoch(model, optimizer, schedule, batches, progress)
-        duration_s = time.perf_counter() - started
-        rates.append(num_steps * options.batch_size / duration_s)
-    num_correct, num_tested = _test(model, images)
-    # The first epoch also pays for first allocations and the like.
-    return Outcome(loss, statistics.median(rates[1:] or rates), num_correct, num_tested)
+    return num_steps
 
 
-def _make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """Make SGD that keeps the ranks' models equal, or leaves them alone."""
+def _make_training(model: nn.Module, options: Options, num_steps: int) -> Training:
+    """Make what trains the model, equal on all ranks; go on from a checkpoint."""
     # A step of more images may go further.
     lr = options.lr * (hvd.size() if options.is_communicating else 1)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4
     )
+    # Rises to the full rate and falls again: large steps need the slow start.
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=num_steps)
+    training = Training(model, optimizer, schedule)
     if not options.is_communicating:
-        return optimizer
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    return hvd.DistributedOptimizer(
+        return training
+    if options.checkpoint is None:
+        training.share()
+    else:
+        training.resume(options.checkpoint, options.settings())
+    training.optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters()
     )
+    return training
 
 
-def _train_epoch(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-    batches: Iterator[tuple[Tensor, Tensor]],
-    progress: "tqdm[None]",
-) -> float:
-    """Take every step of one epoch and return its mean loss."""
-    model.train()
-    total, num_steps = 0.0, 0
+def _train_epoch(training: Training, images: Images, options: Options) -> float:
+    """Take the steps that are left of an epoch; return this rank's images a second."""
+    num_steps = _count_steps(images, options)
+    epoch, first = divmod(training.step, num_steps)
+    if first == 0:
+        training.loss_sum = 0.0
+    training.model.train()
     started = time.perf_counter()
-    num_images = 0
-    for inputs, labels in batches:
-        optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        total += loss.item()
-        num_steps += 1
-        num_images += len(inputs) * hvd.size()
-        images_per_s = num_images / (time.perf_counter() - started)
-        progress.set_postfix_str(
-            f"loss {total / num_steps:.3f}, {images_per_s:.0f} images/s", refresh=False
-        )
-        progress.update()
-    return total / num_steps
+    images_per_s = 0.0
+    with _progress(f"epoch {epoch + 1}/{options.epochs}", first, num_steps) as progress:
+        for inputs, labels in _batches(images, options, epoch, first):
+            _take_step(training, inputs, labels)
+            num_done = training.step - epoch * num_steps
+            num_images = (num_done - first) * options.batch_size
+            images_per_s = num_images / (time.perf_counter() - started)
+            progress.set_postfix_str(
+                f"loss {training.loss_sum / num_done:.3f}, "
+                f"{images_per_s * hvd.size():.0f} images/s",
+                refresh=False,
+            )
+            progress.update()
+            every = options.checkpoint_every or num_steps
+            if options.checkpoint is not None and training.step % every == 0:
+                training.save(options.checkpoint, options.settings())
+    return images_per_s
+
+
+def _take_step(training: Training, inputs: Tensor, labels: Tensor) -> None:
+    training.optimizer.zero_grad()
+    loss = cross_entropy(training.model(inputs), labels)
+    loss.backward()
+    training.optimizer.step()
+    training.schedule.step()
+    training.step += 1
+    training.loss_sum += loss.item()
 
 
 def _batches(
-    images: Images, options: Options, epoch: int
+    images: Images, options: Options, epoch: int, first: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's batches; all ranks have equally many, and no image twice."""
+    """Yield this rank's batches from one on; all ranks have as many, no image twice.
+
+    What they are depends on the seed, the epoch and the rank alone: after a restart
+    the rest of an epoch is what it would have been.
+    """
     order = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
     shuffled = torch.randperm(len(images.train), generator=order)
     step_size = options.batch_size * hvd.size()
-    for start in range(0, len(shuffled) - step_size + 1, step_size):
+    last = len(shuffled) - step_size
+    for start in range(first * step_size, last + 1, step_size):
         mine = shuffled[start + hvd.rank() : start + step_size : hvd.size()]
         mine = mine.to(images.train.device)
         yield images.train[mine], images.train_labels[mine]
@@ -281,11 +335,12 @@ def _test(model: nn.Module, images: Images) -> tuple[int, int]:
     return num_correct, len(labels)
 
 
-def _progress(description: str, num_steps: int) -> "tqdm[None]":
+def _progress(description: str, first: int, num_steps: int) -> "tqdm[None]":
     """Make the bar that rank 0 shows on standard error."""
     is_terminal = sys.stderr.isatty()
     return tqdm(
         desc=description,
+        initial=first,
         total=num_steps,
         disable=hvd.rank() != 0,
         unit="step",

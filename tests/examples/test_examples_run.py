@@ -120,6 +120,11 @@ def test_fashion_mnist_reaches_its_accuracy_on_two_ranks(tmp_path: Path) -> None
         (["--epochs", "0"], "argument --epochs: must be at least 1, got 0"),
         (["--lr", "x"], "argument --lr: must be a number above 0, got x"),
         (["--batch-size", "1438"], "--batch-size times ranks must be at most"),
+        (["--checkpoint-every", "0"], "argument --checkpoint-every: must be at least"),
+        (
+            ["--checkpoint", "file", "--no-communication"],
+            "of ranks that have one model",
+        ),
         (["--what"], "unrecognized arguments: --what"),
     ],
 )
