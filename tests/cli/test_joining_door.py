@@ -178,8 +178,10 @@ def carry(write, read, fd_of, data):
         taken = write(left[:size]) if left else 0
         left = left[taken:]
         if taken:
-            # What was not taken must be offered again as it was.
             size = random.choice((1, 100, 16380, 16381, 16382, 70_000))
+        else:
+            # What was not taken is offered again, with more behind it.
+            size += random.choice((0, 1, 5000))
         # Seldom, so that the writer finds the connection full.
         if not taken or random.random() < 0.01:
             poll = select.poll()

@@ -76,8 +76,7 @@ class Channel:
     def read(self) -> bytes | None:
         """Return all data that is there, empty at the end, None when there is none now.
 
-        The end is the other side's result or the end of the connection. It leaves no
-        decrypted data behind, which no poll would tell of.
+        The end is the other side's result or the end of the connection.
         """
         if self.result is not None or self._is_broken:
             return b""
@@ -94,8 +93,10 @@ class Channel:
 
     def _pull(self) -> None:
         pulled = 0
-        while pulled < _READ_BYTES or self._sock.pending():
+        while pulled < _READ_BYTES:
             try:
+                # Room for a whole TLS record: so nothing decrypted ever stays behind,
+                # of which no poll would tell.
                 data = self._sock.recv(_TLS_RECORD_BYTES)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return
