@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ronde.errors import UsageError
 from ronde.launch.job import RankPlan
-from ronde.launch.report import describe_end, describe_lost, describe_verdict
 from ronde.launch.sink import Generation
 from ronde.launch.verdict import LostHost, Verdict
 from ronde.topology.machine import UNKNOWN_NODE
@@ -44,6 +43,8 @@ class Chronicle:
         Raises:
             UsageError: The file cannot be written.
         """
+        if not self._path:
+            return
         plan = [_describe_place(host, plan) for host, plan in places]
         values = {"job_id": job_id, "argv": list(argv), "size": len(plan)}
         hosts = list(dict.fromkeys(host for host, _ in places))
@@ -75,9 +76,12 @@ class Chronicle:
 
     def ended(self, verdict: Verdict) -> None:
         """Record how the ranks of the generation that began last ended, and why."""
-        generation = self._generation
-        if generation is None:
+        generation, self._generation = self._generation, None
+        if generation is None or not self._path:
             return
+        # Most jobs start without a record, and at once.
+        from ronde.launch.report import describe_end, describe_lost, describe_verdict
+
         which = {"job_id": generation.job_id, "epoch": generation.epoch}
         lost = [
             each
@@ -106,7 +110,6 @@ class Chronicle:
     def _append(self, entries: Sequence[tuple[str, Mapping[str, object]]]) -> None:
         if not self._path:
             return
-        # Most jobs start without a record, and at once.
         from ronde.records import Machine, Record, append_record
 
         machine = Machine.here()
