@@ -75,6 +75,8 @@ def test_what_the_kernel_logs_of_a_crash_is_told(evidence, tmp_path):
 
 def has_kernel_log():
     exists = Path("/proc/sys/debug/exception-trace")
+    if str(Path("/proc/self/ns/pid").readlink()) != "pid:[4026531836]":
+        return False
     try:
         os.close(os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK))
         return exists.read_text().strip() == "1"

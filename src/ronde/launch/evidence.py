@@ -11,7 +11,9 @@ _CRASH_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
 )
 _PLAIN_ENDS = frozenset({0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+_OOM_KILL = re.compile(r"oom-kill:|oom_reaper:|Killed process ")
 _GPU_ERROR = "NVRM: Xid"
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
 _CLOCK_STEP_S = 1.0
 _MEMORY_DIR = "/dev/shm"  # noqa: S108 - it is asked about, nothing is put there
 _MAX_KERNEL_TEXT = 160
@@ -49,7 +51,7 @@ class Evidence:
         kernel_line = self._kernel_line(pid)
         is_crash = -status in _CRASH_SIGNALS
         told = [self._explain_core(wait_status, pid, cwd)] if status < 0 else []
-        if "oom" in kernel_line or "out of memory" in kernel_line.lower():
+        if _OOM_KILL.search(kernel_line):
             self._num_oom_kills += 1
             told.append("the kernel killed it for lack of memory (OOM)")
         elif self._count_oom_kills() > self._num_oom_kills and not is_crash:
@@ -182,8 +184,13 @@ def core_glob(pattern: str, pid: int) -> str:
 
 
 def _open_kernel_log() -> int | None:
-    """Open the kernel's log behind all that it holds, where that is allowed."""
+    """Open the kernel's log behind all that it holds, where that is allowed.
+
+    In a container its process numbers are not ours, and might be a neighbour's.
+    """
     try:
+        if str(Path("/proc/self/ns/pid").readlink()) != _FIRST_PID_NAMESPACE:
+            return None
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         os.lseek(fd, 0, os.SEEK_END)
     except OSError:
