@@ -62,11 +62,17 @@ class Running:
 
     def rank_processes(self, host: Machine) -> list[Process]:
         """Return the ranks' own processes on a host."""
-        return [p for p in self.cluster.processes(host) if _RANK in p.words]
+        # The launcher has the same words, but not there.
+        processes = self.cluster.processes(host)
+        return [p for p in processes if p.words[3:4] == (_RANK,)]
 
     def agent(self) -> int:
         """Return the process number of the victim's agent."""
-        return min(p.parent for p in self.rank_processes(self.host))
+        ranks = self.rank_processes(self.host)
+        # A rank's own child looks like it until it runs another program.
+        parents = {p.parent for p in ranks} - {p.pid for p in ranks}
+        (agent,) = parents
+        return agent
 
     def keeper(self) -> int:
         """Return the process number of that agent's keeper."""

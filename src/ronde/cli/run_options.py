@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_engine_options(parser)
     _add_timeline_options(parser)
     add_ssh_options(parser)
-    _add_network_options(parser)
+    _add_place_options(parser)
     add_binding_options(parser)
     add_output_options(parser)
     add_join_options(parser)
@@ -79,7 +79,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="set a variable for all ranks, or pass it on, as NAME or 'PREFIX*'",
     )
-    add("--chdir", default="", metavar="DIR", help="directory the ranks start in")
     add(
         "--grace",
         default=DEFAULT_GRACE,
@@ -149,8 +148,9 @@ def _add_timeline_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_network_options(parser: argparse.ArgumentParser) -> None:
+def _add_place_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("--chdir", default="", metavar="DIR", help="directory the ranks start in")
     add(
         "--interface",
         default="",

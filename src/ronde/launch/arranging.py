@@ -14,7 +14,7 @@ from ronde.launch.messages import Hello
 from ronde.launch.node import Node
 from ronde.launch.placement.place import Place
 from ronde.launch.plan import JobRequest, Plan, make_facts, unbound
-from ronde.topology.machine import Machine
+from ronde.launch.slots import usable_cores
 
 if TYPE_CHECKING:
     from ronde.launch.placement.rank_placement import PlacementRequest
@@ -63,7 +63,7 @@ def arrange(controller: Controller, wish: Wish, name: str) -> Arrangement:
     remarks = _check_fitness(controller, nodes, wish) if wish.is_checked else ()
     by_name = {node.name: node for node in nodes}
     shares = allocate(
-        hosts, wish.num_ranks, lambda host: _slots(by_name[host.name], len(hosts))
+        hosts, wish.num_ranks, lambda host: _slots(by_name[host.name], len(asked))
     )
     crew = tuple(by_name[share.host.name] for share in shares)
     address, check = _LOOPBACK, _check_nothing
@@ -133,12 +133,7 @@ def _check_fitness(
 def _slots(node: Node, num_hosts: int) -> int:
     """Count the slots of a host where nobody did."""
     machine = _hello(node).machine
-    return len(machine.gpus) or (_count_cores(machine) if num_hosts == 1 else 1)
-
-
-def _count_cores(machine: Machine) -> int:
-    cores = len(machine.cores)
-    return max(1, min(cores, int(machine.cpu_limit)) if machine.cpu_limit else cores)
+    return len(machine.gpus) or (usable_cores(machine) if num_hosts == 1 else 1)
 
 
 def _place(
@@ -147,7 +142,7 @@ def _place(
     """Return what a host gives its ranks, and what the user should know of that."""
     machine, num_ranks = _hello(node).machine, len(share.ranks)
     if wish.placement is None and not node.host.gpus:
-        return unbound(_count_cores(machine), num_ranks), ()
+        return unbound(usable_cores(machine), num_ranks), ()
     # Imported where they are needed: a job that is not bound must start at once.
     from ronde.launch.placement.rank_placement import UNPLACED, place_ranks
 
