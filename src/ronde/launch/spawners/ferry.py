@@ -47,6 +47,8 @@ def main() -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
+        # Else Hydra dies of SIGPIPE before it has said what it died of.
+        restore_signals=False,
         preexec_fn=before_exec,  # noqa: PLW1509 - this process has one thread
     )
     code = Ferry(launcher).run(call)

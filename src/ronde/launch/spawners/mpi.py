@@ -23,6 +23,7 @@ _FERRY = (
     "from ronde.launch.spawners.ferry import main; main()"
 )
 _FERRY_THERE = "import sys; del sys.path[0]; exec(sys.stdin.buffer.raw.readline(65536))"
+_NO_PROGRAM = ("access an executable", "execvp error on file")
 _CURE = "Install Open MPI 5 or MPICH, or choose another --launcher."
 
 
@@ -106,8 +107,13 @@ class MpiSpawner:
 
     def explain(self, host: Host, exit_code: int, said: str) -> Failure:
         """See ``Spawner``."""
-        failure = explain_connection(host, said)
-        return failure or explain_program(exit_code, said)
+        if any(words in said for words in _NO_PROGRAM):
+            return Failure(
+                f"its Python is not there: {self._python}",
+                "name the one there with --python",
+            )
+        told = "\n".join(line for line in said.splitlines() if line.strip("-"))
+        return explain_connection(host, told) or explain_program(exit_code, told)
 
 
 def find_mpirun(search_path: str) -> str:
