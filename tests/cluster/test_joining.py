@@ -117,7 +117,12 @@ def party(cluster, tmp_path):
 
 
 def test_nodes_that_were_started_first_follow_the_head_and_end_with_it(party):
-    script = "echo out of $RANK on $RONDE_HOST; exit $((RANK == 2 ? 7 : 0))"
+    script = (
+        'echo out of $RANK on $RONDE_HOST; touch "$0/ready.$RANK.0"; '
+        "test $RANK = 2 || exit 0; "
+        'until test -e "$0/ready.0.0" && test -e "$0/ready.1.0"; do sleep 0.01; done; '
+        "exit 7"
+    )
     with party.token.open() as told:
         first = party.node(2, "--token-file", "-", stdin=told)
     variable = {"RONDE_TOKEN_FILE": str(party.token)}
@@ -127,7 +132,7 @@ def test_nodes_that_were_started_first_follow_the_head_and_end_with_it(party):
         f"10.77.0.1:{PORT}",
         env=own_environment() | variable,
     )
-    head = party.head("--", "sh", "-c", script)
+    head = party.head("--", "sh", "-c", script, str(party.folder))
     code, out, errors = end_of(head)
     assert code == 7, errors
     for rank in range(3):
