@@ -278,6 +278,15 @@ def test_what_srun_says_is_told(said, reason):
     assert SlurmSpawner().explain(HOST, 2, said).reason == reason
 
 
+def test_a_warning_of_mpirun_is_no_refusal_of_ssh():
+    said = (
+        "[node1:34] plm:ssh: Warning: setpgid(37,37) failed in parent with "
+        "errno=Permission denied(13)\n------\nno more room\n------\n"
+    )
+    failure = MpiSpawner("mpirun", "python3").explain(HOST, 1, said)
+    assert failure.reason == "no agent began (exit code 1): no more room"
+
+
 def test_srun_hands_over_no_variable_but_those_of_a_login():
     words = SlurmSpawner().command(HOST, ["python3", "-c", "x"])
     exported = next(word for word in words if word.startswith("--export="))

@@ -46,9 +46,9 @@ class SlurmSpawner:
                 f"scontrol show node {host.name}",
             ),
             (
-                "not in job's allocation",
+                "node configuration is not available",
                 "not in this allocation",
-                "scontrol show hostnames shows what is",
+                "name hosts that are: scontrol show hostnames",
             ),
             ("nvalid job id", "the allocation is over", "salloc or sbatch a new one"),
         ):

@@ -71,7 +71,7 @@ _COMPLAINTS = (
     ),
     _complaint("Could not resolve hostname", "unknown name", "check the spelling"),
     _complaint(
-        "Permission denied|Too many authentication failures",
+        r"Permission denied \(|Too many authentication failures",
         "key refused",
         "{copy_id}",
     ),
