@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from ronde.cli.exit_codes import exit_code_of
 from ronde.cli.join_options import join_timeout_s, own_slots, say, token_file
 from ronde.errors import RondeError, UsageError
-from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hiring import Hired
 from ronde.launch.hosts.host import Host
 from ronde.launch.joining.address import choose_address, parse_endpoint
@@ -37,15 +36,11 @@ def joined_nodes(
     Raises:
         UsageError: The options do not fit, or it cannot be listened there.
         HostError: Not all nodes have come in time.
-        SystemExit: The user has ended the wait.
+        InterruptedStartError: The user has ended the wait.
     """
     invitation = read_invitation(options, environ)
     head = Host(invitation.head, own_slots(options))
-    try:
-        nodes = wait_for_nodes(invitation, signal_fd, say)
-    except InterruptedStartError as error:
-        # The user knows why: there is no error to tell.
-        raise SystemExit(128 + error.number) from None
+    nodes = wait_for_nodes(invitation, signal_fd, say)
     hosts = (head, *(host for host, _ in nodes))
     joined = Hired(hosts, JoinedHiring(agent, nodes))
     try:

@@ -55,10 +55,7 @@ class Restarts:
 
     def wants(self, verdict: Verdict, epoch: int) -> bool:
         """Say whether another generation follows one that ended so."""
-        is_failure = verdict.cause is not None and verdict.interrupted_by is None
-        return (
-            is_failure and epoch < self.limit and verdict.exit_code not in self.not_on
-        )
+        return epoch < self.limit and verdict.is_worth_restart(self.not_on)
 
 
 class Controller:

@@ -38,6 +38,7 @@ class Hiring:
         self._local: subprocess.Popen[bytes] | None = local
         self._make_spawner = make_spawner
         self._python = python
+        self._here = ""
 
     @functools.cached_property
     def spawner(self) -> Spawner:
@@ -47,8 +48,16 @@ class Hiring:
         return self._make_spawner()
 
     def is_here(self, host: Host) -> bool:
-        """Say whether a host is this machine, so that nothing need lead there."""
-        return self._make_spawner is None or is_here(host.name)
+        """Say whether a host is this machine, so that nothing need lead there.
+
+        At most one is: a name that stands for it too is found out by what its agent
+        says. So no more names are looked up than there must be.
+        """
+        if self._make_spawner is None:
+            return True
+        if not self._here and is_here(host.name):
+            self._here = host.name
+        return host.name == self._here
 
     def start(self, host: Host) -> Node:
         """Start an agent for a host, without waiting for it.

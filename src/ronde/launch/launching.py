@@ -53,7 +53,8 @@ def launch(
         arrangement = arrange(controller, wish, job.name)
         verdict = controller.run(arrangement, job.restarts, job.chronicle)
     except InterruptedStartError as error:
-        return Verdict(128 + error.number, None, (), (), error.number)
+        verdict = Verdict(128 + error.number, None, (), (), error.number)
+        sink.finished(verdict)
     finally:
         controller.close()
     return controller.write_out(verdict)

@@ -174,6 +174,7 @@ class LocalJob:
 
     def _end(self) -> None:
         self.phase = Phase.OVER
+        self._evidence.close()
         self._ranks.close()
         self._close_port()
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from ronde.launch.agent_link import AgentLink
 from ronde.launch.hosts.host import Host
-from ronde.launch.messages import Hello, Ping, Pong
+from ronde.launch.messages import Credit, Hello, Ping, Pong
+from ronde.launch.outbox import FIRST_CREDIT_BYTES
 
 PING_S = 1.0
 """Between two words to an agent on another host."""
@@ -45,7 +46,9 @@ class Node:
         is_here: The agent was started without going over a network: only its end can
             be missed, and that is seen at once.
         hello: What it said of itself; None before.
+        credit_bytes: Output that may be under way from it.
         owed_bytes: Output that came since credit was last given.
+        heard_at_s: When something came from it, on the monotonic clock.
         silent_by_s: When it counts as lost if nothing is heard of it, on the monotonic
             clock; infinity for never.
         is_over: It is gone, whoever wanted that.
@@ -55,7 +58,9 @@ class Node:
     link: AgentLink
     is_here: bool
     hello: Hello | None = None
+    credit_bytes: int = FIRST_CREDIT_BYTES
     owed_bytes: int = 0
+    heard_at_s: float = 0.0
     silent_by_s: float = float("inf")
     is_over: bool = False
     _pinged_at_s: float = 0.0
@@ -76,7 +81,8 @@ class Node:
     def heard(self) -> None:
         """Take note that something came."""
         limit_s = SILENCE_S if self._is_watched else float("inf")
-        self.silent_by_s = time.monotonic() + limit_s
+        self.heard_at_s = time.monotonic()
+        self.silent_by_s = self.heard_at_s + limit_s
 
     def ping(self, now_s: float) -> float:
         """Send a ping if one is due; return when the next one is."""
@@ -86,6 +92,19 @@ class Node:
             self._pinged_at_s = now_s
             self.link.send(Ping(now_s, LEASE_S))
         return self._pinged_at_s + PING_S
+
+    def allow(self, num_bytes: int) -> None:
+        """Let so much output be under way from it from now on, or more."""
+        more_bytes = num_bytes - self.credit_bytes
+        if more_bytes > 0:
+            self.credit_bytes = num_bytes
+            self.link.send(Credit(more_bytes))
+
+    def grant(self) -> None:
+        """Give credit for what came, when that is worth a message."""
+        if self.owed_bytes >= self.credit_bytes // 4:
+            self.link.send(Credit(self.owed_bytes))
+            self.owed_bytes = 0
 
     def take_pong(self, pong: Pong) -> None:
         """Learn how its clock differs; the quickest answer knows best."""

@@ -11,7 +11,7 @@ from ronde.launch.frames import (
 )
 from ronde.launch.messages import FromAgent, encode_message
 
-FIRST_CREDIT_BYTES = 1 << 20
+FIRST_CREDIT_BYTES = 64 << 10
 """Output that an agent may send before the controller has granted any."""
 
 _FULL_BYTES = 256 << 10

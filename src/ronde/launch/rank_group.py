@@ -66,9 +66,7 @@ class RankGroup:
             for fd in listen_fds:
                 env["RONDE_MASTER_LISTEN_FD"] = str(fd)
             with inherited_binding(plan.cpus, plan.memory_node) as refused:
-                rank = start_rank(
-                    plan.rank, command, env, inherited_fds=listen_fds, log_dir=""
-                )
+                rank = start_rank(plan.rank, command, env, inherited_fds=listen_fds)
             self._by_pid[rank.pid] = rank
             if refused:
                 self.complaints.append(f"rank {plan.rank} is not bound: {refused}")

@@ -78,7 +78,6 @@ def start_rank(
     env: dict[str, str],
     *,
     inherited_fds: tuple[int, ...],
-    log_dir: str = "",  # noqa: ARG001 - until nobody gives it any more
 ) -> RankProcess:
     """Start one rank in a session of its own, which dies with this process.
 
@@ -89,7 +88,6 @@ def start_rank(
         command: Path and arguments.
         env: Its whole environment.
         inherited_fds: Descriptors it gets besides the first three.
-        log_dir: Nothing.
 
     Raises:
         OSError: It could not be started; nothing is left open.

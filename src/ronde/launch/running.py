@@ -28,6 +28,8 @@ from ronde.launch.tail import Tail
 from ronde.launch.verdict import LostHost, RankEnd, Verdict, judge, signal_name
 
 _SWEEP_S = 10.0
+_MAX_CREDIT_BYTES = 1 << 20
+_ALL_CREDIT_BYTES = 32 << 20
 _EXIT_INTERNAL = 70
 
 
@@ -85,8 +87,10 @@ class Running:
             LaunchError: An agent says what makes no sense.
         """
         self._started_at_s = time.monotonic()
+        credit_bytes = min(_MAX_CREDIT_BYTES, _ALL_CREDIT_BYTES // len(self._nodes))
         for node in self._nodes:
             node.watch(is_watched=False)
+            node.allow(credit_bytes)
             node.link.send(Start(address, port))
         while not self._board.serve(self, self._is_over, self._deadline):
             for node in self._unfinished():
@@ -148,7 +152,7 @@ class Running:
     def take_loss(self, node: Node, loss: Loss) -> None:
         """End the job: its ranks cannot go on without those of a lost host."""
         ranks = tuple(n for n, rank in self._ranks.items() if rank.node is node)
-        at_s = time.monotonic() - self._started_at_s
+        at_s = node.heard_at_s - self._started_at_s
         self._lost.append(LostHost(node.name, ranks, loss.reason, loss.exit_code, at_s))
         if not self._is_stopping:
             self._stop(signal.SIGTERM)

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ronde.launch.frames import Output
-from ronde.launch.messages import Credit, Forward, FromAgent, Pong
+from ronde.launch.messages import Forward, FromAgent, Pong
 from ronde.launch.node import Loss, Node
 from ronde.launch.signals import SUSPENDING, read_signals, suspend_self
 from ronde.launch.sink import Sink
 
 _MAX_BACKLOG_BYTES = 256 << 10
-_CREDIT_STEP_BYTES = 32 << 10
 
 
 class Attendant(Protocol):
@@ -125,8 +124,9 @@ class Switchboard:
         for message in received:
             if isinstance(message, Output):
                 node.owed_bytes += len(message.data)
-                if not (self.is_hurried and self.is_held_back):
-                    self.sink.output(message, now_s)
+                if self.is_hurried and self.is_held_back:
+                    self.sink.discard()
+                self.sink.output(message, now_s)
                 attendant.take_output(message)
             elif isinstance(message, Pong):
                 node.take_pong(message)
@@ -150,9 +150,7 @@ class Switchboard:
         if self.is_held_back and not self.is_hurried:
             return
         for node in self.live_nodes:
-            if node.owed_bytes >= _CREDIT_STEP_BYTES:
-                node.link.send(Credit(node.owed_bytes))
-                node.owed_bytes = 0
+            node.grant()
 
     def _take_signals(self, attendant: Attendant) -> None:
         for number in read_signals(self._signal_fd):

@@ -1,11 +1,14 @@
 """What carries the frames between controller and agent, as the controller sees it."""
 
+import fcntl
 import os
 import select
 import subprocess
+from contextlib import suppress
 from typing import Protocol
 
 _READ_BYTES = 256 << 10
+_PIPE_BYTES = 256 << 10
 
 
 class Wire(Protocol):
@@ -75,6 +78,9 @@ class ProcessWire:
         self._files = (stdin, stdout, stderr)
         for file in self._files:
             os.set_blocking(file.fileno(), False)
+        # Fewer and longer reads of what the ranks write. Users may be over their limit.
+        with suppress(OSError):
+            fcntl.fcntl(stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     @property
     def pid(self) -> int:
