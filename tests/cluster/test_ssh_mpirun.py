@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,4 +106,26 @@ def test_a_host_that_mpirun_cannot_use_is_told(cluster, mpirun):
     told = " ".join(rows[0].split())
     cure = "name the one there with --python"
     assert told == f"ronde: node2 its Python is not there: /no/py {cure}"
+    assert_nothing_left(cluster)
+
+
+def test_a_controller_that_is_killed_leaves_nothing(cluster, mpirun):
+    """Neither ranks nor what they put into a session of its own."""
+    program = [sys.executable, "-m", "ronde", "run", "--launcher", "mpi"]
+    ssh_args = ["--ssh-args", f"-F {cluster.ssh_config}", "-H", "node1:1,node2:2"]
+    script = "setsid sleep 1000 & echo up; wait"
+    with cluster.start(
+        cluster.hosts[0],
+        [*program, *ssh_args, "sh", "-c", script],
+        env={"PATH": f"{mpirun.parent}:{os.defpath}:/usr/sbin", "HOME": "/root"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as job:
+        said = [job.stdout.readline() for _ in range(3)]
+        assert all(line.endswith(b"up\n") for line in said), said
+        job.kill()
+    deadline = time.monotonic() + LIMIT_S
+    while any(len(cluster.processes(host)) > 2 for host in cluster.hosts):
+        assert time.monotonic() < deadline, cluster.processes(cluster.hosts[1])
+        time.sleep(0.05)
     assert_nothing_left(cluster)

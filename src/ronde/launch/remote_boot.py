@@ -8,16 +8,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ronde.launch.bootstrap import BOOTSTRAP
 from ronde.launch.greeting import Greeting
 from ronde.launch.hosts.host import Host
 from ronde.launch.lineage import die_with_parent
 from ronde.launch.spawners.base import Spawner
 from ronde.launch.wire import ProcessWire
 
-# The same for all hosts and jobs, and nothing in it that any login shell would read as
-# its own. It takes one line, byte by byte, so that no frame behind it is taken too. The
-# first entry of the path is the directory that a login happens to begin in.
-_BOOTSTRAP = "import sys; del sys.path[0]; exec(sys.stdin.buffer.raw.readline(65536))"
 _SENTINEL_BYTES = 32
 
 
@@ -41,7 +38,7 @@ def start_remote_agent(
     Raises:
         OSError: What leads there cannot be started here.
     """
-    words = [python, "-E", "-S", "-c", _BOOTSTRAP]
+    words = [python, "-E", "-S", "-c", BOOTSTRAP]
     process = subprocess.Popen(
         spawner.command(host, words),
         stdin=subprocess.PIPE,

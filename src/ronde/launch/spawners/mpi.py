@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ronde.errors import Failure, UsageError
+from ronde.launch.bootstrap import BOOTSTRAP
 from ronde.launch.hosts.host import Host
 from ronde.launch.spawners.by_hand import explain_program, last_line
 from ronde.launch.spawners.ssh import explain_connection
@@ -22,7 +23,6 @@ _FERRY = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
     "from ronde.launch.spawners.ferry import main; main()"
 )
-_FERRY_THERE = "import sys; del sys.path[0]; exec(sys.stdin.buffer.raw.readline(65536))"
 _NO_PROGRAM = ("access an executable", "execvp error on file")
 _CURE = "Install Open MPI 5 or MPICH, or choose another --launcher."
 
@@ -76,7 +76,7 @@ class MpiSpawner:
         package_dir = str(Path(__file__).parents[3])
         near = [sys.executable, "-I", "-S", "-c", _FERRY, package_dir]
         call = f"ferry_there({list(words)!a})"
-        far = [self._python, "-E", "-S", "-c", _FERRY_THERE]
+        far = [self._python, "-E", "-S", "-c", BOOTSTRAP]
         launcher = self._hydra(host) if self._is_hydra else self._open_mpi(host)
         return [*near, call, *launcher, *far]
 

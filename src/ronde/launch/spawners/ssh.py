@@ -49,7 +49,7 @@ def _complaint(
 
 _COMPLAINTS = (
     _complaint(
-        "HOST IDENTIFICATION HAS CHANGED|Offending .* key",
+        "HOST IDENTIFICATION HAS CHANGED",
         "host key changed: another machine answers, or it was installed anew",
         "find out which; if it is right: {forget}",
     ),
