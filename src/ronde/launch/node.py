@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+from ronde.errors import LaunchError
 from ronde.launch.agent_link import AgentLink
 from ronde.launch.hosts.host import Host
 from ronde.launch.messages import Credit, Hello, Ping, Pong
@@ -46,6 +47,7 @@ class Node:
         is_here: The agent was started without going over a network: only its end can
             be missed, and that is seen at once.
         hello: What it said of itself; None before.
+        ranks: Those that run there now: it may speak of no others.
         credit_bytes: Output that may be under way from it.
         owed_bytes: Output that came since credit was last given.
         heard_at_s: When something came from it, on the monotonic clock.
@@ -58,6 +60,7 @@ class Node:
     link: AgentLink
     is_here: bool
     hello: Hello | None = None
+    ranks: frozenset[int] = frozenset()
     credit_bytes: int = FIRST_CREDIT_BYTES
     owed_bytes: int = 0
     heard_at_s: float = 0.0
@@ -72,6 +75,17 @@ class Node:
     def name(self) -> str:
         """The host's name for messages."""
         return self.host.name
+
+    def require_own(self, rank: int) -> None:
+        """Refuse what an agent says of a rank that is not its own.
+
+        Raises:
+            LaunchError: It is not.
+        """
+        if rank not in self.ranks:
+            raise LaunchError(
+                f"agent of {self.name} must speak of its own ranks, got rank {rank}."
+            )
 
     def watch(self, *, is_watched: bool) -> None:
         """Count silence from now on, or do not."""

@@ -67,6 +67,8 @@ class Running:
             for node, job in zip(nodes, jobs, strict=True)
             for plan in job.ranks
         }
+        for node, job in zip(nodes, jobs, strict=True):
+            node.ranks = frozenset(plan.rank for plan in job.ranks)
         self._num_started = 0
         self._finished: dict[str, Finished] = {}
         self._lost: list[LostHost] = []
@@ -120,12 +122,14 @@ class Running:
         """Follow what an agent tells of its ranks."""
         match message:
             case Started():
-                self._known(message.rank).pid = message.pid
+                node.require_own(message.rank)
+                self._ranks[message.rank].pid = message.pid
                 self._num_started += 1
                 if self._num_started == len(self._ranks):
                     self._note_all_run()
             case Exited():
-                self._known(message.rank).exited = message
+                node.require_own(message.rank)
+                self._ranks[message.rank].exited = message
                 if message.status != 0 and not self._is_stopping:
                     self._stop(signal.SIGTERM)
             case Notice():
@@ -146,7 +150,7 @@ class Running:
 
     def take_output(self, output: Output) -> None:
         """Remember the end of what a rank wrote."""
-        if output.stream is Stream.STDERR and output.rank in self._ranks:
+        if output.stream is Stream.STDERR:
             self._ranks[output.rank].tail.add(output.data)
 
     def take_loss(self, node: Node, loss: Loss) -> None:
@@ -189,11 +193,6 @@ class Running:
         for node in self._unfinished():
             node.link.send(Stop(number))
         self._answer_by_s = time.monotonic() + self._grace_s + _SWEEP_S
-
-    def _known(self, rank: int) -> _Rank:
-        if rank not in self._ranks:
-            raise LaunchError(f"agent must speak of its own ranks, got rank {rank}.")
-        return self._ranks[rank]
 
     def _tell(self, node: Node, text: str) -> None:
         where = f"{node.name}: " if len(self._nodes) > 1 else ""

@@ -123,6 +123,7 @@ class Switchboard:
         now_s = time.monotonic()
         for message in received:
             if isinstance(message, Output):
+                node.require_own(message.rank)
                 node.owed_bytes += len(message.data)
                 if self.is_hurried and self.is_held_back:
                     self.sink.discard()
