@@ -4,6 +4,7 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
+from ronde.addresses import InterfaceAddress
 from ronde.errors import LaunchError
 from ronde.launch.finding import Finding
 from ronde.launch.job import Job, RankPlan
@@ -17,7 +18,6 @@ from ronde.launch.messages import (
     decode_message,
     encode_message,
 )
-from ronde.launch.placement.interface import InterfaceAddress
 from ronde.topology.machine import Core, Machine, Nic
 
 # An environment may hold any bytes; Python shows those that are no text as surrogates.

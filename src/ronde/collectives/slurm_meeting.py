@@ -8,7 +8,6 @@ and the others try them until they find who calls the job's roll.
 import hashlib
 import os
 import random
-import re
 import socket
 import time
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.distributed import Store
 from ronde.addresses import family_of, is_loopback, source_towards
 from ronde.collectives.roll_call import answer_roll, call_roll
 from ronde.errors import CollectiveError, WorldError
+from ronde.world.host_lists import expand_list
 from ronde.world.value import Claim
 from ronde.world.variables import select_variables
 
@@ -77,38 +77,13 @@ def _first_nodes(claim: Claim) -> tuple[str, str]:
     """Return the names of rank 0's host and of another."""
     said = select_variables(_NODE_LISTS)
     text = next((said[name] for name in _NODE_LISTS if said.get(name)), "")
-    names = first_names(text, 2)
+    names = expand_list(text, _NODE_LISTS[0])
     if len(names) < 2:
         raise WorldError(
             f"{_NODE_LISTS[0]} must name the hosts of {claim.size} ranks that run on "
             f"several, got {text!r}. Start the program with srun. Or else: {_CURE}"
         )
     return names[0], names[1]
-
-
-def first_names(nodes: str, num: int) -> list[str]:
-    """Return the first names of a list of Slurm's, such as ``n[01-04,7],login1``."""
-    names: list[str] = []
-    for word in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes):
-        heads = [""]
-        for index, piece in enumerate(re.split(r"\[([^\]]*)\]", word)):
-            tails = _numbers(piece, num) if index % 2 else [piece]
-            heads = [head + tail for head in heads for tail in tails][:num]
-        names += heads
-        if len(names) >= num:
-            break
-    return names[:num]
-
-
-def _numbers(ranges: str, num: int) -> list[str]:
-    """Return the first numbers of ``01-04,7``, as wide as the low end of each range."""
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        low, _, high = part.partition("-")
-        if low.isdecimal() and (high or low).isdecimal():
-            upto = min(int(high or low), int(low) + num)
-            numbers += [f"{n:0{len(low)}}" for n in range(int(low), upto + 1)]
-    return numbers[:num]
 
 
 def _addresses_of(name: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ CONNECT_S = 30.0
 _NUM_TRIES = 4
 _PAUSE_S = 0.5
 _EXIT_S = 0.5
-_NO_COMMAND = 127
+_UNKNOWN = 255
 
 
 class InterruptedStartError(Exception):
@@ -93,9 +93,9 @@ class Gathering:
             if attempt.failure is not None
         ]
         if failed:
-            raise HostError(
-                f"{len(failed)} of {len(hosts)} hosts cannot start.", failed
-            )
+            told = f"{len(failed)} of {len(hosts)} hosts cannot take part."
+            ready = [a.host.name for a in self._attempts if a.failure is None]
+            raise HostError(told, failed, ready)
         return [attempt.node for attempt in self._attempts if attempt.node is not None]
 
     def _starting(self) -> list[_Attempt]:
@@ -144,10 +144,9 @@ class Gathering:
             if attempt.node is not None and now_s > attempt.due_s:
                 attempt.node.link.wire.kill()
                 self._drop(attempt.node)
-                attempt.failure = Failure(
-                    f"no word from it within {CONNECT_S:g} s",
-                    f"ssh {attempt.host.name}",
-                )
+                cure = self._explain(attempt.node, _UNKNOWN, "timed out").cure
+                reason = f"no word from it within {CONNECT_S:g} s"
+                attempt.failure = Failure(reason, cure)
 
     def _drop(self, node: Node) -> None:
         node.close()

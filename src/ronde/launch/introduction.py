@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
+from ronde.addresses import read_interfaces
 from ronde.launch.inherited import own_environment
 from ronde.launch.messages import PROTOCOL, Hello
-from ronde.launch.placement.interfaces import read_interfaces
 from ronde.topology.sysfs import read_machine
 
 

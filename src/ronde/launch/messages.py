@@ -9,10 +9,10 @@ import json
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, TypeVar, cast
 
+from ronde.addresses import InterfaceAddress
 from ronde.errors import LaunchError
 from ronde.launch.finding import Finding
 from ronde.launch.job import Job
-from ronde.launch.placement.interface import InterfaceAddress
 from ronde.topology.machine import Machine
 
 T = TypeVar("T")

@@ -5,6 +5,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from ronde.launch.affinity import inherited_binding
 from ronde.launch.forwarded import base_environment
@@ -57,7 +58,8 @@ class RankGroup:
         Raises:
             OSError: One could not be started; those before it are running.
         """
-        base = _environment(job) | meeting
+        # What the agent was started with may name another one.
+        base = _environment(job) | meeting | {"PWD": str(Path.cwd())}
         for plan in job.ranks:
             env = base | plan.env
             if self._mpi is not None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
-from ronde.launch.hosts.lists import BLANKS
 from ronde.launch.hosts.names import (
     MAX_SLOTS,
     check_user,
@@ -23,6 +22,7 @@ from ronde.launch.hosts.names import (
     parse_number,
     parse_words,
 )
+from ronde.world.host_lists import BLANKS
 
 _KEYS = {
     "slots": "slots",

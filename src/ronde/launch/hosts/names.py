@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
-from ronde.launch.hosts.lists import expand, split_list
+from ronde.world.host_lists import expand, split_list
 
 MAX_SLOTS = 1 << 16
 

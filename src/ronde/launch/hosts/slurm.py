@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from ronde.errors import UsageError, WorldError
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
-from ronde.launch.hosts.lists import expand_list
 from ronde.launch.hosts.names import MAX_SLOTS, check_name, parse_number
+from ronde.world.host_lists import expand_list
 from ronde.world.slurm import parse_tasks_per_node
 
 _CURE = "Name the hosts by -H or --hostfile."
