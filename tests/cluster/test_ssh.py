@@ -131,7 +131,7 @@ def test_the_table_says_why_a_host_cannot_start(refusals, host, told):
 
 def test_one_refused_host_is_enough_for_nothing_to_start(refusals, three_hosts):
     assert refusals.returncode == UNREACHABLE
-    assert "7 of 8 hosts cannot start" in refusals.stderr
+    assert "7 of 8 hosts cannot take part" in refusals.stderr
     assert "node3" not in refusals.stdout
     looked = three_hosts.run(three_hosts.hosts[2], ["test", "-e", str(STARTED)])
     assert looked.returncode == 1
