@@ -95,6 +95,22 @@ class Slurm:
         own = {**self.environment, **env}
         return self._cluster.run(self.head, words, env=own, **popen)
 
+    def wait_over(self, job_id: str, limit_s: float) -> str:
+        """Wait until a batch job is over; return its state.
+
+        ``sbatch --wait`` would look more and more rarely, up to half a minute late.
+        """
+        deadline = time.monotonic() + limit_s
+        asking = ["scontrol", "--oneliner", "show", "job", job_id]
+        state = ""
+        while time.monotonic() < deadline:
+            told = self.run(asking).stdout.partition(" JobState=")[2]
+            state = told.partition(" ")[0]
+            if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                return state
+            time.sleep(0.1)
+        raise ClusterError(f"job {job_id} must end within {limit_s} s, got {state}")
+
     def wait_idle(self) -> None:
         """Wait until no node has anything to do."""
         deadline = time.monotonic() + START_S

@@ -47,7 +47,7 @@ def documented_scripts():
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["ronde-run", "srun"])
-def test_the_documented_batch_scripts_train(job, tmp_path, local_loss, index):
+def test_the_documented_batch_scripts_train(job, batch, tmp_path, local_loss, index):
     """Smaller than they stand there: two ranks on one host, one on the other."""
     written = documented_scripts()[index]
     smaller = written.replace("--ntasks-per-node=4", "--ntasks=3")
@@ -61,9 +61,11 @@ def test_the_documented_batch_scripts_train(job, tmp_path, local_loss, index):
         f"sys.argv = {digits.words[1:]!r}; "
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    done = job("sbatch", "--wait", str(script), cwd=tmp_path)
+    told = job("sbatch", "--parsable", str(script), cwd=tmp_path)
+    assert_done(told)
+    state = batch.wait_over(told.stdout.strip(), LIMIT_S)
     (output,) = tmp_path.glob("train-*.out")
-    assert done.returncode == 0, output.read_text()
+    assert state == "COMPLETED", output.read_text()
     expected = local_loss(3)
     assert abs(digits.loss(3) - expected) <= tolerance(3, expected)
     assert "digits: 3 ranks" in output.read_text()
