@@ -136,3 +136,14 @@ def test_the_terminals_stop_stops_the_ranks_and_the_launcher(ronde):
         process.send_signal(signal.SIGUSR1)
         read_lines(process, b"got USR1", 2)
         assert process.wait(_TIMEOUT_S) == 0
+
+
+def test_an_agent_that_is_told_to_end_has_its_ranks_end_in_their_grace(ronde):
+    program = 'trap "echo saved; exit 0" TERM; echo ready $PPID; read x < "$GATE"'
+    with GatedJob(ronde, program) as process:
+        lines = read_lines(process, b"ready", 2)
+        agent = int(lines[0].split()[-1])
+        keeper = read_process(agent).parent
+        os.kill(keeper, signal.SIGTERM)
+        read_lines(process, b"saved", 2)
+        assert process.wait(_TIMEOUT_S) == 143

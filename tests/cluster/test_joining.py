@@ -208,17 +208,15 @@ def test_a_head_that_is_interrupted_while_it_waits_lets_the_nodes_go(party):
     party.require_nothing_left()
 
 
-def test_a_node_that_is_told_to_stop_ends_its_ranks_and_is_lost_to_the_head(party):
+def test_a_node_that_is_told_to_stop_ends_the_whole_job_politely(party):
     head, first, second = party.run("--grace", "1s")
     begun_at = time.monotonic()
     first.send_signal(signal.SIGTERM)
-    assert end_of(first)[0] == 143
-    assert party.leftovers(2) == []
     code, _, errors = end_of(head)
     assert time.monotonic() - begun_at < LOST_S
-    assert code == 69, errors
-    assert "node2" in errors
-    assert end_of(second)[0] == 69
+    assert code == 143, errors
+    assert "node2: SIGTERM: the job ends" in errors
+    assert [end_of(each)[0] for each in (first, second)] == [143, 143]
     party.require_nothing_left()
 
 

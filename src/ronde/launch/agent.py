@@ -23,6 +23,7 @@ from ronde.launch.messages import (
     Check,
     Checked,
     Credit,
+    Ending,
     Forward,
     Kill,
     Leave,
@@ -91,6 +92,7 @@ class Agent:
         self._job: LocalJob | None = None
         self._lease_s = first_word_s
         self._heard_at = time.monotonic()
+        self._keeper = os.getppid()
 
     def run(self) -> None:
         """Do what the controller says until there is nothing more to do.
@@ -150,7 +152,7 @@ class Agent:
 
     def _read_signal(self, fd: int) -> None:
         if signal.SIGTERM in os.read(fd, _READ_BYTES):
-            raise EOFError("the keeper is gone")
+            self._take_leave()
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -160,6 +162,18 @@ class Agent:
                 return
             if self._job is not None:
                 self._job.note_end(pid, status)
+
+    def _take_leave(self) -> None:
+        """Have the ranks end in their grace; without ranks, or a keeper, end at once.
+
+        Raises:
+            EOFError: There is nobody to wait for.
+        """
+        if os.getppid() != self._keeper:
+            raise EOFError("the keeper is gone")
+        if self._job is None:
+            raise EOFError("there is nothing to end but this")
+        self._outbox.tell(Ending(signal.SIGTERM))
 
     def _obey(self, order: ToAgent) -> None:
         match order:

@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 from typing import NoReturn
 
 from ronde.launch.lineage import adopt_orphans, die_with_parent, sweep
@@ -36,13 +38,24 @@ def run_kept(work: Callable[[], int]) -> NoReturn:
             os._exit(code)
     for fd in (0, 1):
         os.close(fd)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _passing_on(os.pidfd_open(child)))
     status = _wait(child)
     sweep(on_reaped=lambda _pid, _status: None)
     remove_directory(child)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
+
+
+def _passing_on(child_fd: int) -> Callable[[int, FrameType | None], None]:
+    """Return what tells the child that this host wants its ranks to end."""
+
+    def pass_on(_number: int, _frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(child_fd, signal.SIGTERM)
+
+    return pass_on
 
 
 def _wait(child: int) -> int:

@@ -171,6 +171,16 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """From the agent: its host wants the ranks to end, by this signal.
+
+    Slurm and Kubernetes do that before they take a host away.
+    """
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
 class Exited:
     """From the agent: a rank is gone.
 
@@ -225,6 +235,7 @@ FROM_AGENT = (
     Ready,
     Refused,
     Started,
+    Ending,
     Exited,
     Notice,
     Pong,
@@ -241,6 +252,7 @@ FromAgent = (
     | Ready
     | Refused
     | Started
+    | Ending
     | Exited
     | Notice
     | Pong

@@ -9,6 +9,7 @@ from ronde.errors import LaunchError
 from ronde.launch.frames import Output, Stream
 from ronde.launch.job import Job
 from ronde.launch.messages import (
+    Ending,
     Exited,
     Finished,
     Forward,
@@ -132,6 +133,11 @@ class Running:
                 self._ranks[message.rank].exited = message
                 if message.status != 0 and not self._is_stopping:
                     self._stop(signal.SIGTERM)
+            case Ending():
+                if not self._is_stopping:
+                    self._tell(node, f"{signal_name(message.signal)}: the job ends")
+                    self._interrupted_by = message.signal
+                    self._stop(message.signal)
             case Notice():
                 self._tell(node, message.text)
             case Finished():

@@ -11,6 +11,7 @@ from ronde.launch.job import Job
 from ronde.launch.messages import (
     Check,
     Checked,
+    Ending,
     FromAgent,
     Locate,
     Located,
@@ -110,6 +111,8 @@ class Starting:
             self._board.sink.notice(message.text)
         elif isinstance(message, Ready | Refused | Located | Checked):
             self._answers[node.name] = message
+        elif isinstance(message, Ending):
+            raise InterruptedStartError(message.signal)
         else:
             said = type(message).__name__
             raise LaunchError(f"agent of {node.name} must answer, but it said {said}.")

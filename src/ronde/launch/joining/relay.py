@@ -45,7 +45,7 @@ def relay(
         channel: To the head; closed here.
         agent: From ``boot.start_local_agent``; ends here.
         signal_fd: From ``signals.caught_signals``: SIGINT, SIGTERM and the like end
-            the agent, which ends its ranks at once.
+            the job politely; a second one ends the agent, which ends its ranks at once.
         complain: Is given what the agent writes to its standard error.
     """
     others = children() - {agent.pid}
@@ -87,6 +87,7 @@ class _Relay:
         self._has_errors = True
         self._is_hurried = False
         self._interrupted_by = 0
+        self._is_asked = False
 
     def run(self) -> RelayEnd:
         """Relay to the end."""
@@ -144,8 +145,14 @@ class _Relay:
 
     def _take_signals(self) -> None:
         for number in read_signals(self._signal_fd):
-            if signal.Signals(number) in STOPPING:
+            if signal.Signals(number) not in STOPPING:
+                continue
+            if self._is_asked or not self._is_agent_here:
                 self._interrupted_by = number
+            else:
+                # The agent tells the head, which ends all ranks, here in their grace.
+                self._is_asked = True
+                os.kill(self._wire.pid, signal.SIGTERM)
 
     def _serve_head(self, events: int) -> None:
         if self._to_head:
