@@ -6,8 +6,7 @@ Every agent imports this at its start: it takes the standard library's light par
 import ctypes
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _IFF_UP = 0x1
 _IFF_LOOPBACK = 0x8
@@ -17,8 +16,7 @@ _ANY_PORT = 9
 """Nothing is sent there: a port has to be named to ask for a route."""
 
 
-@dataclass(frozen=True, slots=True)
-class InterfaceAddress:
+class InterfaceAddress(NamedTuple):
     """One numeric address of one interface.
 
     Attributes:

@@ -15,7 +15,7 @@ Messages follow one form: ``<name> must be <rule>, got <value>.`` and then what 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class RondeError(Exception):
@@ -38,8 +38,7 @@ class LaunchError(RondeError, RuntimeError):
     """A job could not be started or kept running."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """Why a host cannot take part in a job.
 
     Attributes:
@@ -53,8 +52,7 @@ class Failure:
     is_transient: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class HostFailure:
+class HostFailure(NamedTuple):
     """A host that cannot take part in a job.
 
     Attributes:

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 
 import pytest
@@ -72,7 +71,7 @@ SAMPLES = {
 
 @pytest.mark.parametrize("kind", FROM_AGENT)
 def test_every_answer_arrives_as_it_was_sent(kind):
-    sent = kind(**{f.name: SAMPLES[f.type] for f in dataclasses.fields(kind)})
+    sent = kind(**{n: SAMPLES[t] for n, t in kind.__annotations__.items()})
     assert decode_message(encode_message(sent), FROM_AGENT) == sent
 
 

@@ -16,7 +16,7 @@ from ronde.topology.machine import UNKNOWN_NODE, Core, Gpu, Machine, Nic
 
 def gpu(index: int, node: int = 0, bus: str = "pci0000:00") -> Gpu:
     return Gpu(
-        index=index,
+        number=index,
         bus_id=f"0000:{index:02x}:00.0",
         node=node,
         name="H100",
@@ -208,7 +208,7 @@ def test_a_quota_caps_the_threads_of_who_asked_to_be_bound():
 
 def test_every_rank_sees_all_and_is_expected_to_use_its_own():
     devices = assign_gpus([gpu(0), gpu(1)], 2, GpuView.ALL, is_choice=False, host="n1")
-    assert [d.gpu and d.gpu.index for d in devices] == [0, 1]
+    assert [d.gpu and d.gpu.number for d in devices] == [0, 1]
     assert [d.env for d in devices] == [{}, {}]
 
 
@@ -242,7 +242,7 @@ def test_the_host_files_gpus_are_counted_among_those_the_host_lets_be_used():
     assert choose_gpus(inherited, ["2", "0"], "f line 1") == (gpu(6), gpu(4))
     assert choose_gpus(inherited, [], "") == tuple(inherited)
     (by_id,) = choose_gpus(inherited, ["GPU-5f"], "f line 1")
-    assert (by_id.index, by_id.visible_as) == (5, "GPU-5f")
+    assert (by_id.number, by_id.visible_as) == (5, "GPU-5f")
     for wrong in (["4"], ["0", "0"], ["-1"], ["GPU-9"]):
         with pytest.raises(UsageError, match=r"got '.*' \(f line 1\)\. Correct it"):
             choose_gpus(inherited, wrong, "f line 1")

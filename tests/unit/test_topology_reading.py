@@ -170,7 +170,7 @@ def test_gpus_come_by_bus_address_with_what_the_driver_tells(tree):
     first, second, third = read_machine(tree.root).gpus
     assert [first.bus_id, second.bus_id] == ["0000:1b:00.0", "0000:9b:00.0"]
     assert third.bus_id == "10000:01:00.0"
-    assert (first.index, first.visible_as, first.uuid) == (0, "0", "")
+    assert (first.number, first.visible_as, first.uuid) == (0, "0", "")
     assert (second.name, second.uuid) == ("NVIDIA H100 80GB HBM3", "GPU-ab-1")
     assert second.path == "pci0000:00/0000:00:01.0/0000:9b:00.0"
 
@@ -190,7 +190,7 @@ def test_the_visible_devices_choose_and_order(tree):
 
     def visible(text):
         gpus = read_machine(tree.root, {"CUDA_VISIBLE_DEVICES": text}).gpus
-        return [(gpu.index, gpu.visible_as) for gpu in gpus]
+        return [(gpu.number, gpu.visible_as) for gpu in gpus]
 
     assert visible("2, 0") == [(2, "2"), (0, "0")]
     assert visible("GPU-1a,3") == [(1, "GPU-1a"), (3, "3")]
@@ -230,7 +230,7 @@ def test_amds_gpus_are_hidden_by_one_variable_on_top_of_the_other(tree):
 
     def visible(**environ):
         gpus = read_machine(tree.root, environ).gpus
-        return [(gpu.index, gpu.visible_as) for gpu in gpus]
+        return [(gpu.number, gpu.visible_as) for gpu in gpus]
 
     assert visible() == [(n, f"{n}") for n in range(4)]
     assert visible(ROCR_VISIBLE_DEVICES="2,3") == [(2, "0"), (3, "1")]

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 
 from ronde.cli.exit_codes import exit_code_of
 from ronde.cli.horovod_options import Asked
@@ -63,7 +62,7 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
 
 def _launch(request: RunRequest, hired: Hired, signal_fd: int) -> int:
     options, output_dir = request.options, request.asked.output_dir
-    wish = replace(request.wish, hosts=hired.hosts)
+    wish = request.wish._replace(hosts=hired.hosts)
     name = time.strftime("%Y%m%d-%H%M%S")
     if options.dry_run:
         from ronde.render.plan import plan_text

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ronde.cli.binding_options import read_placement
 from ronde.cli.horovod_options import Asked, understand
@@ -19,8 +19,7 @@ from ronde.world.environment import read_algorithm, read_engine
 from ronde.world.knobs import read_knobs
 
 
-@dataclass(frozen=True, slots=True)
-class RunRequest:
+class RunRequest(NamedTuple):
     """A job as it is asked for.
 
     Attributes:
@@ -63,7 +62,7 @@ def read_request(
     wish = Wish(
         job=JobRequest(
             argv=tuple(program),
-            env=env | dict(more_env),
+            env={**env, **more_env},
             rank_env={},
             cwd=options.chdir,
             grace_s=_grace_s(options.grace),
@@ -73,7 +72,7 @@ def read_request(
         ),
         hosts=asked.hosts,
         num_ranks=num_ranks,
-        interfaces=tuple(filter(None, options.interface.split(","))),
+        interfaces=tuple(n for n in str(options.interface).split(",") if n),
         placement=read_placement(options),
         is_checked=options.preflight,
     )

@@ -4,7 +4,6 @@ MPI connects the ranks and names no address. So rank 0 tells its addresses by MP
 say which of them they have a route to, and rank 0 listens on the best.
 """
 
-from dataclasses import astuple
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,7 +72,7 @@ def meet_by_mpi(claim: Claim, timeout_s: float) -> Store:
 
 def _agree_on_address(mpi: Communicator) -> str:
     """Return the address of rank 0's host that all hosts reach best, or empty."""
-    own = [astuple(each) for each in read_interfaces()] if mpi.rank == 0 else []
+    own = [tuple(each) for each in read_interfaces()] if mpi.rank == 0 else []
     candidates = [InterfaceAddress(*e) for e in broadcast_object(mpi, own, 0)]
     sources = [source_towards(each.address) for each in candidates]
     answers = all_gather_object(mpi, (_host(), sources))

@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.controller import Arrangement, Controller
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 _LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(NamedTuple):
     """What the user wants of hosts and ranks.
 
     Attributes:
@@ -156,7 +154,7 @@ def _directed(job: JobRequest, crew: Sequence[Node]) -> JobRequest:
     """Say where to start: on other hosts in the directory of the same name."""
     if len(crew) == 1 and crew[0].is_here:
         return job
-    return replace(job, cwd=str(Path.cwd() / job.cwd))
+    return job._replace(cwd=str(Path.cwd() / job.cwd))
 
 
 def _meet(

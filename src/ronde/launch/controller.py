@@ -3,7 +3,8 @@
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ronde.launch.chronicle import Chronicle
 from ronde.launch.finding import Finding
@@ -24,8 +25,7 @@ _LEAVE_S = 10.0
 _LAST_OUTPUT_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Arrangement:
+class Arrangement(NamedTuple):
     """A plan, and who keeps it.
 
     Attributes:
@@ -41,8 +41,7 @@ class Arrangement:
     notices: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Restarts:
+class Restarts(NamedTuple):
     """When all ranks are started again.
 
     Attributes:

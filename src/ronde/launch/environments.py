@@ -5,8 +5,8 @@ What is written goes into a child and never into this process.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ronde.world.value import World
 
@@ -30,8 +30,7 @@ def alias_environment(environ: Mapping[str, str], *, is_wanted: bool) -> dict[st
     return {} if before == after else {"PYTHONPATH": os.pathsep.join(after)}
 
 
-@dataclass(frozen=True, slots=True)
-class JobFacts:
+class JobFacts(NamedTuple):
     """What every rank is told of its job.
 
     Attributes:
@@ -47,8 +46,7 @@ class JobFacts:
     max_restarts: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
+class NodeFacts(NamedTuple):
     """What every rank is told of its node.
 
     Attributes:

@@ -1,13 +1,12 @@
 """One thing that was seen of a host before ranks start there."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 UNREADABLE = -1
 """The amount of what a host does not tell."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """What was seen of one thing on one host.
 
     Attributes:

@@ -8,9 +8,9 @@ than one frame is sent as ``PART`` frames and a last ``CONTROL`` frame.
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
+from typing import NamedTuple
 
 from ronde.errors import LaunchError
 
@@ -42,8 +42,7 @@ class Stream(IntEnum):
     STDERR = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """Bytes that one rank wrote to one stream, as it wrote them."""
 
     rank: int

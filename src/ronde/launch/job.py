@@ -1,12 +1,11 @@
 """One job as a value: what runs, how often, in which environment."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ronde.topology.machine import UNKNOWN_NODE
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlan:
+class RankPlan(NamedTuple):
     """What one rank has of its own.
 
     Attributes:
@@ -22,8 +21,7 @@ class RankPlan:
     memory_node: int = UNKNOWN_NODE
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """All that one agent must know to start its ranks, but where they meet.
 
     Attributes:

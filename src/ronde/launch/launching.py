@@ -1,6 +1,6 @@
 """A job from the user's wish to the verdict."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ronde.launch.arranging import Wish, arrange
 from ronde.launch.chronicle import Chronicle
@@ -12,8 +12,7 @@ from ronde.launch.sink import Sink, Unseen
 from ronde.launch.verdict import Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Undertaking:
+class Undertaking(NamedTuple):
     """How a job is gone about.
 
     Attributes:

@@ -11,8 +11,8 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -43,8 +43,7 @@ def die_with_parent(parent_pid: int, death_signal: int) -> bool:
     return os.getppid() == parent_pid
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(NamedTuple):
     """One line of the process table.
 
     ``started`` is the start time in clock ticks since boot: with ``pid`` it names a
@@ -153,8 +152,7 @@ def signal_process(process: Process, number: int) -> None:
         os.close(fd)
 
 
-@dataclass(frozen=True, slots=True)
-class Swept:
+class Swept(NamedTuple):
     """What a sweep did.
 
     Attributes:

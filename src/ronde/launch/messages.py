@@ -1,13 +1,14 @@
 """What controller and agent say to each other, and the check of every word of it.
 
-Messages are frozen dataclasses; on the wire they are JSON objects with the field ``is``
-naming the message. Each field is checked against its annotation when a message comes
-in: nothing is evaluated, nothing unpickled, nothing unknown is let through.
+Messages are named tuples, which are made in a tenth of a dataclass's time: controller
+and agent make all of these at their start. On the wire they are JSON objects with the
+field ``is`` naming the message. Each field is checked against its annotation when a
+message comes in: nothing is evaluated, nothing unpickled, nothing unknown is let
+through.
 """
 
 import json
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ronde.addresses import InterfaceAddress
 from ronde.errors import LaunchError
@@ -21,23 +22,20 @@ PROTOCOL = 3
 """Changes when a message changes; both sides must have the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare:
+class Prepare(NamedTuple):
     """To the agent: check that this job can start here, and start nothing yet."""
 
     job: Job
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """To the agent: start the ranks, which meet at this address and port."""
 
     master_addr: str
     master_port: int
 
 
-@dataclass(frozen=True, slots=True)
-class Locate:
+class Locate(NamedTuple):
     """To the agent: say from where you would reach these addresses.
 
     Where ``port`` is not 0, see also whether it answers there.
@@ -47,46 +45,39 @@ class Locate:
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """To the agent: look whether this host is fit for ranks; see ``readiness``."""
 
     directory: str
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(NamedTuple):
     """To the agent: send a signal to every rank's process group, no more than that."""
 
     signal: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(NamedTuple):
     """To the agent: signal the ranks, give them the grace, then sweep."""
 
     signal: int
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(NamedTuple):
     """To the agent: sweep now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(NamedTuple):
     """To the agent: there is no further job; end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Credit:
+class Credit(NamedTuple):
     """To the agent: so many more bytes of output may be sent."""
 
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(NamedTuple):
     """To the agent: the controller is there.
 
     Attributes:
@@ -99,8 +90,7 @@ class Ping:
     lease_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(NamedTuple):
     """From the agent, unasked and first: who it is and what ranks can have here.
 
     Attributes:
@@ -122,8 +112,7 @@ class Hello:
     interfaces: tuple[InterfaceAddress, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(NamedTuple):
     """From the agent: its own address towards each that it was asked for.
 
     An empty one stands for an address that is not reached from here.
@@ -132,15 +121,13 @@ class Located:
     sources: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(NamedTuple):
     """From the agent: what was seen of this host."""
 
     findings: tuple[Finding, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """From the agent: the job can start here.
 
     ``master_port`` is the port that is bound and held for rank 0; 0 where that is not
@@ -150,8 +137,7 @@ class Ready:
     master_port: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     """From the agent: the job cannot start, and nothing was started.
 
     ``is_usage`` is True where the one who asked for it can change that.
@@ -161,8 +147,7 @@ class Refused:
     is_usage: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(NamedTuple):
     """From the agent: a rank runs, since ``at_s`` on the agent's clock."""
 
     rank: int
@@ -170,8 +155,7 @@ class Started:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(NamedTuple):
     """From the agent: its host wants the ranks to end, by this signal.
 
     Slurm and Kubernetes do that before they take a host away.
@@ -180,8 +164,7 @@ class Ending:
     signal: int
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
+class Exited(NamedTuple):
     """From the agent: a rank is gone.
 
     Attributes:
@@ -199,23 +182,20 @@ class Exited:
     evidence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
+class Notice(NamedTuple):
     """From the agent: something the user should know and that ends nothing."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Pong:
+class Pong(NamedTuple):
     """From the agent: the answer to a ``Ping``, with its own monotonic clock."""
 
     sent_at_s: float
     here_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """From the agent: no process of the job is left, but those that are ``stuck``.
 
     Attributes:
@@ -262,7 +242,23 @@ FromAgent = (
 
 def encode_message(message: ToAgent | FromAgent) -> bytes:
     """Return a message as JSON; text may hold any bytes, as surrogates."""
-    return json.dumps({"is": type(message).__name__, **asdict(message)}).encode()
+    plain = {name: _plain(value) for name, value in message._asdict().items()}
+    return json.dumps({"is": type(message).__name__, **plain}).encode()
+
+
+def _plain(value: object) -> object:
+    """Return a value with an object of JSON's for every named tuple in it."""
+    if isinstance(value, tuple):
+        items = cast("tuple[object, ...]", value)
+        if _is_named(type(items)):
+            names = cast("Any", items)._fields
+            return {n: _plain(v) for n, v in zip(names, items, strict=True)}
+        return [_plain(item) for item in items]
+    return value
+
+
+def _is_named(kind: Any) -> bool:  # noqa: ANN401 - an annotation is any object
+    return hasattr(kind, "_fields")
 
 
 def decode_message(raw: bytes, kinds: tuple[type[T], ...]) -> T:
@@ -288,7 +284,7 @@ def decode_message(raw: bytes, kinds: tuple[type[T], ...]) -> T:
 
 
 def _build(kind: type[T], values: dict[str, object], where: str) -> T:
-    wanted = {f.name: f.type for f in fields(cast("Any", kind))}
+    wanted: dict[str, Any] = kind.__annotations__
     if wanted.keys() != values.keys():
         raise LaunchError(
             f"{where} must have the fields {sorted(wanted)}, got {sorted(values)}. "
@@ -305,7 +301,7 @@ def _build(kind: type[T], values: dict[str, object], where: str) -> T:
 def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 - an annotation is any object
     """Return the value as the annotation wants it, lists as tuples."""
     outer = getattr(wanted, "__origin__", wanted)
-    if is_dataclass(outer) and isinstance(value, dict):
+    if _is_named(outer) and isinstance(value, dict):
         nested = cast("dict[str, object]", value)
         return _build(cast("type[Any]", wanted), nested, where)
     if outer is tuple and isinstance(value, list):

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ronde.errors import LaunchError
 from ronde.launch.agent_link import AgentLink
@@ -24,8 +25,7 @@ _EXIT_INTERNAL = 70
 _SSH_FAILED = 255
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
+class Loss(NamedTuple):
     """What was seen of a host that is gone.
 
     Attributes:

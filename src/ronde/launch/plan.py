@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ronde.launch.environments import (
     JobFacts,
@@ -16,8 +16,7 @@ from ronde.launch.placement.place import Place
 from ronde.world.value import World
 
 
-@dataclass(frozen=True, slots=True)
-class JobRequest:
+class JobRequest(NamedTuple):
     """What the user asked for.
 
     Attributes:
@@ -43,8 +42,7 @@ class JobRequest:
     max_restarts: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """All of a job that does not change when it is started again.
 
     Attributes:
@@ -70,7 +68,7 @@ class Plan:
 
     def jobs(self, epoch: int) -> tuple[Job, ...]:
         """Return the job of each host's agent for one generation."""
-        facts = replace(self.facts, epoch=epoch)
+        facts = self.facts._replace(epoch=epoch)
         return tuple(self._job(facts, index) for index in range(len(self.shares)))
 
     def _job(self, facts: JobFacts, index: int) -> Job:

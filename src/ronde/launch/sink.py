@@ -1,14 +1,12 @@
 """Where a running job's output and events go: implemented by who shows them."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ronde.launch.frames import Output
 from ronde.launch.verdict import Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(NamedTuple):
     """One start of all ranks.
 
     Attributes:

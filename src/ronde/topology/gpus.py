@@ -6,7 +6,6 @@ containers show every device of the host in /sys, and let a few be opened.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.topology.machine import UNKNOWN_NODE, Gpu
@@ -39,7 +38,7 @@ def read_gpus(root: str, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     lower = environ.get("ROCR_VISIBLE_DEVICES")
     if gpus and gpus[0].maker == "amd" and lower is not None:
         left = select_gpus(gpus, lower)
-        gpus = tuple(replace(gpu, visible_as=str(n)) for n, gpu in enumerate(left))
+        gpus = tuple(gpu._replace(visible_as=str(n)) for n, gpu in enumerate(left))
     return visible_gpus(gpus, environ)
 
 
@@ -75,7 +74,7 @@ def _find(gpus: Sequence[Gpu], item: str) -> Gpu | None:
         if item == gpu.visible_as:
             return gpu
         if item.startswith("GPU-") and gpu.uuid.startswith(item):
-            return replace(gpu, visible_as=item)
+            return gpu._replace(visible_as=item)
     if item.isdigit() and not gpus:
         return _unplaced(int(item), item)
     is_unknown = item.startswith("GPU-") and not any(gpu.uuid for gpu in gpus)
@@ -100,7 +99,7 @@ def _nvidia(root: str) -> tuple[Gpu, ...]:
             uuid = told.get("GPU UUID", "")
             found.append(
                 Gpu(
-                    index=len(found),
+                    number=len(found),
                     bus_id=address,
                     node=read_node(root, path),
                     name=told.get("Model", ""),

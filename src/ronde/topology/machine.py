@@ -1,13 +1,12 @@
 """One machine as a value: its cores, GPUs and network interfaces, and what is near."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 UNKNOWN_NODE = -1
 """The memory node of what the kernel does not place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Core:
+class Core(NamedTuple):
     """One physical core.
 
     Attributes:
@@ -19,12 +18,11 @@ class Core:
     node: int
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(NamedTuple):
     """One GPU.
 
     Attributes:
-        index: Its number in the order of bus addresses, whatever is hidden.
+        number: Its place in the order of bus addresses, whatever is hidden.
         bus_id: As sysfs writes it: ``0000:1b:00.0``; empty where it is not known.
         node: Its memory node, or ``UNKNOWN_NODE``.
         name: What the driver calls it; empty where it does not tell.
@@ -34,7 +32,7 @@ class Gpu:
         visible_as: What names it in ``CUDA_VISIBLE_DEVICES`` and the like.
     """
 
-    index: int
+    number: int
     bus_id: str
     node: int
     name: str
@@ -44,8 +42,7 @@ class Gpu:
     visible_as: str
 
 
-@dataclass(frozen=True, slots=True)
-class Nic:
+class Nic(NamedTuple):
     """One network interface or RDMA adapter that is up.
 
     Attributes:
@@ -65,8 +62,7 @@ class Nic:
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(NamedTuple):
     """What ranks on one machine have to share.
 
     Attributes:

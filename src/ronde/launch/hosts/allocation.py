@@ -1,14 +1,13 @@
 """From hosts with slots to ranks with hosts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The ranks of one host.
 
     Attributes:

@@ -41,8 +41,9 @@ import hashlib
 import hmac
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from ronde.errors import LaunchError
 from ronde.launch.hosts.host import SLOTS_OPEN
@@ -64,8 +65,7 @@ class Role(Enum):
     NODE = b"node"
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """What a node says of itself when it joins.
 
     Attributes:
@@ -78,7 +78,7 @@ class Claim:
 
     def encode(self) -> bytes:
         """Return the claim as JSON, as control messages are."""
-        return json.dumps({"is": "Claim", **asdict(self)}).encode()
+        return json.dumps({"is": "Claim", **self._asdict()}).encode()
 
 
 def decode_claim(raw: bytes) -> Claim:
