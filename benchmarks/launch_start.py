@@ -1,10 +1,12 @@
 """Time the start and end of ``/bin/true`` on two ranks, against torchrun and mpirun.
 
-The launchers take turns, so that a machine that slows down slows all of them.
+The launchers take turns, so that a machine that slows down slows all of them. CPU time,
+that of all processes, says what a launcher does even where others use the machine.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -31,21 +33,43 @@ def commands() -> dict[str, list[str]]:
     return {name: c for name, c in candidates.items() if Path(c[0]).exists()}
 
 
+def time_start(command: list[str]) -> tuple[float, float]:
+    """Run a launcher to its end; return the seconds it took and those of CPU time."""
+    begun = time.perf_counter()
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        errors = process.stderr.read() if process.stderr else b""
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = time.perf_counter() - begun
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, command, None, errors)
+    return seconds, used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     """Print medians and write one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    times: dict[str, list[float]] = {name: [] for name in commands()}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands()}
     for _ in range(options.rounds + 1):
         for name, command in commands().items():
-            start = time.perf_counter()
-            subprocess.run(command, check=True, capture_output=True)
-            times[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(t[1:]) for name, t in times.items()}
+            times[name].append(time_start(command))
+    medians = {name: median_of(t[1:], 0) for name, t in times.items()}
+    cpu = {name: median_of(t[1:], 1) for name, t in times.items()}
+    print(f"{'':16} {'s':>6} {'x':>6} {'CPU s':>6}")
     for name, median in medians.items():
-        print(f"{name:16} {median:6.3f} s  {median / medians['ronde run']:6.2f} x")
-    print(json.dumps({"benchmark": "launch_start", "median_s": medians}))
+        ratio = median / medians["ronde run"]
+        print(f"{name:16} {median:6.3f} {ratio:6.2f} {cpu[name]:6.3f}")
+    result = {"benchmark": "launch_start", "median_s": medians, "median_cpu_s": cpu}
+    print(json.dumps(result))
+
+
+def median_of(times: list[tuple[float, float]], column: int) -> float:
+    """Return the median of one of the columns."""
+    return statistics.median(row[column] for row in times)
 
 
 if __name__ == "__main__":
