@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -208,6 +209,8 @@ def main() -> int:
                 )
                 tally = tallies.setdefault(fault.name, Tally())
                 run_once(cluster, fault, tally, chance)
+                if sys.stderr.isatty():
+                    print(f"\r{number + 1}/{options.runs}", end="", file=sys.stderr)
     except ClusterError as error:
         print(f"cluster_faults: {error}", file=sys.stderr)
         return 2
@@ -373,7 +376,8 @@ def end_sessions(
                 process.words
             )
             if is_session and process.pid not in before[host.name][0]:
-                os.kill(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
 
 
 def print_table(tallies: dict[str, Tally]) -> None:
