@@ -1,0 +1,168 @@
+"""``--max-restarts`` on three hosts: all ranks anew, and never beside those before.
+
+Ranks of a training that are killed at random steps, at length: ``python
+benchmarks/restarts.py --kills 50``.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.cluster.machines import ROOT
+
+# A host that is gone is noticed within 10 s, and is awaited for 30 s.
+LIMIT_S = 100.0
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
+
+BENCHMARK = ROOT / "benchmarks" / "restarts.py"
+BENCHMARK_LIMIT_S = 400.0
+
+# The ranks of the first generations wait to be ended.
+RANK = """
+import os, signal, sys
+epoch, rank = os.environ["RONDE_EPOCH"], os.environ["RANK"]
+os.write(1, f"{epoch} {rank} {os.environ['MASTER_PORT']}\\n".encode())
+while int(epoch) < int(sys.argv[1]):
+    signal.pause()
+"""
+
+
+@contextmanager
+def job(cluster, *options, last_epoch=1):
+    """Start a rank on each host, and wait until all of them run."""
+    words = [sys.executable, "-m", "ronde", "run", "-H", "node1:1,node2:1,node3:1"]
+    words += ["--ssh-args", f"-F {cluster.ssh_config}", "--grace", "2s"]
+    rank = [sys.executable, "-I", "-S", "-c", RANK, str(last_epoch)]
+    with cluster.start(
+        cluster.hosts[0],
+        [*words, "--no-prefix", *options, "--", *rank],
+        env={"PATH": os.defpath, "HOME": str(Path.home())},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert_generation(0, [process.stdout.readline() for _ in range(3)])
+            yield process
+        finally:
+            process.kill()
+
+
+def assert_generation(epoch, lines):
+    """See that each rank of a generation is there once; return where they meet."""
+    told = sorted(tuple(map(int, line.split())) for line in lines)
+    assert [one[:2] for one in told] == [(epoch, rank) for rank in range(3)], lines
+    [port] = {one[2] for one in told}
+    return port
+
+
+def rank_of(cluster, host, epoch):
+    """Return the process of a generation's rank on a host."""
+    mark = f"RONDE_EPOCH={epoch}".encode()
+    found = [p for p in cluster.processes(host) if mark in p.environment.split(b"\0")]
+    return min(found, key=lambda process: process.pid)
+
+
+def await_line(process, text):
+    """Read the launcher's words up to a line that holds a text; return them."""
+    said = ""
+    while text not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    return said
+
+
+def end_of(process):
+    out, errors = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out.splitlines(), errors
+
+
+def assert_nothing_left(cluster):
+    marked = [
+        process
+        for host in cluster.hosts
+        for process in cluster.processes(host)
+        if b"RONDE_COOKIE=" in process.environment
+    ]
+    assert marked == []
+
+
+@pytest.mark.timeout(BENCHMARK_LIMIT_S + 30)
+def test_a_training_goes_on_from_its_checkpoint_whoever_is_killed(three_hosts):
+    """The benchmark in short: what it found wrong is in its output."""
+    words = [sys.executable, str(BENCHMARK), "--kills", "3", "--slots", "1"]
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        timeout=BENCHMARK_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [row] = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert (row["restarts"], row["lost"], row["wrong"]) == (3, 0, 0)
+
+
+def test_every_generation_has_all_ranks_and_a_port_of_its_own(cluster):
+    with job(cluster, "--max-restarts", "3", last_epoch=2) as process:
+        os.kill(rank_of(cluster, cluster.hosts[1], 0).pid, signal.SIGKILL)
+        said = await_line(process, "restart 1 of 3: rank 1 failed on node2")
+        first = assert_generation(1, [process.stdout.readline() for _ in range(3)])
+        os.kill(rank_of(cluster, cluster.hosts[0], 1).pid, signal.SIGKILL)
+        code, out, errors = end_of(process)
+    assert code == 0
+    assert assert_generation(2, out) != first
+    assert "restart 2 of 3: rank 0 failed on node1" in errors
+    assert "killed by SIGKILL" in said
+    assert_nothing_left(cluster)
+
+
+def test_the_last_generation_s_end_is_the_job_s(cluster):
+    with job(cluster, "--max-restarts", "1", last_epoch=9) as process:
+        os.kill(rank_of(cluster, cluster.hosts[2], 0).pid, signal.SIGKILL)
+        await_line(process, "restart 1 of 1")
+        assert_generation(1, [process.stdout.readline() for _ in range(3)])
+        os.kill(rank_of(cluster, cluster.hosts[1], 1).pid, signal.SIGSEGV)
+        code, out, errors = end_of(process)
+    assert (code, out) == (139, [])
+    assert "rank 1 failed first" in errors
+    assert_nothing_left(cluster)
+
+
+def test_an_exit_code_that_asks_for_no_restart_ends_the_job(cluster):
+    options = ["--max-restarts", "3", "--no-restart-codes", "93,143"]
+    with job(cluster, *options) as process:
+        os.kill(rank_of(cluster, cluster.hosts[1], 0).pid, signal.SIGTERM)
+        code, out, errors = end_of(process)
+    assert (code, out) == (143, [])
+    assert "restart 1" not in errors
+    assert_nothing_left(cluster)
+
+
+def test_ctrl_c_is_followed_by_no_generation(cluster):
+    with job(cluster, "--max-restarts", "3") as process:
+        process.send_signal(signal.SIGINT)
+        code, out, errors = end_of(process)
+    assert (code, out) == (130, [])
+    assert "restart 1" not in errors
+    assert_nothing_left(cluster)
+
+
+def test_a_host_that_stays_away_ends_the_job(cluster):
+    with job(cluster, "--max-restarts", "5") as process:
+        cluster.kill_sshd(cluster.hosts[1])
+        code, out, errors = end_of(process)
+    assert (code, out) == (69, [])
+    assert errors.count("restart 1 of 5: node2 was lost") == 1
+    assert "restart 2" not in errors
+    *_, header, row = errors.splitlines()
+    assert " ".join(header.split()) == "ronde: host what is wrong what to do"
+    assert row.startswith("ronde:   node2  nothing answers on its ssh port")
+    assert_nothing_left(cluster)
