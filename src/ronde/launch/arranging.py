@@ -159,7 +159,7 @@ def _directed(job: JobRequest, crew: Sequence[Node]) -> JobRequest:
 
 def _meet(
     controller: Controller, wish: Wish, crew: Sequence[Node]
-) -> tuple[str, tuple[dict[str, str], ...], Callable[[int], None]]:
+) -> tuple[str, tuple[dict[str, str], ...], Callable[[int, Sequence[Node]], None]]:
     # Imported where they are needed: a job on one host has nobody to meet.
     from ronde.launch.placement.meeting_point import (
         HostNetwork,
@@ -178,18 +178,17 @@ def _meet(
         for node in crew
     ]
     candidates = find_candidates(networks, wish.interfaces)
-    others = crew[1:]
     addresses = [candidate.address for candidate in candidates]
-    sources = controller.locate(others, addresses)
+    sources = controller.locate(crew[1:], addresses)
     point = choose_meeting_point(networks, candidates, sources, wish.interfaces)
 
-    def check(port: int) -> None:
-        found = controller.locate(others, [point.address], port)
+    def check(port: int, crew: Sequence[Node]) -> None:
+        found = controller.locate(crew[1:], [point.address], port)
         require_answers(networks, point, port, [own[0] for own in found])
 
     env = tuple(point.environment(i, wish.job.env) for i in range(len(crew)))
     return point.address, env, check
 
 
-def _check_nothing(_port: int) -> None:
+def _check_nothing(_port: int, _crew: Sequence[Node]) -> None:
     """Need no check: all ranks are on one host."""

@@ -21,6 +21,9 @@ from ronde.launch.starting import Starting
 from ronde.launch.switchboard import Switchboard
 from ronde.launch.verdict import LostHost, RankEnd, Verdict
 
+RETURN_S = 30.0
+"""What a lost host has to come back in, when ranks are to be started again."""
+
 _LEAVE_S = 10.0
 _LAST_OUTPUT_S = 1.0
 
@@ -31,13 +34,14 @@ class Arrangement(NamedTuple):
     Attributes:
         plan: What runs where.
         nodes: The hosts' agents, in the order of the plan's shares.
-        check: Called with the port that is held for rank 0: whether all reach it.
+        check: Called with the port that is held for rank 0, and the nodes as they are
+            now: whether all reach it.
         notices: What the user should know of it, each a sentence.
     """
 
     plan: Plan
     nodes: tuple[Node, ...]
-    check: Callable[[int], None]
+    check: Callable[[int, Sequence[Node]], None]
     notices: tuple[str, ...] = ()
 
 
@@ -79,15 +83,21 @@ class Controller:
         self._is_clean = True
         self._agents_s = 0.0
 
-    def gather(self, hosts: Sequence[Host]) -> list[Node]:
+    def gather(self, hosts: Sequence[Host], patience_s: float = 0.0) -> list[Node]:
         """Return a node for each host, in their order, all of which have said hello.
+
+        Args:
+            hosts: Which.
+            patience_s: How long one that is not reached is tried again.
 
         Raises:
             HostError: Some cannot take part; all of them are listed.
             InterruptedStartError: The user has ended it.
         """
         begun_s, hiring = time.monotonic(), self._hiring
-        nodes = Gathering(self._board, hiring.start, hiring.explain).run(hosts)
+        nodes = Gathering(self._board, hiring.start, hiring.explain).run(
+            hosts, patience_s
+        )
         self._agents_s = time.monotonic() - begun_s
         return nodes
 
@@ -144,7 +154,7 @@ class Controller:
         plan, begun_s = arrangement.plan, time.monotonic()
         jobs = plan.jobs(epoch)
         port = Starting(self._board).prepare(crew, jobs)
-        arrangement.check(port)
+        arrangement.check(port, crew)
         generation = Generation(plan.facts.job_id, epoch, plan.hosts)
         self._sink.begin(generation)
         ready_s = time.monotonic() - begun_s
@@ -167,7 +177,9 @@ class Controller:
         for node in lost:
             node.link.wire.wait(_LEAVE_S)
             self._board.nodes.remove(node)
-        fresh = iter(self.gather([node.host for node in lost]))
+        names = ", ".join(node.name for node in lost)
+        self._sink.notice(f"connecting to {names} again, for up to {RETURN_S:g} s")
+        fresh = iter(self.gather([node.host for node in lost], RETURN_S))
         return [next(fresh) if node.is_over else node for node in crew]
 
     def write_out(self, verdict: Verdict) -> Verdict:

@@ -74,15 +74,21 @@ class Gathering:
         self._start = start
         self._explain = explain
         self._attempts: list[_Attempt] = []
+        self._patient_until_s = 0.0
 
-    def run(self, hosts: Sequence[Host]) -> list[Node]:
+    def run(self, hosts: Sequence[Host], patience_s: float = 0.0) -> list[Node]:
         """Return a node for each host, all of which have said hello.
+
+        Args:
+            hosts: Which.
+            patience_s: How long one that is not reached is tried again.
 
         Raises:
             HostError: Some cannot take part; all of them are listed.
             InterruptedStartError: The user has ended it.
         """
         self._attempts = [_Attempt(host) for host in hosts]
+        self._patient_until_s = time.monotonic() + patience_s
         while not all(attempt.is_settled for attempt in self._attempts):
             self._start_some()
             self._board.serve(self, self._is_something_to_do, self._due_s)
@@ -193,9 +199,11 @@ class Gathering:
             failure = self._explain(
                 node, loss.exit_code if code is None else code, said
             )
-        if failure.is_transient and attempt.tries < _NUM_TRIES:
+        is_awaited = time.monotonic() < self._patient_until_s
+        if is_awaited or (failure.is_transient and attempt.tries < _NUM_TRIES):
             # Not all at once again: that is what it was refused for.
-            pause_s = _PAUSE_S * 2**attempt.tries * (0.5 + random.random())  # noqa: S311
+            pause_s = _PAUSE_S * 2 ** min(attempt.tries, _NUM_TRIES - 1)
+            pause_s *= 0.5 + random.random()  # noqa: S311
             attempt.not_before_s = time.monotonic() + pause_s
         else:
             attempt.failure = failure
