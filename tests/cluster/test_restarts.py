@@ -69,6 +69,10 @@ def rank_of(cluster, host, epoch):
     return min(found, key=lambda process: process.pid)
 
 
+def kill_agent(cluster, host):
+    os.kill(rank_of(cluster, host, 0).parent, signal.SIGKILL)
+
+
 def await_line(process, text):
     """Read the launcher's words up to a line that holds a text; return them."""
     said = ""
@@ -152,6 +156,31 @@ def test_ctrl_c_is_followed_by_no_generation(cluster):
         code, out, errors = end_of(process)
     assert (code, out) == (130, [])
     assert "restart 1" not in errors
+    assert_nothing_left(cluster)
+
+
+@pytest.mark.parametrize(
+    ("lose", "regain"), [("cut", "restore"), ("kill_sshd", "start_sshd")]
+)
+def test_a_host_that_is_lost_and_comes_back_takes_part_again(cluster, lose, regain):
+    lost = cluster.hosts[1]
+    with job(cluster, "--max-restarts", "1") as process:
+        getattr(cluster, lose)(lost)
+        await_line(process, "restart 1 of 1: node2 was lost")
+        getattr(cluster, regain)(lost)
+        code, out, errors = end_of(process)
+    assert code == 0, errors
+    assert_generation(1, out)
+    assert_nothing_left(cluster)
+
+
+def test_an_agent_that_is_killed_is_replaced(cluster):
+    with job(cluster, "--max-restarts", "1") as process:
+        kill_agent(cluster, cluster.hosts[2])
+        code, out, errors = end_of(process)
+    assert code == 0, errors
+    assert_generation(1, out)
+    assert "restart 1 of 1: node3 was lost" in errors
     assert_nothing_left(cluster)
 
 
