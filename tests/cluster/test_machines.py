@@ -128,6 +128,8 @@ def receive(peer):
 if sys.argv[1:]:
     with socket.create_connection(("10.77.0.1", 7)) as head:
         receive(head)
+        # Nothing may be under way before the clock runs.
+        head.recv(1)
         send(head)
 else:
     with socket.create_server(("10.77.0.1", 7)) as listener:
@@ -135,6 +137,8 @@ else:
         peers = [listener.accept()[0] for _ in range(2)]
     for work in (send, receive):
         start = time.monotonic()
+        if work is receive:
+            [peer.sendall(b"!") for peer in peers]
         threads = [threading.Thread(target=work, args=(peer,)) for peer in peers]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]

@@ -184,6 +184,21 @@ def test_an_agent_that_is_killed_is_replaced(cluster):
     assert_nothing_left(cluster)
 
 
+def test_a_host_that_is_lost_while_another_comes_back_is_awaited_too(cluster):
+    _, second, third = cluster.hosts
+    with job(cluster, "--max-restarts", "1") as process:
+        cluster.kill_sshd(second)
+        await_line(process, "connecting to node2 again")
+        cluster.kill_sshd(third)
+        cluster.start_sshd(second)
+        await_line(process, "connecting to node3 again")
+        cluster.start_sshd(third)
+        code, out, errors = end_of(process)
+    assert code == 0, errors
+    assert_generation(1, out)
+    assert_nothing_left(cluster)
+
+
 def test_a_host_that_stays_away_ends_the_job(cluster):
     with job(cluster, "--max-restarts", "5") as process:
         cluster.kill_sshd(cluster.hosts[1])

@@ -12,7 +12,7 @@ from ronde.errors import UsageError
 from ronde.world.engines import ALGORITHMS, ENGINES
 
 DEFAULT_GRACE = "15s"
-_NO_RESTART_CODES = "93"
+_NO_RESTART_CODES = "93,64"
 
 _EPILOG = """\
 A rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK and so on (torchrun's names).
@@ -95,7 +95,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--no-restart-codes",
         default=_NO_RESTART_CODES,
         metavar="CODES",
-        help="exit codes after which they are not, as 93,64 (default: 93)",
+        help="exit codes after which they are not, as 93,64 (default: 93,64)",
     )
     add(
         "--master-port",

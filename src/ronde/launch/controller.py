@@ -171,16 +171,18 @@ class Controller:
         What a host does that was silent is not known; its new agent waits until all
         of the old generation has ended there.
         """
-        lost = [node for node in crew if node.is_over]
-        if not lost:
-            return list(crew)
-        for node in lost:
-            node.link.wire.wait(_LEAVE_S)
-            self._board.nodes.remove(node)
-        names = ", ".join(node.name for node in lost)
-        self._sink.notice(f"connecting to {names} again, for up to {RETURN_S:g} s")
-        fresh = iter(self.gather([node.host for node in lost], RETURN_S))
-        return [next(fresh) if node.is_over else node for node in crew]
+        crew = list(crew)
+        # While one comes back another may be lost.
+        while lost := [node for node in crew if node.is_over]:
+            for node in lost:
+                node.link.wire.wait(_LEAVE_S)
+                self._board.nodes.remove(node)
+            names = ", ".join(node.name for node in lost)
+            self._sink.notice(f"connecting to {names} again, for up to {RETURN_S:g} s")
+            fresh = self.gather([node.host for node in lost], RETURN_S)
+            by_name = {node.name: node for node in fresh}
+            crew = [by_name.get(node.name, node) for node in crew]
+        return crew
 
     def write_out(self, verdict: Verdict) -> Verdict:
         """Write what is left to show; return the verdict with its last exit code."""

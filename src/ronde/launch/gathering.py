@@ -185,6 +185,9 @@ class Gathering:
 
     def take_loss(self, node: Node, loss: Loss) -> None:
         """Say why, or try once more."""
+        if all(attempt.node is not node for attempt in self._attempts):
+            # It was there already: who gathers others sees that it is over.
+            return
         attempt = self._of(node)
         self._board.nodes.remove(node)
         attempt.node = None
