@@ -95,7 +95,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--no-restart-codes",
         default=_NO_RESTART_CODES,
         metavar="CODES",
-        help="exit codes after which they are not, as 93,64 (default: 93,64)",
+        help="exit codes after which they are not (default: 93,64)",
     )
     add(
         "--master-port",

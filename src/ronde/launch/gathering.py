@@ -1,6 +1,5 @@
 """An agent on every host: started side by side, and heard before anything else."""
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -206,6 +205,9 @@ class Gathering:
         if is_awaited or (failure.is_transient and attempt.tries < _NUM_TRIES):
             # Not all at once again: that is what it was refused for.
             pause_s = _PAUSE_S * 2 ** min(attempt.tries, _NUM_TRIES - 1)
+            # Imported where it is needed: most hosts answer at once.
+            import random
+
             pause_s *= 0.5 + random.random()  # noqa: S311
             attempt.not_before_s = time.monotonic() + pause_s
         else:
