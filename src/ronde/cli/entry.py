@@ -46,7 +46,8 @@ def _leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         # Who does not read any more has been noticed before.
         with suppress(OSError, ValueError):
-            stream.flush()
+            # There is none where a descriptor was closed.
+            print(end="", file=stream, flush=True)
     os._exit(code)
 
 
