@@ -11,11 +11,9 @@ from ronde.launch.agent_link import AgentLink
 from ronde.launch.boot import start_local_agent
 from ronde.launch.hosts.here import is_here
 from ronde.launch.hosts.host import Host
-from ronde.launch.node import Node
+from ronde.launch.node import EXIT_INTERNAL, Node
 from ronde.launch.spawners.base import Spawner
 from ronde.launch.wire import ProcessWire
-
-EXIT_INTERNAL = 70
 
 
 class Hiring:

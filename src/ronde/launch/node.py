@@ -21,7 +21,7 @@ SILENCE_S = 8.0
 
 _END_S = 0.5
 _EXIT_UNREACHABLE = 69
-_EXIT_INTERNAL = 70
+EXIT_INTERNAL = 70
 _SSH_FAILED = 255
 
 
@@ -138,10 +138,10 @@ class Node:
         said = self.link.last_words.splitlines()
         told = f"; it said: {said[-1].strip()}" if said else ""
         if self.is_here:
-            return Loss(f"its agent is gone (exit code {code}){told}", _EXIT_INTERNAL)
+            return Loss(f"its agent is gone (exit code {code}){told}", EXIT_INTERNAL)
         if not self.has_reported_end(code):
             return Loss(f"the connection to it ended{told}", _EXIT_UNREACHABLE)
-        return Loss(f"its agent ended with exit code {code}{told}", _EXIT_INTERNAL)
+        return Loss(f"its agent ended with exit code {code}{told}", EXIT_INTERNAL)
 
     def has_reported_end(self, code: int | None) -> bool:
         """Say whether an exit code came from there, after all there was ended.

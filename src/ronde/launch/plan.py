@@ -28,8 +28,6 @@ class JobRequest(NamedTuple):
         master_port: Port to meet at, 0 for any.
         is_mpi: The ranks are to be able to initialise MPI.
         max_restarts: How often all ranks may be started again.
-        error_dir: Directory on this machine for torch's records of uncaught
-            exceptions, or empty.
     """
 
     argv: tuple[str, ...]

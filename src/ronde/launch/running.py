@@ -21,7 +21,7 @@ from ronde.launch.messages import (
     Started,
     Stop,
 )
-from ronde.launch.node import Loss, Node
+from ronde.launch.node import EXIT_INTERNAL, Loss, Node
 from ronde.launch.signals import FORWARDED, STOPPING
 from ronde.launch.starting import refusal
 from ronde.launch.switchboard import Switchboard
@@ -31,7 +31,6 @@ from ronde.launch.verdict import LostHost, RankEnd, Verdict, judge, signal_name
 _SWEEP_S = 10.0
 _MAX_CREDIT_BYTES = 1 << 20
 _ALL_CREDIT_BYTES = 32 << 20
-_EXIT_INTERNAL = 70
 
 
 @dataclass(slots=True)
@@ -98,7 +97,7 @@ class Running:
         while not self._board.serve(self, self._is_over, self._deadline):
             for node in self._unfinished():
                 node.link.wire.kill()
-                self._board.lose(self, node, Loss("it does not answer", _EXIT_INTERNAL))
+                self._board.lose(self, node, Loss("it does not answer", EXIT_INTERNAL))
         for node in self._nodes:
             node.watch(is_watched=False)
         self._tell_leftovers()

@@ -84,7 +84,7 @@ class Starting:
             if isinstance(answer, Refused)
         ]
         if refusals:
-            raise refusal([(n, r) for n, r in refusals], num_hosts=len(nodes))
+            raise refusal(refusals, num_hosts=len(nodes))
         return max(a.master_port for a in answers if isinstance(a, Ready))
 
     def _await(self, nodes: Sequence[Node]) -> list[FromAgent]:
