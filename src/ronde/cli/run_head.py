@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from ronde.cli.exit_codes import exit_code_of
 from ronde.cli.join_options import join_timeout_s, own_slots, say, token_file
 from ronde.errors import RondeError, UsageError
+from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hiring import Hired
 from ronde.launch.hosts.host import Host
 from ronde.launch.joining.address import choose_address, parse_endpoint
@@ -45,6 +46,9 @@ def joined_nodes(
     joined = Hired(hosts, JoinedHiring(agent, nodes))
     try:
         yield joined
+    except InterruptedStartError as error:
+        joined.exit_code = 128 + error.number
+        raise
     except RondeError as error:
         joined.exit_code = exit_code_of(error)
         raise
