@@ -8,12 +8,13 @@ through.
 """
 
 import json
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from ronde.addresses import InterfaceAddress
 from ronde.errors import LaunchError
 from ronde.launch.finding import Finding
 from ronde.launch.job import Job
+from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
 from ronde.topology.machine import Machine
 
 T = TypeVar("T")
@@ -242,23 +243,8 @@ FromAgent = (
 
 def encode_message(message: ToAgent | FromAgent) -> bytes:
     """Return a message as JSON; text may hold any bytes, as surrogates."""
-    plain = {name: _plain(value) for name, value in message._asdict().items()}
+    plain = cast("dict[str, object]", to_plain(message))
     return json.dumps({"is": type(message).__name__, **plain}).encode()
-
-
-def _plain(value: object) -> object:
-    """Return a value with an object of JSON's for every named tuple in it."""
-    if isinstance(value, tuple):
-        items = cast("tuple[object, ...]", value)
-        if _is_named(type(items)):
-            names = cast("Any", items)._fields
-            return {n: _plain(v) for n, v in zip(names, items, strict=True)}
-        return [_plain(item) for item in items]
-    return value
-
-
-def _is_named(kind: Any) -> bool:  # noqa: ANN401 - an annotation is any object
-    return hasattr(kind, "_fields")
 
 
 def decode_message(raw: bytes, kinds: tuple[type[T], ...]) -> T:
@@ -273,56 +259,16 @@ def decode_message(raw: bytes, kinds: tuple[type[T], ...]) -> T:
     except ValueError as error:
         raise LaunchError(f"control message must be JSON: {error}.") from None
     if not isinstance(said, dict):
-        raise LaunchError(f"control message must be an object, got {_short(said)}.")
+        raise LaunchError(f"control message must be an object, got {shorten(said)}.")
     values = cast("dict[str, object]", said)
     name = values.pop("is", None)
     for kind in kinds:
         if kind.__name__ == name:
-            return _build(kind, values, kind.__name__)
+            try:
+                return from_plain(kind, values)
+            except PlainValueError as error:
+                raise LaunchError(
+                    f"{error} Run the same version of ronde on every host."
+                ) from None
     names = ", ".join(kind.__name__ for kind in kinds)
-    raise LaunchError(f"message must be one of {names}, got {_short(name)}.")
-
-
-def _build(kind: type[T], values: dict[str, object], where: str) -> T:
-    wanted: dict[str, Any] = kind.__annotations__
-    if wanted.keys() != values.keys():
-        raise LaunchError(
-            f"{where} must have the fields {sorted(wanted)}, got {sorted(values)}. "
-            "Run the same version of ronde on every host."
-        )
-    return kind(
-        **{
-            name: _checked(values[name], wanted[name], f"{where}.{name}")
-            for name in wanted
-        }
-    )
-
-
-def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 - an annotation is any object
-    """Return the value as the annotation wants it, lists as tuples."""
-    outer = getattr(wanted, "__origin__", wanted)
-    if _is_named(outer) and isinstance(value, dict):
-        nested = cast("dict[str, object]", value)
-        return _build(cast("type[Any]", wanted), nested, where)
-    if outer is tuple and isinstance(value, list):
-        items = cast("list[object]", value)
-        inner = wanted.__args__[0]
-        return tuple(_checked(v, inner, f"{where}[{i}]") for i, v in enumerate(items))
-    if outer is dict and isinstance(value, dict):
-        entries = cast("dict[str, object]", value)
-        inner = wanted.__args__[1]
-        return {k: _checked(v, inner, f"{where}[{k!r}]") for k, v in entries.items()}
-    if outer is float and type(value) is int:
-        return float(value)
-    if type(value) is outer:
-        return value
-    raise LaunchError(f"{where} must be {_name(wanted)}, got {_short(value)}.")
-
-
-def _name(wanted: Any) -> str:  # noqa: ANN401 - an annotation is any object
-    return wanted.__name__ if isinstance(wanted, type) else str(wanted)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    raise LaunchError(f"message must be one of {names}, got {shorten(name)}.")

@@ -1,0 +1,111 @@
+"""Named tuples as the plain values of JSON, and back with a check of every field.
+
+Nothing is evaluated, nothing unpickled, nothing unknown is let through.
+"""
+
+from enum import Enum
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class PlainValueError(ValueError):
+    """A plain value is not of the form that was expected; says where."""
+
+
+def to_plain(value: object) -> object:
+    """Return a value with an object of JSON's for every named tuple in it."""
+    if isinstance(value, tuple):
+        items = cast("tuple[object, ...]", value)
+        if _is_named(type(items)):
+            names = cast("Any", items)._fields
+            return {n: to_plain(v) for n, v in zip(names, items, strict=True)}
+        return [to_plain(item) for item in items]
+    return value
+
+
+def from_plain(kind: type[T], plain: object, where: str = "") -> T:
+    """Return the named tuple that a plain value stands for.
+
+    Args:
+        kind: Its class; all fields are annotated.
+        plain: What ``to_plain`` gave, after any trip through JSON.
+        where: How to name it in a message; the class's own name if empty.
+
+    Raises:
+        PlainValueError: A field is missing, unknown or of another type.
+    """
+    where = where or kind.__name__
+    if not isinstance(plain, dict):
+        raise PlainValueError(f"{where} must be an object, got {shorten(plain)}.")
+    values = cast("dict[str, object]", plain)
+    wanted: dict[str, Any] = kind.__annotations__
+    if wanted.keys() != values.keys():
+        raise PlainValueError(
+            f"{where} must have the fields {sorted(wanted)}, got {sorted(values)}."
+        )
+    return kind(
+        **{
+            name: _checked(values[name], wanted[name], f"{where}.{name}")
+            for name in wanted
+        }
+    )
+
+
+def shorten(value: object) -> str:
+    """Return a value as text that fits into a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _is_named(kind: Any) -> bool:  # noqa: ANN401 - an annotation is any object
+    return hasattr(kind, "_fields")
+
+
+def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 - an annotation is any object
+    """Return the value as the annotation wants it, lists as tuples."""
+    outer = getattr(wanted, "__origin__", wanted)
+    if _is_named(outer) and isinstance(value, dict):
+        return from_plain(cast("type[Any]", wanted), cast("object", value), where)
+    if outer is tuple and isinstance(value, list):
+        return _checked_items(cast("list[object]", value), wanted.__args__, where)
+    if outer is dict and isinstance(value, dict):
+        entries = cast("dict[str, object]", value)
+        inner = wanted.__args__[1]
+        return {k: _checked(v, inner, f"{where}[{k!r}]") for k, v in entries.items()}
+    if type(value) is outer:
+        return value
+    if outer is float and type(value) is int:
+        return float(value)
+    return _checked_member(value, wanted, where)
+
+
+def _checked_member(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 - an annotation is any object
+    """Return the member of an enumeration that has a value."""
+    name = _name(wanted)
+    if isinstance(wanted, type) and issubclass(wanted, Enum):
+        members: dict[object, Enum] = {member.value: member for member in wanted}
+        if isinstance(value, str) and value in members:
+            return members[value]
+        name = f"one of {', '.join(str(each) for each in members)}"
+    raise PlainValueError(f"{where} must be {name}, got {shorten(value)}.")
+
+
+def _checked_items(
+    items: list[object], wanted: tuple[Any, ...], where: str
+) -> tuple[object, ...]:
+    """Return items of one type, ``tuple[T, ...]``, or of a type each."""
+    if wanted[-1] is Ellipsis:
+        wanted = (wanted[0],) * len(items)
+    if len(wanted) != len(items):
+        raise PlainValueError(
+            f"{where} must have {len(wanted)} items, got {len(items)}."
+        )
+    return tuple(
+        _checked(item, kind, f"{where}[{index}]")
+        for index, (item, kind) in enumerate(zip(items, wanted, strict=True))
+    )
+
+
+def _name(wanted: Any) -> str:  # noqa: ANN401 - an annotation is any object
+    return wanted.__name__ if isinstance(wanted, type) else str(wanted)
