@@ -73,10 +73,10 @@ def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 
         entries = cast("dict[str, object]", value)
         inner = wanted.__args__[1]
         return {k: _checked(v, inner, f"{where}[{k!r}]") for k, v in entries.items()}
+    if outer is float and type(value) is int:
+        value = float(value)
     if type(value) is outer:
         return value
-    if outer is float and type(value) is int:
-        return float(value)
     return _checked_member(value, wanted, where)
 
 
