@@ -57,9 +57,11 @@ def test_follows_the_formula(size):
             assert torch.equal(other[dtype, lengths], result)
         bounds = np.cumsum([0, *(lengths or (NUMEL,))])
         samples = [sample(rank, dtype).double().numpy() for rank in range(size)]
-        # Each level rounds to the dtype once: log2(size) roundings at most.
-        limit = size.bit_length() * torch.finfo(dtype).eps
         for start, stop in pairwise(bounds):
+            # Each level rounds to the dtype once, and sums the products of two vectors
+            # in float64 in an order of its own, as the formula here does.
+            summing = 2 * (stop - start) * torch.finfo(torch.float64).eps
+            limit = size.bit_length() * (torch.finfo(dtype).eps + summing)
             expected = oracle([vector[start:stop] for vector in samples])
             error = result[start:stop].double().numpy() - expected
             scale = max(1.0, np.abs(expected).max(initial=0))

@@ -63,7 +63,9 @@ class Groups:
         self._address = (
             "127.0.0.1"
             if is_one_host
-            else find_own_address(PrefixStore("address", store), rank, size)
+            else find_own_address(
+                PrefixStore("address", store), rank, size, self._timeout
+            )
         )
         self._is_closed = False
         self._lane: Lane | None = None

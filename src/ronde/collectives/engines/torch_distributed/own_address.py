@@ -6,6 +6,7 @@ is there.
 """
 
 import socket
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -16,7 +17,7 @@ from ronde.world.variables import select_variables
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def find_own_address(store: Store, rank: int, size: int) -> str:
+def find_own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """Return the address of this host that leads to where the ranks meet.
 
     Empty where the user has named an interface that does not lead there, or where no
@@ -26,8 +27,12 @@ def find_own_address(store: Store, rank: int, size: int) -> str:
         store: Where the ranks meet, empty under the keys used here.
         rank: This process.
         size: Number of processes.
+        timeout: How long to wait for what another process tells.
+
+    Raises:
+        torch.distributed.DistError: Another process did not tell in time.
     """
-    own = _own_address(store, rank, size)
+    own = _own_address(store, rank, size, timeout)
     named = select_variables([_INTERFACE]).get(_INTERFACE)
     if named and not any(
         i.address == own for i in read_interfaces() if i.interface == named
@@ -36,7 +41,7 @@ def find_own_address(store: Store, rank: int, size: int) -> str:
     return own
 
 
-def _own_address(store: Store, rank: int, size: int) -> str:
+def _own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """Return the source of the way to the store, and on its own host what others use.
 
     All tell how they reach the store's host. There its name may lead to the loopback,
@@ -50,7 +55,10 @@ def _own_address(store: Store, rank: int, size: int) -> str:
         return source
     # The last rank is the likeliest to be on another host.
     for other in reversed([r for r in range(size) if r != rank]):
-        told = store.get(f"target/{other}").decode()
+        key = f"target/{other}"
+        # The store's own time-out is not the caller's.
+        store.wait([key], timeout)
+        told = store.get(key).decode()
         if told and source_towards(told) == told:
             return told
     return source
