@@ -114,6 +114,7 @@ class GpuDevice(NamedTuple):
         gdr: 1 where network adapters reach its memory, 0 where not, or ``UNKNOWN``.
         title: What the driver calls it; empty where not told.
         uuid: ``GPU-...``; empty where not told.
+        node: NUMA node of one without PCI device; ``UNKNOWN``.
     """
 
     bus_id: str
@@ -124,6 +125,7 @@ class GpuDevice(NamedTuple):
     gdr: int = UNKNOWN
     title: str = ""
     uuid: str = ""
+    node: int = UNKNOWN
 
     @property
     def name(self) -> str:
