@@ -17,12 +17,15 @@ NVSWITCH = "nvswitch"
 
 
 class LinkKind(StrEnum):
-    """What a direct link is made of; PCI links are the devices' own."""
+    """What a direct link is made of; the tree's PCI links are the devices' own."""
 
     NVLINK = "nvlink"
     XGMI = "xgmi"
     C2C = "c2c"
     """Between a GPU and the processor in its package."""
+
+    PCI = "pci"
+    """Between two PCI switches that the tree does not join (NCCL's ``pcilink``)."""
 
 
 class NumaNode(NamedTuple):

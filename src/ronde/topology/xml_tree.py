@@ -4,6 +4,7 @@ Document type declarations are let pass unread; entities of its own, elements be
 another without end, and files too large for a topology are refused.
 """
 
+import re
 from typing import NamedTuple, cast
 from xml.parsers import expat
 
@@ -14,6 +15,8 @@ MAX_BYTES = 64 << 20
 MAX_DEPTH = 256
 """Of elements inside one another; real machines need about twenty."""
 _MAX_ELEMENTS = 1 << 20
+_HEAD_BYTES = 64 << 10
+_NAME = re.compile(rb"[A-Za-z_][\w:.-]*")
 
 
 class Element(NamedTuple):
@@ -63,6 +66,23 @@ def parse_xml(data: bytes, origin: str) -> Element:
             f"{origin} must be well-formed XML, got an error: {error}. Was it cut, or "
             "changed on its way?"
         ) from None
+
+
+def outermost_tag(data: bytes) -> str:
+    """Return the name of the first element, in damaged files too; empty if none.
+
+    It stands in the first 64 KiB, or is not found.
+    """
+    # Without NULs, what is UTF-16 reads the same.
+    head = data[:_HEAD_BYTES].replace(b"\0", b"")
+    at = head.find(b"<")
+    while at >= 0:
+        if found := _NAME.match(head, at + 1):
+            return found[0].decode()
+        is_comment = head.startswith(b"<!--", at)
+        end = head.find(b"-->", at) if is_comment else at + 1
+        at = head.find(b"<", end) if end >= 0 else -1
+    return ""
 
 
 class _Builder:
