@@ -1,0 +1,97 @@
+"""Which topology ``ronde topo`` and its verbs look at: this machine's, or a saved one."""
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from ronde.errors import UsageError
+from ronde.topology.graph import HostTopology, Topology
+from ronde.topology.probes.probe import Saved
+from ronde.topology.sources import join_parts, read_part, read_saved, read_tree
+from ronde.world.variables import select_variables
+
+_VISIBILITY = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
+
+SOURCES_EPILOG = """\
+SOURCE is a file of any of these forms: NCCL's topology (NCCL_TOPO_DUMP_FILE writes it,
+clouds deliver it), AMD's, hwloc's XML, the text of nvidia-smi topo -m, of lspci -nn,
+Slurm's topology.conf, or what ronde topo --json wrote; - is standard input. Files of
+different forms tell of one host and are merged; files of one form are a host each.
+Without any it is this machine.
+"""
+
+
+class TopoParser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage and exit with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(f"{message}. Type: {self.prog} --help")
+
+
+class Loaded(NamedTuple):
+    """What is to be looked at.
+
+    Attributes:
+        topology: All sources together.
+        notices: What could not be asked, a sentence each, for people.
+        saved: The files as they are.
+    """
+
+    topology: Topology
+    notices: tuple[str, ...]
+    saved: tuple[Saved, ...]
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say what to look at."""
+    add = parser.add_argument
+    add("sources", nargs="*", metavar="SOURCE", help="a file; without, this machine")
+    add(
+        "--root",
+        metavar="DIR",
+        help="look at a saved tree that holds sys and proc, in place of this machine",
+    )
+
+
+def load_topology(options: argparse.Namespace) -> Loaded:
+    """Read what the arguments say.
+
+    Raises:
+        UsageError: A source cannot be read, or they do not go together.
+    """
+    saved = tuple(read_saved(name) for name in options.sources)
+    parts = [read_part(each) for each in saved]
+    notices: tuple[str, ...] = ()
+    if options.root is not None or not saved:
+        root = Path(options.root or "/")
+        environ = {} if options.root else select_variables(_VISIBILITY)
+        tree, notices = read_tree(root, environ)
+        parts.append(tree)
+    return Loaded(join_parts(parts), notices, saved)
+
+
+def load_host(options: argparse.Namespace) -> tuple[HostTopology, tuple[str, ...]]:
+    """Read what the arguments say of one host, and notices.
+
+    Raises:
+        UsageError: Like ``load_topology``, or it is not one host.
+    """
+    loaded = load_topology(options)
+    hosts = loaded.topology.hosts
+    if len(hosts) != 1:
+        names = ", ".join(host.name for host in hosts) or "none"
+        raise UsageError(
+            f"sources must tell of one host, got {len(hosts)} ({names}). Give one "
+            "host's."
+        )
+    return hosts[0], loaded.notices
