@@ -10,11 +10,7 @@ import pytest
 from ronde.topology.machine import Core, Machine
 from ronde.topology.sysfs import read_machine
 
-SNAPSHOTS = Path(__file__).parents[2].parent / "shared" / "samples" / "sysfs_snapshots"
-
-pytestmark = pytest.mark.skipif(
-    not SNAPSHOTS.is_dir(), reason=f"hwloc's snapshots are not at {SNAPSHOTS}"
-)
+SNAPSHOTS = Path(__file__).parents[1] / "topology" / "samples" / "sysfs_snapshots"
 
 
 # All that is looked at: a snapshot has thousands of files more, which take seconds.

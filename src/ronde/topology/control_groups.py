@@ -4,8 +4,7 @@ Version 1, version 2 and both side by side; inside a container whose groups bear
 names of the host, the top of what is mounted is the container's own.
 """
 
-from ronde.topology.cpu_sets import parse_list
-from ronde.topology.kernel_files import read_text
+from ronde.topology.kernel_files import read_list, read_text
 
 
 def read_cpu_limit(root: str) -> float:
@@ -27,9 +26,9 @@ def read_cpuset(root: str) -> int:
     names = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
     for group in _groups(root, "cpuset"):
         for name in names:
-            text = read_text(f"{group}/{name}")
-            if text:
-                return parse_list(text)
+            cpus = read_list(f"{group}/{name}")
+            if cpus:
+                return cpus
     return 0
 
 
@@ -63,5 +62,5 @@ def _limit(group: str) -> float:
     if not quota:
         quota = read_text(f"{group}/cpu.cfs_quota_us")
         period = read_text(f"{group}/cpu.cfs_period_us")
-    is_limit = quota.isdigit() and period.isdigit() and int(period) > 0
+    is_limit = quota.isdecimal() and period.isdecimal() and int(period) > 0
     return int(quota) / int(period) if is_limit else 0.0

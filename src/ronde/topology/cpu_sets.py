@@ -5,6 +5,9 @@ A number holds the set ``{0, 2}`` as ``0b101``: thousands of CPUs are one operat
 
 from collections.abc import Iterable
 
+_MAX_CPU = (1 << 16) - 1
+"""More than any kernel has; a list that names more would fill the memory."""
+
 
 def parse_list(text: str) -> int:
     """Return the set of a list such as ``0-3,8``; empty text is the empty set.
@@ -16,6 +19,8 @@ def parse_list(text: str) -> int:
     for part in text.split(",") if text else ():
         low, _, high = part.partition("-")
         first, last = int(low), int(high or low)
+        if not 0 <= first <= last <= _MAX_CPU:
+            raise ValueError(f"{part!r} is no run of CPUs")
         bits |= (1 << (last + 1)) - (1 << first)
     return bits
 
@@ -26,7 +31,10 @@ def parse_mask(text: str) -> int:
     Raises:
         ValueError: It is no such mask.
     """
-    return int(text.replace(",", "") or "0", 16)
+    bits = int(text.replace(",", "") or "0", 16)
+    if bits < 0:
+        raise ValueError("a mask is not negative")
+    return bits
 
 
 def members(bits: int) -> list[int]:

@@ -6,10 +6,11 @@ containers show every device of the host in /sys, and let a few be opened.
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.topology.machine import UNKNOWN_NODE, Gpu
-from ronde.topology.pci import bus_id, bus_order, read_node, read_path
+from ronde.topology.pci import bus_id, bus_order, is_address, read_node, read_path
 
 VISIBLE_DEVICES = {
     "nvidia": "CUDA_VISIBLE_DEVICES",
@@ -69,6 +70,41 @@ def select_gpus(gpus: Sequence[Gpu], text: str) -> tuple[Gpu, ...]:
     return tuple(chosen)
 
 
+class DriverGpu(NamedTuple):
+    """What NVIDIA's driver tells of a GPU in /proc.
+
+    Attributes:
+        model: ``NVIDIA H100``; empty where it does not tell.
+        uuid: ``GPU-...``; empty where it does not tell.
+        minor: Number of the device's file.
+    """
+
+    model: str
+    uuid: str
+    minor: str
+
+
+def read_driver_gpus(root: str) -> dict[str, DriverGpu]:
+    """Return the GPUs of NVIDIA's driver by bus address, as drivers count them.
+
+    Args:
+        root: Where ``proc`` is; empty for this machine.
+    """
+    directory = f"{root}/proc/driver/nvidia/gpus"
+    addresses = [name for name in list_names(directory) if is_address(name)]
+    found: dict[str, DriverGpu] = {}
+    for position, address in enumerate(sorted(addresses, key=bus_order)):
+        told = _fields(read_text(f"{directory}/{address}/information"))
+        uuid = told.get("GPU UUID", "")
+        found[address] = DriverGpu(
+            model=told.get("Model", ""),
+            # A driver that has not looked yet writes question marks.
+            uuid="" if "?" in uuid else uuid,
+            minor=told.get("Device Minor", str(position)),
+        )
+    return found
+
+
 def _find(gpus: Sequence[Gpu], item: str) -> Gpu | None:
     for gpu in gpus:
         if item == gpu.visible_as:
@@ -86,26 +122,21 @@ def _unplaced(index: int, visible_as: str) -> Gpu:
 
 
 def _nvidia(root: str) -> tuple[Gpu, ...]:
-    directory = f"{root}/proc/driver/nvidia/gpus"
-    addresses = sorted(list_names(directory), key=bus_order)
-    if not addresses:
+    drivers = read_driver_gpus(root)
+    if not drivers:
         return _nvidia_files(root)
     found: list[Gpu] = []
-    for position, address in enumerate(addresses):
-        told = _fields(read_text(f"{directory}/{address}/information"))
-        minor = told.get("Device Minor", position)
-        if _may_open(f"{root}/dev/nvidia{minor}"):
+    for address, told in drivers.items():
+        if _may_open(f"{root}/dev/nvidia{told.minor}"):
             path = read_path(f"{root}/sys/bus/pci/devices/{address}")
-            uuid = told.get("GPU UUID", "")
             found.append(
                 Gpu(
                     number=len(found),
                     bus_id=address,
                     node=read_node(root, path),
-                    name=told.get("Model", ""),
+                    name=told.model,
                     maker="nvidia",
-                    # A driver that has not looked yet writes question marks.
-                    uuid="" if "?" in uuid else uuid,
+                    uuid=told.uuid,
                     path=path,
                     visible_as=str(len(found)),
                 )

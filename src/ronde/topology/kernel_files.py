@@ -6,17 +6,24 @@ takes longer than reading one.
 
 import os
 
+from ronde.topology.cpu_sets import parse_list, parse_mask
+
 _MAX_BYTES = 64 << 10
 
 
-def read_text(path: str) -> str:
-    """Return a file without what blanks and zero bytes surround it; empty if not."""
+def read_text(path: str, max_bytes: int = _MAX_BYTES) -> str:
+    """Return a file without what blanks and zero bytes surround it; empty if not.
+
+    Args:
+        path: The file.
+        max_bytes: What lies behind them is not read.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
     try:
-        return os.read(fd, _MAX_BYTES).decode(errors="replace").strip(" \t\n\0")
+        return os.read(fd, max_bytes).decode(errors="replace").strip(" \t\n\0")
     except OSError:
         return ""
     finally:
@@ -29,6 +36,22 @@ def read_number(path: str, default: int) -> int:
         return int(read_text(path))
     except ValueError:
         return default
+
+
+def read_list(path: str) -> int:
+    """Return the set that a file lists as ``0-3,8``, as bits; empty if it does not."""
+    try:
+        return parse_list(read_text(path))
+    except ValueError:
+        return 0
+
+
+def read_mask(path: str) -> int:
+    """Return the set that a file holds as a mask, as bits; empty if it does not."""
+    try:
+        return parse_mask(read_text(path))
+    except ValueError:
+        return 0
 
 
 def list_names(directory: str) -> list[str]:

@@ -57,5 +57,5 @@ def _mbit_per_s(rate: str) -> int:
     """Return the number of ``400 Gb/sec (4X NDR)``."""
     try:
         return int(float(rate.split(maxsplit=1)[0]) * 1000)
-    except (ValueError, IndexError):
+    except (ValueError, IndexError, OverflowError):
         return 0

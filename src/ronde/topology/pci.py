@@ -1,9 +1,13 @@
 """Where a device sits on the bus, and to which memory node that is near."""
 
 import os
+import re
 
 from ronde.topology.kernel_files import read_number
 from ronde.topology.machine import UNKNOWN_NODE
+
+# Domains have four digits, and more where firmware or a hypervisor makes them up.
+_ADDRESS = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
 
 
 def read_path(link: str) -> str:
@@ -17,13 +21,18 @@ def read_path(link: str) -> str:
     except OSError:
         return ""
     parts = target.partition("/devices/")[2].split("/")
-    ends = [n for n, part in enumerate(parts, 1) if _is_address(part)]
+    ends = [n for n, part in enumerate(parts, 1) if is_address(part)]
     return "/".join(parts[: ends[-1]]) if ends else ""
 
 
 def bus_id(path: str) -> str:
     """Return the address of the device at a place on the bus."""
     return path.rpartition("/")[2]
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is the address of a device: ``0000:1b:00.0``."""
+    return _ADDRESS.fullmatch(text) is not None
 
 
 def bus_order(address: str) -> list[int]:
@@ -44,7 +53,3 @@ def read_node(root: str, path: str) -> int:
             return node
         path = path.rpartition("/")[0]
     return UNKNOWN_NODE
-
-
-def _is_address(part: str) -> bool:
-    return part.count(":") == 2 and part.count(".") == 1
