@@ -1,0 +1,171 @@
+"""Merges hints of several resources into one set of memory nodes, and admits or not.
+
+The rules are those of the TopologyManager of Kubernetes, so that a plan made here is
+what a cluster under the same policy would do.
+"""
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from ronde.topology.placement.hints import Hint
+
+
+class Policy(StrEnum):
+    """What becomes of a request that cannot be aligned."""
+
+    NONE = "none"
+    """Nothing is aligned and everything admitted."""
+
+    BEST_EFFORT = "best-effort"
+    """It is aligned as well as can be, and admitted."""
+
+    RESTRICTED = "restricted"
+    """It is refused unless all resources come from the same, fewest nodes."""
+
+    SINGLE_NUMA_NODE = "single-numa-node"
+    """It is refused unless all resources come from one node."""
+
+
+class Nodes(NamedTuple):
+    """The memory nodes that hints speak of.
+
+    Attributes:
+        num_nodes: How many have CPUs.
+        distances: From each to each, as firmware tells them; needed for ``is_closest``.
+        is_closest: Of sets of one size, nodes near each other are better.
+    """
+
+    num_nodes: int
+    distances: tuple[tuple[int, ...], ...] = ()
+    is_closest: bool = False
+
+    @property
+    def all_mask(self) -> int:
+        """The set of them all."""
+        return (1 << self.num_nodes) - 1
+
+
+class Verdict(NamedTuple):
+    """What becomes of a request.
+
+    Attributes:
+        mask: Nodes to use; None for any.
+        is_preferred: Whether it is aligned.
+        is_admitted: Whether it may be met at all.
+    """
+
+    mask: int | None
+    is_preferred: bool
+    is_admitted: bool
+
+
+def decide(
+    policy: Policy, resources: Sequence[Sequence[Hint]], nodes: Nodes
+) -> Verdict:
+    """Return what a policy makes of the hints of each resource.
+
+    The order of resources and of hints changes nothing.
+    """
+    match policy:
+        case Policy.NONE:
+            return Verdict(None, is_preferred=True, is_admitted=True)
+        case Policy.SINGLE_NUMA_NODE:
+            mask, is_preferred = merge(
+                [_one_node(hints) for hints in resources],
+                nodes._replace(is_closest=False),
+            )
+            limited = None if mask == nodes.all_mask else mask
+            return Verdict(limited, is_preferred, is_preferred)
+        case Policy.BEST_EFFORT | Policy.RESTRICTED:
+            mask, is_preferred = merge(resources, nodes)
+            is_admitted = is_preferred or policy is Policy.BEST_EFFORT
+            return Verdict(mask, is_preferred, is_admitted)
+
+
+def merge(resources: Sequence[Sequence[Hint]], nodes: Nodes) -> Hint:
+    """Return the best of all combinations of one hint a resource.
+
+    A combination takes the nodes that all its hints have in common, and is preferred
+    when all are and name the same nodes. Combinations are never listed, for eight nodes
+    and four resources have billions: preferred ones exist exactly for masks that every
+    resource prefers, and of the others no more need be known than what is left in
+    common, which is one of few sets however it came about.
+    """
+    preferred = _agreed_masks(resources, nodes.all_mask)
+    candidates = preferred or _common_masks(resources, nodes.all_mask)
+    count = best_count(resources)
+    best: Hint | None = None
+    for mask in candidates:
+        best = compare(best, Hint(mask, bool(preferred)), count, nodes)
+    return best or Hint(nodes.all_mask, is_preferred=False)
+
+
+def compare(
+    current: Hint | None, candidate: Hint, count: int, nodes: Nodes
+) -> Hint | None:
+    """Return the better of two results of combinations; the first where equally good.
+
+    Args:
+        current: The best so far; None at first.
+        candidate: Another; one without any node is none.
+        count: Of ``best_count``: not preferred sets are best when they have this size,
+            for a smaller one lacks what some resource needs.
+        nodes: What the hints speak of.
+    """
+    if not candidate.mask:
+        return current
+    if current is None:
+        return candidate
+    is_better = _rank(candidate, count, nodes) < _rank(current, count, nodes)
+    return candidate if is_better else current
+
+
+def best_count(resources: Iterable[Iterable[Hint]]) -> int:
+    """Return the largest, over resources, of the sizes of their narrowest masks."""
+    masks = ([h.mask for h in hints if h.mask is not None] for hints in resources)
+    sizes = (min((mask.bit_count() for mask in each), default=0) for each in masks)
+    return max(sizes, default=0)
+
+
+def _rank(hint: Hint, count: int, nodes: Nodes) -> tuple[int, int, int, int, int]:
+    """Return a key that sorts the best first."""
+    mask = hint.mask or 0
+    size = mask.bit_count()
+    distance = _total_distance(mask, nodes) if nodes.is_closest else 0
+    if hint.is_preferred:
+        return (0, 0, size, distance, mask)
+    if size <= count:
+        return (1, count - size, size, distance, mask)
+    return (2, 0, size, distance, mask)
+
+
+def _total_distance(mask: int, nodes: Nodes) -> int:
+    """Return the sum over all ordered pairs: of sets of one size, as good as a mean."""
+    members = [node for node in range(nodes.num_nodes) if mask >> node & 1]
+    return sum(nodes.distances[a][b] for a in members for b in members)
+
+
+def _one_node(hints: Iterable[Hint]) -> list[Hint]:
+    return [
+        hint
+        for hint in hints
+        if hint.is_preferred and (hint.mask is None or hint.mask.bit_count() == 1)
+    ]
+
+
+def _agreed_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:
+    """Return the masks of all combinations that are preferred."""
+    wanted = [{hint.mask for hint in hints if hint.is_preferred} for hints in resources]
+    named = {mask for masks in wanted for mask in masks if mask}
+    agreed = {mask for mask in named if all(mask in w or None in w for w in wanted)}
+    return agreed | {all_mask} if all(None in masks for masks in wanted) else agreed
+
+
+def _common_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:
+    """Return what the hints of each combination have in common."""
+    common = {all_mask}
+    for hints in resources:
+        masks = {all_mask if hint.mask is None else hint.mask for hint in hints}
+        common = {left & mask for left in common for mask in masks}
+    return common

@@ -1,0 +1,65 @@
+"""On which nodes a number of things could come from."""
+
+from hypothesis import given, strategies as st
+
+from ronde.topology.placement.hints import (
+    ANY,
+    NOWHERE,
+    Hint,
+    counted_hints,
+    filter_hints,
+)
+
+counts = st.lists(st.integers(0, 6), min_size=1, max_size=5)
+
+
+def test_what_fits_one_node_is_preferred_there():
+    hints = counted_hints([4, 4], [4, 4], 4)
+    assert set(hints) == {Hint(1, True), Hint(2, True), Hint(3, False)}
+
+
+def test_what_others_scattered_is_met_but_not_preferred():
+    assert counted_hints([4, 4], [2, 3], 4) == (Hint(3, False),)
+
+
+def test_what_no_node_could_ever_hold_alone_is_preferred_on_two():
+    hints = counted_hints([4, 4, 4], [4, 4, 4], 6)
+    preferred = {hint.mask for hint in hints if hint.is_preferred}
+    assert preferred == {0b011, 0b101, 0b110}
+    assert Hint(0b111, False) in hints
+
+
+def test_what_is_not_there_has_no_hint():
+    assert counted_hints([1, 1], [1, 1], 3) == ()
+    assert counted_hints([2, 2], [0, 0], 1) == ()
+    assert counted_hints([], [], 1) == ()
+
+
+def test_sets_that_may_not_be_used_have_no_hint():
+    hints = counted_hints([4, 4], [4, 4], 1, lambda mask: mask != 1)
+    assert {hint.mask for hint in hints} == {2, 3}
+
+
+def test_silence_is_no_obstacle_and_an_empty_list_is():
+    hint = [Hint(1, True)]
+    provided = [None, {}, {"a": None, "b": []}, {"c": hint}]
+    assert filter_hints(provided) == [ANY, ANY, ANY, NOWHERE, tuple(hint)]
+
+
+@given(counts, st.integers(1, 12), st.data())
+def test_a_hint_is_each_set_that_has_enough_and_preferred_where_small(
+    total, quantity, data
+):
+    free = [data.draw(st.integers(0, count)) for count in total]
+    hints = {h.mask: h.is_preferred for h in counted_hints(total, free, quantity)}
+
+    def amount(mask: int, of: list[int]) -> int:
+        return sum(n for bit, n in enumerate(of) if mask >> bit & 1)
+
+    masks = range(1, 1 << len(total))
+    able = [mask.bit_count() for mask in masks if amount(mask, total) >= quantity]
+    assert hints == {
+        mask: mask.bit_count() == min(able)
+        for mask in masks
+        if amount(mask, free) >= quantity
+    }

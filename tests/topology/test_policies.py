@@ -1,0 +1,202 @@
+"""Policies, against the cases of Kubernetes and by their laws."""
+
+import itertools
+import json
+import random
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.topology.placement.hints import Hint, filter_hints
+from ronde.topology.placement.policies import (
+    Nodes,
+    Policy,
+    best_count,
+    compare,
+    decide,
+    merge,
+)
+
+CASES: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "samples" / "topology_manager_cases.json").read_text()
+)
+FOUR = Nodes(4)
+
+
+def mask_of(bits: list[int] | None) -> int | None:
+    return None if bits is None else sum(1 << bit for bit in bits)
+
+
+def hint_of(plain: Any) -> Hint:
+    return Hint(mask_of(plain[0]), plain[1])
+
+
+def nodes_of(suite: Any) -> Nodes:
+    rows = CASES["numa_distances"][suite["numa"]]
+    return Nodes(len(rows), tuple(map(tuple, rows)), suite["prefer_closest"])
+
+
+def providers_of(case: Any) -> list[dict[str, list[Hint] | None] | None]:
+    return [
+        each
+        and {
+            name: hints and [hint_of(hint) for hint in hints]
+            for name, hints in each.items()
+        }
+        for each in case["providers"]
+    ]
+
+
+RUNS = [
+    pytest.param(suite, case, id=f"{suite['policy']}-{suite['numa']}-{case['name']}")
+    for suite in CASES["suites"]
+    for group in suite["groups"]
+    for case in CASES["merge"][group]
+]
+
+
+def test_no_case_was_lost():
+    others = CASES["compare_narrowest"], CASES["max_of_min_affinity_counts"]
+    # Common cases 4, of best-effort and restricted 8, by options 1 and 2, of one node 6.
+    assert len(RUNS) == 2 * (4 + 8 + 1) + 2 * (4 + 8 + 2) + (4 + 6)
+    assert [len(each) for each in others] == [12, 3]
+
+
+@pytest.mark.parametrize(("suite", "case"), RUNS)
+def test_hints_are_merged_as_the_topology_manager_does_in_any_order(suite, case):
+    nodes = nodes_of(suite)
+    bits, is_preferred = case["expected"]
+    mask = nodes.all_mask if bits == "ALL" else mask_of(bits)
+    resources = filter_hints(providers_of(case))
+    shuffler = random.Random(case["name"])
+    for _ in range(6):
+        shuffler.shuffle(resources)
+        verdict = decide(Policy(suite["policy"]), resources, nodes)
+        assert (verdict.mask, verdict.is_preferred) == (mask, is_preferred)
+        is_kept = is_preferred or suite["policy"] == "best-effort"
+        assert verdict.is_admitted == is_kept
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c["name"]) for c in CASES["compare_narrowest"]]
+)
+def test_results_are_compared_as_the_topology_manager_does(case):
+    current = case["current"] and hint_of(case["current"])
+    candidate = hint_of(case["candidate"])
+    count = case["best_non_preferred_affinity_count"]
+    better = compare(current, candidate, count, FOUR)
+    expected = {"current": current, "candidate": candidate}[case["expected"]]
+    assert better is expected
+
+
+@pytest.mark.parametrize("case", CASES["max_of_min_affinity_counts"])
+def test_the_best_count_is_the_largest_of_the_narrowest(case):
+    resources = [[hint_of(hint) for hint in hints] for hints in case["hints"]]
+    assert best_count(resources) == case["expected"]
+
+
+def all_combined(resources: list[list[Hint]], nodes: Nodes) -> Hint:
+    """Merge as the rules are told: every combination, one after the other."""
+    combined: list[Hint] = []
+    for combination in itertools.product(*resources):
+        named = [hint.mask for hint in combination if hint.mask is not None]
+        common = reduce(lambda a, b: a & b, named, nodes.all_mask)
+        is_preferred = all(h.is_preferred for h in combination) and len(set(named)) < 2
+        combined.append(Hint(common, is_preferred))
+    count = best_count(resources)
+    best: Hint | None = None
+    for each in combined:
+        best = compare(best, each, count, nodes)
+    return best or Hint(nodes.all_mask, False)
+
+
+@st.composite
+def situations(draw, *, num_nodes: int = 4):
+    """Draw nodes and the hints of up to four resources."""
+    distance = st.integers(10, 40)
+    row = st.tuples(*[distance] * num_nodes)
+    rows = draw(st.tuples(*[row] * num_nodes))
+    nodes = Nodes(num_nodes, rows, draw(st.booleans()))
+    mask = st.one_of(st.none(), st.integers(1, nodes.all_mask))
+    hints = st.lists(st.builds(Hint, mask, st.booleans()), min_size=1, max_size=5)
+    return nodes, draw(st.lists(hints, max_size=4))
+
+
+@given(situations())
+def test_merging_equals_trying_every_combination(situation):
+    nodes, resources = situation
+    assert merge(resources, nodes) == all_combined(resources, nodes)
+
+
+@given(situations(), st.randoms(use_true_random=False), st.sampled_from(Policy))
+def test_no_order_changes_a_verdict(situation, shuffler, policy):
+    nodes, resources = situation
+    verdict = decide(policy, resources, nodes)
+    shuffled = [shuffler.sample(hints, len(hints)) for hints in resources]
+    shuffler.shuffle(shuffled)
+    assert decide(policy, shuffled, nodes) == verdict
+
+
+@given(situations())
+def test_a_stricter_policy_admits_no_more(situation):
+    nodes, resources = situation
+    strict = decide(Policy.SINGLE_NUMA_NODE, resources, nodes)
+    restricted = decide(Policy.RESTRICTED, resources, nodes)
+    relaxed = decide(Policy.BEST_EFFORT, resources, nodes)
+    assert relaxed.is_admitted
+    assert relaxed[:2] == restricted[:2]
+    assert restricted.is_admitted == restricted.is_preferred
+    assert restricted.is_admitted or not strict.is_admitted
+    assert decide(Policy.NONE, resources, nodes).is_admitted
+
+
+@given(situations())
+def test_one_node_is_one_node_and_preferred_by_each_resource(situation):
+    nodes, resources = situation
+    mask, is_preferred, is_admitted = decide(Policy.SINGLE_NUMA_NODE, resources, nodes)
+    assert is_admitted == is_preferred
+    assert mask is None or mask.bit_count() == 1
+    if mask is not None:
+        assert all({Hint(mask, True), Hint(None, True)} & set(r) for r in resources)
+
+
+@given(situations())
+def test_a_preferred_mask_is_one_that_each_resource_prefers(situation):
+    nodes, resources = situation
+    mask, is_preferred = merge(resources, nodes)
+    assert 0 < (mask or 0) <= nodes.all_mask
+    if is_preferred and mask != nodes.all_mask:
+        assert all({Hint(mask, True), Hint(None, True)} & set(r) for r in resources)
+
+
+@given(situations())
+def test_who_has_no_preference_changes_no_verdict(situation):
+    nodes, resources = situation
+    for policy in Policy:
+        alone = decide(policy, resources, nodes)
+        assert decide(policy, [*resources, [Hint(None, True)]], nodes) == alone
+
+
+@given(situations(), st.data())
+def test_one_more_resource_never_makes_a_request_preferred(situation, data):
+    nodes, resources = situation
+    _, more = data.draw(situations())
+    if not merge(resources, nodes).is_preferred:
+        assert not merge(resources + more, nodes).is_preferred
+
+
+def test_on_one_node_a_single_node_is_no_limit():
+    nodes = Nodes(1)
+    verdict = decide(Policy.SINGLE_NUMA_NODE, [[Hint(1, True)]], nodes)
+    assert verdict == (None, True, True)
+
+
+def test_distances_decide_among_sets_of_one_size_only_when_asked():
+    rows = tuple(map(tuple, CASES["numa_distances"]["four"]))
+    # Both sets of two are not preferred; 1 and 2 are 12 apart, 2 and 3 only 11.
+    resources = [[Hint(0b0110, False), Hint(0b1100, False)]]
+    assert merge(resources, Nodes(4, rows)).mask == 0b0110
+    assert merge(resources, Nodes(4, rows, is_closest=True)).mask == 0b1100
