@@ -6,12 +6,12 @@ from datetime import datetime
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.bench.bounds import Limit
 from ronde.bench.flags import parse
 from ronde.bench.iterations import IterationTimes
 from ronde.bench.measured import Device, Ending, Half, Heading, Measured, Totals
 from ronde.bench.rows import Row, Side
 from ronde.render.bench_text import ending_lines, heading_lines, number, row_line
+from ronde.topology.limits.limit import Limit
 
 AT = datetime(2026, 1, 2, 3, 4, 5)  # noqa: DTZ001  local, as they print it
 TITLES = """\

@@ -1,4 +1,4 @@
-"""Limits of busbw: the formulas, what sysfs tells, and what is found here."""
+"""Limits of busbw: what sysfs tells, and what is found here."""
 
 import os
 from pathlib import Path
@@ -6,19 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from ronde.bench import bounds
-from ronde.bench.bounds import Layout, Limit, gpu_bound, memory_bound, network_bound
-from ronde.bench.catalog import COLLECTIVES
-from ronde.bench.gpu_links import NoNvmlError, payload_gb_per_s, read_gpu_links
+from ronde.bench.gpu_links import (
+    GpuLinks,
+    NoNvmlError,
+    payload_gb_per_s,
+    read_gpu_links,
+)
 from ronde.bench.limits import Found, Wires, search_limit
 from ronde.bench.links import (
     Link,
     ethernet_link,
     infiniband_links,
     interface_of,
+    join_links,
     name_links,
     node_rate,
-    pci_gb_per_s,
+    pci_rates,
 )
 from ronde.bench.memory_bandwidth import (
     buffer_bytes,
@@ -27,120 +30,10 @@ from ronde.bench.memory_bandwidth import (
     measure_memory,
 )
 from ronde.collectives import Communicator
+from ronde.topology.limits.limit import Limit
+from ronde.topology.limits.world import Rate
 
-TWO_H100 = Layout(16, 2, 8)
 CPU = torch.device("cpu")
-
-
-def network(test: str, layout: Layout, node: float, **options: bool) -> float:
-    bound = network_bound(test, layout, node, **options)
-    assert bound is not None
-    return bound
-
-
-# The worked examples of the derivation, to the digits given there.
-@pytest.mark.parametrize(
-    ("bound", "worked"),
-    [
-        pytest.param(network("all_reduce", TWO_H100, 400), 750, id="2x8 H100 network"),
-        pytest.param(gpu_bound("all_reduce", TWO_H100, 450), 482, id="its NVLink"),
-        pytest.param(bounds.nvls_bound(TWO_H100, 450), 750, id="its NVLink with NVLS"),
-        pytest.param(bounds.ring_bound(400), 400, id="a pure ring"),
-        pytest.param(network("alltoall", TWO_H100, 400), 93.75, id="its alltoall"),
-        pytest.param(network("all_reduce", TWO_H100, 50), 93.75, id="2x8 A100"),
-        pytest.param(
-            network("all_reduce", Layout(128, 16, 8), 400), 423.3, id="16x8 H100"
-        ),
-        pytest.param(network("all_reduce", Layout(64, 8, 8), 400), 450, id="8x8 H100"),
-        pytest.param(
-            network("all_reduce", Layout(64, 8, 8), 400, is_reduced_in_network=True),
-            787.5,
-            id="8x8 H100 with SHARP",
-        ),
-        pytest.param(
-            gpu_bound("all_reduce", Layout(8, 1, 8), 12 * 25), 300, id="8 A100"
-        ),
-        pytest.param(
-            network("all_reduce", Layout(4, 4, 1), 3.125), 3.125, id="4 hosts at 25GbE"
-        ),
-    ],
-)
-def test_worked_examples(bound: float, worked: float) -> None:
-    assert bound == pytest.approx(worked, rel=2e-3 if worked == 482 else 1e-4)
-
-
-def test_nvls_on_one_node() -> None:
-    eight = Layout(8, 1, 8)
-    assert bounds.nvls_bound(eight, 1, counts_write_back=False) == 1.75
-    assert bounds.nvls_bound(eight, 1) == pytest.approx(1.56, abs=0.005)
-
-
-def test_other_tests_over_the_network() -> None:
-    assert network("broadcast", TWO_H100, 400) == 400
-    assert network("gather", TWO_H100, 400) == 750
-    assert network("hypercube", TWO_H100, 400) == 50 * 15 / 8
-    assert network("sendrecv", TWO_H100, 400) == 400
-    assert network_bound("sendrecv", TWO_H100, 400, path_gb_per_s=50) == 50
-    assert network_bound("allreduce", TWO_H100, 400) is None
-
-
-# Bytes read and written on one host by 4 ranks, in place, by the size of a row; and
-# busbw by algbw. Counted by hand.
-@pytest.mark.parametrize(
-    ("test", "num_read", "num_written", "factor"),
-    [
-        ("all_reduce", 4, 4, 3 / 2),
-        ("all_gather", 4 / 4, 4 * 3 / 4, 3 / 4),
-        ("reduce_scatter", 4, 4 / 4, 3 / 4),
-        ("broadcast", 1, 3, 1),
-        ("reduce", 4, 1, 1),
-        ("alltoall", 4 * 3 / 4, 4 * 3 / 4, 3 / 4),
-        ("alltoallv", 4 * 3 / 4, 4 * 3 / 4, 3 / 4),
-        ("scatter", 3 / 4, 3 / 4, 3 / 4),
-        ("gather", 3 / 4, 3 / 4, 3 / 4),
-        ("sendrecv", 4, 4, 1),
-        # algbw counts what a rank receives, of 4 shares 3.
-        ("hypercube", 4 / 3, 4, 1),
-    ],
-)
-def test_memory_reads_and_writes_every_byte_once(
-    test: str, num_read: float, num_written: float, factor: float
-) -> None:
-    bound = memory_bound(test, Layout(4, 1, 4), 40)
-    assert bound == pytest.approx(40 / (num_read + num_written) * factor)
-
-
-def test_memory_of_several_hosts() -> None:
-    assert memory_bound("all_reduce", Layout(2, 1, 2), 40) == 40 * 1 / 4
-    assert memory_bound("all_reduce", Layout(4, 2, 2), 40) == 40 * 3 / 8
-    assert memory_bound("allreduce", Layout(4, 2, 2), 40) is None
-
-
-def test_other_tests_within_a_node() -> None:
-    # A GPU sends 7 of 16 shares to its neighbours.
-    assert gpu_bound("alltoall", TWO_H100, 450) == 450 * 15 / 7
-    assert gpu_bound("hypercube", TWO_H100, 450) == 450 * 15 / 7
-    assert gpu_bound("broadcast", TWO_H100, 450) == 450
-    assert gpu_bound("allreduce", TWO_H100, 450) is None
-
-
-@pytest.mark.parametrize("test", sorted(COLLECTIVES))
-def test_every_collective_has_its_formulas(test: str) -> None:
-    for n in (2, 3, 8, 64):
-        for bound in (
-            memory_bound(test, Layout(n, 1, n), 100),
-            network_bound(test, Layout(n, n, 1), 100),
-            gpu_bound(test, Layout(n, 1, n), 100),
-        ):
-            assert bound is not None
-            assert 0 < bound <= 200
-
-
-def test_the_bound_is_never_clipped() -> None:
-    assert Limit(100, "x").percent(150) == 150
-    slow, fast = Limit(1, "a"), Limit(2, "b")
-    assert bounds.tightest([fast, slow]) is slow
-    assert bounds.tightest([]) is None
 
 
 class Sysfs:
@@ -241,6 +134,8 @@ def test_a_port_is_no_faster_than_its_pcie_link(sysfs: Sysfs) -> None:
         sysfs.write(f"sys/devices/{folder}/max_link_width", "16")
     (link,) = infiniband_links(sysfs.root)
     assert link.gb_per_s == pytest.approx(31.5, abs=0.02)
+    assert link.practical_gb_per_s == 24  # NCCL's figure for x16 of PCIe 4
+    assert join_links([link, Link("eth0", 1.0)])[1:3] == (link.gb_per_s + 1, 25)
     assert link.bottleneck == "its PCIe link: 31.51 of 50 GB/s"
     assert name_links([link]).endswith("(its PCIe link: 31.51 of 50 GB/s)")
 
@@ -263,7 +158,8 @@ def test_pcie_links(
 ) -> None:
     sysfs.write("device/max_link_speed", speed)
     sysfs.write("device/max_link_width", width)
-    found = pci_gb_per_s(sysfs.root / "device")
+    rates = pci_rates(sysfs.root / "device")
+    found = None if rates is None else rates[0]
     assert found == (None if gb_per_s is None else pytest.approx(gb_per_s, abs=0.06))
 
 
@@ -281,10 +177,22 @@ def test_nvlinks_spend_a_part_on_coding(signalled: float, carried: float) -> Non
     assert payload_gb_per_s(signalled) == pytest.approx(carried)
 
 
+def test_the_way_from_a_gpu_to_the_others() -> None:
+    h100 = GpuLinks("GPU-1", "H100", 450.0, 18, 5, 16, 90)
+    assert h100.rate == Rate("18 NVLinks, 450 GB/s a GPU", 450.0, 18 * 20.6)
+    assert h100.has_nvls
+    l4 = GpuLinks("GPU-2", "L4", 0.0, 0, 4, 16, 89)
+    assert l4.rate is not None
+    assert l4.rate.link == "PCIe, 31.51 GB/s a GPU"
+    assert l4.rate.practical_gb_per_s == 24.0
+    assert not l4.has_nvls
+    assert GpuLinks("GPU-3", "vGPU", 0.0, 0, 0, 0, 90).rate is None
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_tells_no_links() -> None:
     with pytest.raises(NoNvmlError, match="NVML"):
-        read_gpu_links("00000000-0000-0000-0000-000000000000")
+        read_gpu_links("00000000-0000-0000-0000-000000000000", 90)
 
 
 def test_the_last_level_cache(sysfs: Sysfs) -> None:

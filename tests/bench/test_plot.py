@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ronde.bench.bounds import Limit
 from ronde.errors import UsageError
 from ronde.render.bench_plot import Point, Series, check_path, draw
+from ronde.topology.limits.limit import Limit
 
 
 def series(name: str, latency_us: float, gb_per_s: float) -> Series:

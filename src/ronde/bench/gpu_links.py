@@ -3,8 +3,25 @@
 from dataclasses import dataclass
 from typing import Any
 
-# GB/s of one PCIe lane in one direction by generation, after coding.
-_PCI_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+from ronde.topology.graph import PciDevice
+from ronde.topology.limits.world import Rate
+from ronde.topology.paths.rules import LATEST
+from ronde.topology.paths.speeds import (
+    nvlink_gb_per_s,
+    pci_gb_per_s,
+    pci_theory_gb_per_s,
+)
+
+_PCI_SPEEDS = {
+    1: "2.5 GT/s PCIe",
+    2: "5.0 GT/s PCIe",
+    3: "8.0 GT/s PCIe",
+    4: "16.0 GT/s PCIe",
+    5: "32.0 GT/s PCIe",
+    6: "64.0 GT/s PCIe",
+}
+"""By generation, as the kernel writes them."""
+_SM_OF_NVLS = 90
 # NVML tells an NVLink's signalling rate. Source: NVLink 2 spends 1 bit in 33 on coding
 # (25.781 -> 25), later ones 1 in 17 (26.562 -> 25, 53.125 -> 50).
 _NVLINK_2_GB_PER_S, _NVLINK_3_GB_PER_S = 25.0, 26.0
@@ -23,26 +40,38 @@ class GpuLinks:
         name: Its model.
         nvlink_gb_per_s: All active NVLinks together, one direction; 0 without.
         num_nvlinks: How many are active.
-        pcie_gb_per_s: Its PCIe link, one direction; None where NVML does not tell.
+        pcie_generation: Of its PCIe link; 0 where NVML does not tell.
+        pcie_width: Lanes of that link; 0 likewise.
+        sm: Its compute capability, such as 90.
     """
 
     uuid: str
     name: str
     nvlink_gb_per_s: float
     num_nvlinks: int
-    pcie_gb_per_s: float | None
+    pcie_generation: int
+    pcie_width: int
+    sm: int
 
     @property
-    def gb_per_s(self) -> float | None:
-        """The best way to another GPU of the node."""
-        return self.nvlink_gb_per_s or self.pcie_gb_per_s
-
-    @property
-    def link(self) -> str:
-        """The name of that way."""
+    def rate(self) -> Rate | None:
+        """The best way to another GPU of the node; None where NVML tells none."""
         if self.num_nvlinks:
-            return f"{self.num_nvlinks} NVLinks, {self.nvlink_gb_per_s:g} GB/s a GPU"
-        return f"PCIe, {self.pcie_gb_per_s or 0:.4g} GB/s a GPU"
+            link = f"{self.num_nvlinks} NVLinks, {self.nvlink_gb_per_s:g} GB/s a GPU"
+            practical = self.num_nvlinks * nvlink_gb_per_s(self.sm, LATEST)
+            return Rate(link, self.nvlink_gb_per_s, practical)
+        speed = _PCI_SPEEDS.get(self.pcie_generation, "")
+        if not speed or not self.pcie_width:
+            return None
+        rate = pci_theory_gb_per_s(speed, self.pcie_width)
+        device = PciDevice("", speed=speed, width=self.pcie_width)
+        practical = pci_gb_per_s(device, LATEST)
+        return Rate(f"PCIe, {rate:.4g} GB/s a GPU", rate, practical)
+
+    @property
+    def has_nvls(self) -> bool:
+        """Whether NVLink switches, where there are any, may reduce for it."""
+        return self.num_nvlinks > 0 and self.sm >= _SM_OF_NVLS
 
 
 def payload_gb_per_s(signalling_mb_per_s: float) -> float:
@@ -53,11 +82,12 @@ def payload_gb_per_s(signalling_mb_per_s: float) -> float:
     return rate * 32 / 33 if rate > _NVLINK_2_GB_PER_S else rate
 
 
-def read_gpu_links(uuid: str) -> GpuLinks:
+def read_gpu_links(uuid: str, sm: int) -> GpuLinks:
     """Ask NVML for the links of one GPU.
 
     Args:
         uuid: As torch has it, with or without ``GPU-``.
+        sm: Its compute capability, such as 90.
 
     Raises:
         NoNvmlError: It is not installed, or does not answer.
@@ -74,26 +104,29 @@ def read_gpu_links(uuid: str) -> GpuLinks:
     except nvml.NVMLError as error:
         raise NoNvmlError(f"NVML does not answer: {error}") from error
     try:
-        return _read(nvml, f"GPU-{uuid.removeprefix('GPU-')}")
+        return _read(nvml, f"GPU-{uuid.removeprefix('GPU-')}", sm)
     except nvml.NVMLError as error:
         raise NoNvmlError(f"NVML does not tell the GPU's links: {error}") from error
     finally:
         nvml.nvmlShutdown()
 
 
-def _read(nvml: Any, uuid: str) -> GpuLinks:  # noqa: ANN401  a module without types
+def _read(nvml: Any, uuid: str, sm: int) -> GpuLinks:  # noqa: ANN401  it has no types
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
     num_links = sum(
         _is_active(nvml, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)
     )
     rate = payload_gb_per_s(_nvlink_mb_per_s(nvml, handle)) if num_links else 0.0
     name = nvml.nvmlDeviceGetName(handle)
+    generation, width = _pcie(nvml, handle)
     return GpuLinks(
         uuid=uuid,
         name=name.decode() if isinstance(name, bytes) else str(name),
         nvlink_gb_per_s=num_links * rate,
         num_nvlinks=num_links if rate else 0,
-        pcie_gb_per_s=_pcie_gb_per_s(nvml, handle),
+        pcie_generation=generation,
+        pcie_width=width,
+        sm=sm,
     )
 
 
@@ -111,11 +144,10 @@ def _nvlink_mb_per_s(nvml: Any, handle: object) -> float:  # noqa: ANN401
     return float(value.value.uiVal) if value.nvmlReturn == nvml.NVML_SUCCESS else 0.0
 
 
-def _pcie_gb_per_s(nvml: Any, handle: object) -> float | None:  # noqa: ANN401
+def _pcie(nvml: Any, handle: object) -> tuple[int, int]:  # noqa: ANN401
+    """Return generation and width of the PCIe link; 0 where NVML does not tell."""
     try:
         generation = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
-        width = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+        return generation, nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
     except nvml.NVMLError:
-        return None
-    lane = _PCI_LANE_GB_PER_S.get(generation)
-    return None if lane is None else lane * width
+        return 0, 0

@@ -8,32 +8,27 @@ and the reason is said.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ronde.bench.bounds import (
-    Layout,
-    Limit,
-    gpu_bound,
-    memory_bound,
-    network_bound,
-    nvls_bound,
-    tightest,
-)
 from ronde.bench.gpu_links import GpuLinks, NoNvmlError, read_gpu_links
 from ronde.bench.links import (
     Link,
     ethernet_link,
     infiniband_links,
     interface_of,
-    name_links,
+    join_links,
     node_rate,
     own_address,
 )
 from ronde.bench.memory_bandwidth import measure_memory
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.objects import all_gather_object
+from ronde.topology.limits.bounding import bound_of
+from ronde.topology.limits.formulas import COLLECTIVES, Layout
+from ronde.topology.limits.limit import Limit
+from ronde.topology.limits.world import Rate, World
 
 _NO_RATE = "the link rate is not known: {}; --link-rate gives it"
 
@@ -85,52 +80,53 @@ def search_limit(
     Returns:
         The same on all ranks.
     """
-    counts = Counter(hosts)
+    if test not in COLLECTIVES:
+        return Found(None, f"{test} has no formula")
     if communicator.size < 2:
         return Found(None, "one rank exchanges nothing")
-    layout = Layout(communicator.size, len(counts), max(counts.values()))
-    found: list[Found] = []
-    if layout.num_nodes > 1:
-        found.append(_network(test, communicator, layout, device, wires))
-    if device.type == "cuda":
-        if layout.ranks_per_node > 1:
-            found.append(_gpus(test, communicator, layout, device))
-    else:
-        found.append(_memory(test, communicator, hosts, layout))
+    world = _world(communicator, hosts, device, wires)
     # A bound that is missing might have been the tightest.
-    for each in found:
-        if each.limit is None:
-            return each
-    limit = tightest([each.limit for each in found if each.limit is not None])
-    return Found(limit, "" if limit else f"{test} has no formula")
+    if world.unknown:
+        return Found(None, world.unknown[0])
+    bound = bound_of(world, test)
+    return Found(bound.limit, bound.reason)
 
 
-def _network(
-    test: str,
+def _world(
     communicator: Communicator,
-    layout: Layout,
+    hosts: Sequence[str],
     device: torch.device,
     wires: Wires,
-) -> Found:
+) -> World:
+    """Return what carries the bytes of these ranks; collective."""
+    counts = Counter(hosts)
+    layout = Layout(communicator.size, len(counts), max(counts.values()))
+    world = World(layout, has_gpus=device.type == "cuda")
+    if layout.num_nodes > 1:
+        world = _with_network(world, communicator, device, wires)
+    if world.unknown:
+        return world
+    if not world.has_gpus:
+        return _with_memory(world, communicator, hosts)
+    if layout.ranks_per_node > 1:
+        world = _with_gpus(world, communicator, device)
+    return world
+
+
+def _with_network(
+    world: World, communicator: Communicator, device: torch.device, wires: Wires
+) -> World:
     if wires.gb_per_s is not None:
         slowest = [Link("as given", wires.gb_per_s)]
     else:
-        own, reason = _own_links(communicator.engine, device, wires.interface)
-        everyone = all_gather_object(communicator, (own, reason))
+        own = _own_links(communicator.engine, device, wires.interface)
+        everyone = all_gather_object(communicator, own)
         for links, why in everyone:
             if not links:
-                return Found(None, _NO_RATE.format(why))
+                return _without(world, _NO_RATE.format(why))
         slowest = min((links for links, _ in everyone), key=node_rate)
-    path = max(link.gb_per_s for link in slowest)
-    rate = node_rate(slowest)
-    bound = network_bound(test, layout, rate, path_gb_per_s=path)
-    if bound is None:
-        return Found(None, f"{test} has no formula")
-    note = ""
-    if test == "all_reduce" and device.type == "cuda":
-        sharp = network_bound(test, layout, rate, is_reduced_in_network=True)
-        note = f"switches that reduce (SHARP) allow {sharp:.4g} GB/s"
-    return Found(Limit(bound, name_links(slowest), note))
+    path = max(slowest, key=lambda link: link.gb_per_s)
+    return world._replace(network=join_links(slowest), path=join_links([path]))
 
 
 def _own_links(
@@ -153,42 +149,40 @@ def _own_links(
     return [link], ""
 
 
-def _gpus(
-    test: str, communicator: Communicator, layout: Layout, device: torch.device
-) -> Found:
+def _with_gpus(world: World, communicator: Communicator, device: torch.device) -> World:
     own: GpuLinks | str
     try:
-        cuda: Any = torch.cuda  # whose properties have no types
-        own = read_gpu_links(str(cuda.get_device_properties(device).uuid))
+        properties: Any = cast("Any", torch.cuda).get_device_properties(device)
+        own = read_gpu_links(str(properties.uuid), _sm(properties))
     except NoNvmlError as error:
         own = str(error)
     everyone: list[GpuLinks | str] = all_gather_object(communicator, own)
-    known: list[tuple[float, GpuLinks]] = []
+    known: list[tuple[Rate, GpuLinks]] = []
     for each in everyone:
         if isinstance(each, str):
-            return Found(None, each)
-        if each.gb_per_s is None:
-            return Found(None, f"NVML tells no link of {each.name}")
-        known.append((each.gb_per_s, each))
+            return _without(world, each)
+        if each.rate is None:
+            return _without(world, f"NVML tells no link of {each.name}")
+        known.append((each.rate, each))
     if len({gpu.uuid for _, gpu in known}) < len(known):
-        return Found(None, "ranks share a GPU, whose own memory carries the bytes")
-    rate, slowest = min(known, key=lambda each: each[0])
-    bound = gpu_bound(test, layout, rate)
-    if bound is None:
-        return Found(None, f"{test} has no formula")
-    note = ""
-    if test == "all_reduce" and slowest.num_nvlinks:
-        note = f"switches that reduce (NVLS) allow {nvls_bound(layout, rate):.4g} GB/s"
-    return Found(Limit(bound, slowest.link, note))
+        why = "ranks share a GPU, whose own memory carries the bytes"
+        return _without(world, why)
+    rate, slowest = min(known, key=lambda each: each[0].gb_per_s)
+    return world._replace(gpu=rate, has_nvls=slowest.has_nvls)
 
 
-def _memory(
-    test: str, communicator: Communicator, hosts: Sequence[str], layout: Layout
-) -> Found:
+def _sm(properties: Any) -> int:  # noqa: ANN401  torch has no type for them
+    return properties.major * 10 + properties.minor
+
+
+def _with_memory(
+    world: World, communicator: Communicator, hosts: Sequence[str]
+) -> World:
     measured = measure_memory(communicator, hosts[communicator.rank])
     rate = min(measured.gb_per_s.values())
-    bound = memory_bound(test, layout, rate)
-    if bound is None:
-        return Found(None, f"{test} has no formula")
     link = f"memory, {rate:.4g} GB/s read and written by a copy"
-    return Found(Limit(bound, link, measured.note))
+    return world._replace(memory=Rate(link, rate, note=measured.note))
+
+
+def _without(world: World, reason: str) -> World:
+    return world._replace(unknown=(*world.unknown, reason))

@@ -13,23 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ronde.topology.graph import PciDevice
+from ronde.topology.limits.world import Rate
+from ronde.topology.paths.rules import LATEST
+from ronde.topology.paths.speeds import pci_gb_per_s, pci_theory_gb_per_s
+
 ROOT = Path("/")
 
 _SIOCGIFADDR = 0x8915
 _INTERFACE_NAME_BYTES = 15
 _MBIT_PER_GB = 8000.0
+_MAX_LANES = 32
 _RATE = re.compile(r"([\d.]+)\s*Gb/sec")
-_PCI_SPEED = re.compile(r"([\d.]+)\s*GT/s")
-# GB/s of one lane in one direction, after coding. Source: PCI Express base
-# specification: 8b/10b up to 5 GT/s, 128b/130b up to 32, flits from 64 on.
-_PCI_LANE_GB_PER_S = {
-    2.5: 0.25,
-    5.0: 0.5,
-    8.0: 8 * 128 / 130 / 8,
-    16.0: 16 * 128 / 130 / 8,
-    32.0: 32 * 128 / 130 / 8,
-    64.0: 64 * 242 / 256 / 8,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +36,13 @@ class Link:
         gb_per_s: In one direction.
         bottleneck: What is slower than the port itself, such as its PCIe link; or
             empty.
+        practical_gb_per_s: What NCCL counts on; None where it does not differ.
     """
 
     name: str
     gb_per_s: float
     bottleneck: str = ""
+    practical_gb_per_s: float | None = None
 
 
 def interface_of(address: str) -> str:
@@ -123,20 +120,33 @@ def infiniband_links(root: Path = ROOT) -> list[Link]:
     return found
 
 
-def pci_gb_per_s(device: Path) -> float | None:
+def pci_rates(device: Path) -> tuple[float, float] | None:
     """Return what a PCI device's link carries, its own or that of the bridge above it.
 
     Args:
         device: Its directory in sysfs, or a link to that.
+
+    Returns:
+        GB/s in one direction, by the standard and as NCCL counts; None where nothing
+        tells them.
     """
     own = device.resolve()
-    rates = [_pci_link_gb_per_s(each) for each in (own, own.parent)]
+    rates = [_pci_link_rates(each) for each in (own, own.parent)]
     return min((rate for rate in rates if rate is not None), default=None)
 
 
 def node_rate(links: Sequence[Link]) -> float:
     """Return what all links of a node carry together."""
     return sum(link.gb_per_s for link in links)
+
+
+def join_links(links: Sequence[Link]) -> Rate:
+    """Return what all links of a node carry together, with their name."""
+    practical = [
+        link.gb_per_s if link.practical_gb_per_s is None else link.practical_gb_per_s
+        for link in links
+    ]
+    return Rate(name_links(links), node_rate(links), sum(practical))
 
 
 def name_links(links: Sequence[Link]) -> str:
@@ -151,20 +161,26 @@ def name_links(links: Sequence[Link]) -> str:
 
 
 def _capped(name: str, port_gb_per_s: float, device: Path) -> Link:
-    pci = pci_gb_per_s(device) if device.exists() else None
-    if pci is None or pci >= port_gb_per_s:
+    rates = pci_rates(device) if device.exists() else None
+    if rates is None:
         return Link(name, port_gb_per_s)
-    return Link(name, pci, f"its PCIe link: {pci:.4g} of {port_gb_per_s:.4g} GB/s")
+    pci, nccl = rates
+    practical = nccl if nccl < port_gb_per_s else None
+    if pci >= port_gb_per_s:
+        return Link(name, port_gb_per_s, practical_gb_per_s=practical)
+    bottleneck = f"its PCIe link: {pci:.4g} of {port_gb_per_s:.4g} GB/s"
+    return Link(name, pci, bottleneck, practical)
 
 
-def _pci_link_gb_per_s(device: Path) -> float | None:
-    speed = _PCI_SPEED.match(_text(device / "max_link_speed"))
+def _pci_link_rates(device: Path) -> tuple[float, float] | None:
+    speed = _text(device / "max_link_speed")
     width = _integer(device / "max_link_width")
     # 0 and 255 lanes, and 2.5 GT/s on one, are what virtual machines say of bridges.
-    if speed is None or width is None or not 0 < width <= 32:
+    if width is None or not 0 < width <= _MAX_LANES:
         return None
-    lane = _PCI_LANE_GB_PER_S.get(float(speed[1]))
-    return None if lane is None else lane * width
+    theory = pci_theory_gb_per_s(speed, width)
+    nccl = pci_gb_per_s(PciDevice("", speed=speed, width=width), LATEST)
+    return (theory, nccl) if theory > 0 else None
 
 
 def _is_virtual(folder: Path) -> bool:

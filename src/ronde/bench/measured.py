@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import IntEnum
 
-from ronde.bench.bounds import Limit
 from ronde.bench.iterations import IterationTimes
 from ronde.bench.options import Options
 from ronde.bench.rows import Row, Side
+from ronde.topology.limits.limit import Limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ronde.bench.bounds import Limit
 from ronde.bench.buffers import Buffers, allocator
 from ronde.bench.capacity import (
     Memory,
@@ -28,6 +27,7 @@ from ronde.bench.variables import Variables
 from ronde.bench.watchdog import Expired, Watchdog
 from ronde.collectives import Communicator
 from ronde.errors import UsageError
+from ronde.topology.limits.limit import Limit
 from ronde.world import Claim
 
 

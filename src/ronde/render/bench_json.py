@@ -148,6 +148,8 @@ def _ours(heading: Heading, ending: Ending) -> dict[str, Any]:
             "busbw_gb_per_s": limit.bus_bandwidth_gb_per_s,
             "link": limit.link,
             "note": limit.note,
+            "practical_busbw_gb_per_s": limit.practical_gb_per_s,
+            "practical_link": limit.practical_link,
         }
     return {
         "test": heading.options.test.name,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ronde.bench.bounds import Limit
 from ronde.errors import UsageError
+from ronde.topology.limits.limit import Limit
 from ronde.units import format_duration, format_size
 
 SUFFIXES = (".svg", ".png")

@@ -72,6 +72,11 @@ def _comments(heading: Heading) -> list[str]:
     if limit is not None:
         lines.append(f"limit: busbw at most {limit.bus_bandwidth_gb_per_s:.2f} GB/s")
         lines.append(f"limit: set by {limit.link}")
+        if limit.practical_gb_per_s is not None:
+            lines.append(
+                f"limit: NCCL counts on {limit.practical_gb_per_s:.2f} GB/s, set by "
+                f"{limit.practical_link}"
+            )
         lines += [f"limit: {limit.note}"] if limit.note else []
     return [f"# {line}" for line in lines]
 
@@ -178,6 +183,8 @@ def ending_lines(heading: Heading, ending: Ending) -> list[str]:
     if peak:
         at = format_size(totals.peak_size_bytes)
         lines.append(_footer("Peak bus bandwidth", f"{peak:g} at {at}"))
+        if heading.limit is not None and (doubt := heading.limit.doubt(peak)):
+            lines.append(f"# limit: {doubt}")
     lines += ["#", f"# Collective test concluded: {heading.options.test.binary_name}"]
     lines.append("#")
     return [*lines, *([f"# error: {e}" for e in ending.errors] or [""])]

@@ -9,29 +9,22 @@ memory, whatever the algorithm.
 
 from dataclasses import dataclass
 
-_TO_ALL = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
-_PAIRWISE = frozenset({"alltoall", "alltoallv"})
-_FROM_ROOT = frozenset({"broadcast", "reduce"})
-_SPLIT_BY_ROOT = frozenset({"scatter", "gather"})
+TO_ALL = ("all_reduce", "all_gather", "reduce_scatter")
+"""All ranks have a part in all of the result; a ring can do these."""
 
+_PAIRWISE = ("alltoall", "alltoallv")
+_FROM_ROOT = ("broadcast", "reduce")
+_SPLIT_BY_ROOT = ("scatter", "gather")
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The busbw that no algorithm can exceed on what was found.
-
-    Attributes:
-        bus_bandwidth_gb_per_s: The bound.
-        link: What binds, with its rate, such as ``eth0, 3.125 GB/s``.
-        note: When the bound may be exceeded all the same, or where it is uncertain.
-    """
-
-    bus_bandwidth_gb_per_s: float
-    link: str
-    note: str = ""
-
-    def percent(self, busbw_gb_per_s: float) -> float:
-        """Return a busbw in percent of the bound; above 100 an assumption is wrong."""
-        return 100.0 * busbw_gb_per_s / self.bus_bandwidth_gb_per_s
+COLLECTIVES = (
+    *TO_ALL,
+    *_FROM_ROOT,
+    *_PAIRWISE,
+    *_SPLIT_BY_ROOT,
+    "sendrecv",
+    "hypercube",
+)
+"""Those that have formulas, as ``ronde bench`` spells them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +59,18 @@ def network_bound(
     *,
     path_gb_per_s: float | None = None,
     is_reduced_in_network: bool = False,
-) -> float | None:
+) -> float:
     """Return what the links between nodes allow.
 
     Args:
-        test: The collective, as ``ronde bench`` spells it.
+        test: One of ``COLLECTIVES``.
         layout: At least 2 nodes.
         node_gb_per_s: All network links of a node together.
         path_gb_per_s: One of them, the best; None where there is but one.
         is_reduced_in_network: The switches reduce (SHARP).
 
-    Returns:
-        The bound; None for a test that has no formula.
+    Raises:
+        KeyError: The test is none of them.
     """
     n, g = layout.num_ranks, layout.ranks_per_node
     if test == "all_reduce" and is_reduced_in_network:
@@ -86,13 +79,13 @@ def network_bound(
     # One rank of a node sends to the next node, over one path.
     path = node_gb_per_s if path_gb_per_s is None else path_gb_per_s
     bounds = {
-        **dict.fromkeys((*_TO_ALL, *_SPLIT_BY_ROOT), node_gb_per_s * share),
+        **dict.fromkeys((*TO_ALL, *_SPLIT_BY_ROOT), node_gb_per_s * share),
         **dict.fromkeys(_PAIRWISE, node_gb_per_s / g * share),
         **dict.fromkeys(_FROM_ROOT, node_gb_per_s),
         "hypercube": node_gb_per_s / g * (n - 1) / (n - g),
         "sendrecv": path,
     }
-    return bounds.get(test)
+    return bounds[test]
 
 
 def ring_bound(node_gb_per_s: float) -> float:
@@ -100,25 +93,27 @@ def ring_bound(node_gb_per_s: float) -> float:
     return node_gb_per_s
 
 
-def gpu_bound(test: str, layout: Layout, gpu_gb_per_s: float) -> float | None:
-    """Return what the way out of each GPU allows within a node.
+def gpu_bound(test: str, layout: Layout, gpu_gb_per_s: float) -> float:
+    """Return what the way out of each GPU allows within a node, without NVLS.
 
     Args:
-        test: The collective.
+        test: One of ``COLLECTIVES``.
         layout: At least 2 ranks on a node, each with a GPU of its own.
         gpu_gb_per_s: All NVLinks of a GPU together, or its PCIe link.
 
-    Returns:
-        The bound without NVLS; None for a test that has no formula.
+    Raises:
+        KeyError: The test is none of them.
     """
     n, g = layout.num_ranks, layout.ranks_per_node
-    if test in _TO_ALL:
-        return gpu_gb_per_s * layout.others * g / (g - 1)
-    if test in _PAIRWISE or test == "hypercube":
-        return gpu_gb_per_s * (n - 1) / (g - 1)
-    if test in _FROM_ROOT or test in _SPLIT_BY_ROOT or test == "sendrecv":
-        return gpu_gb_per_s
-    return None
+    bounds = {
+        **dict.fromkeys(TO_ALL, gpu_gb_per_s * layout.others * g / (g - 1)),
+        **dict.fromkeys(_FROM_ROOT, gpu_gb_per_s),
+        **dict.fromkeys(_SPLIT_BY_ROOT, gpu_gb_per_s),
+        **dict.fromkeys(_PAIRWISE, gpu_gb_per_s * (n - 1) / (g - 1)),
+        "sendrecv": gpu_gb_per_s,
+        "hypercube": gpu_gb_per_s * (n - 1) / (g - 1),
+    }
+    return bounds[test]
 
 
 def nvls_bound(
@@ -136,19 +131,19 @@ def nvls_bound(
     return bound * g / (g + 1) if counts_write_back else bound
 
 
-def memory_bound(test: str, layout: Layout, memory_gb_per_s: float) -> float | None:
+def memory_bound(test: str, layout: Layout, memory_gb_per_s: float) -> float:
     """Return what a node's memory allows.
 
     Every byte of input is read at least once and every byte of result written, on the
     node with the most of both; in place, what is already there is not written.
 
     Args:
-        test: The collective.
+        test: One of ``COLLECTIVES``.
         layout: Where the ranks are; all on one node in the usual case.
         memory_gb_per_s: What the node reads and writes together, sustained.
 
-    Returns:
-        The bound; None for a test that has no formula.
+    Raises:
+        KeyError: The test is none of them.
     """
     n, g = layout.num_ranks, layout.ranks_per_node
     # By test, busbw over the bytes read and written, both by size over time.
@@ -165,10 +160,4 @@ def memory_bound(test: str, layout: Layout, memory_gb_per_s: float) -> float | N
         "gather": (n - 1) / (n + g - 2),
         "sendrecv": 1 / (2 * g),
     }
-    share = shares.get(test)
-    return None if share is None else memory_gb_per_s * share
-
-
-def tightest(limits: "list[Limit]") -> Limit | None:
-    """Return the limit that binds; None of none."""
-    return min(limits, key=lambda each: each.bus_bandwidth_gb_per_s, default=None)
+    return memory_gb_per_s * shares[test]

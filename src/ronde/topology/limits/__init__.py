@@ -1,0 +1,1 @@
+"""What physics lets collectives reach on machines, and which link it is that binds."""

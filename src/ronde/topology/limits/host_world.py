@@ -1,0 +1,118 @@
+"""From a host to a world of hosts like it."""
+
+from collections.abc import Sequence
+from itertools import permutations
+
+from ronde.topology.graph import UNKNOWN, GpuDevice, HostTopology
+from ronde.topology.limits.formulas import Layout
+from ronde.topology.limits.gpu_mesh import mesh_of
+from ronde.topology.limits.link_rates import pci_figures
+from ronde.topology.limits.network_rates import network_rates
+from ronde.topology.limits.world import Islands, Rate, World
+from ronde.topology.paths.rules import LATEST
+from ronde.topology.paths.speeds import smp_gb_per_s
+
+_SM_OF_NVLS = 90
+
+
+def world_of(host: HostTopology, num_nodes: int, ranks_per_node: int) -> World:
+    """Return the world of ranks on nodes that are like a host.
+
+    Where a node has GPUs, rank i of it has GPU i; more ranks than GPUs share them, and
+    what carries the bytes between those is not known.
+
+    Args:
+        host: One of the nodes.
+        num_nodes: At least 1.
+        ranks_per_node: At least 1.
+    """
+    layout = Layout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
+    world = World(layout, has_gpus=bool(host.gpus))
+    if num_nodes > 1:
+        rates = network_rates(host)
+        world = world._replace(network=rates.network, path=rates.path)
+        world = _without(world, rates.remark)
+    if ranks_per_node == 1:
+        return world
+    if not host.gpus:
+        why = "what memory carries is to be measured: ronde bench --limit does"
+        return _without(world, why)
+    if ranks_per_node > len(host.gpus):
+        why = f"{ranks_per_node} ranks share {len(host.gpus)} GPUs"
+        return _without(world, why)
+    return _with_gpus(world, host)
+
+
+def slowest(worlds: Sequence[World]) -> World:
+    """Return of worlds that differ in their host alone the one that is slowest.
+
+    Args:
+        worlds: At least one.
+    """
+
+    def order(world: World) -> tuple[float, ...]:
+        rates = (world.network, world.gpu)
+        return tuple(rate.gb_per_s if rate else float("inf") for rate in rates)
+
+    return min(worlds, key=order)
+
+
+def _with_gpus(world: World, host: HostTopology) -> World:
+    used = host.gpus[: world.layout.ranks_per_node]
+    mesh = mesh_of(host, used)
+    if len(mesh.islands) > 1:
+        return _with_pcie(world, host, sorted(len(each) for each in mesh.islands))
+    if not mesh.slowest.gb_per_s:
+        return _without(
+            world, "the source does not tell how fast a GPU's links are"
+        )
+    # AMD's files have the number of units where others have the capability.
+    are_able = all(gpu.sm >= _SM_OF_NVLS and not gpu.gcn for gpu in used)
+    return world._replace(gpu=mesh.slowest, has_nvls=mesh.has_switches and are_able)
+
+
+def _with_pcie(world: World, host: HostTopology, sizes: Sequence[int]) -> World:
+    """Return a world where PCIe alone joins some GPUs; islands by size, ascending."""
+    used = host.gpus[: world.layout.ranks_per_node]
+    pcie = _pcie(host, used)
+    if all(gpu.sm == UNKNOWN for gpu in used):
+        why = "the source does not tell whether NVLink joins the GPUs"
+    elif pcie is None:
+        why = "the source does not tell the PCIe link of a GPU"
+    elif sizes[0] == 1:
+        return world._replace(gpu=pcie)
+    elif sizes[0] == sizes[-1]:
+        return world._replace(islands=Islands(sizes[0], _together(pcie, sizes[0])))
+    else:
+        why = f"NVLink joins {sizes[0]} GPUs here and {sizes[-1]} there"
+    return _without(world, why)
+
+
+def _pcie(host: HostTopology, gpus: Sequence[GpuDevice]) -> Rate | None:
+    """Return the slowest PCIe link of GPUs, or what lies between their processors."""
+    devices = {device.bus_id: device for device in host.devices}
+    links = [devices[gpu.bus_id] for gpu in gpus if gpu.bus_id in devices]
+    known = [figures for link in links if (figures := pci_figures(link)) is not None]
+    if len(known) < len(gpus):
+        return None
+    least = min(known)
+    name = f"PCIe, {least.theory:.4g} GB/s a GPU"
+    near = {link.node for link in links}
+    nodes = [node for node in host.numa_nodes if node.number in near]
+    between = min(
+        (smp_gb_per_s(a, b, LATEST) for a, b in permutations(nodes, 2)),
+        default=least.practical,
+    )
+    if between < least.practical:
+        name += f" (NCCL counts {between:g} between processors)"
+    return Rate(name, least.theory, min(between, least.practical))
+
+
+def _together(pcie: Rate, num_gpus: int) -> Rate:
+    name = f"{pcie.link}, {num_gpus} of them joined by NVLink"
+    practical = pcie.pick(is_practical=True) * num_gpus
+    return Rate(name, pcie.gb_per_s * num_gpus, practical)
+
+
+def _without(world: World, reason: str) -> World:
+    return world._replace(unknown=(*world.unknown, reason)) if reason else world
