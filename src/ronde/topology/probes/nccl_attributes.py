@@ -6,6 +6,7 @@ import re
 from ronde.plain_values import shorten
 from ronde.topology import cpu_sets
 from ronde.topology.graph import NVSWITCH, UNKNOWN
+from ronde.topology.probes.pci_kinds import plain_address
 from ronde.topology.xml_tree import Element
 
 MAX_REMARKS = 100
@@ -13,23 +14,8 @@ MAX_REMARKS = 100
 
 _INTEGER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]{1,15}|[0-9]{1,18})\s*")
 _CODE = re.compile(r"\s*(?:0[xX])?([0-9a-fA-F]{1,15})\s*")
-_BUS_ID = re.compile(
-    r"\s*(?:([0-9a-fA-F]{1,8}):)?([0-9a-fA-F]{1,2}):([0-9a-fA-F]{1,2})(?:\.([0-7]))?\s*"
-)
 _UNSEEN = "fffffff:"
 _MASK = re.compile(r"[0-9a-fA-F]{0,8}(,[0-9a-fA-F]{0,8}){0,255}")
-
-
-def normalise_bus_id(text: str) -> str:
-    """Return a PCI bus address as ``0000:1b:00.0``; empty if it is none.
-
-    A domain that is left out is 0, and so is a function.
-    """
-    found = _BUS_ID.fullmatch(text)
-    if not found:
-        return ""
-    domain, bus, device, function = (int(part or "0", 16) for part in found.groups())
-    return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
 
 
 def parse_affinity(text: str) -> tuple[int, ...]:
@@ -118,7 +104,7 @@ class AttributeReader:
     def bus_id(self, element: Element, name: str) -> str:
         """Return a PCI bus address; empty where there is none."""
         text = self._told(element, name, is_needed=True)
-        bus_id = normalise_bus_id(text or "")
+        bus_id = plain_address((text or "").strip())
         if not bus_id:
             self._remark_unread(element, name, text)
         return bus_id

@@ -12,11 +12,11 @@ from ronde.topology.graph import (
     PciDevice,
 )
 from ronde.topology.probes.nccl_attributes import AttributeReader
+from ronde.topology.probes.pci_kinds import is_network
 from ronde.topology.xml_tree import Element
 
 _GPU_CLASSES = (0x03, 0x12)
 """Display controllers, and AMD's accelerators."""
-_NETWORK_CLASS = 0x02
 _INFINIBAND_CLASS = 0x0207
 _GPU_LINKS = {"nvlink": LinkKind.NVLINK, "xgmi": LinkKind.XGMI}
 
@@ -116,7 +116,7 @@ class HostReader:
         """Take a device that only its class tells of."""
         if device.class_code >> 16 in _GPU_CLASSES:
             self._gpus[device.bus_id] = GpuDevice(device.bus_id, UNKNOWN)
-        elif device.class_code >> 16 == _NETWORK_CLASS:
+        elif is_network(device.class_code):
             self._add_port(NetPort(device.bus_id, device.bus_id, kind=_kind(device)))
 
     def _take_gpu(self, element: Element, device: PciDevice) -> None:
@@ -196,7 +196,8 @@ class HostReader:
         there = self._ports.get(port.title)
         if there and (there.number, there.port) != (port.number, port.port):
             # One adapter, two ports; NCCL's log writes them so, too.
-            port = port._replace(title=f"{port.title}:{port.port}")
+            mark = port.port if port.port != there.port else port.number
+            port = port._replace(title=f"{port.title}:{mark}")
         return self._ports.setdefault(port.title, port) is port
 
     def _leave_out(self, element: Element) -> None:
