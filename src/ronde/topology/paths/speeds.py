@@ -7,7 +7,14 @@ allow. Where a source tells nothing, NCCL takes a value of its own, and so it is
 
 import re
 
-from ronde.topology.graph import NetPort, NumaNode, PciDevice
+from ronde.topology.graph import (
+    GpuDevice,
+    Link,
+    LinkKind,
+    NetPort,
+    NumaNode,
+    PciDevice,
+)
 from ronde.topology.paths.rules import LATEST, NcclRules
 
 LOCAL_GB_PER_S = 5000.0
@@ -118,6 +125,23 @@ def xgmi_gb_per_s(gcn: str) -> float:
     if name.startswith(("94", "95")):
         return 48.0
     return 36.0 if name.startswith(("90a", "910")) else 24.0
+
+
+def link_gb_per_s(link: Link, gpu: GpuDevice, rules: NcclRules = LATEST) -> float:
+    """Return what NCCL or RCCL takes direct links of a GPU to carry together.
+
+    It counts the links; where their number or the GPU's architecture is not told, what
+    the source says of them counts, and so it does for C2C. 0 where nothing is told.
+    """
+    if link.kind == LinkKind.C2C or link.num_links <= 0:
+        return link.gb_per_s
+    if link.kind == LinkKind.XGMI:
+        is_known, each = bool(gpu.gcn), xgmi_gb_per_s(gpu.gcn)
+    else:
+        is_known, each = gpu.sm > 0, nvlink_gb_per_s(gpu.sm, rules)
+    if link.gb_per_s > 0 and not is_known:
+        return link.gb_per_s
+    return link.num_links * each
 
 
 def smp_gb_per_s(node: NumaNode, other: NumaNode, rules: NcclRules = LATEST) -> float:
