@@ -19,9 +19,12 @@ verbs:
   run    start a program once for every slot of one host or of many
   bench  measure collectives and training steps; read others' results
   trace  say who waited for whom in a job, from its timeline
+  topo   show how a machine's GPUs, adapters and cores are connected, and how fast
 
 ronde VERB --help says more of a verb; ronde --version says which ronde this is.
 """
+
+_VERBS = "run, bench, trace or topo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,12 +86,16 @@ def _dispatch(words: list[str]) -> int:
             from ronde.cli.trace import run as run_trace
 
             return run_trace(rest)
+        case ["topo", *rest]:
+            from ronde.cli.topo import run as run_topo
+
+            return run_topo(rest)
         case _:
             verb = words[0]
             raise UsageError(
-                f"verb must be run, bench or trace, got {verb!r}. Type: ronde --help"
+                f"verb must be {_VERBS}, got {verb!r}. Type: ronde --help"
                 if verb.startswith("-")
-                else f"verb must be run, bench or trace, got {verb!r}. "
+                else f"verb must be {_VERBS}, got {verb!r}. "
                 f"Type: ronde run {verb} ..., or ronde --help"
             )
     return 0

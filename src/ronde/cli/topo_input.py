@@ -1,4 +1,4 @@
-"""Which topology ``ronde topo`` and its verbs look at: this machine's, or a saved one."""
+"""Which topology ``ronde topo`` looks at: this machine's, or a saved one."""
 
 import argparse
 from pathlib import Path

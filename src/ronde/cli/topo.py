@@ -1,0 +1,175 @@
+"""``ronde topo``: words -> what a machine is made of, in one of several forms."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ronde.cli.topo_input import (
+    SOURCES_EPILOG,
+    TopoParser,
+    add_source_arguments,
+    load_topology,
+)
+from ronde.errors import UsageError
+from ronde.topology.graph import HostTopology, Topology
+
+HELP = """\
+usage: ronde topo [SOURCE ...]            what is connected to what, and how fast
+       ronde topo lint [SOURCE ...]       what is wrong with it, and what to do
+       ronde topo diff A B                what differs between two hosts
+       ronde topo place -n RANKS          where ranks should sit
+       ronde topo limit [SOURCE ...]      what collectives can reach on it
+       ronde topo log FILE ...            what NCCL's debug log says
+
+ronde topo VERB --help says more of a verb, ronde topo show --help of the first form.
+"""
+
+_EPILOG = (
+    SOURCES_EPILOG
+    + """
+example:
+  ronde topo --json > node1.json      what to send to somebody
+  ronde topo node1.json --matrix      like nvidia-smi topo -m, from any source
+"""
+)
+
+_BROKEN_PIPE = 141
+
+
+def run(words: Sequence[str]) -> int:
+    """Show a topology, or run one of the verbs; return the exit code.
+
+    Args:
+        words: What stands after ``topo``.
+
+    Raises:
+        UsageError: A source cannot be read, or the words make no sense.
+    """
+    try:
+        code = _dispatch(list(words))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Nobody reads; what is left in the buffer must not fail at exit.
+        sys.stdout = None
+        return _BROKEN_PIPE
+    return code
+
+
+def _dispatch(words: list[str]) -> int:
+    match words:
+        case ["-h" | "--help", *_]:
+            print(HELP, end="")
+            return 0
+        case ["show", *rest]:
+            return _show(rest)
+        case [("lint" | "diff" | "place" | "limit" | "log") as verb, *rest]:
+            return _verb(verb)(rest)
+        case _:
+            return _show(words)
+
+
+def _verb(name: str) -> Callable[[Sequence[str]], int]:
+    from importlib import import_module
+
+    found: Callable[[Sequence[str]], int] = import_module(f"ronde.cli.topo_{name}").run
+    return found
+
+
+def _show(words: Sequence[str]) -> int:
+    options = _options(words)
+    if options is None:
+        return 0
+    loaded = load_topology(options)
+    for notice in loaded.notices:
+        print(f"ronde: {notice}", file=sys.stderr)
+    _require_something(loaded.topology)
+    if options.svg:
+        _draw(loaded.topology, Path(options.svg))
+    if options.json:
+        from ronde.topology.graph_json import write_topology
+
+        print(write_topology(loaded.topology), end="")
+    elif options.matrix or options.paths:
+        for host in loaded.topology.hosts:
+            print(_table(host, options), end="")
+    elif not options.svg:
+        print(_overview(loaded.topology), end="")
+    return 0
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace | None:
+    parser = TopoParser(
+        prog="ronde topo",
+        description="Show what a machine is made of.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_source_arguments(parser)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="the graph as JSON")
+    form.add_argument(
+        "--matrix", action="store_true", help="a table like that of nvidia-smi topo -m"
+    )
+    form.add_argument(
+        "--paths", action="store_true", help="all paths, as NCCL's debug log has them"
+    )
+    parser.add_argument(
+        "--nccl",
+        default="",
+        metavar="VERSION",
+        help="whose rules --paths follows, 2.18 to 2.30 (default: the newest)",
+    )
+    parser.add_argument("--svg", metavar="FILE", help="draw one host into FILE")
+    with suppress(SystemExit):  # argparse has printed its help
+        return parser.parse_args(words)
+    return None
+
+
+def _require_something(topology: Topology) -> None:
+    if not topology.hosts and not topology.switches:
+        raise UsageError(
+            "sources must tell of a host or a switch, got neither. Was a file cut?"
+        )
+
+
+def _table(host: HostTopology, options: argparse.Namespace) -> str:
+    from ronde.render.topo_tables import tabulate_classes, tabulate_paths
+    from ronde.topology.paths.classes import classify
+    from ronde.topology.paths.rules import LATEST, rules_of
+    from ronde.topology.paths.search import find_paths
+
+    if options.matrix:
+        return tabulate_classes(classify(host))
+    rules = rules_of(options.nccl) if options.nccl else LATEST
+    return tabulate_paths(find_paths(host, rules))
+
+
+def _overview(topology: Topology) -> str:
+    from ronde.render.topo_tables import tabulate_classes
+    from ronde.render.topo_tree import draw_tree
+    from ronde.topology.paths.classes import classify
+
+    text = draw_tree(topology)
+    for host in topology.hosts:
+        # What tells of pairs alone says nothing as a tree.
+        if host.relations and not host.devices:
+            text += "\n" + tabulate_classes(classify(host))
+    return text
+
+
+def _draw(topology: Topology, path: Path) -> None:
+    from ronde.render.topo_svg import draw_svg
+
+    if len(topology.hosts) != 1:
+        raise UsageError(
+            f"--svg must have one host to draw, got {len(topology.hosts)}. Give one "
+            "host's sources."
+        )
+    try:
+        path.write_text(draw_svg(topology.hosts[0]), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--svg must name a file that can be written, got {path}: {error.strerror}."
+        ) from None

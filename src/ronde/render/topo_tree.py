@@ -1,0 +1,296 @@
+"""A topology as a tree of text: NUMA nodes, bridges, GPUs and adapters at them."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ronde.render.value_runs import format_runs
+from ronde.topology.cpu_sets import format_list
+from ronde.topology.graph import (
+    NVSWITCH,
+    UNKNOWN,
+    GpuDevice,
+    HostTopology,
+    Link,
+    LinkKind,
+    NetPort,
+    NetworkSwitch,
+    NumaNode,
+    PciDevice,
+    Topology,
+)
+from ronde.topology.paths.speeds import (
+    nvlink_gb_per_s,
+    pci_gb_per_s,
+    smp_gb_per_s,
+    xgmi_gb_per_s,
+)
+from ronde.units import format_size
+
+_LINK_TITLES = {
+    LinkKind.NVLINK: "NVLink",
+    LinkKind.XGMI: "xGMI",
+    LinkKind.C2C: "C2C",
+}
+
+
+class _Branch(NamedTuple):
+    """A line of the tree: what it is, what there is to say of it, what is below."""
+
+    title: str
+    details: str
+    below: "tuple[_Branch, ...]" = ()
+
+
+def draw_tree(topology: Topology) -> str:
+    """Return a topology as text for people; hosts that look alike are drawn once.
+
+    Bandwidths are of one direction in GB/s, as NCCL counts.
+    """
+    names: dict[str, list[str]] = {}
+    for number, host in enumerate(topology.hosts):
+        names.setdefault(_draw_host(host), []).append(host.name or f"host {number}")
+    blocks = [
+        f"{_title(own)}: {body}" if body else _title(own) for body, own in names.items()
+    ]
+    if topology.switches:
+        blocks.append(_draw_switches(topology.switches))
+    return "\n".join(blocks)
+
+
+def _title(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    return f"{len(names)} hosts alike ({format_runs(names)})"
+
+
+def _draw_host(host: HostTopology) -> str:
+    branches = [_numa_branch(host, node) for node in host.numa_nodes]
+    known = {node.number for node in host.numa_nodes}
+    lost = _below_node(host, known, is_known=False)
+    if lost:
+        branches.append(_Branch("near no NUMA node that is told", "", lost))
+    lines = [_summary(host), *_lines(branches), *_fabric(host)]
+    lines += [f"note: {remark}" for remark in host.remarks]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(host: HostTopology) -> str:
+    cores = sum(len(node.cores) for node in host.numa_nodes)
+    cpus = sum(len(node.cpus) for node in host.numa_nodes)
+    memory = sum(max(0, node.memory_bytes) for node in host.numa_nodes)
+    words = [
+        _counted(len(host.numa_nodes), "NUMA node"),
+        _counted(cores, "core") if cores else _counted(cpus, "hardware thread"),
+        f"{format_size(memory)} of memory" if memory else "",
+        _counted(len(host.gpus), "GPU"),
+        _counted(len(host.ports), "network port"),
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def _numa_branch(host: HostTopology, node: NumaNode) -> _Branch:
+    cores = len(node.cores)
+    memory = node.memory_bytes
+    words = [
+        _counted(cores, "core") if cores else "",
+        f"CPUs {format_list(node.cpus)}" if node.cpus else "no CPUs",
+        format_size(memory) if memory > 0 else "",
+        _between_nodes(host, node),
+    ]
+    below = _below_node(host, {node.number}, is_known=True)
+    title = f"NUMA node {node.number}"
+    return _Branch(title, ", ".join(word for word in words if word), below)
+
+
+def _between_nodes(host: HostTopology, node: NumaNode) -> str:
+    others = [other for other in host.numa_nodes if other != node and other.cpus]
+    rates = {f"{smp_gb_per_s(node, other):g}" for other in others}
+    # Without the processor's name there is no figure, but NCCL's word for no limit.
+    if not node.vendor or not node.cpus or len(rates) != 1:
+        return ""
+    return f"{rates.pop()} GB/s to other nodes"
+
+
+def _below_node(
+    host: HostTopology, nodes: set[int], *, is_known: bool
+) -> tuple[_Branch, ...]:
+    """Return what hangs at some NUMA nodes, or at none of them."""
+    listed = {device.bus_id for device in host.devices}
+    tops = [
+        device
+        for device in host.devices
+        if device.parent not in listed and (device.node in nodes) is is_known
+    ]
+    found = [branch for device in tops for branch in _device_branches(host, device)]
+    found += [
+        _Branch(f"GPU {gpu.number}", _gpu_details(gpu, None))
+        for gpu in host.gpus
+        if gpu.bus_id not in listed and (gpu.node in nodes) is is_known
+    ]
+    found += [
+        _Branch(port.title, _port_details([port], None))
+        for port in host.ports
+        if port.bus_id not in listed and (port.node in nodes) is is_known
+    ]
+    return tuple(found)
+
+
+def _device_branches(host: HostTopology, device: PciDevice) -> list[_Branch]:
+    """Return a device with what is below; a bridge to one thing only is left out."""
+    children = [each for each in host.devices if each.parent == device.bus_id]
+    own = _own_branches(host, device)
+    below = [branch for child in children for branch in _device_branches(host, child)]
+    if own:
+        return [branch._replace(below=(*branch.below, *below)) for branch in own]
+    if len(below) == 1:
+        narrow = _pci_words(device)
+        tight = [child for child in children if _rate(child) > _rate(device)]
+        if tight:
+            details = f"{below[0].details}, behind {device.bus_id} {narrow}"
+            return [below[0]._replace(details=details)]
+        return below
+    if not below and children:
+        return []
+    title = "PCI bridge" if below or _is_bridge(device) else "PCI device"
+    return [_Branch(f"{title} {device.bus_id}", _pci_words(device), tuple(below))]
+
+
+def _own_branches(host: HostTopology, device: PciDevice) -> list[_Branch]:
+    """Return what a device is itself: GPUs, or an adapter with its ports."""
+    gpus = [gpu for gpu in host.gpus if gpu.bus_id == device.bus_id]
+    ports = [port for port in host.ports if port.bus_id == device.bus_id]
+    branches = [
+        _Branch(f"GPU {gpu.number}  {device.bus_id}", _gpu_details(gpu, device))
+        for gpu in gpus
+    ]
+    if ports:
+        names = format_runs([port.title for port in ports])
+        names = "" if names == device.bus_id else f"{names}  "
+        title = f"NIC {names}{device.bus_id}"
+        branches.append(_Branch(title, _port_details(ports, device)))
+    return branches
+
+
+def _gpu_details(gpu: GpuDevice, device: PciDevice | None) -> str:
+    kind = f"gfx{gpu.gcn.removeprefix('gfx')}" if gpu.gcn else ""
+    if not kind and gpu.sm > 0:
+        kind = f"sm {gpu.sm}"
+    words = [gpu.title, kind, _pci_words(device) if device else ""]
+    return ", ".join(word for word in words if word)
+
+
+def _port_details(ports: Sequence[NetPort], device: PciDevice | None) -> str:
+    rates = [_rate_words(port) for port in ports]
+    words = [format_runs(rates)] if any(rates) else []
+    if device:
+        words.append(_pci_words(device))
+    else:
+        words.append("no PCI device")
+    return ", ".join(words)
+
+
+def _rate_words(port: NetPort) -> str:
+    if not port.is_up:
+        return "down"
+    rate = port.mbit_per_s / 1000
+    return f"{rate:g} Gb/s" if rate > 0 else "rate not told"
+
+
+def _pci_words(device: PciDevice) -> str:
+    rate = f"{_rate(device):.4g} GB/s"
+    if device.gb_per_s > 0 and not device.speed:
+        return f"PCI {rate}"
+    if not device.speed and device.width in (0, UNKNOWN):
+        return f"PCI link not told, taken for {rate}"
+    lanes = f" x{device.width}" if device.width > 0 else ""
+    speed = device.speed.removesuffix(" PCIe") or "speed not told"
+    return f"PCI {speed}{lanes}, {rate}"
+
+
+def _rate(device: PciDevice) -> float:
+    return pci_gb_per_s(device)
+
+
+def _is_bridge(device: PciDevice) -> bool:
+    return device.class_code >> 16 == 0x06
+
+
+def _fabric(host: HostTopology) -> Iterator[str]:
+    """Yield a line for each kind of direct links, or one a GPU where they differ."""
+    titles = {gpu.name: f"GPU {gpu.number}" for gpu in host.gpus}
+    for kind, title in _LINK_TITLES.items():
+        told: dict[str, list[str]] = {}
+        for gpu in host.gpus:
+            links = [k for k in host.links if (k.kind, k.source) == (kind, gpu.name)]
+            told.setdefault(_links_words(gpu, links, titles), []).append(gpu.name)
+        if list(told) == [""]:
+            continue
+        for words, names in told.items():
+            own = [titles[name] for name in names]
+            who = "every GPU" if len(own) == len(titles) > 1 else format_runs(own)
+            yield f"{title}: {who}: {words or 'none'}"
+
+
+def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
+    """Return to what a GPU's links lead, alike for GPUs in like places."""
+    counts: dict[str, int] = defaultdict(int)
+    rates: dict[str, float] = defaultdict(float)
+    for link in links:
+        is_switch = link.target == NVSWITCH or link.target_class >> 8 == 0x0680
+        target = "NVSwitch" if is_switch else link.target
+        counts[target] += link.num_links
+        rates[target] += _link_rate(gpu, link)
+    near = [target for target in counts if target in titles and target != gpu.name]
+    alike = {(counts[target], rates[target]) for target in near}
+    if len(near) == len(titles) - 1 == len(counts) and len(alike) == 1 and near:
+        count, rate = alike.pop()
+        each = "the other GPU" if len(near) == 1 else "each other GPU"
+        return f"{count} to {each}, {rate:g} GB/s"
+    return "; ".join(
+        f"{count} to {titles.get(target, target)}, {rates[target]:g} GB/s"
+        for target, count in counts.items()
+    )
+
+
+def _link_rate(gpu: GpuDevice, link: Link) -> float:
+    if link.gb_per_s > 0:
+        return link.gb_per_s
+    if link.kind is LinkKind.XGMI:
+        return round(link.num_links * xgmi_gb_per_s(gpu.gcn), 3)
+    return round(link.num_links * nvlink_gb_per_s(gpu.sm), 3)
+
+
+def _draw_switches(switches: Sequence[NetworkSwitch]) -> str:
+    by_name = {switch.name: switch for switch in switches}
+    below = {name for switch in switches for name in switch.switches}
+
+    def branch(switch: NetworkSwitch) -> _Branch:
+        nodes = f"{len(switch.hosts)} hosts: {format_runs(switch.hosts)}"
+        words = [switch.speed, nodes if switch.hosts else ""]
+        children = [by_name[name] for name in switch.switches if name in by_name]
+        details = ", ".join(word for word in words if word)
+        return _Branch(switch.name, details, tuple(branch(each) for each in children))
+
+    tops = [branch(switch) for switch in switches if switch.name not in below]
+    lines = [f"{_counted(len(switches), 'switch')} between hosts", *_lines(tops)]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(branches: Sequence[_Branch]) -> list[str]:
+    """Return the lines of a tree, the details in one column."""
+    rows = list(_rows(branches))
+    width = max((len(text) for text, _ in rows), default=0)
+    return [f"{text:{width}}  {details}".rstrip() for text, details in rows]
+
+
+def _rows(branches: Sequence[_Branch], indent: str = "") -> Iterator[tuple[str, str]]:
+    for number, branch in enumerate(branches, 1):
+        is_last = number == len(branches)
+        yield f"{indent}{'└─ ' if is_last else '├─ '}{branch.title}", branch.details
+        yield from _rows(branch.below, indent + ("   " if is_last else "│  "))
+
+
+def _counted(count: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count or 'no'} {noun}{'' if count == 1 else plural}"

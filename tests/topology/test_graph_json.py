@@ -1,0 +1,129 @@
+"""The graph's JSON form: what is written is read, and nothing else is let in."""
+
+import json
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.errors import UsageError
+from ronde.plain_values import PlainValueError, from_plain, to_plain
+from ronde.topology.graph import (
+    GpuDevice,
+    HostTopology,
+    Link,
+    LinkKind,
+    NetPort,
+    NetworkSwitch,
+    NumaNode,
+    PciDevice,
+    Relation,
+    Topology,
+)
+from ronde.topology.graph_json import read_topology, write_topology
+
+TEXT = st.text(max_size=5)
+NUMBER = st.integers(-1, 1 << 40)
+NUMA = st.builds(
+    NumaNode,
+    number=NUMBER,
+    cpus=st.lists(NUMBER, max_size=3).map(tuple),
+    distances=st.lists(st.tuples(NUMBER, NUMBER), max_size=2).map(tuple),
+    vendor=TEXT,
+)
+LINK = st.builds(
+    Link,
+    st.sampled_from(LinkKind),
+    TEXT,
+    TEXT,
+    NUMBER,
+    st.floats(0, 1e6),
+)
+HOST = st.builds(
+    HostTopology,
+    name=TEXT,
+    devices=st.just(()),
+    numa_nodes=st.lists(NUMA, max_size=2).map(tuple),
+    gpus=st.lists(st.builds(GpuDevice, TEXT, NUMBER), max_size=2).map(tuple),
+    ports=st.lists(st.builds(NetPort, TEXT, is_up=st.booleans()), max_size=2).map(
+        tuple
+    ),
+    links=st.lists(LINK, max_size=2).map(tuple),
+    relations=st.lists(st.builds(Relation, TEXT, TEXT), max_size=2).map(tuple),
+)
+ONE = Topology((HostTopology("a", devices=(PciDevice("b"), PciDevice("c", "b"))),))
+
+
+@given(st.lists(HOST, max_size=2))
+def test_what_is_written_is_read(hosts):
+    topology = Topology(tuple(hosts))
+    assert read_topology(write_topology(topology).encode(), "x") == topology
+
+
+def test_a_file_that_is_cut_is_refused_wherever_it_is_cut():
+    whole = write_topology(ONE).encode()
+    for end in range(len(whole) - 2):
+        with pytest.raises(UsageError, match=r"^node\.json"):
+            read_topology(whole[:end], "node.json")
+
+
+def changed(**fields):
+    values = json.loads(write_topology(ONE))
+    values["hosts"][0] |= fields
+    return json.dumps(values).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"[]", "form 'ronde-topology' and version 1, got None"),
+        (b'{"form": "ronde-topology", "version": 2}', "version 1, got"),
+        (b'{"form": "ronde-topology", "version": 1}', "the fields"),
+        (b"[" * 100_000, "must be JSON"),
+        (changed(name=5), r"hosts\[0\]\.name must be str, got 5"),
+        (changed(gpus=[{}]), r"hosts\[0\]\.gpus\[0\] must have the fields"),
+        (changed(extra=1), "must have the fields"),
+        (
+            changed(
+                links=[to_plain(Link(LinkKind.C2C, "a", "b", 1)) | {"kind": "magic"}]
+            ),
+            "must be one of nvlink, .*, got 'magic'",
+        ),
+        (
+            changed(numa_nodes=[to_plain(NumaNode(0)) | {"distances": [[1, 2, 3]]}]),
+            r"distances\[0\] must have 2 items, got 3",
+        ),
+        (changed(devices=[to_plain(PciDevice("b"))] * 2), "must come once"),
+        (
+            changed(devices=[to_plain(PciDevice(*"ab")), to_plain(PciDevice(*"ba"))]),
+            "after their parents, got 'a'",
+        ),
+        (
+            changed(
+                devices=[to_plain(PciDevice(f"{n}", f"{n - 1}")) for n in range(300)]
+            ),
+            "at most 256 below one another",
+        ),
+    ],
+)
+def test_what_is_no_topology_is_refused(data, said):
+    with pytest.raises(UsageError, match=said):
+        read_topology(data, "node.json")
+
+
+@pytest.mark.parametrize(
+    ("switches", "said"),
+    [
+        ([NetworkSwitch("a", ("b",)), NetworkSwitch("b", ("a",))], "above itself"),
+        ([NetworkSwitch("a"), NetworkSwitch("a")], "each switch once"),
+        ([NetworkSwitch(f"{n}", (f"{n + 1}",)) for n in range(300)], "at most 256"),
+    ],
+)
+def test_switches_in_no_order_are_refused(switches, said):
+    text = write_topology(Topology((), tuple(switches)))
+    with pytest.raises(UsageError, match=said):
+        read_topology(text.encode(), "x")
+
+
+def test_an_object_is_what_a_named_tuple_needs():
+    with pytest.raises(PlainValueError, match="Link must be an object, got 3"):
+        from_plain(Link, 3)
