@@ -1,0 +1,68 @@
+"""Findings -> words."""
+
+import textwrap
+from collections.abc import Sequence
+
+from ronde.topology.findings import Finding, Severity
+
+WIDTH = 80
+_MAX_ELEMENTS = 8
+_ORDER = {severity: place for place, severity in enumerate(Severity)}
+_LABELS = (("seen", "what"), ("so", "consequence"), ("do", "remedy"))
+
+
+def tell_findings(findings: Sequence[Finding], width: int = WIDTH) -> str:
+    """Return findings as text, the most severe first.
+
+    Those that say the same of several elements are told once, with all elements.
+
+    Args:
+        findings: Any; none gives empty text.
+        width: Columns to keep to.
+    """
+    groups: dict[Finding, list[str]] = {}
+    for finding in findings:
+        groups.setdefault(finding._replace(element=""), []).append(finding.element)
+    ordered = sorted(groups, key=lambda f: (_ORDER[f.severity], _share_left(f)))
+    return "\n".join(_tell(each, groups[each], width) for each in ordered)
+
+
+def count_findings(findings: Sequence[Finding]) -> str:
+    """Return how many of each severity there are: ``1 error, 4 warnings``."""
+    counts = [(s, sum(f.severity is s for f in findings)) for s in Severity]
+    told = [f"{num} {s}{'' if num == 1 else 's'}" for s, num in counts if num]
+    return ", ".join(told) or "nothing found"
+
+
+def _share_left(finding: Finding) -> float:
+    """Return what share of the bandwidth is left; what tells none comes last."""
+    should = finding.should_gb_per_s
+    return finding.has_gb_per_s / should if should else 1.0
+
+
+def _tell(finding: Finding, elements: Sequence[str], width: int) -> str:
+    text = _wrap(
+        f"{finding.severity.upper()} {finding.rule}: ", _names(elements), width
+    )
+    for label, field in _LABELS:
+        text += _wrap(f"  {label:<5}", str(getattr(finding, field)), width)
+    return text
+
+
+def _names(elements: Sequence[str]) -> str:
+    shown = ", ".join(elements[:_MAX_ELEMENTS])
+    left = len(elements) - _MAX_ELEMENTS
+    more = f" and {left} more" if left > 0 else ""
+    return f"{len(elements)} times: {shown}{more}" if len(elements) > 1 else shown
+
+
+def _wrap(label: str, text: str, width: int) -> str:
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=label,
+        subsequent_indent=" " * 7,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines or [label.rstrip()]) + "\n"
