@@ -27,6 +27,8 @@ from ronde.topology.paths.speeds import (
 )
 from ronde.units import format_size
 
+_NVSWITCH_CLASS = 0x0680
+_MAX_CPUS_CHARACTERS = 40
 _LINK_TITLES = {
     LinkKind.NVLINK: "NVLink",
     LinkKind.XGMI: "xGMI",
@@ -94,13 +96,22 @@ def _numa_branch(host: HostTopology, node: NumaNode) -> _Branch:
     memory = node.memory_bytes
     words = [
         _counted(cores, "core") if cores else "",
-        f"CPUs {format_list(node.cpus)}" if node.cpus else "no CPUs",
+        _cpus_words(node.cpus),
         format_size(memory) if memory > 0 else "",
         _between_nodes(host, node),
     ]
     below = _below_node(host, {node.number}, is_known=True)
     title = f"NUMA node {node.number}"
     return _Branch(title, ", ".join(word for word in words if word), below)
+
+
+def _cpus_words(cpus: Sequence[int]) -> str:
+    if not cpus:
+        return "no CPUs"
+    listed = f"CPUs {format_list(cpus)}"
+    if len(listed) <= _MAX_CPUS_CHARACTERS:
+        return listed
+    return f"{len(cpus)} CPUs from {cpus[0]} to {cpus[-1]}"
 
 
 def _between_nodes(host: HostTopology, node: NumaNode) -> str:
@@ -218,18 +229,18 @@ def _is_bridge(device: PciDevice) -> bool:
 
 def _fabric(host: HostTopology) -> Iterator[str]:
     """Yield a line for each kind of direct links, or one a GPU where they differ."""
-    titles = {gpu.name: f"GPU {gpu.number}" for gpu in host.gpus}
+    titles = {gpu.name: str(gpu.number) for gpu in host.gpus}
     for kind, title in _LINK_TITLES.items():
         told: dict[str, list[str]] = {}
         for gpu in host.gpus:
             links = [k for k in host.links if (k.kind, k.source) == (kind, gpu.name)]
-            told.setdefault(_links_words(gpu, links, titles), []).append(gpu.name)
+            words = _links_words(gpu, links, titles)
+            told.setdefault(words, []).append(titles[gpu.name])
         if list(told) == [""]:
             continue
-        for words, names in told.items():
-            own = [titles[name] for name in names]
-            who = "every GPU" if len(own) == len(titles) > 1 else format_runs(own)
-            yield f"{title}: {who}: {words or 'none'}"
+        for words, own in told.items():
+            is_all = len(own) == len(titles) > 1
+            yield f"{title}: {'every GPU' if is_all else _gpus(own)}: {words or 'none'}"
 
 
 def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
@@ -237,20 +248,34 @@ def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) 
     counts: dict[str, int] = defaultdict(int)
     rates: dict[str, float] = defaultdict(float)
     for link in links:
-        is_switch = link.target == NVSWITCH or link.target_class >> 8 == 0x0680
+        is_switch = link.target == NVSWITCH or link.target_class >> 8 == _NVSWITCH_CLASS
         target = "NVSwitch" if is_switch else link.target
         counts[target] += link.num_links
         rates[target] += _link_rate(gpu, link)
-    near = [target for target in counts if target in titles and target != gpu.name]
-    alike = {(counts[target], rates[target]) for target in near}
-    if len(near) == len(titles) - 1 == len(counts) and len(alike) == 1 and near:
-        count, rate = alike.pop()
-        each = "the other GPU" if len(near) == 1 else "each other GPU"
-        return f"{count} to {each}, {rate:g} GB/s"
+    alike: dict[tuple[int, float], list[str]] = {}
+    for target, count in counts.items():
+        alike.setdefault((count, rates[target]), []).append(target)
     return "; ".join(
-        f"{count} to {titles.get(target, target)}, {rates[target]:g} GB/s"
-        for target, count in counts.items()
+        f"{count} {'each ' if len(targets) > 1 else ''}to "
+        f"{_targets(gpu, targets, titles)}, {rate:g} GB/s"
+        for (count, rate), targets in alike.items()
     )
+
+
+def _targets(gpu: GpuDevice, targets: Sequence[str], titles: dict[str, str]) -> str:
+    if len(targets) > 1 and {*targets, gpu.name} == titles.keys():
+        return "the other GPUs"
+    near = [titles[target] for target in targets if target in titles]
+    words = [_gpus(near)] if near else []
+    words += [target for target in targets if target not in titles]
+    if list(targets) == [gpu.name]:
+        words = ["itself"]
+    return " and ".join(words)
+
+
+def _gpus(numbers: Sequence[str]) -> str:
+    noun = "GPU" if len(numbers) == 1 else "GPUs"
+    return f"{noun} {format_list(int(number) for number in numbers)}"
 
 
 def _link_rate(gpu: GpuDevice, link: Link) -> float:
