@@ -102,14 +102,11 @@ def _candidates(
         return of.pick(is_practical=is_practical)
 
     if layout.num_nodes > 1 and world.network is not None:
-        bound = network_bound(
-            test,
-            layout,
-            rate(world.network),
-            path_gb_per_s=rate(world.path) if world.path else None,
-            is_reduced_in_network=switches.sharp,
-        )
-        yield _Candidate(bound, world.network)
+        # One rank of a node sends to the next node, over one path.
+        links = (test == "sendrecv" and world.path) or world.network
+        is_sharp = switches.sharp
+        bound = network_bound(test, layout, rate(links), is_reduced_in_network=is_sharp)
+        yield _Candidate(bound, links)
     if layout.ranks_per_node > 1 and world.gpu is not None:
         is_nvls = switches.nvls and test == "all_reduce"
         own = rate(world.gpu)
@@ -132,13 +129,10 @@ def _notes(world: World, test: str, least: _Candidate) -> Iterable[str]:
         yield least.rate.note
     if world.has_gpus and test == "all_reduce":
         yield from _notes_of_switches(world, least)
-    if world.has_gpus and world.layout.num_nodes > 1 and test in TO_ALL:
-        rates = [rate for rate in (world.network, world.gpu) if rate is not None]
-        ring = min(ring_bound(rate.gb_per_s) for rate in rates)
+    if world.has_gpus and world.network is not None and test in TO_ALL:
+        ring = ring_bound(world.network.gb_per_s)
         if ring < least.gb_per_s:
             yield f"a pure ring reaches at most {ring:.4g} GB/s"
-    for each in world.unknown:
-        yield f"it may be lower, for {each}"
 
 
 def _notes_of_switches(world: World, least: _Candidate) -> Iterable[str]:

@@ -57,7 +57,6 @@ def network_bound(
     layout: Layout,
     node_gb_per_s: float,
     *,
-    path_gb_per_s: float | None = None,
     is_reduced_in_network: bool = False,
 ) -> float:
     """Return what the links between nodes allow.
@@ -65,8 +64,7 @@ def network_bound(
     Args:
         test: One of ``COLLECTIVES``.
         layout: At least 2 nodes.
-        node_gb_per_s: All network links of a node together.
-        path_gb_per_s: One of them, the best; None where there is but one.
+        node_gb_per_s: All network links of a node together; for sendrecv the best one.
         is_reduced_in_network: The switches reduce (SHARP).
 
     Raises:
@@ -76,14 +74,12 @@ def network_bound(
     if test == "all_reduce" and is_reduced_in_network:
         return node_gb_per_s * 2 * layout.others
     share = layout.others / layout.other_nodes
-    # One rank of a node sends to the next node, over one path.
-    path = node_gb_per_s if path_gb_per_s is None else path_gb_per_s
     bounds = {
         **dict.fromkeys((*TO_ALL, *_SPLIT_BY_ROOT), node_gb_per_s * share),
         **dict.fromkeys(_PAIRWISE, node_gb_per_s / g * share),
         **dict.fromkeys(_FROM_ROOT, node_gb_per_s),
         "hypercube": node_gb_per_s / g * (n - 1) / (n - g),
-        "sendrecv": path,
+        "sendrecv": node_gb_per_s,
     }
     return bounds[test]
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ronde.topology.graph import GpuDevice, HostTopology, Link, LinkKind
-from ronde.topology.limits.link_rates import NO_FIGURES, gpu_link_figures
+from ronde.topology.limits.link_rates import count_links, direct_figures
 from ronde.topology.limits.world import Rate
 
 _NAMES = {LinkKind.NVLINK: "NVLinks", LinkKind.XGMI: "xGMI links"}
@@ -31,6 +31,8 @@ class Mesh(NamedTuple):
 def mesh_of(host: HostTopology, gpus: Sequence[GpuDevice]) -> Mesh:
     """Return what joins GPUs of a host; links to its other GPUs do not count.
 
+    A GPU has direct links of one kind.
+
     Args:
         host: Where they are.
         gpus: At least one.
@@ -53,13 +55,11 @@ def _way_out(gpu: GpuDevice, links: Sequence[Link]) -> Rate:
     # Some sources tell of a link at one of its ends.
     own = [link for link in links if link.source == gpu.name]
     own = own or [link for link in links if link.target == gpu.name]
-    total = NO_FIGURES
-    for link in own:
-        total = total.plus(gpu_link_figures(gpu, link))
-    count = sum(link.num_links for link in own)
-    name = _NAMES[own[0].kind] if own else "no links"
-    text = f"{count} {name}, {total.theory:.4g} GB/s a GPU"
-    return Rate(text, *total)
+    if not own:
+        return Rate("no direct links", 0.0)
+    figures = direct_figures(gpu, own)
+    name = f"{count_links(gpu, own)} {_NAMES[own[0].kind]}"
+    return Rate(f"{name}, {figures.theory:.4g} GB/s a GPU", *figures)
 
 
 def _islands(gpus: set[str], links: Sequence[Link]) -> tuple[frozenset[str], ...]:

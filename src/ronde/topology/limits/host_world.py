@@ -6,7 +6,7 @@ from itertools import permutations
 from ronde.topology.graph import UNKNOWN, GpuDevice, HostTopology
 from ronde.topology.limits.formulas import Layout
 from ronde.topology.limits.gpu_mesh import mesh_of
-from ronde.topology.limits.link_rates import pci_figures
+from ronde.topology.limits.link_rates import Figures, pci_figures
 from ronde.topology.limits.network_rates import network_rates
 from ronde.topology.limits.world import Islands, Rate, World
 from ronde.topology.paths.rules import LATEST
@@ -63,9 +63,7 @@ def _with_gpus(world: World, host: HostTopology) -> World:
     if len(mesh.islands) > 1:
         return _with_pcie(world, host, sorted(len(each) for each in mesh.islands))
     if not mesh.slowest.gb_per_s:
-        return _without(
-            world, "the source does not tell how fast a GPU's links are"
-        )
+        return _without(world, "the source does not tell how fast a GPU's links are")
     # AMD's files have the number of units where others have the capability.
     are_able = all(gpu.sm >= _SM_OF_NVLS and not gpu.gcn for gpu in used)
     return world._replace(gpu=mesh.slowest, has_nvls=mesh.has_switches and are_able)
@@ -74,44 +72,45 @@ def _with_gpus(world: World, host: HostTopology) -> World:
 def _with_pcie(world: World, host: HostTopology, sizes: Sequence[int]) -> World:
     """Return a world where PCIe alone joins some GPUs; islands by size, ascending."""
     used = host.gpus[: world.layout.ranks_per_node]
-    pcie = _pcie(host, used)
+    least = _slowest_pcie(host, used)
     if all(gpu.sm == UNKNOWN for gpu in used):
         why = "the source does not tell whether NVLink joins the GPUs"
-    elif pcie is None:
+    elif least is None:
         why = "the source does not tell the PCIe link of a GPU"
     elif sizes[0] == 1:
-        return world._replace(gpu=pcie)
+        return world._replace(gpu=_alone(host, used, least))
     elif sizes[0] == sizes[-1]:
-        return world._replace(islands=Islands(sizes[0], _together(pcie, sizes[0])))
+        return world._replace(islands=Islands(sizes[0], _together(least, sizes[0])))
     else:
-        why = f"NVLink joins {sizes[0]} GPUs here and {sizes[-1]} there"
+        why = f"direct links join {sizes[0]} GPUs here and {sizes[-1]} there"
     return _without(world, why)
 
 
-def _pcie(host: HostTopology, gpus: Sequence[GpuDevice]) -> Rate | None:
-    """Return the slowest PCIe link of GPUs, or what lies between their processors."""
+def _slowest_pcie(host: HostTopology, gpus: Sequence[GpuDevice]) -> Figures | None:
     devices = {device.bus_id: device for device in host.devices}
     links = [devices[gpu.bus_id] for gpu in gpus if gpu.bus_id in devices]
     known = [figures for link in links if (figures := pci_figures(link)) is not None]
-    if len(known) < len(gpus):
-        return None
-    least = min(known)
-    name = f"PCIe, {least.theory:.4g} GB/s a GPU"
-    near = {link.node for link in links}
+    return min(known) if len(known) == len(gpus) else None
+
+
+def _alone(host: HostTopology, gpus: Sequence[GpuDevice], pcie: Figures) -> Rate:
+    """Return the way out of a GPU that has none but PCIe and the processors."""
+    bus_ids = {gpu.bus_id for gpu in gpus}
+    near = {device.node for device in host.devices if device.bus_id in bus_ids}
     nodes = [node for node in host.numa_nodes if node.number in near]
     between = min(
         (smp_gb_per_s(a, b, LATEST) for a, b in permutations(nodes, 2)),
-        default=least.practical,
+        default=pcie.practical,
     )
-    if between < least.practical:
+    name = f"PCIe, {pcie.theory:.4g} GB/s a GPU"
+    if between < pcie.practical:
         name += f" (NCCL counts {between:g} between processors)"
-    return Rate(name, least.theory, min(between, least.practical))
+    return Rate(name, pcie.theory, min(between, pcie.practical))
 
 
-def _together(pcie: Rate, num_gpus: int) -> Rate:
-    name = f"{pcie.link}, {num_gpus} of them joined by NVLink"
-    practical = pcie.pick(is_practical=True) * num_gpus
-    return Rate(name, pcie.gb_per_s * num_gpus, practical)
+def _together(pcie: Figures, num_gpus: int) -> Rate:
+    name = f"PCIe, {pcie.theory:.4g} GB/s a GPU of {num_gpus} with direct links"
+    return Rate(name, pcie.theory * num_gpus, pcie.practical * num_gpus)
 
 
 def _without(world: World, reason: str) -> World:

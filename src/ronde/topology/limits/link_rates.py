@@ -1,5 +1,6 @@
 """What the links of a host carry by the standards, and what NCCL counts on."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ronde.topology.graph import GpuDevice, Link, LinkKind, PciDevice
@@ -19,6 +20,8 @@ _NVLINKS = ((100, 50.0), (90, 25.0), (87, 25.0), (86, 14.0625), (70, 25.0), (60,
 # Source: AMD's data sheets: MI355X 153.6 GB/s a link both ways, MI300 128, MI250 100,
 # MI100 and MI60 92.
 _XGMI = (("95", 76.8), ("94", 64.0), ("90a", 50.0), ("910", 50.0), ("", 46.0))
+
+_HOST_BRIDGE = 0x0600
 
 
 class Figures(NamedTuple):
@@ -48,31 +51,48 @@ UNLIMITED = Figures(float("inf"), float("inf"))
 
 
 def pci_figures(device: PciDevice) -> Figures | None:
-    """Return what the link above a device carries; None where that is not told."""
+    """Return what the link above a device carries; None where that is not told.
+
+    A host bridge has no link above it, though NCCL counts one where a file says so.
+    """
     theory = pci_theory_gb_per_s(device.speed, device.width)
     if not device.speed:
         theory = device.gb_per_s
     if theory <= 0:
         return None
-    return Figures(theory, min(theory, pci_gb_per_s(device, LATEST)))
+    practical = min(theory, pci_gb_per_s(device, LATEST))
+    is_host_bridge = device.class_code >> 8 == _HOST_BRIDGE
+    return Figures(float("inf") if is_host_bridge else theory, practical)
 
 
-def gpu_link_figures(gpu: GpuDevice, link: Link) -> Figures:
-    """Return what direct links of a GPU carry together.
+def direct_figures(gpu: GpuDevice, links: Sequence[Link]) -> Figures:
+    """Return what direct links of one kind carry together.
 
-    A count above what the GPU can have is taken for the most that it can have; 0 where
-    the GPU is not known.
+    Args:
+        gpu: At one of their ends.
+        links: At least one; a count above what the GPU can have is taken for the most
+            that it can have.
+
+    Returns:
+        Zeros where neither the source nor the GPU tells.
     """
-    if link.gb_per_s > 0:
-        return Figures(link.gb_per_s, link.gb_per_s)
-    if link.kind is LinkKind.XGMI:
+    told = sum(link.gb_per_s for link in links)
+    if told > 0:
+        return Figures(told, told)
+    count = count_links(gpu, links)
+    if links[0].kind is LinkKind.XGMI:
         name = gpu.gcn.strip().lower().removeprefix("gfx")
         theory = next(rate for prefix, rate in _XGMI if name.startswith(prefix))
-        return _times(link.num_links, theory, xgmi_gb_per_s(gpu.gcn))
-    theory = next((rate for least, rate in _NVLINKS if gpu.sm >= least), 0.0)
-    count = min(link.num_links, max_nvlinks(gpu.sm) or link.num_links)
-    return _times(count, theory, nvlink_gb_per_s(gpu.sm, LATEST))
-
-
-def _times(count: int, theory: float, practical: float) -> Figures:
+        practical = xgmi_gb_per_s(gpu.gcn)
+    else:
+        theory = next((rate for least, rate in _NVLINKS if gpu.sm >= least), 0.0)
+        practical = nvlink_gb_per_s(gpu.sm, LATEST)
     return Figures(count * theory, count * min(theory, practical))
+
+
+def count_links(gpu: GpuDevice, links: Sequence[Link]) -> int:
+    """Return how many direct links there are, at most as many as the GPU can have."""
+    count = sum(link.num_links for link in links)
+    if links[0].kind is LinkKind.XGMI:
+        return count
+    return min(count, max_nvlinks(gpu.sm) or count)

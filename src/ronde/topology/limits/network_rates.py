@@ -14,6 +14,7 @@ from ronde.topology.limits.world import Rate
 
 _MBIT_PER_GB = 8000.0
 _MAX_NAMES = 3
+_ROUNDING = 1e-9
 
 
 class NetworkRates(NamedTuple):
@@ -44,7 +45,7 @@ def network_rates(host: HostTopology) -> NetworkRates:
     untold = [port.title for port in ports if port.mbit_per_s <= 0]
     remark = ""
     if untold:
-        remark = f"{_names(untold)} tells no speed and counts as fast as its PCIe link"
+        remark = f"no speed is told of {_names(untold)}: its PCIe link counts"
     total = _total(host, paths)
     plain = sum(port.mbit_per_s / _MBIT_PER_GB for port in paths)
     best = max(paths, key=lambda port: paths[port].theory)
@@ -116,8 +117,8 @@ def _path(host: HostTopology, port: NetPort) -> Figures | None:
 
 def _rate(names: str, figures: Figures, plain_gb_per_s: float) -> Rate:
     link = f"{names}, {figures.theory:.4g} GB/s"
-    if figures.theory < plain_gb_per_s * (1 - 1e-9):
-        link += f" (PCIe lets through no more of {plain_gb_per_s:.4g})"
+    if figures.theory < plain_gb_per_s * (1 - _ROUNDING):
+        link += f" (PCIe lets through no more of {plain_gb_per_s:.8g})"
     return Rate(link, figures.theory, figures.practical)
 
 
