@@ -83,12 +83,18 @@ def _summary(host: HostTopology) -> str:
     memory = sum(max(0, node.memory_bytes) for node in host.numa_nodes)
     words = [
         _counted(len(host.numa_nodes), "NUMA node"),
-        _counted(cores, "core") if cores else _counted(cpus, "hardware thread"),
+        _cores_words(cores, cpus),
         f"{format_size(memory)} of memory" if memory else "",
         _counted(len(host.gpus), "GPU"),
         _counted(len(host.ports), "network port"),
     ]
     return ", ".join(word for word in words if word)
+
+
+def _cores_words(num_cores: int, num_cpus: int) -> str:
+    if num_cores:
+        return _counted(num_cores, "core")
+    return _counted(num_cpus, "hardware thread") if num_cpus else ""
 
 
 def _numa_branch(host: HostTopology, node: NumaNode) -> _Branch:
@@ -291,7 +297,7 @@ def _draw_switches(switches: Sequence[NetworkSwitch]) -> str:
     below = {name for switch in switches for name in switch.switches}
 
     def branch(switch: NetworkSwitch) -> _Branch:
-        nodes = f"{len(switch.hosts)} hosts: {format_runs(switch.hosts)}"
+        nodes = f"{_counted(len(switch.hosts), 'host')}: {format_runs(switch.hosts)}"
         words = [switch.speed, nodes if switch.hosts else ""]
         children = [by_name[name] for name in switch.switches if name in by_name]
         details = ", ".join(word for word in words if word)
