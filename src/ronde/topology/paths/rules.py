@@ -84,6 +84,14 @@ class NcclRules(NamedTuple):
         """Whether a GPU passes on to an adapter only where that has GPUDirect RDMA."""
         return self >= (2, 30, 0)
 
+    @property
+    def shares_by_near_gpus(self) -> bool:
+        """Whether GPUs share adapters by their place among those near; else by number.
+
+        The place is the number modulo how many are near.
+        """
+        return self >= (2, 30, 5)
+
 
 def rules_of(version: str) -> NcclRules:
     """Return the rules of a release: ``2.27.3``, ``2.29.7+cuda13.2``.

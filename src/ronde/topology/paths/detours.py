@@ -1,0 +1,231 @@
+"""The paths that NCCL uses: those of the hardware, with detours where it wants them.
+
+Peers whose path leads too far exchange by the processor's memory. An adapter too far
+for GPUDirect RDMA is reached by the processor, or through another GPU that is near it
+(PXN).
+
+Source: ``ncclTopoComputePaths`` of NCCL's src/graph/paths.cc and what it calls. RCCL's
+own exceptions are not followed.
+"""
+
+from typing import NamedTuple, TypeVar
+
+from ronde.errors import UsageError
+from ronde.topology.graph import GpuDevice, NetPort, NumaNode
+from ronde.topology.paths.nearness import (
+    find_near_processor,
+    find_nearest,
+    find_own_gpu,
+)
+from ronde.topology.paths.network import VertexKind
+from ronde.topology.paths.path import Path, PathKind
+from ronde.topology.paths.search import Paths
+
+_T = TypeVar("_T", GpuDevice, NetPort)
+
+# What a number means where a level is asked for, since before levels had names.
+_OLD_LEVELS = (
+    PathKind.LOC,
+    PathKind.PIX,
+    PathKind.PXB,
+    PathKind.PHB,
+    PathKind.SYS,
+    PathKind.SYS,
+)
+
+
+class Transports(NamedTuple):
+    """What NCCL is told by its environment.
+
+    Attributes:
+        peer_level: Farthest path by which GPUs reach one another (``NCCL_P2P_LEVEL``;
+            ``LOC`` for ``NCCL_P2P_DISABLE=1``); none for its own choice.
+        gdr_level: Farthest path for GPUDirect RDMA (``NCCL_NET_GDR_LEVEL``).
+        has_relays: Whether GPUs pass on to adapters (``NCCL_PXN_DISABLE=0``).
+        has_gdr_over_c2c: Whether C2C and PCI together are near enough for GPUDirect
+            RDMA (``NCCL_NET_GDR_C2C=1``).
+        relays_over_c2c: Whether they are for passing on (``NCCL_PXN_C2C=1``).
+    """
+
+    peer_level: PathKind | None = None
+    gdr_level: PathKind | None = None
+    has_relays: bool = True
+    has_gdr_over_c2c: bool = True
+    relays_over_c2c: bool = True
+
+
+AS_IT_LIKES = Transports()
+"""Without any word from the environment."""
+
+
+def level_of(text: str) -> PathKind:
+    """Return what NCCL reads in ``NCCL_P2P_LEVEL``: ``PIX``, or a number from 0.
+
+    Raises:
+        UsageError: It is neither; NCCL would ignore it.
+    """
+    if text.isascii() and text.isdigit():
+        return _OLD_LEVELS[min(int(text[:9]), len(_OLD_LEVELS) - 1)]
+    names = [kind for kind in PathKind if kind <= PathKind.SYS]
+    if text in names:
+        return PathKind(text)
+    raise UsageError(
+        f"level must be one of {', '.join(names)} or a number from 0 to 5, got "
+        f"{text!r}. Leave it out for NCCL's own choice."
+    )
+
+
+def add_detours(paths: Paths, transports: Transports = AS_IT_LIKES) -> Paths:
+    """Return the paths that NCCL uses over those of the hardware."""
+    detours = _Detours(paths, transports)
+    detours.part_peers()
+    detours.bring_ports_near()
+    for port in detours.ports:
+        for gpu in detours.gpus:
+            detours.relay(gpu, port)
+            detours.avoid_far_reads(gpu, port)
+    return Paths(paths.network, detours.table)
+
+
+class _Detours:
+    """A table of paths in the making; later steps see what earlier ones did."""
+
+    def __init__(self, paths: Paths, transports: Transports) -> None:
+        network = paths.network
+        self.table = dict(paths.table)
+        self.gpus = _by_vertex(network.host.gpus, network.named(VertexKind.GPU))
+        self.ports = _by_vertex(network.host.ports, network.named(VertexKind.NET))
+        self._transports = transports
+        self._rules = network.rules
+        self._processors = network.named(VertexKind.CPU)
+        self._relays: dict[tuple[str, str], GpuDevice] = {}
+        known = {each.name: each for each in network.host.numa_nodes}
+        self._first = known.get(self._processors[0], NumaNode(-1))
+
+    def part_peers(self) -> None:
+        level = self._transports.peer_level or self._default_peer_level()
+        for target in self.gpus:
+            processor = self._processor(target)
+            for source in self.gpus:
+                path = self.table.get((source.name, target.name))
+                if path is None or path.kind > level:
+                    self._lead_through(source.name, processor, target.name)
+
+    def bring_ports_near(self) -> None:
+        """Make C2C and PCI from the same processor a kind of its own."""
+        if not self._rules.has_p2c:
+            return
+        names = tuple(each.name for each in self.ports)
+        for gpu in self.gpus:
+            processor = self._processor(gpu)
+            for port in find_nearest(self.table, gpu.name, names):
+                one = self.table.get((gpu.name, processor))
+                other = self.table.get((port, processor))
+                if one and other and self._merge(one, other) == PathKind.P2C:
+                    self._bring_near(gpu.name, port)
+                    self._bring_near(port, gpu.name)
+
+    def relay(self, gpu: GpuDevice, port: NetPort) -> None:
+        """Let the GPU that is near a port pass on what another sends."""
+        if not self._transports.has_relays:
+            return
+        names = tuple(each.name for each in self.ports)
+        near = find_own_gpu(self.table, port.name, self.gpus, names, self._rules)
+        peer = next((each for each in self.gpus if each.name == near), gpu)
+        if peer is gpu or not self._gains_by(peer, gpu, port):
+            return
+        self._lead_through(gpu.name, near, port.name)
+        path = self.table[gpu.name, port.name]
+        self.table[gpu.name, port.name] = path._replace(kind=PathKind.PXN)
+        self._relays[gpu.name, port.name] = peer
+
+    def avoid_far_reads(self, gpu: GpuDevice, port: NetPort) -> None:
+        """Lead through the processor what GPUDirect RDMA does not carry."""
+        own = self.table.get((gpu.name, port.name))
+        if own and own.kind < PathKind.PHB and not self._has_gdr(gpu, port):
+            processor = self._processor(gpu)
+            self._lead_through(port.name, processor, gpu.name)
+            self._lead_through(gpu.name, processor, port.name)
+
+    def _gains_by(self, peer: GpuDevice, gpu: GpuDevice, port: NetPort) -> bool:
+        """Return whether a GPU reaches a port better through a peer than by itself."""
+        by_peer = self.table.get((peer.name, port.name))
+        to_peer = self.table.get((peer.name, gpu.name))
+        own = self.table.get((gpu.name, port.name))
+        is_c2c = self._rules.has_p2c and self._transports.relays_over_c2c
+        limit = PathKind.P2C if is_c2c else PathKind.PXB
+        if self._rules.relays_need_gdr and not self._has_gdr(peer, port, reads=True):
+            return False
+        if not by_peer or not to_peer:
+            return False
+        if by_peer.kind > limit or to_peer.kind > PathKind.NVL:
+            return False
+        if own is None or own.kind > PathKind.PXN:
+            return True
+        return own.gb_per_s < by_peer.gb_per_s
+
+    def _default_peer_level(self) -> PathKind:
+        arch, vendor = self._first.arch, self._first.vendor.strip()
+        is_amd = (arch, vendor) == ("x86_64", "AuthenticAMD")
+        if self._rules.avoids_sockets:
+            is_small = is_amd and len(self.gpus) <= 2
+            return PathKind.SYS if is_small else PathKind.PXB
+        far = ("GenuineIntel", "CentaurHauls", "Shanghai")
+        is_far = arch == "arm64" or (arch == "x86_64" and vendor in far)
+        return PathKind.PXB if is_far else PathKind.SYS
+
+    def _has_gdr(self, gpu: GpuDevice, port: NetPort, *, reads: bool = False) -> bool:
+        """Return whether a port reaches a GPU's memory; what is not told counts as so.
+
+        Args:
+            gpu: The one.
+            port: The other.
+            reads: Whether it is to read it: before Ampere only where NVLink keeps other
+                traffic off PCI.
+        """
+        if 0 in (gpu.gdr, port.gdr):
+            return False
+        if reads and 0 < gpu.sm < 80 and not gpu.gcn and not self._has_nvlink(gpu):
+            return False
+        level = self._transports.gdr_level
+        if level is None:
+            is_c2c = self._rules.has_p2c and self._transports.has_gdr_over_c2c
+            level = PathKind.P2C if is_c2c else PathKind.PXB
+        holder = self._relays.get((gpu.name, port.name), gpu)
+        path = self.table.get((holder.name, port.name))
+        return path is not None and path.kind <= level
+
+    def _has_nvlink(self, gpu: GpuDevice) -> bool:
+        others = [each for each in self.gpus if each is not gpu]
+        found = (self.table.get((gpu.name, each.name)) for each in others)
+        return not others or any(p and p.kind == PathKind.NVL for p in found)
+
+    def _processor(self, gpu: GpuDevice) -> str:
+        return find_near_processor(self.table, gpu.name, self._processors)
+
+    def _merge(self, one: Path, other: Path) -> PathKind:
+        near, far = sorted((one.kind, other.kind))
+        if self._rules.has_p2c and (near, far) == (PathKind.C2C, PathKind.PHB):
+            return PathKind.P2C
+        return far
+
+    def _lead_through(self, source: str, middle: str, target: str) -> None:
+        one = self.table.get((source, middle))
+        other = self.table.get((middle, target))
+        if one and other:
+            self.table[source, target] = Path(
+                self._merge(one, other),
+                min(one.gb_per_s, other.gb_per_s),
+                one.num_hops + other.num_hops,
+                one.route + other.route[1:],
+            )
+
+    def _bring_near(self, source: str, target: str) -> None:
+        path = self.table[source, target]
+        kind = min(PathKind.P2C, path.kind)
+        self.table[source, target] = path._replace(kind=kind)
+
+
+def _by_vertex(devices: tuple[_T, ...], names: tuple[str, ...]) -> tuple[_T, ...]:
+    by_name = {each.name: each for each in reversed(devices)}
+    return tuple(by_name[name] for name in names)
