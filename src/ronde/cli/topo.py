@@ -81,6 +81,8 @@ def _show(words: Sequence[str]) -> int:
     options = _options(words)
     if options is None:
         return 0
+    if _tells_rings(options):
+        return 0
     loaded = load_topology(options)
     for notice in loaded.notices:
         print(f"ronde: {notice}", file=sys.stderr)
@@ -125,6 +127,22 @@ def _options(words: Sequence[str]) -> argparse.Namespace | None:
     with suppress(SystemExit):  # argparse has printed its help
         return parser.parse_args(words)
     return None
+
+
+def _tells_rings(options: argparse.Namespace) -> bool:
+    """Tell what NCCL's search has found, where that is all that is given."""
+    from ronde.topology.search_graph import read_search_graphs, recognises_search_graph
+    from ronde.topology.sources import read_saved
+
+    if len(options.sources) != 1 or options.sources == ["-"]:
+        return False
+    saved = read_saved(options.sources[0])
+    if not recognises_search_graph(saved):
+        return False
+    from ronde.render.topo_rings import tell_search
+
+    print(tell_search(read_search_graphs(saved)), end="")
+    return True
 
 
 def _require_something(topology: Topology) -> None:
