@@ -72,7 +72,7 @@ class FaultKind(Enum):
     BLANK_AT_EQUALS = _Kind(
         Severity.ERROR,
         "A blank stands beside an equals sign",
-        _FAILS,
+        "NCCL's reader fails at it, or loses the value.",
         'Write name="value".',
     )
     BLANK_IN_END_TAG = _Kind(

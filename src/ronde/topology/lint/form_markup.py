@@ -96,7 +96,7 @@ def _tag_faults(tag: str, line: int) -> Iterator[Fault]:
     # Each blank begins an attribute.
     if outside.count(" ") > MAX_ATTRIBUTES:
         yield Fault(line, FaultKind.MANY_ATTRIBUTES)
-    names = re.split(r"[ \t\r\n=<>\"]+", outside)
+    names = re.split(r"[ \t\r\n=<>/\"]+", outside)
     values = [value[0] for value in _QUOTED.finditer(tag)]
     if max(map(len, [*names, *(value[1:-1] for value in values)])) > MAX_LENGTH:
         yield Fault(line, FaultKind.LONG_TEXT)
