@@ -11,13 +11,16 @@ def tell_search(graphs: Sequence[SearchGraph]) -> str:
 
 
 def _block(graph: SearchGraph) -> str:
+    title = f"{graph.pattern_name} (graph {graph.id})"
+    if not graph.num_channels:
+        return f"{title}: none found\n"
     total = graph.num_channels * graph.intra_gb_per_s
-    channels = f"{graph.num_channels} channel{'' if graph.num_channels == 1 else 's'}"
+    count = f"{graph.num_channels} channel{'' if graph.num_channels == 1 else 's'}"
+    each = f"{graph.intra_gb_per_s:g} GB/s, {total:g} GB/s together"
+    outside = f"{graph.inter_type} with {graph.inter_gb_per_s:g} GB/s a channel"
     lines = [
-        f"{graph.pattern_name} (graph {graph.id}): {channels} of "
-        f"{graph.intra_gb_per_s:g} GB/s, {total:g} GB/s together",
-        f"  between GPUs {graph.intra_type}, to an adapter {graph.inter_type} with "
-        f"{graph.inter_gb_per_s:g} GB/s a channel",
+        f"{title}: {count} of {each}",
+        f"  between GPUs {graph.intra_type}, to an adapter {outside}",
     ]
     orders: dict[str, int] = {}
     for channel in graph.channels:
