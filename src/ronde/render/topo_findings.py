@@ -1,14 +1,11 @@
 """Findings -> words."""
 
-import textwrap
 from collections.abc import Sequence
 
+from ronde.render.wrapping import WIDTH, list_some, wrap
 from ronde.topology.findings import Finding, Severity
 
-WIDTH = 80
-_MAX_ELEMENTS = 8
 _ORDER = {severity: place for place, severity in enumerate(Severity)}
-_LABELS = (("seen", "what"), ("so", "consequence"), ("do", "remedy"))
 
 
 def tell_findings(findings: Sequence[Finding], width: int = WIDTH) -> str:
@@ -41,28 +38,9 @@ def _share_left(finding: Finding) -> float:
 
 
 def _tell(finding: Finding, elements: Sequence[str], width: int) -> str:
-    text = _wrap(
-        f"{finding.severity.upper()} {finding.rule}: ", _names(elements), width
+    return (
+        wrap(f"{finding.severity.upper()} {finding.rule}: ", list_some(elements), width)
+        + wrap("  seen ", finding.what, width)
+        + wrap("  so   ", finding.consequence, width)
+        + wrap("  do   ", finding.remedy, width)
     )
-    for label, field in _LABELS:
-        text += _wrap(f"  {label:<5}", str(getattr(finding, field)), width)
-    return text
-
-
-def _names(elements: Sequence[str]) -> str:
-    shown = ", ".join(elements[:_MAX_ELEMENTS])
-    left = len(elements) - _MAX_ELEMENTS
-    more = f" and {left} more" if left > 0 else ""
-    return f"{len(elements)} times: {shown}{more}" if len(elements) > 1 else shown
-
-
-def _wrap(label: str, text: str, width: int) -> str:
-    lines = textwrap.wrap(
-        text,
-        width,
-        initial_indent=label,
-        subsequent_indent=" " * 7,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join(lines or [label.rstrip()]) + "\n"
