@@ -1,38 +1,12 @@
 """Machines of other people, as their kernels showed them."""
 
-import re
-import tarfile
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from tests.topology.saved_trees import unpack
 
 from ronde.topology.machine import Core, Machine
 from ronde.topology.sysfs import read_machine
-
-SNAPSHOTS = Path(__file__).parents[1] / "topology" / "samples" / "sysfs_snapshots"
-
-
-# All that is looked at: a snapshot has thousands of files more, which take seconds.
-READ = re.compile(
-    r"sys/devices/system/(cpu/online|cpu/cpu\d+/topology/thread_siblings)"
-    r"|sys/devices/system/node/node\d+/cpumap"
-    r"|sys/devices/pci.*/(numa_node|(carrier|type|speed)|ports/\d+/(state|rate))"
-    r"|sys/(class/(net|infiniband)|bus/pci/devices)/[^/]+"
-    r"|sys/fs/cgroup/cpuset/.*cpuset\.(cpus|effective_cpus)"
-    r"|proc/self/(status|cgroup)|proc/driver/nvidia/gpus/[^/]+"
-)
-
-
-def is_read(member: tarfile.TarInfo) -> bool:
-    return READ.fullmatch(member.name.partition("/")[2]) is not None
-
-
-def unpack(name: str, directory: Path) -> Path:
-    with tarfile.open(SNAPSHOTS / f"hwloc_{name}.tar.bz2") as archive:
-        archive.extractall(directory, filter(is_read, archive), filter="tar")
-    (tree,) = directory.iterdir()
-    return tree
 
 
 def num_cores_by_node(machine: Machine) -> dict[int, int]:

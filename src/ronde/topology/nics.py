@@ -17,6 +17,14 @@ def read_nics(root: str) -> tuple[Nic, ...]:
     return tuple(sorted(nics, key=lambda nic: nic.name))
 
 
+def parse_rate(rate: str) -> int:
+    """Return the Mbit/s of ``400 Gb/sec (4X NDR)``; 0 where that is not told."""
+    try:
+        return int(float(rate.split(maxsplit=1)[0]) * 1000)
+    except (ValueError, IndexError, OverflowError):
+        return 0
+
+
 def _interfaces(root: str) -> list[Nic]:
     found: list[Nic] = []
     directory = f"{root}/sys/class/net"
@@ -39,7 +47,7 @@ def _adapters(root: str) -> list[Nic]:
     for name in list_names(directory):
         own = f"{directory}/{name}/ports"
         rates = [
-            _mbit_per_s(read_text(f"{own}/{port}/rate"))
+            parse_rate(read_text(f"{own}/{port}/rate"))
             for port in list_names(own)
             if read_text(f"{own}/{port}/state").startswith("4:")
         ]
@@ -51,11 +59,3 @@ def _adapters(root: str) -> list[Nic]:
 
 def _nic(root: str, name: str, kind: str, path: str, mbit_per_s: int) -> Nic:
     return Nic(name, kind, bus_id(path), read_node(root, path), mbit_per_s, path)
-
-
-def _mbit_per_s(rate: str) -> int:
-    """Return the number of ``400 Gb/sec (4X NDR)``."""
-    try:
-        return int(float(rate.split(maxsplit=1)[0]) * 1000)
-    except (ValueError, IndexError, OverflowError):
-        return 0

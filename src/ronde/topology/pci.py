@@ -16,13 +16,17 @@ def read_path(link: str) -> str:
     That is host bridge, bridges and device: ``pci0000:80/0000:80:02.2/0000:82:00.0``;
     empty for what is below no PCI device.
     """
-    try:
-        target = os.readlink(link)  # noqa: PTH115 - see kernel_files
-    except OSError:
-        return ""
-    parts = target.partition("/devices/")[2].split("/")
+    parts = read_link(link).partition("/devices/")[2].split("/")
     ends = [n for n, part in enumerate(parts, 1) if is_address(part)]
     return "/".join(parts[: ends[-1]]) if ends else ""
+
+
+def read_link(link: str) -> str:
+    """Return where a link of sysfs leads to; empty for what is no link."""
+    try:
+        return os.readlink(link)  # noqa: PTH115 - see kernel_files
+    except OSError:
+        return ""
 
 
 def bus_id(path: str) -> str:
