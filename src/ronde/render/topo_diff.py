@@ -13,6 +13,7 @@ from ronde.topology.paths.path import Path
 
 _MAX_PAIRS = 3
 _MAX_CHANGES = 3
+_MAX_NAMES = 4
 _MAX_VALUE = 60
 _NAMES = ("bus address", "port")
 
@@ -58,12 +59,7 @@ def _paths(paths: Sequence[PathComparison]) -> str:
     for each in paths:
         if not each.num_pairs:
             continue
-        if not each.changes:
-            text += f"  {each.kind}: all {each.num_pairs} pairs alike\n"
-            continue
-        is_all = len(each.changes) == each.num_pairs
-        share = "all" if is_all else f"{len(each.changes)} of"
-        text += f"  {each.kind}: {share} {each.num_pairs} pairs differ\n"
+        text += f"  {each.kind}: {len(each.changes)} of {each.num_pairs} pairs differ\n"
         groups: dict[str, list[PathChange]] = {}
         for change in each.changes:
             groups.setdefault(_change(change), []).append(change)
@@ -106,15 +102,13 @@ def _fact(fact: str, differences: Sequence[Difference]) -> str:
     for each in differences:
         groups.setdefault(_difference(each), []).append(each.element)
     if fact in _NAMES:
-        return wrap(
-            "  ", f"{fact}: {list_some(list(groups), _MAX_CHANGES, 'elements')}"
-        )
+        names = list_some(list(groups), _MAX_CHANGES, "elements")
+        return wrap("  ", f"{fact}: {names}")
     ordered = sorted(groups, key=lambda change: -len(groups[change]))
     text = ""
     for change in ordered[:_MAX_CHANGES]:
-        text += wrap(
-            "  ", f"{fact}: {change}: {list_some(groups[change], 4, 'elements')}"
-        )
+        names = list_some(groups[change], _MAX_NAMES, "elements")
+        text += wrap("  ", f"{fact}: {change}: {names}")
     left = len(ordered) - _MAX_CHANGES
     return text + (f"       and {left} more of this kind\n" if left > 0 else "")
 

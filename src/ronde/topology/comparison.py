@@ -172,7 +172,7 @@ def _differences(
         now = {fact.name: fact for fact in second[other]}
         for was in first[name]:
             is_now = now.get(was.name)
-            if is_now and was.value and is_now.value and was != is_now:
+            if is_now and was.differs_from(is_now):
                 yield Difference(
                     name,
                     other,

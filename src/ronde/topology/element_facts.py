@@ -13,6 +13,7 @@ from ronde.topology.paths.speeds import (
 )
 
 _GIB = 2**30
+_NEARLY = 0.02
 _GDR = {0: "off", 1: "on"}
 
 
@@ -23,11 +24,21 @@ class Fact(NamedTuple):
         name: For people: ``PCI link``.
         value: Empty where nothing is told.
         gb_per_s: NCCL's figure where it is a bandwidth; else 0.
+        amount: Of what is never quite alike; else 0.
     """
 
     name: str
     value: str
     gb_per_s: float = 0.0
+    amount: float = 0.0
+
+    def differs_from(self, other: "Fact") -> bool:
+        """Return whether both are told, and not alike or nearly so."""
+        if not self.value or not other.value:
+            return False
+        if self.amount and other.amount:
+            return abs(self.amount - other.amount) > _NEARLY * self.amount
+        return self != other
 
 
 def gpu_facts(host: HostTopology) -> dict[str, tuple[Fact, ...]]:
@@ -67,14 +78,8 @@ def node_facts(host: HostTopology) -> dict[str, tuple[Fact, ...]]:
     """Return what is told of each NUMA node, by name."""
     return {
         node.name: (
-            Fact(
-                "CPUs",
-                f"{len(node.cpus)}: {format_list(node.cpus)}" if node.cpus else "",
-            ),
-            Fact(
-                "memory",
-                f"{node.memory_bytes / _GIB:.3g} GiB" if node.memory_bytes > 0 else "",
-            ),
+            Fact("CPUs", _cpus(node.cpus)),
+            _memory(node.memory_bytes),
             Fact("processor", _processor(node.vendor, node.family, node.model)),
             Fact(
                 "distances",
@@ -139,6 +144,16 @@ def _link(device: PciDevice) -> str:
 
 def _told_rate(device: PciDevice) -> float:
     return pci_gb_per_s(device) if _link(device) else 0.0
+
+
+def _cpus(cpus: tuple[int, ...]) -> str:
+    return f"{len(cpus)} ({format_list(cpus)})" if cpus else ""
+
+
+def _memory(size_bytes: int) -> Fact:
+    if size_bytes <= 0:
+        return Fact("memory", "")
+    return Fact("memory", f"{size_bytes / _GIB:.1f} GiB", amount=size_bytes)
 
 
 def _processor(vendor: str, family: int, model: int) -> str:
