@@ -1,0 +1,63 @@
+"""Files of NCCL's log -> what they say.
+
+They are read in pieces, so that a log of any size takes bounded memory.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO
+
+from ronde.topology.nccl_log.collector import Collector
+from ronde.topology.nccl_log.jobs import make_jobs
+from ronde.topology.nccl_log.log import NcclLog
+from ronde.topology.nccl_log.messages import MAX_LINE_CHARS, MessageReader
+
+_PIECE_BYTES = 1 << 20
+
+
+def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
+    """Return what one log says that lies in one file or in several.
+
+    Args:
+        files: Open, each read once from where it stands to its end.
+
+    Raises:
+        OSError: One cannot be read.
+    """
+    collector = Collector()
+    total = [0, 0, 0]
+    for file in files:
+        # Lines break inside each other within a file alone.
+        reader = MessageReader()
+        for line in _lines(file):
+            for message in reader.feed(line):
+                collector.take(message)
+        reader.end()
+        counts = (reader.num_lines, reader.num_mended, reader.num_lost)
+        total = [sum(pair) for pair in zip(total, counts, strict=True)]
+    collector.end()
+    return NcclLog(
+        jobs=make_jobs(collector),
+        loose_versions=tuple(collector.loose_versions),
+        num_lines=total[0],
+        num_messages=collector.num_messages,
+        num_mended=total[1],
+        num_lost=total[2],
+        num_left_out=collector.num_left_out + collector.starts.num_left_out,
+    )
+
+
+def _lines(file: BinaryIO) -> Iterator[str]:
+    """Yield lines without their ends; of one without end the beginning alone."""
+    rest = ""
+    while piece := file.read(_PIECE_BYTES):
+        # What is no UTF-8, or is cut by a piece's end, stands as replacement
+        # characters: no field of NCCL's that is read here holds any.
+        first, *others = piece.decode(errors="replace").split("\n")
+        if not others:
+            rest = (rest + first)[:MAX_LINE_CHARS]
+            continue
+        yield rest + first
+        *lines, rest = others
+        yield from lines
+    if rest:
+        yield rest
