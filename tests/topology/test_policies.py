@@ -60,7 +60,7 @@ RUNS = [
 
 def test_no_case_was_lost():
     others = CASES["compare_narrowest"], CASES["max_of_min_affinity_counts"]
-    # Common cases 4, of best-effort and restricted 8, by options 1 and 2, of one node 6.
+    # Common 4, best-effort and restricted 8, by options 1 and 2, one node 6.
     assert len(RUNS) == 2 * (4 + 8 + 1) + 2 * (4 + 8 + 2) + (4 + 6)
     assert [len(each) for each in others] == [12, 3]
 

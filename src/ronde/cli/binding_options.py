@@ -9,9 +9,11 @@ from ronde.errors import UsageError
 if TYPE_CHECKING:
     from ronde.launch.placement.rank_placement import PlacementRequest
 
+_RELAXED = "best-effort"
+
 
 def add_binding_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--bind`` and ``--gpu-view``."""
+    """Add ``--bind``, ``--bind-policy`` and ``--gpu-view``."""
     add = parser.add_argument
     add(
         "--bind",
@@ -20,6 +22,15 @@ def add_binding_options(parser: argparse.ArgumentParser) -> None:
         help="bind each rank to cores: core (own ones near its GPU, else an even part "
         "of all), numa (the memory node near its GPU), auto (what helps there) or none "
         "(the default)",
+    )
+    add(
+        "--bind-policy",
+        metavar="POLICY",
+        default=_RELAXED,
+        help="what becomes of a rank whose cores and GPU are not near the same memory: "
+        "best-effort starts it all the same (the default), restricted starts nothing "
+        "unless its cores need several memory nodes anyway, single-numa-node starts "
+        "nothing",
     )
     add(
         "--gpu-view",
@@ -40,16 +51,25 @@ def read_placement(options: argparse.Namespace) -> "PlacementRequest | None":
     Raises:
         UsageError: A word is none that there is.
     """
-    if (options.bind, options.gpu_view, options.dry_run) == ("none", "all", False):
+    asked = (options.bind, options.gpu_view, options.bind_policy, options.dry_run)
+    if asked == ("none", "all", _RELAXED, False):
         return None
     # Imported where they are needed: a job that is not bound must start at once.
     from ronde.launch.placement.binding import BindMode
     from ronde.launch.placement.devices import GpuView
     from ronde.launch.placement.rank_placement import PlacementRequest
+    from ronde.topology.placement.policies import Policy
 
+    policies = [policy for policy in Policy if policy is not Policy.NONE]
+    policy = _one_of("--bind-policy", options.bind_policy, policies)
+    if options.bind == "none" and policy != _RELAXED:
+        raise UsageError(
+            f"--bind-policy {policy} must come with --bind core, numa or auto, got "
+            f"--bind none. Type: --bind numa --bind-policy {policy}"
+        )
     mode = _one_of("--bind", options.bind, list(BindMode))
     view = _one_of("--gpu-view", options.gpu_view, list(GpuView))
-    return PlacementRequest(BindMode(mode), GpuView(view))
+    return PlacementRequest(BindMode(mode), GpuView(view), Policy(policy))
 
 
 def _one_of(option: str, word: str, words: Sequence[str]) -> str:

@@ -6,6 +6,10 @@ from enum import StrEnum
 
 from ronde.launch.slots import usable_cores
 from ronde.topology.machine import UNKNOWN_NODE, Core, Gpu, Machine
+from ronde.topology.placement.machine_supply import supply_of_machine
+from ronde.topology.placement.placing import RankPlace, place
+from ronde.topology.placement.policies import Policy
+from ronde.topology.placement.request import MOST_NODES, Request
 
 
 class BindMode(StrEnum):
@@ -43,17 +47,14 @@ class Binding:
     has_enough: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Cores that some ranks divide among them."""
-
-    cores: tuple[Core, ...]
-    local_ranks: tuple[int, ...]
-    name: str
-
-
 def bind(
-    machine: Machine, num_ranks: int, mode: BindMode, gpus: Sequence[Gpu | None]
+    machine: Machine,
+    num_ranks: int,
+    mode: BindMode,
+    gpus: Sequence[Gpu | None],
+    *,
+    policy: Policy = Policy.BEST_EFFORT,
+    host: str = "",
 ) -> tuple[Binding, ...]:
     """Bind all ranks of a host.
 
@@ -67,20 +68,29 @@ def bind(
         num_ranks: Ranks of the host.
         mode: How.
         gpus: Each rank's own, or None; as many as there are ranks.
+        policy: What becomes of a rank whose cores and GPU are not near the same memory.
+        host: Name of the machine, for messages.
+
+    Raises:
+        PlacementError: The policy refuses a rank, whether it would be bound or not.
     """
+    # It refuses nobody and leaves the parts as they are: no set of memory nodes, of
+    # which a large host has too many, need be tried.
+    if policy is Policy.BEST_EFFORT or mode is BindMode.NONE:
+        policy = Policy.NONE
+    wanted = Request(num_ranks, policy=policy, max_numa_nodes=MOST_NODES)
+    places = place(supply_of_machine(machine, gpus, host), wanted)
     obstacle = _obstacle(machine, num_ranks, mode, gpus)
     if obstacle:
         share = max(1, usable_cores(machine) // num_ranks)
         return (Binding((), UNKNOWN_NODE, share, obstacle),) * num_ranks
     if mode is BindMode.AUTO:
         mode = BindMode.NUMA if all(gpus) else BindMode.CORE
-    bindings: dict[int, Binding] = {}
-    for part in _parts(machine.cores, num_ranks, gpus):
-        bound = _wide(part) if mode is BindMode.NUMA else _narrow(part)
-        bindings |= dict(zip(part.local_ranks, bound, strict=True))
-    return tuple(
-        _finished(bindings[rank], machine, num_ranks) for rank in range(num_ranks)
-    )
+    if mode is BindMode.NUMA:
+        bindings = _wide(machine.cores, places)
+    else:
+        bindings = [_narrow(each) for each in places]
+    return tuple(_finished(binding, machine, num_ranks) for binding in bindings)
 
 
 def _obstacle(
@@ -120,21 +130,6 @@ def _obstacle(
     return next((text for is_there, text in obstacles if is_there), "")
 
 
-def _parts(
-    cores: tuple[Core, ...], num_ranks: int, gpus: Sequence[Gpu | None]
-) -> list[_Part]:
-    """Return what is divided among whom: each GPU's memory node, else everything."""
-    near = [UNKNOWN_NODE if gpu is None else gpu.node for gpu in gpus]
-    if not _all_near({core.node for core in cores}, gpus):
-        return [_Part(cores, tuple(range(num_ranks)), _counted(len(cores)))]
-    parts: list[_Part] = []
-    for node in sorted(set(near)):
-        own = tuple(core for core in cores if core.node == node)
-        ranks = tuple(rank for rank in range(num_ranks) if near[rank] == node)
-        parts.append(_Part(own, ranks, f"{_counted(len(own))} near GPU"))
-    return parts
-
-
 def _all_near(nodes: set[int], gpus: Sequence[Gpu | None]) -> bool:
     return all(
         gpu is not None and gpu.node != UNKNOWN_NODE and gpu.node in nodes
@@ -142,37 +137,40 @@ def _all_near(nodes: set[int], gpus: Sequence[Gpu | None]) -> bool:
     )
 
 
-def _narrow(part: _Part) -> list[Binding]:
-    """Divide a part's cores in blocks, the low ranks' one core larger."""
-    num_ranks = len(part.local_ranks)
-    if len(part.cores) < num_ranks:
-        why = f"{num_ranks} ranks share {part.name}"
-        return [_on(part.cores, 1, why, has_enough=False)] * num_ranks
-    why = f"1/{num_ranks} of {part.name}" if num_ranks > 1 else part.name
-    return [_on(block, len(block), why) for block in _blocks(part.cores, num_ranks)]
+def _narrow(rank_place: RankPlace) -> Binding:
+    """Give a rank the cores that are its part."""
+    cores = rank_place.cores
+    num_ranks, name = _part(rank_place)
+    if not rank_place.has_enough:
+        why = f"{num_ranks} ranks share {name}"
+        return _on(cores, 1, why, has_enough=False)
+    why = f"1/{num_ranks} of {name}" if num_ranks > 1 else name
+    return _on(cores, len(cores), why)
 
 
-def _wide(part: _Part) -> list[Binding]:
-    """Give each rank the whole memory node that most of its block is near to."""
-    num_ranks, total = len(part.local_ranks), len(part.cores)
-    middles = [(2 * n + 1) * total // (2 * num_ranks) for n in range(num_ranks)]
-    homes = [part.cores[middle].node for middle in middles]
+def _wide(cores: Sequence[Core], places: Sequence[RankPlace]) -> list[Binding]:
+    """Give each rank the whole memory node that its part lies in the middle of."""
+    homes = [each.home for each in places]
     bindings: list[Binding] = []
-    for home in homes:
-        cores = tuple(core for core in part.cores if core.node == home)
-        why = f"memory node near 1/{num_ranks} of {part.name}"
-        bindings.append(_on(cores, len(cores) // homes.count(home), why))
+    for each in places:
+        own = [core for core in cores if core.node == each.home]
+        num_ranks, name = _part(each)
+        why = f"memory node near 1/{num_ranks} of {name}"
+        bindings.append(_on(own, len(own) // homes.count(each.home), why))
     return bindings
 
 
-def _blocks(cores: tuple[Core, ...], num_blocks: int) -> list[tuple[Core, ...]]:
-    size, extra = divmod(len(cores), num_blocks)
-    starts = [n * size + min(n, extra) for n in range(num_blocks + 1)]
-    return [cores[starts[n] : starts[n + 1]] for n in range(num_blocks)]
+def _part(rank_place: RankPlace) -> tuple[int, str]:
+    """Return how many ranks divide what, in words."""
+    if rank_place.share is None:
+        raise AssertionError("ranks are bound to even parts")
+    part = rank_place.share.part
+    near = " near GPU" if part.is_near_gpu else ""
+    return len(part.ranks), _counted(len(part.cores)) + near
 
 
 def _on(
-    cores: tuple[Core, ...], num_cores: int, why: str, *, has_enough: bool = True
+    cores: Sequence[Core], num_cores: int, why: str, *, has_enough: bool = True
 ) -> Binding:
     cpus = tuple(sorted(cpu for core in cores for cpu in core.cpus))
     nodes = {core.node for core in cores}

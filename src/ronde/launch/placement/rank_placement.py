@@ -10,6 +10,7 @@ from ronde.launch.placement.nearness import nearest_nics
 from ronde.launch.placement.place import Place
 from ronde.topology.gpus import visible_gpus
 from ronde.topology.machine import Gpu, Machine
+from ronde.topology.placement.policies import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class PlacementRequest:
 
     mode: BindMode
     view: GpuView
+    policy: Policy = Policy.BEST_EFFORT
 
 
 UNPLACED = PlacementRequest(BindMode.NONE, GpuView.ALL)
@@ -55,6 +57,7 @@ def place_ranks(
 
     Raises:
         UsageError: There are not the GPUs that were asked for.
+        PlacementError: The policy refuses a rank.
     """
     seen = visible_gpus(machine.gpus, environ)
     gpus = choose_gpus(seen, host.gpus, host.said_at or host.name)
@@ -62,7 +65,9 @@ def place_ranks(
         gpus, num_ranks, request.view, is_choice=bool(host.gpus), host=host.name
     )
     own = [device.gpu for device in devices]
-    bindings = bind(machine, num_ranks, request.mode, own)
+    bindings = bind(
+        machine, num_ranks, request.mode, own, policy=request.policy, host=host.name
+    )
     nics = nearest_nics(own, machine.nics)
     places = tuple(
         Place(

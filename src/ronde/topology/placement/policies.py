@@ -4,7 +4,7 @@ The rules are those of the TopologyManager of Kubernetes, so that a plan made he
 what a cluster under the same policy would do.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -89,8 +89,8 @@ def merge(resources: Sequence[Sequence[Hint]], nodes: Nodes) -> Hint:
     A combination takes the nodes that all its hints have in common, and is preferred
     when all are and name the same nodes. Combinations are never listed, for eight nodes
     and four resources have billions: preferred ones exist exactly for masks that every
-    resource prefers, and of the others no more need be known than what is left in
-    common, which is one of few sets however it came about.
+    resource prefers, and of the others no more need be known than which sets of nodes
+    are what some combination has in common.
     """
     preferred = _agreed_masks(resources, nodes.all_mask)
     candidates = preferred or _common_masks(resources, nodes.all_mask)
@@ -163,9 +163,30 @@ def _agreed_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int
 
 
 def _common_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:
-    """Return what the hints of each combination have in common."""
-    common = {all_mask}
+    """Return what the hints of each combination have in common.
+
+    The number of combinations that have at least some nodes in common is a product over
+    the resources; of those that have just these, its differences. So it takes
+    ``n 2**n`` steps, however many hints there are.
+    """
+    ways = [1] * (all_mask + 1)
     for hints in resources:
-        masks = {all_mask if hint.mask is None else hint.mask for hint in hints}
-        common = {left & mask for left in common for mask in masks}
-    return common
+        counts = [0] * len(ways)
+        for mask in {all_mask if hint.mask is None else hint.mask for hint in hints}:
+            counts[mask] = 1
+        for low, high in _pairs(all_mask):
+            counts[low] += counts[high]
+        ways = [all_ways * count for all_ways, count in zip(ways, counts, strict=True)]
+    for low, high in _pairs(all_mask):
+        ways[low] -= ways[high]
+    return {mask for mask, num_ways in enumerate(ways) if num_ways}
+
+
+def _pairs(all_mask: int) -> Iterator[tuple[int, int]]:
+    """Yield each set without a node and the same with it, node by node."""
+    bit = 1
+    while bit <= all_mask:
+        for mask in range(all_mask + 1):
+            if not mask & bit:
+                yield mask, mask | bit
+        bit <<= 1

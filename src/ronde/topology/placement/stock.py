@@ -1,0 +1,172 @@
+"""What is left of a host while its ranks are placed, one after the other."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ronde.topology.machine import UNKNOWN_NODE, Core
+from ronde.topology.placement.hints import ANY, NOWHERE, Hint, counted_hints
+from ronde.topology.placement.supply import Device, Supply
+
+
+class Demand(NamedTuple):
+    """What one rank asks for, or several together.
+
+    Attributes:
+        gpus: Places of its GPUs in the supply.
+        num_cores: Physical cores.
+        own_cores: Those that it is to have and no others; empty where any will do.
+        num_nics: Adapters to be aligned.
+        memory_bytes: Memory.
+    """
+
+    gpus: tuple[int, ...] = ()
+    num_cores: int = 0
+    own_cores: tuple[Core, ...] = ()
+    num_nics: int = 0
+    memory_bytes: int = 0
+
+
+class Stock:
+    """What is left.
+
+    Args:
+        supply: All that there is.
+        is_nic_shared: Adapters are fewer than wanted, so that nobody has one alone.
+    """
+
+    def __init__(self, supply: Supply, *, is_nic_shared: bool) -> None:
+        self._supply = supply
+        self._is_nic_shared = is_nic_shared
+        self._cores = [list(node.cores) for node in supply.nodes]
+        self._free_bytes = [node.free_bytes for node in supply.nodes]
+        self._sets: dict[int, int] = {}
+        self._num_given = [0] * len(supply.nics)
+
+    def hints(self, demand: Demand) -> dict[str, tuple[Hint, ...]]:
+        """Return the hints of each resource that is asked for, at least one each."""
+        found: dict[str, tuple[Hint, ...]] = {}
+        if demand.gpus:
+            own = [self._supply.gpus[gpu] for gpu in demand.gpus]
+            found["gpu"] = self._device_hints(own, own, len(own))
+        if demand.num_nics:
+            nics = self._supply.nics
+            free = [nic for n, nic in enumerate(nics) if self._may_give(n)]
+            found["nic"] = self._device_hints(nics, free, demand.num_nics)
+        if demand.num_cores:
+            total = [len(node.cores) for node in self._supply.nodes]
+            found["cpu"] = counted_hints(
+                total, self._free_cores(demand), demand.num_cores
+            )
+        if demand.memory_bytes:
+            total = [node.memory_bytes for node in self._supply.nodes]
+            found["memory"] = counted_hints(
+                total, self._free_bytes, demand.memory_bytes, self._may_hold
+            )
+        return {name: hints or NOWHERE for name, hints in found.items()}
+
+    def free_texts(self, demand: Demand) -> dict[str, list[int]]:
+        """Return how much of cores and memory each node has left."""
+        return {"cpu": self._free_cores(demand), "memory": list(self._free_bytes)}
+
+    def take_cores(self, demand: Demand, order: Sequence[int]) -> tuple[Core, ...]:
+        """Give out cores, of one node where one has enough.
+
+        Args:
+            demand: How many, or which.
+            order: Nodes as the rank likes them best.
+        """
+        if demand.own_cores:
+            return demand.own_cores
+        wanted = demand.num_cores
+        whole = [bit for bit in order if len(self._cores[bit]) >= wanted]
+        taken: list[Core] = []
+        for bit in [*whole[:1], *order]:
+            num_more = wanted - len(taken)
+            taken += self._cores[bit][:num_more]
+            del self._cores[bit][:num_more]
+        return tuple(sorted(taken, key=lambda core: (core.node, core.cpus)))
+
+    def take_memory(self, wanted: int, mask: int, order: Sequence[int]) -> int:
+        """Set memory aside; return the nodes that it is on.
+
+        A set of several nodes serves only who has the same set, so that the kernel
+        never has to move one's memory for another's.
+
+        Args:
+            wanted: Bytes.
+            mask: Nodes it is to come from; more are added where they have too little.
+            order: Nodes as the rank likes them best, those of the mask first.
+        """
+        used = mask
+        left = wanted
+        for bit in order:
+            num_bytes = min(left, self._free_bytes[bit])
+            self._free_bytes[bit] -= num_bytes
+            left -= num_bytes
+            used |= bool(num_bytes) << bit
+        for bit in order:
+            if used >> bit & 1:
+                self._sets[bit] = used
+        return used
+
+    def take_nics(self, num_nics: int, gpus: Sequence[int], mask: int) -> list[int]:
+        """Give out the best adapters for a rank; none where nothing is known of any.
+
+        Nearest to its first GPU is best, then what was given out least.
+
+        Args:
+            num_nics: How many are to come from the mask's nodes; 0 for the nearest one,
+                wherever that is.
+            gpus: The rank's.
+            mask: Nodes.
+        """
+        near = self._supply.nearness
+        own = gpus[0] if gpus else -1
+        if num_nics:
+            candidates = [n for n in range(len(self._num_given)) if self._may_give(n)]
+        else:
+            candidates = [n for n in range(len(self._num_given)) if (own, n) in near]
+
+        def badness(nic: int) -> tuple[object, ...]:
+            told = near.get((own, nic))
+            bit = self._supply.bit_of(self._supply.nics[nic].node)
+            is_outside = bit is not None and not mask >> bit & 1
+            order = told.order if told else ()
+            is_untold = told is None
+            load = self._num_given[nic]
+            return (bool(num_nics) and is_outside, is_untold, order, load, nic)
+
+        best = sorted(candidates, key=badness)[: num_nics or 1]
+        for nic in best:
+            self._num_given[nic] += 1
+        return best
+
+    def _may_give(self, nic: int) -> bool:
+        return self._is_nic_shared or not self._num_given[nic]
+
+    def _may_hold(self, mask: int) -> bool:
+        return all(
+            self._sets.get(bit, mask) == mask
+            for bit in range(mask.bit_length())
+            if mask >> bit & 1
+        )
+
+    def _free_cores(self, demand: Demand) -> list[int]:
+        if not demand.own_cores:
+            return [len(cores) for cores in self._cores]
+        own = Counter(core.node for core in demand.own_cores)
+        return [own[node.number] for node in self._supply.nodes]
+
+    def _device_hints(
+        self, all_devices: Iterable[Device], free: Iterable[Device], wanted: int
+    ) -> tuple[Hint, ...]:
+        """Return hints for devices; nobody knows better where one is not placed."""
+        told = list(all_devices)
+        if any(device.node == UNKNOWN_NODE for device in told):
+            return ANY
+        return counted_hints(self._counts(told), self._counts(free), wanted)
+
+    def _counts(self, devices: Iterable[Device]) -> list[int]:
+        of_node = Counter(device.node for device in devices)
+        return [of_node[node.number] for node in self._supply.nodes]
