@@ -1,0 +1,154 @@
+"""How near GPUs and network adapters are, in the words of ``nvidia-smi topo -m``."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ronde.topology.cpu_sets import format_list
+from ronde.topology.graph import (
+    NVSWITCH,
+    UNKNOWN,
+    HostTopology,
+    LinkKind,
+    PciDevice,
+)
+from ronde.topology.paths.pci_tree import adapter_name, find_numa_numbers
+
+UNTOLD = "?"
+"""The word for a pair of which no source tells anything."""
+
+_FAR_WORDS = ("PHB", "NODE")
+
+
+class ClassTable(NamedTuple):
+    """A word for each pair of GPUs and adapters of a host.
+
+    Attributes:
+        names: Of GPUs by number, then of ports, as in the graph.
+        labels: ``GPU0``, ``NIC0``, one each.
+        titles: What the labels of ports stand for, such as ``mlx5_0``.
+        words: A row each, and in it a word each: ``X``, ``NV18``, ``PIX``, ``PXB``,
+            ``PHB``, ``NODE``, ``SYS``, AMD's ``XGMI``, or ``UNTOLD``. ``PHB`` may be
+            ``NODE`` where no source knows the host bridges.
+        cpus: The CPUs near each, as a list: ``0-47,96-143``; empty where not told.
+        nodes: The NUMA node of each; empty where not told.
+    """
+
+    names: tuple[str, ...]
+    labels: tuple[str, ...]
+    titles: tuple[str, ...]
+    words: tuple[tuple[str, ...], ...]
+    cpus: tuple[str, ...]
+    nodes: tuple[str, ...]
+
+
+def classify(host: HostTopology) -> ClassTable:
+    """Return the words for all GPUs and adapters of a host.
+
+    They follow from its PCI tree and NVLinks, and from what a source says of the pair
+    where there is no tree. Ports that are neither on the bus nor in such a source have
+    none, as they are no hardware.
+    """
+    gpus = tuple(each.name for each in sorted(host.gpus, key=lambda gpu: gpu.number))
+    related = {name for each in host.relations for name in (each.source, each.target)}
+    ports = [each for each in host.ports if each.bus_id or each.name in related]
+    names = tuple(dict.fromkeys([*gpus, *(each.name for each in ports)]))
+    pairs = _Pairs(host)
+    numbers = [pairs.numa_number(name) for name in names]
+    cpus = {each.number: format_list(each.cpus) for each in host.numa_nodes}
+    num_gpus = len(set(gpus))
+    return ClassTable(
+        names=names,
+        labels=tuple(
+            f"GPU{place}" if place < num_gpus else f"NIC{place - num_gpus}"
+            for place in range(len(names))
+        ),
+        titles=tuple(name.removeprefix("net/") for name in names[num_gpus:]),
+        words=tuple(tuple(pairs.word(a, b) for b in names) for a in names),
+        cpus=tuple(cpus.get(number, "") for number in numbers),
+        nodes=tuple("" if number == UNKNOWN else str(number) for number in numbers),
+    )
+
+
+class _Pairs:
+    """Tells of any two elements of a host how near they are."""
+
+    def __init__(self, host: HostTopology) -> None:
+        self._devices = {each.bus_id: each for each in host.devices}
+        self._adapters = {each.name: adapter_name(each) for each in host.ports}
+        self._numbers = find_numa_numbers(host)
+        self._listed = {each.number for each in host.numa_nodes}
+        self._links: dict[tuple[str, str], int] = {}
+        self._peers: set[tuple[str, str]] = set()
+        self._relations: dict[frozenset[str], str] = {}
+        for each in host.relations:
+            if each.path:
+                self._relations[frozenset((each.source, each.target))] = each.path
+        gpus = {each.name for each in host.gpus}
+        for link in host.links:
+            target = link.target if link.target in gpus else NVSWITCH
+            ends = (link.source, target)
+            if link.kind == LinkKind.NVLINK and link.target != link.source:
+                self._links[ends] = self._links.get(ends, 0) + link.num_links
+            elif link.kind == LinkKind.XGMI:
+                self._peers.add(ends)
+
+    def numa_number(self, name: str) -> int:
+        return self._numbers.get(self._adapters.get(name, name), UNKNOWN)
+
+    def word(self, one: str, other: str) -> str:
+        if one == other:
+            return "X"
+        return (
+            self._nvlink_word(one, other)
+            or self._pci_word(one, other)
+            or self._relations.get(frozenset((one, other)))
+            or self._numa_word(one, other)
+        )
+
+    def _nvlink_word(self, one: str, other: str) -> str:
+        if (one, other) in self._peers or (other, one) in self._peers:
+            return "XGMI"
+        both = (
+            self._links.get((one, NVSWITCH), 0),
+            self._links.get((other, NVSWITCH), 0),
+        )
+        count = max(self._links.get((one, other), 0), min(both))
+        return f"NV{count}" if count > 0 else ""
+
+    def _pci_word(self, one: str, other: str) -> str:
+        """Return the word that the PCI tree tells, empty where there is none."""
+        ends = self._adapters.get(one, one), self._adapters.get(other, other)
+        chains = [list(self._chain(name)) for name in ends]
+        if not all(chains):
+            return ""
+        if ends[0] == ends[1] or _bus_of(ends[0]) == _bus_of(ends[1]):
+            return "PIX"
+        above = [each.bus_id for each in chains[1][1:]]
+        for place, bridge in enumerate(chains[0][1:]):
+            if bridge.bus_id in above:
+                num_bridges = place + above.index(bridge.bus_id) + 1
+                return "PIX" if num_bridges == 1 else "PXB"
+        word = self._numa_word(one, other)
+        said = self._relations.get(frozenset((one, other)), "")
+        # Which host bridges there are, only the driver knows.
+        return said if word == "PHB" and said in _FAR_WORDS else word
+
+    def _numa_word(self, one: str, other: str) -> str:
+        numbers = self.numa_number(one), self.numa_number(other)
+        if UNKNOWN in numbers and UNKNOWN not in self._listed:
+            return UNTOLD
+        return "PHB" if numbers[0] == numbers[1] else "SYS"
+
+    def _chain(self, name: str) -> Iterator[PciDevice]:
+        """Yield a device and those above it."""
+        device = self._devices.get(name)
+        seen: set[str] = set()
+        while device and device.bus_id not in seen:
+            seen.add(device.bus_id)
+            yield device
+            device = self._devices.get(device.parent)
+
+
+def _bus_of(address: str) -> str:
+    """Return domain and bus of an address, which all that is on the bus share."""
+    return address.rpartition(":")[0]
