@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import permutations
+from typing import NamedTuple
 
 from ronde.topology.graph import UNKNOWN, GpuDevice, HostTopology
 from ronde.topology.limits.formulas import Layout
@@ -15,7 +16,27 @@ from ronde.topology.paths.speeds import smp_gb_per_s
 _SM_OF_NVLS = 90
 
 
-def world_of(host: HostTopology, num_nodes: int, ranks_per_node: int) -> World:
+class Given(NamedTuple):
+    """Rates that the user knows better than the source.
+
+    Attributes:
+        network_gb_per_s: All network links of a node together; None looks at the host.
+        gpu_gb_per_s: The way out of each GPU; None looks at the host.
+    """
+
+    network_gb_per_s: float | None = None
+    gpu_gb_per_s: float | None = None
+
+
+_NOTHING_GIVEN = Given()
+
+
+def world_of(
+    host: HostTopology,
+    num_nodes: int,
+    ranks_per_node: int,
+    given: Given = _NOTHING_GIVEN,
+) -> World:
     """Return the world of ranks on nodes that are like a host.
 
     Where a node has GPUs, rank i of it has GPU i; more ranks than GPUs share them, and
@@ -25,15 +46,17 @@ def world_of(host: HostTopology, num_nodes: int, ranks_per_node: int) -> World:
         host: One of the nodes.
         num_nodes: At least 1.
         ranks_per_node: At least 1.
+        given: What the host is not asked.
     """
     layout = Layout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
-    world = World(layout, has_gpus=bool(host.gpus))
+    world = World(layout, has_gpus=bool(host.gpus) or given.gpu_gb_per_s is not None)
     if num_nodes > 1:
-        rates = network_rates(host)
-        world = world._replace(network=rates.network, path=rates.path)
-        world = _without(world, rates.remark)
+        world = _with_network(world, host, given)
     if ranks_per_node == 1:
         return world
+    if given.gpu_gb_per_s is not None:
+        link = f"as given, {given.gpu_gb_per_s:.4g} GB/s a GPU"
+        return world._replace(gpu=Rate(link, given.gpu_gb_per_s), has_nvls=True)
     if not host.gpus:
         why = "what memory carries is to be measured: ronde bench --limit does"
         return _without(world, why)
@@ -44,17 +67,39 @@ def world_of(host: HostTopology, num_nodes: int, ranks_per_node: int) -> World:
 
 
 def slowest(worlds: Sequence[World]) -> World:
-    """Return of worlds that differ in their host alone the one that is slowest.
+    """Return the world where each link is the slowest of all nodes'.
 
     Args:
-        worlds: At least one.
+        worlds: At least one, of one layout.
     """
+    first = worlds[0]
+    rates = {
+        name: min(
+            (rate for world in worlds if (rate := getattr(world, name)) is not None),
+            key=_gb_per_s,
+            default=None,
+        )
+        for name in ("network", "path", "gpu", "islands")
+    }
+    return first._replace(
+        **rates,
+        has_gpus=any(world.has_gpus for world in worlds),
+        has_nvls=all(world.has_nvls for world in worlds),
+        unknown=tuple(dict.fromkeys(why for world in worlds for why in world.unknown)),
+    )
 
-    def order(world: World) -> tuple[float, ...]:
-        rates = (world.network, world.gpu)
-        return tuple(rate.gb_per_s if rate else float("inf") for rate in rates)
 
-    return min(worlds, key=order)
+def _gb_per_s(of: Rate | Islands) -> float:
+    return of.way_out.gb_per_s if isinstance(of, Islands) else of.gb_per_s
+
+
+def _with_network(world: World, host: HostTopology, given: Given) -> World:
+    if given.network_gb_per_s is not None:
+        link = f"as given, {given.network_gb_per_s:.4g} GB/s"
+        return world._replace(network=Rate(link, given.network_gb_per_s))
+    rates = network_rates(host)
+    world = world._replace(network=rates.network, path=rates.path)
+    return _without(world, rates.remark)
 
 
 def _with_gpus(world: World, host: HostTopology) -> World:
@@ -109,8 +154,9 @@ def _alone(host: HostTopology, gpus: Sequence[GpuDevice], pcie: Figures) -> Rate
 
 
 def _together(pcie: Figures, num_gpus: int) -> Rate:
-    name = f"PCIe, {pcie.theory:.4g} GB/s a GPU of {num_gpus} with direct links"
-    return Rate(name, pcie.theory * num_gpus, pcie.practical * num_gpus)
+    theory = pcie.theory * num_gpus
+    name = f"PCIe of {num_gpus} GPUs that have direct links, {theory:.4g} GB/s"
+    return Rate(name, theory, pcie.practical * num_gpus)
 
 
 def _without(world: World, reason: str) -> World:
