@@ -1,0 +1,174 @@
+"""What NVML says becomes a graph, and that it says nothing is no error."""
+
+import re
+import sys
+from collections import Counter
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from ronde.topology.graph import NVSWITCH, UNKNOWN, GpuDevice, Link, LinkKind, Relation
+from ronde.topology.probes import nvml
+from ronde.topology.probes.nccl_topology import NcclTopologyProbe
+from ronde.topology.probes.nvml import NoNvmlError, open_nvml, read_nvml
+from ronde.topology.probes.nvml_answers import (
+    PCI_SPEEDS,
+    GpuAnswers,
+    Remote,
+    graph_of,
+)
+from ronde.topology.probes.probe import Saved
+
+SAMPLES = Path(__file__).parent / "samples"
+HAS_DRIVER = Path("/proc/driver/nvidia").exists()
+GPU, SWITCH, NOBODY = 0, 2, 255
+
+
+def test_a_module_that_is_not_there_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    host, notices = read_nvml()
+    assert host is None
+    assert [notice[:44] for notice in notices] == [
+        "NVML can only be asked with nvidia-ml-py: pi"
+    ]
+
+
+@pytest.mark.skipif(HAS_DRIVER, reason="there is a driver of NVIDIA's")
+def test_a_driver_that_is_not_there_is_one_line():
+    pytest.importorskip("pynvml")
+    host, (notice,) = read_nvml()
+    assert host is None
+    assert notice.startswith("NVML does not answer: ")
+    with pytest.raises(NoNvmlError), open_nvml():
+        pytest.fail("it was opened")
+
+
+@pytest.mark.skipif(not HAS_DRIVER, reason="there is no driver of NVIDIA's")
+def test_a_driver_tells_of_its_gpus():
+    host, notices = read_nvml()
+    assert host is not None
+    assert notices == ()
+    for gpu in host.gpus:
+        assert re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:00\.0", gpu.bus_id)
+        assert gpu.uuid.startswith("GPU-")
+        assert gpu.sm >= 50
+
+
+def test_all_that_is_asked_exists():
+    pynvml = pytest.importorskip("pynvml")
+    source = Path(nvml.__file__).read_text()
+    asked = re.findall(r'nvml\.(\w+)|"(nvml\w+)"', source)
+    names = {one or other for one, other in asked}
+    assert len(names) > 12
+    assert [name for name in names if not hasattr(pynvml, name)] == []
+
+
+def test_links_are_those_of_the_file_that_nccl_wrote_there():
+    path = SAMPLES / "nccl_topo" / "perlmutter_a100_4x_slingshot_nccl2.29.7.xml"
+    (told,) = NcclTopologyProbe().read(Saved(path.name, path.read_bytes())).hosts
+    addresses = [gpu.bus_id for gpu in told.gpus]
+    gpus = [
+        GpuAnswers(
+            # NVML writes the domain with eight digits, and capital letters.
+            address=f"0000{address}".upper(),
+            sm=80,
+            nvlinks=tuple(
+                Remote(GPU, f"0000{other}".upper())
+                for _ in range(4)
+                for other in addresses
+                if other != address
+            ),
+        )
+        for address in addresses
+    ]
+    host = graph_of(gpus, {})
+    assert Counter(host.links) == Counter(told.links)
+    assert len(host.links) == 12
+    assert [gpu.bus_id for gpu in host.gpus] == addresses
+
+
+def test_a_device_is_told_in_the_words_of_the_kernel():
+    answers = GpuAnswers(
+        "00000000:1B:00.0",
+        title="NVIDIA H100",
+        uuid="GPU-1",
+        sm=90,
+        ids=0x233010DE,
+        subsystem_ids=0x16C110DE,
+        generation=5,
+        width=16,
+        node=1,
+    )
+    host = graph_of([answers], {})
+    assert host.gpus == (
+        GpuDevice("0000:1b:00.0", 0, sm=90, title="NVIDIA H100", uuid="GPU-1"),
+    )
+    (device,) = host.devices
+    assert (device.vendor, device.device) == (0x10DE, 0x2330)
+    assert (device.subsystem_vendor, device.subsystem_device) == (0x10DE, 0x16C1)
+    assert (device.speed_now, device.width_now) == ("32.0 GT/s PCIe", 16)
+    assert (device.bus_id, device.node) == ("0000:1b:00.0", 1)
+    assert (device.speed, device.width) == ("", UNKNOWN)
+
+
+def test_nothing_told_is_nothing_known():
+    (device,) = graph_of([GpuAnswers("00000000:1B:00.0")], {}).devices
+    assert device._replace(bus_id="") == type(device)("")
+    nameless = graph_of([GpuAnswers("")], {})
+    assert (nameless.gpus, nameless.devices) == ((GpuDevice("", 0),), ())
+
+
+@pytest.mark.parametrize("address", ["", "FFFFFFFF:FF:FF.0", "0FFFFFFF:FF:FF.0"])
+def test_switches_that_cannot_be_seen_are_one(address):
+    gpu = GpuAnswers("00000000:1B:00.0", nvlinks=(Remote(SWITCH, address),) * 18)
+    (link,) = graph_of([gpu], {}).links
+    assert link == Link(
+        LinkKind.NVLINK, "0000:1b:00.0", NVSWITCH, 18, target_class=0x068000
+    )
+
+
+def test_switches_that_can_be_seen_are_told_apart():
+    remotes = [Remote(SWITCH, f"00000000:C{n}:00.0") for n in (4, 5, 4, 5, 6, 6)]
+    gpu = GpuAnswers("00000000:1B:00.0", nvlinks=tuple(remotes))
+    links = graph_of([gpu], {}).links
+    assert [(link.target, link.num_links) for link in links] == [
+        ("0000:c4:00.0", 2),
+        ("0000:c5:00.0", 2),
+        ("0000:c6:00.0", 2),
+    ]
+
+
+def test_links_to_nobody_knows_where_are_a_remark():
+    gpu = GpuAnswers("00000000:1B:00.0", nvlinks=(Remote(NOBODY, ""),) * 4)
+    host = graph_of([gpu], {})
+    assert host.links == ()
+    assert host.remarks == ("NVML does not tell where 4 NVLinks of 0000:1b:00.0 lead.",)
+
+
+def test_links_to_the_processor_add_up():
+    gpu = GpuAnswers("00000009:01:00.0", node=0, c2c_mb_per_s=(44712,) * 10)
+    (link,) = graph_of([gpu], {}).links
+    assert link == Link(LinkKind.C2C, "0009:01:00.0", "numa/0", 10, 447.12)
+
+
+def test_access_to_memory_is_told_in_nvidia_smis_words():
+    addresses = ["00000000:1B:00.0", "00000000:43:00.0"]
+    peers = dict.fromkeys(permutations(range(2), 2), 0) | {(1, 0): 5}
+    host = graph_of([GpuAnswers(address) for address in addresses], peers)
+    assert host.relations == (
+        Relation("0000:1b:00.0", "0000:43:00.0", peer="OK"),
+        Relation("0000:43:00.0", "0000:1b:00.0", peer="NS"),
+    )
+    assert graph_of([GpuAnswers(a) for a in addresses], {(0, 1): -1}).relations == ()
+
+
+def test_speeds_are_those_that_are_known():
+    assert [float(speed.split()[0]) for speed in PCI_SPEEDS.values()] == [
+        2.5,
+        5,
+        8,
+        16,
+        32,
+        64,
+    ]
