@@ -1,5 +1,7 @@
 """The network of a host, put together in NCCL's order."""
 
+from collections.abc import Iterator
+
 from ronde.topology.graph import (
     NVSWITCH,
     UNKNOWN,
@@ -36,9 +38,9 @@ _END_CLASSES = (*_GPU_CLASSES, 0x02)
 def build_network(host: HostTopology, rules: NcclRules) -> Network:
     """Return the network of a host.
 
-    What has no PCI device hangs at its NUMA node, as if by PCIe 3, and without one at a
-    node of number -1, unless there is but one. Of elements with the same name the first
-    counts.
+    What has no PCI device hangs at its NUMA node, as if by PCIe 3. PCI devices without
+    NUMA node are at one of number -1, as in NCCL, and all else without one at none. Of
+    elements with the same name the first counts.
     """
     builder = _Builder(host, rules)
     builder.add_processors()
@@ -59,10 +61,7 @@ class _Builder:
         self._parents = join_switches(host.devices, rules)
         self._numbers = find_numa_numbers(host)
         self._gpus = {each.name: each for each in reversed(host.gpus)}
-        # By the devices' order, which is that of NCCL's files; the graph's is sorted.
-        known = {each.number: each for each in host.numa_nodes}
-        numbers = [*self._numbers.values(), *known] or [UNKNOWN]
-        self._nodes = {n: known.get(n) or NumaNode(n) for n in numbers}
+        self._nodes = {node.number: node for node in self._order_nodes()}
 
     def add_processors(self) -> None:
         for node in self._nodes.values():
@@ -106,6 +105,18 @@ class _Builder:
                     speed = smp_gb_per_s(node, other, self._rules)
                     self.draft.connect(node.name, other.name, PathKind.SYS, speed)
 
+    def _order_nodes(self) -> Iterator[NumaNode]:
+        """Yield the NUMA nodes by the devices' order, that of NCCL's files."""
+        known = {each.number: each for each in self._host.numa_nodes}
+        devices = {each.bus_id for each in self._host.devices}
+        numbers = [n for name, n in self._numbers.items() if name in devices]
+        numbers += [n for n in self._numbers.values() if n != UNKNOWN]
+        numbers += known
+        # Where no source tells any, that all are near one another would be a guess.
+        if known or any(n != UNKNOWN for n in numbers):
+            for number in dict.fromkeys(numbers):
+                yield known.get(number) or NumaNode(number)
+
     def _add_gpu(self, device: PciDevice) -> None:
         name = device.bus_id
         if not self._rules.has_device_vertex:
@@ -146,7 +157,7 @@ class _Builder:
         processor = NumaNode(self._numbers[gpu.name]).name
         if speed <= 0:
             return
-        if link.kind == LinkKind.C2C:
+        if link.kind == LinkKind.C2C and processor in self.draft:
             kind = PathKind.C2C if self._rules.has_c2c else PathKind.NVL
             self.draft.join(source, processor, kind, speed)
         elif link.target == NVSWITCH or not self._is_end(link):

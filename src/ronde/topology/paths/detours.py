@@ -11,7 +11,7 @@ own exceptions are not followed.
 from typing import NamedTuple, TypeVar
 
 from ronde.errors import UsageError
-from ronde.topology.graph import GpuDevice, NetPort, NumaNode
+from ronde.topology.graph import UNKNOWN, GpuDevice, NetPort, NumaNode
 from ronde.topology.paths.nearness import (
     find_near_processor,
     find_nearest,
@@ -100,7 +100,8 @@ class _Detours:
         self._processors = network.named(VertexKind.CPU)
         self._relays: dict[tuple[str, str], GpuDevice] = {}
         known = {each.name: each for each in network.host.numa_nodes}
-        self._first = known.get(self._processors[0], NumaNode(-1))
+        first = next(iter(self._processors), "")
+        self._first = known.get(first, NumaNode(UNKNOWN))
 
     def part_peers(self) -> None:
         level = self._transports.peer_level or self._default_peer_level()

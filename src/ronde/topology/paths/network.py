@@ -115,7 +115,9 @@ class Draft:
         self.connect(other, one, kind, speed)
 
     def hang(self, name: str, above: str, speed: float) -> None:
-        """Join a vertex by PCI to the one above it."""
+        """Join a vertex by PCI to the one above it, where there is one."""
+        if above not in self._kinds:
+            return
         ends = {self._kinds[name], self._kinds[above]}
         kind = PathKind.PIX
         if VertexKind.CPU in ends:

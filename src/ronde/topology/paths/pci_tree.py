@@ -44,7 +44,8 @@ def find_numa_numbers(host: HostTopology) -> dict[str, int]:
     """Return the number of the NUMA node of all devices, GPUs and adapters, by name.
 
     All of one PCI tree are at one node, as one host bridge has them. What no source
-    places is at the only node, or at ``UNKNOWN``.
+    places is at the only node, or at ``UNKNOWN``; a virtual adapter at the first node,
+    where NCCL puts it.
     """
     roots: dict[str, str] = {}
     numbers: dict[str, int] = {}
@@ -56,9 +57,11 @@ def find_numa_numbers(host: HostTopology) -> dict[str, int]:
     found = {name: numbers[root] for name, root in roots.items()}
     for gpu in host.gpus:
         found.setdefault(gpu.name, gpu.node)
+    first = host.numa_nodes[0].number if host.numa_nodes else UNKNOWN
     for port in host.ports:
-        found.setdefault(adapter_name(port), port.node)
-    only = host.numa_nodes[0].number if len(host.numa_nodes) == 1 else UNKNOWN
+        is_placed = port.bus_id or port.node != UNKNOWN
+        found.setdefault(adapter_name(port), port.node if is_placed else first)
+    only = first if len(host.numa_nodes) == 1 else UNKNOWN
     return {n: only if number == UNKNOWN else number for n, number in found.items()}
 
 

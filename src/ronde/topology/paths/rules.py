@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from ronde.errors import UsageError
 
+_RELEASE = re.compile(
+    r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?(?:[+-].*)?", re.DOTALL
+)
 _NEWEST_PATCH = 99
 
 
@@ -101,7 +104,7 @@ def rules_of(version: str) -> NcclRules:
     Raises:
         UsageError: It is none from 2.18 to 2.30.
     """
-    match = re.match(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(?![\d.])", version.strip())
+    match = _RELEASE.fullmatch(version.strip())
     if match and (2, 18) <= (int(match[1]), int(match[2])) <= (2, 30):
         patch = int(match[3]) if match[3] else _NEWEST_PATCH
         return NcclRules(int(match[1]), int(match[2]), patch)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ronde.topology.graph import HostTopology
+from ronde.topology.graph import HostTopology, Relation
 from ronde.topology.paths.building import build_network
 from ronde.topology.paths.network import Edge, Network, Vertex, VertexKind
 from ronde.topology.paths.path import Path, PathKind
@@ -19,6 +19,15 @@ ENDS = (
     VertexKind.NVS,
 )
 """What paths lead to."""
+
+# nvidia-smi's, of those that tell of PCI.
+_KINDS_OF_WORDS = {
+    "PIX": PathKind.PIX,
+    "PXB": PathKind.PXB,
+    "PHB": PathKind.PHB,
+    "NODE": PathKind.PHB,
+    "SYS": PathKind.SYS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,23 @@ def find_paths(host: HostTopology, rules: NcclRules = LATEST) -> Paths:
         for target in network.named(kind):
             for source, found in _Search(network, target).run().items():
                 table[source, target] = found
+    for relation in host.relations:
+        _take_word(table, relation, {each.bus_id for each in host.devices})
     return Paths(network, table)
+
+
+def _take_word(
+    table: dict[tuple[str, str], Path], relation: Relation, devices: set[str]
+) -> None:
+    """Let a source's word on a pair count where no PCI tree tells more."""
+    kind = _KINDS_OF_WORDS.get(relation.path)
+    for ends in (
+        (relation.source, relation.target),
+        (relation.target, relation.source),
+    ):
+        path = table.get(ends)
+        if kind and path and devices.isdisjoint(path.route):
+            table[ends] = path._replace(kind=kind)
 
 
 class _Found(NamedTuple):

@@ -1,0 +1,262 @@
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.errors import UsageError
+from ronde.topology.graph import (
+    UNKNOWN,
+    GpuDevice,
+    Link,
+    LinkKind,
+    NetPort,
+    NumaNode,
+    PciDevice,
+)
+from ronde.topology.paths.rules import LATEST, NcclRules, rules_of
+from ronde.topology.paths.speeds import (
+    LOCAL_GB_PER_S,
+    link_gb_per_s,
+    max_nvlinks,
+    nvlink_gb_per_s,
+    pci_gb_per_s,
+    pci_theory_gb_per_s,
+    port_gb_per_s,
+    smp_gb_per_s,
+    xgmi_gb_per_s,
+)
+
+
+class TestRules:
+    @pytest.mark.parametrize(
+        ("text", "numbers"),
+        [
+            ("2.18.1", (2, 18, 1)),
+            ("2.29.7+cuda13.2", (2, 29, 7)),
+            (" 2.27.3-1 ", (2, 27, 3)),
+            ("2.30.7", (2, 30, 7)),
+        ],
+    )
+    def test_a_release_is_read_from_how_nccl_tells_it(self, text, numbers):
+        assert rules_of(text) == numbers
+
+    def test_a_line_stands_for_its_last_release(self):
+        assert rules_of("2.27").sm100_gb_per_s == 40.1
+        assert rules_of("2.27.3").sm100_gb_per_s == 40.0
+        assert rules_of("2.30").prefers_kind
+
+    @pytest.mark.parametrize(
+        "text", ["2.17.1", "2.31", "3.20", "", "2", "2.", "2.27.3.4", "nccl", "2.27x.y"]
+    )
+    def test_anything_else_is_refused(self, text):
+        with pytest.raises(UsageError, match=r"from 2\.18 to 2\.30"):
+            rules_of(text)
+
+    @given(st.from_regex(r"[0-9.+x-]*", fullmatch=True))
+    def test_no_text_does_harm(self, text):
+        try:
+            minor = rules_of(text).minor
+        except UsageError:
+            return
+        assert text.startswith(f"2.{minor}")
+        assert 18 <= minor <= 30
+
+
+class TestPci:
+    # Gen3 to Gen6 at 16 lanes: what NCCL's topology files and logs show.
+    @pytest.mark.parametrize(
+        ("speed", "width", "gb_per_s"),
+        [
+            ("2.5 GT/s PCIe", 16, 3.0),
+            ("5.0 GT/s PCIe", 16, 6.0),
+            ("8.0 GT/s PCIe", 16, 12.0),
+            ("16.0 GT/s PCIe", 16, 24.0),
+            ("32.0 GT/s PCIe", 16, 48.0),
+            ("64.0 GT/s PCIe", 16, 96.0),
+            ("5 GT/s", 8, 3.0),
+            ("8 GT/s", 8, 6.0),
+            ("16 GT/s", 16, 24.0),
+            ("32 GT/s", 8, 24.0),
+            ("2.5 GT/s", 1, 15 / 80),
+        ],
+    )
+    def test_a_width_counts_by_the_speed_of_its_lanes(self, speed, width, gb_per_s):
+        device = PciDevice("0000:01:00.0", speed=speed, width=width)
+        assert pci_gb_per_s(device, LATEST) == pytest.approx(gb_per_s, rel=1e-12)
+
+    @pytest.mark.parametrize("speed", ["", "Unknown", "16.0 GT/s", "32.0 GT/s", "16"])
+    def test_what_nccl_does_not_know_counts_as_gen3(self, speed):
+        assert pci_gb_per_s(PciDevice("x", speed=speed, width=16)) == 12.0
+
+    @pytest.mark.parametrize("width", [0, UNKNOWN])
+    def test_no_width_counts_as_16_lanes(self, width):
+        assert pci_gb_per_s(PciDevice("x", speed="16 GT/s", width=width)) == 24.0
+
+    def test_a_source_that_tells_the_links_theory_counts_as_its_generation(self):
+        # hwloc tells 15.753846 for Gen3 and 63.015385 for Gen5 at 16 lanes.
+        assert pci_gb_per_s(PciDevice("x", gb_per_s=15.753846)) == 12.0
+        assert pci_gb_per_s(PciDevice("x", gb_per_s=63.015385)) == 48.0
+
+    def test_a_speed_beats_what_the_link_carries(self):
+        device = PciDevice("x", speed="16.0 GT/s PCIe", width=16, gb_per_s=15.753846)
+        assert pci_gb_per_s(device) == 24.0
+
+    # 8b/10b: 2.5 * 16 / 8 * 0.8; 128b/130b: 16 * 16 / 8 * 128 / 130; PCIe 6 has 242 of
+    # 256 bytes.
+    @pytest.mark.parametrize(
+        ("speed", "gb_per_s"),
+        [
+            ("2.5 GT/s PCIe", 4.0),
+            ("5.0 GT/s PCIe", 8.0),
+            ("8.0 GT/s PCIe", 15.754),
+            ("8 GT/s", 15.754),
+            ("16.0 GT/s PCIe", 31.508),
+            ("32.0 GT/s PCIe", 63.015),
+            ("64.0 GT/s PCIe", 121.0),
+        ],
+    )
+    def test_theory_is_what_the_encoding_leaves(self, speed, gb_per_s):
+        assert pci_theory_gb_per_s(speed, 16) == pytest.approx(gb_per_s, abs=5e-4)
+        assert pci_theory_gb_per_s(speed, 1) == pytest.approx(gb_per_s / 16, abs=5e-4)
+
+    @pytest.mark.parametrize(
+        ("speed", "width"),
+        [("", 16), ("Unknown", 16), ("16.0 GT/s PCIe", 0), ("8 GT/s", UNKNOWN)],
+    )
+    def test_what_is_not_told_has_no_theory(self, speed, width):
+        assert pci_theory_gb_per_s(speed, width) == 0.0
+
+    @given(st.text(max_size=20), st.integers(-2, 64))
+    def test_nccl_never_counts_more_than_theory_has(self, speed, width):
+        theory = pci_theory_gb_per_s(speed, width)
+        device = PciDevice("x", speed=speed, width=width)
+        assert theory == 0 or pci_gb_per_s(device) <= theory * 1.0001
+
+
+class TestGpuLinks:
+    @pytest.mark.parametrize(
+        ("sm", "gb_per_s", "most"),
+        [
+            (60, 18.0, 4),
+            (61, 18.0, 4),
+            (70, 20.0, 6),
+            (75, 20.0, 6),
+            (80, 20.0, 12),
+            (86, 12.0, 12),
+            (89, 20.0, 12),
+            (90, 20.6, 18),
+            (100, 40.1, 18),
+            (103, 40.1, 18),
+            (120, 40.1, 18),
+            (UNKNOWN, 20.0, 0),
+            (52, 20.0, 0),
+        ],
+    )
+    def test_figures_of_one_nvlink(self, sm, gb_per_s, most):
+        assert nvlink_gb_per_s(sm, LATEST) == gb_per_s
+        assert max_nvlinks(sm) == most
+
+    @pytest.mark.parametrize(
+        ("version", "sm90", "sm100"),
+        [
+            ("2.18.5", 20.0, 20.0),
+            ("2.19.3", 20.0, 20.0),
+            ("2.20.3", 20.6, 20.6),
+            ("2.24.3", 20.6, 20.6),
+            ("2.25.1", 20.6, 40.0),
+            ("2.27.3", 20.6, 40.0),
+            ("2.27.5", 20.6, 40.1),
+            ("2.30.7", 20.6, 40.1),
+        ],
+    )
+    def test_what_releases_changed(self, version, sm90, sm100):
+        rules = rules_of(version)
+        assert nvlink_gb_per_s(90, rules) == sm90
+        assert nvlink_gb_per_s(100, rules) == sm100
+
+    @pytest.mark.parametrize(
+        ("gcn", "gb_per_s"),
+        [
+            ("906", 24.0),
+            ("908", 24.0),
+            ("910", 36.0),
+            ("gfx90a", 36.0),
+            ("942", 48.0),
+            ("gfx942", 48.0),
+            ("gfx950", 48.0),
+            ("", 24.0),
+        ],
+    )
+    def test_figures_of_one_xgmi(self, gcn, gb_per_s):
+        assert xgmi_gb_per_s(gcn) == gb_per_s
+
+    def test_links_count_together(self):
+        gpu = GpuDevice("a", 0, sm=90)
+        link = Link(LinkKind.NVLINK, "a", "b", 18, gb_per_s=450.0)
+        assert link_gb_per_s(link, gpu) == pytest.approx(370.8)
+        amd = GpuDevice("a", 0, sm=94, gcn="942")
+        assert link_gb_per_s(Link(LinkKind.XGMI, "a", "b", 1), amd) == 48.0
+
+    def test_what_a_source_tells_counts_where_the_gpu_is_not_known(self):
+        gpu = GpuDevice("a", 0)
+        assert link_gb_per_s(Link(LinkKind.NVLINK, "a", "b", 2, 40.0), gpu) == 40.0
+        assert link_gb_per_s(Link(LinkKind.NVLINK, "a", "b", 2), gpu) == 40.0
+        assert link_gb_per_s(Link(LinkKind.NVLINK, "a", "b", UNKNOWN, 7.0), gpu) == 7.0
+        assert link_gb_per_s(Link(LinkKind.NVLINK, "a", "b", UNKNOWN), gpu) == 0.0
+
+    def test_c2c_carries_what_its_source_tells(self):
+        link = Link(LinkKind.C2C, "a", "numa/0", 10, 374.88)
+        assert link_gb_per_s(link, GpuDevice("a", 0, sm=90)) == 374.88
+
+
+INTEL = NumaNode(0, arch="x86_64", vendor="GenuineIntel", family=6)
+AMD = NumaNode(0, arch="x86_64", vendor="AuthenticAMD", family=175, model=1)
+
+
+class TestProcessors:
+    @pytest.mark.parametrize(
+        ("node", "gb_per_s"),
+        [
+            (INTEL._replace(model=207), 40.0),
+            (INTEL._replace(model=0xCE), 22.0),
+            (INTEL._replace(model=143), 22.0),
+            (INTEL._replace(model=0x8E), 10.0),
+            (INTEL._replace(model=85), 10.0),
+            (INTEL._replace(model=0x4F), 6.0),
+            (INTEL._replace(family=15, model=207), 6.0),
+            (AMD, 16.0),
+            (NumaNode(0, arch="ppc64"), 32.0),
+            (NumaNode(0, arch="arm64"), 6.0),
+            (NumaNode(0, arch="x86_64", vendor="CentaurHauls"), 6.0),
+            (
+                NumaNode(0, arch="x86_64", vendor="  Shanghai  ", family=7, model=0x5B),
+                9.0,
+            ),
+            (NumaNode(0), LOCAL_GB_PER_S),
+            (NumaNode(0, arch="x86_64"), LOCAL_GB_PER_S),
+        ],
+    )
+    def test_figures_between_two(self, node, gb_per_s):
+        assert smp_gb_per_s(node, node._replace(number=1), LATEST) == gb_per_s
+
+    def test_the_sender_alone_counts(self):
+        assert smp_gb_per_s(AMD, INTEL._replace(number=1, model=207)) == 16.0
+        assert smp_gb_per_s(INTEL._replace(number=1, model=207), AMD) == 40.0
+
+    def test_within_one_there_is_no_limit(self):
+        assert smp_gb_per_s(AMD, AMD) == LOCAL_GB_PER_S
+
+    def test_what_releases_changed(self):
+        other = AMD._replace(number=1)
+        assert smp_gb_per_s(AMD, other, NcclRules(2, 18, 5)) == LOCAL_GB_PER_S
+        assert smp_gb_per_s(AMD, other, NcclRules(2, 19, 3)) == 16.0
+        new = INTEL._replace(model=207)
+        assert smp_gb_per_s(new, other, NcclRules(2, 25, 1)) == 10.0
+        assert smp_gb_per_s(new, other, NcclRules(2, 26, 2)) == 40.0
+
+
+class TestPorts:
+    @pytest.mark.parametrize(
+        ("mbit_per_s", "gb_per_s"),
+        [(200000, 25.0), (400000, 50.0), (1000, 0.125), (0, 1.25), (-1, 1.25)],
+    )
+    def test_megabits_are_bytes_and_none_is_10_gigabits(self, mbit_per_s, gb_per_s):
+        assert port_gb_per_s(NetPort("eth0", mbit_per_s=mbit_per_s)) == gb_per_s
