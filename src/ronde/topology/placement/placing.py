@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from ronde.topology.machine import UNKNOWN_NODE, Core
 from ronde.topology.placement.policies import Nodes, Policy, Verdict, decide
-from ronde.topology.placement.refusals import explain, refusal
 from ronde.topology.placement.request import Request, Scope, check_request
 from ronde.topology.placement.shares import Share, middle_node, share_cores
 from ronde.topology.placement.stock import Demand, Stock
@@ -105,9 +104,12 @@ class _Placer:
         verdict = decide(policy, tuple(hints), nodes)
         reasons: tuple[str, ...] = ()
         if not verdict.is_preferred:
+            # Imported where it is needed: a start must not wait for what is rare.
+            from ronde.topology.placement.refusals import explain, refusal
+
             reasons = explain(supply, self._stock, together, policy)
-        if not verdict.is_admitted:
-            raise refusal(supply, policy, ranks, reasons)
+            if not verdict.is_admitted:
+                raise refusal(supply, policy, ranks, reasons)
         return [
             self._taken(rank, demand, verdict, reasons)
             for rank, demand in zip(ranks, demands, strict=True)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 from ronde.errors import UsageError
 from ronde.topology.placement.policies import Policy
 from ronde.topology.placement.supply import Supply
-from ronde.units import format_size
 
 DEFAULT_NODES = 8
 """As many memory nodes are always allowed."""
@@ -75,6 +74,9 @@ def check_request(supply: Supply, request: Request) -> None:
         )
     wanted = request.num_ranks * request.memory_bytes
     if wanted > sum(free):
+        # Takes long to import, and the memory is seldom asked for.
+        from ronde.units import format_size
+
         raise UsageError(
             f"memory of {request.num_ranks} ranks must be at most what is free, got "
             f"{format_size(wanted)} of {format_size(sum(free))}. Ask for less."
