@@ -1,5 +1,6 @@
 """A host with what its elements are to each other, as rules ask for it."""
 
+import re
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -74,6 +75,12 @@ def told_gb_per_s(device: PciDevice) -> float:
 def physical_gb_per_s(device: PciDevice) -> float:
     """Return what the link above a device can carry; 0 where that was not told."""
     return pci_theory_gb_per_s(device.speed, device.width) or device.gb_per_s
+
+
+def gt_per_s(speed: str) -> float:
+    """Return the number in front of GT/s; 0 where there is none."""
+    match = re.match(r"(\d{1,3}(?:\.\d{1,3})?) ?GT/s", speed)
+    return float(match[1]) if match else 0.0
 
 
 def _bridges_above(devices: dict[str, PciDevice], bus_id: str) -> list[str]:

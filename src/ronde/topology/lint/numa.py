@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.findings import Finding, Severity
 from ronde.topology.graph import UNKNOWN, NumaNode
-from ronde.topology.lint.host_view import HostView, is_many_noded, node_of
+from ronde.topology.lint.host_view import HostView, gt_per_s, is_many_noded, node_of
 from ronde.topology.lint.rule import Rule
 from ronde.topology.paths.speeds import smp_gb_per_s
 
@@ -99,23 +99,25 @@ def _uneven_cores(view: HostView) -> Iterator[Finding]:
 
 
 def _old_processors(view: HostView) -> Iterator[Finding]:
+    if not view.gpus:
+        return
     told = max(
-        (
-            float(device.speed.split(" ")[0])
-            for device in view.host.devices
-            if not device.parent and device.speed.endswith(("GT/s", "GT/s PCIe"))
-        ),
+        (gt_per_s(each.speed) for each in view.host.devices if not each.parent),
         default=0.0,
     )
     for node in view.host.numa_nodes:
         if node.vendor != _INTEL or node.model < 0:
             continue
         is_old = any(told >= r and node.model < m for r, m in _FIRST_MODELS)
-        if is_old or node.family not in (6, UNKNOWN):
-            yield _old_processor(view, node, told)
+        if node.family not in (6, UNKNOWN):
+            yield _old_processor(view, node, "which no host of such GPUs has")
+        elif is_old:
+            yield _old_processor(
+                view, node, f"and links of {told:g} GT/s below it, which it lacks"
+            )
 
 
-def _old_processor(view: HostView, node: NumaNode, gt_per_s: float) -> Finding:
+def _old_processor(view: HostView, node: NumaNode, why: str) -> Finding:
     others = [o for o in view.host.numa_nodes if o.number != node.number and o.cpus]
     rate = min((smp_gb_per_s(node, other) for other in others), default=0.0)
     between = f" {rate:g} GB/s between sockets and" if rate else ""
@@ -124,7 +126,7 @@ def _old_processor(view: HostView, node: NumaNode, gt_per_s: float) -> Finding:
         severity=Severity.WARNING,
         element=node.name,
         what=f"The processor is told as Intel family {node.family} model {node.model}, "
-        f"which has no links of {gt_per_s:g} GT/s; the links below it are told so.",
+        f"{why}.",
         consequence=f"One of both is wrong, and NCCL believes both:{between} the "
         "speed that is told.",
         remedy="Let the virtual machine see the host's model (QEMU: -cpu host), or "
@@ -151,7 +153,7 @@ def _one_sided(view: HostView) -> Iterator[Finding]:
         consequence="The other sockets' memory and cores reach them over the link "
         "between sockets alone.",
         remedy="Nothing, where the machine is built so; else look whether the virtual "
-        "machine hides the second root. Bind with: ronde run --bind numa",
+        "machine hides the second root. Bind to it: ronde run --bind numa.",
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from ronde.topology.findings import Finding, Severity
-from ronde.topology.graph import GpuDevice
+from ronde.topology.graph import NVSWITCH, GpuDevice
 from ronde.topology.lint.host_view import HostView
 from ronde.topology.lint.rule import Rule, rate_loss
 from ronde.topology.paths.speeds import (
@@ -16,7 +16,6 @@ from ronde.topology.paths.speeds import (
 )
 
 _SWITCH_CLASS = 0x068000
-_PROCESSOR_CLASS = 0x068001
 
 
 def _to_itself(view: HostView) -> Iterator[Finding]:
@@ -32,8 +31,7 @@ def _to_itself(view: HostView) -> Iterator[Finding]:
                 element=name,
                 what=f"{num} links between GPUs are told to lead from the GPU to "
                 "itself.",
-                consequence="They connect it to no other GPU, so that it meets them "
-                f"over the PCI bus{_rates(has, should)}.",
+                consequence=f"They connect it to no other GPU{_rates(has, should)}.",
                 remedy="Write the bus address of the GPU at the other end as target; "
                 "nvidia-smi topo -m and nvidia-smi nvlink -R show it.",
                 has_gb_per_s=has,
@@ -160,9 +158,8 @@ def _to_hidden(view: HostView) -> Iterator[Finding]:
         hidden = [
             link.target
             for link in links
-            if link.target not in view.gpus
+            if link.target not in (*view.gpus, NVSWITCH)
             and link.target_class >> 16 in (0x03, 0x12)
-            and link.target_class != _PROCESSOR_CLASS
         ]
         if hidden:
             yield Finding(
@@ -235,7 +232,7 @@ def _bus_rate(view: HostView, name: str) -> float:
 
 
 def _rates(has: float, should: float) -> str:
-    if not has or not should:
+    if not 0 < has < should:
         return ""
     return f": {has:g} instead of {should:g} GB/s (NCCL's figures)"
 

@@ -1,12 +1,12 @@
 """Rules on the links of the PCI bus."""
 
-import re
 from collections.abc import Iterator
 
 from ronde.topology.findings import Finding, Severity
 from ronde.topology.graph import LinkKind, PciDevice
 from ronde.topology.lint.host_view import (
     HostView,
+    gt_per_s,
     physical_gb_per_s,
     told_gb_per_s,
 )
@@ -76,7 +76,7 @@ def _unknown_speeds(view: HostView) -> Iterator[Finding]:
         # A source that told neither leaves it to others; one that told an empty speed
         # or no lanes has it settled, and wrongly.
         is_told = device.width >= 0 or device.speed
-        is_known = _gt_per_s(device.speed) and device.width > 0
+        is_known = gt_per_s(device.speed) and device.width > 0
         if is_told and not is_known and not device.gb_per_s and _matters(view, device):
             has = pci_gb_per_s(device)
             yield Finding(
@@ -95,7 +95,7 @@ def _unknown_speeds(view: HostView) -> Iterator[Finding]:
 
 def _spellings(view: HostView) -> Iterator[Finding]:
     for device in view.host.devices:
-        rate = _gt_per_s(device.speed)
+        rate = gt_per_s(device.speed)
         if rate not in _CODES or device.width <= 0 or not _matters(view, device):
             continue
         has = pci_gb_per_s(device)
@@ -149,7 +149,7 @@ def _old_slots(view: HostView) -> Iterator[Finding]:
         device = view.devices.get(bus_id)
         chip, told = _CHIP_SPEEDS.get(gpu.sm, 0), 0.0
         if device and not gpu.gcn and bus_id not in in_package:
-            told = _gt_per_s(device.speed)
+            told = gt_per_s(device.speed)
         if device and 0 < told < chip and not _is_tiny(device):
             has = told_gb_per_s(device)
             yield Finding(
@@ -181,14 +181,8 @@ def _leads_to_gpu(view: HostView, device: PciDevice) -> bool:
     )
 
 
-def _gt_per_s(speed: str) -> float:
-    """Return the number in front of GT/s; 0 where there is none."""
-    match = re.match(r"(\d{1,3}(?:\.\d{1,3})?) ?GT/s", speed)
-    return float(match[1]) if match else 0.0
-
-
 def _link(device: PciDevice) -> str:
-    speed = f'"{device.speed}"' if not _gt_per_s(device.speed) else device.speed
+    speed = f'"{device.speed}"' if not gt_per_s(device.speed) else device.speed
     return f"{speed} x{device.width}" if device.width >= 0 else speed
 
 

@@ -1,0 +1,198 @@
+"""``ronde topo lint``: topologies -> what is wrong with them."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ronde.cli.topo_input import (
+    SOURCES_EPILOG,
+    TopoParser,
+    add_source_arguments,
+    load_topology,
+)
+from ronde.errors import UsageError
+from ronde.plain_values import to_plain
+from ronde.render.topo_findings import count_findings, tell_findings
+from ronde.render.wrapping import wrap
+from ronde.topology.findings import Finding, Severity
+from ronde.topology.graph import HostTopology
+from ronde.topology.lint.catalogue import CATALOGUE
+from ronde.topology.lint.fleet import lint_fleet
+from ronde.topology.lint.form import check_form
+from ronde.topology.lint.host import lint_host
+from ronde.topology.probes.nccl_topology import NcclTopologyProbe
+from ronde.topology.probes.probe import Saved
+from ronde.topology.search_graph import (
+    check_search_graphs,
+    read_search_graphs,
+    recognises_search_graph,
+)
+from ronde.topology.sources import read_saved
+
+EXIT_FOUND = 1
+"""Something of more weight than a note was found."""
+
+FORM = "ronde-findings"
+VERSION = 1
+"""Changes when a field changes its meaning or goes."""
+
+_EPILOG = f"""\
+{SOURCES_EPILOG}
+A graph that NCCL wrote (NCCL_GRAPH_DUMP_FILE) is checked, too. Several hosts are also
+compared with each other.
+
+exit code: 0 nothing but notes, {EXIT_FOUND} a warning or an error, 64 a source that \
+cannot be read
+
+example:
+  NCCL_TOPO_DUMP_FILE=topo.xml ronde run -n 8 train.py && ronde topo lint topo.xml
+"""
+
+
+class _Checked(NamedTuple):
+    """What was looked at, and what was found."""
+
+    subject: str
+    findings: tuple[Finding, ...]
+    notices: tuple[str, ...]
+
+
+def run(words: Sequence[str]) -> int:
+    """Look for what is wrong and print it; return the exit code.
+
+    Args:
+        words: What stands after ``lint``.
+
+    Raises:
+        UsageError: A source cannot be read, or an option is wrong.
+    """
+    parser = _parser()
+    if any(word in ("-h", "--help") for word in words):
+        print(parser.format_help(), end="")
+        return 0
+    options = parser.parse_args(words)
+    if options.rules:
+        print(_tell_rules(), end="")
+        return 0
+    wanted = _select(options.rule, options.ignore)
+    checked = _check(options)
+    findings = tuple(f for f in checked.findings if f.rule in wanted)
+    if options.json:
+        print(_to_json(findings))
+    else:
+        print(f"{checked.subject}: {count_findings(findings)}.")
+        print("\n" + tell_findings(findings) if findings else "", end="")
+    for notice in checked.notices:
+        print(f"ronde: {notice}", file=sys.stderr)
+    is_clean = all(finding.severity is Severity.NOTE for finding in findings)
+    return 0 if is_clean else EXIT_FOUND
+
+
+def _parser() -> TopoParser:
+    parser = TopoParser(
+        prog="ronde topo lint",
+        description="Say what is wrong with a machine, or with a file that tells of "
+        "one, what it costs and what to do.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    add = parser.add_argument
+    add("-h", "--help", action="store_true", help="print this and exit")
+    add_source_arguments(parser)
+    add("--json", action="store_true", help="print one object of JSON")
+    add("--rule", action="append", metavar="NAME[,NAME]", help="look for these alone")
+    add("--ignore", action="append", metavar="NAME[,NAME]", help="leave these out")
+    add("--rules", action="store_true", help="print what is looked for and exit")
+    return parser
+
+
+def _select(only: list[str] | None, ignored: list[str] | None) -> frozenset[str]:
+    """Return the names of the rules that count.
+
+    Raises:
+        UsageError: A name is no rule's.
+    """
+    known = {entry.name for entry in CATALOGUE}
+    wanted = _names("--rule", only, known) if only else known
+    return frozenset(wanted - _names("--ignore", ignored or [], known))
+
+
+def _names(option: str, given: Sequence[str], known: set[str]) -> set[str]:
+    names = {name.strip() for text in given for name in text.split(",")}
+    unknown = sorted(names - known)
+    if unknown:
+        raise UsageError(
+            f"{option} must name rules, got {unknown[0]!r}. Type: ronde topo lint "
+            "--rules"
+        )
+    return names
+
+
+def _check(options: argparse.Namespace) -> _Checked:
+    # Standard input can be read once, and is no graph then.
+    named = {name: read_saved(name) for name in options.sources if name != "-"}
+    graphs = [saved for saved in named.values() if recognises_search_graph(saved)]
+    findings = [
+        _at(saved.name, finding)
+        for saved in graphs
+        for finding in check_search_graphs(read_search_graphs(saved))
+    ]
+    graph_names = {saved.name for saved in graphs}
+    options.sources = [name for name in options.sources if name not in graph_names]
+    if graphs and not options.sources:
+        return _Checked(", ".join(sorted(graph_names)), tuple(findings), ())
+    loaded = load_topology(options)
+    for saved in loaded.saved:
+        findings += _check_file(saved, is_only=len(loaded.saved) == 1)
+    hosts = loaded.topology.hosts
+    for host in hosts:
+        own = lint_host(host)
+        findings += own if len(hosts) == 1 else [_at(host.name, f) for f in own]
+    findings += lint_fleet(hosts)
+    return _Checked(_subject(hosts), tuple(findings), loaded.notices)
+
+
+def _check_file(saved: Saved, *, is_only: bool) -> list[Finding]:
+    if not NcclTopologyProbe().recognises(saved):
+        return []
+    found = check_form(saved)
+    return list(found) if is_only else [_at(Path(saved.name).name, f) for f in found]
+
+
+def _at(place: str, finding: Finding) -> Finding:
+    return finding._replace(element=f"{place} {finding.element}".strip())
+
+
+def _subject(hosts: Sequence[HostTopology]) -> str:
+    if len(hosts) != 1:
+        return f"{len(hosts)} hosts"
+    host = hosts[0]
+    counts = [
+        f"{num} {what}{'' if num == 1 else 's'}"
+        for num, what in (
+            (len(host.gpus), "GPU"),
+            (len(host.ports), "network port"),
+            (len(host.numa_nodes), "NUMA node"),
+        )
+    ]
+    return f"{host.name or 'this machine'} ({', '.join(counts)})"
+
+
+def _tell_rules() -> str:
+    text, subject = "", ""
+    for entry in CATALOGUE:
+        if entry.subject != subject:
+            subject = entry.subject
+            text += f"{subject}:\n"
+        text += wrap(f"  {entry.name:<24}", entry.meaning, indent=26)
+    return text
+
+
+def _to_json(findings: Sequence[Finding]) -> str:
+    plain = [to_plain(finding) for finding in findings]
+    return json.dumps({"form": FORM, "version": VERSION, "findings": plain}, indent=1)

@@ -1,0 +1,642 @@
+"""Rules on hosts: what each finds, in real files and in a sound host made unsound."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from ronde.render.topo_findings import count_findings, tell_findings
+from ronde.topology.findings import Finding, Severity
+from ronde.topology.graph import (
+    NVSWITCH,
+    GpuDevice,
+    HostTopology,
+    Link,
+    LinkKind,
+    NetPort,
+    NumaNode,
+    PciDevice,
+    Relation,
+)
+from ronde.topology.lint.catalogue import CATALOGUE
+from ronde.topology.lint.fleet import FLEET_RULES, lint_fleet
+from ronde.topology.lint.host import HOST_RULES, lint_host
+from ronde.topology.probes.nccl_topology import NcclTopologyProbe
+from ronde.topology.probes.probe import Saved
+
+SAMPLES = Path(__file__).parent / "samples"
+DOCS = Path(__file__).parents[2] / "docs" / "topology-lint.md"
+
+# How many elements each rule names, judged from the files by hand.
+FOUND: dict[str, dict[str, int]] = {
+    "nccl_topo/aws_p4de-24xl-topo.xml": {},
+    "nccl_topo/azure_ncv4_a100pcie_topo.xml": {
+        "link-to-itself": 4,
+        "unknown-link-speed": 4,
+    },
+    "nccl_topo/azure_ndv2_v100_topo.xml": {
+        "implausible-processor": 2,
+        "nic-behind-processor": 8,
+    },
+    "nccl_topo/azure_ndv5_h100_topo.xml": {},
+    "nccl_topo/azurehpc_nc48v4_topo.xml": {"unknown-link-speed": 2},
+    "nccl_topo/hgx_b200_8x_vastai_nccl2.27.3.xml": {"odd-source": 1},
+    "nccl_topo/hgx_h200_8x_vastai.xml": {"odd-source": 1},
+    "nccl_topo/modal_gvisor_b200_vm_topo.xml": {
+        "gpu-told-as-switch": 8,
+        "too-many-nvlinks": 8,
+        "nic-faster-than-link": 3,
+        "nic-behind-processor": 8,
+    },
+    "nccl_topo/oci_H100-topology.xml": {"slow-bridge": 8, "odd-nic-speed": 16},
+    "nccl_topo/oci_topo-flattened-b4.xml": {"uneven-cores": 1},
+    "nccl_topo/oci_topo-flattened.xml": {},
+    "nccl_topo/perlmutter_a100_4x_slingshot_nccl2.29.7.xml": {
+        "nic-behind-processor": 4
+    },
+    "nccl_topo/superbench_ndv4_topo.xml": {"shared-cores": 4},
+    "rccl_topo/topo_4p1h_1.xml": {"slow-bridge": 4, "virtual-nic": 1},
+    "rccl_topo/topo_4p2h.xml": {"slow-bridge": 10, "nic-behind-processor": 4},
+    "rccl_topo/topo_4p2h_2nic.xml": {"slow-bridge": 10},
+    "rccl_topo/topo_4p3l_ia.xml": {
+        "slow-bridge": 10,
+        "no-gpudirect": 8,
+        "nic-behind-processor": 4,
+    },
+    "rccl_topo/topo_4p_942.xml": {"odd-nic-speed": 4, "nic-behind-processor": 4},
+    "rccl_topo/topo_8p1h_1.xml": {
+        "no-gpudirect": 8,
+        "nic-behind-processor": 2,
+        "nic-without-gpu": 1,
+        "odd-source": 1,
+    },
+    "rccl_topo/topo_8p1h_2.xml": {"virtual-nic": 1},
+    "rccl_topo/topo_8p1h_3.xml": {"nic-behind-processor": 8},
+    "rccl_topo/topo_8p6l.xml": {"nic-behind-processor": 8},
+    "rccl_topo/topo_8p_4nics.xml": {},
+    "rccl_topo/topo_8p_90a_1.xml": {},
+    "rccl_topo/topo_8p_ts1_n4_2.xml": {
+        "nic-faster-than-link": 1,
+        "nic-behind-processor": 8,
+    },
+}
+HEALTHY = ("perlmutter", "hgx_h200", "hgx_b200", "azure_ndv5", "aws_p4de")
+
+
+def read(name: str) -> HostTopology:
+    path = SAMPLES / name
+    topology = NcclTopologyProbe().read(Saved(path.name, path.read_bytes()))
+    assert len(topology.hosts) == 1
+    return topology.hosts[0]
+
+
+def one(findings: tuple[Finding, ...], rule: str) -> Finding:
+    return next(finding for finding in findings if finding.rule == rule)
+
+
+def test_every_sample_is_judged() -> None:
+    files = [*SAMPLES.glob("nccl_topo/*.xml"), *SAMPLES.glob("rccl_topo/*.xml")]
+    assert {str(path.relative_to(SAMPLES)) for path in files} == FOUND.keys()
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_samples_have_the_findings_that_their_files_show(name: str) -> None:
+    findings = lint_host(read(name))
+    assert Counter(finding.rule for finding in findings) == FOUND[name]
+    if any(word in name for word in HEALTHY):
+        assert all(finding.severity is Severity.NOTE for finding in findings)
+    assert all(0 <= f.has_gb_per_s < 1e4 for f in findings)
+
+
+def test_the_figures_of_real_defects_follow_from_the_files() -> None:
+    lost = one(
+        lint_host(read("nccl_topo/azure_ncv4_a100pcie_topo.xml")), "link-to-itself"
+    )
+    assert (lost.has_gb_per_s, lost.should_gb_per_s) == (12.0, 12 * 20.0)
+    many = one(
+        lint_host(read("nccl_topo/modal_gvisor_b200_vm_topo.xml")), "too-many-nvlinks"
+    )
+    assert many.has_gb_per_s == pytest.approx(126 * 40.1)
+    assert many.should_gb_per_s == pytest.approx(18 * 40.1)
+    assert "5052.6" in many.consequence
+    assert "5000" in many.consequence
+    oci = lint_host(read("nccl_topo/oci_H100-topology.xml"))
+    bridge, port = one(oci, "slow-bridge"), one(oci, "odd-nic-speed")
+    # 16 lanes of 3 and of 24 units of a tenth of a Gb/s... by 80: 6 and 48.
+    assert (bridge.has_gb_per_s, bridge.should_gb_per_s) == (
+        16 * 30 / 80,
+        16 * 240 / 80,
+    )
+    assert bridge.severity is Severity.ERROR
+    assert (port.has_gb_per_s, port.should_gb_per_s) == (22.5, 25.0)
+
+
+# A sound host: two sockets, and below each two switches with one GPU and one adapter.
+SPEED = "32.0 GT/s PCIe"
+
+
+def sound() -> HostTopology:
+    nodes = tuple(
+        NumaNode(
+            number=n,
+            cpus=tuple(range(n * 8, n * 8 + 8)),
+            package=n,
+            arch="x86_64",
+            vendor="GenuineIntel",
+            family=6,
+            model=0x8F,
+        )
+        for n in range(2)
+    )
+    devices: list[PciDevice] = []
+    for n in range(4):
+        bridge, node = f"0000:{n}0:00.0", n // 2
+        devices += [
+            PciDevice(bridge, "", node, 0x060400, speed=SPEED, width=16),
+            PciDevice(f"0000:{n}1:00.0", bridge, node, 0x030200, speed=SPEED, width=16),
+            PciDevice(f"0000:{n}2:00.0", bridge, node, 0x020700, speed=SPEED, width=16),
+        ]
+    gpus = tuple(GpuDevice(gpu(n), n, rank=n, sm=90, gdr=1) for n in range(4))
+    ports = tuple(
+        NetPort(
+            f"mlx5_{n}",
+            f"0000:{n}2:00.0",
+            number=n,
+            kind="infiniband",
+            mbit_per_s=400_000,
+            port=1,
+            gdr=1,
+        )
+        for n in range(4)
+    )
+    links = tuple(
+        Link(LinkKind.NVLINK, gpu(n), NVSWITCH, 18, target_class=0x068000)
+        for n in range(4)
+    )
+    return HostTopology("node1", (), nodes, tuple(devices), gpus, ports, links)
+
+
+def gpu(number: int) -> str:
+    return f"0000:{number}1:00.0"
+
+
+def with_device(bus_id: str, **fields: object) -> HostTopology:
+    host = sound()
+    devices = [d._replace(**fields) if d.bus_id == bus_id else d for d in host.devices]
+    assert devices != list(host.devices)
+    return host._replace(devices=tuple(devices))
+
+
+def with_gpu(number: int, **fields: object) -> HostTopology:
+    host = sound()
+    gpus = [g._replace(**fields) if g.number == number else g for g in host.gpus]
+    return host._replace(gpus=tuple(gpus))
+
+
+def with_port(number: int, **fields: object) -> HostTopology:
+    host = sound()
+    ports = [p._replace(**fields) if p.number == number else p for p in host.ports]
+    return host._replace(ports=tuple(ports))
+
+
+def with_node(number: int, **fields: object) -> HostTopology:
+    host = sound()
+    nodes = [n._replace(**fields) if n.number == number else n for n in host.numa_nodes]
+    return host._replace(numa_nodes=tuple(nodes))
+
+
+def with_links(*links: Link) -> HostTopology:
+    """Replace the links of the first GPUs by others."""
+    sources = {link.source for link in links}
+    kept = tuple(link for link in sound().links if link.source not in sources)
+    return sound()._replace(links=(*links, *kept))
+
+
+def nvlink(
+    source: int, target: str, num: int = 18, target_class: int = 0x030200
+) -> Link:
+    return Link(LinkKind.NVLINK, gpu(source), target, num, target_class=target_class)
+
+
+def three_nodes() -> HostTopology:
+    host = sound()
+    third = host.numa_nodes[1]._replace(number=2, cpus=tuple(range(16, 23)))
+    return host._replace(numa_nodes=(*host.numa_nodes, third))
+
+
+def one_sided() -> HostTopology:
+    host = sound()
+    return host._replace(devices=tuple(d._replace(node=0) for d in host.devices))
+
+
+def far() -> HostTopology:
+    """The first adapter is slower than the second, which is on another switch."""
+    return with_port(0, mbit_per_s=200_000)
+
+
+BRIDGE, NIC = "0000:00:00.0", "0000:02:00.0"
+
+# One change to the sound host each, and what it must bring: rule, severity, elements.
+UNSOUND: dict[str, tuple[Callable[[], HostTopology], Severity, list[str]]] = {
+    "slow-bridge": (
+        lambda: with_device(BRIDGE, width=8),
+        Severity.WARNING,
+        [BRIDGE],
+    ),
+    "tiny-link": (
+        lambda: with_device(gpu(0), speed="2.5 GT/s PCIe", width=1),
+        Severity.ERROR,
+        [gpu(0)],
+    ),
+    "unknown-link-speed": (
+        lambda: with_device(gpu(0), speed="", width=0),
+        Severity.WARNING,
+        [gpu(0)],
+    ),
+    "speed-spelling": (
+        lambda: with_device(gpu(1), speed="32.0 GT/s"),
+        Severity.ERROR,
+        [gpu(1)],
+    ),
+    "trained-down": (
+        lambda: with_device(gpu(2), speed_now=SPEED, width_now=4),
+        Severity.ERROR,
+        [gpu(2)],
+    ),
+    "old-slot": (
+        lambda: with_device(gpu(3), speed="16.0 GT/s PCIe"),
+        Severity.NOTE,
+        [gpu(3)],
+    ),
+    "link-to-itself": (
+        lambda: with_links(nvlink(0, gpu(0), 2), nvlink(0, NVSWITCH)),
+        Severity.ERROR,
+        [gpu(0)],
+    ),
+    "gpu-told-as-switch": (
+        lambda: with_links(
+            nvlink(0, gpu(1), target_class=0x068000),
+            nvlink(1, gpu(0)),
+        ),
+        Severity.ERROR,
+        [gpu(0)],
+    ),
+    "too-many-nvlinks": (
+        lambda: sound()._replace(
+            links=tuple(link._replace(num_links=19) for link in sound().links)
+        ),
+        Severity.ERROR,
+        [gpu(n) for n in range(4)],
+    ),
+    "gpu-without-links": (
+        lambda: sound()._replace(links=sound().links[1:]),
+        Severity.ERROR,
+        [gpu(0)],
+    ),
+    "uneven-nvlinks": (
+        lambda: with_links(nvlink(2, NVSWITCH, 17)),
+        Severity.WARNING,
+        [gpu(2)],
+    ),
+    "one-way-link": (
+        lambda: with_links(
+            nvlink(0, gpu(1), 12),
+            nvlink(0, NVSWITCH, 6),
+            nvlink(1, gpu(0), 10),
+            nvlink(1, NVSWITCH, 8),
+        ),
+        Severity.WARNING,
+        [gpu(0)],
+    ),
+    "link-to-hidden-gpu": (
+        lambda: with_links(nvlink(0, "0000:77:00.0")),
+        Severity.NOTE,
+        [gpu(0)],
+    ),
+    "no-peer-access": (
+        lambda: sound()._replace(relations=(Relation(gpu(0), gpu(1), "NV18", "CNS"),)),
+        Severity.WARNING,
+        [gpu(0)],
+    ),
+    "nic-faster-than-link": (
+        lambda: with_device(NIC, speed="16.0 GT/s PCIe"),
+        Severity.WARNING,
+        [NIC],
+    ),
+    "odd-nic-speed": (
+        lambda: with_port(1, mbit_per_s=380_000),
+        Severity.WARNING,
+        ["net/mlx5_1"],
+    ),
+    "nic-without-speed": (
+        lambda: sound()._replace(
+            ports=(*sound().ports, NetPort("eth1", mbit_per_s=-1, is_up=False))
+        ),
+        Severity.NOTE,
+        ["net/eth1"],
+    ),
+    "nic-down": (
+        lambda: with_port(3, is_up=False),
+        Severity.WARNING,
+        ["net/mlx5_3"],
+    ),
+    "virtual-nic": (
+        lambda: sound()._replace(ports=(*sound().ports, NetPort("docker0"))),
+        Severity.NOTE,
+        ["net/docker0"],
+    ),
+    "no-gpudirect": (
+        lambda: with_gpu(1, gdr=0),
+        Severity.WARNING,
+        [gpu(1)],
+    ),
+    "far-nic": (far, Severity.WARNING, [gpu(0)]),
+    "nic-behind-processor": (
+        lambda: with_device(gpu(0), parent=""),
+        Severity.NOTE,
+        [gpu(0)],
+    ),
+    "nic-without-gpu": (
+        lambda: with_device(NIC, parent=""),
+        Severity.NOTE,
+        ["net/mlx5_0"],
+    ),
+    "no-numa-node": (
+        lambda: sound()._replace(
+            devices=tuple(
+                d._replace(node=-1) if d.bus_id in (BRIDGE, gpu(0)) else d
+                for d in sound().devices
+            )
+        ),
+        Severity.WARNING,
+        [gpu(0)],
+    ),
+    "empty-affinity": (
+        lambda: with_node(1, cpus=()),
+        Severity.WARNING,
+        ["numa/1"],
+    ),
+    "shared-cores": (
+        lambda: with_node(1, cpus=tuple(range(7, 15))),
+        Severity.WARNING,
+        ["numa/0", "numa/1"],
+    ),
+    "uneven-cores": (three_nodes, Severity.NOTE, ["numa/2"]),
+    "implausible-processor": (
+        lambda: with_node(0, model=85),
+        Severity.WARNING,
+        ["numa/0"],
+    ),
+    "one-sided-host": (one_sided, Severity.NOTE, ["numa/0"]),
+    "odd-source": (
+        lambda: sound()._replace(remarks=("Line 3: nic is listed twice.",)),
+        Severity.NOTE,
+        ["node1"],
+    ),
+    "repeated-rank": (
+        lambda: with_gpu(1, rank=0),
+        Severity.ERROR,
+        [gpu(0), gpu(1)],
+    ),
+    "mixed-gpus": (
+        lambda: sound()._replace(
+            gpus=(*sound().gpus[:3], sound().gpus[3]._replace(sm=100))
+        ),
+        Severity.NOTE,
+        [gpu(3)],
+    ),
+}
+# What comes along where one change breaks two things.
+BESIDE = {
+    "tiny-link": {"slow-bridge"},
+    "nic-faster-than-link": {"far-nic"},
+    "odd-nic-speed": {"far-nic"},
+    "nic-down": {"nic-behind-processor"},
+    "nic-behind-processor": {"nic-without-gpu"},
+    "nic-without-gpu": {"nic-behind-processor"},
+}
+
+
+def test_a_sound_host_has_no_findings() -> None:
+    assert lint_host(sound()) == ()
+    assert lint_host(HostTopology()) == ()
+
+
+def test_every_rule_is_tried() -> None:
+    assert [rule.name for rule in HOST_RULES] == list(UNSOUND)
+    names = [entry.name for entry in CATALOGUE]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("rule", UNSOUND)
+def test_one_change_brings_its_finding_and_no_other(rule: str) -> None:
+    make, severity, elements = UNSOUND[rule]
+    findings = lint_host(make())
+    own = [finding for finding in findings if finding.rule == rule]
+    assert [finding.element for finding in own] == elements
+    assert {finding.severity for finding in own} == {severity}
+    others = {finding.rule for finding in findings} - {rule}
+    assert others <= BESIDE.get(rule, set())
+    for finding in own:
+        words = finding.what, finding.consequence, finding.remedy
+        assert all(text.endswith(".") and len(text) > 15 for text in words)
+
+
+def test_a_speed_that_is_low_at_rest_is_a_note_for_gpus_alone() -> None:
+    slow = {"speed_now": "2.5 GT/s PCIe", "width_now": 16}
+    for bus_id in (gpu(0), BRIDGE):
+        found = one(lint_host(with_device(bus_id, **slow)), "trained-down")
+        assert found.severity is Severity.NOTE
+        assert "under load" in found.remedy
+    found = one(lint_host(with_device(NIC, **slow)), "trained-down")
+    assert found.severity is Severity.ERROR
+    assert found.has_gb_per_s == 2.5 / 8 * 0.8 * 16
+
+
+def test_a_speed_that_nobody_told_is_left_to_others() -> None:
+    untold = with_device(gpu(0), speed="", width=-1)
+    assert lint_host(untold) == ()
+
+
+def test_a_gpu_that_the_driver_shows_without_nvlink() -> None:
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    relations = tuple(
+        Relation(f"gpu/{a}", f"gpu/{b}", "SYS" if 2 in (a, b) else "NV12")
+        for a, b in pairs
+    )
+    gpus = tuple(GpuDevice("", n) for n in range(3))
+    found = lint_host(HostTopology(gpus=gpus, relations=relations))
+    assert [(f.rule, f.element) for f in found] == [("gpu-without-links", "gpu/2")]
+
+
+def test_a_second_port_without_cable_is_a_note() -> None:
+    host = sound()
+    second = host.ports[0]._replace(title="mlx5_9", port=2, is_up=False)
+    found = one(lint_host(host._replace(ports=(*host.ports, second))), "nic-down")
+    assert found.severity is Severity.NOTE
+
+
+def fleet(odd: HostTopology) -> list[HostTopology]:
+    return [odd._replace(name="odd"), *(sound()._replace(name=f"n{i}") for i in (1, 2))]
+
+
+@pytest.mark.parametrize(
+    ("odd", "rules", "has", "should"),
+    [
+        (sound()._replace(gpus=sound().gpus[1:]), {"node-gpus-differ"}, 0, 0),
+        (
+            with_links(nvlink(0, NVSWITCH, 9), nvlink(1, NVSWITCH, 9)),
+            {"node-nvlinks-differ"},
+            # 54 of 72 links, over four GPUs.
+            13.5 * 20.6,
+            18 * 20.6,
+        ),
+        (
+            with_port(0, is_up=False),
+            {"node-network-differs", "node-ports-differ"},
+            150.0,
+            200.0,
+        ),
+        (
+            with_device(gpu(0), speed="16.0 GT/s PCIe"),
+            {"node-gpu-links-differ"},
+            24.0,
+            48.0,
+        ),
+        (with_node(0, cpus=(0, 1, 2)), {"node-cores-differ"}, 0, 0),
+    ],
+)
+def test_one_node_of_three_that_is_unlike(
+    odd: HostTopology, rules: set[str], has: float, should: float
+) -> None:
+    findings = lint_fleet(fleet(odd))
+    assert {finding.rule for finding in findings} == rules
+    assert {finding.element for finding in findings} == {"odd"}
+    assert findings[0].has_gb_per_s == pytest.approx(has)
+    assert findings[0].should_gb_per_s == pytest.approx(should)
+    assert "2 of 3 nodes" in findings[0].what
+
+
+def test_nodes_that_are_alike_and_one_that_tells_less() -> None:
+    assert lint_fleet([]) == ()
+    assert lint_fleet([sound()]) == ()
+    silent = sound()._replace(ports=(), devices=(), numa_nodes=())
+    assert lint_fleet(fleet(silent)) == ()
+
+
+def test_all_rules_of_fleets_are_tried() -> None:
+    tried = {"gpus", "nvlinks", "network", "ports", "gpu-links", "cores"}
+    names = {rule.name for rule in FLEET_RULES}
+    assert {name.removeprefix("node-").rsplit("-", 1)[0] for name in names} == tried
+
+
+@given(
+    st.permutations(range(4)),
+    st.permutations(range(4)),
+    st.sampled_from(sorted(UNSOUND)),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_order_of_elements_does_not_matter(
+    ports: list[int], gpus: list[int], rule: str
+) -> None:
+    host = UNSOUND[rule][0]()
+    host = host._replace(ports=host.ports[:4])
+    shuffled = host._replace(
+        ports=tuple(host.ports[n] for n in ports),
+        links=tuple(reversed(host.links)),
+        gpus=tuple(host.gpus[n] for n in gpus),
+    )
+    told = {(f.rule, f.element, f.severity) for f in lint_host(shuffled)}
+    assert told == {(f.rule, f.element, f.severity) for f in lint_host(host)}
+
+
+_names = st.sampled_from(["", "0000:00:00.0", "0000:01:00.0", "0000:02:00.0", "x"])
+_numbers = st.integers(-2, 200)
+_hosts = st.builds(
+    HostTopology,
+    numa_nodes=st.lists(
+        st.builds(
+            NumaNode,
+            number=st.integers(-1, 3),
+            cpus=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+            vendor=st.sampled_from(["", "GenuineIntel"]),
+            arch=st.sampled_from(["", "x86_64"]),
+            family=_numbers,
+            model=_numbers,
+            package=st.integers(-1, 2),
+        ),
+        max_size=3,
+        unique_by=lambda node: node.number,
+    ).map(tuple),
+    devices=st.lists(
+        st.builds(
+            PciDevice,
+            bus_id=_names,
+            parent=_names,
+            node=st.integers(-1, 3),
+            speed=st.sampled_from(
+                ["", "8 GT/s", "16.0 GT/s PCIe", "GT/s", ". GT/s", "1e9 GT/s", "\x00"]
+            ),
+            width=_numbers,
+            gb_per_s=st.sampled_from([0.0, 3.0]),
+            speed_now=st.sampled_from(["", "2.5 GT/s PCIe"]),
+            width_now=_numbers,
+        ),
+        max_size=3,
+        unique_by=lambda device: device.bus_id,
+    ).map(tuple),
+    gpus=st.lists(
+        st.builds(GpuDevice, bus_id=_names, number=st.integers(0, 3), sm=_numbers),
+        max_size=3,
+        unique_by=lambda each: each.name,
+    ).map(tuple),
+    ports=st.lists(
+        st.builds(
+            NetPort, title=st.sampled_from("abc"), bus_id=_names, mbit_per_s=_numbers
+        ),
+        max_size=3,
+        unique_by=lambda port: port.title,
+    ).map(tuple),
+    links=st.lists(
+        st.builds(
+            Link,
+            kind=st.sampled_from([LinkKind.NVLINK, LinkKind.XGMI]),
+            source=_names,
+            target=_names,
+            num_links=st.integers(0, 99),
+            target_class=st.sampled_from([-1, 0x030200, 0x068000]),
+        ),
+        max_size=4,
+    ).map(tuple),
+)
+
+
+@given(_hosts)
+@settings(max_examples=150, deadline=None)
+def test_no_host_is_too_odd_for_rules_and_words(host: HostTopology) -> None:
+    findings = [*lint_host(host), *lint_fleet([host, sound()])]
+    known = {entry.name for entry in CATALOGUE}
+    assert {finding.rule for finding in findings} <= known
+    text = tell_findings(findings)
+    assert all(finding.rule in text for finding in findings)
+
+
+def test_equal_findings_are_told_once_and_the_worst_first() -> None:
+    findings = lint_host(read("nccl_topo/modal_gvisor_b200_vm_topo.xml"))
+    text = tell_findings(findings)
+    heads = re.findall(r"^(ERROR|WARNING|NOTE) (\S+):", text, re.MULTILINE)
+    assert [head for head, _ in heads] == ["ERROR"] * 3 + ["WARNING", "NOTE"]
+    assert "ERROR too-many-nvlinks: 8 times: 0002:00:01.0, " in text
+    assert count_findings(findings) == "18 errors, 1 warning, 8 notes"
+    assert count_findings(()) == "nothing found"
+    assert tell_findings(()) == ""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_lines_keep_to_the_width(name: str) -> None:
+    for line in tell_findings(lint_host(read(name))).splitlines():
+        assert len(line) <= 80
+        assert line == line.rstrip()
