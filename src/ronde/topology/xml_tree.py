@@ -14,7 +14,7 @@ MAX_BYTES = 64 << 20
 """Of a file; the largest real ones are a hundredth of that."""
 MAX_DEPTH = 256
 """Of elements inside one another; real machines need about twenty."""
-_MAX_ELEMENTS = 1 << 20
+_MAX_ELEMENTS = 1 << 17
 _HEAD_BYTES = 64 << 10
 _NAME = re.compile(rb"[A-Za-z_][\w:.-]*")
 
