@@ -1,0 +1,529 @@
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tests.topology.hostile import bad_inputs, check_harmless
+
+from ronde.errors import UsageError
+from ronde.topology.graph import (
+    NVSWITCH,
+    UNKNOWN,
+    GpuDevice,
+    HostTopology,
+    Link,
+    LinkKind,
+)
+from ronde.topology.graph_json import read_topology, write_topology
+from ronde.topology.probes.nccl_attributes import MAX_REMARKS, parse_affinity
+from ronde.topology.probes.nccl_topology import NcclTopologyProbe
+from ronde.topology.probes.probe import Saved
+
+SAMPLES = Path(__file__).parent / "samples"
+
+# Speed of a lane and number of lanes, as files write them.
+G1 = ("2.5 GT/s PCIe", 1)
+G2 = ("5.0 GT/s PCIe", 16)
+G3 = ("8 GT/s", 16)
+G4_OLD = ("16 GT/s", 16)
+G4 = ("16.0 GT/s PCIe", 16)
+G5 = ("32.0 GT/s PCIe", 16)
+
+
+class Counted(NamedTuple):
+    """What grep counts in a sample; links are the sum of all counts."""
+
+    file: str
+    num_nodes: int
+    num_devices: int
+    num_bridges: int
+    num_gpus: int
+    sm: int
+    num_links: int
+    speeds: dict[tuple[str, int], int]
+    nets: dict[int, int]
+
+    def __str__(self) -> str:
+        return self.file
+
+    @property
+    def path(self) -> Path:
+        folder = "rccl_topo" if self.file.startswith("topo_") else "nccl_topo"
+        return SAMPLES / folder / f"{self.file}.xml"
+
+
+COUNTED = (
+    Counted("aws_p4de-24xl-topo", 2, 16, 4, 8, -1, 0, {G3: 16}, {0: 4}),
+    Counted("azure_ncv4_a100pcie_topo", 4, 4, 0, 4, 80, 48, {("", 0): 4}, {100000: 1}),
+    Counted("azure_ndv2_v100_topo", 2, 9, 0, 8, -1, 0, {G4_OLD: 9}, {0: 1}),
+    Counted("azure_ndv5_h100_topo", 2, 24, 8, 8, -1, 0, {G5: 24}, {0: 8}),
+    Counted("azurehpc_nc48v4_topo", 2, 2, 0, 2, 80, 24, {("", 0): 2}, {100000: 1}),
+    # eth0 stands there twice, once below each processor.
+    Counted(
+        "hgx_b200_8x_vastai_nccl2.27.3", 2, 12, 4, 8, 100, 144, {G5: 12}, {10000: 1}
+    ),
+    Counted("hgx_h200_8x_vastai", 2, 16, 8, 8, 90, 144, {G5: 16}, {10000: 1}),
+    Counted(
+        "modal_gvisor_b200_vm_topo",
+        2,
+        11,
+        0,
+        8,
+        100,
+        1008,
+        {G5: 11},
+        {100000: 4, 200000: 1, 400000: 8},
+    ),
+    Counted("oci_H100-topology", 2, 40, 24, 8, 90, 144, {G5: 32, G2: 8}, {180000: 16}),
+    Counted("oci_topo-flattened-b4", 4, 20, 4, 8, -1, 0, {G4_OLD: 20}, {0: 8}),
+    Counted("oci_topo-flattened", 4, 20, 4, 8, -1, 0, {G4_OLD: 20}, {0: 8}),
+    Counted(
+        "perlmutter_a100_4x_slingshot_nccl2.29.7",
+        4,
+        8,
+        0,
+        4,
+        80,
+        48,
+        {G4: 8},
+        {200000: 4},
+    ),
+    Counted("superbench_ndv4_topo", 4, 20, 4, 8, -1, 0, {G4_OLD: 20}, {0: 8}),
+    Counted(
+        "topo_4p1h_1",
+        2,
+        9,
+        4,
+        4,
+        64,
+        8,
+        {G4_OLD: 4, G3: 4, ("8 GT/s", 4): 1},
+        {10000: 2},
+    ),
+    Counted("topo_4p2h", 1, 19, 10, 8, 64, 16, {G4_OLD: 8, G3: 11}, {100000: 1}),
+    Counted("topo_4p2h_2nic", 1, 20, 10, 8, 64, 16, {G4_OLD: 8, G3: 12}, {100000: 2}),
+    Counted("topo_4p3l_ia", 1, 19, 10, 8, 120, 24, {G4_OLD: 8, G3: 11}, {100000: 1}),
+    Counted("topo_4p_942", 4, 8, 0, 4, 228, 12, {G4: 4, G5: 4}, {200000000: 4}),
+    # The file has 30 devices, one of them under the address of another.
+    Counted("topo_8p1h_1", 2, 29, 18, 8, 104, 52, {G4: 29}, {200000: 4}),
+    Counted(
+        "topo_8p1h_2",
+        4,
+        10,
+        1,
+        8,
+        104,
+        52,
+        {G4: 8, ("16.0 GT/s PCIe", 4): 1, G1: 1},
+        {1000: 1, 10000: 1},
+    ),
+    Counted("topo_8p1h_3", 4, 12, 0, 8, 104, 52, {G4_OLD: 12}, {200000: 4}),
+    Counted("topo_8p6l", 2, 17, 8, 8, 120, 48, {G4_OLD: 17}, {200000: 1}),
+    Counted("topo_8p_4nics", 4, 32, 20, 8, 120, 24, {G4_OLD: 32}, {200000: 4}),
+    Counted("topo_8p_90a_1", 3, 8, 0, 8, 104, 24, {G4_OLD: 8}, {1000: 1}),
+    Counted(
+        "topo_8p_ts1_n4_2", 8, 18, 8, 8, 64, 16, {G4_OLD: 18}, {100000: 1, 200000: 2}
+    ),
+)
+
+
+def read(text: str | bytes) -> tuple[HostTopology, ...]:
+    data = text.encode() if isinstance(text, str) else text
+    return NcclTopologyProbe().read(Saved("a.xml", data)).hosts
+
+
+def sample(counted: Counted) -> HostTopology:
+    (host,) = read(counted.path.read_bytes())
+    return host
+
+
+def named(file: str) -> HostTopology:
+    return sample(next(counted for counted in COUNTED if counted.file == file))
+
+
+def on_one_node(inside: str) -> HostTopology:
+    (host,) = read(
+        '<system version="1"><cpu numaid="0" affinity="3" arch="x86_64">'
+        f"{inside}</cpu></system>"
+    )
+    return host
+
+
+def pci(bus_id: str, inside: str = "", class_code: str = "0x060400") -> str:
+    return (
+        f'<pci busid="{bus_id}" class="{class_code}" link_speed="" link_width="0">'
+        f"{inside}</pci>"
+    )
+
+
+def gpu(dev: int, inside: str = "") -> str:
+    return f'<gpu dev="{dev}" sm="90" rank="{dev}" gdr="1">{inside}</gpu>'
+
+
+def port(name: str, dev: int, more: str = "") -> str:
+    return f'<net name="{name}" dev="{dev}" speed="100000" {more}/>'
+
+
+class TestSamples:
+    def test_all_of_them_are_in_the_table(self):
+        there = {*SAMPLES.glob("nccl_topo/*"), *SAMPLES.glob("rccl_topo/*")}
+
+        assert {counted.path for counted in COUNTED} == there
+
+    @pytest.mark.parametrize("counted", COUNTED, ids=str)
+    def test_what_was_read_is_what_grep_counts(self, counted: Counted):
+        host = sample(counted)
+
+        assert len(host.numa_nodes) == counted.num_nodes
+        assert len(host.devices) == counted.num_devices
+        bridges = [d for d in host.devices if d.class_code == 0x060400]
+        assert len(bridges) == counted.num_bridges
+        assert len(host.gpus) == counted.num_gpus
+        assert {gpu.sm for gpu in host.gpus} == {counted.sm}
+        assert sum(link.num_links for link in host.links) == counted.num_links
+        assert Counter((d.speed, d.width) for d in host.devices) == counted.speeds
+        assert Counter(port.mbit_per_s for port in host.ports) == counted.nets
+
+    @pytest.mark.parametrize("counted", COUNTED, ids=str)
+    def test_elements_fit_together(self, counted: Counted):
+        host = sample(counted)
+
+        seen = {""}
+        for device in host.devices:
+            assert device.parent in seen
+            seen.add(device.bus_id)
+        assert {gpu.bus_id for gpu in host.gpus} <= seen
+        assert {port.bus_id for port in host.ports} <= seen
+        assert [gpu.number for gpu in sorted(host.gpus, key=lambda g: g.number)] == [
+            *range(counted.num_gpus)
+        ]
+        assert len({port.name for port in host.ports}) == len(host.ports)
+        kind = LinkKind.XGMI if "rccl" in str(counted.path) else LinkKind.NVLINK
+        assert {link.kind for link in host.links} <= {kind}
+
+    @pytest.mark.parametrize("counted", COUNTED, ids=str)
+    def test_a_trip_through_json_loses_nothing(self, counted: Counted):
+        data = counted.path.read_bytes()
+        topology = NcclTopologyProbe().read(Saved("a.xml", data))
+
+        assert read_topology(write_topology(topology).encode(), "a.json") == topology
+
+    def test_only_three_are_odd(self):
+        odd = {c.file: sample(c).remarks for c in COUNTED}
+
+        assert {file: remarks for file, remarks in odd.items() if remarks} == {
+            "hgx_b200_8x_vastai_nccl2.27.3": (
+                "Line 45: net eth0 is listed again and left out.",
+            ),
+            "hgx_h200_8x_vastai": ("Line 59: net eth0 is listed again and left out.",),
+            "topo_8p1h_1": ("Line 114: pci 0000:a1:00.0 is listed again.",),
+        }
+
+    def test_a_node_of_perlmutter(self):
+        host = named("perlmutter_a100_4x_slingshot_nccl2.29.7")
+
+        node = host.numa_nodes[3]
+        assert node.number == 3
+        # Words of 32 bits, highest first: ffff0000,0,ffff0000,0
+        assert node.cpus == (*range(48, 64), *range(112, 128))
+        assert (node.arch, node.vendor) == ("x86_64", "AuthenticAMD")
+        assert (node.family, node.model) == (175, 1)
+        assert host.links[:3] == tuple(
+            Link(LinkKind.NVLINK, "0000:03:00.0", target, 4, target_class=0x030200)
+            for target in ("0000:82:00.0", "0000:c1:00.0", "0000:41:00.0")
+        )
+        cxi3 = host.ports[0]
+        assert (cxi3.name, cxi3.bus_id, cxi3.number) == ("net/cxi3", "0000:01:00.0", 3)
+        assert (cxi3.port, cxi3.guid, cxi3.gdr) == (1, "0x3", 1)
+        assert host.devices[0].vendor == 0x17DB
+
+    def test_a_switch_that_a_virtual_machine_does_not_see(self):
+        host = named("hgx_b200_8x_vastai_nccl2.27.3")
+
+        assert [(link.target, link.num_links) for link in host.links] == [
+            (NVSWITCH, 18)
+        ] * 8
+        # Of the six words, two are full, two half and two empty.
+        assert len(host.numa_nodes[0].cpus) == 96
+
+    def test_a_mask_whose_first_word_is_short(self):
+        host = named("modal_gvisor_b200_vm_topo")
+
+        # 5 is two bits of four: 8 digits, 8 digits and 6 digits of them.
+        assert host.numa_nodes[0].cpus == tuple(range(0, 88, 2))
+
+    def test_bridges_above_a_gpu(self):
+        host = named("oci_H100-topology")
+        above = {device.bus_id: device.parent for device in host.devices}
+
+        assert above["0000:0f:00.0"] == "0000:0d:00.0"
+        assert above["0000:0d:00.0"] == "0000:08:00.0"
+        assert above["0000:08:00.0"] == ""
+
+    def test_a_file_of_devices_alone(self):
+        host = named("aws_p4de-24xl-topo")
+
+        # Its comments count GPUs so, too.
+        assert [(gpu.number, gpu.bus_id) for gpu in host.gpus] == [
+            (2 * pair + half, f"0000:{bus}:1{'cd'[half]}.0")
+            for pair, bus in enumerate(("10", "20", "90", "a0"))
+            for half in (0, 1)
+        ]
+        assert [port.name for port in host.ports] == [
+            f"net/0000:{bus}:1b.0" for bus in ("10", "20", "90", "a0")
+        ]
+        assert {port.number for port in host.ports} == {UNKNOWN}
+
+    def test_gpus_without_numbers_are_counted_by_bus_address(self):
+        host = named("oci_topo-flattened")
+
+        assert {gpu.bus_id[5:7]: gpu.number for gpu in host.gpus} == {
+            "0f": 0, "15": 1, "51": 2, "54": 3, "8d": 4, "92": 5, "d6": 6, "da": 7,
+        }  # fmt: skip
+
+    def test_infiniband_by_its_class(self):
+        host = named("azure_ndv5_h100_topo")
+
+        assert {port.kind for port in host.ports} == {"infiniband"}
+
+    def test_amds_gpu(self):
+        host = named("topo_4p_942")
+
+        assert host.gpus[0] == GpuDevice(
+            bus_id="0000:82:00.0", number=0, rank=0, sm=228, gcn="942", gdr=1
+        )
+
+    def test_an_adapter_under_the_address_of_a_bridge_is_near_its_own_bridge(self):
+        host = named("topo_8p1h_1")
+
+        (mlx5_7,) = (port for port in host.ports if port.title == "mlx5_7")
+        above = {device.bus_id: device.parent for device in host.devices}
+        assert mlx5_7.bus_id == above["0000:91:00.0"]
+
+
+class TestElements:
+    def test_processors_of_two_hosts_are_two_hosts(self):
+        a, b = read(
+            '<system version="1">'
+            '<cpu host_hash="0xa" numaid="0" affinity="1" arch="arm64">'
+            f"{pci('0:1:0.0', gpu(0))}</cpu>"
+            '<cpu host_hash="0xB" numaid="0" affinity="1" arch="arm64">'
+            f"{pci('0:1:0.0', gpu(0))}{pci('0:2:0.0', gpu(1))}</cpu>"
+            '<cpu host_hash="0xA" numaid="1" affinity="2" arch="arm64"/></system>'
+        )
+
+        assert (a.name, len(a.numa_nodes), len(a.gpus)) == ("0xa", 2, 1)
+        assert (b.name, len(b.numa_nodes), len(b.gpus)) == ("0xb", 1, 2)
+        assert a.sources == b.sources == ("NCCL topology file a.xml",)
+
+    def test_a_gpu_beside_its_processor(self):
+        host = on_one_node(pci("9:1:0.0", gpu(0, '<c2c bw="45000" count="10"/>')))
+
+        # 45000 MB/s * 10 / 1000
+        (link,) = host.links
+        assert link == Link(LinkKind.C2C, "0009:01:00.0", "numa/0", 10, 450.0)
+
+    def test_switches_joined_beside_the_tree(self):
+        host = on_one_node(
+            pci("0:1:0.0", '<pcilink target="0000:02:00.0"/>') + pci("0:2:0.0")
+        )
+
+        assert host.links == (Link(LinkKind.PCI, "0000:01:00.0", "0000:02:00.0", 1),)
+
+    @pytest.mark.parametrize(
+        ("written", "meant"),
+        [
+            ("0000:1B:00.0", "0000:1b:00.0"),
+            ("1b:00.0", "0000:1b:00.0"),
+            ("00000000:1b:00.0", "0000:1b:00.0"),
+            ("10000:e1:00.1", "10000:e1:00.1"),
+            ("fffffff:ffff:ff", NVSWITCH),
+            ("FFFFFFF:FF:FF.0", NVSWITCH),
+        ],
+    )
+    def test_spellings_of_addresses(self, written: str, meant: str):
+        link = f'<nvlink target="{written}" count="2" tclass="0x068000"/>'
+        host = on_one_node(pci("0:1:0.0", gpu(0, link)))
+
+        assert host.links[0].target == meant
+
+    def test_ports_that_nccl_fused_are_one(self):
+        names = port("mlx5_0+mlx5_1", 0)
+        parts = '<net name="mlx5_0"/><net name="mlx5_1"/><net name="mlx5_2"/>'
+        host = on_one_node(pci("0:1:0.0", f"<nic>{names}{parts}</nic>"))
+
+        assert [port.title for port in host.ports] == ["mlx5_0+mlx5_1", "mlx5_2"]
+
+    def test_two_ports_of_one_name(self):
+        nets = port("mlx5_0", 0, 'port="1"') + port("mlx5_0", 1, 'port="2"')
+        host = on_one_node(pci("0:1:0.0", f"<nic>{nets}</nic>"))
+
+        assert [(port.title, port.number) for port in host.ports] == [
+            ("mlx5_0", 0),
+            ("mlx5_0:2", 1),
+        ]
+        assert host.remarks == ()
+
+    def test_an_adapter_for_other_things_than_messages(self):
+        nets = port("a", 0, 'net="0" gin="1"') + port("b", 1, 'net="1" gin="1"')
+        host = on_one_node(pci("0:1:0.0", f"<nic>{nets}</nic>"))
+
+        assert [port.title for port in host.ports] == ["b"]
+
+    def test_a_virtual_adapter_below_a_processor(self):
+        (port_,) = on_one_node(f"<nic>{port('eth0', 0)}</nic>").ports
+
+        assert (port_.bus_id, port_.node, port_.mbit_per_s) == ("", 0, 100000)
+
+    def test_a_file_may_be_in_disorder_and_partly_told(self):
+        host = on_one_node(
+            pci("0:1:0.0", pci("0:2:0.0", class_code="0x120000") + "<gpu/>")
+        )
+
+        assert [(gpu.name, gpu.number) for gpu in host.gpus] == [
+            ("0000:02:00.0", 1),
+            ("0000:01:00.0", 0),
+        ]
+
+
+class TestOddities:
+    @pytest.mark.parametrize(
+        ("inside", "remark"),
+        [
+            (pci("nonsense"), "pci has busid='nonsense', which cannot be read"),
+            ('<pci class="0x0" link_speed="" link_width="1"/>', "pci has no busid"),
+            (pci("0:1:0.0", class_code="zz"), "pci has class='zz', which cannot be"),
+            (pci("0:1:0.0", "<gpu/>"), "gpu has no sm"),
+            (pci("0:1:0.0", gpu(0, "<nvlink/>")), "nvlink has no target"),
+            (pci("0:1:0.0", gpu(0, "<nvlink/>")), "nvlink of 0000:01:00.0 is left"),
+            (pci("0:1:0.0", gpu(0, '<c2c bw="1"/>')), "c2c has no count"),
+            (pci("0:1:0.0", gpu(0) + gpu(1)), "gpu is one more part of 0000:01:00.0"),
+            (pci("0:1:0.0", pci("0:1:0.0")), "pci 0000:01:00.0 is listed again"),
+            ("<nic><net/></nic>", "net has no dev"),
+            ("<gpu/>", "gpu is unknown there"),
+            ("<nic><gin/></nic>", "gin is unknown there"),
+            (
+                "<nic>" + port("a", 0, 'latency="nan"') + "</nic>",
+                "net has latency='nan'",
+            ),
+            ("<nic>" + port("a", 0, 'port="9e9"') + "</nic>", "net has port='9e9'"),
+        ],
+    )
+    def test_each_is_told_with_its_line(self, inside: str, remark: str):
+        remarks = on_one_node(inside).remarks
+
+        assert any(each.startswith(f"Line 1: {remark}") for each in remarks), remarks
+
+    def test_a_mask_that_is_none(self):
+        (host,) = read('<system version="3"><cpu numaid="-1" affinity="0-3"/></system>')
+
+        assert host.numa_nodes[0].cpus == ()
+        assert host.numa_nodes[0].number == UNKNOWN
+        assert host.remarks == (
+            "Line 1: system has version '3', and is read like version 1.",
+            "Line 1: cpu has affinity='0-3', which cannot be read.",
+            "Line 1: cpu has no arch.",
+        )
+
+    def test_an_odd_file_is_not_told_without_end(self):
+        remarks = on_one_node("<odd/>" * 1000).remarks
+
+        assert len(remarks) == MAX_REMARKS + 1
+        assert remarks[-1] == f"More than these {MAX_REMARKS} things are odd."
+
+    def test_devices_cannot_be_above_themselves(self):
+        host = on_one_node(
+            pci("0:1:0.0", pci("0:2:0.0", pci("0:1:0.0", pci("0:3:0.0"))))
+        )
+
+        assert [(d.bus_id, d.parent) for d in host.devices] == [
+            ("0000:01:00.0", ""),
+            ("0000:02:00.0", "0000:01:00.0"),
+            ("0000:03:00.0", "0000:02:00.0"),
+        ]
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("<topology/>", "a.xml must begin with the element system, got topology"),
+            ('<system version="1"/>', "a.xml must list at least one cpu, got none"),
+            ("<system>", "a.xml must be well-formed XML"),
+        ],
+    )
+    def test_what_cannot_be_read_is_refused(self, text: str, message: str):
+        with pytest.raises(UsageError, match=message):
+            read(text)
+
+
+class TestHarm:
+    @pytest.mark.parametrize("counted", COUNTED, ids=str)
+    def test_a_cut_sample_is_recognised_and_refused(self, counted: Counted):
+        data = counted.path.read_bytes()
+        begin = data.index(b"<system") + len(b"<system ")
+
+        for end in range(begin, len(data.rstrip()), 97):
+            saved = Saved("a.xml", data[:end])
+            assert NcclTopologyProbe().recognises(saved)
+            with pytest.raises(UsageError):
+                NcclTopologyProbe().read(saved)
+
+    @pytest.mark.parametrize("counted", COUNTED[:1] + COUNTED[-1:])
+    def test_hostile_files_are_refused_or_read(self, counted: Counted):
+        good = counted.path.read_bytes()
+
+        assert check_harmless(read, bad_inputs(good)) > 60
+
+    def test_other_forms_are_not_recognised(self):
+        others = [
+            path
+            for path in SAMPLES.glob("*/*")
+            if path.is_file() and path.parent.name not in ("nccl_topo", "rccl_topo")
+        ]
+
+        assert len(others) > 10
+        for path in others:
+            assert not NcclTopologyProbe().recognises(Saved("x", path.read_bytes()))
+
+
+@given(st.frozensets(st.integers(0, 1023)))
+def test_a_mask_says_its_cpus(cpus: frozenset[int]):
+    words = [0] * 32
+    for cpu in cpus:
+        words[31 - cpu // 32] |= 1 << cpu % 32
+
+    assert parse_affinity(",".join(f"{word:08x}" for word in words)) == (*sorted(cpus),)
+    # strtoul's words may be short.
+    assert parse_affinity(",".join(f"{word:x}" for word in words)) == (*sorted(cpus),)
+
+
+NAMES = (
+    *("numaid", "affinity", "busid", "class", "link_speed", "link_width", "dev"),
+    *("rank", "sm", "name", "speed", "latency", "target", "count"),
+)
+ATTRIBUTE = st.text(
+    st.characters(codec="utf-8", exclude_characters='<&"', exclude_categories=["Cc"]),
+    max_size=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(ATTRIBUTE, min_size=len(NAMES), max_size=len(NAMES)),
+    st.lists(
+        st.sampled_from(["pci", "gpu", "nic", "net", "nvlink", "c2c"]), max_size=6
+    ),
+)
+def test_any_attributes_are_read_or_told(values: list[str], tags: list[str]):
+    said = " ".join(f'{n}="{v}"' for n, v in zip(NAMES, values, strict=True))
+    inside = "".join(f"<{tag} {said}>" for tag in tags) + "".join(
+        f"</{tag}>" for tag in reversed(tags)
+    )
+    (host,) = read(f'<system version="1"><cpu {said}>{inside}</cpu></system>')
+
+    seen = {""}
+    for device in host.devices:
+        assert device.parent in seen
+        seen.add(device.bus_id)
+    assert {gpu.bus_id for gpu in host.gpus} <= seen
+    assert {port.bus_id for port in host.ports} <= seen
