@@ -28,7 +28,9 @@ from ronde.topology.probes.nccl_topology import NcclTopologyProbe
 from ronde.topology.probes.probe import Saved
 
 SAMPLES = Path(__file__).parent / "samples"
-DOCS = Path(__file__).parents[2] / "docs" / "topology-lint.md"
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs" / "topology-lint.md"
+SRC = REPOSITORY / "src" / "ronde"
 
 # How many elements each rule names, judged from the files by hand.
 FOUND: dict[str, dict[str, int]] = {
@@ -640,3 +642,19 @@ def test_lines_keep_to_the_width(name: str) -> None:
     for line in tell_findings(lint_host(read(name))).splitlines():
         assert len(line) <= 80
         assert line == line.rstrip()
+
+
+def test_every_rule_is_documented_with_its_meaning() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| (.+?) \|", DOCS.read_text(), re.MULTILINE)
+    told = {
+        name: meaning.replace("&lt;", "<").replace("&gt;", ">")
+        for name, meaning in rows
+    }
+    assert told == {entry.name: entry.meaning for entry in CATALOGUE}
+
+
+def test_rules_of_graphs_are_those_that_the_check_has() -> None:
+    source = (SRC / "topology" / "search_graph.py").read_text()
+    graphs = [e.name for e in CATALOGUE if e.subject == "an NCCL graph file"]
+    words = set(re.findall(r'"([a-z]+(?:-[a-z]+)+)"', source))
+    assert set(graphs) == words
