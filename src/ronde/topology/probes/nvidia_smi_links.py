@@ -54,7 +54,7 @@ def find_links(
     names: Mapping[int, str],
     bonds: Mapping[int, Mapping[int, int]],
 ) -> NvLinks:
-    """Return the NVLinks of GPUs.
+    """Return the NVLinks of GPUs, as far as it is told where they lead.
 
     Args:
         gpus: What is told of each.
@@ -74,9 +74,6 @@ def find_links(
             targets = {known.get(bus_id, bus_id): n for bus_id, n in gpu.remotes}
         else:
             targets = _bonded(bonds.get(number, {}), gpu, names)
-        if gpu.rates and not targets:
-            # They must not seem to lead where those of another GPU lead.
-            targets = {f"{name}/nvlink": len(gpu.rates)}
         remarks += _remarks(number, gpu, sum(targets.values()))
         links += [
             Link(LinkKind.NVLINK, name, target, count, _rate(gpu) * count)
@@ -96,10 +93,12 @@ def _bonded(
 ) -> dict[str, int]:
     """Return where links lead as far as a matrix tells it.
 
-    More links than a GPU has are the same ones again and again, through a switch.
+    To several others by all its links, or by more than any GPU has, a GPU gets through
+    a switch.
     """
-    if sum(bonds.values()) > (len(gpu.rates) or _MAX_LINKS):
-        return {NVSWITCH: max(bonds.values())}
+    num_links, most = sum(bonds.values()), max(bonds.values(), default=0)
+    if num_links > (most if most == len(gpu.rates) else _MAX_LINKS):
+        return {NVSWITCH: most}
     return {names[other]: count for other, count in bonds.items()}
 
 
@@ -113,14 +112,14 @@ def _rate(gpu: SmiGpu) -> float:
 def _remarks(number: int, gpu: SmiGpu, num_links: int) -> Iterable[str]:
     if gpu.rates and num_links != len(gpu.rates):
         yield (
-            f"GPU{number} has {len(gpu.rates)} active NVLinks, and {num_links} lead to "
-            "others."
+            f"GPU{number} has {len(gpu.rates)} active NVLinks, and of {num_links} it is "
+            "told where they lead."
         )
     if len(set(gpu.rates)) > 1:
         rates = ", ".join(f"{rate:g}" for rate in sorted(set(gpu.rates)))
         yield f"GPU{number} has NVLinks that signal at {rates} GB/s."
-    if _rate(gpu):
+    if _rate(gpu) and num_links:
         yield (
-            f"GPU{number} is of an unknown model: its NVLinks are counted as fast as they "
-            "signal, which is more than they carry."
+            f"GPU{number} is of an unknown model: its NVLinks are counted as fast as "
+            "they signal, which is more than they carry."
         )

@@ -1,7 +1,7 @@
 """Slurm's ``topology.conf``: switches, or blocks, between hosts."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ _ALLOWED = {
     _SIZES: {_SIZES},
 }
 _PAIR = re.compile(r'\s*([A-Za-z]\w*)\s*=\s*("[^"]*"|[^\s"]+)(?=\s|$)')
-_NAMED = re.compile(rf"^[ \t]*(?:{_SWITCH}|{_BLOCK})[ \t]*=", re.IGNORECASE | re.MULTILINE)
+_NAMED = re.compile(rf"(?im)^[ \t]*(?:{_SWITCH}|{_BLOCK})[ \t]*=")
 _MAX_ENTRIES = 1 << 18
 _LOOKED_AT = 1 << 16
 
@@ -131,8 +131,8 @@ def _switch(
         for kind in ("switches", "nodes")
     ]
     for names in below:
-        if len(set(names)) != len(names):
-            twice = next(each for each in names if names.count(each) > 1)
+        if more := Counter(names) - Counter(set(names)):
+            twice = next(iter(more))
             raise _refusal(saved, line, f"{name} must have each name once", twice)
     return NetworkSwitch(name, *below, speed=values.get("linkspeed", ""))
 

@@ -1,0 +1,462 @@
+"""hwloc's XML of all versions becomes a graph."""
+
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tests.topology.hostile import Hostile, bad_inputs, check_harmless
+
+from ronde.errors import UsageError
+from ronde.topology.graph import UNKNOWN, HostTopology, Link, LinkKind
+from ronde.topology.graph_json import read_topology, write_topology
+from ronde.topology.probes.hwloc import HwlocProbe
+from ronde.topology.probes.probe import Saved
+
+SAMPLES = Path(__file__).parent / "samples" / "hwloc_xml"
+PROBE = HwlocProbe()
+
+
+class Counted(NamedTuple):
+    """What grep counts in a sample."""
+
+    file: str
+    host: str
+    arch: str
+    num_nodes: int
+    num_cores: int
+    num_threads: int
+    num_devices: int
+    num_gpus: int
+    num_ports: int
+    num_links: int
+    gb_per_s: dict[float, int]
+
+
+COUNTED = [
+    Counted(
+        "fakepcilocalities.xml",
+        *("", "", 4, 40, 40, 30, 0, 6, 0),
+        {0.0: 27, 0.25: 1, 1.0: 1, 3.938462: 1},
+    ),
+    Counted("nvidia-dgx-gb10.xml", *("cfarm107", "arm64", 1, 20, 20, 0, 0, 0, 0), {}),
+    Counted(
+        "power8gpudistances.xml",
+        *("drac-12.grenoble.grid5000.fr", "ppc64", 2, 8, 16, 8, 4, 0, 12),
+        {15.753846: 4, 7.876923: 4},
+    ),
+]
+
+
+def read(data: bytes | str) -> HostTopology:
+    data = data.encode() if isinstance(data, str) else data
+    (host,) = PROBE.read(Saved("saved.xml", data)).hosts
+    return host
+
+
+def sample(name: str) -> HostTopology:
+    return read((SAMPLES / name).read_bytes())
+
+
+@pytest.mark.parametrize("counted", COUNTED, ids=lambda each: each.file)
+def test_counts_and_speeds_are_the_file_s(counted):
+    saved = Saved(counted.file, (SAMPLES / counted.file).read_bytes())
+    assert PROBE.recognises(saved)
+    topology = PROBE.read(saved)
+    (host,) = topology.hosts
+    assert host.sources == (f"hwloc XML {counted.file}",)
+    nodes = host.numa_nodes
+    assert host.name == counted.host
+    assert {node.arch for node in nodes} == {counted.arch}
+    assert len(nodes) == counted.num_nodes
+    assert sum(len(node.cores) for node in nodes) == counted.num_cores
+    assert sum(len(node.cpus) for node in nodes) == counted.num_threads
+    assert len(host.devices) == counted.num_devices
+    assert len(host.gpus) == counted.num_gpus
+    assert len(host.ports) == counted.num_ports
+    assert len(host.links) == counted.num_links
+    assert Counter(each.gb_per_s for each in host.devices) == counted.gb_per_s
+    assert read_topology(write_topology(topology).encode(), "it") == topology
+
+
+@pytest.mark.parametrize("counted", COUNTED, ids=lambda each: each.file)
+def test_graphs_hold_together(counted):
+    host = sample(counted.file)
+    threads = [cpu for node in host.numa_nodes for cpu in node.cpus]
+    assert len(set(threads)) == len(threads)
+    for node in host.numa_nodes:
+        assert sorted(cpu for core in node.cores for cpu in core) == list(node.cpus)
+    seen = {""}
+    for device in host.devices:
+        assert device.parent in seen
+        seen.add(device.bus_id)
+    names = {e.name for e in (*host.numa_nodes, *host.devices)}
+    assert all({link.source, link.target} <= names for link in host.links)
+
+
+def test_the_power_machine_is_what_its_file_says():
+    host = sample("power8gpudistances.xml")
+    first, second = host.numa_nodes
+    assert first.cpus == (0, 1, 8, 9, 16, 17, 24, 25)
+    # 0x00000303,0x03030000,,0x0: the words are bits 96, 64, 32 and 0 upwards.
+    assert second.cpus == (80, 81, 88, 89, 96, 97, 104, 105)
+    assert second.cores == ((80, 81), (88, 89), (96, 97), (104, 105))
+    assert (first.memory_bytes, second.memory_bytes) == (68556816384, 68450713600)
+    assert (first.package, second.package) == (0, 1)
+    assert first.distances == ((0, 10), (1, 40))
+    assert second.distances == ((0, 40), (1, 10))
+    gpus = [(gpu.number, gpu.bus_id, gpu.uuid[-12:]) for gpu in host.gpus]
+    assert gpus == [
+        (0, "0002:01:00.0", "b77d2c23d1d2"),
+        (1, "0003:01:00.0", "e600a300e314"),
+        (2, "000a:01:00.0", "daeb01448779"),
+        (3, "000b:01:00.0", "85cc675aa903"),
+    ]
+    assert {(gpu.title, gpu.sm) for gpu in host.gpus} == {("Tesla P100-SXM2-16GB", 60)}
+    gpu = next(each for each in host.devices if each.bus_id == "000a:01:00.0")
+    assert (gpu.parent, gpu.node) == ("000a:00:00.0", 1)
+    assert (gpu.class_code, gpu.vendor, gpu.device) == (0x030200, 0x10DE, 0x15F9)
+    assert (gpu.subsystem_vendor, gpu.subsystem_device) == (0x10DE, 0x116B)
+    bridge = next(each for each in host.devices if each.bus_id == "000a:00:00.0")
+    assert (bridge.parent, bridge.class_code) == ("", 0x060400)
+    assert (bridge.subsystem_vendor, bridge.subsystem_device) == (UNKNOWN, UNKNOWN)
+
+
+def test_nvlinks_join_the_pairs_that_the_matrix_says():
+    links = sample("power8gpudistances.xml").links
+    pairs = {(link.source, link.target) for link in links}
+    a, b, c, d = "0002:01:00.0", "0003:01:00.0", "000a:01:00.0", "000b:01:00.0"
+    one_way = {(a, b), (c, d)}
+    one_way |= {(a, "numa/0"), (b, "numa/0"), (c, "numa/1"), (d, "numa/1")}
+    assert pairs == one_way | {(target, source) for source, target in one_way}
+    # 40000 MB/s are two links of the first NVLink at 20 GB/s.
+    assert {(link.gb_per_s, link.num_links, link.kind) for link in links} == {
+        (40.0, 2, LinkKind.NVLINK)
+    }
+
+
+def test_devices_are_near_the_object_they_are_in():
+    host = sample("fakepcilocalities.xml")
+    by_bus = Counter((each.bus_id[5:7], each.node) for each in host.devices)
+    # Bus 40 hangs at a group of two cores within package 1.
+    assert {(bus, node) for bus, node in by_bus if bus in "40 43"} == {
+        ("40", 1),
+        ("43", 1),
+    }
+    assert {node for bus, node in by_bus if bus in "80 c0"} == {3}
+    assert {node for bus, node in by_bus if bus < "10"} == {0}
+    assert [row for _, row in host.numa_nodes[2].distances] == [20, 20, 10, 20]
+    # The Matrox there only drives a screen.
+    assert not host.gpus
+    ports = {port.title: port for port in host.ports}
+    assert list(ports) == ["eth0", "eth1", "eth2", "eth3", "ib0", "qib0"]
+    assert {
+        title: port.kind for title, port in ports.items() if port.kind[0] == "i"
+    } == {"qib0": "infiniband"}
+    assert ports["qib0"].guid == "0011:7500:0077:cfc8"
+    assert (ports["qib0"].port, ports["qib0"].is_up) == (1, True)
+    assert ports["eth3"].bus_id == "0000:03:00.1"
+
+
+# Version 1: nodes contain their CPUs, and distances are told of a depth, divided by a
+# base. Sorts of devices are numbers from 0.
+VERSION_1 = """<?xml version="1.0" encoding="UTF-8"?>
+<!DOCTYPE topology SYSTEM "hwloc.dtd">
+<topology>
+ <object type="Machine" os_index="0" cpuset="0x0000000f">
+  <info name="Architecture" value="x86_64"/>
+  <info name="HostName" value="old"/>
+  <distances nbobjs="2" relative_depth="2" latency_base="1.000000">
+   <latency value="7"/><latency value="7"/><latency value="7"/><latency value="7"/>
+  </distances>
+  <distances nbobjs="2" relative_depth="1" latency_base="10.000000">
+   <latency value="1.000000"/><latency value="2.100000"/>
+   <latency value="2.100000"/><latency value="1.000000"/>
+  </distances>
+  <object type="NUMANode" os_index="0" cpuset="0x00000003" local_memory="1024">
+   <object type="Socket" os_index="4" cpuset="0x00000003">
+    <info name="CPUVendor" value="AuthenticAMD"/>
+    <info name="CPUFamilyNumber" value="23"/>
+    <info name="CPUModelNumber" value="49"/>
+    <object type="Core" os_index="0" cpuset="0x00000003">
+     <object type="PU" os_index="0" cpuset="0x00000001"/>
+     <object type="PU" os_index="1" cpuset="0x00000002"/>
+    </object>
+   </object>
+  </object>
+  <object type="NUMANode" os_index="8" cpuset="0x0000000c" local_memory="2048">
+   <object type="Socket" os_index="5" cpuset="0x0000000c">
+    <object type="PU" os_index="2" cpuset="0x00000004"/>
+    <object type="PU" os_index="3" cpuset="0x00000008"/>
+   </object>
+   <object type="Bridge" os_index="0" bridge_type="0-1" bridge_pci="0000:[80-81]">
+    <object type="PCIDev" os_index="1" name="x" pci_busid="0000:81:00.0"
+      pci_type="0207 [15b3:1017] [15b3:0002] 00" pci_link_speed="0.000000">
+     <object type="OSDev" name="ib0" osdev_type="2"/>
+     <object type="OSDev" name="mlx5_0" osdev_type="3">
+      <info name="NodeGUID" value="98:03"/>
+      <info name="Port1State" value="1"/>
+      <info name="Port2State" value="4"/>
+     </object>
+    </object>
+    <object type="PCIDev" os_index="2" pci_busid="0000:82:00.0"
+      pci_type="0300 [10de:1db1] [10de:1212] a1" pci_link_speed="15.75">
+     <object type="OSDev" name="cuda0" osdev_type="5">
+      <info name="CoProcType" value="CUDA"/>
+      <info name="GPUModel" value="Tesla V100-SXM2-16GB"/>
+     </object>
+    </object>
+   </object>
+  </object>
+ </object>
+</topology>
+"""
+
+
+def test_version_1_has_cpus_in_nodes():
+    host = read(VERSION_1)
+    assert host.name == "old"
+    first, second = host.numa_nodes
+    assert (first.number, first.cpus, first.cores) == (0, (0, 1), ((0, 1),))
+    assert (second.number, second.cpus, second.cores) == (8, (2, 3), ())
+    assert first.distances == ((0, 10), (8, 21))
+    assert (first.package, second.package) == (4, 5)
+    assert (first.arch, first.vendor) == ("x86_64", "AuthenticAMD")
+    # 23 is 15 and 8 beyond it: 15 + 16 * 8.
+    assert (first.family, first.model) == (143, 49)
+    assert second.vendor == ""
+    assert [(port.title, port.port, port.is_up) for port in host.ports] == [
+        ("ib0", UNKNOWN, True),
+        ("mlx5_0", 1, False),
+        ("mlx5_0", 2, True),
+    ]
+    assert [(device.node, device.class_code) for device in host.devices] == [
+        (8, 0x020700),
+        (8, 0x030000),
+    ]
+    assert [(gpu.title, gpu.sm) for gpu in host.gpus] == [("Tesla V100-SXM2-16GB", 70)]
+
+
+def test_a_machine_of_version_1_without_nodes_has_one():
+    host = read(
+        '<topology><object type="Machine" os_index="0" cpuset="0x3" local_memory="512">'
+        '<object type="PU" os_index="0" cpuset="0x1"/>'
+        '<object type="PU" os_index="1" cpuset="0x2"/></object></topology>'
+    )
+    (node,) = host.numa_nodes
+    assert (node.number, node.cpus, node.memory_bytes) == (0, (0, 1), 512)
+
+
+def machine(inside: str, after: str = "", version: str = "2.0") -> str:
+    return (
+        f'<topology version="{version}"><object type="Machine" cpuset="0x0000000f">'
+        f"{inside}</object>{after}</topology>"
+    )
+
+
+def test_memory_without_cpus_of_its_own_gets_none():
+    host = read(
+        machine(
+            '<object type="Package" os_index="0" cpuset="0x3">'
+            '<object type="NUMANode" os_index="2" cpuset="0x3" subtype="GPUMemory"/>'
+            '<object type="NUMANode" os_index="3" cpuset="0x3"/></object>'
+            '<object type="NUMANode" os_index="1" cpuset="0xc"/>'
+            '<object type="NUMANode" os_index="0" cpuset="0xf" local_memory="7"/>'
+        )
+    )
+    assert [(n.number, n.cpus, n.package) for n in host.numa_nodes] == [
+        (0, (), UNKNOWN),
+        (1, (2, 3), UNKNOWN),
+        (2, (), 0),
+        (3, (0, 1), 0),
+    ]
+
+
+PCI = (
+    '<object type="Bridge" bridge_type="0-1"><object type="PCIDev" gp_index="7" '
+    'pci_busid="0000:41:00.0" pci_type="{kind}" pci_link_speed="1"/></object>'
+)
+NODES = (
+    '<object type="NUMANode" gp_index="1" os_index="0" cpuset="0x3"/>'
+    '<object type="NUMANode" gp_index="2" os_index="1" cpuset="0xc"/>'
+)
+
+
+def test_locality_told_beside_the_tree_counts_where_the_tree_tells_none():
+    kind = "0302 [10de:20b0] [0000:0000] a1 00"
+    where = '<pci_locality domain="0x0" bus_min="0x40" bus_max="0x41" cpuset="0xc"/>'
+    inside = NODES + PCI.format(kind=kind)
+    assert [each.node for each in read(machine(inside)).devices] == [UNKNOWN]
+    assert [each.node for each in read(machine(inside, where)).devices] == [1]
+    other = where.replace("0x41", "0x40")
+    assert [each.node for each in read(machine(inside, other)).devices] == [UNKNOWN]
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_gpu"),
+    [
+        ("0300 [10de:2330] [0000:0000] a1", True),
+        ("0302 [10de:2330] [0000:0000] a1", True),
+        ("0300 [1a03:2000] [0000:0000] 41", False),
+        ("0380 [1002:740c] [0000:0000] 01", True),
+        ("1200 [1002:74a1] [0000:0000] 00", True),
+        ("1200 [1d0f:7164] [0000:0000] 00", False),
+        ("0380 [8086:0bd5] [0000:0000] 2f", True),
+        ("0200 [10de:2330] [0000:0000] a1", False),
+    ],
+)
+def test_which_devices_are_gpus(kind, is_gpu):
+    assert len(read(machine(PCI.format(kind=kind))).gpus) == is_gpu
+
+
+@pytest.mark.parametrize(
+    ("subtype", "backend"), [("RSMI", ""), ("LevelZero", ""), ("", "NVML")]
+)
+def test_a_gpu_is_what_its_library_found(subtype, backend):
+    device = PCI.format(kind="0300 [9999:0001] [0000:0000] a1").replace(
+        "/></object>",
+        f'><object type="OSDev" name="it" subtype="{subtype}" osdev_type="5">'
+        f'<info name="Backend" value="{backend}"/><info name="GPUModel" value="M"/>'
+        '<info name="AMDUUID" value="u"/></object></object></object>',
+    )
+    (gpu,) = read(machine(device)).gpus
+    assert (gpu.title, gpu.uuid, gpu.bus_id) == ("M", "u", "0000:41:00.0")
+
+
+def test_xgmi_of_one_sort_of_object_is_told_without_its_name():
+    gpus = "".join(
+        f'<object type="PCIDev" pci_busid="0000:0{n}:00.0" '
+        'pci_type="1200 [1002:74a1] [0000:0000] 00"><object type="OSDev" '
+        f'gp_index="3{n}" name="rsmi{n}" subtype="RSMI" osdev_type="1"/></object>'
+        for n in (1, 2)
+    )
+    matrix = (
+        '<distances2 type="OSDev" nbobjs="2" kind="9" name="XGMIBandwidth" '
+        'indexing="gp"><indexes length="6">31 32 </indexes>'
+        '<u64values length="9">0 100000</u64values><u64values>50000 0</u64values>'
+        "</distances2>"
+    )
+    assert read(machine(gpus, matrix)).links == (
+        Link(LinkKind.XGMI, "0000:01:00.0", "0000:02:00.0", 1, 100.0),
+        Link(LinkKind.XGMI, "0000:02:00.0", "0000:01:00.0", 1, 50.0),
+    )
+
+
+def test_distances_by_hwloc_s_own_numbers():
+    matrix = (
+        '<distances2 type="NUMANode" nbobjs="2" kind="5" name="NUMALatency" '
+        'indexing="gp"><indexes>2 1</indexes><u64values>10 21 31 10</u64values>'
+        "</distances2>"
+    )
+    first, second = read(machine(NODES, matrix)).numa_nodes
+    assert first.distances == ((1, 31), (0, 10))
+    assert second.distances == ((1, 10), (0, 21))
+
+
+def test_an_interface_without_a_device_has_a_node():
+    inside = (
+        f'<object type="Package" cpuset="0xc">{NODES}'
+        '<object type="OSDev" name="bond0" osdev_type="2"/></object>'
+    )
+    (port,) = read(machine(inside)).ports
+    assert (port.title, port.bus_id, port.node, port.kind) == (
+        "bond0",
+        "",
+        1,
+        "ethernet",
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('cpuset="0x0000000c"', 'cpuset="0x0z"', "cpuset must be words"),
+        ('cpuset="0x0000000c"', 'cpuset="0x123456789"', "cpuset must be words"),
+        ('cpuset="0x0000000c"', f'cpuset="{"f," * 9000}1"', "at most 65536 CPUs"),
+        ('PU" os_index="3"', 'PU" os_index="65536"', "from 0 to 65535"),
+        ('PU" os_index="3"', 'PU"', "from 0 to 65535"),
+        ('Node" os_index="8"', 'Node" os_index="0"', "an os_index of its own"),
+        ('Node" os_index="8"', 'Node" os_index="-8"', "must be a whole number"),
+        ('local_memory="2048"', 'local_memory="2kB"', "must be a whole number"),
+        ("0000:82:00.0", "0000:81:00.0", "must be listed once"),
+        ("0000:82:00.0", "0000:82", "pci_busid must be an address"),
+        ("0207 [15b3:1017]", "0207 15b3:1017", "pci_type must be"),
+        ('speed="15.75"', 'speed="nan"', "pci_link_speed a number"),
+        ('speed="15.75"', 'speed="-1"', "pci_link_speed a number"),
+        ('value="2.100000"/>\n', 'value="x"/>\n', "values must be numbers"),
+        ('<latency value="2.100000"/>\n', "", "2 \\* 2 values, got 3"),
+        ("<topology>", '<topology version="v2">', "version must be a number"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_line(old, new, message):
+    assert old in VERSION_1
+    with pytest.raises(UsageError, match=rf"^saved.xml, line [0-9]+: .*{message}"):
+        read(VERSION_1.replace(old, new, 1))
+
+
+def test_the_line_is_where_the_element_begins():
+    with pytest.raises(UsageError, match="line 25: cpuset"):
+        read(VERSION_1.replace("0x0000000c", "?", 1))
+
+
+@pytest.mark.parametrize(
+    "data", ["<topology/>", "<topologydiff><object/></topologydiff>", "", "x"]
+)
+def test_other_files_are_refused(data):
+    with pytest.raises(UsageError, match=r"saved\.xml must be"):
+        read(data)
+
+
+def test_damaged_files_are_recognised_and_other_xml_is_not():
+    data = (SAMPLES / "power8gpudistances.xml").read_bytes()
+    assert PROBE.recognises(Saved("it", data[:200]))
+    assert not PROBE.recognises(Saved("it", b'<system version="1"/>'))
+    assert not PROBE.recognises(Saved("it", b"GPU0"))
+
+
+@pytest.mark.parametrize("counted", COUNTED, ids=lambda each: each.file)
+def test_harm_is_refused(counted):
+    good = (SAMPLES / counted.file).read_bytes()
+    inputs = bad_inputs(good, root="topology", tag="object")
+    assert check_harmless(read, inputs) > 50
+
+
+def test_many_large_elements_take_no_time():
+    nodes = "".join(
+        f'<object type="NUMANode" os_index="{n}" cpuset="{"ffffffff," * 15}f"/>'
+        f'<object type="Package" os_index="{n}" cpuset="{"ffffffff," * 15}f"/>'
+        for n in range(10_000)
+    )
+    check_harmless(read, iter([Hostile("many nodes", machine(nodes).encode())]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_version_1_file_cut_anywhere_is_refused(data):
+    end = data.draw(st.integers(0, len(VERSION_1.rstrip()) - 1))
+    with pytest.raises(UsageError):
+        read(VERSION_1[:end])
+
+
+def words(cpus: set[int]) -> str:
+    """Return a set as hwloc writes it: no zeros before, none in words of zeros."""
+    bits = sum(1 << cpu for cpu in cpus)
+    parts: list[str] = []
+    while bits:
+        word = bits & 0xFFFFFFFF
+        parts.append(f"0x{word:08x}" if word else "0x0" if not parts else "")
+        bits >>= 32
+    return ",".join(reversed(parts)) or "0x0"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sets(st.integers(0, 300)), st.sets(st.integers(0, 300)))
+def test_sets_are_read_as_they_are_written(first, second):
+    second -= first
+    nodes = "".join(
+        f'<object type="NUMANode" os_index="{n}" cpuset="{words(cpus)}"/>'
+        for n, cpus in enumerate((first, second))
+    )
+    found = read(machine(nodes)).numa_nodes
+    assert [set(node.cpus) for node in found] == [first, second]

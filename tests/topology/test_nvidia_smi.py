@@ -1,0 +1,507 @@
+"""What nvidia-smi prints becomes a graph, in all the ways it was ever pasted."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tests.topology.hostile import Hostile, bad_inputs, check_harmless
+
+from ronde.errors import UsageError
+from ronde.topology.cpu_sets import members, parse_list
+from ronde.topology.graph import NVSWITCH, UNKNOWN, HostTopology, Link, LinkKind
+from ronde.topology.graph_json import read_topology, write_topology
+from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
+from ronde.topology.probes.probe import Saved
+
+SAMPLES = Path(__file__).parent / "samples"
+MATRICES = SAMPLES / "nvsmi_topo_m"
+B200 = MATRICES / "hgx_b200_8x_drv595.91.txt"
+H200 = MATRICES / "hgx_h200_8x_topo_p2p_n.txt"
+PERLMUTTER = MATRICES / "perlmutter_a100_4x_drv580.159.txt"
+PROBE = NvidiaSmiProbe()
+
+
+def read(data: bytes | str) -> HostTopology:
+    data = data.encode() if isinstance(data, str) else data
+    (host,) = PROBE.read(Saved("topo.txt", data)).hosts
+    return host
+
+
+def cpus(text: str) -> tuple[int, ...]:
+    return tuple(members(parse_list(text)))
+
+
+def words(host: HostTopology) -> dict[tuple[str, str], str]:
+    """Return the path of each pair, from both ends."""
+    found = {(each.source, each.target): each.path for each in host.relations}
+    return found | {(target, source): path for (source, target), path in found.items()}
+
+
+@pytest.mark.parametrize("path", [B200, H200, PERLMUTTER], ids=lambda path: path.name)
+def test_samples_are_recognised_and_go_through_json(path):
+    saved = Saved(path.name, path.read_bytes())
+    assert PROBE.recognises(saved)
+    topology = PROBE.read(saved)
+    assert topology.hosts[0].sources == (f"nvidia-smi topo -m {path.name}",)
+    assert topology.hosts[0].remarks == ()
+    assert read_topology(write_topology(topology).encode(), "it") == topology
+
+
+def test_eight_gpus_at_switches():
+    host = read(B200.read_bytes())
+    assert [gpu.number for gpu in host.gpus] == list(range(8))
+    assert [gpu.node for gpu in host.gpus] == [0] * 4 + [1] * 4
+    assert [(node.number, node.cpus) for node in host.numa_nodes] == [
+        (0, cpus("0-47,96-143")),
+        (1, cpus("48-95,144-191")),
+    ]
+    assert len(host.relations) == 8 * 7 // 2
+    assert {each.path for each in host.relations} == {"NV18"}
+    # 7 * 18 are more links than a GPU has: they are the same 18, through switches.
+    assert host.links == tuple(
+        Link(LinkKind.NVLINK, f"gpu/{n}", NVSWITCH, 18) for n in range(8)
+    )
+
+
+def test_four_gpus_joined_directly():
+    host = read(PERLMUTTER.read_bytes())
+    assert [gpu.node for gpu in host.gpus] == [3, 2, 1, 0]
+    assert [node.number for node in host.numa_nodes] == [0, 1, 2, 3]
+    assert host.numa_nodes[3].cpus == cpus("48-63,112-127")
+    assert len(host.links) == 4 * 3
+    assert {link.num_links for link in host.links} == {4}
+    assert {(link.source, link.target) for link in host.links} == {
+        (f"gpu/{a}", f"gpu/{b}") for a in range(4) for b in range(4) if a != b
+    }
+
+
+def test_access_to_each_other_s_memory():
+    host = read(H200.read_bytes())
+    assert len(host.gpus) == 8
+    assert len(host.relations) == 28
+    assert {(each.path, each.peer) for each in host.relations} == {("", "OK")}
+    assert not host.links
+    assert not host.numa_nodes
+
+
+def test_an_empty_file_is_refused_with_what_it_may_mean():
+    path = SAMPLES / "sysfs_snapshots" / "gpud_nvidia-smi.nvlink.status.a10"
+    saved = Saved("status", path.read_bytes())
+    assert not PROBE.recognises(saved)
+    with pytest.raises(UsageError, match="no NVLinks it prints nothing"):
+        PROBE.read(saved)
+
+
+# Of 2018: no NUMA column, SOC for what is SYS today, CPUs one by one, adapters by name.
+OLD = """\
+\tGPU0\tGPU1\tmlx5_0\tCPU Affinity
+GPU0\t X \tSOC\tPHB\t0,2,4
+GPU1\tSOC\t X \tSOC\t1,3,5
+mlx5_0\tPHB\tSOC\t X \t
+
+Legend:
+
+  X   = Self
+  SOC = Connection traversing PCIe as well as the SMP link between CPU sockets(e.g. QPI)
+  PHB = Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)
+"""
+
+
+def test_an_old_driver_tells_no_nodes():
+    host = read(OLD)
+    assert words(host)["gpu/0", "gpu/1"] == "SYS"
+    assert words(host)["net/mlx5_0", "gpu/0"] == "PHB"
+    assert [(node.number, node.cpus) for node in host.numa_nodes] == [
+        (0, (0, 2, 4)),
+        (1, (1, 3, 5)),
+    ]
+    assert [gpu.node for gpu in host.gpus] == [0, 1]
+    (remark,) = host.remarks
+    assert "numbered by the CPUs" in remark
+
+
+def test_cpus_that_overlap_are_no_nodes():
+    host = read(OLD.replace("1,3,5", "0-5"))
+    assert host.numa_nodes == ()
+    assert [gpu.node for gpu in host.gpus] == [UNKNOWN, UNKNOWN]
+    assert "overlap" in host.remarks[0]
+
+
+NICS = """\
+\t\x1b[4mGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV12\tPIX\tNODE\t0-15\t0\t\tN/A
+GPU1\tNV12\t X \tNODE\tPXB\t0-15\t0\t\tN/A
+NIC0\tPIX\tNODE\t X \tNODE\t\t\t\t
+NIC1\tNODE\tPXB\tNODE\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+  NODE = Connection traversing PCIe as well as the interconnect between Host Bridges
+  NV#  = Connection traversing a bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+  NIC1: mlx5_bond_0
+"""
+
+
+def check_nics(host: HostTopology) -> None:
+    assert [port.title for port in host.ports] == ["mlx5_0", "mlx5_bond_0"]
+    assert words(host) == {
+        pair: path
+        for a, b, path in [
+            ("gpu/0", "gpu/1", "NV12"),
+            ("gpu/0", "net/mlx5_0", "PIX"),
+            ("gpu/0", "net/mlx5_bond_0", "NODE"),
+            ("gpu/1", "net/mlx5_0", "NODE"),
+            ("gpu/1", "net/mlx5_bond_0", "PXB"),
+            ("net/mlx5_0", "net/mlx5_bond_0", "NODE"),
+        ]
+        for pair in ((a, b), (b, a))
+    }
+    assert [(node.number, node.cpus) for node in host.numa_nodes] == [(0, cpus("0-15"))]
+    assert [gpu.node for gpu in host.gpus] == [0, 0]
+    assert host.remarks == ()
+
+
+def test_adapters_have_the_names_of_the_legend():
+    check_nics(read(NICS))
+    assert PROBE.recognises(Saved("it", NICS.encode()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        NICS.expandtabs(8),
+        NICS.replace("\t", "    "),
+        NICS.replace("\t", " ").replace("  ", " "),
+        NICS.replace("\n", "\r\n"),
+        "\ufeff" + NICS,
+        NICS.replace("\x1b[4m", "").replace("\x1b[0m", ""),
+        NICS.replace("NV12\tPIX", "NV12PIX").replace("NODE\tNODE", "NODENODE"),
+        "$ nvidia-smi topo -m\n" + NICS + "$ ",
+        # Twice the same is once.
+        NICS + NICS,
+        # Without what is no GPU's.
+        NICS + "  NIC7: mlx5_7\nGPU0 is fine\n",
+    ],
+)
+def test_however_it_was_pasted(text):
+    assert PROBE.recognises(Saved("it", text.encode()))
+    check_nics(read(text))
+
+
+def test_words_that_grew_together():
+    text = NICS.replace("NV12\t X \tNODE\tPXB", "NV12\t X \tNODEPXB", 1)
+    check_nics(read(text))
+
+
+def test_adapters_without_legend_keep_their_numbers():
+    text = NICS.partition("NIC Legend")[0]
+    assert [port.title for port in read(text).ports] == ["NIC0", "NIC1"]
+
+
+@pytest.mark.parametrize("blank", ["\t", "   "])
+def test_one_gpu_in_a_container(blank):
+    text = (
+        "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-3\tN/A\t\tN/A\n"
+    )
+    host = read(text.replace("\t", blank))
+    (gpu,) = host.gpus
+    assert (gpu.number, gpu.node) == (0, 0)
+    assert host.numa_nodes[0].cpus == (0, 1, 2, 3)
+    assert host.relations == ()
+    assert len(host.remarks) == 1
+
+
+def test_a_gpu_near_nothing():
+    host = read("\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tN/A\tN/A\n")
+    assert (host.numa_nodes, host.gpus[0].node, host.remarks) == ((), UNKNOWN, ())
+
+
+def test_memory_of_gpus_is_nodes_without_cpus():
+    host = read(
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
+        "GPU0\t X \tNODE\t0-71\t0\t\t2\n"
+        "GPU1\tNODE\t X \t72-143\t1\t\t10\n"
+    )
+    assert [(node.number, node.cpus) for node in host.numa_nodes] == [
+        (0, cpus("0-71")),
+        (1, cpus("72-143")),
+        (2, ()),
+        (10, ()),
+    ]
+    assert host.remarks == ()
+
+
+def test_several_nodes_near_a_gpu_are_said():
+    host = read(
+        "\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-127\t0,8,252-255\n",
+    )
+    assert [node.number for node in host.numa_nodes] == [0, 8, 252, 253, 254, 255]
+    assert [len(node.cpus) for node in host.numa_nodes] == [128, 0, 0, 0, 0, 0]
+    assert host.gpus[0].node == 0
+    assert "0,8,252-255" in host.remarks[0]
+
+
+def status(number: int, *, num_active: int, num_inactive: int = 0, rate="25") -> str:
+    lines = [f"\t Link {n}: {rate} GB/s" for n in range(num_active)]
+    lines += [
+        f"\t Link {n}: <inactive>" for n in range(num_active, num_active + num_inactive)
+    ]
+    head = f"GPU {number}: NVIDIA A100-SXM4-40GB (UUID: GPU-{number})"
+    return "\n".join([head, *lines]) + "\n"
+
+
+def test_all_outputs_in_one_file():
+    text = PERLMUTTER.read_text()
+    peers = H200.read_text().replace("OK", "NS")
+    text = f"$ nvidia-smi topo -m\n{text}\n$ nvidia-smi topo -p2p n\n{peers}"
+    for number in range(4):
+        text += status(number, num_active=12)
+    host = read(text)
+    assert len(host.gpus) == 8
+    assert (host.gpus[0].title, host.gpus[0].uuid) == ("NVIDIA A100-SXM4-40GB", "GPU-0")
+    assert [gpu.sm for gpu in host.gpus] == [80] * 4 + [UNKNOWN] * 4
+    told = {
+        (each.source, each.target): (each.path, each.peer) for each in host.relations
+    }
+    assert len(told) == 28
+    assert told["gpu/0", "gpu/3"] == ("NV4", "NS")
+    assert told["gpu/0", "gpu/4"] == ("", "NS")
+    assert len(host.links) == 12
+    assert host.remarks == ()
+
+
+def test_links_that_are_down_show():
+    text = PERLMUTTER.read_text() + status(0, num_active=11, num_inactive=1)
+    host = read(text)
+    assert host.remarks == (
+        "GPU0 has 11 active NVLinks, and of 12 it is told where they lead.",
+    )
+
+
+def test_rates_tell_a_switch_where_the_matrix_does_not():
+    # Of three GPUs with 6 links each, 2 * 6 are fewer than the 18 of a later GPU.
+    rows = ["\tGPU0\tGPU1\tGPU2", "GPU0\tX\tNV6\tNV6", "GPU1\tNV6\tX\tNV6"]
+    text = "\n".join([*rows, "GPU2\tNV6\tNV6\tX\n"])
+    assert {link.target for link in read(text).links} == {"gpu/0", "gpu/1", "gpu/2"}
+    text += "".join(status(n, num_active=6) for n in range(3))
+    host = read(text)
+    assert {(link.target, link.num_links) for link in host.links} == {(NVSWITCH, 6)}
+    assert host.remarks == ()
+
+
+def test_rates_alone_do_not_tell_where_links_lead():
+    host = read(status(0, num_active=17) + status(1, num_active=18, rate="25.781"))
+    assert [gpu.uuid for gpu in host.gpus] == ["GPU-0", "GPU-1"]
+    assert host.links == ()
+    assert host.remarks == (
+        "GPU0 has 17 active NVLinks, and of 0 it is told where they lead.",
+        "GPU1 has 18 active NVLinks, and of 0 it is told where they lead.",
+    )
+
+
+def test_links_of_an_unknown_model_are_as_fast_as_they_signal():
+    text = "\tGPU0\tGPU1\nGPU0\tX\tNV2\nGPU1\tNV2\tX\n"
+    text += status(0, num_active=2, rate="99.5").replace("A100-SXM4-40GB", "Z9")
+    host = read(text)
+    assert [link.gb_per_s for link in host.links] == [199.0, 0.0]
+    assert "unknown model" in host.remarks[0]
+
+
+def test_links_at_several_rates_show():
+    text = status(0, num_active=2).replace("Link 1: 25", "Link 1: 12.5")
+    assert "signal at 12.5, 25 GB/s" in read(text).remarks[1]
+
+
+def remotes(number: int, targets: dict[str, int]) -> str:
+    addresses = [address for address, count in targets.items() for _ in range(count)]
+    return f"GPU {number}: NVIDIA H100 PCIe (UUID: GPU-{number})\n" + "".join(
+        f"         Link {n}: Remote Device 00000000:{address}:00.0: Link {n}\n"
+        for n, address in enumerate(addresses)
+    )
+
+
+def test_remote_devices_tell_addresses_of_gpus():
+    text = NICS.replace("NV12", "NV3") + remotes(0, {"D5": 3}) + remotes(1, {"C2": 3})
+    host = read(text)
+    a, b = "0000:c2:00.0", "0000:d5:00.0"
+    assert [(gpu.bus_id, gpu.node) for gpu in host.gpus] == [(a, UNKNOWN), (b, UNKNOWN)]
+    assert [(device.bus_id, device.node) for device in host.devices] == [(a, 0), (b, 0)]
+    assert host.links == (
+        Link(LinkKind.NVLINK, a, b, 3),
+        Link(LinkKind.NVLINK, b, a, 3),
+    )
+    assert words(host)[a, b] == "NV3"
+    assert host.remarks == ()
+
+
+def test_remote_devices_that_all_gpus_share_are_switches():
+    switches = {"05": 2, "06": 2, "07": 2}
+    host = read("".join(remotes(n, switches) for n in range(3)))
+    assert [gpu.bus_id for gpu in host.gpus] == [""] * 3
+    assert {(link.target, link.num_links) for link in host.links} == {(NVSWITCH, 6)}
+
+
+def test_a_gpu_alone_has_links_to_what_is_not_shown():
+    host = read(remotes(0, {"05": 2, "06": 1}))
+    assert [(link.target, link.num_links) for link in host.links] == [
+        ("0000:05:00.0", 2),
+        ("0000:06:00.0", 1),
+    ]
+
+
+SUMMARY = """\
+| GPU  Name                 Persistence-M | Bus-Id          Disp.A | ECC |
+|=========================================+========================+=====|
+|   0  NVIDIA H100 PCIe               Off |   00000000:C2:00.0 Off |   0 |
+| N/A   28C    P0             44W /  350W |       1MiB /  81559MiB |  0% |
+|   1  NVIDIA H100 PCIe               On  |   00000001:D5:00.0 Off |   0 |
+"""
+
+
+def test_nvidia_smi_itself_tells_addresses():
+    host = read(SUMMARY + NICS)
+    assert [(gpu.bus_id, gpu.title, gpu.sm) for gpu in host.gpus] == [
+        ("0000:c2:00.0", "NVIDIA H100 PCIe", 90),
+        ("0001:d5:00.0", "NVIDIA H100 PCIe", 90),
+    ]
+    assert [device.node for device in host.devices] == [0, 0]
+
+
+def test_a_matrix_without_nvlinks_contradicts_none():
+    plain = NICS.replace("NV12", "PHB")
+    for text in (NICS + plain, plain + NICS):
+        host = read(text)
+        assert words(host)["gpu/0", "gpu/1"] == "NV12"
+        assert host.remarks == ()
+
+
+def test_contradictions_are_said():
+    host = read(NICS.replace("NIC0\tPIX", "NIC0\tSYS"))
+    assert words(host)["gpu/0", "net/mlx5_0"] == "PIX"
+    assert host.remarks == ("GPU0 and NIC0 are told PIX and SYS.",)
+    host = read(NICS + NICS.replace("PXB", "SYS"))
+    assert host.remarks == ("GPU1 and NIC1 are told PXB and SYS.",)
+
+
+def test_rows_of_adapters_may_be_missing():
+    lines = NICS.splitlines(keepends=True)
+    text = "".join(line for line in lines if not line.startswith("NIC1"))
+    assert words(read(text))["gpu/1", "net/mlx5_bond_0"] == "PXB"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("NV12\tPIX\tNODE", "NV12\tPIX", "line 2: the row of GPU0 must have 4 columns"),
+        (
+            "NV12\tPIX\tNODE",
+            "NV12\tPIX\tNODE\tSYS",
+            "line 2: .* with X in its own|line 2",
+        ),
+        ("GPU1\tNV12\t X \tNODE", "GPU1\t X \tNV12\tNODE", "line 3: .* X in its own"),
+        ("PXB", "FAR", "line 3: the row of GPU1"),
+        ("GPU1\tNV12", "GPU7\tNV12", "line 1: .* a row for each GPU .*none for GPU1"),
+        ("GPU1\tNIC0", "GPU0\tNIC0", "line 1: columns must be different"),
+        ("0-15", "0-15-", "line 2: an affinity must be a list"),
+        ("0-15", "15-0", "line 2: an affinity must be a list"),
+        ("0-15", "0-99999", "line 2: an affinity must be a list"),
+        ("0-15", "all", "line 2: an affinity must be a list"),
+    ],
+)
+def test_what_does_not_hold_together_is_refused(old, new, message):
+    assert old in NICS
+    with pytest.raises(UsageError, match=f"^topo.txt, {message}"):
+        read(NICS.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Link 0: 25 GB/s\n",
+        status(0, num_active=2) + "\t Link 2: 2",
+        status(0, num_active=2) + "\t Link 2: <inac",
+        remotes(0, {"05": 1}) + " Link 1: Remote Device 00000000:05",
+    ],
+)
+def test_links_that_are_cut_are_refused(text):
+    with pytest.raises(UsageError, match=r"line [0-9]+: a link must stand below"):
+        read(text)
+
+
+def test_other_things_said_of_links_are_let_pass():
+    errors = "\t Link 0: Replay Errors: 0\n\t Link 0, P2P is supported: true\n"
+    assert len(read(status(0, num_active=2) + errors).gpus) == 1
+
+
+@pytest.mark.parametrize("path", [B200, H200, PERLMUTTER], ids=lambda path: path.name)
+def test_harm_does_none(path):
+    assert check_harmless(read, bad_inputs(path.read_bytes())) > 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\t" + "\t".join(f"GPU{n}" for n in range(1_000_000)),
+        ("\t" + "\t".join(f"GPU{n}" for n in range(400)) + "\n") * 2000,
+        "GPU0\tmlx5_0\n" * 200_000,
+        status(0, num_active=200_000),
+        "".join(remotes(n, {f"{n % 100:02}": 20}) for n in range(1000)) * 10,
+        "GPU 0: " + " " * 5_000_000 + "x",
+        "|  0  " + "x " * 2_000_000,
+        "GPU0\tX\n" * 500_000,
+        "\tGPU0\tNIC0\n" + "NIC0 \n" * 1_000_000,
+    ],
+    ids=range(9),
+)
+def test_much_of_it_takes_no_time(text):
+    check_harmless(read, iter([Hostile("much", text.encode())]))
+    PROBE.recognises(Saved("it", text.encode()))
+
+
+CUT = NICS + status(0, num_active=2) + remotes(1, {"C2": 3})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, len(CUT)), st.text(max_size=3))
+def test_text_cut_or_changed_anywhere_is_a_value_or_refused(at, more):
+    for text in (CUT[:at], CUT[:at] + more + CUT[at:]):
+        try:
+            host = read(text)
+        except UsageError:
+            continue
+        assert len(host.gpus) in (1, 2, 3)
+
+
+PATHS = st.sampled_from(["NV1", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_what_is_printed_is_read(data):
+    names = [f"GPU{n}" for n in range(data.draw(st.integers(1, 5)))]
+    names += [f"NIC{n}" for n in range(data.draw(st.integers(0, 4)))]
+    told = {
+        (a, b): data.draw(PATHS)
+        for place, a in enumerate(names)
+        for b in names[place + 1 :]
+    }
+    both = told | {(b, a): path for (a, b), path in told.items()}
+    join = data.draw(st.sampled_from(["\t", " ", "      "]))
+    rows = [
+        join.join([a, *(" X " if a == b else both[a, b] for b in names)]) for a in names
+    ]
+    rows = [rows[0] + f"{join}0-3{join}7", *rows[1:]]
+    text = "\n".join([join.join(["", *names, "CPU Affinity", "NUMA Affinity"]), *rows])
+    host = read(text)
+    graph_names = {
+        name: f"gpu/{name[3:]}" if name[0] == "G" else f"net/{name}" for name in names
+    }
+    assert {(e.source, e.target): e.path for e in host.relations} == {
+        (graph_names[a], graph_names[b]): path for (a, b), path in told.items()
+    }
+    assert [node.number for node in host.numa_nodes] == [7]
