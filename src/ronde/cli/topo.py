@@ -1,6 +1,7 @@
 """``ronde topo``: words -> what a machine is made of, in one of several forms."""
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,6 +37,7 @@ example:
 )
 
 _BROKEN_PIPE = 141
+_ANY_WIDTH = 1 << 20
 
 
 def run(words: Sequence[str]) -> int:
@@ -93,7 +95,7 @@ def _show(words: Sequence[str]) -> int:
         from ronde.topology.graph_json import write_topology
 
         print(write_topology(loaded.topology), end="")
-    elif options.matrix or options.paths:
+    elif options.matrix or options.paths or options.nccl_paths:
         for host in loaded.topology.hosts:
             print(_table(host, options), end="")
     elif not options.svg:
@@ -115,13 +117,18 @@ def _options(words: Sequence[str]) -> argparse.Namespace | None:
         "--matrix", action="store_true", help="a table like that of nvidia-smi topo -m"
     )
     form.add_argument(
-        "--paths", action="store_true", help="all paths, as NCCL's debug log has them"
+        "--paths", action="store_true", help="kind and bandwidth of the paths of GPUs"
+    )
+    form.add_argument(
+        "--nccl-paths",
+        action="store_true",
+        help="all paths, as NCCL's debug log has them",
     )
     parser.add_argument(
         "--nccl",
         default="",
         metavar="VERSION",
-        help="whose rules --paths follows, 2.18 to 2.30 (default: the newest)",
+        help="whose rules paths follow, 2.18 to 2.30 (default: the newest)",
     )
     parser.add_argument("--svg", metavar="FILE", help="draw one host into FILE")
     with suppress(SystemExit):  # argparse has printed its help
@@ -153,27 +160,39 @@ def _require_something(topology: Topology) -> None:
 
 
 def _table(host: HostTopology, options: argparse.Namespace) -> str:
-    from ronde.render.topo_tables import tabulate_classes, tabulate_paths
+    from ronde.render.topo_tables import (
+        tabulate_classes,
+        tabulate_paths,
+        tabulate_speeds,
+    )
     from ronde.topology.paths.classes import classify
     from ronde.topology.paths.rules import LATEST, rules_of
     from ronde.topology.paths.search import find_paths
 
     if options.matrix:
-        return tabulate_classes(classify(host))
-    rules = rules_of(options.nccl) if options.nccl else LATEST
-    return tabulate_paths(find_paths(host, rules))
+        return tabulate_classes(classify(host), _num_chars())
+    paths = find_paths(host, rules_of(options.nccl) if options.nccl else LATEST)
+    if options.nccl_paths:
+        return tabulate_paths(paths)
+    return tabulate_speeds(paths, classify(host), _num_chars())
+
+
+def _num_chars() -> int:
+    """Return how wide a table may be: what is no terminal takes any width."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _ANY_WIDTH
 
 
 def _overview(topology: Topology) -> str:
-    from ronde.render.topo_tables import tabulate_classes
     from ronde.render.topo_tree import draw_tree
-    from ronde.topology.paths.classes import classify
 
     text = draw_tree(topology)
     for host in topology.hosts:
         # What tells of pairs alone says nothing as a tree.
         if host.relations and not host.devices:
-            text += "\n" + tabulate_classes(classify(host))
+            from ronde.render.topo_tables import tabulate_classes
+            from ronde.topology.paths.classes import classify
+
+            text += "\n" + tabulate_classes(classify(host), _num_chars())
     return text
 
 

@@ -1,4 +1,4 @@
-"""What people have of a machine's topology, whatever its form: files and saved trees."""
+"""What people have of a machine's topology, in any form: files and saved trees."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -6,16 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.topology.detection import detect_host
 from ronde.topology.graph import HostTopology, Topology
-from ronde.topology.graph_json import FORM, read_topology
-from ronde.topology.merging import merge_hosts
-from ronde.topology.probes.hwloc import HwlocProbe
-from ronde.topology.probes.lspci import LspciProbe
-from ronde.topology.probes.nccl_topology import NcclTopologyProbe
-from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
 from ronde.topology.probes.probe import Probe, Saved
-from ronde.topology.probes.slurm_topology import SlurmTopologyProbe
 from ronde.topology.xml_tree import MAX_BYTES
 
 
@@ -26,22 +18,32 @@ class JsonProbe:
 
     def recognises(self, saved: Saved) -> bool:
         """Return whether a file is of this form."""
-        return saved.data.lstrip()[:1] == b"{" and FORM.encode() in saved.data[:200]
+        return saved.data.lstrip()[:1] == b"{"
 
     def read(self, saved: Saved) -> Topology:
         """Return what a file says."""
+        from ronde.topology.graph_json import read_topology
+
         return read_topology(saved.data, saved.name)
 
 
-PROBES: tuple[Probe, ...] = (
-    JsonProbe(),
-    NcclTopologyProbe(),
-    HwlocProbe(),
-    NvidiaSmiProbe(),
-    LspciProbe(),
-    SlurmTopologyProbe(),
-)
-"""All readers of files; the first that recognises a file reads it."""
+def find_probes() -> tuple[Probe, ...]:
+    """Return the readers of files; the first that recognises a file is to read it."""
+    # Whoever looks at this machine alone does not wait for them.
+    from ronde.topology.probes.hwloc import HwlocProbe
+    from ronde.topology.probes.lspci import LspciProbe
+    from ronde.topology.probes.nccl_topology import NcclTopologyProbe
+    from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
+    from ronde.topology.probes.slurm_topology import SlurmTopologyProbe
+
+    return (
+        JsonProbe(),
+        NcclTopologyProbe(),
+        HwlocProbe(),
+        NvidiaSmiProbe(),
+        LspciProbe(),
+        SlurmTopologyProbe(),
+    )
 
 
 class Part(NamedTuple):
@@ -88,10 +90,11 @@ def read_part(saved: Saved) -> Part:
     Raises:
         UsageError: It is of no known form, or damaged.
     """
-    for probe in PROBES:
+    probes = find_probes()
+    for probe in probes:
         if probe.recognises(saved):
             return Part(saved.name, probe.form, probe.read(saved))
-    forms = ", ".join(probe.form for probe in PROBES)
+    forms = ", ".join(probe.form for probe in probes)
     raise UsageError(f"{saved.name} must be one of these: {forms}; got none of them.")
 
 
@@ -110,6 +113,8 @@ def read_tree(root: Path, environ: Mapping[str, str]) -> tuple[Part, tuple[str, 
             f"root must be a directory that holds sys, got {root}. Give the directory "
             "above it."
         )
+    from ronde.topology.detection import detect_host
+
     host, notices = detect_host(root, environ)
     return Part(str(root), "tree", Topology((host,))), notices
 
@@ -143,6 +148,8 @@ def join_parts(parts: Sequence[Part]) -> Topology:
             f"{several[0].name}, which tells of {len(several[0].topology.hosts)}. Give "
             "it alone."
         )
+    from ronde.topology.merging import merge_hosts
+
     merged = merge_hosts([part.topology.hosts[0] for part in telling])
     return Topology((merged,), switches)
 
