@@ -81,7 +81,7 @@ def read_saved(name: str) -> Saved:
             f"source must be at most {MAX_BYTES >> 20} MiB, got more in {name}. Is it "
             "a topology?"
         )
-    return Saved(name, data)
+    return Saved("standard input" if name == "-" else name, data)
 
 
 def read_part(saved: Saved) -> Part:
@@ -157,7 +157,7 @@ def join_parts(parts: Sequence[Part]) -> Topology:
 def _named(part: Part) -> tuple[HostTopology, ...]:
     """Return a part's hosts; one without a name goes by that of its source."""
     hosts = part.topology.hosts
-    name = "stdin" if part.name == "-" else Path(part.name).stem
+    name = Path(part.name).stem
     names = [name if len(hosts) == 1 else f"{name}:{n}" for n in range(len(hosts))]
     return tuple(
         host if host.name else host._replace(name=own)

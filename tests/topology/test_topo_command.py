@@ -1,0 +1,149 @@
+"""The command ``ronde topo``: sources in, one of several forms out."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ronde.topology.graph_json import read_topology
+
+SAMPLES = Path(__file__).parent / "samples"
+PERLMUTTER = "nccl_topo/perlmutter_a100_4x_slingshot_nccl2.29.7.xml"
+PERLMUTTER_TEXT = "nvsmi_topo_m/perlmutter_a100_4x_drv580.159.txt"
+B200 = "nccl_topo/hgx_b200_8x_vastai_nccl2.27.3.xml"
+
+
+def topo(*words, stdin=b"", cwd=SAMPLES):
+    return subprocess.run(
+        [sys.executable, "-m", "ronde", "topo", *words],
+        input=stdin,
+        capture_output=True,
+        timeout=60,
+        cwd=cwd,
+        check=False,
+    )
+
+
+def told(*words, **options):
+    done = topo(*words, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.decode()
+
+
+def refused(*words, **options):
+    done = topo(*words, **options)
+    assert done.returncode == 64
+    assert done.stdout == b""
+    text = done.stderr.decode()
+    assert text.startswith("ronde: ")
+    assert "Traceback" not in text
+    return text
+
+
+def test_this_machine_is_shown_without_torch():
+    program = (
+        "import sys\n"
+        "from ronde.cli.entry import main\n"
+        "code = main(['topo'])\n"
+        "print(sorted(m for m in sys.modules if m.split('.')[0] == 'torch'))\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=60, check=True
+    )
+    lines = done.stdout.decode().splitlines()
+    assert "NUMA node" in lines[0]
+    assert lines[1].split()[1:3] == ["NUMA", "node"]
+    assert lines[-1] == "[]"
+
+
+def test_json_is_read_again_and_says_the_same(tmp_path):
+    text = told(B200, "--json")
+    path = tmp_path / "node.json"
+    path.write_text(text)
+    topology = read_topology(text.encode(), "node")
+    assert [len(h.gpus) for h in topology.hosts] == [8]
+    text_of_tree = told(B200)
+    assert told(str(path)) == text_of_tree
+    assert told("-", stdin=text.encode()) == text_of_tree
+
+
+def test_sources_of_one_host_are_merged():
+    alone = told(PERLMUTTER_TEXT)
+    assert "0000:03:00.0" not in alone
+    merged = told(PERLMUTTER, PERLMUTTER_TEXT)
+    assert merged.count("NUMA node 3") == 1
+    assert "GPU 0  0000:03:00.0" in merged
+
+
+def test_sources_of_one_form_are_a_host_each():
+    text = told(PERLMUTTER, B200, B200)
+    assert text.startswith("perlmutter_a100_4x_slingshot_nccl2.29.7: 4 NUMA nodes")
+    assert "2 hosts alike (hgx_b200_8x_vastai_nccl2.27.3, 2 times): " in text
+
+
+def test_the_matrix_is_that_of_the_driver():
+    ours = told(PERLMUTTER, PERLMUTTER_TEXT, "--matrix").splitlines()
+    theirs = (SAMPLES / PERLMUTTER_TEXT).read_text().splitlines()
+    for line in theirs[1:5]:
+        (row,) = [each for each in ours if each.split()[:1] == line.split()[:1]]
+        assert row.split()[:5] == line.split()[:5]
+
+
+def test_paths_are_those_of_the_release_that_is_asked_for():
+    line = told(PERLMUTTER, "--nccl-paths", "--nccl", "2.29.7").splitlines()[0]
+    assert line.startswith("GPU/0-3000 :GPU/0-3000 (0/5000.0/LOC)")
+    assert "GPU/0-c1000 (1/80.0/NVL)" in line
+    assert "NVL 80.0" in told(PERLMUTTER, "--paths")
+
+
+def test_what_a_search_has_found_is_told():
+    assert told("nccl_graph/azure_ncv4_graph.xml").startswith("ring (graph 0): 2 chan")
+
+
+def test_a_saved_tree_is_read_like_the_machine(tmp_path):
+    node = tmp_path / "sys/devices/system/node/node3"
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text("0-1\n")
+    (node / "cpumap").write_text("3\n")
+    (node.parent / "online").write_text("3\n")
+    cpu = tmp_path / "sys/devices/system/cpu"
+    cpu.mkdir()
+    (cpu / "online").write_text("0-1\n")
+    assert "NUMA node 3" in told("--root", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["absent.xml"], "can be read, got absent.xml: No such file or directory"),
+        (["."], "can be read, got .: Is a directory"),
+        (["SOURCES.md"], "SOURCES.md must be one of these: ronde topology, NCCL top"),
+        (["--root", "nccl_topo"], "a directory that holds sys, got nccl_topo"),
+        ([PERLMUTTER, B200, PERLMUTTER_TEXT], "got 3 sources of 2 forms"),
+        ([PERLMUTTER, "--nccl", "1.0", "--paths"], "from 2.18 to 2.30, got '1.0'"),
+        ([PERLMUTTER, "--matrix", "--json"], "not allowed with argument"),
+        (["--bogus"], "unrecognized arguments: --bogus. Type: ronde topo --help"),
+        (["diff", PERLMUTTER], "required"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, said):
+    assert said in refused(*words)
+
+
+def test_an_empty_source_is_refused():
+    assert "must be one of these" in refused("-", stdin=b"")
+
+
+def test_json_of_something_else_is_refused():
+    said = refused("-", stdin=json.dumps({"form": "other"}).encode())
+    assert "standard input must have form 'ronde-topology'" in said
+
+
+@pytest.mark.parametrize(
+    "verb", [[], ["show"], ["lint"], ["diff"], ["place"], ["limit"], ["log"]]
+)
+def test_help_is_there_for_every_verb(verb):
+    assert told(*verb, "--help").startswith("usage: ronde topo")
