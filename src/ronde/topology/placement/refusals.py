@@ -9,6 +9,13 @@ from ronde.topology.placement.stock import Demand, Stock
 from ronde.topology.placement.supply import Supply
 from ronde.units import format_size
 
+_NOWHERE = {
+    "gpu": "near no node whose cores may be used",
+    "nic": "left near no node whose cores may be used",
+    "cpu": "not free",
+    "memory": "not free on nodes that no other rank has together with further ones",
+}
+
 
 class PlacementError(UsageError):
     """A policy refuses ranks; nothing was started.
@@ -67,7 +74,7 @@ def explain(
         )
     free = stock.free_texts(demand)
     return tuple(
-        f"{name}: {wants[name]} {_obstacle(supply, hints[name])}"
+        f"{name}: {wants[name]} {_obstacle(supply, name, hints[name])}"
         + _free_text(supply, name, free)
         for name in faulty
     )
@@ -98,10 +105,10 @@ def _places(supply: Supply, masks: Sequence[int | None]) -> str:
     return f"only on {shown}"
 
 
-def _obstacle(supply: Supply, hints: Sequence[Hint]) -> str:
+def _obstacle(supply: Supply, name: str, hints: Sequence[Hint]) -> str:
     masks = [hint.mask for hint in hints if hint.mask]
     if not masks:
-        return "not on any nodes whose cores may be used"
+        return _NOWHERE[name]
     smallest = min(masks, key=lambda mask: (mask.bit_count(), mask))
     return f"not on fewer than {_nodes(supply, smallest)}"
 
