@@ -154,7 +154,8 @@ def _check(options: argparse.Namespace) -> _Checked:
         own = lint_host(host)
         findings += own if len(hosts) == 1 else [_at(host.name, f) for f in own]
     findings += lint_fleet(hosts)
-    return _Checked(_subject(hosts), tuple(findings), loaded.notices)
+    names = ", ".join(saved.name for saved in loaded.saved)
+    return _Checked(_subject(hosts, names), tuple(findings), loaded.notices)
 
 
 def _check_file(saved: Saved, *, is_only: bool) -> list[Finding]:
@@ -168,7 +169,7 @@ def _at(place: str, finding: Finding) -> Finding:
     return finding._replace(element=f"{place} {finding.element}".strip())
 
 
-def _subject(hosts: Sequence[HostTopology]) -> str:
+def _subject(hosts: Sequence[HostTopology], names: str) -> str:
     if len(hosts) != 1:
         return f"{len(hosts)} hosts"
     host = hosts[0]
@@ -180,7 +181,7 @@ def _subject(hosts: Sequence[HostTopology]) -> str:
             (len(host.numa_nodes), "NUMA node"),
         )
     ]
-    return f"{host.name or 'this machine'} ({', '.join(counts)})"
+    return f"{host.name or names} ({', '.join(counts)})"
 
 
 def _tell_rules() -> str:

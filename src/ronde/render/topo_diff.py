@@ -35,8 +35,8 @@ def tell_comparison(first: str, second: str, comparison: Comparison) -> str:
         _head(first, second, comparison),
         _paths(comparison.paths),
         _differences(comparison.differences),
-        _missing(f"only in A ({first})", comparison.only_first),
-        _missing(f"only in B ({second})", comparison.only_second),
+        _missing("only in A", comparison.only_first),
+        _missing("only in B", comparison.only_second),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -55,10 +55,9 @@ def _head(first: str, second: str, comparison: Comparison) -> str:
 
 
 def _paths(paths: Sequence[PathComparison]) -> str:
-    text = "paths, in NCCL's figures (A -> B):\n"
-    for each in paths:
-        if not each.num_pairs:
-            continue
+    told = [each for each in paths if each.num_pairs]
+    text = "paths, in NCCL's figures (A -> B):\n" if told else ""
+    for each in told:
         text += f"  {each.kind}: {len(each.changes)} of {each.num_pairs} pairs differ\n"
         groups: dict[str, list[PathChange]] = {}
         for change in each.changes:

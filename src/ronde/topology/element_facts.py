@@ -38,7 +38,7 @@ class Fact(NamedTuple):
             return False
         if self.amount and other.amount:
             return abs(self.amount - other.amount) > _NEARLY * self.amount
-        return self != other
+        return self.value != other.value
 
 
 def gpu_facts(host: HostTopology) -> dict[str, tuple[Fact, ...]]:

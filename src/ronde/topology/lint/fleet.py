@@ -8,7 +8,7 @@ from ronde.topology.findings import Finding, Severity
 from ronde.topology.graph import HostTopology, LinkKind
 from ronde.topology.lint.host_view import told_gb_per_s
 from ronde.topology.lint.rule import rate_loss
-from ronde.topology.paths.speeds import nvlink_gb_per_s, port_gb_per_s
+from ronde.topology.paths.speeds import max_nvlinks, nvlink_gb_per_s, port_gb_per_s
 
 
 class FleetRule(NamedTuple):
@@ -73,17 +73,22 @@ def _num_gpus(host: HostTopology) -> float | None:
     return len(host.gpus)
 
 
-def _num_nvlinks(host: HostTopology) -> float | None:
-    nvlinks = [link for link in host.links if link.kind is LinkKind.NVLINK]
-    return sum(link.num_links for link in nvlinks) if host.gpus else None
+def _fewest_nvlinks(host: HostTopology) -> float | None:
+    if not host.gpus:
+        return None
+    counts: Counter[str] = Counter()
+    for link in host.links:
+        if link.kind is LinkKind.NVLINK and link.source != link.target:
+            counts[link.source] += link.num_links
+    # A source that tells more than the chip has must not pass for the better one.
+    return min(min(counts[gpu.name], max_nvlinks(gpu.sm)) for gpu in host.gpus)
 
 
 def _nvlink_rate(host: HostTopology) -> float:
-    """Return the mean GB/s of NVLink of a GPU."""
     sm = max((gpu.sm for gpu in host.gpus), default=0)
     if sm <= 0:
         return 0.0
-    return (_num_nvlinks(host) or 0) / len(host.gpus) * nvlink_gb_per_s(sm)
+    return (_fewest_nvlinks(host) or 0) * nvlink_gb_per_s(sm)
 
 
 def _port_rates(host: HostTopology) -> list[float]:
@@ -141,9 +146,9 @@ FLEET_RULES = (
     ),
     FleetRule(
         name="node-nvlinks-differ",
-        meaning="a node with another number of NVLinks than most",
-        subject="NVLinks",
-        measure=_num_nvlinks,
+        meaning="a node whose GPUs have other NVLinks than most nodes'",
+        subject="NVLinks at the GPU with the fewest",
+        measure=_fewest_nvlinks,
         rate=_nvlink_rate,
         consequence="All nodes run with what the weakest has, often with 2 channels.",
         remedy="Look at nvidia-smi nvlink -s and the fabric manager on that node, or "

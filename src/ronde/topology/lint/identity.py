@@ -13,7 +13,7 @@ def _remarks(view: HostView) -> Iterator[Finding]:
         yield Finding(
             rule="odd-source",
             severity=Severity.NOTE,
-            element=view.host.name,
+            element="source",
             what=remark,
             consequence="It was read all the same; what is told here may not be what "
             "the source meant.",

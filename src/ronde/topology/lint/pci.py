@@ -25,7 +25,10 @@ def _slow_bridges(view: HostView) -> Iterator[Finding]:
         if bridge is None:
             continue
         has = told_gb_per_s(bridge)
-        should = max(map(told_gb_per_s, ends))
+        # A port that tells a rate alone (hwloc) tells that of the link below it, which
+        # is the device's own.
+        farther = [end for end in ends if bridge.speed or end.parent != bus_id]
+        should = max(map(told_gb_per_s, farther), default=0.0)
         if 0 < has < should and not _is_tiny(bridge):
             yield Finding(
                 rule="slow-bridge",
@@ -182,6 +185,8 @@ def _leads_to_gpu(view: HostView, device: PciDevice) -> bool:
 
 
 def _link(device: PciDevice) -> str:
+    if not device.speed and device.gb_per_s:
+        return f"{device.gb_per_s:g} GB/s"
     speed = f'"{device.speed}"' if not gt_per_s(device.speed) else device.speed
     return f"{speed} x{device.width}" if device.width >= 0 else speed
 

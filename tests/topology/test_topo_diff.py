@@ -1,0 +1,166 @@
+"""Two hosts compared: real pairs of files, and laws over all of them."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ronde.cli.topo_diff import run
+from ronde.errors import UsageError
+from ronde.render.topo_diff import tell_comparison
+from ronde.topology.comparison import compare_hosts
+from ronde.topology.graph import HostTopology, NumaNode
+from ronde.topology.paths.path import PathKind
+from ronde.topology.probes.nccl_topology import NcclTopologyProbe
+from ronde.topology.probes.probe import Saved
+
+SAMPLES = Path(__file__).parent / "samples"
+FILES = sorted(
+    path
+    for form in ("nccl_topo", "rccl_topo")
+    for path in SAMPLES.glob(f"{form}/*.xml")
+)
+OCI = "oci_topo-flattened.xml", "oci_topo-flattened-b4.xml"
+BARE, VIRTUAL = "hgx_b200_8x_vastai_nccl2.27.3.xml", "modal_gvisor_b200_vm_topo.xml"
+
+
+def load(path: Path) -> HostTopology:
+    return NcclTopologyProbe().read(Saved(path.name, path.read_bytes())).hosts[0]
+
+
+def nccl(name: str) -> HostTopology:
+    return load(SAMPLES / "nccl_topo" / name)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_host_is_like_itself(path: Path) -> None:
+    host = load(path)
+    comparison = compare_hosts(host, host)
+    assert comparison.is_equal
+    names = {element.name for element in (*host.gpus, *host.ports, *host.numa_nodes)}
+    assert comparison.num_matched == comparison.num_by_address == len(names)
+    num_gpus = len(host.gpus)
+    assert comparison.paths[0].num_pairs == num_gpus * (num_gpus - 1) // 2
+    assert tell_comparison("a", "a", comparison).count("\n") == 1
+
+
+def test_files_for_two_shapes_of_a_cloud() -> None:
+    first, second = map(nccl, OCI)
+    comparison = compare_hosts(first, second)
+    # Both files have 8 GPUs, 8 adapters and 4 nodes; of 4 GPUs and of 4 adapters the
+    # addresses differ (51 and 50, 54 and 53, 8d and 8c, 92 and 91; ...).
+    assert comparison.num_matched == 20
+    assert comparison.num_by_address == 12
+    moved = [(d.was, d.now) for d in comparison.differences if d.fact == "bus address"]
+    assert moved[:4] == [
+        (f"0000:{a}:00.0", f"0000:{b}:00.0")
+        for a, b in (("51", "50"), ("54", "53"), ("8d", "8c"), ("92", "91"))
+    ]
+    facts = Counter(d.fact for d in comparison.differences)
+    assert facts == {"bus address": 8, "port": 4, "CPUs": 4, "processor": 4}
+    assert not any(each.changes for each in comparison.paths)
+    assert comparison.only_first == comparison.only_second == ()
+
+
+def test_what_a_virtual_machine_makes_of_its_host() -> None:
+    comparison = compare_hosts(nccl(BARE), nccl(VIRTUAL))
+    links = [d for d in comparison.differences if d.fact == "GPU links"]
+    assert {(d.was, d.now) for d in links} == {("18 nvlink", "126 nvlink")}
+    assert links[0].was_gb_per_s == pytest.approx(18 * 40.1)
+    gpus, ports = comparison.paths
+    # 8 GPUs have 28 pairs, and NCCL caps at 5000.
+    assert len(gpus.changes) == gpus.num_pairs == 28
+    rates = {(c.was.gb_per_s, c.now.gb_per_s) for c in gpus.changes if c.was and c.now}
+    assert {(round(was, 3), now) for was, now in rates} == {(721.8, 5000.0)}
+    assert ports.num_pairs == 0
+    assert comparison.only_first == ("net/eth0",)
+    assert len(comparison.only_second) == 13
+
+
+def test_what_older_links_and_fewer_sockets_cost() -> None:
+    comparison = compare_hosts(
+        nccl("superbench_ndv4_topo.xml"), nccl("aws_p4de-24xl-topo.xml")
+    )
+    kinds = Counter(
+        (c.was.kind, c.was.gb_per_s, c.now.kind, c.now.gb_per_s)
+        for c in comparison.paths[0].changes
+        if c.was and c.now
+    )
+    # Four switches with two GPUs each; on four nodes of one file, on two of the other.
+    assert kinds == {
+        (PathKind.PIX, 24.0, PathKind.PIX, 12.0): 4,
+        (PathKind.SYS, 16.0, PathKind.PHB, 12.0): 2 * 2 * 2,
+        (PathKind.SYS, 16.0, PathKind.SYS, 10.0): 4 * 4,
+    }
+
+
+def test_a_gpu_that_is_gone_is_named_and_the_others_are_matched() -> None:
+    whole = nccl("perlmutter_a100_4x_slingshot_nccl2.29.7.xml")
+    lost = whole.gpus[1]
+    comparison = compare_hosts(
+        whole, whole._replace(gpus=(whole.gpus[0], *whole.gpus[2:]))
+    )
+    assert comparison.only_first == (lost.name,)
+    assert comparison.only_second == ()
+    assert comparison.differences == ()
+    assert not comparison.is_equal
+
+
+@pytest.mark.parametrize(
+    "pair", [OCI, (BARE, VIRTUAL), (VIRTUAL, "oci_H100-topology.xml")]
+)
+def test_the_other_way_round_all_is_mirrored(pair: tuple[str, str]) -> None:
+    first, second = map(nccl, pair)
+    there, back = compare_hosts(first, second), compare_hosts(second, first)
+    assert there.only_first == back.only_second
+    assert there.only_second == back.only_first
+    mirrored = {(d.other, d.element, d.fact, d.now, d.was) for d in back.differences}
+    assert {(d.element, d.other, d.fact, d.was, d.now) for d in there.differences} == (
+        mirrored
+    )
+    for one, other in zip(there.paths, back.paths, strict=True):
+        assert one.num_pairs == other.num_pairs
+        assert len(one.changes) == len(other.changes)
+
+
+def test_memory_that_is_nearly_alike_is_no_difference() -> None:
+    hosts = [
+        HostTopology(numa_nodes=(NumaNode(0, (0,), memory_bytes=size),))
+        for size in (1_000_000, 1_010_000, 1_050_000)
+    ]
+    assert compare_hosts(hosts[0], hosts[1]).is_equal
+    (found,) = compare_hosts(hosts[0], hosts[2]).differences
+    assert found.fact == "memory"
+
+
+def test_what_one_does_not_tell_is_no_difference() -> None:
+    told = nccl("perlmutter_a100_4x_slingshot_nccl2.29.7.xml")
+    silent = told._replace(
+        gpus=tuple(gpu._replace(sm=-1, gdr=-1) for gpu in told.gpus),
+        numa_nodes=tuple(NumaNode(node.number) for node in told.numa_nodes),
+    )
+    assert compare_hosts(told, silent).differences == ()
+
+
+def test_the_first_lines_have_the_cost() -> None:
+    text = tell_comparison("a", "b", compare_hosts(nccl(BARE), nccl(VIRTUAL)))
+    lines = text.splitlines()
+    assert lines[:2] == ["A: a", "B: b"]
+    assert "GPU to GPU: 28 of 28 pairs differ" in "\n".join(lines[:7])
+    assert "NVL 721.8 GB/s -> NVL 5000 GB/s (+593%): 28 pairs:" in text
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_the_command_and_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [str(SAMPLES / "nccl_topo" / name) for name in OCI]
+    assert run([names[0], names[0]]) == 0
+    assert "are alike: 20 elements" in capsys.readouterr().out
+    assert run([*names, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["form"] == "ronde-topology-diff"
+    assert told["comparison"]["num_matched"] == 20
+    assert run(["--help"]) == 0
+    for words in ([], names[:1], ["/nowhere", names[0]]):
+        with pytest.raises(UsageError):
+            run(words)
