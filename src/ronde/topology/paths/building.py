@@ -154,29 +154,32 @@ class _Builder:
     def _add_gpu_link(self, gpu: GpuDevice, link: Link) -> None:
         source = self._holder(gpu.name)
         speed = link_gb_per_s(link, gpu, self._rules)
+        target = self._target_kind(link) if speed > 0 else None
+        is_c2c = link.kind == LinkKind.C2C and self._rules.has_c2c
+        kind = PathKind.C2C if is_c2c else PathKind.NVL
         processor = NumaNode(self._numbers[gpu.name]).name
-        if speed <= 0:
-            return
-        if link.kind == LinkKind.C2C and processor in self.draft:
-            kind = PathKind.C2C if self._rules.has_c2c else PathKind.NVL
+        if target == VertexKind.GPU and link.target in self._gpus:
+            # The other direction is a link of its own.
+            self.draft.connect(source, self._holder(link.target), kind, speed)
+        elif target == VertexKind.CPU and processor in self.draft:
             self.draft.join(source, processor, kind, speed)
-        elif link.target == NVSWITCH or not self._is_end(link):
+        elif target == VertexKind.NVS:
             if NVSWITCH not in self.draft:
                 self.draft.add(NVSWITCH, VertexKind.NVS)
-            self.draft.join(source, NVSWITCH, PathKind.NVL, speed)
-        elif link.target in self._gpus:
-            # The other direction is a link of its own.
-            self.draft.connect(source, self._holder(link.target), PathKind.NVL, speed)
-        elif link.target_class >> 16 not in _GPU_CLASSES:
-            self.draft.join(source, processor, PathKind.NVL, speed)
+            self.draft.join(source, NVSWITCH, kind, speed)
 
-    def _is_end(self, link: Link) -> bool:
-        """Return whether a link leads to a GPU or processor; else it is to a switch."""
+    def _target_kind(self, link: Link) -> VertexKind:
+        """Return what a link leads to: what its class says, else its name."""
+        is_gpu = link.target in self._gpus
+        is_processor = self.draft.kind_of(link.target) == VertexKind.CPU
         if link.target_class != UNKNOWN:
             is_gpu = link.target_class >> 16 in _GPU_CLASSES
-            return is_gpu or link.target_class == _POWER_BRIDGE_CLASS
-        is_processor = self.draft.kind_of(link.target) == VertexKind.CPU
-        return is_processor or link.target in self._gpus
+            is_processor = link.target_class == _POWER_BRIDGE_CLASS
+        if link.kind == LinkKind.C2C or is_processor:
+            return VertexKind.CPU
+        if is_gpu and link.target != NVSWITCH:
+            return VertexKind.GPU
+        return VertexKind.NVS
 
     def _holder(self, gpu: str) -> str:
         """Return the vertex at which a GPU's links begin."""

@@ -17,7 +17,7 @@ from ronde.topology.paths.nearness import (
     find_nearest,
     find_own_gpu,
 )
-from ronde.topology.paths.network import VertexKind
+from ronde.topology.paths.network import Network, VertexKind
 from ronde.topology.paths.path import Path, PathKind
 from ronde.topology.paths.search import Paths
 
@@ -75,6 +75,22 @@ def level_of(text: str) -> PathKind:
     )
 
 
+def default_peer_level(network: Network) -> PathKind:
+    """Return the farthest path by which GPUs reach one another, if nobody says.
+
+    Farther ones exchange by the processor's memory. The first processor decides.
+    """
+    known = {each.name: each for each in network.host.numa_nodes}
+    first = next(iter(network.named(VertexKind.CPU)), "")
+    node = known.get(first, NumaNode(UNKNOWN))
+    vendor = node.vendor.strip() if node.arch == "x86_64" else node.arch
+    if network.rules.avoids_sockets:
+        is_small = vendor == "AuthenticAMD" and len(network.named(VertexKind.GPU)) <= 2
+        return PathKind.SYS if is_small else PathKind.PXB
+    is_far = vendor in ("GenuineIntel", "CentaurHauls", "Shanghai", "arm64")
+    return PathKind.PXB if is_far else PathKind.SYS
+
+
 def add_detours(paths: Paths, transports: Transports = AS_IT_LIKES) -> Paths:
     """Return the paths that NCCL uses over those of the hardware."""
     detours = _Detours(paths, transports)
@@ -99,12 +115,10 @@ class _Detours:
         self._rules = network.rules
         self._processors = network.named(VertexKind.CPU)
         self._relays: dict[tuple[str, str], GpuDevice] = {}
-        known = {each.name: each for each in network.host.numa_nodes}
-        first = next(iter(self._processors), "")
-        self._first = known.get(first, NumaNode(UNKNOWN))
+        self._default_level = default_peer_level(network)
 
     def part_peers(self) -> None:
-        level = self._transports.peer_level or self._default_peer_level()
+        level = self._transports.peer_level or self._default_level
         for target in self.gpus:
             processor = self._processor(target)
             for source in self.gpus:
@@ -155,7 +169,7 @@ class _Detours:
         own = self.table.get((gpu.name, port.name))
         is_c2c = self._rules.has_p2c and self._transports.relays_over_c2c
         limit = PathKind.P2C if is_c2c else PathKind.PXB
-        if self._rules.relays_need_gdr and not self._has_gdr(peer, port, reads=True):
+        if self._rules.relays_need_gdr and not self._has_gdr(peer, port):
             return False
         if not by_peer or not to_peer:
             return False
@@ -165,28 +179,9 @@ class _Detours:
             return True
         return own.gb_per_s < by_peer.gb_per_s
 
-    def _default_peer_level(self) -> PathKind:
-        arch, vendor = self._first.arch, self._first.vendor.strip()
-        is_amd = (arch, vendor) == ("x86_64", "AuthenticAMD")
-        if self._rules.avoids_sockets:
-            is_small = is_amd and len(self.gpus) <= 2
-            return PathKind.SYS if is_small else PathKind.PXB
-        far = ("GenuineIntel", "CentaurHauls", "Shanghai")
-        is_far = arch == "arm64" or (arch == "x86_64" and vendor in far)
-        return PathKind.PXB if is_far else PathKind.SYS
-
-    def _has_gdr(self, gpu: GpuDevice, port: NetPort, *, reads: bool = False) -> bool:
-        """Return whether a port reaches a GPU's memory; what is not told counts as so.
-
-        Args:
-            gpu: The one.
-            port: The other.
-            reads: Whether it is to read it: before Ampere only where NVLink keeps other
-                traffic off PCI.
-        """
+    def _has_gdr(self, gpu: GpuDevice, port: NetPort) -> bool:
+        """Return whether a port reaches a GPU's memory; what is not told is so."""
         if 0 in (gpu.gdr, port.gdr):
-            return False
-        if reads and 0 < gpu.sm < 80 and not gpu.gcn and not self._has_nvlink(gpu):
             return False
         level = self._transports.gdr_level
         if level is None:
@@ -195,11 +190,6 @@ class _Detours:
         holder = self._relays.get((gpu.name, port.name), gpu)
         path = self.table.get((holder.name, port.name))
         return path is not None and path.kind <= level
-
-    def _has_nvlink(self, gpu: GpuDevice) -> bool:
-        others = [each for each in self.gpus if each is not gpu]
-        found = (self.table.get((gpu.name, each.name)) for each in others)
-        return not others or any(p and p.kind == PathKind.NVL for p in found)
 
     def _processor(self, gpu: GpuDevice) -> str:
         return find_near_processor(self.table, gpu.name, self._processors)

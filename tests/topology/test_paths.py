@@ -1,0 +1,704 @@
+from itertools import combinations, pairwise, permutations
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tests.topology.sample_hosts import (
+    B200,
+    FILES,
+    H200,
+    OCI_H100,
+    PERLMUTTER,
+    sample_host,
+)
+
+from ronde.errors import UsageError
+from ronde.topology.graph import (
+    NVSWITCH,
+    GpuDevice,
+    HostTopology,
+    Link,
+    LinkKind,
+    NetPort,
+    NumaNode,
+    PciDevice,
+    Relation,
+)
+from ronde.topology.paths.building import build_network
+from ronde.topology.paths.detours import (
+    Transports,
+    add_detours,
+    default_peer_level,
+    level_of,
+)
+from ronde.topology.paths.network import Network, VertexKind
+from ronde.topology.paths.path import Path, PathKind
+from ronde.topology.paths.pci_tree import join_switches
+from ronde.topology.paths.rules import LATEST, NcclRules, rules_of
+from ronde.topology.paths.search import Paths, find_paths
+
+OLD = rules_of("2.29.7")
+GEN3 = "8.0 GT/s PCIe"
+GEN4 = "16.0 GT/s PCIe"
+INTEL = NumaNode(0, arch="x86_64", vendor="GenuineIntel", family=6, model=85)
+AMD = NumaNode(0, arch="x86_64", vendor="AuthenticAMD", family=175, model=1)
+
+
+def figures(path: Path | None) -> tuple[int, float, str]:
+    """What NCCL prints of a path: hops, GB/s to a digit, kind."""
+    assert path is not None
+    return path.num_hops, round(path.gb_per_s, 1), path.kind.value
+
+
+def bridge(bus_id: str, parent: str = "", speed: str = GEN4, node: int = 0):
+    return PciDevice(bus_id, parent, node, class_code=0x060400, speed=speed, width=16)
+
+
+def gpu(number: int, parent: str = "", node: int = 0, **more: int):
+    """A GPU, and its device."""
+    bus_id = f"0000:{0x40 + number:02x}:00.0"
+    device = PciDevice(bus_id, parent, node, 0x030200, speed=GEN4, width=16)
+    return GpuDevice(bus_id, number, number, **{"sm": 80, "gdr": 1, **more}), device
+
+
+def nic(number: int, parent: str = "", node: int = 0, **more: int):
+    """A port of 25 GB/s, and its device."""
+    bus_id = f"0000:{0x80 + number:02x}:00.0"
+    device = PciDevice(bus_id, parent, node, 0x020000, speed=GEN4, width=16)
+    told = {"mbit_per_s": 200000, "gdr": 1, **more}
+    return NetPort(f"mlx5_{number}", bus_id, number=number, **told), device
+
+
+def make_host(*elements, bridges=(), nodes=(INTEL,), links=()) -> HostTopology:
+    return HostTopology(
+        numa_nodes=tuple(nodes),
+        devices=(*bridges, *(device for _, device in elements)),
+        gpus=tuple(e for e, _ in elements if isinstance(e, GpuDevice)),
+        ports=tuple(e for e, _ in elements if isinstance(e, NetPort)),
+        links=tuple(links),
+    )
+
+
+class TestKinds:
+    def test_nearer_ones_are_smaller_in_nccls_order(self):
+        words = "LOC NVL NVB C2C PIX PXB P2C PXN PHB SYS NET DIS"
+        assert " ".join(sorted(PathKind)) == words
+        for near, far in pairwise(PathKind):
+            assert near < far
+            assert far > near
+            assert near <= far
+            assert far >= near
+            assert not near >= far
+        assert max(PathKind.PIX, PathKind.PHB) is PathKind.PHB
+        assert PathKind("SYS") <= PathKind.SYS
+
+
+class TestSamples:
+    def test_perlmutter_is_what_nccl_printed(self):
+        paths = find_paths(sample_host(PERLMUTTER), OLD)
+        assert figures(paths.between("net/cxi2", "0000:41:00.0")) == (3, 24.0, "PHB")
+        assert figures(paths.between("net/cxi2", "0000:03:00.0")) == (4, 16.0, "SYS")
+        direct = paths.between("0000:03:00.0", "0000:c1:00.0")
+        assert figures(direct) == (1, 80.0, "NVL")
+        assert figures(paths.between("0000:03:00.0", "0000:03:00.0")) == (
+            *(0, 5000.0, "LOC"),
+        )
+
+    def test_perlmutter_has_a_hop_more_for_each_gpu_since_2_30(self):
+        for version in ("2.30.3", "2.30.7"):
+            paths = find_paths(sample_host(PERLMUTTER), rules_of(version))
+            near = paths.between("net/cxi2", "0000:41:00.0")
+            assert figures(near) == (4, 24.0, "PHB")
+            direct = paths.between("0000:03:00.0", "0000:c1:00.0")
+            assert figures(direct) == (3, 80.0, "NVL")
+
+    # 18 links of 20.6 and 40.1 GB/s, in older releases of 20 and 40.
+    @pytest.mark.parametrize(
+        ("name", "version", "gb_per_s"),
+        [
+            (H200, "2.29.7", 370.8),
+            (H200, "2.19.3", 360.0),
+            (B200, "2.27.3", 720.0),
+            (B200, "2.29.7", 721.8),
+        ],
+    )
+    def test_nvlinks_to_switches_count_together(self, name, version, gb_per_s):
+        host = sample_host(name)
+        paths = find_paths(host, rules_of(version))
+        switch = paths.network.vertices[NVSWITCH]
+        assert {edge.gb_per_s for edge in switch.edges} == {gb_per_s}
+        for one, other in permutations([each.name for each in host.gpus], 2):
+            assert figures(paths.between(one, other)) == (2, gb_per_s, "NVL")
+
+    def test_h200s_peers_are_as_near_as_nvidia_smi_lets_them(self):
+        said = sample_host("hgx_h200_8x_topo_p2p_n.txt").relations
+        assert {each.peer for each in said} == {"OK"}
+        host = sample_host(H200)
+        assert len(host.gpus) == 8
+        paths = add_detours(find_paths(host))
+        for one, other in combinations(host.gpus, 2):
+            path = paths.between(one.name, other.name)
+            assert path.kind <= PathKind.NVL
+
+    def test_more_links_than_a_chip_has_end_at_nccls_limit(self):
+        # The file has seven times 18: 126 * 40.1 = 5052.6.
+        host = sample_host("modal_gvisor_b200_vm_topo.xml")
+        path = find_paths(host, OLD).between(host.gpus[0].name, host.gpus[1].name)
+        assert figures(path) == (2, 5000.0, "NVL")
+
+    def test_a_link_to_itself_leads_nowhere(self):
+        host = sample_host("azure_ncv4_a100pcie_topo.xml")
+        assert {link.source == link.target for link in host.links} == {True}
+        path = find_paths(host, OLD).between(host.gpus[0].name, host.gpus[1].name)
+        assert figures(path) == (3, 12.0, "SYS")
+
+    def test_broadcoms_switches_are_one(self):
+        # 180000 Mb/s; both below switches of their own, which are below one.
+        host = sample_host(OCI_H100)
+        near = {
+            version: figures(
+                find_paths(host, rules_of(version)).between(
+                    "0000:0f:00.0", "net/mlx5_0"
+                )
+            )
+            for version in ("2.19.3", "2.20.3")
+        }
+        assert near == {"2.19.3": (5, 22.5, "PXB"), "2.20.3": (3, 22.5, "PIX")}
+
+    @pytest.mark.parametrize("name", FILES)
+    @pytest.mark.parametrize("version", ["2.18.1", "2.29.7", "2.30.4", "2.30.7"])
+    def test_all_gpus_reach_one_another(self, name, version):
+        host = sample_host(name)
+        paths = find_paths(host, rules_of(version))
+        ends = [each.name for each in (*host.gpus, *host.ports)]
+        for one, other in combinations(ends, 2):
+            there, back = paths.between(one, other), paths.between(other, one)
+            assert there.kind == back.kind
+            assert there.kind <= PathKind.SYS
+            assert 0 < there.gb_per_s <= 5000
+
+    @pytest.mark.parametrize("name", FILES)
+    @pytest.mark.parametrize("version", ["2.29.7", "2.30.7"])
+    def test_every_path_is_what_its_route_is(self, name, version):
+        paths = find_paths(sample_host(name), rules_of(version))
+        for (source, target), path in paths.table.items():
+            check_route(paths, source, target, path)
+
+
+def check_route(paths: Paths, source: str, target: str, path: Path) -> None:
+    """Check that figures and route of a path are the same thing."""
+    assert (path.route[0], path.route[-1]) == (source, target)
+    assert len(path.route) == path.num_hops + 1
+    assert path == follow(paths.network, path.route)
+
+
+def follow(network: Network, route: tuple[str, ...]) -> Path:
+    """Return the path of a route, as its target sees it."""
+    kind, speed = PathKind.LOC, 5000.0
+    holder = VertexKind.DEV if network.rules.has_device_vertex else VertexKind.GPU
+    outward = route[::-1]
+    for place, (here, there) in enumerate(pairwise(outward)):
+        vertex = network.vertices[here]
+        found = [e for e in vertex.edges if e.target == there]
+        edge = max(found, key=lambda e: e.gb_per_s)
+        passes = vertex.kind == holder and outward[0] not in (
+            *(here, here.removeprefix("dev/")),
+        )
+        is_peer = passes and edge.kind == kind == PathKind.NVL and place > 0
+        kind = max(kind, edge.kind, PathKind.NVB if is_peer else PathKind.LOC)
+        speed = min(speed, edge.gb_per_s)
+    return Path(kind, speed, len(route) - 1, route)
+
+
+def all_routes(network: Network, target: str, source: str) -> list[Path]:
+    """Return every route without a circle that NCCL lets pass, by brute force."""
+    found: list[Path] = []
+    rules = network.rules
+    holder = VertexKind.DEV if rules.has_device_vertex else VertexKind.GPU
+    is_gpu = network.vertices[target].kind == VertexKind.GPU
+    start = f"dev/{target}" if is_gpu and rules.has_device_vertex else target
+    longest = 2 if start != target else 1
+
+    def step(outward: tuple[str, ...]) -> None:
+        here = network.vertices[outward[-1]]
+        if here.name == source:
+            found.append(follow(network, outward[::-1]))
+            return
+        for edge in here.edges:
+            if edge.target in outward:
+                continue
+            there = network.vertices[edge.target]
+            if here.kind == holder and here.name != start:
+                is_end = edge.kind == PathKind.LOC and there.kind == VertexKind.GPU
+                is_peer = edge.kind == PathKind.NVL and there.kind == holder
+                if not is_end and not (is_peer and len(outward) - 1 <= longest):
+                    continue
+            step((*outward, edge.target))
+
+    step((target,))
+    return found
+
+
+def mark(path: Path) -> tuple[int, float, int]:
+    """How good a path is; smaller is better."""
+    return path.kind.rank, -path.gb_per_s, path.num_hops
+
+
+SPEEDS = st.sampled_from(["2.5 GT/s PCIe", GEN3, GEN4, ""])
+
+
+@st.composite
+def small_hosts(draw: st.DrawFn) -> HostTopology:
+    """Hosts of some processors, switches, GPUs and adapters, without NVLink."""
+    node = draw(st.sampled_from([INTEL, AMD]))
+    num_nodes = draw(st.integers(1, 3))
+    nodes = [node._replace(number=number) for number in range(num_nodes)]
+    bridges: list[PciDevice] = []
+    for number in range(draw(st.integers(0, 4))):
+        above = draw(st.sampled_from([None, *bridges]))
+        near = above.node if above else draw(st.integers(0, num_nodes - 1))
+        parent = above.bus_id if above else ""
+        speed = draw(SPEEDS)
+        bridges.append(bridge(f"0000:{number:02x}:00.0", parent, speed, near))
+    elements = []
+    for make in (gpu, nic):
+        for number in range(draw(st.integers(1, 3))):
+            above = draw(st.sampled_from([None, *bridges]))
+            near = above.node if above else draw(st.integers(0, num_nodes - 1))
+            elements.append(make(number, above.bus_id if above else "", near))
+    return make_host(*elements, bridges=bridges, nodes=nodes)
+
+
+@st.composite
+def linked_hosts(draw: st.DrawFn) -> HostTopology:
+    """Such hosts with NVLinks, all to switches or all between GPUs."""
+    host = draw(small_hosts())
+    names = [each.name for each in host.gpus]
+    links: list[Link] = []
+    if draw(st.booleans()):
+        linked = [name for name in names if draw(st.booleans())]
+        links = [Link(LinkKind.NVLINK, name, NVSWITCH, 6) for name in linked]
+    else:
+        for one, other in combinations(names, 2):
+            count = draw(st.integers(0, 2))
+            if count:
+                links.append(Link(LinkKind.NVLINK, one, other, count))
+                links.append(Link(LinkKind.NVLINK, other, one, count))
+    return host._replace(links=tuple(links))
+
+
+RULES = st.sampled_from([rules_of("2.18.1"), OLD, rules_of("2.30.3"), LATEST])
+
+
+class TestLaws:
+    @given(small_hosts(), RULES)
+    @settings(max_examples=60, deadline=None)
+    def test_without_nvlink_none_is_better_than_the_one_found(self, host, rules):
+        paths = find_paths(host, rules)
+        ends = [each.name for each in (*host.gpus, *host.ports)]
+        for one, other in permutations(ends, 2):
+            path = paths.between(one, other)
+            routes = all_routes(paths.network, other, one)
+            assert path in routes
+            assert mark(path) == min(map(mark, routes))
+            back = paths.between(other, one)
+            assert mark(back) == mark(path)
+            assert back.route == path.route[::-1]
+
+    @given(linked_hosts())
+    @settings(max_examples=60, deadline=None)
+    def test_with_nvlink_none_is_nearer_than_the_one_found(self, host):
+        paths = find_paths(host, LATEST)
+        for one, other in permutations([each.name for each in host.gpus], 2):
+            path = paths.between(one, other)
+            routes = all_routes(paths.network, other, one)
+            assert path in routes
+            assert path.kind == min(each.kind for each in routes)
+
+    @given(linked_hosts(), RULES)
+    @settings(max_examples=60, deadline=None)
+    def test_routes_are_what_they_say(self, host, rules):
+        paths = find_paths(host, rules)
+        for (source, target), path in paths.table.items():
+            check_route(paths, source, target, path)
+
+    @given(linked_hosts(), RULES)
+    @settings(max_examples=60, deadline=None)
+    def test_detours_keep_all_in_reach(self, host, rules):
+        paths = find_paths(host, rules)
+        used = add_detours(paths)
+        assert used.table.keys() == paths.table.keys()
+        for ends, path in used.table.items():
+            assert (path.route[0], path.route[-1]) == ends
+            assert len(path.route) == path.num_hops + 1
+
+
+class TestHosts:
+    def test_kinds_by_what_lies_between(self):
+        bridges = (
+            bridge("0000:01:00.0"),
+            bridge("0000:02:00.0", "0000:01:00.0"),
+            bridge("0000:03:00.0"),
+        )
+        near, far = nic(0, "0000:02:00.0"), nic(1, "0000:01:00.0")
+        host = make_host(
+            gpu(0, "0000:02:00.0"),
+            near,
+            far,
+            nic(2, "0000:03:00.0"),
+            nic(3, node=1),
+            bridges=bridges,
+            nodes=(INTEL, INTEL._replace(number=1)),
+        )
+        paths = find_paths(host, OLD)
+        found = [
+            figures(paths.between("0000:40:00.0", f"net/mlx5_{n}")) for n in range(4)
+        ]
+        assert found == [
+            (3, 24.0, "PIX"),
+            (4, 24.0, "PXB"),
+            (6, 24.0, "PHB"),
+            # Up two switches, over, down, and to the port; Skylake's 10 GB/s.
+            (6, 10.0, "SYS"),
+        ]
+        assert paths.between("0000:40:00.0", "net/mlx5_1").route == (
+            "0000:40:00.0",
+            "0000:02:00.0",
+            "0000:01:00.0",
+            "0000:81:00.0",
+            "net/mlx5_1",
+        )
+
+    def test_a_gpu_passes_on_once_and_by_nvlink_alone(self):
+        def both(one: str, other: str) -> tuple[Link, Link]:
+            ends = f"0000:{one}:00.0", f"0000:{other}:00.0"
+            return (
+                Link(LinkKind.NVLINK, *ends, 2),
+                Link(LinkKind.NVLINK, *ends[::-1], 2),
+            )
+
+        host = make_host(
+            *(gpu(n, node=n % 2) for n in range(4)),
+            nodes=(AMD, AMD._replace(number=1)),
+            links=(*both("40", "41"), *both("41", "42"), *both("42", "43")),
+        )
+        for rules, more in ((OLD, 0), (LATEST, 2)):
+            paths = find_paths(host, rules)
+            one = [
+                figures(paths.between("0000:40:00.0", f"0000:{n}:00.0"))
+                for n in (41, 42, 43)
+            ]
+            # To the fourth over its own processor: two GPUs on the way are too many.
+            assert one == [
+                (1 + more, 40.0, "NVL"),
+                (2 + more, 40.0, "NVB"),
+                (3 + more, 16.0, "SYS"),
+            ]
+
+    def test_since_2_30_5_the_nearer_kind_beats_fewer_hops(self):
+        # Both at one processor: by it, two hops; by the switches' NVLink, also two, but
+        # narrower: 18 GB/s to PCIe's 24.
+        links = [Link(LinkKind.NVLINK, f"0000:4{n}:00.0", NVSWITCH, 1) for n in (0, 1)]
+        host = make_host(gpu(0, sm=60), gpu(1, sm=60), links=links)
+        ends = "0000:40:00.0", "0000:41:00.0"
+        assert figures(find_paths(host, OLD).between(*ends)) == (2, 24.0, "PHB")
+        assert figures(find_paths(host, LATEST).between(*ends)) == (4, 18.0, "NVL")
+
+    def test_without_nvlinks_told_a_host_has_paths(self):
+        host = make_host(gpu(0), gpu(1), nic(0))
+        paths = find_paths(host, OLD)
+        assert figures(paths.between("0000:40:00.0", "0000:41:00.0")) == (
+            *(2, 24.0, "PHB"),
+        )
+
+    def test_a_link_told_in_one_direction_alone_is_no_path(self):
+        link = Link(LinkKind.NVLINK, "0000:40:00.0", "0000:41:00.0", 4)
+        paths = find_paths(make_host(gpu(0), gpu(1), links=[link]), LATEST)
+        for ends in permutations(("0000:40:00.0", "0000:41:00.0")):
+            assert figures(paths.between(*ends)) == (4, 24.0, "PHB")
+
+    def test_the_class_of_its_target_says_what_a_link_leads_to(self):
+        def kind(target_class: int) -> str:
+            ends = "0000:40:00.0", "0000:41:00.0"
+            links = [
+                Link(LinkKind.NVLINK, *pair, 4, target_class=target_class)
+                for pair in permutations(ends)
+            ]
+            host = make_host(gpu(0), gpu(1), links=links)
+            route = find_paths(host, OLD).between(*ends).route
+            return " ".join(route[1:-1])
+
+        assert kind(0x030200) == ""
+        assert kind(0x068000) == NVSWITCH
+        assert kind(0x068001) == "numa/0"
+
+    def test_a_port_of_which_only_the_bus_is_told_has_no_limit_of_its_own(self):
+        host = make_host(gpu(0), nic(0, mbit_per_s=0))
+        known = find_paths(host, OLD).between("0000:40:00.0", "net/mlx5_0")
+        assert known.gb_per_s == 1.25
+        untold = host._replace(ports=(host.ports[0]._replace(number=-1),))
+        path = find_paths(untold, OLD).between("0000:40:00.0", "net/mlx5_0")
+        assert path.gb_per_s == 24.0
+
+    def test_what_nothing_is_told_of_has_no_paths(self):
+        host = HostTopology(gpus=(GpuDevice("", 0), GpuDevice("", 1)))
+        paths = find_paths(host)
+        assert paths.between("gpu/0", "gpu/1") is None
+        assert paths.between("gpu/0", "gpu/7") is None
+        assert add_detours(paths).between("gpu/0", "gpu/1") is None
+
+    def test_an_empty_host_has_no_paths(self):
+        assert add_detours(find_paths(HostTopology())).table == {}
+
+    def test_devices_without_numa_node_are_together_as_in_nccl(self):
+        host = make_host(
+            gpu(0, node=-1),
+            gpu(1, node=-1),
+            gpu(2, node=1),
+            nodes=(AMD, AMD._replace(number=1)),
+        )
+        paths = find_paths(host, OLD)
+        first = [paths.between("0000:40:00.0", f"0000:4{n}:00.0") for n in (1, 2)]
+        assert [path.kind.value for path in first] == ["PHB", "SYS"]
+        assert first[0].route[1] == "numa/-1"
+
+    def test_devices_without_numa_node_are_at_the_only_one(self):
+        host = make_host(gpu(0, node=-1), gpu(1), nodes=(AMD,))
+        path = find_paths(host, OLD).between("0000:40:00.0", "0000:41:00.0")
+        assert path.route[1] == "numa/0"
+
+    def test_a_word_on_a_pair_counts_where_no_bus_is_told(self):
+        host = HostTopology(
+            numa_nodes=(INTEL,),
+            gpus=(GpuDevice("", 0, node=0), GpuDevice("", 1, node=0)),
+            ports=(NetPort("mlx5_0", node=0),),
+            relations=(
+                Relation("gpu/0", "net/mlx5_0", path="PIX"),
+                Relation("gpu/0", "gpu/1", path="NODE"),
+            ),
+        )
+        paths = find_paths(host)
+        ends = ("gpu/0", "net/mlx5_0"), ("net/mlx5_0", "gpu/0"), ("gpu/1", "net/mlx5_0")
+        kinds = [paths.between(*pair).kind.value for pair in ends]
+        assert kinds == ["PIX", "PIX", "PHB"]
+        assert paths.between("gpu/0", "gpu/1").kind is PathKind.PHB
+
+    def test_the_bus_beats_a_word_on_a_pair(self):
+        host = make_host(gpu(0), nic(0))
+        word = Relation("0000:40:00.0", "net/mlx5_0", path="PIX")
+        paths = find_paths(host._replace(relations=(word,)))
+        assert paths.between("0000:40:00.0", "net/mlx5_0").kind is PathKind.PHB
+
+
+def broadcom(bus_id: str, parent: str, device: int, family: int) -> PciDevice:
+    return bridge(bus_id, parent)._replace(
+        vendor=0x1000,
+        device=device,
+        subsystem_vendor=0x1000,
+        subsystem_device=family,
+    )
+
+
+class TestSwitches:
+    def test_pcie_4_switches_take_in_their_like(self):
+        devices = [
+            broadcom("a", "", 0xC010, 0xA024),
+            broadcom("b", "a", 0xC010, 0xA064),
+            broadcom("c", "a", 0xC010, 0xB064),
+            bridge("d", "b"),
+        ]
+        assert join_switches(devices, OLD) == {"a": "", "c": "a", "d": "a"}
+
+    def test_pcie_5_switches_take_in_those_of_the_second_level(self):
+        devices = [
+            broadcom("a", "", 0xC030, 0x0001),
+            broadcom("b", "a", 0xC030, 0x1002),
+            broadcom("c", "a", 0xC030, 0x0002),
+            bridge("d", "b"),
+        ]
+        assert join_switches(devices, OLD) == {"a": "", "c": "a", "d": "a"}
+        old = {"a": "", "b": "a", "c": "a", "d": "b"}
+        assert join_switches(devices, NcclRules(2, 19, 3)) == old
+
+    def test_a_switch_takes_in_one_level_at_a_time(self):
+        devices = [
+            broadcom("a", "", 0xC010, 0xA000),
+            broadcom("b", "a", 0xC010, 0xA000),
+            broadcom("c", "b", 0xC010, 0xA000),
+            broadcom("d", "c", 0xC010, 0xA000),
+            bridge("e", "d"),
+        ]
+        assert join_switches(devices, OLD) == {"a": "", "c": "a", "e": "c"}
+
+    def test_others_stay(self):
+        devices = [bridge("a"), bridge("b", "a"), broadcom("c", "b", 0xC010, 0x1000)]
+        assert join_switches(devices, OLD) == {"a": "", "b": "a", "c": "b"}
+
+
+class TestDetours:
+    @pytest.mark.parametrize(
+        ("text", "kind"),
+        [
+            *(("LOC", "LOC"), ("NVL", "NVL"), ("PXB", "PXB"), ("SYS", "SYS")),
+            *(("0", "LOC"), ("1", "PIX"), ("2", "PXB"), ("3", "PHB"), ("4", "SYS")),
+            *(("5", "SYS"), ("123456789012345", "SYS")),
+        ],
+    )
+    def test_a_level_is_a_word_or_an_old_number(self, text, kind):
+        assert level_of(text) == kind
+
+    @pytest.mark.parametrize("text", ["", "pix", "NET", "DIS", "-1", "PIX ", "٣"])
+    def test_any_other_level_is_refused(self, text):
+        with pytest.raises(UsageError, match="level must be one of LOC"):
+            level_of(text)
+
+    def test_without_gpudirect_an_adapter_is_reached_by_the_processor(self):
+        # The switch's own link is PCIe 3.
+        switch = bridge("0000:01:00.0", speed=GEN3)
+        for lacking in ("gpu", "nic"):
+            host = make_host(
+                gpu(0, switch.bus_id, gdr=int(lacking != "gpu")),
+                nic(0, switch.bus_id, gdr=int(lacking != "nic")),
+                bridges=[switch],
+            )
+            raw = find_paths(host, OLD)
+            used = add_detours(raw)
+            for ends in permutations(("0000:40:00.0", "net/mlx5_0")):
+                assert figures(raw.between(*ends)) == (3, 24.0, "PIX")
+                assert figures(used.between(*ends)) == (5, 12.0, "PHB")
+
+    def test_the_level_of_gpudirect_can_be_set(self):
+        switch = bridge("0000:01:00.0", speed=GEN3)
+        host = make_host(gpu(0, switch.bus_id), nic(0, switch.bus_id), bridges=[switch])
+        paths = find_paths(host, OLD)
+        ends = "0000:40:00.0", "net/mlx5_0"
+        assert add_detours(paths) == paths
+        used = add_detours(paths, Transports(gdr_level=PathKind.LOC))
+        assert figures(used.between(*ends)) == (5, 12.0, "PHB")
+
+    def test_peers_too_far_exchange_by_the_processor_of_the_target(self):
+        switch = bridge("0000:01:00.0", speed=GEN3)
+        host = make_host(gpu(0, switch.bus_id), gpu(1, switch.bus_id), bridges=[switch])
+        paths = find_paths(host, OLD)
+        ends = "0000:40:00.0", "0000:41:00.0"
+        assert figures(add_detours(paths).between(*ends)) == (2, 24.0, "PIX")
+        for level in (PathKind.LOC, PathKind.NVL):
+            used = add_detours(paths, Transports(peer_level=level))
+            assert figures(used.between(*ends)) == (4, 12.0, "PHB")
+            assert used.between(*ends).route[2] == "numa/0"
+
+    @pytest.mark.parametrize(
+        ("node", "num_gpus", "version", "level"),
+        [
+            (AMD, 2, "2.29.7", "SYS"),
+            (AMD, 3, "2.29.7", "PXB"),
+            (INTEL, 2, "2.29.7", "PXB"),
+            (NumaNode(0, arch="ppc64"), 2, "2.29.7", "PXB"),
+            (AMD, 3, "2.22.3", "SYS"),
+            (NumaNode(0, arch="ppc64"), 2, "2.22.3", "SYS"),
+            (NumaNode(0, arch="arm64"), 2, "2.22.3", "PXB"),
+            (INTEL, 2, "2.22.3", "PXB"),
+        ],
+    )
+    def test_which_peers_are_too_far(self, node, num_gpus, version, level):
+        host = make_host(*(gpu(n) for n in range(num_gpus)), nodes=[node])
+        assert default_peer_level(build_network(host, rules_of(version))) == level
+
+    def test_nccls_own_choice_of_level_is_used(self):
+        # A path that nobody could find shows whether it is replaced.
+        nodes = (AMD, AMD._replace(number=1))
+        bridges = [bridge("0000:01:00.0"), bridge("0000:02:00.0", node=1)]
+        host = make_host(
+            gpu(0, "0000:01:00.0"),
+            gpu(1, "0000:01:00.0"),
+            gpu(2, "0000:02:00.0"),
+            bridges=bridges,
+            nodes=nodes,
+        )
+        paths = find_paths(host, OLD)
+        far = "0000:40:00.0", "0000:42:00.0"
+        table = {**paths.table, far: paths.table[far]._replace(gb_per_s=1.0)}
+        assert add_detours(Paths(paths.network, table)).between(*far).gb_per_s == 16.0
+        kept = Transports(peer_level=PathKind.SYS)
+        used = add_detours(Paths(paths.network, table), kept)
+        assert used.between(*far).gb_per_s == 1.0
+
+    def test_another_gpu_passes_on_to_its_adapter(self):
+        host = sample_host(OCI_H100)
+        paths = find_paths(host, OLD)
+        used = add_detours(paths)
+        far = "0000:0f:00.0", "net/mlx5_17"
+        assert figures(paths.between(*far)) == (6, 6.0, "SYS")
+        # GPU, switch, the near GPU, PCI switch, adapter, port.
+        assert figures(used.between(*far)) == (5, 22.5, "PXN")
+        assert used.between(*far).route[1:3] == (NVSWITCH, "0000:d8:00.0")
+        back = far[::-1]
+        assert used.between(*back) == paths.between(*back)
+        off = add_detours(paths, Transports(has_relays=False))
+        assert off.between(*far) == paths.between(*far)
+
+    def test_each_adapter_has_a_gpu_of_its_own_that_passes_on(self):
+        host = sample_host(OCI_H100)
+        used = add_detours(find_paths(host, OLD))
+        relays = {
+            port.name: {
+                path.route[2]
+                for each in host.gpus
+                if (path := used.between(each.name, port.name)).kind == PathKind.PXN
+            }
+            for port in host.ports
+        }
+        # Sixteen ports, two of them below each GPU's switch.
+        assert all(len(found) == 1 for found in relays.values())
+        counts = [found.pop() for found in relays.values()]
+        assert sorted(counts) == sorted([each.name for each in host.gpus] * 2)
+
+    def test_since_2_30_only_what_has_gpudirect_passes_on(self):
+        switch = bridge("0000:01:00.0")
+        ends = "0000:40:00.0", "0000:41:00.0"
+        links = [Link(LinkKind.NVLINK, *pair, 4) for pair in permutations(ends)]
+        far = "0000:40:00.0", "net/mlx5_0"
+
+        def kind(version: str, has_gdr: int) -> str:
+            host = make_host(
+                gpu(0, node=1),
+                gpu(1, switch.bus_id, gdr=has_gdr),
+                nic(0, switch.bus_id),
+                bridges=[switch],
+                nodes=(AMD, AMD._replace(number=1)),
+                links=links,
+            )
+            return add_detours(find_paths(host, rules_of(version))).between(*far).kind
+
+        assert [kind("2.29.7", 1), kind("2.29.7", 0)] == ["PXN", "PXN"]
+        assert [kind("2.30.3", 1), kind("2.30.3", 0)] == ["PXN", "SYS"]
+
+    def test_c2c_makes_adapters_of_the_same_processor_near(self):
+        node = NumaNode(0, arch="arm64")
+        link = Link(LinkKind.C2C, "0000:40:00.0", "numa/0", 10, gb_per_s=374.88)
+        host = make_host(gpu(0, sm=90), nic(0), nodes=[node], links=[link])
+        ends = "0000:40:00.0", "net/mlx5_0"
+        kinds = {}
+        for version in ("2.25.1", "2.26.2", "2.27.7", "2.30.7"):
+            raw = find_paths(host, rules_of(version))
+            used = add_detours(raw).between(*ends)
+            kinds[version] = (
+                raw.between("0000:40:00.0", "numa/0").kind.value,
+                used.kind.value,
+                used.gb_per_s,
+            )
+        assert kinds == {
+            "2.25.1": ("NVL", "PHB", 24.0),
+            "2.26.2": ("C2C", "PHB", 24.0),
+            "2.27.7": ("C2C", "P2C", 24.0),
+            "2.30.7": ("C2C", "P2C", 24.0),
+        }
+
+    def test_without_gpudirect_over_c2c_the_processor_is_on_the_way(self):
+        node = NumaNode(0, arch="arm64")
+        link = Link(LinkKind.C2C, "0000:40:00.0", "numa/0", 10, gb_per_s=374.88)
+        host = make_host(gpu(0, sm=90), nic(0), nodes=[node], links=[link])
+        paths = find_paths(host)
+        used = add_detours(paths, Transports(has_gdr_over_c2c=False))
+        path = used.between("0000:40:00.0", "net/mlx5_0")
+        assert path.kind is PathKind.P2C
+        assert "numa/0" in path.route
