@@ -48,6 +48,7 @@ def test_files_that_are_in_use_are_in_form(path: Path):
         ("  <cpu", "<![CDATA[]]><cpu", ("line 2", "text")),
         ("  <cpu", "&#10;<cpu", ("line 2", "text")),
         ("  <cpu", "\t<cpu", ("line 2", "tab-between-elements")),
+        ("  <cpu", "<!--\na\nb-->\n\t<cpu", ("line 5", "tab-between-elements")),
         ("</system>\n", "</system>\n\t", ("line 8", "tab-between-elements")),
         (" affinity", "\naffinity", ("line 2", "break-in-tag")),
         (' affinity="3"', '\r\naffinity="3"', ("line 2", "break-in-tag")),

@@ -236,6 +236,7 @@ class TestSamples:
         cxi3 = host.ports[0]
         assert (cxi3.name, cxi3.bus_id, cxi3.number) == ("net/cxi3", "0000:01:00.0", 3)
         assert (cxi3.port, cxi3.guid, cxi3.gdr) == (1, "0x3", 1)
+        assert (cxi3.node, host.devices[0].node) == (UNKNOWN, 3)
         assert host.devices[0].vendor == 0x17DB
 
     def test_a_switch_that_a_virtual_machine_does_not_see(self):
