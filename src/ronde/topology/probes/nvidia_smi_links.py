@@ -112,8 +112,8 @@ def _rate(gpu: SmiGpu) -> float:
 def _remarks(number: int, gpu: SmiGpu, num_links: int) -> Iterable[str]:
     if gpu.rates and num_links != len(gpu.rates):
         yield (
-            f"GPU{number} has {len(gpu.rates)} active NVLinks, and of {num_links} it is "
-            "told where they lead."
+            f"GPU{number} has {len(gpu.rates)} active NVLinks, and of {num_links} it "
+            "is told where they lead."
         )
     if len(set(gpu.rates)) > 1:
         rates = ", ".join(f"{rate:g}" for rate in sorted(set(gpu.rates)))

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
 from ronde.errors import UsageError
@@ -131,8 +131,8 @@ def _switch(
         for kind in ("switches", "nodes")
     ]
     for names in below:
-        if more := Counter(names) - Counter(set(names)):
-            twice = next(iter(more))
+        if len(set(names)) != len(names):
+            twice = next(iter(Counter(names) - Counter(set(names))))
             raise _refusal(saved, line, f"{name} must have each name once", twice)
     return NetworkSwitch(name, *below, speed=values.get("linkspeed", ""))
 
@@ -160,9 +160,24 @@ def _check_children(found: Mapping[str, _Definition], saved: Saved) -> None:
             if not waiting[name]:
                 free.append(name)
     if waiting:
-        name = next(iter(waiting))
+        circle = _circle(found, waiting)
         rule = "no switch must be below itself"
-        raise _refusal(saved, found[name].line, rule, ", ".join(waiting))
+        raise _refusal(saved, found[circle[0]].line, rule, " > ".join(circle))
+
+
+def _circle(found: Mapping[str, _Definition], waiting: Container[str]) -> list[str]:
+    """Return the switches of a circle, with the first again at the end.
+
+    Args:
+        found: All switches.
+        waiting: Names of some, each of which has another of them below it.
+    """
+    name = next(name for name in found if name in waiting)
+    places: dict[str, int] = {}
+    while name not in places:
+        places[name] = len(places)
+        name = next(each for each in found[name].switch.switches if each in waiting)
+    return [*list(places)[places[name] :], name]
 
 
 def _refusal(saved: Saved, line: int, rule: str, got: object) -> UsageError:

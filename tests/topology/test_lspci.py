@@ -1,0 +1,159 @@
+"""The list of lspci -nn becomes devices without a tree."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tests.topology.hostile import bad_inputs, check_harmless
+
+from ronde.errors import UsageError
+from ronde.topology.graph import UNKNOWN, HostTopology
+from ronde.topology.graph_json import read_topology, write_topology
+from ronde.topology.probes.lspci import LspciProbe
+from ronde.topology.probes.nvidia_models import compute_capability
+from ronde.topology.probes.pci_kinds import plain_address
+from ronde.topology.probes.probe import Saved
+
+SAMPLES = Path(__file__).parent / "samples" / "sysfs_snapshots"
+A10, A100 = SAMPLES / "gpud_lspci.nn.a10", SAMPLES / "gpud_lspci.nn.a100"
+PROBE = LspciProbe()
+
+
+def read(data: bytes | str) -> HostTopology:
+    data = data.encode() if isinstance(data, str) else data
+    (host,) = PROBE.read(Saved("lspci.txt", data)).hosts
+    return host
+
+
+@pytest.mark.parametrize("path", [A10, A100], ids=lambda path: path.name)
+def test_samples_are_recognised_and_go_through_json(path):
+    saved = Saved(path.name, path.read_bytes())
+    assert PROBE.recognises(saved)
+    topology = PROBE.read(saved)
+    assert topology.hosts[0].sources == (f"lspci -nn {path.name}",)
+    assert read_topology(write_topology(topology).encode(), "it") == topology
+
+
+def test_a_hypervisor_s_eight_gpus():
+    host = read(A100.read_bytes())
+    # grep -c of [0302], [0680], [0207] and [0200].
+    assert Counter(device.class_code for device in host.devices) == {
+        0x030200: 8,
+        0x068000: 6,
+        0x020700: 8,
+        0x020000: 1,
+    }
+    assert [gpu.bus_id[:4] for gpu in host.gpus] == [
+        *("0001", "0002", "0003", "0004", "000b", "000c", "000d", "000e")
+    ]
+    assert [gpu.number for gpu in host.gpus] == list(range(8))
+    assert {gpu.sm for gpu in host.gpus} == {80}
+    assert {gpu.title for gpu in host.gpus} == {
+        "NVIDIA Corporation GA100 [A100 SXM4 80GB]"
+    }
+    assert Counter(port.kind for port in host.ports) == {"infiniband": 8, "": 1}
+    adapter = next(each for each in host.devices if each.bus_id == "0101:00:00.0")
+    assert (adapter.vendor, adapter.device) == (0x15B3, 0x101C)
+    assert (adapter.parent, adapter.node) == ("", UNKNOWN)
+
+
+def test_a_virtual_machine_s_one_gpu():
+    host = read(A10.read_bytes())
+    assert Counter(device.class_code for device in host.devices) == {
+        0x060400: 8,
+        0x020000: 1,
+        0x030200: 1,
+    }
+    # The display of the virtual machine is none, and disks are left out.
+    assert [(gpu.bus_id, gpu.sm) for gpu in host.gpus] == [("0000:06:00.0", 86)]
+    assert [port.bus_id for port in host.ports] == ["0000:05:00.0"]
+    assert host.devices[-1].device == 0x2236
+
+
+def test_ids_are_in_the_last_brackets():
+    host = read(
+        "17:00.0 Ethernet controller [0200]: A [b: c] [1234:5678] mode "
+        "[15b3:101d] (rev 01) (prog-if 00 [x])\n"
+        "\tSubsystem: Mellanox [15b3:0040]\n"
+        "\tKernel driver in use: mlx5_core\n"
+        "\n"
+        "10000:e1:00.0 3D controller [0302]: NVIDIA Corporation GH100 "
+        "[H100 SXM5 80GB] [10de:2330] (rev a1)\n"
+    )
+    adapter, gpu = host.devices
+    assert (adapter.vendor, adapter.device) == (0x15B3, 0x101D)
+    assert (gpu.bus_id, gpu.device) == ("10000:e1:00.0", 0x2330)
+    assert host.gpus[0].sm == 90
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("00:02.0 PCI bridge: Red Hat, Inc. QEMU PCIe Root port\n", "line 1: a device"),
+        ("\n00:02.0 PCI bridge [0604]: Red Hat [1b36:", "line 2: a device must have"),
+        (
+            "00:02.0 x [0604]: x [1b36:000c]\n0000:00:02.0 x [0604]: x [1b36:000c]",
+            "line 2: a device must be listed once",
+        ),
+        ("", "must be a list of lspci -nn"),
+        ("GPU0\n", "must be a list of lspci -nn"),
+    ],
+)
+def test_other_lists_are_refused(text, message):
+    with pytest.raises(UsageError, match=f"lspci.txt.* {message}"):
+        read(text)
+
+
+def test_a_list_without_numbers_is_recognised_to_be_told_so():
+    assert PROBE.recognises(Saved("it", b"00:02.0 PCI bridge: Red Hat, Inc.\n"))
+    assert not PROBE.recognises(Saved("it", b"GPU0\tX\n12:30.5\n"))
+
+
+@pytest.mark.parametrize("path", [A10, A100], ids=lambda path: path.name)
+def test_harm_does_none(path):
+    assert check_harmless(read, bad_inputs(path.read_bytes())) > 10
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, len(A100.read_bytes())))
+def test_a_list_cut_anywhere_is_a_value_or_refused(end):
+    data = A100.read_bytes()
+    try:
+        host = read(data[:end])
+    except UsageError:
+        return
+    assert set(host.devices) <= set(read(data).devices)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("00000000:C2:00.0", "0000:c2:00.0"),
+        ("c2:00.0", "0000:c2:00.0"),
+        ("10000:e1:00.7", "10000:e1:00.7"),
+        ("0000:c2:00", ""),
+        ("fffffff:ffff:ff", ""),
+        ("", ""),
+    ],
+)
+def test_addresses_have_one_spelling(text, address):
+    assert plain_address(text) == address
+
+
+@pytest.mark.parametrize(
+    ("title", "sm"),
+    [
+        ("Tesla P100-SXM2-16GB", 60),
+        ("NVIDIA H100 80GB HBM3", 90),
+        ("NVIDIA A100-SXM4-80GB", 80),
+        ("NVIDIA GH200 480GB", 90),
+        ("NVIDIA B200", 100),
+        ("NVIDIA GeForce RTX 3090", 86),
+        ("NVIDIA A1000", UNKNOWN),
+        ("Instinct MI300X", UNKNOWN),
+        ("", UNKNOWN),
+    ],
+)
+def test_models_tell_what_gpus_can(title, sm):
+    assert compute_capability(title) == sm

@@ -1,0 +1,184 @@
+"""Slurm's topology.conf becomes switches between hosts."""
+
+import re
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tests.topology.hostile import Hostile, bad_inputs, check_harmless
+
+from ronde.errors import UsageError
+from ronde.topology.graph import NetworkSwitch, Topology
+from ronde.topology.graph_json import read_topology, write_topology
+from ronde.topology.probes.probe import Saved
+from ronde.topology.probes.slurm_topology import SlurmTopologyProbe
+
+PROBE = SlurmTopologyProbe()
+
+
+def read(data: bytes | str) -> Topology:
+    data = data.encode() if isinstance(data, str) else data
+    return PROBE.read(Saved("topology.conf", data))
+
+
+TREE = """\
+# Two leaves and a spine
+SwitchName=leaf1 Nodes=node[01-03,7] LinkSpeed=400G
+switchname=leaf2 nodes="gpu[0-1],login"   # names in any case
+SWITCHNAME=spine Switches=leaf[1-2] \\
+    LinkSpeed=800G
+"""
+
+
+def test_a_tree():
+    topology = read(TREE)
+    assert topology == Topology(
+        switches=(
+            NetworkSwitch("leaf1", (), ("node01", "node02", "node03", "node7"), "400G"),
+            NetworkSwitch("leaf2", (), ("gpu0", "gpu1", "login")),
+            NetworkSwitch("spine", ("leaf1", "leaf2"), (), "800G"),
+        )
+    )
+    assert PROBE.recognises(Saved("it", TREE.encode()))
+    assert read_topology(write_topology(topology).encode(), "it") == topology
+
+
+def test_blocks_are_switches():
+    topology = read(
+        "BlockName=b1 Nodes=n[1-2]\nBlockName=b2 Nodes=n[3-4]\nBlockSizes=2,4\n"
+    )
+    assert topology.switches == (
+        NetworkSwitch("b1", (), ("n1", "n2")),
+        NetworkSwitch("b2", (), ("n3", "n4")),
+    )
+
+
+def test_a_host_may_be_at_two_switches_and_a_switch_below_two():
+    topology = read(
+        "SwitchName=a Nodes=n1\nSwitchName=b Nodes=n1\n"
+        "SwitchName=c Switches=a,b\nSwitchName=d Switches=a,b\n"
+    )
+    assert [switch.switches for switch in topology.switches[2:]] == [("a", "b")] * 2
+
+
+CIRCLE = """\
+SwitchName=x Switches=a
+SwitchName=a Switches=l,b
+SwitchName=b Switches=a
+SwitchName=l Nodes=n
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("SwitchName=a Nodes=n[1-", "line 1: brackets must be closed"),
+        ("SwitchName=a Nodes=n[3-1]", "line 1: a range must be ascending"),
+        ("SwitchName=a Nodes=n[1-99999]", "line 1: a list must name at most"),
+        ("SwitchName=a Nodes=n1,n2,n1", "line 1: a must have each name once, got 'n1'"),
+        (
+            "SwitchName=a\n\nSwitchName=a",
+            "line 3: a must be defined once, as it is in line 1",
+        ),
+        (
+            "SwitchName=a Switches=b",
+            "line 1: switches below a must be defined, got 'b'",
+        ),
+        (
+            "SwitchName=a Switches=a",
+            "line 1: no switch must be below itself, got 'a > a'",
+        ),
+        (
+            CIRCLE,
+            "line 2: no switch must be below itself, got 'a > b > a'",
+        ),
+        ("SwitchName=a Speed=1", "line 1: a line must have SwitchName with"),
+        ("SwitchName=a BlockName=b", "line 1: a line must have SwitchName with"),
+        ("BlockName=a Switches=b", "line 1: a line must have SwitchName with"),
+        ("Nodes=n1", "line 1: a line must have SwitchName with"),
+        ("SwitchName=a Nodes=n1 Nodes=n2", "line 1: a line must be names with a value"),
+        ("SwitchName=a Nodes", "line 1: a line must be names with a value"),
+        ("SwitchName=", "line 1: a line must be names with a value"),
+        ('SwitchName=a Nodes="n1', "line 1: a line must be names with a value"),
+        ("# \\\n\nSwitchName=a \\\n Nodes=n1,n1", "line 3: a must have each name once"),
+        ("", "must define switches or blocks"),
+        ("# nothing\nBlockSizes=4", "must define switches or blocks"),
+    ],
+)
+def test_what_slurm_would_not_take_is_refused_with_its_line(text, message):
+    with pytest.raises(UsageError, match=f"^topology.conf.* {re.escape(message)}"):
+        read(text)
+
+
+def test_other_files_are_not_recognised():
+    assert not PROBE.recognises(Saved("it", b"NodeName=n1\n# SwitchName=a\n"))
+
+
+def test_harm_does_none():
+    assert check_harmless(read, bad_inputs(TREE.encode())) > 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f"SwitchName=s{n} Nodes=n[1-65536]\n" for n in range(1000)),
+        "SwitchName=s0\n"
+        + "".join(f"SwitchName=s{n + 1} Switches=s{n}\n" for n in range(20_000)),
+        "SwitchName=a Nodes=" + ",".join(["n"] * 60_000),
+        "SwitchName=a " * 500_000,
+        "\\\n" * 1_000_000,
+        "SwitchName=a " + " " * 5_000_000 + "x",
+        "SwitchName=" + "a=" * 2_000_000,
+    ],
+    ids=range(7),
+)
+def test_much_of_it_takes_no_time(text):
+    check_harmless(read, iter([Hostile("much", text.encode())]))
+
+
+def test_a_long_chain_is_no_circle():
+    lines = ["SwitchName=s0"] + [
+        f"SwitchName=s{n + 1} Switches=s{n}" for n in range(5000)
+    ]
+    assert len(read("\n".join(reversed(lines))).switches) == 5001
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, len(TREE)), st.text(max_size=3))
+def test_text_cut_or_changed_anywhere_is_a_value_or_refused(at, more):
+    for text in (TREE[:at], TREE[:at] + more + TREE[at:]):
+        try:
+            topology = read(text)
+        except UsageError:
+            continue
+        assert topology.switches
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_tree_is_read_and_any_circle_refused(data):
+    count = data.draw(st.integers(1, 12))
+    below = {
+        n: data.draw(st.sets(st.integers(0, n - 1), max_size=4)) if n else set()
+        for n in range(count)
+    }
+
+    def text(children: dict[int, set[int]]) -> str:
+        order = data.draw(st.permutations(range(count)))
+        return "\n".join(
+            f"SwitchName=s{n} Nodes=h{n}"
+            + (
+                f" Switches={','.join(f's{c}' for c in sorted(children[n]))}"
+                * bool(children[n])
+            )
+            for n in order
+        )
+
+    found = {switch.name: set(switch.switches) for switch in read(text(below)).switches}
+    assert found == {f"s{n}": {f"s{c}" for c in below[n]} for n in below}
+    reached = {0}
+    for n in range(count):
+        if below[n] & reached:
+            reached.add(n)
+    top = data.draw(st.sampled_from(sorted(reached)))
+    with pytest.raises(UsageError, match="below itself"):
+        read(text({**below, 0: {top}}))
