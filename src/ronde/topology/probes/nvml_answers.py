@@ -116,7 +116,8 @@ def graph_of(
         relations=tuple(
             Relation(names[one], names[other], peer=_PEERS[said])
             for (one, other), said in peers.items()
-            if said in _PEERS
+            # One direction stands for both where they are alike.
+            if said in _PEERS and (one < other or said != peers.get((other, one)))
         ),
         remarks=tuple(
             f"NVML does not tell where {num_lost} NVLinks of {name} lead."
