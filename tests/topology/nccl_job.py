@@ -76,11 +76,15 @@ class JobLog:
             f"{start}START",
             f"NET/{self.network} : GPU Direct RDMA {self.gdr} for HCA 0 'mlx5_0'",
             *TOPOLOGY,
-            "Pattern 4, crossNic 0, nChannels 16, bw 40.000000/25.000000, type "
-            "NVL/PIX, sameChannels 1",
-            f"comm 0x55{rank:04x} rank {rank} nRanks {num_ranks} nNodes "
-            f"{self.num_nodes or self.num_hosts} localRanks 8 localRank {local} "
-            "MNNVL 0",
+            (
+                "Pattern 4, crossNic 0, nChannels 16, bw 40.000000/25.000000, type "
+                "NVL/PIX, sameChannels 1"
+            ),
+            (
+                f"comm 0x55{rank:04x} rank {rank} nRanks {num_ranks} nNodes "
+                f"{self.num_nodes or self.num_hosts} localRanks 8 localRank {local} "
+                "MNNVL 0"
+            ),
             *(
                 [f"Channel 00/16 : {' '.join(map(str, range(num_ranks)))}"]
                 if rank == 0
@@ -88,14 +92,18 @@ class JobLog:
             ),
             f"Trees [0] {rank + 1}/-1/-1->{rank}->{rank - 1}",
             self.channels,
-            f"Channel 00/0 : {rank}[{local}] -> {following}[{following % 8}] "
-            f"{way}via {transport}",
+            (
+                f"Channel 00/0 : {rank}[{local}] -> {following}[{following % 8}] "
+                f"{way}via {transport}"
+            ),
             "Connected all rings, use ring PXN 0 GDR 1",
             *self.extra,
             f"{start}COMPLETE",
-            f"Init timings - ncclCommInitRankConfig: rank {rank} nranks {num_ranks} "
-            "total 3.25 (kernels 0.25, alloc 0.50, bootstrap 1.25, allgathers 0.25, "
-            "topo 0.25, graphs 0.25, connections 0.25, rest 0.25)",
+            (
+                f"Init timings - ncclCommInitRank: rank {rank} nranks {num_ranks} "
+                "total 3.25 (kernels 0.25, alloc 0.50, bootstrap 1.25, "
+                "allgathers 0.25, topo 0.25, graphs 0.25, connections 0.25, rest 0.25)"
+            ),
         ]
 
 
@@ -109,8 +117,10 @@ TOPOLOGY = (
     "                            + NET[25.0] - NET/0-0 (0/0/1/25.000000)",
     "+ SYS[22.0] - CPU/0-1",
     "==========================================",
-    "GPU/0-1b000 :GPU/0-1b000 (0/5000.0/LOC) GPU/0-43000 (2/370.8/NVL) "
-    "NET/0-0 (3/24.0/PIX) ",
+    (
+        "GPU/0-1b000 :GPU/0-1b000 (0/5000.0/LOC) GPU/0-43000 (2/370.8/NVL) "
+        "NET/0-0 (3/24.0/PIX) "
+    ),
 )
 
 

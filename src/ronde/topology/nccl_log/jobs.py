@@ -4,7 +4,7 @@ Processes belong to one job where a communicator joins them. Who is in none belo
 the job of its host, if there is one there and no other.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 from ronde.topology.nccl_log.collector import Collector, SizeTally, Value
@@ -25,6 +25,8 @@ from ronde.topology.nccl_log.statements import Topic
 
 T = TypeVar("T")
 
+_MAX_JOBS = 1000
+
 
 class _View(NamedTuple):
     """What a collector took, as far as one job goes."""
@@ -38,8 +40,11 @@ class _View(NamedTuple):
             if own := self.own(numbers):
                 yield value, own
 
-    def own(self, numbers: Iterable[int]) -> set[int]:
+    def own(self, numbers: Collection[int]) -> set[int]:
         """Return those numbers that are of the job."""
+        # From the smaller side: of a log with many jobs, each has few processes.
+        if len(numbers) > len(self.processes):
+            return {number for number in self.processes if number in numbers}
         return {number for number in numbers if number in self.processes}
 
     def said(self, topic: Topic, words: str = "{}") -> tuple[Said, ...]:
@@ -58,8 +63,8 @@ class _View(NamedTuple):
         return tuple(sorted({self.processes[number].host for number in numbers}))
 
 
-def make_jobs(collector: Collector) -> tuple[Job, ...]:
-    """Return the jobs, the one with most processes first."""
+def make_jobs(collector: Collector) -> tuple[tuple[Job, ...], int]:
+    """Return the jobs, the one with most processes first, and how many are left out."""
     communicators = collector.starts.communicators()
     number_of = _number_jobs(collector.processes.values(), communicators)
     members: dict[int, dict[int, Process]] = {}
@@ -68,11 +73,12 @@ def make_jobs(collector: Collector) -> tuple[Job, ...]:
     of_job: dict[int, list[CommTally]] = {}
     for comm in communicators:
         of_job.setdefault(number_of[next(iter(comm.processes))], []).append(comm)
-    jobs = [
+    largest = sorted(members.items(), key=lambda item: -len(item[1]))[:_MAX_JOBS]
+    jobs = tuple(
         _job(_View(collector, processes), of_job.get(number, []))
-        for number, processes in members.items()
-    ]
-    return tuple(sorted(jobs, key=lambda job: -job.num_processes))
+        for number, processes in largest
+    )
+    return jobs, len(members) - len(jobs)
 
 
 def _number_jobs(

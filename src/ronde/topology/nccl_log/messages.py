@@ -105,7 +105,7 @@ class MessageReader:
             if self._is_known(message):
                 self._learn(prefix, message)
                 return [message]
-            if self._heads and (mended := self._join(line)):
+            if self._heads and (mended := self._join_host(line)):
                 return [mended]
             if self._is_own(message.host, message.pid):
                 self._learn(prefix, message)
@@ -157,18 +157,23 @@ class MessageReader:
         """Yield what a line is made of that broke, or that another broke into."""
         marks = list(_ANYWHERE.finditer(line))
         starts: list[int] = []
+        is_sure: list[bool] = []
         for mark in marks:
             found = _HOST_END.search(line[max(0, mark.start() - 255) : mark.start()])
             token = found.group() if found else ""
             host = self._own_host(token, int(mark.group(1)))
             starts.append(mark.start() - len(host))
+            is_sure.append(host in self._hosts)
         lead = line[: starts[0]] if starts else line
         yield from self._lead(lead, is_cut=bool(starts))
         for index, mark in enumerate(marks):
             host = line[starts[index] : mark.start()]
             if not host:
                 continue
-            if index + 1 < len(marks):
+            if index + 1 < len(marks) and not is_sure[index + 1]:
+                # Nobody knows where this one ends and the next host begins.
+                self.num_lost += 1
+            elif index + 1 < len(marks):
                 self._hold(line[starts[index] : starts[index + 1]])
             else:
                 yield _message(host, mark, line[mark.end() :], 1)
@@ -199,6 +204,20 @@ class MessageReader:
         del self._heads[at]
         self.num_mended += 1
         return message
+
+    def _join_host(self, line: str) -> Message | None:
+        """Return the message of a line that lacks the beginning of its host."""
+        wholes = {
+            message
+            for _, head in self._heads
+            if _INFO not in head
+            and (message := _read_whole(head + line))
+            and self._is_known(message)
+        }
+        if len(wholes) != 1:
+            return None
+        self.num_mended += 1
+        return wholes.pop()
 
     def _hold(self, head: str) -> None:
         if len(head) > _MAX_HEAD_CHARS:
@@ -235,13 +254,18 @@ def _message(host: str, mark: re.Match[str], text: str, first: int) -> Message:
     )
 
 
-def _whole(text: str) -> Message | None:
-    """Return the message that a head and a tail make; None where they make none."""
+def _read_whole(text: str) -> Message | None:
+    """Return the one message that a line is, as far as its prefix goes."""
     match = _CLEAN.match(text)
     if match is None or _has_mark(text, match.end()):
         return None
-    message = _message(match.group(1), match, text[match.end() :], 2)
-    if message.is_warning or recognise(message.text) is None:
+    return _message(match.group(1), match, text[match.end() :], 2)
+
+
+def _whole(text: str) -> Message | None:
+    """Return the message that a head and a tail make; None where they make none."""
+    message = _read_whole(text)
+    if message is None or message.is_warning or recognise(message.text) is None:
         return None
     return message
 

@@ -35,14 +35,17 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         counts = (reader.num_lines, reader.num_mended, reader.num_lost)
         total = [sum(pair) for pair in zip(total, counts, strict=True)]
     collector.end()
+    jobs, num_jobs_left_out = make_jobs(collector)
     return NcclLog(
-        jobs=make_jobs(collector),
+        jobs=jobs,
         loose_versions=tuple(collector.loose_versions),
         num_lines=total[0],
         num_messages=collector.num_messages,
         num_mended=total[1],
         num_lost=total[2],
-        num_left_out=collector.num_left_out + collector.starts.num_left_out,
+        num_left_out=collector.num_left_out
+        + collector.starts.num_left_out
+        + num_jobs_left_out,
     )
 
 

@@ -79,13 +79,13 @@ _FORMS: dict[str, tuple[tuple[Topic, str], ...]] = {
             Topic.TREE_LINK,
             (
                 rf"( *)\+ ([A-Z0-9]{{3}})\[([\d.]+)\] - ({_ELEMENT})"
-                r"(?: \([^()]*?([\d.]*)\))?(?: \[MLOPart \d+\])?"
+                r"(?: \([0-9a-f./-]*?([\d.]*)\))?(?: \[MLOPart \d+\])?"
             ),
         ),
     ),
     "/": (
         (Topic.PATHS, rf"({_ELEMENT}) :((?:{_ELEMENT} \(.*)?)"),
-        (Topic.TREE_ROOT, rf"({_ELEMENT})(?: \([^()]*\))?"),
+        (Topic.TREE_ROOT, rf"({_ELEMENT})(?: \([0-9a-f./-]*\))?"),
     ),
     "Pattern": (
         (

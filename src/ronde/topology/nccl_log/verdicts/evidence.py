@@ -1,0 +1,73 @@
+"""What a job's log shows, as the rules ask for it."""
+
+from collections.abc import Iterable, Sequence
+
+from ronde.topology.nccl_log.log import Communicator, Job, Said
+
+_MAX_NAMES = 3
+_FAST_PATHS = frozenset({"NVL", "NVB"})
+_NEAR_PATHS = frozenset({"PIX", "PXB"})
+
+
+def spans_nodes(job: Job) -> bool:
+    """Return whether data goes between nodes, as far as the log shows."""
+    return any(edges.transport.startswith("NET/") for edges in job.edges) or any(
+        comm.num_nodes > 1 or len(hosts_of(comm)) > 1 for comm in job.communicators
+    )
+
+
+def hosts_of(comm: Communicator) -> frozenset[str]:
+    """Return the hosts of the ranks that the log speaks of."""
+    return frozenset(rank.host for rank in comm.ranks)
+
+
+def setting_of(job: Job, *names: str) -> str:
+    """Return the first of these settings that is there, ``NAME=value``, or nothing."""
+    for name in names:
+        for said in job.settings:
+            if said.value.partition("=")[0] == name:
+                return said.value
+    return ""
+
+
+def has_nvlink(job: Job) -> bool:
+    """Return whether NCCL found NVLink at a GPU."""
+    return any(
+        link.kind == "NVL" and link.target.startswith(("GPU/", "NVS/"))
+        for link in job.trees
+    ) or bool(_paths_between_gpus(job) & _FAST_PATHS)
+
+
+def has_near_gpus(job: Job) -> bool:
+    """Return whether NCCL found GPUs below one PCI switch."""
+    return bool(_paths_between_gpus(job) & _NEAR_PATHS)
+
+
+def values(said: Iterable[Said]) -> tuple[str, ...]:
+    """Return what was said, without who did."""
+    return tuple(each.value for each in said)
+
+
+def all_hosts(said: Iterable[Said]) -> tuple[str, ...]:
+    """Return all hosts that said one of these."""
+    return tuple(sorted({host for each in said for host in each.hosts}))
+
+
+def name_some(names: Sequence[str]) -> str:
+    """Return names in a row, the end of a long one counted only."""
+    shown = ", ".join(names[:_MAX_NAMES])
+    left = len(names) - _MAX_NAMES
+    return f"{shown} and {left} more" if left > 0 else shown
+
+
+def tell_apart(said: Iterable[Said]) -> str:
+    """Return who said what: ``IB on a, b; Socket on c``."""
+    return "; ".join(f"{each.value} on {name_some(each.hosts)}" for each in said)
+
+
+def _paths_between_gpus(job: Job) -> frozenset[str]:
+    return frozenset(
+        path.kind
+        for path in job.paths
+        if path.source.startswith("GPU/") and path.target.startswith("GPU/")
+    )

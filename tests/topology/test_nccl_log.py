@@ -1,0 +1,425 @@
+"""NCCL's debug log is read as it was meant, whatever happened to its lines."""
+
+import io
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+from tests.topology.nccl_job import BUS_IDS, JobLog, interleave, text_of
+
+from ronde.topology.nccl_log import Job, NcclLog, read_nccl_log
+from ronde.topology.nccl_log.log import ChannelCounts, GraphSeen
+from ronde.topology.nccl_log.messages import Message, MessageReader
+
+SAMPLE = (
+    Path(__file__).parent
+    / "samples/nccl_debug_logs/hgx_h200_b200_nccl2.27.3_selected_lines.log"
+)
+P = "node0:10:20 [0] NCCL INFO "
+
+
+def read(*texts: bytes | str) -> NcclLog:
+    return read_nccl_log(
+        io.BytesIO(text.encode() if isinstance(text, str) else text) for text in texts
+    )
+
+
+def one_job(*texts: bytes | str) -> Job:
+    log = read(*texts)
+    assert len(log.jobs) == 1
+    return log.jobs[0]
+
+
+def values(said: tuple[object, ...]) -> list[str]:
+    return [each.value for each in said]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_sample_holds_two_jobs() -> None:
+    """Hosts, numbers and words are those that stand in the file."""
+    log = read(SAMPLE.read_bytes())
+    h200, b200 = log.jobs
+
+    assert log.num_messages == log.num_lines == 16
+    assert h200.hosts == ("6e79c7194e8d",)
+    assert h200.num_processes == 5  # 2394, 2396, 2397, 2398, 2401
+    assert values(h200.versions) == ["2.27.3+cuda12.9"]
+    assert values(h200.networks) == ["Socket"]
+    (comm,) = h200.communicators
+    assert (comm.name, comm.num_ranks, comm.num_nodes) == ("0x7a05afe6ed4036b4", 8, 1)
+    assert [rank.rank for rank in comm.ranks] == [0, 2]
+    assert comm.ranks[0].bus_id == "83000"
+    assert comm.ranks[0].is_complete
+    assert not comm.ranks[1].is_complete
+    assert comm.rings == (tuple(range(8)),) * 2
+    assert values(h200.nvls)[0] == "available on dev 4"
+    assert values(h200.nvls)[1].startswith("lost: CUDA error 401 ")
+
+    assert b200.hosts == ("733179575ba5",)
+    assert b200.versions == ()
+    assert b200.communicators[0].num_ranks == 8
+    assert b200.nvls[0].value == "available on dev 0"
+
+
+def test_a_whole_job_is_read() -> None:
+    job = one_job(text_of(JobLog(num_hosts=2)))
+
+    assert job.hosts == ("node0", "node1")
+    assert job.num_processes == 16
+    assert values(job.drivers) == ["12090"]
+    assert values(job.bootstrap) == ["eno1"]
+    assert values(job.networks) == ["IB"]
+    assert values(job.candidates) == ["IB mlx5_0:1/IB", "IB mlx5_1:1/IB"]
+    assert values(job.gdr) == ["IB mlx5_0 Enabled"]
+    assert values(job.uses) == ["PXN 0 GDR 1"]
+    (comm,) = job.communicators
+    assert (comm.num_ranks, comm.num_nodes) == (16, 2)
+    assert [rank.rank for rank in comm.ranks] == list(range(16))
+    assert [rank.host for rank in comm.ranks] == ["node0"] * 8 + ["node1"] * 8
+    assert [rank.bus_id for rank in comm.ranks] == list(BUS_IDS) * 2
+    assert all(rank.has_started and rank.is_complete for rank in comm.ranks)
+    assert comm.ranks[3].init_s == 3.25
+    assert comm.ranks[3].init_phases[0] == ("bootstrap", 1.25)
+    assert comm.channels == (ChannelCounts(16, 0, 16, 2),)
+    assert comm.rings == (tuple(range(16)),)
+    # Of each host seven edges stay inside, and one leaves.
+    assert [(e.transport, e.num_edges, e.example) for e in job.edges] == [
+        ("P2P/CUMEM", 14, (0, 1)),
+        ("NET/IB/GDRDMA", 2, (7, 8)),
+    ]
+    graph = GraphSeen(4, 16, 40.0, 25.0, "NVL", "PIX", ("node0", "node1"))
+    assert job.graphs == (graph,)
+
+
+def test_the_topology_is_read_with_its_levels() -> None:
+    job = one_job(text_of(JobLog(num_hosts=1)))
+
+    assert [(t.source, t.kind, t.gb_per_s, t.target) for t in job.trees] == [
+        ("CPU/0-0", "PCI", 48.0, "PCI/0-1a000"),
+        ("PCI/0-1a000", "PCI", 48.0, "GPU/0-1b000"),
+        ("GPU/0-1b000", "NVL", 370.8, "NVS/0-0"),
+        ("PCI/0-1a000", "PCI", 48.0, "NIC/0-1c000"),
+        ("NIC/0-1c000", "NET", 25.0, "NET/0-0"),
+        ("CPU/0-0", "SYS", 22.0, "CPU/0-1"),
+    ]
+    assert job.trees[4].port_gb_per_s == 25.0
+    assert [(p.target, p.num_hops, p.gb_per_s, p.kind) for p in job.paths] == [
+        ("GPU/0-1b000", 0, 5000.0, "LOC"),
+        ("GPU/0-43000", 2, 370.8, "NVL"),
+        ("NET/0-0", 3, 24.0, "PIX"),
+    ]
+
+
+def test_a_path_that_was_cut_is_left_out() -> None:
+    """NCCL cuts lines of paths, also in the middle of a number."""
+    line = P + "GPU/0-3000 :GPU/0-c1000 (1/80.0/NVL) GPU/0-81000 (1/80."
+
+    assert [path.target for path in one_job(line).paths] == ["GPU/0-c1000"]
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("Bootstrap : Using eth0:10.1.2.3<0>", "bootstrap", "eth0"),
+        ("Bootstrap : Using [0]ens1f0:fe80::1%ens1f0<0>", "bootstrap", "ens1f0"),
+        ("NET/IB : No device found.", "candidates", "IB none"),
+        ("NET/IBext_v8 : No device found.", "candidates", "IBext_v8 none"),
+        ("NET/Socket : Using [0]eth0:10.0.0.1<0>", "candidates", "Socket eth0"),
+        ("Using network AWS Libfabric", "networks", "AWS Libfabric"),
+        (
+            "NET/AWS Libfabric : GPU Direct RDMA Disabled for HCA 3 'rdmap0s6-rdma'",
+            "gdr",
+            "AWS Libfabric rdmap0s6-rdma Disabled",
+        ),
+        ("NCCL_P2P_LEVEL set by environment to PXB", "settings", "NCCL_P2P_LEVEL=PXB"),
+        ("NCCL_IB_DISABLE set by environment to 1.", "settings", "NCCL_IB_DISABLE=1"),
+        (
+            "NVLS multicast support is not available on dev 3",
+            "nvls",
+            "not available on dev 3",
+        ),
+        (
+            "MNNVL busId 0x51000 fabric UUID a1.b2 cliqueId 0x1 state 2 healthMask 0x0",
+            "mnnvl",
+            "state 2 uuid a1.b2",
+        ),
+        (
+            (
+                "P2P is disabled between connected GPUs 1 and 0. You can repress this "
+                "message with NCCL_IGNORE_DISABLED_P2P=1."
+            ),
+            "p2p",
+            "P2P is disabled between connected GPUs 1 and 0",
+        ),
+    ],
+)
+def test_forms_of_versions(text: str, field: str, value: str) -> None:
+    """Forms that NCCL has had from 2.18 to 2.30, each alone."""
+    assert values(getattr(one_job(P + text), field)) == [value]
+
+
+@pytest.mark.parametrize(
+    ("text", "transport"),
+    [
+        ("Channel 03/0 : 2[2] -> 3[3] via P2P/CUMEM/read", "P2P/CUMEM/read"),
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/direct pointer", "P2P/direct pointer"),
+        (
+            "Channel 00/1 : 0[3000] -> 1[c1000] via P2P/indirect/2[2]",
+            "P2P/indirect/2[2]",
+        ),
+        ("Channel 00 : 0[0] -> 1[1] via SHM/direct/direct", "SHM/direct/direct"),
+        (
+            "Channel 01/0 : 7[7] -> 8[0] [send] via NET/IB/1(3)/GDRDMA(PCI)/Shared",
+            "NET/IB/GDRDMA(PCI)/Shared",
+        ),
+        (
+            "Channel 01/0 : 7[7] -> 8[0] [receive] via NET/AWS Libfabric/0/GDRDMA",
+            "NET/AWS Libfabric/GDRDMA",
+        ),
+        ("Channel 01/0 : 7[7] -> 8[0] [receive] via NET/Socket/0", "NET/Socket"),
+    ],
+)
+def test_transports(text: str, transport: str) -> None:
+    assert [each.transport for each in one_job(P + text).edges] == [transport]
+
+
+def test_tunings_are_told_by_size() -> None:
+    lines = (
+        "AllReduce: 1024 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..1}",
+        "AllReduce: 4096 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..3}",
+        "AllReduce: 8388608 Bytes -> Algo NVLS proto SIMPLE channel{Lo..Hi}={0..15}",
+        "512 Bytes -> Algo 0 proto 2 time 12.500000",
+    )
+    job = one_job("\n".join(P + line for line in lines))
+
+    assert [tuple(each) for each in job.tunings] == [
+        ("", "TREE", "SIMPLE", 512, 512, 1),
+        ("AllReduce", "NVLS", "SIMPLE", 8388608, 8388608, 1),
+        ("AllReduce", "RING", "LL", 1024, 4096, 2),
+    ]
+
+
+def test_a_warning_keeps_its_place() -> None:
+    lines = (
+        "\n[2026-01-31 10:20:30] node0:10:20 [0] misc/shmutils.cc:87 (openShm) NCCL "
+        "WARN Error: failed to extend /dev/shm/nccl-1 to 100 bytes\n"
+        "\nnode0:11:21 [1] misc/shmutils.cc:87 NCCL WARN Error: failed to extend "
+        "/dev/shm/nccl-2 to 100 bytes"
+    )
+    (warning,) = one_job(lines).warnings
+
+    assert warning.place == "misc/shmutils.cc:87"
+    assert warning.text == "Error: failed to extend /dev/shm/nccl-1 to 100 bytes"
+    assert warning.num_times == 2
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "[1,0]<stdout>:",
+        "[1,12]<stderr>: ",
+        "0: ",
+        "[rank3]: ",
+        "[node1:3] ",
+        "2026-01-31T10:20:30.123456Z ",
+        "2026-01-31 10:20:30,123 ",
+        "2026-01-31T10:20:30.1Z stdout F ",
+        "trainer-worker-0: ",
+        "(RayTrainWorker pid=77, ip=10.0.0.7) ",
+        "\x1b[36m(pid=77)\x1b[0m ",
+        "[2026-01-31 10:20:30] [1,0]<stdout>:",
+    ],
+)
+def test_what_launchers_put_before_lines(before: str) -> None:
+    text = text_of(JobLog(num_hosts=1)).decode()
+    marked = "".join(f"{before}{line}\r\n" for line in text.splitlines())
+
+    assert read(marked).jobs == read(text).jobs
+
+
+def test_other_programs_may_speak_too() -> None:
+    text = text_of(JobLog(num_hosts=1)).decode().splitlines()
+    noise = "step 3: loss 2.25  [####    ] 40%|... NCCL is great: 12:34 [0]"
+    mixed = "\n".join(part for line in text for part in (line, noise))
+
+    assert read(mixed).jobs == read("\n".join(text)).jobs
+    assert read(mixed).num_lost == 0
+
+
+def test_files_are_one_log() -> None:
+    job = JobLog(num_hosts=1)
+    files = ["\n".join(job.lines_of(rank)) for rank in range(8)]
+
+    assert read(*files).jobs == read("\n".join(files)).jobs
+
+
+def test_a_version_without_a_name_belongs_to_nobody() -> None:
+    log = read(f"NCCL version 2.18.3+cuda12.1\n{P}Using network IB\n")
+
+    assert log.loose_versions == ("2.18.3+cuda12.1",)
+    assert log.jobs[0].versions == ()
+
+
+def test_two_communicators_join_their_hosts_and_no_others() -> None:
+    first = text_of(JobLog(num_hosts=2, host="a{}"))
+    second = text_of(JobLog(num_hosts=1, host="b{}"))
+    second = second.replace(b"0x4f6aa0f2d3c1b2a9", b"0x1111111111111111")
+
+    assert [job.hosts for job in read(first + second).jobs] == [("a0", "a1"), ("b0",)]
+
+
+def test_a_split_communicator_is_one_of_its_own() -> None:
+    """From 2.22 on those that are split off have no number of their own in the log."""
+    lines = [
+        f"node0:{10 + rank}:{20 + rank} [{rank}] NCCL INFO {text}"
+        for rank in range(4)
+        for text in (
+            (
+                f"ncclCommInitRank comm 0xa{rank} rank {rank} nranks 4 cudaDev 0 "
+                f"nvmlDev {rank} busId 1000 commId 0x99 - Init COMPLETE"
+            ),
+            (
+                f"ncclCommSplit comm 0xb{rank} rank {rank // 2} nranks 2 cudaDev 0 "
+                f"nvmlDev 0 busId 1000 parent 0xa{rank} splitCount 1 color {rank % 2} "
+                f"key {rank} - Init COMPLETE"
+            ),
+        )
+    ]
+    comms = one_job("\n".join(lines)).communicators
+
+    assert sorted((c.num_ranks, len(c.ranks)) for c in comms) == [
+        (2, 2),
+        (2, 2),
+        (4, 4),
+    ]
+
+
+# ---- lines that broke
+
+
+def messages_of(text: str) -> list[Message]:
+    reader = MessageReader()
+    found = [message for line in text.split("\n") for message in reader.feed(line)]
+    return [message for message in found if message.host]
+
+
+def test_a_line_that_broke_into_another_is_put_together() -> None:
+    """The example: a number, and right after it the host of the one who broke in."""
+    whole = (
+        "nodeA:11:11 [1] NCCL INFO Using network IB\n"
+        "nodeB:12:12 [0] NCCL INFO Using network IB\n"
+        "nodeA:11:11 [1] NCCL INFO comm 0x55410nodeB:12:12 [0] NCCL INFO Using network "
+        "Socket\n"
+        " rank 1 nRanks 2 nNodes 2 localRanks 1 localRank 0 MNNVL 0\n"
+    )
+    log = read(whole)
+
+    assert log.num_mended == 1
+    assert log.num_lost == 0
+    texts = [(m.host, m.text) for m in messages_of(whole)][2:]
+    assert texts == [
+        ("nodeB", "Using network Socket"),
+        (
+            "nodeA",
+            "comm 0x55410 rank 1 nRanks 2 nNodes 2 localRanks 1 localRank 0 MNNVL 0",
+        ),
+    ]
+
+
+def test_a_number_that_was_cut_is_not_believed() -> None:
+    """Rank 12 of 16 must not become rank 1, whatever follows."""
+    text = (
+        "nodeA:11:11 [1] NCCL INFO Using network IB\n"
+        "nodeB:12:12 [0] NCCL INFO Using network IB\n"
+        "nodeA:11:11 [1] NCCL INFO Channel 00/0 : 0[0] -> 1nodeB:12:12 [0] NCCL INFO "
+        "Using network IB\n"
+        "and nothing of it follows\n"
+    )
+    log = read(text)
+
+    assert log.jobs[0].edges == ()
+    assert log.num_lost == 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_interleaved_lines_say_what_the_clean_ones_say(seed: int) -> None:
+    """One line in twenty is cut anywhere, its prefix included."""
+    job = JobLog(num_hosts=2)
+    text, num_cut = interleave([job.lines_of(r) for r in range(16)], seed, 0.05)
+    clean = Counter(message.text for message in messages_of("\n".join(job.lines())))
+    found = Counter(message.text for message in messages_of(text))
+
+    assert num_cut > 10
+    assert not found - clean, "something is said that nobody said"
+    assert (clean - found).total() <= num_cut / 3
+    log = read(text)
+    assert log.jobs[0].hosts == ("node0", "node1")
+    assert log.jobs[0].num_processes == 16
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_made_up_when_every_third_line_is_cut(seed: int) -> None:
+    job = JobLog(num_hosts=1)
+    text, num_cut = interleave([job.lines_of(r) for r in range(8)], seed, 0.33)
+    clean = {message.text for message in messages_of("\n".join(job.lines()))}
+
+    assert {message.text for message in messages_of(text)} <= clean
+    assert read(text).num_mended > num_cut / 2
+
+
+# ---- harm
+
+
+def test_a_log_may_be_cut_anywhere() -> None:
+    data = SAMPLE.read_bytes()
+    whole = read(data)
+    for end in range(0, len(data), 7):
+        log = read(data[:end])
+        assert log.num_messages <= whole.num_messages
+        assert sum(len(job.hosts) for job in log.jobs) <= 3
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_read(data: bytes) -> None:
+    log = read(data, P.encode() + data)
+
+    assert log.num_lines >= 1
+
+
+@given(
+    st.lists(st.sampled_from(text_of(JobLog(num_hosts=1)).splitlines()), max_size=40)
+)
+def test_lines_in_any_order_are_read(lines: list[bytes]) -> None:
+    log = read(b"\n".join(lines))
+
+    assert log.num_messages == len(lines)
+    assert log.num_lost == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 3_000_000,
+        ":1:1 [0] NCCL INFO " * 100_000,
+        "a:1:1 [0] NCCL INFO " * 100_000,
+        "[" * 1_000_000 + "\n" + "a" * 80 + ": " * 200_000,
+        P + "GPU/0-1 :" + "GPU/0-1 (1/" * 100_000,
+        P + "Channel 00/02 : " + "1 " * 1_000_000,
+        "\x1b[" * 500_000,
+        (P + "comm 0xnode0:10:20 [0] NCCL INFO x\n") * 20_000,
+        "".join(f"h{n}:{n}:1 [0] NCCL INFO Using network IB\n" for n in range(20_000)),
+    ],
+    ids=["long", "marks", "hosts", "boxes", "paths", "ring", "ansi", "cut", "many"],
+)
+def test_harm_takes_no_time(text: str) -> None:
+    begin_s = time.process_time()
+    read(text)
+
+    assert time.process_time() - begin_s < 10.0
+
+
+def test_what_is_too_much_is_counted() -> None:
+    lines = (f"{P}NCCL_X{n} set by environment to 1" for n in range(5000))
+
+    assert read("\n".join(lines)).num_left_out == 5000 - 4096

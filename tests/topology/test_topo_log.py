@@ -1,0 +1,470 @@
+"""What is said of a log of NCCL: the right faults, no others, in words that fit."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tests.topology.nccl_job import JobLog, text_of
+
+from ronde.cli.topo_log import run
+from ronde.errors import UsageError
+from ronde.plain_values import from_plain
+from ronde.render.topo_log import tell_log
+from ronde.topology.findings import Finding, Severity
+from ronde.topology.nccl_log import NcclLog, judge_nccl_log, read_nccl_log
+
+SAMPLE = (
+    Path(__file__).parent
+    / "samples/nccl_debug_logs/hgx_h200_b200_nccl2.27.3_selected_lines.log"
+)
+ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
+NVLS_LOST = (
+    "Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error "
+    "401 'the operation cannot be performed in the present state'. Proceeding without "
+    "NVLS support."
+)
+NO_NVLINK = "2 coll channels, 0 nvls channels, 2 p2p channels, 2 p2p channels per peer"
+
+
+def read(text: bytes) -> NcclLog:
+    return read_nccl_log([io.BytesIO(text)])
+
+
+def found(text: bytes) -> dict[str, Severity]:
+    return {finding.rule: finding.severity for finding in judge_nccl_log(read(text))}
+
+
+def find(text: bytes, rule: str) -> Finding:
+    (finding,) = (each for each in judge_nccl_log(read(text)) if each.rule == rule)
+    return finding
+
+
+def without(text: bytes, *words: str) -> bytes:
+    lines = text.splitlines(keepends=True)
+    return b"".join(
+        line for line in lines if not any(word.encode() in line for word in words)
+    )
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+def test_a_healthy_job_has_no_finding(num_hosts: int) -> None:
+    assert judge_nccl_log(read(text_of(JobLog(num_hosts=num_hosts)))) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "rules"),
+    [
+        (
+            {"network": "Socket", "inter": "NET/Socket/0"},
+            {"sockets-despite-infiniband": ERROR},
+        ),
+        (
+            {
+                "network": "Socket",
+                "inter": "NET/Socket/0",
+                "candidates": "No device found.",
+            },
+            {"sockets-between-nodes": WARNING},
+        ),
+        ({"inter": "NET/IB/0"}, {"no-gpudirect-rdma": WARNING}),
+        ({"gdr": "Disabled", "inter": "NET/IB/0"}, {"no-gpudirect-rdma": WARNING}),
+        ({"bootstrap": "docker0"}, {"virtual-interface": ERROR}),
+        ({"bootstrap": "veth12ab"}, {"virtual-interface": ERROR}),
+        ({"bootstrap": "lo"}, {"virtual-interface": ERROR}),
+        ({"bootstrap": "lower0"}, {}),
+        ({"bootstrap": "lo", "num_hosts": 1}, {}),
+        ({"intra": "SHM/direct/direct"}, {"shm-where-p2p-was-possible": ERROR}),
+        ({"channels": NO_NVLINK}, {"few-channels": ERROR}),
+        ({"num_nodes": 1}, {"nodes-unlike-hosts": ERROR}),
+        ({"num_nodes": 16}, {"nodes-unlike-hosts": WARNING}),
+        ({"extra": (NVLS_LOST,)}, {"nvls-lost": WARNING}),
+        (
+            {"extra": ("NVLS multicast support is not available on dev 0",)},
+            {"nvls-lost": WARNING},
+        ),
+        (
+            {
+                "extra": (
+                    (
+                        "MNNVL busId 0x1 fabric UUID 0.0 cliqueId 0x0 state 2 "
+                        "healthMask 0x0"
+                    ),
+                )
+            },
+            {"fabric-not-ready": WARNING},
+        ),
+        (
+            {
+                "extra": (
+                    (
+                        "P2P is disabled between connected GPUs 1 and 0. You can "
+                        "repress this message with NCCL_IGNORE_DISABLED_P2P=1."
+                    ),
+                )
+            },
+            {"p2p-refused": WARNING},
+        ),
+    ],
+)
+def test_each_fault_is_found_and_no_other(
+    changes: dict[str, object], rules: dict[str, Severity]
+) -> None:
+    assert found(text_of(JobLog(), **changes)) == rules
+
+
+def test_one_node_needs_no_network() -> None:
+    """Sockets and adapters without GPUDirect cost nothing where all is on one node."""
+    job = JobLog(num_hosts=1, network="Socket", gdr="Disabled")
+
+    assert found(text_of(job)) == {}
+
+
+def test_a_setting_is_named_as_the_cause() -> None:
+    job = JobLog(network="Socket", extra=("NCCL_IB_DISABLE set by environment to 1.",))
+    sockets = find(text_of(job), "sockets-despite-infiniband")
+    assert sockets.remedy.startswith("Unset NCCL_IB_DISABLE")
+
+    job = JobLog(
+        intra="SHM/direct", extra=("NCCL_P2P_LEVEL set by environment to LOC",)
+    )
+    shared = find(text_of(job), "shm-where-p2p-was-possible")
+    assert "NCCL_P2P_LEVEL=LOC" in shared.remedy
+
+    job = JobLog(
+        channels=NO_NVLINK, extra=("NCCL_MAX_NCHANNELS set by environment to 2.",)
+    )
+    few = find(text_of(job), "few-channels")
+    assert "NCCL_MAX_NCHANNELS=2" in few.remedy
+
+
+def test_what_the_log_does_not_show_is_no_fault() -> None:
+    """Shared memory is right where nothing says that GPUs reach each other."""
+    text = without(text_of(JobLog(num_hosts=1, intra="SHM/direct")), "NVL")
+    assert found(text) == {}
+    text = without(text_of(JobLog(num_hosts=1, channels=NO_NVLINK)), "NVL")
+    assert found(text) == {"few-channels": NOTE}
+
+
+def test_shared_memory_beside_peers_is_worth_a_warning() -> None:
+    text = without(text_of(JobLog(num_hosts=1)), "NVL")
+    text = text.replace(b"3[3] via P2P/CUMEM", b"3[3] via SHM/direct")
+
+    assert found(text) == {"shm-where-p2p-was-possible": WARNING}
+
+
+def test_networks_that_differ() -> None:
+    text = text_of(JobLog()).replace(
+        b"node1:1008:2008 [0] NCCL INFO Using network IB",
+        b"node1:1008:2008 [0] NCCL INFO Using network Socket",
+    )
+    finding = find(text, "networks-differ")
+
+    assert finding.severity is ERROR
+    assert "Socket on node1" in finding.what
+
+
+def test_versions_that_differ() -> None:
+    text = text_of(JobLog())
+    mixed = text.replace(
+        b"node1:1012:2012 [4] NCCL INFO NCCL version 2.27.3+cuda12.9",
+        b"node1:1012:2012 [4] NCCL INFO NCCL version 2.26.2+cuda12.8",
+    )
+
+    assert found(mixed) == {"versions-differ": ERROR}
+    assert "2.26.2+cuda12.8 on node1" in find(mixed, "versions-differ").what
+
+
+def test_versions_of_two_jobs_may_differ() -> None:
+    first = text_of(JobLog(num_hosts=1))
+    second = text_of(JobLog(num_hosts=1, host="b{}", version="2.18.3+cuda12.1"))
+    second = second.replace(b"0x4f6aa0f2d3c1b2a9", b"0x1111111111111111")
+
+    assert found(first + second) == {}
+
+
+def test_settings_that_differ() -> None:
+    text = text_of(JobLog(extra=("NCCL_ALGO set by environment to Ring",)))
+    other = text.replace(
+        b"node1:1009:2009 [1] NCCL INFO NCCL_ALGO set by environment to Ring",
+        b"node1:1009:2009 [1] NCCL INFO NCCL_ALGO set by environment to Tree",
+    )
+
+    assert found(text) == {}
+    assert found(other) == {"settings-differ": WARNING}
+    one_host = (
+        text_of(JobLog(extra=("NCCL_DEBUG set by environment to INFO",)))
+        + b"node1:1009:2009 [1] NCCL INFO NCCL_ALGO set by environment to Tree\n"
+    )
+    assert found(one_host) == {"settings-differ": NOTE}
+    assert find(one_host, "settings-differ").element == "node0"
+
+
+def test_ranks_that_never_got_through() -> None:
+    text = text_of(JobLog(num_hosts=1))
+    lines = text.splitlines(keepends=True)
+    hanging = b"".join(
+        line
+        for line in lines
+        # Rank 5 is not there at all, ranks 2 and 3 are not said to be complete.
+        if b":1005:" not in line
+        and not (b"COMPLETE" in line and (b":1002:" in line or b":1003:" in line))
+    )
+    finding = find(hanging, "init-incomplete")
+
+    assert finding.severity is ERROR
+    assert finding.element == "rank 2 on node0, rank 3 on node0"
+    assert finding.what.startswith("2 of 8 ranks began")
+    assert "of 1, such as rank 5, the log says nothing" in finding.what
+    assert found(hanging)["ranks-not-in-log"] is NOTE
+
+
+def test_a_slow_start_is_told_with_its_phase() -> None:
+    text = text_of(JobLog(num_hosts=1)).replace(
+        b"rank 6 nranks 8 total 3.25 (kernels 0.25, alloc 0.50, bootstrap 1.25",
+        b"rank 6 nranks 8 total 93.25 (kernels 0.25, alloc 0.50, bootstrap 91.25",
+    )
+    finding = find(text, "slow-init")
+
+    assert finding.element == "rank 6 on node0"
+    assert "took 93.2 s, of which bootstrap 91.2 s" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "severity", "has", "should"),
+    [
+        # A bridge trained at the first generation, one lane: 1 x 15/80.
+        ("+ PCI[48.0] - PCI/0-1a000", "+ PCI[0.2] - PCI/0-1a000", ERROR, 0.2, 0.0),
+        ("+ PCI[48.0] - GPU", "+ PCI[3.0] - GPU", ERROR, 3.0, 0.0),
+        # An adapter of 25 GB/s on a link of 12.
+        ("+ PCI[48.0] - NIC", "+ PCI[12.0] - NIC", WARNING, 12.0, 25.0),
+    ],
+)
+def test_slow_pci(
+    old: str, new: str, severity: Severity, has: float, should: float
+) -> None:
+    # What hangs below a shorter link begins further left, as NCCL prints it.
+    text = text_of(JobLog(num_hosts=1)).decode().replace(old, new)
+    if "PCI/0-1a000" in new:
+        text = text.replace("INFO               +", "INFO              +")
+        text = text.replace("INFO " + " " * 28 + "+", "INFO " + " " * 27 + "+")
+    findings = [f for f in judge_nccl_log(read(text.encode())) if f.rule == "slow-pci"]
+
+    assert findings[0].severity is severity
+    assert (findings[0].has_gb_per_s, findings[0].should_gb_per_s) == (has, should)
+
+
+def test_one_gpu_slower_than_the_others() -> None:
+    text = text_of(JobLog(num_hosts=1)).replace(
+        b"+ SYS[22.0] - CPU/0-1",
+        b"+ PCI[24.0] - GPU/0-43000 (1)",
+    )
+    finding = find(text, "slow-pci")
+
+    assert finding.element == "GPU/0-43000 on node0"
+    assert (finding.has_gb_per_s, finding.should_gb_per_s) == (24.0, 48.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("Error: failed to extend /dev/shm/nccl-x to 9 bytes", "warned-shared-memory"),
+        ("Call to posix_fallocate failed : No space left", "warned-shared-memory"),
+        (
+            "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory",
+            "warned-locked-memory",
+        ),
+        (
+            (
+                "NET/IB : Got completion from peer 10.0.0.1<5> with status=12 opcode=0 "
+                "len=0 vendor err 129 (Recv)"
+            ),
+            "warned-peer-unreachable",
+        ),
+        (
+            (
+                "NET/IB: Got completion from peer 10.0.0.1<5> with "
+                "status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_SEND(0) vendor_err=129"
+            ),
+            "warned-peer-unreachable",
+        ),
+        (
+            "NET/IB : Got completion from peer x<1> with error 5, opcode 1, len 1",
+            "warned-connection-flushed",
+        ),
+        (
+            "NET/IB : Got completion from peer x<1> with error 4, opcode 1, len 1",
+            "warned-adapter-error",
+        ),
+        (
+            "NET/IB : mlx5_0:1 Got non-fatal async event: port error(10)",
+            "warned-link-event",
+        ),
+        ("Bootstrap : no socket interface found", "warned-no-interface"),
+        (
+            "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 3000",
+            "warned-gpu-shared",
+        ),
+        ("Cuda failure 'out of memory'", "warned-gpu-memory"),
+        ("Cuda failure 700 'an illegal memory access'", "warned-cuda"),
+        (
+            "socketStartConnect: Connect to 10.0.0.1<45> failed : Connection refused",
+            "warned-connection",
+        ),
+        (
+            "Message truncated : received 2048 bytes instead of 1024",
+            "warned-calls-differ",
+        ),
+        ("socketFinalizeAccept: wrong type 4 != 3", "warned-versions"),
+        ("XML Topology has wrong version 2, 1 needed", "warned-topology"),
+        ("The flux has no capacity", "warned"),
+    ],
+)
+def test_the_warnings_of_nccl_have_a_remedy(text: str, rule: str) -> None:
+    line = f"\nnode0:1000:2000 [0] misc/socket.cc:50 NCCL WARN {text}\n"
+    finding = find(text_of(JobLog(num_hosts=1)) + line.encode(), rule)
+
+    assert text[:100] in finding.what
+    assert "misc/socket.cc:50" in finding.what
+    assert finding.element == "node0"
+
+
+def test_a_warning_of_all_ranks_is_told_once() -> None:
+    lines = "".join(
+        f"node{n}:1:1 [0] misc/shm.cc:1 NCCL WARN Cuda failure {n} 'x'\n"
+        for n in range(9)
+    )
+    findings = judge_nccl_log(read(lines.encode()))
+
+    told = [f.what for f in findings if f.rule == "warned-cuda"]
+    # Hosts that no communicator joins are jobs of their own.
+    assert len(told) == 9
+    joined = "".join(
+        f"node0:{n}:1 [0] misc/shm.cc:1 NCCL WARN Cuda failure {n} 'x'\n"
+        for n in range(9)
+    )
+    (finding,) = (
+        f for f in judge_nccl_log(read(joined.encode())) if f.rule == "warned-cuda"
+    )
+    assert finding.what.startswith("NCCL says 9 times: Cuda failure 0 'x'")
+
+
+def test_the_sample_lost_its_nvls() -> None:
+    rules = found(SAMPLE.read_bytes())
+
+    assert rules == {"nvls-lost": WARNING, "ranks-not-in-log": NOTE}
+
+
+def test_errors_come_first() -> None:
+    text = text_of(JobLog(num_nodes=1, extra=(NVLS_LOST,), inter="NET/IB/0"))
+    severities = [finding.severity for finding in judge_nccl_log(read(text))]
+
+    assert severities == sorted(severities, key=list(Severity).index)
+    assert severities[0] is ERROR
+
+
+# ---- words
+
+
+def test_the_words_name_what_was_chosen() -> None:
+    log = read(text_of(JobLog()))
+    text = " ".join(tell_log(log, ()).split())
+
+    assert "16 ranks on 2 hosts (node0, node1), NCCL 2.27.3+cuda12.9" in text
+    assert "CUDA driver 12.9" in text
+    assert "ranks meet on eno1" in text
+    assert "IB over mlx5_0:1/IB, mlx5_1:1/IB; GPUDirect RDMA enabled" in text
+    assert "14 connections by P2P/CUMEM; NVLink up to 370.8 GB/s from a GPU" in text
+    assert "rings: 16 x 40.0 GB/s inside (NVL), 25.0 between (PIX)" in text
+    assert "16 of 16 ranks said that it was complete" in text
+    assert "nothing that looks wrong" in text
+    assert "not said" not in text
+
+
+def test_what_is_not_said_is_named() -> None:
+    text = tell_log(read(b"node0:1:1 [0] NCCL INFO Using network IB\n"), ())
+
+    assert "not said" in text
+    assert "ranks not said on 1 host" in text
+    assert "NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_words_keep_to_the_columns(width: int) -> None:
+    text = text_of(JobLog(num_hosts=8, bootstrap="docker0", extra=(NVLS_LOST,)))
+    log = read(text)
+    lines = tell_log(log, judge_nccl_log(log), width).splitlines()
+
+    assert max(map(len, lines)) <= width
+
+
+# ---- the command
+
+
+def test_the_command_tells_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([str(SAMPLE)]) == 1
+    out = capsys.readouterr().out
+    assert "WARNING nvls-lost: 6e79c7194e8d" in out
+    assert "8 ranks on 1 host (733179575ba5)" in out
+
+
+def test_a_healthy_job_ends_with_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "nccl.log"
+    path.write_bytes(text_of(JobLog()))
+
+    assert run([str(path)]) == 0
+    assert "2 hosts" in capsys.readouterr().out
+
+
+def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["--json", str(SAMPLE)])
+    value = json.loads(capsys.readouterr().out)
+
+    assert (value["form"], value["version"]) == ("ronde-nccl-log", 1)
+    log = read(SAMPLE.read_bytes())
+    assert from_plain(NcclLog, value["log"]) == log
+    findings = [from_plain(Finding, each) for each in value["findings"]]
+    assert findings == list(judge_nccl_log(log))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "must be what NCCL wrote, got 0 lines"),
+        (b"loss 3\nloss 2\n", "got 2 lines without a word of it"),
+    ],
+)
+def test_what_is_no_log_is_said(tmp_path: Path, text: bytes, words: str) -> None:
+    path = tmp_path / "other.log"
+    path.write_bytes(text)
+
+    with pytest.raises(UsageError, match=words):
+        run([str(path)])
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none\.log must be a file that can be read"):
+        run([str(tmp_path / "none.log")])
+    with pytest.raises(UsageError, match="must be a file that can be read"):
+        run([str(tmp_path)])
+
+
+def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    assert "exit code: 0" in capsys.readouterr().out
+
+
+def test_every_rule_is_documented_and_no_other() -> None:
+    root = Path(__file__).parents[2]
+    source = "".join(
+        path.read_text()
+        for path in (root / "src/ronde/topology/nccl_log/verdicts").glob("*.py")
+    )
+    page = (root / "docs/topology-log.md").read_text()
+    documented = set(re.findall(r"^\| `([a-z0-9-]+)`", page, re.MULTILINE))
+
+    assert set(re.findall(r'rule="([a-z0-9-]+)"', source)) <= documented
+    assert all(f'"{rule}"' in source for rule in documented)
