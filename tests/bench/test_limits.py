@@ -8,7 +8,6 @@ import torch
 
 from ronde.bench.gpu_links import (
     GpuLinks,
-    NoNvmlError,
     payload_gb_per_s,
     read_gpu_links,
 )
@@ -32,6 +31,7 @@ from ronde.bench.memory_bandwidth import (
 from ronde.collectives import Communicator
 from ronde.topology.limits.limit import Limit
 from ronde.topology.limits.world import Rate
+from ronde.topology.probes.nvml import NoNvmlError
 
 CPU = torch.device("cpu")
 

@@ -11,24 +11,13 @@ from ronde.topology.paths.speeds import (
     pci_gb_per_s,
     pci_theory_gb_per_s,
 )
+from ronde.topology.probes.nvml import NoNvmlError, open_nvml
+from ronde.topology.probes.nvml_answers import PCI_SPEEDS
 
-_PCI_SPEEDS = {
-    1: "2.5 GT/s PCIe",
-    2: "5.0 GT/s PCIe",
-    3: "8.0 GT/s PCIe",
-    4: "16.0 GT/s PCIe",
-    5: "32.0 GT/s PCIe",
-    6: "64.0 GT/s PCIe",
-}
-"""By generation, as the kernel writes them."""
 _SM_OF_NVLS = 90
 # NVML tells an NVLink's signalling rate. Source: NVLink 2 spends 1 bit in 33 on coding
 # (25.781 -> 25), later ones 1 in 17 (26.562 -> 25, 53.125 -> 50).
 _NVLINK_2_GB_PER_S, _NVLINK_3_GB_PER_S = 25.0, 26.0
-
-
-class NoNvmlError(Exception):
-    """NVML does not answer; the text says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +49,7 @@ class GpuLinks:
             link = f"{self.num_nvlinks} NVLinks, {self.nvlink_gb_per_s:g} GB/s a GPU"
             practical = self.num_nvlinks * nvlink_gb_per_s(self.sm, LATEST)
             return Rate(link, self.nvlink_gb_per_s, practical)
-        speed = _PCI_SPEEDS.get(self.pcie_generation, "")
+        speed = PCI_SPEEDS.get(self.pcie_generation, "")
         if not speed or not self.pcie_width:
             return None
         rate = pci_theory_gb_per_s(speed, self.pcie_width)
@@ -92,23 +81,11 @@ def read_gpu_links(uuid: str, sm: int) -> GpuLinks:
     Raises:
         NoNvmlError: It is not installed, or does not answer.
     """
-    try:
-        import pynvml  # pyright: ignore[reportMissingTypeStubs]  it has none
-    except ImportError as error:
-        raise NoNvmlError(
-            "NVML is needed for the rate of NVLink and PCIe: pip install 'ronde[gpu]'"
-        ) from error
-    nvml: Any = pynvml
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        raise NoNvmlError(f"NVML does not answer: {error}") from error
-    try:
-        return _read(nvml, f"GPU-{uuid.removeprefix('GPU-')}", sm)
-    except nvml.NVMLError as error:
-        raise NoNvmlError(f"NVML does not tell the GPU's links: {error}") from error
-    finally:
-        nvml.nvmlShutdown()
+    with open_nvml() as nvml:
+        try:
+            return _read(nvml, f"GPU-{uuid.removeprefix('GPU-')}", sm)
+        except nvml.NVMLError as error:
+            raise NoNvmlError(f"NVML does not tell the GPU's links: {error}") from error
 
 
 def _read(nvml: Any, uuid: str, sm: int) -> GpuLinks:  # noqa: ANN401  it has no types

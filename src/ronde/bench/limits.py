@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from ronde.bench.gpu_links import GpuLinks, NoNvmlError, read_gpu_links
+from ronde.bench.gpu_links import GpuLinks, read_gpu_links
 from ronde.bench.links import (
     Link,
     ethernet_link,
@@ -29,6 +29,7 @@ from ronde.topology.limits.bounding import bound_of
 from ronde.topology.limits.formulas import COLLECTIVES, Layout
 from ronde.topology.limits.limit import Limit
 from ronde.topology.limits.world import Rate, World
+from ronde.topology.probes.nvml import NoNvmlError
 
 _NO_RATE = "the link rate is not known: {}; --link-rate gives it"
 
