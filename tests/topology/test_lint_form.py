@@ -141,6 +141,25 @@ def test_elements_have_their_places(place: str, child: str, *, is_known: bool):
     assert finding.what.endswith(f": {what}.")
 
 
+@pytest.mark.parametrize(
+    ("class_code", "beside", "num"),
+    [
+        ("0x060400", "", 0),
+        ("0x060000", "", 0),
+        ("0x060400", '<nic><net dev="0"/></nic>', 1),
+        ("0x020700", "", 1),
+        ("0x030200", "", 1),
+        ("0x068000", "", 1),
+    ],
+)
+def test_only_bridges_have_devices_below(class_code: str, beside: str, num: int):
+    text = GOOD.replace("0x030200", class_code).replace(
+        "    </pci>", f'{beside}\n<pci busid="0:2:0.0"/></pci>'
+    )
+
+    assert rules(text) == [("line 6", "device-below-device")] * num
+
+
 def test_amds_files_have_a_version_and_links_of_their_own():
     amd = GOOD.replace('sm="90"', 'sm="304" gcn="942"').replace('"1">', '"2">', 1)
     links = '<xgmi target="a" count="1"/><nvlink target="a" count="1"/></gpu>'

@@ -105,8 +105,8 @@ COUNTED = (
     Counted("topo_4p2h_2nic", 1, 20, 10, 8, 64, 16, {G4_OLD: 8, G3: 12}, {100000: 2}),
     Counted("topo_4p3l_ia", 1, 19, 10, 8, 120, 24, {G4_OLD: 8, G3: 11}, {100000: 1}),
     Counted("topo_4p_942", 4, 8, 0, 4, 228, 12, {G4: 4, G5: 4}, {200000000: 4}),
-    # The file has 30 devices, one of them under the address of another.
-    Counted("topo_8p1h_1", 2, 29, 18, 8, 104, 52, {G4: 29}, {200000: 4}),
+    # One device stands there under the address of another.
+    Counted("topo_8p1h_1", 2, 30, 18, 8, 104, 52, {G4: 30}, {200000: 4}),
     Counted(
         "topo_8p1h_2",
         4,
@@ -217,7 +217,9 @@ class TestSamples:
                 "Line 45: net eth0 is listed again and left out.",
             ),
             "hgx_h200_8x_vastai": ("Line 59: net eth0 is listed again and left out.",),
-            "topo_8p1h_1": ("Line 114: pci 0000:a1:00.0 is listed again.",),
+            "topo_8p1h_1": (
+                "Line 114: pci has the address of another; it is 0000:a1:00.1 here.",
+            ),
         }
 
     def test_a_node_of_perlmutter(self):
@@ -295,12 +297,13 @@ class TestSamples:
             bus_id="0000:82:00.0", number=0, rank=0, sm=228, gcn="942", gdr=1
         )
 
-    def test_an_adapter_under_the_address_of_a_bridge_is_near_its_own_bridge(self):
+    def test_an_adapter_under_the_address_of_a_bridge_stands_at_its_own_bridge(self):
         host = named("topo_8p1h_1")
 
         (mlx5_7,) = (port for port in host.ports if port.title == "mlx5_7")
         above = {device.bus_id: device.parent for device in host.devices}
-        assert mlx5_7.bus_id == above["0000:91:00.0"]
+        assert mlx5_7.bus_id == "0000:a1:00.1"
+        assert above["0000:a1:00.1"] == above["0000:91:00.0"] == "0000:8f:00.0"
 
 
 class TestElements:
@@ -400,10 +403,11 @@ class TestOddities:
             (pci("0:1:0.0", gpu(0, "<nvlink/>")), "nvlink of 0000:01:00.0 is left"),
             (pci("0:1:0.0", gpu(0, '<c2c bw="1"/>')), "c2c has no count"),
             (pci("0:1:0.0", gpu(0) + gpu(1)), "gpu is one more part of 0000:01:00.0"),
-            (pci("0:1:0.0", pci("0:1:0.0")), "pci 0000:01:00.0 is listed again"),
+            (pci("0:1:0.0") * 2, "pci 0000:01:00.0 is listed again"),
+            (pci("0:1:0.0", pci("0:1:0.0")), "pci has the address of another"),
             ("<nic><net/></nic>", "net has no dev"),
-            ("<gpu/>", "gpu is unknown there"),
-            ("<nic><gin/></nic>", "gin is unknown there"),
+            ("<gpu/>", "gpu has no place there"),
+            ("<nic><gin/></nic>", "gin has no place there"),
             (
                 "<nic>" + port("a", 0, 'latency="nan"') + "</nic>",
                 "net has latency='nan'",
@@ -441,8 +445,16 @@ class TestOddities:
         assert [(d.bus_id, d.parent) for d in host.devices] == [
             ("0000:01:00.0", ""),
             ("0000:02:00.0", "0000:01:00.0"),
-            ("0000:03:00.0", "0000:02:00.0"),
+            ("0000:01:00.1", "0000:02:00.0"),
+            ("0000:03:00.0", "0000:01:00.1"),
         ]
+
+    def test_an_address_is_free_for_so_many(self):
+        tag, _, end = pci("0:1:0.0", "@").partition("@")
+        host = on_one_node(tag * 9 + end * 9)
+
+        assert [d.bus_id[-1] for d in host.devices] == [*"01234567"]
+        assert host.remarks[-1] == "Line 1: pci has no place there and is left out."
 
     @pytest.mark.parametrize(
         ("text", "message"),

@@ -34,6 +34,8 @@ _NEEDED = {
     "c2c": ("bw", "count"),
     "pcilink": ("target",),
 }
+_NO_BRIDGES = ("0x02", "0x03", "0x12", "0x068000", "0x068001")
+"""Beginnings of classes that its readers know for something else than a bridge."""
 _VERSION = re.compile(r"\s*\+?0*([0-9]{1,9})(?![0-9])")
 
 
@@ -71,6 +73,7 @@ def _tree_faults(root: Element) -> Iterator[Fault]:
         num_elements += 1
         yield from _attribute_faults(element)
         known = element.named(*places.get(element.tag, ()))
+        yield from _place_faults(element)
         yield from _number_faults(element, len(known), is_amd=is_amd)
         for child in element.children:
             if child.tag not in places.get(element.tag, ()):
@@ -111,6 +114,13 @@ def _attribute_faults(element: Element) -> Iterator[Fault]:
         yield Fault(element.line, FaultKind.GPU_WITHOUT_RANK)
     if element.tag == "net" and "dev" not in element.attributes:
         yield Fault(element.line, FaultKind.NET_WITHOUT_DEV)
+
+
+def _place_faults(element: Element) -> Iterator[Fault]:
+    is_end = element.attributes.get("class", "").startswith(_NO_BRIDGES)
+    if element.tag == "pci" and (is_end or element.named("nic")):
+        for below in element.named("pci"):
+            yield Fault(below.line, FaultKind.DEVICE_BELOW_DEVICE)
 
 
 def _number_faults(element: Element, num: int, *, is_amd: bool) -> Iterator[Fault]:

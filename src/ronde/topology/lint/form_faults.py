@@ -126,6 +126,12 @@ class FaultKind(Enum):
         "NCCL ignores it with all that is in it.",
         "Put it where it belongs, or take it out.",
     )
+    DEVICE_BELOW_DEVICE = _Kind(
+        Severity.WARNING,
+        "A PCI device stands below one that NCCL takes for no bridge",
+        "NCCL ignores it with all that is in it.",
+        "Put it below a bridge: one of class 0x060400, without a nic of its own.",
+    )
     MANY_CHILDREN = _Kind(
         Severity.ERROR,
         "An element has more children than the reader takes",

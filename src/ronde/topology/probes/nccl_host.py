@@ -51,7 +51,7 @@ class HostReader:
             values.remark(cpu, f"has numaid {node.number} again: both are one node")
         self._nodes.setdefault(node.number, node)
         for child in cpu.children:
-            self._take_child(child, None, None, node.number)
+            self._take_child(child, None, node.number)
 
     def host(self) -> HostTopology:
         """Return what was taken; name, sources and remarks are the caller's."""
@@ -63,39 +63,50 @@ class HostReader:
             links=tuple(self._links),
         )
 
-    def _take_child(
-        self,
-        child: Element,
-        above: PciDevice | None,
-        within: PciDevice | None,
-        node: int,
-    ) -> None:
-        """Read what is below a bridge or processor, or the nature of a device."""
+    def _take_child(self, child: Element, device: PciDevice | None, node: int) -> None:
+        """Read what is below a PCI device, or below a processor itself."""
         if child.tag == "pci":
-            self._take_pci(child, above, node)
+            self._take_pci(child, device, node)
         elif child.tag == "nic":
-            self._take_nic(child, above, node)
-        elif child.tag == "gpu" and within:
-            self._take_gpu(child, within)
-        elif child.tag == "pcilink" and within:
-            self._take_link(child, LinkKind.PCI, within.bus_id, 1)
+            self._take_nic(child, device, node)
+        elif child.tag == "gpu" and device:
+            self._take_gpu(child, device)
+        elif child.tag == "pcilink" and device:
+            self._take_link(child, LinkKind.PCI, device.bus_id, 1)
         else:
             self._leave_out(child)
 
     def _take_pci(self, element: Element, above: PciDevice | None, node: int) -> None:
-        device = self._pci_device(element, above.bus_id if above else "", node)
-        if not device.bus_id:
+        told = self._pci_device(element, above.bus_id if above else "", node)
+        device = self._add_device(element, told)
+        if not device:
             return
-        there = self._devices.setdefault(device.bus_id, device)
-        within: PciDevice | None = there
-        if there is not device:
-            self._values.remark(element, f"{device.bus_id} is listed again")
-            # Another device under a wrong address: what is in it is near its bridge.
-            within = there if there.parent == device.parent else None
         for child in element.children:
-            self._take_child(child, within or above, within, node)
-        if there is device and not element.named("pci", "gpu", "nic"):
+            self._take_child(child, device, node)
+        if not element.named("pci", "gpu", "nic"):
             self._take_bare(device)
+
+    def _add_device(self, element: Element, device: PciDevice) -> PciDevice | None:
+        """Return what stands for a device from now on; none if nothing can."""
+        if not device.bus_id:
+            return None
+        there = self._devices.setdefault(device.bus_id, device)
+        if there is device:
+            return device
+        if there.parent == device.parent:
+            self._values.remark(element, f"{device.bus_id} is listed again")
+            return there
+        # Another device under a wrong address: NCCL takes it where it stands.
+        for function in range(1, 8):
+            other = device._replace(bus_id=f"{device.bus_id[:-1]}{function}")
+            if other.bus_id not in self._devices:
+                self._values.remark(
+                    element, f"has the address of another; it is {other.bus_id} here"
+                )
+                self._devices[other.bus_id] = other
+                return other
+        self._leave_out(element)
+        return None
 
     def _pci_device(self, element: Element, parent: str, node: int) -> PciDevice:
         values = self._values
@@ -115,7 +126,8 @@ class HostReader:
     def _take_bare(self, device: PciDevice) -> None:
         """Take a device that only its class tells of."""
         if device.class_code >> 16 in _GPU_CLASSES:
-            self._gpus[device.bus_id] = GpuDevice(device.bus_id, UNKNOWN)
+            bare = GpuDevice(device.bus_id, UNKNOWN)
+            self._gpus.setdefault(device.bus_id, bare)
         elif is_network(device.class_code):
             self._add_port(NetPort(device.bus_id, device.bus_id, kind=_kind(device)))
 
@@ -201,7 +213,7 @@ class HostReader:
         return self._ports.setdefault(port.title, port) is port
 
     def _leave_out(self, element: Element) -> None:
-        self._values.remark(element, "is unknown there and left out")
+        self._values.remark(element, "has no place there and is left out")
 
 
 def _kind(device: PciDevice) -> str:

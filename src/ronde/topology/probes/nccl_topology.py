@@ -71,7 +71,7 @@ def _check_root(root: Element, values: AttributeReader) -> None:
         values.remark(root, f"has version {version[:20]!r}, and is read like version 1")
     for child in root.children:
         if child.tag != "cpu":
-            values.remark(child, "is unknown there and left out")
+            values.remark(child, "has no place there and is left out")
 
 
 def _read_host(
