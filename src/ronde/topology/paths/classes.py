@@ -108,11 +108,9 @@ class _Pairs:
     def _nvlink_word(self, one: str, other: str) -> str:
         if (one, other) in self._peers or (other, one) in self._peers:
             return "XGMI"
-        both = (
-            self._links.get((one, NVSWITCH), 0),
-            self._links.get((other, NVSWITCH), 0),
-        )
-        count = max(self._links.get((one, other), 0), min(both))
+        to_switch = [self._links.get((each, NVSWITCH), 0) for each in (one, other)]
+        direct = [self._links.get(ends, 0) for ends in ((one, other), (other, one))]
+        count = max(*direct, min(to_switch))
         return f"NV{count}" if count > 0 else ""
 
     def _pci_word(self, one: str, other: str) -> str:
@@ -121,7 +119,8 @@ class _Pairs:
         chains = [list(self._chain(name)) for name in ends]
         if not all(chains):
             return ""
-        if ends[0] == ends[1] or _bus_of(ends[0]) == _bus_of(ends[1]):
+        # Functions of one adapter; other devices of a bus are at a host bridge.
+        if _slot_of(ends[0]) == _slot_of(ends[1]):
             return "PIX"
         above = [each.bus_id for each in chains[1][1:]]
         for place, bridge in enumerate(chains[0][1:]):
@@ -149,6 +148,6 @@ class _Pairs:
             device = self._devices.get(device.parent)
 
 
-def _bus_of(address: str) -> str:
-    """Return domain and bus of an address, which all that is on the bus share."""
-    return address.rpartition(":")[0]
+def _slot_of(address: str) -> str:
+    """Return an address without the function."""
+    return address.rpartition(".")[0]

@@ -1,0 +1,243 @@
+import re
+
+import pytest
+from hypothesis import given, strategies as st
+from tests.topology.sample_hosts import (
+    B200,
+    FILES,
+    H200,
+    OCI_H100,
+    PERLMUTTER,
+    SAMPLES,
+    sample_host,
+)
+
+from ronde.topology.graph import (
+    NVSWITCH,
+    GpuDevice,
+    HostTopology,
+    Link,
+    LinkKind,
+    NetPort,
+    NumaNode,
+    PciDevice,
+    Relation,
+)
+from ronde.topology.paths.classes import classify
+from ronde.topology.paths.path import PathKind
+from ronde.topology.paths.rules import LATEST
+from ronde.topology.paths.search import find_paths
+
+B200_TEXT = "hgx_b200_8x_drv595.91.txt"
+PERLMUTTER_TEXT = "perlmutter_a100_4x_drv580.159.txt"
+
+
+def read_matrix(name: str) -> dict[str, list[str]]:
+    """Return words, CPU affinity and NUMA affinity of each GPU of a text's matrix."""
+    text = (SAMPLES / "nvsmi_topo_m" / name).read_text()
+    rows = [line.split() for line in text.splitlines()]
+    # The last column tells the GPU's own memory, N/A throughout.
+    return {row[0]: row[1:-1] for row in rows if row and re.match(r"GPU\d", row[0])}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (B200, B200_TEXT),
+        (B200_TEXT, B200_TEXT),
+        (PERLMUTTER, PERLMUTTER_TEXT),
+        (PERLMUTTER_TEXT, PERLMUTTER_TEXT),
+    ],
+)
+def test_the_table_is_nvidia_smis_of_the_same_machine(name, text):
+    matrix = read_matrix(text)
+    table = classify(sample_host(name))
+    num_gpus = len(table.names) - len(table.titles)
+    assert num_gpus == len(matrix) > 0
+    for place in range(num_gpus):
+        *words, cpus, node = matrix[f"GPU{place}"]
+        assert list(table.words[place][:num_gpus]) == words
+        assert (table.cpus[place], table.nodes[place]) == (cpus, node)
+
+
+def test_h200s_have_18_links_each():
+    table = classify(sample_host(H200))
+    words = {word for row in table.words for word in row}
+    assert words == {"X", "NV18"}
+    # The virtual eth0 is none.
+    assert table.labels == tuple(f"GPU{n}" for n in range(8))
+
+
+def test_a_gpus_own_adapter_is_below_broadcoms_switches():
+    # Both are below a switch of their own, and these below one: PXB to nvidia-smi.
+    table = classify(sample_host(OCI_H100))
+    assert table.titles[:3] == ("mlx5_0", "mlx5_1", "mlx5_3")
+    first = dict(zip(table.labels, table.words[0], strict=True))
+    assert [first[f"NIC{n}"] for n in (0, 1, 2, 7, 8, 15)] == [
+        *("PXB", "PXB", "PHB", "PHB", "SYS", "SYS"),
+    ]
+    ports = table.words[table.labels.index("NIC0")]
+    assert ports[table.labels.index("NIC1")] == "PIX"
+
+
+def test_perlmutters_adapters_are_near_one_gpu_each():
+    table = classify(sample_host(PERLMUTTER))
+    rows = [dict(zip(table.titles, row[4:], strict=True)) for row in table.words[:4]]
+    near = [[t for t, word in row.items() if word == "PHB"] for row in rows]
+    assert near == [["cxi3"], ["cxi2"], ["cxi1"], ["cxi0"]]
+
+
+def test_amds_links_have_a_word_of_their_own():
+    host = sample_host("topo_4p_942.xml")
+    table = classify(host)
+    assert {word for row in table.words[:4] for word in row[:4]} == {"X", "XGMI"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_table_agrees_with_nccls_kinds(name):
+    # Without NVLink and without joined switches, both tell the same.
+    host = sample_host(name)._replace(links=())
+    plain = tuple(each._replace(vendor=0) for each in host.devices)
+    host = host._replace(devices=plain)
+    table = classify(host)
+    paths = find_paths(host, LATEST)
+    for one, row in zip(table.names, table.words, strict=True):
+        for other, word in zip(table.names, row, strict=True):
+            kind = paths.between(one, other).kind
+            # Ports of one adapter are at no distance to NCCL.
+            expected = "PIX" if kind is PathKind.LOC and one != other else kind.value
+            assert word == ("X" if one == other else expected)
+
+
+def device(bus_id: str, parent: str = "", node: int = 0, class_code: int = 0x060400):
+    return PciDevice(bus_id, parent, node, class_code)
+
+
+NODES = (NumaNode(0, cpus=(0, 1, 2, 3, 8)), NumaNode(1, cpus=(4, 5)))
+
+
+class TestWords:
+    def test_gpus_are_in_the_order_of_their_numbers(self):
+        gpus = (GpuDevice("0000:05:00.0", 1), GpuDevice("0000:04:00.0", 0))
+        table = classify(HostTopology(gpus=gpus))
+        assert table.names == ("0000:04:00.0", "0000:05:00.0")
+        assert table.labels == ("GPU0", "GPU1")
+
+    def test_bridges_between_tell_near_from_far(self):
+        host = HostTopology(
+            numa_nodes=NODES,
+            devices=(
+                device("0000:01:00.0"),
+                device("0000:02:00.0", "0000:01:00.0"),
+                device("0000:03:00.0", "0000:02:00.0"),
+                device("0000:04:00.0", "0000:02:00.0"),
+                device("0000:05:00.0", "0000:01:00.0"),
+                device("0000:06:00.0"),
+                device("0000:06:00.1"),
+                device("0000:07:00.0", node=1),
+            ),
+            gpus=(GpuDevice("0000:03:00.0", 0),),
+            ports=tuple(
+                NetPort(f"p{n}", bus_id)
+                for n, bus_id in enumerate(
+                    (
+                        *("0000:04:00.0", "0000:05:00.0", "0000:06:00.0"),
+                        *("0000:06:00.1", "0000:07:00.0"),
+                    )
+                )
+            ),
+        )
+        table = classify(host)
+        assert table.words[0] == ("X", "PIX", "PXB", "PHB", "PHB", "SYS")
+        # Two functions of one adapter.
+        assert table.words[3][4] == "PIX"
+        assert table.cpus == (*["0-3,8"] * 5, "4-5")
+        assert table.nodes == (*["0"] * 5, "1")
+
+    def test_links_to_switches_are_the_fewer_of_both(self):
+        gpus = tuple(GpuDevice(f"0000:0{n}:00.0", n) for n in range(3))
+        links = (
+            # Two switches, which are told one by one.
+            Link(LinkKind.NVLINK, "0000:00:00.0", "0000:f0:00.0", 9),
+            Link(LinkKind.NVLINK, "0000:00:00.0", "0000:f1:00.0", 9),
+            Link(LinkKind.NVLINK, "0000:01:00.0", NVSWITCH, 17),
+        )
+        table = classify(HostTopology(gpus=gpus, links=links))
+        assert table.words == (
+            ("X", "NV17", "?"),
+            ("NV17", "X", "?"),
+            ("?", "?", "X"),
+        )
+
+    def test_direct_links_count_from_either_end(self):
+        gpus = tuple(GpuDevice(f"0000:0{n}:00.0", n) for n in range(2))
+        links = (
+            Link(LinkKind.NVLINK, "0000:00:00.0", "0000:01:00.0", 2),
+            Link(LinkKind.NVLINK, "0000:00:00.0", "0000:00:00.0", 12),
+        )
+        table = classify(HostTopology(gpus=gpus, links=links))
+        assert table.words == (("X", "NV2"), ("NV2", "X"))
+
+    def test_a_source_that_knows_host_bridges_is_believed(self):
+        host = HostTopology(
+            numa_nodes=NODES,
+            devices=(device("0000:01:00.0"), device("0000:02:00.0")),
+            gpus=(GpuDevice("0000:01:00.0", 0), GpuDevice("0000:02:00.0", 1)),
+        )
+
+        def word(said: str) -> str:
+            told = Relation("0000:02:00.0", "0000:01:00.0", path=said)
+            return classify(host._replace(relations=(told,))).words[0][1]
+
+        assert [word(""), word("PHB"), word("NODE")] == ["PHB", "PHB", "NODE"]
+        # What the tree contradicts, it does not take.
+        assert [word("SYS"), word("PIX")] == ["PHB", "PHB"]
+
+    def test_words_of_a_source_stand_where_there_is_no_tree(self):
+        host = HostTopology(
+            gpus=(GpuDevice("", 0), GpuDevice("", 1)),
+            ports=(NetPort("mlx5_0"), NetPort("docker0")),
+            relations=(
+                Relation("gpu/0", "net/mlx5_0", path="PXB"),
+                Relation("gpu/0", "gpu/1", path="SYS"),
+            ),
+        )
+        table = classify(host)
+        assert table.labels == ("GPU0", "GPU1", "NIC0")
+        assert table.words == (
+            ("X", "SYS", "PXB"),
+            ("SYS", "X", "?"),
+            ("PXB", "?", "X"),
+        )
+        assert table.cpus == table.nodes == ("", "", "")
+
+    def test_devices_whose_node_no_source_tells_are_not_guessed(self):
+        devices = (device("0000:01:00.0", node=-1), device("0000:02:00.0", node=-1))
+        gpus = (GpuDevice("0000:01:00.0", 0), GpuDevice("0000:02:00.0", 1))
+        host = HostTopology(devices=devices, gpus=gpus)
+        assert classify(host).words[0][1] == "?"
+        assert classify(host._replace(numa_nodes=NODES)).words[0][1] == "?"
+        # A virtual machine's only node has the number -1 in NCCL's files.
+        one = host._replace(numa_nodes=(NumaNode(-1),))
+        assert classify(one).words[0][1] == "PHB"
+
+    def test_a_circle_of_bridges_ends(self):
+        devices = (
+            device("0000:01:00.0", "0000:02:00.0"),
+            device("0000:02:00.0", "0000:01:00.0"),
+        )
+        gpus = (GpuDevice("0000:01:00.0", 0), GpuDevice("0000:02:00.0", 1))
+        host = HostTopology(numa_nodes=NODES, devices=devices, gpus=gpus)
+        assert classify(host).words[0][0] == "X"
+        assert find_paths(host).between("0000:01:00.0", "0000:01:00.0").num_hops == 0
+
+    def test_an_empty_host_has_an_empty_table(self):
+        assert classify(HostTopology()) == ((), (), (), (), (), ())
+
+
+@given(st.lists(st.sampled_from(["0000:01:00.0", "0000:02:00.0", ""]), max_size=4))
+def test_names_that_come_twice_are_one(bus_ids):
+    gpus = tuple(GpuDevice(bus_id, n) for n, bus_id in enumerate(bus_ids))
+    table = classify(HostTopology(gpus=gpus))
+    assert len(set(table.names)) == len(table.names) == len(table.words)
+    assert all(len(row) == len(table.names) for row in table.words)

@@ -1,0 +1,177 @@
+import pytest
+from tests.topology.sample_hosts import B200, FILES, OCI_H100, PERLMUTTER, sample_host
+
+from ronde.render.topo_tables import tabulate_classes, tabulate_paths, tabulate_speeds
+from ronde.topology.graph import GpuDevice, HostTopology, NumaNode
+from ronde.topology.paths.classes import ClassTable, classify
+from ronde.topology.paths.detours import add_detours
+from ronde.topology.paths.rules import rules_of
+from ronde.topology.paths.search import find_paths
+
+OLD = rules_of("2.29.7")
+
+
+def read_back(text: str) -> dict[tuple[str, str], str]:
+    """Return the cells of a table by row and column, however it was folded."""
+    cells: dict[tuple[str, str], str] = {}
+    for block in text.split("\n\n"):
+        first, *rows = block.splitlines()
+        if not first.startswith(" ") or " = " in first or ": " in first:
+            break
+        headings = first.replace("CPU Aff", "CPU_Aff").replace("NUMA Aff", "NUMA_Aff")
+        for row in rows:
+            name, *words = row.split()
+            for heading, word in zip(headings.split(), words, strict=True):
+                cells[name, heading] = word
+    return cells
+
+
+class TestClasses:
+    def test_perlmutters_fits_into_80_columns(self):
+        assert (
+            tabulate_classes(classify(sample_host(PERLMUTTER)))
+            == """\
+     GPU0 GPU1 GPU2 GPU3 NIC0 NIC1 NIC2 NIC3 CPU Affinity  NUMA Affinity
+GPU0 X    NV4  NV4  NV4  PHB  SYS  SYS  SYS  48-63,112-127 3
+GPU1 NV4  X    NV4  NV4  SYS  SYS  SYS  PHB  32-47,96-111  2
+GPU2 NV4  NV4  X    NV4  SYS  SYS  PHB  SYS  16-31,80-95   1
+GPU3 NV4  NV4  NV4  X    SYS  PHB  SYS  SYS  0-15,64-79    0
+NIC0 PHB  SYS  SYS  SYS  X    SYS  SYS  SYS  48-63,112-127 3
+NIC1 SYS  SYS  SYS  PHB  SYS  X    SYS  SYS  0-15,64-79    0
+NIC2 SYS  SYS  PHB  SYS  SYS  SYS  X    SYS  16-31,80-95   1
+NIC3 SYS  PHB  SYS  SYS  SYS  SYS  SYS  X    32-47,96-111  2
+
+  NIC0: cxi3
+  NIC1: cxi0
+  NIC2: cxi1
+  NIC3: cxi2
+
+  X    = itself
+  SYS  = over PCIe and the links between processors
+  PHB  = over PCIe and a host bridge, within one NUMA node
+  NV#  = over so many NVLinks
+"""
+        )
+
+    @pytest.mark.parametrize("name", FILES)
+    @pytest.mark.parametrize("num_chars", [40, 80, 200])
+    def test_all_is_there_and_no_line_is_too_long(self, name, num_chars):
+        table = classify(sample_host(name))
+        text = tabulate_classes(table, num_chars)
+        head = text.partition("\n  X ")[0]
+        assert max(map(len, head.splitlines())) <= num_chars
+        cells = read_back(text)
+        for label, row in zip(table.labels, table.words, strict=True):
+            assert [cells[label, each] for each in table.labels] == list(row)
+            place = table.labels.index(label)
+            assert cells[label, "NUMA_Affinity"] == table.nodes[place]
+
+    def test_wide_ones_stay_whole_where_there_is_room(self):
+        text = tabulate_classes(classify(sample_host(OCI_H100)), 200)
+        assert text.count("GPU0 ") == 2  # Once above, once at the left.
+
+    def test_the_legend_has_the_words_that_occur(self):
+        text = tabulate_classes(classify(sample_host(B200)))
+        assert "NV# " in text
+        for word in ("SYS", "NODE", "PHB", "PXB", "PIX", "XGMI", "?"):
+            assert f"{word:<4} =" not in text
+        assert "?    = told by no source" in tabulate_classes(
+            classify(HostTopology(gpus=(GpuDevice("", 0), GpuDevice("", 1))))
+        )
+
+    def test_a_list_of_many_cpus_is_cut_at_a_comma(self):
+        node = NumaNode(0, cpus=tuple(range(0, 256, 2)))
+        host = HostTopology(numa_nodes=(node,), gpus=(GpuDevice("", 0, node=0),))
+        text = tabulate_classes(classify(host))
+        assert "0,2,4,6,8,10,12,14,... " in text
+        assert "256" not in text
+
+    def test_what_no_source_tells_is_no_column(self):
+        text = tabulate_classes(classify(HostTopology(gpus=(GpuDevice("", 0),))))
+        assert text == "      GPU0\nGPU0  X\n\n  X    = itself\n"
+
+    def test_nothing_is_said_to_be_nothing(self):
+        empty = classify(HostTopology())
+        assert tabulate_classes(empty) == "no GPU and no network adapter\n"
+        paths = find_paths(HostTopology())
+        assert tabulate_speeds(paths, empty) == "no GPU and no network adapter\n"
+        assert tabulate_paths(paths) == ""
+
+    def test_a_table_wider_than_the_line_has_a_column_at_least(self):
+        table = ClassTable(
+            ("a", "b"),
+            ("GPU0", "GPU1"),
+            (),
+            (("X", "NV18"), ("NV18", "X")),
+            ("", ""),
+            ("", ""),
+        )
+        text = tabulate_classes(table, 1)
+        assert read_back(text)["GPU0", "GPU1"] == "NV18"
+
+
+class TestSpeeds:
+    def test_perlmutters(self):
+        host = sample_host(PERLMUTTER)
+        text = tabulate_speeds(find_paths(host, OLD), classify(host))
+        lines = text.splitlines()
+        assert lines[1].split()[1:] == [
+            *("X", "NVL", "80.0", "NVL", "80.0", "NVL", "80.0"),
+            *("PHB", "24.0", "SYS", "16.0", "SYS", "16.0", "SYS", "16.0"),
+        ]
+        assert len(lines) == 7
+        assert text.endswith("GB/s in one direction, as NCCL counts\n")
+
+    def test_a_host_without_gpus_shows_its_adapters(self):
+        host = sample_host(PERLMUTTER)._replace(gpus=(), links=())
+        text = tabulate_speeds(find_paths(host, OLD), classify(host))
+        assert text.splitlines()[1].startswith("NIC0")
+
+
+class TestPaths:
+    def test_perlmutters_first_line_is_nccls(self):
+        # Hops by hand: a peer is one NVLink away, the own processor one PCI link, and
+        # each other processor lies behind a peer; own adapter and port two more.
+        text = tabulate_paths(add_detours(find_paths(sample_host(PERLMUTTER), OLD)))
+        assert text.splitlines()[0] == (
+            "GPU/0-3000 :GPU/0-3000 (0/5000.0/LOC) GPU/0-c1000 (1/80.0/NVL) "
+            "GPU/0-82000 (1/80.0/NVL) GPU/0-41000 (1/80.0/NVL) CPU/0-3 (1/24.0/PHB) "
+            "CPU/0-0 (2/24.0/PHB) CPU/0-1 (2/24.0/PHB) CPU/0-2 (2/24.0/PHB) "
+            "NET/0-3 (3/24.0/PHB) NET/0-0 (4/16.0/SYS) NET/0-1 (4/16.0/SYS) "
+            "NET/0-2 (4/16.0/SYS)"
+        )
+
+    def test_ports_follow_gpus(self):
+        text = tabulate_paths(find_paths(sample_host(PERLMUTTER), OLD))
+        lines = text.splitlines()
+        assert [line.partition(" ")[0] for line in lines] == [
+            *("GPU/0-3000", "GPU/0-c1000", "GPU/0-82000", "GPU/0-41000"),
+            *("NET/0-3", "NET/0-0", "NET/0-1", "NET/0-2"),
+        ]
+        assert "GPU/0-41000 (3/24.0/PHB)" in lines[-1]
+        assert "GPU/0-3000 (4/16.0/SYS)" in lines[-1]
+
+    def test_switches_and_hexadecimal_numbers(self):
+        text = tabulate_paths(find_paths(sample_host(OCI_H100), OLD))
+        assert "GPU/0-f000 :GPU/0-f000 (0/5000.0/LOC) GPU/0-2d000 (2/370.8/NVL)" in text
+        assert " NVS/0-0 (1/370.8/NVL) CPU/0-0 " in text
+        assert text.splitlines()[-1].startswith("NET/0-f :")
+        assert " NVS/0-0 (0/0.0/DIS) " in text.splitlines()[-1]
+
+    def test_since_2_30_devices_are_told_too(self):
+        text = tabulate_paths(find_paths(sample_host(PERLMUTTER), rules_of("2.30")))
+        first = text.splitlines()[0]
+        assert "GPU/0-c1000 (3/80.0/NVL)" in first
+        assert first.endswith(
+            "DEV/0-3000 (1/5000.0/LOC) DEV/0-c1000 (2/80.0/NVL) "
+            "DEV/0-82000 (2/80.0/NVL) DEV/0-41000 (2/80.0/NVL)"
+        )
+
+    def test_a_domain_is_part_of_the_number(self):
+        text = tabulate_paths(find_paths(sample_host("azurehpc_nc48v4_topo.xml"), OLD))
+        assert text.startswith("GPU/0-100000 :")
+
+    def test_a_host_known_from_nvidia_smi_alone(self):
+        host = sample_host("perlmutter_a100_4x_drv580.159.txt")
+        text = tabulate_paths(find_paths(host, OLD))
+        assert text.startswith("GPU/0-0 :GPU/0-0 (0/5000.0/LOC) GPU/0-1 (1/80.0/NVL)")
