@@ -193,6 +193,38 @@ def test_however_it_was_pasted(text):
     check_nics(read(text))
 
 
+@pytest.mark.parametrize(
+    ("header", "row", "nodes"),
+    [
+        # A container without CPUs of a node.
+        ("CPU Affinity\tNUMA Affinity\tGPU NUMA ID", "\t1\t\tN/A", {1: 0}),
+        (
+            "CPU Affinity    NUMA Affinity   GPU NUMA ID",
+            "        1          N/A",
+            {1: 0},
+        ),
+        ("CPU Affinity\tNUMA Affinity", "\t1", {1: 0}),
+        # One tab more before what is not told.
+        ("CPU Affinity\tNUMA Affinity\tGPU NUMA ID", "0-7\t\tN/A\t\tN/A", {0: 8}),
+        ("CPU Affinity\tNUMA Affinity", "0-7\t\tN/A", {0: 8}),
+        ("CPU Affinity\tNUMA Affinity", "0-7", {0: 8}),
+        # Tabs until it looked well.
+        ("CPU Affinity\tNUMA Affinity", "\t\t0-3,8-11\t\t1", {1: 8}),
+        ("CPU Affinity\tNUMA Affinity\tGPU NUMA ID", "0-7\t1\t2", {1: 8, 2: 0}),
+        ("CPU Affinity", "0-7", {0: 8}),
+        ("CPU Affinity", "", {}),
+    ],
+)
+def test_what_stands_behind_the_words(header, row, nodes):
+    host = read(f"\tGPU0\tNIC0\t{header}\nGPU0\t X \tPIX\t{row}\nNIC0\tPIX\t X \n")
+    assert {node.number: len(node.cpus) for node in host.numa_nodes} == nodes
+
+
+def test_columns_that_grew_together():
+    text = NICS.replace("GPU0\tGPU1\tNIC0\tNIC1", "GPU0GPU1NIC0NIC1", 1)
+    check_nics(read(text))
+
+
 def test_words_that_grew_together():
     text = NICS.replace("NV12\t X \tNODE\tPXB", "NV12\t X \tNODEPXB", 1)
     check_nics(read(text))
@@ -431,6 +463,12 @@ def test_what_does_not_hold_together_is_refused(old, new, message):
 def test_links_that_are_cut_are_refused(text):
     with pytest.raises(UsageError, match=r"line [0-9]+: a link must stand below"):
         read(text)
+
+
+def test_links_alone_are_recognised():
+    text = "GPU 0: NVIDIA H100\n\t Link 0: <inactive>\n"
+    assert PROBE.recognises(Saved("it", text.encode()))
+    assert not PROBE.recognises(Saved("it", b"GPU 0: x\n Link 0: Replay Errors: 0\n"))
 
 
 def test_other_things_said_of_links_are_let_pass():

@@ -12,7 +12,7 @@ _GPU = re.compile(r"\s*GPU ([0-9]{1,3}):\s*(\S.*)")
 _LINK = re.compile(r"\s*Link ([0-9]{1,3}):\s*(\S.*)")
 _RATE = re.compile(r"([0-9]{1,5}(?:\.[0-9]{1,6})?) GB/s")
 _REMOTE = re.compile(r"Remote Device (\S{1,32}): Link [0-9]{1,3}")
-_INACTIVE = "<inactive>"
+_INACTIVE = re.compile(r"<inactive>")
 _SUMMARY = re.compile(
     r"\|\s*([0-9]{1,3})\s+(\S.{0,60}?)\s+(?:On|Off|N/A)\s*\|\s*([0-9A-Fa-f:.]{7,16})\s.*"
 )
@@ -38,9 +38,13 @@ class SmiGpu(NamedTuple):
 
 
 def is_of_gpu(line: str) -> bool:
-    """Return whether a line begins what is said of a GPU."""
-    match = _GPU.fullmatch(line)
-    return match is not None and "(UUID: " in match[2]
+    """Return whether a line names a GPU or tells of one of its links."""
+    if match := _GPU.fullmatch(line):
+        return "(UUID: " in match[2]
+    match = _LINK.fullmatch(line)
+    return match is not None and any(
+        form.fullmatch(match[2]) for form in (_RATE, _REMOTE, _INACTIVE)
+    )
 
 
 def read_gpus(lines: Sequence[str], origin: str) -> dict[int, SmiGpu]:
@@ -90,7 +94,7 @@ class _Section(NamedTuple):
             return bool(self.remotes[-1])
         else:
             is_cut = text[0] in "<0123456789" or text.startswith("Remote")
-            return text == _INACTIVE or not is_cut
+            return bool(_INACTIVE.fullmatch(text)) or not is_cut
         return True
 
     def added_to(self, gpu: SmiGpu) -> SmiGpu:

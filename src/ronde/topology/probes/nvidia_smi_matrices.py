@@ -20,6 +20,7 @@ _NOT_TOLD = ("N/A", "-", "ERR!")
 _RENAMED = {"SOC": "SYS"}
 _SELF = "X"
 _COLUMN = re.compile(r"[A-Za-z][\w.:+-]{0,63}")
+_GROWN = re.compile(r"(?<=[0-9])(?=(?:GPU|NIC|mlx)[0-9])")
 _HEADING = re.compile(r"CPU\s+Affinity|NUMA\s+Affinity|GPU\s+NUMA\s+ID")
 _LEGEND = re.compile(r"\s*(NIC[0-9]{1,4})\s*:\s*(\S{1,64})\s*")
 
@@ -99,7 +100,7 @@ def _columns(line: str) -> tuple[str, ...]:
     if "GPU" not in line:
         return ()
     heading = _HEADING.search(line)
-    columns = line[: heading.start() if heading else None].split()
+    columns = _GROWN.sub(" ", line[: heading.start() if heading else None]).split()
     if not columns or not GPU_NAME.fullmatch(columns[0]):
         return ()
     are_names = all(
@@ -150,14 +151,15 @@ def _split(text: str) -> list[str] | None:
 
 
 def _fields(tail: str, num_headings: int) -> list[str]:
-    """Return what stands behind the words, a field a heading, empty for ``N/A``."""
-    if "\t" in tail:
-        fields = [field.strip() for field in tail.split("\t")[1:]]
-        # Before the last heading's there may be one tab more than columns.
-        fields = [*fields[:2], *[field for field in fields[2:] if field]]
-    else:
-        fields = tail.split()
-    return ["" if field in _NOT_TOLD else field for field in fields[:num_headings]]
+    """Return what stands behind the words, a field a heading, empty for ``N/A``.
+
+    Only CPUs are left out where there are none; a lone list is not cut off its node.
+    """
+    fields = tail.split()
+    is_list = num_headings == 2 and any(each in tail for each in "-,")
+    if len(fields) == num_headings - 1 and not is_list:
+        fields.insert(0, "")
+    return ["" if field in _NOT_TOLD else field for field in fields]
 
 
 def _checked(row: Row, name: str, matrix: Matrix, origin: str) -> Row:
