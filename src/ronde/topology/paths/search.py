@@ -1,25 +1,24 @@
 """The way that NCCL finds between any two elements of a host."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ronde.topology.graph import HostTopology, Relation
 from ronde.topology.paths.building import build_network
-from ronde.topology.paths.network import Edge, Network, Vertex, VertexKind
+from ronde.topology.paths.network import Edge, Network, VertexKind
 from ronde.topology.paths.path import Path, PathKind
 from ronde.topology.paths.rules import LATEST, NcclRules
 from ronde.topology.paths.speeds import LOCAL_GB_PER_S
 
-ENDS = (
+_ENDS = (
     VertexKind.CPU,
     VertexKind.DEV,
     VertexKind.GPU,
     VertexKind.NET,
     VertexKind.NVS,
 )
-"""What paths lead to."""
 
+_KINDS = tuple(PathKind)
 # nvidia-smi's, of those that tell of PCI.
 _KINDS_OF_WORDS = {
     "PIX": PathKind.PIX,
@@ -30,8 +29,7 @@ _KINDS_OF_WORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Paths:
+class Paths(NamedTuple):
     """The paths of a host.
 
     Attributes:
@@ -61,12 +59,14 @@ def find_paths(host: HostTopology, rules: NcclRules = LATEST) -> Paths:
     """
     network = build_network(host, rules)
     table: dict[tuple[str, str], Path] = {}
-    for kind in ENDS:
+    search = _Search(network)
+    for kind in _ENDS:
         for target in network.named(kind):
-            for source, found in _Search(network, target).run().items():
-                table[source, target] = found
+            for source, path in search.run(target).items():
+                table[source, target] = path
+    devices = {each.bus_id for each in host.devices}
     for relation in host.relations:
-        _take_word(table, relation, {each.bus_id for each in host.devices})
+        _take_word(table, relation, devices)
     return Paths(network, table)
 
 
@@ -84,97 +84,110 @@ def _take_word(
             table[ends] = path._replace(kind=kind)
 
 
+class _Step(NamedTuple):
+    """An edge as the search wants it.
+
+    Attributes:
+        target: Name of the vertex it leads to.
+        rank: Of its kind.
+        gb_per_s: What it carries.
+        is_end: Whether it leads into a GPU, from which nothing leads on.
+        is_peer: Whether it is NVLink from a GPU's links to another's.
+    """
+
+    target: str
+    rank: int
+    gb_per_s: float
+    is_end: bool
+    is_peer: bool
+
+
 class _Found(NamedTuple):
     """A path from a vertex to the target; its route is linked to be shared."""
 
-    kind: PathKind
+    rank: int
     gb_per_s: float
     num_hops: int
     vertex: str
     rest: "_Found | None"
 
-    def names(self) -> Iterator[str]:
-        """Yield the names of its vertices, the target last."""
+    def to_path(self) -> Path:
+        names: list[str] = []
         each: _Found | None = self
         while each:
-            yield each.vertex
+            names.append(each.vertex)
             each = each.rest
+        return Path(_KINDS[self.rank], self.gb_per_s, self.num_hops, tuple(names))
 
 
 class _Search:
     """Breadth-first, from a target to all that lead to it."""
 
-    def __init__(self, network: Network, target: str) -> None:
-        self._vertices = network.vertices
-        self._rules = network.rules
-        self._target = target
-        self._is_gpu = network.vertices[target].kind == VertexKind.GPU
-        # Where the target's own links begin, and how far from it.
-        has_device = self._rules.has_device_vertex
-        self._start = f"dev/{target}" if self._is_gpu and has_device else target
-        self._start_hops = 1 if self._start != target else 0
-        self._holders = VertexKind.DEV if has_device else VertexKind.GPU
-        origin = _Found(PathKind.LOC, LOCAL_GB_PER_S, 0, target, None)
-        self._found = {target: origin}
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        has_device = network.rules.has_device_vertex
+        self._holder_kind = VertexKind.DEV if has_device else VertexKind.GPU
+        self._holders = set(network.named(self._holder_kind))
+        self._steps = {
+            name: [
+                self._make_step(edge)
+                for edge in vertex.edges
+                # NCCL gives up where a link is told in one direction alone.
+                if network.vertices[edge.target].edge_to(name, edge.kind)
+            ]
+            for name, vertex in network.vertices.items()
+        }
 
-    def run(self) -> dict[str, Path]:
-        """Return the path of each vertex to the target."""
-        wave = [self._target]
+    def run(self, target: str) -> dict[str, Path]:
+        """Return the path of each vertex to a target."""
+        found = {target: _Found(0, LOCAL_GB_PER_S, 0, target, None)}
+        wave = [target]
         while wave:
             after: dict[str, None] = {}
             for name in wave:
-                for edge in self._vertices[name].edges:
-                    if self._relax(self._vertices[name], edge):
-                        after[edge.target] = None
+                for better in self._expand(found, name, target):
+                    after[better] = None
             wave = list(after)
-        return {
-            name: Path(each.kind, each.gb_per_s, each.num_hops, tuple(each.names()))
-            for name, each in self._found.items()
-        }
+        return {name: each.to_path() for name, each in found.items()}
 
-    def _relax(self, vertex: Vertex, edge: Edge) -> bool:
-        """Return whether a step gave its end a path, or a better one."""
-        path = self._found[vertex.name]
-        other = self._vertices[edge.target]
-        if not self._may_pass(vertex, other, edge, path.num_hops):
-            return False
-        if not _has_way_back(other, vertex, edge):
-            return False
-        kind = max(path.kind, edge.kind)
-        if self._is_through_gpu(vertex, edge, path):
-            kind = max(kind, PathKind.NVB)
-        speed = min(path.gb_per_s, edge.gb_per_s)
-        new = _Found(kind, speed, path.num_hops + 1, other.name, path)
-        if not self._is_better(new, self._found.get(other.name)):
-            return False
-        self._found[other.name] = new
-        return True
+    def _make_step(self, edge: Edge) -> _Step:
+        kind = self._network.vertices[edge.target].kind
+        return _Step(
+            edge.target,
+            edge.kind.rank,
+            edge.gb_per_s,
+            is_end=edge.kind == PathKind.LOC and kind == VertexKind.GPU,
+            is_peer=edge.kind == PathKind.NVL and kind == self._holder_kind,
+        )
 
-    def _may_pass(
-        self, vertex: Vertex, other: Vertex, edge: Edge, num_hops: int
-    ) -> bool:
-        """Return whether a path may take a step: it passes GPUs by NVLink alone."""
-        if vertex.kind != self._holders or vertex.name == self._start:
-            return True
-        if edge.kind == PathKind.LOC and other.kind == VertexKind.GPU:
-            return True
-        is_peer = edge.kind == PathKind.NVL and other.kind == self._holders
-        return is_peer and num_hops <= self._start_hops + 1
-
-    def _is_through_gpu(self, vertex: Vertex, edge: Edge, path: _Found) -> bool:
-        is_nvlink = path.kind == edge.kind == PathKind.NVL
-        is_beyond = path.num_hops >= self._start_hops + 1
-        return vertex.kind == self._holders and is_nvlink and is_beyond
+    def _expand(
+        self, found: dict[str, _Found], name: str, target: str
+    ) -> Iterator[str]:
+        """Take all steps from a vertex; yield where they lead to by a better path."""
+        path = found[name]
+        start = f"dev/{target}" if f"dev/{target}" in self._holders else target
+        # Through a GPU a path leads but by NVLink, from the target's own to another's.
+        passes_gpu = name in self._holders and name != start
+        is_next = path.num_hops <= (1 if start == target else 2)
+        for step in self._steps[name]:
+            if passes_gpu and not step.is_end and not (step.is_peer and is_next):
+                continue
+            rank = max(path.rank, step.rank)
+            if passes_gpu and path.rank == step.rank == PathKind.NVL.rank:
+                rank = PathKind.NVB.rank
+            speed = min(path.gb_per_s, step.gb_per_s)
+            new = _Found(rank, speed, path.num_hops + 1, step.target, path)
+            if self._is_better(new, found.get(step.target)):
+                found[step.target] = new
+                yield step.target
 
     def _is_better(self, new: _Found, old: _Found | None) -> bool:
         if old is None:
             return new.gb_per_s > 0
-        if not self._rules.prefers_kind:
+        if not self._network.rules.prefers_kind:
             return old.num_hops >= new.num_hops and old.gb_per_s < new.gb_per_s
-        mark = (new.kind.rank, -new.gb_per_s, new.num_hops)
-        return mark < (old.kind.rank, -old.gb_per_s, old.num_hops)
-
-
-def _has_way_back(other: Vertex, vertex: Vertex, edge: Edge) -> bool:
-    """Return whether a step can be made the other way; NCCL gives up without."""
-    return other.edge_to(vertex.name, edge.kind) is not None
+        if new.rank != old.rank:
+            return new.rank < old.rank
+        if new.gb_per_s != old.gb_per_s:
+            return new.gb_per_s > old.gb_per_s
+        return new.num_hops < old.num_hops
