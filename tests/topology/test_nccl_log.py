@@ -111,6 +111,15 @@ def test_the_topology_is_read_with_its_levels() -> None:
     ]
 
 
+def test_what_hangs_below_a_line_that_is_missing_hangs_nowhere() -> None:
+    lines = text_of(JobLog(num_hosts=1)).splitlines(keepends=True)
+    text = b"".join(line for line in lines if b"+ PCI[48.0] - PCI" not in line)
+    sources = {link.target: link.source for link in one_job(text).trees}
+
+    assert sources["GPU/0-1b000"] == ""
+    assert sources["NVS/0-0"] == "GPU/0-1b000"
+
+
 def test_a_path_that_was_cut_is_left_out() -> None:
     """NCCL cuts lines of paths, also in the middle of a number."""
     line = P + "GPU/0-3000 :GPU/0-c1000 (1/80.0/NVL) GPU/0-81000 (1/80."
@@ -339,6 +348,21 @@ def test_a_number_that_was_cut_is_not_believed() -> None:
     log = read(text)
 
     assert log.jobs[0].edges == ()
+    assert log.num_lost == 1
+
+
+def test_where_a_host_begins_that_nobody_knows_is_not_guessed() -> None:
+    """Of 120nodeB the 120 may be a number's beginning, or the host's."""
+    text = (
+        "nodeA:11:11 [1] NCCL INFO Using network IB\n"
+        "nodeA:11:11 [1] NCCL INFO cudaDriverVersion 120nodeB:12:12 [0] NCCL INFO "
+        "cudaDriverVersion 12090\n"
+        "90\n" + "nodeB:12:12 [0] NCCL INFO Using network IB\n" * 4
+    )
+    log = read(text)
+
+    assert [each.value for job in log.jobs for each in job.drivers] == ["12090"]
+    assert sorted(host for job in log.jobs for host in job.hosts) == ["nodeA", "nodeB"]
     assert log.num_lost == 1
 
 
