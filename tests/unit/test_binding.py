@@ -12,6 +12,8 @@ from ronde.launch.placement.devices import GpuView, assign_gpus, choose_gpus
 from ronde.launch.placement.nearness import nearest_nics
 from ronde.launch.placement.rank_placement import PlacementRequest, place_ranks
 from ronde.topology.machine import UNKNOWN_NODE, Core, Gpu, Machine, Nic
+from ronde.topology.placement.policies import Policy
+from ronde.topology.placement.refusals import PlacementError
 
 
 def gpu(index: int, node: int = 0, bus: str = "pci0000:00") -> Gpu:
@@ -204,6 +206,56 @@ def test_a_quota_caps_the_threads_of_who_asked_to_be_bound():
     first, second = bind(machine({0: 8}, limit=2.5), 2, BindMode.CORE, [None] * 2)
     assert first.cpus == (0, 1, 2, 3)
     assert (first.num_cores, second.num_cores) == (1, 1)
+
+
+@given(situations())
+def test_a_policy_changes_nothing_for_who_is_near_its_gpu_and_refuses_by_name(
+    situation,
+):
+    whole, num_ranks, mode, gpus = situation
+    relaxed = bind(whole, num_ranks, mode, gpus)
+    try:
+        strict = bind(whole, num_ranks, mode, gpus, policy=Policy.SINGLE_NUMA_NODE)
+    except PlacementError:
+        assert mode is not BindMode.NONE
+        return
+    near = {each.node for each in gpus if each} - {UNKNOWN_NODE}
+    assert near <= {core.node for core in whole.cores} or mode is BindMode.NONE
+    for binding in strict:
+        assert len({core.node for core in cores_of(binding, whole)}) <= 1 or (
+            mode is BindMode.NONE
+        )
+    if all(each and each.node != UNKNOWN_NODE for each in gpus):
+        assert strict == relaxed
+
+
+def test_a_policy_looks_for_a_node_with_room():
+    whole = machine({0: 3, 1: 4})
+    torn, _ = bind(whole, 2, BindMode.CORE, [None, None])
+    assert torn.cpus == (0, 1, 2, 3)
+    policy = Policy.RESTRICTED
+    first, second = bind(whole, 2, BindMode.CORE, [None, None], policy=policy)
+    assert (first.cpus, second.cpus) == ((3, 4, 5, 6), (0, 1, 2))
+
+
+def test_a_refusal_names_host_rank_and_resource():
+    whole = machine({0: 4, 1: 4}, gpus=[gpu(0, 0), gpu(1, 7)])
+    request = PlacementRequest(BindMode.AUTO, GpuView.ALL, Policy.RESTRICTED)
+    with pytest.raises(PlacementError) as refused:
+        place_ranks(whole, Host("n1"), 2, request, {})
+    assert "got restricted and rank 1 on n1: gpu: GPU 1 near no node" in str(
+        refused.value
+    )
+    relaxed = PlacementRequest(BindMode.AUTO, GpuView.ALL)
+    assert len(place_ranks(whole, Host("n1"), 2, relaxed, {}).places) == 2
+
+
+def test_best_effort_does_not_mind_how_many_memory_nodes_there_are():
+    whole = machine(dict.fromkeys(range(64), 1))
+    bindings = bind(whole, 64, BindMode.NUMA, [None] * 64)
+    assert [binding.memory_node for binding in bindings] == list(range(64))
+    with pytest.raises(UsageError, match="must be at most 16, got 64"):
+        bind(whole, 64, BindMode.CORE, [None] * 64, policy=Policy.RESTRICTED)
 
 
 def test_every_rank_sees_all_and_is_expected_to_use_its_own():

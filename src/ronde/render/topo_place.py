@@ -17,7 +17,7 @@ def tabulate_plan(plan: HostPlan) -> str:
         f"{plan.host or 'host'}: {num_ranks} rank{'s' * (num_ranks > 1)}, policy "
         f"{plan.policy}{together}\n\n"
     )
-    is_judged = plan.policy != "none"
+    is_judged = plan.policy != "none" and any(rank.cpus for rank in plan.ranks)
     text += _table([_HEAD, *(_row(rank, is_judged=is_judged) for rank in plan.ranks)])
     notices = [*plan.notices, *_reasons(plan.ranks)]
     text += "".join(f"{'note: ' + notice}\n" for notice in notices)

@@ -8,7 +8,7 @@ from ronde.topology.graph import UNKNOWN, HostTopology, NetPort
 from ronde.topology.machine import UNKNOWN_NODE, Core
 from ronde.topology.placement.host_supply import HostSupply, is_verbs, supply_of_host
 from ronde.topology.placement.placing import RankPlace, place
-from ronde.topology.placement.request import Request
+from ronde.topology.placement.request import DEFAULT_NODES, Request
 
 _AMD = 0x1002
 
@@ -198,6 +198,9 @@ def _verbs_name(port: NetPort, *, is_port_needed: bool) -> str:
 
 def _notices(found: HostSupply, places: Sequence[RankPlace]) -> list[str]:
     notices: list[str] = []
+    num_nodes = len(found.supply.nodes)
+    if num_nodes > DEFAULT_NODES:
+        notices.append(f"{num_nodes} memory nodes have 2**{num_nodes} sets to try.")
     if found.gpus and not places[0].gpus:
         notices.append(
             f"{len(places)} ranks and fewer GPUs, {len(found.gpus)}, so that no rank "

@@ -103,6 +103,12 @@ def _check_numbers(request: Request) -> None:
 
 def _check_nodes(supply: Supply, request: Request) -> None:
     num_nodes = len(supply.nodes)
+    is_strict = request.policy in {Policy.RESTRICTED, Policy.SINGLE_NUMA_NODE}
+    if is_strict and not num_nodes:
+        raise UsageError(
+            f"policy {request.policy} must have CPUs to align with, got none from any "
+            "source. Read the machine itself, or take best-effort."
+        )
     if request.policy is not Policy.NONE and num_nodes > request.max_numa_nodes:
         raise UsageError(
             f"memory nodes with cores must be at most {request.max_numa_nodes}, got "

@@ -1,0 +1,258 @@
+"""``ronde topo place``: plans of real hosts, as a table, as JSON and by hand."""
+
+import json
+import os
+import subprocess
+
+import pytest
+from tests.topology.sample_hosts import FILES, sample_host, sample_path
+
+from ronde.cli.topo_place import run
+from ronde.errors import UsageError
+from ronde.render.topo_place import tabulate_plan
+from ronde.topology.graph import GpuDevice, HostTopology, NetPort, NumaNode, PciDevice
+from ronde.topology.machine import Core
+from ronde.topology.placement.plan import plan_host
+from ronde.topology.placement.policies import Policy
+from ronde.topology.placement.refusals import PlacementError
+from ronde.topology.placement.request import Request
+
+PERLMUTTER = "perlmutter_a100_4x_slingshot_nccl2.29.7.xml"
+# GPU by GPU, what nvidia-smi says of the same machine: CPU and NUMA affinity.
+PERLMUTTER_AFFINITY = [
+    ("48-63,112-127", 3),
+    ("32-47,96-111", 2),
+    ("16-31,80-95", 1),
+    ("0-15,64-79", 0),
+]
+
+
+def expand(text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for part in text.split(","):
+        first, last = part.split("-")
+        found += range(int(first), int(last) + 1)
+    return tuple(sorted(found))
+
+
+def test_one_rank_a_gpu_has_what_nvidia_smi_calls_its_affinity():
+    request = Request(4, Policy.SINGLE_NUMA_NODE, num_nics=1)
+    plan = plan_host(sample_host(PERLMUTTER), request)
+    assert [(rank.cpus, rank.memory_nodes) for rank in plan.ranks] == [
+        (expand(cpus), (node,)) for cpus, node in PERLMUTTER_AFFINITY
+    ]
+    # Each node has one adapter, and 16 cores of two threads.
+    nics = [(nic.name, nic.path) for rank in plan.ranks for nic in rank.nics]
+    assert nics == [(f"cxi{n}", "PHB") for n in (3, 2, 1, 0)]
+    assert {rank.num_cores for rank in plan.ranks} == {16}
+    assert {rank.nics[0].gb_per_s for rank in plan.ranks} == {24.0}
+    # Slingshot is no InfiniBand: neither NCCL_IB_HCA nor UCX's names are for it.
+    assert plan.env == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+    }
+    assert plan.ranks[0].env == {}
+    assert plan.ranks[0].command == "numactl --physcpubind=48-63,112-127 --preferred=3"
+
+
+def test_adapters_below_the_gpus_own_bridge_are_taken():
+    host = sample_host("azure_ndv5_h100_topo.xml")
+    above = {device.bus_id: device.parent for device in host.devices}
+    for rank in plan_host(host, Request(8)).ranks:
+        assert above[rank.nics[0].name] == above[rank.gpu_bus_ids[0]] != ""
+
+
+def test_equally_near_adapters_are_given_out_in_turn():
+    plan = plan_host(sample_host("modal_gvisor_b200_vm_topo.xml"), Request(8))
+    names = [f"mlx5_{n}" for n in range(5, 13)]
+    assert [[nic.name for nic in rank.nics] for rank in plan.ranks] == [
+        [name] for name in names
+    ]
+    assert plan.env["NCCL_IB_HCA"] == "=" + ",".join(f"{name}:1" for name in names)
+    assert plan.ranks[7].env == {"UCX_NET_DEVICES": "mlx5_12:1"}
+
+
+def test_what_cannot_be_aligned_is_refused_by_rank_and_resource():
+    # Two GPUs on two nodes; the only adapter is virtual and on node 0.
+    host = sample_host("azurehpc_nc48v4_topo.xml")
+    with pytest.raises(PlacementError) as refused:
+        plan_host(host, Request(2, Policy.RESTRICTED, num_nics=1))
+    assert refused.value.ranks == (1,)
+    assert "nic: 1 adapter only on node 0" in refused.value.reasons
+    assert plan_host(host, Request(2, Policy.RESTRICTED)).ranks[1].is_preferred
+
+
+def test_nodes_that_all_claim_the_same_cpus_have_none():
+    host = sample_host("superbench_ndv4_topo.xml")
+    plan = plan_host(host, Request(8))
+    assert [rank.cpus for rank in plan.ranks] == [()] * 8
+    assert plan.notices[0].startswith("CPUs 0-15,32-47 are said to be on several")
+    with pytest.raises(UsageError, match="restricted must have CPUs to align with"):
+        plan_host(host, Request(8, Policy.RESTRICTED))
+
+
+def test_devices_without_names_give_no_variables():
+    plan = plan_host(sample_host("azure_ndv5_h100_topo.xml"), Request(8))
+    assert [rank.nics[0].path for rank in plan.ranks] == ["PIX"] * 8
+    assert len({rank.nics[0].name for rank in plan.ranks}) == 8
+    assert set(plan.env) == {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"}
+
+
+def test_amds_gpus_have_a_variable_of_their_own():
+    plan = plan_host(sample_host("topo_8p1h_3.xml"), Request(8))
+    assert plan.env == {"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+def test_no_cpu_of_a_sample_is_given_to_two_ranks(name, num_ranks):
+    host = sample_host(name)
+    plan = plan_host(host, Request(num_ranks))
+    taken = [cpu for rank in plan.ranks for cpu in rank.cpus]
+    assert len(taken) == len(set(taken))
+    assert set(taken) <= {cpu for node in host.numa_nodes for cpu in node.cpus}
+    assert all(not rank.nics or rank.gpus for rank in plan.ranks)
+
+
+def small_host(*ports: NetPort, num_gpus: int = 2) -> HostTopology:
+    """Return one with two nodes; GPUs alternate between them, ports are on node 0."""
+    buses = [f"0000:0{n}:00.0" for n in range(num_gpus)]
+    return HostTopology(
+        "n1",
+        numa_nodes=(
+            NumaNode(0, (0, 1, 4, 5), ((0, 4), (1, 5)), 8 << 30, 8 << 30),
+            NumaNode(1, (2, 3, 6, 7), ((2, 6), (3, 7)), 8 << 30, 8 << 30),
+        ),
+        devices=tuple(PciDevice(bus, node=n % 2) for n, bus in enumerate(buses)),
+        # In the source's own order, which is not the bus's.
+        gpus=tuple(GpuDevice(bus, 9 - n) for n, bus in enumerate(buses)),
+        ports=ports,
+    )
+
+
+def test_gpus_are_numbered_by_the_bus():
+    plan = plan_host(small_host(), Request(2))
+    assert [rank.gpu_bus_ids for rank in plan.ranks] == [
+        ("0000:00:00.0",),
+        ("0000:01:00.0",),
+    ]
+    assert [rank.cpus for rank in plan.ranks] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("port", "hca", "ucx"),
+    [
+        (NetPort("mlx5_0", node=0, kind="infiniband", port=1), "=mlx5_0:1", "mlx5_0:1"),
+        # The kernel writes the second port so.
+        (NetPort("mlx4_0:2", node=0, kind="ethernet", port=2), "=mlx4_0:2", "mlx4_0:2"),
+        # In NCCL's files, which number adapters, a port above 1 may be a copy.
+        (NetPort("mlx4_0", node=0, number=0, port=2), "=mlx4_0", None),
+        (NetPort("mlx5_3", node=0, number=0, port=4), "=mlx5_3:1", "mlx5_3:1"),
+        (
+            NetPort("mlx5_0+mlx5_1", node=0, number=0, port=1),
+            "=mlx5_0:1,mlx5_1:1",
+            "mlx5_0:1,mlx5_1:1",
+        ),
+        (NetPort("rdmap1s0", node=0, kind="infiniband", port=1), None, None),
+        (NetPort("eth0", node=0, kind="ethernet"), None, None),
+    ],
+)
+def test_adapters_are_named_as_nccl_and_ucx_name_them(port, hca, ucx):
+    plan = plan_host(small_host(port), Request(2, num_nics=1))
+    assert plan.env.get("NCCL_IB_HCA") == hca
+    assert [rank.env.get("UCX_NET_DEVICES") for rank in plan.ranks] == [ucx] * 2
+
+
+def test_memory_that_was_set_aside_is_bound_and_other_memory_preferred():
+    plan = plan_host(small_host(), Request(2, memory_bytes=4 << 30))
+    assert plan.ranks[1].command == "numactl --physcpubind=2-3,6-7 --membind=1"
+    (alone,) = plan_host(small_host(), Request(1, num_gpus=2)).ranks
+    assert alone.command == "numactl --physcpubind=0-7"
+
+
+def test_only_cores_that_are_allowed_are_used():
+    plan = plan_host(small_host(), Request(1, num_gpus=0), (Core((3, 7), 1),))
+    assert plan.ranks[0].cpus == (3, 7)
+
+
+def test_the_table_tells_each_rank_and_why_it_is_not_aligned():
+    port = NetPort("mlx5_0", node=0, kind="infiniband", port=1)
+    plan = plan_host(small_host(port), Request(2, num_nics=1))
+    lines = tabulate_plan(plan).splitlines()
+    assert lines[0] == "n1: 2 ranks, policy best-effort"
+    rows = [line.split() for line in lines[2:5]]
+    assert rows[0] == ["rank", "GPU", "cores", "CPUs", "memory", "adapter", "aligned"]
+    assert rows[1] == ["0", "0", "2", "0-1,4-5", "0", "mlx5_0", "(PHB)", "yes"]
+    assert rows[2] == ["1", "1", "2", "2-3,6-7", "1", "mlx5_0", "(SYS)", "no"]
+    assert lines[5].startswith(
+        "note: rank 1 not aligned: gpu: GPU 1 only on node 1; nic"
+    )
+    assert "  NCCL_IB_HCA==mlx5_0:1" in lines
+    by_hand = (
+        "  1: UCX_NET_DEVICES=mlx5_0:1 numactl --physcpubind=2-3,6-7 --preferred=1"
+    )
+    assert lines[-1] == by_hand
+
+
+def test_more_ranks_than_gpus_and_cores_are_told_of():
+    plan = plan_host(small_host(), Request(5))
+    assert plan.notices == (
+        "5 ranks and fewer GPUs, 2, so that no rank has one of its own.",
+        "5 ranks share 4 cores.",
+    )
+
+
+def test_the_command_prints_a_plan_of_a_file_or_json(capsys):
+    file = str(sample_path(PERLMUTTER))
+    assert run(["-n", "4", file]) == 0
+    assert "0     0    16     48-63,112-127  3       cxi3 (PHB)  yes" in (
+        capsys.readouterr().out
+    )
+    words = ["-n", "4", "--json", "--policy", "restricted", "--scope", "job", file]
+    assert run(words) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    assert (plan["policy"], plan["scope"]) == ("restricted", "job")
+    assert [rank["nics"][0]["name"] for rank in plan["ranks"]] == [
+        f"cxi{n}" for n in (3, 2, 1, 0)
+    ]
+
+
+def test_on_this_machine_the_plan_keeps_to_the_cpus_of_this_process(capsys):
+    allowed = os.sched_getaffinity(0)
+    assert run(["-n", "2", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    taken = {cpu for rank in plan["ranks"] for cpu in rank["cpus"]}
+    assert taken
+    assert taken <= allowed
+
+
+def test_the_lines_by_hand_are_understood_by_a_shell(capsys):
+    run(["-n", "8", str(sample_path("modal_gvisor_b200_vm_topo.xml"))])
+    text = capsys.readouterr().out
+    line = next(each for each in text.splitlines() if "NCCL_IB_HCA" in each)
+    told = subprocess.run(
+        ["/bin/sh", "-c", f"{line.strip()}; echo $NCCL_IB_HCA"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert told.stdout.startswith("=mlx5_5:1,mlx5_6:1,")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-n 0", "-n must be a number of at least 1, got '0'. Type: -n 1"),
+        ("-n 1 --policy strict", "--policy must be none, best-effort, restricted or"),
+        ("-n 1 --scope pod", "--scope must be rank or job, got 'pod'"),
+        ("-n 1 --cores many", "--cores must be a number of at least 1, got 'many'"),
+        ("-n 1 --memory 5XB", "size must be a number of bytes or one with a unit"),
+        ("-n 1 --max-numa-nodes 3", "max_numa_nodes must be 8 to 16, got 3"),
+        ("-n 5 --gpus 1", "gpus must be at most 4 in all, got 5"),
+        ("", "the following arguments are required: -n. Type: ronde topo place --help"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(words, message):
+    with pytest.raises(UsageError, match=f"^{message}"):
+        run([*words.split(), str(sample_path(PERLMUTTER))])
