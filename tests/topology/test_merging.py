@@ -334,6 +334,15 @@ def test_nodes_without_numbers_are_those_that_have_some():
     assert merge_hosts([nccl, nccl]).numa_nodes == nccl.numa_nodes
 
 
+def test_one_direction_stands_for_both_unless_both_are_told():
+    there, back = Relation("gpu/0", "gpu/1", peer="OK"), Relation("gpu/1", "gpu/0")
+    short = host_of("NVML", relations=(there,))
+    reverse = host_of("nvidia-smi topo -m x", relations=(back._replace(path="SYS"),))
+    both = reverse._replace(relations=(there, back._replace(peer="NS")))
+    assert merge_hosts([short, reverse]).relations == (there._replace(path="SYS"),)
+    assert merge_hosts([short, both]).relations == both.relations
+
+
 def test_only_the_lower_end_of_a_link_is_kept():
     chain = ["0000:15:01.0", "0000:16:00.0", "0000:17:00.0", "0000:18:00.0"]
     devices = [PciDevice(chain[0])]

@@ -340,6 +340,18 @@ def test_interfaces_of_software_are_left_out_and_paravirtual_ones_are_not(tree):
     assert read_host(tree.root).ports == (NetPort("eth0"),)
 
 
+def test_a_tree_may_be_copied_without_links(tree):
+    tree.cpus("0").write("sys/class/net/lo/carrier", "1\n")
+    tree.write("sys/class/net/eth0/carrier", "1\n")
+    tree.write("sys/class/net/eth0/device/class", f"{NIC}\n")
+    tree.write("sys/bus/pci/devices/0000:01:00.0/class", f"{GPU}\n")
+    tree.write("sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n")
+    host = read_host(tree.root)
+    assert host.ports == (NetPort("eth0"),)
+    assert [each.bus_id for each in host.devices] == ["0000:01:00.0"]
+    assert host.gpus == (GpuDevice("0000:01:00.0", 0),)
+
+
 def test_links_between_gpus_of_amd(tree):
     tree.cpus("0")
     nodes = "sys/class/kfd/kfd/topology/nodes"
