@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tests.topology.saved_trees import NAMES, Tree, unpack
 
+from ronde.topology.cpu_sets import format_list, members
 from ronde.topology.graph import (
     UNKNOWN,
     GpuDevice,
@@ -15,6 +16,9 @@ from ronde.topology.graph import (
     LinkKind,
     NetPort,
 )
+from ronde.topology.merging import merge_hosts
+from ronde.topology.probes.nccl_topology import NcclTopologyProbe
+from ronde.topology.probes.probe import Saved
 from ronde.topology.probes.sysfs_tree import read_host
 
 GPU, NIC, BRIDGE, SWITCH = "0x030200", "0x020000", "0x060400", "0x068000"
@@ -379,6 +383,57 @@ def test_links_between_gpus_of_amd(tree):
         Link(LinkKind.XGMI, one, other, 4),
         Link(LinkKind.XGMI, other, one, 4),
     )
+
+
+def write_as_kernel(host: HostTopology, tree: Tree) -> None:
+    """Write what the kernel shows of a host that NCCL has seen: both ends of links."""
+    every = sum(1 << cpu for node in host.numa_nodes for cpu in node.cpus)
+    tree.cpus(format_list(members(every)))
+    for node in host.numa_nodes:
+        tree.node(node.number, f"{sum(1 << cpu for cpu in node.cpus):x}")
+    (processor, *_) = host.numa_nodes
+    family = processor.family
+    family = 15 + (family - 15) // 16 if family > 15 else family
+    info = f"vendor_id\t: {processor.vendor}\ncpu family\t: {family}\n"
+    tree.write("proc/cpuinfo", f"{info}model\t\t: {processor.model}\n\n")
+    places = {"": "pci0000:00"}
+    for number, each in enumerate(host.devices):
+        upper = f"{places[each.parent]}/00aa:{number:02x}:00.0"
+        places[each.bus_id] = f"{upper}/{each.bus_id}"
+        link = {"max_link_speed": each.speed, "max_link_width": str(each.width)}
+        tree.device(upper, _class=BRIDGE, **link)
+        tree.device(
+            places[each.bus_id],
+            _class=f"{each.class_code:#08x}",
+            vendor=f"{each.vendor:#06x}",
+            device=f"{each.device:#06x}",
+            subsystem_vendor=f"{each.subsystem_vendor:#06x}",
+            subsystem_device=f"{each.subsystem_device:#06x}",
+            numa_node=str(each.node),
+            **link,
+        )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "perlmutter_a100_4x_slingshot_nccl2.29.7.xml",
+        "hgx_b200_8x_vastai_nccl2.27.3.xml",
+        "hgx_h200_8x_vastai.xml",
+    ],
+)
+def test_a_machine_is_seen_as_nccl_has_seen_it(name, tree):
+    path = Path(__file__).parent / "samples" / "nccl_topo" / name
+    (told,) = NcclTopologyProbe().read(Saved(name, path.read_bytes())).hosts
+    write_as_kernel(told, tree)
+    host = read_host(tree.root)
+    assert sorted(host.devices) == sorted(told.devices)
+    assert {gpu.bus_id for gpu in host.gpus} == {gpu.bus_id for gpu in told.gpus}
+    for node, other in zip(host.numa_nodes, told.numa_nodes, strict=True):
+        assert node._replace(cores=(), package=other.package, distances=()) == other
+    merged = merge_hosts([host, told])
+    assert merged.remarks == (*host.remarks, *told.remarks)
+    assert merged.devices == host.devices
 
 
 FILES = (
