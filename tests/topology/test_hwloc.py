@@ -343,6 +343,33 @@ def test_xgmi_of_one_sort_of_object_is_told_without_its_name():
     )
 
 
+@pytest.mark.parametrize(
+    ("title", "mb_per_s", "num_links"),
+    [
+        ("Tesla P100-SXM2-16GB", 80000, 4),
+        ("Tesla V100-SXM2-16GB", 75000, 3),
+        ("NVIDIA A100-SXM4-40GB", 300000, 12),
+    ],
+)
+def test_bandwidth_tells_how_many_nvlinks(title, mb_per_s, num_links):
+    gpu = (
+        '<object type="PCIDev" gp_index="8" pci_busid="0000:01:00.0" '
+        'pci_type="0302 [10de:0001] [0000:0000] a1">'
+        '<object type="OSDev" gp_index="9" name="nvml0" subtype="NVML" osdev_type="1">'
+        f'<info name="GPUModel" value="{title}"/></object></object>'
+    )
+    switch = PCI.format(kind="0680 [10de:1ac2] [0000:0000] a1 00")
+    values = f"1000000 {mb_per_s} {mb_per_s} 1000000"
+    matrix = (
+        '<distances2hetero nbobjs="2" kind="25" name="NVLinkBandwidth">'
+        f"<indexes>OSDev:9 PCIDev:7</indexes><u64values>{values}</u64values>"
+        "</distances2hetero>"
+    )
+    there, _ = read(machine(gpu + switch, matrix)).links
+    ends = "0000:01:00.0", "0000:41:00.0"
+    assert there == Link(LinkKind.NVLINK, *ends, num_links, mb_per_s / 1000)
+
+
 def test_distances_by_hwloc_s_own_numbers():
     matrix = (
         '<distances2 type="NUMANode" nbobjs="2" kind="5" name="NUMALatency" '
