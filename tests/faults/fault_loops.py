@@ -5,21 +5,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-def fault_names(script: str) -> list[str]:
-    """Return the names of all faults that a script knows."""
-    spec = importlib.util.spec_from_file_location(script, FOLDER / f"{script}.py")
+def load_script(name: str) -> ModuleType:
+    """Return a script as a module, with all faults that it knows."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up.
-    sys.modules[script] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
-    return [fault.name for fault in module.FAULTS]
+    return module
 
 
 def run_loop(script: str, *words: str) -> dict[str, Any]:
