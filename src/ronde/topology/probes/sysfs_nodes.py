@@ -46,7 +46,7 @@ def read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     elif left:
         nodes.insert(0, _node(root, UNKNOWN, left, processor))
         remarks.append(
-            f"CPUs {format_list(members(left))} are online, but on no NUMA node that is."
+            f"CPUs {format_list(members(left))} are online, but their NUMA node is not."
         )
     distances = _read_distances(root, list(cpus_of))
     undistanced = [node for node in cpus_of if node not in distances]
