@@ -30,6 +30,7 @@ from ronde.topology.paths.detours import (
     default_peer_level,
     level_of,
 )
+from ronde.topology.paths.nearness import find_nearest, find_own_gpu, find_own_ports
 from ronde.topology.paths.network import Network, VertexKind
 from ronde.topology.paths.path import Path, PathKind
 from ronde.topology.paths.pci_tree import join_switches
@@ -403,6 +404,44 @@ class TestHosts:
         assert figures(find_paths(host, OLD).between(*ends)) == (2, 24.0, "PHB")
         assert figures(find_paths(host, LATEST).between(*ends)) == (4, 18.0, "NVL")
 
+    def test_since_2_30_5_more_bandwidth_beats_fewer_hops(self):
+        ends = "0000:40:00.0", "0000:41:00.0"
+        links = [
+            *(Link(LinkKind.NVLINK, *pair, 1) for pair in permutations(ends)),
+            *(Link(LinkKind.NVLINK, name, NVSWITCH, 4) for name in ends),
+        ]
+        host = make_host(gpu(0), gpu(1), links=links)
+        assert figures(find_paths(host, OLD).between(*ends)) == (1, 20.0, "NVL")
+        assert figures(find_paths(host, LATEST).between(*ends)) == (4, 80.0, "NVL")
+
+    def test_edges_are_by_bandwidth_and_the_one_above_is_last(self):
+        ends = "0000:40:00.0", "0000:41:00.0", "0000:42:00.0"
+        links = [
+            Link(LinkKind.NVLINK, ends[0], ends[1], 1),
+            Link(LinkKind.NVLINK, ends[0], ends[2], 2),
+            Link(LinkKind.NVLINK, ends[0], ends[1], 2),
+        ]
+        host = make_host(gpu(0), gpu(1), gpu(2), links=links)
+        edges = build_network(host, OLD).vertices[ends[0]].edges
+        # 60 and 40 GB/s, while PCIe has 24.
+        assert [edge.target for edge in edges] == [ends[1], ends[2], "numa/0"]
+        wide = host._replace(gpus=tuple(g._replace(sm=60) for g in host.gpus))
+        one = wide._replace(links=(links[0],))
+        edges = build_network(one, OLD).vertices[ends[0]].edges
+        assert [edge.gb_per_s for edge in edges] == [18.0, 24.0]
+
+    def test_devices_of_which_no_node_is_told_are_at_none(self):
+        host = make_host(gpu(0, node=-1), gpu(1, node=-1), nodes=())
+        assert find_paths(host).between("0000:40:00.0", "0000:41:00.0") is None
+
+    def test_a_virtual_port_is_at_the_first_processor(self):
+        nodes = (AMD, AMD._replace(number=1))
+        host = make_host(gpu(0, node=1), nodes=nodes)
+        host = host._replace(ports=(NetPort("eth0", mbit_per_s=10000),))
+        path = find_paths(host, OLD).between("net/eth0", "0000:40:00.0")
+        assert figures(path) == (4, 1.2, "SYS")
+        assert path.route[:3] == ("net/eth0", "nic/-1", "numa/0")
+
     def test_without_nvlinks_told_a_host_has_paths(self):
         host = make_host(gpu(0), gpu(1), nic(0))
         paths = find_paths(host, OLD)
@@ -636,6 +675,41 @@ class TestDetours:
         off = add_detours(paths, Transports(has_relays=False))
         assert off.between(*far) == paths.between(*far)
 
+    def test_a_gpu_that_is_as_near_itself_needs_no_other(self):
+        switch = bridge("0000:01:00.0")
+        ends = "0000:40:00.0", "0000:41:00.0"
+        host = make_host(
+            *(gpu(0, switch.bus_id), gpu(1, switch.bus_id), nic(0, switch.bus_id)),
+            bridges=[switch],
+            links=[Link(LinkKind.NVLINK, *pair, 4) for pair in permutations(ends)],
+        )
+        used = add_detours(find_paths(host, OLD))
+        kinds = {used.between(name, "net/mlx5_0").kind.value for name in ends}
+        assert kinds == {"PIX"}
+
+    def test_gpus_share_the_adapters_that_are_near_to_all(self):
+        switch = bridge("0000:01:00.0")
+        elements = [make(n, switch.bus_id) for make in (gpu, nic) for n in range(4)]
+        host = make_host(*elements, bridges=[switch])
+        table = find_paths(host, OLD).table
+        gpus = [each.name for each in host.gpus]
+        ports = [each.name for each in host.ports]
+        # The bits of the number in reverse: 00, 10, 01, 11.
+        own = [find_own_ports(table, g, (gpus, ports), OLD) for g in host.gpus]
+        assert own == [(f"net/mlx5_{n}",) for n in (0, 2, 1, 3)]
+        back = [find_own_gpu(table, p, host.gpus, ports, OLD) for p in ports]
+        assert back == [gpus[n] for n in (0, 2, 1, 3)]
+
+    def test_the_nearest_has_the_most_bandwidth_and_then_the_nearest_kind(self):
+        figures = {"a": ("SYS", 24.0), "b": ("PHB", 24.0), "c": ("PIX", 12.0)}
+        table = {
+            ("x", name): Path(PathKind(kind), speed, 1, ("x", name))
+            for name, (kind, speed) in figures.items()
+        }
+        assert find_nearest(table, "x", ["a", "b", "c", "d"]) == ("b",)
+        assert find_nearest(table, "x", ["a", "c", "a"]) == ("a",)
+        assert find_nearest(table, "y", ["a"]) == ()
+
     def test_each_adapter_has_a_gpu_of_its_own_that_passes_on(self):
         host = sample_host(OCI_H100)
         used = add_detours(find_paths(host, OLD))
@@ -699,6 +773,7 @@ class TestDetours:
         host = make_host(gpu(0, sm=90), nic(0), nodes=[node], links=[link])
         paths = find_paths(host)
         used = add_detours(paths, Transports(has_gdr_over_c2c=False))
-        path = used.between("0000:40:00.0", "net/mlx5_0")
-        assert path.kind is PathKind.P2C
-        assert "numa/0" in path.route
+        for ends in permutations(("0000:40:00.0", "net/mlx5_0")):
+            path = used.between(*ends)
+            assert path.kind is PathKind.P2C
+            assert "numa/0" in path.route

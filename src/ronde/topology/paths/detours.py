@@ -136,7 +136,7 @@ class _Detours:
             for port in find_nearest(self.table, gpu.name, names):
                 one = self.table.get((gpu.name, processor))
                 other = self.table.get((port, processor))
-                if one and other and self._merge(one, other) == PathKind.P2C:
+                if one and other and _merge(one, other) == PathKind.P2C:
                     self._bring_near(gpu.name, port)
                     self._bring_near(port, gpu.name)
 
@@ -194,18 +194,12 @@ class _Detours:
     def _processor(self, gpu: GpuDevice) -> str:
         return find_near_processor(self.table, gpu.name, self._processors)
 
-    def _merge(self, one: Path, other: Path) -> PathKind:
-        near, far = sorted((one.kind, other.kind))
-        if self._rules.has_p2c and (near, far) == (PathKind.C2C, PathKind.PHB):
-            return PathKind.P2C
-        return far
-
     def _lead_through(self, source: str, middle: str, target: str) -> None:
         one = self.table.get((source, middle))
         other = self.table.get((middle, target))
         if one and other:
             self.table[source, target] = Path(
-                self._merge(one, other),
+                _merge(one, other),
                 min(one.gb_per_s, other.gb_per_s),
                 one.num_hops + other.num_hops,
                 one.route + other.route[1:],
@@ -215,6 +209,12 @@ class _Detours:
         path = self.table[source, target]
         kind = min(PathKind.P2C, path.kind)
         self.table[source, target] = path._replace(kind=kind)
+
+
+def _merge(one: Path, other: Path) -> PathKind:
+    """Return the kind of two paths, one after the other."""
+    near, far = sorted((one.kind, other.kind))
+    return PathKind.P2C if (near, far) == (PathKind.C2C, PathKind.PHB) else far
 
 
 def _by_vertex(devices: tuple[_T, ...], names: tuple[str, ...]) -> tuple[_T, ...]:
