@@ -170,6 +170,16 @@ def test_memory_that_was_set_aside_is_bound_and_other_memory_preferred():
     assert alone.command == "numactl --physcpubind=0-7"
 
 
+def test_a_gpu_near_memory_without_cpus_has_no_preference():
+    host = small_host()
+    bare = host._replace(
+        numa_nodes=(*host.numa_nodes, NumaNode(250, memory_bytes=96 << 30)),
+        devices=tuple(device._replace(node=250) for device in host.devices),
+    )
+    plan = plan_host(bare, Request(2, Policy.SINGLE_NUMA_NODE))
+    assert [rank.nodes for rank in plan.ranks] == [(0,), (1,)]
+
+
 def test_only_cores_that_are_allowed_are_used():
     plan = plan_host(small_host(), Request(1, num_gpus=0), (Core((3, 7), 1),))
     assert plan.ranks[0].cpus == (3, 7)

@@ -229,6 +229,14 @@ def test_a_policy_changes_nothing_for_who_is_near_its_gpu_and_refuses_by_name(
         assert strict == relaxed
 
 
+def test_the_reason_tells_what_is_divided_among_how_many():
+    whole = machine({0: 4, 1: 4})
+    near = bind(whole, 2, BindMode.CORE, [gpu(0, 1), gpu(1, 1)])
+    assert [b.why for b in near] == ["1/2 of 4 cores near GPU"] * 2
+    alone, _ = bind(whole, 2, BindMode.NUMA, [None, None])
+    assert alone.why == "memory node near 1/2 of 8 cores"
+
+
 def test_a_policy_looks_for_a_node_with_room():
     whole = machine({0: 3, 1: 4})
     torn, _ = bind(whole, 2, BindMode.CORE, [None, None])

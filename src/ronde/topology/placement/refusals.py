@@ -72,7 +72,7 @@ def explain(
             for name, masks in good.items()
             if None not in masks
         )
-    free = stock.free_texts(demand)
+    free = stock.free_amounts(demand)
     return tuple(
         f"{name}: {wants[name]} {_obstacle(supply, name, hints[name])}"
         + _free_text(supply, name, free)

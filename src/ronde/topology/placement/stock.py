@@ -65,7 +65,7 @@ class Stock:
             )
         return {name: hints or NOWHERE for name, hints in found.items()}
 
-    def free_texts(self, demand: Demand) -> dict[str, list[int]]:
+    def free_amounts(self, demand: Demand) -> dict[str, list[int]]:
         """Return how much of cores and memory each node has left."""
         return {"cpu": self._free_cores(demand), "memory": list(self._free_bytes)}
 
