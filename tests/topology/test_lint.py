@@ -74,8 +74,6 @@ FOUND: dict[str, dict[str, int]] = {
     "rccl_topo/topo_4p_942.xml": {"odd-nic-speed": 4, "nic-behind-processor": 4},
     "rccl_topo/topo_8p1h_1.xml": {
         "no-gpudirect": 8,
-        "nic-behind-processor": 2,
-        "nic-without-gpu": 1,
         "odd-source": 1,
     },
     "rccl_topo/topo_8p1h_2.xml": {"virtual-nic": 1},
@@ -739,3 +737,38 @@ def test_a_source_that_is_none_is_refused() -> None:
 def test_this_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) in (0, 1)
     assert "NUMA node" in capsys.readouterr().out
+
+
+def test_a_link_to_itself_beside_good_ones_claims_no_loss() -> None:
+    host = with_links(nvlink(0, gpu(0), 2), nvlink(0, NVSWITCH, target_class=0x068000))
+    assert "GB/s" not in one(lint_host(host), "link-to-itself").consequence
+
+
+def test_an_adapter_for_management_is_none_for_gpus() -> None:
+    host = sound()
+    slot = PciDevice("0000:99:00.0", "", 1, 0x020000, speed="8.0 GT/s PCIe", width=8)
+    port = NetPort("eno1", slot.bus_id, mbit_per_s=25_000)
+    more = host._replace(devices=(*host.devices, slot), ports=(*host.ports, port))
+    assert lint_host(more) == ()
+
+
+def test_two_nodes_with_unlike_numbers_of_cores_have_none_that_is_odd() -> None:
+    assert lint_host(with_node(1, cpus=tuple(range(8, 15)))) == ()
+
+
+def test_the_odd_one_of_a_fleet_may_be_the_better_one() -> None:
+    odd, other, third = fleet(sound()._replace(gpus=sound().gpus[1:]))
+    few = [odd, odd._replace(name="b"), odd._replace(name="c"), other]
+    findings = lint_fleet(few)
+    assert [(f.element, f.severity) for f in findings] == [("n1", Severity.WARNING)]
+    # With as many of either, more is right.
+    draw = lint_fleet([odd, odd._replace(name="b"), other, third])
+    assert [f.element for f in draw] == ["odd", "b"]
+
+
+def test_a_node_that_tells_links_its_chip_lacks_is_no_model_for_others() -> None:
+    hosts = [
+        read("nccl_topo/modal_gvisor_b200_vm_topo.xml")._replace(name="virtual"),
+        read("nccl_topo/hgx_b200_8x_vastai_nccl2.27.3.xml")._replace(name="real"),
+    ]
+    assert "node-nvlinks-differ" not in {f.rule for f in lint_fleet(hosts)}
