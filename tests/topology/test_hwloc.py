@@ -37,14 +37,14 @@ class Counted(NamedTuple):
 COUNTED = [
     Counted(
         "fakepcilocalities.xml",
-        *("", "", 4, 40, 40, 30, 0, 6, 0),
-        {0.0: 27, 0.25: 1, 1.0: 1, 3.938462: 1},
+        *("", "", 4, 40, 40, 5, 0, 6, 0),
+        {0.0: 3, 0.25: 1, 3.938462: 1},
     ),
     Counted("nvidia-dgx-gb10.xml", *("cfarm107", "arm64", 1, 20, 20, 0, 0, 0, 0), {}),
     Counted(
         "power8gpudistances.xml",
-        *("drac-12.grenoble.grid5000.fr", "ppc64", 2, 8, 16, 8, 4, 0, 12),
-        {15.753846: 4, 7.876923: 4},
+        *("drac-12.grenoble.grid5000.fr", "ppc64", 2, 8, 16, 4, 4, 0, 12),
+        {7.876923: 4},
     ),
 ]
 
@@ -115,12 +115,10 @@ def test_the_power_machine_is_what_its_file_says():
     ]
     assert {(gpu.title, gpu.sm) for gpu in host.gpus} == {("Tesla P100-SXM2-16GB", 60)}
     gpu = next(each for each in host.devices if each.bus_id == "000a:01:00.0")
-    assert (gpu.parent, gpu.node) == ("000a:00:00.0", 1)
+    # It is said to carry 15.75 GB/s, and the processor's port at the other end 7.88.
+    assert (gpu.parent, gpu.node, gpu.gb_per_s) == ("", 1, 7.876923)
     assert (gpu.class_code, gpu.vendor, gpu.device) == (0x030200, 0x10DE, 0x15F9)
     assert (gpu.subsystem_vendor, gpu.subsystem_device) == (0x10DE, 0x116B)
-    bridge = next(each for each in host.devices if each.bus_id == "000a:00:00.0")
-    assert (bridge.parent, bridge.class_code) == ("", 0x060400)
-    assert (bridge.subsystem_vendor, bridge.subsystem_device) == (UNKNOWN, UNKNOWN)
 
 
 def test_nvlinks_join_the_pairs_that_the_matrix_says():
@@ -139,13 +137,8 @@ def test_nvlinks_join_the_pairs_that_the_matrix_says():
 def test_devices_are_near_the_object_they_are_in():
     host = sample("fakepcilocalities.xml")
     by_bus = Counter((each.bus_id[5:7], each.node) for each in host.devices)
-    # Bus 40 hangs at a group of two cores within package 1.
-    assert {(bus, node) for bus, node in by_bus if bus in "40 43"} == {
-        ("40", 1),
-        ("43", 1),
-    }
-    assert {node for bus, node in by_bus if bus in "80 c0"} == {3}
-    assert {node for bus, node in by_bus if bus < "10"} == {0}
+    # Bus 43 hangs at a group of two cores within package 1.
+    assert by_bus == {("02", 0): 2, ("03", 0): 2, ("43", 1): 1}
     assert [row for _, row in host.numa_nodes[2].distances] == [20, 20, 10, 20]
     # The Matrox there only drives a screen.
     assert not host.gpus

@@ -21,8 +21,8 @@ from ronde.topology.graph import (
     Relation,
 )
 from ronde.topology.merging import merge_hosts
-from ronde.topology.merging_devices import keep_lower_ends
 from ronde.topology.probes.hwloc import HwlocProbe
+from ronde.topology.probes.hwloc_links import keep_lower_ends
 from ronde.topology.probes.lspci import LspciProbe
 from ronde.topology.probes.nccl_topology import NcclTopologyProbe
 from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from ronde.topology.merging import merge_hosts
 from ronde.topology.probes.sysfs_tree import read_host
 
 _THIS_MACHINE = Path("/")
+_NVIDIA = 0x10DE
 # NVIDIA's driver has one of these, the last one in WSL.
 _DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
@@ -49,7 +51,8 @@ def detect_host(root: Path, environ: Mapping[str, str]) -> Detected:
 def _ask_nvml(host: HostTopology) -> tuple[HostTopology, tuple[str, ...]]:
     """Return this machine with what NVML adds, and notices."""
     if not any(map(os.path.exists, _DRIVERS)):
-        if any(gpu.gcn for gpu in host.gpus):
+        # Where there is neither card nor library, nobody expects a word about them.
+        if not _has_nvidia(host) and find_spec("pynvml") is None:
             return host, ()
         return host, ("No driver of NVIDIA's is loaded, and NVML cannot be asked.",)
     # Its import takes longer than all the rest, and is of no use without a driver.
@@ -57,6 +60,11 @@ def _ask_nvml(host: HostTopology) -> tuple[HostTopology, tuple[str, ...]]:
 
     told, notices = read_nvml()
     return (merge_hosts((host, told)) if told and told.gpus else host), notices
+
+
+def _has_nvidia(host: HostTopology) -> bool:
+    vendors = {device.bus_id: device.vendor for device in host.devices}
+    return any(vendors.get(gpu.bus_id) == _NVIDIA for gpu in host.gpus)
 
 
 def _hidden(top: str, environ: Mapping[str, str]) -> tuple[str, ...]:

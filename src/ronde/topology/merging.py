@@ -20,14 +20,13 @@ from ronde.topology.graph import (
     PciDevice,
     Relation,
 )
-from ronde.topology.merging_devices import find_needed, keep_lower_ends, sort_devices
+from ronde.topology.merging_devices import find_needed, sort_devices
 from ronde.topology.merging_fields import Told, disagree, merge_told
 from ronde.topology.merging_gpus import address_gpus, source_of
 from ronde.topology.merging_ports import merge_ports
 
 _TRUSTED = ("sysfs", "NVML", "NCCL", "hwloc", "nvidia-smi")
 """How sources begin, the most trusted first; others follow."""
-_LISTS_BOTH_ENDS = "hwloc"
 _MAX_REMARKS = 50
 
 
@@ -39,12 +38,10 @@ def merge_hosts(sources: Sequence[HostTopology]) -> HostTopology:
     Args:
         sources: At least one, of one and the same host.
     """
-    if len(sources) == 1:
-        return sources[0]
     remarks: list[str] = []
     hosts = sorted(sources, key=_rank)
-    if not all(map(_lists_both_ends, hosts)):
-        hosts = [_with_lower_ends(h) if _lists_both_ends(h) else h for h in hosts]
+    if len(hosts) == 1:
+        return hosts[0]
     hosts = address_gpus(hosts, remarks)
     ports, hosts = merge_ports(hosts, remarks)
     gpus = _merge_gpus(hosts, remarks)
@@ -69,16 +66,6 @@ def _rank(host: HostTopology) -> int:
     source = host.sources[0] if host.sources else ""
     ranks = (n for n, form in enumerate(_TRUSTED) if source.startswith(form))
     return next(ranks, len(_TRUSTED))
-
-
-def _lists_both_ends(host: HostTopology) -> bool:
-    """Return whether a source has a bridge for each end of a link, as hwloc has."""
-    return bool(host.sources) and host.sources[0].startswith(_LISTS_BOTH_ENDS)
-
-
-def _with_lower_ends(host: HostTopology) -> HostTopology:
-    ends = [each.bus_id for each in (*host.gpus, *host.ports) if each.bus_id]
-    return host._replace(devices=keep_lower_ends(host.devices, ends))
 
 
 def _groups(

@@ -1,35 +1,8 @@
 """PCI devices of several sources: one tree, with what leads to GPUs and networks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from ronde.topology.graph import HostTopology, PciDevice
-
-
-def keep_lower_ends(
-    devices: Sequence[PciDevice], ends: Iterable[str]
-) -> tuple[PciDevice, ...]:
-    """Return devices and what is above them without the upper ends of links.
-
-    Some sources list both ends of each link: a processor's port and the device below
-    it, a switch's port and the device below it. Others, like NCCL, only the lower.
-
-    Args:
-        devices: Parents before children, both ends of each link.
-        ends: Bus addresses of the devices, which are not bridges.
-    """
-    by_bus_id = {device.bus_id: device for device in devices}
-    parents: dict[str, str] = {}
-    for end in ends:
-        place = end
-        while place in by_bus_id and place not in parents:
-            above = by_bus_id.get(by_bus_id[place].parent)
-            parents[place] = above.parent if above else ""
-            place = parents[place]
-    return tuple(
-        device._replace(parent=parents[device.bus_id])
-        for device in devices
-        if device.bus_id in parents
-    )
 
 
 def find_needed(host: HostTopology, devices: Mapping[str, PciDevice]) -> set[str]:

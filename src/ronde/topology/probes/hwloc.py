@@ -18,6 +18,7 @@ from ronde.topology.probes.hwloc_devices import (
     read_localities,
     read_ports,
 )
+from ronde.topology.probes.hwloc_links import keep_lower_ends
 from ronde.topology.probes.hwloc_matrices import (
     Bandwidth,
     read_bandwidths,
@@ -78,13 +79,15 @@ def _host(root: Element, machine: Element, origin: str) -> HostTopology:
     devices = read_devices(objects, nodes.near, localities)
     gpus = read_gpus(objects, devices)
     names = _names(objects, nodes.near)
+    ports = read_ports(objects, nodes.near, _version(root, origin))
+    ends = [each.bus_id for each in (*gpus, *ports) if each.bus_id]
     bandwidths = read_bandwidths(root, origin)
     return HostTopology(
         name=infos.get("HostName", ""),
         numa_nodes=nodes.with_distances(read_distances(root, objects, origin)),
-        devices=devices,
+        devices=keep_lower_ends(devices, ends),
         gpus=gpus,
-        ports=read_ports(objects, nodes.near, _version(root, origin)),
+        ports=ports,
         links=tuple(_links(bandwidths, names, gpus)),
     )
 
