@@ -169,6 +169,16 @@ class TestWords:
             ("?", "?", "X"),
         )
 
+    def test_links_to_processors_are_not_between_gpus(self):
+        gpus = tuple(GpuDevice(f"0000:0{n}:00.0", n) for n in range(2))
+        links = tuple(
+            Link(LinkKind.NVLINK, each.name, target, 2, target_class=class_code)
+            for each in gpus
+            for target, class_code in (("numa/0", -1), ("0000:f0:00.0", 0x068001))
+        )
+        table = classify(HostTopology(numa_nodes=NODES, gpus=gpus, links=links))
+        assert table.words[0][1] == "?"
+
     def test_direct_links_count_from_either_end(self):
         gpus = tuple(GpuDevice(f"0000:0{n}:00.0", n) for n in range(2))
         links = (

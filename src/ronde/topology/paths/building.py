@@ -16,6 +16,7 @@ from ronde.topology.graph import (
 from ronde.topology.paths.network import Draft, Network, VertexKind
 from ronde.topology.paths.path import PathKind
 from ronde.topology.paths.pci_tree import (
+    POWER_BRIDGE_CLASS,
     adapter_name,
     find_numa_numbers,
     join_switches,
@@ -29,8 +30,7 @@ from ronde.topology.paths.speeds import (
     smp_gb_per_s,
 )
 
-_POWER_BRIDGE_CLASS = 0x068001
-_NVLINK_CLASSES = (0x068000, _POWER_BRIDGE_CLASS)
+_NVLINK_CLASSES = (0x068000, POWER_BRIDGE_CLASS)
 _GPU_CLASSES = (0x03, 0x12)
 _END_CLASSES = (*_GPU_CLASSES, 0x02)
 
@@ -174,7 +174,7 @@ class _Builder:
         is_processor = self.draft.kind_of(link.target) == VertexKind.CPU
         if link.target_class != UNKNOWN:
             is_gpu = link.target_class >> 16 in _GPU_CLASSES
-            is_processor = link.target_class == _POWER_BRIDGE_CLASS
+            is_processor = link.target_class == POWER_BRIDGE_CLASS
         if link.kind == LinkKind.C2C or is_processor:
             return VertexKind.CPU
         if is_gpu and link.target != NVSWITCH:

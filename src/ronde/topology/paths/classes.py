@@ -11,7 +11,11 @@ from ronde.topology.graph import (
     LinkKind,
     PciDevice,
 )
-from ronde.topology.paths.pci_tree import adapter_name, find_numa_numbers
+from ronde.topology.paths.pci_tree import (
+    POWER_BRIDGE_CLASS,
+    adapter_name,
+    find_numa_numbers,
+)
 
 UNTOLD = "?"
 """The word for a pair of which no source tells anything."""
@@ -84,11 +88,15 @@ class _Pairs:
             if each.path:
                 self._relations[frozenset((each.source, each.target))] = each.path
         gpus = {each.name for each in host.gpus}
+        processors = {each.name for each in host.numa_nodes}
         for link in host.links:
+            if link.target in processors or link.target_class == POWER_BRIDGE_CLASS:
+                continue
             target = link.target if link.target in gpus else NVSWITCH
             ends = (link.source, target)
             if link.kind == LinkKind.NVLINK and link.target != link.source:
-                self._links[ends] = self._links.get(ends, 0) + link.num_links
+                count = max(0, link.num_links)
+                self._links[ends] = self._links.get(ends, 0) + count
             elif link.kind == LinkKind.XGMI:
                 self._peers.add(ends)
 

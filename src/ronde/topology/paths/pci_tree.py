@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from ronde.topology.graph import UNKNOWN, HostTopology, NetPort, PciDevice
 from ronde.topology.paths.rules import NcclRules
 
+POWER_BRIDGE_CLASS = 0x068001
+"""Of what stands for the processor at the end of a GPU's NVLinks."""
+
 _BROADCOM = 0x1000
 _PCIE4_SWITCH = 0xC010
 _PCIE5_SWITCH = 0xC030
