@@ -1,0 +1,392 @@
+"""A drawing of a host says what is there, and nothing in it lies on something else."""
+
+import re
+import time
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tests.topology.sample_hosts import B200, FILES, OCI_H100, PERLMUTTER, sample_host
+
+from ronde.render.topo_svg import draw_svg
+from ronde.render.topo_svg_shapes import fit, width_of
+from ronde.topology.findings import Finding, Severity
+from ronde.topology.graph import (
+    NVSWITCH,
+    GpuDevice,
+    HostTopology,
+    Link,
+    LinkKind,
+    NetPort,
+    NumaNode,
+    PciDevice,
+    Relation,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+BOXES = {"gpu", "nic", "switch", "other"}
+
+
+@dataclass(frozen=True)
+class Rect:
+    """A rectangle of a drawing."""
+
+    kind: str
+    x: float
+    y: float
+    right: float
+    bottom: float
+
+    def meets(self, other: "Rect") -> bool:
+        return (
+            self.x < other.right
+            and other.x < self.right
+            and self.y < other.bottom
+            and other.y < self.bottom
+        )
+
+    def holds(self, other: "Rect") -> bool:
+        return (
+            self.x <= other.x
+            and self.y <= other.y
+            and other.right <= self.right
+            and other.bottom <= self.bottom
+        )
+
+
+def root_of(svg: str) -> ET.Element:
+    return ET.fromstring(svg)  # noqa: S314 - it is our own
+
+
+def rects(svg: str, *kinds: str) -> list[Rect]:
+    found: list[Rect] = []
+    for each in root_of(svg).iter(f"{SVG}rect"):
+        x, y = float(each.get("x", 0)), float(each.get("y", 0))
+        right = x + float(each.get("width", 0))
+        bottom = y + float(each.get("height", 0))
+        kind = each.get("class", "")
+        if not kinds or kind in kinds:
+            found.append(Rect(kind, x, y, right, bottom))
+    return found
+
+
+def words(svg: str) -> list[tuple[str, Rect]]:
+    """Return the lines of text, each with the room it may take."""
+    found: list[tuple[str, Rect]] = []
+    for each in root_of(svg).iter(f"{SVG}text"):
+        text, kind = each.text or "", each.get("class", "")
+        width, height = width_of(text, kind), 18 if kind == "title" else 10
+        x, y = float(each.get("x", 0)), float(each.get("y", 0))
+        shift = {"end": width, "middle": width / 2}.get(each.get("text-anchor", ""), 0)
+        x -= shift
+        found.append((text, Rect(kind, x, y - height * 0.8, x + width, y + 1)))
+    return found
+
+
+def texts(svg: str) -> list[str]:
+    return [text for text, _ in words(svg)]
+
+
+def check_layout(svg: str) -> None:
+    """Assert that boxes do not meet, hold their words, and words do not meet."""
+    page = rects(svg, "page")[0]
+    boxes, nodes = rects(svg, *BOXES), rects(svg, "numa")
+    for one, other in [*combinations(boxes, 2), *combinations(nodes, 2)]:
+        assert not one.meets(other), (one, other)
+    for box in boxes:
+        assert any(node.holds(box) for node in nodes), box
+    for box in rects(svg):
+        assert page.holds(box), box
+    said = words(svg)
+    for text, room in said:
+        assert page.holds(room), text
+        for box in (*boxes, *nodes):
+            assert box.holds(room) or not box.meets(room), (text, room, box)
+    for (one, room), (other, its) in combinations(said, 2):
+        assert not room.meets(its), (one, other)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_samples_are_drawn_with_all_they_have(name: str) -> None:
+    host = sample_host(name)
+    svg = draw_svg(host)
+    said = texts(svg)
+
+    check_layout(svg)
+    for gpu in host.gpus:
+        assert f"GPU {gpu.number}" in said
+        assert gpu.bus_id in said
+    assert len(rects(svg, "gpu")) == len(host.gpus)
+    assert len(rects(svg, "numa")) >= len(host.numa_nodes)
+    for node in host.numa_nodes:
+        assert any(text.startswith("NUMA node") for text in said), node
+    adapters = {port.bus_id or port.name for port in host.ports}
+    assert len(rects(svg, "nic")) == len(adapters)
+
+
+def test_nodes_and_adapters_have_their_names() -> None:
+    said = texts(draw_svg(sample_host(PERLMUTTER)))
+
+    # As they stand in the file: four adapters of Slingshot, 200 Gb/s each.
+    for name in ("cxi0", "cxi1", "cxi2", "cxi3"):
+        assert name in said
+    assert said.count("200 Gb/s") == 4
+    assert said.count("PCI x16 16 GT/s: 24 GB/s") == 8
+    for number in range(4):
+        assert f"NUMA node {number}" in said
+    assert "NVLink: every GPU (0-3) to every other, 4 links, 80 GB/s each" in said
+    assert "Between NUMA nodes: 16 GB/s" in said
+
+
+def test_switches_of_nvlink_are_one_bar() -> None:
+    """18 links of 40.1 GB/s are 721.8, of 20.6 they are 370.8."""
+    b200, h100 = (texts(draw_svg(sample_host(name))) for name in (B200, OCI_H100))
+
+    bar = "NVLink: every GPU (0-7) to the NVLink switches, 18 links, {} GB/s"
+    assert bar.format("721.8") in b200
+    assert bar.format("370.8") in h100
+
+
+def test_links_that_are_not_alike_are_a_table() -> None:
+    """Each of 8 GPUs has one link to 6 of the others: 48 cells have a number."""
+    svg = draw_svg(sample_host("topo_8p6l.xml"))
+
+    assert len(rects(svg, "cell3")) == 48
+    assert texts(svg).count("1 · 24") == 48
+    assert len(rects(svg, "cell")) == 8  # with the one GPU that each has no link to
+
+
+def test_what_is_below_a_switch_hangs_below_it() -> None:
+    svg = draw_svg(sample_host(B200))
+    switches, gpus = rects(svg, "switch"), rects(svg, "gpu")
+
+    assert len(switches) == 4
+    for gpu in gpus:
+        above = [s for s in switches if s.x < gpu.x and gpu.right <= s.right]
+        assert any(s.bottom < gpu.y for s in above)
+
+
+def test_sockets_frame_their_nodes() -> None:
+    nodes = tuple(
+        NumaNode(n, cpus=(2 * n, 2 * n + 1), package=n // 2) for n in range(4)
+    )
+    svg = draw_svg(HostTopology(name="host", numa_nodes=nodes))
+    sockets = rects(svg, "socket")
+
+    check_layout(svg)
+    assert [sum(s.holds(n) for n in rects(svg, "numa")) for s in sockets] == [2, 2]
+    assert {"Socket 0", "Socket 1"} <= set(texts(svg))
+
+
+def test_devices_of_no_known_node_are_drawn() -> None:
+    host = HostTopology(
+        devices=(PciDevice("0000:01:00.0", speed="16.0 GT/s PCIe", width=16),),
+        gpus=(GpuDevice("0000:01:00.0", 0), GpuDevice("", 1)),
+        ports=(NetPort("lo0"),),
+    )
+    svg = draw_svg(host)
+
+    check_layout(svg)
+    assert {"This host", "GPU 0", "GPU 1", "lo0"} <= set(texts(svg))
+
+
+def test_a_narrow_bridge_is_told_at_the_one_thing_behind_it() -> None:
+    host = HostTopology(
+        devices=(
+            PciDevice("0000:00:01.0", speed="2.5 GT/s PCIe", width=1),
+            PciDevice("0000:01:00.0", "0000:00:01.0", speed="16.0 GT/s PCIe", width=16),
+        ),
+        gpus=(GpuDevice("0000:01:00.0", 0),),
+    )
+    said = texts(draw_svg(host))
+
+    assert "behind 0000:00:01.0:" in said
+    assert "PCI x1 2.5 GT/s: 0.19 GB/s" in said  # 15 / 80
+
+
+def test_other_devices_are_counted_only() -> None:
+    devices = tuple(PciDevice(f"0000:00:{n:02x}.0") for n in range(7))
+    said = texts(draw_svg(HostTopology(name="host", devices=devices)))
+
+    assert said[1].endswith("no GPUs, no network ports, 7 other PCI devices not drawn")
+
+
+def test_pairs_without_links_are_told() -> None:
+    gpus = (GpuDevice("", 0), GpuDevice("", 1))
+    pairs = (Relation("gpu/0", "gpu/1", path="NV12"),)
+    said = texts(draw_svg(HostTopology(gpus=gpus, relations=pairs)))
+
+    assert "NVLink: between GPUs as nvidia-smi tells: NV12" in said
+
+
+# ---- findings
+
+
+def finding(element: str, severity: Severity = Severity.ERROR) -> Finding:
+    return Finding("slow-bridge", severity, element, "It is slow.", "So.", "Do.")
+
+
+def test_findings_are_marked_at_their_elements() -> None:
+    host = sample_host(PERLMUTTER)
+    found = [
+        finding("numa/2", Severity.NOTE),
+        finding("net/cxi1", Severity.WARNING),
+        finding("0000:41:00.0"),
+        finding("line 12"),
+    ]
+    svg = draw_svg(host, found)
+    frames = {kind: rects(svg, kind) for kind in ("error", "warning", "note")}
+
+    check_layout(draw_svg(host))
+    assert [len(each) for each in frames.values()] == [1, 1, 1]
+    room = dict(words(svg))
+    assert frames["error"][0].holds(room["GPU 1"])
+    assert frames["warning"][0].holds(room["cxi1"])
+    assert frames["note"][0].holds(room["NUMA node 2"])
+    # Errors come first; what is about no element of the drawing is told, too.
+    told = [text for text in texts(svg) if text.startswith("slow-bridge, ")]
+    assert told[0] == "slow-bridge, 2 times: 0000:41:00.0, line 12: It is slow."
+    assert told[2] == "slow-bridge, numa/2: It is slow."
+
+
+def test_findings_that_say_the_same_have_one_number() -> None:
+    host = sample_host(PERLMUTTER)
+    svg = draw_svg(host, [finding(gpu.bus_id) for gpu in host.gpus])
+
+    assert texts(svg).count("1") == 5  # at each of four GPUs, and in the list
+    assert "2" not in texts(svg)
+
+
+# ---- harm
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "<script>alert(1)</script>",
+        'a" onload="x',
+        "]]>&amp;<!--",
+        "\x00\x07\x1b[31m",
+        "\u202egnp.exe",
+        "x" * 5000,
+        "名前" * 300,
+        "",
+    ],
+)
+def test_hostile_names_stay_words(name: str) -> None:
+    host = HostTopology(
+        name=name,
+        numa_nodes=(NumaNode(0, cpus=(0,), vendor=name, arch=name),),
+        devices=(PciDevice("0000:01:00.0", node=0, speed=name, width=16),),
+        gpus=(GpuDevice("0000:01:00.0", 0, title=name, gcn=name),),
+        ports=(NetPort(name, node=0, kind=name),),
+        links=(Link(LinkKind.NVLINK, "0000:01:00.0", name, 3),),
+    )
+    svg = draw_svg(host, [finding(name)])
+
+    tags = {each.tag.removeprefix(SVG) for each in root_of(svg).iter()}
+    assert tags <= {"svg", "title", "style", "rect", "text", "line"}
+    attributes = {key for each in root_of(svg).iter() for key in each.attrib}
+    assert not {key for key in attributes if key.startswith("on") or "href" in key}
+    check_layout(draw_svg(host))
+
+
+def test_a_huge_host_is_drawn_in_part() -> None:
+    devices = tuple(
+        PciDevice(f"{n:04x}:00:00.0", node=n % 300, width=16) for n in range(9000)
+    )
+    host = HostTopology(
+        name="huge",
+        numa_nodes=tuple(NumaNode(n, cpus=tuple(range(500))) for n in range(300)),
+        devices=devices,
+        gpus=tuple(GpuDevice(d.bus_id, n) for n, d in enumerate(devices)),
+        links=tuple(
+            Link(LinkKind.NVLINK, d.bus_id, devices[0].bus_id, n % 5)
+            for n, d in enumerate(devices)
+        ),
+    )
+    begin_s = time.process_time()
+    svg = draw_svg(host)
+
+    assert time.process_time() - begin_s < 10.0
+    assert len(svg) < 2_000_000
+    assert any(text == "236 more nodes" for text in texts(svg))
+    assert any(re.fullmatch(r"and \d+ more", text) for text in texts(svg))
+
+
+def test_bridges_without_end_are_drawn() -> None:
+    devices = [PciDevice("0000:00:00.0")]
+    for number in range(1, 250):
+        above = devices[-1].bus_id
+        devices.append(PciDevice(f"0000:{number:02x}:00.0", above))
+    host = HostTopology(devices=tuple(devices), ports=(NetPort("a", "0000:01:00.0"),))
+
+    check_layout(draw_svg(host))
+
+
+BUSES = st.integers(0, 14)
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> HostTopology:
+    """Draw any host: bridges in any depth, devices that nobody lists, links anywhere."""
+    packages = draw(st.lists(st.integers(-1, 4), max_size=5))
+    parents = draw(st.lists(st.integers(-1, 12), max_size=14))
+    gpus = sorted(draw(st.sets(BUSES, max_size=6)))
+    ports = draw(st.lists(BUSES, max_size=6))
+    links = draw(st.lists(st.tuples(BUSES, BUSES), max_size=8))
+    return HostTopology(
+        name="any",
+        numa_nodes=tuple(
+            NumaNode(n, cpus=(n,), package=package)
+            for n, package in enumerate(packages)
+        ),
+        devices=tuple(
+            PciDevice(f"{n}", f"{parent}" if 0 <= parent < n else "", node=n % 3)
+            for n, parent in enumerate(parents)
+        ),
+        gpus=tuple(GpuDevice(f"{bus}", n) for n, bus in enumerate(gpus)),
+        ports=tuple(NetPort(f"p{n}", f"{bus}") for n, bus in enumerate(ports)),
+        links=tuple(Link(LinkKind.XGMI, f"{a}", f"{b}", 1, 5.0) for a, b in links),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(hosts())
+def test_nothing_lies_on_something_else(host: HostTopology) -> None:
+    svg = draw_svg(host)
+
+    check_layout(svg)
+    assert len(rects(svg, "gpu")) == len(host.gpus)
+
+
+@given(st.text(max_size=60), st.floats(20, 300))
+def test_words_that_are_fitted_fit(text: str, width: float) -> None:
+    assert width_of(fit(text, width)) <= max(width, width_of("…"))
+
+
+def test_it_stands_alone() -> None:
+    host = sample_host(B200)
+    svg = draw_svg(
+        host._replace(
+            links=(
+                *host.links,
+                Link(LinkKind.C2C, host.gpus[0].name, NVSWITCH, 1, 450.0),
+            )
+        )
+    )
+
+    assert "url(" not in svg
+    assert "@import" not in svg
+    assert svg.count("http") == 1  # the name of SVG itself
+    assert "C2C 450 GB/s" in texts(svg)
+
+
+def test_it_is_written_to_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "host.svg"
+    path.write_text(draw_svg(sample_host(B200)), encoding="utf-8")
+
+    assert root_of(path.read_text(encoding="utf-8")).tag == f"{SVG}svg"
