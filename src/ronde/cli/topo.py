@@ -166,6 +166,7 @@ def _table(host: HostTopology, options: argparse.Namespace) -> str:
         tabulate_speeds,
     )
     from ronde.topology.paths.classes import classify
+    from ronde.topology.paths.detours import add_detours
     from ronde.topology.paths.rules import LATEST, rules_of
     from ronde.topology.paths.search import find_paths
 
@@ -173,7 +174,7 @@ def _table(host: HostTopology, options: argparse.Namespace) -> str:
         return tabulate_classes(classify(host), _num_chars())
     paths = find_paths(host, rules_of(options.nccl) if options.nccl else LATEST)
     if options.nccl_paths:
-        return tabulate_paths(paths)
+        return tabulate_paths(add_detours(paths))
     return tabulate_speeds(paths, classify(host), _num_chars())
 
 
