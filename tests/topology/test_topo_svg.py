@@ -332,7 +332,7 @@ BUSES = st.integers(0, 14)
 
 @st.composite
 def hosts(draw: st.DrawFn) -> HostTopology:
-    """Draw any host: bridges in any depth, devices that nobody lists, links anywhere."""
+    """Draw any host: bridges in any depth, devices that nobody lists, any links."""
     packages = draw(st.lists(st.integers(-1, 4), max_size=5))
     parents = draw(st.lists(st.integers(-1, 12), max_size=14))
     gpus = sorted(draw(st.sets(BUSES, max_size=6)))
