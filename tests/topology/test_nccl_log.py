@@ -111,6 +111,15 @@ def test_the_topology_is_read_with_its_levels() -> None:
     ]
 
 
+def test_a_level_of_the_topology_may_be_off_by_a_blank() -> None:
+    """Logs are pasted into mails and lose some."""
+    text = text_of(JobLog(num_hosts=1))
+    pasted = text.replace(b"INFO   ", b"INFO  ")
+
+    assert pasted != text
+    assert one_job(pasted).trees == one_job(text).trees
+
+
 def test_what_hangs_below_a_line_that_is_missing_hangs_nowhere() -> None:
     lines = text_of(JobLog(num_hosts=1)).splitlines(keepends=True)
     text = b"".join(line for line in lines if b"+ PCI[48.0] - PCI" not in line)

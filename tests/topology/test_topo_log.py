@@ -149,9 +149,29 @@ def test_what_the_log_does_not_show_is_no_fault() -> None:
     assert found(text) == {"few-channels": NOTE}
 
 
-def test_shared_memory_beside_peers_is_worth_a_warning() -> None:
+@pytest.mark.parametrize(
+    ("paths", "severity"),
+    [
+        # Nobody says how far the GPUs are apart, or some are far: it may be right.
+        ("", NOTE),
+        ("GPU/0-2 (1/24.0/PIX) GPU/0-3 (3/10.0/SYS) ", NOTE),
+        ("GPU/0-2 (1/24.0/PIX) GPU/0-3 (2/24.0/PXB) ", WARNING),
+        # Some are joined by NVLink, and some others are far, as in a cube of V100.
+        ("GPU/0-2 (1/40.0/NVL) GPU/0-3 (3/10.0/SYS) ", NOTE),
+    ],
+)
+def test_shared_memory_beside_peers(paths: str, severity: Severity) -> None:
     text = without(text_of(JobLog(num_hosts=1)), "NVL")
     text = text.replace(b"3[3] via P2P/CUMEM", b"3[3] via SHM/direct")
+    if paths:
+        text += f"node0:1000:2000 [0] NCCL INFO GPU/0-1 :{paths}\n".encode()
+
+    assert found(text) == {"shm-where-p2p-was-possible": severity}
+
+
+def test_shared_memory_alone_below_one_switch() -> None:
+    text = without(text_of(JobLog(num_hosts=1, intra="SHM/direct")), "NVL")
+    text += b"node0:1000:2000 [0] NCCL INFO GPU/0-1 :GPU/0-2 (1/24.0/PIX) \n"
 
     assert found(text) == {"shm-where-p2p-was-possible": WARNING}
 
@@ -320,6 +340,9 @@ def test_one_gpu_slower_than_the_others() -> None:
         ),
         ("socketFinalizeAccept: wrong type 4 != 3", "warned-versions"),
         ("XML Topology has wrong version 2, 1 needed", "warned-topology"),
+        ("Failed to open libibverbs.so[.1]", "warned-no-libibverbs"),
+        ("NUMA auto balancing enabled which can lead to", "warned-numa-balancing"),
+        ('Missing "iommu=pt" from kernel command line', "warned-iommu"),
         ("The flux has no capacity", "warned"),
     ],
 )

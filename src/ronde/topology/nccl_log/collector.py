@@ -16,6 +16,8 @@ _MAX_PROCESSES = 1 << 17
 _MAX_VALUES = 1 << 12
 _MAX_KEPT_TEXT = 400
 _MAX_MISREAD = 3
+# What a level of a tree may be off by: people paste, and lose a blank.
+_SLACK = 2
 _ALGORITHMS = (
     "TREE",
     "RING",
@@ -232,9 +234,9 @@ class Collector:
         blanks, kind, gb_per_s, target, port = match.groups()
         branches = self._branches.get((process.number, message.thread), [])
         # What hangs below a link begins where the link's own words end.
-        while branches and branches[-1].indent > len(blanks):
+        while branches and branches[-1].indent > len(blanks) + _SLACK:
             branches.pop()
-        is_below = bool(branches) and branches[-1].indent == len(blanks)
+        is_below = bool(branches) and len(blanks) - branches[-1].indent <= _SLACK
         source = branches[-1].name if is_below else ""
         below = match.start(4)
         branches.append(_Branch(below, target))

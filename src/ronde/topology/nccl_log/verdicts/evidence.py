@@ -7,6 +7,7 @@ from ronde.topology.nccl_log.log import Communicator, Job, Said
 _MAX_NAMES = 3
 _FAST_PATHS = frozenset({"NVL", "NVB"})
 _NEAR_PATHS = frozenset({"PIX", "PXB"})
+_FAR_PATHS = frozenset({"PHB", "SYS"})
 
 
 def spans_nodes(job: Job) -> bool:
@@ -41,6 +42,17 @@ def has_nvlink(job: Job) -> bool:
 def has_near_gpus(job: Job) -> bool:
     """Return whether NCCL found GPUs below one PCI switch."""
     return bool(_paths_between_gpus(job) & _NEAR_PATHS)
+
+
+def has_nvswitch(job: Job) -> bool:
+    """Return whether NCCL found NVLink switches, which join all GPUs."""
+    return any(link.target.startswith("NVS/") for link in job.trees)
+
+
+def may_have_far_gpus(job: Job) -> bool:
+    """Return whether some GPUs are apart by their processors, or nobody says so."""
+    found = _paths_between_gpus(job)
+    return not found or bool(found & _FAR_PATHS)
 
 
 def values(said: Iterable[Said]) -> tuple[str, ...]:

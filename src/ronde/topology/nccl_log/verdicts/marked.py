@@ -72,7 +72,28 @@ _KNOWN = tuple(
             Severity.WARNING,
         ),
         _Known(
-            r"call to ibv_|NET/IB : unable to open|libibverbs",
+            r"failed to open libibverbs",
+            "warned-no-libibverbs",
+            "No InfiniBand and no RoCE is used, which is right where there is none.",
+            "Where there is, install libibverbs (package rdma-core).",
+            Severity.NOTE,
+        ),
+        _Known(
+            r"numa auto balancing",
+            "warned-numa-balancing",
+            "The kernel moves memory while the job runs: times vary.",
+            "Turn it off: sysctl kernel.numa_balancing=0.",
+            Severity.WARNING,
+        ),
+        _Known(
+            r"iommu=pt",
+            "warned-iommu",
+            "Transfers between devices may be slow, fail or hang.",
+            "Start the kernel with iommu=pt.",
+            Severity.WARNING,
+        ),
+        _Known(
+            r"call to ibv_|NET/IB : unable to open",
             "warned-adapter-call",
             "The network adapter cannot be used as wanted.",
             "See with ibv_devinfo that the port is ACTIVE; on RoCE set "

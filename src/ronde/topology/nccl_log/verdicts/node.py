@@ -8,7 +8,9 @@ from ronde.topology.nccl_log.verdicts.evidence import (
     all_hosts,
     has_near_gpus,
     has_nvlink,
+    has_nvswitch,
     hosts_of,
+    may_have_far_gpus,
     name_some,
     setting_of,
     values,
@@ -32,7 +34,7 @@ def shared_memory_used(job: Job) -> Iterator[Finding]:
     first, second = staged[0].example
     yield Finding(
         rule="shm-where-p2p-was-possible",
-        severity=Severity.ERROR if has_nvlink(job) else Severity.WARNING,
+        severity=_how_bad(job, has_direct=bool(direct)),
         element=name_some(sorted({host for e in staged for host in e.hosts})),
         what=f"{num_edges} connections inside nodes, such as rank {first} to rank "
         f"{second}, go through the host's memory, though {reason}.",
@@ -187,6 +189,14 @@ def _why_peers(job: Job, *, has_direct: bool) -> str:
     if has_near_gpus(job):
         return "NCCL found GPUs below one PCI switch"
     return "other GPUs reach each other's memory" if has_direct else ""
+
+
+def _how_bad(job: Job, *, has_direct: bool) -> Severity:
+    if has_nvlink(job) and (has_nvswitch(job) or not has_direct):
+        return Severity.ERROR
+    # Of GPUs at different processors it is right, and some others do without.
+    is_usual = has_direct and may_have_far_gpus(job)
+    return Severity.NOTE if is_usual else Severity.WARNING
 
 
 def _allow_peers(job: Job) -> str:
