@@ -78,17 +78,22 @@ class Observer:
     def _run(self) -> None:
         poll = select.poll()
         while not self._is_over.is_set():
-            for fd, _ in poll.poll(_POLL_MS):
-                self._open.pop(fd).ended_s = now_s()
-                poll.unregister(fd)
-                os.close(fd)
+            self._note_ends(poll, _POLL_MS)
             known = {str(life.pid) for life in self._open.values()}
             for name in sorted(path.name for path in Path("/proc").glob("[0-9]*")):
+                # Looking through all of them takes longer than a generation's change.
+                self._note_ends(poll, 0)
                 if name not in known and (found := self._look(name)) is not None:
                     fd, life = found
                     self._open[fd] = life
                     self.lives.append(life)
                     poll.register(fd, select.POLLIN)
+
+    def _note_ends(self, poll: select.poll, timeout_ms: int) -> None:
+        for fd, _ in poll.poll(timeout_ms):
+            self._open.pop(fd).ended_s = now_s()
+            poll.unregister(fd)
+            os.close(fd)
 
     def _look(self, name: str) -> tuple[int, Life] | None:
         """Return a process of the job; others are looked at while they are young."""
