@@ -9,7 +9,7 @@ import selectors
 import signal
 import time
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ronde.errors import LaunchError
 from ronde.launch.frames import FrameDecoder, Output
@@ -22,6 +22,7 @@ from ronde.launch.messages import (
     TO_AGENT,
     Check,
     Checked,
+    Converse,
     Credit,
     Ending,
     Forward,
@@ -32,12 +33,18 @@ from ronde.launch.messages import (
     Ping,
     Pong,
     Prepare,
+    Said,
+    Say,
+    Silent,
     Start,
     Stop,
     ToAgent,
     decode_message,
 )
 from ronde.launch.outbox import Outbox
+
+if TYPE_CHECKING:
+    from ronde.launch.conversation import Conversation
 
 _READ_BYTES = 64 << 10
 _LOCATE_S = 2.0
@@ -90,6 +97,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._intake = Intake(self._selector, self._outbox)
         self._job: LocalJob | None = None
+        self._conversation: Conversation | None = None
         self._lease_s = first_word_s
         self._heard_at = time.monotonic()
         self._keeper = os.getppid()
@@ -160,7 +168,9 @@ class Agent:
                 return
             if not pid:
                 return
-            if self._job is not None:
+            if self._conversation is not None and self._conversation.pid == pid:
+                self._end_conversation(os.waitstatus_to_exitcode(status))
+            elif self._job is not None:
                 self._job.note_end(pid, status)
 
     def _take_leave(self) -> None:
@@ -189,6 +199,8 @@ class Agent:
                 from ronde.launch.readiness import check_here
 
                 self._outbox.tell(Checked(check_here(order.directory)))
+            case Converse() | Say():
+                self._converse(order)
             case Prepare():
                 self._job = LocalJob(order.job, self._outbox, self._intake)
                 self._job.prepare()
@@ -213,6 +225,29 @@ class Agent:
                 self._job.kill()
             case Forward():
                 self._job.forward(order.signal)
+
+    def _converse(self, order: Converse | Say) -> None:
+        if isinstance(order, Say):
+            if self._conversation is not None:
+                self._conversation.tell(order.line)
+            return
+        # Imported where it is needed, like what is below: no job asks for it.
+        from ronde.launch.conversation import Conversation
+
+        try:
+            self._conversation = Conversation(
+                order.module,
+                self._selector,
+                lambda line: self._outbox.tell(Said(line)),
+            )
+        except OSError as error:
+            self._outbox.tell(Silent(f"its program does not start: {error.strerror}"))
+
+    def _end_conversation(self, code: int) -> None:
+        if self._conversation is not None:
+            self._conversation.close()
+            self._conversation = None
+            self._outbox.tell(Silent(f"its program ended with exit code {code}"))
 
     def _locate(self, order: Locate) -> None:
         # Imported where it is needed: a job on one host has nothing to locate.

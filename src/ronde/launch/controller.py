@@ -4,8 +4,9 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from ronde.errors import HostError, HostFailure
 from ronde.launch.chronicle import Chronicle
 from ronde.launch.finding import Finding
 from ronde.launch.gathering import Gathering
@@ -20,6 +21,9 @@ from ronde.launch.sink import Generation, Sink
 from ronde.launch.starting import Starting
 from ronde.launch.switchboard import Switchboard
 from ronde.launch.verdict import LostHost, RankEnd, Verdict
+
+if TYPE_CHECKING:
+    from ronde.launch.interview import Interview
 
 RETURN_S = 30.0
 """What a lost host has to come back in, when ranks are to be started again."""
@@ -100,6 +104,27 @@ class Controller:
         )
         self._agents_s = time.monotonic() - begun_s
         return nodes
+
+    def gather_ready(
+        self, hosts: Sequence[Host]
+    ) -> tuple[list[Node], tuple[HostFailure, ...]]:
+        """Return a node for each host that can take part, and why others cannot.
+
+        Raises:
+            InterruptedStartError: The user has ended it.
+        """
+        try:
+            return self.gather(hosts), ()
+        except HostError as error:
+            ready = [node for node in self._board.live_nodes if node.hello]
+            return ready, error.failures
+
+    def interview(self, nodes: Sequence[Node], module: str) -> "Interview":
+        """Start a program on each host to speak with; it ends with the agent."""
+        # Imported where it is needed: no job is interviewed.
+        from ronde.launch.interview import Interview
+
+        return Interview(self._board, nodes, module)
 
     def locate(
         self, nodes: Sequence[Node], addresses: Sequence[str], port: int = 0

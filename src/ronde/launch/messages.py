@@ -19,7 +19,7 @@ from ronde.topology.machine import Machine
 
 T = TypeVar("T")
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Changes when a message changes; both sides must have the same."""
 
 
@@ -50,6 +50,22 @@ class Check(NamedTuple):
     """To the agent: look whether this host is fit for ranks; see ``readiness``."""
 
     directory: str
+
+
+class Converse(NamedTuple):
+    """To the agent: start a program to be spoken with; see ``conversation``.
+
+    Attributes:
+        module: The module of ronde that is the program.
+    """
+
+    module: str
+
+
+class Say(NamedTuple):
+    """To the agent: tell the program this line."""
+
+    line: str
 
 
 class Forward(NamedTuple):
@@ -126,6 +142,22 @@ class Checked(NamedTuple):
     """From the agent: what was seen of this host."""
 
     findings: tuple[Finding, ...]
+
+
+class Said(NamedTuple):
+    """From the agent: a line that the program wrote."""
+
+    line: str
+
+
+class Silent(NamedTuple):
+    """From the agent: the program has ended, or did not start.
+
+    Attributes:
+        reason: In half a sentence.
+    """
+
+    reason: str
 
 
 class Ready(NamedTuple):
@@ -208,11 +240,26 @@ class Finished(NamedTuple):
     stuck: tuple[str, ...]
 
 
-TO_AGENT = (Prepare, Start, Locate, Check, Forward, Stop, Kill, Leave, Credit, Ping)
+TO_AGENT = (
+    Prepare,
+    Start,
+    Locate,
+    Check,
+    Converse,
+    Say,
+    Forward,
+    Stop,
+    Kill,
+    Leave,
+    Credit,
+    Ping,
+)
 FROM_AGENT = (
     Hello,
     Located,
     Checked,
+    Said,
+    Silent,
     Ready,
     Refused,
     Started,
@@ -224,12 +271,25 @@ FROM_AGENT = (
 )
 
 ToAgent = (
-    Prepare | Start | Locate | Check | Forward | Stop | Kill | Leave | Credit | Ping
+    Prepare
+    | Start
+    | Locate
+    | Check
+    | Converse
+    | Say
+    | Forward
+    | Stop
+    | Kill
+    | Leave
+    | Credit
+    | Ping
 )
 FromAgent = (
     Hello
     | Located
     | Checked
+    | Said
+    | Silent
     | Ready
     | Refused
     | Started
