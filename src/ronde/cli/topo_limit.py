@@ -86,22 +86,21 @@ def _parser() -> TopoParser:
         allow_abbrev=False,
         add_help=False,
     )
-    add = parser.add_argument
-    add("-h", "--help", action="store_true", help="print this and exit")
+    parser.add_argument("-h", "--help", action="store_true", help="print this and exit")
     add_source_arguments(parser)
+    _add_world(parser)
+    _add_measurement(parser)
+    return parser
+
+
+def _add_world(parser: TopoParser) -> None:
+    add = parser.add_argument
     add("--nodes", type=_count, metavar="N", help="nodes (default: as many as told)")
     add(
         "--ranks-per-node",
         type=_count,
         metavar="G",
         help="ranks of a node (default: its GPUs, or 1)",
-    )
-    add(
-        "--collective",
-        action="append",
-        choices=COLLECTIVES,
-        metavar="NAME",
-        help="this one alone; may be repeated",
     )
     add(
         "--link-rate",
@@ -114,6 +113,17 @@ def _parser() -> TopoParser:
         type=_rate,
         metavar="GB/S",
         help="the way out of a GPU to others of its node, one direction",
+    )
+
+
+def _add_measurement(parser: TopoParser) -> None:
+    add = parser.add_argument
+    add(
+        "--collective",
+        action="append",
+        choices=COLLECTIVES,
+        metavar="NAME",
+        help="this one alone; may be repeated",
     )
     add(
         "--measured",
@@ -128,7 +138,6 @@ def _parser() -> TopoParser:
         help=f"exit with {EXIT_BELOW} where --measured is less of the bound",
     )
     add("--json", action="store_true", help="print one object of JSON")
-    return parser
 
 
 def _count(text: str) -> int:
