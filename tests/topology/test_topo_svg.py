@@ -141,6 +141,17 @@ def test_nodes_and_adapters_have_their_names() -> None:
     assert "Between NUMA nodes: 16 GB/s" in said
 
 
+def test_cpus_that_are_spread_are_told_by_their_ends() -> None:
+    nodes = (
+        NumaNode(0, cpus=tuple(range(0, 64, 2))),
+        NumaNode(1, cpus=(1, 3), cores=((1,), (3,))),
+    )
+    said = texts(draw_svg(HostTopology(numa_nodes=nodes)))
+
+    assert "CPUs from 0 to 62" in said
+    assert {"2 cores, 2 CPUs", "CPUs 1,3"} <= set(said)
+
+
 def test_switches_of_nvlink_are_one_bar() -> None:
     """18 links of 40.1 GB/s are 721.8, of 20.6 they are 370.8."""
     b200, h100 = (texts(draw_svg(sample_host(name))) for name in (B200, OCI_H100))

@@ -24,7 +24,7 @@ MAX_ITEMS = 24
 _MAX_DEPTH = 24
 _NVSWITCH_CLASS = 0x0680
 _MAX_PLACES = 64
-_MAX_CPUS_CHARACTERS = 40
+_MAX_CPUS_CHARACTERS = 22
 _LINK_TITLES = {
     LinkKind.NVLINK: "NVLink",
     LinkKind.XGMI: "xGMI",
@@ -100,7 +100,7 @@ def _place(node: NumaNode, items: tuple[Item, ...]) -> Place:
     if node.cpus:
         cores = len(node.cores)
         counted = f"{cores} cores, " if cores else ""
-        lines.append(f"{counted}{len(node.cpus)} CPUs: {_cpus_words(node.cpus)}")
+        lines += [f"{counted}{len(node.cpus)} CPUs", f"CPUs {_cpus_words(node.cpus)}"]
     else:
         lines.append("no CPUs")
     if node.memory_bytes > 0:
