@@ -28,11 +28,8 @@ def sockets_used(job: Job) -> Iterator[Finding]:
     if not hosts or not spans_nodes(job):
         return
     adapters = _adapters(job)
-    seen = (
-        f"though NCCL found the adapters {name_some(adapters)}"
-        if adapters
-        else _search(job)
-    )
+    found = f"though NCCL found the adapters {name_some(adapters)}"
+    seen = found if adapters else _search(job)
     yield Finding(
         rule="sockets-despite-infiniband" if adapters else "sockets-between-nodes",
         severity=Severity.ERROR if adapters else Severity.WARNING,
@@ -134,17 +131,22 @@ def _is_searched(job: Job) -> bool:
 
 
 def _search(job: Job) -> str:
+    if ban := _ban(job):
+        return f"and {ban} keeps NCCL from InfiniBand and RoCE"
     if _is_searched(job):
         return "and NCCL found no InfiniBand or RoCE"
     return "and the log does not say whether NCCL looked for InfiniBand or RoCE"
 
 
+def _ban(job: Job) -> str:
+    """Return the setting that forbids the adapters, if one is there."""
+    bans = ("NCCL_IB_DISABLE=1", "NCCL_NET=Socket")
+    return next((each for each in bans if each in values(job.settings)), "")
+
+
 def _unset(job: Job) -> str:
-    """Return how to take back a setting that forbids the adapters, if one is there."""
-    for name, value in (("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket")):
-        if setting_of(job, name) == f"{name}={value}":
-            return f"Unset {name}, which is {value} in the environment."
-    return ""
+    ban = _ban(job)
+    return f"Unset {ban.partition('=')[0]}." if ban else ""
 
 
 def _find_adapter(job: Job, *, is_found: bool) -> str:
