@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,19 +74,19 @@ def only_record(path: Path) -> Record:
 def test_digits_under_every_launcher(name: str, tmp_path: Path) -> None:
     size, start = launched(name)
     path = tmp_path / "records.jsonl"
-    done = run([*start, "examples/digits.py", "--epochs", "15", "--json", str(path)])
+    done = run([*start, "examples/digits.py", "--epochs", "10", "--json", str(path)])
     assert done.returncode == 0, done.stderr
     values = only_record(path).values
     assert (values["example"], values["size"]) == ("digits", size)
     # Every test image counts, and counts once.
     assert values["num_tested"] == 360
-    # Other seeds reach 97 to 99 %.
+    # Other seeds reach 96 to 99 %.
     assert values["test_accuracy"] >= 0.95
     assert values["images_per_s"] > 0
     # Rank 0 alone reports, and shows the bar on standard error.
     assert done.stdout.count("test accuracy") == 1
     assert "images/s" in done.stderr
-    assert "epoch 15/15" in done.stderr
+    assert "epoch 10/10" in done.stderr
 
 
 def test_digits_alone_tests_its_own_models(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_digits_alone_tests_its_own_models(tmp_path: Path) -> None:
 def test_fashion_mnist_reaches_its_accuracy_on_two_ranks(tmp_path: Path) -> None:
     _, start = launched("ronde")
     path = tmp_path / "records.jsonl"
-    options = ["--data", str(FASHION_MNIST), "--epochs", "3", "--json", str(path)]
+    options = ["--data", str(FASHION_MNIST), "--epochs", "1", "--json", str(path)]
     done = run([*start, "examples/fashion_mnist.py", *options])
     assert done.returncode == 0, done.stderr
     values = only_record(path).values
@@ -114,27 +115,35 @@ def test_fashion_mnist_reaches_its_accuracy_on_two_ranks(tmp_path: Path) -> None
     assert values["test_accuracy"] >= 0.87
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--epochs", "0"], "argument --epochs: must be at least 1, got 0"),
-        (["--lr", "x"], "argument --lr: must be a number above 0, got x"),
-        (["--batch-size", "1438"], "--batch-size times ranks must be at most"),
-        (["--checkpoint-every", "0"], "argument --checkpoint-every: must be at least"),
-        (
-            ["--checkpoint", "file", "--no-communication"],
-            "of ranks that have one model",
-        ),
-        (["--what"], "unrecognized arguments: --what"),
-    ],
-)
+REFUSED = {
+    "--epochs 0": "argument --epochs: must be at least 1, got 0",
+    "--lr x": "argument --lr: must be a number above 0, got x",
+    "--batch-size 1438": "--batch-size times ranks must be at most",
+    "--checkpoint-every 0": "argument --checkpoint-every: must be at least",
+    "--checkpoint file --no-communication": "of ranks that have one model",
+    "--what": "unrecognized arguments: --what",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, "subprocess.CompletedProcess[str]"]:
+    """Return how each ended: all import torch first, and one core is not enough."""
+
+    def start(words: str) -> "subprocess.CompletedProcess[str]":
+        return run([sys.executable, "examples/digits.py", *words.split()])
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(REFUSED, pool.map(start, REFUSED), strict=True))
+
+
+@pytest.mark.parametrize("words", REFUSED)
 def test_bad_options_are_one_sentence_and_64(
-    arguments: list[str], message: str
+    refusals: dict[str, "subprocess.CompletedProcess[str]"], words: str
 ) -> None:
-    done = run([sys.executable, "examples/digits.py", *arguments])
+    done = refusals[words]
     assert done.returncode == 64
     assert done.stderr.startswith("digits.py: ")
-    assert message in done.stderr
+    assert REFUSED[words] in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
 
