@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.cluster.machines import ROOT, Cluster
 
 LIMIT_S = 280.0
-"""Of one training: five ranks import torch on what may be two slow cores."""
+"""Of one training: four ranks import torch on what may be two slow cores."""
 NUM_TRAIN, BATCH_SIZE = 1437, 64
 """Of ``examples/digits.py``."""
 
