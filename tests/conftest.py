@@ -1,7 +1,20 @@
 """The fixtures of all tests that need more than one process."""
 
+import compileall
+from pathlib import Path
+
 import pytest
 from tests import ranks
+
+PACKAGE = Path(__file__).parents[1] / "src" / "ronde"
+
+
+def pytest_sessionstart():
+    """Compile once what hundreds of processes import.
+
+    Where ``PYTHONDONTWRITEBYTECODE`` is set, each of them would compile it by itself.
+    """
+    compileall.compile_dir(PACKAGE, quiet=2)
 
 
 @pytest.fixture(scope="session")
