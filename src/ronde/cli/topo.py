@@ -199,6 +199,7 @@ def _overview(topology: Topology) -> str:
 
 def _draw(topology: Topology, path: Path) -> None:
     from ronde.render.topo_svg import draw_svg
+    from ronde.topology.lint.host import lint_host
 
     if len(topology.hosts) != 1:
         raise UsageError(
@@ -206,7 +207,8 @@ def _draw(topology: Topology, path: Path) -> None:
             "host's sources."
         )
     try:
-        path.write_text(draw_svg(topology.hosts[0]), encoding="utf-8")
+        drawing = draw_svg(topology.hosts[0], lint_host(topology.hosts[0]))
+        path.write_text(drawing, encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"--svg must name a file that can be written, got {path}: {error.strerror}."

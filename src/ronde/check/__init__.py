@@ -1,0 +1,1 @@
+"""Whether hosts are fit to train on: facts of each, judged together."""

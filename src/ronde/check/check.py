@@ -1,0 +1,141 @@
+"""One check: what it reads, where its threshold comes from, and what to do."""
+
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from ronde.check.facts import HostFacts, Value
+from ronde.check.fleet import Fleet
+
+
+class Family(StrEnum):
+    """What a check is about; a column of the table."""
+
+    VERSIONS = "versions"
+    GPU = "gpu"
+    HOST = "host"
+    NETWORK = "network"
+    STORAGE = "storage"
+    CLUSTER = "cluster"
+
+
+class Severity(StrEnum):
+    """How bad what a check finds is."""
+
+    FAIL = "fail"
+    """Training would fail, or crawl."""
+
+    WARN = "warn"
+    """Training may be slower, or fail some day."""
+
+    INFORM = "inform"
+    """Worth knowing."""
+
+
+class Finding(NamedTuple):
+    """What one check found on one host.
+
+    Attributes:
+        check: Id of the check.
+        severity: How bad.
+        host: Where.
+        what: What is seen, in half a sentence: ``/dev/shm has 64MiB``.
+        usual: What most other hosts have; empty where that is not the point.
+        fix: What to do or type, here: more exact than the check's own; else empty.
+    """
+
+    check: str
+    severity: Severity
+    host: str
+    what: str
+    usual: str = ""
+    fix: str = ""
+
+
+class Check(NamedTuple):
+    """One thing that is judged.
+
+    Attributes:
+        id: Its name, in words joined by hyphens: ``locked-memory``.
+        family: What it is about.
+        title: What it asks, in half a sentence.
+        reads: What it looks at, for people.
+        threshold: What is good enough, for people.
+        source: Where the threshold comes from.
+        severity: The worst that it says.
+        fix: What to do or type.
+        needs: What it cannot do without: a GPU, root, several hosts; empty for nothing.
+        why: What happens to training otherwise.
+        facts: Names of the facts that it needs of a host; it is ``unreadable`` there
+            without any one of them, and is not asked about.
+        judge: Yields what it finds, of all hosts that have the facts.
+    """
+
+    id: str
+    family: Family
+    title: str
+    reads: str
+    threshold: str
+    source: str
+    severity: Severity
+    fix: str
+    needs: str
+    why: str
+    facts: tuple[str, ...]
+    judge: Callable[[Fleet], Iterator[Finding]]
+
+
+def each_host(
+    name: str,
+    severity: Severity,
+    fact: str,
+    tell: Callable[[Value], str],
+) -> Callable[[Fleet], Iterator[Finding]]:
+    """Return a judge that looks at one fact of each host by itself.
+
+    Args:
+        name: Id of the check.
+        severity: Of what it finds.
+        fact: The fact's name.
+        tell: Returns what is wrong with a value, in half a sentence, or nothing.
+    """
+
+    def judge(fleet: Fleet) -> Iterator[Finding]:
+        for facts in fleet.having(fact):
+            what = tell(facts.values[fact])
+            if what:
+                yield Finding(name, severity, facts.host, what)
+
+    return judge
+
+
+def alike(
+    name: str,
+    severity: Severity,
+    fact: str,
+    title: str,
+) -> Callable[[Fleet], Iterator[Finding]]:
+    """Return a judge that finds hosts in which a fact is not what most have.
+
+    Of two hosts, or in a draw, nobody is blamed: each host is told with its value.
+
+    Args:
+        name: Id of the check.
+        severity: Of what it finds.
+        fact: The fact's name.
+        title: What the value is, for people: ``torch``.
+    """
+
+    def judge(fleet: Fleet) -> Iterator[Finding]:
+        for host, value, usual in fleet.odd_ones(fact):
+            yield Finding(name, severity, host, f"{title} {value}", usual)
+
+    return judge
+
+
+def describe(facts: HostFacts, names: tuple[str, ...]) -> str:
+    """Return why a check cannot be made on a host; empty where it can be."""
+    for name in names:
+        if name not in facts.values:
+            return facts.unreadable.get(name, f"{name} was not read")
+    return ""

@@ -1,0 +1,98 @@
+"""From hosts to facts: an agent on each, a program to speak with, step after step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from ronde.addresses import is_loopback
+from ronde.check.facts import HostFacts, Value
+from ronde.check.steps.panel import Panel
+from ronde.errors import HostFailure
+from ronde.launch.controller import Controller
+from ronde.launch.hiring import Hiring
+from ronde.launch.hosts.host import Host
+from ronde.launch.lineage import adopt_orphans
+from ronde.launch.node import Node
+from ronde.launch.sink import Unseen
+
+STEPS = ("probing", "clock", "reaching", "sharing", "burning")
+"""Modules of ``ronde.check.steps``, in their order; each has ``run(panel)``."""
+
+
+class Examined(NamedTuple):
+    """What is known of all hosts.
+
+    Attributes:
+        hosts: Of each that could be asked, in the user's order.
+        failures: Hosts that could not, and why.
+    """
+
+    hosts: tuple[HostFacts, ...]
+    failures: tuple[HostFailure, ...]
+
+
+def examine(
+    hosts: Sequence[Host],
+    hiring: Hiring,
+    signal_fd: int,
+    settings: dict[str, Value],
+    tell: Callable[[str], None],
+) -> Examined:
+    """Look at hosts; nothing of it is left there when it returns or raises.
+
+    Args:
+        hosts: Which.
+        hiring: How they get agents, which end here.
+        signal_fd: From ``signals.caught_signals``: reads the user's signals.
+        settings: What the user said; see ``Reading``.
+        tell: Is told what begins, for people.
+
+    Raises:
+        InterruptedStartError: The user has ended it.
+        LaunchError: An agent does not keep to its protocol.
+    """
+    adopt_orphans()
+    controller = Controller(Unseen(), signal_fd, hiring)
+    try:
+        tell("connecting")
+        nodes, failures = controller.gather_ready(hosts)
+        order = {host.name: number for number, host in enumerate(hosts)}
+        nodes = sorted(nodes, key=lambda node: order[node.name])
+        addresses = _find_addresses(controller, nodes)
+        panel = Panel(
+            controller.interview(nodes, "ronde.check.node"), addresses, settings
+        )
+        for step in STEPS:
+            tell(step)
+            import_module(f"ronde.check.steps.{step}").run(panel)
+        return Examined(tuple(panel.facts.values()), failures)
+    finally:
+        controller.close()
+
+
+def _find_addresses(controller: Controller, nodes: Sequence[Node]) -> Mapping[str, str]:
+    """Return by name the address of each host to which most others have a route."""
+    if len(nodes) == 1:
+        return {nodes[0].name: ""}
+    own = {node.name: _own_addresses(node) for node in nodes}
+    asked = list(dict.fromkeys(a for each in own.values() for a in each))
+    routes = controller.locate(nodes, asked)
+    found: dict[str, str] = {}
+    for node in nodes:
+        counts = {
+            address: sum(
+                bool(sources[asked.index(address)])
+                for other, sources in zip(nodes, routes, strict=True)
+                if other is not node
+            )
+            for address in own[node.name]
+        }
+        found[node.name] = max(counts, key=lambda a: counts[a], default="")
+    return found
+
+
+def _own_addresses(node: Node) -> list[str]:
+    if node.host.address:
+        return [node.host.address]
+    interfaces = node.hello.interfaces if node.hello else ()
+    return [i.address for i in interfaces if not is_loopback(i.address)]

@@ -1,0 +1,1 @@
+"""What is judged; one file a family, each check with its source, threshold and fix."""

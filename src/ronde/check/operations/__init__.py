@@ -1,0 +1,1 @@
+"""What the program on a host does when it is asked; one file a subject."""
