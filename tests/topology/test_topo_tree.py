@@ -22,7 +22,7 @@ from ronde.topology.probes.probe import Saved
 SAMPLES = Path(__file__).parent / "samples"
 
 NDV5_END = """\
-   └─ PCI bridge ffff:ff:08.0  PCI 32.0 GT/s x16, 48 GB/s
+   └─ PCI switch ffff:ff:08.0  PCI 32.0 GT/s x16, 48 GB/s
       ├─ GPU 7  000c:00:00.0   PCI 32.0 GT/s x16, 48 GB/s
       └─ NIC 0108:00:00.0      rate not told, PCI 32.0 GT/s x16, 48 GB/s
 """
@@ -70,7 +70,7 @@ def test_each_device_has_a_line_and_the_columns_are_straight():
     assert " ".join(gpu[3:]) == ("GPU 0 0000:0f:00.0 sm 90, PCI 32.0 GT/s x16, 48 GB/s")
     assert sum(" GPU " in line for line in lines[1:-1]) == 8
     assert sum(" NIC " in line for line in lines[1:-1]) == 8
-    columns = {line.index("PCI", 40) for line in lines if "bridge" in line}
+    columns = {line.index("PCI", 40) for line in lines if "PCI switch" in line}
     assert len(columns) == 1
 
 
@@ -97,7 +97,7 @@ def test_a_chain_of_bridges_is_left_out_but_for_a_narrow_one():
         devices=BRIDGES,
         gpus=(GpuDevice("0000:02:00.0", 0),),
     )
-    assert "bridge" not in text
+    assert "PCI switch" not in text
     # 16 lanes where the width is not told: 16 * 15 / 80 and 16 * 120 / 80.
     assert (
         "GPU 0  0000:02:00.0  PCI 16.0 GT/s, 24 GB/s, behind 0000:01:00.0 PCI 2.5 "

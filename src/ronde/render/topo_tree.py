@@ -169,7 +169,7 @@ def _device_branches(host: HostTopology, device: PciDevice) -> list[_Branch]:
         return below
     if not below and children:
         return []
-    title = "PCI bridge" if below or _is_bridge(device) else "PCI device"
+    title = "PCI switch" if below or _is_bridge(device) else "PCI device"
     return [_Branch(f"{title} {device.bus_id}", _pci_words(device), tuple(below))]
 
 
