@@ -14,7 +14,7 @@ PROBES = {
 }
 """By name; each runs in a process of its own."""
 
-_FAMILIES = ("versions", "gpu", "host", "network", "storage", "cluster")
+_FAMILIES = ("taking_part", "versions", "gpu", "host", "network", "storage", "cluster")
 
 
 def all_checks() -> tuple[Check, ...]:

@@ -133,9 +133,17 @@ def alike(
     return judge
 
 
-def describe(facts: HostFacts, names: tuple[str, ...]) -> str:
-    """Return why a check cannot be made on a host; empty where it can be."""
+def describe(facts: HostFacts, names: tuple[str, ...]) -> str | None:
+    """Return why a check cannot be made on a host.
+
+    Returns:
+        None where it can be made; empty where nobody has looked, for there is nothing
+        to look at: what only several hosts have, on one.
+    """
     for name in names:
         if name not in facts.values:
-            return facts.unreadable.get(name, f"{name} was not read")
-    return ""
+            # Of a probe that gave nothing, what all its facts begin with is named.
+            of_probe = f"{name.partition('.')[0]}."
+            unread = facts.unreadable
+            return unread.get(name) or unread.get(of_probe, "")
+    return None

@@ -44,11 +44,11 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
     for check in checks:
         for facts in fleet.hosts:
             reason = describe(facts, check.facts)
-            if reason:
-                unread.append(Unread(check.id, facts.host, reason))
-            else:
+            if reason is None:
                 key = facts.host, check.family
                 made[key] = made.get(key, 0) + 1
+            elif reason:
+                unread.append(Unread(check.id, facts.host, reason))
         findings += check.judge(fleet)
     order = list(Severity)
     places = {facts.host: n for n, facts in enumerate(fleet.hosts)}
