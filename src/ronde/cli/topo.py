@@ -4,7 +4,6 @@ import argparse
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from ronde.cli.topo_input import (
@@ -104,12 +103,7 @@ def _show(words: Sequence[str]) -> int:
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace | None:
-    parser = TopoParser(
-        prog="ronde topo",
-        description="Show what a machine is made of.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = TopoParser("", "Show what a machine is made of.", _EPILOG)
     add_source_arguments(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the graph as JSON")
@@ -131,9 +125,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace | None:
         help="whose rules paths follow, 2.18 to 2.30 (default: the newest)",
     )
     parser.add_argument("--svg", metavar="FILE", help="draw one host into FILE")
-    with suppress(SystemExit):  # argparse has printed its help
-        return parser.parse_args(words)
-    return None
+    return parser.read(words)
 
 
 def _tells_rings(options: argparse.Namespace) -> bool:

@@ -39,11 +39,9 @@ def run(words: Sequence[str]) -> int:
     Raises:
         UsageError: One cannot be read, or is not one host.
     """
-    parser = _parser()
-    if any(word in ("-h", "--help") for word in words):
-        print(parser.format_help(), end="")
+    options = _parser().read(words)
+    if options is None:
         return 0
-    options = parser.parse_args(words)
     first, second = _load(options.first), _load(options.second)
     comparison = compare_hosts(first, second)
     if options.json:
@@ -55,15 +53,11 @@ def run(words: Sequence[str]) -> int:
 
 def _parser() -> TopoParser:
     parser = TopoParser(
-        prog="ronde topo diff",
-        description="Say what differs from one host to another, and what that costs.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
+        "diff",
+        "Say what differs from one host to another, and what that costs.",
+        _EPILOG,
     )
     add = parser.add_argument
-    add("-h", "--help", action="store_true", help="print this and exit")
     add("first", metavar="A", help="a file or a directory")
     add("second", metavar="B", help="what to compare with it")
     add("--json", action="store_true", help="print one object of JSON")

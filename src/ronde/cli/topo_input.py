@@ -1,6 +1,7 @@
 """Which topology ``ronde topo`` looks at: this machine's, or a saved one."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -27,7 +28,37 @@ Without any it is this machine.
 
 
 class TopoParser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit with 2."""
+    """The options of one verb; raises where argparse would exit.
+
+    Args:
+        verb: Of ``ronde topo``; empty for none.
+        description: What it does, one sentence.
+        epilog: What stands below the options, as it is.
+    """
+
+    def __init__(self, verb: str, description: str, epilog: str) -> None:
+        super().__init__(
+            prog=f"ronde topo {verb}".rstrip(),
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        self.add_argument(
+            "-h", "--help", action="store_true", help="print this and exit"
+        )
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace | None:
+        """Return the options; None where help was asked for and printed.
+
+        Raises:
+            UsageError: The words are no options of this verb.
+        """
+        if any(word in ("-h", "--help") for word in words):
+            print(self.format_help(), end="")
+            return None
+        return self.parse_args(words)
 
     def error(self, message: str) -> NoReturn:
         """Raise.

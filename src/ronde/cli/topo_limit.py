@@ -53,11 +53,9 @@ def run(words: Sequence[str]) -> int:
     Raises:
         UsageError: A source cannot be read, or an option is wrong.
     """
-    parser = _parser()
-    if any(word in ("-h", "--help") for word in words):
-        print(parser.format_help(), end="")
+    options = _parser().read(words)
+    if options is None:
         return 0
-    options = parser.parse_args(words)
     collectives = _collectives(options)
     loaded = load_topology(options)
     world = _world(loaded.topology.hosts, options)
@@ -78,15 +76,10 @@ def run(words: Sequence[str]) -> int:
 
 def _parser() -> TopoParser:
     parser = TopoParser(
-        prog="ronde topo limit",
-        description="Say what each collective can reach at most, and which link sets "
-        "that.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
+        "limit",
+        "Say what each collective can reach at most, and which link sets that.",
+        _EPILOG,
     )
-    parser.add_argument("-h", "--help", action="store_true", help="print this and exit")
     add_source_arguments(parser)
     _add_world(parser)
     _add_measurement(parser)

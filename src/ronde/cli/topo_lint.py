@@ -69,11 +69,9 @@ def run(words: Sequence[str]) -> int:
     Raises:
         UsageError: A source cannot be read, or an option is wrong.
     """
-    parser = _parser()
-    if any(word in ("-h", "--help") for word in words):
-        print(parser.format_help(), end="")
+    options = _parser().read(words)
+    if options is None:
         return 0
-    options = parser.parse_args(words)
     if options.rules:
         print(_tell_rules(), end="")
         return 0
@@ -93,16 +91,12 @@ def run(words: Sequence[str]) -> int:
 
 def _parser() -> TopoParser:
     parser = TopoParser(
-        prog="ronde topo lint",
-        description="Say what is wrong with a machine, or with a file that tells of "
+        "lint",
+        "Say what is wrong with a machine, or with a file that tells of "
         "one, what it costs and what to do.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
+        _EPILOG,
     )
     add = parser.add_argument
-    add("-h", "--help", action="store_true", help="print this and exit")
     add_source_arguments(parser)
     add("--json", action="store_true", help="print one object of JSON")
     add("--rule", action="append", metavar="NAME[,NAME]", help="look for these alone")

@@ -1,6 +1,5 @@
 """``ronde topo log``: NCCL's debug log -> words."""
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -43,11 +42,9 @@ def run(words: Sequence[str]) -> int:
     Raises:
         UsageError: A file cannot be read, or NCCL said nothing in it.
     """
-    parser = _parser()
-    if any(word in ("-h", "--help") for word in words):
-        print(parser.format_help(), end="")
+    options = _parser().read(words)
+    if options is None:
         return 0
-    options = parser.parse_args(words)
     log = _read(options.files)
     findings = judge_nccl_log(log)
     print(_to_json(log, findings) if options.json else tell_log(log, findings), end="")
@@ -57,16 +54,12 @@ def run(words: Sequence[str]) -> int:
 
 def _parser() -> TopoParser:
     parser = TopoParser(
-        prog="ronde topo log",
-        description="Say in words what NCCL chose and what looks wrong, from what it "
+        "log",
+        "Say in words what NCCL chose and what looks wrong, from what it "
         "wrote with NCCL_DEBUG=INFO.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
+        _EPILOG,
     )
     add = parser.add_argument
-    add("-h", "--help", action="store_true", help="print this and exit")
     add(
         "files", nargs="+", metavar="FILE", help="what NCCL wrote; - for standard input"
     )

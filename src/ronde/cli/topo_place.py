@@ -42,10 +42,8 @@ def run(words: Sequence[str]) -> int:
     Raises:
         UsageError: A source cannot be read, or ranks cannot be placed as asked.
     """
-    parser = _parser()
-    try:
-        options = parser.parse_args(words)
-    except SystemExit:  # argparse has printed its help
+    options = _parser().read(words)
+    if options is None:
         return 0
     request = _request(options)
     loaded = load_topology(options)
@@ -71,12 +69,11 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> TopoParser:
     parser = TopoParser(
-        prog="ronde topo place",
-        description="Say which GPU, cores, memory and adapter each rank should have.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "place",
+        "Say which GPU, cores, memory and adapter each rank should have.",
+        _EPILOG,
     )
     add_source_arguments(parser)
     add = parser.add_argument
