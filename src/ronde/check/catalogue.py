@@ -14,7 +14,16 @@ PROBES = {
 }
 """By name; each runs in a process of its own."""
 
-_FAMILIES = ("taking_part", "versions", "gpu", "host", "network", "storage", "cluster")
+_FAMILIES = (
+    "taking_part",
+    "versions",
+    "gpu",
+    "host",
+    "network",
+    "bandwidth",
+    "storage",
+    "cluster",
+)
 
 
 def all_checks() -> tuple[Check, ...]:

@@ -24,6 +24,8 @@ _MODULES = {
     "find_nonces": "ronde.check.operations.sharing",
     "remove_nonce": "ronde.check.operations.sharing",
     "burn": "ronde.check.operations.burning",
+    "offer_streams": "ronde.check.operations.bandwidth",
+    "stream": "ronde.check.operations.bandwidth",
 }
 """Where each operation is; the function has the operation's name."""
 

@@ -1,0 +1,166 @@
+"""Streams between two hosts: as much as goes through in a fixed time, both ways.
+
+Plain TCP through this program, several streams each way at the same time. It shows
+links, switches and hosts that are slower than the others; it does not show what NCCL or
+an RDMA adapter reaches, and on fast links one processor's copying may be the limit.
+"""
+
+import hmac
+import socket
+import struct
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import partial
+
+from ronde.check.facts import Value
+from ronde.check.operations.site import Site
+
+NUM_STREAMS = 4
+"""Each way: clouds let one stream alone have only a part of a link."""
+
+WARM_S = 0.1
+"""How long a stream runs before it counts."""
+
+MEET_S = 2.0
+"""How long a pair may take until all its streams are there."""
+
+_LISTENER = "bandwidth.listener"
+_TOKEN_BYTES = 16
+_GREETING_BYTES = _TOKEN_BYTES + 1
+_CHUNK_BYTES = 1 << 20
+_SLACK_S = 0.2
+
+
+def offer_streams(site: Site, question: dict[str, Value]) -> dict[str, Value]:
+    """Listen for streams until the program ends.
+
+    Args:
+        site: Keeps the listener.
+        question: ``address``: where to listen.
+
+    Returns:
+        ``port``.
+    """
+    address = question["address"]
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    site.memory[_LISTENER] = site.closing.enter_context(listener)
+    return {"port": listener.getsockname()[1]}
+
+
+def stream(site: Site, question: dict[str, Value]) -> dict[str, Value]:
+    """Send to one host and receive from it, both for a fixed time.
+
+    Args:
+        site: Has the listener.
+        question: ``token``: in hexadecimal, known to both hosts alone; ``seconds``: how
+            long it counts, once the streams run; ``address`` and ``port``: of the
+            other, unless that one connects.
+
+    Returns:
+        ``gb_per_s``: what has come in, in gigabytes (1e9) per second.
+    """
+    token = bytes.fromhex(question["token"])
+    with ExitStack() as closing:
+        # The one that connects sends on the first half.
+        if "address" in question:
+            place = question["address"], question["port"]
+            lines = _connect(place, token, closing)
+            sending, receiving = lines[:NUM_STREAMS], lines[NUM_STREAMS:]
+        else:
+            lines = _accept(site.memory[_LISTENER], token, closing)
+            receiving, sending = lines[:NUM_STREAMS], lines[NUM_STREAMS:]
+        rates = _run(sending, receiving, question["seconds"])
+    return {"gb_per_s": sum(rates) / 1e9}
+
+
+def _connect(
+    place: tuple[str, int], token: bytes, closing: ExitStack
+) -> list[socket.socket]:
+    due_s = time.monotonic() + MEET_S
+    lines: list[socket.socket] = []
+    for number in range(2 * NUM_STREAMS):
+        left_s = max(0.001, due_s - time.monotonic())
+        line = socket.create_connection(place, left_s)
+        lines.append(closing.enter_context(line))
+        line.sendall(token + bytes([number]))
+    return lines
+
+
+def _accept(
+    listener: socket.socket, token: bytes, closing: ExitStack
+) -> list[socket.socket]:
+    due_s = time.monotonic() + MEET_S
+    lines: dict[int, socket.socket] = {}
+    while len(lines) < 2 * NUM_STREAMS:
+        left_s = due_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"the other host did not come within {MEET_S:g} s")
+        listener.settimeout(left_s)
+        line, _ = listener.accept()
+        line.settimeout(max(0.001, due_s - time.monotonic()))
+        number = _read_greeting(line, token)
+        if number in range(2 * NUM_STREAMS):
+            lines[number] = closing.enter_context(line)
+        else:
+            line.close()
+    return [lines[number] for number in sorted(lines)]
+
+
+def _read_greeting(line: socket.socket, token: bytes) -> int:
+    """Return the number of a stream; -1 for strangers, and what an old pair left."""
+    said = b""
+    with suppress(OSError):
+        while len(said) < _GREETING_BYTES:
+            more = line.recv(_GREETING_BYTES - len(said))
+            if not more:
+                break
+            said += more
+    is_known = hmac.compare_digest(said[:_TOKEN_BYTES], token)
+    return said[-1] if is_known and len(said) == _GREETING_BYTES else -1
+
+
+def _run(
+    sending: list[socket.socket], receiving: list[socket.socket], seconds: float
+) -> list[float]:
+    """Return what came in on each line, in bytes per second."""
+    for line in (*sending, *receiving):
+        # What is under way when the time is up must not be in the next pair's way.
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        line.settimeout(WARM_S + seconds)
+    tasks: list[Callable[[], float]] = [
+        *(partial(_send, line, WARM_S + seconds + _SLACK_S) for line in sending),
+        *(partial(_receive, line, seconds) for line in receiving),
+    ]
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        running = [pool.submit(task) for task in tasks]
+        return [each.result() for each in running]
+
+
+def _send(line: socket.socket, seconds: float) -> float:
+    """Send until the time is up, or the other has seen enough; return zero."""
+    chunk = memoryview(bytes(_CHUNK_BYTES))
+    due_s = time.monotonic() + seconds
+    with suppress(OSError):
+        while time.monotonic() < due_s:
+            line.send(chunk)
+    return 0.0
+
+
+def _receive(line: socket.socket, seconds: float) -> float:
+    buffer = bytearray(_CHUNK_BYTES)
+    counted_from_s = time.monotonic() + WARM_S
+    due_s = counted_from_s + seconds
+    num_bytes = 0
+    with suppress(OSError):
+        while time.monotonic() < due_s:
+            num_read = line.recv_into(buffer)
+            if not num_read:
+                break
+            if time.monotonic() >= counted_from_s:
+                num_bytes += num_read
+    line.close()
+    # The sender ends a little earlier where it began earlier.
+    return num_bytes / max(seconds / 2, time.monotonic() - counted_from_s)
