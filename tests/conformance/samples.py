@@ -104,6 +104,57 @@ def expected_floats(
     return reduced * postscale
 
 
+class Reduced:
+    """What a reduction must give; worked out once for any number of results."""
+
+    def __init__(
+        self,
+        inputs: list[Tensor],
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> None:
+        self._inputs = [t.cpu() for t in inputs]
+        self._case = (op, prescale, postscale)
+        self._dtype = inputs[0].dtype
+        if self._dtype is torch.bool:
+            stack = torch.stack(self._inputs)
+            self._expected = stack.any(0) if op is ReduceOp.MAX else stack.all(0)
+        elif self._dtype in INTEGERS:
+            self._expected = expected_integers(self._inputs, *self._case)
+        else:
+            self._expected = expected_floats(self._inputs, *self._case)
+            self._bound = error_bound(self._inputs, *self._case)
+
+    def check(self, result: Tensor) -> None:
+        """Compare a result with it: exactly, but for rounding."""
+        assert result.dtype == self._dtype
+        result = result.cpu()
+        op, prescale, postscale = self._case
+        told = (
+            f"{op} of {self._dtype} {tuple(result.shape)}, scales {prescale} "
+            f"{postscale}"
+        )
+        assert result.shape == self._expected.shape, told
+        if self._dtype is torch.bool:
+            assert torch.equal(result, self._expected), told
+        elif self._dtype in INTEGERS:
+            # Not every unsigned type can be compared, but its bytes can.
+            same = torch.equal(_bytes(result), _bytes(self._expected))
+            assert same, f"{told}: {result} is not {self._expected}"
+        else:
+            self._check_floats(result, told)
+
+    def _check_floats(self, result: Tensor, told: str) -> None:
+        op, prescale, postscale = self._case
+        error = (result.to(self._expected.dtype) - self._expected).abs()
+        if op in (ReduceOp.MIN, ReduceOp.MAX) and prescale == postscale == 1.0:
+            assert torch.equal(result.double(), self._expected), told
+        assert bool((error <= self._bound).all()), (
+            f"{told}: {result} is not {self._expected}"
+        )
+
+
 def assert_reduced(
     result: Tensor,
     inputs: list[Tensor],
@@ -112,26 +163,11 @@ def assert_reduced(
     postscale: float = 1.0,
 ) -> None:
     """Compare with what the ranks' inputs must give: exactly, but for rounding."""
-    dtype = inputs[0].dtype
-    assert result.dtype == dtype
-    result = result.cpu()
-    inputs = [t.cpu() for t in inputs]
-    told = f"{op} of {dtype} {tuple(result.shape)}, scales {prescale} {postscale}"
-    if dtype is torch.bool:
-        stack = torch.stack(inputs)
-        expected = stack.any(0) if op is ReduceOp.MAX else stack.all(0)
-        assert torch.equal(result, expected), told
-    elif dtype in INTEGERS:
-        expected = expected_integers(inputs, op, prescale, postscale)
-        assert result.tolist() == expected.tolist(), told
-    else:
-        expected = expected_floats(inputs, op, prescale, postscale)
-        error = (result.to(expected.dtype) - expected).abs()
-        if op in (ReduceOp.MIN, ReduceOp.MAX) and prescale == postscale == 1.0:
-            assert torch.equal(result.double(), expected), told
-        assert bool((error <= error_bound(inputs, op, prescale, postscale)).all()), (
-            f"{told}: {result} is not {expected}"
-        )
+    Reduced(inputs, op, prescale, postscale).check(result)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _average(numbers: list[int]) -> int:
