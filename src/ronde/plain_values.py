@@ -64,6 +64,8 @@ def _is_named(kind: Any) -> bool:  # noqa: ANN401 - an annotation is any object
 
 def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 - an annotation is any object
     """Return the value as the annotation wants it, lists as tuples."""
+    if wanted is Any:
+        return value
     outer = getattr(wanted, "__origin__", wanted)
     if _is_named(outer) and isinstance(value, dict):
         return from_plain(cast("type[Any]", wanted), cast("object", value), where)
