@@ -1,7 +1,7 @@
 """Names of hosts in few words: ``node[1-2,4-64], login``."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 _NUMBERS = re.compile(r"([0-9]+)")
@@ -12,7 +12,7 @@ class _Run(NamedTuple):
     """Numbers without a gap, and how many they are."""
 
     text: str
-    count: int
+    num_hosts: int
 
 
 def fold_hosts(names: Iterable[str], most: int = 1 << 16) -> str:
@@ -35,13 +35,17 @@ def fold_hosts(names: Iterable[str], most: int = 1 << 16) -> str:
             continue
         before, behind = "".join(part[:place]), "".join(part[place + 1 :])
         groups.setdefault((before, "[]", behind), []).append(part[place])
+    return _join(groups, most)
+
+
+def _join(groups: Mapping[tuple[str, str, str], Sequence[str]], most: int) -> str:
     words: list[str] = []
     num_left = 0
     for (before, brackets, behind), numbers in groups.items():
         runs = list(_runs(numbers)) if brackets else [_Run("", 1)]
         shown = runs[: max(0, most)]
         most -= len(shown)
-        num_left += sum(run.count for run in runs[len(shown) :])
+        num_left += sum(run.num_hosts for run in runs[len(shown) :])
         inner = ",".join(run.text for run in shown)
         if shown:
             is_one = len(numbers) <= 1

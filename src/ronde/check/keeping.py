@@ -1,0 +1,187 @@
+"""What was known of hosts, kept in a file of records; and what has changed since."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from ronde.check.check import Finding
+from ronde.check.facts import HostFacts, Value
+from ronde.check.fleet import spell
+from ronde.errors import UsageError
+from ronde.plain_values import PlainValueError, from_plain, to_plain
+from ronde.records import Record, append_record, read_records
+
+KIND = "check"
+"""Of the records; one is one run of ``ronde check`` with all its hosts."""
+
+NONE = "(none)"
+"""Stands for a fact that is not there."""
+
+_SMALL = 1 << 20
+_SHARE = 0.1
+
+
+class Kept(NamedTuple):
+    """One run.
+
+    Attributes:
+        hosts: What was known of each host that could be asked.
+        findings: What was found.
+    """
+
+    hosts: tuple[HostFacts, ...]
+    findings: tuple[Finding, ...]
+
+
+class Change(NamedTuple):
+    """A fact of a host that is not what it was.
+
+    Attributes:
+        host: Its name.
+        fact: The fact's name, and in it the place: ``network.interfaces[eth0].mtu``.
+        before: What it was, for people.
+        after: What it is.
+    """
+
+    host: str
+    fact: str
+    before: str
+    after: str
+
+
+class Changes(NamedTuple):
+    """What has changed from one run to another.
+
+    Attributes:
+        facts: Of hosts that could be asked both times.
+        new: Findings that were not there.
+        gone: Findings that are there no more.
+        new_hosts: That were not asked the first time.
+        gone_hosts: That were asked the first time alone.
+    """
+
+    facts: tuple[Change, ...]
+    new: tuple[Finding, ...]
+    gone: tuple[Finding, ...]
+    new_hosts: tuple[str, ...]
+    gone_hosts: tuple[str, ...]
+
+
+def save(path: Path, kept: Kept) -> None:
+    """Append a run to a file of records, which is made where it is not there.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    plain: Any = to_plain(kept)
+    try:
+        append_record(path, Record(KIND, plain))
+    except OSError as error:
+        raise UsageError(
+            f"--save must be a file that can be written, got {path}: {error.strerror}. "
+            "Name another."
+        ) from None
+
+
+def load_last(path: Path) -> Kept:
+    """Return the last run in a file of records.
+
+    Raises:
+        UsageError: It cannot be read, or has none.
+    """
+    try:
+        records = read_records(path, KIND)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--since must be a file that can be read, got {path}: {error}. "
+            "Check the path."
+        ) from None
+    if not records:
+        raise UsageError(
+            f"--since must be a file that ronde check --save wrote, got {path}, which "
+            "has no run. Type: ronde check --save FILE"
+        )
+    try:
+        return from_plain(Kept, records[-1].values, f"{path}: run")
+    except PlainValueError as error:
+        raise UsageError(f"{error} Was it written by ronde check --save?") from None
+
+
+def compare(before: Kept, after: Kept) -> Changes:
+    """Say what has changed.
+
+    Numbers with a fraction are measured anew each time and are not compared: what they
+    mean is in the findings. Whole numbers of a MiB and more, such as memory that is
+    free, have changed where they differ by more than a tenth.
+    """
+    old = {facts.host: facts for facts in before.hosts}
+    new = {facts.host: facts for facts in after.hosts}
+    asked = {finding.host for finding in before.findings} | old.keys()
+    known = {finding.host for finding in after.findings} | new.keys()
+    facts = [
+        change
+        for host, each in new.items()
+        if host in old
+        for change in _changes(host, old[host].values, each.values)
+    ]
+    return Changes(
+        tuple(facts),
+        _beyond(after.findings, before.findings, asked),
+        _beyond(before.findings, after.findings, known),
+        tuple(host for host in new if host not in asked),
+        tuple(host for host in old if host not in known),
+    )
+
+
+def _beyond(
+    findings: Sequence[Finding], others: Sequence[Finding], hosts: set[str]
+) -> tuple[Finding, ...]:
+    """Return the findings on some hosts that others do not have, whatever they say."""
+    known = {(each.check, each.severity, each.host) for each in others}
+    return tuple(
+        each
+        for each in findings
+        if each.host in hosts and (each.check, each.severity, each.host) not in known
+    )
+
+
+def _changes(
+    host: str, before: Mapping[str, Value], after: Mapping[str, Value]
+) -> Iterator[Change]:
+    old, new = dict(_leaves("", before)), dict(_leaves("", after))
+    for name in dict.fromkeys((*old, *new)):
+        # What could not be read is no change of what it is.
+        if name in old and name in new:
+            if _differs(old[name], new[name]):
+                yield Change(host, name, spell(old[name]), spell(new[name]))
+        elif _top(name) in before and _top(name) in after:
+            was, is_now = (spell(d[name]) if name in d else NONE for d in (old, new))
+            yield Change(host, name, was, is_now)
+
+
+def _top(name: str) -> str:
+    return name.partition("[")[0]
+
+
+def _differs(before: Value, after: Value) -> bool:
+    if isinstance(before, float) or isinstance(after, float):
+        return False
+    if isinstance(before, int) and isinstance(after, int):
+        most = max(abs(before), abs(after))
+        return abs(before - after) > (most * _SHARE if most >= _SMALL else 0)
+    return before != after
+
+
+def _leaves(name: str, value: Value) -> Iterator[tuple[str, Value]]:
+    """Yield what is no object, by its place; lists of objects by their items."""
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[str, Value]", value)
+        for key, each in entries.items():
+            yield from _leaves(f"{name}[{key}]" if name else key, each)
+        return
+    items = cast("list[Value]", value) if isinstance(value, list) else []
+    if any(isinstance(each, dict) for each in items):
+        for number, each in enumerate(items):
+            yield from _leaves(f"{name}[{number}]", each)
+    else:
+        yield name, value
