@@ -64,8 +64,6 @@ def _is_named(kind: Any) -> bool:  # noqa: ANN401 - an annotation is any object
 
 def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 - an annotation is any object
     """Return the value as the annotation wants it, lists as tuples."""
-    if wanted is Any:
-        return value
     outer = getattr(wanted, "__origin__", wanted)
     if _is_named(outer) and isinstance(value, dict):
         return from_plain(cast("type[Any]", wanted), cast("object", value), where)
@@ -77,7 +75,7 @@ def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 
         return {k: _checked(v, inner, f"{where}[{k!r}]") for k, v in entries.items()}
     if outer is float and type(value) is int:
         value = float(value)
-    if type(value) is outer:
+    if wanted is Any or type(value) is outer:
         return value
     return _checked_member(value, wanted, where)
 
