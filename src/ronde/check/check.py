@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from ronde.check.facts import HostFacts, Value
-from ronde.check.fleet import Fleet
+from ronde.check.fleet import Fleet, spell
 
 
 class Family(StrEnum):
@@ -114,6 +114,7 @@ def alike(
     severity: Severity,
     fact: str,
     title: str,
+    show: Callable[[Value], str] = spell,
 ) -> Callable[[Fleet], Iterator[Finding]]:
     """Return a judge that finds hosts in which a fact is not what most have.
 
@@ -124,10 +125,11 @@ def alike(
         severity: Of what it finds.
         fact: The fact's name.
         title: What the value is, for people: ``torch``.
+        show: Writes a value for people; what it writes alike is alike.
     """
 
     def judge(fleet: Fleet) -> Iterator[Finding]:
-        for host, value, usual in fleet.odd_ones(fact):
+        for host, value, usual in fleet.odd_ones(fact, show):
             yield Finding(name, severity, host, f"{title} {value}", usual)
 
     return judge

@@ -2,13 +2,22 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ronde.check.facts import HostFacts, Value
 
 MIN_MAJORITY = 3
 """Of fewer hosts none is in the minority."""
+
+
+def spell(value: Value) -> str:
+    """Return a value as people read it, equal ones alike."""
+    if isinstance(value, str):
+        return value or "(empty)"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return json.dumps(value, sort_keys=True)
 
 
 class Odd(NamedTuple):
@@ -42,12 +51,18 @@ class Fleet(NamedTuple):
             if all(name in facts.values for name in names):
                 yield facts
 
-    def odd_ones(self, name: str) -> Iterator[Odd]:
+    def odd_ones(
+        self, name: str, show: Callable[[Value], str] = spell
+    ) -> Iterator[Odd]:
         """Yield the hosts in which a fact is not what most hosts have.
 
         In a draw, or of two hosts, all are odd: who is right is not for a count to say.
+
+        Args:
+            name: The fact's name.
+            show: Writes a value for people; what it writes alike is alike.
         """
-        told = [(each.host, spell(each.values[name])) for each in self.having(name)]
+        told = [(each.host, show(each.values[name])) for each in self.having(name)]
         counts = Counter(value for _, value in told)
         if len(counts) < 2:
             return
@@ -59,12 +74,3 @@ class Fleet(NamedTuple):
                 yield Odd(host, value, f"{', '.join(others)} elsewhere")
             elif value != usual:
                 yield Odd(host, value, f"{usual} on {most} hosts")
-
-
-def spell(value: Value) -> str:
-    """Return a value as people read it, equal ones alike."""
-    if isinstance(value, str):
-        return value or "(empty)"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return json.dumps(value, sort_keys=True)

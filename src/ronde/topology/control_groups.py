@@ -13,7 +13,7 @@ def read_cpu_limit(root: str) -> float:
     Args:
         root: Where ``proc`` and ``sys`` are; empty for this machine.
     """
-    limits = [limit for group in _groups(root, "cpu") if (limit := _limit(group))]
+    limits = [limit for group in list_groups(root, "cpu") if (limit := _limit(group))]
     return min(limits, default=0.0)
 
 
@@ -24,7 +24,7 @@ def read_cpuset(root: str) -> int:
         root: Where ``proc`` and ``sys`` are; empty for this machine.
     """
     names = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
-    for group in _groups(root, "cpuset"):
+    for group in list_groups(root, "cpuset"):
         for name in names:
             cpus = read_list(f"{group}/{name}")
             if cpus:
@@ -32,8 +32,15 @@ def read_cpuset(root: str) -> int:
     return 0
 
 
-def _groups(root: str, controller: str) -> list[str]:
-    """Return the directories of this process's groups, each before what is above it."""
+def list_groups(root: str, controller: str) -> list[str]:
+    """Return the directories of this process's groups, each before what is above it.
+
+    Not all that are named need be there.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are; empty for this machine.
+        controller: What limits: ``cpu``, ``cpuset``, ``memory``, ``pids``.
+    """
     mounts = f"{root}/sys/fs/cgroup"
     found: list[str] = []
     for line in read_text(f"{root}/proc/self/cgroup").splitlines():
