@@ -96,6 +96,28 @@ def test_further_columns_come_after_theirs() -> None:
     assert titles == f"{TITLES[1]}          timestamp  %limit"
 
 
+def test_the_limit_is_told_with_what_nccl_counts_on() -> None:
+    limit = Limit(482.14, "18 NVLinks", "a pure ring less", 397.29, "NVLinks, too")
+    lines = heading_lines(heading(limit=limit))
+    first = lines.index("# limit: busbw at most 482.14 GB/s")
+    assert lines[first + 1 : first + 4] == [
+        "# limit: set by 18 NVLinks",
+        "# limit: NCCL counts on 397.29 GB/s, set by NVLinks, too",
+        "# limit: a pure ring less",
+    ]
+
+
+def test_more_than_the_limit_is_told_below_the_rows() -> None:
+    totals = Totals(peak_busbw_gb_per_s=600.0, peak_size_bytes=1 << 20)
+    known = heading(limit=Limit(482.14, "18 NVLinks"))
+    ended = ending_lines(known, Ending(totals, ended_at=AT))
+    (told,) = [line for line in ended if line.startswith("# limit: ")]
+    assert told.startswith("# limit: 124 % of the bound: something")
+    totals.peak_busbw_gb_per_s = 482.0
+    ended = ending_lines(known, Ending(totals, ended_at=AT))
+    assert not any(line.startswith("# limit: ") for line in ended)
+
+
 def test_single_iterations_have_four_columns_a_side() -> None:
     known = heading("-I", "1")
     line = row_line(measured(is_each_timed=True), known)
