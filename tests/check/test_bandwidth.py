@@ -77,7 +77,7 @@ def test_one_slow_host_is_named_and_nobody_else(num, data):
     hosts, links = judge_pairs(rates)
     assert [each.host for each in hosts] == [slow]
     assert set(hosts[0].partners) == set(rates) - {slow}
-    assert (hosts[0].sent, hosts[0].received) == (1.0, 1.0)
+    assert (hosts[0].sent, hosts[0].received, hosts[0].usual) == (1.0, 1.0, 10.0)
     assert links == ()
 
 
@@ -104,6 +104,8 @@ def test_whatever_was_measured_is_judged(rates):
     assert named <= set(rates)
     # A slow host's links are its own fault.
     assert all(not named & {each.host, each.other} for each in links)
+    # Nothing that is found is too odd to be told.
+    assert len(findings_of(rates)) == len(hosts) + len(links)
 
 
 def test_of_two_hosts_neither_is_slow():

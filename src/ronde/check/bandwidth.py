@@ -23,8 +23,8 @@ class SlowHost(NamedTuple):
         host: Its name.
         sent: Median over its partners of what it sends, GB/s.
         received: Median over its partners of what it receives, GB/s.
-        usual: Median over all hosts of their own medians, GB/s.
-        partners: With whom it was slow, the slowest first.
+        usual: Median of the pairs without a slow host, GB/s.
+        partners: With whom it is slow, the slowest first.
     """
 
     host: str
@@ -103,13 +103,17 @@ def judge_pairs(rates: Rates, share: float = SLOW_SHARE) -> Verdict:
     if not met:
         return Verdict((), ())
     medians = {host: median(partners.values()) for host, partners in met.items()}
-    usual = median(medians.values())
-    slow = {host for host, rate in medians.items() if rate < share * usual}
-    told = tuple(
-        _describe(host, rates, met[host], usual, share) for host in met if host in slow
-    )
+    limit = share * median(medians.values())
+    slow = {host for host, rate in medians.items() if rate < limit}
     others = {pair: rate for pair, rate in pairs.items() if not slow & {*pair}}
-    return Verdict(told, tuple(_slow_links(others, share)))
+    # Slow hosts draw down the medians of the others, all the more the fewer they are.
+    usual = median(others.values() or medians.values())
+    limit = share * usual
+    told = (_describe(h, rates, met[h], usual, limit) for h in met if h in slow)
+    links = (
+        SlowLink(*pair, rate, usual) for pair, rate in others.items() if rate < limit
+    )
+    return Verdict(tuple(told), tuple(links))
 
 
 def _pairs_of(rates: Rates) -> dict[tuple[str, str], float]:
@@ -121,20 +125,9 @@ def _pairs_of(rates: Rates) -> dict[tuple[str, str], float]:
 
 
 def _describe(
-    host: str, rates: Rates, met: Mapping[str, float], usual: float, share: float
+    host: str, rates: Rates, met: Mapping[str, float], usual: float, limit: float
 ) -> SlowHost:
     sent = median(rates[other][host] for other in met)
     received = median(rates[host][other] for other in met)
-    partners = sorted((o for o in met if met[o] < share * usual), key=lambda o: met[o])
+    partners = sorted((o for o in met if met[o] < limit), key=met.__getitem__)
     return SlowHost(host, sent, received, usual, tuple(partners))
-
-
-def _slow_links(
-    pairs: Mapping[tuple[str, str], float], share: float
-) -> Iterator[SlowLink]:
-    if not pairs:
-        return
-    usual = median(pairs.values())
-    for (host, other), rate in pairs.items():
-        if rate < share * usual:
-            yield SlowLink(host, other, rate, usual)

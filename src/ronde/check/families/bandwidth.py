@@ -14,9 +14,9 @@ _MAX_NAMED = 4
 
 def _judge_hosts(fleet: Fleet) -> Iterator[Finding]:
     for slow in judge_pairs(_rates_of(fleet)).hosts:
-        share = min(slow.sent, slow.received) / slow.usual
+        severity = _grade(min(slow.sent, slow.received), slow.usual)
         usual = f"{_spell(slow.usual)} between other hosts"
-        yield Finding("slow-host-link", _grade(share), slow.host, _tell(slow), usual)
+        yield Finding("slow-host-link", severity, slow.host, _tell(slow), usual)
 
 
 def _judge_links(fleet: Fleet) -> Iterator[Finding]:
@@ -28,7 +28,7 @@ def _judge_links(fleet: Fleet) -> Iterator[Finding]:
             "shows what an engine reaches; see the cables and switches between the two."
         )
         where = f"{link.host} - {link.other}"
-        severity = _grade(link.rate / link.usual)
+        severity = _grade(link.rate, link.usual)
         yield Finding("slow-pair", severity, where, what, usual, fix)
 
 
@@ -36,8 +36,8 @@ def _rates_of(fleet: Fleet) -> dict[str, dict[str, Value]]:
     return {facts.host: facts.values[_RATES] for facts in fleet.having(_RATES)}
 
 
-def _grade(share: float) -> Severity:
-    return Severity.FAIL if share < _CRAWL_SHARE else Severity.WARN
+def _grade(rate: float, usual: float) -> Severity:
+    return Severity.FAIL if rate < _CRAWL_SHARE * usual else Severity.WARN
 
 
 def _tell(slow: SlowHost) -> str:
