@@ -33,6 +33,18 @@ class Kept(NamedTuple):
     findings: tuple[Finding, ...]
 
 
+class Earlier(NamedTuple):
+    """A run that was kept.
+
+    Attributes:
+        created_at: When, UTC, ISO 8601.
+        kept: What was known then.
+    """
+
+    created_at: str
+    kept: Kept
+
+
 class Change(NamedTuple):
     """A fact of a host that is not what it was.
 
@@ -83,7 +95,7 @@ def save(path: Path, kept: Kept) -> None:
         ) from None
 
 
-def load_last(path: Path) -> Kept:
+def load_last(path: Path) -> Earlier:
     """Return the last run in a file of records.
 
     Raises:
@@ -102,9 +114,10 @@ def load_last(path: Path) -> Kept:
             "has no run. Type: ronde check --save FILE"
         )
     try:
-        return from_plain(Kept, records[-1].values, f"{path}: run")
+        kept = from_plain(Kept, records[-1].values, f"{path}: run")
     except PlainValueError as error:
         raise UsageError(f"{error} Was it written by ronde check --save?") from None
+    return Earlier(records[-1].created_at, kept)
 
 
 def compare(before: Kept, after: Kept) -> Changes:

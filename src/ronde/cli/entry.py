@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -19,12 +19,16 @@ verbs:
   run    start a program once for every slot of one host or of many
   bench  measure collectives and training steps; read others' results
   trace  say who waited for whom in a job, from its timeline
+  check  say of every host whether it is ready, what is wrong, and what to type
   topo   show how a machine's GPUs, adapters and cores are connected, and how fast
 
 ronde VERB --help says more of a verb; ronde --version says which ronde this is.
 """
 
-_VERBS = "run, bench, trace or topo"
+Verb = Callable[[Sequence[str]], int]
+"""Takes the words after the verb's name; returns the exit code."""
+
+_VERBS = "run, bench, trace, check or topo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,18 +82,11 @@ def _dispatch(words: list[str]) -> int:
             print(help_text(), end="")
         case ["run", *rest]:
             return _run(rest)
-        case ["bench", *rest]:
-            from ronde.cli.bench import run as run_bench
+        case [("bench" | "trace" | "check" | "topo") as verb, *rest]:
+            from importlib import import_module
 
-            return run_bench(rest)
-        case ["trace", *rest]:
-            from ronde.cli.trace import run as run_trace
-
-            return run_trace(rest)
-        case ["topo", *rest]:
-            from ronde.cli.topo import run as run_topo
-
-            return run_topo(rest)
+            run_verb: Verb = import_module(f"ronde.cli.{verb}").run
+            return run_verb(rest)
         case _:
             verb = words[0]
             raise UsageError(

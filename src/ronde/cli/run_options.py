@@ -150,6 +150,12 @@ def _add_timeline_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_place_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add(
+        "--sync",
+        default="",
+        metavar="DIR",
+        help="copy DIR to the same path on every other host first",
+    )
     add("--chdir", default="", metavar="DIR", help="directory the ranks start in")
     add(
         "--interface",

@@ -16,7 +16,7 @@ def add_ssh_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how other hosts are reached.
 
     Args:
-        parser: Of ``ronde run``.
+        parser: Of ``ronde run``, or of another verb that needs agents on hosts.
     """
     add = parser.add_argument
     add(
@@ -39,12 +39,6 @@ def add_ssh_options(parser: argparse.ArgumentParser) -> None:
         default=sys.executable,
         metavar="PATH",
         help=f"Python on the other hosts (default: the same as here, {sys.executable})",
-    )
-    add(
-        "--sync",
-        default="",
-        metavar="DIR",
-        help="copy DIR to the same path on every other host first",
     )
 
 

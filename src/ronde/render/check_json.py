@@ -8,7 +8,9 @@ from ronde import __version__
 from ronde.check.check import Check, Finding
 from ronde.check.facts import HostFacts
 from ronde.check.judging import Judgement
+from ronde.check.keeping import Changes
 from ronde.check.verdict import Verdict
+from ronde.plain_values import to_plain
 from ronde.render.check_findings import fix_of
 
 FORM = "ronde-check"
@@ -23,6 +25,7 @@ def checked_as_json(
     checks: Mapping[str, Check],
     *,
     exit_code: int,
+    changes: Changes | None = None,
 ) -> str:
     """Return one object of JSON, in several lines.
 
@@ -32,8 +35,9 @@ def checked_as_json(
         verdict: What comes of it.
         checks: By id; a finding without a fix of its own has the check's.
         exit_code: What the command ends with.
+        changes: Since an earlier run, where there is one to compare with.
     """
-    content = {
+    content: dict[str, Any] = {
         "form": FORM,
         "schema": SCHEMA,
         "ronde": __version__,
@@ -47,6 +51,8 @@ def checked_as_json(
             "not_ready": verdict.faulty,
         },
     }
+    if changes is not None:
+        content["changes"] = to_plain(changes)
     return json.dumps(content, indent=1) + "\n"
 
 

@@ -1,0 +1,250 @@
+"""The options of ``ronde check``, its help, and what they ask for."""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from ronde.check.check import Check, Family
+from ronde.check.facts import Value
+from ronde.check.families.taking_part import TAKING_PART
+from ronde.cli.host_options import add_host_options, find_hosts
+from ronde.cli.ssh_options import add_ssh_options
+from ronde.errors import UsageError
+from ronde.launch.hosts.host import Host
+from ronde.launch.hosts.names import MAX_SLOTS, parse_number
+from ronde.units import parse_duration_s
+
+_MAX_BURN_S = 24 * 3600.0
+
+_EPILOG = """\
+verbs:
+  ronde check list          what is checked, a line each
+  ronde check explain ID    all about one check
+
+In the table: ok, ! warning, x not ready, ? could not be read, - nothing to check.
+What could not be read is listed and is no fault.
+
+exit code: 0 all hosts are ready, 1 warnings, with --strict, 2 a host is not ready,
+3 no host could be asked, 64 bad words, 130 after Ctrl-C.
+
+examples:
+  ronde check                                     this machine
+  ronde check -H node[1-8] --path /data --write-hostfile good.txt
+  ronde run --hostfile good.txt train.py
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage and exit with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. Type: ronde check --help")
+
+
+class CheckRequest(NamedTuple):
+    """What is to be checked.
+
+    Attributes:
+        options: As they were parsed.
+        hosts: Those to be asked, at least one.
+        settings: For probes and checks; see ``Reading``.
+        checks: To be made, at least one.
+    """
+
+    options: argparse.Namespace
+    hosts: tuple[Host, ...]
+    settings: dict[str, Value]
+    checks: tuple[Check, ...]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return what reads the words after ``ronde check``."""
+    parser = _Parser(
+        prog="ronde check",
+        usage="ronde check [-H HOSTS | --hostfile FILE] [options]",
+        description="Say of every host whether it is ready for training, what is "
+        "wrong, and what to type.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="print this and exit")
+    add_host_options(parser)
+    add_ssh_options(parser)
+    _add_subject(parser)
+    _add_output(parser)
+    return parser
+
+
+def _add_subject(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--ranks", metavar="N", help="ranks that are to run on each host")
+    add(
+        "--path",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="folder that all hosts must share; may stand several times",
+    )
+    add(
+        "--file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="file that must be equal on all hosts; may stand several times",
+    )
+    add(
+        "--burn",
+        default="0",
+        metavar="TIME",
+        help="also multiply matrices that long, as 30s; results must be equal",
+    )
+    add(
+        "--bandwidth",
+        action="store_true",
+        help="also measure TCP between hosts, pair by pair",
+    )
+    add(
+        "--only",
+        action="append",
+        metavar="NAME[,NAME]",
+        help="make these checks alone: families or ids of ronde check list",
+    )
+    add(
+        "--skip",
+        action="append",
+        metavar="NAME[,NAME]",
+        help="leave these out",
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--strict", action="store_true", help="end with 1 where there are warnings")
+    add("--json", action="store_true", help="print one object of JSON")
+    add(
+        "--save",
+        default="",
+        metavar="FILE",
+        help="append all facts and findings to FILE, a line of JSON a run",
+    )
+    add(
+        "--since",
+        default="",
+        metavar="FILE",
+        help="say what has changed since the last run that was saved there",
+    )
+    add(
+        "--write-hostfile",
+        default="",
+        metavar="FILE",
+        help="write the hosts that are ready to FILE, for ronde run --hostfile",
+    )
+
+
+def read_request(
+    options: argparse.Namespace, environ: Mapping[str, str], checks: Sequence[Check]
+) -> CheckRequest:
+    """Return what the options ask for.
+
+    Args:
+        options: From ``make_parser``.
+        environ: This process's environment.
+        checks: All that there are.
+
+    Raises:
+        UsageError: It cannot be.
+    """
+    chosen = _choose(options, checks)
+    hosts = find_hosts(options, environ)
+    settings: dict[str, Value] = {
+        "paths": [_absolute(path) for path in options.path],
+        "files": [_absolute(path) for path in options.file],
+        "burn_s": _burn_s(options.burn),
+        "bandwidth": options.bandwidth,
+    }
+    if options.ranks is not None:
+        settings["num_ranks"] = parse_number(
+            options.ranks, "ranks", "--ranks", lowest=1, highest=MAX_SLOTS
+        )
+    elif any(host.slots > 0 for host in hosts):
+        settings["num_ranks"] = max(host.slots for host in hosts)
+    for option in ("save", "write_hostfile"):
+        _require_writable(getattr(options, option), f"--{option.replace('_', '-')}")
+    return CheckRequest(options, hosts, settings, chosen)
+
+
+def find_check(name: str, checks: Sequence[Check], said_by: str) -> Check:
+    """Return the check of an id.
+
+    Raises:
+        UsageError: There is none.
+    """
+    found = [check for check in checks if check.id == name]
+    if found:
+        return found[0]
+    raise _unknown(name, [check.id for check in checks], said_by, "a check's id")
+
+
+def _choose(options: argparse.Namespace, checks: Sequence[Check]) -> tuple[Check, ...]:
+    only = _names("--only", options.only, checks)
+    skipped = _names("--skip", options.skip, checks)
+    chosen = tuple(
+        check
+        for check in checks
+        # A host that does not answer is no answer to any question.
+        if not only or check.id == TAKING_PART or {check.id, check.family} & only
+        if not {check.id, check.family} & skipped
+    )
+    if not chosen:
+        raise UsageError(
+            "--skip must leave a check to be made, got all of them. Drop a name."
+        )
+    return chosen
+
+
+def _names(
+    option: str, given: Sequence[str] | None, checks: Sequence[Check]
+) -> frozenset[str]:
+    known = [*Family, *(check.id for check in checks)]
+    names = [n.strip() for text in given or () for n in text.split(",") if n.strip()]
+    for name in names:
+        if name not in known:
+            raise _unknown(name, known, option, "a family or a check's id")
+    return frozenset(names)
+
+
+def _unknown(name: str, known: Sequence[str], said_by: str, kind: str) -> UsageError:
+    likely = get_close_matches(name, known, n=1)
+    cure = f"Type: {likely[0]}" if likely else "Type: ronde check list"
+    return UsageError(f"{said_by} must name {kind}, got {name!r}. {cure}")
+
+
+def _burn_s(text: str) -> float:
+    try:
+        burn_s = parse_duration_s(text)
+    except ValueError as error:
+        raise UsageError(f"--burn: {error}") from None
+    if burn_s > _MAX_BURN_S:
+        raise UsageError(f"--burn must be at most a day, got {text}. Give less.")
+    return burn_s
+
+
+def _absolute(path: str) -> str:
+    if not path:
+        raise UsageError("--path and --file must name something, got ''. Name it.")
+    return str(Path(path).absolute())
+
+
+def _require_writable(text: str, option: str) -> None:
+    """Refuse what cannot be written before anything starts."""
+    path = Path(text)
+    place = path if path.exists() else path.parent
+    if text and (path.is_dir() or not os.access(place, os.W_OK)):
+        raise UsageError(
+            f"{option} must be a file that can be written, got {text}. Name another."
+        )
