@@ -1,0 +1,427 @@
+"""What is installed on hosts: read from files, and judged among hosts."""
+
+import hashlib
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+import ronde
+from ronde.check.catalogue import PROBES
+from ronde.check.check import Finding, Severity
+from ronde.check.facts import HostFacts, UnreadableError
+from ronde.check.families.versions import CHECKS, count_threads
+from ronde.check.fleet import Fleet
+from ronde.check.probes.versions import (
+    ABSENT,
+    count_cpus,
+    digest_code,
+    find_nccl,
+    find_other_nccl,
+    read_driver,
+    read_packages,
+    read_torch,
+    select_environment,
+)
+from ronde.check.probing import run_probes
+
+HEALTHY: dict[str, Any] = {
+    "versions.ronde": "0.1.0",
+    "versions.ronde_code": "0123456789ab",
+    "versions.python": "3.11.7",
+    "versions.python_series": "3.11",
+    "versions.python_path": "/usr/bin/python3",
+    "versions.torch": "2.13.0",
+    "versions.torch_build": "CUDA 12.8",
+    "versions.packages": {"numpy": "2.4.6", "tqdm": "4.70.1"},
+    "versions.nccl": "2.28.9",
+    "versions.nccl_elsewhere": [],
+    "versions.driver": "NVIDIA 570.86.15",
+    "versions.environment": {"NCCL_DEBUG": "WARN"},
+    "versions.num_cpus": 16,
+}
+
+
+def fleet(*changes: dict[str, Any], **settings: object) -> Fleet:
+    """Return healthy hosts node1, node2, ... with some facts changed in each."""
+    hosts = tuple(
+        HostFacts(
+            f"node{n}",
+            HEALTHY | {f"versions.{name}": value for name, value in each.items()},
+            {},
+            {},
+        )
+        for n, each in enumerate(changes, 1)
+    )
+    return Fleet(hosts, settings)
+
+
+def found(of: Fleet) -> list[Finding]:
+    return [finding for check in CHECKS for finding in check.judge(of)]
+
+
+def test_this_host_tells_all_its_facts() -> None:
+    outcome = run_probes({"versions": PROBES["versions"]}, {})["versions"]
+    assert outcome.failure == ""
+    assert set(outcome.values) == set(HEALTHY)
+    assert outcome.unreadable == {}
+    assert outcome.values["versions.ronde"] == ronde.__version__
+    assert outcome.values["versions.torch"] == version("torch")
+
+
+def test_torch_is_not_imported() -> None:
+    program = """
+import sys
+from ronde.check.facts import Reading
+from ronde.check.probes.versions import read
+read(Reading({}))
+sys.exit("torch" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_healthy_fleet_gives_no_findings() -> None:
+    for size in (1, 2, 3):
+        assert found(fleet(*({} for _ in range(size)))) == []
+
+
+def test_a_fleet_without_gpus_or_torch_says_only_that_there_is_no_torch() -> None:
+    bare: dict[str, Any] = {
+        "torch": ABSENT,
+        "torch_build": ABSENT,
+        "nccl": ABSENT,
+        "driver": ABSENT,
+        "packages": {},
+        "environment": {},
+    }
+    findings = found(fleet(bare, bare, bare))
+    assert {f.check for f in findings} == {"torch-installed"}
+    assert {f.severity for f in findings} == {Severity.WARN}
+    assert findings[0].what == "torch is not installed for /usr/bin/python3"
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "check", "severity"),
+    [
+        ("ronde", "0.0.9", "ronde", Severity.WARN),
+        ("ronde_code", "ffffffffffff", "ronde", Severity.WARN),
+        ("python_series", "3.12", "python", Severity.FAIL),
+        ("python", "3.11.9", "python", Severity.WARN),
+        ("torch", "2.12.0", "torch", Severity.FAIL),
+        ("torch_build", "CPU", "torch", Severity.FAIL),
+        ("nccl", "2.29.3", "nccl", Severity.FAIL),
+        ("driver", "NVIDIA 550.54.15", "gpu-driver", Severity.WARN),
+        ("packages", {"numpy": "2.4.6"}, "packages", Severity.WARN),
+        ("environment", {}, "environment", Severity.WARN),
+    ],
+)
+def test_the_one_of_three_that_differs_is_named(
+    fact: str, value: object, check: str, severity: Severity
+) -> None:
+    (finding,) = found(fleet({}, {fact: value}, {}))
+    assert (finding.check, finding.host) == (check, "node2")
+    assert finding.severity == severity
+    assert finding.usual.endswith("on 2 hosts")
+
+
+def test_of_two_that_differ_both_are_told() -> None:
+    findings = found(fleet({}, {"torch": "2.12.0"}))
+    assert [(f.host, f.what, f.usual) for f in findings] == [
+        ("node1", "torch 2.13.0", "2.12.0 elsewhere"),
+        ("node2", "torch 2.12.0", "2.13.0 elsewhere"),
+    ]
+
+
+def test_another_python_is_told_once_by_what_weighs_most() -> None:
+    other = {"python_series": "3.12", "python": "3.12.1"}
+    findings = found(fleet({}, other, {"python": "3.11.9"}, {}, {}))
+    assert [(f.host, f.severity, f.what) for f in findings] == [
+        ("node2", Severity.FAIL, "Python 3.12"),
+        ("node3", Severity.WARN, "Python 3.11.9"),
+    ]
+
+
+def test_packages_that_differ_are_told_together_and_not_without_end() -> None:
+    usual = {f"p{n}": "1.0" for n in range(9)}
+    other = usual | {f"p{n}": "2.0" for n in range(5)}
+    (finding,) = found(
+        fleet({"packages": usual}, {"packages": usual}, {"packages": other})
+    )
+    assert finding.what == "p0 2.0, p1 2.0, p2 2.0 and 2 more"
+    assert finding.usual == "1.0 on 2 hosts; 1.0 on 2 hosts; 1.0 on 2 hosts"
+
+
+def test_a_package_that_is_missing_is_told_so() -> None:
+    (finding,) = found(fleet({"packages": {"numpy": "2.4.6"}}, {}, {}))
+    assert finding.what == f"tqdm {ABSENT}"
+
+
+def test_packages_that_are_judged_apart_are_not_told_twice() -> None:
+    packages = {"numpy": "2.4.6", "tqdm": "4.70.1"}
+    more = packages | {"torch": "2.12.0", "nvidia-nccl-cu12": "2.27.3", "pip": "1"}
+    assert found(fleet({}, {}, {"packages": more})) == []
+
+
+def test_a_variable_of_one_host_is_told_with_its_value() -> None:
+    (finding,) = found(
+        fleet({}, {}, {"environment": {"NCCL_DEBUG": "WARN", "NCCL_ALGO": "Ring"}})
+    )
+    assert finding.what == "NCCL_ALGO=Ring"
+    assert finding.usual == "(not set) on 2 hosts"
+
+
+@pytest.mark.parametrize(
+    ("version", "num_bad"),
+    [
+        ("2.26.1", 0),
+        ("2.26.2", 1),
+        ("2.26.5", 1),
+        ("2.27.7", 1),
+        ("2.27.8", 0),
+        ("2.28.9", 0),
+        (ABSENT, 0),
+        ("", 0),
+    ],
+)
+def test_nccl_that_may_crash_is_known(version: str, num_bad: int) -> None:
+    findings = found(fleet({"nccl": version}))
+    assert [f.check for f in findings] == ["nccl-ras"] * num_bad
+
+
+def test_nccl_that_may_crash_is_fine_with_its_thread_off() -> None:
+    off = {"NCCL_RAS_ENABLE": "0"}
+    assert found(fleet({"nccl": "2.27.3", "environment": off})) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "num_bad"), [("2.10.1+cu128", 1), ("2.11.0", 0), ("dev", 0)]
+)
+def test_torch_that_is_too_old_is_known(version: str, num_bad: int) -> None:
+    findings = found(fleet({"torch": version}))
+    assert [(f.check, f.severity) for f in findings] == [
+        ("torch-installed", Severity.FAIL)
+    ] * num_bad
+
+
+def test_another_nccl_matters_only_beside_a_wheel() -> None:
+    other = {"nccl_elsewhere": ["/opt/nccl/lib/libnccl.so.2.18.1"]}
+    (finding,) = found(fleet(other))
+    assert finding.check == "nccl-elsewhere"
+    assert "/opt/nccl/lib/libnccl.so.2.18.1" in finding.what
+    assert found(fleet(other | {"nccl": ABSENT})) == []
+
+
+@pytest.mark.parametrize(
+    ("threads", "num_ranks", "num_bad"),
+    [
+        ("16", None, 0),
+        ("17", None, 1),
+        ("4", 4, 0),
+        ("5", 4, 1),
+        ("4,2", 4, 0),
+        ("many", 4, 0),
+    ],
+)
+def test_threads_are_counted_against_cpus(
+    threads: str, num_ranks: int | None, num_bad: int
+) -> None:
+    settings = {} if num_ranks is None else {"num_ranks": num_ranks}
+    changes = {"environment": {"OMP_NUM_THREADS": threads}}
+    findings = found(fleet(changes, **settings))
+    assert [f.check for f in findings] == ["threads"] * num_bad
+
+
+def test_the_fix_for_too_many_threads_fits() -> None:
+    changes = {"environment": {"OMP_NUM_THREADS": "8"}, "num_cpus": 6.5}
+    (finding,) = found(fleet(changes, num_ranks=4))
+    assert finding.what == "4 ranks * OMP_NUM_THREADS=8 is more than 6.5 CPUs"
+    assert finding.fix == "export OMP_NUM_THREADS=1"
+
+
+@given(st.text())
+def test_any_number_of_threads_is_read(text: str) -> None:
+    assert count_threads({"OMP_NUM_THREADS": text}) >= 0
+
+
+VERSION_FILE = """\
+from typing import Optional
+__all__ = ['__version__', 'cuda']
+__version__ = '2.9.0+cu126'
+debug = False
+cuda: Optional[str] = {cuda}
+hip: Optional[str] = {hip}
+"""
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "build"),
+    [
+        ("'12.6'", "None", "CUDA 12.6"),
+        ("None", "'6.4.43482'", "HIP 6.4.43482"),
+        ("None", "None", "CPU"),
+    ],
+)
+def test_torch_tells_what_it_was_built_for(
+    tmp_path: Path, cuda: str, hip: str, build: str
+) -> None:
+    (tmp_path / "version.py").write_text(VERSION_FILE.format(cuda=cuda, hip=hip))
+    assert read_torch(tmp_path) == ("2.9.0+cu126", build)
+
+
+def test_torch_that_is_not_there_is_no_fault() -> None:
+    assert read_torch(None) == (ABSENT, ABSENT)
+
+
+@pytest.mark.parametrize("text", ["", "__version__ = compute()\n"])
+def test_torch_that_tells_no_version_is_unreadable(tmp_path: Path, text: str) -> None:
+    (tmp_path / "version.py").write_text(text)
+    with pytest.raises(KeyError):
+        read_torch(tmp_path)
+
+
+def test_packages_are_known_by_the_names_of_their_directories(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for name in (
+        "first/PyYAML-6.0.3.dist-info",
+        "first/nvidia_nccl_cu12-2.27.3.dist-info",
+        "first/scikit_learn-1.9.1.dist-info",
+        "first/torch-2.13.0+cpu.dist-info",
+        "first/numpy",
+        "second/distro_info-1.5-py3.11.egg-info",
+        "second/PyYAML-5.0.dist-info",
+        "second/broken.dist-info",
+    ):
+        (tmp_path / name).mkdir(parents=True)
+    packages = read_packages(["", str(first), str(second), str(tmp_path / "none")])
+    assert packages == {
+        "pyyaml": "6.0.3",
+        "nvidia-nccl-cu12": "2.27.3",
+        "scikit-learn": "1.9.1",
+        "torch": "2.13.0+cpu",
+        "distro-info": "1.5",
+    }
+    assert find_nccl(packages) == "2.27.3"
+    assert find_nccl({}) == ABSENT
+
+
+def test_an_nccl_in_the_way_is_found(tmp_path: Path) -> None:
+    library = tmp_path / "libnccl.so.2.18.1"
+    library.touch()
+    (tmp_path / "libnccl.so.2").symlink_to(library)
+    environ = {
+        "LD_LIBRARY_PATH": f":/nowhere:{tmp_path}",
+        "LD_PRELOAD": "/x/libnccl.so.2 /x/libjemalloc.so",
+    }
+    assert find_other_nccl(environ) == ["/x/libnccl.so.2", str(library)]
+    assert find_other_nccl({}) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "driver"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n",
+            "NVIDIA 535.104.05",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for arm64  570.86.15\nGCC 12\n",
+            "NVIDIA 570.86.15",
+        ),
+    ],
+)
+def test_the_driver_tells_its_version(tmp_path: Path, told: str, driver: str) -> None:
+    path = tmp_path / "proc/driver/nvidia/version"
+    path.parent.mkdir(parents=True)
+    path.write_text(told)
+    assert read_driver(str(tmp_path)) == driver
+
+
+def test_a_driver_of_amd_a_strange_one_and_none(tmp_path: Path) -> None:
+    assert read_driver(str(tmp_path)) == ABSENT
+    amd = tmp_path / "sys/module/amdgpu/version"
+    amd.parent.mkdir(parents=True)
+    amd.write_text("6.8.5\n")
+    assert read_driver(str(tmp_path)) == "amdgpu 6.8.5"
+    nvidia = tmp_path / "proc/driver/nvidia/version"
+    nvidia.parent.mkdir(parents=True)
+    nvidia.write_text("something else\n")
+    with pytest.raises(UnreadableError, match="something else"):
+        read_driver(str(tmp_path))
+
+
+def test_settings_are_those_that_ranks_would_find() -> None:
+    own = {
+        "NCCL_DEBUG": "WARN",
+        "NCCL_ALGO": "Ring",
+        "RONDE_COOKIE": "of a job",
+        "HOME": "/root",
+        "CUDA_VISIBLE_DEVICES": "GPU-8a7b,GPU-1c2d",
+        "LD_PRELOAD": "/x.so",
+    }
+    assert select_environment(own, {"NCCL_DEBUG": "INFO", "PATH": "/bin"}) == {
+        "CUDA_VISIBLE_DEVICES": "2 by UUID",
+        "LD_PRELOAD": "/x.so",
+        "NCCL_ALGO": "Ring",
+        "NCCL_DEBUG": "INFO",
+    }
+
+
+def test_a_long_value_is_cut_and_still_told_from_another() -> None:
+    values = [
+        select_environment({"NCCL_X": "a" * 300 + end}, {})["NCCL_X"] for end in "bc"
+    ]
+    assert values[0] != values[1]
+    assert all(len(value) < 250 for value in values)
+    mark = hashlib.sha256(b"a" * 300 + b"b").hexdigest()[:8]
+    assert values[0].endswith(f"(sha256 {mark})")
+
+
+def test_secrets_are_not_among_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RONDE_API_KEY", "hunter2")
+    monkeypatch.setenv("NCCL_PROXY", "https://me:hunter2@host/")
+    outcome = run_probes({"versions": PROBES["versions"]}, {})["versions"]
+    environment = outcome.values["versions.environment"]
+    assert {"RONDE_API_KEY", "NCCL_PROXY"} <= set(environment)
+    assert "hunter2" not in str(outcome)
+
+
+def test_code_is_told_from_other_code(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/b.py").write_text("1")
+    before = digest_code(tmp_path)
+    (tmp_path / "a/b.pyc").write_text("2")
+    assert digest_code(tmp_path) == before
+    (tmp_path / "a/b.py").rename(tmp_path / "b.py")
+    moved = digest_code(tmp_path)
+    (tmp_path / "b.py").write_text("2")
+    assert len({before, moved, digest_code(tmp_path)}) == 3
+
+
+def cpu_tree(root: Path, quota: str) -> str:
+    for path, text in {
+        "sys/devices/system/cpu/online": "0-3",
+        "proc/self/cgroup": "0::/",
+        "sys/fs/cgroup/cpu.max": quota,
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text + "\n")
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("quota", "num_cpus"),
+    [("max 100000", 4), ("150000 100000", 1.5), ("900000 100000", 4)],
+)
+def test_cpus_are_threads_cut_to_the_quota(
+    tmp_path: Path, quota: str, num_cpus: float
+) -> None:
+    assert count_cpus(cpu_tree(tmp_path, quota)) == num_cpus
+
+
+def test_a_tree_without_cpus_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableError):
+        count_cpus(str(tmp_path))
