@@ -1,0 +1,299 @@
+"""Programs on one machine reach each other through real sockets."""
+
+import socket
+import struct
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from hypothesis import given, strategies as st
+from tests.check.programs import panel_of
+
+from ronde.check.operations.path_mtu import measure_mtu, own_end
+from ronde.check.operations.reaching import (
+    LARGE_BYTES,
+    listen,
+    nearest_rank,
+    reach,
+)
+from ronde.check.operations.receiving import ECHO, FRAME, SINK, receive_exactly
+from ronde.check.operations.site import Site
+from ronde.check.steps import reaching
+
+TOKEN = "0123456789abcdef"  # noqa: S105
+LOOPBACK_MTU = 65536
+
+
+@pytest.fixture
+def site():
+    with ExitStack() as closing:
+        yield Site({}, closing)
+
+
+def doors(site, ports=()):
+    return listen(site, {"token": TOKEN, "ports": ports})
+
+
+def reach_one(site, ports, udp_port, token=TOKEN):
+    target = {"name": "b", "address": "127.0.0.1", "ports": ports, "udp_port": udp_port}
+    asked = {"name": "a", "token": token, "targets": [target]}
+    return reach(site, asked)["reached"]["b"]
+
+
+@contextmanager
+def served(serve):
+    """Run a server of a test's own for one connection; yield its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(receive_exactly(connection, len(TOKEN)))
+                serve(connection)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
+
+
+def test_what_works_is_told_with_its_figures(site):
+    opened = doors(site)
+    begun_s = time.monotonic()
+    told = reach_one(site, opened["ports"], opened["udp_port"])
+    took_s = time.monotonic() - begun_s
+    assert not told["error"]
+    assert not told["lost_bytes"]
+    assert 0 < told["rtt_s"] <= told["p99_s"] < took_s
+    # 256 KiB at least went there meanwhile.
+    assert told["mb_per_s"] > 0.262144 / took_s
+    assert (told["interface"], told["own_mtu"]) == ("lo", LOOPBACK_MTU)
+    # No IP packet is larger than its 16-bit length.
+    assert told["mtu"] == 65535
+    assert set(listen(site, {})["heard"]) == {"a"}
+
+
+def test_a_second_question_opens_no_more(site):
+    assert doors(site) == doors(site)
+
+
+def test_named_ports_are_tried_and_those_in_use_told(site):
+    with (
+        socket.create_server(("", 0)) as taken,
+        socket.create_server(("", 0)) as passing,
+    ):
+        busy, free = taken.getsockname()[1], passing.getsockname()[1]
+        passing.close()
+        opened = doors(site, [busy, free])
+    assert opened["busy"] == (busy,)
+    assert free in opened["ports"]
+    assert len(opened["ports"]) == 3
+
+
+def test_a_closed_port_is_refused(site):
+    opened = doors(site)
+    with socket.create_server(("127.0.0.1", 0)) as closing:
+        closed = closing.getsockname()[1]
+    told = reach_one(site, [*opened["ports"], closed], opened["udp_port"])
+    assert told["error"] == f"port {closed}: connection refused"
+    assert told["is_refused"]
+    assert "mb_per_s" not in told
+
+
+def test_a_port_that_never_answers_costs_a_second(site):
+    opened = doors(site)
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = full.getsockname()
+        # One connection fills the queue of zero; the kernel drops what comes then.
+        with socket.create_connection(address), ExitStack() as filling:
+            for _ in range(2):
+                more = filling.enter_context(socket.socket())
+                more.setblocking(False)
+                more.connect_ex(address)
+            begun_s = time.monotonic()
+            told = reach_one(site, [address[1]], opened["udp_port"])
+            took_s = time.monotonic() - begun_s
+    assert told["error"] == f"port {address[1]}: no answer"
+    assert not told["is_refused"]
+    assert took_s < 3
+
+
+def test_large_messages_that_get_lost_are_no_closed_port(site):
+    opened = doors(site)
+
+    def serve(connection):
+        while True:
+            _, size = FRAME.unpack(receive_exactly(connection, FRAME.size))
+            message = receive_exactly(connection, size)
+            if size > 1000:
+                return connection.recv(1)
+            connection.sendall(message)
+
+    with served(serve) as port:
+        told = reach_one(site, [port], opened["udp_port"])
+    assert not told["error"]
+    assert told["lost_bytes"] == LARGE_BYTES
+    assert told["rtt_s"] > 0
+
+
+def test_a_connection_that_breaks_is_told(site):
+    opened = doors(site)
+    with served(lambda connection: None) as port:
+        told = reach_one(site, [port], opened["udp_port"])
+    assert told["error"].startswith("an open connection breaks")
+
+
+def test_a_transfer_is_as_slow_as_the_receiver(site):
+    opened = doors(site)
+    pause_s = 0.1
+
+    def serve(connection):
+        while header := connection.recv(FRAME.size, socket.MSG_WAITALL):
+            kind, size = FRAME.unpack(header)
+            message = receive_exactly(connection, size)
+            if kind == SINK:
+                threading.Event().wait(pause_s)
+            connection.sendall(message if kind == ECHO else b"\1")
+
+    with served(serve) as port:
+        told = reach_one(site, [port], opened["udp_port"])
+    # 256 KiB in no less than the pause, and nothing larger is tried after it.
+    assert 0 < told["mb_per_s"] <= 0.262144 / pause_s
+
+
+def test_who_does_not_know_the_token_gets_nothing(site):
+    opened = doors(site)
+    told = reach_one(site, opened["ports"], opened["udp_port"], token="f" * 16)
+    assert told["error"]
+    assert told["mtu"] is None
+    assert doors(site)["heard"] == {}
+
+
+def test_a_frame_that_is_too_long_ends_the_connection(site):
+    opened = doors(site)
+    address = ("127.0.0.1", opened["ports"][0])
+    with socket.create_connection(address, 5.0) as connection:
+        connection.sendall(TOKEN.encode() + FRAME.pack(ECHO, 0xFFFFFFFF))
+        assert receive_exactly(connection, len(TOKEN)) == TOKEN.encode()
+        assert connection.recv(1) == b""
+
+
+def test_ports_are_closed_at_the_end():
+    with ExitStack() as closing:
+        port = doors(Site({}, closing))["ports"][0]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 1.0)
+
+
+@pytest.mark.parametrize("limit", [600, 1371, 1500, 9000, 9001])
+def test_the_path_mtu_is_found_to_the_byte(limit):
+    """A receiver of the test's own, deaf to packets above a size."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.settimeout(5.0)
+
+        def answer():
+            while True:
+                datagram, sender = deaf.recvfrom(65535)
+                if not datagram:
+                    return
+                if len(datagram) + 28 <= limit:
+                    size = struct.pack("!H", len(datagram))
+                    deaf.sendto(TOKEN.encode() + size, sender)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        port = deaf.getsockname()[1]
+        found = measure_mtu("127.0.0.1", port, TOKEN.encode(), "a", 9000)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ending:
+            ending.sendto(b"", ("127.0.0.1", port))
+        thread.join()
+    assert found == min(limit, 9000)
+
+
+def test_where_no_datagram_is_answered_the_mtu_is_unknown():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        assert measure_mtu("127.0.0.1", port, TOKEN.encode(), "a", 1500) is None
+
+
+def test_no_route_no_interface():
+    assert own_end("") == ("", 0)
+    assert own_end("127.0.0.1") == ("lo", LOOPBACK_MTU)
+
+
+def test_the_99th_percentile_of_a_hundred_is_the_second_largest():
+    assert nearest_rank([float(n) for n in range(1, 101)], 0.99) == 99.0
+    assert nearest_rank([5.0], 0.99) == 5.0
+    assert nearest_rank([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
+
+
+def test_three_programs_reach_each_other():
+    addresses = {"a": "127.0.0.1", "b": "127.0.0.2", "c": "127.0.0.3"}
+    with panel_of(addresses) as panel:
+        begun_s = time.monotonic()
+        reaching.run(panel)
+        took_s = time.monotonic() - begun_s
+    assert took_s < 10
+    for name, facts in panel.facts.items():
+        assert not facts.unreadable
+        told = facts.values[reaching.REACH]
+        assert set(told) == set(addresses) - {name}
+        assert all(not each["error"] for each in told.values())
+        assert facts.values[reaching.MTU] == LOOPBACK_MTU
+        assert facts.values[reaching.ADDRESS] == addresses[name]
+        assert facts.values[reaching.BUSY] == []
+
+
+def test_one_program_has_nobody_to_reach():
+    with panel_of({"a": ""}) as panel:
+        reaching.run(panel)
+    assert panel.facts["a"].values == {}
+
+
+def test_a_program_that_has_ended_is_left_out():
+    addresses = {"a": "127.0.0.1", "b": "127.0.0.2", "c": "127.0.0.3"}
+    with panel_of(addresses) as panel:
+        panel._interview.programs["b"].kill()
+        panel._interview.programs["b"].wait()
+        reaching.run(panel)
+    assert set(panel.facts["a"].values[reaching.REACH]) == {"c"}
+    assert panel.facts["b"].unreadable == {reaching.REACH: "its program has ended"}
+
+
+@given(st.integers(2, 80))
+def test_who_reaches_one_is_reached_by_it(num):
+    names = [f"n{i}" for i in range(num)]
+    plan = reaching.plan_partners(names)
+    pairs = {(name, other) for name, others in plan.items() for other in others}
+    assert all((other, name) in pairs for name, other in pairs)
+    assert all(name != other for name, other in pairs)
+    numbers = {len(others) for others in plan.values()}
+    assert numbers == ({num - 1} if num <= 32 else {10})
+    # The nth partners of all hosts are all different: nobody is met by two at once.
+    for nth in zip(*plan.values(), strict=True):
+        assert len(set(nth)) == num
+
+
+FINE = {
+    "error": "", "is_refused": False, "lost_bytes": 0, "own_mtu": 1500, "mtu": 1500,
+    "rtt_s": 0.001, "p99_s": 0.002, "mb_per_s": 100.0,
+}  # fmt: skip
+
+
+def test_one_success_of_two_is_believed():
+    bad = {"error": "port 5: no answer", "is_refused": False, "lost_bytes": 0}
+    assert reaching.better(bad, FINE) == FINE
+    assert reaching.better(FINE, bad) == FINE
+    assert reaching.better(bad, bad)["error"]
+
+
+def test_of_two_times_the_better_counts():
+    first = FINE | {"p99_s": 0.5, "mb_per_s": 3.0}
+    second = FINE | {"rtt_s": 0.002, "p99_s": 0.003, "mb_per_s": 2.0, "mtu": None}
+    expected = FINE | {"rtt_s": 0.002, "p99_s": 0.003, "mb_per_s": 3.0}
+    assert reaching.better(first, second) == expected
