@@ -1,0 +1,84 @@
+"""Hosts and checks made by hand."""
+
+from ronde.check.check import Check, Family, Severity, alike, each_host
+from ronde.check.facts import HostFacts
+from ronde.check.fleet import Fleet
+
+
+def make_check(name, family, severity, judge, *facts, fix="do the right thing"):
+    return Check(
+        id=name,
+        family=family,
+        title=f"{name} is as it should be",
+        reads="/proc/self/limits",
+        threshold="at least 32 GiB",
+        source="a vendor's guide",
+        severity=severity,
+        fix=fix,
+        needs="",
+        why="training crawls",
+        facts=facts,
+        judge=judge,
+    )
+
+
+def _tell_small(value):
+    return f"{value} GiB can be locked" if value < 32 else ""
+
+
+CHECKS = (
+    make_check(
+        "locked-memory",
+        Family.HOST,
+        Severity.FAIL,
+        each_host("locked-memory", Severity.FAIL, "host.memlock_gib", _tell_small),
+        "host.memlock_gib",
+        fix="ulimit -l unlimited",
+    ),
+    make_check(
+        "governor",
+        Family.HOST,
+        Severity.WARN,
+        alike("governor", Severity.WARN, "host.governor", "governor"),
+        "host.governor",
+    ),
+    make_check(
+        "torch",
+        Family.VERSIONS,
+        Severity.FAIL,
+        alike("torch", Severity.FAIL, "versions.torch", "torch"),
+        "versions.torch",
+    ),
+    make_check(
+        "gpu-heat",
+        Family.GPU,
+        Severity.FAIL,
+        each_host("gpu-heat", Severity.FAIL, "gpu.heat", lambda _: ""),
+        "gpu.heat",
+    ),
+    make_check(
+        "latency",
+        Family.NETWORK,
+        Severity.WARN,
+        each_host("latency", Severity.WARN, "network.reach", lambda _: ""),
+        "network.reach",
+    ),
+)
+
+NO_GPU = "/dev/nvidia0: permission denied; root would help"
+
+
+def make_host(name, *, memlock=64, governor="performance", torch="2.13"):
+    """Return facts of a host; nobody looked at its network, its GPU is unreadable."""
+    values = {
+        "host.memlock_gib": memlock,
+        "host.governor": governor,
+        "versions.torch": torch,
+    }
+    return HostFacts(name, values, {"gpu.": NO_GPU}, {"host": 0.1})
+
+
+def make_fleet(num_hosts, **odd):
+    """Return hosts node1, node2, ...; ``node2={...}`` says what is odd in one."""
+    names = [f"node{number}" for number in range(1, num_hosts + 1)]
+    return Fleet(tuple(make_host(name, **odd.get(name, {})) for name in names), {})

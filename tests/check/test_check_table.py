@@ -1,0 +1,232 @@
+"""The table of hosts, the findings below it, and the verdict."""
+
+import json
+import re
+import time
+
+import pytest
+from tests.check.fleets import CHECKS, NO_GPU, make_check, make_fleet
+
+from ronde import __version__
+from ronde.check.check import Check, Family, Finding, Severity
+from ronde.check.judging import Judgement, Unread, judge
+from ronde.check.keeping import Changes
+from ronde.check.verdict import decide
+from ronde.render.check_findings import tell_findings, tell_unread, tell_verdict
+from ronde.render.check_json import checked_as_json
+from ronde.render.check_table import tabulate_hosts
+
+BY_ID = {check.id: check for check in CHECKS}
+
+
+def table(fleet, **options):
+    names = [facts.host for facts in fleet.hosts]
+    return tabulate_hosts(names, judge(fleet, CHECKS), CHECKS, **options)
+
+
+def rows(text):
+    return [line.split() for line in text.splitlines()]
+
+
+def verdict(fleet):
+    names = [facts.host for facts in fleet.hosts]
+    findings = judge(fleet, CHECKS).findings
+    return tell_verdict(decide(names, findings, len(names)), findings)
+
+
+def test_a_host_with_nothing_wrong():
+    assert table(make_fleet(1)) == (
+        "host   versions  gpu  host  network\nnode1  ok        ?    ok    -\n"
+    )
+
+
+def test_each_mark_is_the_worst_of_its_cell():
+    fleet = make_fleet(4, node2={"memlock": 8, "governor": "powersave"})
+    assert rows(table(fleet)) == [
+        ["host", "versions", "gpu", "host", "network"],
+        ["node[1,3-4]", "ok", "?", "ok", "-"],
+        ["node2", "ok", "?", "x", "-"],
+    ]
+    fleet = make_fleet(4, node2={"governor": "powersave"})
+    assert rows(table(fleet))[2] == ["node2", "ok", "?", "!", "-"]
+
+
+def test_colours_are_around_marks_alone():
+    fleet = make_fleet(3, node2={"memlock": 8})
+    coloured = table(fleet, is_coloured=True)
+    assert "\x1b[1;31mx\x1b[0m" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == table(fleet)
+
+
+def test_many_hosts_keep_to_the_width():
+    odd = {f"node{n}": {"memlock": 8} for n in range(1, 64, 2)}
+    fleet = make_fleet(64, **odd)
+    text = table(fleet)
+    assert max(map(len, text.splitlines())) <= 80
+    named = re.findall(r"\d+", text)
+    assert sorted(map(int, named)) == list(range(1, 65))
+
+
+def test_hosts_that_could_not_be_asked_have_a_row():
+    found = Finding("locked-memory", Severity.FAIL, "node9", "cannot be asked")
+    judgement = Judgement((found,), (), {})
+    text = tabulate_hosts(["node9"], judgement, CHECKS)
+    assert rows(text)[1] == ["node9", "-", "-", "x", "-"]
+
+
+def test_what_is_found_elsewhere_does_not_break_the_table():
+    found = Finding("latency", Severity.FAIL, "node1 to node2", "slow")
+    text = tabulate_hosts(["node1"], Judgement((found,), (), {}), CHECKS)
+    assert rows(text)[1] == ["node1", "-", "-", "-", "-"]
+
+
+def test_equal_findings_are_told_once():
+    odd = {f"node{n}": {"memlock": 8} for n in (3, 4, 5)}
+    findings = judge(make_fleet(8, **odd), CHECKS).findings
+    assert tell_findings(findings, BY_ID) == (
+        "x locked-memory: node[3-5]\n"
+        "    8 GiB can be locked\n"
+        "    fix: ulimit -l unlimited\n"
+    )
+
+
+def test_findings_that_differ_share_their_fix():
+    fleet = make_fleet(4, node1={"memlock": 8}, node2={"memlock": 16})
+    text = tell_findings(judge(fleet, CHECKS).findings, BY_ID)
+    assert text.count("fix:") == 1
+    assert "    node1: 8 GiB can be locked\n    node2: 16 GiB can be locked\n" in text
+
+
+def test_what_is_usual_stands_with_what_is_seen():
+    fleet = make_fleet(4, node2={"torch": "2.11"})
+    text = tell_findings(judge(fleet, CHECKS).findings, BY_ID)
+    assert "torch 2.11, but 2.13 on 3 hosts" in text
+
+
+def test_a_hundred_values_do_not_flood():
+    odd = {f"node{n}": {"memlock": n % 31} for n in range(1, 101)}
+    text = tell_findings(judge(make_fleet(100, **odd), CHECKS).findings, BY_ID)
+    assert "more\n" in text
+    assert len(text.splitlines()) < 20
+
+
+def test_a_finding_has_its_own_fix_before_the_checks():
+    found = Finding("governor", Severity.INFORM, "a", "it is so", fix="leave it")
+    assert tell_findings([found], BY_ID) == (
+        "i governor: a\n    it is so\n    fix: leave it\n"
+    )
+
+
+def test_what_could_not_be_read_is_told_once():
+    text = tell_unread(judge(make_fleet(5), CHECKS).unread)
+    assert text.count(NO_GPU.split(":")[0]) == 1
+    assert "node[1-5]" in text
+    assert "gpu-heat" in text
+    assert "latency" not in text
+    assert tell_unread([]) == ""
+
+
+def test_unread_checks_of_one_reason_are_together():
+    unread = [Unread(c, h, "no root") for c in ("a", "b") for h in ("n1", "n2")]
+    assert tell_unread(unread).splitlines()[1:] == ["? n[1-2]: no root (a, b)"]
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "odd", "last"),
+    [
+        (1, {}, "1 of 1 host is ready"),
+        (3, {}, "3 of 3 hosts are ready"),
+        (1, {"node1": {"memlock": 8}}, "node1 is not ready: locked-memory"),
+        (
+            4,
+            {"node2": {"governor": "powersave"}},
+            "4 of 4 hosts are ready, with warnings on 1 of them",
+        ),
+        (
+            3,
+            {"node2": {"memlock": 8, "torch": "2.11"}},
+            "1 of 3 ... node2 is not ready: torch, locked-memory",
+        ),
+    ],
+)
+def test_the_verdict_is_the_last_line(num_hosts, odd, last):
+    told = verdict(make_fleet(num_hosts, **odd)).splitlines()
+    assert told[-1] == last.rpartition("... ")[2]
+
+
+def test_the_verdict_counts_who_is_ready():
+    told = verdict(make_fleet(5, node2={"memlock": 8}, node3={"memlock": 8}))
+    assert told == ("3 of 5 hosts are ready\nnode[2-3] are not ready: locked-memory\n")
+
+
+def test_nobody_answered():
+    assert tell_verdict(decide(["a"], [], 0), []).startswith("no host could be asked")
+
+
+def test_a_finding_on_no_host_counts():
+    link = Finding("latency", Severity.FAIL, "a to b", "slow")
+    decided = decide(["a", "b"], [link], 2)
+    assert decided.is_faulty
+    assert decided.ready == ("a", "b")
+    assert not decide(["a"], [link._replace(severity=Severity.INFORM)], 1).is_faulty
+
+
+def test_json_holds_facts_findings_and_verdict():
+    fleet = make_fleet(3, node2={"memlock": 8})
+    judgement = judge(fleet, CHECKS)
+    names = [facts.host for facts in fleet.hosts]
+    decided = decide(names, judgement.findings, 3)
+    changes = Changes((), (), (), ("node3",), ())
+    told = json.loads(
+        checked_as_json(
+            fleet.hosts, judgement, decided, BY_ID, exit_code=2, changes=changes
+        )
+    )
+    assert (told["form"], told["schema"], told["ronde"]) == (
+        "ronde-check",
+        1,
+        __version__,
+    )
+    assert [host["host"] for host in told["hosts"]] == names
+    assert told["hosts"][1]["values"]["host.memlock_gib"] == 8
+    assert told["findings"] == [
+        {
+            "check": "locked-memory",
+            "severity": "fail",
+            "host": "node2",
+            "what": "8 GiB can be locked",
+            "usual": "",
+            "fix": "ulimit -l unlimited",
+        }
+    ]
+    assert {each["check"] for each in told["unread"]} == {"gpu-heat"}
+    assert told["verdict"] == {
+        "exit_code": 2,
+        "ready": ["node1", "node3"],
+        "warned": [],
+        "not_ready": ["node2"],
+    }
+    assert told["changes"]["new_hosts"] == ["node3"]
+
+
+def test_seventy_checks_of_64_hosts_are_judged_in_a_second():
+    """CPU time, for others use the machine too: a hundredth of it is usual."""
+    checks: list[Check] = []
+    for number in range(14):
+        checks += [each._replace(id=f"{each.id}-{number}") for each in CHECKS]
+    assert len(checks) == 70
+    fleet = make_fleet(64, **{f"node{n}": {"memlock": 8} for n in range(0, 64, 2)})
+    names = [facts.host for facts in fleet.hosts]
+    begun_s = time.process_time()
+    judgement = judge(fleet, checks)
+    tabulate_hosts(names, judgement, checks)
+    tell_findings(judgement.findings, {check.id: check for check in checks})
+    tell_unread(judgement.unread)
+    assert time.process_time() - begun_s < 1.0
+
+
+def test_families_without_checks_have_no_column():
+    only = [make_check("a", Family.STORAGE, Severity.WARN, lambda _: iter(()))]
+    fleet = make_fleet(2)
+    text = tabulate_hosts(["node1", "node2"], judge(fleet, only), only)
+    assert rows(text) == [["host", "storage"], ["node[1-2]", "ok"]]

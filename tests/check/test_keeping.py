@@ -1,0 +1,177 @@
+"""Facts that are kept, and what has changed since."""
+
+import pytest
+from hypothesis import given, strategies as st
+from tests.check.fleets import CHECKS, make_fleet
+
+from ronde.check.check import Finding, Severity
+from ronde.check.facts import HostFacts
+from ronde.check.judging import judge
+from ronde.check.keeping import Change, Kept, compare, load_last, save
+from ronde.errors import UsageError
+from ronde.render.check_changes import tell_changes
+
+
+def kept(fleet):
+    return Kept(fleet.hosts, judge(fleet, CHECKS).findings)
+
+
+def host(name="a", **values):
+    return Kept((HostFacts(name, values, {}, {}),), ())
+
+
+def changed(before, after):
+    """Return the facts that differ, without the host."""
+    facts = compare(host(**before), host(**after)).facts
+    return {each.fact: (each.before, each.after) for each in facts}
+
+
+def test_what_is_saved_last_is_loaded(tmp_path):
+    path = tmp_path / "facts.jsonl"
+    first, last = kept(make_fleet(3)), kept(make_fleet(2, node2={"memlock": 8}))
+    assert last.findings
+    save(path, first)
+    assert load_last(path).kept == first
+    save(path, last)
+    assert load_last(path).kept == last
+    assert len(path.read_text().splitlines()) == 2
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FACTS = st.dictionaries(st.text(max_size=4), JSON, max_size=4)
+
+
+@given(FACTS)
+def test_any_facts_come_back(tmp_path_factory, values):
+    path = tmp_path_factory.mktemp("kept") / "facts"
+    save(path, host() if not values else Kept((HostFacts("a", values, {}, {}),), ()))
+    again = load_last(path).kept
+    assert again.hosts[0].values == values
+    assert not any(compare(again, again))
+
+
+@given(FACTS, FACTS)
+def test_changes_are_told_of_any_facts(before, after):
+    old, new = (Kept((HostFacts("a", v, {}, {}),), ()) for v in (before, after))
+    there, back = compare(old, new).facts, compare(new, old).facts
+    assert {(c.fact, c.before, c.after) for c in there} == {
+        (c.fact, c.after, c.before) for c in back
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "--since must be a file that can be read"),
+        (b"", "has no run"),
+        (b"\xff\xfe", "--since must be a file that can be read"),
+        (b"[1]\n", ":1: "),
+        (b'{"schema": 9}\n', "schema must be 1, got 9"),
+    ],
+)
+def test_what_holds_no_run_is_refused(tmp_path, content, why):
+    path = tmp_path / "facts"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=why):
+        load_last(path)
+
+
+def test_a_run_of_another_form_is_refused(tmp_path):
+    path = tmp_path / "facts"
+    save(path, host())
+    path.write_text(path.read_text().replace('"unreadable"', '"strange"'))
+    with pytest.raises(UsageError, match=r"must have the fields .*unreadable"):
+        load_last(path)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(UsageError, match="--save must be a file"):
+        save(tmp_path, host())
+
+
+def test_changed_facts_are_told_by_place():
+    before = {"host.kernel": "5.15", "network.nics": {"eth0": {"mtu": 1500}}}
+    after = {"host.kernel": "6.1", "network.nics": {"eth0": {"mtu": 9000}}}
+    assert changed(before, after) == {
+        "host.kernel": ("5.15", "6.1"),
+        "network.nics[eth0][mtu]": ("1500", "9000"),
+    }
+
+
+def test_items_of_lists_are_told_apart():
+    before = {"gpu.devices": [{"ecc": True}, {"ecc": True}]}
+    after = {"gpu.devices": [{"ecc": True}, {"ecc": False}]}
+    assert changed(before, after) == {"gpu.devices[1][ecc]": ("on", "off")}
+    assert changed({"a": [1, 2]}, {"a": [1, 3]}) == {"a": ("[1, 2]", "[1, 3]")}
+
+
+def test_what_is_measured_anew_has_not_changed():
+    assert changed({"rtt_s": 0.1}, {"rtt_s": 0.9}) == {}
+    assert changed({"free_bytes": 100 << 20}, {"free_bytes": 95 << 20}) == {}
+    assert changed({"free_bytes": 100 << 20}, {"free_bytes": 80 << 20})
+    assert changed({"num_flaps": 100}, {"num_flaps": 101})
+
+
+def test_what_could_not_be_read_has_not_changed():
+    assert changed({"a": 1}, {}) == {}
+    assert changed({}, {"a": 1}) == {}
+    assert changed({"a": {"b": 1}}, {"a": {"b": 1, "c": 2}}) == {
+        "a[c]": ("(none)", "2")
+    }
+
+
+def test_findings_that_came_and_went():
+    before, after = make_fleet(3, node1={"memlock": 8}), make_fleet(3)
+    changes = compare(kept(before), kept(after))
+    assert [each.host for each in changes.gone] == ["node1"]
+    assert changes.new == ()
+    changes = compare(kept(after), kept(before))
+    assert [(each.check, each.host) for each in changes.new] == [
+        ("locked-memory", "node1")
+    ]
+    assert changes.facts == (Change("node1", "host.memlock_gib", "64", "8"),)
+
+
+def test_a_finding_in_other_words_is_no_new_one():
+    before = make_fleet(1, node1={"memlock": 8})
+    after = make_fleet(1, node1={"memlock": 9})
+    changes = compare(kept(before), kept(after))
+    assert (changes.new, changes.gone) == ((), ())
+
+
+def test_hosts_that_came_and_went():
+    before, after = make_fleet(2), make_fleet(3, node3={"memlock": 8})
+    changes = compare(kept(before), kept(after))
+    assert (changes.new_hosts, changes.gone_hosts) == (("node3",), ())
+    assert changes.new == ()
+    changes = compare(kept(after), kept(before))
+    assert (changes.new_hosts, changes.gone_hosts) == ((), ("node3",))
+
+
+def test_a_host_that_answers_no_more_is_a_new_finding():
+    absent = Finding("taking-part", Severity.FAIL, "node2", "cannot be asked: refused")
+    after = Kept(make_fleet(1).hosts, (absent,))
+    changes = compare(kept(make_fleet(2)), after)
+    assert changes.new == (absent,)
+    assert changes.gone_hosts == ()
+
+
+def test_changes_in_words():
+    before = make_fleet(8)
+    odd = {f"node{n}": {"memlock": 8} for n in (3, 4, 5)}
+    text = tell_changes(compare(kept(before), kept(make_fleet(8, **odd))), "noon")
+    assert text == (
+        "since noon:\n"
+        "  new on node[3-5]: locked-memory: 8 GiB can be locked\n"
+        "  node[3-5]: host.memlock_gib was 64, is 8\n"
+    )
+    same = compare(kept(before), kept(before))
+    assert tell_changes(same, "noon") == "since noon:\n  nothing has changed\n"
