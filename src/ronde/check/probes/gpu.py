@@ -1,0 +1,157 @@
+"""GPUs of NVIDIA's: what NVML says of them, and what the kernel shows.
+
+What each GPU answers to a question is a list in NVML's order, with nothing for a GPU to
+which the question does not apply. A host without a driver for them has ``gpu.count`` 0
+and none of these.
+"""
+
+from ronde.check.facts import Reading, UnreadableError, Value
+from ronde.check.nvml.driver import NvmlDriver
+from ronde.check.nvml.questions import (
+    GPU_IS_LOST,
+    NO_PERMISSION,
+    NOT_SUPPORTED,
+    RESET_REQUIRED,
+    GpuQuestion,
+    HostQuestion,
+    Nvml,
+    RefusedError,
+)
+from ronde.check.probes.gpu_log import read_xids
+from ronde.check.probes.gpu_paths import read_acs, read_direct_rdma, read_is_virtual
+from ronde.check.probes.gpu_presence import read_cards, read_files, read_module
+from ronde.topology.cpu_sets import format_list
+from ronde.topology.kernel_files import list_names, read_text
+from ronde.topology.probes.nvml import NoNvmlError, open_nvml
+
+COUNT = "gpu.count"
+LOST = "gpu.lost"
+"""Of each GPU: why nothing more can be had of it; empty of one that answers."""
+
+_GONE = {GPU_IS_LOST, RESET_REQUIRED}
+
+
+def fact_of(question: HostQuestion | GpuQuestion) -> str:
+    """Return the name of the fact that an answer becomes."""
+    return f"gpu.{question.value}"
+
+
+ALL_ANSWERS = [fact_of(question) for question in (*HostQuestion, *GpuQuestion)] + [LOST]
+
+
+def read(reading: Reading) -> None:
+    """Collect all facts ``gpu.*``."""
+    root = str(reading.settings.get("root", "/")).rstrip("/")
+    cards = read_cards(root)
+    module = read_module(root)
+    files = read_files(root)
+    reading.values |= {
+        "gpu.cards": cards,
+        "gpu.kernel_module": module,
+        "gpu.files": files,
+        "gpu.nvml_error": "",
+    }
+    if not (module or files):
+        # What cards there are then stands idle, and one finding says so.
+        reading.values[COUNT] = 0
+        return
+    if not root:
+        _ask_driver(reading)
+    reading.keep("gpu.is_virtual", lambda: read_is_virtual(root))
+    reading.keep("gpu.xids", lambda: read_xids(root))
+    reading.keep("gpu.direct_rdma", lambda: read_direct_rdma(root, module))
+    reading.keep("gpu.acs", lambda: read_acs(root, [each["address"] for each in cards]))
+    reading.keep("gpu.own_cpus", lambda: _own_cpus(root))
+    reading.values["gpu.imex_channels"] = len(
+        list_names(f"{root}/dev/nvidia-caps-imex-channels")
+    )
+
+
+def keep_answers(reading: Reading, nvml: Nvml) -> None:
+    """Take down all that NVML answers.
+
+    Args:
+        reading: Gets the facts ``ALL_ANSWERS``.
+        nvml: Is asked.
+    """
+    for question in HostQuestion:
+        reading.keep(fact_of(question), lambda q=question: _host_answer(nvml, q))
+    numbers = range(reading.values.get(COUNT) or 0)
+    lost = dict.fromkeys(numbers, "")
+    for question in GpuQuestion:
+        _keep_gpu_answers(reading, nvml, question, lost)
+    reading.values[LOST] = list(lost.values())
+    with reading.reading(fact_of(GpuQuestion.PROCESSES)):
+        _name_processes(reading.values.get(fact_of(GpuQuestion.PROCESSES), []))
+
+
+def _ask_driver(reading: Reading) -> None:
+    with reading.reading(*ALL_ANSWERS):
+        try:
+            with open_nvml() as nvml:
+                keep_answers(reading, NvmlDriver(nvml))
+        except NoNvmlError as error:
+            if error.__cause__ is not None:
+                # It is there, and something is wrong with it.
+                reading.values["gpu.nvml_error"] = str(error.__cause__)
+            raise UnreadableError(str(error)) from error
+
+
+def _host_answer(nvml: Nvml, question: HostQuestion) -> Value:
+    try:
+        return nvml.ask_host(question)
+    except RefusedError as error:
+        if error.code == NOT_SUPPORTED:
+            return None
+        raise UnreadableError(_reason(error)) from error
+
+
+def _keep_gpu_answers(
+    reading: Reading, nvml: Nvml, question: GpuQuestion, lost: dict[int, str]
+) -> None:
+    """Take down the answers of all GPUs; some may answer where others do not.
+
+    Args:
+        reading: Gets them.
+        nvml: Is asked.
+        question: What.
+        lost: By number, the GPUs; gets the reason for one that is gone.
+    """
+    answers: list[Value] = []
+    refused: dict[int, str] = {}
+    for number in lost:
+        answer = None
+        try:
+            answer = nvml.ask_gpu(question, number)
+        except RefusedError as error:
+            if error.code in _GONE:
+                lost[number] = str(error)
+            elif error.code != NOT_SUPPORTED:
+                refused[number] = _reason(error)
+        answers.append(answer)
+    if refused:
+        reason = next(iter(refused.values()))
+        which = format_list(refused)
+        reading.unreadable[fact_of(question)] = f"of GPU {which}: {reason}"
+    if len(refused) < len(lost) or not lost:
+        reading.values[fact_of(question)] = answers
+
+
+def _reason(error: RefusedError) -> str:
+    would_help = "; root would help" if error.code == NO_PERMISSION else ""
+    return f"{error}{would_help}"
+
+
+def _name_processes(of_gpus: list[Value]) -> None:
+    for each in (each for processes in of_gpus for each in processes or ()):
+        # A container sees not the processes of others.
+        each["command"] = read_text(f"/proc/{each['pid']}/comm")
+
+
+def _own_cpus(root: str) -> str:
+    """Return the CPUs that a program may use, as the kernel lists them."""
+    fields = (
+        line.partition(":")
+        for line in read_text(f"{root}/proc/self/status").split("\n")
+    )
+    return next(v.strip() for key, _, v in fields if key == "Cpus_allowed_list")

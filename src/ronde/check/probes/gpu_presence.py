@@ -1,0 +1,69 @@
+"""Signs of GPUs of NVIDIA's that need no answer of NVML's."""
+
+import os
+import re
+
+from ronde.check.facts import Value
+from ronde.topology.kernel_files import list_names, read_text
+from ronde.topology.pci import read_link
+from ronde.topology.probes.pci_kinds import is_gpu
+from ronde.topology.probes.sysfs_devices import read_functions
+
+_NVIDIA = 0x10DE
+_CARD = re.compile(r"nvidia\d+")
+_VERSION = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s")
+
+
+def read_cards(root: str) -> list[Value]:
+    """Return ``address`` and ``driver``, empty for none, of each card on the bus.
+
+    Args:
+        root: Where ``sys`` is; empty for this machine.
+    """
+    return [
+        {"address": address, "driver": _driver(root, address)}
+        for address, each in read_functions(root).items()
+        if each.vendor == _NVIDIA and is_gpu(each.class_code, each.vendor)
+    ]
+
+
+def read_module(root: str) -> str:
+    """Return the version of the kernel's module; empty if it is not loaded.
+
+    Args:
+        root: Where ``proc`` is; empty for this machine.
+    """
+    text = read_text(f"{root}/proc/driver/nvidia/version")
+    match = _VERSION.search(text)
+    if match is None:
+        return ""
+    return f"{match[1]} (open)" if "Open Kernel Module" in text else match[1]
+
+
+def read_files(root: str) -> dict[str, str]:
+    """Return the device files: why each cannot be opened, empty for one that can be.
+
+    Args:
+        root: Where ``dev`` is; empty for this machine.
+    """
+    names = list_names(f"{root}/dev")
+    found = [name for name in names if _CARD.fullmatch(name)]
+    if not found:
+        return {}
+    wanted = [*found, "nvidiactl"]
+    # With its helper, CUDA makes this one as soon as it needs it.
+    if not os.path.exists(f"{root}/usr/bin/nvidia-modprobe"):  # noqa: PTH110
+        wanted.append("nvidia-uvm")
+    return {f"/dev/{name}": _trouble(f"{root}/dev/{name}") for name in wanted}
+
+
+def _driver(root: str, address: str) -> str:
+    return read_link(f"{root}/sys/bus/pci/devices/{address}/driver").rpartition("/")[2]
+
+
+def _trouble(path: str) -> str:
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
