@@ -135,8 +135,8 @@ CHECKS = (
         title="the GPUs' PCI links have all their lanes",
         reads="NVML's width of each link, and what is possible in this host; the "
         "generation now is not looked at, for idle GPUs lower it",
-        threshold="the width that is possible (a warning in virtual machines); width and "
-        "highest generation as most GPUs of the model have",
+        threshold="the width that is possible (else a warning in virtual machines); width "
+        "and highest generation as most GPUs of the model have",
         source="NVIDIA's NVML manual: nvmlDeviceGetMaxPcieLinkWidth",
         severity=Severity.FAIL,
         fix="seat the card or its cable anew; look at the slot's settings in the BIOS",
