@@ -9,12 +9,34 @@ Pair = tuple[str, str]
 """From whom, to whom."""
 
 Reached = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""By the host's and the other's name: see ``ronde.check.operations.reaching.reach``."""
+"""By the host's and the other's name: the fact ``REACH``."""
+
+REACH = "network.reach"
+"""Fact: by the other host's name, what ``operations.reaching.reach`` tells of it.
+
+Where connecting failed, ``is_heard`` says whether datagrams arrived there.
+"""
+
+ADDRESS = "network.address"
+"""Fact: the address by which others reach this host; empty if they have no route."""
+
+MTU = "network.peer_mtu"
+"""Fact: of the interface that leads to most other hosts, in bytes."""
+
+BUSY = "network.busy_ports"
+"""Fact: ports that the user wants to be free and that are in use."""
 
 TAIL_RATIO = 10.0
+"""A 99th percentile round trip so many times the median is a tail,"""
+
 MIN_TAIL_S = 0.010
+"""and not below this: a busy machine's scheduler makes milliseconds."""
+
 SLOW_SHARE = 0.3
+"""Slow is what has less than this share of the usual speed."""
+
 MIN_HOSTS = 3
+"""Of fewer there is no usual speed."""
 
 
 def failing_pairs(reached: Reached) -> list[Pair]:
@@ -78,29 +100,31 @@ def lagging_pairs(reached: Reached) -> list[Pair]:
     ]
 
 
-def slow_pairs(reached: Reached) -> dict[Pair, float]:
-    """Return the pairs with transfers far slower than usual, and their share of that.
+def usual_speed(reached: Reached) -> float:
+    """Return the usual speed in 1e6 bytes a second; 0 for less than ``MIN_HOSTS``.
 
-    Usual is the median over hosts of the fastest that each takes part in: one slow
-    host among three makes two of three links slow, but only itself.
+    It is the median over hosts of the fastest transfer that each takes part in: one
+    slow host among three makes two of three links slow, but only itself.
     """
-    speeds = {
+    fastest: dict[str, float] = {}
+    for pair, speed in _speeds(reached).items():
+        for host in pair:
+            fastest[host] = max(fastest.get(host, 0.0), speed)
+    return statistics.median(fastest.values()) if len(fastest) >= MIN_HOSTS else 0.0
+
+
+def slow_pairs(reached: Reached) -> list[Pair]:
+    """Return the pairs with transfers far slower than usual."""
+    least = SLOW_SHARE * usual_speed(reached)
+    return [pair for pair, speed in _speeds(reached).items() if speed < least]
+
+
+def _speeds(reached: Reached) -> dict[Pair, float]:
+    return {
         (host, other): told["mb_per_s"]
         for host, others in reached.items()
         for other, told in others.items()
         if told.get("mb_per_s")
-    }
-    fastest: dict[str, float] = {}
-    for pair, speed in speeds.items():
-        for host in pair:
-            fastest[host] = max(fastest.get(host, 0.0), speed)
-    if len(fastest) < MIN_HOSTS:
-        return {}
-    usual = statistics.median(fastest.values())
-    return {
-        pair: speed / usual
-        for pair, speed in speeds.items()
-        if speed < SLOW_SHARE * usual
     }
 
 

@@ -8,6 +8,10 @@ from typing import Any
 from ronde.check.facts import Value
 from ronde.check.operations.receiving import TOKEN_BYTES
 from ronde.check.reachability import (
+    ADDRESS,
+    BUSY,
+    MTU,
+    REACH,
     failing_pairs,
     lagging_pairs,
     lossy_pairs,
@@ -15,19 +19,6 @@ from ronde.check.reachability import (
     slow_pairs,
 )
 from ronde.check.steps.panel import Panel, Reply
-
-REACH = "network.reach"
-"""Fact: by the other host's name, what ``operations.reaching.reach`` tells of it; and
-``is_heard``, where connecting failed: whether datagrams arrived there."""
-
-ADDRESS = "network.address"
-"""Fact: the address by which others reach this host; empty if they have no route."""
-
-MTU = "network.peer_mtu"
-"""Fact: of the interface that leads to most other hosts, in bytes."""
-
-BUSY = "network.busy_ports"
-"""Fact: ports that the user wants to be free and that are in use."""
 
 MAX_ALL_PAIRS = 32
 """Of more hosts, each reaches its neighbours in a ring, and some at random."""

@@ -1,0 +1,220 @@
+"""What hosts tell of each other is judged: which host do the faults share?"""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.check.check import Severity
+from ronde.check.facts import HostFacts
+from ronde.check.families.network_reach import CHECKS
+from ronde.check.fleet import Fleet
+from ronde.check.judging import judge
+from ronde.check.reachability import blame, lost_pairs, slow_pairs, usual_speed
+
+FINE = {
+    "error": "", "is_refused": False, "lost_bytes": 0, "interface": "eth0",
+    "own_mtu": 1500, "mtu": 1500, "rtt_s": 2e-4, "p99_s": 4e-4, "mb_per_s": 110.0,
+}  # fmt: skip
+CLOSED = {
+    "error": "port 4001: no answer", "is_refused": False, "lost_bytes": 0,
+    "interface": "eth0", "own_mtu": 1500, "mtu": None, "is_heard": False,
+}  # fmt: skip
+
+
+def fleet_of(num, changed, **facts):
+    """Return hosts ``n1`` .. that reach each other, but for what is changed by pair."""
+    names = [f"n{i + 1}" for i in range(num)]
+    return Fleet(
+        tuple(
+            HostFacts(
+                name,
+                {
+                    "network.reach": {
+                        other: FINE | changed.get((name, other), {})
+                        for other in names
+                        if other != name
+                    },
+                    "network.address": f"10.0.0.{name[1:]}",
+                    "network.peer_mtu": 1500,
+                    "network.busy_ports": [],
+                    **facts.get(name, {}),
+                },
+                {},
+                {},
+            )
+            for name in names
+        ),
+        {},
+    )
+
+
+def found(fleet):
+    return {(each.check, each.host): each for each in judge(fleet, CHECKS).findings}
+
+
+def pairs_with(host, num):
+    others = [f"n{i + 1}" for i in range(num) if f"n{i + 1}" != host]
+    return [(host, o) for o in others] + [(o, host) for o in others]
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 40])
+def test_nothing_is_found_where_all_is_well(num):
+    assert not found(fleet_of(num, {}))
+
+
+def test_a_host_behind_a_firewall_is_named_and_no_other():
+    told = found(fleet_of(4, {(f"n{i}", "n2"): CLOSED for i in (1, 3, 4)}))
+    assert set(told) == {("reachable", "n2")}
+    finding = told["reachable", "n2"]
+    assert finding.severity == Severity.FAIL
+    assert finding.what == (
+        "n1, n3, n4 cannot connect to it; the other way it works; port 4001: no answer"
+    )
+    assert "from n1 to n2" in finding.fix
+
+
+def test_a_host_that_reaches_nobody_is_named():
+    told = found(fleet_of(3, {("n3", "n1"): CLOSED, ("n3", "n2"): CLOSED}))
+    assert set(told) == {("reachable", "n3")}
+    assert told["reachable", "n3"].what.startswith("it cannot connect to n1, n2; the")
+
+
+def test_a_host_that_is_cut_off_is_named():
+    told = found(fleet_of(3, dict.fromkeys(pairs_with("n1", 3), CLOSED)))
+    assert set(told) == {("reachable", "n1")}
+    assert told["reachable", "n1"].what == (
+        "it cannot connect to n2, n3 and n2, n3 cannot connect to it; "
+        "port 4001: no answer"
+    )
+
+
+def test_one_way_loss_is_found_where_no_connection_can_be_made():
+    """Without n3's packets n2 can neither be asked nor answered; n2's arrive at n3."""
+    heard = CLOSED | {"is_heard": True}
+    told = found(fleet_of(3, {("n3", "n2"): CLOSED, ("n2", "n3"): heard}))
+    assert set(told) == {("reachable", "n3")}
+    assert told["reachable", "n3"].what == (
+        "it cannot connect to n2; the other way packets arrive; port 4001: no answer"
+    )
+
+
+def test_who_refuses_is_to_be_looked_at():
+    refused = CLOSED | {"is_refused": True, "error": "port 5: connection refused"}
+    told = found(fleet_of(3, {("n1", "n3"): refused | {"is_heard": True}}))
+    assert set(told) == {("reachable", "n3")}
+    assert told["reachable", "n3"].what.endswith("refused; datagrams arrive")
+
+
+def test_two_hosts_that_cannot_connect_are_both_told():
+    told = found(fleet_of(2, dict.fromkeys([("n1", "n2"), ("n2", "n1")], CLOSED)))
+    assert set(told) == {("reachable", "n1"), ("reachable", "n2")}
+
+
+def test_a_smaller_mtu_is_told_once():
+    """Packets of n2's size arrive: that its size is another is all there is to say."""
+    small = {("n2", "n1"): 1280, ("n2", "n3"): 1280, ("n1", "n2"): 1280,
+             ("n3", "n2"): 1280}  # fmt: skip
+    changed = {pair: {"mtu": size} for pair, size in small.items()}
+    for pair in [("n2", "n1"), ("n2", "n3")]:
+        changed[pair]["own_mtu"] = 1280
+    told = found(fleet_of(3, changed, n2={"network.peer_mtu": 1280}))
+    assert set(told) == {("mtu", "n2")}
+    assert told["mtu", "n2"].what == "MTU 1280"
+    assert told["mtu", "n2"].usual == "1500 on 2 hosts"
+
+
+def test_what_cuts_packets_between_hosts_is_found():
+    changed = {pair: {"mtu": 1400} for pair in pairs_with("n3", 3)}
+    told = found(fleet_of(3, changed))
+    assert set(told) == {("path-mtu", "n3")}
+    assert told["path-mtu", "n3"].what == (
+        "to n1, n2 and from n1, n2: no packets above 1400 bytes arrive, its MTU is 1500"
+    )
+
+
+def test_lost_large_messages_are_told_apart_from_a_closed_port():
+    changed = {("n1", "n2"): {"lost_bytes": 65536, "mtu": None}}
+    told = found(fleet_of(3, changed))
+    assert set(told) == {("path-mtu", "n1")}
+    assert "to n2: messages of 64KiB are lost" in told["path-mtu", "n1"].what
+
+
+def test_an_unknown_path_mtu_is_no_fault():
+    pairs = pairs_with("n1", 3)
+    assert not found(fleet_of(3, {pair: {"mtu": None} for pair in pairs}))
+
+
+def test_a_tail_is_found_only_where_it_is_long_by_both_measures():
+    assert not found(fleet_of(3, {("n1", "n2"): {"rtt_s": 1e-4, "p99_s": 9e-3}}))
+    assert not found(fleet_of(3, {("n1", "n2"): {"rtt_s": 2e-2, "p99_s": 0.19}}))
+    lagging = {("n1", "n3"): {"p99_s": 0.2}, ("n2", "n3"): {"p99_s": 0.1}}
+    told = found(fleet_of(3, lagging))
+    assert set(told) == {("latency-tail", "n3")}
+    assert told["latency-tail", "n3"].severity == Severity.WARN
+    assert "from n1, n2: one round trip in a hundred takes 200ms" in (
+        told["latency-tail", "n3"].what
+    )
+
+
+def test_a_slow_host_among_three_is_named_though_most_links_are_slow():
+    told = found(fleet_of(3, {p: {"mb_per_s": 11.0} for p in pairs_with("n2", 3)}))
+    assert set(told) == {("slow-link", "n2")}
+    finding = told["slow-link", "n2"]
+    assert finding.severity == Severity.WARN
+    assert finding.what == "to n1, n3 and from n1, n3: 11 MB/s"
+    assert finding.usual == "110 MB/s between hosts"
+
+
+def test_the_usual_speed_is_the_median_of_what_hosts_can_do():
+    fleet = fleet_of(3, {p: {"mb_per_s": 11.0} for p in pairs_with("n2", 3)})
+    reached = {facts.host: facts.values["network.reach"] for facts in fleet.hosts}
+    # At best n1 and n3 have 110 with each other, n2 has 11.
+    assert usual_speed(reached) == 110.0
+    assert set(slow_pairs(reached)) == set(pairs_with("n2", 3))
+
+
+def test_of_two_hosts_none_is_slow():
+    assert not found(fleet_of(2, {("n1", "n2"): {"mb_per_s": 1.0}}))
+
+
+def test_a_host_without_an_address_and_a_port_in_use_are_told():
+    facts = {"n2": {"network.address": "", "network.busy_ports": [29500]}}
+    told = found(fleet_of(3, {}, **facts))
+    assert set(told) == {("own-address", "n2"), ("free-ports", "n2")}
+    assert "29500" in told["free-ports", "n2"].what
+    assert not found(fleet_of(1, {}, n1={"network.address": ""}))
+
+
+def test_a_long_list_of_hosts_is_cut():
+    told = found(fleet_of(8, {(f"n{i}", "n1"): CLOSED for i in range(2, 9)}))
+    assert "n2, n3, n4, n5 and 3 more cannot" in told["reachable", "n1"].what
+
+
+HOSTS = st.sampled_from("abcdef")
+PAIRS = st.lists(st.tuples(HOSTS, HOSTS).filter(lambda p: p[0] != p[1]), unique=True)
+
+
+@given(PAIRS)
+def test_every_fault_is_told_on_one_of_its_hosts(pairs):
+    blamed = blame(pairs)
+    told = [pair for own in blamed.values() for pair in own]
+    assert set(told) == set(pairs)
+    assert all(host in pair for host, own in blamed.items() for pair in own)
+    assert all(blamed.values())
+
+
+@given(PAIRS, HOSTS)
+def test_one_host_that_all_faults_share_is_the_only_one(pairs, host):
+    own = [pair for pair in pairs if host in pair]
+    partners = {other for pair in own for other in pair} - {host}
+    if len(partners) >= 2:
+        assert list(blame(own)) == [host]
+
+
+@given(PAIRS, st.randoms(use_true_random=False))
+def test_no_fault_is_lost_by_what_was_heard(pairs, random):
+    reached = {}
+    for a, b in pairs:
+        entry = CLOSED | {"is_heard": random.random() < 0.5}
+        reached.setdefault(a, {})[b] = entry
+    left = lost_pairs(reached)
+    assert {frozenset(pair) for pair in left} == {frozenset(pair) for pair in pairs}
