@@ -20,6 +20,9 @@ _BOOT = (
     "import sys; sys.path.append(sys.argv[1]); "
     "from ronde.check.probing import main; main(sys.argv[2])"
 )
+ENDED = "it ended with code"
+"""How the failure begins of a probe that ended by itself; any other one hung."""
+
 _KILLED_S = 1.0
 _MAX_SAID_CHARS = 300
 
@@ -104,7 +107,7 @@ def _collect(
         return Outcome(told["values"], told["unreadable"], "", seconds)
     except (ValueError, KeyError, TypeError):
         last = complaint.decode(errors="replace").strip().splitlines()[-1:]
-        reason = f"it ended with code {process.returncode}: {''.join(last)}"
+        reason = f"{ENDED} {process.returncode}: {''.join(last)}"
         return Outcome({}, {}, reason[:_MAX_SAID_CHARS], seconds)
 
 
