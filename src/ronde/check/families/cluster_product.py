@@ -1,0 +1,100 @@
+"""What a long matrix product says of processors: right everywhere, and as fast."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ronde.check.check import Check, Family, Finding, Severity
+from ronde.check.facts import HostFacts
+from ronde.check.families.host_judges import find_few, tell_usual
+from ronde.check.fleet import Fleet
+
+PRODUCTS = "cluster.products"
+"""Fact: by device, such as ``cpu`` or ``cuda:0``, what it made of the product."""
+
+SLOW_SHARE = 0.8
+VERY_SLOW_SHARE = 0.5
+
+
+def _judge_checksums(fleet: Fleet) -> Iterator[Finding]:
+    """Tell which device's product differs from most, or from its own first one."""
+    name = "product-checksum"
+    devices: list[HostFacts] = []
+    for facts in fleet.having(PRODUCTS):
+        for device, told in facts.values[PRODUCTS].items():
+            label = f"{facts.host}\n{device}"
+            devices.append(HostFacts(label, {name: told["checksum"]}, {}, {}))
+            if told["num_wrong"]:
+                yield Finding(
+                    name,
+                    Severity.FAIL,
+                    facts.host,
+                    f"{told['num_wrong']} of {told['num_products']} products on "
+                    f"{device} differ from the first one",
+                )
+    for label, value, usual in Fleet(tuple(devices), {}).odd_ones(name):
+        host, _, device = label.partition("\n")
+        what = f"the product on {device} has checksum {value}"
+        yield Finding(
+            name, Severity.FAIL, host, what, usual.replace(" hosts", " devices")
+        )
+
+
+def _judge_speeds(fleet: Fleet) -> Iterator[Finding]:
+    """Compare devices of one kind: all first GPUs, all second ones, all CPUs."""
+    speeds: dict[str, dict[str, float]] = defaultdict(dict)
+    for facts in fleet.having(PRODUCTS):
+        for device, told in facts.values[PRODUCTS].items():
+            speeds[device][facts.host] = float(told["gflop_per_s"])
+    for device, by_host in speeds.items():
+        few = find_few(by_host, SLOW_SHARE)
+        fewest = find_few(by_host, VERY_SLOW_SHARE)
+        for host in few.hosts:
+            # In a draw no single host can be said to crawl.
+            is_bad = host in fewest.hosts and not fewest.is_draw
+            yield Finding(
+                "product-speed",
+                Severity.FAIL if is_bad else Severity.WARN,
+                host,
+                f"{device} computes at {_show(by_host[host])}",
+                tell_usual(host, by_host, few, _show),
+            )
+
+
+def _show(gflop_per_s: float) -> str:
+    return f"{gflop_per_s:.3g} GFLOP/s"
+
+
+CHECKS = (
+    Check(
+        id="product-checksum",
+        family=Family.CLUSTER,
+        title="all processors compute the same",
+        reads="the checksum of a matrix product of seeded whole numbers in float64, "
+        "on the CPUs and on each GPU, again and again for the time that --burn gives",
+        threshold="the same bits everywhere and every time: all sums stay below 2^53 "
+        "and are exact, in any order",
+        source="IEEE 754; that silent errors are found by comparing hosts is the "
+        "practice of large clusters",
+        severity=Severity.FAIL,
+        fix="Take the host out of the job, and have CPU, memory or GPU tested: "
+        "dcgmi diag -r 3, memtester, stress-ng --verify",
+        needs="--burn, torch",
+        why="A processor that computes wrong in silence spoils the model of all ranks.",
+        facts=(PRODUCTS,),
+        judge=_judge_checksums,
+    ),
+    Check(
+        id="product-speed",
+        family=Family.CLUSTER,
+        title="all processors compute as fast under load",
+        reads="the speed of that product",
+        threshold="80 % of what most hosts reach; below half a failure",
+        source="ronde's own",
+        severity=Severity.FAIL,
+        fix="Look at clocks, power cap and heat of that device while it computes",
+        needs="--burn, torch, several hosts",
+        why="Every collective waits for the slowest.",
+        facts=(PRODUCTS,),
+        judge=_judge_speeds,
+    ),
+)
