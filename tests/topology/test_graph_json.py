@@ -38,15 +38,15 @@ LINK = st.builds(
     NUMBER,
     st.floats(0, 1e6),
 )
+# NaN is no latency, and equals nothing.
+PORT = st.builds(NetPort, TEXT, latency_us=st.floats(0, 1e6), is_up=st.booleans())
 HOST = st.builds(
     HostTopology,
     name=TEXT,
     devices=st.just(()),
     numa_nodes=st.lists(NUMA, max_size=2).map(tuple),
     gpus=st.lists(st.builds(GpuDevice, TEXT, NUMBER), max_size=2).map(tuple),
-    ports=st.lists(st.builds(NetPort, TEXT, is_up=st.booleans()), max_size=2).map(
-        tuple
-    ),
+    ports=st.lists(PORT, max_size=2).map(tuple),
     links=st.lists(LINK, max_size=2).map(tuple),
     relations=st.lists(st.builds(Relation, TEXT, TEXT), max_size=2).map(tuple),
 )
