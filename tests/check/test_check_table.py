@@ -36,14 +36,14 @@ def verdict(fleet):
 
 def test_a_host_with_nothing_wrong():
     assert table(make_fleet(1)) == (
-        "host   versions  gpu  host  network\nnode1  ok        ?    ok    -\n"
+        "name   versions  gpu  host  network\nnode1  ok        ?    ok    -\n"
     )
 
 
 def test_each_mark_is_the_worst_of_its_cell():
     fleet = make_fleet(4, node2={"memlock": 8, "governor": "powersave"})
     assert rows(table(fleet)) == [
-        ["host", "versions", "gpu", "host", "network"],
+        ["name", "versions", "gpu", "host", "network"],
         ["node[1,3-4]", "ok", "?", "ok", "-"],
         ["node2", "ok", "?", "x", "-"],
     ]
@@ -229,4 +229,4 @@ def test_families_without_checks_have_no_column():
     only = [make_check("a", Family.STORAGE, Severity.WARN, lambda _: iter(()))]
     fleet = make_fleet(2)
     text = tabulate_hosts(["node1", "node2"], judge(fleet, only), only)
-    assert rows(text) == [["host", "storage"], ["node[1-2]", "ok"]]
+    assert rows(text) == [["name", "storage"], ["node[1-2]", "ok"]]

@@ -11,13 +11,15 @@ from ronde.check.keeping import Change, Kept, compare, load_last, save
 from ronde.errors import UsageError
 from ronde.render.check_changes import tell_changes
 
+IDS = (*(check.id for check in CHECKS), "taking-part")
+
 
 def kept(fleet):
-    return Kept(fleet.hosts, judge(fleet, CHECKS).findings)
+    return Kept(fleet.hosts, judge(fleet, CHECKS).findings, IDS)
 
 
 def host(name="a", **values):
-    return Kept((HostFacts(name, values, {}, {}),), ())
+    return Kept((HostFacts(name, values, {}, {}),), (), ())
 
 
 def changed(before, after):
@@ -51,7 +53,7 @@ FACTS = st.dictionaries(st.text(max_size=4), JSON, max_size=4)
 @given(FACTS)
 def test_any_facts_come_back(tmp_path_factory, values):
     path = tmp_path_factory.mktemp("kept") / "facts"
-    save(path, host() if not values else Kept((HostFacts("a", values, {}, {}),), ()))
+    save(path, Kept((HostFacts("a", values, {}, {}),), (), ()))
     again = load_last(path).kept
     assert again.hosts[0].values == values
     assert not any(compare(again, again))
@@ -59,7 +61,7 @@ def test_any_facts_come_back(tmp_path_factory, values):
 
 @given(FACTS, FACTS)
 def test_changes_are_told_of_any_facts(before, after):
-    old, new = (Kept((HostFacts("a", v, {}, {}),), ()) for v in (before, after))
+    old, new = (Kept((HostFacts("a", v, {}, {}),), (), ()) for v in (before, after))
     there, back = compare(old, new).facts, compare(new, old).facts
     assert {(c.fact, c.before, c.after) for c in there} == {
         (c.fact, c.after, c.before) for c in back
@@ -147,6 +149,13 @@ def test_a_finding_in_other_words_is_no_new_one():
     assert (changes.new, changes.gone) == ((), ())
 
 
+def test_a_check_that_was_not_made_finds_nothing_new():
+    fleet = make_fleet(1, node1={"memlock": 8})
+    one, other = kept(fleet), Kept(fleet.hosts, (), ("governor",))
+    assert compare(one, other).gone == ()
+    assert compare(other, one).new == ()
+
+
 def test_hosts_that_came_and_went():
     before, after = make_fleet(2), make_fleet(3, node3={"memlock": 8})
     changes = compare(kept(before), kept(after))
@@ -158,7 +167,7 @@ def test_hosts_that_came_and_went():
 
 def test_a_host_that_answers_no_more_is_a_new_finding():
     absent = Finding("taking-part", Severity.FAIL, "node2", "cannot be asked: refused")
-    after = Kept(make_fleet(1).hosts, (absent,))
+    after = Kept(make_fleet(1).hosts, (absent,), IDS)
     changes = compare(kept(make_fleet(2)), after)
     assert changes.new == (absent,)
     assert changes.gone_hosts == ()

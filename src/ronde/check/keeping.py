@@ -27,10 +27,12 @@ class Kept(NamedTuple):
     Attributes:
         hosts: What was known of each host that could be asked.
         findings: What was found.
+        checks: Ids of the checks that were made.
     """
 
     hosts: tuple[HostFacts, ...]
     findings: tuple[Finding, ...]
+    checks: tuple[str, ...]
 
 
 class Earlier(NamedTuple):
@@ -66,7 +68,7 @@ class Changes(NamedTuple):
 
     Attributes:
         facts: Of hosts that could be asked both times.
-        new: Findings that were not there.
+        new: Findings that were not there, of checks that were made both times.
         gone: Findings that are there no more.
         new_hosts: That were not asked the first time.
         gone_hosts: That were asked the first time alone.
@@ -139,22 +141,30 @@ def compare(before: Kept, after: Kept) -> Changes:
     ]
     return Changes(
         tuple(facts),
-        _beyond(after.findings, before.findings, asked),
-        _beyond(before.findings, after.findings, known),
+        _beyond(after.findings, before, asked),
+        _beyond(before.findings, after, known),
         tuple(host for host in new if host not in asked),
         tuple(host for host in old if host not in known),
     )
 
 
 def _beyond(
-    findings: Sequence[Finding], others: Sequence[Finding], hosts: set[str]
+    findings: Sequence[Finding], other: Kept, hosts: set[str]
 ) -> tuple[Finding, ...]:
-    """Return the findings on some hosts that others do not have, whatever they say."""
-    known = {(each.check, each.severity, each.host) for each in others}
+    """Return the findings that another run does not have, whatever it says of them.
+
+    Args:
+        findings: All of one run.
+        other: The other run.
+        hosts: Those that the other run asked or tried to.
+    """
+    known = {(each.check, each.severity, each.host) for each in other.findings}
     return tuple(
         each
         for each in findings
-        if each.host in hosts and (each.check, each.severity, each.host) not in known
+        if each.host in hosts
+        and each.check in other.checks
+        and (each.check, each.severity, each.host) not in known
     )
 
 

@@ -135,8 +135,7 @@ def _judge(request: CheckRequest, examined: Examined) -> _Checked:
 
 
 def _tell(request: CheckRequest, checked: _Checked, since: Earlier | None) -> None:
-    now = Kept(checked.examined.hosts, checked.judgement.findings)
-    changes = compare(since.kept, now) if since else None
+    changes = compare(since.kept, _kept(request, checked)) if since else None
     checks = {check.id: check for check in request.checks}
     if request.options.json:
         text = checked_as_json(
@@ -167,11 +166,15 @@ def _tell(request: CheckRequest, checked: _Checked, since: Earlier | None) -> No
     print("\n".join(part for part in parts if part), end="")
 
 
+def _kept(request: CheckRequest, checked: _Checked) -> Kept:
+    ids = tuple(check.id for check in request.checks)
+    return Kept(checked.examined.hosts, checked.judgement.findings, ids)
+
+
 def _write(request: CheckRequest, checked: _Checked) -> None:
     options, verdict = request.options, checked.verdict
     if options.save:
-        kept = Kept(checked.examined.hosts, checked.judgement.findings)
-        save(Path(options.save), kept)
+        save(Path(options.save), _kept(request, checked))
     if options.write_hostfile:
         good = {*verdict.ready, *(() if options.strict else verdict.warned)}
         text = tell_hostfile([host for host in request.hosts if host.name in good])

@@ -10,9 +10,11 @@ from typing import NamedTuple, NoReturn
 from ronde.check.check import Check, Family
 from ronde.check.facts import Value
 from ronde.check.families.taking_part import TAKING_PART
+from ronde.check.probes.versions import ENVIRONMENT
 from ronde.cli.host_options import add_host_options, find_hosts
 from ronde.cli.ssh_options import add_ssh_options
 from ronde.errors import UsageError
+from ronde.launch.forwarded import select_forwarded
 from ronde.launch.hosts.host import Host
 from ronde.launch.hosts.names import MAX_SLOTS, parse_number
 from ronde.units import parse_duration_s
@@ -98,6 +100,14 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
         help="file that must be equal on all hosts; may stand several times",
     )
     add(
+        "--port",
+        action="append",
+        default=[],
+        metavar="PORT",
+        help="port that must be free on all hosts and reached from all, such as "
+        "--master-port's; may stand several times",
+    )
+    add(
         "--burn",
         default="0",
         metavar="TIME",
@@ -164,6 +174,11 @@ def read_request(
     settings: dict[str, Value] = {
         "paths": [_absolute(path) for path in options.path],
         "files": [_absolute(path) for path in options.file],
+        "ports": [
+            parse_number(port, "port", "--port", lowest=1, highest=65535)
+            for port in options.port
+        ],
+        ENVIRONMENT: select_forwarded(environ),
         "burn_s": _burn_s(options.burn),
         "bandwidth": options.bandwidth,
     }

@@ -1,5 +1,6 @@
 """What each check asks, in words: for the documentation and the terminal."""
 
+import re
 from collections.abc import Sequence
 
 from ronde.check.check import Check, Family
@@ -77,6 +78,8 @@ def _begin(title: str) -> str:
 
 def _escape(text: str) -> str:
     """Return text in which Markdown sees no HTML and no emphasis."""
-    for mark in ("\\", "<", "*", "_", "`", "|"):
+    for mark in ("\\", "<", "*", "`", "|"):
         text = text.replace(mark, f"\\{mark}")
+    # Inside of a word an underscore is none.
+    text = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)
     return " ".join(text.split())

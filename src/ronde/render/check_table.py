@@ -13,6 +13,7 @@ MARKS = {Severity.FAIL: "x", Severity.WARN: "!", Severity.INFORM: FINE}
 
 _COLOURS = {FINE: "32", MARKS[Severity.WARN]: "33", MARKS[Severity.FAIL]: "1;31"}
 _GAP = "  "
+_NAME = "name"
 _MIN_NAME = 16
 
 
@@ -42,8 +43,8 @@ def tabulate_hosts(
     taken = sum(len(_GAP) + len(family) for family in families)
     room = max(_MIN_NAME, width - taken)
     cells = {row: _wrap_names(fold_hosts(names), room) for row, names in rows.items()}
-    num_chars = max((len(line) for cell in cells.values() for line in cell), default=4)
-    head = _GAP.join(["host".ljust(num_chars), *families])
+    num_chars = max(len(line) for cell in [[_NAME], *cells.values()] for line in cell)
+    head = _GAP.join([_NAME.ljust(num_chars), *families])
     lines = [head.rstrip()]
     for row, (first, *more) in cells.items():
         shown = [
