@@ -135,7 +135,7 @@ CHECKS = (
         title="the GPUs' PCI links have all their lanes",
         reads="NVML's width of each link, and what is possible in this host; the "
         "generation now is not looked at, for idle GPUs lower it",
-        threshold="the width that is possible (else a warning in virtual machines); width "
+        threshold="the width that is possible (a warning in virtual machines); width "
         "and highest generation as most GPUs of the model have",
         source="NVIDIA's NVML manual: nvmlDeviceGetMaxPcieLinkWidth",
         severity=Severity.FAIL,
