@@ -231,12 +231,12 @@ class Hosts:
 
     Args:
         rates: By receiver and sender; a missing one cannot be measured.
-        busy: Pairs that are slow when they are measured for the first time.
+        first: By receiver and sender: what is measured the first time instead.
     """
 
-    def __init__(self, rates, busy=()):
+    def __init__(self, rates, first=()):
         self.rates = rates
-        self.busy = set(busy)
+        self.first = dict(first)
         self.ports = {name: number for number, name in enumerate(rates)}
         self.num_questions = 0
 
@@ -265,10 +265,7 @@ class Hosts:
         other = partners[name]
         if other not in self.rates[name]:
             return {"error": "refused"}
-        if (name, other) in self.busy:
-            self.busy.remove((name, other))
-            return {"gb_per_s": 0.1}
-        return {"gb_per_s": self.rates[name][other]}
+        return {"gb_per_s": self.first.pop((name, other), self.rates[name][other])}
 
 
 def test_nothing_is_measured_that_nobody_asked_for():
@@ -290,9 +287,18 @@ def test_all_rates_are_taken_down(num):
 
 def test_a_busy_moment_is_no_slow_link():
     rates = even_rates(4)
-    panel = Hosts(rates, busy=[("h0", "h1"), ("h2", "h1")]).panel(bandwidth=True)
+    first = {("h0", "h1"): 0.1, ("h2", "h1"): 0.1}
+    panel = Hosts(rates, first).panel(bandwidth=True)
     steps.run(panel)
     assert {n: f.values[steps.RATES] for n, f in panel.facts.items()} == rates
+
+
+def test_of_two_measurements_the_better_one_stays():
+    rates = even_rates(4)
+    rates["h0"]["h1"] = 1.0
+    panel = Hosts(rates, {("h0", "h1"): 2.0}).panel(bandwidth=True)
+    steps.run(panel)
+    assert panel.facts["h0"].values[steps.RATES]["h1"] == 2.0
 
 
 def test_of_many_hosts_each_meets_only_so_many():
