@@ -24,6 +24,7 @@ _MODULES = {
     "find_nonces": "ronde.check.operations.sharing",
     "remove_nonce": "ronde.check.operations.sharing",
     "burn": "ronde.check.operations.burning",
+    "spin": "ronde.check.operations.burning",
     "offer_streams": "ronde.check.operations.bandwidth",
     "stream": "ronde.check.operations.bandwidth",
 }

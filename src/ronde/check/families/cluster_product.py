@@ -21,6 +21,10 @@ def _judge_checksums(fleet: Fleet) -> Iterator[Finding]:
     devices: list[HostFacts] = []
     for facts in fleet.having(PRODUCTS):
         for device, told in facts.values[PRODUCTS].items():
+            if "failure" in told:
+                what = f"the product on {device} failed: {told['failure']}"
+                yield Finding(name, Severity.FAIL, facts.host, what)
+                continue
             label = f"{facts.host}\n{device}"
             devices.append(HostFacts(label, {name: told["checksum"]}, {}, {}))
             if told["num_wrong"]:
@@ -44,7 +48,8 @@ def _judge_speeds(fleet: Fleet) -> Iterator[Finding]:
     speeds: dict[str, dict[str, float]] = defaultdict(dict)
     for facts in fleet.having(PRODUCTS):
         for device, told in facts.values[PRODUCTS].items():
-            speeds[device][facts.host] = float(told["gflop_per_s"])
+            if "failure" not in told:
+                speeds[device][facts.host] = float(told["gflop_per_s"])
     for device, by_host in speeds.items():
         few = find_few(by_host, SLOW_SHARE)
         fewest = find_few(by_host, VERY_SLOW_SHARE)

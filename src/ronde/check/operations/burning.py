@@ -1,0 +1,85 @@
+"""Computing on a host: a little to see how fast it is, for long to see how well."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from ronde.check.facts import Value
+from ronde.check.operations.site import Site
+
+_MAX_SPIN_S = 5.0
+_BASE, _EXPONENT, _MODULUS = 3, (1 << 512) - 1, (1 << 521) - 1
+"""Half a millisecond or so, in the interpreter's own arithmetic: no library of which a
+host may have another one, and no instructions that some processors lack."""
+
+_START_S = 90.0
+"""For torch to be imported, and drivers to start."""
+
+_PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
+_BOOT = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from ronde.check.operations.product import main; main()"
+)
+_MAX_SAID_CHARS = 200
+
+
+def spin(_site: Site, question: dict[str, Value]) -> dict[str, Value]:
+    """Compute the same again and again for ``seconds``, on one CPU.
+
+    Returns:
+        ``wall_s`` for one piece of work, waiting included: what a host that must share
+        its CPUs, or is limited, has more of. ``cpu_s`` of the quickest one: what a
+        slower processor has more of, and noise does not change.
+    """
+    seconds = min(float(question["seconds"]), _MAX_SPIN_S)
+    begun_s = now_s = time.monotonic()
+    num_pieces, best_s = 0, float("inf")
+    while num_pieces == 0 or now_s < begun_s + seconds:
+        cpu_s = time.thread_time()
+        pow(_BASE, _EXPONENT, _MODULUS)
+        best_s = min(best_s, time.thread_time() - cpu_s)
+        num_pieces += 1
+        now_s = time.monotonic()
+    return {"wall_s": (now_s - begun_s) / num_pieces, "cpu_s": best_s}
+
+
+def burn(_site: Site, question: dict[str, Value]) -> dict[str, Value]:
+    """Multiply two seeded matrices of ``size`` for ``seconds``, on all processors.
+
+    Returns:
+        ``products``: by device; see ``product.multiply``. Of a device that failed, and
+        of all where all hung, ``failure`` alone.
+
+    Raises:
+        OSError: There is no torch.
+    """
+    seconds = float(question["seconds"])
+    given = json.dumps([seconds, int(question["size"]), int(question["seed"])])
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BOOT, _PACKAGE_DIR, given],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        said, complaint = process.communicate(timeout=seconds + _START_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return _all_failed(f"hung, and was killed {_START_S:g} s after its time")
+    try:
+        told = json.loads(said.strip().rpartition(b"\n")[2])
+    except ValueError:
+        last = complaint.decode(errors="replace").strip().splitlines()[-1:]
+        reason = f"ended with code {process.returncode}: {''.join(last)}"
+        return _all_failed(reason[:_MAX_SAID_CHARS])
+    if "missing" in told:
+        raise OSError(told["missing"])
+    return told
+
+
+def _all_failed(reason: str) -> dict[str, Value]:
+    return {"products": {"all processors": {"failure": reason}}}
