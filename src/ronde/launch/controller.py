@@ -220,6 +220,9 @@ class Controller:
     def close(self) -> None:
         """End all agents and wait for their ends."""
         for node in self._board.live_nodes:
+            if node.hello is None:
+                # Whatever leads there need not end because nobody writes to it.
+                node.link.wire.kill()
             node.link.send(Leave())
             node.close()
         due_s = time.monotonic() + _LEAVE_S
