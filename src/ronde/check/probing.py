@@ -66,6 +66,9 @@ def run_probes(
         entries: By name.
         settings: For ``Reading.settings``.
     """
+    # Imported here: probes, whose program this is too, do without.
+    from concurrent.futures import ThreadPoolExecutor
+
     begun_s = time.monotonic()
     running = {
         name: subprocess.Popen(
@@ -79,10 +82,15 @@ def run_probes(
         for name, entry in entries.items()
     }
     given = json.dumps(settings).encode()
-    return {
-        name: _collect(process, given, begun_s, entries[name].deadline_s)
-        for name, process in running.items()
-    }
+    # One after the other, those behind a probe that hangs would be taken to hang too.
+    with ThreadPoolExecutor(len(entries) or 1) as pool:
+        collected = {
+            name: pool.submit(
+                _collect, process, given, begun_s, entries[name].deadline_s
+            )
+            for name, process in running.items()
+        }
+        return {name: each.result() for name, each in collected.items()}
 
 
 def _collect(
