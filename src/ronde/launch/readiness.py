@@ -71,7 +71,7 @@ def check_here(directory: str) -> tuple[Finding, ...]:
         Finding(LOCKED_MEMORY, _hard_limit(resource.RLIMIT_MEMLOCK)),
         _room(DISK, directory),
         _look_up_own_name(),
-        _find_leftovers(),
+        find_leftovers(),
     )
 
 
@@ -128,7 +128,7 @@ def _look_up_own_name() -> Finding:
     return Finding(OWN_NAME, sum(not is_loopback(a) for a in found), name)
 
 
-def _find_leftovers() -> Finding:
+def find_leftovers() -> Finding:
     """Find this user's processes of jobs whose agent is gone.
 
     The processes of a job that runs are all below its agent; others are below nobody.
