@@ -1,0 +1,338 @@
+"""Whether hosts share a folder: files left and looked for, and what that tells."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.check.check import Check, Finding, Severity
+from ronde.check.errands import NUM_SAMPLES, SAMPLE_BYTES, sample
+from ronde.check.facts import HostFacts, Value
+from ronde.check.families.storage import CHECKS
+from ronde.check.families.storage_sharing import group
+from ronde.check.fleet import Fleet
+from ronde.check.operations import sharing as operations
+from ronde.check.operations.site import Site
+from ronde.check.paths import run_errands
+from ronde.check.steps import sharing
+from ronde.check.steps.panel import Panel
+from ronde.launch.interview import Answer
+
+
+class Hosts:
+    """Hosts in this process, each with a directory of its own for what is not shared.
+
+    It answers as an interview does: lines of JSON in and out.
+    """
+
+    def __init__(self, folders: Mapping[str, Path]) -> None:
+        self.folders = folders
+        self.asked: list[tuple[str, str]] = []
+        self.lost: set[str] = set()
+        self.lost_after: tuple[str, str] = ("", "")
+
+    def ask(self, questions: Mapping[str, str], timeout_s: float) -> dict[str, Answer]:
+        import json
+
+        answers: dict[str, Answer] = {}
+
+        def answer(host: str, line: str) -> None:
+            question: dict[str, Value] = json.loads(line)
+            self.asked.append((host, question["do"]))
+            if host in self.lost:
+                answers[host] = Answer("", "it is gone")
+                return
+            question["path"] = str(self.folders[host]) + question["path"]
+            site = Site({}, ExitStack())
+            told = getattr(operations, question["do"])(site, question)
+            answers[host] = Answer(json.dumps(told), "", 0.0, 0.0)
+            if (host, question["do"]) == self.lost_after:
+                self.lost.add(host)
+
+        threads = [
+            threading.Thread(target=answer, args=(host, line))
+            for host, line in questions.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout_s)
+        return {host: answers[host] for host in questions}
+
+
+def panel_of(hosts: Hosts, **settings: Value) -> Panel:
+    return Panel(hosts, dict.fromkeys(hosts.folders, ""), settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "PATIENCE_S", 0.3)
+
+
+def shared_of(panel: Panel) -> dict[str, dict[str, dict[str, bool]]]:
+    return {host: facts.values["storage.shared"] for host, facts in panel.facts.items()}
+
+
+def findings_of(panel: Panel) -> list[Finding]:
+    fleet = Fleet(tuple(panel.facts.values()), panel.settings)
+    return [finding for check in sharing_checks() for finding in check.judge(fleet)]
+
+
+def sharing_checks() -> Iterator[Check]:
+    return (check for check in CHECKS if check.id.startswith("shared-folder"))
+
+
+def test_hosts_that_share_a_folder_see_each_other_and_leave_nothing(
+    tmp_path: Path,
+) -> None:
+    panel = panel_of(Hosts(dict.fromkeys(("a", "b", "c"), tmp_path)), paths=[""])
+    sharing.run(panel)
+    assert shared_of(panel) == {
+        "a": {"": {"b": True, "c": True}},
+        "b": {"": {"a": True, "c": True}},
+        "c": {"": {"a": True, "b": True}},
+    }
+    assert findings_of(panel) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_host_with_a_folder_of_its_own_is_named(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    common = tmp_path / "common"
+    for each in (own, common):
+        (each / "data").mkdir(parents=True)
+    panel = panel_of(Hosts({"a": common, "b": common, "c": own}), paths=["/data"])
+    sharing.run(panel)
+    assert shared_of(panel)["c"] == {"/data": {"a": False, "b": False}}
+    assert shared_of(panel)["a"] == {"/data": {"b": True, "c": False}}
+    (finding,) = findings_of(panel)
+    assert finding.host == "c"
+    assert finding.severity is Severity.FAIL
+    assert finding.what == "/data shows no other host's files"
+    assert finding.usual == "shared by a, b"
+    assert not [*own.glob("*/*"), *common.glob("*/*")]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_host_without_the_folder_is_left_out(tmp_path: Path) -> None:
+    common = tmp_path / "common"
+    (common / "data").mkdir(parents=True)
+    folders = {"a": common, "b": common, "c": tmp_path / "none"}
+    panel = panel_of(Hosts(folders), paths=["/data"])
+    sharing.run(panel)
+    assert shared_of(panel) == {
+        "a": {"/data": {"b": True}},
+        "b": {"/data": {"a": True}},
+        "c": {},
+    }
+    assert findings_of(panel) == []
+
+
+def test_what_a_lost_host_has_left_is_taken_away_by_the_others(tmp_path: Path) -> None:
+    hosts = Hosts(dict.fromkeys(("a", "b", "c"), tmp_path))
+    hosts.lost_after = ("b", "leave_nonce")
+    panel = panel_of(hosts, paths=[""])
+    sharing.run(panel)
+    assert shared_of(panel)["a"] == {"": {"b": True, "c": True}}
+    assert shared_of(panel)["b"] == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_end_in_between_leaves_nothing(tmp_path: Path) -> None:
+    class Ended(Exception):  # noqa: N818
+        pass
+
+    class Ending(Hosts):
+        def ask(
+            self, questions: Mapping[str, str], timeout_s: float
+        ) -> dict[str, Answer]:
+            if "find_nonces" in next(iter(questions.values())):
+                assert len(list(tmp_path.iterdir())) == 2
+                raise Ended
+            return super().ask(questions, timeout_s)
+
+    panel = panel_of(Ending(dict.fromkeys(("a", "b"), tmp_path)), paths=[""])
+    with pytest.raises(Ended):
+        sharing.run(panel)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("names", "paths"), [("a", [""]), ("ab", [])])
+def test_without_hosts_or_folders_nothing_is_asked(
+    tmp_path: Path, names: str, paths: list[str]
+) -> None:
+    hosts = Hosts(dict.fromkeys(names, tmp_path))
+    panel = panel_of(hosts, paths=paths)
+    sharing.run(panel)
+    assert hosts.asked == []
+    assert findings_of(panel) == []
+
+
+def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    timer = threading.Timer(0.2, lambda: (tmp_path / "x").write_text("x"))
+    timer.start()
+    errand = {"do": "find", "path": str(tmp_path), "names": ["x"], "patience_s": 20.0}
+    [[told]] = run_errands([[errand]], 30.0)
+    timer.join()
+    assert set(told["seen_s"]) == {"x"}
+    assert told["seen_s"]["x"] < 20.0
+
+
+def test_a_file_of_another_content_is_not_taken_for_it(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("y")
+    errand = {"do": "find", "path": str(tmp_path), "names": ["x"], "patience_s": 0.0}
+    assert run_errands([[errand]], 20.0) == [[{"seen_s": {}}]]
+
+
+def test_what_hangs_costs_its_deadline_and_nothing_else(tmp_path: Path) -> None:
+    # Whoever opens a pipe that nobody writes to waits for ever, as on a dead mount.
+    pipe, file = tmp_path / "pipe", tmp_path / "file"
+    os.mkfifo(pipe)
+    file.write_text("data")
+    begun_s = time.monotonic()
+    hanging = [{"do": "sample", "path": str(each)} for each in (file, pipe, file)]
+    first, second = run_errands(
+        [hanging, [{"do": "sample", "path": str(file)}]], deadline_s=2.0
+    )
+    assert time.monotonic() - begun_s < 10
+    lost = {"error": "no answer within 2 s", "has_hung": True}
+    assert first == [second[0], lost, lost]
+    assert second[0]["size_bytes"] == 4
+
+
+def test_what_is_not_there_says_so() -> None:
+    errands = [{"do": do, "path": "/nowhere"} for do in ("look", "sample")]
+    assert run_errands([errands], 20.0) == [
+        [{"error": "No such file or directory"}, {"error": "No such file or directory"}]
+    ]
+
+
+def test_a_folder_that_cannot_be_written_to_is_not_left_a_file(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.touch()
+    site = Site({}, ExitStack())
+    told = operations.leave_nonce(site, {"path": str(target), "nonce": "x"})
+    assert told == {"error": "Not a directory"}
+
+
+def test_an_errand_imports_little() -> None:
+    import subprocess
+
+    program = (
+        "import sys; sys.path.append(sys.argv[1]); import ronde.check.errands;"
+        "print(*{'subprocess', 'typing', 'hashlib', 'torch'} & set(sys.modules))"
+    )
+    source = str(Path(sharing.__file__).parents[3])
+    command = [sys.executable, "-I", "-S", "-c", program, source]
+    done = subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("place", [0, 1 << 20, (40 << 20) - 1])
+def test_a_large_file_is_told_from_another_by_its_samples(
+    tmp_path: Path, place: int
+) -> None:
+    size = 40 << 20
+    assert size > NUM_SAMPLES * SAMPLE_BYTES
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path in (one, other):
+        with path.open("wb") as file:
+            file.truncate(size)
+    assert sample(str(one)) == sample(str(other))
+    with other.open("r+b") as file:
+        file.seek(place if place != 1 << 20 else (size - SAMPLE_BYTES) // 15)
+        file.write(b"x")
+    assert sample(str(one)) != sample(str(other))
+
+
+def host(name: str, path: str, seen: Mapping[str, bool], late_s: float = 0.0) -> Any:
+    values = {"storage.shared": {path: seen}, "storage.shared_s": {path: late_s}}
+    return HostFacts(name, values, {}, {})
+
+
+def judged(*hosts: HostFacts) -> list[tuple[str, str, str, str]]:
+    fleet = Fleet(hosts, {})
+    return [
+        (f.check, f.host, f.what, f.usual)
+        for check in sharing_checks()
+        for f in check.judge(fleet)
+    ]
+
+
+def test_of_two_hosts_that_share_nothing_both_are_named() -> None:
+    assert judged(host("a", "/d", {"b": False}), host("b", "/d", {"a": False})) == [
+        ("shared-folder", "a", "/d shows no other host's files", "shared by none"),
+        ("shared-folder", "b", "/d shows no other host's files", "shared by none"),
+    ]
+
+
+def test_of_two_halves_each_is_told_of_the_other() -> None:
+    sight = {
+        "a": {"b": True, "c": False, "d": False},
+        "b": {"a": True, "c": False, "d": False},
+        "c": {"a": False, "b": False, "d": True},
+        "d": {"a": False, "b": False, "c": True},
+    }
+    found = judged(*(host(name, "/d", seen) for name, seen in sight.items()))
+    assert found[0] == (
+        "shared-folder",
+        "a",
+        "/d shows files of b only",
+        "shared by c, d",
+    )
+    assert [each[1] for each in found] == ["a", "b", "c", "d"]
+    assert found[3][3] == "shared by a, b"
+
+
+def test_a_folder_that_nobody_may_write_to_cannot_be_told() -> None:
+    found = judged(host("a", "/d", {}), host("b", "/d", {}))
+    assert [(each[0], each[1]) for each in found] == [
+        ("shared-folder", "a"),
+        ("shared-folder", "b"),
+    ]
+    assert "cannot tell" in found[0][2]
+    assert judged(host("a", "/d", {})) == []
+
+
+def test_a_host_that_may_only_read_shares_what_it_sees() -> None:
+    sight: dict[str, dict[str, bool]] = {"a": {"b": True}, "b": {}, "c": {"b": True}}
+    assert judged(*(host(name, "/d", seen) for name, seen in sight.items())) == []
+
+
+def test_a_folder_that_shows_late_is_a_warning() -> None:
+    hosts = (
+        host("a", "/d", {"b": True, "c": False}),
+        host("b", "/d", {"a": True, "c": True}, late_s=2.04),
+        host("c", "/d", {"a": True, "b": True}, late_s=1.0),
+    )
+    assert judged(*hosts) == [
+        ("shared-folder-late", "a", "/d does not show yet what c wrote", ""),
+        ("shared-folder-late", "b", "/d shows what others wrote after 2.0 s", ""),
+    ]
+
+
+def test_many_names_are_not_all_written() -> None:
+    names = [f"n{number}" for number in range(9)]
+    sight = {n: {o: n != "n8" and o != "n8" for o in names if o != n} for n in names}
+    ((_, name, _, usual),) = judged(*(host(n, "/d", s) for n, s in sight.items()))
+    assert (name, usual) == ("n8", "shared by n0, n1, n2, n3 and 4 more")
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
+def test_groups_are_those_that_share(of: list[int]) -> None:
+    names = [f"n{number}" for number in range(len(of))]
+    where = dict(zip(names, of, strict=True))
+    sight = {n: {o: where[n] == where[o] for o in names if o != n} for n in names}
+    expected = {frozenset(n for n in names if where[n] == each) for each in of}
+    groups = group(sight)
+    assert {frozenset(each) for each in groups} == expected
+    assert sum(map(len, groups)) == len(names)
+    assert [len(each) for each in groups] == sorted(map(len, expected), reverse=True)
