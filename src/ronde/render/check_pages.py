@@ -69,17 +69,20 @@ def _section(check: Check) -> str:
         for name, value in fields
         if value
     )
-    return f"\n### {check.id}\n\n{_escape(_begin(check.title))}.\n\n{rows}"
+    return f"\n### {check.id}\n\n{_escape(_sentence(check.title))}\n\n{rows}"
 
 
-def _begin(title: str) -> str:
-    return title[:1].upper() + title[1:].rstrip(".")
+def _sentence(title: str) -> str:
+    """Return a title as a sentence, or the question that it is."""
+    end = "" if title.endswith(("?", ".")) else "."
+    return f"{title[:1].upper()}{title[1:]}{end}"
 
 
 def _escape(text: str) -> str:
     """Return text in which Markdown sees no HTML and no emphasis."""
-    for mark in ("\\", "<", "*", "`", "|"):
+    for mark in ("\\", "*", "`"):
         text = text.replace(mark, f"\\{mark}")
+    text = re.sub(r"<(?=[A-Za-z/!?])", r"\\<", text)
     # Inside of a word an underscore is none.
     text = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)
     return " ".join(text.split())

@@ -1,0 +1,257 @@
+"""``ronde check``, as a user types it."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+from contextlib import suppress
+
+import pytest
+from tests.cli.conftest import Ronde, clean_environment
+
+from ronde.check.catalogue import all_checks
+from ronde.cli.check_options import make_parser, read_request
+from ronde.errors import UsageError
+from ronde.launch.hosts.hostfile import parse_hostfile
+from ronde.launch.hosts.names import parse_hosts
+from ronde.render.check_hostfile import tell_hostfile
+
+ABSENT = "nosuchhost.invalid"
+HERE = os.uname().nodename
+NO_SSH = ("--ssh-args", "-F /none/ssh_config")
+"""With it ssh ends at once, whatever the network's resolver says of a name."""
+
+check = Ronde()
+
+
+def request(*words, environ=None):
+    return read_request(make_parser().parse_args(words), environ or {}, all_checks())
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory):
+    """Look at this machine once; return what was printed and saved."""
+    folder = tmp_path_factory.mktemp("looked")
+    saved = folder / "facts.jsonl"
+    done = check("check", "--json", "--save", str(saved))
+    return done, saved
+
+
+def test_this_machine_is_looked_at(looked):
+    done, saved = looked
+    assert done.stderr == b""
+    told = json.loads(done.stdout)
+    assert done.returncode == told["verdict"]["exit_code"]
+    assert done.returncode in (0, 2)
+    (host,) = told["hosts"]
+    assert host["host"] == HERE
+    assert host["values"]["versions.python"]
+    assert host["values"]["probe.failed"] == {}
+    verdict = told["verdict"]
+    assert verdict["ready"] + verdict["warned"] + verdict["not_ready"] == [HERE]
+    (line,) = saved.read_text().splitlines()
+    assert json.loads(line)["values"]["hosts"] == told["hosts"]
+
+
+def test_checks_of_several_hosts_say_nothing_of_one(looked):
+    told = json.loads(looked[0].stdout)
+    # What nobody looked at is not what could not be read.
+    assert not [each for each in told["unread"] if "was not read" in each["reason"]]
+
+
+def test_what_has_changed_since(looked, tmp_path):
+    _, saved = looked
+    file = tmp_path / "then.jsonl"
+    record = json.loads(saved.read_text())
+    record["values"]["hosts"][0]["values"]["versions.python"] = "2.7.18"
+    file.write_text(json.dumps(record) + "\n")
+    done = check("check", "--since", str(file), "--only", "versions")
+    text = done.stdout.decode()
+    assert f"{HERE}: versions.python was 2.7.18, is 3." in text
+    assert done.stderr == b""
+
+
+def test_a_table_and_a_verdict():
+    done = check("check", "--only", "storage,host", "--skip", "load")
+    lines = done.stdout.decode().splitlines()
+    assert lines[0].split() == ["name", "host", "storage", "cluster"]
+    assert lines[1].split()[0] == HERE
+    assert lines[-1].startswith(("1 of 1 host is ready", f"{HERE} is not ready: "))
+    assert b"\x1b" not in done.stdout
+
+
+def test_a_host_that_cannot_be_asked_is_a_finding(tmp_path):
+    good = tmp_path / "good.txt"
+    good.write_text("old\n")
+    names = f"localhost:2,{ABSENT}:2"
+    done = check("check", "-H", names, *NO_SSH, "--json", "--write-hostfile", str(good))
+    told = json.loads(done.stdout)
+    assert done.returncode == 2
+    assert [host["host"] for host in told["hosts"]] == ["localhost"]
+    absent = [each for each in told["findings"] if each["host"] == ABSENT]
+    assert [each["check"] for each in absent] == ["taking-part"]
+    assert ABSENT in told["verdict"]["not_ready"]
+    ready = "localhost" not in told["verdict"]["not_ready"]
+    assert good.read_text() == (
+        "localhost slots=2\n" if ready else "# no host is ready\n"
+    )
+
+
+def test_no_host_can_be_asked(tmp_path):
+    good = tmp_path / "good.txt"
+    done = check("check", "-H", ABSENT, *NO_SSH, "--write-hostfile", str(good))
+    assert done.returncode == 3
+    text = done.stdout.decode()
+    assert text.splitlines()[-1] == "no host could be asked, so nothing is known"
+    assert f"x taking-part: {ABSENT}\n    cannot be asked: " in text
+    with pytest.raises(UsageError):
+        parse_hostfile(good.read_text(), "good.txt")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--only", "hots"], r"--only must name .* got 'hots'. Type: host"),
+        (["--only", "zzzzzz"], r"Type: ronde check list"),
+        (["--skip", "taking-prat"], r"got 'taking-prat'. Type: taking-part"),
+        (["--only", "taking-part", "--skip", "taking-part"], "--skip must leave"),
+        (["--burn", "soon"], "--burn: duration must be"),
+        (["--burn", "100d"], "--burn must be at most a day"),
+        (["--ranks", "0"], "ranks must be"),
+        (["--port", "70000"], "port must be"),
+        (["--path", ""], "must name something"),
+        (["--save", "/proc"], "--save must be a file that can be written"),
+        (["--write-hostfile", "/none/good"], "--write-hostfile must be a file"),
+        (["-H", "a", "--hostfile", "b"], "must stand alone"),
+        (["--hostfile", "/none/hosts"], "--hostfile must be a file"),
+        (["node1"], "unrecognized arguments: node1. Type: ronde check --help"),
+        (["--sync", "x"], "unrecognized arguments: --sync x"),
+    ],
+)
+def test_what_cannot_be_is_refused(words, why):
+    with pytest.raises(UsageError, match=why):
+        request(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--since", "/none/facts"], b"--since must be a file that can be read"),
+        (["explain", "lockd-memory"], b"explain must name a check's id, got"),
+        (["explain"], b"explain must stand with an id behind it"),
+        (["list", "all"], b"list must stand with nothing behind it"),
+    ],
+)
+def test_bad_words_end_with_64(words, why):
+    done = check("check", *words)
+    assert done.returncode == 64
+    assert done.stderr.startswith(b"ronde: " + why)
+    assert done.stdout == b""
+
+
+def test_settings_are_what_probes_know():
+    asked = request(
+        *("--path", "data", "--path", "/b", "--file", "f", "--burn", "2m"),
+        *("--ranks", "4", "--port", "29500", "--bandwidth"),
+        environ={"NCCL_DEBUG": "INFO"},
+    ).settings
+    here = os.getcwd()  # noqa: PTH109 - what the words are relative to
+    assert asked["paths"] == [f"{here}/data", "/b"]
+    assert asked["files"] == [f"{here}/f"]
+    assert (asked["burn_s"], asked["num_ranks"]) == (120.0, 4)
+    assert (asked["ports"], asked["bandwidth"]) == ([29500], True)
+    assert asked["environment"] == {"NCCL_DEBUG": "INFO"}
+
+
+def test_slots_are_ranks_unless_said_otherwise():
+    assert request("-H", "a:2,b:4").settings["num_ranks"] == 4
+    assert "num_ranks" not in request("-H", "a,b").settings
+
+
+def test_only_and_skip_choose_checks():
+    families = {check.family for check in request("--only", "gpu").checks}
+    assert families == {"gpu", "cluster"}
+    ids = [check.id for check in request("--only", "gpu", "--skip", "gpu").checks]
+    assert ids == ["taking-part"]
+    assert len(request("--skip", "taking-part").checks) == len(all_checks()) - 1
+
+
+def test_hosts_come_back_from_a_hostfile():
+    text = "a slots=4\n[fd00::2]:2 port=22\nb user=me addr=10.0.0.2 label.rack=r1\n"
+    hosts = parse_hostfile(text, "hosts")
+    again = parse_hostfile(tell_hostfile(hosts), "hosts")
+    assert [str(h) for h in again] == [str(h) for h in hosts]
+    assert tell_hostfile(parse_hosts("c,d:3")) == "c\nd slots=3\n"
+
+
+def test_help_and_lists():
+    for words in (["--help"], ["-h"], ["-H", "a", "--help"]):
+        done = check("check", *words)
+        assert (done.returncode, done.stdout[:18]) == (0, b"usage: ronde check")
+    listed = check("check", "list").stdout.decode()
+    assert re.findall(r"^  ([a-z0-9-]+)(?: |$)", listed, re.MULTILINE) == [
+        each.id
+        for family in re.findall(r"^([a-z]+):$", listed, re.MULTILINE)
+        for each in all_checks()
+        if each.family == family
+    ]
+    assert listed.count("\n  taking-part ") == 1
+    done = check("check", "explain", "taking-part")
+    assert done.stdout.startswith(b"taking-part: the host can be reached")
+    assert b"check" in check("--help").stdout
+
+
+def test_colours_and_progress_are_for_a_terminal():
+    plain, coloured = (
+        on_terminal({"TERM": "xterm", "NO_COLOR": no_colour}) for no_colour in ("1", "")
+    )
+    assert b"ronde: connecting" in plain
+    assert b"ronde: connecting" in coloured
+    assert b"\x1b[1;31mx" in coloured
+    assert b"\x1b[1;31mx" not in plain
+    assert b"x taking-part" in plain
+
+
+def on_terminal(env):
+    """Return what a check of a host that does not answer writes on a terminal."""
+    head, terminal = pty.openpty()
+    words = check.command("check", "-H", ABSENT, *NO_SSH)
+    with subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=terminal,
+        stderr=terminal,
+        env=clean_environment() | env,
+    ) as process:
+        os.close(terminal)
+        written = b""
+        # A terminal that nobody holds any more cannot be read.
+        with suppress(OSError):
+            while more := os.read(head, 4096):
+                written += more
+        assert process.wait(60) == 3
+    os.close(head)
+    return written
+
+
+def test_ctrl_c_ends_it(tmp_path):
+    """A host whose ssh never says a word is being waited for."""
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    proxy = f"-o 'ProxyCommand=sh -c \"echo > {started}; exec sleep 60\"'"
+    with check.start("check", "-H", ABSENT, "--ssh-args", proxy) as process:
+        started.read_text()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
+def test_nobody_reads():
+    with check.start("check", "list", stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(60) == 141
+        assert process.stderr is not None
+        assert process.stderr.read() == b""

@@ -1,0 +1,92 @@
+"""Every check says what it is, and the documentation says the same."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.check.fleets import CHECKS, make_check
+
+from ronde.check.catalogue import all_checks
+from ronde.check.check import Family, Severity
+from ronde.render.check_pages import explain_check, list_checks, tell_checks
+
+DOCS = Path(__file__).parents[2] / "docs"
+TOLD = ("title", "reads", "threshold", "source", "fix", "why")
+
+
+@pytest.mark.parametrize("check", all_checks(), ids=lambda check: check.id)
+def test_a_check_says_all_of_itself(check):
+    lacking = [name for name in TOLD if not getattr(check, name).strip()]
+    assert not lacking
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", check.id)
+    assert isinstance(check.severity, Severity)
+    assert isinstance(check.family, Family)
+
+
+def test_no_two_checks_share_an_id():
+    counts = Counter(check.id for check in all_checks())
+    assert [name for name, count in counts.items() if count > 1] == []
+    assert not counts.keys() & {str(family) for family in Family}
+
+
+def test_the_page_is_what_the_checks_say():
+    assert (DOCS / "checks.md").read_text() == tell_checks(all_checks()), (
+        "type: python scripts/check_pages.py"
+    )
+
+
+def test_a_page_has_a_section_for_each_check():
+    page = tell_checks(CHECKS)
+    assert re.findall(r"^### (.*)$", page, re.MULTILINE) == [
+        "torch",
+        "gpu-heat",
+        "locked-memory",
+        "governor",
+        "latency",
+    ]
+    section = page.partition("### locked-memory\n")[2].partition("###")[0]
+    assert section.startswith("\nLocked-memory is as it should be.\n\n- **Reads:**")
+    assert "- **Fix:** ulimit -l unlimited\n" in section
+    assert "Needs" not in section
+
+
+def test_words_are_no_markup():
+    fix = "echo <b> *x_y* _ `w` | a <= b"
+    check = make_check("a", Family.HOST, Severity.WARN, iter, fix=fix)
+    assert r"echo \<b> \*x_y\* \_ \`w\` | a <= b" in tell_checks([check])
+
+
+def test_a_title_may_be_a_question():
+    check = make_check("a", Family.HOST, Severity.WARN, iter)
+    assert "\n\nIs it?\n\n" in tell_checks([check._replace(title="is it?")])
+
+
+def test_a_list_has_a_line_for_each_check():
+    assert list_checks(CHECKS).splitlines()[:2] == [
+        "versions:",
+        "  torch                   torch is as it should be",
+    ]
+
+
+def test_all_about_one_check():
+    text = explain_check(CHECKS[0], width=50)
+    assert text.splitlines() == [
+        "locked-memory: locked-memory is as it should be",
+        "  reads       /proc/self/limits",
+        "  threshold   at least 32 GiB",
+        "  source      a vendor's guide",
+        "  severity    fail",
+        "  why         training crawls",
+        "  fix         ulimit -l unlimited",
+    ]
+
+
+def test_the_guide_names_options_that_there_are():
+    from ronde.cli.check_options import make_parser
+
+    guide = (DOCS / "check.md").read_text()
+    named = set(re.findall(r"`(--[a-z-]+)", guide))
+    known = {flag for a in make_parser()._actions for flag in a.option_strings}
+    assert named
+    assert named <= known | {"--bind-policy"}
