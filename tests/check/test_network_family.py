@@ -1,0 +1,326 @@
+"""What is known of names, interfaces and RDMA ports is judged."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.check.check import Family, Severity
+from ronde.check.facts import HostFacts
+from ronde.check.families import network
+from ronde.check.families.network_names import chooses
+from ronde.check.fleet import Fleet
+from ronde.check.judging import judge
+
+ETH0 = {
+    "kind": "physical", "state": "up", "mtu": 1500, "mbit_per_s": 10000,
+    "carrier_changes": 2, "addresses": ["10.0.0.1"],
+}  # fmt: skip
+LO = {
+    "kind": "loopback", "state": "unknown", "mtu": 65536, "mbit_per_s": 0,
+    "carrier_changes": 0, "addresses": [],
+}  # fmt: skip
+DOCKER0 = {
+    "kind": "bridge", "state": "down", "mtu": 1500, "mbit_per_s": 0,
+    "carrier_changes": 9, "addresses": ["172.17.0.1"],
+}  # fmt: skip
+INTERFACES = {"eth0": ETH0, "lo": LO, "docker0": DOCKER0}
+IB = {
+    "state": "ACTIVE", "physical_state": "LinkUp", "mbit_per_s": 400000,
+    "layer": "InfiniBand", "lid": 4, "manager_lid": 1, "downs": 0,
+    "gids": {"0": {"address": "fe80:0000:0000:0000:a088:c203:00aa:bbcc",
+                   "type": "IB/RoCE v1", "interface": ""}},
+}  # fmt: skip
+ROCE = IB | {
+    "layer": "Ethernet", "lid": 0, "manager_lid": 0,
+    "gids": {
+        "0": {"address": "fe80:0000:0000:0000:a088:c2ff:feaa:bbcc",
+              "type": "IB/RoCE v1", "interface": "eth1"},
+        "3": {"address": "0000:0000:0000:0000:0000:ffff:0a00:0001",
+              "type": "RoCE v2", "interface": "eth1"},
+    },
+}  # fmt: skip
+DOWN = {"state": "DOWN", "physical_state": "Polling"}
+PLAIN = {
+    "network.own_name": {"name": "me", "addresses": ["10.0.0.1"], "error": ""},
+    "network.interfaces": INTERFACES,
+    "network.variables": {},
+    "network.uptime_s": 3600.0,
+    "network.rdma_adapters": {},
+    "network.rdma_ports": {},
+    "network.rdma_device_files": {},
+}
+WITH_IB = {
+    "network.rdma_adapters": {
+        "mlx5_0": {"firmware": "28.39", "model": "MT4129", "board": "MT_1"}
+    },
+    "network.rdma_ports": {"mlx5_0:1": IB, "mlx5_1:1": IB},
+    "network.rdma_device_files": {"uverbs0": True},
+    "network.has_rdma_library": True,
+}
+
+
+def fleet_of(num, changed=None, usual=PLAIN):
+    """Return hosts ``n1`` .. with usual facts; ``n2`` has some changed."""
+    hosts = [
+        HostFacts(f"n{i}", usual | ((changed or {}) if i == 2 else {}), {}, {})
+        for i in range(1, num + 1)
+    ]
+    return Fleet(tuple(hosts), {})
+
+
+def found(fleet):
+    told = judge(fleet, network.CHECKS).findings
+    return {(each.check, each.host): each for each in told}
+
+
+def only(fleet):
+    told = found(fleet)
+    assert len(told) == 1, told
+    return next(iter(told.values()))
+
+
+def port(change, name="mlx5_0:1", usual=WITH_IB):
+    ports = usual["network.rdma_ports"]
+    return {"network.rdma_ports": ports | {name: ports[name] | change}}
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+@pytest.mark.parametrize("usual", [PLAIN, PLAIN | WITH_IB])
+def test_nothing_is_found_on_healthy_hosts(num, usual):
+    assert not found(fleet_of(num, usual=usual))
+
+
+def test_a_name_that_leads_to_loopback_is_told_with_what_to_write():
+    own = {"name": "me", "addresses": ["127.0.1.1"], "error": ""}
+    changed = {"network.own_name": own, "network.address": "10.0.0.1"}
+    finding = only(fleet_of(3, changed))
+    assert (finding.check, finding.host) == ("host-name", "n2")
+    assert finding.severity == Severity.FAIL
+    assert "resolves to 127.0.1.1" in finding.what
+    assert "10.0.0.1 me" in finding.fix
+    assert "GLOO_SOCKET_IFNAME=eth0" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"addresses": ["::1", "10.0.0.1"]}, "resolves to ::1"),
+        ({"addresses": ["172.17.0.1"]}, "of docker0"),
+        ({"addresses": ["10.9.9.9"]}, "no address of this host"),
+        ({"error": "no answer within 2 s"}, "does not resolve: no answer"),
+    ],
+)
+def test_a_name_that_leads_elsewhere_is_told(own, said):
+    own = PLAIN["network.own_name"] | own
+    assert said in only(fleet_of(2, {"network.own_name": own})).what
+
+
+def test_a_name_does_not_matter_to_one_host_or_where_an_interface_is_chosen():
+    own = {"name": "me", "addresses": ["127.0.1.1"], "error": ""}
+    usual = PLAIN | {"network.own_name": own}
+    assert not found(fleet_of(1, usual=usual))
+    chosen = {"network.variables": {"GLOO_SOCKET_IFNAME": "eth0"}}
+    assert not found(fleet_of(3, usual=usual | chosen))
+
+
+@pytest.mark.parametrize(
+    ("variable", "setting", "said"),
+    [
+        ("NCCL_SOCKET_IFNAME", "ib", "fits no interface here: eth0, lo, docker0"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "fits no interface"),
+        ("GLOO_SOCKET_IFNAME", "eth", "fits no interface"),
+        ("GLOO_SOCKET_IFNAME", "lo", "takes lo alone"),
+        ("NCCL_SOCKET_IFNAME", "docker", "takes docker0 alone"),
+    ],
+)
+def test_a_chosen_interface_that_is_not_there_is_told(variable, setting, said):
+    finding = only(fleet_of(2, {"network.variables": {variable: setting}}))
+    assert (finding.check, finding.host) == ("chosen-interface", "n2")
+    assert said in finding.what
+
+
+@pytest.mark.parametrize(
+    ("variable", "setting"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth"),
+        ("NCCL_SOCKET_IFNAME", "=eth0,eth9"),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker"),
+        ("NCCL_SOCKET_NTHREADS", "4"),
+        ("GLOO_SOCKET_IFNAME", "eth0"),
+        ("GLOO_SOCKET_IFNAME", ""),
+    ],
+)
+def test_a_chosen_interface_that_is_there_is_fine(variable, setting):
+    assert not found(fleet_of(2, {"network.variables": {variable: setting}}))
+
+
+def test_the_way_to_choose_is_nccls():
+    names = ["eth0", "eth1", "ib0", "lo"]
+    assert [n for n in names if chooses("eth", n)] == ["eth0", "eth1"]
+    assert [n for n in names if chooses("=eth0,lo", n)] == ["eth0", "lo"]
+    assert [n for n in names if chooses("^eth", n)] == ["ib0", "lo"]
+    assert [n for n in names if chooses("^=eth0", n)] == ["eth1", "ib0", "lo"]
+    ports = ["mlx5_0:1", "mlx5_0:2", "mlx5_1:1", "mlx5_10:1"]
+    assert [n for n in ports if chooses("=mlx5_0:2,mlx5_1", n)] == [
+        "mlx5_0:2",
+        "mlx5_1:1",
+    ]
+    assert [n for n in ports if chooses("mlx5_1", n)] == ["mlx5_1:1", "mlx5_10:1"]
+
+
+@given(st.text("=^:,eth01", max_size=12), st.text("eth01:", max_size=6))
+def test_what_is_excluded_is_what_would_be_chosen(setting, name):
+    listed = setting.lstrip("^")
+    assert chooses(f"^{listed}", name) != chooses(listed, name)
+
+
+def test_a_slower_link_is_told():
+    slow = {"network.interfaces": INTERFACES | {"eth0": ETH0 | {"mbit_per_s": 1000}}}
+    finding = only(fleet_of(3, slow))
+    assert (finding.check, finding.host) == ("link-speed", "n2")
+    assert finding.what == "eth0 runs at 1 Gbit/s"
+    assert finding.usual == "10 Gbit/s on 2 hosts"
+
+
+def test_a_faster_link_is_no_fault():
+    fast = {"network.interfaces": INTERFACES | {"eth0": ETH0 | {"mbit_per_s": 20000}}}
+    assert not found(fleet_of(3, fast))
+
+
+@pytest.mark.parametrize(("changes", "is_told"), [(11, False), (12, True)])
+def test_a_link_that_went_down_six_times_in_a_day_is_told(changes, is_told):
+    eth0 = ETH0 | {"carrier_changes": changes}
+    told = found(fleet_of(1, usual=PLAIN | {"network.interfaces": {"eth0": eth0}}))
+    assert set(told) == ({("link-flaps", "n1")} if is_told else set())
+
+
+def test_flaps_are_counted_a_day_and_at_rdma_ports():
+    week = {"network.uptime_s": 7 * 86400.0}
+    assert not found(fleet_of(2, port({"downs": 35}) | week, PLAIN | WITH_IB))
+    finding = only(fleet_of(2, port({"downs": 36}) | week, PLAIN | WITH_IB))
+    assert finding.what == "mlx5_0:1 went down 36 times in 7 days or less"
+
+
+def test_small_packets_on_a_fast_link_are_worth_knowing():
+    fast = INTERFACES | {"eth0": ETH0 | {"mbit_per_s": 100000}}
+    told = {"n9": {"error": "", "interface": "eth0", "own_mtu": 1500, "lost_bytes": 0}}
+    changed = {"network.interfaces": fast, "network.reach": told}
+    finding = only(fleet_of(1, usual=PLAIN | changed))
+    assert (finding.check, finding.severity) == ("jumbo-frames", Severity.INFORM)
+    large = {"eth0": fast["eth0"] | {"mtu": 8500}}
+    changed["network.interfaces"] = large
+    assert not found(fleet_of(1, usual=PLAIN | changed))
+
+
+def test_a_port_that_is_up_elsewhere_is_told():
+    finding = only(fleet_of(3, port(DOWN), PLAIN | WITH_IB))
+    assert (finding.check, finding.host) == ("rdma-port", "n2")
+    assert finding.severity == Severity.FAIL
+    assert finding.what == "mlx5_0:1 is DOWN/Polling"
+    assert finding.usual == "ACTIVE/LinkUp on 2 hosts"
+
+
+@pytest.mark.parametrize(
+    ("num", "setting", "other_up", "severity"),
+    [
+        (3, "", True, Severity.INFORM),
+        (3, "=mlx5_0,mlx5_1", True, Severity.FAIL),
+        (3, "", False, Severity.WARN),
+        (1, "", True, Severity.INFORM),
+        (1, "", False, Severity.WARN),
+    ],
+)
+def test_a_port_that_is_down_everywhere_may_have_no_cable(
+    num, setting, other_up, severity
+):
+    usual = PLAIN | WITH_IB | port(DOWN)
+    usual |= {"network.variables": {"NCCL_IB_HCA": setting}}
+    if not other_up:
+        ports = usual["network.rdma_ports"]
+        usual["network.rdma_ports"] = {"mlx5_0:1": ports["mlx5_0:1"]}
+    told = found(fleet_of(num, usual=usual))
+    assert {each.severity for each in told.values()} == {severity}
+    assert len(told) == num
+
+
+@pytest.mark.parametrize(
+    "variables", [{"NCCL_IB_HCA": "mlx5_1"}, {"NCCL_IB_DISABLE": "1"}]
+)
+def test_a_port_that_is_not_chosen_is_not_looked_at(variables):
+    changed = port(DOWN) | {"network.variables": variables}
+    assert not found(fleet_of(3, changed, PLAIN | WITH_IB))
+
+
+def test_a_port_that_is_meant_to_be_down_is_fine():
+    changed = port({"state": "DOWN", "physical_state": "Disabled"})
+    assert not found(fleet_of(3, changed, PLAIN | WITH_IB))
+
+
+def test_a_slower_port_is_told():
+    finding = only(fleet_of(3, port({"mbit_per_s": 200000}), PLAIN | WITH_IB))
+    assert (finding.check, finding.host) == ("rdma-rate", "n2")
+    assert finding.what == "mlx5_0:1 runs at 200 Gbit/s"
+
+
+def test_a_port_without_a_subnet_manager_is_told():
+    initial = {"state": "INIT", "lid": 0, "manager_lid": 0}
+    told = found(fleet_of(3, port(initial), PLAIN | WITH_IB))
+    assert set(told) == {("rdma-port", "n2"), ("subnet-manager", "n2")}
+
+
+@pytest.mark.parametrize(
+    ("gids", "index", "said"),
+    [
+        ({"0": ROCE["gids"]["0"]}, "", "no GID of RoCE v2"),
+        (ROCE["gids"], "0", "NCCL_IB_GID_INDEX=0 is fe80:"),
+        (ROCE["gids"], "7", "NCCL_IB_GID_INDEX=7 is an empty GID"),
+        (ROCE["gids"], "3", ""),
+        (ROCE["gids"], "-1", ""),
+    ],
+)
+def test_a_roce_port_needs_a_routable_gid(gids, index, said):
+    changed = {
+        "network.rdma_ports": {"mlx5_0:1": ROCE | {"gids": gids}},
+        "network.variables": {"NCCL_IB_GID_INDEX": index},
+    }
+    usual = PLAIN | WITH_IB | {"network.rdma_ports": {"mlx5_0:1": ROCE}}
+    told = found(fleet_of(2, changed, usual))
+    assert set(told) == ({("roce-gid", "n2")} if said else set())
+    assert all(said in each.what for each in told.values())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"network.rdma_device_files": {}}, "is to be seen"),
+        ({"network.rdma_device_files": {"uverbs0": False}}, "may be opened"),
+        ({"network.has_rdma_library": False}, "libibverbs.so.1 is not installed"),
+    ],
+)
+def test_adapters_that_a_container_may_not_use_are_told(changed, said):
+    finding = only(fleet_of(2, changed, PLAIN | WITH_IB))
+    assert (finding.check, finding.host) == ("rdma-devices", "n2")
+    assert said in finding.what
+    assert not found(fleet_of(1, usual=PLAIN | WITH_IB | changed))
+
+
+def test_other_firmware_is_told():
+    adapters = {"mlx5_0": {"firmware": "28.40", "model": "MT4129", "board": "MT_1"}}
+    finding = only(fleet_of(3, {"network.rdma_adapters": adapters}, PLAIN | WITH_IB))
+    assert (finding.check, finding.severity) == ("rdma-firmware", Severity.WARN)
+    assert finding.what == "mlx5_0: MT4129 MT_1 firmware 28.40"
+
+
+def test_unreadable_is_not_bad():
+    nothing = HostFacts("n1", {}, {"network.interfaces": "no"}, {})
+    assert not judge(Fleet((nothing, nothing), {}), network.CHECKS).findings
+
+
+def test_every_check_says_what_people_need():
+    ids = [check.id for check in network.CHECKS]
+    assert len(set(ids)) == len(ids)
+    for check in network.CHECKS:
+        assert check.family == Family.NETWORK
+        told = (check.title, check.reads, check.threshold, check.source, check.fix)
+        assert all(told)
+        assert check.why
+        assert check.facts

@@ -1,0 +1,177 @@
+"""Facts of the network, from trees written by hand and from this machine."""
+
+import threading
+import time
+
+from ronde.check.facts import Reading
+from ronde.check.probes import network
+from ronde.check.probes.network_names import OwnName
+
+
+def write(root, files):
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+
+
+def facts_of(root):
+    reading = Reading({"root": str(root)})
+    network.read(reading)
+    return reading
+
+
+BASE = {
+    "proc/sys/kernel/hostname": "gpu7\n",
+    "proc/uptime": "7200.50 14000.00\n",
+    "proc/self/environ": "HOME=/root\0NCCL_SOCKET_IFNAME=eth\0NCCL_IB_HCA==mlx5_0\0"
+    "NCCL_DEBUG=INFO\0GLOO_SOCKET_IFNAME=eth0\0",
+    "etc/hosts": "127.0.0.1 localhost\n10.1.0.7 gpu7.site gpu7 # static\n",
+    "sys/class/net/eth0/type": "1\n",
+    "sys/class/net/eth0/operstate": "up\n",
+    "sys/class/net/eth0/mtu": "9000\n",
+    "sys/class/net/eth0/speed": "100000\n",
+    "sys/class/net/eth0/carrier_changes": "2\n",
+    "sys/class/net/eth0/device/vendor": "0x15b3\n",
+    "sys/class/net/lo/type": "772\n",
+    "sys/class/net/lo/mtu": "65536\n",
+    "sys/class/net/docker0/type": "1\n",
+    "sys/class/net/docker0/bridge/bridge_id": "8000\n",
+    "sys/class/net/docker0/operstate": "down\n",
+    "sys/class/net/docker0/speed": "-1\n",
+    "sys/class/net/bonding_masters": "\n",
+}
+
+PORT = "sys/class/infiniband/mlx5_0/ports/1"
+RDMA = {
+    "sys/class/infiniband/mlx5_0/fw_ver": "28.39.1002\n",
+    "sys/class/infiniband/mlx5_0/hca_type": "MT4129\n",
+    "sys/class/infiniband/mlx5_0/board_id": "MT_0000000838\n",
+    f"{PORT}/state": "4: ACTIVE\n",
+    f"{PORT}/phys_state": "5: LinkUp\n",
+    f"{PORT}/rate": "400 Gb/sec (4X NDR)\n",
+    f"{PORT}/link_layer": "InfiniBand\n",
+    f"{PORT}/lid": "0x1d\n",
+    f"{PORT}/sm_lid": "0x1\n",
+    f"{PORT}/counters/link_downed": "3\n",
+    f"{PORT}/gids/0": "fe80:0000:0000:0000:a088:c203:00aa:bbcc\n",
+    f"{PORT}/gids/1": "0000:0000:0000:0000:0000:0000:0000:0000\n",
+    f"{PORT}/gid_attrs/types/0": "IB/RoCE v1\n",
+}
+
+
+def test_interfaces_are_read(tmp_path):
+    write(tmp_path, BASE)
+    facts = facts_of(tmp_path)
+    assert not facts.unreadable
+    assert facts.values["network.interfaces"] == {
+        "docker0": {"kind": "bridge", "state": "down", "mtu": 0, "mbit_per_s": 0,
+                    "carrier_changes": -1, "addresses": []},
+        "eth0": {"kind": "physical", "state": "up", "mtu": 9000, "mbit_per_s": 100000,
+                 "carrier_changes": 2, "addresses": []},
+        "lo": {"kind": "loopback", "state": "", "mtu": 65536, "mbit_per_s": 0,
+               "carrier_changes": -1, "addresses": []},
+    }  # fmt: skip
+    assert facts.values["network.uptime_s"] == 7200.5
+
+
+def test_only_variables_that_choose_are_read(tmp_path):
+    write(tmp_path, BASE)
+    assert facts_of(tmp_path).values["network.variables"] == {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_IB_HCA": "=mlx5_0",
+        "NCCL_SOCKET_IFNAME": "eth",
+    }
+
+
+def test_the_own_name_is_looked_up_in_a_saved_tree(tmp_path):
+    write(tmp_path, BASE)
+    own = facts_of(tmp_path).values["network.own_name"]
+    assert own == {"name": "gpu7", "addresses": ["10.1.0.7"], "error": ""}
+    write(tmp_path, {"etc/hosts": "# gpu7\n\n10.1.0.7 gpu77\n"})
+    own = facts_of(tmp_path).values["network.own_name"]
+    assert (own["addresses"], own["error"]) == ([], "it is not in /etc/hosts")
+
+
+def test_rdma_ports_are_read(tmp_path):
+    write(tmp_path, BASE | RDMA)
+    facts = facts_of(tmp_path)
+    assert facts.values["network.rdma_ports"] == {
+        "mlx5_0:1": {
+            "state": "ACTIVE", "physical_state": "LinkUp", "mbit_per_s": 400000,
+            "layer": "InfiniBand", "lid": 29, "manager_lid": 1, "downs": 3,
+            "gids": {"0": {"address": "fe80:0000:0000:0000:a088:c203:00aa:bbcc",
+                           "type": "IB/RoCE v1", "interface": ""}},
+        }
+    }  # fmt: skip
+    assert facts.values["network.rdma_adapters"] == {
+        "mlx5_0": {
+            "firmware": "28.39.1002",
+            "model": "MT4129",
+            "board": "MT_0000000838",
+        }
+    }
+    assert facts.values["network.rdma_device_files"] == {}
+    assert facts.values["network.has_rdma_library"] is False
+
+
+def test_device_files_and_the_library_are_found(tmp_path):
+    library = "usr/lib/x86_64-linux-gnu/libibverbs.so.1"
+    write(tmp_path, BASE | RDMA | {"dev/infiniband/uverbs0": "", library: ""})
+    facts = facts_of(tmp_path)
+    assert facts.values["network.rdma_device_files"] == {"uverbs0": True}
+    assert facts.values["network.has_rdma_library"] is True
+
+
+def test_counters_of_a_virtual_function_are_left_alone(tmp_path):
+    function = {"sys/class/infiniband/mlx5_0/device/physfn/vendor": "0x15b3\n"}
+    write(tmp_path, BASE | RDMA | function)
+    ports = facts_of(tmp_path).values["network.rdma_ports"]
+    assert ports["mlx5_0:1"]["downs"] == -1
+
+
+def test_one_unreadable_fact_does_not_lose_the_others(tmp_path):
+    write(tmp_path, BASE | RDMA)
+    (tmp_path / PORT / "state").unlink()
+    (tmp_path / "proc/uptime").write_text("")
+    facts = facts_of(tmp_path)
+    assert set(facts.unreadable) == {"network.rdma_ports", "network.uptime_s"}
+    assert "network.interfaces" in facts.values
+
+
+def test_an_empty_tree_is_unreadable_and_no_fault(tmp_path):
+    facts = facts_of(tmp_path)
+    unreadable = {"network.interfaces", "network.variables", "network.uptime_s"}
+    assert set(facts.unreadable) == unreadable
+    assert facts.values["network.rdma_ports"] == {}
+
+
+def test_this_machine_is_read_quickly():
+    begun_s = time.monotonic()
+    facts = Reading({})
+    network.read(facts)
+    assert time.monotonic() - begun_s < 3
+    assert facts.values["network.interfaces"]["lo"]["kind"] == "loopback"
+    assert facts.values["network.own_name"]["name"]
+
+
+def test_a_name_server_that_hangs_costs_its_deadline_and_is_told():
+    let_go = threading.Event()
+
+    def hang(name):
+        let_go.wait(30)
+        return []
+
+    begun_s = time.monotonic()
+    own = OwnName.look_up("", hang).wait(0.1)
+    took_s = time.monotonic() - begun_s
+    let_go.set()
+    assert own["error"] == "no answer within 0.1 s"
+    assert took_s < 5
+
+
+def test_a_name_that_does_not_resolve_says_why():
+    def refuse(name):
+        raise OSError(-2, "Name or service not known")
+
+    own = OwnName.look_up("", refuse).wait()
+    assert own["error"] == "Name or service not known"
