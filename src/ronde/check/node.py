@@ -18,7 +18,6 @@ from ronde.check.probing import run_probes
 _MODULES = {
     "listen": "ronde.check.operations.reaching",
     "reach": "ronde.check.operations.reaching",
-    "send_datagrams": "ronde.check.operations.reaching",
     "clock": "ronde.check.operations.clock",
     "leave_nonce": "ronde.check.operations.sharing",
     "find_nonces": "ronde.check.operations.sharing",
