@@ -150,8 +150,6 @@ def _name_processes(of_gpus: list[Value]) -> None:
 
 def _own_cpus(root: str) -> str:
     """Return the CPUs that a program may use, as the kernel lists them."""
-    fields = (
-        line.partition(":")
-        for line in read_text(f"{root}/proc/self/status").split("\n")
-    )
-    return next(v.strip() for key, _, v in fields if key == "Cpus_allowed_list")
+    lines = read_text(f"{root}/proc/self/status").splitlines()
+    fields = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    return fields["Cpus_allowed_list"].strip()

@@ -1,0 +1,90 @@
+"""NVML's answers from a record, in the form of ``ronde.check.nvml.record``."""
+
+import copy
+
+from ronde.check.nvml.questions import RefusedError
+
+GIB = 1 << 30
+
+HOST = {
+    "count": 0,
+    "driver_version": "550.54.15",
+    "cuda_version": [12, 4],
+    "is_confidential": False,
+}
+
+H100 = {
+    "titles": "NVIDIA H100 80GB HBM3",
+    "uuids": "GPU-00000000-0000-0000-0000-000000000000",
+    "bus_ids": "0000:1b:00.0",
+    "capabilities": [9, 0],
+    "memory_bytes": {"total": 80 * GIB, "used": 0},
+    "vbios": "96.00.74.00.01",
+    "gsp_firmware": "550.54.15",
+    "has_valid_inforom": True,
+    "recovery_action": 0,
+    "remapped_rows": {
+        "corrected": 0,
+        "uncorrected": 0,
+        "is_pending": False,
+        "has_failed": False,
+    },
+    "ecc_mode": {"now": True, "pending": True, "default": True},
+    "ecc_errors": {
+        "sram_uncorrected": 0,
+        "sram_uncorrected_ever": 0,
+        "sram_corrected": 0,
+        "dram_corrected": 0,
+    },
+    "clock_events": 1,
+    "margin_celsius": 50,
+    "pcie": {"width": 16, "max_width": 16, "generation": 1, "max_generation": 5},
+    "pcie_replays": 0,
+    "power_limit_w": {"enforced": 700.0, "default": 700.0},
+    "nvlinks": [True] * 18,
+    "fabric": {"state": 3, "status": 0, "health": 0, "summary": 1, "cluster": ""},
+    "peers": [],
+    "is_persistent": True,
+    "mig": False,
+    "compute_mode": 0,
+    "processes": [],
+    "busy_percent": 0,
+    "near_cpus": "0-47",
+}
+"""A GPU with nothing wrong, idle."""
+
+
+def refusal(code, reason="NVML says no"):
+    """Return how a record tells that a question was not answered."""
+    return {"error": code, "reason": reason}
+
+
+def healthy(num_gpus=8, **changes):
+    """Return the record of a healthy host; ``changes`` are answers of its last GPU."""
+    gpus = [copy.deepcopy(H100) for _ in range(num_gpus)]
+    for number, gpu in enumerate(gpus):
+        gpu["uuids"] = f"GPU-{number:08d}-0000-0000-0000-000000000000"
+        gpu["bus_ids"] = f"0000:{0x1B + number:02x}:00.0"
+        gpu["peers"] = [0] * num_gpus
+    if gpus:
+        gpus[-1] |= changes
+    return {"host": HOST | {"count": num_gpus}, "gpus": gpus}
+
+
+class SavedNvml:
+    """Answers as a record has it."""
+
+    def __init__(self, record):
+        self._record = record
+
+    def ask_host(self, question):
+        return self._answer(self._record["host"], question)
+
+    def ask_gpu(self, question, number):
+        return self._answer(self._record["gpus"][number], question)
+
+    def _answer(self, answers, question):
+        answer = answers[question.value]
+        if isinstance(answer, dict) and "error" in answer:
+            raise RefusedError(answer["error"], answer["reason"])
+        return answer

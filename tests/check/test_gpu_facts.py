@@ -1,0 +1,297 @@
+"""Facts of GPUs: NVML's answers as facts, and what a saved tree of the kernel shows."""
+
+import struct
+
+import pytest
+from hypothesis import given, strategies as st
+from tests.check.nvml_fake import SavedNvml, healthy, refusal
+
+from ronde.check.facts import Reading, UnreadableError
+from ronde.check.nvml.questions import GpuQuestion
+from ronde.check.probes.gpu import ALL_ANSWERS, keep_answers, read
+from ronde.check.probes.gpu_log import read_xids
+from ronde.check.probes.gpu_paths import (
+    read_acs,
+    read_direct_rdma,
+    read_is_virtual,
+)
+from ronde.check.probes.gpu_presence import read_cards, read_files, read_module
+
+NOT_SUPPORTED, NO_PERMISSION, LOST, RESET, UNKNOWN = 3, 4, 15, 16, 999
+CLOSED = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56\n"
+    "GCC version:  gcc version 12.3.0\n"
+)
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release"
+CARD, BRIDGE, PORT = "0000:1b:00.0", "0000:1a:00.0", "0000:19:01.0"
+ACS_REDIRECTION = 0x1D
+
+
+def keep(record):
+    reading = Reading({})
+    keep_answers(reading, SavedNvml(record))
+    return reading
+
+
+def write(root, path, content=""):
+    file = root / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        file.write_text(content)
+
+
+def plug(root, chain, vendor="0x10de", kind="0x030200", driver="nvidia"):
+    """Put a device below bridges into a tree."""
+    *_, address = chain
+    own = root / "sys/devices/pci0000:00" / "/".join(chain)
+    own.mkdir(parents=True, exist_ok=True)
+    (own / "class").write_text(kind)
+    (own / "vendor").write_text(vendor)
+    if driver:
+        (own / "driver").symlink_to(f"/sys/bus/pci/drivers/{driver}")
+    links = root / "sys/bus/pci/devices"
+    links.mkdir(parents=True, exist_ok=True)
+    (links / address).symlink_to(own)
+    return own
+
+
+def plug_card(root, control=0):
+    """Put a card below a port of a switch; ``control`` is the port's ACS register."""
+    for depth, address in enumerate((PORT, BRIDGE), 1):
+        own = plug(root, (PORT, BRIDGE)[:depth], "0x8086", "0x060400", "pcieport")
+        (own / "config").write_bytes(config(control if address == PORT else 0))
+    plug(root, (PORT, BRIDGE, CARD))
+
+
+def config(control):
+    """Return a bridge's registers: an extended capability, and behind it ACS."""
+    registers = bytearray(4096)
+    struct.pack_into("<I", registers, 0x100, 0x0001 | 1 << 16 | 0x148 << 20)
+    struct.pack_into("<I", registers, 0x148, 0x000D | 1 << 16)
+    struct.pack_into("<H", registers, 0x148 + 6, control)
+    return bytes(registers)
+
+
+# NVML's answers
+
+
+def test_answers_become_facts_in_the_order_of_gpus():
+    reading = keep(healthy(3, margin_celsius=7))
+    assert reading.unreadable == {}
+    assert reading.values["gpu.count"] == 3
+    assert reading.values["gpu.margin_celsius"] == [50, 50, 7]
+    assert reading.values["gpu.lost"] == ["", "", ""]
+    assert reading.values.keys() == set(ALL_ANSWERS)
+
+
+def test_what_a_gpu_does_not_support_is_nothing_and_no_complaint():
+    reading = keep(healthy(2, ecc_mode=refusal(NOT_SUPPORTED)))
+    assert reading.unreadable == {}
+    assert reading.values["gpu.ecc_mode"][1] is None
+    assert reading.values["gpu.ecc_mode"][0]["now"] is True
+
+
+def test_what_one_gpu_does_not_tell_leaves_the_others():
+    reading = keep(healthy(2, vbios=refusal(UNKNOWN, "Unknown Error")))
+    assert reading.unreadable == {"gpu.vbios": "of GPU 1: Unknown Error"}
+    assert reading.values["gpu.vbios"] == ["96.00.74.00.01", None]
+
+
+def test_what_no_gpu_tells_is_unreadable():
+    reading = keep(healthy(1, fabric=refusal(NO_PERMISSION, "Insufficient")))
+    assert "gpu.fabric" not in reading.values
+    assert reading.unreadable["gpu.fabric"].endswith("Insufficient; root would help")
+
+
+@pytest.mark.parametrize("code", [LOST, RESET])
+def test_a_gpu_that_is_gone_is_told_once_and_not_as_unreadable(code):
+    record = healthy(2)
+    record["gpus"][1] = {q.value: refusal(code, "GPU is lost") for q in GpuQuestion}
+    reading = keep(record)
+    assert reading.values["gpu.lost"] == ["", "GPU is lost"]
+    assert reading.unreadable == {}
+
+
+def test_a_process_that_is_not_seen_has_no_name():
+    processes = [{"pid": 2**30, "memory_bytes": 5}]
+    (found,) = keep(healthy(1, processes=processes)).values["gpu.processes"]
+    assert found == [{"pid": 2**30, "memory_bytes": 5, "command": ""}]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([q.value for q in GpuQuestion]),
+        st.integers(1, 1000).map(refusal),
+    )
+)
+def test_whatever_is_refused_every_fact_is_told_or_unreadable(refused):
+    reading = keep(healthy(2, **refused))
+    assert reading.values.keys() | reading.unreadable.keys() == set(ALL_ANSWERS)
+    for name in refused:
+        assert reading.values[f"gpu.{name}"][1] is None
+
+
+# The kernel
+
+
+def test_a_host_without_gpus_has_none_and_nothing_is_unreadable(tmp_path):
+    reading = Reading({"root": str(tmp_path)})
+    read(reading)
+    assert reading.values["gpu.count"] == 0
+    assert reading.unreadable == {}
+
+
+def test_a_card_without_a_driver_is_told_with_what_has_it(tmp_path):
+    plug(tmp_path, [CARD], driver="nouveau")
+    plug(tmp_path, ["0000:00:02.0"], vendor="0x8086", kind="0x030000")
+    reading = Reading({"root": str(tmp_path)})
+    read(reading)
+    assert reading.values["gpu.cards"] == [{"address": CARD, "driver": "nouveau"}]
+    assert reading.values["gpu.count"] == 0
+    assert reading.unreadable == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [(CLOSED, "550.54.15"), (OPEN, "560.35.03 (open)"), ("", ""), ("NVRM", "")],
+)
+def test_the_module_tells_its_version(tmp_path, text, version):
+    write(tmp_path, "proc/driver/nvidia/version", text)
+    assert read_module(str(tmp_path)) == version
+
+
+def test_files_that_cannot_be_opened_are_told(tmp_path):
+    write(tmp_path, "dev/nvidia0")
+    (tmp_path / "dev/nvidia1").mkdir()
+    write(tmp_path, "dev/nvidiactl")
+    write(tmp_path, "dev/nvidia-modeset")
+    assert read_files(str(tmp_path)) == {
+        "/dev/nvidia0": "",
+        "/dev/nvidia1": "Is a directory",
+        "/dev/nvidiactl": "",
+        "/dev/nvidia-uvm": "No such file or directory",
+    }
+
+
+def test_the_file_that_cuda_makes_is_not_missed(tmp_path):
+    write(tmp_path, "dev/nvidia0")
+    write(tmp_path, "dev/nvidiactl")
+    write(tmp_path, "usr/bin/nvidia-modprobe")
+    assert "/dev/nvidia-uvm" not in read_files(str(tmp_path))
+
+
+def test_cards_are_those_of_nvidia_that_compute(tmp_path):
+    plug_card(tmp_path)
+    assert read_cards(str(tmp_path)) == [{"address": CARD, "driver": "nvidia"}]
+
+
+def write_log(root, *records):
+    write(root, "proc/uptime", "10000.00 20000.00\n")
+    lines = (f"3,{n},{at_s * 1_000_000},-;{text}" for n, (at_s, text) in records)
+    write(root, "dev/kmsg", "\n".join(lines) + "\n SUBSYSTEM=pci\n")
+
+
+def test_errors_in_the_log_are_counted_and_dated(tmp_path):
+    write_log(
+        tmp_path,
+        *enumerate(
+            [
+                (100, "NVRM: Xid (PCI:0000:1b:00): 31, pid=1, name=python, Ch 8"),
+                (9000, "NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen off the bus."),
+                (9500, "NVRM: Xid (PCI:0000:1b:00): 31, pid=2, name=python, Ch 8"),
+                (9900, "nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 20034, Fatal, Link"),
+                (9990, "usb 1-1: new device, not Xid"),
+            ]
+        ),
+    )
+    shared = {"address": CARD, "is_fatal": False}
+    assert read_xids(str(tmp_path)) == [
+        {"kind": "Xid", "code": 31, "times": 2, "age_s": 500.0, **shared},
+        {"kind": "Xid", "code": 79, "times": 1, "age_s": 1000.0, **shared},
+        {
+            "kind": "SXid",
+            "code": 20034,
+            "times": 1,
+            "age_s": 100.0,
+            "address": "0000:05:00.0",
+            "is_fatal": True,
+        },
+    ]
+
+
+def test_a_log_that_may_not_be_read_is_unreadable(tmp_path):
+    write(tmp_path, "dev/nvidia0")
+    write(tmp_path, "proc/uptime", "5.0 5.0")
+    reading = Reading({"root": str(tmp_path)})
+    read(reading)
+    assert "gpu.xids" not in reading.values
+    assert "dev/kmsg" in reading.unreadable["gpu.xids"]
+
+
+@given(text=st.binary(max_size=400))
+def test_no_log_breaks_the_reader(tmp_path_factory, text):
+    root = tmp_path_factory.mktemp("log")
+    write(root, "proc/uptime", "5.0 5.0")
+    write(root, "dev/kmsg", text)
+    assert isinstance(read_xids(str(root)), list)
+
+
+@pytest.mark.parametrize(
+    ("module", "kernel", "peermem", "way"),
+    [
+        ("550.54", "6.8.0-31-generic", False, ""),
+        ("550.54", "6.8.0-31-generic", True, "nvidia_peermem"),
+        ("560.35 (open)", "5.12.1", False, "DMA-BUF"),
+        ("560.35 (open)", "5.4.0", False, ""),
+    ],
+)
+def test_adapters_reach_memory_in_two_ways(tmp_path, module, kernel, peermem, way):
+    write(tmp_path, "proc/sys/kernel/osrelease", kernel)
+    write(tmp_path, "sys/class/infiniband/mlx5_0/device/vendor", "0x15b3\n")
+    write(tmp_path, "sys/class/infiniband/rxe0/ports/1/state", "4: ACTIVE")
+    if peermem:
+        write(tmp_path, "sys/module/nvidia_peermem/refcnt", "0")
+    assert read_direct_rdma(str(tmp_path), module) == {"adapters": 1, "way": way}
+
+
+def test_acs_is_found_on_the_bridge_that_has_it(tmp_path):
+    plug_card(tmp_path, ACS_REDIRECTION)
+    assert read_acs(str(tmp_path), [CARD]) == [PORT]
+
+
+def test_acs_that_is_off_is_not_found(tmp_path):
+    # Translation blocking alone leaves traffic where it is.
+    plug_card(tmp_path, control=0x02)
+    assert read_acs(str(tmp_path), [CARD]) == []
+
+
+def test_what_only_root_may_read_is_unreadable(tmp_path):
+    plug_card(tmp_path, ACS_REDIRECTION)
+    own = tmp_path / "sys/bus/pci/devices" / PORT / "config"
+    own.write_bytes(own.read_bytes()[:64])
+    with pytest.raises(UnreadableError, match=r"64 bytes .* root would help"):
+        read_acs(str(tmp_path), [CARD])
+
+
+def test_a_virtual_machine_needs_acs(tmp_path):
+    plug_card(tmp_path, ACS_REDIRECTION)
+    write(tmp_path, "proc/cpuinfo", "processor : 0\nflags\t\t: fpu hypervisor sse\n")
+    assert read_is_virtual(str(tmp_path))
+    assert read_acs(str(tmp_path), [CARD]) == []
+
+
+PLACES = st.sampled_from([0, 0x20, 0x100, 0x140, 0x148, 0xFF8, 0xFFC])
+
+
+@given(chain=st.dictionaries(PLACES, st.tuples(PLACES, st.integers(0xC, 0xE))))
+def test_no_registers_hang_the_reader(tmp_path_factory, chain):
+    root = tmp_path_factory.mktemp("bus")
+    plug_card(root)
+    registers = bytearray(4096)
+    for place, (following, number) in chain.items():
+        struct.pack_into("<I", registers, place, number | following << 20)
+    own = root / "sys/bus/pci/devices" / PORT / "config"
+    own.write_bytes(registers)
+    assert read_acs(str(root), [CARD]) in ([], [PORT])

@@ -1,0 +1,145 @@
+"""Whoever answers for NVML: a record, and the driver's library through pynvml."""
+
+import pynvml
+import pytest
+from tests.check.nvml_fake import SavedNvml, healthy, refusal
+from tests.check.nvml_library import FakeLibrary
+from tests.check.nvml_suite import FORMS, SUITE
+
+from ronde.check.nvml.driver import NvmlDriver
+from ronde.check.nvml.questions import GpuQuestion, HostQuestion, RefusedError
+from ronde.check.nvml.record import record
+
+NOT_SUPPORTED, FUNCTION_NOT_FOUND, LOST = 3, 13, 15
+WORN = healthy(
+    2,
+    memory_bytes={"total": 80 << 30, "used": 3 << 30},
+    has_valid_inforom=False,
+    recovery_action=2,
+    remapped_rows={
+        "corrected": 1,
+        "uncorrected": 700,
+        "is_pending": True,
+        "has_failed": False,
+    },
+    ecc_mode={"now": False, "pending": True, "default": True},
+    ecc_errors={
+        "sram_uncorrected": 1,
+        "sram_uncorrected_ever": 2,
+        "sram_corrected": 3,
+        "dram_corrected": 4,
+    },
+    clock_events=0x40,
+    margin_celsius=-3,
+    pcie={"width": 8, "max_width": 16, "generation": 3, "max_generation": 5},
+    pcie_replays=9,
+    power_limit_w={"enforced": 350.0, "default": 700.0},
+    nvlinks=[True, False, True],
+    fabric={
+        "state": 3,
+        "status": 0,
+        "health": 0x211,
+        "summary": 2,
+        "cluster": "00112233445566778899aabbccddeeff",
+    },
+    peers=[4, 0],
+    is_persistent=False,
+    mig=True,
+    compute_mode=3,
+    processes=[{"pid": 77, "memory_bytes": 123}, {"pid": 78, "memory_bytes": None}],
+    busy_percent=97,
+    near_cpus="0-3,64,127",
+)
+RECORDS = {"none": healthy(0), "one": healthy(1), "eight": healthy(8), "worn": WORN}
+
+
+@pytest.fixture
+def open_library(monkeypatch):
+    """Give a function from a library to whoever answers with it."""
+
+    def open_it(library):
+        monkeypatch.setattr(pynvml, "nvmlLib", library)
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+        return NvmlDriver(pynvml)
+
+    return open_it
+
+
+@pytest.mark.parametrize("check", SUITE)
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_answers_as_nvml_must(check, name):
+    check(SavedNvml(RECORDS[name]))
+
+
+@pytest.mark.parametrize("check", SUITE)
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_library_answers_as_nvml_must(open_library, check, name):
+    check(open_library(FakeLibrary(RECORDS[name])))
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_what_the_library_says_is_what_is_recorded(open_library, name):
+    assert record(open_library(FakeLibrary(RECORDS[name]))) == RECORDS[name]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_of_a_record_is_the_same(name):
+    assert record(SavedNvml(RECORDS[name])) == RECORDS[name]
+
+
+def test_every_question_has_a_form():
+    assert FORMS.keys() == {*HostQuestion, *GpuQuestion}
+
+
+# An NVLink that is not supported is none, and no error.
+@pytest.mark.parametrize(
+    "question", [q for q in GpuQuestion if q is not GpuQuestion.NVLINKS]
+)
+def test_an_error_of_the_library_is_a_refusal_with_its_number(open_library, question):
+    record = healthy(2, **{question.value: refusal(NOT_SUPPORTED)})
+    nvml = open_library(FakeLibrary(record))
+    with pytest.raises(RefusedError) as refused:
+        nvml.ask_gpu(question, 1)
+    assert refused.value.code == NOT_SUPPORTED
+    assert "ot Supported" in str(refused.value) or "error 3" in str(refused.value)
+
+
+def test_a_lost_gpu_refuses_its_nvlinks(open_library):
+    nvml = open_library(FakeLibrary(healthy(1, nvlinks=refusal(LOST))))
+    with pytest.raises(RefusedError) as refused:
+        nvml.ask_gpu(GpuQuestion.NVLINKS, 0)
+    assert refused.value.code == LOST
+
+
+def test_a_function_that_an_old_driver_lacks_is_refused(open_library):
+    library = FakeLibrary(healthy(1), missing={"nvmlDeviceGetMarginTemperature"})
+    with pytest.raises(RefusedError) as refused:
+        open_library(library).ask_gpu(GpuQuestion.MARGIN, 0)
+    assert refused.value.code == FUNCTION_NOT_FOUND
+
+
+def test_a_function_that_an_old_module_lacks_is_refused(open_library, monkeypatch):
+    nvml = open_library(FakeLibrary(healthy(1)))
+    monkeypatch.delattr(pynvml, "nvmlDeviceGetMarginTemperature")
+    with pytest.raises(RefusedError, match="nvidia-ml-py is too old") as refused:
+        nvml.ask_gpu(GpuQuestion.MARGIN, 0)
+    assert refused.value.code == FUNCTION_NOT_FOUND
+
+
+def test_a_driver_without_the_newest_form_tells_of_the_fabric_all_the_same(
+    open_library,
+):
+    nvml = open_library(FakeLibrary(WORN, fabric_version=2))
+    told = WORN["gpus"][1]["fabric"]
+    assert nvml.ask_gpu(GpuQuestion.FABRIC, 1) == told | {"summary": 0}
+
+
+def test_a_driver_before_the_second_form_tells_of_memory_all_the_same(open_library):
+    library = FakeLibrary(healthy(1), missing={"nvmlDeviceGetMemoryInfo_v2"})
+    answer = open_library(library).ask_gpu(GpuQuestion.MEMORY, 0)
+    assert answer == {"total": 80 << 30, "used": 600 << 20}
+
+
+def test_a_gpu_that_is_not_there_is_refused(open_library):
+    with pytest.raises(RefusedError):
+        open_library(FakeLibrary(healthy(1))).ask_gpu(GpuQuestion.TITLE, 1)
