@@ -225,6 +225,15 @@ def test_seventy_checks_of_64_hosts_are_judged_in_a_second():
     assert time.process_time() - begun_s < 1.0
 
 
+def test_facts_of_another_form_are_told_and_break_nothing():
+    fleet = make_fleet(3, node2={"memlock": "plenty"}, node3={"governor": "powersave"})
+    judgement = judge(fleet, CHECKS)
+    assert [each.check for each in judgement.findings] == ["governor"]
+    odd = [each for each in judgement.unread if each.check == "locked-memory"]
+    assert [each.host for each in odd] == ["node1", "node2", "node3"]
+    assert "not of the form" in odd[0].reason
+
+
 def test_families_without_checks_have_no_column():
     only = [make_check("a", Family.STORAGE, Severity.WARN, lambda _: iter(()))]
     fleet = make_fleet(2)

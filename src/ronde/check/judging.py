@@ -49,7 +49,13 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
                 made[key] = made.get(key, 0) + 1
             elif reason:
                 unread.append(Unread(check.id, facts.host, reason))
-        findings += check.judge(fleet)
+        try:
+            findings += tuple(check.judge(fleet))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            # A host with another version of ronde may tell facts of another form.
+            reason = f"facts are not of the form that is known: {error!r}"
+            having = fleet.having(*check.facts)
+            unread += [Unread(check.id, facts.host, reason) for facts in having]
     order = list(Severity)
     places = {facts.host: n for n, facts in enumerate(fleet.hosts)}
 
