@@ -64,12 +64,12 @@ def _judge_kind(fleet: Fleet) -> Iterator[Finding]:
 
 def _judge_hung(fleet: Fleet) -> Iterator[Finding]:
     for facts in fleet.having("storage.hung"):
-        for path in facts.values["storage.hung"]:
-            what = f"{path} does not answer"
-            fix = (
-                f"ask who runs its file server; then umount -f -l {path}, mount {path}"
-            )
-            yield Finding("hung-mount", Severity.FAIL, facts.host, what, fix=fix)
+        hung: list[str] = facts.values["storage.hung"]
+        for path in hung:
+            # What lies below hangs with it.
+            if not any(path.startswith(f"{other}/") for other in hung):
+                what = f"{path} does not answer"
+                yield Finding("hung-mount", Severity.FAIL, facts.host, what)
 
 
 def _each_room(facts: HostFacts) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -226,7 +226,7 @@ CHECKS = (
         threshold="an answer within 5 s",
         source="ronde's own; a quick answer takes milliseconds",
         severity=Severity.FAIL,
-        fix="ask who runs the file server; mount it anew",
+        fix="look at its file server; then umount -f -l MOUNT, and mount it anew",
         needs="",
         why="Whatever touches it hangs, and not even kill -9 ends that.",
         facts=("storage.hung",),

@@ -1,0 +1,352 @@
+"""Folders and files: read from a tree of files, and judged among hosts."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.check.catalogue import PROBES
+from ronde.check.check import Finding, Severity
+from ronde.check.facts import HostFacts, Value
+from ronde.check.families.storage import CHECKS
+from ronde.check.fleet import Fleet
+from ronde.check.probes.storage import find_mount, read_mounts
+from ronde.check.probing import run_probes
+
+GIB = 1 << 30
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+23 22 0:5 / /proc rw,nosuid shared:2 - proc proc rw
+30 22 0:40 / /data rw,relatime - ext4 /dev/sdb1 rw
+31 22 0:41 / /data rw,relatime shared:9 - nfs4 server:/export rw,vers=4.2
+32 22 0:42 / /my\\040own rw - fuse.sshfs me@host:/ rw
+33 22 0:43 / /dead rw - nfs server:/gone rw
+a line that is cut
+34 22 0:44 / /half rw
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return a root in which /data is there and /dead is not."""
+    for name in ("proc/self", "data/sub", "work", "scratch"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "proc/self/mountinfo").write_text(MOUNTS)
+    (tmp_path / "data/train.bin").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    return tmp_path
+
+
+def read(**settings: Value) -> dict[str, Any]:
+    outcome = run_probes({"storage": PROBES["storage"]}, settings)["storage"]
+    assert outcome.failure == ""
+    assert outcome.unreadable == {}
+    return outcome.values
+
+
+def test_a_tree_is_read(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/scratch")
+    values = read(
+        root=str(tree),
+        directory="/work",
+        paths=["/data", "/link/sub", "/none"],
+        files=["/data/train.bin", "/data/none.bin", "/data/sub"],
+    )
+    paths = values["storage.paths"]
+    assert list(paths) == ["/data", "/link/sub", "/none", "/work", "/scratch"]
+    assert [each["roles"] for each in paths.values()] == [
+        *[["shared"]] * 3,
+        ["directory"],
+        ["temporary"],
+    ]
+    # What was mounted last hides what was there; links are followed.
+    for path in ("/data", "/link/sub"):
+        assert (paths[path]["mount"], paths[path]["kind"]) == ("/data", "nfs4")
+    assert (paths["/work"]["mount"], paths["/work"]["kind"]) == ("/", "ext4")
+    room = os.statvfs(tree)
+    assert paths["/work"]["size_bytes"] == room.f_blocks * room.f_frsize
+    assert paths["/none"]["error"] == "No such file or directory"
+    assert values["storage.hung"] == []
+    # echo -n abc | sha256sum
+    assert values["storage.files"] == {
+        "/data/train.bin": {"size_bytes": 3, "digest": "ba7816bf8f01cfea"},
+        "/data/none.bin": {"error": "No such file or directory"},
+        "/data/sub": {"error": "Is a directory"},
+    }
+
+
+def test_this_host_is_read_and_has_nothing_to_fail_for(tmp_path: Path) -> None:
+    values = read(paths=[str(tmp_path)], files=[__file__])
+    assert set(values) == {
+        "storage.hung",
+        "storage.files",
+        "storage.paths",
+        "storage.leftovers",
+    }
+    told = values["storage.paths"][str(tmp_path)]
+    assert told["is_directory"]
+    assert told["kind"] != ""
+    assert (
+        values["storage.files"][__file__]["size_bytes"] == Path(__file__).stat().st_size
+    )
+
+
+def test_a_file_that_hangs_loses_nothing_else(tree: Path) -> None:
+    # Whoever opens a pipe that nobody writes to waits for ever, as on a dead mount.
+    os.mkfifo(tree / "work/pipe")
+    values = read(
+        root=str(tree),
+        directory="/work",
+        files=["/work/pipe", "/data/train.bin"],
+    )
+    assert values["storage.hung"] == ["/work/pipe"]
+    assert values["storage.files"]["/data/train.bin"]["size_bytes"] == 3
+    assert values["storage.paths"]["/work"]["is_directory"]
+    facts = HostFacts("node1", values, {}, {})
+    findings = found(Fleet((facts,), {}))
+    assert [f.check for f in findings if "pipe" in f.what] == ["hung-mount"]
+
+
+def test_all_mounts_of_this_host_are_read() -> None:
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    points = {line.split()[4] for line in lines}
+    assert len(read_mounts("")) == len(points)
+
+
+def test_mounts_are_read_as_the_kernel_writes_them(tree: Path) -> None:
+    assert read_mounts(str(tree)) == {
+        "/": "ext4",
+        "/proc": "proc",
+        "/data": "nfs4",
+        "/my own": "fuse.sshfs",
+        "/dead": "nfs",
+    }
+    assert read_mounts("/nowhere") == {}
+
+
+@given(st.text(alphabet="/ -\\0417abn\n", max_size=200))
+def test_any_table_of_mounts_is_read(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    root = tmp_path_factory.getbasetemp() / "any"
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/mountinfo").write_text(text)
+    for point, kind in read_mounts(str(root)).items():
+        assert point in text or "\\" in text
+        assert kind in text
+
+
+@pytest.mark.parametrize(
+    ("path", "mount"),
+    [
+        ("/data", "/data"),
+        ("/data/x", "/data"),
+        ("/database", "/"),
+        ("/", "/"),
+        ("/data/deep/x", "/data/deep"),
+    ],
+)
+def test_the_nearest_mount_counts(path: str, mount: str) -> None:
+    assert find_mount(path, ["/", "/data", "/data/deep"]) == mount
+    assert find_mount(path, []) == ""
+
+
+def folder(roles: list[str], **changes: Value) -> dict[str, Any]:
+    """Return what is told of a folder with plenty of room."""
+    return {
+        "roles": roles,
+        "is_directory": True,
+        "is_writable": True,
+        "free_bytes": 100 * GIB,
+        "size_bytes": 200 * GIB,
+        "free_inodes": 500,
+        "num_inodes": 1000,
+        "mount": "/",
+        "kind": "ext4",
+    } | changes
+
+
+def missing(roles: list[str]) -> dict[str, Any]:
+    return {"roles": roles, "error": "No such file or directory"}
+
+
+def facts(**changes: Value) -> dict[str, Any]:
+    healthy: dict[str, Any] = {
+        "paths": {
+            "/data": folder(["shared"], mount="/data", kind="nfs4"),
+            "/work": folder(["directory"]),
+            "/scratch": folder(["temporary"]),
+        },
+        "files": {"/data/a": {"size_bytes": 3, "digest": "ba78"}},
+        "hung": [],
+        "leftovers": {"num": 0, "pids": ""},
+    }
+    return {f"storage.{name}": value for name, value in (healthy | changes).items()}
+
+
+def fleet(*each: dict[str, Any]) -> Fleet:
+    hosts = (HostFacts(f"node{n}", values, {}, {}) for n, values in enumerate(each, 1))
+    return Fleet(tuple(hosts), {})
+
+
+def found(of: Fleet) -> list[Finding]:
+    return [finding for check in CHECKS for finding in check.judge(of)]
+
+
+def one_folder(**changes: Value) -> Fleet:
+    return fleet(facts(paths={"/work": folder(["directory"], **changes)}))
+
+
+def test_healthy_hosts_give_no_findings() -> None:
+    for size in (1, 2, 3):
+        assert found(fleet(*(facts() for _ in range(size)))) == []
+
+
+def test_a_missing_shared_folder_is_found_where_it_is_missing() -> None:
+    other = facts(paths={"/data": missing(["shared"])})
+    (finding,) = found(fleet(facts(), other, facts()))
+    assert (finding.check, finding.host) == ("folder-missing", "node2")
+    assert finding.severity is Severity.FAIL
+    assert finding.what == "/data: No such file or directory"
+
+
+def test_a_missing_current_folder_is_a_warning() -> None:
+    (finding,) = found(fleet(facts(paths={"/work": missing(["directory"])})))
+    assert (finding.check, finding.severity) == ("folder-missing", Severity.WARN)
+
+
+def test_a_file_is_no_folder() -> None:
+    path = folder(["shared"], is_directory=False)
+    (finding,) = found(fleet(facts(paths={"/data": path})))
+    assert finding.what == "/data: no folder"
+
+
+@pytest.mark.parametrize(
+    "told", [missing(["temporary"]), folder(["temporary"], is_writable=False)]
+)
+def test_a_temporary_folder_that_cannot_be_used_is_found(told: dict[str, Any]) -> None:
+    (finding,) = found(fleet(facts(paths={"/scratch": told})))
+    assert (finding.check, finding.severity) == ("temporary-folder", Severity.WARN)
+
+
+def test_a_mount_that_is_missing_shows_by_its_kind() -> None:
+    other = facts(paths={"/data": folder(["shared"], mount="/", kind="ext4")})
+    (finding,) = found(fleet(facts(), facts(), other))
+    assert (finding.check, finding.host) == ("folder-kind", "node3")
+    assert finding.what == "/data is on ext4"
+    assert finding.usual == "nfs4 on 2 hosts"
+
+
+def test_kinds_of_what_is_not_shared_may_differ() -> None:
+    other = facts()
+    other["storage.paths"]["/scratch"]["kind"] = "tmpfs"
+    assert found(fleet(facts(), facts(), other)) == []
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "size_gib", "severity"),
+    [
+        (10, 200, None),  # 5 % exactly
+        (9.9, 200, Severity.WARN),
+        (51, 10_000, None),  # little of much is enough
+        (49, 10_000, Severity.WARN),
+        (1, 4, None),
+        (0.9, 4, Severity.WARN),
+        (0.01, 4, Severity.FAIL),  # 10.24 MiB
+        (0, 4, Severity.FAIL),
+    ],
+)
+def test_room_is_judged(
+    free_gib: float, size_gib: float, severity: Severity | None
+) -> None:
+    findings = found(
+        one_folder(free_bytes=int(free_gib * GIB), size_bytes=int(size_gib * GIB))
+    )
+    expected = [] if severity is None else [("disk-space", severity)]
+    assert [(f.check, f.severity) for f in findings] == expected
+
+
+def test_room_is_told_in_words() -> None:
+    (finding,) = found(one_folder(free_bytes=512 << 20, size_bytes=100 * GIB))
+    assert finding.what == "/work has 512MiB free of 100GiB"
+
+
+def test_room_of_one_file_system_is_told_once() -> None:
+    little = {"free_bytes": 0}
+    paths = {
+        "/data": folder(["shared"], mount="/data", **little),
+        "/work": folder(["directory"], **little),
+        "/scratch": folder(["temporary"], **little),
+    }
+    findings = found(fleet(facts(paths=paths)))
+    assert [f.what.split()[0] for f in findings] == ["/data", "/work"]
+
+
+def test_room_does_not_matter_where_nothing_can_be_written() -> None:
+    # A read-only image is always full.
+    assert found(one_folder(free_bytes=0, is_writable=False)) == []
+    assert found(one_folder(free_bytes=0, size_bytes=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("free", "num", "severity"),
+    [
+        (50, 1000, None),
+        (49, 1000, Severity.WARN),
+        (0, 1000, Severity.FAIL),
+        (0, 0, None),  # btrfs has no limit
+    ],
+)
+def test_room_for_files_is_judged(
+    free: int, num: int, severity: Severity | None
+) -> None:
+    findings = found(one_folder(free_inodes=free, num_inodes=num))
+    expected = [] if severity is None else [("free-inodes", severity)]
+    assert [(f.check, f.severity) for f in findings] == expected
+
+
+def test_a_mount_that_hangs_is_one_finding() -> None:
+    lost = {"error": "no answer within 5 s", "has_hung": True}
+    hung = facts(
+        hung=["/data", "/data/a"],
+        paths={"/data": {"roles": ["shared"], **lost}},
+        files={"/data/a": lost},
+    )
+    findings = found(fleet(facts(), hung, facts()))
+    assert [(f.check, f.host, f.what) for f in findings] == [
+        ("hung-mount", "node2", "/data does not answer")
+    ]
+
+
+def test_a_wrong_file_is_found_on_the_host_that_has_it() -> None:
+    wrong = facts(files={"/data/a": {"size_bytes": 3, "digest": "0000"}})
+    (finding,) = found(fleet(facts(), wrong, facts()))
+    assert (finding.check, finding.host) == ("dataset-files", "node2")
+    assert finding.severity is Severity.FAIL
+    assert finding.what == "/data/a has 3 bytes, sha256 0000"
+    assert finding.usual == "3 bytes, sha256 ba78 on 2 hosts"
+
+
+def test_a_missing_file_is_found() -> None:
+    gone = facts(files={"/data/a": {"error": "No such file or directory"}})
+    (finding,) = found(fleet(facts(), facts(), gone))
+    assert (finding.host, finding.severity) == ("node3", Severity.FAIL)
+    assert finding.what == "/data/a: No such file or directory"
+
+
+def test_of_two_hosts_with_other_files_none_is_blamed_alone() -> None:
+    wrong = facts(files={"/data/a": {"size_bytes": 4, "digest": "0000"}})
+    assert [f.host for f in found(fleet(facts(), wrong))] == ["node1", "node2"]
+
+
+def test_leftovers_are_told_with_what_ends_them() -> None:
+    (finding,) = found(fleet(facts(leftovers={"num": 2, "pids": "41 42"})))
+    assert (finding.check, finding.severity) == ("leftovers", Severity.FAIL)
+    assert finding.fix == "kill -9 41 42"
+
+
+def test_hosts_of_which_nothing_is_known_are_not_judged() -> None:
+    assert found(fleet({}, {}, {})) == []
