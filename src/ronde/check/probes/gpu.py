@@ -81,8 +81,10 @@ def keep_answers(reading: Reading, nvml: Nvml) -> None:
     for question in GpuQuestion:
         _keep_gpu_answers(reading, nvml, question, lost)
     reading.values[LOST] = list(lost.values())
-    with reading.reading(fact_of(GpuQuestion.PROCESSES)):
-        _name_processes(reading.values.get(fact_of(GpuQuestion.PROCESSES), []))
+    processes = fact_of(GpuQuestion.PROCESSES)
+    if processes in reading.values:
+        named = [_named(each or []) for each in reading.values[processes]]
+        reading.values[processes] = named
 
 
 def _ask_driver(reading: Reading) -> None:
@@ -142,10 +144,11 @@ def _reason(error: RefusedError) -> str:
     return f"{error}{would_help}"
 
 
-def _name_processes(of_gpus: list[Value]) -> None:
-    for each in (each for processes in of_gpus for each in processes or ()):
-        # A container sees not the processes of others.
-        each["command"] = read_text(f"/proc/{each['pid']}/comm")
+def _named(processes: list[Value]) -> list[Value]:
+    """Return processes with ``command``, empty where a container does not see them."""
+    return [
+        each | {"command": read_text(f"/proc/{each['pid']}/comm")} for each in processes
+    ]
 
 
 def _own_cpus(root: str) -> str:

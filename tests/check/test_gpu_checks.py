@@ -1,0 +1,499 @@
+"""Checks of GPUs: each fires on what it is for, and is silent on healthy hosts."""
+
+import pytest
+from tests.check.nvml_fake import GIB, SavedNvml, healthy, refusal
+
+from ronde.check.check import Severity
+from ronde.check.facts import HostFacts, Reading
+from ronde.check.families.gpu import CHECKS
+from ronde.check.fleet import Fleet
+from ronde.check.judging import judge
+from ronde.check.probes.gpu import keep_answers
+
+NOT_SUPPORTED, LOST = 3, 15
+FAIL, WARN, INFORM = Severity.FAIL, Severity.WARN, Severity.INFORM
+UNSUPPORTED = (
+    "ecc_mode",
+    "ecc_errors",
+    "remapped_rows",
+    "recovery_action",
+    "fabric",
+    "margin_celsius",
+    "mig",
+    "gsp_firmware",
+    "has_valid_inforom",
+    "peers",
+    "power_limit_w",
+)
+CARD = {"address": "0000:1b:00.0", "driver": "nvidia"}
+
+
+def kernel_facts(num_gpus):
+    """Return what the kernel of a healthy host shows."""
+    names = [f"nvidia{n}" for n in range(num_gpus)] + ["nvidiactl", "nvidia-uvm"]
+    return {
+        "gpu.cards": [CARD] * num_gpus,
+        "gpu.kernel_module": "550.54.15",
+        "gpu.files": {f"/dev/{name}": "" for name in names},
+        "gpu.nvml_error": "",
+        "gpu.xids": [],
+        "gpu.direct_rdma": {"adapters": 1, "way": "nvidia_peermem"},
+        "gpu.acs": [],
+        "gpu.is_virtual": False,
+        "gpu.own_cpus": "0-95",
+        "gpu.imex_channels": 0,
+        "versions.torch_build": "CUDA 12.4",
+    }
+
+
+def host(name="a", num_gpus=8, facts=(), record=None, **changes):
+    """Return the facts of a host whose last GPU has other answers."""
+    reading = Reading({})
+    keep_answers(reading, SavedNvml(record or healthy(num_gpus, **changes)))
+    values = kernel_facts(num_gpus) | reading.values | dict(facts)
+    return HostFacts(name, values, reading.unreadable, {})
+
+
+def find(*hosts, **settings):
+    return judge(Fleet(hosts, settings), CHECKS).findings
+
+
+def only(findings, check):
+    """Return the one finding there is, which is of this check."""
+    assert [each.check for each in findings] == [check], findings
+    return findings[0]
+
+
+# Silence
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+@pytest.mark.parametrize("num_gpus", [1, 2, 8])
+def test_nothing_is_wrong_with_healthy_hosts(num_hosts, num_gpus):
+    hosts = [host(f"h{n}", num_gpus) for n in range(num_hosts)]
+    judgement = judge(Fleet(tuple(hosts), {"num_ranks": num_gpus}), CHECKS)
+    assert judgement.findings == ()
+    assert judgement.unread == ()
+
+
+def test_nothing_is_wrong_with_a_host_without_gpus():
+    bare = {"gpu.cards": [], "gpu.kernel_module": "", "gpu.files": {}}
+    values = bare | {"gpu.nvml_error": "", "gpu.count": 0}
+    plain = HostFacts("a", values | {"versions.torch_build": "CPU"}, {}, {})
+    judgement = judge(Fleet((plain,), {"num_ranks": 4}), CHECKS)
+    assert judgement.findings == ()
+    assert judgement.unread == ()
+
+
+def test_nothing_is_wrong_with_a_card_that_supports_little():
+    answers = dict.fromkeys(UNSUPPORTED, refusal(NOT_SUPPORTED))
+    desktop = {"titles": "NVIDIA GeForce RTX 3060", "nvlinks": [], "vbios": "94.06"}
+    judgement = judge(Fleet((host(num_gpus=1, **answers, **desktop),), {}), CHECKS)
+    assert judgement.findings == ()
+    assert judgement.unread == ()
+
+
+def test_a_check_without_an_answer_is_not_made():
+    one = host(num_gpus=1, ecc_errors=refusal(999, "Unknown Error"))
+    judgement = judge(Fleet((one,), {}), CHECKS)
+    assert judgement.findings == ()
+    assert [(u.check, u.reason) for u in judgement.unread] == [
+        ("gpu-ecc-errors", "of GPU 0: Unknown Error")
+    ]
+
+
+def test_every_check_tells_what_it_is():
+    for check in CHECKS:
+        assert all((check.title, check.reads, check.threshold, check.source)), check.id
+        assert all((check.fix, check.needs, check.why, check.facts)), check.id
+    assert len({check.id for check in CHECKS}) == len(CHECKS)
+
+
+# One GPU
+
+
+ROWS = {"corrected": 0, "uncorrected": 0, "is_pending": False, "has_failed": False}
+ECC = {
+    "sram_uncorrected": 0,
+    "sram_uncorrected_ever": 0,
+    "sram_corrected": 0,
+    "dram_corrected": 0,
+}
+FABRIC = {"state": 3, "status": 0, "health": 0, "summary": 1, "cluster": ""}
+PCIE = {"width": 16, "max_width": 16, "generation": 1, "max_generation": 5}
+TRAINER = {"pid": 4242, "memory_bytes": GIB, "command": "python"}
+MPS = {"pid": 4243, "memory_bytes": GIB, "command": "nvidia-cuda-mps-server"}
+ON = {"now": True, "pending": True, "default": True}
+OFF = {"now": False, "pending": False, "default": True}
+SMALL = {"total": 40 * GIB, "used": 0}
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "check", "severity", "what"),
+    [
+        ("recovery_action", 1, "gpu-advice", FAIL, "reset of the GPU"),
+        ("recovery_action", 2, "gpu-advice", FAIL, "reboot of the host"),
+        ("recovery_action", 99, "gpu-advice", FAIL, "action 99"),
+        ("remapped_rows", ROWS | {"has_failed": True}, "gpu-rows", FAIL, "not be re"),
+        ("remapped_rows", ROWS | {"is_pending": True}, "gpu-rows", FAIL, "waits"),
+        ("remapped_rows", ROWS | {"uncorrected": 513}, "gpu-rows", FAIL, "513 rows"),
+        ("ecc_errors", ECC | {"sram_uncorrected": 1}, "gpu-ecc-errors", FAIL, "1 unc"),
+        ("ecc_errors", ECC | {"sram_uncorrected_ever": 5}, "gpu-ecc-errors", FAIL, "5"),
+        ("ecc_errors", ECC | {"sram_corrected": 10001}, "gpu-ecc-errors", FAIL, "cac"),
+        (
+            "ecc_errors",
+            ECC | {"dram_corrected": 20_000_001},
+            "gpu-ecc-errors",
+            FAIL,
+            "20000001 corrected errors in its memory",
+        ),
+        (
+            "ecc_mode",
+            ON | {"now": False, "pending": False},
+            "gpu-ecc-mode",
+            WARN,
+            "off",
+        ),
+        ("ecc_mode", ON | {"pending": False}, "gpu-ecc-mode", WARN, "next reboot"),
+        ("clock_events", 0x48, "gpu-clocks", FAIL, "too hot"),
+        ("clock_events", 0x88, "gpu-clocks", FAIL, "power brake"),
+        ("clock_events", 0x08, "gpu-clocks", WARN, "halved"),
+        ("clock_events", 0x21, "gpu-clocks", WARN, "hot"),
+        ("margin_celsius", 0, "gpu-temperature", FAIL, "as hot as"),
+        ("margin_celsius", 4, "gpu-temperature", WARN, "4 degrees"),
+        (
+            "power_limit_w",
+            {"enforced": 350.0, "default": 700.0},
+            "gpu-power-limit",
+            WARN,
+            "350 W, by default 700 W",
+        ),
+        ("has_valid_inforom", False, "gpu-inforom", FAIL, "InfoROM"),
+        ("vbios", "96.00.74.00.02", "gpu-firmware", WARN, "VBIOS 96.00.74.00.02"),
+        ("gsp_firmware", "535.1", "gpu-firmware", WARN, "GSP 535.1"),
+        (
+            "memory_bytes",
+            {"total": 40 * GIB, "used": 0},
+            "gpu-memory-size",
+            WARN,
+            "40 ",
+        ),
+        ("pcie", PCIE | {"width": 8}, "gpu-pcie", FAIL, "8 lanes of 16"),
+        ("pcie", PCIE | {"max_generation": 4}, "gpu-pcie", WARN, "generation 4"),
+        ("fabric", FABRIC | {"state": 1}, "gpu-fabric", FAIL, "has not begun"),
+        ("fabric", FABRIC | {"state": 2}, "gpu-fabric", FAIL, "goes on"),
+        ("fabric", FABRIC | {"status": 999}, "gpu-fabric", FAIL, "error 999"),
+        # Two bits each from bit 0: bandwidth, route recovery, route; 1 is yes, 2 is no.
+        ("fabric", FABRIC | {"health": 0b101001}, "gpu-fabric", WARN, "less bandwidth"),
+        ("fabric", FABRIC | {"health": 0b100110}, "gpu-fabric", WARN, "recovered"),
+        ("fabric", FABRIC | {"health": 0b011010}, "gpu-fabric", FAIL, "route"),
+        ("fabric", FABRIC | {"health": 5 << 8}, "gpu-fabric", FAIL, "number 5"),
+        ("fabric", FABRIC | {"summary": 2}, "gpu-fabric", FAIL, "unhealthy"),
+        ("fabric", FABRIC | {"summary": 3}, "gpu-fabric", WARN, "limited"),
+        ("peers", [0, 0, 0, 4, 0, 0, 0, 0], "gpu-peers", WARN, "GPU 3: a setting"),
+        ("is_persistent", False, "gpu-persistence", WARN, "persistence"),
+        ("mig", True, "gpu-mig", FAIL, "MIG"),
+        ("compute_mode", 2, "gpu-compute-mode", FAIL, "nobody"),
+        ("busy_percent", 20, "gpu-busy", WARN, "20 %"),
+        ("memory_bytes", {"total": 80 * GIB, "used": 2 * GIB}, "gpu-busy", FAIL, "2.0"),
+        ("processes", [TRAINER], "gpu-busy", FAIL, "4242"),
+        ("near_cpus", "96-127", "gpu-cpus", WARN, "96-127"),
+    ],
+)
+def test_a_gpu_in_trouble_is_named(question, answer, check, severity, what):
+    finding = only(find(host(**{question: answer})), check)
+    assert finding.severity is severity
+    assert finding.what.startswith("GPU 7: ")
+    assert what in finding.what
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("remapped_rows", ROWS | {"corrected": 9, "uncorrected": 512}),
+        ("ecc_errors", ECC | {"sram_corrected": 10_000, "dram_corrected": 20_000_000}),
+        ("ecc_errors", ECC | {"sram_uncorrected_ever": 4}),
+        ("ecc_mode", {"now": False, "pending": False, "default": False}),
+        # Idle, application clocks, power cap.
+        ("clock_events", 0x07),
+        ("margin_celsius", 5),
+        ("power_limit_w", {"enforced": 800.0, "default": 700.0}),
+        ("fabric", FABRIC | {"state": 0, "health": 0x555}),
+        ("fabric", FABRIC | {"health": 0b10101010 | 1 << 8}),
+        ("busy_percent", 19),
+        ("memory_bytes", {"total": 80 * GIB, "used": 2 * GIB - 1}),
+        ("compute_mode", 3),
+        ("near_cpus", "95-127"),
+        ("pcie", PCIE | {"generation": 5}),
+    ],
+)
+def test_what_is_within_its_threshold_is_not_told(question, answer):
+    assert find(host(**{question: answer})) == ()
+
+
+def test_alike_gpus_are_told_together():
+    record = healthy(8)
+    for gpu in record["gpus"][2:5]:
+        gpu["is_persistent"] = False
+    finding = only(find(host(record=record)), "gpu-persistence")
+    assert finding.what == "GPUs 2-4: persistence mode is off"
+
+
+def test_a_lost_gpu_is_told_once():
+    record = healthy(8)
+    record["gpus"][3] = dict.fromkeys(record["gpus"][3], refusal(LOST, "GPU is lost"))
+    finding = only(find(host(record=record)), "gpu-lost")
+    assert (finding.severity, finding.what) == (FAIL, "GPU 3: GPU is lost")
+
+
+def test_a_server_that_shares_a_gpu_is_not_in_the_way():
+    values = {"gpu.processes": [[]] * 7 + [[MPS]]}
+    assert find(host(facts=values)) == ()
+
+
+def test_an_exclusive_gpu_that_is_taken_cannot_be_used():
+    values = {"gpu.processes": [[]] * 7 + [[TRAINER]]}
+    found = find(host(facts=values, compute_mode=3))
+    assert {each.check for each in found} == {"gpu-busy", "gpu-compute-mode"}
+    assert all("python 4242" in each.what for each in found)
+
+
+def test_one_rank_may_use_an_instance():
+    finding = only(find(host(num_gpus=1, mig=True), num_ranks=1), "gpu-mig")
+    assert finding.severity is INFORM
+
+
+# Links
+
+
+@pytest.mark.parametrize(
+    ("links", "what"),
+    [
+        ([True] * 17 + [False], "17 of 18 NVLinks are active, not 17"),
+        ([False] * 18, "0 of 18 NVLinks are active, not 0-17"),
+        ([], "0 of 18 NVLinks are active"),
+    ],
+)
+def test_inactive_nvlinks_are_counted(links, what):
+    found = find(host(nvlinks=links))
+    assert {each.check for each in found} <= {"gpu-nvlink", "gpu-nvlink-alike"}
+    assert f"GPU 7: {what}" in [each.what for each in found]
+
+
+def test_a_host_without_any_nvlinks_is_a_virtual_machine():
+    record = healthy(2)
+    for gpu in record["gpus"]:
+        gpu["nvlinks"] = [False] * 18
+    assert find(host(num_gpus=2, record=record)) == ()
+
+
+def test_of_an_unknown_model_the_gpu_with_fewer_links_is_odd():
+    record = healthy(4, nvlinks=[True] * 3 + [False])
+    for gpu in record["gpus"]:
+        gpu["titles"] = "NVIDIA A800"
+    for gpu in record["gpus"][:3]:
+        gpu["nvlinks"] = [True] * 4
+    finding = only(find(host(num_gpus=4, record=record)), "gpu-nvlink-alike")
+    assert finding.what == "GPU 3: 3 active NVLinks"
+    assert finding.usual.startswith("4 active NVLinks")
+
+
+def test_a_card_without_a_bridge_is_not_odd():
+    record = healthy(3, nvlinks=[False] * 4)
+    for gpu in record["gpus"]:
+        gpu["titles"] = "NVIDIA RTX A6000"
+    assert find(host(num_gpus=3, record=record)) == ()
+
+
+def test_a_narrow_link_in_a_virtual_machine_is_a_warning():
+    narrow = host(num_gpus=1, facts={"gpu.is_virtual": True}, pcie=PCIE | {"width": 8})
+    assert only(find(narrow), "gpu-pcie").severity is WARN
+
+
+def test_a_slot_that_is_narrower_than_the_others_is_odd():
+    finding = only(find(host(pcie=PCIE | {"width": 8, "max_width": 8})), "gpu-pcie")
+    assert finding.usual == "PCI link x16 on most GPUs of this model"
+
+
+def test_of_two_gpus_none_is_odd():
+    assert find(host(num_gpus=2, vbios="other")) == ()
+
+
+def test_the_odd_gpu_is_found_among_all_hosts():
+    hosts = [host(name, num_gpus=1) for name in "abc"]
+    finding = only(find(*hosts, host("d", num_gpus=1, vbios="other")), "gpu-firmware")
+    assert finding.host == "d"
+
+
+def test_adapters_without_a_way_to_memory_matter_between_hosts():
+    facts = {"gpu.direct_rdma": {"adapters": 2, "way": ""}}
+    assert find(host(facts=facts)) == ()
+    finding = only(find(host(facts=facts), host("b")), "gpu-direct-rdma")
+    assert (finding.severity, finding.host) == (FAIL, "a")
+
+
+def test_acs_is_told_where_devices_speak_with_each_other():
+    facts = {"gpu.acs": ["0000:19:01.0"]}
+    finding = only(find(host(facts=facts)), "gpu-acs")
+    assert "0000:19:01.0" in finding.fix
+    alone = facts | {"gpu.direct_rdma": {"adapters": 0, "way": ""}}
+    assert find(host(num_gpus=1, facts=alone)) == ()
+
+
+def test_nvlinks_between_hosts_need_a_channel():
+    linked = {"fabric": FABRIC | {"cluster": "00" * 15 + "01"}}
+    assert find(host(num_gpus=1, **linked)) == ()
+    found = find(host(num_gpus=1, **linked), host("b", num_gpus=1))
+    assert only(found, "gpu-imex").host == "a"
+    has_one = host(num_gpus=1, facts={"gpu.imex_channels": 1}, **linked)
+    assert find(has_one, host("b", num_gpus=1)) == ()
+
+
+# The host
+
+
+def bare(**facts):
+    """Return a host of which NVML has told nothing."""
+    values = kernel_facts(1) | {f"gpu.{name}": value for name, value in facts.items()}
+    return HostFacts("a", values, {}, {})
+
+
+def test_a_driver_that_does_not_answer_is_told_with_its_words():
+    error = "Driver/library version mismatch"
+    finding = only(find(bare(nvml_error=error)), "gpu-answers")
+    assert error in finding.what
+    assert "reboot" in finding.fix
+
+
+def test_a_container_without_its_gpus_is_told_how_to_get_them():
+    finding = only(find(bare(files={})), "gpu-answers")
+    assert finding.severity is FAIL
+    assert "--gpus all" in finding.fix
+
+
+def test_a_card_without_a_driver_is_a_warning():
+    cards = [CARD | {"driver": "nouveau"}, CARD | {"driver": ""}]
+    finding = only(
+        find(bare(files={}, kernel_module="", cards=cards, count=0)), "gpu-answers"
+    )
+    assert finding.severity is WARN
+    assert finding.what.endswith(
+        "2 NVIDIA cards without NVIDIA's driver: they have no driver, nouveau"
+    )
+
+
+def test_a_common_file_that_cannot_be_opened_is_told():
+    files = kernel_facts(8)["gpu.files"] | {"/dev/nvidia-uvm": "Permission denied"}
+    finding = only(find(host(facts={"gpu.files": files})), "gpu-files")
+    assert finding.what == "cannot open /dev/nvidia-uvm (Permission denied)"
+
+
+def test_files_of_gpus_that_a_job_was_not_given_do_not_matter():
+    files = {f"/dev/nvidia{n}": "Operation not permitted" for n in range(7)}
+    mine = {"/dev/nvidia7": "", "/dev/nvidiactl": ""}
+    assert find(host(num_gpus=1, facts={"gpu.files": files | mine})) == ()
+    found = find(host(num_gpus=1, facts={"gpu.files": files | {"/dev/nvidiactl": ""}}))
+    assert only(found, "gpu-files").severity is FAIL
+
+
+def test_a_gpu_that_nvml_does_not_know_is_missed():
+    facts = {"gpu.files": kernel_facts(8)["gpu.files"]}
+    finding = only(find(host(num_gpus=7, facts=facts)), "gpu-missing")
+    assert finding.what == "NVML knows 7 GPUs, but 8 have device files"
+
+
+def test_a_host_with_fewer_gpus_is_odd():
+    finding = only(find(host("a"), host("b", 7), host("c")), "gpu-count")
+    assert (finding.host, finding.usual) == ("b", "8 on 2 hosts")
+
+
+def test_another_model_is_a_warning():
+    record = healthy(1, titles="NVIDIA A100-SXM4-80GB", nvlinks=[True] * 12)
+    other = host("c", 1, record=record)
+    finding = only(find(host("a", 1), host("b", 1), other), "gpu-model")
+    assert (finding.host, finding.severity) == ("c", WARN)
+
+
+def test_more_ranks_than_gpus_do_not_start():
+    finding = only(find(host(num_gpus=2), num_ranks=4), "gpu-ranks")
+    assert finding.what == "4 ranks would share 2 GPUs"
+    assert find(host(num_gpus=4), num_ranks=4) == ()
+
+
+def test_confidential_computing_is_told():
+    facts = {"gpu.is_confidential": True}
+    assert only(find(host(facts=facts)), "gpu-confidential").severity is WARN
+
+
+# The log
+
+
+def xid(code, **changes):
+    entry = {"kind": "Xid", "address": "0000:1b:00.0", "code": code, "times": 1}
+    return entry | {"age_s": 600.0, "is_fatal": False} | changes
+
+
+@pytest.mark.parametrize(
+    ("entry", "severity"),
+    [
+        (xid(79), FAIL),
+        (xid(48), FAIL),
+        (xid(94), FAIL),
+        (xid(150), FAIL),
+        (xid(31), INFORM),
+        (xid(13), INFORM),
+        (xid(20034, kind="SXid", is_fatal=True), FAIL),
+        (xid(20034, kind="SXid"), INFORM),
+        # A number of the switches is not the GPUs' of the same number.
+        (xid(79, kind="SXid"), INFORM),
+    ],
+)
+def test_errors_in_the_log_are_judged_by_their_number(entry, severity):
+    finding = only(find(host(facts={"gpu.xids": [entry]})), "gpu-xid")
+    assert finding.severity is severity
+    assert "10 minutes ago at 0000:1b:00.0" in finding.what
+
+
+def test_old_errors_are_not_told():
+    assert find(host(facts={"gpu.xids": [xid(79, age_s=7201.0)]})) == ()
+
+
+# Software
+
+
+@pytest.mark.parametrize(
+    ("build", "cuda", "check", "severity"),
+    [
+        ("CPU", [12, 4], "gpu-torch", FAIL),
+        ("CUDA 12.8", [12, 4], "gpu-cuda", WARN),
+        ("CUDA 13.0", [12, 9], "gpu-cuda", FAIL),
+        ("CUDA 11.7", [12, 4], "gpu-code", FAIL),
+    ],
+)
+def test_torch_and_the_driver_must_fit(build, cuda, check, severity):
+    facts = {"versions.torch_build": build, "gpu.cuda_version": cuda}
+    assert only(find(host(facts=facts)), check).severity is severity
+
+
+@pytest.mark.parametrize(
+    "build", ["CUDA 11.8", "CUDA 12.4", "HIP 6.2", "not installed"]
+)
+def test_torch_that_fits_is_not_told(build):
+    assert find(host(facts={"versions.torch_build": build})) == ()
+
+
+@pytest.mark.parametrize(
+    ("capability", "build", "is_told"),
+    [
+        ([7, 0], "CUDA 13.0", True),
+        ([7, 5], "CUDA 13.0", False),
+        ([7, 0], "CUDA 12.9", False),
+        ([12, 0], "CUDA 12.6", True),
+        ([12, 0], "CUDA 12.8", False),
+        ([8, 9], "CUDA 11.0", False),
+    ],
+)
+def test_torch_has_code_for_the_gpu(capability, build, is_told):
+    facts = {"versions.torch_build": build, "gpu.cuda_version": [13, 0]}
+    found = find(host(num_gpus=1, facts=facts, capabilities=capability))
+    assert [each.check for each in found] == ["gpu-code"] * is_told
