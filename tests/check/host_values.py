@@ -1,0 +1,61 @@
+"""A healthy host, as values by hand, and hosts that differ from it."""
+
+from typing import Any
+
+from ronde.check.facts import HostFacts
+from ronde.check.fleet import Fleet
+
+GIB = 1 << 30
+
+HEALTHY: dict[str, Any] = {
+    "host.memlock_bytes": -1,
+    "host.open_files": 1 << 20,
+    "host.max_processes": 1 << 20,
+    "host.capabilities": [],
+    "host.nice": 0,
+    "host.rdma_devices": [],
+    "host.shm_size_bytes": 128 * GIB,
+    "host.shm_free_bytes": 127 * GIB,
+    "host.shm_stale": {"names": [], "count": 0, "bytes": 0},
+    "host.memory_bytes": 256 * GIB,
+    "host.memory_available_bytes": 250 * GIB,
+    "host.swap_used_bytes": 0,
+    "host.huge_pages_free_bytes": 0,
+    "host.oom_kills": 0,
+    "host.pids_max": 1 << 40,
+    "host.pids_left": 1 << 40,
+    "host.cpu_quota": 0.0,
+    "host.num_cpus": 64,
+    "host.num_cpus_online": 64,
+    "host.governors": {"performance": 64},
+    "host.numa_nodes": 2,
+    "host.numa_balancing": 0,
+    "host.huge_pages": "madvise",
+    "host.iommu_translated": [],
+    "host.is_virtual": False,
+    "host.is_clock_kept": True,
+    "host.kernel": "6.8.0",
+    "host.cmdline": ["iommu=pt", "quiet"],
+    "host.microcode": "0x1",
+    "host.ephemeral_ports": [32768, 60999],
+    "host.load_5m": 3.0,
+    "host.busy": [],
+    "host.blocked": [],
+    "host.can_read_child": True,
+    "host.ptrace_scope": 0,
+}
+
+
+def make_host(name: str, **changes: Any) -> HostFacts:
+    """Return a host that is healthy but for some facts, named without ``host.``."""
+    values = HEALTHY | {"host.identity": f"boot {name}"}
+    values |= {f"host.{key}": value for key, value in changes.items()}
+    return HostFacts(name, values, {}, {})
+
+
+def make_fleet(
+    *names: str, settings: dict[str, Any] | None = None, **odd: dict[str, Any]
+) -> Fleet:
+    """Return hosts of which some differ: ``b={"nice": 19}``."""
+    hosts = tuple(make_host(name, **odd.get(name, {})) for name in names)
+    return Fleet(hosts, settings or {})

@@ -1,0 +1,226 @@
+"""What is found when hosts are compared."""
+
+import pytest
+from hypothesis import given, strategies as st
+from tests.check.host_values import GIB, make_fleet
+
+from ronde.check.check import Severity
+from ronde.check.facts import HostFacts
+from ronde.check.families.cluster import CHECKS
+from ronde.check.fleet import Fleet
+from ronde.check.judging import judge
+from ronde.check.probing import ProbeEntry, run_probes
+
+FAIL, WARN, INFORM = Severity
+
+HUNG = "it hung and was killed after 15 s"
+
+
+def find(fleet):
+    return judge(fleet, CHECKS).findings
+
+
+def hosts_with(fact, **values):
+    """Return hosts that have one fact each."""
+    hosts = (HostFacts(name, {fact: v}, {}, {}) for name, v in values.items())
+    return Fleet(tuple(hosts), {})
+
+
+def clocks(errors=0.001, **offsets):
+    fleet = hosts_with("cluster.clock_offset_s", **offsets)
+    for facts in fleet.hosts:
+        facts.values["cluster.clock_error_s"] = errors
+    return fleet
+
+
+def paces(cpu=None, **walls):
+    """Return hosts that need so many ms; of CPU half a ms unless told."""
+    fleet = hosts_with("cluster.compute_s", **{h: w / 1e3 for h, w in walls.items()})
+    for facts in fleet.hosts:
+        cpu_s = (cpu or {}).get(facts.host, 0.5) / 1e3
+        facts.values["cluster.compute_cpu_s"] = cpu_s
+    return fleet
+
+
+def product(checksum="c0ffee", num_wrong=0, gflop_per_s=100.0):
+    return {
+        "checksum": checksum,
+        "num_products": 40,
+        "num_wrong": num_wrong,
+        "gflop_per_s": gflop_per_s,
+    }
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abc"])
+def test_hosts_that_are_alike_are_healthy(names):
+    fleet = make_fleet(*names)
+    for number, facts in enumerate(fleet.hosts):
+        facts.values.update(
+            {
+                "probe.failed": {},
+                "cluster.clock_offset_s": number * 0.04,
+                "cluster.clock_error_s": 0.001,
+                "cluster.compute_s": 0.001 * (1 + number * 0.4),
+                "cluster.compute_cpu_s": 0.0005,
+                "cluster.products": {"cpu": product(gflop_per_s=100.0 - 9 * number)},
+            }
+        )
+    judged = judge(fleet, CHECKS)
+    assert judged.findings == ()
+    assert judged.unread == ()
+
+
+def test_a_probe_that_hung_fails_its_host_and_one_that_ended_does_not():
+    ended = run_probes({"x": ProbeEntry("ronde.no_such_probe", 30.0, "x.")}, {})
+    fleet = hosts_with(
+        "probe.failed", a={}, b={"gpu": HUNG}, c={"host": ended["x"].failure}
+    )
+    hung, crashed = find(fleet)
+    assert (hung.check, hung.severity, hung.host) == ("probe-hung", FAIL, "b")
+    assert hung.what == f"probe gpu: {HUNG}"
+    assert (crashed.check, crashed.severity, crashed.host) == ("probe-ended", WARN, "c")
+    assert "no_such_probe" in crashed.what
+
+
+def test_a_host_that_did_not_answer_has_hung():
+    (finding,) = find(hosts_with("probe.failed", a={"gpu": "no answer within 35 s"}))
+    assert (finding.check, finding.severity) == ("probe-hung", FAIL)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "told"),
+    [
+        ({"a": 0.0, "b": 0.15, "c": 0.0}, {"b": WARN}),
+        ({"a": 0.0, "b": -6.0, "c": 0.01}, {"b": FAIL}),
+        ({"a": 0.0, "b": 0.09, "c": 0.0}, {}),
+        # It is this machine's clock that is off, and no host's.
+        ({"a": 60.0, "b": 60.05, "c": 60.0}, {}),
+        ({"a": 60.0, "b": 60.0, "c": 0.0}, {"c": FAIL}),
+        ({"a": 0.0, "b": 0.2}, {"a": WARN, "b": WARN}),
+        ({"a": 0.0, "b": 0.0, "c": 9.0, "d": 9.0}, dict.fromkeys("abcd", FAIL)),
+        ({"a": 60.0}, {}),
+    ],
+)
+def test_clocks(offsets, told):
+    found = find(clocks(**offsets))
+    assert {finding.host: finding.severity for finding in found} == told
+    assert {finding.check for finding in found} <= {"clock-offset"}
+
+
+def test_a_clock_is_not_blamed_for_what_the_exchange_may_be_off():
+    assert find(clocks(0.05, a=0.0, b=0.19, c=0.0)) == ()
+    assert [f.host for f in find(clocks(0.04, a=0.0, b=0.19, c=0.0))] == ["b"]
+
+
+def test_a_clock_is_told_with_its_side():
+    (finding,) = find(clocks(a=0.0, b=-0.25, c=0.0))
+    assert finding.what == "its clock is 250ms behind this machine's"
+    assert finding.usual == "as this machine's on most hosts"
+
+
+def test_a_machine_that_is_named_twice():
+    fleet = make_fleet("a", "b", "c", c={"identity": "boot a"})
+    assert [(f.check, f.host, f.what) for f in find(fleet)] == [
+        ("same-machine", "a", "it is the same machine as c"),
+        ("same-machine", "c", "it is the same machine as a"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "words"),
+    [
+        ({"num_cpus": 32}, "cpus-alike", "32 CPUs may be used"),
+        ({"cpu_quota": 6.4}, "cpus-alike", "6.4 CPUs may be used"),
+        ({"memory_bytes": 192 * GIB}, "memory-alike", "192GiB of memory"),
+    ],
+)
+def test_less_than_most_is_told_and_more_is_not(changes, check, words):
+    (finding,) = find(make_fleet("a", "b", "c", b=changes))
+    assert (finding.check, finding.host, finding.what) == (check, "b", words)
+    assert find(make_fleet("a", "b", "c", a=changes, b=changes)) == ()
+
+
+def test_a_little_less_memory_is_usual():
+    assert find(make_fleet("a", "b", "c", b={"memory_bytes": 231 * GIB})) == ()
+
+
+@pytest.mark.parametrize(
+    ("walls", "told"),
+    [
+        ({"a": 1.0, "b": 1.0, "c": 1.9}, {}),
+        ({"a": 1.0, "b": 1.0, "c": 2.1}, {"c": WARN}),
+        ({"a": 1.0, "b": 1.0, "c": 10.0}, {"c": FAIL}),
+        ({"a": 1.0, "b": 10.0}, {"a": WARN, "b": WARN}),
+        # One that is quick does not make the others slow.
+        ({"a": 1.0, "b": 10.0, "c": 10.0}, {}),
+        ({"a": 99.0}, {}),
+    ],
+)
+def test_slow_hosts(walls, told):
+    found = find(paces(**walls))
+    assert {finding.host: finding.severity for finding in found} == told
+    assert {finding.check for finding in found} <= {"slow-host"}
+
+
+def test_a_slow_host_is_told_apart_from_a_slow_processor():
+    (shared,) = find(paces(a=0.5, b=0.5, c=5.0))
+    assert shared.what == "5 ms for a piece of work, with 10% of a CPU"
+    assert shared.usual == "0.5 ms on most hosts"
+    assert shared.fix == ""
+    (slow,) = find(paces({"c": 0.8}, a=0.5, b=0.5, c=0.8))
+    assert slow.severity == WARN
+    assert slow.what == "0.8 ms for a piece of work, with 100% of a CPU"
+    assert "governor" in slow.fix
+
+
+def test_a_product_that_differs_fails_its_host():
+    right = {"cpu": product(), "cuda:0": product()}
+    fleet = hosts_with(
+        "cluster.products", a=right, b=right | {"cuda:0": product("bad0")}
+    )
+    (finding,) = find(fleet)
+    assert (finding.check, finding.severity, finding.host) == (
+        "product-checksum",
+        FAIL,
+        "b",
+    )
+    assert finding.what == "the product on cuda:0 has checksum bad0"
+    assert finding.usual == "c0ffee on 3 devices"
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (product(num_wrong=3), "3 of 40 products on cpu differ from the first one"),
+        ({"failure": "out of memory"}, "the product on cpu failed: out of memory"),
+    ],
+)
+def test_a_product_that_fails_by_itself(told, words):
+    (finding,) = find(hosts_with("cluster.products", a={"cpu": told}))
+    assert (finding.severity, finding.what) == (FAIL, words)
+
+
+@pytest.mark.parametrize(
+    ("speed", "severity"), [(81.0, None), (79.0, WARN), (49.0, FAIL)]
+)
+def test_a_product_that_is_slow(speed, severity):
+    usual = {"cpu": product(), "cuda:0": product(gflop_per_s=50000.0)}
+    slow = usual | {"cpu": product(gflop_per_s=speed)}
+    found = find(hosts_with("cluster.products", a=usual, b=slow, c=usual))
+    assert [f.severity for f in found] == ([severity] if severity else [])
+    assert {(f.check, f.host) for f in found} <= {("product-speed", "b")}
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.floats(-1e6, 1e6)))
+def test_a_clock_is_never_off_alone_of_two(offsets):
+    told = {finding.host for finding in find(clocks(**offsets))}
+    assert len(told) != 1 or len(offsets) > 2
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 1e6)),
+    st.floats(0, 1e6),
+)
+def test_paces_are_judged_whatever_they_are(walls, cpu):
+    found = find(paces(dict.fromkeys(walls, cpu), **walls))
+    assert {finding.host for finding in found} <= walls.keys()

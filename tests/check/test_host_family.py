@@ -1,0 +1,203 @@
+"""What of a host is found bad, and what is not."""
+
+import pytest
+from hypothesis import given, strategies as st
+from tests.check.host_values import GIB, HEALTHY, make_fleet
+
+from ronde.check.check import Severity
+from ronde.check.facts import HostFacts
+from ronde.check.families.host import CHECKS
+from ronde.check.families.host_judges import find_few
+from ronde.check.fleet import Fleet
+from ronde.check.judging import judge
+
+FAIL, WARN, INFORM = Severity
+
+RDMA = {"rdma_devices": ["mlx5_0"]}
+STALE = {"names": ["nccl-a1", "torch_7_x"], "count": 2}
+
+FAULTS = [
+    # Without RDMA a low limit harms nobody: it is told for being unlike the others'.
+    ("locked-memory", {"memlock_bytes": 8 << 20}, WARN, "8MiB"),
+    ("locked-memory", {"memlock_bytes": 8 << 20, **RDMA}, FAIL, "mlx5_0"),
+    ("locked-memory", {"memlock_bytes": (32 << 30) - 1, **RDMA}, FAIL, "32GiB"),
+    ("open-files", {"open_files": 255}, FAIL, "255"),
+    ("open-files", {"open_files": 1024}, WARN, "1024"),
+    ("open-files", {"open_files": 20000}, INFORM, "20000"),
+    ("open-files", {"open_files": 65536}, WARN, "65536"),
+    ("process-limit", {"max_processes": 4095}, WARN, "4095"),
+    ("group-processes", {"pids_max": 4000, "pids_left": 3000}, WARN, "4000"),
+    ("group-processes", {"pids_max": 40000, "pids_left": 63}, FAIL, "63 more"),
+    ("group-processes", {"pids_max": 100, "pids_left": -5}, FAIL, "allows 0 more"),
+    ("cpu-quota", {"cpu_quota": 0.2}, WARN, "0.2 CPUs at a time, for 1 rank"),
+    ("cpu-quota", {"cpu_quota": 4.0}, INFORM, "4 CPUs at a time, and 64"),
+    ("niceness", {"nice": 19}, WARN, "19"),
+    ("shared-memory", {"shm_size_bytes": 0, "shm_free_bytes": 0}, FAIL, "no /dev/shm"),
+    (
+        "shared-memory",
+        {"shm_size_bytes": 64 << 20, "shm_free_bytes": 64 << 20},
+        FAIL,
+        "64MiB free of 64MiB",
+    ),
+    ("shared-memory", {"shm_free_bytes": 8 * GIB - 1}, WARN, "8GiB free of 128GiB"),
+    ("shared-memory-leftovers", {"shm_stale": STALE | {"bytes": GIB}}, INFORM, "1GiB"),
+    (
+        "shared-memory-leftovers",
+        {"shm_stale": STALE | {"bytes": 13 * GIB}},
+        WARN,
+        "2 files",
+    ),
+    ("memory-left", {"memory_available_bytes": GIB - 1}, WARN, "1GiB"),
+    ("memory-left", {"memory_available_bytes": GIB // 4 - 1}, FAIL, "for 1 rank"),
+    ("oom-kills", {"oom_kills": 1}, WARN, "a process"),
+    ("swap-used", {"swap_used_bytes": 2 * GIB}, WARN, "2GiB"),
+    ("huge-pages-reserved", {"huge_pages_free_bytes": 26 * GIB}, WARN, "26GiB"),
+    ("cpu-governor", {"governors": {"powersave": 3, "performance": 1}}, WARN, "75%"),
+    ("numa-balancing", {"numa_balancing": 1}, WARN, "2 NUMA nodes"),
+    ("transparent-huge-pages", {"huge_pages": "never"}, INFORM, "off"),
+    ("iommu", {"iommu_translated": ["0000:1b:00.0", "0000:1c:00.0"]}, WARN, "0000:1b"),
+    ("clock-kept", {"is_clock_kept": False}, WARN, "clock"),
+    ("kernel-version", {"kernel": "6.8.1"}, WARN, "kernel 6.8.1"),
+    ("kernel-command-line", {"cmdline": ["quiet"]}, WARN, "nothing more"),
+    ("kernel-command-line", {"cmdline": ["iommu=pt", "nosmt"]}, WARN, "with nosmt"),
+    ("microcode", {"microcode": ""}, WARN, "not told"),
+    ("ephemeral-ports", {"ephemeral_ports": [60000, 60999]}, WARN, "1000 ports"),
+    ("load", {"load_5m": 65.0}, INFORM, "load 65 on 64 CPUs"),
+    (
+        "load",
+        {"load_5m": 129.0, "busy": [{"pid": 7, "name": "miner", "cpus": 64.0}]},
+        WARN,
+        "miner (7) 64",
+    ),
+    (
+        "blocked-processes",
+        {"blocked": [{"pid": 7, "name": "ls", "seconds": 61.0}]},
+        WARN,
+        "ls (7, 61 s)",
+    ),
+    ("tracing", {"can_read_child": False}, WARN, "into another"),
+    ("tracing", {"ptrace_scope": 1}, INFORM, "its parents"),
+    ("tracing", {"ptrace_scope": 2}, INFORM, "only root"),
+]
+
+
+def find(fleet):
+    return judge(fleet, CHECKS).findings
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abc"])
+def test_healthy_hosts_are_found_healthy(names):
+    assert find(make_fleet(*names)) == ()
+
+
+@pytest.mark.parametrize(("name", "changes", "severity", "words"), FAULTS)
+def test_a_fault_is_found_on_its_host_and_no_other(name, changes, severity, words):
+    (finding,) = find(make_fleet("a", "b", "c", b=changes))
+    assert finding.check == name
+    assert finding.severity == severity
+    assert finding.host == "b"
+    assert words in finding.what
+
+
+def test_each_check_has_a_fault_here():
+    assert {check.id for check in CHECKS} == {name for name, *_ in FAULTS}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # RDMA with the capability to lock as much as one likes.
+        {"memlock_bytes": 8 << 20, "capabilities": ["ipc_lock"], **RDMA},
+        {"memlock_bytes": 32 << 30, **RDMA},
+        # A laptop: 8 GiB, half of it for /dev/shm, one NUMA node, not yet loaded.
+        {"memory_bytes": 8 * GIB, "shm_size_bytes": 4 * GIB, "shm_free_bytes": 4 * GIB},
+        {"numa_nodes": 1, "numa_balancing": 1},
+        {"max_processes": 100, "capabilities": ["sys_resource"]},
+        # A virtual machine shows no governors, and its devices are translated.
+        {"governors": {}, "is_virtual": True, "iommu_translated": ["a", "b", "c"]},
+        {"iommu_translated": ["0000:1b:00.0"]},
+        {"ptrace_scope": 1, "capabilities": ["sys_ptrace"]},
+        {"blocked": [{"pid": 7, "name": "dd", "seconds": 59.0}]},
+        {"cpu_quota": 64.0},
+        {"load_5m": 64.0},
+        {"nice": -5},
+    ],
+)
+def test_what_is_usual_somewhere_is_no_fault(changes):
+    assert find(make_fleet("a", "b", "c", a=changes, b=changes, c=changes)) == ()
+
+
+def test_a_host_alone_is_not_asked_about_the_others():
+    changes = {"is_clock_kept": False, "ephemeral_ports": [60000, 60009]}
+    assert find(make_fleet("a", a=changes)) == ()
+
+
+def test_ports_needed_grow_with_the_hosts():
+    # 2 * (145 * K + 683) is 28176 for 92 hosts and 28466 for 93; Linux has 28232.
+    names = [f"n{number}" for number in range(93)]
+    assert find(make_fleet(*names[:92])) == ()
+    assert {f.check for f in find(make_fleet(*names))} == {"ephemeral-ports"}
+
+
+def test_a_clock_that_is_measured_right_is_merely_told():
+    fleet = make_fleet("a", "b", b={"is_clock_kept": False})
+    fleet.hosts[1].values["cluster.clock_offset_s"] = -0.05
+    assert [f.severity for f in find(fleet)] == [INFORM]
+    fleet.hosts[1].values["cluster.clock_offset_s"] = -0.2
+    assert [f.severity for f in find(fleet)] == [WARN]
+
+
+def test_more_ranks_need_more():
+    settings = {"num_ranks": 8}
+    changes = {"cpu_quota": 7.0, "memory_available_bytes": 7 * GIB}
+    found = find(make_fleet("a", settings=settings, a=changes))
+    assert [(f.check, f.severity) for f in found] == [
+        ("cpu-quota", WARN),
+        ("memory-left", WARN),
+    ]
+    (finding,) = find(make_fleet("a", settings=settings, a={"num_cpus": 4}))
+    assert finding.what == "4 CPUs may be used, for 8 ranks"
+
+
+def test_of_two_hosts_that_differ_both_are_told():
+    found = find(make_fleet("a", "b", b={"memlock_bytes": 1 << 20}))
+    assert [(f.host, f.what, f.usual) for f in found] == [
+        (
+            "a",
+            "any amount of memory may be locked",
+            "1MiB of memory may be locked elsewhere",
+        ),
+        (
+            "b",
+            "1MiB of memory may be locked",
+            "any amount of memory may be locked elsewhere",
+        ),
+    ]
+
+
+def test_what_is_not_known_is_not_judged():
+    unreadable = dict.fromkeys(HEALTHY, "no permission")
+    judged = judge(Fleet((HostFacts("a", {}, unreadable, {}),), {}), CHECKS)
+    assert judged.findings == ()
+    assert {unread.check for unread in judged.unread} == {c.id for c in CHECKS}
+
+
+amounts = st.dictionaries(st.text(max_size=3), st.floats(0, 1e12), max_size=8)
+
+
+@given(amounts, st.floats(0.1, 1.0))
+def test_few_are_few_or_all(amounts, share):
+    few = find_few(amounts, share)
+    if few.is_draw:
+        assert set(few.hosts) == set(amounts)
+    else:
+        assert 2 * len(few.hosts) < max(1, len(amounts))
+        assert all(amounts[host] < share * few.usual for host in few.hosts)
+
+
+@given(st.integers(3, 9), st.integers(0, 8), st.floats(1.0, 1e9))
+def test_one_that_has_a_tenth_is_found_and_one_that_has_more_is_not(count, odd, usual):
+    hosts = {f"n{number}": usual for number in range(count)}
+    name = f"n{odd % count}"
+    assert find_few(hosts | {name: usual / 10}, 0.5).hosts == (name,)
+    assert find_few(hosts | {name: usual * 10}, 0.5).hosts == ()
