@@ -110,6 +110,13 @@ def test_a_hundred_values_do_not_flood():
     assert len(text.splitlines()) < 20
 
 
+def test_a_finding_of_a_thousand_words_is_cut():
+    found = Finding("governor", Severity.WARN, "a", "word " * 1000)
+    text = tell_findings([found], BY_ID)
+    assert 4 < len(text.splitlines()) < 8
+    assert "..." in text
+
+
 def test_a_finding_has_its_own_fix_before_the_checks():
     found = Finding("governor", Severity.INFORM, "a", "it is so", fix="leave it")
     assert tell_findings([found], BY_ID) == (

@@ -184,3 +184,12 @@ def test_changes_in_words():
     )
     same = compare(kept(before), kept(before))
     assert tell_changes(same, "noon") == "since noon:\n  nothing has changed\n"
+
+
+def test_of_long_values_the_difference_is_told():
+    line = "quiet " * 40
+    before, after = host(cmdline=f"{line}iommu=on"), host(cmdline=f"{line}iommu=pt")
+    text = tell_changes(compare(before, after), "noon")
+    assert "iommu=on" in text
+    assert "iommu=pt" in text
+    assert len(text) < 120

@@ -1,14 +1,18 @@
 """What has changed on hosts since an earlier look, in words."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from ronde.check.check import Finding
 from ronde.check.keeping import Changes
+from ronde.render.check_findings import shorten
 from ronde.render.check_hosts import fold_hosts
 from ronde.render.wrapping import WIDTH, wrap
 
 _MAX_NAMES = 12
 _MAX_CHARS = 60
+_MAX_TOLD = 120
+_CONTEXT_CHARS = 12
 
 
 def tell_changes(changes: Changes, since: str, width: int = WIDTH) -> str:
@@ -23,17 +27,18 @@ def tell_changes(changes: Changes, since: str, width: int = WIDTH) -> str:
     text += _tell_findings("gone", changes.gone, width)
     same: dict[tuple[str, str, str], list[str]] = {}
     for each in changes.facts:
-        key = each.fact, _cut(each.before), _cut(each.after)
+        key = each.fact, *_show_difference(each.before, each.after)
         same.setdefault(key, []).append(each.host)
     for (fact, before, after), names in same.items():
-        label = f"  {fold_hosts(names, _MAX_NAMES)}: "
-        text += wrap(label, f"{fact} was {before}, is {after}", width, indent=4)
+        told = f"{fold_hosts(names, _MAX_NAMES)}: {fact} was {before}, is {after}"
+        text += wrap("  ", told, width, indent=4)
     for what, hosts in (
         ("looked at for the first time", changes.new_hosts),
         ("not looked at this time", changes.gone_hosts),
     ):
         if hosts:
-            text += wrap(f"  {fold_hosts(hosts, _MAX_NAMES)}: ", what, width, indent=4)
+            told = f"{fold_hosts(hosts, _MAX_NAMES)}: {what}"
+            text += wrap("  ", told, width, indent=4)
     return f"since {since}:\n" + (text or "  nothing has changed\n")
 
 
@@ -41,13 +46,22 @@ def _tell_findings(word: str, findings: Sequence[Finding], width: int) -> str:
     same: dict[tuple[str, str], list[str]] = {}
     for each in findings:
         same.setdefault((each.check, each.what), []).append(each.host)
-    return "".join(
-        wrap(
-            f"  {word} on {fold_hosts(names, _MAX_NAMES)}: ", f"{check}: {what}", width
-        )
-        for (check, what), names in same.items()
+    text = ""
+    for (check, what), names in same.items():
+        where = fold_hosts(names, _MAX_NAMES)
+        told = f"{word} on {where}: {check}: {shorten(what, _MAX_TOLD)}"
+        text += wrap("  ", told, width, indent=4)
+    return text
+
+
+def _show_difference(before: str, after: str) -> tuple[str, str]:
+    """Return both values; of long ones the part where they begin to differ."""
+    if max(len(before), len(after)) <= _MAX_CHARS:
+        return before, after
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+    skipped = max(0, sum(1 for _ in same) - _CONTEXT_CHARS)
+    dots = "..." if skipped else ""
+    return (
+        dots + shorten(before[skipped:], _MAX_CHARS),
+        dots + shorten(after[skipped:], _MAX_CHARS),
     )
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."

@@ -12,6 +12,7 @@ from ronde.render.wrapping import WIDTH, wrap
 _INFORMATION = "i"
 _MAX_CAUSES = 8
 _MAX_NAMES = 12
+_MAX_CHARS = 240
 _INDENT = 4
 
 
@@ -53,8 +54,8 @@ def tell_unread(unread: Sequence[Unread], width: int = WIDTH) -> str:
         return ""
     text = "could not be read, which is no fault:\n"
     for (reason, where), names in groups.items():
-        sentence = f"{reason} ({', '.join(names)})"
-        text += wrap(f"? {where}: ", sentence, width, indent=_INDENT)
+        sentence = f"{where}: {shorten(reason, _MAX_CHARS)} ({', '.join(names)})"
+        text += wrap("? ", sentence, width, indent=_INDENT)
     return text
 
 
@@ -99,6 +100,11 @@ def fix_of(finding: Finding, checks: Mapping[str, Check]) -> str:
     return checks[finding.check].fix
 
 
+def shorten(text: str, most: int) -> str:
+    """Return a text whose end is left out where it is longer than some characters."""
+    return text if len(text) <= most else f"{text[:most].rstrip()}..."
+
+
 def _tell(same: Sequence[Finding], fix: str, *, is_coloured: bool, width: int) -> str:
     first = same[0]
     is_known = first.severity is Severity.INFORM
@@ -111,7 +117,8 @@ def _tell(same: Sequence[Finding], fix: str, *, is_coloured: bool, width: int) -
     text = f"{paint(mark, is_coloured=is_coloured)} {first.check}: {where}\n"
     for cause, names in list(causes.items())[:_MAX_CAUSES]:
         label = "" if len(causes) == 1 else f"{fold_hosts(names, _MAX_NAMES)}: "
-        text += wrap(" " * _INDENT, label + cause, width, indent=_INDENT + 2)
+        told = shorten(cause, _MAX_CHARS)
+        text += wrap(" " * _INDENT, label + told, width, indent=_INDENT + 2)
     if len(causes) > _MAX_CAUSES:
         left = sum(len(names) for names in list(causes.values())[_MAX_CAUSES:])
         text += f"{' ' * _INDENT}and {left} more\n"
