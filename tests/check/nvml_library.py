@@ -50,12 +50,14 @@ class FakeLibrary:
         record: See ``nvml_fake``.
         missing: Functions that this release of the driver does not have.
         fabric_version: The newest form of the question about the fabric that it knows.
+        init_error: Number of the error with which it does not start.
     """
 
-    def __init__(self, record, missing=(), fabric_version=3):
+    def __init__(self, record, missing=(), fabric_version=3, init_error=0):
         self._record = record
         self._missing = missing
         self._fabric_version = fabric_version
+        self._init_error = init_error
 
     def __getattr__(self, name):
         function = None if name in self._missing else self._find(name)
@@ -101,7 +103,8 @@ class FakeLibrary:
         at(out).value = answer if part is None else answer[part]
 
     def InitWithFlags(self, flags):
-        pass
+        if self._init_error:
+            raise RefusalError(self._init_error)
 
     def Shutdown(self):
         pass

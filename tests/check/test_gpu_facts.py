@@ -2,13 +2,15 @@
 
 import struct
 
+import pynvml
 import pytest
 from hypothesis import given, strategies as st
 from tests.check.nvml_fake import SavedNvml, healthy, refusal
+from tests.check.nvml_library import FakeLibrary
 
 from ronde.check.facts import Reading, UnreadableError
 from ronde.check.nvml.questions import GpuQuestion
-from ronde.check.probes.gpu import ALL_ANSWERS, keep_answers, read
+from ronde.check.probes.gpu import ALL_ANSWERS, ask_driver, keep_answers, read
 from ronde.check.probes.gpu_log import read_xids
 from ronde.check.probes.gpu_paths import (
     read_acs,
@@ -18,6 +20,7 @@ from ronde.check.probes.gpu_paths import (
 from ronde.check.probes.gpu_presence import read_cards, read_files, read_module
 
 NOT_SUPPORTED, NO_PERMISSION, LOST, RESET, UNKNOWN = 3, 4, 15, 16, 999
+VERSION_MISMATCH = 18
 CLOSED = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56\n"
     "GCC version:  gcc version 12.3.0\n"
@@ -131,6 +134,37 @@ def test_whatever_is_refused_every_fact_is_told_or_unreadable(refused):
     assert reading.values.keys() | reading.unreadable.keys() == set(ALL_ANSWERS)
     for name in refused:
         assert not reading.values[f"gpu.{name}"][1]
+
+
+# This host's NVML
+
+
+@pytest.fixture
+def use_library(monkeypatch):
+    """Give a function that puts a library in the place of this host's."""
+
+    def use(library):
+        monkeypatch.setattr(pynvml, "nvmlLib", library)
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+
+    return use
+
+
+def test_what_the_driver_answers_becomes_facts(use_library):
+    use_library(FakeLibrary(healthy(2, margin_celsius=-1)))
+    reading = Reading({})
+    ask_driver(reading)
+    assert reading.values == keep(healthy(2, margin_celsius=-1)).values
+    assert reading.unreadable == {}
+
+
+def test_a_driver_that_does_not_start_makes_all_unreadable(use_library):
+    use_library(FakeLibrary(healthy(1), init_error=VERSION_MISMATCH))
+    reading = Reading({})
+    ask_driver(reading)
+    assert reading.unreadable.keys() == set(ALL_ANSWERS)
+    # What is judged by these words tells the user to reboot.
+    assert "version mismatch" in reading.values["gpu.nvml_error"]
 
 
 # The kernel

@@ -56,7 +56,7 @@ def read(reading: Reading) -> None:
         reading.values[COUNT] = 0
         return
     if not root:
-        _ask_driver(reading)
+        ask_driver(reading)
     reading.keep("gpu.is_virtual", lambda: read_is_virtual(root))
     reading.keep("gpu.xids", lambda: read_xids(root))
     reading.keep("gpu.direct_rdma", lambda: read_direct_rdma(root, module))
@@ -87,7 +87,13 @@ def keep_answers(reading: Reading, nvml: Nvml) -> None:
         reading.values[processes] = named
 
 
-def _ask_driver(reading: Reading) -> None:
+def ask_driver(reading: Reading) -> None:
+    """Take down all that this host's NVML answers.
+
+    Args:
+        reading: Gets the facts ``ALL_ANSWERS``, unreadable if it does not answer, and
+            ``gpu.nvml_error``, if it says why.
+    """
     with reading.reading(*ALL_ANSWERS):
         try:
             with open_nvml() as nvml:
