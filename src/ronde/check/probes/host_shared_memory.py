@@ -3,9 +3,11 @@
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ronde.check.facts import Reading, Value
+from ronde.topology.pci import read_link
 
 _OF_TRAINING = re.compile(r"nccl-\w+|torch_\d+_.*|ronde.*")
 _DIRECTORY = "/dev/shm"  # noqa: S108 - it is looked at only
@@ -56,13 +58,10 @@ def _stale(directory: Path, root: str) -> Value:
 def _used(names: set[str], root: str) -> Iterator[str]:
     """Yield those of the files that a process has open or in its memory."""
     for process in Path(f"{root}/proc").glob("[0-9]*"):
-        try:
-            lines = (process / "maps").read_text(errors="replace").splitlines()
-            opened = [os.readlink(fd) for fd in (process / "fd").iterdir()]  # noqa: PTH115
-        except OSError:
-            # It has ended, or is another user's and cannot have this one's files.
-            continue
-        for text in (*lines, *opened):
-            _, _, name = text.rpartition(f"{_DIRECTORY}/")
-            if name in names:
-                yield name
+        # One that ends meanwhile has none; another user's cannot have this one's.
+        with suppress(OSError):
+            for line in (process / "maps").read_text(errors="replace").splitlines():
+                yield from names & {line.rpartition(f"{_DIRECTORY}/")[2]}
+        with suppress(OSError):
+            for fd in (process / "fd").iterdir():
+                yield from names & {read_link(str(fd)).rpartition(f"{_DIRECTORY}/")[2]}
