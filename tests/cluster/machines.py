@@ -134,16 +134,18 @@ class Cluster:
         hosts: The hosts, by number.
         folder: A folder that all hosts and this process see.
         ssh_config: For ``ssh -F``: who knows all hosts and is let in by them.
+        rate: What each link lets through each way, as ``tc`` writes it.
     """
 
     def __init__(self, folder: Path, num: int, rate: str) -> None:
+        self.rate = rate
         self.folder = folder
         self.ssh_config = folder / "ssh_config"
         self.hosts = tuple(
             Machine(f"node{i}", f"10.77.0.{i}", f"fd77::{i}", folder / f"node{i}")
             for i in range(1, num + 1)
         )
-        self._limit = f"rate {rate} burst {_BURST} latency {_QUEUE}"
+        self._limit = _limit(rate)
         self._leases: dict[str, subprocess.Popen[str]] = {}
 
     def boot_all(self, private: Sequence[Path], kept: Sequence[Path]) -> None:
@@ -212,6 +214,15 @@ class Cluster:
     def restore(self, host: Machine) -> None:
         """Undo :meth:`cut`."""
         self._on_bridge("ip", "link", "set", host.name, "master", "bridge")
+
+    def slow_down(self, host: Machine, rate: str) -> None:
+        """Give a host's link another rate each way, as ``tc`` writes it."""
+        change = ("tc", "qdisc", "change", "root", "dev")
+        limit = ("tbf", *_limit(rate).split())
+        self._on_bridge(*change, host.name, *limit)
+        done = self.run(host, (*change, "eth0", *limit))
+        if done.returncode != 0:
+            raise ClusterError(f"a link must become slower, got: {done.stderr}")
 
     def kill_sshd(self, host: Machine) -> None:
         """Kill a host's sshd and its sessions, but not what they started."""
@@ -299,6 +310,10 @@ class Cluster:
         )
         if done.returncode != 0:
             raise ClusterError(f"{' '.join(words)} failed: {done.stderr.strip()}")
+
+
+def _limit(rate: str) -> str:
+    return f"rate {rate} burst {_BURST} latency {_QUEUE}"
 
 
 def _start(words: Sequence[str], log: Path) -> "subprocess.Popen[str]":

@@ -1,0 +1,385 @@
+"""``ronde check`` on three hosts: each fault is found where it is, and nothing else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tests.cluster.digits import assert_nothing_left
+from tests.cluster.machines import ROOT
+
+pytestmark = pytest.mark.timeout(120)
+LIMIT_S = 60.0
+NAMES = "node1,node2,node3"
+CGROUPS = Path("/sys/fs/cgroup/cpu")
+EXPLAINED = {
+    "load": "All hosts are this one machine, on which more may run than these tests.",
+    "latency-tail": "Who waits for one of this machine's few processors answers late.",
+}
+"""Checks that may find something although no fault was planted, and are right."""
+
+
+class Checked(NamedTuple):
+    """What one run of the command came to.
+
+    Attributes:
+        exit_code: Its own.
+        found: Failures and warnings: the check's id and the host.
+        said: What each of these says, in the same order as the command has them.
+        took_s: How long it ran.
+    """
+
+    exit_code: int
+    found: frozenset[tuple[str, str]]
+    said: tuple[str, ...]
+    took_s: float
+
+
+def run_check(cluster, *words, config=None):
+    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(Path.home())}
+    program = [
+        sys.executable,
+        "-m",
+        "ronde",
+        "check",
+        "-H",
+        NAMES,
+        "--json",
+    ]
+    ssh_args = ["--ssh-args", f"-F {config or cluster.ssh_config}"]
+    begun_s = time.monotonic()
+    done = cluster.run(
+        cluster.hosts[0],
+        [*program, *ssh_args, *words],
+        env=environment,
+        timeout_s=LIMIT_S,
+    )
+    took_s = time.monotonic() - begun_s
+    assert done.stdout, done.stderr
+    findings = [
+        each
+        for each in json.loads(done.stdout)["findings"]
+        if each["severity"] in ("fail", "warn")
+    ]
+    return Checked(
+        done.returncode,
+        frozenset((each["check"], each["host"]) for each in findings),
+        tuple(f"{e['host']}: {e['check']}: {e['what']}" for e in findings),
+        took_s,
+    )
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory) -> Path:
+    """Return a folder that all hosts share, with one file."""
+    folder = tmp_path_factory.mktemp("shared") / "disk"
+    folder.mkdir()
+    (folder / "train.bin").write_bytes(bytes(5000))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def usual(three_hosts, disk) -> Checked:
+    """Return what is found where nothing is wrong but this machine itself."""
+    return run_check(three_hosts, "--path", str(disk), "--file", f"{disk}/train.bin")
+
+
+@pytest.fixture
+def find(cluster, usual):
+    """Return ``find(*words)``: what is found now that was not found without a fault."""
+
+    def find(*words, config=None):
+        checked = run_check(cluster, *words, config=config)
+        found = frozenset(f for f in checked.found if f[0] not in EXPLAINED)
+        return checked._replace(found=found - usual.found)
+
+    return find
+
+
+def assert_found(checked, check, host, *more):
+    """Assert that a host is found, by this check and no others than ``more``."""
+    assert (check, host) in checked.found, checked.said
+    allowed = {(name, host) for name in (check, *more)}
+    assert checked.found <= allowed, checked.said
+
+
+@contextmanager
+def done_on(cluster, host, words, undo) -> Iterator[None]:
+    """Do something on a host, and undo it at the end."""
+    done = cluster.run(host, words)
+    assert done.returncode == 0, done.stderr
+    try:
+        yield
+    finally:
+        undone = cluster.run(host, undo)
+        assert undone.returncode == 0, undone.stderr
+
+
+def replaced(cluster, host, path, by):
+    """Have a host see another file or folder in the place of one."""
+    # Programs of the host may still look into it when the test is over.
+    words, undo = ["mount", "-n", "--bind", by, path], ["umount", "-n", "-l", path]
+    return done_on(cluster, host, list(map(str, words)), list(map(str, undo)))
+
+
+@contextmanager
+def in_shell(cluster, host, script, undo) -> Iterator[None]:
+    """Do something on a host by a shell, and undo it by another."""
+    with done_on(cluster, host, ["sh", "-ec", script], ["sh", "-ec", undo]):
+        yield
+
+
+@contextmanager
+def firewall(cluster, host, rule) -> Iterator[None]:
+    """Have a host throw away what comes to it and matches a rule of nft's."""
+    rules = (
+        "add table inet planted; add chain inet planted input "
+        "{ type filter hook input priority 0; }; "
+        f"add rule inet planted input {rule} drop"
+    )
+    with done_on(
+        cluster, host, ["nft", rules], ["nft", "delete", "table", "inet", "planted"]
+    ):
+        yield
+
+
+needs_nft = pytest.mark.skipif(
+    shutil.which("nft", path="/usr/sbin:/sbin") is None,
+    reason="firewalls need nft. Debian: apt-get install nftables",
+)
+
+
+def test_with_nothing_wrong_all_hosts_are_ready(usual):
+    unexplained = [each for each in usual.found if each[0] not in EXPLAINED]
+    assert not unexplained, usual.said
+    assert usual.exit_code == 0
+    # It takes 5 s at most on a machine that does nothing else.
+    assert usual.took_s < 20, usual.took_s
+
+
+def test_nothing_of_it_stays(cluster, usual, disk):
+    assert_nothing_left(cluster)
+    assert [path.name for path in disk.iterdir()] == ["train.bin"]
+
+
+def test_a_host_name_that_is_loopback(cluster, find):
+    host = cluster.hosts[1]
+    names = host.folder / "hosts"
+    text = names.read_text()
+    names.write_text(f"127.0.1.1 {host.name}\n" + text.replace(f" {host.name}\n", "\n"))
+    try:
+        checked = find()
+    finally:
+        names.write_text(text)
+    assert_found(checked, "host-name", "node2")
+
+
+def test_a_smaller_mtu(cluster, find):
+    set_mtu = ["ip", "link", "set", "eth0", "mtu"]
+    with done_on(cluster, cluster.hosts[1], [*set_mtu, "1400"], [*set_mtu, "1500"]):
+        checked = find()
+    assert_found(checked, "mtu", "node2")
+
+
+@needs_nft
+def test_a_firewall_before_a_host(cluster, find):
+    closed = "tcp dport != 22 tcp flags & (syn | ack) == syn"
+    with firewall(cluster, cluster.hosts[1], closed):
+        checked = find()
+    assert_found(checked, "reachable", "node2")
+
+
+@needs_nft
+def test_what_one_host_sends_to_one_other_is_lost(cluster, find):
+    """It is told once, of the one that sends; of the other way, that packets arrive."""
+    with firewall(cluster, cluster.hosts[1], f"ip saddr {cluster.hosts[2].address}"):
+        checked = find()
+    assert_found(checked, "reachable", "node3")
+    assert "cannot connect to node2; the other way packets arrive" in checked.said[0]
+
+
+def test_a_link_with_a_tenth_of_the_others(cluster, find):
+    with limited(cluster, cluster.hosts[1], "100mbit"):
+        checked = find()
+    assert_found(checked, "slow-link", "node2")
+
+
+def test_a_link_with_a_tenth_of_the_others_in_the_tournament(cluster, find):
+    with limited(cluster, cluster.hosts[2], "100mbit"):
+        checked = find("--bandwidth", "--only", "slow-host-link,slow-pair")
+    assert_found(checked, "slow-host-link", "node3")
+
+
+@contextmanager
+def limited(cluster, host, rate):
+    """Have a host's link let less through, both ways."""
+    cluster.slow_down(host, rate)
+    try:
+        yield
+    finally:
+        cluster.slow_down(host, cluster.rate)
+
+
+def test_little_memory_may_be_locked(cluster, find):
+    # The soft limit only: to raise the other again takes more than root has everywhere.
+    change = "prlimit --memlock={}: --pid $(cat /run/sshd.pid)"
+    tell = (
+        "prlimit --memlock --raw --noheadings --output SOFT --pid $(cat /run/sshd.pid)"
+    )
+    told = cluster.run(cluster.hosts[1], ["sh", "-c", tell])
+    before = told.stdout.strip()
+    with in_shell(
+        cluster, cluster.hosts[1], change.format(65536), change.format(before)
+    ):
+        checked = find()
+    assert_found(checked, "locked-memory", "node2")
+
+
+def test_a_tiny_shared_memory(cluster, find):
+    small = ["mount", "-n", "-t", "tmpfs", "-o", "size=16m", "tmpfs", "/dev/shm"]  # noqa: S108
+    undo = ["umount", "-n", "-l", "/dev/shm"]  # noqa: S108
+    with done_on(cluster, cluster.hosts[1], small, undo):
+        checked = find()
+    assert_found(checked, "shared-memory", "node2")
+
+
+needs_cgroups = pytest.mark.skipif(
+    not os.access(CGROUPS / "cgroup.procs", os.W_OK),
+    reason=f"limits of CPU time need control groups of the first version in {CGROUPS}",
+)
+
+
+@contextmanager
+def grouped(cluster, host, **values) -> Iterator[None]:
+    """Have all that is started on a host through ssh run in a control group."""
+    name = CGROUPS / f"planted-{os.getpid()}"
+    begin = f"mkdir {name}; cat /run/sshd.pid >{name}/cgroup.procs; " + "; ".join(
+        f"echo {value} >{name}/cpu.{each}" for each, value in values.items()
+    )
+    # It can be removed when nothing is in it any more.
+    end = (
+        f"while read -r pid; do echo $pid >{CGROUPS}/cgroup.procs || true; done "
+        f"<{name}/cgroup.procs; rmdir {name}"
+    )
+    with in_shell(cluster, host, begin, end):
+        yield
+
+
+@needs_cgroups
+def test_a_quota_of_cpu_time(cluster, find):
+    limits = {"cfs_period_us": 100000, "cfs_quota_us": 50000}
+    with grouped(cluster, cluster.hosts[1], **limits):
+        checked = find()
+    assert_found(checked, "cpu-quota", "node2", "cpus-alike", "slow-host")
+
+
+def altered(path, folder, old, new):
+    """Return a copy of a file that is not quite the same."""
+    text = path.read_text()
+    assert old in text
+    copy = folder / path.name
+    copy.write_text(text.replace(old, new))
+    return copy
+
+
+def test_another_ronde(cluster, find, tmp_path):
+    package = ROOT / "src" / "ronde" / "__init__.py"
+    other = altered(package, tmp_path, '__version__ = "', '__version__ = "9.')
+    with replaced(cluster, cluster.hosts[1], package, other):
+        checked = find()
+    assert_found(checked, "taking-part", "node2")
+    assert "its ronde is 9." in checked.said[0]
+
+
+def test_another_torch(cluster, find, tmp_path):
+    # Not imported: that takes seconds.
+    package = Path(sys.prefix, "lib", f"python3.{sys.version_info[1]}", "site-packages")
+    version = package / "torch" / "version.py"
+    other = altered(version, tmp_path, "__version__ = '", "__version__ = '9.")
+    with replaced(cluster, cluster.hosts[1], version, other):
+        checked = find()
+    assert_found(checked, "torch", "node2")
+
+
+def test_a_missing_shared_folder(cluster, find, disk, tmp_path):
+    with replaced(cluster, cluster.hosts[1], disk.parent, tmp_path):
+        checked = find("--path", str(disk))
+    assert_found(checked, "folder-missing", "node2")
+
+
+def test_a_folder_that_one_host_has_for_itself(cluster, find, disk, tmp_path):
+    with replaced(cluster, cluster.hosts[1], disk, tmp_path):
+        checked = find("--path", str(disk))
+    assert_found(checked, "shared-folder", "node2")
+    assert [path.name for path in disk.iterdir()] == ["train.bin"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_dataset_file(cluster, find, disk, tmp_path):
+    right, wrong = disk / "train.bin", tmp_path / "train.bin"
+    wrong.write_bytes(right.read_bytes()[:-1] + b"\1")
+    with replaced(cluster, cluster.hosts[1], right, wrong):
+        checked = find("--file", str(right))
+    assert_found(checked, "dataset-files", "node2")
+
+
+@needs_cgroups
+def test_a_slow_host(cluster, find):
+    """Somebody else wants the only processor on which a host may run, and is preferred.
+
+    However much else runs here, the other hosts have a right to three times as much.
+    """
+    host, last = cluster.hosts[1], max(os.sched_getaffinity(0))
+    every = ",".join(map(str, os.sched_getaffinity(0)))
+    pin = "taskset -p -c {} $(cat /run/sshd.pid)"
+    busy = ["taskset", "-c", str(last), sys.executable, "-c", "while True: pass"]
+    with (
+        in_shell(cluster, host, pin.format(last), pin.format(every)),
+        grouped(cluster, host, shares=300),
+        cluster.start(host, busy, start_new_session=True) as hog,
+    ):
+        try:
+            checked = find()
+        finally:
+            hog.kill()
+    # Its probes may take too long.
+    assert_found(checked, "slow-host", "node2", "cpus-alike", "probe-hung")
+
+
+def test_a_host_that_is_gone(cluster, find):
+    cluster.cut(cluster.hosts[1])
+    checked = find("--ssh-args", "-o ConnectTimeout=1")
+    assert_found(checked, "taking-part", "node2")
+    assert checked.exit_code == 2
+
+
+def test_a_key_that_is_refused(cluster, find, tmp_path):
+    key = tmp_path / "key"
+    words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)]
+    subprocess.run(words, check=True, timeout=LIMIT_S)
+    text = cluster.ssh_config.read_text()
+    config = tmp_path / "config"
+    own = text.replace("Host *", "Host node2").replace(
+        f"{cluster.folder}/user_key", str(key)
+    )
+    config.write_text(own + text.replace("Host *", "Host * !node2"))
+    checked = find(config=config)
+    assert_found(checked, "taking-part", "node2")
+    assert "key refused" in checked.said[0]
+
+
+def test_a_probe_that_hangs(cluster, find, tmp_path):
+    """A file that is a pipe into which nobody writes is read for ever."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    asked = Path("/proc/sys/kernel/numa_balancing")
+    with replaced(cluster, cluster.hosts[1], asked, pipe):
+        checked = find()
+    assert_found(checked, "probe-hung", "node2")
