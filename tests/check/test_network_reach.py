@@ -144,7 +144,7 @@ def test_an_unknown_path_mtu_is_no_fault():
 
 
 def test_a_tail_is_found_only_where_it_is_long_by_both_measures():
-    assert not found(fleet_of(3, {("n1", "n2"): {"rtt_s": 1e-4, "p99_s": 9e-3}}))
+    assert not found(fleet_of(3, {("n1", "n2"): {"rtt_s": 1e-4, "p99_s": 49e-3}}))
     assert not found(fleet_of(3, {("n1", "n2"): {"rtt_s": 2e-2, "p99_s": 0.19}}))
     lagging = {("n1", "n3"): {"p99_s": 0.2}, ("n2", "n3"): {"p99_s": 0.1}}
     told = found(fleet_of(3, lagging))

@@ -29,8 +29,11 @@ BUSY = "network.busy_ports"
 TAIL_RATIO = 10.0
 """A 99th percentile round trip so many times the median is a tail,"""
 
-MIN_TAIL_S = 0.010
-"""and not below this: a busy machine's scheduler makes milliseconds."""
+MIN_TAIL_S = 0.050
+"""and not below this: a busy machine's scheduler makes tens of milliseconds.
+
+A lost packet costs 200 ms, the least that Linux waits before it sends it again.
+"""
 
 SLOW_SHARE = 0.3
 """Slow is what has less than this share of the usual speed."""

@@ -176,7 +176,7 @@ CHECKS = (
         id="path-mtu",
         family=Family.NETWORK,
         title="Do packets as large as both ends allow arrive?",
-        reads="datagrams of several sizes that may not be cut; an echo of 64KiB by TCP",
+        reads="datagrams of several sizes that may not be cut; 64KiB by TCP",
         threshold="the smaller MTU of both ends",
         source="path MTU discovery (RFC 1191, RFC 8899)",
         severity=Severity.FAIL,
@@ -194,7 +194,7 @@ CHECKS = (
         reads="up to 100 echoes of 8 bytes between all pairs",
         threshold=f"the 99th percentile is at most {TAIL_RATIO:g} times the median, or "
         f"{MIN_TAIL_S * 1e3:g} ms",
-        source="ronde's own; 10 ms spare machines that are merely busy",
+        source="ronde's own; a lost packet costs 200 ms, a busy machine tens of them",
         severity=Severity.WARN,
         fix="Look for retransmissions and drops: nstat -az TcpRetransSegs; ip -s link; "
         "and for pause frames: ethtool -S INTERFACE.",
