@@ -274,6 +274,14 @@ def test_of_two_hosts_that_share_nothing_both_are_named() -> None:
     ]
 
 
+def test_what_is_seen_one_way_only_is_not_shared() -> None:
+    found = judged(host("a", "/d", {"b": True}), host("b", "/d", {"a": False}))
+    assert [each[2] for each in found] == [
+        "/d shows files of b only",
+        "/d shows no other host's files",
+    ]
+
+
 def test_of_two_halves_each_is_told_of_the_other() -> None:
     sight = {
         "a": {"b": True, "c": False, "d": False},
