@@ -77,7 +77,7 @@ def test_one_slow_host_is_named_and_nobody_else(num, data):
     hosts, links = judge_pairs(rates)
     assert [each.host for each in hosts] == [slow]
     assert set(hosts[0].partners) == set(rates) - {slow}
-    assert (hosts[0].sent, hosts[0].received, hosts[0].usual) == (1.0, 1.0, 10.0)
+    assert hosts[0][1:5] == (1.0, 1.0, 1.0, 10.0)
     assert links == ()
 
 
@@ -106,6 +106,7 @@ def test_whatever_was_measured_is_judged(rates):
     assert all(not named & {each.host, each.other} for each in links)
     # Nothing that is found is too odd to be told.
     assert len(findings_of(rates)) == len(hosts) + len(links)
+    assert all(each.partners and each.rate < 0.7 * each.usual for each in hosts)
 
 
 def test_of_two_hosts_neither_is_slow():
@@ -140,6 +141,15 @@ def test_a_host_that_receives_slowly_is_told_so_and_many_partners_are_counted():
     (found,) = findings_of(rates)
     assert (found.host, found.severity) == ("h0", Severity.WARN)
     assert found.what == "it receives only 5 GB/s from h1, h2, h3, h4 and 3 more"
+
+
+def test_a_host_with_troubles_in_both_directions_is_told_of_neither():
+    """Of its three partners it sends slowly to one, and receives so from another."""
+    rates = even_rates(4)
+    slow_down(rates, "h0", "h1", 2.0)
+    slow_down(rates, "h2", "h0", 3.0)
+    (found,) = findings_of(rates)
+    assert (found.host, found.what) == ("h0", "only 3 GB/s with h1, h2")
 
 
 def test_a_slow_link_is_told_on_no_host():
@@ -202,6 +212,16 @@ def test_pairs_meet_again_on_the_same_port(sites):
     for _ in range(2):
         outcomes = stream_between(caller, called, port)
         assert all(each["gb_per_s"] > 0 for each in outcomes.values())
+
+
+def test_hosts_meet_over_ipv6(sites):
+    (caller, called), _ = sites
+    try:
+        port = operations.offer_streams(called, {"address": "::1"})["port"]
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    outcomes = stream_between(caller, called, port, address="::1")
+    assert all(each["gb_per_s"] > 0 for each in outcomes.values())
 
 
 def test_strangers_are_let_go(sites):

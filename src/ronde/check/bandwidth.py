@@ -21,13 +21,15 @@ class SlowHost(NamedTuple):
 
     Attributes:
         host: Its name.
+        rate: Median over its partners of the lower of both directions, GB/s.
         sent: Median over its partners of what it sends, GB/s.
         received: Median over its partners of what it receives, GB/s.
-        usual: Median of the pairs without a slow host, GB/s.
+        usual: What pairs without a slow host have, GB/s.
         partners: With whom it is slow, the slowest first.
     """
 
     host: str
+    rate: float
     sent: float
     received: float
     usual: float
@@ -41,7 +43,7 @@ class SlowLink(NamedTuple):
         host: The one.
         other: The other.
         rate: The lower of both directions, GB/s.
-        usual: Median of the pairs without a slow host, GB/s.
+        usual: What pairs without a slow host have, GB/s.
     """
 
     host: str
@@ -103,11 +105,11 @@ def judge_pairs(rates: Rates, share: float = SLOW_SHARE) -> Verdict:
     if not met:
         return Verdict((), ())
     medians = {host: median(partners.values()) for host, partners in met.items()}
-    limit = share * median(medians.values())
-    slow = {host for host, rate in medians.items() if rate < limit}
+    middle = median(medians.values())
+    slow = {host for host, rate in medians.items() if rate < share * middle}
     others = {pair: rate for pair, rate in pairs.items() if not slow & {*pair}}
     # Slow hosts draw down the medians of the others, all the more the fewer they are.
-    usual = median(others.values() or medians.values())
+    usual = max(middle, median(others.values())) if others else middle
     limit = share * usual
     told = (_describe(h, rates, met[h], usual, limit) for h in met if h in slow)
     links = (
@@ -130,4 +132,5 @@ def _describe(
     sent = median(rates[other][host] for other in met)
     received = median(rates[host][other] for other in met)
     partners = sorted((o for o in met if met[o] < limit), key=met.__getitem__)
-    return SlowHost(host, sent, received, usual, tuple(partners))
+    rate = median(met.values())
+    return SlowHost(host, rate, sent, received, usual, tuple(partners))

@@ -14,7 +14,7 @@ _MAX_NAMED = 4
 
 def _judge_hosts(fleet: Fleet) -> Iterator[Finding]:
     for slow in judge_pairs(_rates_of(fleet)).hosts:
-        severity = _grade(min(slow.sent, slow.received), slow.usual)
+        severity = _grade(slow.rate, slow.usual)
         usual = f"{_spell(slow.usual)} between other hosts"
         yield Finding("slow-host-link", severity, slow.host, _tell(slow), usual)
 
@@ -42,12 +42,12 @@ def _grade(rate: float, usual: float) -> Severity:
 
 def _tell(slow: SlowHost) -> str:
     limit = SLOW_SHARE * slow.usual
-    if slow.received >= limit:
+    if slow.sent < limit <= slow.received:
         told = f"it sends only {_spell(slow.sent)} to"
-    elif slow.sent >= limit:
+    elif slow.received < limit <= slow.sent:
         told = f"it receives only {_spell(slow.received)} from"
     else:
-        told = f"only {_spell(min(slow.sent, slow.received))} with"
+        told = f"only {_spell(slow.rate)} with"
     named = ", ".join(slow.partners[:_MAX_NAMED])
     num_more = len(slow.partners) - _MAX_NAMED
     return f"{told} {named}{f' and {num_more} more' if num_more > 0 else ''}"
