@@ -67,6 +67,14 @@ def test_many_hosts_keep_to_the_width():
     assert sorted(map(int, named)) == list(range(1, 65))
 
 
+def test_names_that_do_not_fold_are_wrapped():
+    names = [f"{letter * 9}" for letter in "abcdef"]
+    text = tabulate_hosts(names, Judgement((), (), {}), CHECKS, width=60)
+    lines = text.splitlines()
+    assert lines[1].startswith("aaaaaaaaa, bbbbbbbbb,  ")
+    assert lines[2:] == ["ccccccccc, ddddddddd,", "eeeeeeeee, fffffffff"]
+
+
 def test_hosts_that_could_not_be_asked_have_a_row():
     found = Finding("locked-memory", Severity.FAIL, "node9", "cannot be asked")
     judgement = Judgement((found,), (), {})

@@ -1,5 +1,6 @@
 """Hosts x families, a mark in each cell."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 from ronde.check.check import Check, Family, Severity
@@ -84,9 +85,8 @@ def _mark(
 def _wrap_names(text: str, width: int) -> list[str]:
     """Return lines of names, cut behind commas alone; at least one."""
     lines = [""]
-    for piece in text.replace(", ", ",\n").replace(",", ",\0").split("\0"):
-        word = piece.replace("\n", "")
-        if lines[-1] and len(lines[-1]) + len(word) > width:
+    for piece in re.split("(?<=,)", text):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
             lines.append("")
-        lines[-1] += word
+        lines[-1] += piece if lines[-1] else piece.lstrip()
     return [line.rstrip() for line in lines]
