@@ -9,6 +9,7 @@ from tests.check.fleets import CHECKS, make_check
 
 from ronde.check.catalogue import all_checks
 from ronde.check.check import Family, Severity
+from ronde.cli.check_options import make_parser
 from ronde.render.check_pages import explain_check, list_checks, tell_checks
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -82,11 +83,12 @@ def test_all_about_one_check():
     ]
 
 
-def test_the_guide_names_options_that_there_are():
-    from ronde.cli.check_options import make_parser
-
+def test_the_guide_names_what_there_is():
     guide = (DOCS / "check.md").read_text()
-    named = set(re.findall(r"`(--[a-z-]+)", guide))
+    options = set(re.findall(r"`(?:ronde run )?(--[a-z-]+)", guide))
     known = {flag for a in make_parser()._actions for flag in a.option_strings}
-    assert named
-    assert named <= known | {"--bind-policy"}
+    assert options
+    assert options <= known | {"--master-port"}
+    ids = set(re.findall(r"^[x!i] ([a-z-]+):", guide, re.MULTILINE))
+    assert ids
+    assert ids <= {check.id for check in all_checks()}
