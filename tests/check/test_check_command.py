@@ -6,12 +6,16 @@ import pty
 import re
 import signal
 import subprocess
+import time
 from contextlib import suppress
 
 import pytest
 from tests.cli.conftest import Ronde, clean_environment
 
 from ronde.check.catalogue import all_checks
+from ronde.check.fleet import Fleet
+from ronde.check.judging import judge
+from ronde.check.keeping import load_last
 from ronde.cli.check_options import make_parser, read_request
 from ronde.errors import UsageError
 from ronde.launch.hosts.hostfile import parse_hostfile
@@ -59,6 +63,18 @@ def test_checks_of_several_hosts_say_nothing_of_one(looked):
     told = json.loads(looked[0].stdout)
     # What nobody looked at is not what could not be read.
     assert not [each for each in told["unread"] if "was not read" in each["reason"]]
+
+
+def test_64_such_hosts_are_judged_in_a_second(looked):
+    """CPU time; a fiftieth of it is usual."""
+    (host,) = load_last(looked[1]).kept.hosts
+    hosts = [host._replace(host=f"node{number}") for number in range(64)]
+    begun_s = time.process_time()
+    judgement = judge(Fleet(tuple(hosts), {}), all_checks())
+    assert time.process_time() - begun_s < 1.0
+    # They are one machine, 64 times.
+    same = [each for each in judgement.findings if each.check == "same-machine"]
+    assert len(same) == 64
 
 
 def test_what_has_changed_since(looked, tmp_path):
