@@ -172,6 +172,14 @@ def test_the_usual_speed_is_the_median_of_what_hosts_can_do():
     assert set(slow_pairs(reached)) == set(pairs_with("n2", 3))
 
 
+def test_a_slow_pair_is_told_and_a_slow_majority_is_not():
+    pair = [("n1", "n2"), ("n2", "n1")]
+    told = found(fleet_of(3, {each: {"mb_per_s": 9.0} for each in pair}))
+    assert set(told) == {("slow-link", "n1"), ("slow-link", "n2")}
+    ring = [(f"n{i}", f"n{i % 6 + 1}") for i in range(1, 7)]
+    assert not found(fleet_of(6, {each: {"mb_per_s": 9.0} for each in ring}))
+
+
 def test_of_two_hosts_none_is_slow():
     assert not found(fleet_of(2, {("n1", "n2"): {"mb_per_s": 1.0}}))
 

@@ -69,8 +69,7 @@ def test_what_works_is_told_with_its_figures(site):
     # 256 KiB at least went there meanwhile.
     assert told["mb_per_s"] > 0.262144 / took_s
     assert (told["interface"], told["own_mtu"]) == ("lo", LOOPBACK_MTU)
-    # No IP packet is larger than its 16-bit length.
-    assert told["mtu"] == 65535
+    assert told["mtu"] == LOOPBACK_MTU
     assert set(listen(site, {})["heard"]) == {"a"}
 
 
@@ -245,6 +244,8 @@ def test_three_programs_reach_each_other():
         assert set(told) == set(addresses) - {name}
         assert all(not each["error"] for each in told.values())
         assert facts.values[reaching.MTU] == LOOPBACK_MTU
+        # They answer by 127.0.0.1, whatever address they were asked at.
+        assert {each["mtu"] for each in told.values()} == {LOOPBACK_MTU}
         assert facts.values[reaching.ADDRESS] == addresses[name]
         assert facts.values[reaching.BUSY] == []
 

@@ -93,7 +93,11 @@ def _judge_tails(fleet: Fleet) -> Iterator[Finding]:
 def _judge_speeds(fleet: Fleet) -> Iterator[Finding]:
     reached = _reached(fleet)
     usual = f"{usual_speed(reached):.3g} MB/s between hosts"
-    for host, own in blame(slow_pairs(reached)).items():
+    blamed = blame(slow_pairs(reached))
+    if len(blamed) > max(2, len(reached) / 2):
+        # Nothing stands out where most are slow against a few.
+        return
+    for host, own in blamed.items():
         best = max(reached[a][b]["mb_per_s"] for a, b in own)
         what = f"{_who(host, own, 'to {}', 'from {}')}: {best:.3g} MB/s"
         yield Finding("slow-link", Severity.WARN, host, what, usual)

@@ -5,6 +5,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 from ronde.addresses import family_of, is_loopback, read_interfaces, source_towards
@@ -18,6 +19,13 @@ _MAX_PACKET_BYTES = 65535
 _SIZES_A_ROUND = 24
 _TRIES = 3
 _WAIT_S = 0.06
+
+
+class _Receiver(NamedTuple):
+    asking: socket.socket
+    address: tuple[str, int]
+    token: bytes
+    begin: bytes
 
 
 class OwnEnd(NamedTuple):
@@ -67,18 +75,19 @@ def measure_mtu(
             asking.setsockopt(socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _DO_NOT_CUT)
         else:
             asking.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _DO_NOT_CUT)
-        asking.connect((address, port))
+        to = _Receiver(asking, (address, port), token, begin)
         most = min(own_mtu, _MAX_PACKET_BYTES)
         sizes = [most]
         passed, lost = 0, most + 1
         while sizes:
-            arrived = _try(asking, begin, [size - headers for size in sizes])
+            arrived = _try(to, [size - headers for size in sizes])
             passed = max([passed, *(size + headers for size in arrived)])
             lost = min([lost, *(size for size in sizes if size > passed)])
             sizes = _between(max(passed, least - 1), lost)
             if not arrived and lost <= least:
                 return None
-    return passed or None
+    # The largest packet of IP is a little less than the loopback interface allows.
+    return own_mtu if passed == most else passed or None
 
 
 def _between(passed: int, lost: int) -> list[int]:
@@ -88,27 +97,22 @@ def _between(passed: int, lost: int) -> list[int]:
     return [passed + 1 + inside * i // num for i in range(num)]
 
 
-def _try(asking: socket.socket, begin: bytes, sizes: Iterable[int]) -> set[int]:
+def _try(to: _Receiver, sizes: Iterable[int]) -> set[int]:
     """Return which sizes of datagrams arrive."""
     wanted, arrived = set(sizes), set[int]()
     for _ in range(_TRIES):
         for size in sorted(wanted - arrived, reverse=True):
-            try:
-                asking.send(begin.ljust(size, b"\0"))
-            except OSError:
-                # Too large for this host itself, or an earlier one was refused.
-                continue
+            # One that is too large for this host itself is lost like another.
+            with suppress(OSError):
+                to.asking.sendto(to.begin.ljust(size, b"\0"), to.address)
         due_s = time.monotonic() + _WAIT_S
-        while arrived != wanted and (left_s := due_s - time.monotonic()) > 0:
-            asking.settimeout(left_s)
-            try:
-                answer = asking.recv(TOKEN_BYTES + ACK.size)
-            except TimeoutError:
-                break
-            except OSError:
-                continue
-            if len(answer) == TOKEN_BYTES + ACK.size:
-                arrived.add(ACK.unpack_from(answer, TOKEN_BYTES)[0])
+        while arrived < wanted and (left_s := due_s - time.monotonic()) > 0:
+            to.asking.settimeout(left_s)
+            # A host of several addresses may answer by another: the token counts.
+            with suppress(OSError):
+                answer = to.asking.recv(TOKEN_BYTES + ACK.size)
+                if answer.startswith(to.token) and len(answer) > TOKEN_BYTES + 1:
+                    arrived |= wanted & {*ACK.unpack_from(answer, TOKEN_BYTES)}
         if arrived == wanted:
             break
-    return arrived & wanted
+    return arrived

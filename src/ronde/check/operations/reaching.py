@@ -131,9 +131,10 @@ def _visit(asking: _Asking, target: Target) -> _Visit:
     connection = _connect_all(asking, target, told)
     if end.mtu:
         # Also where no connection was made: a lost answer is no lost question.
-        told["mtu"] = measure_mtu(
-            target.address, target.udp_port, asking.token, asking.name, end.mtu
-        )
+        with suppress(OSError):
+            told["mtu"] = measure_mtu(
+                target.address, target.udp_port, asking.token, asking.name, end.mtu
+            )
     if connection is None:
         return _Visit(told, None)
     try:
