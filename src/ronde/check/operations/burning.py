@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 from ronde.check.facts import Value
 from ronde.check.operations.site import Site
@@ -18,6 +19,7 @@ host may have another one, and no instructions that some processors lack."""
 _START_S = 90.0
 """For torch to be imported, and drivers to start."""
 
+_KILLED_S = 1.0
 _PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
 _BOOT = (
     "import sys; sys.path.append(sys.argv[1]); "
@@ -69,6 +71,9 @@ def burn(_site: Site, question: dict[str, Value]) -> dict[str, Value]:
         said, complaint = process.communicate(timeout=seconds + _START_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
+        # What hangs in a driver dies when that lets go of it.
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=_KILLED_S)
         return _all_failed(f"hung, and was killed {_START_S:g} s after its time")
     try:
         told = json.loads(said.strip().rpartition(b"\n")[2])

@@ -1,0 +1,218 @@
+"""Computing on hosts: a product that is exact, and how fast they are."""
+
+import hashlib
+import os
+import random
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tests.check.programs import WORDS, panel_of
+
+from ronde.check.families.cluster_pace import PACE, PACE_CPU, find_slow
+from ronde.check.families.cluster_product import PRODUCTS
+from ronde.check.operations import burning as operations
+from ronde.check.operations.product import (
+    MAX_SIZE,
+    make_factor,
+    multiply,
+    sum_up,
+)
+from ronde.check.operations.site import Site
+from ronde.check.steps import burning
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def site():
+    with ExitStack() as closing:
+        yield Site({}, closing)
+
+
+def exact_checksum(size, seed):
+    """Multiply with whole numbers of any size, from the seeds up."""
+    factors: list[list[list[int]]] = []
+    for number in range(2):
+        data = random.Random(seed + number).randbytes(4 * size * size)
+        numbers = [
+            int.from_bytes(data[at : at + 4], sys.byteorder, signed=True) >> 11
+            for at in range(0, len(data), 4)
+        ]
+        factors.append([numbers[at : at + size] for at in range(0, len(numbers), size)])
+    left, right = factors
+    columns = list(zip(*right, strict=True))
+    product = [
+        sum(a * b for a, b in zip(row, column, strict=True))
+        for row in left
+        for column in columns
+    ]
+    data = b"".join(value.to_bytes(8, sys.byteorder, signed=True) for value in product)
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def test_the_product_is_that_of_whole_numbers(site):
+    question = {"do": "burn", "seconds": 0.01, "size": 33, "seed": 5}
+    told = operations.burn(site, question)["products"]["cpu"]
+    assert told["checksum"] == exact_checksum(33, 5)
+    assert told["num_wrong"] == 0
+    assert told["num_products"] >= 1
+    assert told["gflop_per_s"] > 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 40), st.integers(0, 1 << 32))
+def test_any_product_is_exact(size, seed):
+    factors = [make_factor(torch, size, seed + number) for number in range(2)]
+    assert sum_up(torch, factors[0] @ factors[1]) == exact_checksum(size, seed)
+
+
+def test_the_largest_factors_stay_exact():
+    # The bound of the note, reached: 2^13 products of 2^20 and 2^20 make 2^53, and
+    # from there on float64 cannot hold one more.
+    row = torch.full((1, MAX_SIZE), -(2.0**20), dtype=torch.float64)
+    assert (row @ row.T).item() == 2**53
+    assert float(2**53 + 1) == 2**53
+    factor = make_factor(torch, 300, 1)
+    assert factor.min().item() >= -(2**20)
+    assert factor.max().item() < 2**20
+    assert factor.abs().max().item() > 0.99 * 2**20
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_threads_and_order_do_not_change_the_bits(num_threads):
+    factors = [make_factor(torch, 256, number) for number in (3, 4)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        whole = sum_up(torch, factors[0] @ factors[1])
+    finally:
+        torch.set_num_threads(before)
+    order = torch.randperm(256)
+    turned = factors[0][:, order] @ factors[1][order]
+    halves = factors[0][:, :99] @ factors[1][:99] + factors[0][:, 99:] @ factors[1][99:]
+    assert sum_up(torch, turned) == whole
+    assert sum_up(torch, halves) == whole
+
+
+def test_one_wrong_bit_is_seen():
+    product = make_factor(torch, 16, 1) @ make_factor(torch, 16, 2)
+    broken = product.clone()
+    broken[3, 5] += 1
+    assert sum_up(torch, broken) != sum_up(torch, product)
+
+
+def test_zeros_of_either_sign_are_alike():
+    zeros = torch.zeros(2, 2, dtype=torch.float64)
+    assert sum_up(torch, zeros) == sum_up(torch, -zeros)
+
+
+class Glitch:
+    """A matrix whose second product is off by one."""
+
+    def __init__(self, matrix):
+        self.matrix, self.shape, self.num_products = matrix, matrix.shape, 0
+
+    def to(self, _device):
+        return self
+
+    def __matmul__(self, other):
+        self.num_products += 1
+        product = self.matrix @ other
+        return product + 1 if self.num_products == 2 else product
+
+
+def test_a_product_that_differs_from_the_first_is_counted():
+    factors = [make_factor(torch, 8, number) for number in (1, 2)]
+    told = multiply(torch, "cpu", [Glitch(factors[0]), factors[1]], 0.05)
+    assert told["num_products"] > 1
+    assert told["num_wrong"] == 1
+
+
+@pytest.mark.parametrize("size", [0, MAX_SIZE + 1])
+def test_a_size_that_is_not_exact_is_refused(size):
+    with pytest.raises(ValueError, match=f"from 1 to {MAX_SIZE}, got {size}"):
+        make_factor(torch, size, 1)
+
+
+def test_a_program_that_dies_is_told_and_one_without_torch_is_unreadable(
+    site, monkeypatch
+):
+    question = {"do": "burn", "seconds": 0.01, "size": MAX_SIZE + 1, "seed": 5}
+    told = operations.burn(site, question)["products"]
+    (failed,) = told.values()
+    assert "ended with code 1" in failed["failure"]
+    assert f"got {MAX_SIZE + 1}" in failed["failure"]
+    blocked = "import sys; sys.modules['torch'] = None; "
+    monkeypatch.setattr(operations, "_BOOT", blocked + operations._BOOT)
+    with pytest.raises(OSError, match="torch cannot be imported"):
+        operations.burn(site, question | {"size": 8})
+
+
+def test_one_that_hangs_is_killed_and_told(site, monkeypatch):
+    monkeypatch.setattr(operations, "_START_S", 0.3)
+    monkeypatch.setattr(operations, "_BOOT", "import signal; signal.pause()")
+    question = {"do": "burn", "seconds": 0.0, "size": 8, "seed": 5}
+    (failed,) = operations.burn(site, question)["products"].values()
+    assert "hung" in failed["failure"]
+
+
+def test_spinning_takes_the_time_that_it_is_given(site):
+    told = operations.spin(site, {"do": "spin", "seconds": 0.05})
+    assert 0 < told["cpu_s"] <= told["wall_s"] <= 0.3
+    assert operations.spin(site, {"do": "spin", "seconds": 0.0})["wall_s"] > 0
+
+
+def test_hosts_that_share_this_machine_are_alike():
+    with panel_of({"a": "", "b": "", "c": ""}) as panel:
+        burning.run(panel)
+    facts = {host: facts.values for host, facts in panel.facts.items()}
+    assert all(0 < values[PACE_CPU] <= values[PACE] for values in facts.values())
+    # Wall time is as even as this machine is idle; CPU time is even always.
+    assert (
+        find_slow({host: values[PACE_CPU] for host, values in facts.items()}, 1.5) == ()
+    )
+    assert all(PRODUCTS not in values for values in facts.values())
+
+
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="there is no taskset")
+def test_a_host_that_goes_behind_another_program_is_the_slowest():
+    """Niceness 10 is a tenth of the weight: beside one that never waits, a tenth."""
+    cpu = str(min(os.sched_getaffinity(0)))
+    on_cpu = ["/usr/bin/env", "taskset", "-c", cpu]
+
+    def start(name, **popen):
+        words = [*on_cpu, "nice", "-n", "10"] if name == "b" else []
+        return subprocess.Popen([*words, *WORDS], **popen)
+
+    with panel_of({"a": "", "b": "", "c": ""}, start=start) as panel:
+        panel.ask_all({"do": "spin", "seconds": 0.0}, 60.0)
+        hog = subprocess.Popen([*on_cpu, sys.executable, "-c", "while True: pass"])
+        try:
+            burning.run(panel)
+        finally:
+            hog.kill()
+            hog.wait()
+    walls = {host: facts.values[PACE] for host, facts in panel.facts.items()}
+    assert max(walls, key=walls.__getitem__) == "b"
+
+
+def test_all_hosts_compute_the_same_when_asked_to():
+    with panel_of({"a": "", "b": ""}, {"burn_s": 0.01}) as panel:
+        burning.run(panel)
+    told = [facts.values[PRODUCTS]["cpu"]["checksum"] for facts in panel.facts.values()]
+    assert len(told) == 2
+    assert len(set(told)) == 1
+
+
+def test_a_host_that_is_gone_is_not_known():
+    def start(_name, **popen):
+        return subprocess.Popen([sys.executable, "-c", "input()"], **popen)
+
+    with panel_of({"a": ""}, {"burn_s": 0.01}, start=start) as panel:
+        burning.run(panel)
+    assert panel.facts["a"].values == {}
+    assert panel.facts["a"].unreadable.keys() == {PACE, PRODUCTS}
