@@ -203,7 +203,7 @@ def test_hosts_come_back_from_a_hostfile():
 
 
 def test_help_and_lists():
-    for words in (["--help"], ["-h"], ["-H", "a", "--help"]):
+    for words in (["--help"], ["-H", "a", "-h"], ["list", "--help"]):
         done = check("check", *words)
         assert (done.returncode, done.stdout[:18]) == (0, b"usage: ronde check")
     listed = check("check", "list").stdout.decode()

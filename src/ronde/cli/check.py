@@ -73,6 +73,9 @@ def run(words: Sequence[str]) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    if any(word in ("-h", "--help") for word in words):
+        print(make_parser().format_help(), end="")
+        return EXIT_READY
     match words:
         case ["list"]:
             print(list_checks(all_checks()), end="")
@@ -90,12 +93,8 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _check(words: Sequence[str]) -> int:
-    parser = make_parser()
-    if any(word in ("-h", "--help") for word in words):
-        print(parser.format_help(), end="")
-        return EXIT_READY
     environ = own_environment()
-    request = read_request(parser.parse_args(words), environ, all_checks())
+    request = read_request(make_parser().parse_args(words), environ, all_checks())
     options = request.options
     since = load_last(Path(options.since)) if options.since else None
 
