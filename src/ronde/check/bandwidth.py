@@ -89,7 +89,7 @@ def judge_pairs(rates: Rates, share: float = SLOW_SHARE) -> Verdict:
     A pair is as fast as the slower of its directions. A host is slow where the median
     over its partners is below ``share`` of the median of all hosts' medians: one slow
     link does not make it that, as long as it has three partners. The links of slow
-    hosts are not told again; each other link is compared with the median of the rest.
+    hosts are not told again; each other link is compared with what is usual then.
 
     Of two hosts neither is slow: there is nothing to compare them with.
 
