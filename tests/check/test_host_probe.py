@@ -305,6 +305,9 @@ def test_who_is_busy_and_who_hangs(tmp_path):
     # Started when the machine had been up for 995 of its 1000 s.
     tree.write("proc/10/stat", stat(10, "young", "R", started=99_500))
     tree.write("proc/11/stat", stat(11, "another before", "D"))
+    # It only begins to wait between the looks, and last ran long ago.
+    tree.write("proc/12/stat", stat(12, "short", "S"))
+    tree.write("proc/12/sched", SCHED.format(0.0))
     tree.write("proc/9/sched", SCHED.format(30_000.0))
     tree.write("proc/11/sched", SCHED.format(0.0))
     begun_s = time.monotonic()
@@ -313,6 +316,7 @@ def test_who_is_busy_and_who_hangs(tmp_path):
         tree.write(f"proc/{pid}/stat", stat(pid, name, "R", 1000, 100))
     tree.write("proc/10/stat", stat(10, "young", "R", 1000, 99_500))
     tree.write("proc/11/stat", stat(11, "another now", "D", started=101))
+    tree.write("proc/12/stat", stat(12, "short", "D"))
     reading = Reading({})
     activity.read(reading)
     passed_s = time.monotonic() - begun_s
