@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-SAMPLE_BYTES = 1 << 20
+SAMPLE_BYTES = 64 << 10
 NUM_SAMPLES = 16
 """So many pieces of a large file are read, from its first byte to its last."""
 

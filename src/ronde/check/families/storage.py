@@ -204,8 +204,8 @@ CHECKS = (
         id="dataset-files",
         family=Family.STORAGE,
         title="files are the same on all hosts",
-        reads="size and hash of the files given with --file; of one above 16MiB, 16 "
-        "pieces of 1MiB, spread evenly, are hashed",
+        reads="size and hash of the files given with --file; of one above 1MiB, 16 "
+        "pieces of 64KiB, spread evenly, are hashed",
         threshold="each is there, with the same size and hash everywhere",
         source="ronde's own; what most hosts have, of three or more",
         severity=Severity.FAIL,
