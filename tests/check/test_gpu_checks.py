@@ -305,6 +305,14 @@ def test_a_card_without_a_bridge_is_not_odd():
     assert find(host(num_gpus=3, record=record)) == ()
 
 
+def test_a_gpu_without_nvlinks_need_not_be_reached():
+    record = healthy(3, nvlinks=[False] * 4)
+    for gpu in record["gpus"]:
+        gpu["titles"] = "NVIDIA RTX A6000"
+    record["gpus"][0]["peers"] = [0, 0, 1]
+    assert find(host(num_gpus=3, record=record)) == ()
+
+
 def test_a_narrow_link_in_a_virtual_machine_is_a_warning():
     narrow = host(num_gpus=1, facts={"gpu.is_virtual": True}, pcie=PCIE | {"width": 8})
     assert only(find(narrow), "gpu-pcie").severity is WARN

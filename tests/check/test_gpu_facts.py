@@ -180,6 +180,7 @@ def test_a_host_without_gpus_has_none_and_nothing_is_unreadable(tmp_path):
 def test_a_card_without_a_driver_is_told_with_what_has_it(tmp_path):
     plug(tmp_path, [CARD], driver="nouveau")
     plug(tmp_path, ["0000:00:02.0"], vendor="0x8086", kind="0x030000")
+    plug(tmp_path, ["0000:c1:00.0"], vendor="0x1002", kind="0x120000", driver="amdgpu")
     reading = Reading({"root": str(tmp_path)})
     read(reading)
     assert reading.values["gpu.cards"] == [{"address": CARD, "driver": "nouveau"}]

@@ -22,7 +22,7 @@ WORN = healthy(
         "is_pending": True,
         "has_failed": False,
     },
-    ecc_mode={"now": False, "pending": True, "default": True},
+    ecc_mode={"now": False, "pending": True, "default": False},
     ecc_errors={
         "sram_uncorrected": 1,
         "sram_uncorrected_ever": 2,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ronde.check.check import Finding, Severity
 from ronde.check.facts import HostFacts, Value
-from ronde.check.fleet import MIN_MAJORITY, Fleet
+from ronde.check.fleet import Fleet
 from ronde.topology.cpu_sets import format_list
 
 TITLES = "gpu.titles"
@@ -117,8 +117,7 @@ def odd_gpus(
 def _majority(counts: "Counter[str]") -> str:
     """Return what more than half have; empty where that is nothing."""
     value, most = counts.most_common(1)[0]
-    has_one = counts.total() >= MIN_MAJORITY and 2 * most > counts.total()
-    return value if has_one else ""
+    return value if 2 * most > counts.total() else ""
 
 
 def _odd(severity: Severity, value: str, usual: str) -> Trouble:
