@@ -23,6 +23,7 @@ class _Sight(NamedTuple):
     state: str
     ticks: int
     started_ticks: int
+    cpu: int
 
 
 class Activity:
@@ -83,23 +84,31 @@ class Activity:
             for pid, before, now in pairs
             if before.state == now.state == _BLOCKED and before.ticks == now.ticks
         ]
-        since_ms = {pid: self._last_ran_ms(str(pid)) for pid in hanging}
-        now_ms = self._last_ran_ms("self") if hanging else 0.0
+        waits_s = {pid: self._wait_s(pid, self._first[pid].cpu) for pid in hanging}
+        longest = sorted(hanging, key=lambda pid: -waits_s[pid])[:_MAX_TOLD]
         return [
-            {
-                "pid": pid,
-                "name": self._first[pid].name,
-                "seconds": round((now_ms - since_ms[pid]) / 1000, 1),
-            }
-            for pid in sorted(hanging, key=lambda pid: since_ms[pid])[:_MAX_TOLD]
+            {"pid": pid, "name": self._first[pid].name, "seconds": waits_s[pid]}
+            for pid in longest
         ]
+
+    def _wait_s(self, pid: int, cpu: int) -> float:
+        """Return how long a process has not run: in seconds, to a tenth."""
+        # Each CPU has a clock of its own, and they drift apart by what a hypervisor
+        # takes: the present is read where the process last ran.
+        allowed = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {cpu})
+        try:
+            now_ms = self._last_ran_ms("self")
+        finally:
+            os.sched_setaffinity(0, allowed)
+        return round((now_ms - self._last_ran_ms(str(pid))) / 1000, 1)
 
     def _last_ran_ms(self, name: str) -> float:
         return parse_exec_start(read_text(f"{self._proc}/{name}/sched"))
 
 
 def parse_exec_start(text: str) -> float:
-    """Return of ``/proc/PID/sched`` when it last ran, by the scheduler's clock.
+    """Return of ``/proc/PID/sched`` when it last ran, by the clock of its CPU.
 
     Returns:
         Milliseconds since the boot.
@@ -114,8 +123,8 @@ def parse_exec_start(text: str) -> float:
     raise UnreadableError("/proc/PID/sched does not tell when a process last ran")
 
 
-def parse_stat(text: str) -> tuple[str, str, int, int]:
-    """Return of ``/proc/PID/stat`` name, state, ticks of CPU used, and of the start.
+def parse_stat(text: str) -> tuple[str, str, int, int, int]:
+    """Return of ``/proc/PID/stat`` name, state, ticks of CPU used, of the start; CPU.
 
     Raises:
         ValueError: It is no such line.
@@ -124,7 +133,8 @@ def parse_stat(text: str) -> tuple[str, str, int, int]:
     front, _, rest = text.rpartition(")")
     fields = rest.split()
     ticks = int(fields[11]) + int(fields[12])
-    return front.partition("(")[2], fields[0], ticks, int(fields[19])
+    name = front.partition("(")[2]
+    return name, fields[0], ticks, int(fields[19]), int(fields[36])
 
 
 def _look(proc: str) -> dict[int, _Sight]:
