@@ -71,7 +71,8 @@ CHECKS = (
         threshold="for CUDA where there are NVIDIA GPUs",
         source="torch.version.cuda is None in builds for CPUs",
         severity=Severity.FAIL,
-        fix="pip install torch --index-url https://download.pytorch.org/whl/cu128",
+        fix="pip install --force-reinstall torch --index-url "
+        "https://download.pytorch.org/whl/cu128",
         needs="an NVIDIA GPU",
         why="Training runs on the CPU, a hundred times slower.",
         facts=("gpu.count", _BUILD),
