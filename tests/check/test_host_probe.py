@@ -271,11 +271,12 @@ def test_files_that_nobody_has_any_more(tmp_path):
     machine(tmp_path)
     folder = tmp_path / "dev/shm"
     folder.mkdir(parents=True)
-    for name in ("nccl-Xy12", "torch_77_1_0", "ronde_a", "nccl-mapped", "mine"):
+    for name in ("nccl-Xy12", "torch_77_1_0", "nccl-mapped", "mine"):
         (folder / name).write_bytes(bytes(4096))
+    (folder / "ronde_a").mkdir()
     used = tmp_path / "proc/12"
     (used / "fd").mkdir(parents=True)
-    (used / "fd/3").symlink_to("/dev/shm/ronde_a")  # noqa: S108
+    (used / "fd/3").symlink_to("/dev/shm/ronde_a/ring")  # noqa: S108
     (used / "maps").write_text("7f00-7f01 rw-s 0 00:1b 5 /dev/shm/nccl-mapped\n")
     stale = read(tmp_path).values["host.shm_stale"]
     assert stale["names"] == ["nccl-Xy12", "torch_77_1_0"]

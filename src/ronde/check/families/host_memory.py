@@ -41,7 +41,7 @@ def _grade_stale(values: Values, _: Values) -> Grade | None:
     return Grade(
         Severity.WARN if is_much else Severity.INFORM,
         f"{files} of ended jobs take {format_size(stale['bytes'])} of /dev/shm",
-        f"If no container that shares /dev/shm uses them: rm {names}",
+        f"If no container that shares /dev/shm uses them: rm -r {names}",
     )
 
 
@@ -117,7 +117,7 @@ CHECKS = (
         threshold="none; a warning above a tenth of /dev/shm",
         source="ronde's own",
         severity=Severity.WARN,
-        fix="rm them, if no container that shares /dev/shm uses them",
+        fix="rm -r them, if no container that shares /dev/shm uses them",
         needs="",
         why="They take memory until the host restarts.",
         facts=("host.shm_stale", "host.shm_size_bytes"),

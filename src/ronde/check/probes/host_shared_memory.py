@@ -61,7 +61,12 @@ def _used(names: set[str], root: str) -> Iterator[str]:
         # One that ends meanwhile has none; another user's cannot have this one's.
         with suppress(OSError):
             for line in (process / "maps").read_text(errors="replace").splitlines():
-                yield from names & {line.rpartition(f"{_DIRECTORY}/")[2]}
+                yield from names & {_name(line)}
         with suppress(OSError):
             for fd in (process / "fd").iterdir():
-                yield from names & {read_link(str(fd)).rpartition(f"{_DIRECTORY}/")[2]}
+                yield from names & {_name(read_link(str(fd)))}
+
+
+def _name(text: str) -> str:
+    """Return what a path in shared memory begins with there; of others nothing."""
+    return text.partition(f"{_DIRECTORY}/")[2].partition("/")[0]
