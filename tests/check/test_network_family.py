@@ -34,6 +34,8 @@ ROCE = IB | {
     "gids": {
         "0": {"address": "fe80:0000:0000:0000:a088:c2ff:feaa:bbcc",
               "type": "IB/RoCE v1", "interface": "eth1"},
+        "2": {"address": "0000:0000:0000:0000:0000:ffff:0a00:0001",
+              "type": "IB/RoCE v1", "interface": "eth1"},
         "3": {"address": "0000:0000:0000:0000:0000:ffff:0a00:0001",
               "type": "RoCE v2", "interface": "eth1"},
     },
@@ -272,6 +274,7 @@ def test_a_port_without_a_subnet_manager_is_told():
     [
         ({"0": ROCE["gids"]["0"]}, "", "no GID of RoCE v2"),
         (ROCE["gids"], "0", "NCCL_IB_GID_INDEX=0 is fe80:"),
+        (ROCE["gids"], "2", "of mlx5_0:1, IB/RoCE v1"),
         (ROCE["gids"], "7", "NCCL_IB_GID_INDEX=7 is an empty GID"),
         (ROCE["gids"], "3", ""),
         (ROCE["gids"], "-1", ""),
