@@ -170,7 +170,7 @@ def test_the_usual_speed_is_the_median_of_what_hosts_can_do():
     # At best n1 and n3 have 110 with each other, n2 has 11.
     assert usual_speed(reached) == 110.0
     assert set(slow_pairs(reached)) == set(pairs_with("n2", 3))
-    # One pair that is far faster makes no other slow: at best 1000, 1000, 110, 110, 110.
+    # A far faster pair makes no other slow: at best 1000, 1000, 110, 110, 110.
     fleet = fleet_of(5, {("n1", "n2"): {"mb_per_s": 1000.0}})
     reached = {facts.host: facts.values["network.reach"] for facts in fleet.hosts}
     assert usual_speed(reached) == 110.0
