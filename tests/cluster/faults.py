@@ -1,0 +1,84 @@
+"""What can be wrong with a host of ``machines``; it is undone at a block's end."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup/cpu")
+"""Control groups of CPU time, of the first version."""
+
+
+@contextmanager
+def done_on(cluster, host, words, undo) -> Iterator[None]:
+    """Do something on a host, and undo it at the end."""
+    done = cluster.run(host, words)
+    assert done.returncode == 0, done.stderr
+    try:
+        yield
+    finally:
+        undone = cluster.run(host, undo)
+        assert undone.returncode == 0, undone.stderr
+
+
+def replaced(cluster, host, path, by):
+    """Have a host see another file or folder in the place of one."""
+    # Programs of the host may still look into it when the test is over.
+    words, undo = ["mount", "-n", "--bind", by, path], ["umount", "-n", "-l", path]
+    return done_on(cluster, host, list(map(str, words)), list(map(str, undo)))
+
+
+@contextmanager
+def in_shell(cluster, host, script, undo) -> Iterator[None]:
+    """Do something on a host by a shell, and undo it by another."""
+    with done_on(cluster, host, ["sh", "-ec", script], ["sh", "-ec", undo]):
+        yield
+
+
+@contextmanager
+def firewall(cluster, host, rule) -> Iterator[None]:
+    """Have a host throw away what comes to it and matches a rule of nft's."""
+    rules = (
+        "add table inet planted; add chain inet planted input "
+        "{ type filter hook input priority 0; }; "
+        f"add rule inet planted input {rule} drop"
+    )
+    with done_on(
+        cluster, host, ["nft", rules], ["nft", "delete", "table", "inet", "planted"]
+    ):
+        yield
+
+
+@contextmanager
+def limited(cluster, host, rate):
+    """Have a host's link let less through, both ways."""
+    cluster.slow_down(host, rate)
+    try:
+        yield
+    finally:
+        cluster.slow_down(host, cluster.rate)
+
+
+@contextmanager
+def grouped(cluster, host, **values) -> Iterator[None]:
+    """Have all that is started on a host through ssh run in a control group."""
+    name = CGROUPS / f"planted-{os.getpid()}"
+    begin = f"mkdir {name}; cat /run/sshd.pid >{name}/cgroup.procs; " + "; ".join(
+        f"echo {value} >{name}/cpu.{each}" for each, value in values.items()
+    )
+    # It can be removed when nothing is in it any more.
+    end = (
+        f"while read -r pid; do echo $pid >{CGROUPS}/cgroup.procs || true; done "
+        f"<{name}/cgroup.procs; rmdir {name}"
+    )
+    with in_shell(cluster, host, begin, end):
+        yield
+
+
+def altered(path, folder, old, new):
+    """Return a copy of a file that is not quite the same."""
+    text = path.read_text()
+    assert old in text
+    copy = folder / path.name
+    copy.write_text(text.replace(old, new))
+    return copy
