@@ -69,6 +69,8 @@ def test_a_part_given_twice_is_refused():
         (gzip.compress(encode() + b"[1, 2]\n"), "damaged"),
         (gzip.compress(encode() + b"nonsense\n"), "damaged"),
     ],
+    # What is packed holds the time, and no test is called so twice.
+    ids=["not packed", "other form", "no object", "nonsense"],
 )
 def test_what_is_no_part_is_refused(blob, why):
     with pytest.raises(UsageError, match=why):
