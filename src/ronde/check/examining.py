@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ronde.addresses import is_loopback
 from ronde.check.facts import HostFacts, Value
 from ronde.check.steps.panel import Panel
-from ronde.errors import HostFailure
+from ronde.errors import HostError, HostFailure
 from ronde.launch.controller import Controller
 from ronde.launch.hiring import Hiring
 from ronde.launch.hosts.host import Host
@@ -58,22 +58,38 @@ def examine(
         nodes, failures = controller.gather_ready(hosts)
         order = {host.name: number for number, host in enumerate(hosts)}
         nodes = sorted(nodes, key=lambda node: order[node.name])
-        addresses = _find_addresses(controller, nodes)
+        nodes, addresses, lost = _locate(controller, nodes)
         panel = Panel(
             controller.interview(nodes, "ronde.check.node"), addresses, settings
         )
         for step in STEPS:
             tell(step)
             import_module(f"ronde.check.steps.{step}").run(panel)
-        return Examined(tuple(panel.facts.values()), failures)
+        return Examined(tuple(panel.facts.values()), (*failures, *lost))
     finally:
         controller.close()
 
 
+def _locate(
+    controller: Controller, nodes: Sequence[Node]
+) -> tuple[list[Node], Mapping[str, str], tuple[HostFailure, ...]]:
+    """Return the hosts that are still there, their addresses, and those lost."""
+    left, lost = list(nodes), ()
+    while True:
+        try:
+            return left, _find_addresses(controller, left), lost
+        except HostError as error:
+            names = {failure.host for failure in error.failures}
+            if not names:
+                raise
+            lost += error.failures
+            left = [node for node in left if node.name not in names]
+
+
 def _find_addresses(controller: Controller, nodes: Sequence[Node]) -> Mapping[str, str]:
     """Return by name the address of each host to which most others have a route."""
-    if len(nodes) == 1:
-        return {nodes[0].name: ""}
+    if len(nodes) < 2:
+        return {node.name: "" for node in nodes}
     own = {node.name: _own_addresses(node) for node in nodes}
     asked = list(dict.fromkeys(a for each in own.values() for a in each))
     routes = controller.locate(nodes, asked)
