@@ -1,0 +1,51 @@
+"""``ronde check`` where little may be read: no capabilities, no /sys, no network."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+PREPARE = """
+mount -t proc proc /proc
+mount -t tmpfs none /sys
+mount -t tmpfs -o size=64m none /dev/shm
+exec setpriv --no-new-privs --inh-caps=-all --bounding-set=-all "$@"
+"""
+
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv") or not shutil.which("unshare"),
+    reason="namespaces need root, unshare and setpriv",
+)
+
+
+def check(*words):
+    confined = ["unshare", "--mount", "--pid", "--fork", "--net", "--uts", "sh", "-ec"]
+    command = [sys.executable, "-m", "ronde", "check", *words]
+    return subprocess.run(
+        [*confined, PREPARE, "sh", *command],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_nothing_breaks_and_what_cannot_be_read_is_no_fault():
+    done = check("--json")
+    told = json.loads(done.stdout)
+    assert done.stderr == b""
+    failed = {f["check"] for f in told["findings"] if f["severity"] == "fail"}
+    # What a container begins with, and what is wrong with it.
+    assert failed == {"shared-memory"}
+    assert done.returncode == 2
+    (unread,) = {u["reason"] for u in told["unread"] if "/sys/class/net" in u["reason"]}
+    assert "No such file" in unread
+
+
+def test_each_reason_is_told_once():
+    text = check().stdout.decode()
+    told = text.partition("could not be read")[2]
+    assert told.count("/sys/class/net") == 1
+    assert "Traceback" not in text
