@@ -9,7 +9,7 @@ from ronde.launch.controller import Controller
 from ronde.launch.conversation import MAX_LINE_BYTES
 from ronde.launch.hiring import Hiring
 from ronde.launch.hosts.host import Host
-from ronde.launch.lineage import adopt_orphans, children
+from ronde.launch.lineage import children
 from ronde.launch.signals import caught_signals
 from ronde.launch.sink import Unseen
 
@@ -44,7 +44,6 @@ def main():
 def interview(tmp_path, monkeypatch):
     (tmp_path / "spoken_program.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    adopt_orphans()
     with caught_signals() as signal_fd, start_local_agent() as agent:
         controller = Controller(Unseen(), signal_fd, Hiring(agent))
         try:
