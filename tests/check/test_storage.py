@@ -100,9 +100,9 @@ def test_a_file_that_hangs_loses_nothing_else(tree: Path) -> None:
     values = read(
         root=str(tree),
         directory="/work",
-        files=["/work/pipe", "/data/train.bin"],
+        files=["/srv/pipe", "/data/train.bin"],
     )
-    assert values["storage.hung"] == ["/work/pipe"]
+    assert values["storage.hung"] == ["/srv/pipe"]
     assert values["storage.files"]["/data/train.bin"]["size_bytes"] == 3
     assert values["storage.paths"]["/work"]["is_directory"]
     facts = HostFacts("node1", values, {}, {})
