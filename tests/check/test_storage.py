@@ -32,7 +32,7 @@ a line that is cut
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """Return a root in which /data is there and /dead is not."""
-    for name in ("proc/self", "data/sub", "work", "scratch"):
+    for name in ("proc/self", "data/sub", "job", "scratch"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "proc/self/mountinfo").write_text(MOUNTS)
     (tmp_path / "data/train.bin").write_bytes(b"abc")
@@ -51,12 +51,12 @@ def test_a_tree_is_read(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/scratch")
     values = read(
         root=str(tree),
-        directory="/work",
+        directory="/job",
         paths=["/data", "/link/sub", "/none"],
         files=["/data/train.bin", "/data/none.bin", "/data/sub"],
     )
     paths = values["storage.paths"]
-    assert list(paths) == ["/data", "/link/sub", "/none", "/work", "/scratch"]
+    assert list(paths) == ["/data", "/link/sub", "/none", "/job", "/scratch"]
     assert [each["roles"] for each in paths.values()] == [
         *[["shared"]] * 3,
         ["directory"],
@@ -65,9 +65,9 @@ def test_a_tree_is_read(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What was mounted last hides what was there; links are followed.
     for path in ("/data", "/link/sub"):
         assert (paths[path]["mount"], paths[path]["kind"]) == ("/data", "nfs4")
-    assert (paths["/work"]["mount"], paths["/work"]["kind"]) == ("/", "ext4")
+    assert (paths["/job"]["mount"], paths["/job"]["kind"]) == ("/", "ext4")
     room = os.statvfs(tree)
-    assert paths["/work"]["size_bytes"] == room.f_blocks * room.f_frsize
+    assert paths["/job"]["size_bytes"] == room.f_blocks * room.f_frsize
     assert paths["/none"]["error"] == "No such file or directory"
     assert values["storage.hung"] == []
     # echo -n abc | sha256sum
@@ -96,15 +96,15 @@ def test_this_host_is_read_and_has_nothing_to_fail_for(tmp_path: Path) -> None:
 
 def test_a_file_that_hangs_loses_nothing_else(tree: Path) -> None:
     # Whoever opens a pipe that nobody writes to waits for ever, as on a dead mount.
-    os.mkfifo(tree / "work/pipe")
+    os.mkfifo(tree / "job/pipe")
     values = read(
         root=str(tree),
-        directory="/work",
-        files=["/srv/pipe", "/data/train.bin"],
+        directory="/job",
+        files=["/job/pipe", "/data/train.bin"],
     )
-    assert values["storage.hung"] == ["/srv/pipe"]
+    assert values["storage.hung"] == ["/job/pipe"]
     assert values["storage.files"]["/data/train.bin"]["size_bytes"] == 3
-    assert values["storage.paths"]["/work"]["is_directory"]
+    assert values["storage.paths"]["/job"]["is_directory"]
     facts = HostFacts("node1", values, {}, {})
     findings = found(Fleet((facts,), {}))
     assert [f.check for f in findings if "pipe" in f.what] == ["hung-mount"]
@@ -177,7 +177,7 @@ def facts(**changes: Value) -> dict[str, Any]:
     healthy: dict[str, Any] = {
         "paths": {
             "/data": folder(["shared"], mount="/data", kind="nfs4"),
-            "/work": folder(["directory"]),
+            "/job": folder(["directory"]),
             "/scratch": folder(["temporary"]),
         },
         "files": {"/data/a": {"size_bytes": 3, "digest": "ba78"}},
@@ -197,7 +197,7 @@ def found(of: Fleet) -> list[Finding]:
 
 
 def one_folder(**changes: Value) -> Fleet:
-    return fleet(facts(paths={"/work": folder(["directory"], **changes)}))
+    return fleet(facts(paths={"/job": folder(["directory"], **changes)}))
 
 
 def test_healthy_hosts_give_no_findings() -> None:
@@ -214,7 +214,7 @@ def test_a_missing_shared_folder_is_found_where_it_is_missing() -> None:
 
 
 def test_a_missing_current_folder_is_a_warning() -> None:
-    (finding,) = found(fleet(facts(paths={"/work": missing(["directory"])})))
+    (finding,) = found(fleet(facts(paths={"/job": missing(["directory"])})))
     assert (finding.check, finding.severity) == ("folder-missing", Severity.WARN)
 
 
@@ -278,11 +278,11 @@ def test_room_of_one_file_system_is_told_once() -> None:
     little = {"free_bytes": 0}
     paths = {
         "/data": folder(["shared"], mount="/data", **little),
-        "/work": folder(["directory"], **little),
+        "/job": folder(["directory"], **little),
         "/scratch": folder(["temporary"], **little),
     }
     findings = found(fleet(facts(paths=paths)))
-    assert [f.what.split()[0] for f in findings] == ["/data", "/work"]
+    assert [f.what.split()[0] for f in findings] == ["/data", "/job"]
 
 
 def test_room_does_not_matter_where_nothing_can_be_written() -> None:
