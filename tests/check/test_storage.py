@@ -271,7 +271,7 @@ def test_room_is_judged(
 
 def test_room_is_told_in_words() -> None:
     (finding,) = found(one_folder(free_bytes=512 << 20, size_bytes=100 * GIB))
-    assert finding.what == "/work has 512MiB free of 100GiB"
+    assert finding.what == "/job has 512MiB free of 100GiB"
 
 
 def test_room_of_one_file_system_is_told_once() -> None:
