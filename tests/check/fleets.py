@@ -1,6 +1,6 @@
 """Hosts and checks made by hand."""
 
-from ronde.check.check import Check, Family, Severity, alike, each_host
+from ronde.check.check import Check, Family, Finding, Severity, alike
 from ronde.check.facts import HostFacts
 from ronde.check.fleet import Fleet
 
@@ -20,6 +20,18 @@ def make_check(name, family, severity, judge, *facts, fix="do the right thing"):
         facts=facts,
         judge=judge,
     )
+
+
+def each_host(name, severity, fact, tell):
+    """Return a judge that looks at one fact of each host by itself."""
+
+    def judge(fleet):
+        for facts in fleet.having(fact):
+            what = tell(facts.values[fact])
+            if what:
+                yield Finding(name, severity, facts.host, what)
+
+    return judge
 
 
 def _tell_small(value):

@@ -85,30 +85,6 @@ class Check(NamedTuple):
     judge: Callable[[Fleet], Iterator[Finding]]
 
 
-def each_host(
-    name: str,
-    severity: Severity,
-    fact: str,
-    tell: Callable[[Value], str],
-) -> Callable[[Fleet], Iterator[Finding]]:
-    """Return a judge that looks at one fact of each host by itself.
-
-    Args:
-        name: Id of the check.
-        severity: Of what it finds.
-        fact: The fact's name.
-        tell: Returns what is wrong with a value, in half a sentence, or nothing.
-    """
-
-    def judge(fleet: Fleet) -> Iterator[Finding]:
-        for facts in fleet.having(fact):
-            what = tell(facts.values[fact])
-            if what:
-                yield Finding(name, severity, facts.host, what)
-
-    return judge
-
-
 def alike(
     name: str,
     severity: Severity,

@@ -42,11 +42,11 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
     unread: list[Unread] = []
     made: dict[tuple[str, Family], int] = {}
     for check in checks:
+        able: list[str] = []
         for facts in fleet.hosts:
             reason = describe(facts, check.facts)
             if reason is None:
-                key = facts.host, check.family
-                made[key] = made.get(key, 0) + 1
+                able.append(facts.host)
             elif reason:
                 unread.append(Unread(check.id, facts.host, reason))
         try:
@@ -54,8 +54,10 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             # A host with another version of ronde may tell facts of another form.
             reason = f"facts are not of the form that is known: {error!r}"
-            having = fleet.having(*check.facts)
-            unread += [Unread(check.id, facts.host, reason) for facts in having]
+            unread += [Unread(check.id, host, reason) for host in able]
+            continue
+        for host in able:
+            made[host, check.family] = made.get((host, check.family), 0) + 1
     order = list(Severity)
     places = {facts.host: n for n, facts in enumerate(fleet.hosts)}
 

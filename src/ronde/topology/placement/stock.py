@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ronde.topology.machine import UNKNOWN_NODE, Core
-from ronde.topology.placement.hints import ANY, NOWHERE, Hint, counted_hints
+from ronde.topology.placement.hints import ANY, Hint, counted_hints, filter_hints
 from ronde.topology.placement.supply import Device, Supply
 
 
@@ -63,7 +63,7 @@ class Stock:
             found["memory"] = counted_hints(
                 total, self._free_bytes, demand.memory_bytes, self._may_hold
             )
-        return {name: hints or NOWHERE for name, hints in found.items()}
+        return dict(zip(found, filter_hints([found]), strict=True)) if found else {}
 
     def free_amounts(self, demand: Demand) -> dict[str, list[int]]:
         """Return how much of cores and memory each node has left."""
