@@ -166,6 +166,27 @@ def test_spinning_takes_the_time_that_it_is_given(site):
     assert operations.spin(site, {"do": "spin", "seconds": 0.0})["wall_s"] > 0
 
 
+def test_spinning_ends_on_the_cpus_on_which_it_began(site):
+    before = os.sched_getaffinity(0)
+    operations.spin(site, {"do": "spin", "seconds": 0.0})
+    assert os.sched_getaffinity(0) == before
+
+
+def test_one_slow_cpu_is_no_slow_processor(site, monkeypatch):
+    """What is slow wherever the system puts it may be quick elsewhere."""
+    slow, *quick = sorted(os.sched_getaffinity(0))
+    if not quick:
+        pytest.skip("only one CPU may be used")
+    compute = operations._compute_piece
+
+    def compute_piece():
+        is_slow = slow in os.sched_getaffinity(0)
+        return compute() + (9.0 if is_slow else 0.0)
+
+    monkeypatch.setattr(operations, "_compute_piece", compute_piece)
+    assert operations.spin(site, {"do": "spin", "seconds": 0.0})["cpu_s"] < 9.0
+
+
 def test_hosts_that_share_this_machine_are_alike():
     with panel_of({"a": "", "b": "", "c": ""}) as panel:
         burning.run(panel)

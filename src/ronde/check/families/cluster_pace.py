@@ -10,7 +10,7 @@ PACE = "cluster.compute_s"
 """Fact: seconds for a fixed piece of work, while all hosts do it."""
 
 PACE_CPU = "cluster.compute_cpu_s"
-"""Fact: seconds of CPU for the same work, the best of many."""
+"""Fact: seconds of CPU for the same work, the best of many on several CPUs."""
 
 SLOW = 2.0
 VERY_SLOW = 4.0
@@ -73,7 +73,7 @@ CHECKS = (
         family=Family.CLUSTER,
         title="all hosts compute as fast",
         reads="the time of a fixed computation on one CPU, done on all hosts at once "
-        "and up to three times, and the CPU time of it",
+        "and up to five times, and its CPU time on the quickest of up to eight CPUs",
         threshold="twice what most hosts need, four times a failure; 1.5 times the "
         "CPU time",
         source="ronde's own: hosts that share two busy CPUs stay below twice",

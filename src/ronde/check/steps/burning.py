@@ -11,7 +11,7 @@ from ronde.check.families.cluster_product import PRODUCTS
 from ronde.check.steps.panel import Panel
 
 SPIN_S = 0.2
-MAX_ROUNDS = 3
+MAX_ROUNDS = 5
 SIZE = 2048
 SEED = 2026
 
@@ -30,7 +30,7 @@ def run(panel: Panel) -> None:
 def _measure_pace(panel: Panel) -> None:
     """Write down the best of some rounds; a second one only where one seems slow.
 
-    What is slow by chance is not so three times. All hosts take part in each round:
+    What is slow by chance is not so in all of them. All hosts take part in each round:
     those that share a machine share it alike.
     """
     walls: dict[str, float] = {}
