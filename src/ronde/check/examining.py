@@ -15,7 +15,7 @@ from ronde.launch.lineage import adopt_orphans
 from ronde.launch.node import Node
 from ronde.launch.sink import Unseen
 
-STEPS = ("probing", "clock", "reaching", "sharing", "burning", "bandwidth")
+STEPS = ("probing", "clock", "reaching", "sharing", "storing", "burning", "bandwidth")
 """Modules of ``ronde.check.steps``, in their order; each has ``run(panel)``."""
 
 

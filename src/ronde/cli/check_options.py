@@ -19,6 +19,7 @@ from ronde.launch.hosts.host import Host
 from ronde.launch.hosts.names import MAX_SLOTS, parse_number
 from ronde.units import parse_duration_s
 
+WAYS = ("auto", "tcp", "gloo", "nccl")
 _MAX_BURN_S = 24 * 3600.0
 
 _EPILOG = """\
@@ -115,8 +116,19 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--bandwidth",
+        nargs="?",
+        const="auto",
+        default="",
+        choices=WAYS,
+        metavar="WAY",
+        help="also measure what goes through between hosts, pair by pair: tcp, or what "
+        "ronde bench reaches by gloo or nccl; auto takes nccl where all hosts have it, "
+        "else tcp",
+    )
+    add(
+        "--storage-speed",
         action="store_true",
-        help="also measure TCP between hosts, pair by pair",
+        help="also write 64 MiB and 1000 small files into each --path, and remove them",
     )
     add(
         "--only",
@@ -181,6 +193,7 @@ def read_request(
         ENVIRONMENT: select_forwarded(environ),
         "burn_s": _burn_s(options.burn),
         "bandwidth": options.bandwidth,
+        "storage_speed": options.storage_speed,
     }
     if options.ranks is not None:
         settings["num_ranks"] = parse_number(
