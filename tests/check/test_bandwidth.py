@@ -18,6 +18,7 @@ from ronde.check.judging import judge
 from ronde.check.operations import bandwidth as operations
 from ronde.check.operations.site import Site
 from ronde.check.steps import bandwidth as steps
+from ronde.check.steps.pair_ways import Streams
 from ronde.check.steps.panel import Panel
 from ronde.launch.interview import Answer
 
@@ -290,7 +291,7 @@ class Hosts:
 
 def test_nothing_is_measured_that_nobody_asked_for():
     hosts = Hosts(even_rates(3))
-    panel = hosts.panel(bandwidth=False)
+    panel = hosts.panel(bandwidth="")
     steps.run(panel)
     assert hosts.num_questions == 0
     assert all(facts.values == {} for facts in panel.facts.values())
@@ -300,7 +301,7 @@ def test_nothing_is_measured_that_nobody_asked_for():
 def test_all_rates_are_taken_down(num):
     rates = even_rates(num)
     rates["h1"]["h0"] = 9.0
-    panel = Hosts(rates).panel(bandwidth=True)
+    panel = Hosts(rates).panel(bandwidth="tcp")
     steps.run(panel)
     assert {n: f.values[steps.RATES] for n, f in panel.facts.items()} == rates
 
@@ -308,7 +309,7 @@ def test_all_rates_are_taken_down(num):
 def test_a_busy_moment_is_no_slow_link():
     rates = even_rates(4)
     first = {("h0", "h1"): 0.1, ("h2", "h1"): 0.1}
-    panel = Hosts(rates, first).panel(bandwidth=True)
+    panel = Hosts(rates, first).panel(bandwidth="tcp")
     steps.run(panel)
     assert {n: f.values[steps.RATES] for n, f in panel.facts.items()} == rates
 
@@ -316,17 +317,17 @@ def test_a_busy_moment_is_no_slow_link():
 def test_of_two_measurements_the_better_one_stays():
     rates = even_rates(4)
     rates["h0"]["h1"] = 1.0
-    panel = Hosts(rates, {("h0", "h1"): 2.0}).panel(bandwidth=True)
+    panel = Hosts(rates, {("h0", "h1"): 2.0}).panel(bandwidth="tcp")
     steps.run(panel)
     assert panel.facts["h0"].values[steps.RATES]["h1"] == 2.0
 
 
 def test_of_many_hosts_each_meets_only_so_many():
     num = 80
-    panel = Hosts(even_rates(num)).panel(bandwidth=True)
+    panel = Hosts(even_rates(num)).panel(bandwidth="tcp")
     steps.run(panel)
     for facts in panel.facts.values():
-        assert 20 <= len(facts.values[steps.RATES]) <= steps.MAX_ROUNDS
+        assert 20 <= len(facts.values[steps.RATES]) <= Streams.max_rounds
 
 
 def test_a_host_that_nobody_meets_is_unread_with_its_reason():
@@ -334,7 +335,7 @@ def test_a_host_that_nobody_meets_is_unread_with_its_reason():
     rates["h2"] = {}
     for other in ("h0", "h1"):
         del rates[other]["h2"]
-    panel = Hosts(rates).panel(bandwidth=True)
+    panel = Hosts(rates).panel(bandwidth="tcp")
     steps.run(panel)
     assert panel.facts["h2"].unreadable == {steps.RATES: "refused"}
     assert panel.facts["h0"].values[steps.RATES] == {"h1": 10.0}
@@ -344,7 +345,7 @@ def test_a_host_that_nobody_meets_is_unread_with_its_reason():
 
 
 def test_a_host_without_an_address_sits_out():
-    panel = Hosts(even_rates(3)).panel(bandwidth=True)
+    panel = Hosts(even_rates(3)).panel(bandwidth="tcp")
     panel.addresses["h1"] = ""
     steps.run(panel)
     assert panel.facts["h1"].unreadable == {

@@ -170,6 +170,14 @@ def test_a_link_with_a_tenth_of_the_others(cluster, find):
     assert ("slow-host-link", "node2") in checked.found, checked.said
 
 
+def test_a_slow_link_slows_a_collective(cluster, find):
+    """The tournament again, by real jobs of two hosts each."""
+    with limited(cluster, cluster.hosts[1], "300mbit"):
+        checked = find("--bandwidth", "gloo")
+    assert ("slow-host-link", "node2") in checked.found, checked.said
+    assert_found(checked, "slow-host-link", "node2", "slow-link")
+
+
 def test_little_memory_may_be_locked(cluster, find):
     # The soft limit only: to raise the other again takes more than root has everywhere.
     change = "prlimit --memlock={}: --pid $(cat /run/sshd.pid)"

@@ -26,6 +26,8 @@ _MODULES = {
     "spin": "ronde.check.operations.burning",
     "offer_streams": "ronde.check.operations.bandwidth",
     "stream": "ronde.check.operations.bandwidth",
+    "hold_rendezvous": "ronde.check.operations.benching",
+    "bench": "ronde.check.operations.benching",
 }
 """Where each operation is; the function has the operation's name."""
 

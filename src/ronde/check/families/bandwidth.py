@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from ronde.check.bandwidth import SLOW_SHARE, SlowHost, judge_pairs
 from ronde.check.check import Check, Family, Finding, Severity
 from ronde.check.facts import Value
+from ronde.check.families import pair_jobs
 from ronde.check.fleet import Fleet
 
 _RATES = "network.bandwidth"
@@ -68,7 +69,8 @@ CHECKS: tuple[Check, ...] = (
         id="slow-host-link",
         family=Family.NETWORK,
         title="whether a host exchanges as much with the others as they do",
-        reads="TCP streams both ways between each two hosts, each host's median",
+        reads="what comes through between each two hosts, each host's median: TCP "
+        "streams both ways, or ronde bench all_reduce among the ranks of both",
         threshold=(
             "at least 70 % of the median of all hosts; below 30 % it fails; two hosts "
             "are not compared"
@@ -90,7 +92,8 @@ CHECKS: tuple[Check, ...] = (
         id="slow-pair",
         family=Family.NETWORK,
         title="whether two hosts exchange less than either does with the others",
-        reads="TCP streams both ways between each two hosts",
+        reads="what comes through between each two hosts: TCP streams both ways, or "
+        "ronde bench all_reduce among the ranks of both",
         threshold=(
             "at least 70 % of the median of all pairs without a slow host; below 30 % "
             "it fails"
@@ -107,4 +110,5 @@ CHECKS: tuple[Check, ...] = (
         facts=(_RATES,),
         judge=_judge_links,
     ),
+    *pair_jobs.CHECKS,
 )

@@ -1,11 +1,10 @@
 """How much goes through between each two hosts, where the user asks for it."""
 
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ronde.check.bandwidth import judge_pairs, rounds
 from ronde.check.facts import Value
-from ronde.check.operations.bandwidth import MEET_S, WARM_S
+from ronde.check.steps.pair_ways import Benches, Pair, Streams, Way
 from ronde.check.steps.panel import Panel
 
 RATES = "network.bandwidth"
@@ -14,14 +13,13 @@ RATES = "network.bandwidth"
 FAILURES = "network.bandwidth_failures"
 """Fact: by the name of each other host with which it could not be measured, why."""
 
-SECONDS = 0.3
-"""How long a pair is measured."""
+WAY = "network.bandwidth_way"
+"""Fact: what was measured: ``tcp``, ``gloo`` or ``nccl``."""
 
-MAX_ROUNDS = 32
-"""More are not played: of many hosts, each meets only so many others."""
+REMARKS = "network.nccl_remarks"
+"""Fact: by rule of ``ronde topo log``, what looks wrong in what NCCL said."""
 
-_OFFER_S = 5.0
-_SLACK_S = 5.0
+_GPUS = ("gpu.count", "versions.torch_build")
 
 
 def run(panel: Panel) -> None:
@@ -32,20 +30,52 @@ def run(panel: Panel) -> None:
     """
     if not panel.settings.get("bandwidth") or len(panel.names) < 2:
         return
+    engine = _choose_engine(panel)
+    way = _way(panel, engine)
     for name in panel.names:
         panel.note(name, RATES, {})
         panel.note(name, FAILURES, {})
-    ports = _open(panel)
-    schedule = list(rounds(list(ports)))
+        panel.note(name, WAY, engine)
+        if engine == "nccl":
+            panel.note(name, REMARKS, {})
+    ready = _open(panel, way)
+    schedule = list(rounds(ready))
     # What is left out is spread over the schedule.
-    stride = max(1, -(-len(schedule) // MAX_ROUNDS))
+    stride = max(1, -(-len(schedule) // way.max_rounds))
     played = schedule[::stride]
     for pairs in played:
-        _play(panel, pairs, ports)
+        _play(panel, way, pairs)
     suspected = _suspected(panel)
     for pairs in played:
-        _play(panel, [pair for pair in pairs if {*pair} in suspected], ports)
+        _play(panel, way, [pair for pair in pairs if {*pair} in suspected])
     _tell_unmet(panel)
+
+
+def _choose_engine(panel: Panel) -> str:
+    """Return what the user asked for; ``auto`` is NCCL where all hosts have it."""
+    asked = str(panel.settings["bandwidth"])
+    if asked != "auto":
+        return asked
+    facts = [each.values for each in panel.facts.values()]
+    is_nccl = all(
+        int(values.get(_GPUS[0]) or 0) > 0
+        and str(values.get(_GPUS[1])).startswith(("CUDA", "HIP"))
+        for values in facts
+    )
+    return "nccl" if is_nccl else "tcp"
+
+
+def _way(panel: Panel, engine: str) -> Way:
+    return Streams() if engine == "tcp" else Benches(engine, _num_ranks(panel, engine))
+
+
+def _num_ranks(panel: Panel, engine: str) -> int:
+    """Return how many ranks a host has in a job of two: of NCCL one a GPU at most."""
+    wanted = int(panel.settings.get("num_ranks") or 0)
+    if engine == "gloo":
+        return wanted or 1
+    fewest = min(int(f.values.get(_GPUS[0]) or 0) for f in panel.facts.values())
+    return max(1, min(wanted or fewest, fewest))
 
 
 def _suspected(panel: Panel) -> list[set[str]]:
@@ -65,39 +95,34 @@ def _tell_unmet(panel: Panel) -> None:
             panel.note_unread(name, RATES, facts.unreadable.get(RATES, reasons[0]))
 
 
-def _open(panel: Panel) -> dict[str, int]:
-    """Return the ports on which hosts wait for streams, by the host's name."""
-    questions: dict[str, dict[str, Value]] = {}
-    for name, address in panel.addresses.items():
-        if address:
-            questions[name] = {"do": "offer_streams", "address": address}
-        else:
-            panel.note_unread(name, RATES, "no other host has a route to it")
-    ports: dict[str, int] = {}
-    for name, reply in panel.ask(questions, _OFFER_S).items():
-        if reply.failure:
-            panel.note_unread(name, RATES, reply.failure)
-        else:
-            ports[name] = reply.values["port"]
-    return ports
+def _open(panel: Panel, way: Way) -> list[str]:
+    """Return the hosts that can be measured, in the user's order."""
+    failures = {
+        **dict.fromkeys(panel.names, ""),
+        **way.open(panel),
+        **{
+            name: "no other host has a route to it"
+            for name, address in panel.addresses.items()
+            if not address
+        },
+    }
+    for name, failure in failures.items():
+        if failure:
+            panel.note_unread(name, RATES, failure)
+    return [name for name, failure in failures.items() if not failure]
 
 
-def _play(
-    panel: Panel, pairs: Sequence[tuple[str, str]], ports: Mapping[str, int]
-) -> None:
+def _play(panel: Panel, way: Way, pairs: Sequence[Pair]) -> None:
     """Measure disjoint pairs; the better of two measurements stays."""
-    questions: dict[str, dict[str, Value]] = {}
-    for caller, called in pairs:
-        common = {"do": "stream", "token": secrets.token_hex(16), "seconds": SECONDS}
-        place = {"address": panel.addresses[called], "port": ports[called]}
-        questions |= {caller: common | place, called: common}
-    replies = panel.ask(questions, 2 * (MEET_S + WARM_S + SECONDS) + _SLACK_S)
-    for pair in pairs:
-        failure = next((r.failure for h in pair if (r := replies[h]).failure), "")
-        for one, other in (pair, pair[::-1]):
-            known = panel.facts[one].values
-            if failure:
-                known[FAILURES][other] = failure
-                continue
-            rate = replies[one].values["gb_per_s"]
-            known[RATES][other] = max(rate, known[RATES].get(other, 0.0))
+    if not pairs:
+        return
+    for pair, measured in way.measure(panel, pairs).items():
+        ends = zip(pair, pair[::-1], measured.rates, strict=True)
+        for one, other, rate in ends:
+            known: dict[str, Value] = panel.facts[one].values
+            if measured.remarks:
+                known[REMARKS] = {**measured.remarks, **known[REMARKS]}
+            if measured.failure:
+                known[FAILURES][other] = measured.failure
+            else:
+                known[RATES][other] = max(rate, known[RATES].get(other, 0.0))
