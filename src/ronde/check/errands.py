@@ -11,12 +11,20 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 SAMPLE_BYTES = 64 << 10
 NUM_SAMPLES = 16
 """So many pieces of a large file are read, from its first byte to its last."""
 
+SPARE_BYTES = 256 << 20
+"""So much is to be left free where much is written: others write there, too."""
+
+SMALL_BYTES = 4 << 10
+"""What a small file has."""
+
+_PIECE_BYTES = 1 << 20
 _PAUSE_S = 0.02
 
 
@@ -110,6 +118,93 @@ def remove(path: str, names: Sequence[str]) -> dict[str, object]:
     return {}
 
 
+def fill(
+    path: str, name: str, num_bytes: int, num_files: int, patience_s: float
+) -> dict[str, object]:
+    """Write a file, flush it to disk, make small files; tell the seconds of each.
+
+    All is in a folder that is new and taken away again. Nothing is begun where it would
+    fill the file system. After ``patience_s`` no more small files are made.
+    """
+    refusal = _lacks_room(path, num_bytes, num_files)
+    if refusal:
+        return {"error": refusal, "is_cleared": True}
+    own = f"{path}/{name}"
+    # What is random can be neither compressed nor found twice.
+    data = memoryview(os.urandom(num_bytes))
+    os.mkdir(own, 0o700)  # noqa: PTH102 - many paths are made here, and timed
+    try:
+        write_s = _time_writing(f"{own}/data", data)
+        num_made, files_s = _time_small_files(own, num_files, patience_s)
+    finally:
+        clear(path, [name])
+    told = {"write_s": write_s, "num_files": num_made, "files_s": files_s}
+    return {**told, "is_cleared": True}
+
+
+def _lacks_room(path: str, num_bytes: int, num_files: int) -> str:
+    room = os.statvfs(path)
+    free = room.f_bavail * room.f_frsize
+    wanted = num_bytes + num_files * SMALL_BYTES + SPARE_BYTES
+    # Some file systems have no size, or no limit on the number of files.
+    if room.f_blocks and free < wanted:
+        return f"it has {free >> 20}MiB free, and {wanted >> 20}MiB are wanted"
+    if room.f_files and room.f_favail < 2 * num_files:
+        return f"it has room for {room.f_favail} more files, not {2 * num_files}"
+    return ""
+
+
+def _time_writing(place: str, data: memoryview) -> float:
+    begun_s = time.monotonic()
+    fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        for begin in range(0, len(data), _PIECE_BYTES):
+            _write(fd, data[begin : begin + _PIECE_BYTES])
+        os.fsync(fd)
+    finally:
+        # Some file systems write only now.
+        os.close(fd)
+    return time.monotonic() - begun_s
+
+
+def _write(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _time_small_files(
+    folder: str, num_files: int, patience_s: float
+) -> tuple[int, float]:
+    """Make files and take them away; return how many, and the seconds for all."""
+    data = memoryview(os.urandom(SMALL_BYTES))
+    num_made, begun_s = 0, time.monotonic()
+    while num_made < num_files and time.monotonic() - begun_s < patience_s:
+        place = f"{folder}/{num_made}"
+        fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            _write(fd, data)
+        finally:
+            os.close(fd)
+        num_made += 1
+    for number in range(num_made):
+        os.unlink(f"{folder}/{number}")  # noqa: PTH108 - see ``fill``
+    return num_made, time.monotonic() - begun_s
+
+
+def clear(path: str, names: Sequence[str]) -> dict[str, object]:
+    """Take away folders with the files in them, where they still are; tell which."""
+    found: list[str] = []
+    for name in names:
+        own = Path(path, name)
+        # Another host may do the same at the same time.
+        with suppress(FileNotFoundError):
+            for place in list(own.iterdir()):
+                place.unlink(missing_ok=True)
+            own.rmdir()
+            found.append(name)
+    return {"found": found}
+
+
 _ERRANDS: dict[str, Callable[..., dict[str, object]]] = {
-    each.__name__: each for each in (look, sample, leave, find, remove)
+    each.__name__: each for each in (look, sample, leave, find, remove, fill, clear)
 }

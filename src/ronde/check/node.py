@@ -22,6 +22,8 @@ _MODULES = {
     "leave_nonce": "ronde.check.operations.sharing",
     "find_nonces": "ronde.check.operations.sharing",
     "remove_nonce": "ronde.check.operations.sharing",
+    "fill_folder": "ronde.check.operations.storing",
+    "clear_folders": "ronde.check.operations.storing",
     "burn": "ronde.check.operations.burning",
     "spin": "ronde.check.operations.burning",
     "offer_streams": "ronde.check.operations.bandwidth",

@@ -5,6 +5,7 @@ from typing import Any
 
 from ronde.check.check import Check, Family, Finding, Severity
 from ronde.check.facts import HostFacts
+from ronde.check.families import storage_speed
 from ronde.check.families.storage_sharing import judge_late, judge_shared
 from ronde.check.fleet import Fleet, Odd
 from ronde.check.probes.storage import SHARED, TEMPORARY
@@ -289,4 +290,5 @@ CHECKS = (
         facts=("storage.leftovers",),
         judge=_judge_leftovers,
     ),
+    *storage_speed.CHECKS,
 )
