@@ -51,13 +51,15 @@ class FakeLibrary:
         missing: Functions that this release of the driver does not have.
         fabric_version: The newest form of the question about the fabric that it knows.
         init_error: Number of the error with which it does not start.
+        gone: By number, GPUs of which not even a handle can be had, and the error.
     """
 
-    def __init__(self, record, missing=(), fabric_version=3, init_error=0):
+    def __init__(self, record, missing=(), fabric_version=3, init_error=0, gone=None):
         self._record = record
         self._missing = missing
         self._fabric_version = fabric_version
         self._init_error = init_error
+        self._gone = gone or {}
 
     def __getattr__(self, name):
         function = None if name in self._missing else self._find(name)
@@ -125,6 +127,8 @@ class FakeLibrary:
     def DeviceGetHandleByIndex_v2(self, index, device):
         if index.value >= len(self._record["gpus"]):
             raise RefusalError(INVALID)
+        if index.value in self._gone:
+            raise RefusalError(self._gone[index.value])
         at(device).number = index.value
 
     def DeviceGetPciInfo_v3(self, device, info):
@@ -197,6 +201,7 @@ class FakeLibrary:
             raise RefusalError(MISMATCH)
         form.state, form.status = fabric["state"], fabric["status"]
         form.healthMask = fabric["health"]
+        form.cliqueId = fabric["clique"]
         if hasattr(form, "healthSummary"):
             form.healthSummary = fabric["summary"]
         for place, byte in enumerate(bytes.fromhex(fabric["cluster"])):

@@ -84,6 +84,7 @@ FORMS = {
         health=is_count,
         summary=is_count,
         cluster=lambda text: re.fullmatch(r"([0-9a-f]{32})?", text),
+        clique=is_count,
     ),
     GpuQuestion.PEERS: lambda peers: all(map(is_count, peers)),
     GpuQuestion.PERSISTENCE: is_bool,

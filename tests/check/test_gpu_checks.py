@@ -119,7 +119,7 @@ ECC = {
     "sram_corrected": 0,
     "dram_corrected": 0,
 }
-FABRIC = {"state": 3, "status": 0, "health": 0, "summary": 1, "cluster": ""}
+FABRIC = healthy(1)["gpus"][0]["fabric"]
 PCIE = {"width": 16, "max_width": 16, "generation": 1, "max_generation": 5}
 TRAINER = {"pid": 4242, "memory_bytes": GIB, "command": "python"}
 MPS = {"pid": 4243, "memory_bytes": GIB, "command": "nvidia-cuda-mps-server"}
@@ -263,6 +263,13 @@ def test_one_rank_may_use_an_instance():
     assert finding.severity is INFORM
 
 
+def test_a_host_with_one_gpu_gets_one_rank_unless_more_are_asked_for():
+    one = host(num_gpus=1, mig=True)
+    assert only(find(one), "gpu-mig").severity is INFORM
+    assert only(find(one, host("b", 1)), "gpu-mig").severity is FAIL
+    assert {f.check: f.severity for f in find(one, num_ranks=2)}["gpu-mig"] is FAIL
+
+
 # Links
 
 
@@ -349,12 +356,17 @@ def test_acs_is_told_where_devices_speak_with_each_other():
 
 
 def test_nvlinks_between_hosts_need_a_channel():
-    linked = {"fabric": FABRIC | {"cluster": "00" * 15 + "01"}}
+    linked = {"fabric": FABRIC | {"cluster": "00" * 15 + "01", "clique": 7}}
     assert find(host(num_gpus=1, **linked)) == ()
-    found = find(host(num_gpus=1, **linked), host("b", num_gpus=1))
-    assert only(found, "gpu-imex").host == "a"
-    has_one = host(num_gpus=1, facts={"gpu.imex_channels": 1}, **linked)
-    assert find(has_one, host("b", num_gpus=1)) == ()
+    has_one = host("b", num_gpus=1, facts={"gpu.imex_channels": 1}, **linked)
+    assert only(find(host(num_gpus=1, **linked), has_one), "gpu-imex").host == "a"
+
+
+@pytest.mark.parametrize("other", [{"cluster": "ab" * 16}, {"clique": 8}])
+def test_a_fabric_of_one_host_alone_needs_no_channel(other):
+    own = FABRIC | {"cluster": "00" * 15 + "01", "clique": 7}
+    one, two = host(num_gpus=1, fabric=own), host("b", num_gpus=1, fabric=own | other)
+    assert find(one, two) == ()
 
 
 # The host
@@ -403,6 +415,14 @@ def test_files_of_gpus_that_a_job_was_not_given_do_not_matter():
     assert find(host(num_gpus=1, facts={"gpu.files": files | mine})) == ()
     found = find(host(num_gpus=1, facts={"gpu.files": files | {"/dev/nvidiactl": ""}}))
     assert only(found, "gpu-files").severity is FAIL
+
+
+def test_a_gpu_that_the_driver_could_not_start_is_told_though_others_work():
+    files = {f"/dev/nvidia{n}": "" for n in range(8)} | {"/dev/nvidiactl": ""}
+    files["/dev/nvidia3"] = "Input/output error"
+    finding = only(find(host(num_gpus=7, facts={"gpu.files": files})), "gpu-files")
+    assert finding.what == "cannot open /dev/nvidia3 (Input/output error)"
+    assert "reboot" in finding.fix
 
 
 def test_a_gpu_that_nvml_does_not_know_is_missed():

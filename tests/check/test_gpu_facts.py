@@ -1,6 +1,11 @@
 """Facts of GPUs: NVML's answers as facts, and what a saved tree of the kernel shows."""
 
+import os
+import shutil
 import struct
+import subprocess
+import sys
+import time
 
 import pynvml
 import pytest
@@ -158,6 +163,32 @@ def test_what_the_driver_answers_becomes_facts(use_library):
     assert reading.unreadable == {}
 
 
+# Error 999 is unknown, 8 a power cable, 10 and 11 a time-out and an interrupt.
+@pytest.mark.parametrize("code", [LOST, RESET, UNKNOWN, 8, 10, 11])
+def test_a_gpu_without_a_handle_is_lost_and_none_but_it(use_library, code):
+    use_library(FakeLibrary(healthy(4), gone={2: code}))
+    reading = Reading({})
+    ask_driver(reading)
+    assert [bool(why) for why in reading.values["gpu.lost"]] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert reading.unreadable == {}
+    # Whether the others reach it cannot be told, and they reach each other.
+    assert reading.values["gpu.peers"] == [[0, 0, 6, 0]] * 2 + [None, [0, 0, 6, 0]]
+
+
+def test_a_gpu_that_may_not_be_asked_is_not_lost(use_library):
+    use_library(FakeLibrary(healthy(2), gone={1: NO_PERMISSION}))
+    reading = Reading({})
+    ask_driver(reading)
+    assert reading.values["gpu.lost"] == ["", ""]
+    assert reading.unreadable["gpu.titles"].startswith("of GPU 1: ")
+    assert reading.unreadable["gpu.titles"].endswith("root would help")
+
+
 def test_a_driver_that_does_not_start_makes_all_unreadable(use_library):
     use_library(FakeLibrary(healthy(1), init_error=VERSION_MISMATCH))
     reading = Reading({})
@@ -263,6 +294,25 @@ def test_a_log_that_may_not_be_read_is_unreadable(tmp_path):
     read(reading)
     assert "gpu.xids" not in reading.values
     assert "dev/kmsg" in reading.unreadable["gpu.xids"]
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"),
+    reason="a clock of one's own needs root and unshare",
+)
+def test_the_log_has_a_clock_that_no_container_changes():
+    code = (
+        "from ronde.check.probes.gpu_log import read_clock_s; print(read_clock_s(''))"
+    )
+    # Here /proc/uptime says that the host has been up for years.
+    command = ["unshare", "--time", "--boottime", "100000000", sys.executable, "-c"]
+    begun_s = time.monotonic()
+    done = subprocess.run(
+        [*command, code], capture_output=True, check=False, timeout=60, text=True
+    )
+    if "unshare:" in done.stderr:
+        pytest.skip(done.stderr)
+    assert begun_s <= float(done.stdout) <= time.monotonic(), done.stderr
 
 
 @given(text=st.binary(max_size=400))

@@ -41,6 +41,7 @@ WORN = healthy(
         "health": 0x211,
         "summary": 2,
         "cluster": "00112233445566778899aabbccddeeff",
+        "clique": 32766,
     },
     peers=[4, 0],
     is_persistent=False,

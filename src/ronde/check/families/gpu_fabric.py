@@ -1,5 +1,6 @@
 """Whether NVSwitches' fabric has taken the GPUs in, on this host and between hosts."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from ronde.check.check import Check, Family, Finding, Severity
@@ -50,13 +51,21 @@ def _health_troubles(fabric: Value) -> Iterator[Trouble]:
 
 
 def _judge_imex(fleet: Fleet) -> Iterator[Finding]:
-    if len(fleet.hosts) < 2:
-        return
-    for facts in fleet.having("gpu.fabric", "gpu.imex_channels"):
-        clusters = {f["cluster"] for f in facts.values["gpu.fabric"] if f}
-        if clusters - {""} and not facts.values["gpu.imex_channels"]:
+    hosts = list(fleet.having("gpu.fabric", "gpu.imex_channels"))
+    parts = {facts.host: _parts(facts.values["gpu.fabric"]) for facts in hosts}
+    # A fabric may have a name of its own and still be that of one host alone.
+    counts = Counter(part for own in parts.values() for part in own)
+    for facts in hosts:
+        is_shared = any(counts[part] > 1 for part in parts[facts.host])
+        if is_shared and not facts.values["gpu.imex_channels"]:
             what = "its NVLinks lead to other hosts, and there is no IMEX channel"
             yield Finding("gpu-imex", Severity.WARN, facts.host, what)
+
+
+def _parts(fabrics: Value) -> set[tuple[str, int]]:
+    """Return the parts of named fabrics that a host's GPUs are linked in."""
+    told = [each for each in fabrics if each and each["cluster"]]
+    return {(each["cluster"], each.get("clique", 0)) for each in told}
 
 
 CHECKS = (
@@ -68,8 +77,8 @@ CHECKS = (
         threshold="completed without an error, and healthy",
         source="NVIDIA's Fabric Manager guide and NVML manual: fabric health",
         severity=Severity.FAIL,
-        fix="sudo systemctl restart nvidia-fabricmanager (of the driver's version); on "
-        "GB200: look at the switch trays",
+        fix="While nothing uses the GPUs: sudo systemctl restart nvidia-fabricmanager "
+        "(of the driver's version); on GB200: look at the switch trays",
         needs="NVIDIA GPUs behind NVSwitches",
         why="CUDA does not start (error 802), or NVLinks are slow.",
         facts=("gpu.fabric",),
@@ -79,11 +88,14 @@ CHECKS = (
         id="gpu-imex",
         family=Family.GPU,
         title="hosts whose NVLinks lead to other hosts have IMEX channels",
-        reads="/dev/nvidia-caps-imex-channels, and NVML's fabric cluster",
-        threshold="at least one channel",
+        reads="/dev/nvidia-caps-imex-channels, and NVML's fabric cluster and clique",
+        threshold="at least one channel where another host is in the same clique",
         source="NVIDIA's IMEX guide",
         severity=Severity.WARN,
-        fix="sudo systemctl start nvidia-imex; nvidia-modprobe -c 0 makes channel 0",
+        fix="sudo systemctl start nvidia-imex; then sudo mkdir -p "
+        "/dev/nvidia-caps-imex-channels, and sudo mknod "
+        "/dev/nvidia-caps-imex-channels/channel0 c NUMBER 0, with the NUMBER of "
+        "nvidia-caps-imex-channels in /proc/devices",
         needs="several hosts with NVLinks between them",
         why="NCCL uses the network between hosts instead of NVLink.",
         facts=("gpu.fabric", "gpu.imex_channels"),

@@ -1,5 +1,7 @@
 """Whether the GPUs that are there answer, and whether they are what others have."""
 
+import errno
+import os
 from collections.abc import Iterator
 
 from ronde.check.check import Check, Family, Finding, Severity, alike
@@ -10,6 +12,7 @@ from ronde.check.fleet import Fleet
 _CARDS, _MODULE, _FILES = "gpu.cards", "gpu.kernel_module", "gpu.files"
 _NVML, _COUNT, _LOST = "gpu.nvml_error", "gpu.count", "gpu.lost"
 _TITLES, _CARD_FILE = "gpu.titles", "/dev/nvidia"
+_BROKEN = os.strerror(errno.EIO)
 _REBOOT = "reboot the host; if it happens again, the GPU or its slot is broken"
 
 
@@ -42,12 +45,15 @@ def _judge_files(fleet: Fleet) -> Iterator[Finding]:
         cards = {n: why for n, why in files.items() if _is_card(n)}
         # A job that has some of the GPUs may not open the files of the others.
         needed = {n: why for n, why in files.items() if n not in cards}
+        # But the driver itself says this: it could not start the GPU.
+        needed |= {n: why for n, why in cards.items() if why == _BROKEN}
         if cards and all(cards.values()):
             needed |= cards
         bad = [f"{name} ({why})" for name, why in needed.items() if why]
         if bad:
             what = f"cannot open {', '.join(bad)}"
-            yield Finding("gpu-files", Severity.FAIL, facts.host, what)
+            fix = _REBOOT if _BROKEN in needed.values() else ""
+            yield Finding("gpu-files", Severity.FAIL, facts.host, what, fix=fix)
 
 
 def _judge_count(fleet: Fleet) -> Iterator[Finding]:
@@ -108,8 +114,9 @@ CHECKS = (
         family=Family.GPU,
         title="the GPUs' device files can be opened",
         reads="/dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0 and so on: opens them",
-        threshold="the common ones and one GPU's open for reading and writing; "
-        "/dev/nvidia-uvm is not missed where nvidia-modprobe would make it",
+        threshold="the common ones and one GPU's open for reading and writing, none "
+        f"says '{_BROKEN}'; /dev/nvidia-uvm is not missed where nvidia-modprobe would "
+        "make it",
         source="NVIDIA's driver README, chapter on device files",
         severity=Severity.FAIL,
         fix="docker run --gpus all; srun --gres=gpu:N; sudo chmod 666 /dev/nvidia*",
@@ -136,9 +143,11 @@ CHECKS = (
         id="gpu-lost",
         family=Family.GPU,
         title="every GPU answers",
-        reads="whether NVML says of a GPU that it is lost or needs a reset",
+        reads="whether NVML says of a GPU that it is lost or needs a reset, or cannot "
+        "tell its name",
         threshold="of none",
-        source="NVIDIA's NVML manual: errors GPU_IS_LOST and RESET_REQUIRED",
+        source="NVIDIA's NVML manual: errors GPU_IS_LOST and RESET_REQUIRED, and those "
+        "of nvmlDeviceGetHandleByIndex",
         severity=Severity.FAIL,
         fix=_REBOOT,
         needs="an NVIDIA GPU",

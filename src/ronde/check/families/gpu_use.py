@@ -20,11 +20,17 @@ def _judge_persistence(is_persistent: Value) -> Trouble:
 
 
 def _judge_mig(fleet: Fleet) -> Iterator[Finding]:
-    is_alone = len(fleet.hosts) == 1 and fleet.settings.get("num_ranks") == 1
-    trouble = Trouble(
-        Severity.INFORM if is_alone else Severity.FAIL, "split into instances (MIG)"
-    )
+    severity = Severity.INFORM if _has_one_rank(fleet) else Severity.FAIL
+    trouble = Trouble(severity, "split into instances (MIG)")
     yield from each_gpu("gpu-mig", "gpu.mig", lambda on: trouble if on else FINE)(fleet)
+
+
+def _has_one_rank(fleet: Fleet) -> bool:
+    """Say whether a job would have one rank in all: as many as GPUs unless said."""
+    if len(fleet.hosts) > 1:
+        return False
+    count = fleet.hosts[0].values.get("gpu.count") if fleet.hosts else 0
+    return (fleet.settings.get("num_ranks") or count) == 1
 
 
 def _judge_mode(fleet: Fleet) -> Iterator[Finding]:
@@ -156,7 +162,7 @@ CHECKS = (
         family=Family.GPU,
         title="no GPU is split into instances (MIG)",
         reads="NVML's MIG mode",
-        threshold="off; with one rank in all it is only told",
+        threshold="off; with one rank in all, as with one GPU, it is only told",
         source="NVIDIA's MIG guide: no peer access between instances",
         severity=Severity.FAIL,
         fix="sudo nvidia-smi -mig 0",

@@ -14,6 +14,7 @@ from ronde.check.nvml.questions import (
     ARGUMENT_VERSION_MISMATCH,
     CORRUPTED_INFOROM,
     FUNCTION_NOT_FOUND,
+    GONE,
     INVALID_ARGUMENT,
     NOT_SUPPORTED,
     GpuQuestion,
@@ -27,6 +28,7 @@ _CORRECTED, _UNCORRECTED = 0, 1
 _SINCE_LOADED, _EVER = 0, 1
 _DRAM, _SRAM = 2, 7
 _READ = 0
+_PEER_UNKNOWN = 6
 _RECOVERY_FIELD = 230
 _MAX_LINKS = 36
 _CPU_WORDS = 64
@@ -76,15 +78,23 @@ class NvmlDriver:
             raise RefusedError(code, f"NVML says: {error}") from error
 
     def _peers(self, ask: "_Ask", number: int) -> list[int]:
-        status = "nvmlDeviceGetP2PStatus"
-        handles = (
-            self._call("nvmlDeviceGetHandleByIndex", other)
-            for other in range(self._call("nvmlDeviceGetCount"))
-        )
+        count = self._call("nvmlDeviceGetCount")
         return [
-            0 if other == number else int(ask(status, handle, _READ))
-            for other, handle in enumerate(handles)
+            0 if other == number else self._peer(ask, other) for other in range(count)
         ]
+
+    def _peer(self, ask: "_Ask", other: int) -> int:
+        """Return the number for one other GPU; what is wrong with that one is its own.
+
+        Of a GPU that is lost every question fails that names it, whoever is asked.
+        """
+        try:
+            handle = self._call("nvmlDeviceGetHandleByIndex", other)
+            return int(ask("nvmlDeviceGetP2PStatus", handle, _READ))
+        except RefusedError as error:
+            if error.code in GONE:
+                return _PEER_UNKNOWN
+            raise
 
     def _memory(self, ask: "_Ask") -> Value:
         """Return how much is used without what the driver keeps for itself."""
@@ -118,6 +128,7 @@ class NvmlDriver:
                 "status": int(told.status),
                 "health": int(told.healthMask),
                 "summary": int(getattr(told, "healthSummary", 0)),
+                "clique": int(told.cliqueId),
                 "cluster": cluster.hex() if any(cluster) else "",
             }
         raise refusal

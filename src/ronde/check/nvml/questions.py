@@ -84,10 +84,11 @@ class GpuQuestion(StrEnum):
     FABRIC = "fabric"
     """How it is registered with what rules the NVSwitches: ``state``, ``status``,
     ``health`` and ``summary`` as NVML numbers them, ``cluster`` in hexadecimal digits,
-    empty for none."""
+    empty for none, and ``clique``, the number of the part of it that is linked."""
 
     PEERS = "peers"
-    """Of each GPU, itself too: NVML's number for reading its memory; 0 is yes."""
+    """Of each GPU, itself too: NVML's number for reading its memory; 0 is yes, 6 that
+    it cannot be told."""
 
     PERSISTENCE = "is_persistent"
     """Whether the driver stays with it when nobody uses it."""
@@ -124,11 +125,24 @@ class RefusedError(Exception):
 NOT_SUPPORTED = 3
 NO_PERMISSION = 4
 FUNCTION_NOT_FOUND = 13
+INSUFFICIENT_POWER = 8
+TIMEOUT = 10
+IRQ_ISSUE = 11
 CORRUPTED_INFOROM = 14
 GPU_IS_LOST = 15
 RESET_REQUIRED = 16
 ARGUMENT_VERSION_MISMATCH = 25
 INVALID_ARGUMENT = 2
+UNKNOWN = 999
+
+LOST = frozenset({GPU_IS_LOST, RESET_REQUIRED})
+"""Errors by which a GPU is said to be of no use, whatever was asked."""
+
+GONE = LOST | {INSUFFICIENT_POWER, TIMEOUT, IRQ_ISSUE, UNKNOWN}
+"""Errors by which a GPU that cannot tell even its name is of no use.
+
+The first sign that one has fallen off the bus is often nothing but ``UNKNOWN``.
+"""
 
 
 class Nvml(Protocol):

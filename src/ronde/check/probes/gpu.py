@@ -8,10 +8,10 @@ and none of these.
 from ronde.check.facts import Reading, UnreadableError, Value
 from ronde.check.nvml.driver import NvmlDriver
 from ronde.check.nvml.questions import (
-    GPU_IS_LOST,
+    GONE,
+    LOST as SAID_TO_BE_LOST,
     NO_PERMISSION,
     NOT_SUPPORTED,
-    RESET_REQUIRED,
     GpuQuestion,
     HostQuestion,
     Nvml,
@@ -27,8 +27,6 @@ from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 COUNT = "gpu.count"
 LOST = "gpu.lost"
 """Of each GPU: why nothing more can be had of it; empty of one that answers."""
-
-_GONE = {GPU_IS_LOST, RESET_REQUIRED}
 
 
 def fact_of(question: HostQuestion | GpuQuestion) -> str:
@@ -127,14 +125,16 @@ def _keep_gpu_answers(
     """
     answers: list[Value] = []
     refused: dict[int, str] = {}
-    for number in lost:
+    # Every GPU that works has a name.
+    fatal = GONE if question == GpuQuestion.TITLE else SAID_TO_BE_LOST
+    for number, said_before in tuple(lost.items()):
         answer = None
         try:
             answer = nvml.ask_gpu(question, number)
         except RefusedError as error:
-            if error.code in _GONE:
-                lost[number] = str(error)
-            elif error.code != NOT_SUPPORTED:
+            if error.code in fatal:
+                lost[number] = said_before or str(error)
+            elif error.code != NOT_SUPPORTED and not said_before:
                 refused[number] = _reason(error)
         answers.append(answer)
     if refused:

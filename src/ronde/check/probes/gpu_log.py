@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Iterator
 
 from ronde.check.facts import Value
@@ -27,10 +28,9 @@ def read_xids(root: str) -> list[Value]:
 
     Raises:
         OSError: The log may not be read.
-        ValueError: The time since the start of the host is not told.
+        ValueError: A saved tree does not tell the time since the start of its host.
     """
-    with open(f"{root}/proc/uptime", encoding="ascii") as uptime:  # noqa: PTH123
-        now_s = float(uptime.read().split()[0])
+    now_s = read_clock_s(root)
     found: dict[tuple[str, str, int], Value] = {}
     for record in _records(f"{root}/dev/kmsg"):
         at, said = _RECORD.match(record), _XID.search(record)
@@ -47,6 +47,19 @@ def read_xids(root: str) -> list[Value]:
             "is_fatal": ", Fatal" in said["rest"],
         }
     return list(found.values())
+
+
+def read_clock_s(root: str) -> float:
+    """Return the time by the clock of the log: seconds since the start of the host.
+
+    Args:
+        root: Where ``proc`` is; empty for this machine.
+    """
+    if not root:
+        # Not /proc/uptime: that counts sleep, and a container's may be its own.
+        return time.monotonic()
+    with open(f"{root}/proc/uptime", encoding="ascii") as uptime:  # noqa: PTH123
+        return float(uptime.read().split()[0])
 
 
 def _address(text: str) -> str:
