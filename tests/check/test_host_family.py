@@ -40,6 +40,7 @@ FAULTS = [
         "64MiB free of 64MiB",
     ),
     ("shared-memory", {"shm_free_bytes": 8 * GIB - 1}, WARN, "8GiB free of 128GiB"),
+    ("shared-memory", {"is_shm_writable": False}, FAIL, "nothing may be written"),
     ("shared-memory-leftovers", {"shm_stale": STALE | {"bytes": GIB}}, INFORM, "1GiB"),
     (
         "shared-memory-leftovers",
@@ -111,6 +112,12 @@ def test_each_check_has_a_fault_here():
         {"memlock_bytes": 32 << 30, **RDMA},
         # A laptop: 8 GiB, half of it for /dev/shm, one NUMA node, not yet loaded.
         {"memory_bytes": 8 * GIB, "shm_size_bytes": 4 * GIB, "shm_free_bytes": 4 * GIB},
+        # A container of 4 GiB on a large machine, half of it for /dev/shm.
+        {
+            "shm_size_bytes": 2 * GIB,
+            "shm_free_bytes": 2 * GIB,
+            "memory_available_bytes": 4 * GIB,
+        },
         {"numa_nodes": 1, "numa_balancing": 1},
         {"max_processes": 100, "capabilities": ["sys_resource"]},
         # A virtual machine shows no governors, and its devices are translated.
@@ -130,6 +137,30 @@ def test_what_is_usual_somewhere_is_no_fault(changes):
 def test_a_host_alone_is_not_asked_about_the_others():
     changes = {"is_clock_kept": False, "ephemeral_ports": [60000, 60009]}
     assert find(make_fleet("a", a=changes)) == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "num_gpus", "severity"),
+    [("a", 8, WARN), ("ab", 8, FAIL), ("ab", 0, WARN)],
+)
+def test_locked_memory_matters_to_gpus_with_others_to_reach(names, num_gpus, severity):
+    changes = {"memlock_bytes": 8 << 20, "num_gpus": num_gpus, **RDMA}
+    found = find(make_fleet(*names, **dict.fromkeys(names, changes)))
+    assert {(f.check, f.severity) for f in found} == {("locked-memory", severity)}
+
+
+def test_an_eighth_of_memories_that_differ_a_little_is_alike():
+    """As systemd lets it be locked, on three virtual machines of one size."""
+    limits = {"a": 4_031_283_200, "b": 4_031_270_912, "c": 4_031_299_584}
+    odd = {name: {"memlock_bytes": limit} for name, limit in limits.items()}
+    assert find(make_fleet(*limits, **odd)) == ()
+
+
+def test_what_is_to_be_typed_is_one_word_a_file():
+    stale = {"names": ["ronde a;b"], "count": 1, "bytes": GIB}
+    (finding,) = find(make_fleet("a", a={"shm_stale": stale}))
+    assert finding.what == "1 file of an ended job takes 1GiB of /dev/shm"
+    assert finding.fix.endswith("rm -r '/dev/shm/ronde a;b'")
 
 
 def test_ports_needed_grow_with_the_hosts():

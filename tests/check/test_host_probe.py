@@ -111,6 +111,7 @@ def test_a_machine_that_was_written(tmp_path):
         "nice": 5,
         "shm_size_bytes": 0,
         "shm_free_bytes": 0,
+        "is_shm_writable": False,
         "shm_stale": {"names": [], "count": 0, "bytes": 0},
         "cpu_quota": 1.5,
         "num_cpus": 4,
@@ -130,6 +131,7 @@ def test_a_machine_that_was_written(tmp_path):
         "huge_pages": "madvise",
         "swap_used_bytes": 1 << 30,
         "huge_pages_free_bytes": 60 * 2048 * 1024,
+        "num_gpus": 0,
         "iommu_translated": [],
         "rdma_devices": [],
         "ephemeral_ports": [32768, 60999],
@@ -233,6 +235,11 @@ def test_memory_without_swap_and_huge_pages():
         ("BOOT_IMAGE=/a root=UUID=b ip=10.0.0.1 quiet", ["quiet"]),
         ("x=0f8fad5b-d9cb-469f-a165-70867728950e ro", ["ro"]),
         ("rd.lvm.lv=vg/root nosmt initrd=x", ["nosmt"]),
+        ("ifname=eth0:0C:42:a1:00:00:01 hostname=n1 ds=nocloud;h=n1 ro", ["ro"]),
+        (
+            "boot=52:54:00:12:34:56 netroot=iscsi:10.0.0.1::n1 bus=1b:00.0",
+            ["bus=1b:00.0"],
+        ),
         ("", []),
     ],
 )
@@ -255,6 +262,49 @@ def test_kills_are_counted_of_a_group_of_version_1_but_not_of_the_machine(tmp_pa
     assert read(tmp_path).values["host.oom_kills"] == 4
 
 
+def test_a_machine_that_does_not_tell_its_memory_is_not_without(tmp_path):
+    machine(tmp_path).write("proc/meminfo", "")
+    reading = read(tmp_path)
+    assert "host.memory_available_bytes" not in reading.values
+    assert "MemAvailable" in reading.unreadable["host.memory_available_bytes"]
+
+
+WITHOUT_RIGHTS = """
+import ctypes, json, sys
+from ronde.check.facts import Reading
+from ronde.check.probes import host
+# Version 3 of the kernel's structure, this process, and three empty sets.
+asked, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None).capset(asked, none) == 0
+reading = Reading({"root": sys.argv[1]})
+host.read(reading)
+print(json.dumps([reading.values, reading.unreadable]))
+"""
+
+
+def test_what_may_not_be_looked_at_breaks_nothing(tmp_path):
+    machine(tmp_path)
+    memory = tmp_path / "dev/shm"
+    memory.mkdir(parents=True)
+    closed = {tmp_path / "sys/fs/cgroup/job": 0o000, memory: 0o555}
+    for path, mode in closed.items():
+        path.chmod(mode)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", WITHOUT_RIGHTS, str(tmp_path)],
+            capture_output=True,
+            check=True,
+            timeout=60,
+        )
+    finally:
+        for path in closed:
+            path.chmod(0o755)
+    values, unreadable = json.loads(ended.stdout)
+    assert values["host.is_shm_writable"] is False
+    assert values["host.oom_kills"] == 0
+    assert not [name for name in unreadable if "shm" in name or "oom" in name]
+
+
 def test_gpus_and_adapters_behind_an_iommu(tmp_path):
     tree = machine(tmp_path)
     for address, kind in (("0000:1b:00.0", "DMA-FQ"), ("0000:1c:00.0", "identity")):
@@ -264,16 +314,26 @@ def test_gpus_and_adapters_behind_an_iommu(tmp_path):
         tree.link(f"sys/class/infiniband/{name}", f"sys/devices/{place}/{name}")
     values = read(tmp_path).values
     assert values["host.rdma_devices"] == ["mlx5_b", "mlx5_c"]
-    assert values["host.iommu_translated"] == ["0000:1b:00.0"]
+    # Without a GPU nobody speaks with an adapter but the CPU.
+    assert (values["host.num_gpus"], values["host.iommu_translated"]) == (0, [])
+    place = "pci0000:1a/0000:1d:00.0"
+    tree.device(place).write(f"sys/devices/{place}/iommu_group/type", "DMA\n")
+    tree.write("proc/driver/nvidia/gpus/0000:1d:00.0/information", "Device Minor: 0\n")
+    tree.write("dev/nvidia0", "")
+    values = read(tmp_path).values
+    assert values["host.num_gpus"] == 1
+    assert values["host.iommu_translated"] == ["0000:1b:00.0", "0000:1d:00.0"]
 
 
 def test_files_that_nobody_has_any_more(tmp_path):
     machine(tmp_path)
     folder = tmp_path / "dev/shm"
     folder.mkdir(parents=True)
-    for name in ("nccl-Xy12", "torch_77_1_0", "nccl-mapped", "mine"):
+    for name in ("nccl-Xy12", "torch_77_1_0", "nccl-mapped", "mine", "torch_12_1_0"):
         (folder / name).write_bytes(bytes(4096))
-    (folder / "ronde_a").mkdir()
+    # Process 12 has these by their names, and holds nothing of them open.
+    for name in ("ronde_a", "ronde-mpi-0-12"):
+        (folder / name).mkdir()
     used = tmp_path / "proc/12"
     (used / "fd").mkdir(parents=True)
     (used / "fd/3").symlink_to("/dev/shm/ronde_a/ring")  # noqa: S108

@@ -165,8 +165,9 @@ CHECKS = (
         threshold="identity, on bare metal with two such devices",
         source="NVIDIA's NCCL and GPUDirect documentation",
         severity=Severity.WARN,
-        fix="Start the kernel with iommu=pt, or turn the IOMMU off",
-        needs="two GPUs or RDMA adapters, no virtual machine",
+        fix="Start the kernel with iommu=pt (ARM: iommu.passthrough=1), or turn the "
+        "IOMMU off",
+        needs="a GPU, and another one or an RDMA adapter; no virtual machine",
         why="What GPUs and adapters send each other goes through the CPU's root "
         "complex, slower, and on some machines wrong.",
         facts=("host.iommu_translated", "host.is_virtual"),

@@ -1,5 +1,7 @@
 """Memory of a host: shared, free, swapped out, set aside."""
 
+import shlex
+
 from ronde.check.check import Check, Family, Severity
 from ronde.check.families.host_judges import Grade, Values, graded, num_ranks
 from ronde.units import format_size
@@ -8,7 +10,7 @@ SHARED = "/dev/shm"  # noqa: S108 - it is talked about only
 MIN_SHARED_BYTES = 64 << 20
 GOOD_SHARED_BYTES = 8 << 30
 USUAL_SHARED_SHARE = 0.4
-"""Of the memory; Linux gives /dev/shm a half, some of which may be in use."""
+"""Of the memory that may be taken; Linux gives /dev/shm a half, some of it in use."""
 
 MAX_STALE_SHARE = 0.1
 MIN_RANK_BYTES = 256 << 20
@@ -17,15 +19,27 @@ MAX_SWAP_BYTES = 1 << 30
 MAX_RESERVED_SHARE = 0.1
 
 
+_SHARED_FACTS = (
+    "host.shm_size_bytes",
+    "host.shm_free_bytes",
+    "host.memory_bytes",
+    "host.memory_available_bytes",
+)
+
+
 def _grade_shared_memory(values: Values, _: Values) -> Grade | None:
     size, free = values["host.shm_size_bytes"], values["host.shm_free_bytes"]
     if size == 0:
         return Grade(Severity.FAIL, "there is no /dev/shm")
+    if not values.get("host.is_shm_writable", True):
+        fix = f"As root: mount -o remount,rw {SHARED} && chmod 1777 {SHARED}"
+        return Grade(Severity.FAIL, f"nothing may be written to {SHARED}", fix)
     what = f"{SHARED} has {format_size(free)} free of {format_size(size)}"
     if free <= MIN_SHARED_BYTES:
         return Grade(Severity.FAIL, what)
-    # Half of a small machine's memory is not little there.
-    usual = values["host.memory_bytes"] * USUAL_SHARED_SHARE
+    # Half of a small machine's memory, or of a small container's, is not little there.
+    total, left = values["host.memory_bytes"], values["host.memory_available_bytes"]
+    usual = min(total, left) * USUAL_SHARED_SHARE
     if free < min(GOOD_SHARED_BYTES, usual):
         return Grade(Severity.WARN, what)
     return None
@@ -36,11 +50,16 @@ def _grade_stale(values: Values, _: Values) -> Grade | None:
     if not stale["count"]:
         return None
     is_much = stale["bytes"] > MAX_STALE_SHARE * size
-    names = " ".join(f"{SHARED}/{name}" for name in stale["names"])
-    files = "1 file" if stale["count"] == 1 else f"{stale['count']} files"
+    names = shlex.join(f"{SHARED}/{name}" for name in stale["names"])
+    count = stale["count"]
+    files = (
+        "1 file of an ended job takes"
+        if count == 1
+        else f"{count} files of ended jobs take"
+    )
     return Grade(
         Severity.WARN if is_much else Severity.INFORM,
-        f"{files} of ended jobs take {format_size(stale['bytes'])} of /dev/shm",
+        f"{files} {format_size(stale['bytes'])} of /dev/shm",
         f"If no container that shares /dev/shm uses them: rm -r {names}",
     )
 
@@ -91,9 +110,9 @@ CHECKS = (
         id="shared-memory",
         family=Family.HOST,
         title=f"{SHARED} has room",
-        reads="size and free room of /dev/shm",
+        reads="size and free room of /dev/shm, and whether it may be written to",
         threshold="more than 64MiB; a warning below 8GiB, or below 40 % of the memory "
-        "where that is less",
+        "that may be taken where that is less",
         source="Docker gives 64MiB unless told; AMD's Primus asks for 8GiB",
         severity=Severity.FAIL,
         fix="docker run --shm-size 8g, or --ipc=host; in Kubernetes an emptyDir with "
@@ -101,10 +120,10 @@ CHECKS = (
         needs="",
         why="Data loaders hand batches over there, and NCCL its buffers: a rank ends "
         "with a bus error.",
-        facts=("host.shm_size_bytes", "host.shm_free_bytes", "host.memory_bytes"),
+        facts=_SHARED_FACTS,
         judge=graded(
             "shared-memory",
-            ("host.shm_size_bytes", "host.shm_free_bytes", "host.memory_bytes"),
+            _SHARED_FACTS,
             _grade_shared_memory,
         ),
     ),
@@ -113,7 +132,7 @@ CHECKS = (
         family=Family.HOST,
         title="ended jobs left nothing in /dev/shm",
         reads="your files nccl-*, torch_* and ronde* in /dev/shm which no process "
-        "that can be seen has open",
+        "that can be seen has open, or has its number in the name",
         threshold="none; a warning above a tenth of /dev/shm",
         source="ronde's own",
         severity=Severity.WARN,

@@ -20,8 +20,11 @@ _CPUINFO_BYTES = 8192
 """Of the first CPU; kernels there are that take milliseconds for each further one."""
 
 _OF_ONE_HOST = re.compile(
-    r"(BOOT_IMAGE|root|initrd|resume|ip|BOOTIF|systemd\.machine_id|rd\.\S*|nfsroot)=.*"
+    r"(BOOT_IMAGE|root|initrd|resume|ip|BOOTIF|systemd\.machine_id|rd\.\S*|nfsroot"
+    r"|hostname|systemd\.hostname|ds|ifname|netroot)=.*"
     r"|.*[0-9a-f]{8}-[0-9a-f]{4}-.*"
+    r"|.*([0-9a-f]{2}:){5}[0-9a-f]{2}.*",
+    re.IGNORECASE,
 )
 """What of a kernel's command line is each host's own."""
 
@@ -52,6 +55,7 @@ def read_kernel(reading: Reading, root: str) -> None:
         reading.values |= dict(
             zip((f"host.{name}" for name in memory), sizes, strict=True)
         )
+    reading.keep("host.num_gpus", lambda: len(read_gpus(root, {})))
     reading.keep("host.iommu_translated", lambda: _translated(root))
     reading.keep("host.rdma_devices", lambda: list_names(_adapters(root)))
     reading.keep("host.is_clock_kept", _is_clock_kept)
@@ -115,9 +119,14 @@ def _huge_pages(root: str) -> str:
 
 
 def _translated(root: str) -> list[str]:
-    """Return the addresses of GPUs and RDMA adapters whose transfers are translated."""
+    """Return the addresses of GPUs and RDMA adapters whose transfers are translated.
+
+    None without a GPU: adapters send each other nothing.
+    """
     adapters = _adapters(root)
     addresses = {gpu.bus_id for gpu in read_gpus(root, {}) if gpu.bus_id}
+    if not addresses:
+        return []
     addresses |= {bus_id(read_path(f"{adapters}/{n}")) for n in list_names(adapters)}
     group = f"{root}/sys/bus/pci/devices/{{}}/iommu_group/type"
     return sorted(

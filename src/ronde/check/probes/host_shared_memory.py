@@ -9,7 +9,9 @@ from pathlib import Path
 from ronde.check.facts import Reading, Value
 from ronde.topology.pci import read_link
 
-_OF_TRAINING = re.compile(r"nccl-\w+|torch_\d+_.*|ronde.*")
+_OF_TRAINING = re.compile(
+    r"nccl-\w+|torch_(?P<torch_pid>\d+)_.*|ronde-mpi-\d+-(?P<agent_pid>\d+)|ronde.*"
+)
 _DIRECTORY = "/dev/shm"  # noqa: S108 - it is looked at only
 _MAX_NAMES = 8
 
@@ -26,6 +28,9 @@ def read_shared_memory(reading: Reading, root: str) -> None:
         size_bytes, free_bytes = _room(directory)
         reading.values["host.shm_size_bytes"] = size_bytes
         reading.values["host.shm_free_bytes"] = free_bytes
+    reading.keep(
+        "host.is_shm_writable", lambda: os.access(directory, os.W_OK | os.X_OK)
+    )
     reading.keep("host.shm_stale", lambda: _stale(directory, root))
 
 
@@ -46,13 +51,23 @@ def _stale(directory: Path, root: str) -> Value:
         found = {
             entry.name: entry.stat(follow_symlinks=False)
             for entry in entries
-            if _OF_TRAINING.fullmatch(entry.name)
+            if _is_abandoned(entry.name, root)
         }
     own = {name for name, stat in found.items() if stat.st_uid == os.geteuid()}
     # Looking at all processes takes long, and mostly there is nothing to look for.
     stale = sorted(own - set(_used(own, root))) if own else []
     size_bytes = sum(found[name].st_blocks * 512 for name in stale)
     return {"names": stale[:_MAX_NAMES], "count": len(stale), "bytes": size_bytes}
+
+
+def _is_abandoned(name: str, root: str) -> bool:
+    """Say whether a name is given in training, and by no process that still runs."""
+    match = _OF_TRAINING.fullmatch(name)
+    if match is None:
+        return False
+    pid = match["torch_pid"] or match["agent_pid"]
+    # Nobody need have it open: what is in a directory may be looked up by its name.
+    return not pid or not os.path.exists(f"{root}/proc/{pid}")  # noqa: PTH110
 
 
 def _used(names: set[str], root: str) -> Iterator[str]:
