@@ -117,7 +117,7 @@ class Benches:
     def __init__(self, engine: str, num_ranks: int) -> None:
         self._is_nccl = engine == "nccl"
         self._num_ranks = num_ranks
-        size, num, num_warm = ("256M", "20", "5") if self._is_nccl else ("8M", "5", "1")
+        size, num, num_warm = ("256M", "20", "5") if self._is_nccl else ("8M", "3", "1")
         self._words = [
             *("all_reduce", "-b", size, "-e", size, "-n", num, "-w", num_warm),
             *("--engine", engine, "--device", "cuda" if self._is_nccl else "cpu"),
