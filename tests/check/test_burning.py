@@ -1,6 +1,7 @@
 """Computing on hosts: a product that is exact, and how fast they are."""
 
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -14,6 +15,8 @@ from tests.check.programs import WORDS, panel_of
 
 from ronde.check.families.cluster_pace import PACE, PACE_CPU, find_slow
 from ronde.check.families.cluster_product import PRODUCTS
+from ronde.check.families.gpu_copies import COPIES
+from ronde.check.families.gpu_links import LOADED_LINKS
 from ronde.check.operations import burning as operations
 from ronde.check.operations.product import (
     MAX_SIZE,
@@ -153,11 +156,110 @@ def test_a_program_that_dies_is_told_and_one_without_torch_is_unreadable(
 
 
 def test_one_that_hangs_is_killed_and_told(site, monkeypatch):
-    monkeypatch.setattr(operations, "_START_S", 0.3)
+    monkeypatch.setattr(operations, "_BESIDES_S", 0.3)
     monkeypatch.setattr(operations, "_BOOT", "import signal; signal.pause()")
     question = {"do": "burn", "seconds": 0.0, "size": 8, "seed": 5}
     (failed,) = operations.burn(site, question)["products"].values()
     assert "hung" in failed["failure"]
+
+
+COMPUTED = {"checksum": "c0ffee", "num_wrong": 0, "model": "M"}
+RATE = {"model": "M", "is_near": True, "host_to_device_gb_per_s": 25.0}
+SAID = "print({!r}, flush=True); "
+
+
+def telling(*lines, then=""):
+    """Return the words of a program that writes lines of JSON."""
+    printed = "".join(SAID.format(json.dumps(line)) for line in lines)
+    return f"import os, signal; {SAID.format('NVRM: {not json')}{printed}{then}"
+
+
+@pytest.mark.parametrize(
+    ("then", "reason"),
+    [
+        ("os._exit(3)", "its program ended with code 3"),
+        ("os.kill(os.getpid(), 11)", "its program ended with code -11"),
+        ("signal.pause()", "its program hung, and was killed"),
+    ],
+)
+def test_copies_that_end_the_program_leave_the_products(
+    site, monkeypatch, then, reason
+):
+    products = {"cpu": COMPUTED, "cuda:0": COMPUTED, "cuda:1": COMPUTED}
+    first = {"copies": {"cuda:0": RATE}, "links": {"cuda:0": None}}
+    boot = telling({"products": products}, first, then=then)
+    monkeypatch.setattr(operations, "_BOOT", boot)
+    if "pause" in then:
+        monkeypatch.setattr(operations, "_BESIDES_S", 5.0)
+    told = operations.burn(site, {"seconds": 0.0, "size": 8, "seed": 5})
+    assert told["products"] == products
+    assert told["copies"]["cuda:0"] == RATE
+    assert told["links"]["cuda:0"] is None
+    for part in ("copies", "links"):
+        assert told[part].keys() == {"cuda:0", "cuda:1"}
+        assert told[part]["cuda:1"]["failure"].startswith(reason)
+
+
+def burn_answering(answer, num_gpus=None):
+    """Return the facts of a host whose program gives an answer to what it is asked."""
+    answer = {"wall_s": 1e-3, "cpu_s": 1e-3} | answer
+    program = f"while input(): print({json.dumps(answer)!r}, flush=True)"
+
+    def start(_name, **popen):
+        return subprocess.Popen([sys.executable, "-c", program], **popen)
+
+    with panel_of({"a": ""}, {"burn_s": 0.01}, start=start) as panel:
+        if num_gpus is not None:
+            panel.note("a", "gpu.count", num_gpus)
+        burning.run(panel)
+    return panel.facts["a"]
+
+
+LINK = {"width": 16, "max_width": 16, "generation": 5, "max_generation": 5}
+FAILED = {"failure": "out of memory"}
+
+
+def test_gpus_that_fail_are_told_beside_those_that_do_not():
+    copies, links = {"cuda:0": RATE, "cuda:1": FAILED}, {"cuda:0": None, "cuda:1": LINK}
+    products = {"cpu": COMPUTED, "cuda:0": COMPUTED, "cuda:1": COMPUTED}
+    answer = {"products": products, "copies": copies, "links": links}
+    facts = burn_answering(answer)
+    assert facts.values[PRODUCTS] == products
+    assert facts.values[COPIES] == copies
+    assert facts.values[LOADED_LINKS] == links
+    assert facts.unreadable == {}
+
+
+def test_where_all_gpus_fail_it_is_unreadable_and_the_products_are_known():
+    copies = {"cuda:0": FAILED, "cuda:1": FAILED}
+    products = {"cpu": COMPUTED, "cuda:0": COMPUTED, "cuda:1": COMPUTED}
+    answer = {"products": products, "copies": copies, "links": dict.fromkeys(copies)}
+    facts = burn_answering(answer)
+    assert facts.values[PRODUCTS] == products
+    assert facts.unreadable == {COPIES: "cuda:0: out of memory"}
+    # That there is no link to tell of is no failure.
+    assert LOADED_LINKS in facts.values
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ({"products": {"cpu": COMPUTED}}, "torch sees no GPU there"),
+        ({"products": {"all processors": FAILED}}, "out of memory"),
+        ({"error": "OSError: torch cannot be imported"}, "torch cannot be imported"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_use_is_unreadable(answer, reason):
+    facts = burn_answering(answer, num_gpus=2)
+    assert COPIES not in facts.values
+    assert reason in facts.unreadable[COPIES]
+    assert facts.unreadable[LOADED_LINKS] == facts.unreadable[COPIES]
+
+
+@pytest.mark.parametrize("num_gpus", [None, 0])
+def test_a_host_without_gpus_is_not_asked_what_they_copy(num_gpus):
+    facts = burn_answering({"products": {"cpu": COMPUTED}}, num_gpus)
+    assert not {COPIES, LOADED_LINKS} & {*facts.values, *facts.unreadable}
 
 
 def test_spinning_takes_the_time_that_it_is_given(site):

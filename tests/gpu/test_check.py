@@ -1,17 +1,26 @@
 """NVML of this machine must answer like the fake, and a healthy GPU raises no alarm."""
 
 import json
+from contextlib import ExitStack
 
 import pytest
+from tests.check.copies_suite import check_copies, check_link
 from tests.check.nvml_fake import SavedNvml
 from tests.check.nvml_suite import SUITE
 
 from ronde.check.facts import Reading
 from ronde.check.nvml.driver import NvmlDriver
+from ronde.check.nvml.questions import GpuQuestion, HostQuestion
 from ronde.check.nvml.record import record
+from ronde.check.operations.burning import burn
+from ronde.check.operations.copying import examine_gpu
+from ronde.check.operations.pci_link import address_of, find_gpu
+from ronde.check.operations.site import Site
 from ronde.check.probes.gpu import ALL_ANSWERS, keep_answers
 from ronde.check.probing import ProbeEntry, run_probes
 from ronde.topology.probes.nvml import NoNvmlError, open_nvml
+
+torch = pytest.importorskip("torch")
 
 PROBE = {"gpu": ProbeEntry("ronde.check.probes.gpu", 60.0, "gpu.")}
 
@@ -23,6 +32,13 @@ def nvml():
             yield NvmlDriver(module)
     except NoNvmlError as error:
         pytest.skip(f"no NVIDIA driver here: {error}")
+
+
+@pytest.fixture
+def gpus():
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    return range(torch.cuda.device_count())
 
 
 pytestmark = pytest.mark.gpu
@@ -52,3 +68,38 @@ def test_the_probe_tells_of_the_gpus_in_time(nvml):
     outcome = run_probes(PROBE, {})["gpu"]
     assert outcome.failure == ""
     assert outcome.values["gpu.count"] == len(outcome.values["gpu.uuids"]) > 0
+
+
+def test_each_gpu_of_torch_is_one_of_nvml_with_the_same_name(nvml, gpus):
+    addresses = [address_of(torch.cuda.get_device_properties(n)) for n in gpus]
+    numbers = [find_gpu(nvml, address) for address in addresses]
+    assert len(set(addresses)) == len(gpus) <= nvml.ask_host(HostQuestion.NUM_GPUS)
+    for number, gpu in zip(numbers, gpus, strict=True):
+        # Of a part of a GPU, torch tells which.
+        title = nvml.ask_gpu(GpuQuestion.TITLE, number)
+        assert torch.cuda.get_device_name(gpu).startswith(title)
+
+
+def test_every_gpu_copies_and_gives_its_memory_back(nvml, gpus):
+    for gpu in gpus:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(gpu)
+        told = examine_gpu(torch, gpu)
+        check_copies(told["copies"])
+        if told["link"] is not None:
+            check_link(told["link"])
+        assert torch.cuda.memory_reserved(gpu) == before
+
+
+def test_burning_tells_of_all_gpus_what_they_computed_and_copied(nvml, gpus):
+    with ExitStack() as closing:
+        question = {"do": "burn", "seconds": 2.0, "size": 2048, "seed": 2026}
+        told = burn(Site({}, closing), question)
+    names = [f"cuda:{gpu}" for gpu in gpus]
+    assert told["products"].keys() == {"cpu", *names}
+    assert told["copies"].keys() == told["links"].keys() == {*names}
+    assert len({each["checksum"] for each in told["products"].values()}) == 1
+    for name in names:
+        assert told["products"][name]["num_wrong"] == 0
+        assert told["products"][name]["model"] == told["copies"][name]["model"]
+        check_copies(told["copies"][name])

@@ -1,11 +1,16 @@
 """What a long matrix product says of processors: right everywhere, and as fast."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from ronde.check.check import Check, Family, Finding, Severity
 from ronde.check.facts import HostFacts
-from ronde.check.families.host_judges import find_few, tell_usual
+from ronde.check.families.device_speeds import (
+    CPU,
+    Device,
+    Measure,
+    find_slow,
+    tell_devices,
+)
 from ronde.check.fleet import Fleet
 
 PRODUCTS = "cluster.products"
@@ -13,6 +18,9 @@ PRODUCTS = "cluster.products"
 
 SLOW_SHARE = 0.8
 VERY_SLOW_SHARE = 0.5
+SLOW_GPU_SHARE = 0.9
+VERY_SLOW_GPU_SHARE = 0.8
+"""Nobody else uses a GPU: its speed is steadier than that of CPUs."""
 
 
 def _judge_checksums(fleet: Fleet) -> Iterator[Finding]:
@@ -44,30 +52,25 @@ def _judge_checksums(fleet: Fleet) -> Iterator[Finding]:
 
 
 def _judge_speeds(fleet: Fleet) -> Iterator[Finding]:
-    """Compare devices of one kind: all first GPUs, all second ones, all CPUs."""
-    speeds: dict[str, dict[str, float]] = defaultdict(dict)
+    """Compare the CPUs of all hosts, and all GPUs of one model, wherever they are."""
+    cpus: dict[Device, float] = {}
+    gpus: dict[Device, float] = {}
     for facts in fleet.having(PRODUCTS):
-        for device, told in facts.values[PRODUCTS].items():
+        for name, told in facts.values[PRODUCTS].items():
             if "failure" not in told:
-                speeds[device][facts.host] = float(told["gflop_per_s"])
-    for device, by_host in speeds.items():
-        few = find_few(by_host, SLOW_SHARE)
-        fewest = find_few(by_host, VERY_SLOW_SHARE)
-        for host in few.hosts:
-            # In a draw no single host can be said to crawl.
-            is_bad = host in fewest.hosts and not fewest.is_draw
-            yield Finding(
-                "product-speed",
-                Severity.FAIL if is_bad else Severity.WARN,
-                host,
-                f"{device} computes at {_show(by_host[host])}",
-                tell_usual(host, by_host, few, _show),
-            )
+                device = Device(facts.host, name, told.get("model", name))
+                of_kind = cpus if name == CPU else gpus
+                of_kind[device] = float(told["gflop_per_s"])
+    troubles = (*find_slow(cpus, _CPU_SPEED), *find_slow(gpus, _GPU_SPEED))
+    yield from tell_devices("product-speed", troubles)
 
 
 def _show(gflop_per_s: float) -> str:
     return f"{gflop_per_s:.3g} GFLOP/s"
 
+
+_CPU_SPEED = Measure("computed at", _show, SLOW_SHARE, VERY_SLOW_SHARE)
+_GPU_SPEED = Measure("computed at", _show, SLOW_GPU_SHARE, VERY_SLOW_GPU_SHARE)
 
 CHECKS = (
     Check(
@@ -92,12 +95,15 @@ CHECKS = (
         id="product-speed",
         family=Family.CLUSTER,
         title="all processors compute as fast under load",
-        reads="the speed of that product",
-        threshold="80 % of what most hosts reach; below half a failure",
+        reads="the speed of that product: CPUs of all hosts are compared, and GPUs of "
+        "one model, of one host or of many",
+        threshold=f"CPUs: {SLOW_SHARE:.0%} of what most hosts reach, below "
+        f"{VERY_SLOW_SHARE:.0%} a failure; GPUs: {SLOW_GPU_SHARE:.0%} of what most of "
+        f"the model reach, below {VERY_SLOW_GPU_SHARE:.0%} a failure",
         source="ronde's own",
         severity=Severity.FAIL,
         fix="Look at clocks, power cap and heat of that device while it computes",
-        needs="--burn, torch, several hosts",
+        needs="--burn, torch; several hosts, or several GPUs of one model",
         why="Every collective waits for the slowest.",
         facts=(PRODUCTS,),
         judge=_judge_speeds,

@@ -1,6 +1,7 @@
 """Checks of GPUs; one module for each thing that they ask about."""
 
 from ronde.check.families import (
+    gpu_copies,
     gpu_fabric,
     gpu_health,
     gpu_links,
@@ -15,5 +16,6 @@ CHECKS = (
     *gpu_use.CHECKS,
     *gpu_health.CHECKS,
     *gpu_links.CHECKS,
+    *gpu_copies.CHECKS,
     *gpu_fabric.CHECKS,
 )

@@ -4,9 +4,13 @@ from collections.abc import Iterator
 
 from ronde.check.check import Check, Family, Finding, Severity
 from ronde.check.facts import Value
+from ronde.check.families.device_speeds import Device, DeviceTrouble, tell_devices
 from ronde.check.families.gpu_troubles import FINE, Trouble, odd_gpus, tell
 from ronde.check.fleet import Fleet
 from ronde.topology.cpu_sets import format_list
+
+LOADED_LINKS = "cluster.gpu_links_under_load"
+"""Fact: by device, such as ``cuda:0``: its PCI link while it copied."""
 
 _EXPECTED_LINKS = {"A100-SXM4": 12, "H100 80GB HBM3": 18, "GB200": 18, "GB300": 18}
 """By part of the model's name; those whose links the board joins, not a bridge."""
@@ -51,6 +55,49 @@ def _judge_width(link: Value, severity: Severity) -> Trouble:
         return FINE
     what = f"its PCI link has {link['width']} lanes of {link['max_width']}"
     return Trouble(severity, what)
+
+
+def _judge_loaded(fleet: Fleet) -> Iterator[Finding]:
+    """Tell of links that do not rise to what is possible though much is copied."""
+    for facts in fleet.having(LOADED_LINKS):
+        # As above; and without a word about it, it may be virtual.
+        is_virtual = facts.values.get("gpu.is_virtual", True)
+        severity = Severity.WARN if is_virtual else Severity.FAIL
+        links = facts.values[LOADED_LINKS]
+        low = [each["address"] for each in links.values() if _is_low(each)]
+        fix = f"sudo lspci -vv -s {low[0]} | grep Lnk" if low else ""
+        fix += ", and so on" * (len(low) > 1)
+        troubles = [
+            _judge_loaded_link(Device(facts.host, name, ""), link, severity, fix)
+            for name, link in links.items()
+            if link is not None and (_is_low(link) or "failure" in link)
+        ]
+        yield from tell_devices("gpu-pcie-load", troubles)
+
+
+def _is_low(link: Value) -> bool:
+    return (
+        link is not None
+        and "failure" not in link
+        and (
+            0 < link["width"] < link["max_width"]
+            or 0 < link["generation"] < link["max_generation"]
+        )
+    )
+
+
+def _judge_loaded_link(
+    device: Device, link: Value, severity: Severity, fix: str
+) -> DeviceTrouble:
+    if "failure" in link:
+        what = f"could not be told: {link['failure']}"
+        return DeviceTrouble(device, Severity.INFORM, what)
+    what = (
+        f"used x{link['width']} of PCI generation {link['generation']} under load, "
+        f"x{link['max_width']} of generation {link['max_generation']} is possible"
+    )
+    fix += "; seat the card or its riser anew; look at the slot in the BIOS"
+    return DeviceTrouble(device, severity, what, fix=fix)
 
 
 def _judge_nvlinks(fleet: Fleet) -> Iterator[Finding]:
@@ -144,6 +191,25 @@ CHECKS = (
         why="Copies to the host and to network adapters take a multiple of the time.",
         facts=("gpu.pcie", "gpu.is_virtual"),
         judge=_judge_pcie,
+    ),
+    Check(
+        id="gpu-pcie-load",
+        family=Family.GPU,
+        title="the GPUs' PCI links rise to what is possible when there is much to copy",
+        reads="NVML's width and generation of each link while the GPU copies from the "
+        "host, the best of what is answered before the copies end, and what is "
+        "possible in this host; GPUs are matched by their PCI address",
+        threshold="the width and the generation that are possible (a warning in "
+        "virtual machines)",
+        source="NVIDIA's NVML manual: nvmlDeviceGetCurrPcieLinkWidth and -Generation, "
+        "nvmlDeviceGetMaxPcieLinkWidth and -Generation",
+        severity=Severity.FAIL,
+        fix="seat the card or its riser anew; look at the slot's lanes and generation "
+        "in the BIOS; sudo lspci -vv -s ADDRESS | grep Lnk",
+        needs="--burn, torch, an NVIDIA GPU, nvidia-ml-py",
+        why="Copies to the host and to network adapters take a multiple of the time.",
+        facts=(LOADED_LINKS,),
+        judge=_judge_loaded,
     ),
     Check(
         id="gpu-nvlink",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from typing import Any, cast
 
 from ronde.check.facts import Value
 from ronde.check.operations.site import Site
@@ -20,8 +21,8 @@ _MAX_CPUS = 8
 _NUM_PIECES = 8
 """On each CPU of a tour: the first ones find cold caches and a slow clock."""
 
-_START_S = 90.0
-"""For torch to be imported, and drivers to start."""
+_BESIDES_S = 110.0
+"""For torch to be imported, drivers to start, and each GPU to copy."""
 
 _KILLED_S = 1.0
 _PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
@@ -86,40 +87,73 @@ def _compute_pieces_on(cpu: int) -> float:
 def burn(_site: Site, question: dict[str, Value]) -> dict[str, Value]:
     """Multiply two seeded matrices of ``size`` for ``seconds``, on all processors.
 
+    Then each GPU copies, one after the other.
+
     Returns:
         ``products``: by device; see ``product.multiply``. Of a device that failed, and
-        of all where all hung, ``failure`` alone.
+        of all where all hung, ``failure`` alone. ``copies`` and ``links``: by GPU; see
+        ``copying.examine_gpu``.
 
     Raises:
         OSError: There is no torch.
     """
     seconds = float(question["seconds"])
     given = json.dumps([seconds, int(question["size"]), int(question["seed"])])
+    said, trouble = _run([sys.executable, "-c", _BOOT, _PACKAGE_DIR, given], seconds)
+    told = _merge(said)
+    if "missing" in told:
+        raise OSError(told["missing"])
+    if "products" not in told:
+        told["products"] = {"all processors": {"failure": trouble}}
+    gpus = [name for name in told["products"] if name.startswith("cuda:")]
+    not_reached = {name: {"failure": f"its program {trouble}"} for name in gpus}
+    for part in ("copies", "links"):
+        told[part] = not_reached | told.get(part, {})
+    return told
+
+
+def _run(words: list[str], seconds: float) -> tuple[bytes, str]:
+    """Run a program; return what it wrote, and how it ended, in half a sentence.
+
+    One that takes much longer than it should is killed.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-c", _BOOT, _PACKAGE_DIR, given],
+        words,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
     try:
-        said, complaint = process.communicate(timeout=seconds + _START_S)
-    except subprocess.TimeoutExpired:
+        said, complaint = process.communicate(timeout=seconds + _BESIDES_S)
+    except subprocess.TimeoutExpired as late:
         os.killpg(process.pid, signal.SIGKILL)
         # What hangs in a driver dies when that lets go of it.
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_KILLED_S)
-        return _all_failed(f"hung, and was killed {_START_S:g} s after its time")
-    try:
-        told = json.loads(said.strip().rpartition(b"\n")[2])
-    except ValueError:
-        last = complaint.decode(errors="replace").strip().splitlines()[-1:]
-        reason = f"ended with code {process.returncode}: {''.join(last)}"
-        return _all_failed(reason[:_MAX_SAID_CHARS])
-    if "missing" in told:
-        raise OSError(told["missing"])
+        return (
+            late.output or b"",
+            f"hung, and was killed {_BESIDES_S:g} s after its time",
+        )
+    last = complaint.decode(errors="replace").strip().splitlines()[-1:]
+    reason = f"ended with code {process.returncode}: {''.join(last)}"
+    return said, reason[:_MAX_SAID_CHARS]
+
+
+def _merge(said: bytes) -> dict[str, Any]:
+    """Return what the lines of a program tell together, those that are JSON objects."""
+    told: dict[str, Any] = {}
+    for line in said.splitlines():
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            # Libraries write there as well.
+            continue
+        if not isinstance(answer, dict):
+            continue
+        for name, value in cast("dict[str, Any]", answer).items():
+            if isinstance(value, dict):
+                told.setdefault(name, {}).update(value)
+            else:
+                told[name] = value
     return told
-
-
-def _all_failed(reason: str) -> dict[str, Value]:
-    return {"products": {"all processors": {"failure": reason}}}

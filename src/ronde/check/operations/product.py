@@ -1,5 +1,9 @@
 """A matrix product again and again, on all processors: a program of its own.
 
+What it has seen it writes at once, a line of JSON each: the products of all, then what
+each GPU copies, one after the other and with nothing else at work. Whatever becomes of
+the copies, the products are told.
+
 Note [Exact products]
     The factors hold whole numbers of at most 2^20. A product of two is at most 2^40,
     and a sum of ``size`` of them at most ``size * 2^40``: up to a size of 2^13 that is
@@ -21,6 +25,7 @@ from threading import Thread
 from typing import Any
 
 from ronde.check.facts import Value
+from ronde.check.operations.copying import examine_gpu
 from ronde.launch.lineage import die_with_parent
 
 MAX_SIZE = 1 << 13
@@ -31,6 +36,9 @@ Tensor = Any
 
 _SHIFT = 11
 """From the 32 bits of a signed number to the 21 of one between -2^20 and 2^20."""
+
+_NUM_IN_ROUND = 8
+"""Products that a GPU is given at once, so that it never waits for this program."""
 
 _MAX_SAID_CHARS = 200
 
@@ -51,6 +59,8 @@ def main() -> None:
     def compute(device: str) -> None:
         try:
             found[device] = multiply(torch, device, factors, seconds)
+            if device != "cpu":
+                found[device]["model"] = torch.cuda.get_device_name(device)
         except RuntimeError as error:
             found[device] = {"failure": str(error)[:_MAX_SAID_CHARS]}
 
@@ -61,11 +71,15 @@ def main() -> None:
     for each in computing:
         each.join()
     _answer({"products": found})
+    for number, name in enumerate(gpus):
+        told = examine_gpu(torch, number)
+        _answer({"copies": {name: told["copies"]}, "links": {name: told["link"]}})
 
 
 def _answer(told: dict[str, Value]) -> None:
     # A line of its own: libraries may have written something before.
     sys.stdout.write(f"\n{json.dumps(told)}\n")
+    sys.stdout.flush()
 
 
 def make_factor(torch: Torch, size: int, seed: int) -> Tensor:
@@ -93,11 +107,16 @@ def multiply(
     left, right = (factor.to(device) for factor in factors)
     first = left @ right
     checksum = sum_up(torch, first)
+    num_in_round = 1 if device == "cpu" else _NUM_IN_ROUND
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
     begun_s = time.monotonic()
     num_products = num_wrong = 0
     while num_products == 0 or time.monotonic() < begun_s + seconds:
-        num_products += 1
-        num_wrong += not torch.equal(left @ right, first)
+        for _ in range(num_in_round):
+            wrong += (left @ right != first).any()
+        num_products += num_in_round
+        # The number is there when all products are.
+        num_wrong = int(wrong)
     passed_s = time.monotonic() - begun_s
     flop = 2 * left.shape[0] ** 3 * num_products
     return {

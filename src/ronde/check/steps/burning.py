@@ -1,4 +1,6 @@
-"""How fast all hosts compute, and whether they all compute the same."""
+"""How fast hosts compute and their GPUs copy, and whether all compute the same."""
+
+from typing import Any
 
 from ronde.check.families.cluster_pace import (
     PACE,
@@ -8,7 +10,9 @@ from ronde.check.families.cluster_pace import (
     find_slow,
 )
 from ronde.check.families.cluster_product import PRODUCTS
-from ronde.check.steps.panel import Panel
+from ronde.check.families.gpu_copies import COPIES
+from ronde.check.families.gpu_links import LOADED_LINKS
+from ronde.check.steps.panel import Panel, Reply
 
 SPIN_S = 0.2
 MAX_ROUNDS = 5
@@ -57,3 +61,27 @@ def _burn(panel: Panel, seconds: float) -> None:
             panel.note_unread(host, PRODUCTS, reply.failure)
         else:
             panel.note(host, PRODUCTS, reply.values["products"])
+        for fact, part in ((COPIES, "copies"), (LOADED_LINKS, "links")):
+            _note_gpus(panel, host, fact, reply.values.get(part, {}) or _none(reply))
+
+
+def _none(reply: Reply) -> dict[str, Any]:
+    """Return why nothing is told of any GPU, in the form in which a GPU is told of."""
+    products = reply.values.get("products", {})
+    reasons = [each["failure"] for each in products.values() if "failure" in each]
+    reason = reply.failure or next(iter(reasons), "torch sees no GPU there")
+    return {"": {"failure": reason}}
+
+
+def _note_gpus(panel: Panel, host: str, fact: str, told: dict[str, Any]) -> None:
+    """Write down what GPUs tell; where all have failed, why, unless there are none."""
+    failed = {gpu: each["failure"] for gpu, each in told.items() if _has_failed(each)}
+    if len(failed) < len(told):
+        panel.note(host, fact, told)
+    elif "" not in failed or panel.facts[host].values.get("gpu.count"):
+        gpu, reason = next(iter(failed.items()))
+        panel.note_unread(host, fact, f"{gpu}: {reason}" if gpu else reason)
+
+
+def _has_failed(told: dict[str, Any] | None) -> bool:
+    return told is not None and "failure" in told

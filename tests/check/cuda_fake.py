@@ -1,0 +1,92 @@
+"""torch with GPUs whose memory is this machine's, for what needs few of its calls."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from tests.check.nvml_fake import H100
+
+PINNING_REFUSED = 999
+
+
+class FakeEvent:
+    """Is reached when it was asked about so many times."""
+
+    def __init__(self, num_busy):
+        self.num_busy = num_busy
+
+    def record(self):
+        pass
+
+    def query(self):
+        self.num_busy -= 1
+        return self.num_busy < 0
+
+
+class FakeRuntime:
+    """CUDA's runtime; remembers what is pinned."""
+
+    def __init__(self, *, pins):
+        self.pins = pins
+        self.pinned = {}
+
+    def cudaHostRegister(self, pointer, size, flags):  # noqa: N802  its name
+        if not self.pins:
+            return PINNING_REFUSED
+        assert flags == 0
+        self.pinned[pointer] = size
+        return 0
+
+    def cudaHostUnregister(self, pointer):  # noqa: N802  its name
+        del self.pinned[pointer]
+        return 0
+
+
+class FakeTorch:
+    """Has what ``operations.copying`` takes of torch.
+
+    Args:
+        addresses: Of its GPUs, domain, bus and device each.
+        num_busy: How many times an event is asked about before copies have ended.
+        pins: Whether memory of the host can be pinned.
+        memory_bytes: No tensor on a GPU is larger.
+    """
+
+    uint8 = torch.uint8
+
+    def __init__(self, *addresses, num_busy=4, pins=True, memory_bytes=1 << 40):
+        self.addresses = addresses
+        self.memory_bytes = memory_bytes
+        self.runtime = FakeRuntime(pins=pins)
+        self.cuda = SimpleNamespace(
+            get_device_name=lambda _: H100["titles"],
+            get_device_properties=self._properties,
+            device=self._device,
+            synchronize=lambda: None,
+            empty_cache=lambda: None,
+            cudart=lambda: self.runtime,
+            Event=lambda: FakeEvent(num_busy),
+        )
+
+    def empty(self, size, *, dtype):
+        return torch.empty(size, dtype=dtype)
+
+    def zeros(self, size, *, dtype, device):
+        assert device == "cuda"
+        if size > self.memory_bytes:
+            raise RuntimeError("CUDA out of memory.\nTry something else.")
+        return torch.zeros(size, dtype=dtype)
+
+    def empty_like(self, tensor, *, device):
+        return self.zeros(tensor.numel(), dtype=tensor.dtype, device=device)
+
+    def _properties(self, number):
+        domain, bus, device = self.addresses[number]
+        return SimpleNamespace(
+            pci_domain_id=domain, pci_bus_id=bus, pci_device_id=device
+        )
+
+    @contextmanager
+    def _device(self, number):
+        assert number in range(len(self.addresses))
+        yield

@@ -1,0 +1,296 @@
+"""GPUs that compute or copy slower than others of their model, and their links."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.check.check import Severity
+from ronde.check.facts import HostFacts
+from ronde.check.families.cluster_product import CHECKS as PRODUCT_CHECKS, PRODUCTS
+from ronde.check.families.device_speeds import name_devices
+from ronde.check.families.gpu_copies import CHECKS as COPY_CHECKS, COPIES
+from ronde.check.families.gpu_links import CHECKS as LINK_CHECKS, LOADED_LINKS
+from ronde.check.fleet import Fleet
+from ronde.check.judging import judge
+
+FAIL, WARN, INFORM = Severity
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+CARD = "NVIDIA GeForce RTX 3060"
+
+
+def computed(speed, model=H100):
+    told = {"checksum": "c0ffee", "num_products": 40, "num_wrong": 0}
+    return told | {"gflop_per_s": speed} | ({"model": model} if model else {})
+
+
+def copied(up=55.0, down=55.0, within=2600.0, model=H100, *, is_near=True):
+    return {
+        "model": model,
+        "is_near": is_near,
+        "host_to_device_gb_per_s": up,
+        "device_to_host_gb_per_s": down,
+        "device_memory_gb_per_s": within,
+    }
+
+
+def find(fact, *hosts, **besides):
+    """Return what is found on hosts a, b and so on, whose GPUs tell this."""
+    checks = {PRODUCTS: PRODUCT_CHECKS, COPIES: COPY_CHECKS, LOADED_LINKS: LINK_CHECKS}
+    fleet = Fleet(
+        tuple(
+            HostFacts(name, {fact: told, **besides}, {}, {})
+            for name, told in zip("abcdef", hosts, strict=False)
+        ),
+        {},
+    )
+    return judge(fleet, checks[fact]).findings
+
+
+def gpus(*told):
+    return {f"cuda:{number}": each for number, each in enumerate(told)}
+
+
+def seven_and(odd, usual):
+    """Return eight GPUs of which the fourth is odd."""
+    return gpus(usual, usual, usual, odd, usual, usual, usual, usual)
+
+
+# Computing
+
+
+@pytest.mark.parametrize(
+    ("speed", "severity"), [(91.0, None), (89.0, WARN), (79.0, FAIL)]
+)
+def test_one_slow_gpu_of_eight_is_found_within_one_host(speed, severity):
+    found = find(PRODUCTS, seven_and(computed(speed), computed(100.0)))
+    assert [(f.severity, f.host) for f in found] == ([(severity, "a")] * bool(severity))
+    for finding in found:
+        assert finding.check == "product-speed"
+        assert finding.what == f"cuda:3 computed at {speed:g} GFLOP/s"
+        assert finding.usual == "100 GFLOP/s on most GPUs of this model"
+
+
+def test_a_gpu_is_compared_with_all_others_whatever_their_numbers():
+    found = find(
+        PRODUCTS,
+        gpus(computed(100.0), computed(100.0)),
+        gpus(computed(100.0), computed(50.0)),
+    )
+    assert [(f.severity, f.host) for f in found] == [(FAIL, "b")]
+    assert found[0].what.startswith("cuda:1 ")
+
+
+def test_models_are_not_compared_with_each_other():
+    three = [computed(20.0, A100)] * 3
+    assert find(PRODUCTS, gpus(computed(60.0), *three, computed(60.0))) == ()
+
+
+def test_of_two_gpus_none_is_blamed():
+    found = find(PRODUCTS, gpus(computed(10.0), computed(100.0)))
+    assert {(f.severity, f.what, f.usual) for f in found} == {
+        (WARN, "cuda:0 computed at 10 GFLOP/s", "100 GFLOP/s elsewhere"),
+        (WARN, "cuda:1 computed at 100 GFLOP/s", "10 GFLOP/s elsewhere"),
+    }
+
+
+def test_in_a_draw_of_many_what_others_have_stays_short():
+    speeds = [50.0, 51.0, 52.0, 53.0, 97.0, 98.0, 99.0, 100.0]
+    found = find(PRODUCTS, gpus(*map(computed, speeds)))
+    assert {f.severity for f in found} == {WARN}
+    usual = {f.usual for f in found}
+    assert usual == {
+        "50 GFLOP/s to 100 GFLOP/s elsewhere",
+        "51 GFLOP/s to 100 GFLOP/s elsewhere",
+        "50 GFLOP/s to 99 GFLOP/s elsewhere",
+    }
+
+
+def test_gpus_whose_ronde_does_not_tell_the_model_are_compared_by_number():
+    one, other, slow = (
+        gpus(computed(10.0, ""), computed(speed, "")) for speed in (95.0, 100.0, 70.0)
+    )
+    assert find(PRODUCTS, one, other, other) == ()
+    (finding,) = find(PRODUCTS, slow, other, other)
+    assert (finding.host, finding.severity) == ("a", FAIL)
+    assert finding.what.startswith("cuda:1 ")
+
+
+def test_slow_gpus_of_a_host_share_a_finding():
+    odd = [computed(30.0), computed(31.0)]
+    (finding,) = find(PRODUCTS, gpus(*[computed(100.0)] * 6, *odd))
+    assert finding.what == (
+        "cuda:6 computed at 30 GFLOP/s; cuda:7 computed at 31 GFLOP/s"
+    )
+
+
+@given(
+    st.dictionaries(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 9)), st.floats(1e-3, 1e6)
+    )
+)
+def test_speeds_are_judged_whatever_they_are(speeds):
+    hosts = [
+        {f"cuda:{n}": computed(speed) for (h, n), speed in speeds.items() if h == host}
+        for host in "abc"
+    ]
+    told = [(f.host, f.severity) for f in find(PRODUCTS, *hosts)]
+    assert {host for host, _ in told} <= {host for host, _ in speeds}
+    if len(speeds) <= 2:
+        assert FAIL not in {severity for _, severity in told}
+
+
+# Copying
+
+
+WAYS = (
+    ("up", "from the host"),
+    ("down", "to the host"),
+    ("within", "within its memory"),
+)
+
+
+@pytest.mark.parametrize(("part", "words"), WAYS)
+@pytest.mark.parametrize(("share", "severity"), [(91, None), (89, WARN), (79, FAIL)])
+def test_a_gpu_that_copies_slower_than_its_model(part, words, share, severity):
+    usual = copied(100.0, 100.0, 100.0, CARD)
+    odd = copied(**{"up": 100.0, "down": 100.0, "within": 100.0} | {part: share})
+    found = find(COPIES, seven_and(odd | {"model": CARD}, usual))
+    assert [(f.check, f.severity) for f in found] == (
+        [("gpu-copy-speed", severity)] * bool(severity)
+    )
+    for finding in found:
+        assert finding.what == f"cuda:3 copied {words} at {share} GB/s"
+        assert finding.usual == "100 GB/s on most GPUs of this model"
+
+
+def test_copies_of_all_hosts_are_compared():
+    usual = gpus(copied(model=CARD), copied(model=CARD))
+    found = find(
+        COPIES, usual, usual, gpus(copied(model=CARD), copied(13.0, model=CARD))
+    )
+    assert [(f.severity, f.host) for f in found] == [(FAIL, "c")]
+
+
+@pytest.mark.parametrize(
+    ("model", "floor"),
+    [(A100, 21), ("A100-SXM4-40GB", 21), (H100, 48), ("NVIDIA H200", 48)],
+)
+def test_a_known_model_has_a_floor_even_alone(model, floor):
+    assert find(COPIES, gpus(copied(floor, floor, model=model))) == ()
+    (finding,) = find(COPIES, gpus(copied(floor - 1, floor, model=model)))
+    assert finding.severity is FAIL
+    assert f"from the host at {floor - 1} GB/s, below the {floor} " in finding.what
+    (finding,) = find(COPIES, gpus(copied(floor, floor - 1, model=model)))
+    assert "to the host" in finding.what
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H200 NVL",
+        "NVIDIA GH200 480GB",
+        CARD,
+    ],
+)
+def test_what_is_only_named_alike_has_no_floor(model):
+    assert find(COPIES, gpus(copied(1.0, 1.0, 1.0, model))) == ()
+
+
+def test_a_floor_is_told_instead_of_a_warning_and_not_beside_a_failure():
+    nearly, far = copied(47.0, 55.0), copied(20.0, 55.0)
+    (finding,) = find(COPIES, seven_and(nearly, copied()))
+    assert (finding.severity, finding.usual) == (FAIL, "")
+    (finding,) = find(COPIES, seven_and(far, copied()))
+    assert (finding.severity, finding.what) == (
+        FAIL,
+        "cuda:3 copied from the host at 20 GB/s",
+    )
+
+
+def test_memory_that_may_be_far_is_no_failure():
+    (finding,) = find(COPIES, gpus(copied(20.0, is_near=False)))
+    assert finding.severity is WARN
+    assert finding.what.endswith("(its memory there may have been far)")
+    # The GPU's own memory is where it is.
+    slow = copied(within=1000.0, is_near=False)
+    (finding,) = find(COPIES, seven_and(slow, copied()))
+    assert finding.severity is FAIL
+
+
+def test_a_gpu_that_could_not_be_measured_is_told_and_is_no_fault():
+    (finding,) = find(COPIES, gpus(copied(), {"failure": "out of memory"}))
+    assert finding.severity is INFORM
+    assert finding.what == "cuda:1 could not be measured: out of memory"
+
+
+# The link
+
+
+def link(width=16, generation=5, address="0000:1b:00.0"):
+    now = {"width": width, "max_width": 16}
+    return now | {"generation": generation, "max_generation": 5, "address": address}
+
+
+def find_links(*told, **besides):
+    return find(LOADED_LINKS, gpus(*told), **{"gpu.is_virtual": False} | besides)
+
+
+def test_a_link_that_rises_to_what_is_possible_is_right():
+    assert find_links(link(), link(), None) == ()
+
+
+@pytest.mark.parametrize(
+    ("low", "words"),
+    [
+        (link(width=8), "x8 of PCI generation 5 under load, x16 of generation 5"),
+        (link(generation=3), "x16 of PCI generation 3 under load, x16 of generation 5"),
+        (link(4, 1), "x4 of PCI generation 1 under load, x16 of generation 5"),
+    ],
+)
+def test_a_link_that_stays_low_under_load_fails_naming_both(low, words):
+    (finding,) = find_links(link(), low)
+    assert (finding.check, finding.severity) == ("gpu-pcie-load", FAIL)
+    assert finding.what == f"cuda:1 used {words} is possible"
+    assert "lspci -vv -s 0000:1b:00.0 |" in finding.fix
+    assert "and so on" not in finding.fix
+
+
+def test_links_that_are_low_alike_share_a_finding():
+    low = [link(8, address=f"0000:{bus:02x}:00.0") for bus in (3, 4, 5)]
+    (finding,) = find_links(*low, link())
+    assert finding.what.startswith("cuda:0-2 used x8 ")
+    assert "lspci -vv -s 0000:03:00.0 | grep Lnk, and so on;" in finding.fix
+
+
+def test_a_virtual_machine_may_not_see_the_slot():
+    (finding,) = find_links(link(8), **{"gpu.is_virtual": True})
+    assert finding.severity is WARN
+    (finding,) = find(LOADED_LINKS, gpus(link(8)))
+    assert finding.severity is WARN
+
+
+def test_a_link_that_could_not_be_told_is_no_fault():
+    (finding,) = find_links(link(), {"failure": "NVML does not answer"})
+    assert finding.severity is INFORM
+    assert finding.what == "cuda:1 could not be told: NVML does not answer"
+
+
+def test_a_link_of_which_nothing_is_known_is_not_judged():
+    assert find_links(link(0, 0)) == ()
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["cpu"], "cpu"),
+        (["cuda:10", "cuda:2", "cuda:3"], "cuda:2-3,10"),
+        (["cuda:0", "cpu"], "cpu, cuda:0"),
+        (["cuda:"], "cuda:"),
+    ],
+)
+def test_devices_are_named_in_short(names, told):
+    assert name_devices(names) == told
