@@ -1,5 +1,6 @@
 """torch with GPUs whose memory is this machine's, for what needs few of its calls."""
 
+import math
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -42,8 +43,17 @@ class FakeRuntime:
         return 0
 
 
+def on_host(move):
+    """Return ``torch.Tensor.to`` for GPUs that are this machine's memory."""
+
+    def to(tensor, where):
+        return tensor if str(where).startswith("cuda:") else move(tensor, where)
+
+    return to
+
+
 class FakeTorch:
-    """Has what ``operations.copying`` takes of torch.
+    """Has what ``--burn`` takes of torch; what is not here is torch's own.
 
     Args:
         addresses: Of its GPUs, domain, bus and device each.
@@ -52,13 +62,12 @@ class FakeTorch:
         memory_bytes: No tensor on a GPU is larger.
     """
 
-    uint8 = torch.uint8
-
     def __init__(self, *addresses, num_busy=4, pins=True, memory_bytes=1 << 40):
         self.addresses = addresses
         self.memory_bytes = memory_bytes
         self.runtime = FakeRuntime(pins=pins)
         self.cuda = SimpleNamespace(
+            device_count=lambda: len(self.addresses),
             get_device_name=lambda _: H100["titles"],
             get_device_properties=self._properties,
             device=self._device,
@@ -68,13 +77,17 @@ class FakeTorch:
             Event=lambda: FakeEvent(num_busy),
         )
 
-    def empty(self, size, *, dtype):
-        return torch.empty(size, dtype=dtype)
+    def __getattr__(self, name):
+        return getattr(torch, name)
 
-    def zeros(self, size, *, dtype, device):
-        assert device == "cuda"
-        if size > self.memory_bytes:
-            raise RuntimeError("CUDA out of memory.\nTry something else.")
+    def zeros(self, size, *, dtype, device="cpu"):
+        if device != "cpu":
+            assert device.startswith("cuda")
+            if (
+                math.prod(size if isinstance(size, tuple) else (size,))
+                > self.memory_bytes
+            ):
+                raise RuntimeError("CUDA out of memory.\nTry something else.")
         return torch.zeros(size, dtype=dtype)
 
     def empty_like(self, tensor, *, device):

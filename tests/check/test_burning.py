@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from tests.check.copies_suite import check_copies
 from tests.check.programs import WORDS, panel_of
 
 from ronde.check.families.cluster_pace import PACE, PACE_CPU, find_slow
@@ -20,6 +21,7 @@ from ronde.check.families.gpu_links import LOADED_LINKS
 from ronde.check.operations import burning as operations
 from ronde.check.operations.product import (
     MAX_SIZE,
+    NUM_IN_ROUND,
     make_factor,
     multiply,
     sum_up,
@@ -200,6 +202,33 @@ def test_copies_that_end_the_program_leave_the_products(
         assert told[part]["cuda:1"]["failure"].startswith(reason)
 
 
+TWO_GPUS = """
+import sys
+sys.path[:0] = sys.path_here
+import torch
+from tests.check.cuda_fake import FakeTorch, on_host
+from ronde.check.operations import copying
+copying.HOST_BYTES, copying.DEVICE_BYTES = 1 << 16, 1 << 18
+torch.Tensor.to = on_host(torch.Tensor.to)
+sys.modules["torch"] = FakeTorch((0, 0x1B, 0), (0, 0x1C, 0))
+"""
+
+
+def test_the_program_tells_of_each_gpu_what_it_computed_and_copied(site, monkeypatch):
+    """Its GPUs are this machine's memory; see ``cuda_fake``."""
+    boot = TWO_GPUS.replace("sys.path_here", repr(sys.path)) + operations._BOOT
+    monkeypatch.setattr(operations, "_BOOT", boot)
+    told = operations.burn(site, {"seconds": 0.01, "size": 33, "seed": 5})
+    products = told["products"]
+    assert products.keys() == {"cpu", "cuda:0", "cuda:1"}
+    assert {each["checksum"] for each in products.values()} == {exact_checksum(33, 5)}
+    assert told["copies"].keys() == told["links"].keys() == {"cuda:0", "cuda:1"}
+    for name, copies in told["copies"].items():
+        check_copies(copies)
+        assert copies["model"] == products[name]["model"]
+        assert products[name]["num_products"] % NUM_IN_ROUND == 0
+
+
 def burn_answering(answer, num_gpus=None):
     """Return the facts of a host whose program gives an answer to what it is asked."""
     answer = {"wall_s": 1e-3, "cpu_s": 1e-3} | answer
@@ -245,6 +274,7 @@ def test_where_all_gpus_fail_it_is_unreadable_and_the_products_are_known():
     ("answer", "reason"),
     [
         ({"products": {"cpu": COMPUTED}}, "torch sees no GPU there"),
+        ({"products": {"cpu": COMPUTED, "cuda:0": COMPUTED}}, "the host's ronde does"),
         ({"products": {"all processors": FAILED}}, "out of memory"),
         ({"error": "OSError: torch cannot be imported"}, "torch cannot be imported"),
     ],

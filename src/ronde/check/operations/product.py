@@ -37,7 +37,7 @@ Tensor = Any
 _SHIFT = 11
 """From the 32 bits of a signed number to the 21 of one between -2^20 and 2^20."""
 
-_NUM_IN_ROUND = 8
+NUM_IN_ROUND = 8
 """Products that a GPU is given at once, so that it never waits for this program."""
 
 _MAX_SAID_CHARS = 200
@@ -107,7 +107,7 @@ def multiply(
     left, right = (factor.to(device) for factor in factors)
     first = left @ right
     checksum = sum_up(torch, first)
-    num_in_round = 1 if device == "cpu" else _NUM_IN_ROUND
+    num_in_round = 1 if device == "cpu" else NUM_IN_ROUND
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     begun_s = time.monotonic()
     num_products = num_wrong = 0

@@ -69,7 +69,10 @@ def _none(reply: Reply) -> dict[str, Any]:
     """Return why nothing is told of any GPU, in the form in which a GPU is told of."""
     products = reply.values.get("products", {})
     reasons = [each["failure"] for each in products.values() if "failure" in each]
-    reason = reply.failure or next(iter(reasons), "torch sees no GPU there")
+    reason = "torch sees no GPU there"
+    if any(name.startswith("cuda:") for name in products):
+        reason = "the host's ronde does not tell of it; install this one's version"
+    reason = reply.failure or next(iter(reasons), reason)
     return {"": {"failure": reason}}
 
 
