@@ -24,18 +24,19 @@ from ronde.topology.graph import (
     Relation,
 )
 from ronde.topology.paths.building import build_network
-from ronde.topology.paths.detours import (
-    Transports,
-    add_detours,
-    default_peer_level,
-    level_of,
-)
+from ronde.topology.paths.detours import add_detours, default_peer_level
 from ronde.topology.paths.nearness import find_nearest, find_own_gpu, find_own_ports
 from ronde.topology.paths.network import Network, VertexKind
 from ronde.topology.paths.path import Path, PathKind
 from ronde.topology.paths.pci_tree import join_switches
 from ronde.topology.paths.rules import LATEST, NcclRules, rules_of
 from ronde.topology.paths.search import Paths, find_paths
+from ronde.topology.paths.transports import (
+    AS_IT_LIKES,
+    Transports,
+    level_of,
+    read_transports,
+)
 
 OLD = rules_of("2.29.7")
 GEN3 = "8.0 GT/s PCIe"
@@ -589,6 +590,42 @@ class TestDetours:
     def test_any_other_level_is_refused(self, text):
         with pytest.raises(UsageError, match="level must be one of LOC"):
             level_of(text)
+
+    @pytest.mark.parametrize(
+        ("settings", "transports"),
+        [
+            ({}, AS_IT_LIKES),
+            ({"NCCL_P2P_LEVEL": "SYS"}, Transports(peer_level=PathKind.SYS)),
+            ({"NCCL_NET_GDR_LEVEL": "0"}, Transports(gdr_level=PathKind.LOC)),
+            ({"NCCL_PXN_DISABLE": "1"}, Transports(has_relays=False)),
+            ({"NCCL_PXN_DISABLE": "0"}, AS_IT_LIKES),
+            ({"NCCL_NET_GDR_C2C": "0"}, Transports(has_gdr_over_c2c=False)),
+            ({"NCCL_PXN_C2C": "0"}, Transports(relays_over_c2c=False)),
+            # NCCL looks at the level only where peers are not forbidden.
+            (
+                {"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "SYS"},
+                Transports(peer_level=PathKind.LOC),
+            ),
+            (
+                {"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "PXB"},
+                Transports(peer_level=PathKind.PXB),
+            ),
+        ],
+    )
+    def test_settings_are_read_as_nccl_reads_them(self, settings, transports):
+        assert read_transports(settings) == transports
+
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"NCCL_DEBUG": "INFO"}, "NCCL's settings must be of NCCL_P2P_LEVEL, "),
+            ({"NCCL_P2P_LEVEL": "FAR"}, "level must be one of LOC, "),
+            ({"NCCL_P2P_DISABLE": "yes"}, "NCCL_P2P_DISABLE must be 0 or 1, got 'yes'"),
+        ],
+    )
+    def test_settings_that_say_nothing_of_paths_are_refused(self, settings, words):
+        with pytest.raises(UsageError, match=words):
+            read_transports(settings)
 
     def test_without_gpudirect_an_adapter_is_reached_by_the_processor(self):
         # The switch's own link is PCIe 3.

@@ -100,6 +100,11 @@ def test_paths_are_those_of_the_release_that_is_asked_for():
     assert "NVL 80.0" in told(PERLMUTTER, "--paths")
 
 
+def test_paths_are_those_with_the_settings_that_are_tried():
+    first = told(PERLMUTTER, "--nccl-paths", "-x", "NCCL_P2P_DISABLE=1").splitlines()[0]
+    assert "GPU/0-c1000 (5/24.0/PHB)" in first
+
+
 def test_what_a_search_has_found_is_told():
     assert told("nccl_graph/azure_ncv4_graph.xml").startswith("ring (graph 0): 2 chan")
 
@@ -125,6 +130,8 @@ def test_a_saved_tree_is_read_like_the_machine(tmp_path):
         (["--root", "nccl_topo"], "a directory that holds sys, got nccl_topo"),
         ([PERLMUTTER, B200, PERLMUTTER_TEXT], "got 3 sources of 2 forms"),
         ([PERLMUTTER, "--nccl", "1.0", "--paths"], "from 2.18 to 2.30, got '1.0'"),
+        ([PERLMUTTER, "-x", "NCCL_P2P_DISABLE=1"], "-x must stand with --nccl-paths"),
+        ([PERLMUTTER, "--nccl-paths", "-x", "NCCL_P2P"], "-x must be NAME=VALUE, got"),
         ([PERLMUTTER, "--matrix", "--json"], "not allowed with argument"),
         (["--bogus"], "unrecognized arguments: --bogus. Type: ronde topo --help"),
         (["diff", PERLMUTTER], "required"),

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ronde.cli.topo_input import (
     SOURCES_EPILOG,
@@ -14,6 +15,9 @@ from ronde.cli.topo_input import (
 )
 from ronde.errors import UsageError
 from ronde.topology.graph import HostTopology, Topology
+
+if TYPE_CHECKING:
+    from ronde.topology.paths.transports import Transports
 
 HELP = """\
 usage: ronde topo [SOURCE ...]            what is connected to what, and how fast
@@ -84,6 +88,11 @@ def _show(words: Sequence[str]) -> int:
         return 0
     if _tells_rings(options):
         return 0
+    if options.settings and not options.nccl_paths:
+        raise UsageError(
+            f"-x must stand with --nccl-paths, got it without: {options.settings[0]!r}."
+            " Add that, or leave it out."
+        )
     loaded = load_topology(options)
     for notice in loaded.notices:
         print(f"ronde: {notice}", file=sys.stderr)
@@ -123,6 +132,15 @@ def _options(words: Sequence[str]) -> argparse.Namespace | None:
         default="",
         metavar="VERSION",
         help="whose rules paths follow, 2.18 to 2.30 (default: the newest)",
+    )
+    parser.add_argument(
+        "-x",
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="NAME=VALUE",
+        help="with --nccl-paths: as if the job had this setting of NCCL's, such as "
+        "NCCL_P2P_LEVEL=SYS; may stand several times",
     )
     parser.add_argument("--svg", metavar="FILE", help="draw one host into FILE")
     return parser.read(words)
@@ -166,8 +184,17 @@ def _table(host: HostTopology, options: argparse.Namespace) -> str:
         return tabulate_classes(classify(host), _num_chars())
     paths = find_paths(host, rules_of(options.nccl) if options.nccl else LATEST)
     if options.nccl_paths:
-        return tabulate_paths(add_detours(paths))
+        return tabulate_paths(add_detours(paths, _transports(options.settings)))
     return tabulate_speeds(paths, classify(host), _num_chars())
+
+
+def _transports(settings: Sequence[str]) -> "Transports":
+    from ronde.topology.paths.transports import read_transports
+
+    unset = [each for each in settings if "=" not in each]
+    if unset:
+        raise UsageError(f"-x must be NAME=VALUE, got {unset[0]!r}. Give its value.")
+    return read_transports(dict(each.split("=", 1) for each in settings))
 
 
 def _num_chars() -> int:

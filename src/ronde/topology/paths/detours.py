@@ -8,9 +8,8 @@ Source: ``ncclTopoComputePaths`` of NCCL's src/graph/paths.cc and what it calls.
 own exceptions are not followed.
 """
 
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from ronde.errors import UsageError
 from ronde.topology.graph import UNKNOWN, GpuDevice, NetPort, NumaNode
 from ronde.topology.paths.nearness import (
     find_near_processor,
@@ -20,59 +19,9 @@ from ronde.topology.paths.nearness import (
 from ronde.topology.paths.network import Network, VertexKind
 from ronde.topology.paths.path import Path, PathKind
 from ronde.topology.paths.search import Paths
+from ronde.topology.paths.transports import AS_IT_LIKES, Transports
 
 _T = TypeVar("_T", GpuDevice, NetPort)
-
-# What a number means where a level is asked for, since before levels had names.
-_OLD_LEVELS = (
-    PathKind.LOC,
-    PathKind.PIX,
-    PathKind.PXB,
-    PathKind.PHB,
-    PathKind.SYS,
-    PathKind.SYS,
-)
-
-
-class Transports(NamedTuple):
-    """What NCCL is told by its environment.
-
-    Attributes:
-        peer_level: Farthest path by which GPUs reach one another (``NCCL_P2P_LEVEL``;
-            ``LOC`` for ``NCCL_P2P_DISABLE=1``); none for its own choice.
-        gdr_level: Farthest path for GPUDirect RDMA (``NCCL_NET_GDR_LEVEL``).
-        has_relays: Whether GPUs pass on to adapters (``NCCL_PXN_DISABLE=0``).
-        has_gdr_over_c2c: Whether C2C and PCI together are near enough for GPUDirect
-            RDMA (``NCCL_NET_GDR_C2C=1``).
-        relays_over_c2c: Whether they are for passing on (``NCCL_PXN_C2C=1``).
-    """
-
-    peer_level: PathKind | None = None
-    gdr_level: PathKind | None = None
-    has_relays: bool = True
-    has_gdr_over_c2c: bool = True
-    relays_over_c2c: bool = True
-
-
-AS_IT_LIKES = Transports()
-"""Without any word from the environment."""
-
-
-def level_of(text: str) -> PathKind:
-    """Return what NCCL reads in ``NCCL_P2P_LEVEL``: ``PIX``, or a number from 0.
-
-    Raises:
-        UsageError: It is neither; NCCL would ignore it.
-    """
-    if text.isascii() and text.isdigit():
-        return _OLD_LEVELS[min(int(text[:9]), len(_OLD_LEVELS) - 1)]
-    names = [kind for kind in PathKind if kind <= PathKind.SYS]
-    if text in names:
-        return PathKind(text)
-    raise UsageError(
-        f"level must be one of {', '.join(names)} or a number from 0 to 5, got "
-        f"{text!r}. Leave it out for NCCL's own choice."
-    )
 
 
 def default_peer_level(network: Network) -> PathKind:
