@@ -96,7 +96,8 @@ def test_a_name_that_leads_to_loopback_is_told_with_what_to_write():
     changed = {"network.own_name": own, "network.address": "10.0.0.1"}
     finding = only(fleet_of(3, changed))
     assert (finding.check, finding.host) == ("host-name", "n2")
-    assert finding.severity == Severity.FAIL
+    # Debian writes that into every /etc/hosts, and ronde run is not hurt by it.
+    assert finding.severity == Severity.WARN
     assert "resolves to 127.0.1.1" in finding.what
     assert "10.0.0.1 me" in finding.fix
     assert "GLOO_SOCKET_IFNAME=eth0" in finding.fix
@@ -116,6 +117,15 @@ def test_a_name_that_leads_elsewhere_is_told(own, said):
     assert said in only(fleet_of(2, {"network.own_name": own})).what
 
 
+def test_a_name_may_lead_to_a_bridge_that_is_not_for_containers():
+    own = PLAIN["network.own_name"] | {"addresses": ["10.3.0.1"]}
+    changed = {"network.own_name": own}
+    for bridge, is_told in (("br-0123456789ab", True), ("br-ex", False)):
+        added = {bridge: DOCKER0 | {"addresses": ["10.3.0.1"]}}
+        told = found(fleet_of(2, changed | {"network.interfaces": INTERFACES | added}))
+        assert set(told) == ({("host-name", "n2")} if is_told else set())
+
+
 def test_a_name_does_not_matter_to_one_host_or_where_an_interface_is_chosen():
     own = {"name": "me", "addresses": ["127.0.1.1"], "error": ""}
     usual = PLAIN | {"network.own_name": own}
@@ -129,13 +139,19 @@ def test_a_name_does_not_matter_to_one_host_or_where_an_interface_is_chosen():
     [
         ("NCCL_SOCKET_IFNAME", "ib", "fits no interface here: eth0, lo, docker0"),
         ("NCCL_SOCKET_IFNAME", "=eth", "fits no interface"),
-        ("GLOO_SOCKET_IFNAME", "eth", "fits no interface"),
+        ("GLOO_SOCKET_IFNAME", "eth", "no eth is among eth0, lo, docker0"),
+        ("GLOO_SOCKET_IFNAME", "eth0,eth9", "no eth9 is among"),
+        ("GLOO_SOCKET_IFNAME", "ib0", "takes ib0 alone, which has no address"),
         ("GLOO_SOCKET_IFNAME", "lo", "takes lo alone"),
         ("NCCL_SOCKET_IFNAME", "docker", "takes docker0 alone"),
     ],
 )
 def test_a_chosen_interface_that_is_not_there_is_told(variable, setting, said):
-    finding = only(fleet_of(2, {"network.variables": {variable: setting}}))
+    changed = {"network.variables": {variable: setting}}
+    if "ib0" in setting:
+        idle = {"ib0": ETH0 | {"kind": "infiniband", "addresses": []}}
+        changed["network.interfaces"] = INTERFACES | idle
+    finding = only(fleet_of(2, changed))
     assert (finding.check, finding.host) == ("chosen-interface", "n2")
     assert said in finding.what
 
@@ -181,6 +197,21 @@ def test_a_slower_link_is_told():
     assert (finding.check, finding.host) == ("link-speed", "n2")
     assert finding.what == "eth0 runs at 1 Gbit/s"
     assert finding.usual == "10 Gbit/s on 2 hosts"
+
+
+@pytest.mark.parametrize("kind", ["paravirtual", "wireless"])
+def test_what_a_hypervisor_or_the_air_says_of_a_link_is_not_judged(kind):
+    flapping = ETH0 | {"kind": kind, "carrier_changes": 99}
+    usual = {"network.interfaces": {"eth0": flapping | {"mbit_per_s": 20_000}}}
+    changed = {"network.interfaces": {"eth0": flapping}}
+    assert not found(fleet_of(3, changed, PLAIN | usual))
+
+
+def test_a_link_that_a_hypervisor_makes_up_need_not_carry_large_packets():
+    told = {"n9": {"error": "", "interface": "eth0", "own_mtu": 1500, "lost_bytes": 0}}
+    fast = ETH0 | {"mbit_per_s": 100_000, "kind": "paravirtual"}
+    usual = PLAIN | {"network.interfaces": {"eth0": fast}, "network.reach": told}
+    assert not found(fleet_of(1, usual=usual))
 
 
 def test_a_faster_link_is_no_fault():
@@ -289,6 +320,58 @@ def test_a_roce_port_needs_a_routable_gid(gids, index, said):
     told = found(fleet_of(2, changed, usual))
     assert set(told) == ({("roce-gid", "n2")} if said else set())
     assert all(said in each.what for each in told.values())
+
+
+NO_GID = ROCE | {"gids": {"0": ROCE["gids"]["0"]}}
+BESIDE_IB = {"an:1": NO_GID, "ib:1": IB}
+ELSEWHERE = ROCE["gids"]["3"] | {"address": f"{'0000:' * 5}ffff:a9fe:0001"}
+
+
+@pytest.mark.parametrize(
+    ("ports", "usual", "num_gpus", "severity"),
+    [
+        # A cloud gives every machine a port without an address beside the fast ones.
+        (
+            {"an:1": NO_GID, "ib:1": IB},
+            {"an:1": NO_GID, "ib:1": IB},
+            8,
+            Severity.INFORM,
+        ),
+        # The others have one there.
+        ({"an:1": NO_GID, "ib:1": IB}, {"an:1": ROCE, "ib:1": IB}, 8, Severity.FAIL),
+        # There is no port but this, and NCCL would try it.
+        ({"an:1": NO_GID}, {"an:1": NO_GID}, 8, Severity.FAIL),
+        ({"an:1": NO_GID}, {"an:1": NO_GID}, 0, Severity.INFORM),
+        (
+            {"an:1": ROCE | {"gids": {"3": ELSEWHERE}}},
+            {"an:1": ROCE},
+            8,
+            Severity.FAIL,
+        ),
+    ],
+)
+def test_a_port_without_an_address_is_as_bad_as_it_is_needed(
+    ports, usual, num_gpus, severity
+):
+    gpus = {"host.num_gpus": num_gpus}
+    usual = PLAIN | WITH_IB | gpus | {"network.rdma_ports": usual}
+    told = found(fleet_of(3, {"network.rdma_ports": ports}, usual))
+    assert told["roce-gid", "n2"].severity == severity
+
+
+def test_an_adapter_that_leads_nowhere_needs_no_device_files():
+    """Virtual machines of a cloud have one for TCP's sake, and no library."""
+    bare = {"network.rdma_device_files": {}, "network.has_rdma_library": False}
+    usual = PLAIN | WITH_IB | bare | {"host.num_gpus": 0}
+    told = found(fleet_of(2, usual=usual | {"network.rdma_ports": {"an:1": NO_GID}}))
+    assert {check for check, _ in told} == {"roce-gid"}
+    told = found(fleet_of(2, usual=usual | {"network.rdma_ports": {"an:1": ROCE}}))
+    assert {f.severity for f in told.values()} == {Severity.WARN}
+
+
+def test_without_rdma_its_ports_do_not_matter():
+    changed = {"network.variables": {"NCCL_NET": "Socket"}} | port(DOWN)
+    assert not found(fleet_of(3, changed, PLAIN | WITH_IB))
 
 
 @pytest.mark.parametrize(

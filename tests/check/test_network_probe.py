@@ -83,6 +83,37 @@ def test_only_variables_that_choose_are_read(tmp_path):
     }
 
 
+def test_what_ronde_run_would_forward_comes_on_top(tmp_path):
+    write(tmp_path, BASE)
+    given = {"NCCL_SOCKET_IFNAME": "ib", "NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "1"}
+    reading = Reading({"root": str(tmp_path), "environment": given})
+    network.read(reading)
+    assert reading.values["network.variables"] == {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_IB_HCA": "=mlx5_0",
+        "NCCL_SOCKET_IFNAME": "ib",
+    }
+
+
+def test_links_of_a_hypervisor_and_of_the_air_are_told_apart(tmp_path):
+    net = "sys/class/net"
+    write(tmp_path, BASE | {f"{net}/wlan0/device/vendor": "", f"{net}/wlan0/type": "1"})
+    (tmp_path / net / "wlan0/phy80211").mkdir()
+    for name, driver in (("ens3", "virtio_net"), ("ens4", "mlx5_core")):
+        write(tmp_path, {f"{net}/{name}/device/vendor": "", f"{net}/{name}/type": "1"})
+        link = tmp_path / net / name / "device/driver"
+        link.symlink_to(f"../../../bus/virtio/drivers/{driver}")
+    told = facts_of(tmp_path).values["network.interfaces"]
+    kinds = {name: told[name]["kind"] for name in ("ens3", "ens4", "eth0", "wlan0")}
+    assert kinds == {
+        "ens3": "paravirtual",
+        "ens4": "physical",
+        "eth0": "physical",
+        "wlan0": "wireless",
+    }
+
+
 def test_the_own_name_is_looked_up_in_a_saved_tree(tmp_path):
     write(tmp_path, BASE)
     own = facts_of(tmp_path).values["network.own_name"]

@@ -120,6 +120,8 @@ def test_a_smaller_mtu_is_told_once():
     assert set(told) == {("mtu", "n2")}
     assert told["mtu", "n2"].what == "MTU 1280"
     assert told["mtu", "n2"].usual == "1500 on 2 hosts"
+    # All that TCP sends arrives: it takes the smaller of two.
+    assert told["mtu", "n2"].severity == Severity.WARN
 
 
 def test_what_cuts_packets_between_hosts_is_found():

@@ -257,6 +257,15 @@ def test_one_program_has_nobody_to_reach():
     assert panel.facts["a"].values == {}
 
 
+def test_one_program_tries_the_ports_that_are_named():
+    with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as free:
+        ports = [each.getsockname()[1] for each in (taken, free)]
+        free.close()
+        with panel_of({"a": ""}, {"ports": ports}) as panel:
+            reaching.run(panel)
+        assert panel.facts["a"].values == {reaching.BUSY: ports[:1]}
+
+
 def test_a_program_that_has_ended_is_left_out():
     addresses = {"a": "127.0.0.1", "b": "127.0.0.2", "c": "127.0.0.3"}
     with panel_of(addresses) as panel:

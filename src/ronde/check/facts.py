@@ -4,6 +4,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+ENVIRONMENT = "environment"
+"""Setting: what ``ronde run`` would forward to every host, by the variable's name."""
+
 Value = Any
 """A number, a text, a truth, or lists and objects of these, as JSON has them."""
 

@@ -59,7 +59,8 @@ def find_slower(
         usual = max(counts, key=lambda rate: (counts[rate], rate))
         for host, rate in rates.items():
             if 0 < rate < usual:
-                told = f"{usual / 1000:g} Gbit/s on {counts[usual]} hosts"
+                num = counts[usual]
+                told = f"{usual / 1000:g} Gbit/s on {num} host{'s' * (num > 1)}"
                 yield Slower(host, name, rate, told)
 
 
@@ -94,7 +95,8 @@ def _judge_jumbo(fleet: Fleet) -> Iterator[Finding]:
     for facts in fleet.having(_INTERFACES, REACH):
         leading = {told["interface"] for told in facts.values[REACH].values()}
         for name, interface in facts.values[_INTERFACES].items():
-            is_fast = interface["mbit_per_s"] >= DATA_MBIT_PER_S
+            is_real = interface["kind"] != "paravirtual"
+            is_fast = is_real and interface["mbit_per_s"] >= DATA_MBIT_PER_S
             if name in leading and is_fast and interface["mtu"] < LEAST_JUMBO:
                 speed = f"{interface['mbit_per_s'] / 1000:g} Gbit/s"
                 what = f"{name} ({speed}) has an MTU of {interface['mtu']}"

@@ -1,6 +1,7 @@
 """Would ranks listen where others can reach them?"""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ronde.addresses import is_loopback
@@ -15,7 +16,10 @@ _VARIABLES = "network.variables"
 _GLOO = "GLOO_SOCKET_IFNAME"
 _BY_PREFIX = ("NCCL_SOCKET_IFNAME",)
 _BY_NAME = (_GLOO, "TP_SOCKET_IFNAME")
-_CONTAINER_BRIDGES = ("docker", "podman", "virbr", "lxcbr", "lxdbr", "cni", "veth")
+_OF_CONTAINERS = re.compile(
+    r"(docker|podman|nerdctl|virbr|lxcbr|lxdbr|cni|veth).*|br-[0-9a-f]{12}"
+)
+"""Interfaces that lead to containers or virtual machines of this host alone."""
 
 Interfaces = Mapping[str, Mapping[str, Any]]
 
@@ -52,7 +56,7 @@ def _judge_name(fleet: Fleet) -> Iterator[Finding]:
         what = _tell_name(own, facts.values[_INTERFACES])
         if what:
             fix = _mend_name(facts, own["name"])
-            yield Finding("host-name", Severity.FAIL, facts.host, what, fix=fix)
+            yield Finding("host-name", Severity.WARN, facts.host, what, fix=fix)
 
 
 def _tell_name(own: Mapping[str, Any], interfaces: Interfaces) -> str:
@@ -64,7 +68,7 @@ def _tell_name(own: Mapping[str, Any], interfaces: Interfaces) -> str:
     first = next((a for a in own["addresses"] if a in at or is_loopback(a)), "")
     if is_loopback(first):
         return f"its name {name} resolves to {first}, which no other host reaches"
-    if at.get(first, "").startswith(_CONTAINER_BRIDGES):
+    if _OF_CONTAINERS.fullmatch(at.get(first, "")):
         return (
             f"its name {name} resolves to {first} of {at[first]}, for containers here"
         )
@@ -102,23 +106,36 @@ def _tell_choice(
 ) -> str:
     if not setting or variable not in (*_BY_PREFIX, *_BY_NAME):
         return ""
+    told = f"{variable}={setting}"
     if variable in _BY_PREFIX:
         chosen = [name for name in interfaces if chooses(setting, name)]
     else:
-        chosen = [name for name in setting.split(",") if name in interfaces]
-    told = f"{variable}={setting}"
+        chosen = setting.split(",")
+        # Each of them has to be there.
+        missing = [name for name in chosen if name not in interfaces]
+        if missing:
+            return f"{told}: no {', '.join(missing)} is among {', '.join(interfaces)}"
     if not chosen:
         return f"{told} fits no interface here: {', '.join(interfaces)}"
     if is_alone or setting.startswith("^"):
         return ""
-    if all(_is_local(name, interfaces) for name in chosen):
-        return f"{told} takes {', '.join(chosen)} alone, which no other host reaches"
+    why = _tell_unreached(chosen, interfaces)
+    return f"{told} takes {', '.join(chosen)} alone, which {why}" if why else ""
+
+
+def _tell_unreached(names: Sequence[str], interfaces: Interfaces) -> str:
+    """Return why no other host comes by any of some interfaces; empty if one may."""
+    if all(_is_local(name, interfaces) for name in names):
+        return "no other host reaches"
+    is_known = any(each["addresses"] for each in interfaces.values())
+    if is_known and not any(interfaces[name]["addresses"] for name in names):
+        return "has no address"
     return ""
 
 
 def _is_local(name: str, interfaces: Interfaces) -> bool:
     is_loopback_one = interfaces[name]["kind"] == "loopback"
-    return is_loopback_one or name.startswith(_CONTAINER_BRIDGES)
+    return is_loopback_one or _OF_CONTAINERS.fullmatch(name) is not None
 
 
 CHECKS = (
@@ -130,12 +147,13 @@ CHECKS = (
         f"addresses; nothing where {_GLOO} is set",
         threshold="the first address that is this host's is neither loopback nor a "
         "container bridge's",
-        source="Gloo listens at what the host's name resolves to, or at loopback",
-        severity=Severity.FAIL,
+        source="Gloo listens at what the host's name resolves to, or at loopback; a "
+        "warning, for ronde run names the interface instead",
+        severity=Severity.WARN,
         fix=f"Mend /etc/hosts, or export {_GLOO} (ronde run does).",
         needs="several hosts",
-        why="Ranks of Gloo listen at loopback without a word; those of other hosts "
-        "connect to themselves or are refused.",
+        why="Started by torchrun or mpirun, ranks of Gloo listen at loopback without a "
+        "word; those of other hosts connect to themselves or are refused.",
         facts=(_OWN_NAME, _INTERFACES, _VARIABLES),
         judge=_judge_name,
     ),
@@ -144,7 +162,8 @@ CHECKS = (
         family=Family.NETWORK,
         title="Is the interface there that variables choose?",
         reads=", ".join((*_BY_PREFIX, *_BY_NAME)),
-        threshold="at least one interface fits, which is not for this host alone",
+        threshold="an interface fits, which is not for this host alone and has an "
+        "address; of a list of Gloo's each is there",
         source="NCCL's and Gloo's documentation of the variables",
         severity=Severity.FAIL,
         fix="Unset the variable, or name an interface of this host: ip -br address.",

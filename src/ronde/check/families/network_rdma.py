@@ -19,16 +19,19 @@ _INDEX = "NCCL_IB_GID_INDEX"
 _UP = ("ACTIVE", "LinkUp")
 _MEANT_DOWN = ("Disabled", "Sleep")
 _ROCE_2 = "RoCE v2"
-_LINK_LOCAL = "fe80:"
+_LINK_LOCAL, _IPV4_LOCAL = "fe80:", ":ffff:a9fe:"
 
 Port = Mapping[str, Any]
 
 
 def _chosen(facts: HostFacts) -> dict[str, Port]:
     """Return the ports that NCCL would look at."""
-    if facts.values[_VARIABLES].get("NCCL_IB_DISABLE") == "1":
+    variables: Mapping[str, str] = facts.values[_VARIABLES]
+    if variables.get("NCCL_IB_DISABLE") == "1":
         return {}
-    setting = facts.values[_VARIABLES].get(_CHOICE, "")
+    if variables.get("NCCL_NET", "").lower() == "socket":
+        return {}
+    setting = variables.get(_CHOICE, "")
     ports: dict[str, Port] = facts.values[_PORTS]
     return {n: p for n, p in ports.items() if not setting or chooses(setting, n)}
 
@@ -52,7 +55,8 @@ def _judge_ports(fleet: Fleet) -> Iterator[Finding]:
             is_usual = bool(others) and 2 * num_up > len(others)
             severity = _weigh(facts, port, is_usual=is_usual, is_alone=not others)
             what = f"{name} is {port['state']}/{port['physical_state']}"
-            usual = f"ACTIVE/LinkUp on {num_up} hosts" if num_up else ""
+            hosts_up = f"{num_up} host{'s' * (num_up > 1)}"
+            usual = f"ACTIVE/LinkUp on {hosts_up}" if num_up else ""
             yield Finding("rdma-port", severity, facts.host, what, usual)
 
 
@@ -79,18 +83,47 @@ def _judge_rates(fleet: Fleet) -> Iterator[Finding]:
 def _judge_gids(fleet: Fleet) -> Iterator[Finding]:
     if len(fleet.hosts) < 2:
         return
-    for facts in fleet.having(_PORTS, _VARIABLES):
+    hosts = list(fleet.having(_PORTS, _VARIABLES))
+    for facts in hosts:
         index = facts.values[_VARIABLES].get(_INDEX, "")
         for name, port in _chosen(facts).items():
-            if port["layer"] == "Ethernet" and _is_up(port):
-                what = _tell_gids(name, port["gids"], index)
-                if what:
-                    yield Finding("roce-gid", Severity.FAIL, facts.host, what)
+            if port["layer"] != "Ethernet" or not _is_up(port):
+                continue
+            severity, what = Severity.FAIL, _tell_index(name, port["gids"], index)
+            if not _is_usable(port):
+                severity = _weigh_gids(facts, name, hosts)
+                what = f"{name} has no GID of RoCE v2 that is routable"
+            if what:
+                yield Finding("roce-gid", severity, facts.host, what)
 
 
-def _tell_gids(name: str, gids: Mapping[str, Port], index: str) -> str:
-    if not any(_is_routable(gid) for gid in gids.values()):
-        return f"{name} has no GID of RoCE v2 that is routable"
+def _is_usable(port: Port) -> bool:
+    """Say whether other hosts can be reached by a port."""
+    is_roce = port["layer"] == "Ethernet"
+    is_routable = any(_is_routable(gid) for gid in port["gids"].values())
+    return _is_up(port) and (is_routable or not is_roce)
+
+
+def _weigh_gids(facts: HostFacts, name: str, hosts: list[HostFacts]) -> Severity:
+    """Return how bad a port without an address is.
+
+    One for storage, or that a cloud gives to every machine, has none anywhere; NCCL
+    takes the faster ones if there are any.
+    """
+    others = [each.values[_PORTS].get(name) for each in hosts if each is not facts]
+    num_usable = sum(other is not None and _is_usable(other) for other in others)
+    has_another = any(_is_usable(port) for port in _chosen(facts).values())
+    is_needed = _has_gpus(facts) and not has_another
+    is_missed = 2 * num_usable > len(others)
+    return Severity.FAIL if is_missed or is_needed else Severity.INFORM
+
+
+def _has_gpus(facts: HostFacts) -> bool:
+    """Say whether NCCL may run there: without GPUs nobody else needs an adapter."""
+    return facts.values.get("host.num_gpus") != 0
+
+
+def _tell_index(name: str, gids: Mapping[str, Port], index: str) -> str:
     if index in ("", "-1"):
         return ""
     if index not in gids:
@@ -102,7 +135,8 @@ def _tell_gids(name: str, gids: Mapping[str, Port], index: str) -> str:
 
 
 def _is_routable(gid: Port) -> bool:
-    return gid["type"] == _ROCE_2 and not gid["address"].startswith(_LINK_LOCAL)
+    is_local = gid["address"].startswith(_LINK_LOCAL) or _IPV4_LOCAL in gid["address"]
+    return gid["type"] == _ROCE_2 and not is_local
 
 
 def _judge_managers(fleet: Fleet) -> Iterator[Finding]:
@@ -122,7 +156,7 @@ def _judge_devices(fleet: Fleet) -> Iterator[Finding]:
     if len(fleet.hosts) < 2:
         return
     for facts in fleet.having(_PORTS, _VARIABLES, _FILES, _LIBRARY):
-        up = [name for name, port in _chosen(facts).items() if _is_up(port)]
+        up = [name for name, port in _chosen(facts).items() if _is_usable(port)]
         files: dict[str, bool] = facts.values[_FILES]
         if not up:
             continue
@@ -136,7 +170,8 @@ def _judge_devices(fleet: Fleet) -> Iterator[Finding]:
             missing.append("libibverbs.so.1 is not installed")
         if missing:
             what = f"{', '.join(up)} up, but {' and '.join(missing)}"
-            yield Finding("rdma-devices", Severity.FAIL, facts.host, what)
+            severity = Severity.FAIL if _has_gpus(facts) else Severity.WARN
+            yield Finding("rdma-devices", severity, facts.host, what)
 
 
 def _judge_firmware(fleet: Fleet) -> Iterator[Finding]:
@@ -196,10 +231,13 @@ CHECKS = (
         family=Family.NETWORK,
         title="Has every RoCE port an address that others can reach?",
         reads=f"gids and gid_attrs in /sys/class/infiniband, and {_INDEX}",
-        threshold="a GID of RoCE v2 that is not link-local; the chosen one is such",
+        threshold="a GID of RoCE v2 that is not link-local; the chosen one is such. A "
+        "port that has none on most hosts, beside one that has, is only told",
         source="NCCL's documentation of the variable; RoCE v2 is routed, v1 is not",
         severity=Severity.FAIL,
-        fix=f"Give the port's interface an IP address; unset {_INDEX}: NCCL finds it.",
+        fix=f"Give the port's interface an IP address; unset {_INDEX}: NCCL finds it. "
+        f"Or leave the port out: {_CHOICE}=^NAME; if it is the only one, "
+        "NCCL_IB_DISABLE=1.",
         needs="several hosts with RoCE adapters",
         why="Queue pairs do not connect: the run hangs, or ends in error 12.",
         facts=(_PORTS, _VARIABLES),
@@ -224,7 +262,8 @@ CHECKS = (
         family=Family.NETWORK,
         title="May ranks use the RDMA adapters?",
         reads="/dev/infiniband/uverbs* and libibverbs.so.1, where a port is up",
-        threshold="one may be opened, and the library is there",
+        threshold="one may be opened, and the library is there; a warning where there "
+        "are no GPUs",
         source="what NCCL needs for its InfiniBand transport; no tool's number",
         severity=Severity.FAIL,
         fix="In a container: --device=/dev/infiniband --ulimit memlock=-1, and install "

@@ -167,14 +167,15 @@ CHECKS = (
         title="Do the interfaces between hosts have the same MTU?",
         reads="the MTU of the interface that leads to the other hosts",
         threshold="what most hosts have",
-        source="one MTU on one network, as in RFC 894; what most hosts have counts",
-        severity=Severity.FAIL,
+        source="one MTU on one network, as in RFC 894; what most hosts have counts; a "
+        "warning, for TCP takes the smaller of two, and path-mtu finds what is lost",
+        severity=Severity.WARN,
         fix="ip link set dev INTERFACE mtu BYTES, and in the network's configuration.",
         needs=_MANY,
-        why="Large packets vanish: small messages pass, and the first large reduction "
-        "hangs.",
+        why="All that speak with the host send small packets, which takes more CPU; "
+        "what is no TCP, such as RDMA over Ethernet, may lose large ones.",
         facts=(MTU,),
-        judge=alike("mtu", Severity.FAIL, MTU, "MTU"),
+        judge=alike("mtu", Severity.WARN, MTU, "MTU"),
     ),
     Check(
         id="path-mtu",
@@ -232,7 +233,7 @@ CHECKS = (
         source="what a program that is to listen there needs; no tool's number",
         severity=Severity.WARN,
         fix="See who has it: ss -ltnp. Or take another port.",
-        needs=_MANY,
+        needs="--port",
         why="A run whose ranks meet at such a port does not start.",
         facts=(BUSY,),
         judge=_judge_busy,

@@ -1,6 +1,6 @@
 """Facts of a host's network: its own name, its interfaces and its RDMA ports."""
 
-from ronde.check.facts import Reading
+from ronde.check.facts import ENVIRONMENT, Reading
 from ronde.check.probes.network_interfaces import read_interfaces, read_variables
 from ronde.check.probes.network_names import OwnName
 from ronde.check.probes.network_rdma import (
@@ -16,7 +16,8 @@ def read(reading: Reading) -> None:
     root = str(reading.settings.get("root", "/")).rstrip("/")
     own_name = OwnName.look_up(root)
     reading.keep("network.interfaces", lambda: read_interfaces(root))
-    reading.keep("network.variables", lambda: read_variables(root))
+    forwarded = reading.settings.get(ENVIRONMENT, {})
+    reading.keep("network.variables", lambda: read_variables(root, forwarded))
     reading.keep("network.uptime_s", lambda: read_uptime_s(root))
     reading.keep("network.rdma_adapters", lambda: read_adapters(root))
     reading.keep("network.rdma_ports", lambda: read_ports(root))

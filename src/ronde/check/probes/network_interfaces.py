@@ -1,14 +1,20 @@
 """A host's network interfaces, and the variables that choose among them."""
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ronde import addresses
 from ronde.check.facts import Value
 from ronde.topology.kernel_files import list_names, read_number, read_text
+from ronde.topology.pci import read_link
 
 _LOOPBACK = "772"
 _INFINIBAND = "32"
+_PARAVIRTUAL = frozenset({"virtio_net", "hv_netvsc", "vmxnet3", "vif", "gve", "ena"})
+"""Drivers whose links a hypervisor makes up: speed and carrier are what it likes."""
+
 _PREFIXES = ("NCCL_SOCKET_", "NCCL_IB_", "NCCL_NET", "UCX_NET_DEVICES")
 _EXACT = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -17,7 +23,8 @@ def read_interfaces(root: str) -> dict[str, Value]:
     """Return by the interface's name what it is.
 
     Each has ``kind`` (``loopback``, ``bridge``, ``bridge-port``, ``infiniband``,
-    ``physical`` or ``virtual``), ``state`` as the kernel calls it, ``mtu`` in bytes,
+    ``physical``, ``paravirtual``: made up by a hypervisor, ``wireless`` or
+    ``virtual``), ``state`` as the kernel calls it, ``mtu`` in bytes,
     ``mbit_per_s`` (0: not told), ``carrier_changes`` (-1: not told) and ``addresses``,
     which only this host itself has.
 
@@ -25,10 +32,8 @@ def read_interfaces(root: str) -> dict[str, Value]:
         OSError: There are none to be seen.
     """
     directory = f"{root}/sys/class/net"
-    if not list_names(directory):
-        raise FileNotFoundError(2, "No such file or directory", directory)
     found: dict[str, dict[str, Any]] = {}
-    for name in list_names(directory):
+    for name in sorted(os.listdir(directory)):  # noqa: PTH208 - see kernel_files
         own = f"{directory}/{name}"
         if not Path(own).is_dir():
             # bonding_masters is a file.
@@ -54,12 +59,19 @@ def _kind(own: str) -> str:
     if list_names(f"{own}/bridge"):
         return "bridge"
     if Path(f"{own}/device").exists():
-        return "physical"
+        if Path(f"{own}/phy80211").exists():
+            return "wireless"
+        driver = read_link(f"{own}/device/driver").rpartition("/")[2]
+        return "paravirtual" if driver in _PARAVIRTUAL else "physical"
     return "bridge-port" if list_names(f"{own}/brport") else "virtual"
 
 
-def read_variables(root: str) -> dict[str, str]:
-    """Return the environment's variables that choose interfaces and adapters.
+def read_variables(root: str, forwarded: Mapping[str, str]) -> dict[str, str]:
+    """Return what chooses interfaces and adapters in the environment of ranks here.
+
+    Args:
+        root: Where ``proc`` is; empty for this machine.
+        forwarded: What every rank is given on top of this host's own environment.
 
     Raises:
         OSError: The environment cannot be read.
@@ -67,8 +79,9 @@ def read_variables(root: str) -> dict[str, str]:
     # The file, and not the mapping: a saved tree has one, too.
     lines = Path(f"{root}/proc/self/environ").read_bytes().split(b"\0")
     pairs = (line.decode(errors="replace").partition("=") for line in lines)
+    known = {name: value for name, _, value in pairs} | dict(forwarded)
     return {
         name: value
-        for name, _, value in sorted(pairs)
+        for name, value in sorted(known.items())
         if name in _EXACT or name.startswith(_PREFIXES)
     }

@@ -12,15 +12,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import ronde
-from ronde.check.facts import Reading, UnreadableError
+from ronde.check.facts import ENVIRONMENT, Reading, UnreadableError
 from ronde.launch.forwarded import base_environment, redacted
 from ronde.launch.inherited import own_environment
 from ronde.topology.control_groups import read_cpu_limit
 from ronde.topology.cores import read_cores
 from ronde.topology.kernel_files import list_names, read_text
-
-ENVIRONMENT = "environment"
-"""Setting: what ``ronde run`` would forward to every host, by the variable's name."""
 
 ABSENT = "not installed"
 """The version of what is not there."""

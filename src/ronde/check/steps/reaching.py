@@ -34,21 +34,24 @@ Doors = Mapping[str, Reply]
 def run(panel: Panel) -> None:
     """Have the hosts reach each other; what looks bad gets a second try.
 
+    One host alone tries the ports that the user named.
+
     With more than ``MAX_ALL_PAIRS`` hosts not all pairs are tried: each host reaches
     its neighbours in a ring and eight hosts at random, which reach it in turn.
     """
-    if len(panel.names) < 2:
-        return
     wanted = panel.settings.get("ports", [])
     token = secrets.token_hex(TOKEN_BYTES // 2)
     opening = {"do": "listen", "token": token, "ports": wanted}
+    if len(panel.names) < 2:
+        if wanted:
+            _note_busy(panel, panel.ask_all(opening, _LISTEN_S))
+        return
     doors = panel.ask_all(opening, _LISTEN_S)
+    _note_busy(panel, doors)
     for host, door in doors.items():
         panel.note(host, ADDRESS, panel.addresses[host])
         if door.failure:
             panel.note_unread(host, REACH, door.failure)
-        else:
-            panel.note(host, BUSY, door.values["busy"])
     plan = plan_partners([name for name in panel.names if not doors[name].failure])
     reached = _reach(panel, doors, plan, token)
     again = _pick(plan, _doubtful(reached))
@@ -61,6 +64,14 @@ def run(panel: Panel) -> None:
         panel.note(host, REACH, others)
         if mtu := own_mtu(others):
             panel.note(host, MTU, mtu)
+
+
+def _note_busy(panel: Panel, doors: Doors) -> None:
+    for host, door in doors.items():
+        if not door.failure:
+            panel.note(host, BUSY, door.values["busy"])
+        elif panel.settings.get("ports"):
+            panel.note_unread(host, BUSY, door.failure)
 
 
 def plan_partners(names: Sequence[str]) -> dict[str, list[str]]:
