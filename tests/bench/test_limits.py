@@ -1,27 +1,12 @@
-"""Limits of busbw: what sysfs tells, and what is found here."""
+"""Limits of busbw: what is found here."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from ronde.bench.gpu_links import (
-    GpuLinks,
-    payload_gb_per_s,
-    read_gpu_links,
-)
+from ronde.addresses import read_interfaces
 from ronde.bench.limits import Found, Wires, search_limit
-from ronde.bench.links import (
-    Link,
-    ethernet_link,
-    infiniband_links,
-    interface_of,
-    join_links,
-    name_links,
-    node_rate,
-    pci_rates,
-)
 from ronde.bench.memory_bandwidth import (
     buffer_bytes,
     cache_bytes,
@@ -30,8 +15,6 @@ from ronde.bench.memory_bandwidth import (
 )
 from ronde.collectives import Communicator
 from ronde.topology.limits.limit import Limit
-from ronde.topology.limits.world import Rate
-from ronde.topology.probes.nvml import NoNvmlError
 
 CPU = torch.device("cpu")
 
@@ -47,152 +30,10 @@ class Sysfs:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n")
 
-    def add_interface(
-        self, name: str, speed: str | None, bus: str = "pci0000:00/0000:00:03.0"
-    ) -> None:
-        folder = f"sys/devices/{bus}/net/{name}"
-        self.write(f"{folder}/operstate", "up")
-        if speed is not None:
-            self.write(f"{folder}/speed", speed)
-        links = self.root / "sys/class/net"
-        links.mkdir(parents=True, exist_ok=True)
-        (links / name).symlink_to(os.path.relpath(self.root / folder, links))
-        if not bus.startswith("virtual"):
-            (self.root / folder / "device").symlink_to("../..")
-
-    def add_virtual(self, name: str, *lower: str) -> None:
-        self.add_interface(name, "10000", "virtual")
-        folder = self.root / "sys/devices/virtual/net" / name
-        for each in lower:
-            (folder / f"lower_{each}").symlink_to(self.root / "sys/class/net" / each)
-
-    def add_adapter(self, name: str, rate: str, state: str, bus: str) -> None:
-        folder = f"sys/devices/{bus}/infiniband/{name}"
-        self.write(f"{folder}/ports/1/rate", rate)
-        self.write(f"{folder}/ports/1/state", state)
-        (self.root / folder / "device").symlink_to("../..")
-        links = self.root / "sys/class/infiniband"
-        links.mkdir(parents=True, exist_ok=True)
-        (links / name).symlink_to(os.path.relpath(self.root / folder, links))
-
 
 @pytest.fixture
 def sysfs(tmp_path: Path) -> Sysfs:
     return Sysfs(tmp_path)
-
-
-def test_an_ethernet_interface(sysfs: Sysfs) -> None:
-    sysfs.add_interface("eth0", "25000")
-    assert ethernet_link("eth0", sysfs.root) == Link("eth0", 3.125)
-
-
-@pytest.mark.parametrize("speed", ["-1", "0", "", None, "unknown"])
-def test_an_interface_that_does_not_tell(sysfs: Sysfs, speed: str | None) -> None:
-    sysfs.add_interface("eth0", speed)
-    assert ethernet_link("eth0", sysfs.root) is None
-    assert ethernet_link("eth7", sysfs.root) is None
-
-
-def test_what_is_virtual_is_no_hardware(sysfs: Sysfs) -> None:
-    for name in ("lo", "veth12", "docker0"):
-        sysfs.add_virtual(name)
-        assert ethernet_link(name, sysfs.root) is None
-
-
-def test_what_lies_below_a_virtual_interface(sysfs: Sysfs) -> None:
-    sysfs.add_interface("eth0", "25000")
-    sysfs.add_interface("eth1", "25000", "pci0000:00/0000:00:04.0")
-    sysfs.add_virtual("veth1")
-    sysfs.add_virtual("br0", "eth0", "veth1")
-    assert ethernet_link("br0", sysfs.root) == Link("br0 over eth0", 3.125)
-    sysfs.add_virtual("bond0", "eth0", "eth1")
-    bonding = "sys/devices/virtual/net/bond0/bonding/mode"
-    sysfs.write(bonding, "802.3ad 4")
-    assert ethernet_link("bond0", sysfs.root) == Link("bond0 over eth0+eth1", 6.25)
-    sysfs.write(bonding, "active-backup 1")
-    assert ethernet_link("bond0", sysfs.root) == Link("bond0 over eth0+eth1", 3.125)
-    sysfs.add_virtual("vlan9", "bond0")
-    assert ethernet_link("vlan9", sysfs.root) is not None
-
-
-def test_infiniband_ports_that_are_up(sysfs: Sysfs) -> None:
-    sysfs.add_adapter("mlx5_0", "400 Gb/sec (4X NDR)", "4: ACTIVE", "pci0/0000:0f:00.0")
-    sysfs.add_adapter("mlx5_1", "56 Gb/sec (4X FDR)", "4: ACTIVE", "pci0/0000:1f:00.0")
-    sysfs.add_adapter("mlx5_2", "10 Gb/sec (4X SDR)", "1: DOWN", "pci0/0000:2f:00.0")
-    links = infiniband_links(sysfs.root)
-    assert links == [Link("mlx5_0:1", 50.0), Link("mlx5_1:1", 7.0)]
-    assert node_rate(links) == 57.0
-    assert name_links(links) == "mlx5_0:1+mlx5_1:1, 57 GB/s"
-    assert name_links(links * 4) == "8 ports from mlx5_0:1, 228 GB/s"
-
-
-def test_a_port_is_no_faster_than_its_pcie_link(sysfs: Sysfs) -> None:
-    bus = "pci0/0000:0e:00.0/0000:0f:00.0"
-    sysfs.add_adapter("mlx5_0", "400 Gb/sec (4X NDR)", "4: ACTIVE", bus)
-    for folder, speed in ((bus, "32.0"), (str(Path(bus).parent), "16.0")):
-        sysfs.write(f"sys/devices/{folder}/max_link_speed", f"{speed} GT/s PCIe")
-        sysfs.write(f"sys/devices/{folder}/max_link_width", "16")
-    (link,) = infiniband_links(sysfs.root)
-    assert link.gb_per_s == pytest.approx(31.5, abs=0.02)
-    assert link.practical_gb_per_s == 24  # NCCL's figure for x16 of PCIe 4
-    assert join_links([link, Link("eth0", 1.0)])[1:3] == (link.gb_per_s + 1, 25)
-    assert link.bottleneck == "its PCIe link: 31.51 of 50 GB/s"
-    assert name_links([link]).endswith("(its PCIe link: 31.51 of 50 GB/s)")
-
-
-@pytest.mark.parametrize(
-    ("speed", "width", "gb_per_s"),
-    [
-        ("8.0 GT/s PCIe", "16", 15.75),
-        ("16.0 GT/s", "16", 31.5),
-        ("32.0 GT/s PCIe", "16", 63),
-        ("64.0 GT/s PCIe", "16", 121),
-        ("2.5 GT/s PCIe", "1", 0.25),
-        ("Unknown", "16", None),
-        ("16.0 GT/s PCIe", "0", None),
-        ("16.0 GT/s PCIe", "255", None),
-    ],
-)
-def test_pcie_links(
-    sysfs: Sysfs, speed: str, width: str, gb_per_s: float | None
-) -> None:
-    sysfs.write("device/max_link_speed", speed)
-    sysfs.write("device/max_link_width", width)
-    rates = pci_rates(sysfs.root / "device")
-    found = None if rates is None else rates[0]
-    assert found == (None if gb_per_s is None else pytest.approx(gb_per_s, abs=0.06))
-
-
-def test_the_interface_of_an_address() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("192.0.2.1") == ""  # reserved for documents
-    assert ethernet_link("lo") is None
-
-
-@pytest.mark.parametrize(
-    ("signalled", "carried"),
-    [(20000, 20), (25781.25, 25), (26562.5, 25), (53125, 50)],
-)
-def test_nvlinks_spend_a_part_on_coding(signalled: float, carried: float) -> None:
-    assert payload_gb_per_s(signalled) == pytest.approx(carried)
-
-
-def test_the_way_from_a_gpu_to_the_others() -> None:
-    h100 = GpuLinks("GPU-1", "H100", 450.0, 18, 5, 16, 90)
-    assert h100.rate == Rate("18 NVLinks, 450 GB/s a GPU", 450.0, 18 * 20.6)
-    assert h100.has_nvls
-    l4 = GpuLinks("GPU-2", "L4", 0.0, 0, 4, 16, 89)
-    assert l4.rate is not None
-    assert l4.rate.link == "PCIe, 31.51 GB/s a GPU"
-    assert l4.rate.practical_gb_per_s == 24.0
-    assert not l4.has_nvls
-    assert GpuLinks("GPU-3", "vGPU", 0.0, 0, 0, 0, 90).rate is None
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu_tells_no_links() -> None:
-    with pytest.raises(NoNvmlError, match="NVML"):
-        read_gpu_links("00000000-0000-0000-0000-000000000000", 90)
 
 
 def test_the_last_level_cache(sysfs: Sysfs) -> None:
@@ -263,6 +104,17 @@ def test_a_link_that_does_not_tell_is_no_limit(run_ranks) -> None:
         "the link rate is not known: lo is virtual or does not tell its speed; "
         "--link-rate gives it"
     )
+
+
+def test_the_interface_towards_the_other_hosts_is_found(run_ranks) -> None:
+    others = {each.interface for each in read_interfaces()}
+    found = run_ranks(3, _search, ["a", "b", "b"], Wires(), "all_reduce")
+    assert found == found[:1] * 3
+    if found[0].limit:
+        assert found[0].limit.link.split(",")[0].split()[0] in {*others, "memory"}
+    else:
+        named = found[0].reason.removeprefix("the link rate is not known: ").split()[0]
+        assert named in (others or {"no"})
 
 
 def test_one_rank_has_no_limit(run_ranks) -> None:

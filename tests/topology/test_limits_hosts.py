@@ -176,6 +176,39 @@ def test_which_ports_count() -> None:
     assert total(port("", 10_000), devices=nics) == 0
 
 
+def test_rdma_over_ethernet_is_rdma() -> None:
+    nics = (device("0000:10:00.0"), device("0000:20:00.0"))
+    ports = [port(nic.bus_id, 25_000, kind="ethernet") for nic in nics]
+    assert total(ports[0]._replace(port=1), ports[1], devices=nics) == 3.125
+    # As NCCL's file has interfaces.
+    assert total(ports[0]._replace(port=0), ports[1], devices=nics) == 6.25
+
+
+def test_the_least_link_that_there_is_limits_nothing() -> None:
+    bridge = PciDevice("0000:01:00.0", speed="2.5 GT/s PCIe", width=1)
+    nic = device("0000:10:00.0", bridge.bus_id)
+    host = HostTopology(devices=(bridge, nic), ports=(port(nic.bus_id, 100_000),))
+    network = network_rates(host).network
+    assert network is not None
+    # NCCL believes it.
+    assert network[:3] == ("nic10, 12.5 GB/s", 12.5, 15 / 80)
+    tiny = bridge._replace(bus_id="0000:10:00.0")
+    plain = gpus()
+    host = plain._replace(devices=(tiny, *plain.devices[1:]))
+    assert world_of(host, 1, 4).unknown == (
+        "the source does not tell the PCIe link of a GPU",
+    )
+
+
+def test_the_kernel_alone_tells_nothing_of_nvlinks() -> None:
+    kernel = gpus()._replace(sources=("sysfs of this machine",))
+    assert world_of(kernel, 1, 4).unknown == (
+        "the source does not tell whether NVLink joins the GPUs",
+    )
+    both = kernel._replace(sources=("sysfs of this machine", "NVML"))
+    assert limit(world_of(both, 1, 4)).link == "PCIe, 31.51 GB/s a GPU"
+
+
 def gpus(*links: tuple[int, str], sm: int = 80) -> HostTopology:
     """Return as many A100 on PCIe 4 as links are given: from which, and to what."""
     names = [f"0000:{n}0:00.0" for n in range(1, 5)]

@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from ronde.topology.graph import NVSWITCH, UNKNOWN, GpuDevice, Link, LinkKind, Relation
+from ronde.render.topo_tree import draw_tree
+from ronde.topology.element_facts import gpu_facts
+from ronde.topology.graph import (
+    NVSWITCH,
+    UNKNOWN,
+    GpuDevice,
+    Link,
+    LinkKind,
+    Relation,
+    Topology,
+)
+from ronde.topology.limits.gpu_mesh import mesh_of
 from ronde.topology.probes import nvml
 from ronde.topology.probes.nccl_topology import NcclTopologyProbe
 from ronde.topology.probes.nvml import NoNvmlError, open_nvml, read_nvml
@@ -17,6 +28,7 @@ from ronde.topology.probes.nvml_answers import (
     GpuAnswers,
     Remote,
     graph_of,
+    payload_gb_per_s,
 )
 from ronde.topology.probes.probe import Saved
 
@@ -137,6 +149,30 @@ def test_switches_that_can_be_seen_are_told_apart():
         ("0000:c5:00.0", 2),
         ("0000:c6:00.0", 2),
     ]
+
+
+@pytest.mark.parametrize(
+    ("signalled", "carried"),
+    [(20000, 20), (25781.25, 25), (26562.5, 25), (53125, 50), (UNKNOWN, 0)],
+)
+def test_nvlinks_spend_a_part_on_coding(signalled, carried):
+    assert payload_gb_per_s(signalled) == pytest.approx(carried)
+
+
+def test_links_carry_what_their_signalling_leaves_and_count_as_nccl_does():
+    links = (Remote(SWITCH, ""),) * 18
+    gpu = GpuAnswers("00000000:1B:00.0", sm=90, nvlinks=links, nvlink_mb_per_s=26562)
+    host = graph_of([gpu], {})
+    assert [link.gb_per_s for link in host.links] == [pytest.approx(450, abs=0.02)]
+    rate = mesh_of(host, host.gpus).slowest
+    assert rate.link == "18 NVLinks, 450 GB/s a GPU"
+    assert rate.practical_gb_per_s == 18 * 20.6
+    assert "18 to NVSwitch, 370.8 GB/s" in draw_tree(Topology((host,)))
+    (facts,) = gpu_facts(host).values()
+    assert 18 * 20.6 in [fact.gb_per_s for fact in facts]
+    # A faster one than any that is listed is as fast as it says.
+    faster = graph_of([gpu._replace(nvlink_mb_per_s=106250)], {})
+    assert mesh_of(faster, faster.gpus).slowest.gb_per_s == 1800
 
 
 def test_links_to_nobody_knows_where_are_a_remark():

@@ -1,35 +1,31 @@
 """The limit of busbw for the ranks that are here: finds the links, takes the tightest.
 
-Every rank looks at its own host; what they found is exchanged, and the slowest host
-counts. Nothing is guessed: where the hardware does not tell its rate there is no limit,
-and the reason is said.
+Every rank looks at its own host; what they found is exchanged, and the slowest of each
+link counts. Nothing is guessed: where the hardware does not tell its rate there is no
+limit, and the reason is said.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from ronde.bench.gpu_links import GpuLinks, read_gpu_links
-from ronde.bench.links import (
-    Link,
-    ethernet_link,
-    infiniband_links,
-    interface_of,
-    join_links,
-    node_rate,
-    own_address,
-)
+from ronde.addresses import choose_address, read_interfaces, source_towards
 from ronde.bench.memory_bandwidth import measure_memory
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.objects import all_gather_object
+from ronde.topology.detection import detect_host
+from ronde.topology.graph import HostTopology
 from ronde.topology.limits.bounding import bound_of
 from ronde.topology.limits.formulas import COLLECTIVES, Layout
+from ronde.topology.limits.host_world import Given, slowest, with_gpus, with_network
 from ronde.topology.limits.limit import Limit
+from ronde.topology.limits.network_ways import find_rdma_ports
 from ronde.topology.limits.world import Rate, World
-from ronde.topology.probes.nvml import NoNvmlError
+from ronde.topology.probes.sysfs_tree import read_host
 
 _NO_RATE = "the link rate is not known: {}; --link-rate gives it"
 
@@ -39,8 +35,9 @@ class Wires:
     """What the user knows of the links between hosts.
 
     Attributes:
-        interface: The network interface that carries the bytes; empty finds it.
-        gb_per_s: The rate of a host's links, one direction; None reads it.
+        interface: This host's that carries what no RDMA adapter does; empty finds it.
+        gb_per_s: The rate of a host's links, one direction; None reads it. Equal on all
+            ranks.
     """
 
     interface: str = ""
@@ -76,7 +73,7 @@ def search_limit(
         communicator: All ranks.
         hosts: The host of every rank, in rank order; equal on all.
         device: Where this rank's tensors are.
-        wires: What the user knows of the links; equal on all ranks.
+        wires: What the user knows of the links.
 
     Returns:
         The same on all ranks.
@@ -102,78 +99,75 @@ def _world(
     """Return what carries the bytes of these ranks; collective."""
     counts = Counter(hosts)
     layout = Layout(communicator.size, len(counts), max(counts.values()))
-    world = World(layout, has_gpus=device.type == "cuda")
+    own = World(layout, has_gpus=device.type == "cuda")
     if layout.num_nodes > 1:
-        world = _with_network(world, communicator, device, wires)
-    if world.unknown:
+        own = _with_network(own, communicator, hosts, wires)
+    if own.has_gpus and layout.ranks_per_node > 1:
+        own = _with_gpus(own, communicator, hosts, device)
+    world = slowest(all_gather_object(communicator, own))
+    if world.unknown or world.has_gpus:
         return world
-    if not world.has_gpus:
-        return _with_memory(world, communicator, hosts)
-    if layout.ranks_per_node > 1:
-        world = _with_gpus(world, communicator, device)
-    return world
+    return _with_memory(world, communicator, hosts)
 
 
 def _with_network(
-    world: World, communicator: Communicator, device: torch.device, wires: Wires
+    world: World, communicator: Communicator, hosts: Sequence[str], wires: Wires
 ) -> World:
+    """Return a world with the links of this host that carry the bytes; collective."""
     if wires.gb_per_s is not None:
-        slowest = [Link("as given", wires.gb_per_s)]
-    else:
-        own = _own_links(communicator.engine, device, wires.interface)
-        everyone = all_gather_object(communicator, own)
-        for links, why in everyone:
-            if not links:
-                return _without(world, _NO_RATE.format(why))
-        slowest = min((links for links, _ in everyone), key=node_rate)
-    path = max(slowest, key=lambda link: link.gb_per_s)
-    return world._replace(network=join_links(slowest), path=join_links([path]))
-
-
-def _own_links(
-    engine: str, device: torch.device, interface: str
-) -> tuple[list[Link], str]:
-    """Return this host's links that carry the bytes, or why they are not known."""
+        return with_network(world, HostTopology(), Given(wires.gb_per_s))
+    found = _interface_between(communicator, hosts)
+    host = read_host()
+    if not world.has_gpus:
+        # What adapters receive goes to the processors.
+        host = host._replace(gpus=())
     # Gloo speaks TCP; NCCL and MPI take RDMA adapters where there are any.
-    uses_tcp = device.type == "cpu" and engine != "mpi"
-    if not uses_tcp and not interface:
-        adapters = infiniband_links()
-        if adapters:
-            return adapters, ""
-    address = own_address()
-    name = interface or interface_of(address)
-    if not name:
-        return [], f"no interface has this host's address {address or '(none)'}"
-    link = ethernet_link(name)
-    if link is None:
-        return [], f"{name} is virtual or does not tell its speed"
-    return [link], ""
+    if (world.has_gpus or communicator.engine == "mpi") and find_rdma_ports(host):
+        return with_network(world, host, Given())
+    interface = wires.interface or found
+    if not interface:
+        why = "no interface of a host leads to where the ranks meet"
+        return world.lacking(_NO_RATE.format(why))
+    return with_network(world, host, Given(interface=interface))
 
 
-def _with_gpus(world: World, communicator: Communicator, device: torch.device) -> World:
-    own: GpuLinks | str
-    try:
-        properties: Any = cast("Any", torch.cuda).get_device_properties(device)
-        own = read_gpu_links(str(properties.uuid), _sm(properties))
-    except NoNvmlError as error:
-        own = str(error)
-    everyone: list[GpuLinks | str] = all_gather_object(communicator, own)
-    known: list[tuple[Rate, GpuLinks]] = []
-    for each in everyone:
-        if isinstance(each, str):
-            return _without(world, each)
-        if each.rate is None:
-            return _without(world, f"NVML tells no link of {each.name}")
-        known.append((each.rate, each))
-    if len({gpu.uuid for _, gpu in known}) < len(known):
-        why = "ranks share a GPU, whose own memory carries the bytes"
-        return _without(world, why)
-    rate, slowest = min(known, key=lambda each: each[0].gb_per_s)
-    return world._replace(gpu=rate, has_nvls=slowest.has_nvls)
+def _interface_between(communicator: Communicator, hosts: Sequence[str]) -> str:
+    """Return this host's interface towards rank 0's host; empty without; collective."""
+    own = read_interfaces()
+    candidates = all_gather_object(communicator, own)[0]
+    sources = [source_towards(each.address) for each in candidates]
+    everyone = zip(hosts, all_gather_object(communicator, sources), strict=True)
+    others = [told for host, told in everyone if host != hosts[0]]
+    best = choose_address(candidates, others, {})
+    towards = "" if best is None else sources[best]
+    return next((each.interface for each in own if each.address == towards), "")
 
 
-def _sm(properties: Any) -> int:  # noqa: ANN401  torch has no type for them
-    return properties.major * 10 + properties.minor
+def _with_gpus(
+    world: World, communicator: Communicator, hosts: Sequence[str], device: torch.device
+) -> World:
+    """Return a world with the links of this host's GPUs; collective."""
+    own = (hosts[communicator.rank], _bus_id(device))
+    everyone: list[tuple[str, str]] = all_gather_object(communicator, own)
+    if len(set(everyone)) < len(everyone):
+        return world.lacking("ranks share a GPU, whose own memory carries the bytes")
+    host, notices = detect_host(Path("/"), {})
+    here = {bus_id for name, bus_id in everyone if name == own[0]}
+    used = [gpu for gpu in host.gpus if gpu.bus_id in here]
+    if len(used) < len(here):
+        return world.lacking("the kernel does not show the GPUs of all ranks")
+    if len(used) < 2:
+        return world
+    found = with_gpus(world, host, used)
+    is_silent = notices and len(found.unknown) > len(world.unknown)
+    return world.lacking(notices[0].rstrip(".")) if is_silent else found
+
+
+def _bus_id(device: torch.device) -> str:
+    # torch has no types for them.
+    facts: Any = cast("Any", torch.cuda).get_device_properties(device)
+    place = facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id
+    return "{:04x}:{:02x}:{:02x}.0".format(*place)
 
 
 def _with_memory(
@@ -183,7 +177,3 @@ def _with_memory(
     rate = min(measured.gb_per_s.values())
     link = f"memory, {rate:.4g} GB/s read and written by a copy"
     return world._replace(memory=Rate(link, rate, note=measured.note))
-
-
-def _without(world: World, reason: str) -> World:
-    return world._replace(unknown=(*world.unknown, reason))

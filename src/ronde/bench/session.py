@@ -29,6 +29,9 @@ from ronde.collectives import Communicator
 from ronde.errors import UsageError
 from ronde.topology.limits.limit import Limit
 from ronde.world import Claim
+from ronde.world.variables import select_variables
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,9 @@ class Session:
         shown, ranks = self.options.shown, self.ranks
         if not shown.has_limit:
             return None, ""
-        wires = Wires(gb_per_s=shown.link_rate_gb_per_s or None)
+        # ronde run names the interface so, if not the user.
+        named = select_variables([_INTERFACE]).get(_INTERFACE, "")
+        wires = Wires(named, shown.link_rate_gb_per_s or None)
         found = search_limit(
             self.options.test.name, ranks.group, ranks.hosts, ranks.device, wires
         )

@@ -19,12 +19,8 @@ from ronde.topology.graph import (
     PciDevice,
     Topology,
 )
-from ronde.topology.paths.speeds import (
-    nvlink_gb_per_s,
-    pci_gb_per_s,
-    smp_gb_per_s,
-    xgmi_gb_per_s,
-)
+from ronde.topology.limits.network_ways import find_ways, told_gb_per_s
+from ronde.topology.paths.speeds import link_gb_per_s, pci_gb_per_s, smp_gb_per_s
 from ronde.units import format_size
 
 _NVSWITCH_CLASS = 0x0680
@@ -72,7 +68,7 @@ def _draw_host(host: HostTopology) -> str:
     lost = _below_node(host, known, is_known=False)
     if lost:
         branches.append(_Branch("near no NUMA node that is told", "", lost))
-    lines = [_summary(host), *_lines(branches), *_fabric(host)]
+    lines = [_summary(host), *_lines(branches), *_fabric(host), *_bonds(host)]
     lines += [f"note: {remark}" for remark in host.remarks]
     return "\n".join(lines) + "\n"
 
@@ -249,6 +245,15 @@ def _fabric(host: HostTopology) -> Iterator[str]:
             yield f"{title}: {'every GPU' if is_all else _gpus(own)}: {words or 'none'}"
 
 
+def _bonds(host: HostTopology) -> Iterator[str]:
+    """Yield a line for each bond, with what its ports carry together."""
+    ways = find_ways(host)
+    for each in host.interfaces:
+        if each.bonding and each.title in ways:
+            name, ports = ways[each.title]
+            yield f"{name}: {each.bonding}, {told_gb_per_s(ports) * 8:g} Gb/s"
+
+
 def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
     """Return to what a GPU's links lead, alike for GPUs in like places."""
     counts: dict[str, int] = defaultdict(int)
@@ -285,11 +290,7 @@ def _gpus(numbers: Sequence[str]) -> str:
 
 
 def _link_rate(gpu: GpuDevice, link: Link) -> float:
-    if link.gb_per_s > 0:
-        return link.gb_per_s
-    if link.kind is LinkKind.XGMI:
-        return round(link.num_links * xgmi_gb_per_s(gpu.gcn), 3)
-    return round(link.num_links * nvlink_gb_per_s(gpu.sm), 3)
+    return round(link_gb_per_s(link, gpu), 3)
 
 
 def _draw_switches(switches: Sequence[NetworkSwitch]) -> str:

@@ -4,13 +4,8 @@ from collections import Counter
 from typing import NamedTuple
 
 from ronde.topology.cpu_sets import format_list
-from ronde.topology.graph import UNKNOWN, HostTopology, LinkKind, PciDevice
-from ronde.topology.paths.speeds import (
-    nvlink_gb_per_s,
-    pci_gb_per_s,
-    port_gb_per_s,
-    xgmi_gb_per_s,
-)
+from ronde.topology.graph import UNKNOWN, GpuDevice, HostTopology, LinkKind, PciDevice
+from ronde.topology.paths.speeds import link_gb_per_s, pci_gb_per_s, port_gb_per_s
 
 _GIB = 2**30
 _NEARLY = 0.02
@@ -48,7 +43,7 @@ def gpu_facts(host: HostTopology) -> dict[str, tuple[Fact, ...]]:
         gpu.name: (
             Fact("chip", (gpu.gcn and f"gfx{gpu.gcn}") or _number("sm {}", gpu.sm)),
             *_place_facts(devices, gpu.bus_id, gpu.node),
-            _direct_links(host, gpu.name, gpu.sm, gpu.gcn),
+            _direct_links(host, gpu),
             Fact("GPUDirect RDMA", _GDR.get(gpu.gdr, "")),
         )
         for gpu in host.gpus
@@ -119,20 +114,17 @@ def _place_facts(
     )
 
 
-def _direct_links(host: HostTopology, name: str, sm: int, gcn: str) -> Fact:
+def _direct_links(host: HostTopology, gpu: GpuDevice) -> Fact:
     counts: Counter[LinkKind] = Counter()
-    told = 0.0
+    rate = 0.0
     for link in host.links:
-        if link.source == name:
+        if link.source == gpu.name:
             counts[link.kind] += link.num_links
-            told += link.gb_per_s
+            rate += link_gb_per_s(link, gpu)
     value = ", ".join(f"{num} {kind}" for kind, num in sorted(counts.items()))
-    rate = counts[LinkKind.XGMI] * xgmi_gb_per_s(gcn)
-    if sm > 0 and not gcn:
-        rate = counts[LinkKind.NVLINK] * nvlink_gb_per_s(sm)
     # Where others have links, to have none is a fact as well.
     is_missing = not value and any(link.kind != LinkKind.PCI for link in host.links)
-    return Fact("GPU links", "none" if is_missing else value, told or rate)
+    return Fact("GPU links", "none" if is_missing else value, rate)
 
 
 def _link(device: PciDevice) -> str:

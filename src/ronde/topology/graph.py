@@ -171,6 +171,21 @@ class NetPort(NamedTuple):
         return f"net/{self.title}"
 
 
+class Interface(NamedTuple):
+    """A network interface whose bytes leave through ports of other names.
+
+    Attributes:
+        title: ``bond0``, ``vlan9``, ``br0``, or that of an RDMA adapter's port.
+        lower: Titles of the ports and interfaces right below it.
+        bonding: How a bond uses them, in the kernel's word: ``802.3ad``,
+            ``active-backup``; empty for what is no bond.
+    """
+
+    title: str
+    lower: tuple[str, ...]
+    bonding: str = ""
+
+
 class Link(NamedTuple):
     """Direct links from one element to another, in this direction.
 
@@ -222,6 +237,7 @@ class HostTopology(NamedTuple):
         ports: In the source's order.
         links: In the source's order.
         relations: In the source's order.
+        interfaces: Those above ports, each after those below it.
         remarks: What was odd about a source and read all the same, a sentence each.
     """
 
@@ -233,6 +249,7 @@ class HostTopology(NamedTuple):
     ports: tuple[NetPort, ...] = ()
     links: tuple[Link, ...] = ()
     relations: tuple[Relation, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
     remarks: tuple[str, ...] = ()
 
 

@@ -51,6 +51,8 @@ def merge_hosts(sources: Sequence[HostTopology]) -> HostTopology:
         numa_nodes=_merge_nodes(hosts, remarks),
         gpus=gpus,
         ports=ports,
+        # The kernel alone tells of them.
+        interfaces=next((h.interfaces for h in hosts if h.interfaces), ()),
         links=_merge_links(hosts, remarks),
         relations=_merge_relations(hosts, remarks),
     )

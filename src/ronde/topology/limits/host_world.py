@@ -1,6 +1,6 @@
 """From a host to a world of hosts like it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from ronde.topology.limits.network_rates import network_rates
 from ronde.topology.limits.world import Islands, Rate, World
 from ronde.topology.paths.rules import LATEST
 from ronde.topology.paths.speeds import smp_gb_per_s
+from ronde.topology.probes.sysfs_tree import FORM as SYSFS
 
 _SM_OF_NVLS = 90
 
@@ -22,10 +23,13 @@ class Given(NamedTuple):
     Attributes:
         network_gb_per_s: All network links of a node together; None looks at the host.
         gpu_gb_per_s: The way out of each GPU; None looks at the host.
+        interface: The network interface that carries all bytes; empty for those that
+            NCCL takes.
     """
 
     network_gb_per_s: float | None = None
     gpu_gb_per_s: float | None = None
+    interface: str = ""
 
 
 _NOTHING_GIVEN = Given()
@@ -51,7 +55,7 @@ def world_of(
     layout = Layout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
     world = World(layout, has_gpus=bool(host.gpus) or given.gpu_gb_per_s is not None)
     if num_nodes > 1:
-        world = _with_network(world, host, given)
+        world = with_network(world, host, given)
     if ranks_per_node == 1:
         return world
     if given.gpu_gb_per_s is not None:
@@ -59,11 +63,11 @@ def world_of(
         return world._replace(gpu=Rate(link, given.gpu_gb_per_s), has_nvls=True)
     if not host.gpus:
         why = "what memory carries is to be measured: ronde bench --limit does"
-        return _without(world, why)
+        return world.lacking(why)
     if ranks_per_node > len(host.gpus):
         why = f"{ranks_per_node} ranks share {len(host.gpus)} GPUs"
-        return _without(world, why)
-    return _with_gpus(world, host)
+        return world.lacking(why)
+    return with_gpus(world, host, host.gpus[:ranks_per_node])
 
 
 def slowest(worlds: Sequence[World]) -> World:
@@ -93,32 +97,44 @@ def _gb_per_s(of: Rate | Islands) -> float:
     return of.way_out.gb_per_s if isinstance(of, Islands) else of.gb_per_s
 
 
-def _with_network(world: World, host: HostTopology, given: Given) -> World:
+def with_network(world: World, host: HostTopology, given: Given) -> World:
+    """Return a world with the network links of its nodes, which are like a host."""
     if given.network_gb_per_s is not None:
         link = f"as given, {given.network_gb_per_s:.4g} GB/s"
         return world._replace(network=Rate(link, given.network_gb_per_s))
-    rates = network_rates(host)
+    rates = network_rates(host, given.interface)
     world = world._replace(network=rates.network, path=rates.path)
-    return _without(world, rates.remark)
+    return world.lacking(rates.remark)
 
 
-def _with_gpus(world: World, host: HostTopology) -> World:
-    used = host.gpus[: world.layout.ranks_per_node]
+def with_gpus(world: World, host: HostTopology, used: Sequence[GpuDevice]) -> World:
+    """Return a world with the links of its nodes' GPUs, which are like a host's.
+
+    Args:
+        world: What is known so far.
+        host: One of the nodes.
+        used: Its GPUs that have a rank, at least one.
+    """
     mesh = mesh_of(host, used)
     if len(mesh.islands) > 1:
-        return _with_pcie(world, host, sorted(len(each) for each in mesh.islands))
+        return _with_pcie(world, host, used, mesh.islands)
     if not mesh.slowest.gb_per_s:
-        return _without(world, "the source does not tell how fast a GPU's links are")
+        return world.lacking("the source does not tell how fast a GPU's links are")
     # AMD's files have the number of units where others have the capability.
     are_able = all(gpu.sm >= _SM_OF_NVLS and not gpu.gcn for gpu in used)
     return world._replace(gpu=mesh.slowest, has_nvls=mesh.has_switches and are_able)
 
 
-def _with_pcie(world: World, host: HostTopology, sizes: Sequence[int]) -> World:
-    """Return a world where PCIe alone joins some GPUs; islands by size, ascending."""
-    used = host.gpus[: world.layout.ranks_per_node]
+def _with_pcie(
+    world: World,
+    host: HostTopology,
+    used: Sequence[GpuDevice],
+    islands: Sequence[Collection[str]],
+) -> World:
+    """Return a world where PCIe alone joins some GPUs."""
+    sizes = sorted(len(island) for island in islands)
     least = _slowest_pcie(host, used)
-    if all(gpu.sm == UNKNOWN for gpu in used):
+    if not _tells_links(host, used):
         why = "the source does not tell whether NVLink joins the GPUs"
     elif least is None:
         why = "the source does not tell the PCIe link of a GPU"
@@ -128,13 +144,25 @@ def _with_pcie(world: World, host: HostTopology, sizes: Sequence[int]) -> World:
         return world._replace(islands=Islands(sizes[0], _together(least, sizes[0])))
     else:
         why = f"direct links join {sizes[0]} GPUs here and {sizes[-1]} there"
-    return _without(world, why)
+    return world.lacking(why)
+
+
+def _tells_links(host: HostTopology, gpus: Sequence[GpuDevice]) -> bool:
+    """Say whether a source would have told of direct links if there were any."""
+    if any(gpu.gcn for gpu in gpus):
+        return True
+    # The kernel tells NVIDIA's models, and nothing of their links.
+    is_kernel_alone = all(source.startswith(SYSFS) for source in host.sources)
+    is_silent = host.sources and is_kernel_alone
+    return not is_silent and any(gpu.sm != UNKNOWN for gpu in gpus)
 
 
 def _slowest_pcie(host: HostTopology, gpus: Sequence[GpuDevice]) -> Figures | None:
     devices = {device.bus_id: device for device in host.devices}
     links = [devices[gpu.bus_id] for gpu in gpus if gpu.bus_id in devices]
-    known = [figures for link in links if (figures := pci_figures(link)) is not None]
+    known = [
+        figures for link in links if (figures := pci_figures(link)) and figures.is_told
+    ]
     return min(known) if len(known) == len(gpus) else None
 
 
@@ -157,7 +185,3 @@ def _together(pcie: Figures, num_gpus: int) -> Rate:
     theory = pcie.theory * num_gpus
     name = f"PCIe of {num_gpus} GPUs that have direct links, {theory:.4g} GB/s"
     return Rate(name, theory, pcie.practical * num_gpus)
-
-
-def _without(world: World, reason: str) -> World:
-    return world._replace(unknown=(*world.unknown, reason)) if reason else world

@@ -6,11 +6,10 @@ from typing import NamedTuple
 from ronde.topology.graph import GpuDevice, Link, LinkKind, PciDevice
 from ronde.topology.paths.rules import LATEST
 from ronde.topology.paths.speeds import (
+    link_gb_per_s,
     max_nvlinks,
-    nvlink_gb_per_s,
     pci_gb_per_s,
     pci_theory_gb_per_s,
-    xgmi_gb_per_s,
 )
 
 # GB/s of one link in one direction, payload, by compute capability. Source: NVIDIA's
@@ -22,6 +21,8 @@ _NVLINKS = ((100, 50.0), (90, 25.0), (87, 25.0), (86, 14.0625), (70, 25.0), (60,
 _XGMI = (("95", 76.8), ("94", 64.0), ("90a", 50.0), ("910", 50.0), ("", 46.0))
 
 _HOST_BRIDGE = 0x0600
+# One lane of 2.5 GT/s: what virtual machines say of links of which they know nothing.
+_NOTHING_GB_PER_S = 0.25
 
 
 class Figures(NamedTuple):
@@ -34,6 +35,11 @@ class Figures(NamedTuple):
 
     theory: float
     practical: float
+
+    @property
+    def is_told(self) -> bool:
+        """Whether anybody knows what the link carries at most."""
+        return self.theory < float("inf")
 
     def plus(self, other: "Figures") -> "Figures":
         """Return both links together."""
@@ -53,7 +59,8 @@ UNLIMITED = Figures(float("inf"), float("inf"))
 def pci_figures(device: PciDevice) -> Figures | None:
     """Return what the link above a device carries; None where that is not told.
 
-    A host bridge has no link above it, though NCCL counts one where a file says so.
+    A host bridge has no link above it, though NCCL counts one where a file says so, and
+    of the least link that there is nobody knows the limit: virtual machines have it.
     """
     theory = pci_theory_gb_per_s(device.speed, device.width)
     if not device.speed:
@@ -61,8 +68,9 @@ def pci_figures(device: PciDevice) -> Figures | None:
     if theory <= 0:
         return None
     practical = min(theory, pci_gb_per_s(device, LATEST))
-    is_host_bridge = device.class_code >> 8 == _HOST_BRIDGE
-    return Figures(float("inf") if is_host_bridge else theory, practical)
+    is_bridge = device.class_code >> 8 == _HOST_BRIDGE
+    is_limit = theory > _NOTHING_GB_PER_S and not is_bridge
+    return Figures(theory if is_limit else float("inf"), practical)
 
 
 def direct_figures(gpu: GpuDevice, links: Sequence[Link]) -> Figures:
@@ -76,18 +84,16 @@ def direct_figures(gpu: GpuDevice, links: Sequence[Link]) -> Figures:
     Returns:
         Zeros where neither the source nor the GPU tells.
     """
-    told = sum(link.gb_per_s for link in links)
-    if told > 0:
-        return Figures(told, told)
     count = count_links(gpu, links)
+    told = sum(link.gb_per_s for link in links)
     if links[0].kind is LinkKind.XGMI:
         name = gpu.gcn.strip().lower().removeprefix("gfx")
-        theory = next(rate for prefix, rate in _XGMI if name.startswith(prefix))
-        practical = xgmi_gb_per_s(gpu.gcn)
+        each = next(rate for prefix, rate in _XGMI if name.startswith(prefix))
     else:
-        theory = next((rate for least, rate in _NVLINKS if gpu.sm >= least), 0.0)
-        practical = nvlink_gb_per_s(gpu.sm, LATEST)
-    return Figures(count * theory, count * min(theory, practical))
+        each = next((rate for least, rate in _NVLINKS if gpu.sm >= least), 0.0)
+    theory = told or count * each
+    together = links[0]._replace(num_links=count, gb_per_s=told)
+    return Figures(theory, min(theory, link_gb_per_s(together, gpu)))
 
 
 def count_links(gpu: GpuDevice, links: Sequence[Link]) -> int:

@@ -10,9 +10,14 @@ from ronde.topology.limits.link_rates import (
     Figures,
     pci_figures,
 )
+from ronde.topology.limits.network_ways import (
+    find_interfaces,
+    find_rdma_ports,
+    find_ways,
+    told_gb_per_s,
+)
 from ronde.topology.limits.world import Rate
 
-_MBIT_PER_GB = 8000.0
 _MAX_NAMES = 3
 _ROUNDING = 1e-9
 
@@ -31,13 +36,19 @@ class NetworkRates(NamedTuple):
     remark: str = ""
 
 
-def network_rates(host: HostTopology) -> NetworkRates:
+def network_rates(host: HostTopology, interface: str = "") -> NetworkRates:
     """Return what the network links of a host carry in one direction.
 
     Those are RDMA adapters where the source tells of any, else all that are hardware.
     A port that is told no speed counts with its PCIe link: a bound, not more.
+
+    Args:
+        host: Where they are.
+        interface: The one that carries all bytes instead; of it a speed has to be told.
     """
-    ports = _used_ports(host)
+    if interface:
+        return _interface_rates(host, interface)
+    ports = find_rdma_ports(host) or find_interfaces(host)
     paths = {port: figures for port in ports if (figures := _path(host, port))}
     if not paths:
         why = "no network adapter with a rate was found; --link-rate gives it"
@@ -47,13 +58,23 @@ def network_rates(host: HostTopology) -> NetworkRates:
     if untold:
         remark = f"no speed is told of {_names(untold)}: its PCIe link counts"
     total = _total(host, paths)
-    plain = sum(port.mbit_per_s / _MBIT_PER_GB for port in paths)
     best = max(paths, key=lambda port: paths[port].theory)
     return NetworkRates(
-        _rate(_names([port.title for port in paths]), total, plain),
-        _rate(best.title, paths[best], best.mbit_per_s / _MBIT_PER_GB),
+        _rate(_names([port.title for port in paths]), total, told_gb_per_s(paths)),
+        _rate(best.title, paths[best], told_gb_per_s([best])),
         remark,
     )
+
+
+def _interface_rates(host: HostTopology, interface: str) -> NetworkRates:
+    way = find_ways(host).get(interface)
+    if way is None:
+        why = f"{interface} is virtual or does not tell its speed"
+        why = f"the link rate is not known: {why}; --link-rate gives it"
+        return NetworkRates(None, None, why)
+    total = _total(host, {port: _path(host, port) or UNLIMITED for port in way.ports})
+    rate = _rate(way.name, total, told_gb_per_s(way.ports))
+    return NetworkRates(rate, rate)
 
 
 def _total(host: HostTopology, paths: Mapping[NetPort, Figures]) -> Figures:
@@ -68,11 +89,11 @@ def _total(host: HostTopology, paths: Mapping[NetPort, Figures]) -> Figures:
     arriving: dict[str, Figures] = {}
     for port, figures in paths.items():
         # Functions of one device share its link.
-        first = firsts[_slot(port.bus_id)]
+        first = firsts.get(_slot(port.bus_id), "")
         arriving[first] = arriving.get(first, NO_FIGURES).plus(figures)
     known = {device.bus_id for device in host.devices}
     ends = _above_gpus(host)
-    total = NO_FIGURES
+    total = arriving.get("", NO_FIGURES)
     for device in reversed(host.devices):
         own = arriving.get(device.bus_id, NO_FIGURES)
         if device.bus_id not in ends:
@@ -98,20 +119,14 @@ def _slot(bus_id: str) -> str:
     return bus_id.partition(".")[0]
 
 
-def _used_ports(host: HostTopology) -> list[NetPort]:
-    known = {device.bus_id for device in host.devices}
-    # Software has no rate of its own, and what it says is a default.
-    ports = [port for port in host.ports if port.bus_id in known and port.is_up]
-    return [port for port in ports if port.kind == "infiniband"] or ports
-
-
 def _path(host: HostTopology, port: NetPort) -> Figures | None:
     """Return what one port carries through its own PCIe link; None where not told."""
-    device = next(each for each in host.devices if each.bus_id == port.bus_id)
-    link = pci_figures(device)
+    above = (each for each in host.devices if each.bus_id == port.bus_id)
+    device = next(above, None)
+    link = pci_figures(device) if device else None
     if port.mbit_per_s <= 0:
-        return link
-    rate = port.mbit_per_s / _MBIT_PER_GB
+        return link if link and link.is_told else None
+    rate = told_gb_per_s([port])
     return Figures(rate, rate).capped(link or UNLIMITED)
 
 

@@ -66,3 +66,7 @@ class World(NamedTuple):
     has_gpus: bool = False
     has_nvls: bool = False
     unknown: tuple[str, ...] = ()
+
+    def lacking(self, reason: str) -> "World":
+        """Return the same world, of which one thing more is not known, if any."""
+        return self._replace(unknown=(*self.unknown, reason)) if reason else self

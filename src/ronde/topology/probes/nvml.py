@@ -107,6 +107,9 @@ def _read_gpu(nvml: Any, handle: object) -> GpuAnswers:  # noqa: ANN401
         width=ask(UNKNOWN, "nvmlDeviceGetCurrPcieLinkWidth"),
         node=_read_node(nvml, handle),
         nvlinks=_read_nvlinks(nvml, handle),
+        nvlink_mb_per_s=_ask_fields(
+            nvml, handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON]
+        )[0],
         c2c_mb_per_s=_read_c2c(nvml, handle),
     )
 

@@ -29,6 +29,7 @@ PCI_SPEEDS = {
 }
 """Of a lane by generation, as the kernel writes them."""
 
+_NVLINK_2_GB_PER_S, _NVLINK_3_GB_PER_S = 25.0, 26.0
 _GPU, _SWITCH = 0, 2
 _CLASSES = {_GPU: 0x030200, _SWITCH: 0x068000}
 """PCI classes by NVML's number for what an NVLink leads to."""
@@ -63,6 +64,7 @@ class GpuAnswers(NamedTuple):
         width: Of its PCI link as trained now; ``UNKNOWN``.
         node: NUMA node of the processor that it is near; ``UNKNOWN``.
         nvlinks: One for each that is active.
+        nvlink_mb_per_s: At which each of them signals; ``UNKNOWN``.
         c2c_mb_per_s: One for each link to its processor that is active.
     """
 
@@ -76,7 +78,20 @@ class GpuAnswers(NamedTuple):
     width: int = UNKNOWN
     node: int = UNKNOWN
     nvlinks: tuple[Remote, ...] = ()
+    nvlink_mb_per_s: int = UNKNOWN
     c2c_mb_per_s: tuple[int, ...] = ()
+
+
+def payload_gb_per_s(signalling_mb_per_s: float) -> float:
+    """Return what an NVLink carries of the rate at which it signals; 0 where untold.
+
+    Source: NVLink 2 spends 1 bit in 33 on coding (25.781 -> 25), later ones 1 in 17
+    (26.562 -> 25, 53.125 -> 50).
+    """
+    rate = max(0.0, signalling_mb_per_s / 1e3)
+    if rate >= _NVLINK_3_GB_PER_S:
+        return rate * 16 / 17
+    return rate * 32 / 33 if rate > _NVLINK_2_GB_PER_S else rate
 
 
 def graph_of(
@@ -147,8 +162,9 @@ def _links(name: str, gpu: GpuAnswers) -> list[Link]:
         for remote in gpu.nvlinks
         if (target := _target(remote))
     )
+    each = payload_gb_per_s(gpu.nvlink_mb_per_s)
     links = [
-        Link(LinkKind.NVLINK, name, target, count, target_class=target_class)
+        Link(LinkKind.NVLINK, name, target, count, round(count * each, 3), target_class)
         for (target, target_class), count in targets.items()
     ]
     if gpu.c2c_mb_per_s:

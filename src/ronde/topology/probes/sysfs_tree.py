@@ -11,7 +11,7 @@ from ronde.topology.probes.sysfs_devices import (
 )
 from ronde.topology.probes.sysfs_gpus import read_gpus
 from ronde.topology.probes.sysfs_nodes import read_nodes
-from ronde.topology.probes.sysfs_ports import read_ports
+from ronde.topology.probes.sysfs_ports import read_interfaces, read_ports
 
 FORM = "sysfs"
 """How sources of this kind begin."""
@@ -42,6 +42,7 @@ def read_host(root: Path = Path("/")) -> HostTopology:
         devices=read_devices(top, functions, wanted, nodes),
         gpus=gpus,
         ports=ports,
+        interfaces=read_interfaces(top, ports),
         links=links,
         remarks=remarks,
     )
