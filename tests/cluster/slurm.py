@@ -22,6 +22,8 @@ from tests.cluster.machines import Cluster, ClusterError, HostProcess, Machine
 START_S = 30.0
 _TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
 _SBIN = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
+# Slurm takes any file for a GPU's.
+_NO_GPUS = ("/dev/null", "/dev/zero")
 
 _CONF = """
 ClusterName=ronde
@@ -40,6 +42,7 @@ SlurmdParameters=config_overrides
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
+GresTypes=gpu
 KillWait=2
 SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
@@ -125,12 +128,16 @@ class Slurm:
 
 
 @contextmanager
-def slurm(cluster: Cluster, *, cpus: int = 4) -> Generator[Slurm]:
+def slurm(
+    cluster: Cluster, *, cpus: int = 4, num_gpus: int = 0, memory_mib: int = 1
+) -> Generator[Slurm]:
     """Start Slurm on all hosts; end it with all its jobs.
 
     Args:
         cluster: The hosts.
         cpus: How many each node is said to have.
+        num_gpus: How many GPUs each node is said to have, at most two; there are none.
+        memory_mib: How much memory each node is said to have.
 
     Raises:
         ClusterError: It does not start.
@@ -138,10 +145,13 @@ def slurm(cluster: Cluster, *, cpus: int = 4) -> Generator[Slurm]:
     folder = cluster.folder / "slurm"
     folder.mkdir()
     conf = folder / "slurm.conf"
+    given = f"CPUs={cpus} RealMemory={memory_mib} Gres=gpu:{num_gpus}"
     nodes = [
-        f"NodeName={host.name} NodeAddr={host.address} CPUs={cpus} State=UNKNOWN"
+        f"NodeName={host.name} NodeAddr={host.address} {given} State=UNKNOWN"
         for host in cluster.hosts
     ]
+    gpus = [f"Name=gpu File={file}" for file in _NO_GPUS[:num_gpus]]
+    (folder / "gres.conf").write_text("\n".join(gpus))
     conf.write_text(
         _CONF.format(first=cluster.hosts[0], folder=folder, nodes="\n".join(nodes))
     )

@@ -11,6 +11,7 @@ PROBES = {
     "host": ProbeEntry("ronde.check.probes.host", 5.0, "host."),
     "network": ProbeEntry("ronde.check.probes.network", 5.0, "network."),
     "storage": ProbeEntry("ronde.check.probes.storage", 10.0, "storage."),
+    "scheduler": ProbeEntry("ronde.check.probes.scheduler", 5.0, "scheduler."),
 }
 """By name; each runs in a process of its own."""
 
@@ -19,6 +20,7 @@ _FAMILIES = (
     "versions",
     "gpu",
     "host",
+    "scheduler",
     "network",
     "bandwidth",
     "storage",
