@@ -319,8 +319,25 @@ def test_an_nccl_in_the_way_is_found(tmp_path: Path) -> None:
         "LD_LIBRARY_PATH": f":/nowhere:{tmp_path}",
         "LD_PRELOAD": "/x/libnccl.so.2 /x/libjemalloc.so",
     }
-    assert find_other_nccl(environ) == ["/x/libnccl.so.2", str(library)]
-    assert find_other_nccl({}) == []
+    assert find_other_nccl(environ, []) == ["/x/libnccl.so.2", str(library)]
+    assert find_other_nccl({}, []) == []
+
+
+def test_the_wheels_own_nccl_is_not_in_its_way(tmp_path: Path) -> None:
+    library = tmp_path / "nvidia/nccl/lib/libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    environ = {"LD_LIBRARY_PATH": str(library.parent), "LD_PRELOAD": str(library)}
+    assert find_other_nccl(environ, ["", str(tmp_path)]) == []
+    assert find_other_nccl(environ, ["", "/elsewhere"]) == [str(library)] * 2
+
+
+def test_a_torch_that_was_cut_off_is_unreadable_and_the_rest_is_told(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda: str = (")
+    with pytest.raises(UnreadableError, match="install torch anew"):
+        read_torch(tmp_path)
 
 
 @pytest.mark.parametrize(

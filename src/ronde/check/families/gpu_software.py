@@ -14,7 +14,9 @@ _FIRST_CUDA = {8: (11, 0), 9: (11, 8), 10: (12, 8), 11: (13, 0), 12: (12, 8)}
 on 8.9 too."""
 _NO_LONGER = (7, 5)
 _ENDED_WITH = (13, 0)
-"""CUDA 13.0 makes no code for GPUs before compute capability 7.5."""
+"""CUDA 13.0 makes no code for GPUs before compute capability 7.5,"""
+_WHEELS_ENDED_WITH = (12, 8)
+"""and PyTorch's wheels from 2.11 on have none from this CUDA on; other builds may."""
 
 
 def _judge_cpu_only(fleet: Fleet) -> Iterator[Finding]:
@@ -45,15 +47,19 @@ def _judge_models(fleet: Fleet) -> Iterator[Finding]:
         told = {tuple(each) for each in facts.values["gpu.capabilities"] if each}
         for major, minor in sorted(told):
             first = _FIRST_CUDA.get(major, (0, 0))
-            is_old = (major, minor) < _NO_LONGER and torch >= _ENDED_WITH
+            is_old = (major, minor) < _NO_LONGER and torch >= _WHEELS_ENDED_WITH
             if torch and (torch < first or is_old):
+                is_sure = torch < first or torch >= _ENDED_WITH
                 what = (
-                    f"torch for CUDA {torch[0]}.{torch[1]} has no code for GPUs of "
+                    f"torch for CUDA {torch[0]}.{torch[1]} "
+                    f"{'has' if is_sure else 'mostly has'} no code for GPUs of "
                     f"compute capability {major}.{minor}"
                 )
-                need = "a torch for CUDA 12" if is_old else "a newer torch"
-                fix = f"install {need}"
-                yield Finding("gpu-code", Severity.FAIL, facts.host, what, fix=fix)
+                severity = Severity.FAIL if is_sure else Severity.WARN
+                need = "a torch for CUDA 12.6" if is_old else "a newer torch"
+                yield Finding(
+                    "gpu-code", severity, facts.host, what, fix=f"install {need}"
+                )
 
 
 def _torch_cuda(facts: HostFacts) -> tuple[int, ...]:
@@ -98,9 +104,10 @@ CHECKS = (
         family=Family.GPU,
         title="torch has code for these GPUs",
         reads="NVML's compute capabilities, and torch's CUDA in its version.py",
-        threshold="8.x from CUDA 11.0, 9.0 from 11.8, 10.x and 12.x from 12.8; below "
-        "7.5 until 12.9",
-        source="NVIDIA's release notes of CUDA",
+        threshold="8.x from CUDA 11.0, 9.0 from 11.8, 10.x and 12.x from 12.8, 11.x "
+        "from 13.0; below 7.5 until 12.9, a warning from 12.8 on",
+        source="NVIDIA's release notes of CUDA; PyTorch's support matrix of release "
+        "2.11, whose wheels for 12.8 begin at 7.5",
         severity=Severity.FAIL,
         fix="install a newer torch",
         needs="an NVIDIA GPU",

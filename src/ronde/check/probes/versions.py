@@ -6,6 +6,7 @@ torch is never imported: that takes seconds, and may hang in a driver.
 import ast
 import hashlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -51,7 +52,9 @@ def read(reading: Reading) -> None:
     packages = read_packages(sys.path)
     reading.keep("versions.packages", lambda: packages)
     reading.keep("versions.nccl", lambda: find_nccl(packages))
-    reading.keep("versions.nccl_elsewhere", lambda: find_other_nccl(environment))
+    reading.keep(
+        "versions.nccl_elsewhere", lambda: find_other_nccl(environment, sys.path)
+    )
     reading.keep("versions.driver", lambda: read_driver(root))
     reading.keep("versions.environment", lambda: redacted(environment))
     reading.keep("versions.num_cpus", lambda: count_cpus(root))
@@ -80,11 +83,20 @@ def read_torch(package: Path | None) -> tuple[str, str]:
 
     Args:
         package: Its directory; None if it is not installed.
+
+    Raises:
+        UnreadableError: Its file is broken, as one that was cut off.
     """
     if package is None:
         return ABSENT, ABSENT
     said: dict[str, str] = {}
-    for line in ast.parse((package / "version.py").read_text("utf-8")).body:
+    try:
+        program = ast.parse((package / "version.py").read_text("utf-8"))
+    except SyntaxError as error:
+        raise UnreadableError(
+            f"{package}/version.py is no Python: {error.msg}; install torch anew"
+        ) from error
+    for line in program.body:
         match line:
             case ast.Assign([ast.Name(name)], ast.Constant(value)) | ast.AnnAssign(
                 ast.Name(name), value=ast.Constant(value)
@@ -122,15 +134,23 @@ def find_nccl(packages: Mapping[str, str]) -> str:
     return ", ".join(sorted(versions)) or ABSENT
 
 
-def find_other_nccl(environ: Mapping[str, str]) -> list[str]:
-    """Return each NCCL that the loader's variables put before the wheel's."""
+def find_other_nccl(
+    environ: Mapping[str, str], directories: Iterable[str]
+) -> list[str]:
+    """Return each NCCL that the loader's variables put before the wheel's.
+
+    Args:
+        environ: Of a rank.
+        directories: Where Python looks: a wheel's own NCCL lies below one of them.
+    """
     preloaded = re.split(r"[:\s]+", environ.get("LD_PRELOAD", ""))
     found = [path for path in preloaded if "libnccl.so" in path]
     for directory in environ.get("LD_LIBRARY_PATH", "").split(":"):
         library = Path(directory, "libnccl.so.2")
-        if directory and library.is_file():
+        if directory and os.path.isfile(library):  # noqa: PTH113 - it may be denied
             found.append(str(library.resolve()))
-    return found
+    own = {Path(each, "nvidia/nccl/lib").resolve() for each in directories if each}
+    return [path for path in found if Path(path).resolve().parent not in own]
 
 
 def read_driver(root: str) -> str:
