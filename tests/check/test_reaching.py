@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.programs import panel_of
 
+from ronde.check.examining import choose_addresses
 from ronde.check.operations.path_mtu import measure_mtu, own_end
 from ronde.check.operations.reaching import (
     LARGE_BYTES,
@@ -294,6 +295,18 @@ FINE = {
     "error": "", "is_refused": False, "lost_bytes": 0, "own_mtu": 1500, "mtu": 1500,
     "rtt_s": 0.001, "p99_s": 0.002, "mb_per_s": 100.0,
 }  # fmt: skip
+
+
+def test_an_address_that_others_have_too_leads_nowhere():
+    """As of a bridge for containers: each has a route there, which is its own."""
+    bridge = "172.17.0.1"
+    own = {name: [bridge, f"10.0.0.{n}"] for n, name in enumerate("abc", 1)}
+    routed = dict.fromkeys(own, frozenset(a for each in own.values() for a in each))
+    assert choose_addresses(own, routed) == {n: each[1] for n, each in own.items()}
+    # Hosts of one machine have nothing else, and a host may have nothing at all.
+    own = {"a": ["10.0.0.1", "10.1.0.1"], "b": ["10.0.0.1"], "c": []}
+    routed = dict.fromkeys(own, frozenset({"10.0.0.1", "10.1.0.1"}))
+    assert choose_addresses(own, routed) == {"a": "10.1.0.1", "b": "10.0.0.1", "c": ""}
 
 
 def test_one_success_of_two_is_believed():

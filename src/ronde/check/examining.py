@@ -1,6 +1,6 @@
 """From hosts to facts: an agent on each, a program to speak with, step after step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
@@ -93,17 +93,36 @@ def _find_addresses(controller: Controller, nodes: Sequence[Node]) -> Mapping[st
     own = {node.name: _own_addresses(node) for node in nodes}
     asked = list(dict.fromkeys(a for each in own.values() for a in each))
     routes = controller.locate(nodes, asked)
+    routed = {
+        node.name: {a for a, source in zip(asked, sources, strict=True) if source}
+        for node, sources in zip(nodes, routes, strict=True)
+    }
+    return choose_addresses(own, routed)
+
+
+def choose_addresses(
+    own: Mapping[str, Sequence[str]], routed: Mapping[str, Collection[str]]
+) -> dict[str, str]:
+    """Return by name the address of each host to which most others have a route.
+
+    A host that has the same address, as of a bridge that containers use, has a route to
+    itself alone.
+
+    Args:
+        own: By name, a host's own addresses, the best first.
+        routed: By name, the addresses to which a host has a route.
+    """
     found: dict[str, str] = {}
-    for node in nodes:
+    for name, addresses in own.items():
         counts = {
             address: sum(
-                bool(sources[asked.index(address)])
-                for other, sources in zip(nodes, routes, strict=True)
-                if other is not node
+                address in routed[other] and address not in theirs
+                for other, theirs in own.items()
+                if other != name
             )
-            for address in own[node.name]
+            for address in addresses
         }
-        found[node.name] = max(counts, key=lambda a: counts[a], default="")
+        found[name] = max(counts, key=lambda a: counts[a], default="")
     return found
 
 
