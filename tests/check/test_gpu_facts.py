@@ -20,9 +20,9 @@ from ronde.check.probes.gpu_log import read_xids
 from ronde.check.probes.gpu_paths import (
     read_acs,
     read_direct_rdma,
-    read_is_virtual,
 )
 from ronde.check.probes.gpu_presence import read_cards, read_files, read_module
+from ronde.check.probes.host_virtual import read_is_virtual
 
 NOT_SUPPORTED, NO_PERMISSION, LOST, RESET, UNKNOWN = 3, 4, 15, 16, 999
 VERSION_MISMATCH = 18
@@ -365,6 +365,26 @@ def test_a_virtual_machine_needs_acs(tmp_path):
     write(tmp_path, "proc/cpuinfo", "processor : 0\nflags\t\t: fpu hypervisor sse\n")
     assert read_is_virtual(str(tmp_path))
     assert read_acs(str(tmp_path), [CARD]) == []
+
+
+@pytest.mark.parametrize(
+    ("vendor", "product", "is_virtual"),
+    [
+        ("QEMU", "KVM Virtual Machine", True),
+        ("Amazon EC2", "g5g.xlarge", True),
+        ("Amazon EC2", "g5g.metal", False),
+        ("Microsoft Corporation", "Virtual Machine", True),
+        ("Supermicro", "ARS-111GL-NHR", False),
+        ("", "", False),
+    ],
+)
+def test_cpus_without_flags_leave_it_to_the_firmware(
+    tmp_path, vendor, product, is_virtual
+):
+    write(tmp_path, "proc/cpuinfo", "processor : 0\nFeatures\t: fp asimd\n")
+    write(tmp_path, "sys/class/dmi/id/sys_vendor", f"{vendor}\n")
+    write(tmp_path, "sys/class/dmi/id/product_name", f"{product}\n")
+    assert read_is_virtual(str(tmp_path)) is is_virtual
 
 
 PLACES = st.sampled_from([0, 0x20, 0x100, 0x140, 0x148, 0xFF8, 0xFFC])

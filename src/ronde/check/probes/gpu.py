@@ -18,8 +18,9 @@ from ronde.check.nvml.questions import (
     RefusedError,
 )
 from ronde.check.probes.gpu_log import read_xids
-from ronde.check.probes.gpu_paths import read_acs, read_direct_rdma, read_is_virtual
+from ronde.check.probes.gpu_paths import read_acs, read_direct_rdma
 from ronde.check.probes.gpu_presence import read_cards, read_files, read_module
+from ronde.check.probes.host_virtual import read_is_virtual
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.topology.probes.nvml import NoNvmlError, open_nvml

@@ -5,6 +5,7 @@ import struct
 from collections.abc import Iterable, Iterator
 
 from ronde.check.facts import UnreadableError, Value
+from ronde.check.probes.host_virtual import read_is_virtual
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.topology.probes.sysfs_devices import read_functions
 
@@ -38,16 +39,6 @@ def read_direct_rdma(root: str, module: str) -> Value:
     elif "(open)" in module and _kernel(root) >= _FIRST_DMA_BUF:
         way = "DMA-BUF"
     return {"adapters": vendors.count(_MELLANOX), "way": way}
-
-
-def read_is_virtual(root: str) -> bool:
-    """Return whether this is a virtual machine.
-
-    Args:
-        root: Where ``proc`` is; empty for this machine.
-    """
-    flags = read_text(f"{root}/proc/cpuinfo")
-    return re.search(r"^flags\s*:.*\bhypervisor\b", flags, re.MULTILINE) is not None
 
 
 def read_acs(root: str, cards: Iterable[str]) -> list[str]:

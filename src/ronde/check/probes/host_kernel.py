@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from ronde.check.facts import Reading, Value
+from ronde.check.probes.host_virtual import read_is_virtual
 from ronde.topology.cores import read_node_cpus
 from ronde.topology.gpus import read_gpus
 from ronde.topology.kernel_files import list_names, read_number, read_text
@@ -39,10 +40,8 @@ def read_kernel(reading: Reading, root: str) -> None:
     proc = Path(f"{root}/proc")
     reading.keep("host.kernel", lambda: _line(proc / "sys/kernel/osrelease"))
     reading.keep("host.cmdline", lambda: parse_cmdline(_line(proc / "cmdline")))
-    with reading.reading("host.microcode", "host.is_virtual"):
-        microcode, is_virtual = _read_cpu(root)
-        reading.values["host.microcode"] = microcode
-        reading.values["host.is_virtual"] = is_virtual
+    reading.keep("host.microcode", lambda: _microcode(root))
+    reading.keep("host.is_virtual", lambda: read_is_virtual(root))
     reading.keep("host.governors", lambda: _governors(root))
     reading.keep("host.numa_nodes", lambda: len(read_node_cpus(root)))
     # Kernels without it have no such file, and do no balancing.
@@ -89,16 +88,15 @@ def _line(path: Path) -> str:
     return path.read_text(errors="replace").strip()
 
 
-def _read_cpu(root: str) -> tuple[str, bool]:
-    """Return the microcode, empty where there is none, and whether this is virtual."""
+def _microcode(root: str) -> str:
+    """Return the microcode of the first CPU; empty where there is none."""
     with Path(f"{root}/proc/cpuinfo").open(errors="replace") as file:
         first = file.read(_CPUINFO_BYTES).partition("\n\n")[0]
     fields = {
         name.strip(): value.strip()
         for name, _, value in (line.partition(":") for line in first.splitlines())
     }
-    is_virtual = "hypervisor" in fields.get("flags", "").split()
-    return fields.get("microcode", ""), is_virtual
+    return fields.get("microcode", "")
 
 
 def _governors(root: str) -> Value:
