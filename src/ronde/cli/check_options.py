@@ -79,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_host_options(parser)
     add_ssh_options(parser)
     _add_subject(parser)
+    _add_measurements(parser)
     _add_output(parser)
     return parser
 
@@ -109,6 +110,23 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
         "--master-port's; may stand several times",
     )
     add(
+        "--only",
+        action="append",
+        metavar="NAME[,NAME]",
+        help="make these checks alone: families or ids of ronde check list",
+    )
+    add(
+        "--skip",
+        action="append",
+        metavar="NAME[,NAME]",
+        help="leave these out",
+    )
+
+
+def _add_measurements(parser: argparse.ArgumentParser) -> None:
+    """Add what takes time, or leaves traces for a moment."""
+    add = parser.add_argument
+    add(
         "--burn",
         default="0",
         metavar="TIME",
@@ -129,18 +147,6 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
         "--storage-speed",
         action="store_true",
         help="also write 64 MiB and 1000 small files into each --path, and remove them",
-    )
-    add(
-        "--only",
-        action="append",
-        metavar="NAME[,NAME]",
-        help="make these checks alone: families or ids of ronde check list",
-    )
-    add(
-        "--skip",
-        action="append",
-        metavar="NAME[,NAME]",
-        help="leave these out",
     )
 
 
