@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 from tests.topology.nccl_job import BUS_IDS, JobLog, interleave, text_of
 
 from ronde.topology.nccl_log import Job, NcclLog, read_nccl_log
@@ -415,6 +415,7 @@ def test_a_log_may_be_cut_anywhere() -> None:
 
 @given(st.binary(max_size=400))
 def test_any_bytes_are_read(data: bytes) -> None:
+    assume(not data.startswith(b"\x1f\x8b"))
     log = read(data, P.encode() + data)
 
     assert log.num_lines >= 1

@@ -244,6 +244,19 @@ def test_ranks_that_never_got_through() -> None:
     assert found(hanging)["ranks-not-in-log"] is NOTE
 
 
+def test_who_could_not_be_reached_is_told() -> None:
+    text = without(text_of(JobLog(num_hosts=1)), "COMPLETE")
+    line = (
+        "node0:1000:2000 [0] NCCL INFO socketPollConnect: connect to 10.0.0.9<4567> "
+        "returned No route to host, retrying (9/34) after sleep for 900 msec\n"
+    )
+    finding = find(text + line.encode(), "init-incomplete")
+
+    assert "on node0 they try to connect: 10.0.0.9<4567> returned No" in finding.what
+    # Who answered late is of no interest.
+    assert found(text_of(JobLog(num_hosts=1)) + line.encode()) == {}
+
+
 def test_a_slow_start_is_told_with_its_phase() -> None:
     text = text_of(JobLog(num_hosts=1)).replace(
         b"rank 6 nranks 8 total 3.25 (kernels 0.25, alloc 0.50, bootstrap 1.25",
@@ -277,6 +290,81 @@ def test_slow_pci(
 
     assert findings[0].severity is severity
     assert (findings[0].has_gb_per_s, findings[0].should_gb_per_s) == (has, should)
+
+
+@pytest.mark.parametrize(
+    ("pci", "port", "is_slow"),
+    [
+        # By NCCL's count PCIe 4 x16 is 24 and PCIe 5 x16 is 48, by the standard 31.5
+        # and 63: ports of 200 and of 400 Gb/s are at home there.
+        (24.0, 25.0, False),
+        (48.0, 50.0, False),
+        (12.0, 12.5, False),
+        (24.0, 50.0, True),
+        (12.0, 25.0, True),
+        (3.0, 12.5, True),
+    ],
+)
+def test_an_adapter_is_slow_where_its_link_is_not_its_port(
+    pci: float, port: float, *, is_slow: bool
+) -> None:
+    text = text_of(JobLog(num_hosts=1)).decode()
+    text = text.replace("PCI[48.0] - NIC", f"PCI[{pci}] - NIC")
+    text = text.replace("NET[25.0]", f"NET[{port}]").replace("/25.000000)", f"/{port})")
+    rules = found(text.encode())
+
+    assert rules == ({"slow-pci": ERROR if pci == 3.0 else WARNING} if is_slow else {})
+
+
+@pytest.mark.parametrize("slow_host", [0, 1])
+def test_a_slow_link_of_one_host_is_seen_beside_a_sound_one(slow_host: int) -> None:
+    """Both hosts name their GPUs alike, and whoever speaks last must not win."""
+    text = text_of(JobLog()).decode()
+    second = "+ PCI[48.0] - GPU/0-43000 (1)"
+    lines = [
+        line.replace("+ SYS[22.0] - CPU/0-1", second.replace("48", "24"))
+        if line.startswith(f"node{slow_host}:")
+        else line.replace("+ SYS[22.0] - CPU/0-1", second)
+        for line in text.splitlines(keepends=True)
+    ]
+    finding = find("".join(lines).encode(), "slow-pci")
+
+    assert finding.element == f"GPU/0-43000 on node{slow_host}"
+    assert found("".join(lines).encode()) == {"slow-pci": WARNING}
+
+
+def test_two_channels_are_right_for_a_rank_a_node() -> None:
+    """Of groups that have one GPU of each host, say, there are many in each job."""
+    text = text_of(JobLog()).decode()
+    lines = ""
+    for n in range(2):
+        split = (
+            f"ncclCommSplit comm 0x77{n} rank {n} nranks 2 cudaDev 0 nvmlDev 0 busId "
+            f"1b000 parent 0x5500{8 * n:02x} splitCount 1 color 0 key {n} - Init "
+        )
+        layout = "nRanks 2 nNodes 2 localRanks 1 localRank 0 MNNVL 0"
+        for said in (
+            f"{split}START",
+            f"comm 0x77{n} rank {n} {layout}",
+            NO_NVLINK,
+            f"{split}COMPLETE",
+        ):
+            lines += f"node{n}:{1000 + 8 * n}:77 [0] NCCL INFO {said}\n"
+    assert found((text + lines).encode()) == {}
+    both = (text + lines).replace("nRanks 2 nNodes 2", "nRanks 2 nNodes 1")
+    assert found(both.encode())["few-channels"] is ERROR
+
+
+def test_two_channels_are_right_for_a_small_bridge() -> None:
+    """Four links of 12 GB/s between two cards make one way of 40 or 48, doubled."""
+    text = text_of(JobLog(num_hosts=1, channels=NO_NVLINK))
+    bridge = text.replace(b"NVL[370.8] - NVS/0-0", b"NVL[48.0] - GPU/0-2000")
+
+    assert found(text) == {"few-channels": ERROR}
+    assert found(bridge) == {"few-channels": NOTE}
+    available = b"node0:1000:2000 [0] NCCL INFO NVLS multicast support is available on "
+    switched = without(text, "NVL[", "/NVL)") + available + b"dev 0\n"
+    assert found(switched) == {"few-channels": ERROR}
 
 
 def test_one_gpu_slower_than_the_others() -> None:
@@ -345,6 +433,51 @@ def test_one_gpu_slower_than_the_others() -> None:
         ("Failed to open libibverbs.so[.1]", "warned-no-libibverbs"),
         ("NUMA auto balancing enabled which can lead to", "warned-numa-balancing"),
         ('Missing "iommu=pt" from kernel command line', "warned-iommu"),
+        ('Missing "amd_iommu=on" from kernel command line', "warned-iommu"),
+        (
+            'Missing "HSA_FORCE_FINE_GRAIN_PCIE=1" from environment',
+            "warned-fine-grain",
+        ),
+        ("Cuda failure 802 'system not yet initialized'", "warned-fabric-manager"),
+        (
+            (
+                "MNNVL (cliqueSize 8) is available but not working on this system. "
+                "Check the IMEX configuration (nvidia-imex-ctl -N)."
+            ),
+            "warned-imex",
+        ),
+        ("nvmlInit_v2() failed: Driver/library version mismatch", "warned-driver"),
+        ("failed to peer with device 1(=1000): 205 x", "warned-peer-access"),
+        (
+            "Cuda failure 'peer access is not supported between these two devices'",
+            "warned-peer-access",
+        ),
+        ("No transport found for rank 0[1] -> rank 1[2]", "warned-no-transport"),
+        (
+            "Detected mixed local Net device counts across ranks (min 7, max 8)",
+            "warned-adapters-differ",
+        ),
+        (
+            "NCCL version mismatch with remote peer 10.0.0.1<5> (local: 2, remote 3)",
+            "warned-versions",
+        ),
+        ("socketStartConnect: exceeded retries (20000)", "warned-connection"),
+        ("socketPollConnect: exceeded timeouts (3)", "warned-connection"),
+        (
+            (
+                "[Proxy Service 3] Failed to execute operation Connect from rank 3, "
+                "retcode 3"
+            ),
+            "warned-follows",
+        ),
+        (
+            (
+                "[Service thread] Error encountered progressing operation=Connect, "
+                "res=3, closing connection"
+            ),
+            "warned-follows",
+        ),
+        ("Comm 0x55 is in abort state", "warned-follows"),
         ("The flux has no capacity", "warned"),
     ],
 )
@@ -407,6 +540,15 @@ def test_the_words_name_what_was_chosen() -> None:
     assert "16 of 16 ranks said that it was complete" in text
     assert "nothing that looks wrong" in text
     assert "not said" not in text
+
+
+def test_a_job_that_was_aborted_is_told_so_and_not_blamed() -> None:
+    """torch gives communicators up at the end of a program that was well."""
+    line = b"comm 0x1 rank 0 nranks 16 cudaDev 0 busId 1b000 - Abort COMPLETE\n"
+    text = text_of(JobLog()) + b"node0:1000:2000 [0] NCCL INFO " + line
+
+    assert found(text) == {}
+    assert "1 rank gave up a communicator" in tell_log(read(text), ())
 
 
 def test_what_is_not_said_is_named() -> None:

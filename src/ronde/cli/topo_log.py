@@ -22,7 +22,7 @@ VERSION = 1
 
 _EPILOG = f"""\
 Several files are one log. Lines of ranks that broke inside each other are put together
-again. - is standard input: zcat nccl.log.gz | ronde topo log -
+again. What gzip packed is unpacked. - is standard input.
 
 To have all said, a file a rank:
   NCCL_DEBUG=INFO NCCL_DEBUG_FILE=nccl.%h.%p \\

@@ -46,6 +46,7 @@ def _job(job: Job, log: NcclLog, width: int) -> str:
         ("algorithms", _tunings(job)),
         ("settings", _some([said.value for said in job.settings], 12)),
         ("start", _start(job)),
+        ("end", _end(job)),
         ("not said", _not_said(job)),
     )
     text = wrap("", _head(job, log), width, indent=2)
@@ -93,7 +94,7 @@ def _between(job: Job) -> str:
     gdr = sorted({said.value.rpartition(" ")[2].lower() for said in job.gdr})
     if gdr:
         parts.append(f"GPUDirect RDMA {' and '.join(gdr)}")
-    edges = _edges(each for each in job.edges if each.transport.startswith("NET/"))
+    edges = _edges(each for each in job.edges if each.is_between_nodes)
     parts += edges
     if nodes == 1 and parts and not edges:
         parts.append("one node: not used")
@@ -101,9 +102,7 @@ def _between(job: Job) -> str:
 
 
 def _inside(job: Job) -> str:
-    parts = _edges(
-        edges for edges in job.edges if not edges.transport.startswith("NET/")
-    )
+    parts = _edges(edges for edges in job.edges if not edges.is_between_nodes)
     links = [link.gb_per_s for link in job.trees if link.kind == "NVL"]
     if links:
         parts.append(f"NVLink up to {max(links):.1f} GB/s from a GPU")
@@ -178,6 +177,13 @@ def _complete(job: Job) -> str:
 
 def _has_ended(rank: RankSeen) -> bool:
     return rank.has_started or rank.is_complete
+
+
+def _end(job: Job) -> str:
+    if not job.aborts:
+        return ""
+    count = _count(sum(said.num_processes for said in job.aborts), "rank")
+    return f"{count} gave up a communicator (torch does so at its end, too)"
 
 
 def _not_said(job: Job) -> str:

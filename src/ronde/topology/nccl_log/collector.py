@@ -15,7 +15,6 @@ from ronde.topology.nccl_log.statements import Topic, recognise, split_paths
 _MAX_PROCESSES = 1 << 17
 _MAX_VALUES = 1 << 12
 _MAX_KEPT_TEXT = 400
-_MAX_MISREAD = 3
 # What a level of a tree may be off by: people paste, and lose a blank.
 _SLACK = 2
 _ALGORITHMS = (
@@ -28,11 +27,13 @@ _ALGORITHMS = (
     "PAT",
 )
 _PROTOCOLS = ("LL", "LL128", "SIMPLE")
-_DEVICE = re.compile(r"\[\d+\]([^\s\[]+)")
+_DEVICE = re.compile(r"\[\d+\] ?([^\s\[={},]+)")
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _NIC = re.compile(r"/-?\d+(?:\(\d+\))?")
 
 Value = tuple[str | int | float | None, ...]
+Kind = tuple[str, str, str]
+"""Of an operation: its collective, algorithm and protocol."""
 
 
 @dataclass(slots=True)
@@ -50,19 +51,17 @@ class EdgeTally:
 
 @dataclass(slots=True)
 class SizeTally:
-    """Operations of one kind.
+    """Operations of one kind that one process told of.
 
     Attributes:
         min_bytes: Of the smallest.
         max_bytes: Of the largest.
         num_operations: How many.
-        processes: Numbers of those that said so.
     """
 
     min_bytes: int
     max_bytes: int
     num_operations: int = 0
-    processes: set[int] = field(default_factory=set[int])
 
 
 @dataclass(slots=True)
@@ -95,7 +94,7 @@ class Collector:
         said: By topic, values to the numbers of the processes that said them.
         starts: Communicators and their ranks.
         edges: By transport, then by process.
-        tunings: By collective, algorithm and protocol.
+        tunings: By kind, then by process.
         warnings: By their text without its numbers.
         loose_versions: Versions in no process's name.
         num_messages: Taken so far.
@@ -107,7 +106,7 @@ class Collector:
         self.said: dict[Topic, dict[Value, set[int]]] = {}
         self.starts = Starts()
         self.edges: dict[str, dict[int, EdgeTally]] = {}
-        self.tunings: dict[tuple[str, str, str], SizeTally] = {}
+        self.tunings: dict[Kind, dict[int, SizeTally]] = {}
         self.warnings: dict[str, WarningTally] = {}
         self.loose_versions: list[str] = []
         self.num_messages = 0
@@ -151,26 +150,6 @@ class Collector:
             taker(process, message, match)
         else:
             self._note(topic, match.groups(), process.number)
-
-    def end(self) -> None:
-        """Give processes whose host was misread their own host.
-
-        The very first message of a host may come glued to the end of a word, or its
-        name may be cut, when nobody can know where it begins.
-        """
-        hosts: dict[int, list[Process]] = {}
-        for process in self.processes.values():
-            if process.num_messages > _MAX_MISREAD:
-                hosts.setdefault(process.pid, []).append(process)
-        for process in self.processes.values():
-            if process.num_messages <= _MAX_MISREAD:
-                fitting = (
-                    each.host
-                    for each in hosts.get(process.pid, ())
-                    if process.host.endswith(each.host)
-                    or each.host.endswith(process.host)
-                )
-                process.host = max(fitting, key=len, default=process.host)
 
     def _process(self, host: str, pid: int) -> Process | None:
         process = self.processes.get((host, pid))
@@ -261,7 +240,9 @@ class Collector:
             tallies = self.edges[transport] = {}
         tally = tallies.get(process.number)
         if tally is None:
-            tally = tallies[process.number] = EdgeTally((int(source), int(target)))
+            # A switch of the network has no rank.
+            ends = (int(source), int(target or source))
+            tally = tallies[process.number] = EdgeTally(ends)
         tally.num_edges += 1
 
     def _take_tuning(self, process: Process, _: Message, match: re.Match[str]) -> None:
@@ -275,17 +256,17 @@ class Collector:
         names = (_named(algorithm, _ALGORITHMS), _named(protocol, _PROTOCOLS))
         self._tally(process, ("", *names), size)
 
-    def _tally(self, process: Process, kind: tuple[str, str, str], size: int) -> None:
-        tally = self.tunings.get(kind)
-        if tally is None:
+    def _tally(self, process: Process, kind: Kind, size: int) -> None:
+        tallies = self.tunings.get(kind)
+        if tallies is None:
             if len(self.tunings) >= _MAX_VALUES:
                 self.num_left_out += 1
                 return
-            tally = self.tunings[kind] = SizeTally(size, size)
+            tallies = self.tunings[kind] = {}
+        tally = tallies.setdefault(process.number, SizeTally(size, size))
         tally.min_bytes = min(tally.min_bytes, size)
         tally.max_bytes = max(tally.max_bytes, size)
         tally.num_operations += 1
-        tally.processes.add(process.number)
 
 
 def _named(number: int, names: tuple[str, ...]) -> str:

@@ -4,10 +4,17 @@ Processes belong to one job where a communicator joins them. Who is in none belo
 the job of its host, if there is one there and no other.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeVar
 
-from ronde.topology.nccl_log.collector import Collector, SizeTally, Value
+from ronde.topology.nccl_log.collector import (
+    Collector,
+    EdgeTally,
+    Kind,
+    SizeTally,
+    Value,
+    WarningTally,
+)
 from ronde.topology.nccl_log.log import (
     Communicator,
     EdgesSeen,
@@ -23,29 +30,31 @@ from ronde.topology.nccl_log.log import (
 from ronde.topology.nccl_log.started import CommTally, Process, RankTally
 from ronde.topology.nccl_log.statements import Topic
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 _MAX_JOBS = 1000
 
 
-class _View(NamedTuple):
-    """What a collector took, as far as one job goes."""
+class _Part:
+    """What a collector took of one job."""
 
-    collector: Collector
-    processes: dict[int, Process]
+    def __init__(self) -> None:
+        self.processes: dict[int, Process] = {}
+        self.communicators: list[CommTally] = []
+        self.edges: dict[str, dict[int, EdgeTally]] = {}
+        self.tunings: dict[Kind, dict[int, SizeTally]] = {}
+        self.warnings: dict[str, dict[int, int]] = {}
+        self._said: dict[Topic, dict[Value, set[int]]] = {}
 
-    def values(self, topic: Topic) -> Iterator[tuple[Value, set[int]]]:
-        """Yield values with the numbers of the job's processes that said them."""
-        for value, numbers in self.collector.said.get(topic, {}).items():
-            if own := self.own(numbers):
-                yield value, own
+    def note(self, topic: Topic, value: Value, number: int) -> None:
+        """Note what one of the job's processes said."""
+        values = self._said.setdefault(topic, {})
+        values.setdefault(value, set()).add(number)
 
-    def own(self, numbers: Collection[int]) -> set[int]:
-        """Return those numbers that are of the job."""
-        # From the smaller side: of a log with many jobs, each has few processes.
-        if len(numbers) > len(self.processes):
-            return {number for number in self.processes if number in numbers}
-        return {number for number in numbers if number in self.processes}
+    def values(self, topic: Topic) -> Iterable[tuple[Value, set[int]]]:
+        """Return values with the numbers of the processes that said them."""
+        return self._said.get(topic, {}).items()
 
     def said(self, topic: Topic, words: str = "{}") -> tuple[Said, ...]:
         """Return what was said on a topic, with its parts put into words."""
@@ -65,20 +74,47 @@ class _View(NamedTuple):
 
 def make_jobs(collector: Collector) -> tuple[tuple[Job, ...], int]:
     """Return the jobs, the one with most processes first, and how many are left out."""
+    parts = _divide(collector)
+    largest = sorted(parts, key=lambda part: -len(part.processes))[:_MAX_JOBS]
+    jobs = tuple(_job(part, collector.warnings) for part in largest)
+    return jobs, len(parts) - len(jobs)
+
+
+def _divide(collector: Collector) -> Collection[_Part]:
+    """Return what was taken, job by job.
+
+    Everything is gone through once: there may be thousands of jobs.
+    """
     communicators = collector.starts.communicators()
     number_of = _number_jobs(collector.processes.values(), communicators)
-    members: dict[int, dict[int, Process]] = {}
+    parts = {number: _Part() for number in number_of.values()}
+
+    def part_of(number: int) -> _Part:
+        return parts[number_of[number]]
+
     for process in collector.processes.values():
-        members.setdefault(number_of[process.number], {})[process.number] = process
-    of_job: dict[int, list[CommTally]] = {}
+        part_of(process.number).processes[process.number] = process
     for comm in communicators:
-        of_job.setdefault(number_of[next(iter(comm.processes))], []).append(comm)
-    largest = sorted(members.items(), key=lambda item: -len(item[1]))[:_MAX_JOBS]
-    jobs = tuple(
-        _job(_View(collector, processes), of_job.get(number, []))
-        for number, processes in largest
-    )
-    return jobs, len(members) - len(jobs)
+        part_of(next(iter(comm.processes))).communicators.append(comm)
+    for topic, values in collector.said.items():
+        for value, numbers in values.items():
+            for number in numbers:
+                part_of(number).note(topic, value, number)
+    _deal(collector.edges, lambda number: part_of(number).edges)
+    _deal(collector.tunings, lambda number: part_of(number).tunings)
+    times = {like: each.num_times for like, each in collector.warnings.items()}
+    _deal(times, lambda number: part_of(number).warnings)
+    return parts.values()
+
+
+def _deal(
+    told: Mapping[K, Mapping[int, T]],
+    own_of: Callable[[int], dict[K, dict[int, T]]],
+) -> None:
+    """Give what was told by process to the job of each process."""
+    for key, by_process in told.items():
+        for number, each in by_process.items():
+            own_of(number).setdefault(key, {})[number] = each
 
 
 def _number_jobs(
@@ -112,30 +148,32 @@ def _number_jobs(
     return {number: top(number) for number in above}
 
 
-def _job(view: _View, communicators: list[CommTally]) -> Job:
-    said = view.said
+def _job(part: _Part, warnings: Mapping[str, WarningTally]) -> Job:
+    said = part.said
     return Job(
-        hosts=view.places(view.processes),
-        num_processes=len({(p.host, p.pid) for p in view.processes.values()}),
-        communicators=_communicators(communicators),
+        hosts=part.places(part.processes),
+        num_processes=len({(p.host, p.pid) for p in part.processes.values()}),
+        communicators=_communicators(part.communicators),
         versions=said(Topic.VERSION),
         drivers=said(Topic.DRIVER),
         bootstrap=said(Topic.BOOTSTRAP),
         networks=said(Topic.NETWORK),
-        candidates=_candidates(view),
+        candidates=_candidates(part),
         plugins=said(Topic.PLUGIN) + said(Topic.LIBRARY),
         gdr=said(Topic.GDR, "{0} {2} {1}"),
         uses=said(Topic.USES),
-        nvls=_nvls(view),
+        nvls=_nvls(part),
         mnnvl=said(Topic.MNNVL, "state {3} uuid {1}"),
         p2p=said(Topic.P2P_REFUSED),
         settings=said(Topic.SETTING, "{}={}"),
-        trees=_placed(view, Topic.TREE_LINK, TreeLink),
-        paths=_placed(view, Topic.PATHS, PathSeen),
-        graphs=_graphs(view),
-        edges=_edges(view),
-        tunings=_tunings(view, view.collector.tunings),
-        warnings=_warnings(view),
+        retries=said(Topic.RETRY),
+        aborts=said(Topic.ABORT, "aborted"),
+        trees=_placed(part, Topic.TREE_LINK, TreeLink),
+        paths=_placed(part, Topic.PATHS, PathSeen),
+        graphs=_graphs(part),
+        edges=_edges(part),
+        tunings=_tunings(part),
+        warnings=_warnings(part, warnings),
     )
 
 
@@ -169,80 +207,74 @@ def _rank(rank: int, seen: RankTally) -> RankSeen:
     )
 
 
-def _candidates(view: _View) -> tuple[Said, ...]:
+def _candidates(part: _Part) -> tuple[Said, ...]:
     return (
-        *view.said(Topic.IB_FOUND, "{} {}"),
-        *view.said(Topic.NONE_FOUND, "{} none"),
-        *view.said(Topic.SOCKET_FOUND, "{} {}"),
+        *part.said(Topic.IB_FOUND, "{} {}"),
+        *part.said(Topic.NONE_FOUND, "{} none"),
+        *part.said(Topic.SOCKET_FOUND, "{} {}"),
     )
 
 
-def _nvls(view: _View) -> tuple[Said, ...]:
+def _nvls(part: _Part) -> tuple[Said, ...]:
     return (
-        *view.said(Topic.NVLS, "{}available on dev {}"),
-        *view.said(Topic.NVLS_LOST, "lost: {}"),
+        *part.said(Topic.NVLS, "{}available on dev {}"),
+        *part.said(Topic.NVLS_LOST, "lost: {}"),
     )
 
 
-def _placed(view: _View, topic: Topic, kind: Callable[..., T]) -> tuple[T, ...]:
+def _placed(part: _Part, topic: Topic, kind: Callable[..., T]) -> tuple[T, ...]:
     """Return values whose last field is the hosts."""
     return tuple(
-        kind(*value, view.places(numbers)) for value, numbers in view.values(topic)
+        kind(*value, part.places(numbers)) for value, numbers in part.values(topic)
     )
 
 
-def _graphs(view: _View) -> tuple[GraphSeen, ...]:
+def _graphs(part: _Part) -> tuple[GraphSeen, ...]:
     found: list[GraphSeen] = []
-    for value, numbers in view.values(Topic.GRAPH):
+    for value, numbers in part.values(Topic.GRAPH):
         pattern, channels, intra, inter, intra_type, inter_type = map(str, value)
         found.append(
             GraphSeen(
                 int(pattern),
                 int(channels),
-                _number(intra),
-                _number(inter),
+                float(intra),
+                float(inter),
                 intra_type,
                 inter_type,
-                view.places(numbers),
+                part.places(numbers),
             )
         )
     return tuple(found)
 
 
-def _edges(view: _View) -> tuple[EdgesSeen, ...]:
+def _edges(part: _Part) -> tuple[EdgesSeen, ...]:
     found: list[EdgesSeen] = []
-    for transport, tallies in view.collector.edges.items():
-        if own := view.own(tallies):
-            num_edges = sum(tallies[number].num_edges for number in own)
-            example = tallies[min(own)].example
-            found.append(EdgesSeen(transport, num_edges, example, view.places(own)))
+    for transport, tallies in part.edges.items():
+        num_edges = sum(tally.num_edges for tally in tallies.values())
+        example = tallies[min(tallies)].example
+        found.append(EdgesSeen(transport, num_edges, example, part.places(tallies)))
     return tuple(sorted(found, key=lambda edges: -edges.num_edges))
 
 
-def _tunings(
-    view: _View, tallies: Mapping[tuple[str, str, str], SizeTally]
-) -> tuple[Tuning, ...]:
+def _tunings(part: _Part) -> tuple[Tuning, ...]:
     return tuple(
         sorted(
-            Tuning(*kind, tally.min_bytes, tally.max_bytes, tally.num_operations)
-            for kind, tally in tallies.items()
-            if view.own(tally.processes)
+            Tuning(
+                *kind,
+                min(size.min_bytes for size in sizes.values()),
+                max(size.max_bytes for size in sizes.values()),
+                sum(size.num_operations for size in sizes.values()),
+            )
+            for kind, sizes in part.tunings.items()
         )
     )
 
 
-def _warnings(view: _View) -> tuple[WarningSeen, ...]:
+def _warnings(
+    part: _Part, tallies: Mapping[str, WarningTally]
+) -> tuple[WarningSeen, ...]:
     found: list[WarningSeen] = []
-    for tally in view.collector.warnings.values():
-        if own := view.own(tally.num_times):
-            num_times = sum(tally.num_times[number] for number in own)
-            places = view.places(own)
-            found.append(WarningSeen(tally.text, tally.place, num_times, places))
+    for like, times in part.warnings.items():
+        text, place = tallies[like].text, tallies[like].place
+        found.append(WarningSeen(text, place, sum(times.values()), part.places(times)))
     return tuple(found)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0

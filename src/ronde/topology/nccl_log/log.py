@@ -153,9 +153,10 @@ class EdgesSeen(NamedTuple):
     """Connections between ranks that use one transport.
 
     Attributes:
-        transport: ``P2P/CUMEM/read``, ``SHM/direct``, ``NET/IB/GDRDMA``.
+        transport: ``P2P/CUMEM/read``, ``SHM/direct``, ``NET/IB/GDRDMA``,
+            ``COLLNET/SHARP``.
         num_edges: How many ends of channels the log names.
-        example: Two ranks that it joins.
+        example: Two ranks that it joins; one twice where a switch is at the other end.
         hosts: Where these ends are.
     """
 
@@ -163,6 +164,11 @@ class EdgesSeen(NamedTuple):
     num_edges: int
     example: tuple[int, int]
     hosts: tuple[str, ...]
+
+    @property
+    def is_between_nodes(self) -> bool:
+        """Whether the network carries them, or its switches reduce."""
+        return self.transport.startswith(("NET/", "COLLNET/"))
 
 
 class Tuning(NamedTuple):
@@ -221,6 +227,9 @@ class Job(NamedTuple):
         mnnvl: Of NVLink between nodes: ``state 3 uuid 0.0``.
         p2p: Of GPUs' access to each other's memory, where it is refused.
         settings: ``NCCL_IB_HCA=mlx5``.
+        retries: What did not answer when a rank wanted to connect, by its address
+            where that is said: ``10.0.0.1<4567> returned Connection refused``.
+        aborts: Processes that gave a communicator up; one value at most.
         trees: Links of the topology.
         paths: Paths of the topology.
         graphs: What the searches came to.
@@ -244,6 +253,8 @@ class Job(NamedTuple):
     mnnvl: tuple[Said, ...] = ()
     p2p: tuple[Said, ...] = ()
     settings: tuple[Said, ...] = ()
+    retries: tuple[Said, ...] = ()
+    aborts: tuple[Said, ...] = ()
     trees: tuple[TreeLink, ...] = ()
     paths: tuple[PathSeen, ...] = ()
     graphs: tuple[GraphSeen, ...] = ()

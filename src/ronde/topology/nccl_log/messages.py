@@ -23,16 +23,25 @@ _MARK = (
 )
 # What launchers, loggers and terminals put before a line.
 _BEFORE = (
-    r"(?:\[[^\]\n]{1,64}\](?:<std(?:out|err)>)?:? ?|\([^()\n]{1,80}\) |"
-    r"\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)? |std(?:out|err) [FP] |"
-    r"[\w./-]{1,80}(?:\|\d{1,6})?: ){0,4} ?"
+    r" {0,40}(?:\[[^\]\n]{1,300}\](?:<std(?:out|err)>)?:?[ \t]?|\([^()\n]{1,80}\) |"
+    r"\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)?[ \t]|"
+    r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S{1,255} \S{1,64}\[\d{1,10}\]: |"
+    r"std(?:out|err) [FP] |[\w./-]{1,253}(?:\|\d{1,6})?:[ \t]|[\w./-]{1,128} {1,40}\| )"
+    r"{0,4} {0,40}"
 )
 _CLEAN = re.compile(rf"{_BEFORE}([A-Za-z0-9][\w.-]{{0,254}}):{_MARK}")
 _ANYWHERE = re.compile(f":{_MARK}")
 _BEFORE_ALONE = re.compile(_BEFORE)
 _HOST_END = re.compile(r"[A-Za-z0-9][\w.-]*$")
-_LOOSE_VERSION = re.compile(rf"{_BEFORE}([NR]CCL version \d\S*)")
+# What may be the beginning of a mark, the host in front of it included.
+_MARK_BEGUN = re.compile(
+    r"[A-Za-z0-9][\w.-]{0,254}"
+    r"(?::|:\d{1,10}(?::\d{0,10}(?: \[?-?\d{0,4}\]?(?: \S{0,300})?)?)?)?"
+)
+_LOOSE_VERSION = re.compile(rf"{_BEFORE}([NR]CCL version (?:: )?\d\S*)")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# Ray's word for lines of other processes that it keeps to itself.
+_REPEATED = re.compile(r" *\[repeated \d{1,9}x across [a-z ]{1,20}\].*")
 
 _MAX_HEADS = 32
 _MAX_PIDS = 1 << 20
@@ -87,18 +96,27 @@ class MessageReader:
             line: Without its end.
         """
         self.num_lines += 1
+        if "\x1b" in line:
+            line = _ANSI.sub("", line)
+        line = line.rstrip("\r")
+        if "\r" not in line:
+            return self._feed_part(line)
+        # Progress bars write over their own line.
+        return [
+            message for part in line.split("\r") for message in self._feed_part(part)
+        ]
+
+    def _feed_part(self, line: str) -> list[Message]:
         # Most lines begin like one before them, and looking that up is far cheaper.
         prefix, mark, text = line.partition(_INFO)
         known = self._prefixes.get(prefix)
         if known is not None and _INFO not in text and _WARN not in text:
             host, pid, thread = known
-            return [Message(host, pid, thread, False, "", text.rstrip("\r "))]  # noqa: FBT003
+            return [Message(host, pid, thread, False, "", _plain(text))]  # noqa: FBT003
         return self._feed_new(line, prefix if mark else "")
 
     def _feed_new(self, line: str, prefix: str) -> list[Message]:
         """Return the messages of a line that does not begin like one before it."""
-        if "\x1b" in line:
-            line = _ANSI.sub("", line)
         match = _CLEAN.match(line)
         if match is not None and not _has_mark(line, match.end()):
             message = _message(match.group(1), match, line[match.end() :], 2)
@@ -134,6 +152,7 @@ class MessageReader:
         Where the host ends with another that has this process, the rest is the tail of
         a line that was cut; where another ends with it, it was cut itself.
         """
+        self._forget(self._num_old())
         hosts = self._hosts_of_pid.setdefault(pid, set())
         if _longest_end(host, hosts):
             return False
@@ -180,7 +199,7 @@ class MessageReader:
 
     def _lead(self, lead: str, *, is_cut: bool) -> Iterator[Message]:
         """Yield what a piece without a prefix of its own completes."""
-        lead = lead[_end_of(_BEFORE_ALONE.match(lead)) :] if is_cut else lead
+        lead = _without_prefix(lead) if is_cut else lead
         if not lead.strip():
             return
         if version := _LOOSE_VERSION.fullmatch(lead):
@@ -220,6 +239,9 @@ class MessageReader:
         return wholes.pop()
 
     def _hold(self, head: str) -> None:
+        if "NCCL" not in head and not _MARK_BEGUN.fullmatch(head):
+            # Another program spoke, and ended its line too late.
+            return
         if len(head) > _MAX_HEAD_CHARS:
             self.num_lost += 1
             return
@@ -250,7 +272,7 @@ def _message(host: str, mark: re.Match[str], text: str, first: int) -> Message:
     """Return a message; ``first`` is the number of the group with the pid."""
     pid, thread, _, place, level = mark.group(*range(first, first + 5))
     return Message(
-        host, int(pid), int(thread), level == "WARN", place or "", text.rstrip("\r ")
+        host, int(pid), int(thread), level == "WARN", place or "", _plain(text)
     )
 
 
@@ -270,5 +292,17 @@ def _whole(text: str) -> Message | None:
     return message
 
 
-def _end_of(match: re.Match[str] | None) -> int:
-    return match.end() if match else 0
+def _without_prefix(lead: str) -> str:
+    """Return a piece without what a launcher put before it.
+
+    Blanks alone are the piece's own: a line was cut in front of them.
+    """
+    match = _BEFORE_ALONE.match(lead)
+    end = match.end() if match else 0
+    return lead if lead[:end].isspace() else lead[end:]
+
+
+def _plain(text: str) -> str:
+    """Return what was said without what stands behind it."""
+    text = text.rstrip(" ")
+    return _REPEATED.sub("", text) if "[repeated " in text else text

@@ -7,21 +7,23 @@ from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 from ronde.topology.nccl_log.collector import Collector
+from ronde.topology.nccl_log.hosts import mend_hosts
 from ronde.topology.nccl_log.jobs import make_jobs
 from ronde.topology.nccl_log.log import NcclLog
 from ronde.topology.nccl_log.messages import MAX_LINE_CHARS, MessageReader
-
-_PIECE_BYTES = 1 << 20
+from ronde.topology.nccl_log.packed import read_pieces
 
 
 def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     """Return what one log says that lies in one file or in several.
 
     Args:
-        files: Open, each read once from where it stands to its end.
+        files: Open, each read once from where it stands to its end. What gzip
+            packed is unpacked.
 
     Raises:
         OSError: One cannot be read.
+        UsageError: One is packed, and damaged.
     """
     collector = Collector()
     total = [0, 0, 0]
@@ -34,7 +36,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         reader.end()
         counts = (reader.num_lines, reader.num_mended, reader.num_lost)
         total = [sum(pair) for pair in zip(total, counts, strict=True)]
-    collector.end()
+    mend_hosts(collector.processes.values())
     jobs, num_jobs_left_out = make_jobs(collector)
     return NcclLog(
         jobs=jobs,
@@ -52,7 +54,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
 def _lines(file: BinaryIO) -> Iterator[str]:
     """Yield lines without their ends; of one without end the beginning alone."""
     rest = ""
-    while piece := file.read(_PIECE_BYTES):
+    for piece in read_pieces(file):
         # What is no UTF-8, or is cut by a piece's end, stands as replacement
         # characters: no field of NCCL's that is read here holds any.
         first, *others = piece.decode(errors="replace").split("\n")

@@ -8,6 +8,7 @@ heard of by name.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ronde.topology.graph import UNKNOWN
 from ronde.topology.nccl_log.log import ChannelCounts
@@ -15,6 +16,8 @@ from ronde.topology.nccl_log.messages import Message
 
 _MAX_COMMUNICATORS = 1 << 17
 _MAX_RANKS = 1 << 20
+_MAX_RANKS_OF_OLD_RING = 20
+"""NCCL before 2.23 names no more of a ring, and does not say so."""
 
 
 @dataclass(slots=True)
@@ -79,21 +82,20 @@ class CommTally:
         if self.num_nodes == UNKNOWN:
             self.num_nodes = draft.num_nodes
         self.is_mnnvl |= draft.is_mnnvl
-        self.ranks = draft.ranks | self.ranks
-        self.rings = draft.rings | self.rings
+        # One by one: what a draft holds is little, and this may hold thousands.
+        for rank, seen in draft.ranks.items():
+            self.ranks.setdefault(rank, seen)
+        for channel, order in draft.rings.items():
+            if self.num_ranks in (0, len(order)):
+                self.rings.setdefault(channel, order)
         self.channels |= draft.channels
         self.processes |= draft.processes
 
     def may_be(self, draft: "CommTally") -> bool:
-        """Return whether a draft of one of its own hosts' processes fits."""
-        hosts = {process.host for process in self.processes.values()}
-        return (
-            draft.num_ranks in (0, self.num_ranks)
-            and all(process.host in hosts for process in draft.processes.values())
-            and all(
-                rank not in self.ranks or self.ranks[rank].process is seen.process
-                for rank, seen in draft.ranks.items()
-            )
+        """Return whether a draft of a process of its own hosts fits."""
+        return draft.num_ranks in (0, self.num_ranks) and all(
+            rank not in self.ranks or self.ranks[rank].process is seen.process
+            for rank, seen in draft.ranks.items()
         )
 
 
@@ -155,8 +157,10 @@ class Starts:
     ) -> None:
         """Note in what order the ranks of a channel stand."""
         order = tuple(map(int, match.group(3).split()))
-        comm = self._current(process, message, len(order))
-        if comm is None or not self._has_room(len(order)):
+        may_be_cut = len(order) == _MAX_RANKS_OF_OLD_RING
+        comm = self._current(process, message, 0 if may_be_cut else len(order))
+        is_cut = may_be_cut and comm and comm.num_ranks not in (0, len(order))
+        if comm is None or is_cut or not self._has_room(len(order)):
             return
         comm.rings[int(match.group(1))] = order
 
@@ -189,7 +193,8 @@ class Starts:
         loose: dict[tuple[str, int, int], CommTally] = {}
         for draft in self._drafts.values():
             host = next(iter(draft.processes.values())).host
-            fitting = [c for c in of_host.get(host, ()) if c.may_be(draft)]
+            all_fitting = (c for c in of_host.get(host, ()) if c.may_be(draft))
+            fitting = list(islice(all_fitting, 2))
             if len(fitting) == 1:
                 fitting[0].absorb(draft)
             else:

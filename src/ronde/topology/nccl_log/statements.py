@@ -36,6 +36,8 @@ class Topic(StrEnum):
     CHANNELS = "channels"
     USES = "uses"
     INIT = "init"
+    ABORT = "abort"
+    RETRY = "retry"
     TIMINGS = "timings"
     TUNING = "tuning"
     OLD_TUNING = "old_tuning"
@@ -43,20 +45,33 @@ class Topic(StrEnum):
 
 Statement = tuple[Topic, re.Match[str]]
 
-_DEVICES = r"((?: ?\[\d+\][^\s\[]+)+)"
-_ELEMENT = r"[A-Z]{3}/[0-9a-f]+(?:-[0-9a-f]+)?"
+# Adapters that NCCL takes for one stand in braces.
+_DEVICES = r"((?: ?\[\d+\](?:=\{[^{}]+\}|[^\s\[]+))+)"
+# Capitals before 2.21.
+_ELEMENT = r"[A-Z]{3}/[0-9a-fA-F]+(?:-[0-9a-f]+)?"
 _NET = r"NET/[\w.-]+(?: [\w.-]+)?/-?\d+(?:\(\d+\))?(?:/GDRDMA(?:\(PCI\))?)?(?:/Shared)?"
 _TRANSPORT = rf"P2P/direct pointer(?:/read)?|P2P/[\w/\[\]]+|SHM/[\w/]+|{_NET}"
 _INIT = (
     r"(?:\[Rank \d+\] )?(?:(\w+) )?comm (0x[0-9a-f]+) rank (\d+) nranks (\d+) cudaDev "
     r"(\d+)(?: nvmlDev \d+)? busId ([0-9a-f]+)(?: parent (0x[0-9a-f]+|\(nil\)) "
-    r"(?:splitCount (\d+) )?color (-?\d+) key -?\d+)?(?: commId (0x[0-9a-f]+))?"
+    r"(?:(?:splitCount|childCount) (\d+) )?color (-?\d+) key -?\d+)?"
+    r"(?: commId (0x[0-9a-f]+))?"
+    # AMD's library goes on so.
+    r"(?: localSize \d+)?(?: used \d+ bytes)?(?: on core -?\d+)?"
     r" ?- Init (START|COMPLETE)"
+)
+_ABORT = (
+    r"comm 0x[0-9a-f]+ rank \d+ n[rR]anks \d+ cudaDev \d+ busId [0-9a-f]+ - "
+    r"Abort (?:START|COMPLETE)"
+)
+_RETRIES = (
+    r"Call to connect returned (.+), retrying",
+    r"\w+: connect to (\S+ returned .+), retrying \(\d+/\d+\) after sleep for \d+ msec",
 )
 
 _FORMS: dict[str, tuple[tuple[Topic, str], ...]] = {
     "NCCL": ((Topic.VERSION, r"NCCL version (\d\S*)(?: .*)?"),),
-    "RCCL": ((Topic.VERSION, r"RCCL version (\d\S*)(?: .*)?"),),
+    "RCCL": ((Topic.VERSION, r"RCCL version (?:: )?(\d\S*)(?: .*)?"),),
     "cudaDriverVersion": ((Topic.DRIVER, r"cudaDriverVersion (\d+)"),),
     "Bootstrap": ((Topic.BOOTSTRAP, r"Bootstrap ?: Using ?(?:\[\d+\])?([^\s:]+):\S*"),),
     "Using": ((Topic.NETWORK, r"Using network (\S.*?)"),),
@@ -107,12 +122,29 @@ _FORMS: dict[str, tuple[tuple[Topic, str], ...]] = {
         ),
         (Topic.RING, r"Channel (\d+)/(\d+) :((?: +\d+)+)"),
     ),
+    # Reductions in the network's switches.
+    "CollNet": (
+        (
+            Topic.EDGE,
+            (
+                r"CollNet \d+/\d+ : (\d+)() \[(?:send|receive)\] via "
+                r"(COLLNET/[\w.-]+)/-?\d+(?:/GDRDMA)?(?:/Shared)?"
+            ),
+        ),
+    ),
     "P2P": (
         (
             Topic.P2P_REFUSED,
             r"(P2P is disabled between connected GPUs \d+ and \d+)\..*",
         ),
     ),
+    "Could": (
+        (
+            Topic.P2P_REFUSED,
+            r"(Could not enable P2P between dev \d+\(=[0-9a-f]+\) and dev \d+)\(=.*",
+        ),
+    ),
+    "Call": ((Topic.RETRY, _RETRIES[0]),),
     "NVLS": (
         (
             Topic.NVLS,
@@ -150,8 +182,10 @@ _FORMS: dict[str, tuple[tuple[Topic, str], ...]] = {
             ),
         ),
         (Topic.INIT, _INIT),
+        (Topic.ABORT, _ABORT),
     ),
     "init": ((Topic.INIT, _INIT),),
+    "retry": ((Topic.RETRY, _RETRIES[1]),),
     "Init": (
         (
             Topic.TIMINGS,
@@ -187,17 +221,24 @@ _FORMS: dict[str, tuple[tuple[Topic, str], ...]] = {
     "setting": (
         (
             Topic.SETTING,
-            r"(NCCL_[A-Z0-9_]+) set (?:by environment )?to (\S+?)\.?",
+            r"([NR]CCL_[A-Z0-9_]+) set (?:by environment )?to (\S(?:.*?\S)??)\.?",
         ),
     ),
 }
 
+
+def _compile(form: str) -> re.Pattern[str]:
+    """Return a form that takes numbers alone that are numbers, and not too long."""
+    form = form.replace(r"[\d.]+", r"\d+(?:\.\d+)?")
+    return re.compile(form.replace(r"\d+", r"\d{1,18}"))
+
+
 _PATTERNS = {
-    word: tuple((topic, re.compile(form)) for topic, form in forms)
+    word: tuple((topic, _compile(form)) for topic, form in forms)
     for word, forms in _FORMS.items()
 }
 _NONE: tuple[tuple[Topic, re.Pattern[str]], ...] = ()
-_PATH_ITEM = re.compile(rf"({_ELEMENT}) \((\d+)/([\d.]+)/(\w+)\)")
+_PATH_ITEM = _compile(rf"({_ELEMENT}) \((\d+)/([\d.]+)/(\w+)\)")
 
 
 def recognise(text: str) -> Statement | None:
@@ -234,9 +275,16 @@ def _group_of(word: str, text: str) -> str:
     """Return the name of the forms whose first word varies."""
     if text.endswith(("Init COMPLETE", "Init START")):
         return "init"
+    if " connect to " in text:
+        return "retry"
     if word[:1].isdigit():
         return "digit"
-    by_beginning = {"NCCL_": "setting", "NET/": "NET/", "===": "==="}
+    by_beginning = {
+        "NCCL_": "setting",
+        "RCCL_": "setting",
+        "NET/": "NET/",
+        "===": "===",
+    }
     for beginning, group in by_beginning.items():
         if word.startswith(beginning) and " :GPU/" not in text:
             return group

@@ -1,18 +1,23 @@
 """What a job's log shows, as the rules ask for it."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ronde.topology.nccl_log.log import Communicator, Job, Said
 
 _MAX_NAMES = 3
 _FAST_PATHS = frozenset({"NVL", "NVB"})
+# From NCCL 2.30 on NVLinks and PCI links lead to a device, and that has its GPUs.
+_GPUS = ("GPU/", "DEV/")
 _NEAR_PATHS = frozenset({"PIX", "PXB"})
 _FAR_PATHS = frozenset({"PHB", "SYS"})
+# To the switches of V100's six links; a bridge between two cards may carry less.
+_MUCH_NVLINK_GB_PER_S = 100.0
 
 
 def spans_nodes(job: Job) -> bool:
     """Return whether data goes between nodes, as far as the log shows."""
-    return any(edges.transport.startswith("NET/") for edges in job.edges) or any(
+    return any(edges.is_between_nodes for edges in job.edges) or any(
         comm.num_nodes > 1 or len(hosts_of(comm)) > 1 for comm in job.communicators
     )
 
@@ -33,10 +38,24 @@ def setting_of(job: Job, *names: str) -> str:
 
 def has_nvlink(job: Job) -> bool:
     """Return whether NCCL found NVLink at a GPU."""
-    return any(
-        link.kind == "NVL" and link.target.startswith(("GPU/", "NVS/"))
-        for link in job.trees
-    ) or bool(_paths_between_gpus(job) & _FAST_PATHS)
+    return _nvlink_gb_per_s(job) > 0 or bool(_paths_between_gpus(job) & _FAST_PATHS)
+
+
+def has_much_nvlink(job: Job) -> bool:
+    """Return whether NVLinks carry too much for two channels."""
+    # Multicast is in switches alone, and these have links enough.
+    has_multicast = any(value.startswith("available") for value in values(job.nvls))
+    return has_multicast or _nvlink_gb_per_s(job) >= _MUCH_NVLINK_GB_PER_S
+
+
+def has_neighbours(comm: Communicator) -> bool | None:
+    """Return whether a node has several ranks of a communicator; none if not said."""
+    counts = Counter(rank.host for rank in comm.ranks)
+    if comm.num_nodes > 0 and comm.num_ranks > 0:
+        return comm.num_ranks > comm.num_nodes
+    if max(counts.values(), default=0) > 1:
+        return True
+    return False if counts.total() == comm.num_ranks else None
 
 
 def has_near_gpus(job: Job) -> bool:
@@ -75,6 +94,23 @@ def name_some(names: Sequence[str]) -> str:
 def tell_apart(said: Iterable[Said]) -> str:
     """Return who said what: ``IB on a, b; Socket on c``."""
     return "; ".join(f"{each.value} on {name_some(each.hosts)}" for each in said)
+
+
+def is_gpu(name: str) -> bool:
+    """Return whether an element of the topology is a GPU."""
+    return name.startswith(_GPUS)
+
+
+def _nvlink_gb_per_s(job: Job) -> float:
+    """Return the most that NVLinks carry from a GPU to one other end."""
+    return max(
+        (
+            link.gb_per_s
+            for link in job.trees
+            if link.kind == "NVL" and link.target.startswith((*_GPUS, "NVS/"))
+        ),
+        default=0.0,
+    )
 
 
 def _paths_between_gpus(job: Job) -> frozenset[str]:

@@ -86,10 +86,17 @@ _KNOWN = tuple(
             Severity.WARNING,
         ),
         _Known(
-            r"iommu=pt",
+            r"iommu=(pt|on)",
             "warned-iommu",
             "Transfers between devices may be slow, fail or hang.",
-            "Start the kernel with iommu=pt.",
+            "Start the kernel with what it names.",
+            Severity.WARNING,
+        ),
+        _Known(
+            r"HSA_FORCE_FINE_GRAIN_PCIE",
+            "warned-fine-grain",
+            "GPUs that PCI alone connects may be slow, fail or hang.",
+            "Set HSA_FORCE_FINE_GRAIN_PCIE=1 for all ranks.",
             Severity.WARNING,
         ),
         _Known(
@@ -114,11 +121,40 @@ _KNOWN = tuple(
             "the first collective.",
         ),
         _Known(
-            r"mismatched nccl version|wrong type \d+ != \d+",
+            r"mismatched nccl version|nccl version mismatch|wrong type \d+ != \d+",
             "warned-versions",
             _STARTS_NOT,
             "Use one image on all hosts: the ranks have different versions of NCCL, or "
             "another program uses the port.",
+        ),
+        _Known(
+            r"cuda failure 802\b|system not yet initialized",
+            "warned-fabric-manager",
+            "GPUs behind NVLink switches cannot be used: the job does not start.",
+            "Start nvidia-fabricmanager (systemctl status nvidia-fabricmanager); its "
+            "version must be the driver's.",
+        ),
+        _Known(
+            r"imex",
+            "warned-imex",
+            "NVLink between nodes does not work: the job does not start.",
+            "See with nvidia-imex-ctl -N that all nodes of the domain are up, and give "
+            "containers an IMEX channel; NCCL_MNNVL_ENABLE=0 does without.",
+        ),
+        _Known(
+            r"driver/library version mismatch|cuda driver (version found|<)"
+            r"|driver version is insufficient",
+            "warned-driver",
+            _STARTS_NOT,
+            "Use a driver that is new enough for CUDA; after it was renewed, load it "
+            "anew or restart the host.",
+        ),
+        _Known(
+            r"failed to peer with|peer access",
+            "warned-peer-access",
+            "GPUs do not reach each other's memory: the job does not start.",
+            "Turn off ACS and the IOMMU on bare metal, or ask who runs the VM; "
+            "NCCL_P2P_DISABLE=1 goes round it at a loss.",
         ),
         _Known(
             r"cuda failure.*out of memory|cuda failure 2\b",
@@ -149,6 +185,20 @@ _KNOWN = tuple(
             "before has ended, and that ranks are distinct.",
         ),
         _Known(
+            r"no transport found",
+            "warned-no-transport",
+            "Two ranks have no way to each other: the job does not start.",
+            "See that a network was found, and that NCCL_P2P_DISABLE, NCCL_SHM_DISABLE "
+            "and NCCL_NET do not forbid all there is.",
+        ),
+        _Known(
+            r"mixed local \w+ device counts",
+            "warned-adapters-differ",
+            _STARTS_NOT,
+            "Hosts have different numbers of network adapters: look for ports that are "
+            "down (ibstat), and set NCCL_IB_HCA alike.",
+        ),
+        _Known(
             r"message truncated|collective mismatch",
             "warned-calls-differ",
             _FAILS,
@@ -163,11 +213,19 @@ _KNOWN = tuple(
         ),
         _Known(
             r"connection (refused|reset|timed out|closed)|closed by remote|no route to"
-            r"|connect to .* failed|timed? ?out|network is unreachable",
+            r"|connect to .* failed|timed? ?out|network is unreachable"
+            r"|exceeded (error retry count|retries)",
             "warned-connection",
             "A rank could not be reached, or has gone: the job ends.",
             "Look at the rank that ended first; at the start see that no firewall is "
             "between the hosts and that NCCL_SOCKET_IFNAME fits.",
+        ),
+        _Known(
+            r"^\[(proxy|service) |ncclproxy\w+ .*failed|in abort state",
+            "warned-follows",
+            "It follows from an error before it, mostly of another rank.",
+            "Look for the first warning of the job.",
+            Severity.WARNING,
         ),
         _Known(
             r"xml|topology|could not find (any local path|cpu close)|too many .*nodes",

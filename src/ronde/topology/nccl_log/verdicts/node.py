@@ -1,15 +1,20 @@
 """What looks wrong inside the nodes."""
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from ronde.topology.findings import Finding, Severity
 from ronde.topology.nccl_log.log import Job, TreeLink
 from ronde.topology.nccl_log.verdicts.evidence import (
     all_hosts,
+    has_much_nvlink,
     has_near_gpus,
+    has_neighbours,
     has_nvlink,
     has_nvswitch,
     hosts_of,
+    is_gpu,
     may_have_far_gpus,
     name_some,
     setting_of,
@@ -20,7 +25,25 @@ _FEW_CHANNELS = 2
 _TINY_PCI_GB_PER_S = 3.0
 # Eighteen links of Hopper's kind; Ampere's twelve have no multicast.
 _MULTICAST_GB_PER_S = 340.0
+# PCIe 3 x16 is 12 by NCCL's count and 15.75 by the standard, and so with later ones.
+_PCI_LIMIT_OF_NCCL_COUNT = 15.75 / 12
 _CHANNEL_LIMITS = ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_MAX_NRINGS")
+
+
+class _Narrow(NamedTuple):
+    """A GPU or port behind a PCI link that is narrower than it should be.
+
+    Attributes:
+        name: Of the GPU or port.
+        below: What hangs below the link.
+        gb_per_s: What the link carries by NCCL's count.
+        should_gb_per_s: What it should; 0 where that does not follow.
+    """
+
+    name: str
+    below: str
+    gb_per_s: float
+    should_gb_per_s: float
 
 
 def shared_memory_used(job: Job) -> Iterator[Finding]:
@@ -60,25 +83,31 @@ def peers_refused(job: Job) -> Iterator[Finding]:
 
 
 def few_channels(job: Job) -> Iterator[Finding]:
-    """Find communicators that NCCL found next to no ways for."""
+    """Find communicators that NCCL found next to no ways for.
+
+    Where each node has one rank, two channels are what there is to one adapter.
+    """
     poor = [
         comm
         for comm in job.communicators
         if comm.channels
         and comm.num_ranks != 1
         and max(each.coll for each in comm.channels) <= _FEW_CHANNELS
+        and has_neighbours(comm) is not False
     ]
     if not poor:
         return
-    count = max(each.coll for each in poor[0].channels)
-    is_fast = has_nvlink(job)
+    worst = next((comm for comm in poor if has_neighbours(comm)), poor[0])
+    count = max(each.coll for each in worst.channels)
+    is_fast = bool(has_neighbours(worst)) and has_much_nvlink(job)
     limit = setting_of(job, *_CHANNEL_LIMITS)
     yield Finding(
         rule="few-channels",
         severity=Severity.ERROR if is_fast else Severity.NOTE,
-        element=name_some(sorted(hosts_of(poor[0]) or job.hosts)),
-        what=f"A communicator of {poor[0].num_ranks or 'some'} ranks has {count} "
-        f"channels{', though the GPUs have NVLink' if is_fast else ''}.",
+        element=name_some(sorted(hosts_of(worst) or job.hosts)),
+        what=f"A communicator of {worst.num_ranks or 'some'} ranks has {count} "
+        f"channel{'' if count == 1 else 's'}"
+        f"{', though the GPUs have NVLink' if is_fast else ''}.",
         consequence="Bandwidth is that of one path: tens instead of hundreds of GB/s."
         if is_fast
         else "Right for GPUs that PCI alone connects; far too little for others.",
@@ -140,16 +169,41 @@ def fabric_not_ready(job: Job) -> Iterator[Finding]:
 
 def slow_pci(job: Job) -> Iterator[Finding]:
     """Find GPUs and adapters behind a PCI link that is narrower than it should be."""
-    above = {link.target: link for link in job.trees if link.kind == "PCI"}
-    gpus = {name: _narrowest(above, name) for name in above if name.startswith("GPU/")}
+    links: defaultdict[str, list[TreeLink]] = defaultdict(list)
+    for link in job.trees:
+        for host in link.hosts:
+            links[host].append(link)
+    # What is so on many hosts is told once.
+    hosts: dict[_Narrow, list[str]] = {}
+    for host in sorted(links):
+        for narrow in _narrow_ones(links[host]):
+            hosts.setdefault(narrow, []).append(host)
+    for narrow, where in hosts.items():
+        yield _slow(narrow, where)
+
+
+def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[_Narrow]:
+    """Yield what is behind too narrow a link on one host."""
+    above = {link.target: link for link in links if link.kind == "PCI"}
+    # A GPU in one package with its processor leaves the bus aside.
+    packaged = {link.source for link in links if link.kind == "C2C"}
+    gpus = {
+        name: _narrowest(above, name)
+        for name in above
+        if is_gpu(name) and name not in packaged
+    }
     best = max((link.gb_per_s for link in gpus.values()), default=0.0)
     for name, link in gpus.items():
         if link.gb_per_s < best or link.gb_per_s <= _TINY_PCI_GB_PER_S:
-            yield _slow(name, link, best if best > link.gb_per_s else 0.0)
-    for port in job.trees:
+            should = best if best > link.gb_per_s else 0.0
+            yield _Narrow(name, link.target, link.gb_per_s, should)
+    for port in links:
         nic = _narrowest(above, port.source) if port.source in above else None
-        if nic and port.kind == "NET" and nic.gb_per_s < port.port_gb_per_s:
-            yield _slow(port.target, nic, port.port_gb_per_s)
+        if nic and port.kind == "NET":
+            limit = nic.gb_per_s * _PCI_LIMIT_OF_NCCL_COUNT
+            if limit < port.port_gb_per_s:
+                should = port.port_gb_per_s
+                yield _Narrow(port.target, nic.target, nic.gb_per_s, should)
 
 
 def _narrowest(above: Mapping[str, TreeLink], name: str) -> TreeLink:
@@ -164,20 +218,21 @@ def _narrowest(above: Mapping[str, TreeLink], name: str) -> TreeLink:
     return narrowest
 
 
-def _slow(name: str, link: TreeLink, should_gb_per_s: float) -> Finding:
-    is_tiny = link.gb_per_s <= _TINY_PCI_GB_PER_S
+def _slow(narrow: _Narrow, hosts: Sequence[str]) -> Finding:
+    name, below, gb_per_s, should_gb_per_s = narrow
+    is_tiny = gb_per_s <= _TINY_PCI_GB_PER_S
     should = f" instead of {should_gb_per_s:.1f}" if should_gb_per_s else ""
     return Finding(
         rule="slow-pci",
         severity=Severity.ERROR if is_tiny else Severity.WARNING,
-        element=f"{name} on {name_some(link.hosts)}",
-        what=f"The PCI link above {link.target} carries {link.gb_per_s:.1f} GB/s"
+        element=f"{name} on {name_some(hosts)}",
+        what=f"The PCI link above {below} carries {gb_per_s:.1f} GB/s"
         f"{should} by NCCL's count.",
         consequence=f"All that {name} moves over PCI is limited to "
-        f"{link.gb_per_s:.1f} GB/s.",
+        f"{gb_per_s:.1f} GB/s.",
         remedy="Compare lspci -vv there: LnkSta must be as wide and as fast as LnkCap; "
         "reseat the card or the riser, or set the slot's speed in the BIOS.",
-        has_gb_per_s=link.gb_per_s,
+        has_gb_per_s=gb_per_s,
         should_gb_per_s=should_gb_per_s,
     )
 

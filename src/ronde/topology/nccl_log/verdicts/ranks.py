@@ -10,6 +10,7 @@ from ronde.topology.nccl_log.verdicts.evidence import (
     hosts_of,
     name_some,
     tell_apart,
+    values,
 )
 
 _SLOW_INIT_S = 30.0
@@ -114,7 +115,7 @@ def init_incomplete(job: Job) -> Iterator[Finding]:
             severity=Severity.ERROR,
             element=name_some([f"rank {rank.rank} on {rank.host}" for rank in waiting]),
             what=f"{len(waiting)} of {comm.num_ranks} ranks began their start and "
-            f"never said that it was complete{others}.",
+            f"never said that it was complete{others}{_in_vain(job)}.",
             consequence="The job hangs or has ended in its start, unless the log was "
             "cut.",
             remedy="Look first at the ranks of which nothing is said, and at warnings; "
@@ -167,6 +168,14 @@ _PHASES = {
     "kernels": "The kernels are loaded from the disk: have the image on a local disk, "
     "and CUDA_MODULE_LOADING=LAZY.",
 }
+
+
+def _in_vain(job: Job) -> str:
+    """Return whom ranks could not reach, for the end of a sentence."""
+    if not job.retries:
+        return ""
+    hosts = name_some(all_hosts(job.retries))
+    return f"; on {hosts} they try to connect: {name_some(values(job.retries))}"
 
 
 def _waits(rank: RankSeen) -> bool:

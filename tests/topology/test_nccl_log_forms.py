@@ -1,0 +1,523 @@
+"""What NCCL and RCCL print differs between releases, and so does what is around it."""
+
+import gzip
+import io
+import sys
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, strategies as st
+from tests.topology.nccl_job import JobLog, text_of
+
+from ronde.errors import UsageError
+from ronde.render.topo_log import tell_log
+from ronde.topology.nccl_log import Job, NcclLog, judge_nccl_log, read_nccl_log
+
+P = "node0:10:20 [0] NCCL INFO "
+
+
+def read(*texts: bytes | str) -> NcclLog:
+    return read_nccl_log(
+        io.BytesIO(text.encode() if isinstance(text, str) else text) for text in texts
+    )
+
+
+def one_job(text: bytes | str) -> Job:
+    (job,) = read(text).jobs
+    return job
+
+
+def rules(text: bytes | str) -> set[str]:
+    return {finding.rule for finding in judge_nccl_log(read(text))}
+
+
+# ---- the start of ranks
+
+
+@pytest.mark.parametrize(
+    ("start", "complete"),
+    [
+        # 2.18
+        (
+            (
+                "comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev {r} busId 1000 "
+                "commId 0x99 - Init START"
+            ),
+            (
+                "comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev {r} busId 1000 "
+                "commId 0x99 - Init COMPLETE"
+            ),
+        ),
+        # 2.30
+        (
+            (
+                "[Rank {r}] ncclCommInitRank comm 0xa{r} rank {r} nranks 2 cudaDev {r} "
+                "nvmlDev {r} busId 1000 commId 0x99 - Init START"
+            ),
+            (
+                "ncclCommInitRank comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev "
+                "{r} busId 1000 commId 0x99 - Init COMPLETE"
+            ),
+        ),
+        # RCCL of ROCm 6.0, and of 6.3
+        (
+            (
+                "comm 0xa{r} rank {r} nranks 2 cudaDev {r} busId c1000 commId 0x99 - "
+                "Init START"
+            ),
+            (
+                "comm 0xa{r} rank {r} nranks 2 cudaDev {r} busId c1000 commId 0x99 "
+                "localSize 192 used 1048576 bytes - Init COMPLETE"
+            ),
+        ),
+        (
+            (
+                "ncclCommInitRank comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev "
+                "{r} busId c1000 commId 0x99 - Init START"
+            ),
+            (
+                "ncclCommInitRank comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev "
+                "{r} busId c1000 commId 0x99 localSize 0 used 9 bytes on core 96 - "
+                "Init COMPLETE"
+            ),
+        ),
+    ],
+    ids=["2.18", "2.30", "rocm6.0", "rocm6.3"],
+)
+def test_a_start_that_is_complete_is_seen_to_be(start: str, complete: str) -> None:
+    lines = [
+        f"node0:1{r}:2{r} [{r}] NCCL INFO {form.format(r=r)}"
+        for r in range(2)
+        for form in (start, complete)
+    ]
+    (comm,) = one_job("\n".join(lines)).communicators
+
+    assert (comm.name, comm.num_ranks, len(comm.ranks)) == ("0x99", 2, 2)
+    assert all(rank.has_started and rank.is_complete for rank in comm.ranks)
+    assert rules("\n".join(lines)) == set()
+
+
+@pytest.mark.parametrize("count", ["splitCount 1 ", "childCount 1 ", ""])
+def test_a_communicator_that_was_split_off(count: str) -> None:
+    """It is a child since 2.29, and had no count before 2.24."""
+    split = (
+        "ncclCommSplit comm 0xb{r} rank {r} nranks 2 cudaDev 0 nvmlDev 0 busId 1000 "
+        f"parent 0xa{{r}} {count}color 3 key 0"
+    )
+    lines = [
+        f"node0:1{r}:2{r} [{r}] NCCL INFO {text.format(r=r)}"
+        for r in range(2)
+        for text in (
+            (
+                "ncclCommInitRank comm 0xa{r} rank {r} nranks 2 cudaDev 0 nvmlDev 0 "
+                "busId 1000 commId 0x99 - Init COMPLETE"
+            ),
+            f"{split}- Init START",
+            f"{split} - Init COMPLETE",
+        )
+    ]
+    parent, child = one_job("\n".join(lines)).communicators
+
+    assert parent.name == "0x99"
+    assert [rank.is_complete for rank in child.ranks] == [True, True]
+
+
+def test_a_ring_that_an_old_release_cuts_tells_no_number_of_ranks() -> None:
+    """Before 2.23 it names twenty ranks, whatever the ring has."""
+    ring = " ".join(f"{rank:3}" for rank in range(20))
+    layout = "comm 0xa rank 0 nRanks 32 nNodes 4 localRanks 8 localRank 0 MNNVL 0"
+
+    assert one_job(f"{P}Channel 00/04 : {ring}").communicators[0].num_ranks == 0
+    for lines in ((layout, f"Channel 00/04 : {ring}"),) * 2:
+        (comm,) = one_job("\n".join(P + line for line in lines)).communicators
+        assert (comm.num_ranks, comm.rings) == (32, ())
+    whole = layout.replace("nRanks 32", "nRanks 20")
+    text = f"{P}{whole}\n{P}Channel 00/04 : {ring}"
+    assert one_job(text).communicators[0].rings == (tuple(range(20)),)
+
+
+def test_a_ring_that_is_said_before_the_number_of_ranks() -> None:
+    ring = " ".join(map(str, range(20)))
+    start = (
+        "comm 0xa rank 0 nranks 32 cudaDev 0 nvmlDev 0 busId 1000 commId 0x9 - Init "
+        "COMPLETE"
+    )
+    (comm,) = one_job(f"{P}Channel 00/04 : {ring}\n{P}{start}").communicators
+
+    assert (comm.num_ranks, comm.rings) == (32, ())
+
+
+# ---- the topology
+
+
+def test_elements_of_releases_before_2_21_are_written_in_capitals() -> None:
+    lines = (
+        "=== System : maxBw 48.0 totalBw 370.8 ===",
+        "CPU/0 (1/1/2)",
+        "+ PCI[48.0] - PCI/9A000 (1000c0301000100b)",
+        "              + PCI[48.0] - GPU/CA000 (0)",
+        "                            + NVL[370.8] - NVS/0",
+        "              + PCI[48.0] - NIC/CB000",
+        "                            + NET[50.0] - NET/3 (aa2421003bd70c4/1/50.000000)",
+        "GPU/CA000 :GPU/CA000 (0/5000.0/LOC) NET/3 (3/48.0/PIX) ",
+    )
+    job = one_job("\n".join(P + line for line in lines))
+
+    assert [(link.source, link.target) for link in job.trees] == [
+        ("CPU/0", "PCI/9A000"),
+        ("PCI/9A000", "GPU/CA000"),
+        ("GPU/CA000", "NVS/0"),
+        ("PCI/9A000", "NIC/CB000"),
+        ("NIC/CB000", "NET/3"),
+    ]
+    assert [path.target for path in job.paths] == ["GPU/CA000", "NET/3"]
+    # A port of 400 Gb/s on PCIe 5 x16 is as it should be: 48 by NCCL's count are 63.
+    assert judge_nccl_log(read("\n".join(P + line for line in lines))) == ()
+
+
+LATEST_TREE = (
+    "=== System : maxBw 370.8 totalBw 370.8 ===",
+    "CPU/0-0 (1/2/-1)",
+    "+ PCI[48.0] - PCI/0-1a000 (100010100)",
+    "              + PCI[48.0] - DEV/0-1b000 (233010de16c1)",
+    "                            + NVL[370.8] - NVS/0-0",
+    "                            + LOC[5000.0] - GPU/0-1b000",
+    "+ PCI[24.0] - DEV/0-43000 (233010de16c1)",
+    "              + LOC[5000.0] - GPU/0-43000",
+)
+
+
+def test_gpus_hang_below_devices_since_2_30() -> None:
+    text = "\n".join(P + line for line in LATEST_TREE)
+    (finding,) = judge_nccl_log(read(text))
+
+    assert (finding.rule, finding.element) == ("slow-pci", "DEV/0-43000 on node0")
+    assert (finding.has_gb_per_s, finding.should_gb_per_s) == (24.0, 48.0)
+    assert "NVLink up to 370.8 GB/s" in tell_log(read(text), ())
+
+
+def test_a_gpu_in_one_package_with_its_processor_needs_no_pci() -> None:
+    tree = (
+        "=== System : maxBw 345.0 totalBw 345.0 ===",
+        "CPU/0-0 (3/-1/-1)",
+        "+ C2C[345.0] - GPU/0-1000",
+        "+ PCI[3.0] - GPU/0-1000 (0)",
+        "             + C2C[345.0] - CPU/0-0",
+    )
+
+    assert rules("\n".join(P + line for line in tree)) == set()
+
+
+# ---- what was found
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "values"),
+    [
+        (
+            (
+                "NET/IB : Using [0]={[0] mlx5_0:1/RoCE, [1] mlx5_1:1/RoCE} "
+                "[1]mlx5_2:1/IB [RO]; OOB eth0:10.0.0.1<0>"
+            ),
+            "candidates",
+            ["IB mlx5_0:1/RoCE", "IB mlx5_1:1/RoCE", "IB mlx5_2:1/IB"],
+        ),
+        (
+            "NET/IB : Using [0]mlx5_0:1:3:1/IB ; OOB eth0:10.0.0.1<0>",
+            "candidates",
+            ["IB mlx5_0:1:3:1/IB"],
+        ),
+        ("RCCL version : 2.21.5-HEAD:9a0e6a1", "versions", ["2.21.5-HEAD:9a0e6a1"]),
+        (
+            "NCCL_NET set by environment to AWS Libfabric",
+            "settings",
+            ["NCCL_NET=AWS Libfabric"],
+        ),
+        (
+            "RCCL_MSCCL_ENABLE set by environment to 0.",
+            "settings",
+            ["RCCL_MSCCL_ENABLE=0"],
+        ),
+        (
+            "Could not enable P2P between dev 0(=1000) and dev 1(=c1000)",
+            "p2p",
+            ["Could not enable P2P between dev 0(=1000) and dev 1"],
+        ),
+        ("Call to connect returned Connection refused, retrying", "retries", None),
+        (
+            (
+                "socketPollConnect: connect to 10.0.0.1<4567> returned Connection "
+                "refused, retrying (3/34) after sleep for 300 msec"
+            ),
+            "retries",
+            ["10.0.0.1<4567> returned Connection refused"],
+        ),
+        (
+            "comm 0xa rank 0 nRanks 2 cudaDev 0 busId 1000 - Abort START",
+            "aborts",
+            ["aborted"],
+        ),
+    ],
+)
+def test_forms(text: str, field: str, values: list[str] | None) -> None:
+    said = getattr(one_job(P + text), field)
+
+    assert [each.value for each in said] == (values or ["Connection refused"])
+
+
+def test_reductions_in_the_network_s_switches_are_told() -> None:
+    text = "\n".join(
+        f"{P}CollNet 0{n}/0 : 3 [{way}] via COLLNET/SHARP/{n}/GDRDMA"
+        for n in range(2)
+        for way in ("send", "receive")
+    )
+    (edges,) = one_job(text).edges
+
+    assert (edges.transport, edges.num_edges, edges.example) == (
+        "COLLNET/SHARP",
+        4,
+        (3, 3),
+    )
+    assert "between nodes 4 connections by COLLNET/SHARP" in tell_log(read(text), ())
+
+
+def test_a_version_that_rccl_says_in_nobody_s_name() -> None:
+    log = read(f"RCCL version : 2.21.5-HEAD:9a0e6a1\n{P}Using network IB\n")
+
+    assert log.loose_versions == ("2.21.5-HEAD:9a0e6a1",)
+
+
+def test_choices_of_two_jobs_are_not_mixed() -> None:
+    lines = [
+        f"{host}:1:1 [0] NCCL INFO AllReduce: {size} Bytes -> Algo RING proto LL "
+        "channel{Lo..Hi}={0..1}"
+        for host, size in (("a", 8), ("b", 1024), ("b", 2048))
+    ]
+    tunings = {job.hosts: job.tunings for job in read("\n".join(lines)).jobs}
+
+    assert tunings["a",][0][3:] == (8, 8, 1)
+    assert tunings["b",][0][3:] == (1024, 2048, 2)
+
+
+# ---- numbers that are none
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Channel 00/0 : {long}[0] -> 1[1] via P2P/IPC",
+        "Channel 00/02 : 1 {long}",
+        "cudaDriverVersion {long}",
+        "GPU/0-1 :GPU/0-2 (1/1..2/NVL) ",
+        "Init timings: rank 0 nranks 1 total 1.2.3 (kernels 0.1)",
+        "Init timings: rank 0 nranks 1 total 1.2 (kernels 0..1)",
+        "comm 0x1 rank {long} nranks 8 cudaDev 0 busId 1 - Init START",
+        "AllReduce: {long} Bytes -> Algo RING proto LL channel{{Lo..Hi}}={{0..1}}",
+        "Pattern {long}, crossNic 0, nChannels 1, bw 1/1, type NVL/PIX, sameChannels 1",
+        "Pattern 4, crossNic 0, nChannels 1, bw 1..0/1, type NVL/PIX, sameChannels 1",
+    ],
+)
+def test_what_only_looks_like_a_number_is_not_read(text: str) -> None:
+    line = P + text.format(long="1" * 5000)
+    log = read(line)
+
+    assert log.num_messages == 1
+    assert tell_log(log, judge_nccl_log(log))
+
+
+# ---- what is around it
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        # srun -l sets ranks under each other
+        "   0: ",
+        # kubectl logs --prefix: a name may have 253 characters
+        f"[pod/{'trainer-' * 20}0/pytorch] ",
+        "[pod/a/b] 2026-01-31T10:20:30.123456789Z ",
+        # journalctl, docker compose, a table's tab
+        "Jan 31 10:20:30 node0 python3[4711]: ",
+        "worker-0  | ",
+        "2026-01-31T10:20:30.123Z\t",
+        # pdsh on top of srun
+        "node17: 3: ",
+        "[prterun-node0-77@1,0]<stdout>: ",
+        "\x1b[1;34m[rank0]:\x1b[0m",
+    ],
+)
+def test_what_stands_before_lines(before: str) -> None:
+    text = text_of(JobLog(num_hosts=1)).decode()
+    marked = "".join(f"{before}{line}\n" for line in text.splitlines())
+
+    assert read(marked).jobs == read(text).jobs
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        # What nobody knows: the host is the last word all the same.
+        "trainer-0 pytorch ",
+        " 40%|####      | 4/10 [00:01<00:02,  2.1it/s]",
+        "step 3: loss 2.25, ",
+    ],
+)
+def test_what_another_program_left_on_the_line(before: str) -> None:
+    text = text_of(JobLog(num_hosts=1)).decode()
+    marked = "".join(f"{before}{line}\n" for line in text.splitlines())
+
+    log = read(marked)
+    assert log.jobs == read(text).jobs
+    assert log.num_lost == 0
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "\x1b[0m",
+        "\r",
+        " [repeated 7x across cluster]",
+        " [repeated 3x across cluster] (Ray deduplicates logs by default.)",
+    ],
+)
+def test_what_stands_behind_lines(after: str) -> None:
+    text = text_of(JobLog(num_hosts=1)).decode()
+    marked = "".join(f"{line}{after}\n" for line in text.splitlines())
+
+    assert read(marked).jobs == read(text).jobs
+
+
+def test_a_progress_bar_writes_over_its_own_line() -> None:
+    text = text_of(JobLog(num_hosts=1)).decode()
+    bars = "\r 10%|#         |\r 20%|##        |\r"
+    marked = "".join(f"{bars}{line}\n" for line in text.splitlines())
+
+    assert read(marked).jobs == read(text).jobs
+    assert read(marked).num_lines == read(text).num_lines
+
+
+def test_other_programs_words_are_no_beginnings_of_messages() -> None:
+    """A bar on the line of every message must not push a true beginning out."""
+    lines = ["nodeA:11:11 [1] NCCL INFO Using network IB"]
+    lines += ["nodeB:12:12 [0] NCCL INFO Using network IB"]
+    lines += ["nodeA:11:11 [1] NCCL INFO comm 0x5nodeB:12:12 [0] NCCL INFO Using"]
+    lines += [
+        f" {n}%|###  | {n}/99nodeB:12:12 [0] NCCL INFO Using network IB"
+        for n in range(60)
+    ]
+    lines += [" rank 1 nRanks 2 nNodes 2 localRanks 1 localRank 0 MNNVL 0"]
+
+    assert read("\n".join(lines)).num_mended == 1
+
+
+# ---- packed
+
+
+def test_what_gzip_packed_is_unpacked() -> None:
+    text = text_of(JobLog(num_hosts=2))
+    half = text.index(b"\n", len(text) // 2) + 1
+    expected = read(text).jobs
+
+    assert read(gzip.compress(text)).jobs == expected
+    assert read(gzip.compress(text) + b"\0" * 512).jobs == expected
+    parts = gzip.compress(text[:half]) + gzip.compress(text[half:])
+    assert read(parts).jobs == expected
+
+
+@pytest.mark.parametrize("size", [2, 9, 60, -1, -9])
+def test_a_packed_log_that_was_cut_is_refused(size: int) -> None:
+    packed = gzip.compress(text_of(JobLog(num_hosts=1)))
+
+    with pytest.raises(UsageError, match="must be whole gzip data"):
+        read(packed[:size])
+
+
+@given(st.binary(max_size=200))
+def test_damaged_packed_logs_are_refused(data: bytes) -> None:
+    with pytest.raises(UsageError, match="must be whole gzip data"):
+        read(b"\x1f\x8b\x08\x00" + data)
+
+
+def test_a_bomb_takes_no_memory() -> None:
+    log = read(gzip.compress(bytes(100_000_000), 1))
+
+    assert log.num_lines == 1
+
+
+# ---- time
+
+
+def many_jobs(num: int) -> str:
+    return "".join(
+        f"h{host}:{rank}:1 [0] NCCL INFO NCCL_X{key} set to {host % 400}\n"
+        for host in range(num)
+        for rank in range(4)
+        for key in range(8)
+    )
+
+
+def many_drafts(num: int) -> str:
+    layout = "nRanks 8 nNodes 1 localRanks 8 localRank 0 MNNVL 0"
+    return "".join(
+        f"h0:{rank}:{comm} [0] NCCL INFO comm 0x{comm:x} rank {rank} {layout}\n"
+        + (
+            f"h0:{rank}:{comm} [0] NCCL INFO comm 0x{comm:x} rank {rank} nranks 8 "
+            f"cudaDev 0 busId 1 commId 0x{comm:x} - Init COMPLETE\n"
+        )
+        * (comm % 2)
+        for comm in range(num)
+        for rank in range(8)
+    )
+
+
+def many_hosts_after_a_break(num: int) -> str:
+    """A beginning waits for its end, and each host may be the end of another's name."""
+    return (
+        "nodeA:1:1 [0] NCCL INFO Using network IB\n"
+        "nodeB:2:2 [0] NCCL INFO Using network IB\n"
+        "nodeA:1:1 [0] NCCL INFO comm 0x5410nodeB:2:2 [0] NCCL INFO Using network IB\n"
+    ) + "".join(
+        f"h{host}:{host}:1 [0] NCCL INFO Using network IB\n" for host in range(num)
+    )
+
+
+def many_hosts_of_one_pid(num: int) -> str:
+    """In containers the first process has the same number everywhere."""
+    return "".join(
+        f"w{host}x:7:1 [0] NCCL INFO Using network IB\n" * (1 + 4 * (host % 2))
+        for host in range(num)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "num"),
+    [
+        (many_jobs, 60),
+        (many_drafts, 60),
+        (many_hosts_after_a_break, 500),
+        (many_hosts_of_one_pid, 500),
+    ],
+)
+def test_four_times_as_much_takes_four_times_as_many_steps(
+    make: Callable[[int], str], num: int
+) -> None:
+    small, large = (num_calls(make(size).encode()) for size in (num, 4 * num))
+
+    # Squared it would be sixteen times.
+    assert large < 6 * small
+
+
+def num_calls(data: bytes) -> int:
+    """Return how many functions are called to read a log: the same each time."""
+    count = 0
+
+    def step(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    sys.setprofile(step)
+    try:
+        judge_nccl_log(read(data))
+    finally:
+        sys.setprofile(None)
+    return count
