@@ -135,6 +135,8 @@ def test_no_host_can_be_asked(tmp_path):
         (["--only", "taking-part", "--skip", "taking-part"], "--skip must leave"),
         (["--burn", "soon"], "--burn: duration must be"),
         (["--burn", "100d"], "--burn must be at most a day"),
+        (["--bandwidth", "pigeon"], "--bandwidth: invalid choice: 'pigeon'"),
+        (["--storage-speed"], "--storage-speed must have a --path to write to"),
         (["--ranks", "0"], "ranks must be"),
         (["--port", "70000"], "port must be"),
         (["--path", ""], "must name something"),
@@ -171,14 +173,22 @@ def test_settings_are_what_probes_know():
     asked = request(
         *("--path", "data", "--path", "/b", "--file", "f", "--burn", "2m"),
         *("--ranks", "4", "--port", "29500", "--bandwidth"),
+        "--storage-speed",
         environ={"NCCL_DEBUG": "INFO"},
     ).settings
     here = os.getcwd()  # noqa: PTH109 - what the words are relative to
     assert asked["paths"] == [f"{here}/data", "/b"]
     assert asked["files"] == [f"{here}/f"]
     assert (asked["burn_s"], asked["num_ranks"]) == (120.0, 4)
-    assert (asked["ports"], asked["bandwidth"]) == ([29500], True)
+    assert (asked["ports"], asked["bandwidth"]) == ([29500], "auto")
+    assert asked["storage_speed"] is True
     assert asked["environment"] == {"NCCL_DEBUG": "INFO"}
+
+
+def test_a_way_to_measure_may_be_named():
+    asked = [(), ("--bandwidth",), ("--bandwidth", "gloo")]
+    ways = [request(*words).settings["bandwidth"] for words in asked]
+    assert ways == ["", "auto", "gloo"]
 
 
 def test_slots_are_ranks_unless_said_otherwise():

@@ -130,7 +130,8 @@ def _add_measurements(parser: argparse.ArgumentParser) -> None:
         "--burn",
         default="0",
         metavar="TIME",
-        help="also multiply matrices that long, as 30s; results must be equal",
+        help="also multiply matrices that long, as 30s: results must be equal, and "
+        "speeds alike; GPUs copy as well",
     )
     add(
         "--bandwidth",
@@ -207,6 +208,10 @@ def read_request(
         )
     elif any(host.slots > 0 for host in hosts):
         settings["num_ranks"] = max(host.slots for host in hosts)
+    if options.storage_speed and not options.path:
+        raise UsageError(
+            "--storage-speed must have a --path to write to, got none. Name a folder."
+        )
     for option in ("save", "write_hostfile"):
         _require_writable(getattr(options, option), f"--{option.replace('_', '-')}")
     return CheckRequest(options, hosts, settings, chosen)
