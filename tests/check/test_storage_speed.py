@@ -162,10 +162,14 @@ class Hosts:
         self.asked: list[tuple[str, list[str]]] = []
         self.names: dict[str, str] = {}
         self.shared: dict[str, set[str]] = {}
+        self.gone: set[str] = set()
 
     def ask(self, questions: Mapping[str, str], timeout_s: float) -> dict[str, Answer]:
         asked = {host: json.loads(line) for host, line in questions.items()}
         (do,) = {each["do"] for each in asked.values()}
+        if do == "clock":
+            here, gone = Answer('{"now": 0}', ""), Answer("", "it is gone")
+            return {host: gone if host in self.gone else here for host in asked}
         self.asked.append((do, list(asked)))
         return {
             host: Answer(json.dumps(getattr(self, do)(host, each)), "")
@@ -289,6 +293,15 @@ def test_what_may_be_left_is_told_with_what_removes_it() -> None:
     assert folder.startswith("/d/.ronde-check-")
     (finding,) = judge(fleet_of(panel), CHECKS).findings
     assert (finding.host, finding.fix) == ("b", f"rm -r {folder}")
+
+
+def test_a_host_that_was_gone_before_has_left_nothing() -> None:
+    hosts = Hosts(a=[QUICK], b=[QUICK], c=[QUICK])
+    hosts.gone = {"b"}
+    panel = run(hosts)
+    assert hosts.asked == [("fill_folder", ["a", "c"])]
+    assert panel.facts["b"].unreadable == {SPEED: "/d: it is gone"}
+    assert LEFT not in panel.facts["b"].values
 
 
 def test_an_end_in_between_is_cleaned_up_after() -> None:

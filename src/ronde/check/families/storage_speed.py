@@ -102,7 +102,7 @@ def _judge_writing(fleet: Fleet) -> Iterator[Finding]:
     yield from _judge(_WRITING)(fleet)
     for facts in fleet.having(LEFT):
         folders = " ".join(facts.values[LEFT])
-        what = f"what was written there may not all be taken away: {folders}"
+        what = f"what was written to it may still be there: {folders}"
         fix = f"rm -r {folders}"
         yield Finding(name, Severity.WARN, facts.host, what, fix=fix)
 

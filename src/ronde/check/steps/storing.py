@@ -49,10 +49,15 @@ def run(panel: Panel) -> None:
 
 def _measure(panel: Panel, path: str) -> dict[str, Told]:
     """Return what one folder is like on all hosts."""
-    # A mount that does not answer has been told of; it would cost its deadline again.
-    hung = [h for h in panel.names if path in _values(panel, h).get("storage.hung", ())]
-    found: dict[str, Told] = {host: {"error": "it does not answer"} for host in hung}
-    able = [host for host in panel.names if host not in hung]
+    found: dict[str, Told] = {}
+    # A host that is gone already has nothing there that might stay.
+    for host, reply in panel.ask_all({"do": "clock"}, _SLACK_S).items():
+        if reply.failure:
+            found[host] = {"error": reply.failure}
+        elif path in _values(panel, host).get("storage.hung", ()):
+            # That has been told; it would cost its deadline once more.
+            found[host] = {"error": "it does not answer"}
+    able = [host for host in panel.names if host not in found]
     for hosts in _turns(panel, path, able):
         found |= _fill(panel, path, hosts)
     # Who is slow by chance is not so twice.
@@ -93,7 +98,8 @@ def _better(one: Told, again: Told) -> Told:
 def _fill(panel: Panel, path: str, hosts: Sequence[str]) -> dict[str, Told]:
     """Have hosts write into a folder; whatever comes, nothing of it is to stay."""
     token = secrets.token_hex(8)
-    left = {host: f".ronde-check-{token}.{n}" for n, host in enumerate(hosts)}
+    places = {host: number for number, host in enumerate(panel.names)}
+    left = {host: f".ronde-check-{token}.{places[host]}" for host in hosts}
     question = {
         "do": "fill_folder",
         "path": path,
