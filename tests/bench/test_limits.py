@@ -1,12 +1,13 @@
 """Limits of busbw: what is found here."""
 
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 import torch
 
 from ronde.addresses import read_interfaces
-from ronde.bench.limits import Found, Wires, search_limit
+from ronde.bench.limits import Found, Wires, search_limit, with_gpus_at
 from ronde.bench.memory_bandwidth import (
     buffer_bytes,
     cache_bytes,
@@ -14,7 +15,11 @@ from ronde.bench.memory_bandwidth import (
     measure_memory,
 )
 from ronde.collectives import Communicator
+from ronde.topology.detection import Detected
+from ronde.topology.graph import GpuDevice, HostTopology, Link, LinkKind
+from ronde.topology.limits.formulas import Layout
 from ronde.topology.limits.limit import Limit
+from ronde.topology.limits.world import World
 
 CPU = torch.device("cpu")
 
@@ -104,6 +109,37 @@ def test_a_link_that_does_not_tell_is_no_limit(run_ranks) -> None:
         "the link rate is not known: lo is virtual or does not tell its speed; "
         "--link-rate gives it"
     )
+
+
+def test_gpus_that_have_a_rank_count_and_no_others() -> None:
+    names = [f"0000:{n}0:00.0" for n in range(1, 5)]
+    host = HostTopology(
+        sources=("sysfs of this machine", "NVML"),
+        gpus=tuple(GpuDevice(name, n, sm=80) for n, name in enumerate(names)),
+        # Each is joined to each by 4 links, as in machines of four A100.
+        links=tuple(
+            Link(LinkKind.NVLINK, one, other, 4)
+            for one, other in permutations(names, 2)
+        ),
+    )
+    world = World(Layout(2, 1, 2), has_gpus=True)
+    found = with_gpus_at({names[1], names[3]}, world, Detected(host, ()))
+    assert found.gpu == ("4 NVLinks, 100 GB/s a GPU", 100, 80, "")
+    found = with_gpus_at({*names}, world, Detected(host, ()))
+    assert found.gpu == ("12 NVLinks, 300 GB/s a GPU", 300, 240, "")
+    assert with_gpus_at({names[0]}, world, Detected(host, ())) == world
+    lost = with_gpus_at({names[0], "0000:ff:00.0"}, world, Detected(host, ()))
+    assert lost.unknown == ("the kernel does not show the GPUs of all ranks",)
+
+
+def test_without_nvml_nobody_knows_of_nvlinks() -> None:
+    gpus = tuple(GpuDevice(f"0000:{n}0:00.0", n, sm=90) for n in (1, 2))
+    host = HostTopology(sources=("sysfs of this machine",), gpus=gpus)
+    world = World(Layout(2, 1, 2), has_gpus=True)
+    silent = Detected(host, ("NVML does not answer: it is old. More.",))
+    found = with_gpus_at({gpu.bus_id for gpu in gpus}, world, silent)
+    assert found.gpu is None
+    assert found.unknown == ("NVML does not answer: it is old. More",)
 
 
 def test_the_interface_towards_the_other_hosts_is_found(run_ranks) -> None:

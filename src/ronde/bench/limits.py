@@ -6,7 +6,7 @@ limit, and the reason is said.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ from ronde.addresses import choose_address, read_interfaces, source_towards
 from ronde.bench.memory_bandwidth import measure_memory
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.objects import all_gather_object
-from ronde.topology.detection import detect_host
+from ronde.topology.detection import Detected, detect_host
 from ronde.topology.graph import HostTopology
 from ronde.topology.limits.bounding import bound_of
 from ronde.topology.limits.formulas import COLLECTIVES, Layout
@@ -151,16 +151,26 @@ def _with_gpus(
     everyone: list[tuple[str, str]] = all_gather_object(communicator, own)
     if len(set(everyone)) < len(everyone):
         return world.lacking("ranks share a GPU, whose own memory carries the bytes")
-    host, notices = detect_host(Path("/"), {})
     here = {bus_id for name, bus_id in everyone if name == own[0]}
-    used = [gpu for gpu in host.gpus if gpu.bus_id in here]
-    if len(used) < len(here):
+    return with_gpus_at(here, world, detect_host(Path("/"), {}))
+
+
+def with_gpus_at(bus_ids: Collection[str], world: World, here: Detected) -> World:
+    """Return a world with the links of some of this host's GPUs.
+
+    Args:
+        bus_ids: Addresses of those that have a rank.
+        world: What is known so far.
+        here: This host.
+    """
+    used = [gpu for gpu in here.host.gpus if gpu.bus_id in bus_ids]
+    if len(used) < len(bus_ids):
         return world.lacking("the kernel does not show the GPUs of all ranks")
     if len(used) < 2:
         return world
-    found = with_gpus(world, host, used)
-    is_silent = notices and len(found.unknown) > len(world.unknown)
-    return world.lacking(notices[0].rstrip(".")) if is_silent else found
+    found = with_gpus(world, here.host, used)
+    is_silent = here.notices and found.unknown != world.unknown
+    return world.lacking(here.notices[0].rstrip(".")) if is_silent else found
 
 
 def _bus_id(device: torch.device) -> str:
