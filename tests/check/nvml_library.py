@@ -51,15 +51,19 @@ class FakeLibrary:
         missing: Functions that this release of the driver does not have.
         fabric_version: The newest form of the question about the fabric that it knows.
         init_error: Number of the error with which it does not start.
+        desktop: Processes that draw on the first GPU, and compute there as well.
         gone: By number, GPUs of which not even a handle can be had, and the error.
     """
 
-    def __init__(self, record, missing=(), fabric_version=3, init_error=0, gone=None):
+    def __init__(
+        self, record, missing=(), fabric_version=3, init_error=0, gone=None, desktop=()
+    ):
         self._record = record
         self._missing = missing
         self._fabric_version = fabric_version
         self._init_error = init_error
         self._gone = gone or {}
+        self._desktop = desktop
 
     def __getattr__(self, name):
         function = None if name in self._missing else self._find(name)
@@ -215,7 +219,21 @@ class FakeLibrary:
         at(now).value = at(pending).value = self._gpu(device, "mig")
 
     def DeviceGetComputeRunningProcesses_v3(self, device, count, processes):
-        found = self._gpu(device, "processes")
+        drawing = self._drawing(device)
+        self._list(self._gpu(device, "processes") + drawing, count, processes)
+
+    def DeviceGetGraphicsRunningProcesses_v3(self, device, count, processes):
+        self._list(self._drawing(device), count, processes)
+
+    # The forms differ in what a process is told to be besides.
+    DeviceGetComputeRunningProcesses_v2 = DeviceGetComputeRunningProcesses_v3
+    DeviceGetGraphicsRunningProcesses_v2 = DeviceGetGraphicsRunningProcesses_v3
+
+    def _drawing(self, device):
+        pids = self._desktop if device.number == 0 else ()
+        return [{"pid": pid, "memory_bytes": 5 << 20} for pid in pids]
+
+    def _list(self, found, count, processes):
         if processes is None:
             at(count).value = len(found)
             if found:

@@ -385,6 +385,13 @@ def test_a_driver_that_does_not_answer_is_told_with_its_words():
     assert "reboot" in finding.fix
 
 
+def test_a_container_without_the_drivers_library_is_told_how_to_get_it():
+    finding = only(
+        find(bare(nvml_error="NVML Shared Library Not Found")), "gpu-answers"
+    )
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in finding.fix
+
+
 def test_a_container_without_its_gpus_is_told_how_to_get_them():
     no_library = "NVML Shared Library Not Found"
     finding = only(find(bare(files={}, nvml_error=no_library)), "gpu-answers")
@@ -446,6 +453,20 @@ def test_another_model_is_a_warning():
 def test_more_ranks_than_gpus_do_not_start():
     finding = only(find(host(num_gpus=2), num_ranks=4), "gpu-ranks")
     assert finding.what == "4 ranks would share 2 GPUs"
+
+
+@pytest.mark.parametrize(
+    ("value", "num_left"),
+    [("0", 1), ("2,3", 2), ("3 by UUID", 3), ("0,1,2,3", 0), ("", 0)],
+)
+def test_gpus_that_a_variable_hides_are_none_for_ranks(value, num_left):
+    facts = {"versions.environment": {"CUDA_VISIBLE_DEVICES": value}}
+    found = find(host(num_gpus=4, facts=facts), num_ranks=4)
+    assert [f"-H a:{num_left}" in each.fix for each in found] == [True] * bool(num_left)
+    assert all("CUDA_VISIBLE_DEVICES hides" in each.what for each in found)
+
+
+def test_as_many_ranks_as_gpus_start():
     assert find(host(num_gpus=4), num_ranks=4) == ()
 
 

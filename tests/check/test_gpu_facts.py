@@ -9,7 +9,7 @@ import time
 
 import pynvml
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from tests.check.nvml_fake import SavedNvml, healthy, refusal
 from tests.check.nvml_library import FakeLibrary
 
@@ -315,6 +315,7 @@ def test_the_log_has_a_clock_that_no_container_changes():
     assert begun_s <= float(done.stdout) <= time.monotonic(), done.stderr
 
 
+@settings(deadline=None)
 @given(text=st.binary(max_size=400))
 def test_no_log_breaks_the_reader(tmp_path_factory, text):
     root = tmp_path_factory.mktemp("log")
@@ -390,6 +391,7 @@ def test_cpus_without_flags_leave_it_to_the_firmware(
 PLACES = st.sampled_from([0, 0x20, 0x100, 0x140, 0x148, 0xFF8, 0xFFC])
 
 
+@settings(deadline=None)
 @given(chain=st.dictionaries(PLACES, st.tuples(PLACES, st.integers(0xC, 0xE))))
 def test_no_registers_hang_the_reader(tmp_path_factory, chain):
     root = tmp_path_factory.mktemp("bus")

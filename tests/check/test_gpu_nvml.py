@@ -141,6 +141,25 @@ def test_a_driver_before_the_second_form_tells_of_memory_all_the_same(open_libra
     assert answer == {"total": 80 << 30, "used": 600 << 20}
 
 
+@pytest.mark.parametrize("kind", ["Compute", "Graphics"])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_what_a_desktop_computes_is_not_told(open_library, kind, is_old):
+    """Drivers before release 510 have but the second form of the question."""
+    missing = {f"nvmlDeviceGet{kind}RunningProcesses_v3"} if is_old else set()
+    record = healthy(1, processes=[{"pid": 77, "memory_bytes": 123}])
+    nvml = open_library(FakeLibrary(record, missing, desktop=[5]))
+    told = nvml.ask_gpu(GpuQuestion.PROCESSES, 0)
+    assert [each["pid"] for each in told] == [77]
+
+
+def test_a_driver_without_any_form_of_a_question_refuses_it(open_library):
+    missing = {f"nvmlDeviceGetComputeRunningProcesses_v{n}" for n in (2, 3)}
+    nvml = open_library(FakeLibrary(healthy(1), missing))
+    with pytest.raises(RefusedError) as refused:
+        nvml.ask_gpu(GpuQuestion.PROCESSES, 0)
+    assert refused.value.code == FUNCTION_NOT_FOUND
+
+
 def test_a_gpu_that_is_not_there_is_refused(open_library):
     with pytest.raises(RefusedError):
         open_library(FakeLibrary(healthy(1))).ask_gpu(GpuQuestion.TITLE, 1)

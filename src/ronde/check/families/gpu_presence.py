@@ -27,6 +27,10 @@ def _judge_driver(fleet: Fleet) -> Iterator[Finding]:
             what = f"NVML does not answer: {error}"
             if "ismatch" in error:
                 fix = "reboot: the driver was updated while its module was loaded"
+            elif "Not Found" in error:
+                fix = "in a container: docker run -e "
+                fix += "NVIDIA_DRIVER_CAPABILITIES=compute,utility; else install the "
+                fix += "driver's libnvidia-ml.so.1"
         elif module and not files:
             what = "the driver is loaded, but there is no file /dev/nvidia0"
             fix = "docker run --gpus all; on bare metal: sudo nvidia-modprobe -u -c 0"

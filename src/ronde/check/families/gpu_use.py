@@ -1,15 +1,17 @@
 """Whether GPUs are free and set up for a job of several ranks."""
 
+import re
 from collections.abc import Iterator
 
 from ronde.check.check import Check, Family, Finding, Severity
-from ronde.check.facts import Value
+from ronde.check.facts import HostFacts, Value
 from ronde.check.families.gpu_troubles import FINE, Trouble, each_gpu, tell
 from ronde.check.fleet import Fleet
 from ronde.topology.cpu_sets import parse_list
 
 _MAX_USED_BYTES = 2 << 30
 _MAX_BUSY_PERCENT = 20
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROHIBITED, _EXCLUSIVE = 2, 3
 _SERVERS = ("nvidia-cuda-mps",)
 """How the names of programs begin that stand on a GPU for others."""
@@ -107,10 +109,27 @@ def _judge_ranks(fleet: Fleet) -> Iterator[Finding]:
     num_ranks = fleet.settings.get("num_ranks") or 0
     for facts in fleet.having("gpu.count"):
         count = facts.values["gpu.count"] or 0
-        if 0 < count < num_ranks:
-            what = f"{num_ranks} ranks would share {count} GPUs"
-            fix = f"run with {count} ranks on this host: -H {facts.host}:{count}"
+        visible = _count_visible(facts, count)
+        if 0 < visible < num_ranks:
+            gpus = "1 GPU" if visible == 1 else f"{visible} GPUs"
+            what = f"{num_ranks} ranks would share {gpus}"
+            fix = f"run with fewer ranks on this host: -H {facts.host}:{visible}"
+            if visible < count:
+                what += f" of {count}: {_VISIBLE} hides the others"
+                fix = f"unset {_VISIBLE} on this host; or {fix}"
             yield Finding("gpu-ranks", Severity.FAIL, facts.host, what, fix=fix)
+
+
+def _count_visible(facts: HostFacts, count: int) -> int:
+    """Return how many of the GPUs a variable in the environment of ranks leaves."""
+    environment: dict[str, str] = facts.values.get("versions.environment", {})
+    value = environment.get(_VISIBLE)
+    if value is None:
+        return count
+    # Of names that no two hosts share, their number is told instead.
+    by_uuid = re.match(r"\d+(?= by UUID)", value)
+    named = int(by_uuid[0]) if by_uuid else len(value.split(","))
+    return min(count, named if value else 0)
 
 
 CHECKS = (
@@ -118,7 +137,8 @@ CHECKS = (
         id="gpu-ranks",
         family=Family.GPU,
         title="each rank has a GPU to itself",
-        reads="the number of GPUs by NVML, and of ranks a host as given with --ranks",
+        reads="the number of GPUs by NVML, how many of them CUDA_VISIBLE_DEVICES "
+        "leaves, and of ranks a host as given with --ranks",
         threshold="no more ranks than GPUs",
         source="NCCL refuses two ranks on one GPU: Duplicate GPU detected",
         severity=Severity.FAIL,
@@ -134,7 +154,7 @@ CHECKS = (
         title="nobody else uses the GPUs",
         reads="NVML's computing processes, used memory and utilization of each GPU",
         threshold=f"no process, less than {_MAX_USED_BYTES >> 30} GiB of memory used, "
-        f"less than {_MAX_BUSY_PERCENT} % busy; MPS does not count",
+        f"less than {_MAX_BUSY_PERCENT} % busy; MPS and a desktop's do not count",
         source="AMD Primus, node smoke test",
         severity=Severity.FAIL,
         fix="nvidia-smi, and end what is a leftover of yours",

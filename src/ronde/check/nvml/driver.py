@@ -43,6 +43,7 @@ class NvmlDriver:
 
     def __init__(self, nvml: Any) -> None:  # noqa: ANN401  a module without types
         self._nvml = nvml
+        self._mismatch: Any = getattr(nvml, "NVMLLibraryMismatchError", ())
 
     def ask_host(self, question: HostQuestion) -> Value:
         """See ``Nvml``."""
@@ -76,6 +77,11 @@ class NvmlDriver:
         except self._nvml.NVMLError as error:
             code = int(error.value)
             raise RefusedError(code, f"NVML says: {error}") from error
+        except self._mismatch as error:
+            # Not one of NVML's own: the module's word for a driver without a function.
+            raise RefusedError(
+                FUNCTION_NOT_FOUND, f"the driver is too old for nvidia-ml-py's {name}"
+            ) from error
 
     def _peers(self, ask: "_Ask", number: int) -> list[int]:
         count = self._call("nvmlDeviceGetCount")
@@ -241,10 +247,32 @@ def _nvlinks(ask: _Ask) -> Value:
 
 
 def _processes(ask: _Ask) -> Value:
+    computing = _list_processes(ask, "nvmlDeviceGetComputeRunningProcesses")
+    drawing = _drawing(ask) if computing else set[int]()
     return [
         {"pid": int(each.pid), "memory_bytes": each.usedGpuMemory}
-        for each in ask("nvmlDeviceGetComputeRunningProcesses")
+        for each in computing
+        if int(each.pid) not in drawing
     ]
+
+
+def _drawing(ask: _Ask) -> set[int]:
+    """Return the processes that draw: a desktop's do that, and compute besides."""
+    try:
+        processes = _list_processes(ask, "nvmlDeviceGetGraphicsRunningProcesses")
+    except RefusedError:
+        return set()
+    return {int(each.pid) for each in processes}
+
+
+def _list_processes(ask: _Ask, name: str) -> Any:  # noqa: ANN401
+    try:
+        return ask(name)
+    except RefusedError as error:
+        if error.code != FUNCTION_NOT_FOUND:
+            raise
+        # Before release 510 the driver has but the second form.
+        return ask(f"{name}_v2")
 
 
 def _near_cpus(ask: _Ask) -> Value:

@@ -100,7 +100,8 @@ class GpuQuestion(StrEnum):
     """NVML's number for who may use it: 0 all, 2 nobody, 3 one process."""
 
     PROCESSES = "processes"
-    """``pid`` and ``memory_bytes`` (may be nothing) of each that computes on it."""
+    """``pid`` and ``memory_bytes`` (may be nothing) of each that computes on it, and
+    draws nothing."""
 
     BUSY = "busy_percent"
     """Of the last moment, the part in which it computed."""
