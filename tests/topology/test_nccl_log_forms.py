@@ -196,6 +196,30 @@ def test_gpus_hang_below_devices_since_2_30() -> None:
     assert "NVLink up to 370.8 GB/s" in tell_log(read(text), ())
 
 
+def test_links_between_amd_s_gpus_are_read() -> None:
+    tree = (
+        "=== System : maxBw 24.0 totalBw 48.0 ===",
+        "CPU/0-0 (1/1/2)",
+        "+ PCI[12.0] - PCI/0-9000 (100214a000000000)",
+        "              + PCI[12.0] - DEV/0-b000 (100266a3106b0203)",
+        "                            + LOC[5000.0] - GPU/0-b000",
+        "                            + XGMI[24.0] - DEV/0-e000",
+        "GPU/0-b000 :GPU/0-b000 (0/5000.0/LOC) GPU/0-e000 (3/24.0/XGMI) ",
+        "Channel 00 : 0[b000] -> 1[e000] via SHM/direct/direct comm 0xa nRanks 02",
+    )
+    text = "\n".join(P + line for line in tree)
+    (job,) = read(text).jobs
+
+    assert ("DEV/0-b000", "XGMI", "DEV/0-e000") in {
+        (link.source, link.kind, link.target) for link in job.trees
+    }
+    words = " ".join(tell_log(read(text), ()).split())
+    assert "xGMI up to 24.0 GB/s from a GPU" in words
+    (finding,) = judge_nccl_log(read(text))
+    assert finding.rule == "shm-where-p2p-was-possible"
+    assert "NCCL found xGMI" in finding.what
+
+
 def test_a_gpu_in_one_package_with_its_processor_needs_no_pci() -> None:
     tree = (
         "=== System : maxBw 345.0 totalBw 345.0 ===",
@@ -226,6 +250,16 @@ def test_a_gpu_in_one_package_with_its_processor_needs_no_pci() -> None:
             "NET/IB : Using [0]mlx5_0:1:3:1/IB ; OOB eth0:10.0.0.1<0>",
             "candidates",
             ["IB mlx5_0:1:3:1/IB"],
+        ),
+        (
+            "NET/OFI Selected provider is cxi, fabric is cxi (found 4 nics)",
+            "candidates",
+            ["Libfabric cxi (4 adapters)"],
+        ),
+        (
+            "NET/OFI Selected Provider is efa (found 32 nics)",
+            "candidates",
+            ["Libfabric efa (32 adapters)"],
         ),
         ("RCCL version : 2.21.5-HEAD:9a0e6a1", "versions", ["2.21.5-HEAD:9a0e6a1"]),
         (

@@ -178,6 +178,36 @@ def test_shared_memory_alone_below_one_switch() -> None:
     assert found(text) == {"shm-where-p2p-was-possible": WARNING}
 
 
+def libfabric(provider: str, *extra: str) -> bytes:
+    job = JobLog(network="AWS Libfabric", inter="NET/AWS Libfabric/{nic}", extra=extra)
+    text = without(text_of(job), "NET/IB", "GPU Direct")
+    said = (
+        f"NET/OFI Selected provider is {provider}, fabric is {provider} (found 2 nics)"
+    )
+    return text + f"node0:1000:2000 [0] NCCL INFO {said}\n".encode()
+
+
+def test_what_drives_libfabric_is_told() -> None:
+    text = libfabric("efa")
+
+    words = " ".join(tell_log(read(text), ()).split())
+    assert "AWS Libfabric over efa (2 adapters)" in words
+    assert found(text) == {"no-gpudirect-rdma": WARNING}
+    rules = {"no-gpudirect-rdma": WARNING, "libfabric-over-tcp": WARNING}
+    assert found(libfabric("tcp;ofi_rxm")) == rules
+    over = find(libfabric("tcp;ofi_rxm"), "libfabric-over-tcp")
+    assert "its provider tcp;ofi_rxm, not" in over.what
+
+
+def test_a_plugin_that_knows_why_it_has_no_gpudirect() -> None:
+    """AWS's instances with small GPUs have none."""
+    why = "NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR"
+    finding = find(libfabric("efa", why), "no-gpudirect-rdma")
+
+    assert finding.severity is NOTE
+    assert "the plugin says: Could not disable CUDA API usage" in finding.what
+
+
 def test_networks_that_differ() -> None:
     text = text_of(JobLog()).replace(
         b"node1:1008:2008 [0] NCCL INFO Using network IB",

@@ -86,7 +86,7 @@ def _between(job: Job) -> str:
         said.value.split(" ", 1)
         for said in job.candidates
         if not job.networks
-        or any(said.value.startswith(each.value) for each in job.networks)
+        or any(each.value.endswith(said.value.split(" ")[0]) for each in job.networks)
     ]
     devices = [device for _, device in found if device != "none"]
     if devices:
@@ -103,9 +103,10 @@ def _between(job: Job) -> str:
 
 def _inside(job: Job) -> str:
     parts = _edges(edges for edges in job.edges if not edges.is_between_nodes)
-    links = [link.gb_per_s for link in job.trees if link.kind == "NVL"]
-    if links:
-        parts.append(f"NVLink up to {max(links):.1f} GB/s from a GPU")
+    for kind, name in (("NVL", "NVLink"), ("XGMI", "xGMI")):
+        links = [link.gb_per_s for link in job.trees if link.kind == kind]
+        if links:
+            parts.append(f"{name} up to {max(links):.1f} GB/s from a GPU")
     return "; ".join(parts)
 
 

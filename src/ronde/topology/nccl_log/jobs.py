@@ -212,6 +212,7 @@ def _candidates(part: _Part) -> tuple[Said, ...]:
         *part.said(Topic.IB_FOUND, "{} {}"),
         *part.said(Topic.NONE_FOUND, "{} none"),
         *part.said(Topic.SOCKET_FOUND, "{} {}"),
+        *part.said(Topic.OFI_FOUND, "Libfabric {} ({} adapters)"),
     )
 
 

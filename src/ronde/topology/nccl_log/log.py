@@ -91,7 +91,7 @@ class TreeLink(NamedTuple):
     """A link of the topology that NCCL found.
 
     Attributes:
-        kind: ``PCI``, ``NVL``, ``SYS``, ``C2C``, ``NET``, ...
+        kind: ``PCI``, ``NVL``, ``XGMI``, ``SYS``, ``C2C``, ``NET``, ...
         gb_per_s: What it carries by NCCL's count.
         source: Above it: ``CPU/0-0``.
         target: Below it: ``GPU/0-3000``.
@@ -218,7 +218,8 @@ class Job(NamedTuple):
         drivers: Of CUDA's driver: ``13020`` is 13.2.
         bootstrap: Interfaces that the processes meet on: ``eth0``.
         networks: What carries data between nodes: ``IB``, ``Socket``, a plugin's name.
-        candidates: What each network found: ``IB mlx5_0:1/IB``, ``IB none``.
+        candidates: What each network found: ``IB mlx5_0:1/IB``, ``IB none``,
+            ``Libfabric efa (32 adapters)``.
         plugins: What was said of plugins for the network.
         gdr: Adapters with GPUDirect RDMA: ``IB mlx5_0 Enabled``.
         uses: Of rings: ``PXN 1 GDR 1``.

@@ -18,6 +18,7 @@ class Topic(StrEnum):
     IB_FOUND = "ib_found"
     SOCKET_FOUND = "socket_found"
     NONE_FOUND = "none_found"
+    OFI_FOUND = "ofi_found"
     PLUGIN = "plugin"
     GDR = "gdr"
     LIBRARY = "library"
@@ -83,6 +84,13 @@ _FORMS: dict[str, tuple[tuple[Topic, str], ...]] = {
             Topic.GDR,
             r"NET/(.+?) ?: GPU Direct RDMA (Enabled|Disabled) for HCA \d+ '(.+)'",
         ),
+        (
+            Topic.OFI_FOUND,
+            (
+                r"NET/OFI Selected [Pp]rovider is ([\w;.-]+)(?:, fabric is \S+)? "
+                r"\(found (\d+) nics\)"
+            ),
+        ),
         (Topic.PLUGIN, r"(NET/Plugin ?: .+|NET/OFI .+)"),
     ),
     "===": (
@@ -93,7 +101,7 @@ _FORMS: dict[str, tuple[tuple[Topic, str], ...]] = {
         (
             Topic.TREE_LINK,
             (
-                rf"( *)\+ ([A-Z0-9]{{3}})\[([\d.]+)\] - ({_ELEMENT})"
+                rf"( *)\+ ([A-Z0-9]{{3,4}})\[([\d.]+)\] - ({_ELEMENT})"
                 r"(?: \([0-9a-f./-]*?([\d.]*)\))?(?: \[MLOPart \d+\])?"
             ),
         ),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from ronde.topology.nccl_log.log import Communicator, Job, Said
 
 _MAX_NAMES = 3
-_FAST_PATHS = frozenset({"NVL", "NVB"})
+_DIRECT_LINKS = {"NVL": "NVLink", "NVB": "NVLink", "XGMI": "xGMI"}
 # From NCCL 2.30 on NVLinks and PCI links lead to a device, and that has its GPUs.
 _GPUS = ("GPU/", "DEV/")
 _NEAR_PATHS = frozenset({"PIX", "PXB"})
@@ -36,9 +36,13 @@ def setting_of(job: Job, *names: str) -> str:
     return ""
 
 
-def has_nvlink(job: Job) -> bool:
-    """Return whether NCCL found NVLink at a GPU."""
-    return _nvlink_gb_per_s(job) > 0 or bool(_paths_between_gpus(job) & _FAST_PATHS)
+def direct_links(job: Job) -> str:
+    """Return what NCCL found to join GPUs directly: NVLink, xGMI; empty for nothing."""
+    kinds = {
+        link.kind for link in job.trees if link.target.startswith((*_GPUS, "NVS/"))
+    }
+    kinds |= _paths_between_gpus(job)
+    return next((name for kind, name in _DIRECT_LINKS.items() if kind in kinds), "")
 
 
 def has_much_nvlink(job: Job) -> bool:

@@ -8,6 +8,7 @@ from ronde.topology.nccl_log.verdicts import marked, network, node, ranks
 
 RULES = (
     network.sockets_used,
+    network.libfabric_over_tcp,
     network.networks_differ,
     network.no_gpudirect,
     network.virtual_interfaces,

@@ -17,6 +17,8 @@ from ronde.topology.nccl_log.verdicts.evidence import (
 _VIRTUAL = re.compile(
     r"docker\d|veth|lo\d?$|virbr|br-|cni|flannel|cali|tunl|vxlan|kube-|lxc|lxd|podman"
 )
+# Providers of libfabric's that drive no adapter.
+_BY_TCP = re.compile(r"Libfabric ((?:tcp|sockets|udp|net)(?:;\S+)?) ")
 _LOST = "most of its bandwidth is lost, and each message waits longer."
 
 
@@ -39,6 +41,22 @@ def sockets_used(job: Job) -> Iterator[Finding]:
         + _LOST,
         remedy=_unset(job) or _find_adapter(job, is_found=bool(adapters)),
     )
+
+
+def libfabric_over_tcp(job: Job) -> Iterator[Finding]:
+    """Find the plugin for libfabric where it drives no adapter."""
+    for said in job.candidates:
+        if (match := _BY_TCP.match(said.value)) and spans_nodes(job):
+            yield Finding(
+                rule="libfabric-over-tcp",
+                severity=Severity.WARNING,
+                element=name_some(said.hosts),
+                what=f"libfabric carries the data with its provider {match[1]}, not "
+                "with that of an adapter (efa, cxi, verbs, psm3, opx).",
+                consequence=f"Of an adapter that is there {_LOST}",
+                remedy="Look with fi_info where the ranks run which providers there "
+                "are; a container needs the adapter's devices and its libfabric.",
+            )
 
 
 def networks_differ(job: Job) -> Iterator[Finding]:
@@ -73,15 +91,20 @@ def no_gpudirect(job: Job) -> Iterator[Finding]:
         else "NCCL's connections between nodes"
     )
     why = f"; it is disabled for {name_some(disabled)}" if disabled else ""
+    plugin = _refusal_of_plugin(job)
     hosts = {host for e in staged for host in e.hosts} or set(all_hosts(job.gdr))
     yield Finding(
         rule="no-gpudirect-rdma",
-        severity=Severity.WARNING,
+        # Instances with small GPUs have none, and their plugin knows it.
+        severity=Severity.NOTE if plugin else Severity.WARNING,
         element=name_some(sorted(hosts)),
-        what=f"{seen} do without GPUDirect RDMA{why}.",
+        what=f"{seen} do without GPUDirect RDMA{why}{plugin}.",
         consequence="Data between GPU and adapter goes through the host's memory, "
         "which costs bandwidth and time.",
-        remedy=_enable_gpudirect(job, is_disabled=bool(disabled)),
+        remedy="Nothing, where the GPU's kind does without; else renew driver, CUDA "
+        "and plugin, for these do not fit together."
+        if plugin
+        else _enable_gpudirect(job, is_disabled=bool(disabled)),
     )
 
 
@@ -160,6 +183,14 @@ def _find_adapter(job: Job, *, is_found: bool) -> str:
         "Run ibv_devinfo where the ranks run: a container needs /dev/infiniband, and "
         "a cloud's own adapter its plugin for NCCL."
     )
+
+
+def _refusal_of_plugin(job: Job) -> str:
+    """Return why the network's plugin does without GPUDirect, if it says so."""
+    for value in values(job.plugins):
+        if value.startswith("NET/OFI") and "disabling GDR" in value:
+            return f"; the plugin says: {value.removeprefix('NET/OFI ')}"
+    return ""
 
 
 def _disabled(job: Job) -> tuple[str, ...]:

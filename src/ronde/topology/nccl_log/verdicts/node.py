@@ -8,10 +8,10 @@ from ronde.topology.findings import Finding, Severity
 from ronde.topology.nccl_log.log import Job, TreeLink
 from ronde.topology.nccl_log.verdicts.evidence import (
     all_hosts,
+    direct_links,
     has_much_nvlink,
     has_near_gpus,
     has_neighbours,
-    has_nvlink,
     has_nvswitch,
     hosts_of,
     is_gpu,
@@ -239,15 +239,15 @@ def _slow(narrow: _Narrow, hosts: Sequence[str]) -> Finding:
 
 def _why_peers(job: Job, *, has_direct: bool) -> str:
     """Return what shows that GPUs could reach each other's memory, if anything."""
-    if has_nvlink(job):
-        return "NCCL found NVLink"
+    if links := direct_links(job):
+        return f"NCCL found {links}"
     if has_near_gpus(job):
         return "NCCL found GPUs below one PCI switch"
     return "other GPUs reach each other's memory" if has_direct else ""
 
 
 def _how_bad(job: Job, *, has_direct: bool) -> Severity:
-    if has_nvlink(job) and (has_nvswitch(job) or not has_direct):
+    if direct_links(job) and (has_nvswitch(job) or not has_direct):
         return Severity.ERROR
     # Of GPUs at different processors it is right, and some others do without.
     is_usual = has_direct and may_have_far_gpus(job)
