@@ -399,6 +399,10 @@ def test_a_container_without_its_gpus_is_told_how_to_get_them():
     assert "--gpus all" in finding.fix
 
 
+def test_files_that_nvml_has_made_only_now_are_not_missed():
+    assert find(host(facts={"gpu.files": {}})) == ()
+
+
 def test_a_card_without_a_driver_is_a_warning():
     cards = [CARD | {"driver": "nouveau"}, CARD | {"driver": ""}]
     finding = only(

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pynvml
 import pytest
@@ -21,7 +22,7 @@ from ronde.check.probes.gpu_paths import (
     read_acs,
     read_direct_rdma,
 )
-from ronde.check.probes.gpu_presence import read_cards, read_files, read_module
+from ronde.check.probes.gpu_presence import opened_files, read_cards, read_module
 from ronde.check.probes.host_virtual import read_is_virtual
 
 NOT_SUPPORTED, NO_PERMISSION, LOST, RESET, UNKNOWN = 3, 4, 15, 16, 999
@@ -233,19 +234,34 @@ def test_files_that_cannot_be_opened_are_told(tmp_path):
     (tmp_path / "dev/nvidia1").mkdir()
     write(tmp_path, "dev/nvidiactl")
     write(tmp_path, "dev/nvidia-modeset")
-    assert read_files(str(tmp_path)) == {
-        "/dev/nvidia0": "",
-        "/dev/nvidia1": "Is a directory",
-        "/dev/nvidiactl": "",
-        "/dev/nvidia-uvm": "No such file or directory",
-    }
+    with opened_files(str(tmp_path)) as files:
+        assert files == {
+            "/dev/nvidia0": "",
+            "/dev/nvidia1": "Is a directory",
+            "/dev/nvidiactl": "",
+            "/dev/nvidia-uvm": "No such file or directory",
+        }
+
+
+def open_here(path):
+    """Return whether this process has a file open."""
+    descriptors = Path("/proc/self/fd").iterdir()
+    return str(path) in [os.path.realpath(each) for each in descriptors]
+
+
+def test_files_are_held_open_so_that_the_driver_stays_with_its_gpus(tmp_path):
+    write(tmp_path, "dev/nvidia0")
+    with opened_files(str(tmp_path)):
+        assert open_here(tmp_path / "dev/nvidia0")
+    assert not open_here(tmp_path / "dev/nvidia0")
 
 
 def test_the_file_that_cuda_makes_is_not_missed(tmp_path):
     write(tmp_path, "dev/nvidia0")
     write(tmp_path, "dev/nvidiactl")
     write(tmp_path, "usr/bin/nvidia-modprobe")
-    assert "/dev/nvidia-uvm" not in read_files(str(tmp_path))
+    with opened_files(str(tmp_path)) as files:
+        assert "/dev/nvidia-uvm" not in files
 
 
 def test_cards_are_those_of_nvidia_that_compute(tmp_path):

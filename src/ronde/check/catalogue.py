@@ -7,7 +7,7 @@ from ronde.check.probing import ProbeEntry
 
 PROBES = {
     "versions": ProbeEntry("ronde.check.probes.versions", 30.0, "versions."),
-    "gpu": ProbeEntry("ronde.check.probes.gpu", 15.0, "gpu."),
+    "gpu": ProbeEntry("ronde.check.probes.gpu", 45.0, "gpu."),
     "host": ProbeEntry("ronde.check.probes.host", 5.0, "host."),
     "network": ProbeEntry("ronde.check.probes.network", 5.0, "network."),
     "storage": ProbeEntry("ronde.check.probes.storage", 10.0, "storage."),

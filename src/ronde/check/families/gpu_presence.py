@@ -31,7 +31,8 @@ def _judge_driver(fleet: Fleet) -> Iterator[Finding]:
                 fix = "in a container: docker run -e "
                 fix += "NVIDIA_DRIVER_CAPABILITIES=compute,utility; else install the "
                 fix += "driver's libnvidia-ml.so.1"
-        elif module and not files:
+        elif module and not (files or facts.values.get(_COUNT)):
+            # NVML's helper makes files that nobody has needed yet.
             what = "the driver is loaded, but there is no file /dev/nvidia0"
             fix = "docker run --gpus all; on bare metal: sudo nvidia-modprobe -u -c 0"
         elif cards and not module and not files:

@@ -19,7 +19,7 @@ from ronde.check.nvml.questions import (
 )
 from ronde.check.probes.gpu_log import read_xids
 from ronde.check.probes.gpu_paths import read_acs, read_direct_rdma
-from ronde.check.probes.gpu_presence import read_cards, read_files, read_module
+from ronde.check.probes.gpu_presence import opened_files, read_cards, read_module
 from ronde.check.probes.host_virtual import read_is_virtual
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.kernel_files import list_names, read_text
@@ -43,19 +43,19 @@ def read(reading: Reading) -> None:
     root = str(reading.settings.get("root", "/")).rstrip("/")
     cards = read_cards(root)
     module = read_module(root)
-    files = read_files(root)
-    reading.values |= {
-        "gpu.cards": cards,
-        "gpu.kernel_module": module,
-        "gpu.files": files,
-        "gpu.nvml_error": "",
-    }
-    if not (module or files):
-        # What cards there are then stands idle, and one finding says so.
-        reading.values[COUNT] = 0
-        return
-    if not root:
-        ask_driver(reading)
+    with opened_files(root) as files:
+        reading.values |= {
+            "gpu.cards": cards,
+            "gpu.kernel_module": module,
+            "gpu.files": files,
+            "gpu.nvml_error": "",
+        }
+        if not (module or files):
+            # What cards there are then stands idle, and one finding says so.
+            reading.values[COUNT] = 0
+            return
+        if not root:
+            ask_driver(reading)
     reading.keep("gpu.is_virtual", lambda: read_is_virtual(root))
     reading.keep("gpu.xids", lambda: read_xids(root))
     reading.keep("gpu.direct_rdma", lambda: read_direct_rdma(root, module))

@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 
 from ronde.check.facts import Value
 from ronde.topology.kernel_files import list_names, read_text
@@ -10,6 +12,7 @@ from ronde.topology.probes.pci_kinds import is_gpu
 from ronde.topology.probes.sysfs_devices import read_functions
 
 _NVIDIA = 0x10DE
+_OPENING = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
 _CARD = re.compile(r"nvidia\d+")
 _VERSION = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s")
 
@@ -40,30 +43,44 @@ def read_module(root: str) -> str:
     return f"{match[1]} (open)" if "Open Kernel Module" in text else match[1]
 
 
-def read_files(root: str) -> dict[str, str]:
-    """Return the device files: why each cannot be opened, empty for one that can be.
+@contextmanager
+def opened_files(root: str) -> Generator[dict[str, str]]:
+    """Open the device files; give why each cannot be opened, empty for one that is.
+
+    They stay open meanwhile. Where nobody uses the GPUs and the driver is not
+    persistent, it starts each of them, which takes seconds, when its file is opened,
+    all at once in the background, and stops each again when the last one is closed.
 
     Args:
         root: Where ``dev`` is; empty for this machine.
     """
+    with ExitStack() as closing:
+        yield {
+            f"/dev/{name}": _open(f"{root}/dev/{name}", closing)
+            for name in _list_files(root)
+        }
+
+
+def _list_files(root: str) -> list[str]:
     names = list_names(f"{root}/dev")
     found = [name for name in names if _CARD.fullmatch(name)]
     if not found:
-        return {}
+        return []
     wanted = [*found, "nvidiactl"]
     # With its helper, CUDA makes this one as soon as it needs it.
     if not os.path.exists(f"{root}/usr/bin/nvidia-modprobe"):  # noqa: PTH110
         wanted.append("nvidia-uvm")
-    return {f"/dev/{name}": _trouble(f"{root}/dev/{name}") for name in wanted}
+    return wanted
 
 
 def _driver(root: str, address: str) -> str:
     return read_link(f"{root}/sys/bus/pci/devices/{address}/driver").rpartition("/")[2]
 
 
-def _trouble(path: str) -> str:
+def _open(path: str, closing: ExitStack) -> str:
+    """Return why a file cannot be opened; empty for one that is, which gets closed."""
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+        closing.callback(os.close, os.open(path, _OPENING))
     except OSError as error:
         return error.strerror or str(error)
     return ""
