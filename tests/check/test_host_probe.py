@@ -392,6 +392,18 @@ def test_who_is_busy_and_who_hangs(tmp_path):
     ]
 
 
+def test_what_hangs_on_a_cpu_that_may_not_be_used_is_told_as_well(tmp_path):
+    tree = machine(tmp_path)
+    line = stat(9, "hung", "D").rstrip().rpartition(" ")[0].rpartition(" ")[0]
+    tree.write("proc/9/stat", f"{line} 4095 0\n")
+    tree.write("proc/9/sched", SCHED.format(30_000.0))
+    allowed = os.sched_getaffinity(0)
+    assert read(tmp_path).values["host.blocked"] == [
+        {"pid": 9, "name": "hung", "seconds": 70.0}
+    ]
+    assert os.sched_getaffinity(0) == allowed
+
+
 def test_a_process_that_runs_has_run_just_now():
     allowed = os.sched_getaffinity(0)
     sched = Path("/proc/self/sched")

@@ -94,9 +94,10 @@ class Activity:
     def _wait_s(self, pid: int, cpu: int) -> float:
         """Return how long a process has not run: in seconds, to a tenth."""
         # Each CPU has a clock of its own, and they drift apart by what a hypervisor
-        # takes: the present is read where the process last ran.
+        # takes: the present is read where the process last ran, if that is allowed.
         allowed = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {cpu})
+        with suppress(OSError):
+            os.sched_setaffinity(0, {cpu})
         try:
             now_ms = self._last_ran_ms("self")
         finally:
