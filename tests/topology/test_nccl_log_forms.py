@@ -12,6 +12,7 @@ from tests.topology.nccl_job import JobLog, text_of
 from ronde.errors import UsageError
 from ronde.render.topo_log import tell_log
 from ronde.topology.nccl_log import Job, NcclLog, judge_nccl_log, read_nccl_log
+from ronde.topology.nccl_log.log import ChannelCounts
 
 P = "node0:10:20 [0] NCCL INFO "
 
@@ -299,6 +300,16 @@ def test_forms(text: str, field: str, values: list[str] | None) -> None:
     assert [each.value for each in said] == (values or ["Connection refused"])
 
 
+def test_rccl_s_counts_of_channels() -> None:
+    text = (
+        "comm:0x2bc1f840, nRanks:2, nNodes:1, coll channels:24 collnet channels:24, "
+        "nvls channels:0, p2p channels:16, p2p channels per peer:2"
+    )
+    (comm,) = one_job(P + text).communicators
+
+    assert comm.channels == (ChannelCounts(24, 0, 16, 2),)
+
+
 def test_reductions_in_the_network_s_switches_are_told() -> None:
     text = "\n".join(
         f"{P}CollNet 0{n}/0 : 3 [{way}] via COLLNET/SHARP/{n}/GDRDMA"
@@ -349,6 +360,9 @@ def test_choices_of_two_jobs_are_not_mixed() -> None:
         "AllReduce: {long} Bytes -> Algo RING proto LL channel{{Lo..Hi}}={{0..1}}",
         "Pattern {long}, crossNic 0, nChannels 1, bw 1/1, type NVL/PIX, sameChannels 1",
         "Pattern 4, crossNic 0, nChannels 1, bw 1..0/1, type NVL/PIX, sameChannels 1",
+        "              + NET[25.0] - NET/0-0",
+        "              + NET[25.0] - NET/0-0 (0/1/1/)",
+        "              + NET[25.0] - NET/0-0 (0/1/1/1.2.3)",
     ],
 )
 def test_what_only_looks_like_a_number_is_not_read(text: str) -> None:

@@ -60,6 +60,27 @@ def test_a_host_may_be_at_two_switches_and_a_switch_below_two():
     assert [switch.switches for switch in topology.switches[2:]] == [("a", "b")] * 2
 
 
+def test_what_scontrol_shows():
+    """There a switch of a higher level tells the hosts below all its switches."""
+    shown = (
+        "SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=node[01-03]\n"
+        "SwitchName=leaf2 Level=0 LinkSpeed=1 Nodes=node[04-06]\n"
+        "SwitchName=spine Level=1 LinkSpeed=1 Nodes=node[01-06] Switches=leaf[1-2]\n"
+    )
+    conf = (
+        "SwitchName=leaf1 Nodes=node[01-03] LinkSpeed=1\n"
+        "SwitchName=leaf2 Nodes=node[04-06] LinkSpeed=1\n"
+        "SwitchName=spine Switches=leaf[1-2] LinkSpeed=1\n"
+    )
+    assert PROBE.recognises(Saved("it", shown.encode()))
+    assert read(shown) == read(conf)
+
+
+def test_blocks_that_scontrol_shows():
+    shown = "BlockName=b1 BlockIndex=0 Nodes=n[1-2] BlockSize=2\n"
+    assert read(shown) == read("BlockName=b1 Nodes=n[1-2]\n")
+
+
 CIRCLE = """\
 SwitchName=x Switches=a
 SwitchName=a Switches=l,b

@@ -219,7 +219,7 @@ class Collector:
         source = branches[-1].name if is_below else ""
         below = match.start(4)
         branches.append(_Branch(below, target))
-        port_gb_per_s = _number(port) if target.startswith("NET/") else 0.0
+        port_gb_per_s = _number(port or "") if target.startswith("NET/") else 0.0
         value = (kind, _number(gb_per_s), source, target, port_gb_per_s)
         self._note(Topic.TREE_LINK, value, self._number_of_host[process.host])
 

@@ -217,6 +217,17 @@ _FORMS: dict[str, tuple[tuple[Topic, str], ...]] = {
         ),
         (Topic.OLD_TUNING, r"(\d+) Bytes -> Algo (\d+) proto (\d+) time [\d.]+"),
     ),
+    # AMD's library since 2.27.
+    "comm:": (
+        (
+            Topic.CHANNELS,
+            (
+                r"comm:0x[0-9a-f]+, nRanks:\d+, nNodes:\d+, coll channels:(\d+) "
+                r"collnet channels:\d+, nvls channels:(\d+), p2p channels:(\d+), "
+                r"p2p channels per peer:(\d+)"
+            ),
+        ),
+    ),
     "tuning": (
         (
             Topic.TUNING,
@@ -292,6 +303,7 @@ def _group_of(word: str, text: str) -> str:
         "RCCL_": "setting",
         "NET/": "NET/",
         "===": "===",
+        "comm:": "comm:",
     }
     for beginning, group in by_beginning.items():
         if word.startswith(beginning) and " :GPU/" not in text:

@@ -1,4 +1,7 @@
-"""Slurm's ``topology.conf``: switches, or blocks, between hosts."""
+"""Slurm's ``topology.conf``: switches, or blocks, between hosts.
+
+``scontrol show topology`` prints it in almost the same words.
+"""
 
 import re
 from collections import Counter, defaultdict
@@ -12,9 +15,10 @@ from ronde.topology.probes.probe import Saved
 from ronde.world.host_lists import expand_list
 
 _SWITCH, _BLOCK, _SIZES = "switchname", "blockname", "blocksizes"
+_LEVEL = "level"
 _ALLOWED = {
-    _SWITCH: {_SWITCH, "switches", "nodes", "linkspeed"},
-    _BLOCK: {_BLOCK, "nodes"},
+    _SWITCH: {_SWITCH, "switches", "nodes", "linkspeed", _LEVEL},
+    _BLOCK: {_BLOCK, "nodes", "blockindex", "blocksize"},
     _SIZES: {_SIZES},
 }
 _PAIR = re.compile(r'\s*([A-Za-z]\w*)\s*=\s*("[^"]*"|[^\s"]+)(?=\s|$)')
@@ -33,7 +37,8 @@ class _Definition(NamedTuple):
 class SlurmTopologyProbe:
     """Reads ``topology.conf`` of the plugins topology/tree and topology/block.
 
-    A block is a switch with its hosts.
+    A block is a switch with its hosts. What ``scontrol show topology`` prints is read,
+    too.
     """
 
     form = "Slurm topology.conf"
@@ -85,6 +90,9 @@ def _definitions(saved: Saved) -> Iterator[_Definition]:
                 "BlockName with Nodes"
             )
             raise _refusal(saved, line, rule, text.strip())
+        if _LEVEL in values and "switches" in values:
+            # scontrol tells all hosts below a switch, and not its own.
+            values.pop("nodes", None)
         if kind in (_SWITCH, _BLOCK):
             yield _Definition(line, _switch(values[kind], values, saved, line))
 
