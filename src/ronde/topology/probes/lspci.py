@@ -20,14 +20,14 @@ from ronde.topology.probes.pci_kinds import (
 )
 from ronde.topology.probes.probe import Saved
 from ronde.topology.probes.refusals import bad_value
+from ronde.topology.probes.tags import first_lines, lines_of_one
 
 _ADDRESS = r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 _LINE = re.compile(rf"({_ADDRESS})\s+(\S.*)")
 _CLASS = re.compile(r"\[([0-9a-f]{4})\]:\s*")
 _IDS = re.compile(r"\s*\[([0-9a-f]{4}):([0-9a-f]{4})\]")
-_START = re.compile(rf"^{_ADDRESS} [^\n:]+:", re.MULTILINE)
+_START = re.compile(rf"{_ADDRESS} [^\n:]+:")
 _BRIDGE, _INFINIBAND = 0x0604, 0x0207
-_LOOKED_AT = 1 << 16
 
 
 class _Entry(NamedTuple):
@@ -45,13 +45,14 @@ class LspciProbe:
 
     def recognises(self, saved: Saved) -> bool:
         """Return whether there are lines of lspci's near the beginning."""
-        return _START.search(saved.text[:_LOOKED_AT]) is not None
+        return any(map(_START.match, first_lines(saved.text)))
 
     def read(self, saved: Saved) -> Topology:
         """Return GPUs, network adapters, NVSwitches and bridges, in the file's order.
 
         Raises:
-            UsageError: There are none of lspci's lines, or they have no numbers.
+            UsageError: There are none of lspci's lines, or they have no numbers, or
+                are of several hosts.
         """
         entries = _entries(saved)
         wanted = [entry for entry in entries if _matters(entry.device)]
@@ -80,7 +81,8 @@ class LspciProbe:
 
 def _entries(saved: Saved) -> list[_Entry]:
     found: dict[str, _Entry] = {}
-    for number, line in enumerate(saved.text.splitlines(), 1):
+    lines = lines_of_one(saved.text.splitlines(), saved.name)
+    for number, line in enumerate(lines, 1):
         match = _LINE.fullmatch(line.rstrip())
         if match is None:
             continue

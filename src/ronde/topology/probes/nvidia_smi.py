@@ -29,9 +29,10 @@ from ronde.topology.probes.nvidia_smi_matrices import (
 from ronde.topology.probes.nvidia_smi_nodes import Placed, place, read_affinity
 from ronde.topology.probes.nvidia_smi_pairs import read_pairs
 from ronde.topology.probes.probe import Saved
+from ronde.topology.probes.tags import first_lines, lines_of_one
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_LOOKED_AT = 1 << 16
+_LOOKED_AT = 1 << 18
 _MAX_REMARKS = 50
 
 
@@ -45,16 +46,17 @@ class NvidiaSmiProbe:
 
     def recognises(self, saved: Saved) -> bool:
         """Return whether an output begins near the beginning."""
-        lines = _lines(saved.text[:_LOOKED_AT])
+        lines = first_lines(_plain(saved.text[:_LOOKED_AT]))
         return any(is_header(line) or is_of_gpu(line) for line in lines)
 
     def read(self, saved: Saved) -> Topology:
         """Return the machine, with relations for what nothing more is known of.
 
         Raises:
-            UsageError: There is no output, or one that does not hold together.
+            UsageError: There is no output, or one that does not hold together, or
+                there are those of several hosts.
         """
-        lines = _lines(saved.text)
+        lines = lines_of_one(_plain(saved.text).splitlines(), saved.name)
         matrices = list(read_matrices(lines, saved.name))
         gpus = read_gpus(lines, saved.name)
         if not matrices and not gpus:
@@ -67,10 +69,10 @@ class NvidiaSmiProbe:
         return Topology(hosts=(host._replace(sources=(source,)),))
 
 
-def _lines(text: str) -> list[str]:
-    """Return lines without what is for terminals, and without blanks at their ends."""
+def _plain(text: str) -> str:
+    """Return text without what is for terminals, and without blanks at lines' ends."""
     plain = _ESCAPE.sub("", text.removeprefix("\ufeff"))
-    return [line.rstrip() for line in plain.splitlines()]
+    return "\n".join(line.rstrip() for line in plain.splitlines())
 
 
 def _host(
