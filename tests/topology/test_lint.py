@@ -464,6 +464,58 @@ def test_a_speed_that_nobody_told_is_left_to_others() -> None:
     assert lint_host(untold) == ()
 
 
+def with_slots(speed: str, **fields: object) -> HostTopology:
+    """Return the sound host with all its bridges' links at a speed."""
+    host = sound()
+    slots = [
+        device._replace(speed=speed, **fields) if not device.parent else device
+        for device in host.devices
+    ]
+    return host._replace(devices=tuple(slots))
+
+
+@pytest.mark.parametrize(
+    ("host", "severity"),
+    [
+        # Cards of the next generation in a host whose slots are all of this one.
+        (with_slots("16.0 GT/s PCIe"), Severity.NOTE),
+        # Below half it is no matter of generations, nor with fewer lanes.
+        (with_slots("5.0 GT/s PCIe"), Severity.ERROR),
+        (with_slots("16.0 GT/s PCIe", width=8), Severity.ERROR),
+        (with_slots(SPEED, width=8), Severity.WARNING),
+        # One slot below the others.
+        (with_device(BRIDGE, speed="16.0 GT/s PCIe"), Severity.WARNING),
+    ],
+    ids=["as built", "far below", "half the lanes of it", "half the lanes", "one"],
+)
+def test_bridges_of_a_host_that_is_older_than_its_cards(
+    host: HostTopology, severity: Severity
+) -> None:
+    assert one(lint_host(host), "slow-bridge").severity is severity
+
+
+def test_a_gpu_in_one_package_with_its_processor_needs_no_bus() -> None:
+    host = with_device(gpu(0), speed="2.5 GT/s PCIe", width=1)
+    inside = Link(LinkKind.C2C, gpu(0), "numa/0", 10, 450.0)
+
+    assert "tiny-link" in {finding.rule for finding in lint_host(host)}
+    packaged = host._replace(links=(*host.links, inside))
+    assert "tiny-link" not in {finding.rule for finding in lint_host(packaged)}
+
+
+@pytest.mark.parametrize(
+    ("sm", "is_too_many"), [(100, True), (103, True), (107, False)]
+)
+def test_nobody_knows_how_many_nvlinks_a_later_chip_has(
+    sm: int, *, is_too_many: bool
+) -> None:
+    gpus = tuple(each._replace(sm=sm) for each in sound().gpus)
+    links = tuple(link._replace(num_links=36) for link in sound().links)
+    rules = {f.rule for f in lint_host(sound()._replace(gpus=gpus, links=links))}
+
+    assert ("too-many-nvlinks" in rules) is is_too_many
+
+
 def test_a_gpu_that_the_driver_shows_without_nvlink() -> None:
     pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
     relations = tuple(

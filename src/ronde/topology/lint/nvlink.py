@@ -16,6 +16,8 @@ from ronde.topology.paths.speeds import (
 )
 
 _SWITCH_CLASS = 0x068000
+_LATEST_SM = 103
+"""Compute capability of the last chip whose number of NVLinks is known."""
 
 
 def _to_itself(view: HostView) -> Iterator[Finding]:
@@ -65,7 +67,9 @@ def _as_switches(view: HostView) -> Iterator[Finding]:
 def _too_many(view: HostView) -> Iterator[Finding]:
     for gpu in view.gpus.values():
         num, most = _num_links(view, gpu.name), max_nvlinks(gpu.sm)
-        if gpu.gcn or gpu.sm <= 0 or not 0 < most < num:
+        # Of later chips nobody knows yet how many they have.
+        is_known = 0 < gpu.sm <= _LATEST_SM and not gpu.gcn
+        if not is_known or not 0 < most < num:
             continue
         rate = nvlink_gb_per_s(gpu.sm)
         has = num * rate

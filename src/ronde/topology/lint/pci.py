@@ -1,6 +1,6 @@
 """Rules on the links of the PCI bus."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ronde.topology.findings import Finding, Severity
 from ronde.topology.graph import LinkKind, PciDevice
@@ -30,9 +30,10 @@ def _slow_bridges(view: HostView) -> Iterator[Finding]:
         farther = [end for end in ends if bridge.speed or end.parent != bus_id]
         should = max(map(told_gb_per_s, farther), default=0.0)
         if 0 < has < should and not _is_tiny(bridge):
+            is_as_built = 2 * has >= should and _is_of_its_host(view, bridge, farther)
             yield Finding(
                 rule="slow-bridge",
-                severity=rate_loss(has, should),
+                severity=Severity.NOTE if is_as_built else rate_loss(has, should),
                 element=bridge.name,
                 what=f"The link above the bridge is slower ({_link(bridge)}) than the "
                 "link of a device below it.",
@@ -47,13 +48,27 @@ def _slow_bridges(view: HostView) -> Iterator[Finding]:
             )
 
 
+def _is_of_its_host(
+    view: HostView, bridge: PciDevice, ends: Iterable[PciDevice]
+) -> bool:
+    """Whether a link is slow by its generation alone, and no slot has a later one."""
+    return all(end.width <= bridge.width for end in ends) and all(
+        gt_per_s(device.speed) <= gt_per_s(bridge.speed)
+        for device in view.host.devices
+        if not device.parent
+    )
+
+
 def _tiny_links(view: HostView) -> Iterator[Finding]:
+    # A GPU in one package with its processor leaves the bus aside.
+    in_package = _in_package(view)
+    gpus = [bus_id for bus_id in view.gpus if bus_id not in in_package]
     above_gpus = [
         view.devices[bus_id]
         for bus_id, ends in view.ends.items()
-        if bus_id in view.devices and any(end.bus_id in view.gpus for end in ends)
+        if bus_id in view.devices and any(end.bus_id in gpus for end in ends)
     ]
-    own = [view.devices[bus_id] for bus_id in view.gpus if bus_id in view.devices]
+    own = [view.devices[bus_id] for bus_id in gpus if bus_id in view.devices]
     for device in [*own, *above_gpus]:
         if _is_tiny(device):
             yield Finding(
@@ -145,9 +160,7 @@ def _trained_down(view: HostView) -> Iterator[Finding]:
 
 
 def _old_slots(view: HostView) -> Iterator[Finding]:
-    in_package = {
-        link.source for link in view.host.links if link.kind is LinkKind.C2C
-    } | {link.target for link in view.host.links if link.kind is LinkKind.C2C}
+    in_package = _in_package(view)
     for bus_id, gpu in view.gpus.items():
         device = view.devices.get(bus_id)
         chip, told = _CHIP_SPEEDS.get(gpu.sm, 0), 0.0
@@ -168,6 +181,12 @@ def _old_slots(view: HostView) -> Iterator[Finding]:
                 has_gb_per_s=has,
                 should_gb_per_s=has * chip / told,
             )
+
+
+def _in_package(view: HostView) -> set[str]:
+    """Return what a link inside a package joins: GPUs and their processors."""
+    links = [link for link in view.host.links if link.kind is LinkKind.C2C]
+    return {end for link in links for end in (link.source, link.target)}
 
 
 def _matters(view: HostView, device: PciDevice) -> bool:
