@@ -192,7 +192,7 @@ def test_gpus_hang_below_devices_since_2_30() -> None:
     text = "\n".join(P + line for line in LATEST_TREE)
     (finding,) = judge_nccl_log(read(text))
 
-    assert (finding.rule, finding.element) == ("slow-pci", "DEV/0-43000 on node0")
+    assert (finding.rule, finding.element) == ("slow-pci", "GPU 0000:43:00.0 on node0")
     assert (finding.has_gb_per_s, finding.should_gb_per_s) == (24.0, 48.0)
     assert "NVLink up to 370.8 GB/s" in tell_log(read(text), ())
 

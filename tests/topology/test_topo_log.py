@@ -359,7 +359,7 @@ def test_a_slow_link_of_one_host_is_seen_beside_a_sound_one(slow_host: int) -> N
     ]
     finding = find("".join(lines).encode(), "slow-pci")
 
-    assert finding.element == f"GPU/0-43000 on node{slow_host}"
+    assert finding.element == f"GPU 0000:43:00.0 on node{slow_host}"
     assert found("".join(lines).encode()) == {"slow-pci": WARNING}
 
 
@@ -397,6 +397,15 @@ def test_two_channels_are_right_for_a_small_bridge() -> None:
     assert found(switched) == {"few-channels": ERROR}
 
 
+def test_what_a_virtual_machine_tells_of_its_links_has_its_own_remedy() -> None:
+    text = text_of(JobLog(num_hosts=1)).replace(b"PCI[48.0] - GPU", b"PCI[0.2] - GPU")
+    finding = find(text, "slow-pci")
+
+    assert finding.element == "GPU 0000:1b:00.0 on node0"
+    assert "NCCL_TOPO_FILE" in finding.remedy
+    assert "lspci -vv -s 0000:1b:00.0" in finding.remedy
+
+
 def test_one_gpu_slower_than_the_others() -> None:
     text = text_of(JobLog(num_hosts=1)).replace(
         b"+ SYS[22.0] - CPU/0-1",
@@ -404,7 +413,7 @@ def test_one_gpu_slower_than_the_others() -> None:
     )
     finding = find(text, "slow-pci")
 
-    assert finding.element == "GPU/0-43000 on node0"
+    assert finding.element == "GPU 0000:43:00.0 on node0"
     assert (finding.has_gb_per_s, finding.should_gb_per_s) == (24.0, 48.0)
 
 

@@ -105,6 +105,12 @@ def is_gpu(name: str) -> bool:
     return name.startswith(_GPUS)
 
 
+def bus_address(name: str) -> str:
+    """Return 0000:1b:00.0 for NCCL's ``GPU/0-1b000``, as sysfs and lspci write it."""
+    digits = name.rpartition("/")[2].rpartition("-")[2].lower().zfill(9)
+    return f"{digits[:-5]}:{digits[-5:-3]}:{digits[-3:-1]}.{digits[-1]}"
+
+
 def _nvlink_gb_per_s(job: Job) -> float:
     """Return the most that NVLinks carry from a GPU to one other end."""
     return max(

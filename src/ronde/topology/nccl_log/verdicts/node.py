@@ -8,6 +8,7 @@ from ronde.topology.findings import Finding, Severity
 from ronde.topology.nccl_log.log import Job, TreeLink
 from ronde.topology.nccl_log.verdicts.evidence import (
     all_hosts,
+    bus_address,
     direct_links,
     has_much_nvlink,
     has_near_gpus,
@@ -23,6 +24,8 @@ from ronde.topology.nccl_log.verdicts.evidence import (
 
 _FEW_CHANNELS = 2
 _TINY_PCI_GB_PER_S = 3.0
+# What virtual machines tell that pass nothing of the real link on.
+_LEAST_REAL_GB_PER_S = 1.0
 # Eighteen links of Hopper's kind; Ampere's twelve have no multicast.
 _MULTICAST_GB_PER_S = 340.0
 # PCIe 3 x16 is 12 by NCCL's count and 15.75 by the standard, and so with later ones.
@@ -34,8 +37,8 @@ class _Narrow(NamedTuple):
     """A GPU or port behind a PCI link that is narrower than it should be.
 
     Attributes:
-        name: Of the GPU or port.
-        below: What hangs below the link.
+        name: The GPU or adapter, with its bus address.
+        below: Bus address of what hangs below the link.
         gb_per_s: What the link carries by NCCL's count.
         should_gb_per_s: What it should; 0 where that does not follow.
     """
@@ -196,14 +199,16 @@ def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[_Narrow]:
     for name, link in gpus.items():
         if link.gb_per_s < best or link.gb_per_s <= _TINY_PCI_GB_PER_S:
             should = best if best > link.gb_per_s else 0.0
-            yield _Narrow(name, link.target, link.gb_per_s, should)
+            gpu, below = f"GPU {bus_address(name)}", bus_address(link.target)
+            yield _Narrow(gpu, below, link.gb_per_s, should)
     for port in links:
         nic = _narrowest(above, port.source) if port.source in above else None
         if nic and port.kind == "NET":
             limit = nic.gb_per_s * _PCI_LIMIT_OF_NCCL_COUNT
             if limit < port.port_gb_per_s:
-                should = port.port_gb_per_s
-                yield _Narrow(port.target, nic.target, nic.gb_per_s, should)
+                adapter = f"adapter {bus_address(port.source)}"
+                below, should = bus_address(nic.target), port.port_gb_per_s
+                yield _Narrow(adapter, below, nic.gb_per_s, should)
 
 
 def _narrowest(above: Mapping[str, TreeLink], name: str) -> TreeLink:
@@ -230,10 +235,22 @@ def _slow(narrow: _Narrow, hosts: Sequence[str]) -> Finding:
         f"{should} by NCCL's count.",
         consequence=f"All that {name} moves over PCI is limited to "
         f"{gb_per_s:.1f} GB/s.",
-        remedy="Compare lspci -vv there: LnkSta must be as wide and as fast as LnkCap; "
-        "reseat the card or the riser, or set the slot's speed in the BIOS.",
+        remedy=_widen(below, gb_per_s),
         has_gb_per_s=gb_per_s,
         should_gb_per_s=should_gb_per_s,
+    )
+
+
+def _widen(below: str, gb_per_s: float) -> str:
+    if gb_per_s < _LEAST_REAL_GB_PER_S:
+        return (
+            "In a virtual machine name a file with the host's real speeds in "
+            "NCCL_TOPO_FILE, or give the virtual root port x-speed and x-width; on "
+            f"bare metal reseat the card: see lspci -vv -s {below}."
+        )
+    return (
+        f"Compare with lspci -vv -s {below} there: LnkSta must be as wide and as fast "
+        "as LnkCap; reseat the card or the riser, or set the slot's speed in the BIOS."
     )
 
 
