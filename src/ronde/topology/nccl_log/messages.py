@@ -7,7 +7,7 @@ follow on a line of its own, and is put to it where exactly one head makes sense
 """
 
 import re
-from collections.abc import Iterator, Set as AbstractSet
+from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 from ronde.topology.nccl_log.statements import recognise
@@ -84,7 +84,8 @@ class MessageReader:
         self.num_mended = 0
         self.num_lost = 0
         self._hosts_of_pid: dict[int, set[str]] = {}
-        self._hosts: set[str] = set()
+        # With the number of their processes.
+        self._hosts: dict[str, int] = {}
         self._prefixes: dict[str, tuple[str, int, int]] = {}
         # Heads of messages that were cut, each with the line where it stood.
         self._heads: list[tuple[int, str]] = []
@@ -150,22 +151,26 @@ class MessageReader:
         """Return whether a line begins with its host, and learn that host.
 
         Where the host ends with another that has this process, the rest is the tail of
-        a line that was cut; where another ends with it, it was cut itself.
+        a line that was cut, unless more processes have the longer; where another ends
+        with it, it was cut itself.
         """
         self._forget(self._num_old())
         hosts = self._hosts_of_pid.setdefault(pid, set())
-        if _longest_end(host, hosts):
+        num_processes = self._hosts.get(host, 0)
+        end = _longest_end(host, hosts)
+        if end and num_processes <= self._hosts[end]:
             return False
-        if self._heads and any(known.endswith(host) for known in self._hosts):
+        is_cut = self._heads and not num_processes
+        if is_cut and any(known.endswith(host) for known in self._hosts):
             return False
         if len(self._hosts_of_pid) < _MAX_PIDS:
             hosts.add(host)
-            self._hosts.add(host)
+            self._hosts[host] = num_processes + 1
         return True
 
     def _own_host(self, token: str, pid: int) -> str:
         """Return the known host that a word ends with, else the word itself."""
-        for hosts in (self._hosts_of_pid.get(pid, frozenset[str]()), self._hosts):
+        for hosts in (self._hosts_of_pid.get(pid, ()), self._hosts):
             if token in hosts:
                 return token
             if end := _longest_end(token, hosts):
@@ -258,7 +263,7 @@ class MessageReader:
         del self._heads[:num_heads]
 
 
-def _longest_end(token: str, hosts: AbstractSet[str]) -> str:
+def _longest_end(token: str, hosts: Container[str]) -> str:
     """Return the longest host that a longer word ends with; empty for none."""
     ends = (token[start:] for start in range(1, len(token)))
     return next((end for end in ends if end in hosts), "")

@@ -51,6 +51,7 @@ _DEVICES = r"((?: ?\[\d+\](?:=\{[^{}]+\}|[^\s\[]+))+)"
 # Capitals before 2.21.
 _ELEMENT = r"[A-Z]{3}/[0-9a-fA-F]+(?:-[0-9a-f]+)?"
 _NET = r"NET/[\w.-]+(?: [\w.-]+)?/-?\d+(?:\(\d+\))?(?:/GDRDMA(?:\(PCI\))?)?(?:/Shared)?"
+_VERSION = r"\d+\.\d+\.\d+\w*(?:\+(?:cuda|hip)[\d.]+)?(?:-\S+)?"
 _TRANSPORT = rf"P2P/direct pointer(?:/read)?|P2P/[\w/\[\]]+|SHM/[\w/]+|{_NET}"
 _INIT = (
     r"(?:\[Rank \d+\] )?(?:(\w+) )?comm (0x[0-9a-f]+) rank (\d+) nranks (\d+) cudaDev "
@@ -71,8 +72,8 @@ _RETRIES = (
 )
 
 _FORMS: dict[str, tuple[tuple[Topic, str], ...]] = {
-    "NCCL": ((Topic.VERSION, r"NCCL version (\d\S*)(?: .*)?"),),
-    "RCCL": ((Topic.VERSION, r"RCCL version (?:: )?(\d\S*)(?: .*)?"),),
+    "NCCL": ((Topic.VERSION, rf"NCCL version ({_VERSION})(?: .*)?"),),
+    "RCCL": ((Topic.VERSION, rf"RCCL version (?:: )?({_VERSION})(?: .*)?"),),
     "cudaDriverVersion": ((Topic.DRIVER, r"cudaDriverVersion (\d+)"),),
     "Bootstrap": ((Topic.BOOTSTRAP, r"Bootstrap ?: Using ?(?:\[\d+\])?([^\s:]+):\S*"),),
     "Using": ((Topic.NETWORK, r"Using network (\S.*?)"),),

@@ -35,8 +35,22 @@ def judge_nccl_log(log: NcclLog) -> tuple[Finding, ...]:
     What the log does not say is never taken for a fault.
     """
     found = [finding for job in log.jobs for rule in RULES for finding in rule(job)]
+    if log.num_lost:
+        found = [_doubt(finding, log.num_lost) for finding in found]
     found += _of_the_log(log)
     return tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity)))
+
+
+def _doubt(finding: Finding, num_lost: int) -> Finding:
+    """Return what is found by something not being said, where lines were lost."""
+    if finding.rule != "init-incomplete":
+        return finding
+    lines = "line was" if num_lost == 1 else "lines were"
+    return finding._replace(
+        severity=Severity.WARNING,
+        what=f"{finding.what} {num_lost} {lines} lost where the log broke, and may "
+        "have said it.",
+    )
 
 
 def _of_the_log(log: NcclLog) -> Iterator[Finding]:

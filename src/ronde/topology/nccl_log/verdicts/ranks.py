@@ -179,4 +179,5 @@ def _in_vain(job: Job) -> str:
 
 
 def _waits(rank: RankSeen) -> bool:
-    return rank.has_started and not rank.is_complete
+    # How long the start took is said at its end.
+    return rank.has_started and not rank.is_complete and not rank.init_s
