@@ -278,6 +278,9 @@ def test_settings_that_differ() -> None:
     )
     assert found(one_host) == {"settings-differ": NOTE}
     assert find(one_host, "settings-differ").element == "node0"
+    # Whoever writes the file says so, and nobody else.
+    dump = one_host.replace(b"NCCL_ALGO", b"NCCL_TOPO_DUMP_FILE")
+    assert found(dump) == {}
 
 
 def test_ranks_that_never_got_through() -> None:

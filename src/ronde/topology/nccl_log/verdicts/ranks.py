@@ -18,6 +18,10 @@ _SLOW_INIT_S = 30.0
 _OWN_PER_HOST = frozenset(
     {"NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_HOSTID"}
 )
+# One rank alone says these, of whatever all have.
+_SAID_BY_ONE = frozenset(
+    {"NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE", "NCCL_COMM_ID"}
+)
 
 
 def versions_differ(job: Job) -> Iterator[Finding]:
@@ -57,7 +61,7 @@ def settings_differ(job: Job) -> Iterator[Finding]:
                 consequence="Ranks may choose differently, which hangs or slows down.",
                 remedy="Set it alike for all ranks, or for none.",
             )
-        elif absent:
+        elif absent and name not in _SAID_BY_ONE:
             yield Finding(
                 rule="settings-differ",
                 severity=Severity.NOTE,
