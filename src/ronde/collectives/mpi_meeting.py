@@ -6,7 +6,6 @@ say which of them they have a route to, and rank 0 listens on the best.
 
 from datetime import timedelta
 from importlib.util import find_spec
-from pathlib import Path
 
 from torch.distributed import Store, TCPStore
 
@@ -20,6 +19,7 @@ from ronde.collectives.communicator import Communicator
 from ronde.collectives.objects import all_gather_object, broadcast_object
 from ronde.collectives.roll_call import open_store
 from ronde.errors import UsageError, WorldError
+from ronde.world.machine import network_identity
 from ronde.world.value import Claim
 
 _CURE = "Set them on all ranks, to rank 0's host and a free port there"
@@ -75,7 +75,7 @@ def _agree_on_address(mpi: Communicator) -> str:
     own = [tuple(each) for each in read_interfaces()] if mpi.rank == 0 else []
     candidates = [InterfaceAddress(*e) for e in broadcast_object(mpi, own, 0)]
     sources = [source_towards(each.address) for each in candidates]
-    answers = all_gather_object(mpi, (_host(), sources))
+    answers = all_gather_object(mpi, (network_identity(), sources))
     here = answers[0][0]
     others = [
         # One's own address, on another host: a bridge for containers, say.
@@ -85,9 +85,3 @@ def _agree_on_address(mpi: Communicator) -> str:
     ]
     best = choose_address(candidates, others, {})
     return "" if best is None else candidates[best].address
-
-
-def _host() -> str:
-    """Return what ranks that share their addresses have in common."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"

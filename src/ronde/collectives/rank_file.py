@@ -22,6 +22,7 @@ from torch.distributed import Store
 from ronde.collectives.ancestry import find_launcher
 from ronde.collectives.roll_call import answer_roll, call_roll
 from ronde.errors import CollectiveError, WorldError
+from ronde.world.machine import boot_identity
 from ronde.world.value import Claim
 
 _HOST = "127.0.0.1"
@@ -48,8 +49,7 @@ def meet_by_file(claim: Claim, timeout_s: float) -> Store:
 def _file_name(claim: Claim) -> str:
     """Name the file after the launcher's process, which all ranks descend from."""
     launcher = find_launcher(claim)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    identity = f"{boot} {launcher.pid} {launcher.started_at} {claim.job_id}"
+    identity = f"{boot_identity()} {launcher.pid} {launcher.started_at} {claim.job_id}"
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 

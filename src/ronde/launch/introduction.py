@@ -7,6 +7,7 @@ from ronde.addresses import read_interfaces
 from ronde.launch.inherited import own_environment
 from ronde.launch.messages import PROTOCOL, Hello
 from ronde.topology.sysfs import read_machine
+from ronde.world.machine import network_identity
 
 
 def introduce() -> Hello:
@@ -14,21 +15,12 @@ def introduce() -> Hello:
     return Hello(
         protocol=PROTOCOL,
         host=os.uname().nodename,
-        identity=identify(),
+        identity=network_identity(),
         pid=os.getpid(),
         directory=_directory(),
         machine=read_machine(environ=own_environment()),
         interfaces=read_interfaces(),
     )
-
-
-def identify() -> str:
-    """Return what is the same for two agents on one machine, and else differs.
-
-    A container with a network of its own counts as a machine: it has own addresses.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
 
 
 def _directory() -> str:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ronde.world.machine import boot_identity
+
 DRIFT = 1e-4
 """How fast a clock may run away from another where nobody measured: 100 ppm."""
 
@@ -22,12 +24,11 @@ def clock_identity() -> str:
     same kernel, in the same time namespace.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         space = Path("/proc/self/ns/time").readlink()
     except OSError:
         return platform.node()
     number = "".join(filter(str.isdigit, str(space)))
-    return f"{boot.strip()}-{number}"
+    return f"{boot_identity()}-{number}"
 
 
 @dataclass(frozen=True, slots=True)
