@@ -198,6 +198,12 @@ def test_a_host_without_an_address_and_a_port_in_use_are_told():
     assert not found(fleet_of(1, {}, n1={"network.address": ""}))
 
 
+@pytest.mark.parametrize(("port", "is_told"), [(80, True), (29500, False)])
+def test_of_a_low_port_it_is_told_who_may_listen_there(port, is_told):
+    told = found(fleet_of(1, {}, n1={"network.busy_ports": [port]}))
+    assert ("root alone" in told["free-ports", "n1"].fix) == is_told
+
+
 def test_a_long_list_of_hosts_is_cut():
     told = found(fleet_of(8, {(f"n{i}", "n1"): CLOSED for i in range(2, 9)}))
     assert "n2, n3, n4, n5 and 3 more cannot" in told["reachable", "n1"].what

@@ -26,6 +26,7 @@ from ronde.check.reachability import (
 )
 from ronde.units import format_duration, format_size
 
+_FIRST_FREE_PORT = 1024
 _MAX_NAMED = 4
 _MANY = "several hosts"
 
@@ -108,6 +109,8 @@ def _judge_busy(fleet: Fleet) -> Iterator[Finding]:
         for port in facts.values[BUSY]:
             what = f"port {port} cannot be listened at"
             fix = f"See who has it: ss -ltnp 'sport = :{port}'. Or take another port."
+            if port < _FIRST_FREE_PORT:
+                fix += f" Below {_FIRST_FREE_PORT} root alone may listen."
             yield Finding("free-ports", Severity.WARN, facts.host, what, fix=fix)
 
 
