@@ -68,7 +68,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         id="slow-host-link",
         family=Family.NETWORK,
-        title="whether a host exchanges as much with the others as they do",
+        title="a host exchanges as much with the others as they do",
         reads="what comes through between each two hosts, each host's median: TCP "
         "streams both ways, or ronde bench all_reduce among the ranks of both",
         threshold=(
@@ -91,7 +91,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         id="slow-pair",
         family=Family.NETWORK,
-        title="whether two hosts exchange less than either does with the others",
+        title="no two hosts exchange less than either does with the others",
         reads="what comes through between each two hosts: TCP streams both ways, or "
         "ronde bench all_reduce among the ranks of both",
         threshold=(

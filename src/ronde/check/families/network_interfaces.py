@@ -107,7 +107,7 @@ CHECKS = (
     Check(
         id="link-speed",
         family=Family.NETWORK,
-        title="Do links run as fast as on the other hosts?",
+        title="links run as fast as on the other hosts",
         reads="/sys/class/net/*/speed of physical interfaces that are up",
         threshold="what the interface of the same name has on most hosts",
         source="most hosts' speed; where two speeds are equally many, the faster one",
@@ -121,7 +121,7 @@ CHECKS = (
     Check(
         id="link-flaps",
         family=Family.NETWORK,
-        title="Do links stay up?",
+        title="links stay up",
         reads="carrier_changes of physical interfaces and link_downed of RDMA ports "
         "since the start, over the uptime",
         threshold=f"at most {MAX_DOWNS_A_DAY} times a day, the first day whole",
@@ -137,7 +137,7 @@ CHECKS = (
     Check(
         id="jumbo-frames",
         family=Family.NETWORK,
-        title="Do fast links carry large packets?",
+        title="fast links carry large packets",
         reads="the MTU of the interface that leads to other hosts",
         threshold=f"{LEAST_JUMBO} bytes from {DATA_MBIT_PER_S // 1000} Gbit/s on",
         source="jumbo frames have about 9000 bytes; some clouds stop at 8500 to 8900",

@@ -142,7 +142,7 @@ CHECKS = (
     Check(
         id="host-name",
         family=Family.NETWORK,
-        title="Does the host's own name lead to an address that others reach?",
+        title="the host's own name leads to an address that others reach",
         reads="what the C library's resolver says of the host's name, and its own "
         f"addresses; nothing where {_GLOO} is set",
         threshold="the first address that is this host's is neither loopback nor a "
@@ -160,7 +160,7 @@ CHECKS = (
     Check(
         id="chosen-interface",
         family=Family.NETWORK,
-        title="Is the interface there that variables choose?",
+        title="the interface that variables choose is there",
         reads=", ".join((*_BY_PREFIX, *_BY_NAME)),
         threshold="an interface fits, which is not for this host alone and has an "
         "address; of a list of Gloo's each is there",

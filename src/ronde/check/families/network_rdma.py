@@ -198,7 +198,7 @@ CHECKS = (
     Check(
         id="rdma-port",
         family=Family.NETWORK,
-        title="Are RDMA ports up?",
+        title="RDMA ports are up",
         reads=f"state and phys_state in /sys/class/infiniband, of ports that {_CHOICE} "
         "chooses",
         threshold="ACTIVE and LinkUp; Disabled and Sleep are meant so",
@@ -215,7 +215,7 @@ CHECKS = (
     Check(
         id="rdma-rate",
         family=Family.NETWORK,
-        title="Do RDMA ports run at the rate that they have elsewhere?",
+        title="RDMA ports run at the rate that they have elsewhere",
         reads="rate in /sys/class/infiniband, of ports that are up",
         threshold="what the port of the same name has on most hosts",
         source="most hosts' rate; where two rates are equally many, the faster one",
@@ -229,7 +229,7 @@ CHECKS = (
     Check(
         id="roce-gid",
         family=Family.NETWORK,
-        title="Has every RoCE port an address that others can reach?",
+        title="every RoCE port has an address that others can reach",
         reads=f"gids and gid_attrs in /sys/class/infiniband, and {_INDEX}",
         threshold="a GID of RoCE v2 that is not link-local; the chosen one is such. A "
         "port that has none on most hosts, beside one that has, is only told",
@@ -246,7 +246,7 @@ CHECKS = (
     Check(
         id="subnet-manager",
         family=Family.NETWORK,
-        title="Does a subnet manager know every InfiniBand port?",
+        title="a subnet manager knows every InfiniBand port",
         reads="lid and sm_lid in /sys/class/infiniband",
         threshold="neither is 0",
         source="the InfiniBand specification: LIDs from 1 on are given by the manager",
@@ -260,7 +260,7 @@ CHECKS = (
     Check(
         id="rdma-devices",
         family=Family.NETWORK,
-        title="May ranks use the RDMA adapters?",
+        title="ranks may use the RDMA adapters",
         reads="/dev/infiniband/uverbs* and libibverbs.so.1, where a port is up",
         threshold="one may be opened, and the library is there; a warning where there "
         "are no GPUs",
@@ -276,7 +276,7 @@ CHECKS = (
     Check(
         id="rdma-firmware",
         family=Family.NETWORK,
-        title="Have RDMA adapters the same model and firmware everywhere?",
+        title="RDMA adapters have the same model and firmware everywhere",
         reads="fw_ver, hca_type and board_id in /sys/class/infiniband",
         threshold="what the adapter of the same name has on most hosts",
         source="most hosts'",

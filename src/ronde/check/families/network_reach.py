@@ -136,7 +136,7 @@ CHECKS = (
     Check(
         id="own-address",
         family=Family.NETWORK,
-        title="Is there an address by which others can reach the host?",
+        title="there is an address by which others can reach the host",
         reads="the addresses of its interfaces, and the other hosts' routes to them",
         threshold="at least one that is neither loopback nor link-local",
         source="what any connection between hosts needs; no tool's number",
@@ -150,7 +150,7 @@ CHECKS = (
     Check(
         id="reachable",
         family=Family.NETWORK,
-        title="Can hosts connect to each other at ports that the kernel chooses?",
+        title="hosts can connect to each other at ports that the kernel chooses",
         reads="TCP connections and datagrams between all pairs, each way; more than "
         "32 hosts try a ring and eight others at random",
         threshold="every connection is made within a second, at the second try at last",
@@ -167,7 +167,7 @@ CHECKS = (
     Check(
         id="mtu",
         family=Family.NETWORK,
-        title="Do the interfaces between hosts have the same MTU?",
+        title="the interfaces between hosts have the same MTU",
         reads="the MTU of the interface that leads to the other hosts",
         threshold="what most hosts have",
         source="one MTU on one network, as in RFC 894; what most hosts have counts; a "
@@ -183,7 +183,7 @@ CHECKS = (
     Check(
         id="path-mtu",
         family=Family.NETWORK,
-        title="Do packets as large as both ends allow arrive?",
+        title="packets as large as both ends allow arrive",
         reads="datagrams of several sizes that may not be cut; 64KiB by TCP",
         threshold="the smaller MTU of both ends",
         source="path MTU discovery (RFC 1191, RFC 8899)",
@@ -198,7 +198,7 @@ CHECKS = (
     Check(
         id="latency-tail",
         family=Family.NETWORK,
-        title="Do all round trips take about equally long?",
+        title="all round trips take about equally long",
         reads="up to 100 echoes of 8 bytes between all pairs",
         threshold=f"the 99th percentile is at most {TAIL_RATIO:g} times the median, or "
         f"{MIN_TAIL_S * 1e3:g} ms",
@@ -214,7 +214,7 @@ CHECKS = (
     Check(
         id="slow-link",
         family=Family.NETWORK,
-        title="Are transfers to and from the host as fast as between the others?",
+        title="transfers to and from the host are as fast as between the others",
         reads="the fastest of a few TCP transfers of up to 1MiB between all pairs",
         threshold=f"{SLOW_SHARE:.0%} of the usual: the median over {MIN_HOSTS} or more "
         "hosts of the fastest each takes part in",
@@ -230,7 +230,7 @@ CHECKS = (
     Check(
         id="free-ports",
         family=Family.NETWORK,
-        title="Are the ports that you named free?",
+        title="the ports that you named are free",
         reads="an attempt to listen at each, where ports were named",
         threshold="it can be listened at",
         source="what a program that is to listen there needs; no tool's number",

@@ -81,7 +81,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         id="pair-job",
         family=Family.NETWORK,
-        title="whether each two hosts can do a collective together",
+        title="each two hosts can do a collective together",
         reads="the exit code and the words of ronde bench all_reduce, started on both "
         "hosts: a rank for each GPU with NCCL, for each slot with Gloo",
         threshold="each job ends well, and all its sums are right; a host that fails "
@@ -98,7 +98,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         id="nccl-choice",
         family=Family.NETWORK,
-        title="whether NCCL chose the fast way between hosts and between GPUs",
+        title="NCCL chose the fast way between hosts and between GPUs",
         reads="what NCCL says of itself in these jobs, as ronde topo log reads it",
         threshold="an error of ronde topo log fails, and so do sockets where an RDMA "
         "port is up; its warnings warn",
