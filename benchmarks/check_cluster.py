@@ -25,7 +25,8 @@ _LIMIT_S = 120.0
 _PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 FORMS: dict[str, Sequence[str]] = {
     "ronde check": (),
-    "ronde check --bandwidth": ("--bandwidth",),
+    "ronde check --bandwidth tcp": ("--bandwidth", "tcp"),
+    "ronde check --bandwidth gloo": ("--bandwidth", "gloo"),
 }
 
 
