@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -47,15 +48,17 @@ class Checked(NamedTuple):
     took_s: float
 
 
+ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(Path.home())}
+
+
 def run_check(cluster, *words, config=None):
-    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(Path.home())}
     program = [sys.executable, "-m", "ronde", "check", "-H", NAMES, "--json"]
     ssh_args = ["--ssh-args", f"-F {config or cluster.ssh_config}"]
     begun_s = time.monotonic()
     done = cluster.run(
         cluster.hosts[0],
         [*program, *ssh_args, *words],
-        env=environment,
+        env=ENVIRONMENT,
         timeout_s=LIMIT_S,
     )
     took_s = time.monotonic() - begun_s
@@ -176,6 +179,38 @@ def test_a_slow_link_slows_a_collective(cluster, find):
         checked = find("--bandwidth", "gloo")
     assert ("slow-host-link", "node2") in checked.found, checked.said
     assert_found(checked, "slow-host-link", "node2", "slow-link")
+
+
+def test_ctrl_c_while_a_pair_reduces_ends_its_ranks(cluster):
+    words = [sys.executable, "-m", "ronde", "check", "-H", NAMES]
+    program = cluster.start(
+        cluster.hosts[0],
+        [*words, "--ssh-args", f"-F {cluster.ssh_config}", "--bandwidth", "gloo"],
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    with program:
+        due_s = time.monotonic() + LIMIT_S
+        while not ranks_of_pairs(cluster):
+            assert program.poll() is None
+            assert time.monotonic() < due_s
+            time.sleep(0.05)
+        program.send_signal(signal.SIGINT)
+        assert program.wait(LIMIT_S) == 130
+    due_s = time.monotonic() + LIMIT_S
+    while any(len(cluster.processes(host)) > 2 for host in cluster.hosts):
+        # sshd itself takes a moment to see that a connection has ended.
+        assert time.monotonic() < due_s
+        time.sleep(0.05)
+    assert_nothing_left(cluster)
+
+
+def ranks_of_pairs(cluster):
+    """Return the processes of jobs that the check itself has started."""
+    mark = b"RONDE_JOB_ID=check-"
+    everyone = (p for host in cluster.hosts for p in cluster.processes(host))
+    return [process for process in everyone if mark in process.environment]
 
 
 def test_little_memory_may_be_locked(cluster, find):
