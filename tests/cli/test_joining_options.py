@@ -5,6 +5,10 @@ import socket
 
 import pytest
 
+from ronde.cli.join_options import require_listen_or_agent
+from ronde.cli.run_options import make_parser
+from ronde.errors import UsageError
+
 TOKEN = "0123456789abcdef" * 2
 
 
@@ -25,7 +29,14 @@ def token(tmp_path):
         (["--listen", "1", "--nodes", "1", "true"], "at least 2 with --listen, got 1"),
         (["--listen", "a:b", "--nodes", "2", "true"], "--listen must be HOST:PORT"),
         (["--listen", "1", "--nodes", "2"], "program must be given"),
-        (["--listen", "1", "-H", "a:1", "true"], "--hosts must stand without --listen"),
+        (["--listen", "1", "-H", "a:1", "true"], "-H must stand without --listen"),
+        (["--listen", "1", "--sync", ".", "true"], "--sync must stand without --lis"),
+        (["--listen", "1", "--python", "x", "true"], "--python must stand without --l"),
+        (["--listen", "1", "--ssh-args", "x", "true"], "--ssh-args must stand without"),
+        (["--listen", "1", "--launcher", "ssh", "true"], "--launcher must stand witho"),
+        (["--listen", "1", "-p", "22", "true"], "--ssh-port must stand without --lis"),
+        (["--listen", "1", "-i", "key", "true"], "--ssh-identity-file must stand wit"),
+        (["--join-timeout", "1s", "true"], "--join-timeout must come with --listen or"),
         (["--listen", "1", "--agent", "a:1"], "--agent must stand without --listen"),
         (["--agent", "a"], "--agent must be HOST:PORT"),
         (["--agent", "29400"], "--agent must be the HEAD:PORT to join"),
@@ -33,9 +44,12 @@ def token(tmp_path):
         (["--agent", "a:1", "true"], "program must be given to the head alone"),
         (["--agent", "a:1", "--nodes", "3"], "--nodes must be given to the head alone"),
         (["--agent", "a:1", "--hostfile", "f"], "--hostfile must stand without"),
+        (["--agent", "a:1", "--launcher", "mpi"], "--launcher must stand without --ag"),
+        (["--agent", "a:1", "--sync", "."], "--sync must stand without --agent"),
         (["--agent", "a:1"], "--token-file must name a file"),
         (["--agent", "a:1", "--token-file", "TOKEN", "--slots", "0"], "--slots"),
         (["--agent", "a:1", "--token-file", "TOKEN", "--join-timeout", "x"], "--join-"),
+        (["--agent", "a:1", "--token-file", "TOKEN", "--nproc-per-node", "0"], "--np"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_sentence_and_64(ronde, token, words, said):
@@ -44,6 +58,44 @@ def test_what_does_not_fit_is_one_sentence_and_64(ronde, token, words, said):
     assert done.returncode == 64, errors
     assert said in errors
     assert len(errors.splitlines()) == 1
+
+
+def test_a_node_takes_no_option_that_the_head_alone_heeds():
+    """All options but those few, whatever they are."""
+    heeded = {"agent", "token_file", "join_timeout", "slots", "nproc_per_node"}
+    parser = make_parser()
+    refused = [
+        action
+        for action in parser._actions
+        if action.option_strings and action.dest not in heeded | {"help", "listen"}
+    ]
+    assert len(refused) > 40
+    for action in refused:
+        words = ["--agent", "a:1", action.option_strings[-1]]
+        count = 0 if action.const is not None else action.nargs or 1
+        options = parser.parse_args([*words, *["1"] * int(count)])
+        with pytest.raises(UsageError, match=f"^{action.option_strings[0]} must "):
+            require_listen_or_agent(options, parser.given(options))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-n 2",
+        "-x A=secret",
+        "--grace 1s",
+        "--max-restarts 3",
+        "--log-dir x",
+        "--nested",
+    ],
+)
+def test_what_the_head_alone_heeds_is_to_be_given_to_it(ronde, words):
+    done = ronde("run", "--agent", "a:1", *words.split())
+    option = words.split()[0]
+    said = f"ronde: {option} must be given to the head alone, got it with --agent."
+    assert done.returncode == 64
+    assert done.stderr.decode().startswith(said)
+    assert done.stderr.endswith(b"give it to ronde run --listen.\n")
 
 
 def test_a_token_file_that_everybody_can_read_starts_nothing(ronde, token):

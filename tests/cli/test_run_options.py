@@ -37,7 +37,11 @@ def test_version(ronde):
 
 @pytest.mark.parametrize(
     "spelling",
-    [("-n", "3"), ("-n3",), ("-np", "3"), ("--num-proc=3",), ("--nproc-per-node", "3")],
+    [
+        *(("-n", "3"), ("-n3",), ("-np", "3"), ("--num-proc=3",)),
+        *(("--nproc-per-node", "3"), ("--nproc-per-node=auto", "-n3")),
+        ("-H", "localhost:4,n9:0", "--nproc-per-node", "3"),
+    ],
 )
 def test_every_spelling_of_the_number_of_ranks(ronde, spelling):
     done = ronde("run", *spelling, "--", "/bin/sh", "-c", "echo $RANK/$WORLD_SIZE")
@@ -101,6 +105,19 @@ def usage_error(done) -> str:
         (["-n", "x", "true"], "-n must be auto or a whole number of at least 1"),
         (["-n", "-1", "true"], "-n"),
         (["-n", "2.0", "true"], "-n must be auto or a whole number of at least 1"),
+        (["--nproc-per-node", "gpu", "true"], "--nproc-per-node: ranks must be a who"),
+        (
+            ["--nproc-per-node", "2", "-n", "3", "true"],
+            "must stand without -n, got 2 on",
+        ),
+        (
+            ["-H", "localhost:1", "--nproc-per-node", "2", "true"],
+            "localhost (-H) has 1.",
+        ),
+        (
+            ["--launcher", "x", "true"],
+            "--launcher must be one of auto, ssh, slurm, mpi",
+        ),
         (["-n", "2"], "program must be given"),
         (["-n", "2", "--"], "program must be given"),
         ([], "program must be given"),

@@ -151,6 +151,15 @@ def test_a_host_key_question_is_not_answered_for_the_user(cluster, run, tmp_path
     assert not known.exists()
 
 
+@pytest.mark.parametrize("hosts", ["node1,node2", "node1:4,node2:2"])
+def test_every_host_has_as_many_ranks_as_torchruns_option_says(run, hosts):
+    words = ("--", "sh", "-c", "echo $RANK $RONDE_HOST")
+    done = run("-H", hosts, "--nproc-per-node", "2", *words)
+    assert done.returncode == 0, done.stderr
+    said = sorted(" ".join(line.split()[-2:]) for line in done.stdout.splitlines())
+    assert said == ["0 node1", "1 node1", "2 node2", "3 node2"]
+
+
 def test_a_login_that_makes_noise_is_no_hindrance(cluster, run, tmp_path):
     host = cluster.hosts[1]
     banner = tmp_path / "banner"

@@ -64,17 +64,11 @@ def find_hosts(
         raise UsageError(
             f"--{named[0]} must stand alone, got --{named[1]} too. Drop one."
         )
-    slots = None
-    if options.slots is not None:
-        from ronde.launch.hosts.names import MAX_SLOTS, parse_number
-
-        slots = parse_number(
-            options.slots, "slots", "--slots", lowest=1, highest=MAX_SLOTS
-        )
+    slots = read_slots(options)
     if not named:
         return _unnamed(slots, environ)
     hosts = _read(named[0], given[named[0]])
-    if slots is None:
+    if slots == SLOTS_OPEN:
         return hosts
     is_useless = all(host.slots != SLOTS_OPEN for host in hosts)
     if is_useless and named[0] != "host-discovery-script":
@@ -88,14 +82,30 @@ def find_hosts(
     )
 
 
-def _unnamed(slots: int | None, environ: Mapping[str, str]) -> tuple[Host, ...]:
+def read_slots(options: argparse.Namespace) -> int:
+    """Return the slots of a host that says none itself, as ``--slots`` has them.
+
+    Args:
+        options: From a parser that ``add_host_options`` was called with.
+
+    Raises:
+        UsageError: It is no number of slots.
+    """
+    if options.slots is None:
+        return SLOTS_OPEN
+    from ronde.launch.hosts.names import MAX_SLOTS, parse_number
+
+    return parse_number(options.slots, "slots", "--slots", lowest=1, highest=MAX_SLOTS)
+
+
+def _unnamed(slots: int, environ: Mapping[str, str]) -> tuple[Host, ...]:
     hosts: Sequence[Host] | None = None
     if "SLURM_JOB_ID" in environ:
         from ronde.launch.hosts.slurm import read_allocation
 
         hosts = read_allocation(environ)
     hosts = hosts or (Host(os.uname().nodename, said_at="this machine"),)
-    if slots is None:
+    if slots == SLOTS_OPEN:
         return tuple(hosts)
     return tuple(replace(host, slots=slots) for host in hosts)
 

@@ -7,10 +7,31 @@ import argparse
 import sys
 from collections.abc import Mapping
 
+from ronde.cli.host_options import read_slots
+from ronde.cli.rank_options import read_num_each
 from ronde.errors import UsageError
-from ronde.launch.hosts.host import SLOTS_OPEN
+from ronde.launch.hosts.allocation import take_each
+from ronde.launch.hosts.host import Host
 
 _TOKEN_VARIABLE = "RONDE_TOKEN_FILE"  # noqa: S105 - a name, and of a file at that
+
+# Options of ronde run, by their attributes.
+_OF_JOINING = ("nodes", "token_file", "join_timeout")
+_OF_A_NODE = ("agent", "token_file", "join_timeout", "slots", "nproc_per_node")
+_JOINED = "the nodes are those that join"
+_NOT_REACHED = "the nodes join by themselves, and nothing is started there from here"
+_OF_OTHER_HOSTS = {
+    "hosts": _JOINED,
+    "hostfile": _JOINED,
+    "host_discovery_script": _JOINED,
+    "launcher": _NOT_REACHED,
+    "ssh_args": _NOT_REACHED,
+    "ssh-port": _NOT_REACHED,
+    "ssh-identity-file": _NOT_REACHED,
+    "python": "each node runs the Python that its own ronde run is started with",
+    "sync": "a node that joins must have the directory already",
+}
+"""What names or reaches other hosts, and why that is for nothing where nodes join."""
 
 
 def add_join_options(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +53,8 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
         "--agent",
         metavar="HEAD:PORT",
         default="",
-        help="join the run that listens there, follow it and end with it",
+        help="join the run that listens there, with --slots of this node's own, follow "
+        "it and end with it",
     )
     add(
         "--token-file",
@@ -49,46 +71,47 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def require_listen_or_agent(options: argparse.Namespace) -> None:
-    """Refuse options that contradict each other where nodes join, or where none do.
+def require_listen_or_agent(
+    options: argparse.Namespace, given: Mapping[str, str]
+) -> None:
+    """Refuse options that would change nothing where nodes join, or where none do.
+
+    Args:
+        options: Of ``ronde run``.
+        given: From ``RunParser.given``.
 
     Raises:
-        UsageError: There are such.
+        UsageError: There are such, or both of the two ways to join.
     """
     how = "--listen" if options.listen else "--agent" if options.agent else ""
     if options.listen and options.agent:
         raise UsageError("--agent must stand without --listen, got both. Drop one.")
-    joining = {"--nodes": options.nodes, "--token-file": options.token_file}
-    naming = {
-        "--hosts": options.hosts,
-        "--hostfile": options.hostfile,
-        "--host-discovery-script": options.host_discovery_script,
-    }
-    for option, value in (naming if how else joining).items():
-        if not value:
-            continue
-        if how:
+    for option, name in given.items():
+        if not how and option in _OF_JOINING:
             raise UsageError(
-                f"{option} must stand without {how}, got both: the nodes are those "
-                "that join. Drop one."
+                f"{name} must come with --listen or --agent, got neither. Type: ronde "
+                "run --nodes 3 --listen 29400 ..."
             )
-        raise UsageError(
-            f"{option} must come with --listen or --agent, got neither. Type: ronde "
-            "run --nodes 3 --listen 29400 ..."
-        )
+        if how and option in _OF_OTHER_HOSTS:
+            raise UsageError(
+                f"{name} must stand without {how}, got both: "
+                f"{_OF_OTHER_HOSTS[option]}. Drop one."
+            )
+        if options.agent and option not in _OF_A_NODE:
+            raise UsageError(
+                f"{name} must be given to the head alone, got it with --agent. Drop it "
+                "here, and give it to ronde run --listen."
+            )
 
 
 def own_slots(options: argparse.Namespace) -> int:
     """Return how many ranks this node takes.
 
     Raises:
-        UsageError: ``--slots`` is no number of slots.
+        UsageError: ``--slots`` or ``--nproc-per-node`` is no such number.
     """
-    if options.slots is None:
-        return SLOTS_OPEN
-    from ronde.launch.hosts.names import MAX_SLOTS, parse_number
-
-    return parse_number(options.slots, "slots", "--slots", lowest=1, highest=MAX_SLOTS)
+    node = Host("this node", read_slots(options), said_at="--slots")
+    return take_each([node], read_num_each(options))[0].slots
 
 
 def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:

@@ -11,12 +11,14 @@ from ronde.cli.exit_codes import exit_code_of
 from ronde.cli.horovod_options import Asked
 from ronde.cli.join_options import require_listen_or_agent
 from ronde.cli.output_options import make_sink, report_error
+from ronde.cli.rank_options import read_num_each
 from ronde.cli.run_options import make_parser
 from ronde.cli.run_request import RunRequest, read_request
 from ronde.errors import RondeError, UsageError
 from ronde.launch.chronicle import Chronicle
 from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hiring import Hired, Hiring
+from ronde.launch.hosts.allocation import take_each
 from ronde.launch.inherited import own_environment
 from ronde.launch.launching import Undertaking, launch, rehearse
 from ronde.launch.spawners.base import Spawner
@@ -39,9 +41,10 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
         UsageError: The words ask for something that cannot be; nothing was started.
         LaunchError: The launcher itself failed.
     """
-    options = make_parser().parse_args(words)
+    parser = make_parser()
+    options = parser.parse_args(words)
     environ = own_environment()
-    require_listen_or_agent(options)
+    require_listen_or_agent(options, parser.given(options))
     if options.agent:
         from ronde.cli.run_agent import run_agent
 
@@ -106,10 +109,12 @@ def _hired(
 ) -> Generator[Hired]:
     """Give the hosts of the job, and how they get agents."""
     options, asked = request.options, request.asked
+    num_each = read_num_each(options)
     if options.listen:
         from ronde.cli.run_head import joined_nodes
 
         with joined_nodes(options, environ, agent, signal_fd) as hired:
+            hired.hosts = take_each(hired.hosts, num_each)
             yield hired
         return
 
@@ -118,7 +123,7 @@ def _hired(
 
         return make_spawner(options, environ, asked.ssh_args)
 
-    yield Hired(asked.hosts, Hiring(agent, make, options.python))
+    yield Hired(take_each(asked.hosts, num_each), Hiring(agent, make, options.python))
 
 
 def _recorded(

@@ -35,7 +35,11 @@ def run_agent(
         UsageError: The options do not fit.
         HostError: The head was not there in time, or did not let this node in.
     """
-    _refuse_head_options(options)
+    if options.program:
+        raise UsageError(
+            f"program must be given to the head alone, got {options.program[0]!r} with "
+            "--agent. Drop it."
+        )
     host, port = parse_endpoint(options.agent, "--agent")
     if not host or not port:
         raise UsageError(
@@ -67,16 +71,3 @@ def run_agent(
 
 def _complain(data: bytes) -> None:
     os.write(2, data)
-
-
-def _refuse_head_options(options: argparse.Namespace) -> None:
-    if options.program:
-        raise UsageError(
-            f"program must be given to the head alone, got {options.program[0]!r} with "
-            "--agent. Drop it."
-        )
-    if options.nodes:
-        raise UsageError(
-            f"--nodes must be given to the head alone, got {options.nodes} with "
-            "--agent. Drop it."
-        )

@@ -7,6 +7,7 @@ from ronde.cli.binding_options import add_binding_options
 from ronde.cli.horovod_options import add_horovod_options
 from ronde.cli.join_options import add_join_options
 from ronde.cli.output_options import add_output_options
+from ronde.cli.rank_options import add_rank_options
 from ronde.cli.ssh_options import add_ssh_options
 from ronde.errors import UsageError
 from ronde.world.engines import ALGORITHMS, ENGINES
@@ -21,7 +22,8 @@ that is left of the job is killed, whatever session it is in.
 
 exit code: 0 when all ranks ended with 0, else the code of the rank that failed first
 (128 plus the number of a signal); 130 after Ctrl-C, 143 after SIGTERM; 64 when the
-job could not start as asked; 70 when the launcher itself failed.
+job could not start as asked; 69 when a host could not take part or was lost; 70 when
+the launcher itself failed.
 
 horovodrun's options are understood too; a script that imports horovod finds ronde,
 unless Horovod itself is installed: see docs/how-to/horovod-scripts.md.
@@ -32,16 +34,38 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class RunParser(argparse.ArgumentParser):
     """Raises where argparse would print its usage and exit with 2."""
 
     def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the words.
+
+        Raises:
+            UsageError: Always.
+        """
         raise UsageError(f"{message}. Type: ronde run --help")
 
+    def given(self, options: argparse.Namespace) -> dict[str, str]:
+        """Return the options that say something else than they do by default.
 
-def make_parser() -> argparse.ArgumentParser:
+        Args:
+            options: What this parser has made of the words.
+
+        Returns:
+            How each is typed, by its attribute of ``options``.
+        """
+        given: dict[str, str] = {}
+        for action in self._actions:
+            value = getattr(options, action.dest, action.default)
+            is_this = action.const in (None, value)
+            if action.option_strings and value != action.default and is_this:
+                given[action.dest] = action.option_strings[0]
+        return given
+
+
+def make_parser() -> RunParser:
     """Return what reads the words after ``ronde run``."""
-    parser = _Parser(
+    parser = RunParser(
         prog="ronde run",
         usage="ronde run [-n N] [options] [--] program [arguments]",
         description="Start a program once for every slot of one host or of many.",
@@ -49,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_rank_options(parser)
     _add_options(parser)
     _add_engine_options(parser)
     _add_timeline_options(parser)
@@ -64,13 +89,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        *("-n", "-np", "--num-proc", "--nproc-per-node"),
-        dest="num_proc",
-        metavar="N",
-        default="auto",
-        help="ranks to start; auto (the default) is one a slot: a GPU, else a core",
-    )
     add(
         *("-x", "--env"),
         dest="env",

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from ronde.cli.binding_options import read_placement
 from ronde.cli.horovod_options import Asked, understand
+from ronde.cli.rank_options import read_num_ranks
 from ronde.cli.run_options import DEFAULT_GRACE
+from ronde.cli.ssh_options import require_launcher
 from ronde.errors import UsageError, WorldError
 from ronde.launch.arranging import Wish
 from ronde.launch.controller import Restarts
@@ -54,7 +56,8 @@ def read_request(
     asked = understand(options, environ)
     if asked.output_dir and options.log_dir:
         raise UsageError("--output-filename must stand alone, got --log-dir too.")
-    num_ranks = _num_ranks(options.num_proc)
+    require_launcher(options.launcher)
+    num_ranks = read_num_ranks(options)
     if not options.nested:
         refuse_nesting(num_ranks, environ)
     restarts = _restarts(options)
@@ -117,17 +120,6 @@ def _program(words: list[str]) -> list[str]:
             "program must be given, got none. Type: ronde run -n 2 python train.py"
         )
     return program
-
-
-def _num_ranks(text: str) -> int | None:
-    if text == "auto":
-        return None
-    if not text.isdecimal() or not text.isascii() or int(text) < 1:
-        raise UsageError(
-            f"-n must be auto or a whole number of at least 1, got {text!r}. "
-            "Type: ronde run -n 2 ..."
-        )
-    return int(text)
 
 
 def _port(text: str) -> int:

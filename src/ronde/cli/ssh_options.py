@@ -58,7 +58,7 @@ def make_spawner(
         UsageError: There is no such launcher, or it cannot be had here.
     """
     ssh_args = (*_ssh_args(options.ssh_args), *more_ssh_args)
-    match options.launcher:
+    match require_launcher(options.launcher):
         case "auto":
             is_slurm = "SLURM_JOB_ID" in environ and not _are_hosts_named(options)
             return _slurm(environ) if is_slurm else _ssh(ssh_args)
@@ -66,13 +66,22 @@ def make_spawner(
             return _ssh(ssh_args)
         case "slurm":
             return _slurm(environ)
-        case "mpi":
+        case _:
             return _mpi(environ, options.python, ssh_args)
-        case other:
-            raise UsageError(
-                f"--launcher must be one of {', '.join(_LAUNCHERS)}, got {other!r}. "
-                "Choose one."
-            )
+
+
+def require_launcher(name: str) -> str:
+    """Return ``name``, which is what ``--launcher`` may be.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if name not in _LAUNCHERS:
+        raise UsageError(
+            f"--launcher must be one of {', '.join(_LAUNCHERS)}, got {name!r}. Choose "
+            "one."
+        )
+    return name
 
 
 def _are_hosts_named(options: argparse.Namespace) -> bool:

@@ -1,6 +1,7 @@
 """From hosts with slots to ranks with hosts."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ronde.errors import UsageError
@@ -17,6 +18,41 @@ class Share(NamedTuple):
 
     host: Host
     ranks: range
+
+
+def take_each(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
+    """Have every host that is not kept out take the same number of ranks.
+
+    Args:
+        hosts: With their slots, or with open ones.
+        num_each: That number; None leaves the slots as they are.
+
+    Raises:
+        UsageError: A host has fewer slots.
+    """
+    if num_each is None:
+        return tuple(hosts)
+    for host in hosts:
+        if 0 < host.slots < num_each:
+            raise UsageError(
+                f"--nproc-per-node must be at most the slots of every host, got "
+                f"{num_each}, but {_named(host)} has {host.slots}. Start fewer, or "
+                "give it more slots."
+            )
+    return tuple(
+        replace(host, slots=num_each) if host.slots else host for host in hosts
+    )
+
+
+def kept_out(hosts: Sequence[Host]) -> str:
+    """Name the hosts that have 0 slots and where that is said; empty without any."""
+    named = [_named(host) for host in hosts if not host.slots]
+    more = f" and {len(named) - 8} more" if len(named) > 8 else ""
+    return ", ".join(named[:8]) + more
+
+
+def _named(host: Host) -> str:
+    return f"{host.name} ({host.said_at})" if host.said_at else host.name
 
 
 def hosts_to_ask(hosts: Sequence[Host], num_ranks: int | None) -> tuple[Host, ...]:
@@ -63,9 +99,8 @@ def allocate(
     usable = [host for host in hosts if host.slots]
     if not usable:
         raise UsageError(
-            "hosts must have a slot, got none: "
-            f"{', '.join(host.name for host in hosts)} are kept out by 0 slots. Give "
-            "one of them slots."
+            f"hosts must have a slot, got 0 slots for {kept_out(hosts)}. Give one of "
+            "them slots."
         )
     if num_ranks is not None and len(usable) == 1 and usable[0].slots == SLOTS_OPEN:
         return (Share(usable[0], range(num_ranks)),)
