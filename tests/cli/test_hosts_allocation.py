@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.launch.hosts.allocation import Share, allocate, hosts_to_ask
+from ronde.launch.hosts.allocation import Share, allocate, hosts_to_ask, take_each
 from ronde.launch.hosts.here import is_here
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
+from ronde.launch.hosts.hostfile import parse_hostfile
 from ronde.launch.hosts.slurm import allocated_names, read_allocation
 
 
@@ -119,11 +120,27 @@ def test_a_refusal_of_many_hosts_is_short() -> None:
 
 
 def test_a_job_must_have_a_slot() -> None:
-    said = "hosts must have a slot, got none: a, b are"
+    named = parse_hostfile("# ours\n\na slots=0\nb:0\n", "file")
+    said = re.escape(
+        "hosts must have a slot, got 0 slots for a (file line 3), b (file line 4). "
+        "Give one of them slots."
+    )
     with pytest.raises(UsageError, match=said):
-        allocate(hosts(a=0, b=0), None, never)
+        allocate(named, None, never)
     with pytest.raises(UsageError, match=said):
-        hosts_to_ask(hosts(a=0, b=0), 2)
+        hosts_to_ask(named, 2)
+    with pytest.raises(UsageError, match=r"n7 and 92 more\. Give one"):
+        allocate(hosts(**{f"n{index}": 0 for index in range(100)}), None, never)
+
+
+def test_each_host_takes_as_many_ranks_but_none_that_is_kept_out() -> None:
+    named = hosts(a=SLOTS_OPEN, b=4, c=0)
+    assert take_each(named, None) == tuple(named)
+    assert take_each(named, 3) == tuple(hosts(a=3, b=3, c=0))
+    named = parse_hostfile("a slots=4\nb slots=2\n", "file")
+    said = "must be at most the slots of every host, got 3, but b (file line 2) has 2."
+    with pytest.raises(UsageError, match=re.escape(said)):
+        take_each(named, 3)
 
 
 def slurm(nodes, **variables):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.controller import Arrangement, Controller
-from ronde.launch.hosts.allocation import Share, allocate, hosts_to_ask
+from ronde.launch.hosts.allocation import Share, allocate, hosts_to_ask, kept_out
 from ronde.launch.hosts.host import Host
 from ronde.launch.messages import Hello
 from ronde.launch.node import Node
@@ -84,7 +84,10 @@ def arrange(controller: Controller, wish: Wish, name: str) -> Arrangement:
         address=address,
         host_env=host_env,
     )
+    drained = kept_out(hosts)
     notices = remarks + tuple(text for _, texts in placed for text in texts)
+    if drained:
+        notices += (f"kept out by 0 slots: {drained}.",)
     return Arrangement(plan, crew, check, notices)
 
 
