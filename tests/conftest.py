@@ -4,7 +4,14 @@ import compileall
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from tests import ranks
+
+# A machine that others use too may take a second over any one example.
+settings.register_profile(
+    "shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("shared machine")
 
 PACKAGE = Path(__file__).parents[1] / "src" / "ronde"
 

@@ -4,16 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from ronde.launch.forwarded import base_environment
 from ronde.launch.inherited import own_environment
-
-# A machine that others use too may take a second over any one example.
-settings.register_profile(
-    "shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("shared machine")
 
 _TIMEOUT_S = 60
 
