@@ -14,13 +14,13 @@ from tests.cluster.digits import (
 
 # The loss on one host comes first, and is a training as well.
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
-SIZE = 4
+HOSTS, SIZE = "node1:2,node2:2,node3:1", 5
 
 
 def train(cluster, record, *options):
     """Train on node1's command; return the loss."""
     digits = Digits(record)
-    words = [sys.executable, "-m", "ronde", "run", "-H", "node1:2,node2:1,node3:1"]
+    words = [sys.executable, "-m", "ronde", "run", "-H", HOSTS]
     done = cluster.run(
         cluster.hosts[0],
         [*words, "--ssh-args", f"-F {cluster.ssh_config}", *options, *digits.words],
