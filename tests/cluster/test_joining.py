@@ -96,6 +96,12 @@ def until(condition, what):
         time.sleep(0.01)
 
 
+def await_line(process, text):
+    """Read what a process complains of up to a line that has this in it."""
+    said = iter(process.stderr.readline, "")
+    assert any(text in line for line in said), f"ended without a word of: {text}"
+
+
 def end_of(process):
     """Wait for a process; return its exit code, output and errors."""
     out, errors = process.communicate(timeout=LIMIT_S)
@@ -219,9 +225,10 @@ def test_ctrl_c_at_the_head_ends_all_nodes_with_its_code(party):
 
 def test_a_head_that_is_interrupted_while_it_waits_lets_the_nodes_go(party):
     head = party.head("--", "true")
-    node = party.node(2, "--join-timeout", "3s")
-    lines = iter(head.stderr.readline, "")
-    assert any("node2 has joined (1 of 2)" in line for line in lines)
+    await_line(head, "waits for 2 nodes")
+    node = party.node(2)
+    await_line(head, "node2 has joined (1 of 2)")
+    await_line(node, "node2 has joined")
     head.send_signal(signal.SIGINT)
     assert end_of(head)[0] == 130
     code, _, errors = end_of(node)
@@ -332,10 +339,12 @@ def test_who_does_not_know_the_token_gets_into_no_job(party):
     wrong.write_text("0" * 64)
     wrong.chmod(0o600)
     head = party.head("--", "true")
-    stranger = party.node(2, "--token-file", str(wrong), "--join-timeout", "1s")
-    code, _, errors = end_of(stranger)
-    assert code == 69
-    assert "its token is another" in errors
+    await_line(head, "waits for 2 nodes")
+    stranger = party.node(2, "--token-file", str(wrong))
+    await_line(stranger, "its token is another")
+    # He would knock again and again.
+    stranger.send_signal(signal.SIGTERM)
+    assert end_of(stranger)[0] == 143
     nodes = [party.node(2), party.node(3)]
     code, _, errors = end_of(head)
     assert code == 0

@@ -21,8 +21,10 @@ from ronde.launch.joining.tls import make_node_context
 from ronde.launch.joining.token import Token
 from ronde.launch.signals import STOPPING, read_signals
 
+LAST_ATTEMPT_S = 1.0
+"""What the last attempt has at least, to find out what is wrong."""
+
 _ATTEMPT_S = 10.0
-_LAST_ATTEMPT_S = 1.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _REASONS = (
@@ -76,8 +78,7 @@ def join_head(knock: Knock, signal_fd: int, notice: Callable[[str], None]) -> Ch
     told = ""
     while True:
         try:
-            # The last attempt, too, has the time to find out what is wrong.
-            due_s = min(_soon(_ATTEMPT_S), max(ends_at, _soon(_LAST_ATTEMPT_S)))
+            due_s = max(min(_soon(_ATTEMPT_S), ends_at), _soon(LAST_ATTEMPT_S))
             return _try_all(knock, signal_fd, due_s)
         except (OSError, EOFError, LaunchError) as error:
             reason = _explain(error)
