@@ -23,7 +23,8 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
         *("-H", "--hosts"),
         metavar="HOSTS",
         help="hosts to start ranks on, as a:4,b:4 or gpu[01-16]:8; without a number, "
-        "one rank a GPU, else one (default: Slurm's allocation, else this machine)",
+        "one rank a GPU, else one, or one a core of the only host (default: Slurm's "
+        "allocation, else this machine)",
     )
     add(
         *("--hostfile", "-hostfile"),

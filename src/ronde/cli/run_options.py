@@ -145,7 +145,8 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--algorithm",
         default="",
         metavar="NAME",
-        help=f"schedule of --engine scheduled: {', '.join(ALGORITHMS)}",
+        help=f"schedule of --engine scheduled, and of hierarchical between hosts: "
+        f"{', '.join(ALGORITHMS)}; the others have none",
     )
 
 
