@@ -201,3 +201,15 @@ def test_a_core_pattern_holds_the_pid_and_stars_for_the_rest(pattern, pid):
     found = core_glob(pattern, pid)
     assert found.count(str(pid)) >= pattern.replace("%%", "").count("%p")
     assert core_glob("core.%p.%t", pid) == f"core.{pid}.*"
+
+
+def test_a_core_pattern_with_nothing_between_its_parts_is_looked_for(tmp_path):
+    core = tmp_path / "core.trainer1700000000.7"
+    core.touch()
+    assert list(tmp_path.glob(core_glob("core.%e%t.%p", 7))) == [core]
+
+
+def test_of_a_core_file_in_a_directory_that_is_gone_no_place_is_told(evidence):
+    core_dumped = signal.SIGABRT | 0x80
+    told = evidence.explain(-signal.SIGABRT, core_dumped, 7, "/no/such/directory")
+    assert told.startswith("core dumped")

@@ -12,6 +12,7 @@ from ronde.bench.options import Options
 from ronde.bench.variables import read_variables
 from ronde.cli.own_ranks import run_own_ranks
 from ronde.errors import CollectiveError, RondeError, UsageError
+from ronde.launch.directory import absolute_path
 from ronde.render.bench_plot import check_path
 from ronde.world import Claim, Launcher, read_claim
 from ronde.world.engines import require_algorithm, require_engine
@@ -108,7 +109,7 @@ def _require_possible(options: Options) -> None:
         ("-J", options.shown.json_path),
         ("--json", options.shown.record_path),
     ):
-        if path and not Path(path).absolute().parent.is_dir():
+        if path and not absolute_path(path).parent.is_dir():
             raise UsageError(
                 f"{name} must be a file in a directory that exists, got {path}."
             )

@@ -19,6 +19,7 @@ from ronde.bench.training.options import (
 )
 from ronde.cli.own_ranks import run_own_ranks
 from ronde.errors import UsageError
+from ronde.launch.directory import absolute_path
 from ronde.launch.inherited import own_environment
 from ronde.launch.slots import count_cores, count_slots
 from ronde.world import Claim, Launcher, read_claim
@@ -235,7 +236,7 @@ def _require_size(size: int | None, claim: Claim) -> None:
 
 
 def _require_writable(path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+    if path is not None and (path.is_dir() or not absolute_path(path).parent.is_dir()):
         raise UsageError(
             f"--json must be a file in a directory that is there, got {path}. "
             f"Type: mkdir -p {path.parent}"

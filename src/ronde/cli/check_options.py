@@ -14,6 +14,7 @@ from ronde.check.probes.versions import ENVIRONMENT
 from ronde.cli.host_options import add_host_options, find_hosts
 from ronde.cli.ssh_options import add_ssh_options
 from ronde.errors import UsageError
+from ronde.launch.directory import absolute_path
 from ronde.launch.forwarded import select_forwarded
 from ronde.launch.hosts.host import Host
 from ronde.launch.hosts.names import MAX_SLOTS, parse_number
@@ -276,7 +277,7 @@ def _burn_s(text: str) -> float:
 def _absolute(path: str) -> str:
     if not path:
         raise UsageError("--path and --file must name something, got ''. Name it.")
-    return str(Path(path).absolute())
+    return str(absolute_path(path))
 
 
 def _require_writable(text: str, option: str) -> None:

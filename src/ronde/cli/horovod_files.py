@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from ronde.cli.host_options import read_text
 from ronde.errors import UsageError
+from ronde.launch.directory import absolute_path
 from ronde.launch.logs import attempt_dir
 from ronde.launch.sink import Generation, Sink
 from ronde.launch.through import Through
@@ -60,7 +61,7 @@ class LinkedOutputs(Through):
 
     def __init__(self, inner: Sink, directory: str) -> None:
         super().__init__(inner)
-        self._directory = Path(directory).absolute()
+        self._directory = absolute_path(directory)
 
     def begin(self, generation: Generation) -> None:
         """Link the files of a start of all ranks.

@@ -1,9 +1,9 @@
 """Options on what ``ronde run`` shows and writes, and what they make."""
 
 import argparse
-from pathlib import Path
 
 from ronde.errors import RondeError, UsageError
+from ronde.launch.directory import absolute_path
 from ronde.launch.sink import Sink
 from ronde.render.console import Console
 from ronde.render.rank_ranges import RankChoice, parse_ranks
@@ -57,7 +57,7 @@ def make_sink(options: argparse.Namespace, log_dir: str = "") -> Sink:
         UsageError: They contradict each other, or a file cannot be written.
     """
     log_dir = log_dir or options.log_dir
-    log_dir = str(Path(log_dir).absolute()) if log_dir else ""
+    log_dir = str(absolute_path(log_dir)) if log_dir else ""
     sink: Sink = Console(1, 2, tag=_tag(options), only=_only(options), log_dir=log_dir)
     if log_dir:
         from ronde.launch.logs import RankLogs

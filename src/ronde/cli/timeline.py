@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ronde.errors import UsageError
+from ronde.launch.directory import absolute_path
 from ronde.timeline.part_files import SUFFIX
 from ronde.timeline.rank_recording import DEFAULT_LIMIT_BYTES, write_merged
 from ronde.units import parse_size_bytes
@@ -28,7 +29,7 @@ def recorded(file: str, limit: str) -> Generator[dict[str, str]]:
     Raises:
         UsageError: The file or the limit cannot be; nothing was done.
     """
-    path = Path(file).absolute()
+    path = absolute_path(file)
     limit_bytes = parse_size_bytes(limit) if limit else DEFAULT_LIMIT_BYTES
     parts = path.with_name(f"{path.name}.parts")
     _check(path, parts, limit_bytes)

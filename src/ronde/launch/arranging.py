@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.controller import Arrangement, Controller
+from ronde.launch.directory import absolute_path
 from ronde.launch.hosts.allocation import Share, allocate, hosts_to_ask, kept_out
 from ronde.launch.hosts.host import Host
 from ronde.launch.messages import Hello
@@ -118,7 +118,7 @@ def _check_fitness(
     """
     from ronde.launch.readiness import judge
 
-    directory = str(Path.cwd() / wish.job.cwd)
+    directory = str(absolute_path(wish.job.cwd))
     remarks = judge(controller.check(nodes, directory))
     bad = [each for each in remarks if each.is_bad]
     if bad:
@@ -154,10 +154,13 @@ def _place(
 
 
 def _directed(job: JobRequest, crew: Sequence[Node]) -> JobRequest:
-    """Say where to start: on other hosts in the directory of the same name."""
-    if len(crew) == 1 and crew[0].is_here:
+    """Say where to start: on other hosts in the directory of the same name.
+
+    In full here as well: an agent that starts ranks again is in it already.
+    """
+    if len(crew) == 1 and crew[0].is_here and not job.cwd:
         return job
-    return job._replace(cwd=str(Path.cwd() / job.cwd))
+    return job._replace(cwd=str(absolute_path(job.cwd)))
 
 
 def _meet(

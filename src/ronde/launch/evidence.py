@@ -44,7 +44,7 @@ class Evidence:
             status: Exit code, or minus the number of the signal.
             wait_status: What ``waitpid`` said.
             pid: The process, which was reaped.
-            cwd: The directory that it was started in.
+            cwd: The directory that it was started in, in full; it may be gone.
         """
         if status in _PLAIN_ENDS:
             return ""
@@ -87,12 +87,13 @@ class Evidence:
         has_pid = _read("/proc/sys/kernel/core_uses_pid").strip() == "1"
         if has_pid and "%p" not in pattern:
             pattern += ".%p"
-        start = Path("/" if pattern.startswith("/") else cwd or ".")
-        for path in start.glob(core_glob(pattern, pid).lstrip("/")):
-            # An older one of the same name is not this process's.
-            with suppress(OSError):
+        start = Path("/" if pattern.startswith("/") else cwd)
+        # The directory may be gone, or closed to us.
+        with suppress(OSError):
+            for path in start.glob(core_glob(pattern, pid).lstrip("/")):
+                # An older one of the same name is not this process's.
                 if path.stat().st_mtime >= self._since_s - _CLOCK_STEP_S:
-                    return f"core dumped to {path.absolute()}"
+                    return f"core dumped to {path}"
         return "core dumped"
 
     def _count_oom_kills(self) -> int:
@@ -180,7 +181,9 @@ def _explain_shared_memory() -> str:
 def core_glob(pattern: str, pid: int) -> str:
     """Return what matches the core file of a process, by the kernel's pattern."""
     known = {"%": "%", "p": str(pid)}
-    return re.sub(r"%(.)", lambda found: known.get(found[1], "*"), pattern)
+    matching = re.sub(r"%(.)", lambda found: known.get(found[1], "*"), pattern)
+    # Two of them side by side mean something else to ``glob``, or nothing.
+    return re.sub(r"\*+", "*", matching)
 
 
 def _open_kernel_log() -> int | None:

@@ -5,7 +5,6 @@ import signal
 import socket
 import time
 from enum import Enum, auto
-from pathlib import Path
 
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.evidence import Evidence
@@ -60,6 +59,7 @@ class LocalJob:
         self._intake = intake
         self._ranks = RankGroup()
         self._command: list[str] = []
+        self._directory = ""
         self._port: socket.socket | None = None
         self._deadline = 0.0
         self._evidence = Evidence()
@@ -80,7 +80,7 @@ class LocalJob:
         try:
             if job.epoch:
                 _fence_off(job.cookie)
-            enter_directory(job.cwd)
+            self._directory = enter_directory(job.cwd)
             self._command = resolve_program(job.argv, job.env.get("PATH", own_path))
             if job.address:
                 self._port = hold_port(job.address, job.master_port)
@@ -94,13 +94,15 @@ class LocalJob:
         """Start the ranks; tell Started for each, or Refused."""
         if self.phase is not Phase.PREPARING:
             raise LaunchError("Start must come once, after Prepare.")
-        meeting = {
+        whereabouts = {
+            # What the agent was started with may name another one.
+            "PWD": self._directory,
             "MASTER_ADDR": order.master_addr,
             "MASTER_PORT": str(order.master_port),
         }
         raise_open_files_limit(len(self._job.ranks))
         try:
-            ranks = self._ranks.start(self._job, self._command, meeting, self._port)
+            ranks = self._ranks.start(self._job, self._command, whereabouts, self._port)
         except OSError as error:
             sweep(on_reaped=lambda _pid, _status: None)
             self._refuse(
@@ -118,6 +120,12 @@ class LocalJob:
             self._outbox.tell(Started(rank.rank, rank.pid, at_s))
             for pipe in rank.pipes:
                 self._intake.add(pipe)
+
+    def call_off(self) -> None:
+        """End a job that was not started: another comes in its place."""
+        if self.phase is not Phase.PREPARING:
+            raise LaunchError("Prepare must come while no ranks run.")
+        self._end()
 
     def forward(self, number: int) -> None:
         """Signal the ranks."""
@@ -165,7 +173,7 @@ class LocalJob:
         for pipe in rank.pipes:
             self._intake.drain(pipe)
         at_s, was_stopped = time.monotonic(), self.phase is Phase.STOPPING
-        evidence = self._evidence.explain(status, wait_status, pid, str(Path.cwd()))
+        evidence = self._evidence.explain(status, wait_status, pid, self._directory)
         self._outbox.tell(Exited(rank.rank, status, at_s, was_stopped, evidence))
 
     def _refuse(self, reason: str, *, is_usage: bool) -> None:

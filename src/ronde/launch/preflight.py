@@ -6,23 +6,27 @@ import sys
 from pathlib import Path
 
 from ronde.errors import UsageError
+from ronde.launch.directory import absolute_path
 
 
-def enter_directory(path: str) -> None:
+def enter_directory(path: str) -> str:
     """Make ``path`` this process's directory; empty stays where it is.
+
+    Returns:
+        The directory in full; it may be gone when ranks have run in it.
 
     Raises:
         UsageError: It is not there, no directory, or not to be entered.
     """
-    if not path:
-        return
     try:
-        os.chdir(path)
+        if path:
+            os.chdir(path)
     except OSError as error:
         raise UsageError(
             f"--chdir must be a directory that can be entered, got {path!r} "
             f"({_why(error)}). Create it or name another."
         ) from None
+    return str(absolute_path())
 
 
 def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
@@ -67,7 +71,8 @@ def _find(program: str, search_path: str) -> str | None:
     """Do what ``shutil.which`` does; importing that takes an agent 3 ms."""
     for directory in search_path.split(os.pathsep):
         path = Path(directory or ".") / program
-        if path.is_file() and os.access(path, os.X_OK):
+        # In this order: of a directory that is closed to us ``is_file`` raises.
+        if os.access(path, os.X_OK) and path.is_file():
             return str(path)
     return None
 

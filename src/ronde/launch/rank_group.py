@@ -5,7 +5,6 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from ronde.launch.affinity import inherited_binding
 from ronde.launch.forwarded import base_environment
@@ -44,7 +43,7 @@ class RankGroup:
         self,
         job: Job,
         command: Sequence[str],
-        meeting: dict[str, str],
+        whereabouts: dict[str, str],
         port: socket.socket | None,
     ) -> list[RankProcess]:
         """Start all ranks of the job.
@@ -52,14 +51,13 @@ class RankGroup:
         Args:
             job: Whose ranks.
             command: Path and arguments.
-            meeting: Environment variables that say where the ranks meet.
+            whereabouts: Environment variables that say where the ranks are and meet.
             port: The bound socket that rank 0 gets, where that is here.
 
         Raises:
             OSError: One could not be started; those before it are running.
         """
-        # What the agent was started with may name another one.
-        base = _environment(job) | meeting | {"PWD": str(Path.cwd())}
+        base = _environment(job) | whereabouts
         for plan in job.ranks:
             env = base | plan.env
             if self._mpi is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ronde.errors import UsageError
+from ronde.launch.directory import absolute_path
 from ronde.launch.sink import Generation, Sink
 from ronde.launch.through import Through
 from ronde.launch.verdict import LostHost, RankEnd, Verdict, signal_name
@@ -101,7 +102,7 @@ class ErrorFile(Through):
         super().__init__(inner)
         self._path = path
         self._generation: Generation | None = None
-        directory = Path(path).absolute().parent
+        directory = absolute_path(path).parent
         if not os.access(directory, os.W_OK | os.X_OK) or Path(path).is_dir():
             raise UsageError(
                 f"--error-file must be a file in a directory that can be written, got "

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from ronde.errors import Failure, HostError, HostFailure, UsageError
+from ronde.launch.directory import absolute_path
 from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hosts.host import Host
 from ronde.launch.remote_boot import end_with
@@ -75,7 +76,7 @@ def sync_folder(
         InterruptedStartError: The user has ended it.
     """
     began_s = time.monotonic()
-    path = Path(folder).absolute()
+    path = absolute_path(folder)
     if not path.is_dir():
         raise UsageError(
             f"--sync must be a folder, got {folder!r}. Name that of the program."
