@@ -248,12 +248,12 @@ def test_an_allocation_that_cannot_be(environ, said) -> None:
     "name", ["localhost", "127.0.0.1", "127.0.0.2", "::1", os.uname().nodename]
 )
 def test_this_machine_has_many_names(name) -> None:
-    assert is_here(name)
+    assert is_here(Host(name))
 
 
 @pytest.mark.parametrize("name", ["192.0.2.1", "a" * 80, "", "node1.invalid"])
 def test_what_is_elsewhere_or_nowhere(name) -> None:
-    assert not is_here(name)
+    assert not is_here(Host(name))
 
 
 def test_an_address_of_this_machine_is_here() -> None:
@@ -262,4 +262,4 @@ def test_an_address_of_this_machine_is_here() -> None:
             probe.connect(("192.0.2.1", 9))
         except OSError:
             pytest.skip("this machine has no route to anywhere")
-        assert is_here(probe.getsockname()[0])
+        assert is_here(Host(probe.getsockname()[0]))

@@ -126,3 +126,8 @@ def test_horovods_ssh_options_are_for_ssh(tmp_path) -> None:
     assert found.ssh_args == ("-i", "key file")
     assert found.ignored == ()
     assert asked().ssh_args == ()
+
+
+def test_horovods_ssh_port_is_that_of_other_hosts() -> None:
+    hosts = asked("-p", "22", "-H", "192.0.2.1:1,localhost:1,192.0.2.2:1").hosts
+    assert [host.port for host in hosts] == [22, 0, 22]

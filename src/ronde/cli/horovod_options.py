@@ -194,12 +194,17 @@ def _hosts(
     hosts = find_hosts(options, environ)
     if "ssh-port" not in given:
         return hosts
+    from ronde.launch.hosts.here import is_here
     from ronde.launch.hosts.names import parse_number
 
     port = parse_number(
         given["ssh-port"], "port", "--ssh-port", lowest=1, highest=65535
     )
-    return tuple(replace(host, port=host.port or port) for host in hosts)
+    # It is said of other hosts: of this machine a port would say that it is none here.
+    own = next((host for host in hosts if is_here(host)), None)
+    return tuple(
+        host if host is own else replace(host, port=host.port or port) for host in hosts
+    )
 
 
 def _ssh_args(given: Mapping[str, str]) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ class Hiring:
         """
         if self._make_spawner is None:
             return True
-        if not self._here and is_here(host.name):
+        if not self._here and is_here(host):
             self._here = host.name
         return host.name == self._here
 

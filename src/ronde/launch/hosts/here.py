@@ -2,16 +2,32 @@
 
 import os
 
+from ronde.launch.hosts.host import Host
 
-def is_here(name: str) -> bool:
-    """Say whether one of this machine's own names or addresses is meant.
 
-    Asks the system's resolver for a name that is not obviously this machine's, which
-    can take as long as that takes.
+def is_here(host: Host) -> bool:
+    """Say whether this machine is meant, as its user is here.
 
-    Args:
-        name: Host name or numeric address.
+    It is not where another user is to log in, nor where a port of ssh is named: what
+    answers there may be another machine, or a container. Asks the system's resolver for
+    a name that is not obviously this machine's, which can take as long as that takes.
     """
+    if host.port or (host.user and host.user != _own_name()):
+        return False
+    return _is_own(host.name)
+
+
+def _own_name() -> str:
+    """Return this user's login name, empty where there is none."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return ""
+
+
+def _is_own(name: str) -> bool:
     if name in ("localhost", "127.0.0.1", "::1", os.uname().nodename):
         return True
     # Imported where it is needed: a job on this machine starts without.
