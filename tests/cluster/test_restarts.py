@@ -6,10 +6,11 @@ benchmarks/restarts.py --kills 50``.
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,34 @@ def rank_of(cluster, host, epoch):
 
 def kill_agent(cluster, host):
     os.kill(rank_of(cluster, host, 0).parent, signal.SIGKILL)
+
+
+@contextmanager
+def held_up(cluster, host):
+    """Have a host find something left of the first generation meanwhile."""
+    marks = rank_of(cluster, host, 0).environment.split(b"\0")
+    [cookie] = [mark for mark in marks if mark.startswith(b"RONDE_COOKIE=")]
+    with cluster.start(
+        host,
+        ["sh", "-c", "echo; read -r _"],
+        env={"PATH": os.defpath, "RONDE_COOKIE": cookie.partition(b"=")[2].decode()},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as leftover:
+        leftover.stdout.readline()
+        yield
+
+
+def break_connection(cluster, near, far):
+    """Kill what serves ssh on the far host; return when ssh on the near one is gone."""
+    [ssh] = [p for p in cluster.processes(near) if far.name in p.words[1:]]
+    ssh_fd = os.pidfd_open(ssh.pid)
+    for process in cluster.processes(far):
+        if process.name.startswith("sshd") and "[listener]" not in process.words[0]:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+    assert select.select([ssh_fd], [], [], LIMIT_S)[0]
+    os.close(ssh_fd)
 
 
 def await_line(process, text):
@@ -196,6 +225,40 @@ def test_a_host_that_is_lost_while_another_comes_back_is_awaited_too(cluster):
         code, out, errors = end_of(process)
     assert code == 0, errors
     assert_generation(1, out)
+    assert_nothing_left(cluster)
+
+
+@pytest.mark.parametrize("limit", [2, 1])
+def test_a_host_that_is_lost_before_ranks_run_again_is_a_restart(cluster, limit):
+    first, second, _ = cluster.hosts
+    with job(cluster, "--max-restarts", str(limit), last_epoch=2) as process:
+        with held_up(cluster, first):
+            os.kill(rank_of(cluster, first, 0).pid, signal.SIGKILL)
+            await_line(process, f"restart 1 of {limit}: rank 0 failed")
+            break_connection(cluster, first, second)
+        code, out, errors = end_of(process)
+    if limit == 1:
+        assert (code, out) == (69, []), errors
+        assert "ronde: 1 host was lost before the ranks ran." in errors
+    else:
+        assert code == 0, errors
+        assert_generation(2, out)
+        assert "restart 2 of 2: node2 was lost" in errors
+    assert_nothing_left(cluster)
+
+
+def test_an_agent_that_is_killed_before_ranks_run_again_is_replaced(cluster):
+    first = cluster.hosts[0]
+    with job(cluster, "--max-restarts", "2", last_epoch=2) as process:
+        agent = rank_of(cluster, first, 0).parent
+        with held_up(cluster, first):
+            os.kill(rank_of(cluster, first, 0).pid, signal.SIGKILL)
+            await_line(process, "restart 1 of 2: rank 0 failed")
+            os.kill(agent, signal.SIGKILL)
+            await_line(process, "restart 2 of 2: node1 was lost")
+        code, out, errors = end_of(process)
+    assert code == 0, errors
+    assert_generation(2, out)
     assert_nothing_left(cluster)
 
 

@@ -202,6 +202,9 @@ class Agent:
             case Converse() | Say():
                 self._converse(order)
             case Prepare():
+                if self._job is not None:
+                    # A host was lost meanwhile, and its controller tries again.
+                    self._job.call_off()
                 self._job = LocalJob(order.job, self._outbox, self._intake)
                 self._job.prepare()
             case Leave():

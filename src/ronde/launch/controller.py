@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ronde.errors import HostError, HostFailure
+from ronde.errors import HostError, HostFailure, LaunchError
 from ronde.launch.chronicle import Chronicle
 from ronde.launch.finding import Finding
 from ronde.launch.gathering import Gathering
 from ronde.launch.hiring import Hiring
 from ronde.launch.hosts.host import Host
+from ronde.launch.job import Job
 from ronde.launch.lineage import children, sweep
 from ronde.launch.messages import Leave
 from ronde.launch.node import Node
@@ -60,9 +61,30 @@ class Restarts(NamedTuple):
     limit: int = 0
     not_on: frozenset[int] = frozenset()
 
+    def follows_loss(self, epoch: int) -> bool:
+        """Say whether another generation follows one that a host was lost before.
+
+        None does before the first one has run: hosts are not known to be fit yet.
+        """
+        return 0 < epoch < self.limit
+
     def wants(self, verdict: Verdict, epoch: int) -> bool:
         """Say whether another generation follows one that ended so."""
         return epoch < self.limit and verdict.is_worth_restart(self.not_on)
+
+
+class _Prepared(NamedTuple):
+    """A generation that all hosts are ready to start.
+
+    Attributes:
+        jobs: Each host's part.
+        port: Held for rank 0.
+        took_s: How long it took.
+    """
+
+    jobs: tuple[Job, ...]
+    port: int
+    took_s: float
 
 
 class Controller:
@@ -159,36 +181,51 @@ class Controller:
         ]
         chronicle.planned(jobs[0].job_id, jobs[0].argv, places)
         while True:
-            verdict = self._run_once(arrangement, crew, epoch, chronicle)
-            chronicle.ended(verdict)
-            self._sink.finished(verdict)
-            if not restarts.wants(verdict, epoch):
-                return verdict
+            try:
+                prepared = self._prepare(arrangement, crew, epoch)
+            except LaunchError:
+                lost = [node.name for node in crew if node.is_over]
+                if not lost or not restarts.follows_loss(epoch):
+                    raise
+                why = f"{lost[0]} was lost"
+            else:
+                verdict = self._run_once(arrangement.plan, crew, prepared, chronicle)
+                chronicle.ended(verdict)
+                self._sink.finished(verdict)
+                if not restarts.wants(verdict, epoch):
+                    return verdict
+                why = _why(verdict)
             epoch += 1
-            self._sink.notice(f"restart {epoch} of {restarts.limit}: {_why(verdict)}")
+            self._sink.notice(f"restart {epoch} of {restarts.limit}: {why}")
             crew = self._replace_lost(crew)
+
+    def _prepare(
+        self, arrangement: Arrangement, crew: Sequence[Node], epoch: int
+    ) -> _Prepared:
+        """Have all hosts ready for one generation of ranks."""
+        begun_s, jobs = time.monotonic(), arrangement.plan.jobs(epoch)
+        port = Starting(self._board).prepare(crew, jobs)
+        arrangement.check(port, crew)
+        return _Prepared(jobs, port, time.monotonic() - begun_s)
 
     def _run_once(
         self,
-        arrangement: Arrangement,
+        plan: Plan,
         crew: Sequence[Node],
-        epoch: int,
+        prepared: _Prepared,
         chronicle: Chronicle,
     ) -> Verdict:
         """Run one generation of ranks to its end."""
-        plan, begun_s = arrangement.plan, time.monotonic()
-        jobs = plan.jobs(epoch)
-        port = Starting(self._board).prepare(crew, jobs)
-        arrangement.check(port, crew)
-        generation = Generation(plan.facts.job_id, epoch, plan.hosts)
+        jobs = prepared.jobs
+        generation = Generation(plan.facts.job_id, jobs[0].epoch, plan.hosts)
         self._sink.begin(generation)
-        ready_s = time.monotonic() - begun_s
 
         def tell(ranks_s: float) -> None:
-            timings = {"agents_s": self._agents_s, "ready_s": ready_s}
+            timings = {"agents_s": self._agents_s, "ready_s": prepared.took_s}
             chronicle.began(generation, timings | {"ranks_s": ranks_s})
 
-        return Running(self._board, crew, jobs, tell).run(plan.address, port)
+        running = Running(self._board, crew, jobs, tell)
+        return running.run(plan.address, prepared.port)
 
     def _replace_lost(self, crew: Sequence[Node]) -> list[Node]:
         """Bring agents to the hosts that lost theirs; nothing of the old may be left.

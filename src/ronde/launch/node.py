@@ -20,7 +20,7 @@ SILENCE_S = 8.0
 """After so long without a word of it a host that runs ranks counts as lost."""
 
 _END_S = 0.5
-_EXIT_UNREACHABLE = 69
+EXIT_UNREACHABLE = 69
 EXIT_INTERNAL = 70
 _SSH_FAILED = 255
 
@@ -140,7 +140,7 @@ class Node:
         if self.is_here:
             return Loss(f"its agent is gone (exit code {code}){told}", EXIT_INTERNAL)
         if not self.has_reported_end(code):
-            return Loss(f"the connection to it ended{told}", _EXIT_UNREACHABLE)
+            return Loss(f"the connection to it ended{told}", EXIT_UNREACHABLE)
         return Loss(f"its agent ended with exit code {code}{told}", EXIT_INTERNAL)
 
     def has_reported_end(self, code: int | None) -> bool:
@@ -152,7 +152,7 @@ class Node:
 
     def explain_silence(self) -> Loss:
         """Say what was seen of a host that nothing is heard of any more."""
-        return Loss(f"nothing was heard of it for {SILENCE_S:g} s", _EXIT_UNREACHABLE)
+        return Loss(f"nothing was heard of it for {SILENCE_S:g} s", EXIT_UNREACHABLE)
 
     def close(self) -> None:
         """Take leave: the agent ends everything and itself."""

@@ -20,7 +20,7 @@ from ronde.launch.messages import (
     Ready,
     Refused,
 )
-from ronde.launch.node import Loss, Node
+from ronde.launch.node import EXIT_UNREACHABLE, Loss, Node
 from ronde.launch.switchboard import Switchboard
 
 _ANSWER_S = 60.0
@@ -29,6 +29,9 @@ _ANSWER_S = 60.0
 class Starting:
     """Asks agents and waits for the answers of all; an attendant of the switchboard.
 
+    Where a host is lost the others are heard all the same: what they answered does not
+    come when they are asked again.
+
     Args:
         board: With a node for each agent to be asked.
     """
@@ -36,7 +39,7 @@ class Starting:
     def __init__(self, board: Switchboard) -> None:
         self._board = board
         self._answers: dict[str, FromAgent] = {}
-        self._asked: list[Node] = []
+        self._lost: list[tuple[Node, Loss]] = []
 
     def locate(
         self, nodes: Sequence[Node], addresses: Sequence[str], port: int
@@ -89,20 +92,18 @@ class Starting:
 
     def _await(self, nodes: Sequence[Node]) -> list[FromAgent]:
         self._answers = {}
-        self._asked = list(nodes)
+
+        def awaited() -> list[Node]:
+            return [n for n in nodes if not n.is_over and n.name not in self._answers]
+
         due_s = time.monotonic() + _ANSWER_S
-        self._board.serve(
-            self,
-            lambda: len(self._answers) == len(self._asked),
-            lambda: due_s,
-        )
-        silent = [node for node in self._asked if node.name not in self._answers]
-        if silent:
-            failure = Failure(f"its agent did not answer within {_ANSWER_S:g} s", "")
-            raise HostError(
-                f"{len(silent)} of {len(nodes)} hosts do not answer.",
-                [HostFailure(node.name, failure) for node in silent],
-            )
+        self._board.serve(self, lambda: not awaited(), lambda: due_s)
+        for node in awaited():
+            reason = f"its agent did not answer within {_ANSWER_S:g} s"
+            node.link.wire.kill()
+            self._board.lose(self, node, Loss(reason, EXIT_UNREACHABLE))
+        if self._lost:
+            raise _loss_error(self._lost)
         return [self._answers[node.name] for node in nodes]
 
     def take(self, node: Node, message: FromAgent) -> None:
@@ -122,15 +123,8 @@ class Starting:
         raise LaunchError(f"rank {output.rank} must not run yet, but it writes.")
 
     def take_loss(self, node: Node, loss: Loss) -> None:
-        """Give up: nothing runs yet, and what cannot start now will not run either."""
-        if node.is_here:
-            raise LaunchError(
-                f"agent must run until the job is over, but {loss.reason}."
-            )
-        raise HostError(
-            "1 host was lost before the ranks ran.",
-            [HostFailure(node.name, Failure(loss.reason, f"ssh {node.name}"))],
-        )
+        """Take note: nothing runs yet, and without it nothing will."""
+        self._lost.append((node, loss))
 
     def take_signal(self, number: int) -> None:
         """End it: nothing runs yet."""
@@ -138,6 +132,22 @@ class Starting:
 
     def take_broken_output(self) -> None:
         """Nothing was shown yet that anybody could miss."""
+
+
+def _loss_error(lost: Sequence[tuple[Node, Loss]]) -> LaunchError:
+    for node, loss in lost:
+        if node.is_here:
+            return LaunchError(
+                f"agent must run until the job is over, but {loss.reason}."
+            )
+    hosts = "1 host was" if len(lost) == 1 else f"{len(lost)} hosts were"
+    return HostError(
+        f"{hosts} lost before the ranks ran.",
+        [
+            HostFailure(node.name, Failure(loss.reason, f"ssh {node.name}"))
+            for node, loss in lost
+        ],
+    )
 
 
 def refusal(
