@@ -147,8 +147,9 @@ class Gathering:
         now_s = time.monotonic()
         for attempt in self._starting():
             if attempt.node is not None and now_s > attempt.due_s:
+                # It stays on the board: what it has started is looked for at the end.
                 attempt.node.link.wire.kill()
-                self._drop(attempt.node)
+                attempt.node.close()
                 cure = self._explain(attempt.node, _UNKNOWN, "timed out").cure
                 reason = f"no word from it within {CONNECT_S:g} s"
                 attempt.failure = Failure(reason, cure)

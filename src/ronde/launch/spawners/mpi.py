@@ -48,16 +48,22 @@ class MpiSpawner:
         """Whether it is MPICH's.
 
         Raises:
-            UsageError: It is neither that nor Open MPI's.
+            UsageError: It is neither that nor Open MPI's, or does not answer.
         """
-        done = subprocess.run(
-            [self._mpirun, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_VERSION_S,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [self._mpirun, "--version"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_VERSION_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise UsageError(
+                f"mpirun must say its version, got nothing from {self._mpirun!r} "
+                f"within {_VERSION_S:g} s. {_CURE}"
+            ) from None
         if "HYDRA" in done.stdout:
             return True
         if "(Open MPI) 5." in done.stdout:

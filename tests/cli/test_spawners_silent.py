@@ -1,0 +1,59 @@
+"""An ``mpirun`` that hangs: it is ended in time, and one sentence says so."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ronde.launch.lineage import read_processes
+
+SILENT = """\
+#!/bin/sh
+case $1 in
+--version) {answer} ;;
+*) {start} ;;
+esac
+"""
+HANG = "trap '' TERM; tail -f /dev/null"
+ANSWER = "echo 'mpirun (Open MPI) 5.0.1'"
+
+
+def mpirun(directory, answer, start):
+    """Make an ``mpirun``; return the words and the environment to use it by."""
+    program = directory / "mpirun"
+    program.write_text(SILENT.format(answer=answer, start=start))
+    program.chmod(0o755)
+    path = f"{directory}:{os.defpath}"
+    words = ["run", "--launcher", "mpi", "-H", "node.invalid:1", "true"]
+    return words, {"PATH": path, "IN_A_TEST": str(directory)}
+
+
+def marked(directory):
+    """Return the processes that were started with a test's environment."""
+    mark = f"IN_A_TEST={directory}".encode()
+    return [pid for pid in read_processes() if mark in environment(pid).split(b"\0")]
+
+
+def environment(pid):
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.timeout(120)
+def test_an_mpirun_that_starts_nothing_is_given_up_and_ended(ronde, tmp_path):
+    words, env = mpirun(tmp_path, ANSWER, HANG)
+    done = ronde(*words, env=env)
+    assert done.returncode == 69, done.stderr
+    assert b"no word from it within 30 s" in done.stderr
+    assert marked(tmp_path) == []
+
+
+def test_an_mpirun_that_does_not_say_its_version_is_refused(ronde, tmp_path):
+    words, env = mpirun(tmp_path, f"exec {HANG.partition('; ')[2]}", HANG)
+    done = ronde(*words, env=env)
+    assert done.returncode == 64
+    [sentence] = done.stderr.decode().splitlines()
+    assert sentence.startswith("ronde: mpirun must say its version, got nothing from ")
+    assert marked(tmp_path) == []
