@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,9 @@ import pytest
 from tests.cluster.observation import Process, Socket, sockets_of
 
 LIMIT_S = 110
+SCAN_S = 100
 SSH_PORT = 22
+LOOPBACK = ("127.0.0.1", "::1")
 UNNAMED = "what-the-user-did-not-forward"
 NAMED = "what-the-user-named"
 ALLOWED = "what-is-on-the-list"
@@ -143,15 +145,54 @@ def test_only_ranks_listen_each_on_the_chosen_address_of_its_host(cluster, job):
     assert per_rank == [3, 1, 2, 2]
 
 
+def scan(cluster, addresses):
+    """Try every TCP port of some addresses, from some hosts at once.
+
+    Args:
+        addresses: By host, those that it tries.
+
+    Returns:
+        By host, the addresses and ports that took its connection.
+    """
+    program = [sys.executable, "-m", "tests.cluster.port_scan"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    found = {}
+    with ExitStack() as stack:
+        scanners = {}
+        for host in cluster.hosts:
+            words = [*program, *addresses[host.name]]
+            scanners[host.name] = cluster.start(host, words, **pipes)
+            stack.enter_context(scanners[host.name])
+            stack.callback(scanners[host.name].kill)
+        for name, scanner in scanners.items():
+            out, errors = scanner.communicate(timeout=SCAN_S)
+            assert scanner.returncode == 0, errors
+            places = [line.split() for line in out.splitlines()]
+            found[name] = {(address, int(port)) for address, port in places}
+    return found
+
+
+@pytest.mark.timeout(LIMIT_S + SCAN_S)
+def test_a_scan_of_every_port_finds_no_more_and_disturbs_nothing(cluster, job):
+    """Of each host's addresses from another host, and of its loopback from itself."""
+    addresses, expected = {}, {}
+    others = [*cluster.hosts[1:], cluster.hosts[0]]
+    sockets_of_others = [*job.sockets[1:], job.sockets[0]]
+    for host, other, sockets in zip(
+        cluster.hosts, others, sockets_of_others, strict=True
+    ):
+        tried = (*LOOPBACK, other.address, other.address6)
+        of_ranks = {(found.address, found.port) for found in sockets}
+        assert of_ranks
+        addresses[host.name] = tried
+        expected[host.name] = {(each, SSH_PORT) for each in tried} | of_ranks
+    assert scan(cluster, addresses) == expected
+
+
 @pytest.mark.timeout(LIMIT_S)
-def test_a_scan_from_another_host_finds_no_more_and_disturbs_nothing(cluster, job):
-    """The kernel's list is complete; each port in it is tried at every address."""
-    listening = {
-        (found.address, found.port) for sockets in job.sockets for found in sockets
-    }
-    ports = sorted({port for _, port in listening})
-    scanned = [a for h in cluster.hosts for a in (h.address, h.address6)]
-    places = [f"{address}|{port}" for address in scanned for port in ports]
+def test_what_strangers_say_is_not_answered_and_disturbs_nothing(cluster, job):
+    listening = {(found.address, found.port) for each in job.sockets for found in each}
+    places = [f"{address}|{port}" for address, port in listening]
     words = [sys.executable, "-c", KNOCK, *places]
     done = cluster.run(cluster.hosts[2], words, timeout_s=60)
     assert done.returncode == 0, done.stderr
@@ -221,6 +262,8 @@ def test_whoever_listens_is_seen(cluster):
     with cluster.start(host, [sys.executable, "-c", LISTEN], **pipes) as process:
         assert process.stdout.readline() == "ready\n"
         found = [s for s in sockets_of(host.init_pid) if s.port != SSH_PORT]
+        tried = {"node1": [host.address], host.name: ["127.0.0.1"], "node3": []}
+        scanned = scan(cluster, tried)
         process.stdin.close()
     wildcard = "0.0.0.0"  # noqa: S104  it is seen, not bound
     assert {(s.protocol, s.address) for s in found} == {
@@ -228,3 +271,8 @@ def test_whoever_listens_is_seen(cluster):
         ("udp", wildcard),
     }
     assert all(s.words[:2] == (sys.executable, "-c") for s in found)
+    (port,) = (s.port for s in found if s.protocol == "tcp")
+    assert scanned == {
+        name: {(address, known) for address in each for known in (SSH_PORT, port)}
+        for name, each in tried.items()
+    }
