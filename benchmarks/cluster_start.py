@@ -93,10 +93,17 @@ def time_start(cluster: Cluster, launcher: Launcher) -> float:
     return seconds
 
 
-def compare(rounds: int) -> dict[str, list[float]]:
-    """Return the times of all launchers on three hosts; the first round is left out."""
+def compare(rounds: int, *, is_alone: bool) -> dict[str, list[float]]:
+    """Return the times of all launchers on three hosts; the first round is left out.
+
+    Args:
+        rounds: Runs of each that count.
+        is_alone: Whether ``ronde run`` has no other beside it.
+    """
     with machines(3) as cluster:
         all_of_them = launchers(cluster, slots=2)
+        if is_alone:
+            all_of_them = {RONDE: all_of_them[RONDE]}
         times: dict[str, list[float]] = {name: [] for name in all_of_them}
         for _ in range(rounds + 1):
             for name, launcher in all_of_them.items():
@@ -116,9 +123,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time the start on several hosts.")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--many", type=int, default=3, help="rounds of 256 ranks")
+    parser.add_argument("--alone", action="store_true", help="time ronde run only")
     options = parser.parse_args()
     try:
-        times = compare(options.rounds)
+        times = compare(options.rounds, is_alone=options.alone)
         many = time_many(options.many) if options.many else []
     except ClusterError as error:
         print(f"cluster_start: {error}", file=sys.stderr)
@@ -131,13 +139,15 @@ def main() -> int:
         print(f"{name:28} {middle:8.3f} {max(seconds):7.3f} {middle / median:6.2f}")
     for seconds in many:
         print(f"256 ranks on 8 hosts: {seconds:.2f} s")
-    rounded = {
-        name: [None if math.isinf(s) else round(s, 4) for s in each]
-        for name, each in times.items()
-    }
-    result = {"benchmark": "cluster_start", "seconds": rounded, "many_s": many}
-    print(json.dumps(result))
+    rounded = {name: rounded_times(each) for name, each in times.items()}
+    result = {"seconds": rounded, "many_s": rounded_times(many)}
+    print(json.dumps({"benchmark": "cluster_start", **result}))
     return 0
+
+
+def rounded_times(times: Sequence[float]) -> list[float | None]:
+    """Return what JSON can hold: None for a launcher that did not end in time."""
+    return [None if math.isinf(seconds) else round(seconds, 4) for seconds in times]
 
 
 if __name__ == "__main__":

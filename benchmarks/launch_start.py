@@ -14,12 +14,13 @@ import time
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
+RONDE = "ronde run"
 
 
 def commands() -> dict[str, list[str]]:
     """Return the command of every launcher that is there."""
     candidates = {
-        "ronde run": [str(BIN / "ronde"), "run", "-n", "2", "--", "/bin/true"],
+        RONDE: [str(BIN / "ronde"), "run", "-n", "2", "--", "/bin/true"],
         "mpirun": [
             str(BIN / "mpirun"),
             *("--allow-run-as-root", "--oversubscribe", "-n", "2", "/bin/true"),
@@ -52,16 +53,20 @@ def main() -> None:
     """Print medians and write one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--alone", action="store_true", help="time ronde run only")
     options = parser.parse_args()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands()}
+    timed = commands()
+    if options.alone:
+        timed = {RONDE: timed[RONDE]}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in timed}
     for _ in range(options.rounds + 1):
-        for name, command in commands().items():
+        for name, command in timed.items():
             times[name].append(time_start(command))
     medians = {name: median_of(t[1:], 0) for name, t in times.items()}
     cpu = {name: median_of(t[1:], 1) for name, t in times.items()}
     print(f"{'':16} {'s':>6} {'x':>6} {'CPU s':>6}")
     for name, median in medians.items():
-        ratio = median / medians["ronde run"]
+        ratio = median / medians[RONDE]
         print(f"{name:16} {median:6.3f} {ratio:6.2f} {cpu[name]:6.3f}")
     result = {"benchmark": "launch_start", "median_s": medians, "median_cpu_s": cpu}
     print(json.dumps(result))
