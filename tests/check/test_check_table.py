@@ -8,14 +8,15 @@ import pytest
 from tests.check.fleets import CHECKS, NO_GPU, make_check, make_fleet
 
 from ronde import __version__
-from ronde.check.check import Check, Family, Finding, Severity
+from ronde.check.check import Check, Family, Finding, Severity, name_pair
 from ronde.check.judging import Judgement, Unread, judge
 from ronde.check.keeping import Changes
-from ronde.check.verdict import decide
+from ronde.check.verdict import decide, fit_together
 from ronde.render.check_findings import tell_findings, tell_unread, tell_verdict
 from ronde.render.check_json import checked_as_json
 from ronde.render.check_table import tabulate_hosts
 
+NETWORK = Family.NETWORK
 BY_ID = {check.id: check for check in CHECKS}
 
 
@@ -178,12 +179,71 @@ def test_nobody_answered():
     assert tell_verdict(decide(["a"], [], 0), []).startswith("no host could be asked")
 
 
-def test_a_finding_on_no_host_counts():
-    link = Finding("latency", Severity.FAIL, "a to b", "slow")
-    decided = decide(["a", "b"], [link], 2)
+def pair(host, other, severity=Severity.FAIL):
+    return Finding("latency", severity, name_pair(host, other), "slow")
+
+
+def test_a_pair_that_is_not_ready_is_so_everywhere_it_is_told():
+    names = [f"node{n}" for n in range(1, 5)]
+    found = (pair("node1", "node2"),)
+    judgement = Judgement(found, (), dict.fromkeys(((n, NETWORK) for n in names), 1))
+    assert rows(tabulate_hosts(names, judgement, CHECKS)) == [
+        ["name", "versions", "gpu", "host", "network"],
+        ["node[1-2]", "-", "-", "-", "x"],
+        ["node[3-4]", "-", "-", "-", "ok"],
+    ]
+    decided = decide(names, found, 4)
     assert decided.is_faulty
-    assert decided.ready == ("a", "b")
-    assert not decide(["a"], [link._replace(severity=Severity.INFORM)], 1).is_faulty
+    assert decided.ready == tuple(names)
+    assert tell_verdict(decided, found) == (
+        "4 of 4 hosts are ready by themselves\n"
+        "node1 - node2 are not ready together: latency\n"
+    )
+    told = json.loads(checked_as_json((), judgement, decided, BY_ID, exit_code=2))
+    assert told["verdict"]["not_ready_pairs"] == [["node1", "node2"]]
+    assert told["verdict"]["not_ready"] == told["verdict"]["warned_pairs"] == []
+
+
+def test_a_pair_with_a_warning_is_one():
+    found = [pair("a", "b", Severity.WARN)]
+    decided = decide(["a", "b"], found, 2)
+    assert decided.is_warned
+    assert not decided.is_faulty
+    assert tell_verdict(decided, found) == (
+        "2 of 2 hosts are ready, with warnings on 1 pair\n"
+    )
+    both = [*found, Finding("governor", Severity.WARN, "a", "slow")]
+    assert tell_verdict(decide(["a", "b"], both, 2), both).endswith(
+        "with warnings on 1 of them and on 1 pair\n"
+    )
+    inform = [pair("a", "b", Severity.INFORM)]
+    assert not decide(["a", "b"], inform, 2).is_warned
+
+
+@pytest.mark.parametrize(
+    ("pairs", "good", "strictly_good"),
+    [
+        ([], "abcde", "abcd"),
+        ([("a", "b")], "acde", "acd"),
+        ([("a", "b"), ("c", "d")], "ace", "ac"),
+        # Of a host that several are not ready with, the others are not robbed.
+        ([("a", "c"), ("a", "d"), ("b", "a")], "bcde", "bcd"),
+        ([("a", "b"), ("b", "c"), ("c", "d")], "ade", "ad"),
+    ],
+)
+def test_no_two_hosts_of_a_host_file_are_not_ready_together(pairs, good, strictly_good):
+    found = [pair(*each) for each in pairs]
+    found += [Finding("governor", Severity.WARN, "e", "slow")]
+    found += [Finding("governor", Severity.FAIL, "f", "slow"), pair("f", "a")]
+    decided = decide("abcdef", found, 6)
+    assert "".join(fit_together("abcdef", decided, is_strict=False)) == good
+    assert "".join(fit_together("abcdef", decided, is_strict=True)) == strictly_good
+
+
+def test_a_pair_with_a_warning_is_left_out_where_warnings_count():
+    decided = decide("ab", [pair("a", "b", Severity.WARN)], 2)
+    assert fit_together("ab", decided, is_strict=False) == ("a", "b")
+    assert fit_together("ab", decided, is_strict=True) == ("a",)
 
 
 def test_json_holds_facts_findings_and_verdict():
@@ -220,6 +280,8 @@ def test_json_holds_facts_findings_and_verdict():
         "ready": ["node1", "node3"],
         "warned": [],
         "not_ready": ["node2"],
+        "warned_pairs": [],
+        "not_ready_pairs": [],
     }
     assert told["changes"]["new_hosts"] == ["node3"]
 

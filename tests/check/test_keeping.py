@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import CHECKS, make_fleet
 
-from ronde.check.check import Finding, Severity
+from ronde.check.check import Finding, Severity, name_pair
 from ronde.check.facts import HostFacts
 from ronde.check.judging import judge
 from ronde.check.keeping import Change, Kept, compare, load_last, save
@@ -140,6 +140,15 @@ def test_findings_that_came_and_went():
         ("locked-memory", "node1")
     ]
     assert changes.facts == (Change("node1", "host.memlock_gib", "64", "8"),)
+
+
+def test_a_pair_of_hosts_that_is_slow_now_is_new():
+    fleet = make_fleet(3)
+    slow = Finding("latency", Severity.FAIL, name_pair("node1", "node3"), "slow")
+    then, now = Kept(fleet.hosts, (), IDS), Kept(fleet.hosts, (slow,), IDS)
+    assert compare(then, now).new == compare(now, then).gone == (slow,)
+    with_others = Kept(fleet.hosts[:2], (), IDS)
+    assert compare(with_others, now).new == ()
 
 
 def test_a_finding_in_other_words_is_no_new_one():

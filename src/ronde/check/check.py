@@ -32,13 +32,16 @@ class Severity(StrEnum):
     """Worth knowing."""
 
 
+_BETWEEN = " - "
+
+
 class Finding(NamedTuple):
-    """What one check found on one host.
+    """What one check found on one host, or between two.
 
     Attributes:
         check: Id of the check.
         severity: How bad.
-        host: Where.
+        host: Where; of two hosts what ``name_pair`` returns.
         what: What is seen, in half a sentence: ``/dev/shm has 64MiB``.
         usual: What most other hosts have; empty where that is not the point.
         fix: What to do or type, here: more exact than the check's own; else empty.
@@ -50,6 +53,16 @@ class Finding(NamedTuple):
     what: str
     usual: str = ""
     fix: str = ""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host, or both hosts of a pair."""
+        return tuple(self.host.split(_BETWEEN))
+
+
+def name_pair(host: str, other: str) -> str:
+    """Return how two hosts are named where neither is to blame by itself."""
+    return f"{host}{_BETWEEN}{other}"
 
 
 class Check(NamedTuple):

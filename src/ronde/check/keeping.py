@@ -162,7 +162,7 @@ def _beyond(
     return tuple(
         each
         for each in findings
-        if each.host in hosts
+        if hosts.issuperset(each.hosts)
         and each.check in other.checks
         and (each.check, each.severity, each.host) not in known
     )

@@ -13,7 +13,7 @@ from ronde.check.families.taking_part import ABSENT
 from ronde.check.fleet import Fleet
 from ronde.check.judging import Judgement, judge
 from ronde.check.keeping import Earlier, Kept, compare, load_last, save
-from ronde.check.verdict import Verdict, decide
+from ronde.check.verdict import Verdict, decide, fit_together
 from ronde.cli.check_options import CheckRequest, find_check, make_parser, read_request
 from ronde.cli.ssh_options import make_spawner
 from ronde.errors import UsageError
@@ -37,7 +37,6 @@ EXIT_WARNED = 1
 EXIT_NOT_READY = 2
 EXIT_UNKNOWN = 3
 
-_BROKEN_PIPE = 141
 _MIN_WIDTH = 60
 
 
@@ -61,15 +60,9 @@ def run(words: Sequence[str]) -> int:
         LaunchError: An agent does not keep to its protocol.
     """
     try:
-        code = _dispatch(list(words))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Nobody reads; what is left in the buffer must not fail at exit.
-        sys.stdout = None
-        return _BROKEN_PIPE
+        return _dispatch(list(words))
     except InterruptedStartError as error:
         return 128 + error.number
-    return code
 
 
 def _dispatch(words: list[str]) -> int:
@@ -171,11 +164,12 @@ def _kept(request: CheckRequest, checked: _Checked) -> Kept:
 
 
 def _write(request: CheckRequest, checked: _Checked) -> None:
-    options, verdict = request.options, checked.verdict
+    options = request.options
     if options.save:
         save(Path(options.save), _kept(request, checked))
     if options.write_hostfile:
-        good = {*verdict.ready, *(() if options.strict else verdict.warned)}
+        names = [host.name for host in request.hosts]
+        good = fit_together(names, checked.verdict, is_strict=options.strict)
         text = tell_hostfile([host for host in request.hosts if host.name in good])
         try:
             Path(options.write_hostfile).write_text(text, encoding="utf-8")

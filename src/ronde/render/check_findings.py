@@ -65,17 +65,20 @@ def tell_verdict(
     """Return how many hosts are ready, and of the others why not."""
     if not verdict.num_asked:
         return "no host could be asked, so nothing is known\n"
-    failed: dict[str, list[str]] = {}
+    failed: dict[tuple[str, bool], list[str]] = {}
     for each in findings:
         if each.severity is Severity.FAIL:
-            failed.setdefault(each.host, []).append(each.check)
-    same: dict[str, list[str]] = {}
-    for host, ids in failed.items():
-        same.setdefault(", ".join(dict.fromkeys(ids)), []).append(host)
+            is_pair = len(each.hosts) > 1
+            failed.setdefault((each.host, is_pair), []).append(each.check)
+    same: dict[tuple[str, bool], list[str]] = {}
+    for (where, is_pair), ids in failed.items():
+        key = ", ".join(dict.fromkeys(ids)), is_pair
+        same.setdefault(key, []).append(where)
     text = _tell_ready(verdict)
-    for ids, names in same.items():
-        are = "is" if len(names) == 1 else "are"
-        told = f"{fold_hosts(names, _MAX_NAMES)} {are} not ready: {ids}"
+    for (ids, is_pair), names in same.items():
+        are = "are" if is_pair or len(names) > 1 else "is"
+        ready = "ready together" if is_pair else "ready"
+        told = f"{fold_hosts(names, _MAX_NAMES)} {are} not {ready}: {ids}"
         text += wrap("", told, width, indent=_INDENT)
     return text
 
@@ -87,10 +90,14 @@ def _tell_ready(verdict: Verdict) -> str:
         return ""
     hosts, are = ("host" if num == 1 else "hosts"), ("is" if num_ready == 1 else "are")
     told = f"{num_ready} of {num} {hosts} {are} ready"
-    if not num_warned:
+    if verdict.faulty_pairs:
+        told += " by itself" if num_ready == 1 else " by themselves"
+    if not verdict.is_warned:
         return f"{told}\n"
-    whose = "" if num_warned == num_ready else f" on {num_warned} of them"
-    return f"{told}, with warnings{whose}\n"
+    whose = [f"on {num_warned} of them"] if 0 < num_warned < num_ready else []
+    if (num_pairs := len(verdict.warned_pairs)) and num_warned < num_ready:
+        whose.append(f"on {num_pairs} pair{'s' * (num_pairs > 1)}")
+    return f"{told}, with warnings {' and '.join(whose)}".rstrip() + "\n"
 
 
 def fix_of(finding: Finding, checks: Mapping[str, Check]) -> str:

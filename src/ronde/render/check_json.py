@@ -49,6 +49,8 @@ def checked_as_json(
             "ready": verdict.ready,
             "warned": verdict.warned,
             "not_ready": verdict.faulty,
+            "warned_pairs": verdict.warned_pairs,
+            "not_ready_pairs": verdict.faulty_pairs,
         },
     }
     if changes is not None:

@@ -76,9 +76,10 @@ def _mark(
     }
     marks |= dict.fromkeys(judgement.made, FINE)
     for each in reversed(judgement.findings):
-        if each.host in known and each.check in families:
-            # The worst stands first, so it is written last.
-            marks[each.host, families[each.check]] = MARKS[each.severity]
+        for host in each.hosts if each.check in families else ():
+            if host in known:
+                # The worst stands first, so it is written last.
+                marks[host, families[each.check]] = MARKS[each.severity]
     return marks
 
 

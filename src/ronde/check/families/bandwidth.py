@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ronde.check.bandwidth import SLOW_SHARE, SlowHost, judge_pairs
-from ronde.check.check import Check, Family, Finding, Severity
+from ronde.check.check import Check, Family, Finding, Severity, name_pair
 from ronde.check.facts import Value
 from ronde.check.families import pair_jobs
 from ronde.check.fleet import Fleet
@@ -28,7 +28,7 @@ def _judge_links(fleet: Fleet) -> Iterator[Finding]:
             f"ronde run -H {link.host},{link.other} ronde bench sendrecv -b 64M -e 64M "
             "shows what an engine reaches; see the cables and switches between the two."
         )
-        where = f"{link.host} - {link.other}"
+        where = name_pair(link.host, link.other)
         severity = _grade(link.rate, link.usual)
         yield Finding("slow-pair", severity, where, what, usual, fix)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from ronde.check.check import Check, Family, Finding, Severity
+from ronde.check.check import Check, Family, Finding, Severity, name_pair
 from ronde.check.facts import Value
 from ronde.check.fleet import Fleet
 
@@ -33,7 +33,7 @@ def _judge_failures(fleet: Fleet) -> Iterator[Finding]:
             partners = f"{', '.join(named)}{f' and {num_more} more' * (num_more > 0)}"
             yield _fail(host, way, partners, reasons[named[0]])
     for host, other in _pairs(failures, able):
-        yield _fail(f"{host} - {other}", way, "", failures[host][other])
+        yield _fail(name_pair(host, other), way, "", failures[host][other])
 
 
 def _pairs(
