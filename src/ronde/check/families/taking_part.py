@@ -29,7 +29,8 @@ CHECKS = (
         title="the host can be reached, and ronde starts there",
         reads="an agent started over ssh, srun or mpirun, as ronde run starts it, and "
         "its first answer",
-        threshold="an answer within 30 s, from the same version of the protocol",
+        threshold="an answer within 30 s, from the same version of ronde and the same "
+        "minor version of Python",
         source="ronde's own: what ronde run needs to start ranks there",
         severity=Severity.FAIL,
         fix="ssh HOST true, and look at what it says",

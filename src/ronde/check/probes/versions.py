@@ -40,10 +40,7 @@ def read(reading: Reading) -> None:
     package = Path(ronde.__file__).parent
     reading.keep("versions.ronde", lambda: ronde.__version__)
     reading.keep("versions.ronde_code", lambda: digest_code(package))
-    python = sys.version.split()[0]
-    reading.keep("versions.python", lambda: python)
-    series = python.rpartition(".")[0]
-    reading.keep("versions.python_series", lambda: series)
+    reading.keep("versions.python", lambda: sys.version.split()[0])
     reading.keep("versions.python_path", lambda: sys.executable)
     with reading.reading("versions.torch", "versions.torch_build"):
         version, build = read_torch(_find_torch())
