@@ -11,13 +11,12 @@ from ronde.bench.flags import help_text, parse
 from ronde.bench.options import Options
 from ronde.bench.variables import read_variables
 from ronde.cli.own_ranks import run_own_ranks
+from ronde.cli.standard_output import give_up_output, is_unwritten
 from ronde.errors import CollectiveError, RondeError, UsageError
 from ronde.launch.directory import absolute_path
 from ronde.render.bench_plot import check_path
 from ronde.world import Claim, Launcher, read_claim
 from ronde.world.engines import require_algorithm, require_engine
-
-_BROKEN_PIPE = 141
 
 
 def run(words: Sequence[str]) -> int:
@@ -33,16 +32,14 @@ def run(words: Sequence[str]) -> int:
         return _dispatch(list(words))
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
-    except BrokenPipeError:
-        # Nobody reads; what is left in the buffer must not fail at exit.
-        sys.stdout = None
-        return _BROKEN_PIPE
     except RondeError as error:
         # One write: the launcher's console tells by it what several ranks say alike.
         sys.stderr.write(f"ronde: {error}\n")
         sys.stderr.flush()
         return exit_of(error)
     except Exception as error:  # noqa: BLE001  a process's outermost line
+        if isinstance(error, OSError) and is_unwritten(error):
+            return give_up_output(error)
         traceback.print_exc()
         # torch has no class of its own for all of CUDA's errors.
         return Exit.CUDA if "CUDA" in str(error) else Exit.INTERNAL

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import ronde
 from ronde.cli.exit_codes import EXIT_INTERRUPTED, exit_code_of
+from ronde.cli.standard_output import give_up_output, is_unwritten
 from ronde.errors import HostError, RondeError, UsageError
 
 HELP = """\
@@ -60,7 +61,9 @@ def _leave(code: int) -> NoReturn:
 
 def _code_of(words: list[str]) -> int:
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        # Here it can still be told that it cannot be written.
+        print(end="", flush=True)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except RondeError as error:
@@ -68,6 +71,11 @@ def _code_of(words: list[str]) -> int:
         if isinstance(error, HostError):
             print(_table_of(error), end="", file=sys.stderr)
         return exit_code_of(error)
+    except OSError as error:
+        if not is_unwritten(error):
+            raise
+        return give_up_output(error)
+    return code
 
 
 def _dispatch(words: list[str]) -> int:

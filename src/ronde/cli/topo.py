@@ -39,7 +39,6 @@ example:
 """
 )
 
-_BROKEN_PIPE = 141
 _ANY_WIDTH = 1 << 20
 
 
@@ -52,18 +51,7 @@ def run(words: Sequence[str]) -> int:
     Raises:
         UsageError: A source cannot be read, or the words make no sense.
     """
-    try:
-        code = _dispatch(list(words))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Nobody reads; what is left in the buffer must not fail at exit.
-        sys.stdout = None
-        return _BROKEN_PIPE
-    return code
-
-
-def _dispatch(words: list[str]) -> int:
-    match words:
+    match list(words):
         case ["-h" | "--help", *_]:
             print(HELP, end="")
             return 0

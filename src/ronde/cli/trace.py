@@ -43,7 +43,6 @@ example:
 """
 
 _NUM_TENSORS = 10
-_BROKEN_PIPE = 141
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,24 +61,18 @@ def run(words: Sequence[str]) -> int:
     Raises:
         UsageError: A file cannot be read or written, or is no timeline.
     """
-    try:
-        match list(words):
-            case [] | ["-h" | "--help", *_]:
-                print(HELP, end="")
-            case ["show", *rest]:
-                _show(rest)
-            case ["merge", *rest]:
-                _merge(rest)
-            case other:
-                raise UsageError(
-                    f"verb must be show or merge, got {other[0]!r}. Type: ronde trace "
-                    f"show {other[0]}, or ronde trace --help"
-                )
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Nobody reads; what is left in the buffer must not fail at exit.
-        sys.stdout = None
-        return _BROKEN_PIPE
+    match list(words):
+        case [] | ["-h" | "--help", *_]:
+            print(HELP, end="")
+        case ["show", *rest]:
+            _show(rest)
+        case ["merge", *rest]:
+            _merge(rest)
+        case other:
+            raise UsageError(
+                f"verb must be show or merge, got {other[0]!r}. Type: ronde trace "
+                f"show {other[0]}, or ronde trace --help"
+            )
     return 0
 
 

@@ -1,0 +1,43 @@
+"""Output that cannot be written: a full disk, or nobody who reads."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Ronde
+
+FULL = Path("/dev/full")
+"""The kernel's file that is always full."""
+
+WORDS = [
+    ["--help"],
+    ["bench", "--help"],
+    ["check", "--json", "--only", "taking-part"],
+    ["check", "explain", "taking-part"],
+    ["check", "list"],
+    ["run", "--help"],
+    ["topo", "--help"],
+    ["trace", "--help"],
+]
+
+ronde = Ronde()
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_a_full_disk_is_told_in_a_sentence(words):
+    with FULL.open("wb") as full, ronde.start(*words, stdout=full) as process:
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 74
+    assert said == (
+        b"ronde: output must go where there is room, got: No space left on device. "
+        b"Make room, or write elsewhere.\n"
+    )
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_nobody_reads(words):
+    with ronde.start(*words, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (141, b"")
