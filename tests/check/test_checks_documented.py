@@ -88,7 +88,7 @@ def test_the_guide_names_what_there_is():
     options = set(re.findall(r"`(?:ronde run )?(--[a-z-]+)", guide))
     known = {flag for a in make_parser()._actions for flag in a.option_strings}
     assert options
-    assert options <= known | {"--master-port"}
+    assert options <= known | {"--master-port", "--sync"}
     ids = set(re.findall(r"^[x!i] ([a-z-]+):", guide, re.MULTILINE))
     assert ids
     assert ids <= {check.id for check in all_checks()}

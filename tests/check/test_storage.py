@@ -159,6 +159,7 @@ def folder(roles: list[str], **changes: Value) -> dict[str, Any]:
     return {
         "roles": roles,
         "is_directory": True,
+        "is_enterable": True,
         "is_writable": True,
         "free_bytes": 100 * GIB,
         "size_bytes": 200 * GIB,
@@ -213,15 +214,29 @@ def test_a_missing_shared_folder_is_found_where_it_is_missing() -> None:
     assert finding.what == "/data: No such file or directory"
 
 
-def test_a_missing_current_folder_is_a_warning() -> None:
+def test_a_missing_folder_to_start_in_is_found_with_what_to_do() -> None:
     (finding,) = found(fleet(facts(paths={"/job": missing(["directory"])})))
-    assert (finding.check, finding.severity) == ("folder-missing", Severity.WARN)
+    assert (finding.check, finding.severity) == ("folder-missing", Severity.FAIL)
+    assert "--chdir DIR" in finding.fix
 
 
-def test_a_file_is_no_folder() -> None:
-    path = folder(["shared"], is_directory=False)
-    (finding,) = found(fleet(facts(paths={"/data": path})))
-    assert finding.what == "/data: no folder"
+@pytest.mark.parametrize("role", ["shared", "directory"])
+def test_a_missing_folder_is_found_though_it_is_for_temporary_files(role: str) -> None:
+    missed = missing([role, "temporary"])
+    findings = found(fleet(facts(paths={"/data": missed})))
+    assert {(each.check, each.severity) for each in findings} == {
+        ("folder-missing", Severity.FAIL),
+        ("temporary-folder", Severity.WARN),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"is_directory": False}, "no folder"), ({"is_enterable": False}, "may not be")],
+)
+def test_what_cannot_be_entered_is_found(change: dict[str, Any], why: str) -> None:
+    (finding,) = found(fleet(facts(paths={"/data": folder(["shared"], **change)})))
+    assert finding.what.startswith(f"/data: {why}")
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,14 @@ class Checked(NamedTuple):
 ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(Path.home())}
 
 
-def run_check(cluster, *words, config=None):
+def run_check(cluster, *words, config=None, cwd=ROOT):
     program = [sys.executable, "-m", "ronde", "check", "-H", NAMES, "--json"]
     ssh_args = ["--ssh-args", f"-F {config or cluster.ssh_config}"]
     begun_s = time.monotonic()
     done = cluster.run(
         cluster.hosts[0],
         [*program, *ssh_args, *words],
+        cwd=cwd,
         env=ENVIRONMENT,
         timeout_s=LIMIT_S,
     )
@@ -96,8 +97,8 @@ def usual(three_hosts, disk) -> Checked:
 def find(cluster, usual):
     """Return ``find(*words)``: what is found now that was not found without a fault."""
 
-    def find(*words, config=None):
-        checked = run_check(cluster, *words, config=config)
+    def find(*words, **where):
+        checked = run_check(cluster, *words, **where)
         found = frozenset(f for f in checked.found if f[0] not in EXPLAINED)
         return checked._replace(found=found - usual.found)
 
@@ -268,6 +269,28 @@ def test_a_missing_shared_folder(cluster, find, disk, tmp_path):
     with replaced(cluster, cluster.hosts[1], disk.parent, tmp_path):
         checked = find("--path", str(disk))
     assert_found(checked, "folder-missing", "node2")
+
+
+def test_a_folder_to_start_in_that_one_host_lacks(cluster, find, tmp_path):
+    """``ronde run`` refuses that host, and not one whose folder is named."""
+    job, empty = tmp_path / "tree" / "job", tmp_path / "empty"
+    job.mkdir(parents=True)
+    empty.mkdir()
+    with replaced(cluster, cluster.hosts[1], job.parent, empty):
+        checked = find(cwd=job)
+        elsewhere = find("--chdir", str(tmp_path), cwd=job)
+        words = [sys.executable, "-m", "ronde", "run", "-H", NAMES, "true"]
+        ssh_args = ["--ssh-args", f"-F {cluster.ssh_config}"]
+        words[4:4] = ssh_args
+        ran = cluster.run(cluster.hosts[0], words, cwd=job, env=ENVIRONMENT)
+    assert_found(checked, "folder-missing", "node2")
+    assert checked.said == (
+        f"node2: folder-missing: {job}: No such file or directory",
+        *(each for each in checked.said if "folder-missing" not in each),
+    )
+    assert elsewhere.found == frozenset(), elsewhere.said
+    assert ran.returncode == 64
+    assert "node2: --chdir must be" in ran.stderr
 
 
 def test_a_folder_that_one_host_has_for_itself(cluster, find, disk, tmp_path):

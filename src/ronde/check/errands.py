@@ -49,6 +49,7 @@ def look(path: str) -> dict[str, object]:
     return {
         "real_path": str(Path(path).resolve()),
         "is_directory": Path(path).is_dir(),
+        "is_enterable": os.access(path, os.X_OK),
         "is_writable": os.access(path, os.W_OK | os.X_OK),
         "free_bytes": room.f_bavail * room.f_frsize,
         "size_bytes": room.f_blocks * room.f_frsize,

@@ -89,6 +89,12 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", metavar="N", help="ranks that are to run on each host")
     add(
+        "--chdir",
+        default="",
+        metavar="DIR",
+        help="folder that ranks are to start in, as for ronde run; else this one",
+    )
+    add(
         "--path",
         action="append",
         default=[],
@@ -192,6 +198,7 @@ def read_request(
     chosen = _choose(options, checks)
     hosts = find_hosts(options, environ)
     settings: dict[str, Value] = {
+        "directory": str(absolute_path(options.chdir)),
         "paths": [_absolute(path) for path in options.path],
         "files": [_absolute(path) for path in options.file],
         "ports": [

@@ -23,6 +23,11 @@ LOW_BYTES = 1 << 30
 FULL_BYTES = 16 << 20
 """With less, nothing can be written that is worth it."""
 
+_ELSEWHERE = (
+    "start in a folder that is there too, or give ronde check and ronde run the same "
+    "--chdir DIR; where ronde run --sync DIR is to copy it there: --skip folder-missing"
+)
+
 
 def _folders(facts: HostFacts, role: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield folders of a host that answer, those of one role if it is given."""
@@ -35,12 +40,20 @@ def _folders(facts: HostFacts, role: str = "") -> Iterator[tuple[str, dict[str, 
 def _judge_there(fleet: Fleet) -> Iterator[Finding]:
     for facts in fleet.having("storage.paths"):
         for path, told in _folders(facts):
-            wrong = told.get("error") or ("" if told["is_directory"] else "no folder")
-            if not wrong or TEMPORARY in told["roles"]:
-                continue
-            is_asked = SHARED in told["roles"]
-            severity = Severity.FAIL if is_asked else Severity.WARN
-            yield Finding("folder-missing", severity, facts.host, f"{path}: {wrong}")
+            wrong = told.get("error") or _refusal(told)
+            if wrong and told["roles"] != [TEMPORARY]:
+                what = f"{path}: {wrong}"
+                fix = "" if SHARED in told["roles"] else _ELSEWHERE
+                yield Finding(
+                    "folder-missing", Severity.FAIL, facts.host, what, fix=fix
+                )
+
+
+def _refusal(told: dict[str, Any]) -> str:
+    """Return why nothing can start in what is there; empty where it can."""
+    if not told["is_directory"]:
+        return "no folder"
+    return "" if told["is_enterable"] else "may not be entered"
 
 
 def _judge_temporary(fleet: Fleet) -> Iterator[Finding]:
@@ -147,9 +160,10 @@ CHECKS = (
         id="folder-missing",
         family=Family.STORAGE,
         title="folders that ranks need are there",
-        reads="the folders given with --path, and the current folder",
-        threshold="each is a folder; of the current one it is a warning only",
-        source="ronde's own: ronde run starts ranks in the current folder",
+        reads="on each host the folders given with --path, and the one that ranks "
+        "start in: where ronde check is typed, or --chdir",
+        threshold="each is a folder that can be entered",
+        source="ronde's own: ronde run starts ranks there, and refuses a host without",
         severity=Severity.FAIL,
         fix="mount it there, or mkdir -p it where it need not be shared",
         needs="",
@@ -221,9 +235,9 @@ CHECKS = (
         id="hung-mount",
         family=Family.STORAGE,
         title="all file systems answer",
-        reads="statfs of mounted network file systems, the current folder, the one for "
-        "temporary files and those given with --path and --file, each in a process of "
-        "its own",
+        reads="statfs of mounted network file systems, the folder that ranks start in, "
+        "the one for temporary files and those given with --path and --file, each in a "
+        "process of its own",
         threshold="an answer within 5 s",
         source="ronde's own; a quick answer takes milliseconds",
         severity=Severity.FAIL,
@@ -237,8 +251,8 @@ CHECKS = (
         id="disk-space",
         family=Family.STORAGE,
         title="there is room on disk",
-        reads="statfs of the current folder, the one for temporary files and those "
-        "given with --path, as far as they can be written to",
+        reads="statfs of the folder that ranks start in, the one for temporary files "
+        "and those given with --path, as far as they can be written to",
         threshold="5 % or 50GiB free, and at least 1GiB; below 16MiB nothing can start",
         source="5 %: Imbue's host health checks; the sizes are ronde's own",
         severity=Severity.FAIL,

@@ -69,20 +69,11 @@ def _find_roles(settings: dict[str, Value]) -> dict[str, list[str]]:
     roles: dict[str, list[str]] = {}
     for path in settings.get("paths", ()):
         roles[path] = [SHARED]
-    directory: str = settings.get("directory") or _own_directory()
-    if directory:
+    if directory := settings.get("directory", ""):
         roles.setdefault(directory, []).append(DIRECTORY)
     temporary = own_environment().get("TMPDIR") or "/tmp"  # noqa: S108 - looked at only
     roles.setdefault(temporary, []).append(TEMPORARY)
     return roles
-
-
-def _own_directory() -> str:
-    try:
-        return str(Path.cwd())
-    except FileNotFoundError:
-        # It was removed.
-        return ""
 
 
 def _group(files: Iterable[str]) -> list[list[str]]:
