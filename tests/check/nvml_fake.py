@@ -3,6 +3,7 @@
 import copy
 
 from ronde.check.nvml.questions import RefusedError
+from ronde.check.probes.gpu_answers import ask_gpu
 
 GIB = 1 << 30
 
@@ -76,6 +77,11 @@ def healthy(num_gpus=8, **changes):
     if gpus:
         gpus[-1] |= changes
     return {"host": HOST | {"count": num_gpus}, "gpus": gpus}
+
+
+def asking(nvml):
+    """Return what asks ``nvml`` for all GPUs, in this process."""
+    return lambda count: [ask_gpu(nvml, number) for number in range(count)]
 
 
 class SavedNvml:

@@ -6,6 +6,8 @@ and return the number of an error. So the way from a question to its answer is t
 without a GPU, all but the driver.
 """
 
+import signal
+
 from ronde.topology.cpu_sets import parse_list
 
 INVALID, NOT_SUPPORTED, INSUFFICIENT, MISMATCH = 2, 3, 7, 25
@@ -53,10 +55,19 @@ class FakeLibrary:
         init_error: Number of the error with which it does not start.
         desktop: Processes that draw on the first GPU, and compute there as well.
         gone: By number, GPUs of which not even a handle can be had, and the error.
+        hanging: Numbers of GPUs whose questions are never answered.
     """
 
     def __init__(
-        self, record, missing=(), fabric_version=3, init_error=0, gone=None, desktop=()
+        self,
+        record,
+        missing=(),
+        *,
+        fabric_version=3,
+        init_error=0,
+        gone=None,
+        desktop=(),
+        hanging=(),
     ):
         self._record = record
         self._missing = missing
@@ -64,6 +75,7 @@ class FakeLibrary:
         self._init_error = init_error
         self._gone = gone or {}
         self._desktop = desktop
+        self._hanging = hanging
 
     def __getattr__(self, name):
         function = None if name in self._missing else self._find(name)
@@ -93,6 +105,8 @@ class FakeLibrary:
         return self._checked(self._record["host"][question])
 
     def _gpu(self, device, question):
+        while device.number in self._hanging:
+            signal.pause()
         return self._checked(self._record["gpus"][device.number][question])
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Checks of GPUs: each fires on what it is for, and is silent on healthy hosts."""
 
 import pytest
-from tests.check.nvml_fake import GIB, SavedNvml, healthy, refusal
+from tests.check.nvml_fake import GIB, SavedNvml, asking, healthy, refusal
 
 from ronde.check.check import Severity
 from ronde.check.facts import HostFacts, Reading
@@ -49,7 +49,8 @@ def kernel_facts(num_gpus):
 def host(name="a", num_gpus=8, facts=(), record=None, **changes):
     """Return the facts of a host whose last GPU has other answers."""
     reading = Reading({})
-    keep_answers(reading, SavedNvml(record or healthy(num_gpus, **changes)))
+    nvml = SavedNvml(record or healthy(num_gpus, **changes))
+    keep_answers(reading, nvml, asking(nvml))
     values = kernel_facts(num_gpus) | reading.values | dict(facts)
     return HostFacts(name, values, reading.unreadable, {})
 
@@ -318,6 +319,12 @@ def test_a_gpu_without_nvlinks_need_not_be_reached():
         gpu["titles"] = "NVIDIA RTX A6000"
     record["gpus"][0]["peers"] = [0, 0, 1]
     assert find(host(num_gpus=3, record=record)) == ()
+
+
+def test_peers_of_which_nothing_can_be_told_are_no_trouble():
+    record = healthy(2)
+    record["gpus"][0]["peers"], record["gpus"][1]["peers"] = [0, 6], [6, 0]
+    assert find(host(num_gpus=2, record=record)) == ()
 
 
 def test_a_narrow_link_in_a_virtual_machine_is_a_warning():

@@ -11,12 +11,13 @@ from pathlib import Path
 import pynvml
 import pytest
 from hypothesis import given, settings, strategies as st
-from tests.check.nvml_fake import SavedNvml, healthy, refusal
+from tests.check.nvml_fake import SavedNvml, asking, healthy, refusal
 from tests.check.nvml_library import FakeLibrary
 
 from ronde.check.facts import Reading, UnreadableError
 from ronde.check.nvml.questions import GpuQuestion
 from ronde.check.probes.gpu import ALL_ANSWERS, ask_driver, keep_answers, read
+from ronde.check.probes.gpu_answers import DEADLINE_S
 from ronde.check.probes.gpu_log import read_xids
 from ronde.check.probes.gpu_paths import (
     read_acs,
@@ -25,6 +26,7 @@ from ronde.check.probes.gpu_paths import (
 from ronde.check.probes.gpu_presence import opened_files, read_cards, read_module
 from ronde.check.probes.host_virtual import read_is_virtual
 
+ROOT = Path(__file__).parents[2]
 NOT_SUPPORTED, NO_PERMISSION, LOST, RESET, UNKNOWN = 3, 4, 15, 16, 999
 VERSION_MISMATCH = 18
 CLOSED = (
@@ -38,7 +40,8 @@ ACS_REDIRECTION = 0x1D
 
 def keep(record):
     reading = Reading({})
-    keep_answers(reading, SavedNvml(record))
+    nvml = SavedNvml(record)
+    keep_answers(reading, nvml, asking(nvml))
     return reading
 
 
@@ -146,18 +149,28 @@ def test_whatever_is_refused_every_fact_is_told_or_unreadable(refused):
 
 
 @pytest.fixture
-def use_library(monkeypatch):
-    """Give a function that puts a library in the place of this host's."""
+def use_library(monkeypatch, tmp_path):
+    """Give a function that puts a library in the place of this host's.
 
-    def use(library):
-        monkeypatch.setattr(pynvml, "nvmlLib", library)
+    The processes that ask for one GPU each find it as well.
+    """
+    (tmp_path / "sitecustomize.py").write_text(
+        "import json, os, pynvml\n"
+        "from tests.check.nvml_library import FakeLibrary\n"
+        "pynvml.nvmlLib = FakeLibrary(**eval(os.environ['FAKE_LIBRARY']))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+
+    def use(**given):
+        monkeypatch.setenv("FAKE_LIBRARY", repr(given))
+        monkeypatch.setattr(pynvml, "nvmlLib", FakeLibrary(**given))
         monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
 
     return use
 
 
 def test_what_the_driver_answers_becomes_facts(use_library):
-    use_library(FakeLibrary(healthy(2, margin_celsius=-1)))
+    use_library(record=healthy(2, margin_celsius=-1))
     reading = Reading({})
     ask_driver(reading)
     assert reading.values == keep(healthy(2, margin_celsius=-1)).values
@@ -167,7 +180,7 @@ def test_what_the_driver_answers_becomes_facts(use_library):
 # Error 999 is unknown, 8 a power cable, 10 and 11 a time-out and an interrupt.
 @pytest.mark.parametrize("code", [LOST, RESET, UNKNOWN, 8, 10, 11])
 def test_a_gpu_without_a_handle_is_lost_and_none_but_it(use_library, code):
-    use_library(FakeLibrary(healthy(4), gone={2: code}))
+    use_library(record=healthy(4), gone={2: code})
     reading = Reading({})
     ask_driver(reading)
     assert [bool(why) for why in reading.values["gpu.lost"]] == [
@@ -182,7 +195,7 @@ def test_a_gpu_without_a_handle_is_lost_and_none_but_it(use_library, code):
 
 
 def test_a_gpu_that_may_not_be_asked_is_not_lost(use_library):
-    use_library(FakeLibrary(healthy(2), gone={1: NO_PERMISSION}))
+    use_library(record=healthy(2), gone={1: NO_PERMISSION})
     reading = Reading({})
     ask_driver(reading)
     assert reading.values["gpu.lost"] == ["", ""]
@@ -191,12 +204,34 @@ def test_a_gpu_that_may_not_be_asked_is_not_lost(use_library):
 
 
 def test_a_driver_that_does_not_start_makes_all_unreadable(use_library):
-    use_library(FakeLibrary(healthy(1), init_error=VERSION_MISMATCH))
+    use_library(record=healthy(1), init_error=VERSION_MISMATCH)
     reading = Reading({})
     ask_driver(reading)
     assert reading.unreadable.keys() == set(ALL_ANSWERS)
     # What is judged by these words tells the user to reboot.
     assert "version mismatch" in reading.values["gpu.nvml_error"]
+
+
+def test_a_gpu_that_hangs_the_driver_leaves_the_facts_of_the_others(use_library):
+    use_library(record=healthy(3), hanging=(1,))
+    reading = Reading({})
+    ask_driver(reading)
+    lost = reading.values["gpu.lost"]
+    assert [bool(why) for why in lost] == [False, True, False]
+    assert lost[1] == f"it hung and was killed after {DEADLINE_S:g} s"
+    assert reading.values["gpu.margin_celsius"] == [50, None, 50]
+    # Whom it hangs that asks for two of them at a time, the driver alone knows.
+    assert reading.unreadable == {"gpu.peers": f"of GPU 0,2: {lost[1]}"}
+
+
+def test_an_answer_that_breaks_a_process_is_none_and_no_gpu_is_lost(use_library):
+    broken = healthy(2, capabilities=["nine", "zero"])
+    use_library(record=broken)
+    reading = Reading({})
+    ask_driver(reading)
+    assert reading.values["gpu.lost"] == ["", ""]
+    assert reading.values["gpu.titles"] == [broken["gpus"][0]["titles"], None]
+    assert reading.unreadable["gpu.titles"].startswith("of GPU 1: it ended with code 1")
 
 
 # The kernel

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 from tests.check.copies_suite import check_copies, check_link
-from tests.check.nvml_fake import SavedNvml
+from tests.check.nvml_fake import SavedNvml, asking
 from tests.check.nvml_suite import SUITE
 
 from ronde.check.facts import Reading
@@ -60,7 +60,7 @@ def test_the_record_of_the_driver_answers_the_same(nvml, tmp_path):
 
 def test_every_fact_is_told_or_unreadable_with_its_reason(nvml):
     reading = Reading({})
-    keep_answers(reading, nvml)
+    keep_answers(reading, nvml, asking(nvml))
     assert reading.values.keys() | reading.unreadable.keys() == set(ALL_ANSWERS)
 
 

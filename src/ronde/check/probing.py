@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ronde.check.facts import Reading, Value
@@ -34,11 +35,13 @@ class ProbeEntry(NamedTuple):
         module: Has ``read(reading: Reading) -> None``.
         deadline_s: What it may take; it is killed then.
         facts: How the names of its facts begin, such as ``host.``.
+        settings: For it alone, beside those of all.
     """
 
     module: str
     deadline_s: float
     facts: str
+    settings: Mapping[str, Value] = MappingProxyType({})
 
 
 class Outcome(NamedTuple):
@@ -81,12 +84,15 @@ def run_probes(
         )
         for name, entry in entries.items()
     }
-    given = json.dumps(settings).encode()
+    given = {
+        name: json.dumps({**settings, **entry.settings}).encode()
+        for name, entry in entries.items()
+    }
     # One after the other, those behind a probe that hangs would be taken to hang too.
     with ThreadPoolExecutor(len(entries) or 1) as pool:
         collected = {
             name: pool.submit(
-                _collect, process, given, begun_s, entries[name].deadline_s
+                _collect, process, given[name], begun_s, entries[name].deadline_s
             )
             for name, process in running.items()
         }

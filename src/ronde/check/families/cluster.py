@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
+from ronde.check.catalogue import PROBES
 from ronde.check.check import Check, Family, Finding, Severity
 from ronde.check.families import cluster_pace, cluster_product
 from ronde.check.families.host_judges import Values, fewer_than_most
@@ -16,6 +17,7 @@ BAD_OFFSET_S = 5.0
 LITTLE_MEMORY = 0.9
 """Of what most hosts have: firmware takes a little, here more than there."""
 
+_DEADLINES = ", ".join(f"{n} {e.deadline_s:g} s" for n, e in PROBES.items())
 _OFFSET = "cluster.clock_offset_s"
 _ERROR = "cluster.clock_error_s"
 
@@ -97,9 +99,9 @@ CHECKS = (
         family=Family.CLUSTER,
         title="looking at the host does not hang",
         reads="whether each probe, a process of its own, ends before its deadline",
-        threshold="5 to 30 s, by probe",
-        source="AMD's Primus kills a probe that hangs in a driver after 15 s; the "
-        "deadlines are ronde's own",
+        threshold=f"{_DEADLINES}; what is asked of a single GPU has its own, see "
+        "gpu-lost",
+        source="ronde's own",
         severity=Severity.FAIL,
         fix="Look at what hangs there: ps -eo pid,stat,wchan:32,cmd; for a driver or "
         "a dead file server mostly a restart helps",

@@ -15,7 +15,7 @@ LOADED_LINKS = "cluster.gpu_links_under_load"
 _EXPECTED_LINKS = {"A100-SXM4": 12, "H100 80GB HBM3": 18, "GB200": 18, "GB300": 18}
 """By part of the model's name; those whose links the board joins, not a bridge."""
 
-_PEER_OK = 0
+_PEER_OK, _PEER_UNKNOWN = 0, 6
 _PEERS = {
     1: "the chipset does not support it",
     2: "the GPU does not support it",
@@ -141,7 +141,9 @@ def _judge_peers(fleet: Fleet) -> Iterator[Finding]:
             bad = [
                 (other, status)
                 for other, status in enumerate(statuses)
-                if status != _PEER_OK and linked[number] and linked[other]
+                if status not in (_PEER_OK, _PEER_UNKNOWN)
+                and linked[number]
+                and linked[other]
             ]
             troubles.append(_name_peers(bad) if bad else FINE)
         yield from tell("gpu-peers", facts, troubles)
@@ -246,7 +248,8 @@ CHECKS = (
         family=Family.GPU,
         title="GPUs with NVLinks can read each other's memory",
         reads="NVML's peer status of each pair",
-        threshold="OK for each pair of which both have active NVLinks",
+        threshold="OK for each pair of which both have active NVLinks; what cannot be "
+        "told of a pair counts for nothing",
         source="NVIDIA's NVML manual: nvmlDeviceGetP2PStatus",
         severity=Severity.WARN,
         fix="nvidia-smi topo -p2p r; look at containers, MIG and driver settings",

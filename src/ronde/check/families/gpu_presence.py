@@ -8,6 +8,7 @@ from ronde.check.check import Check, Family, Finding, Severity, alike
 from ronde.check.facts import Value
 from ronde.check.families.gpu_troubles import Trouble, each_gpu, odd_gpus
 from ronde.check.fleet import Fleet
+from ronde.check.probes.gpu_answers import DEADLINE_S
 
 _CARDS, _MODULE, _FILES = "gpu.cards", "gpu.kernel_module", "gpu.files"
 _NVML, _COUNT, _LOST = "gpu.nvml_error", "gpu.count", "gpu.lost"
@@ -148,11 +149,11 @@ CHECKS = (
         id="gpu-lost",
         family=Family.GPU,
         title="every GPU answers",
-        reads="whether NVML says of a GPU that it is lost or needs a reset, or cannot "
-        "tell its name",
-        threshold="of none",
+        reads="whether NVML says of a GPU that it is lost or needs a reset, cannot "
+        "tell its name, or does not answer; each is asked for in a process of its own",
+        threshold=f"of none; all questions about it are answered in {DEADLINE_S:g} s",
         source="NVIDIA's NVML manual: errors GPU_IS_LOST and RESET_REQUIRED, and those "
-        "of nvmlDeviceGetHandleByIndex",
+        f"of nvmlDeviceGetHandleByIndex; {DEADLINE_S:g} s: AMD's Primus",
         severity=Severity.FAIL,
         fix=_REBOOT,
         needs="an NVIDIA GPU",

@@ -5,6 +5,8 @@ which the question does not apply. A host without a driver for them has ``gpu.co
 and none of these.
 """
 
+from collections.abc import Callable, Sequence
+
 from ronde.check.facts import Reading, UnreadableError, Value
 from ronde.check.nvml.driver import NvmlDriver
 from ronde.check.nvml.questions import (
@@ -17,6 +19,7 @@ from ronde.check.nvml.questions import (
     Nvml,
     RefusedError,
 )
+from ronde.check.probes.gpu_answers import Told, ask_apart
 from ronde.check.probes.gpu_log import read_xids
 from ronde.check.probes.gpu_paths import read_acs, read_direct_rdma
 from ronde.check.probes.gpu_presence import opened_files, read_cards, read_module
@@ -66,19 +69,22 @@ def read(reading: Reading) -> None:
     )
 
 
-def keep_answers(reading: Reading, nvml: Nvml) -> None:
+def keep_answers(
+    reading: Reading, nvml: Nvml, ask_gpus: Callable[[int], Sequence[Told]]
+) -> None:
     """Take down all that NVML answers.
 
     Args:
         reading: Gets the facts ``ALL_ANSWERS``.
-        nvml: Is asked.
+        nvml: Is asked about the host.
+        ask_gpus: Returns what is said of each of so many GPUs.
     """
     for question in HostQuestion:
         reading.keep(fact_of(question), lambda q=question: _host_answer(nvml, q))
-    numbers = range(reading.values.get(COUNT) or 0)
-    lost = dict.fromkeys(numbers, "")
+    gpus = ask_gpus(reading.values.get(COUNT) or 0)
+    lost = {number: told.hung for number, told in enumerate(gpus)}
     for question in GpuQuestion:
-        _keep_gpu_answers(reading, nvml, question, lost)
+        _keep_gpu_answers(reading, gpus, question, lost)
     reading.values[LOST] = list(lost.values())
     processes = fact_of(GpuQuestion.PROCESSES)
     if processes in reading.values:
@@ -96,7 +102,7 @@ def ask_driver(reading: Reading) -> None:
     with reading.reading(*ALL_ANSWERS):
         try:
             with open_nvml() as nvml:
-                keep_answers(reading, NvmlDriver(nvml))
+                keep_answers(reading, NvmlDriver(nvml), ask_apart)
         except NoNvmlError as error:
             if error.__cause__ is not None:
                 # It is there, and something is wrong with it.
@@ -110,17 +116,20 @@ def _host_answer(nvml: Nvml, question: HostQuestion) -> Value:
     except RefusedError as error:
         if error.code == NOT_SUPPORTED:
             return None
-        raise UnreadableError(_reason(error)) from error
+        raise UnreadableError(_reason(error.code, str(error))) from error
 
 
 def _keep_gpu_answers(
-    reading: Reading, nvml: Nvml, question: GpuQuestion, lost: dict[int, str]
+    reading: Reading,
+    gpus: Sequence[Told],
+    question: GpuQuestion,
+    lost: dict[int, str],
 ) -> None:
     """Take down the answers of all GPUs; some may answer where others do not.
 
     Args:
         reading: Gets them.
-        nvml: Is asked.
+        gpus: What is said of each.
         question: What.
         lost: By number, the GPUs; gets the reason for one that is gone.
     """
@@ -128,16 +137,13 @@ def _keep_gpu_answers(
     refused: dict[int, str] = {}
     # Every GPU that works has a name.
     fatal = GONE if question == GpuQuestion.TITLE else SAID_TO_BE_LOST
-    for number, said_before in tuple(lost.items()):
-        answer = None
-        try:
-            answer = nvml.ask_gpu(question, number)
-        except RefusedError as error:
-            if error.code in fatal:
-                lost[number] = said_before or str(error)
-            elif error.code != NOT_SUPPORTED and not said_before:
-                refused[number] = _reason(error)
-        answers.append(answer)
+    for number, told in enumerate(gpus):
+        answers.append(told.answers.get(question))
+        code, why = told.refused.get(question, (NOT_SUPPORTED, ""))
+        if code in fatal:
+            lost[number] = lost[number] or why
+        elif code != NOT_SUPPORTED and not lost[number]:
+            refused[number] = _reason(code, why)
     if refused:
         reason = next(iter(refused.values()))
         which = format_list(refused)
@@ -146,9 +152,8 @@ def _keep_gpu_answers(
         reading.values[fact_of(question)] = answers
 
 
-def _reason(error: RefusedError) -> str:
-    would_help = "; root would help" if error.code == NO_PERMISSION else ""
-    return f"{error}{would_help}"
+def _reason(code: int, why: str) -> str:
+    return f"{why}{'; root would help' * (code == NO_PERMISSION)}"
 
 
 def _named(processes: list[Value]) -> list[Value]:
