@@ -6,58 +6,21 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 from tests.topology.saved_trees import NAMES, unpack
+from tests.topology.supplies import homes, supply
 
 from ronde.errors import UsageError
 from ronde.launch.placement.binding import BindMode, bind
 from ronde.topology.machine import UNKNOWN_NODE, Core, Machine
-from ronde.topology.placement.placing import RankPlace, place
+from ronde.topology.placement.placing import place
 from ronde.topology.placement.plan import plan_host
 from ronde.topology.placement.policies import Policy
 from ronde.topology.placement.refusals import PlacementError
 from ronde.topology.placement.request import Request, Scope
-from ronde.topology.placement.supply import (
-    Device,
-    Nearness,
-    Supply,
-    SupplyNode,
-    plain_distances,
-)
+from ronde.topology.placement.supply import Nearness
 from ronde.topology.probes.sysfs_tree import read_host
 from ronde.topology.sysfs import read_machine
 
 GIB = 1 << 30
-
-
-def supply(
-    cores: dict[int, int],
-    *,
-    gpus: tuple[int, ...] = (),
-    nics: tuple[int, ...] = (),
-    free_bytes: int = -1,
-    near: dict[tuple[int, int], Nearness] | None = None,
-) -> Supply:
-    """Return one with so many cores a node, of two threads, and devices by node."""
-    numbered = [node for node, count in cores.items() for _ in range(count)]
-    of_node = {
-        node: tuple(
-            Core((n, n + len(numbered)), node)
-            for n, number in enumerate(numbered)
-            if number == node
-        )
-        for node in cores
-    }
-    return Supply(
-        tuple(SupplyNode(n, own, free_bytes, free_bytes) for n, own in of_node.items()),
-        plain_distances(len(cores)),
-        tuple(Device(str(n), node) for n, node in enumerate(gpus)),
-        tuple(Device(f"mlx5_{n}", node) for n, node in enumerate(nics)),
-        near or {},
-        "n1",
-    )
-
-
-def homes(places: tuple[RankPlace, ...]) -> list[set[int]]:
-    return [{core.node for core in each.cores} for each in places]
 
 
 TWO_SOCKETS = supply(
@@ -75,11 +38,6 @@ def test_ranks_have_the_cores_of_their_gpus_node_and_nobody_elses(policy):
     assert all(each.is_preferred for each in places)
 
 
-TWO_HALVES = (
-    "cpu: 8 cores not on fewer than nodes 0+1 together (free: 4 on node 0, 4 on node 1)"
-)
-
-
 def test_the_gpus_of_a_rank_follow_each_other():
     places = place(TWO_SOCKETS, Request(2, Policy.RESTRICTED, num_gpus=4))
     assert [each.gpus for each in places] == [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -94,8 +52,10 @@ def test_gpus_of_two_nodes_are_aligned_on_both_and_on_one_not():
         place(whole, Request(1, Policy.SINGLE_NUMA_NODE, num_gpus=2))
     assert refused.value.ranks == (0,)
     assert refused.value.reasons == (
-        "gpu: GPUs 0, 1 not on fewer than nodes 0+1 together",
-        TWO_HALVES,
+        (
+            "gpu: 2 GPUs not on fewer than nodes 0+1 together "
+            "(free: 1 on node 0, 1 on node 1)"
+        ),
     )
 
 
@@ -226,7 +186,7 @@ def test_a_job_is_aligned_as_one():
     uneven = supply({0: 4, 1: 16}, gpus=(0, 0, 0, 1))
     with pytest.raises(PlacementError) as refused:
         place(uneven, request._replace(num_cores=4))
-    assert "restricted and ranks 0-3 on n1 together: gpu: GPUs" in str(refused.value)
+    assert "restricted and ranks 0-3 on n1 together: gpu: 4 GPUs" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +262,13 @@ def test_placements_keep_within_the_host_and_their_policies(situation):
     if request.num_cores:
         assert {len(each.cores) for each in places} == {request.num_cores}
     strict = request.policy in {Policy.RESTRICTED, Policy.SINGLE_NUMA_NODE}
+    gpus = [gpu for each in places for gpu in each.gpus]
+    assert len(gpus) == len(set(gpus))
     for each in places:
+        assert request.num_gpus in {None, len(each.gpus)}
+        if strict and each.nodes:
+            nodes = {whole.gpus[gpu].node for gpu in each.gpus} - {UNKNOWN_NODE}
+            assert nodes <= set(each.nodes)
         assert not (strict and not each.is_preferred)
         assert each.is_preferred != bool(each.reasons)
         assert len(set(each.nics)) == len(each.nics)

@@ -5,7 +5,7 @@ import os
 import subprocess
 
 import pytest
-from tests.topology.sample_hosts import FILES, sample_host, sample_path
+from tests.topology.sample_hosts import FILES, OCI_H100, sample_host, sample_path
 
 from ronde.cli.topo_place import run
 from ronde.errors import UsageError
@@ -72,6 +72,17 @@ def test_equally_near_adapters_are_given_out_in_turn():
     assert plan.ranks[7].env == {"UCX_NET_DEVICES": "mlx5_12:1"}
 
 
+def test_nccl_is_left_all_adapters_that_are_equally_near_to_a_gpu():
+    # At the switch of each GPU is an adapter with two ports.
+    plan = plan_host(sample_host(OCI_H100), Request(8))
+    numbers = [*range(2), *range(3, 11), *range(12, 18)]
+    assert plan.env["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_{n}:1" for n in numbers)
+    own = [f"mlx5_{n}:1" for n in (0, 3, 5, 7, 9, 12, 14, 16)]
+    assert [rank.env for rank in plan.ranks] == [{"UCX_NET_DEVICES": n} for n in own]
+    half = plan_host(sample_host(OCI_H100), Request(4))
+    assert half.env["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_{n}:1" for n in numbers[:8])
+
+
 def test_what_cannot_be_aligned_is_refused_by_rank_and_resource():
     # Two GPUs on two nodes; the only adapter is virtual and on node 0.
     host = sample_host("azurehpc_nc48v4_topo.xml")
@@ -101,6 +112,24 @@ def test_devices_without_names_give_no_variables():
 def test_amds_gpus_have_a_variable_of_their_own():
     plan = plan_host(sample_host("topo_8p1h_3.xml"), Request(8))
     assert plan.env == {"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+
+
+def test_amds_gpus_have_the_numbers_of_the_source():
+    # Number 0 is behind number 2 on the bus, and HIP has no order of the bus.
+    plan = plan_host(sample_host("topo_4p_942.xml"), Request(4))
+    assert [(rank.gpus, rank.gpu_bus_ids[0], rank.cpus[0]) for rank in plan.ranks] == [
+        ((0,), "0000:82:00.0", 48),
+        ((1,), "0000:c2:00.0", 72),
+        ((2,), "0000:02:00.0", 0),
+        ((3,), "0000:42:00.0", 24),
+    ]
+    assert plan.env == {"HIP_VISIBLE_DEVICES": "0,1,2,3"}
+
+
+def test_chosen_gpus_are_in_view_rank_by_rank():
+    plan = plan_host(small_host(num_gpus=4), Request(2, num_gpus=2))
+    assert [rank.gpus for rank in plan.ranks] == [(0, 2), (1, 3)]
+    assert plan.env["CUDA_VISIBLE_DEVICES"] == "0,2,1,3"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -191,9 +220,9 @@ def test_the_table_tells_each_rank_and_why_it_is_not_aligned():
     lines = tabulate_plan(plan).splitlines()
     assert lines[0] == "n1: 2 ranks, policy best-effort"
     rows = [line.split() for line in lines[2:5]]
-    assert rows[0] == ["rank", "GPU", "cores", "CPUs", "memory", "adapter", "aligned"]
-    assert rows[1] == ["0", "0", "2", "0-1,4-5", "0", "mlx5_0", "(PHB)", "yes"]
-    assert rows[2] == ["1", "1", "2", "2-3,6-7", "1", "mlx5_0", "(SYS)", "no"]
+    assert " ".join(rows[0]) == "rank GPU bus cores CPUs memory adapter aligned"
+    assert " ".join(rows[1]) == "0 0 00:00.0 2 0-1,4-5 0 mlx5_0 (PHB) yes"
+    assert " ".join(rows[2]) == "1 1 01:00.0 2 2-3,6-7 1 mlx5_0 (SYS) no"
     assert lines[5].startswith(
         "note: rank 1 not aligned: gpu: GPU 1 only on node 1; nic"
     )
@@ -215,7 +244,7 @@ def test_more_ranks_than_gpus_and_cores_are_told_of():
 def test_the_command_prints_a_plan_of_a_file_or_json(capsys):
     file = str(sample_path(PERLMUTTER))
     assert run(["-n", "4", file]) == 0
-    assert "0     0    16     48-63,112-127  3       cxi3 (PHB)  yes" in (
+    assert "0     0    03:00.0  16     48-63,112-127  3       cxi3 (PHB)  yes" in (
         capsys.readouterr().out
     )
     words = ["-n", "4", "--json", "--policy", "restricted", "--scope", "job", file]

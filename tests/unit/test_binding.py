@@ -9,9 +9,8 @@ from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host
 from ronde.launch.placement.binding import Binding, BindMode, bind
 from ronde.launch.placement.devices import GpuView, assign_gpus, choose_gpus
-from ronde.launch.placement.nearness import nearest_nics
 from ronde.launch.placement.rank_placement import PlacementRequest, place_ranks
-from ronde.topology.machine import UNKNOWN_NODE, Core, Gpu, Machine, Nic
+from ronde.topology.machine import UNKNOWN_NODE, Core, Gpu, Machine
 from ronde.topology.placement.policies import Policy
 from ronde.topology.placement.refusals import PlacementError
 
@@ -27,10 +26,6 @@ def gpu(index: int, node: int = 0, bus: str = "pci0000:00") -> Gpu:
         path=f"{bus}/0000:{index:02x}:00.0",
         visible_as=str(index),
     )
-
-
-def nic(name: str, bus: str, node: int = 0, *, mbit: int = 400_000) -> Nic:
-    return Nic(name, "infiniband", "", node, mbit, f"{bus}/0000:f0:00.0")
 
 
 def machine(by_node: dict[int, int], *, threads: int = 1, limit: float = 0.0, gpus=()):
@@ -318,37 +313,3 @@ def test_a_choice_of_gpus_is_told_to_every_rank():
     hidden = place_ranks(whole, Host("n1"), 2, request, {"CUDA_VISIBLE_DEVICES": "2,0"})
     assert [place.device for place in hidden.places] == ["GPU 2 H100", "GPU 0 H100"]
     assert hidden.places[0].env == {}, "who hid them told the ranks already"
-
-
-def test_the_nearest_adapter_shares_most_bridges():
-    nics = [
-        nic("mlx5_0", "pci0000:00/0000:00:01.0/0000:10:00.0"),
-        nic("mlx5_1", "pci0000:00/0000:00:01.0/0000:11:00.0"),
-        nic("mlx5_2", "pci0000:80", 1),
-    ]
-    gpus = [
-        gpu(1, 0, "pci0000:00/0000:00:01.0/0000:11:00.0"),
-        gpu(2, 0, "pci0000:00/0000:00:09.0"),
-        gpu(3, 1, "pci0000:90"),
-        None,
-    ]
-    chosen = [n and n.name for n in nearest_nics(gpus, nics)]
-    assert chosen == ["mlx5_1", "mlx5_0", "mlx5_2", None]
-
-
-def test_equally_near_adapters_are_given_out_in_turn():
-    nics = [nic(f"mlx5_{n}", "pci0000:00") for n in range(2)]
-    chosen = nearest_nics([gpu(n) for n in range(4)], nics)
-    assert [n and n.name for n in chosen] == ["mlx5_0", "mlx5_1"] * 2
-
-
-def test_an_adapter_of_another_rate_or_an_unknown_place_is_none_to_train_over():
-    bus = "pci0000:00"
-    storage = nic("mlx5_9", f"{bus}/0000:01:00.0", mbit=100_000)
-    fast = [nic(f"mlx5_{n}", "pci0000:80", 1) for n in range(2)]
-    own = gpu(1, 0, f"{bus}/0000:01:00.0")
-    (chosen,) = nearest_nics([own], [storage, *fast])
-    assert chosen == fast[0]
-    nowhere = gpu(1, UNKNOWN_NODE, "pci0000:77")
-    assert nearest_nics([nowhere], fast) == (None,)
-    assert nearest_nics([own], []) == (None,)

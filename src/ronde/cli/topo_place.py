@@ -117,7 +117,8 @@ def _add_amounts(parser: argparse.ArgumentParser) -> None:
     add(
         "--gpus",
         metavar="K",
-        help="GPUs of a rank (default: 1 where there are enough, else none)",
+        help="GPUs of a rank, chosen where they fit the rest (default: the one of its "
+        "number where there are as many as ranks, else none)",
     )
     add(
         "--nics",

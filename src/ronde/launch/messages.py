@@ -19,7 +19,7 @@ from ronde.topology.machine import Machine
 
 T = TypeVar("T")
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Changes when a message changes; both sides must have the same."""
 
 

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.placement.plan import HostPlan, NicChoice, RankPlan
 
-_HEAD = ("rank", "GPU", "cores", "CPUs", "memory", "adapter", "aligned")
+_HEAD = ("rank", "GPU", "bus", "cores", "CPUs", "memory", "adapter", "aligned")
+_BUS = _HEAD.index("bus")
+_FIRST_DOMAIN = "0000:"
 _GAP = "  "
 
 
@@ -18,7 +20,12 @@ def tabulate_plan(plan: HostPlan) -> str:
         f"{plan.policy}{together}\n\n"
     )
     is_judged = plan.policy != "none" and any(rank.cpus for rank in plan.ranks)
-    text += _table([_HEAD, *(_row(rank, is_judged=is_judged) for rank in plan.ranks)])
+    rows = [_HEAD, *(_row(rank, is_judged=is_judged) for rank in plan.ranks)]
+    addresses = [rank.gpu_bus_ids for rank in plan.ranks]
+    # There is room for one a rank.
+    if max(map(len, addresses)) > 1 or not any(map(any, addresses)):
+        rows = [(*row[:_BUS], *row[_BUS + 1 :]) for row in rows]
+    text += _table(rows)
     notices = [*plan.notices, *_reasons(plan.ranks)]
     text += "".join(f"{'note: ' + notice}\n" for notice in notices)
     if plan.env:
@@ -36,6 +43,7 @@ def _row(rank: RankPlan, *, is_judged: bool) -> tuple[str, ...]:
     return (
         str(rank.rank),
         ",".join(map(str, rank.gpus)) or "-",
+        ",".join(each.removeprefix(_FIRST_DOMAIN) for each in rank.gpu_bus_ids) or "-",
         str(rank.num_cores or "-"),
         format_list(rank.cpus) or "-",
         ",".join(map(str, rank.memory_nodes)) or "-",

@@ -62,6 +62,20 @@ class Nic(NamedTuple):
     path: str
 
 
+class NearPort(NamedTuple):
+    """How near a port to train over is to a GPU.
+
+    Attributes:
+        gpu: The GPU's address, as sysfs writes it.
+        port: Its name: ``mlx5_0``.
+        order: Smaller is nearer; of equals, none is better.
+    """
+
+    gpu: str
+    port: str
+    order: tuple[float, ...]
+
+
 class Machine(NamedTuple):
     """What ranks on one machine have to share.
 
@@ -71,9 +85,11 @@ class Machine(NamedTuple):
         gpus: Those that a program of this process would see, in its order; all of one
             maker.
         nics: Those that are up, by name.
+        near: What is known of these GPUs and the ports to train over, port by port.
     """
 
     cores: tuple[Core, ...]
     cpu_limit: float
     gpus: tuple[Gpu, ...]
     nics: tuple[Nic, ...]
+    near: tuple[NearPort, ...] = ()

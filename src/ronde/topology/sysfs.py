@@ -1,12 +1,12 @@
 """This machine, as the kernel shows it in /proc and /sys."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ronde.topology.control_groups import read_cpu_limit
 from ronde.topology.cores import read_cores
 from ronde.topology.gpus import read_gpus
-from ronde.topology.machine import Machine
+from ronde.topology.machine import Gpu, Machine, NearPort, Nic
 from ronde.topology.nics import read_nics
 
 
@@ -24,9 +24,24 @@ def read_machine(
             would see; without it, all that may be opened.
     """
     top = str(root).rstrip("/")
+    gpus, nics = read_gpus(top, environ or {}), read_nics(top)
     return Machine(
         cores=read_cores(top),
         cpu_limit=read_cpu_limit(top),
-        gpus=read_gpus(top, environ or {}),
-        nics=read_nics(top),
+        gpus=gpus,
+        nics=nics,
+        near=_read_near(root, gpus, nics),
     )
+
+
+def _read_near(
+    root: Path, gpus: Sequence[Gpu], nics: Sequence[Nic]
+) -> tuple[NearPort, ...]:
+    bus_ids = {gpu.bus_id for gpu in gpus if gpu.bus_id}
+    if not bus_ids or not any(nic.path for nic in nics):
+        return ()
+    # Imported where there is something to judge: elsewhere a start must not wait.
+    from ronde.topology.placement.nearness import find_near_ports
+    from ronde.topology.probes.sysfs_tree import read_host
+
+    return find_near_ports(read_host(root), bus_ids)

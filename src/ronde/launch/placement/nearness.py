@@ -1,27 +1,24 @@
-"""Which network adapter is nearest to each rank's GPU."""
+"""Which network port is nearest to each rank's GPU."""
 
 from collections.abc import Sequence
 
-from ronde.topology.machine import Gpu, Machine, Nic
-from ronde.topology.placement.machine_supply import supply_of_machine, training_nics
+from ronde.topology.machine import Gpu, Machine
+from ronde.topology.placement.machine_supply import supply_of_machine
 from ronde.topology.placement.placing import place
 from ronde.topology.placement.policies import Policy
 from ronde.topology.placement.request import Request
 
 
-def nearest_nics(
-    gpus: Sequence[Gpu | None], nics: Sequence[Nic]
-) -> tuple[Nic | None, ...]:
-    """Return each GPU's nearest adapter, None where nothing is known of it.
+def nearest_ports(machine: Machine, gpus: Sequence[Gpu | None]) -> tuple[str, ...]:
+    """Return the name of each GPU's nearest port, empty where nothing is known of it.
 
-    Nearest is what shares most bridges with it, then what is near the same memory. Of
-    equals each is given out as often, so that every GPU has a rail of its own.
+    They are those that ``ronde topo place`` takes on the same machine: of equally near
+    ones each is given out as often, so that every GPU has a rail of its own.
 
     Args:
+        machine: As its agent tells.
         gpus: Each rank's own, or None.
-        nics: Those that are up; only those to train over count.
     """
-    supply = supply_of_machine(Machine((), 0.0, (), tuple(nics)), gpus)
-    candidates = training_nics(nics)
+    supply = supply_of_machine(machine._replace(cores=()), gpus)
     places = place(supply, Request(len(gpus), policy=Policy.NONE))
-    return tuple(candidates[each.nics[0]] if each.nics else None for each in places)
+    return tuple(supply.nics[each.nics[0]].name if each.nics else "" for each in places)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ronde.launch.hosts.host import Host
 from ronde.launch.placement.binding import Binding, BindMode, bind
 from ronde.launch.placement.devices import GpuView, assign_gpus, choose_gpus
-from ronde.launch.placement.nearness import nearest_nics
+from ronde.launch.placement.nearness import nearest_ports
 from ronde.launch.placement.place import Place
 from ronde.topology.gpus import visible_gpus
 from ronde.topology.machine import Gpu, Machine
@@ -68,7 +68,7 @@ def place_ranks(
     bindings = bind(
         machine, num_ranks, request.mode, own, policy=request.policy, host=host.name
     )
-    nics = nearest_nics(own, machine.nics)
+    ports = nearest_ports(machine, own)
     places = tuple(
         Place(
             num_cores=binding.num_cores,
@@ -76,10 +76,10 @@ def place_ranks(
             memory_node=binding.memory_node,
             env=device.env,
             device=_title(device.gpu),
-            nic=nic.name if nic else "",
+            nic=port,
             why=binding.why,
         )
-        for binding, device, nic in zip(bindings, devices, nics, strict=True)
+        for binding, device, port in zip(bindings, devices, ports, strict=True)
     )
     return Placement(places, tuple(_notices(host.name, num_ranks, gpus, bindings)))
 

@@ -58,15 +58,26 @@ def place(supply: Supply, request: Request) -> tuple[RankPlace, ...]:
 
     With an even part of the cores, policies that refuse nobody leave it contiguous and
     only say where it is not aligned; the others look for a node that has room. Sets of
-    nodes are chosen by ``policies.decide``; within a set, adapters by the class of the
-    way to the GPU, its bandwidth and how often they were given out.
+    nodes are chosen by ``policies.decide``; within a set, GPUs by their numbers, and
+    adapters by the class of the way to the GPU, its bandwidth and how often they were
+    given out.
 
     Raises:
         PlacementError: The policy refuses a rank, or all together.
         UsageError: There is not what is asked for.
     """
     check_request(supply, request)
-    placer = _Placer(supply, request)
+    gpus = _gpus_by_rank(supply, request)
+    if gpus is None and not request.num_cores:
+        # Which cores are shared by whom follows from the GPUs: these come first.
+        gpus = [each.gpus for each in _place(supply, request, None)]
+    return _place(supply, request, gpus)
+
+
+def _place(
+    supply: Supply, request: Request, gpus: Sequence[tuple[int, ...]] | None
+) -> tuple[RankPlace, ...]:
+    placer = _Placer(supply, request, gpus)
     return tuple(one for group in _groups(request) for one in placer.place(group))
 
 
@@ -78,19 +89,31 @@ def _groups(request: Request) -> list[range]:
 
 
 class _Placer:
-    """Keeps what is left from rank to rank."""
+    """Keeps what is left from rank to rank.
 
-    def __init__(self, supply: Supply, request: Request) -> None:
+    Args:
+        supply: What there is.
+        request: What each rank is to get.
+        gpus: Each rank's; None where they are chosen. Nobody has an even part of the
+            cores then.
+    """
+
+    def __init__(
+        self,
+        supply: Supply,
+        request: Request,
+        gpus: Sequence[tuple[int, ...]] | None,
+    ) -> None:
         self._supply = supply
         self._request = request
         wanted = request.num_ranks * request.num_nics
         self._is_nic_shared = wanted > len(supply.nics)
         self._stock = Stock(supply, is_nic_shared=self._is_nic_shared)
-        self._gpus = [_gpus_of(supply, request, n) for n in range(request.num_ranks)]
-        self._near = [self._node_near(gpus) for gpus in self._gpus]
-        self._shares = (
-            () if request.num_cores else share_cores(supply.cores, self._near)
-        )
+        self._gpus = gpus
+        self._shares: tuple[Share, ...] = ()
+        if gpus is not None and not request.num_cores:
+            near = [self._node_near(own) for own in gpus]
+            self._shares = share_cores(supply.cores, near)
 
     def place(self, ranks: range) -> list[RankPlace]:
         """Place ranks that are aligned as one."""
@@ -117,8 +140,10 @@ class _Placer:
 
     def _demand(self, rank: int) -> Demand:
         request = self._request
+        gpus = () if self._gpus is None else self._gpus[rank]
         demand = Demand(
-            gpus=self._gpus[rank],
+            gpus=gpus,
+            num_gpus=len(gpus) if self._gpus else request.num_gpus or 0,
             num_cores=request.num_cores,
             num_nics=request.num_nics,
             memory_bytes=request.memory_bytes,
@@ -141,6 +166,7 @@ class _Placer:
         num_nics = sum(demand.num_nics for demand in demands)
         return Demand(
             gpus=tuple(gpu for demand in demands for gpu in demand.gpus),
+            num_gpus=sum(demand.num_gpus for demand in demands),
             num_cores=len(own) or sum(demand.num_cores for demand in demands),
             own_cores=own,
             num_nics=min(num_nics, len(self._supply.nics)),
@@ -152,7 +178,8 @@ class _Placer:
     ) -> RankPlace:
         supply, stock = self._supply, self._stock
         mask = (1 << len(supply.nodes)) - 1 if verdict.mask is None else verdict.mask
-        order = self._order(mask, self._near[rank])
+        gpus = stock.take_gpus(demand, verdict.mask)
+        order = self._order(mask, self._node_near(gpus))
         cores = stock.take_cores(demand, order)
         share = self._shares[rank] if self._shares else None
         home = middle_node(cores) if share is None or share.has_enough else share.home
@@ -164,12 +191,12 @@ class _Placer:
             )
         return RankPlace(
             rank=rank,
-            gpus=demand.gpus,
+            gpus=gpus,
             cores=cores,
             nodes=() if verdict.mask is None else supply.numbers_of(mask),
             home=home,
             memory_nodes=supply.numbers_of(memory),
-            nics=tuple(stock.take_nics(demand.num_nics, demand.gpus, mask)),
+            nics=tuple(stock.take_nics(demand.num_nics, gpus, mask)),
             is_preferred=verdict.is_preferred,
             reasons=reasons,
             share=share,
@@ -193,9 +220,13 @@ class _Placer:
         return nodes.pop() if len(nodes) == 1 else UNKNOWN_NODE
 
 
-def _gpus_of(supply: Supply, request: Request, rank: int) -> tuple[int, ...]:
-    """Return a rank's GPUs, as programs take them by ``LOCAL_RANK``."""
-    num_gpus = request.num_gpus
-    if num_gpus is None:
-        num_gpus = 1 if len(supply.gpus) >= request.num_ranks else 0
-    return tuple(range(rank * num_gpus, (rank + 1) * num_gpus))
+def _gpus_by_rank(supply: Supply, request: Request) -> list[tuple[int, ...]] | None:
+    """Return the GPUs of each rank; None where so many as are asked for are chosen.
+
+    Where none are asked for a rank has the one of its number, as programs take them by
+    ``LOCAL_RANK``.
+    """
+    if request.num_gpus:
+        return None
+    has_enough = request.num_gpus is None and len(supply.gpus) >= request.num_ranks
+    return [(rank,) if has_enough else () for rank in range(request.num_ranks)]

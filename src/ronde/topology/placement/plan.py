@@ -6,11 +6,10 @@ from typing import NamedTuple
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import UNKNOWN, HostTopology, NetPort
 from ronde.topology.machine import UNKNOWN_NODE, Core
-from ronde.topology.placement.host_supply import HostSupply, is_verbs, supply_of_host
+from ronde.topology.placement.host_supply import HostSupply, is_amd, supply_of_host
+from ronde.topology.placement.nearness import is_verbs
 from ronde.topology.placement.placing import RankPlace, place
 from ronde.topology.placement.request import DEFAULT_NODES, Request
-
-_AMD = 0x1002
 
 
 class NicChoice(NamedTuple):
@@ -32,7 +31,7 @@ class RankPlan(NamedTuple):
 
     Attributes:
         rank: Local rank.
-        gpus: Numbers of its GPUs, in the order of the bus.
+        gpus: Numbers of its GPUs, as ``CUDA_VISIBLE_DEVICES`` and the like name them.
         gpu_bus_ids: Their bus addresses, empty ones where not told.
         num_cores: Physical cores.
         cpus: Their hardware threads, ascending.
@@ -100,7 +99,7 @@ def plan_host(
         str(request.policy),
         str(request.scope),
         tuple(_rank_plan(found, request, each) for each in places),
-        _common_env(host, found, places),
+        _gpu_env(host, found, places) | _nic_env(found, places),
         (*found.notices, *_notices(found, places)),
     )
 
@@ -114,7 +113,7 @@ def _rank_plan(found: HostSupply, request: Request, rank: RankPlace) -> RankPlan
     devices = [_verbs_name(port, is_port_needed=True) for port in ports]
     return RankPlan(
         rank=rank.rank,
-        gpus=rank.gpus,
+        gpus=_numbers(found, rank),
         gpu_bus_ids=tuple(found.gpus[gpu].bus_id for gpu in rank.gpus),
         num_cores=len(rank.cores),
         cpus=rank.cpus,
@@ -146,33 +145,41 @@ def _command(rank: RankPlace, memory_nodes: Sequence[int], *, is_strict: bool) -
     return " ".join(["numactl", *words]) if words else ""
 
 
-def _common_env(
+def _numbers(found: HostSupply, rank: RankPlace) -> tuple[int, ...]:
+    return tuple(int(found.supply.gpus[gpu].name) for gpu in rank.gpus)
+
+
+def _gpu_env(
     host: HostTopology, found: HostSupply, places: Sequence[RankPlace]
 ) -> dict[str, str]:
-    """Return what all ranks are told.
+    """Return what shows every rank all GPUs of the plan, rank by rank."""
+    own = [found.gpus[gpu] for each in places for gpu in each.gpus]
+    numbers = [str(number) for each in places for number in _numbers(found, each)]
+    if own and all(is_amd(host, gpu) for gpu in own):
+        return {"HIP_VISIBLE_DEVICES": ",".join(numbers)}
+    if not own or not all(gpu.bus_id for gpu in own):
+        return {}
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return order | {"CUDA_VISIBLE_DEVICES": ",".join(numbers)}
 
-    All GPUs of the plan are in view of every rank, as ``LOCAL_RANK`` counts them. NCCL
-    must find the same adapters on every rank of a host: it picks each GPU's from them.
+
+def _nic_env(found: HostSupply, places: Sequence[RankPlace]) -> dict[str, str]:
+    """Return what leaves NCCL the adapters near the GPUs of the plan.
+
+    All that are equally near: a rank's own may be one of several that its GPU drives.
+    NCCL must find the same on every rank of a host: it picks each GPU's from them.
 
     Source: NVIDIA's answer in https://github.com/NVIDIA/nccl/issues/1478.
     """
-    env: dict[str, str] = {}
-    gpus = [gpu for each in places for gpu in each.gpus]
-    if gpus and all(found.gpus[gpu].bus_id for gpu in gpus):
-        vendors = {device.bus_id: device.vendor for device in host.devices}
-        own = found.gpus[gpus[0]]
-        if own.gcn or vendors.get(own.bus_id) == _AMD:
-            env["HIP_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        else:
-            env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    used = sorted({nic for each in places for nic in each.nics})
-    ports = [found.ports[nic] for nic in used]
+    used = {nic for each in places for nic in each.nics}
+    for gpu in (gpu for each in places for gpu in each.gpus):
+        used.update(found.supply.nearest_nics(gpu))
+    ports = [found.ports[nic] for nic in sorted(used)]
     names = [_verbs_name(port, is_port_needed=False) for port in ports]
-    if names and all(names):
-        # The first sign makes NCCL compare whole names: mlx5_1 would mean mlx5_10, too.
-        env["NCCL_IB_HCA"] = "=" + ",".join(names)
-    return env
+    if not names or not all(names):
+        return {}
+    # The first sign makes NCCL compare whole names: mlx5_1 would mean mlx5_10, too.
+    return {"NCCL_IB_HCA": "=" + ",".join(dict.fromkeys(names))}
 
 
 def _verbs_name(port: NetPort, *, is_port_needed: bool) -> str:

@@ -87,8 +87,9 @@ def _good_masks(hints: Iterable[Hint], *, is_one: bool) -> list[int | None]:
 
 def _wants(supply: Supply, demand: Demand) -> dict[str, str]:
     names = [supply.gpus[gpu].name or str(gpu) for gpu in demand.gpus]
+    gpus = f"GPU{'s' * (demand.num_gpus > 1)}"
     return {
-        "gpu": f"GPU{'s' * (len(names) > 1)} {', '.join(names)}",
+        "gpu": f"{gpus} {', '.join(names)}" if names else f"{demand.num_gpus} {gpus}",
         "nic": f"{demand.num_nics} adapter{'s' * (demand.num_nics > 1)}",
         "cpu": f"{demand.num_cores} core{'s' * (demand.num_cores > 1)}",
         "memory": format_size(demand.memory_bytes),

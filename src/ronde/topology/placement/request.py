@@ -36,8 +36,8 @@ class Request(NamedTuple):
         num_cores: Physical cores of a rank; 0 for an even part, of those near its GPU
             where every rank has one.
         memory_bytes: Memory of a rank; 0 for none in particular.
-        num_gpus: GPUs of a rank: rank 0 has the first, and so on. None for one where
-            there are enough, else for none.
+        num_gpus: GPUs of a rank, chosen and aligned with the rest. None for the one of
+            its local rank where there are enough, else for none.
         num_nics: Adapters of a rank that are to be aligned as well, all its own where
             there are enough. With 0 it gets the nearest to its GPU, wherever that is.
     """

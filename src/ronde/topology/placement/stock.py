@@ -13,7 +13,8 @@ class Demand(NamedTuple):
     """What one rank asks for, or several together.
 
     Attributes:
-        gpus: Places of its GPUs in the supply.
+        gpus: Places of its GPUs in the supply; empty where any will do.
+        num_gpus: How many of them.
         num_cores: Physical cores.
         own_cores: Those that it is to have and no others; empty where any will do.
         num_nics: Adapters to be aligned.
@@ -21,6 +22,7 @@ class Demand(NamedTuple):
     """
 
     gpus: tuple[int, ...] = ()
+    num_gpus: int = 0
     num_cores: int = 0
     own_cores: tuple[Core, ...] = ()
     num_nics: int = 0
@@ -40,15 +42,15 @@ class Stock:
         self._is_nic_shared = is_nic_shared
         self._cores = [list(node.cores) for node in supply.nodes]
         self._free_bytes = [node.free_bytes for node in supply.nodes]
+        self._free_gpus = list(range(len(supply.gpus)))
         self._sets: dict[int, int] = {}
         self._num_given = [0] * len(supply.nics)
 
     def hints(self, demand: Demand) -> dict[str, tuple[Hint, ...]]:
         """Return the hints of each resource that is asked for, at least one each."""
         found: dict[str, tuple[Hint, ...]] = {}
-        if demand.gpus:
-            own = [self._supply.gpus[gpu] for gpu in demand.gpus]
-            found["gpu"] = self._device_hints(own, own, len(own))
+        if demand.num_gpus:
+            found["gpu"] = self._gpu_hints(demand)
         if demand.num_nics:
             nics = self._supply.nics
             free = [nic for n, nic in enumerate(nics) if self._may_give(n)]
@@ -66,8 +68,32 @@ class Stock:
         return dict(zip(found, filter_hints([found]), strict=True)) if found else {}
 
     def free_amounts(self, demand: Demand) -> dict[str, list[int]]:
-        """Return how much of cores and memory each node has left."""
-        return {"cpu": self._free_cores(demand), "memory": list(self._free_bytes)}
+        """Return how much each node has left of what is counted."""
+        free = {"cpu": self._free_cores(demand), "memory": list(self._free_bytes)}
+        if not demand.gpus:
+            free["gpu"] = self._counts(self._supply.gpus[n] for n in self._free_gpus)
+        return free
+
+    def take_gpus(self, demand: Demand, mask: int | None) -> tuple[int, ...]:
+        """Give out GPUs, those of the lowest numbers within a set of nodes.
+
+        Args:
+            demand: How many, or which.
+            mask: Nodes; None for any. Where one of several has enough, all are of one.
+        """
+        if demand.gpus or not demand.num_gpus:
+            return demand.gpus
+        best = self._free_gpus
+        if mask is not None:
+            bits = [self._supply.bit_of(gpu.node) for gpu in self._supply.gpus]
+            inside = [n for n in best if (bit := bits[n]) is None or mask >> bit & 1]
+            counts = Counter(bits[n] for n in inside)
+            whole = [n for n in inside if counts[bits[n]] >= demand.num_gpus]
+            of_one = [n for n in whole if bits[n] == bits[whole[0]]]
+            best = list(dict.fromkeys([*of_one, *inside, *best]))
+        taken = tuple(sorted(best[: demand.num_gpus]))
+        self._free_gpus = [n for n in self._free_gpus if n not in taken]
+        return taken
 
     def take_cores(self, demand: Demand, order: Sequence[int]) -> tuple[Core, ...]:
         """Give out cores, of one node where one has enough.
@@ -157,6 +183,17 @@ class Stock:
             return [len(cores) for cores in self._cores]
         own = Counter(core.node for core in demand.own_cores)
         return [own[node.number] for node in self._supply.nodes]
+
+    def _gpu_hints(self, demand: Demand) -> tuple[Hint, ...]:
+        """Return hints for GPUs; preferred is as few nodes as all of the host allow."""
+        gpus = self._supply.gpus
+        if not demand.gpus:
+            free = [gpus[n] for n in self._free_gpus]
+            return self._device_hints(gpus, free, demand.num_gpus)
+        own = [gpus[n] for n in demand.gpus]
+        if any(gpu.node == UNKNOWN_NODE for gpu in own):
+            return ANY
+        return counted_hints(self._counts(gpus), self._counts(own), len(own))
 
     def _device_hints(
         self, all_devices: Iterable[Device], free: Iterable[Device], wanted: int

@@ -73,6 +73,12 @@ class Supply(NamedTuple):
         """All cores, by node."""
         return tuple(core for node in self.nodes for core in node.cores)
 
+    def nearest_nics(self, gpu: int) -> tuple[int, ...]:
+        """Return the places of the adapters that are nearest to a GPU, all equal."""
+        own = {nic: near for (each, nic), near in self.nearness.items() if each == gpu}
+        best = min((near.order for near in own.values()), default=None)
+        return tuple(nic for nic, near in own.items() if near.order == best)
+
     def bit_of(self, node: int) -> int | None:
         """Return the place of a node among ``nodes``; None where it has no cores."""
         if node == UNKNOWN_NODE:

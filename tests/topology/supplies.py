@@ -1,0 +1,44 @@
+"""What a host has for ranks, in a few numbers."""
+
+from ronde.topology.machine import Core
+from ronde.topology.placement.placing import RankPlace
+from ronde.topology.placement.supply import (
+    Device,
+    Nearness,
+    Supply,
+    SupplyNode,
+    plain_distances,
+)
+
+
+def supply(
+    cores: dict[int, int],
+    *,
+    gpus: tuple[int, ...] = (),
+    nics: tuple[int, ...] = (),
+    free_bytes: int = -1,
+    near: dict[tuple[int, int], Nearness] | None = None,
+) -> Supply:
+    """Return one with so many cores a node, of two threads, and devices by node."""
+    numbered = [node for node, count in cores.items() for _ in range(count)]
+    of_node = {
+        node: tuple(
+            Core((n, n + len(numbered)), node)
+            for n, number in enumerate(numbered)
+            if number == node
+        )
+        for node in cores
+    }
+    return Supply(
+        tuple(SupplyNode(n, own, free_bytes, free_bytes) for n, own in of_node.items()),
+        plain_distances(len(cores)),
+        tuple(Device(str(n), node) for n, node in enumerate(gpus)),
+        tuple(Device(f"mlx5_{n}", node) for n, node in enumerate(nics)),
+        near or {},
+        "n1",
+    )
+
+
+def homes(places: tuple[RankPlace, ...]) -> list[set[int]]:
+    """Return the memory nodes of each rank's cores."""
+    return [{core.node for core in each.cores} for each in places]
