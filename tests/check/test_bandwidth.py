@@ -289,14 +289,6 @@ class Hosts:
         return {"gb_per_s": self.first.pop((name, other), self.rates[name][other])}
 
 
-def test_nothing_is_measured_that_nobody_asked_for():
-    hosts = Hosts(even_rates(3))
-    panel = hosts.panel(bandwidth="")
-    steps.run(panel)
-    assert hosts.num_questions == 0
-    assert all(facts.values == {} for facts in panel.facts.values())
-
-
 @pytest.mark.parametrize("num", [2, 3, 4, 7])
 def test_all_rates_are_taken_down(num):
     rates = even_rates(num)

@@ -319,14 +319,6 @@ def test_an_end_in_between_is_cleaned_up_after() -> None:
     assert hosts.asked == [("fill_folder", ["a"]), ("clear_folders", ["a"])]
 
 
-def test_without_the_option_nothing_is_asked() -> None:
-    hosts = Hosts(a=[QUICK])
-    panel = Panel(hosts, {"a": ""}, {"paths": ["/d"]})  # type: ignore[arg-type]
-    storing.run(panel)
-    assert hosts.asked == []
-    assert panel.facts["a"] == HostFacts("a", {}, {}, {})
-
-
 def test_without_a_folder_it_says_so() -> None:
     panel = run(Hosts(a=[QUICK]), paths=())
     assert "--path" in panel.facts["a"].unreadable[SPEED]

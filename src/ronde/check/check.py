@@ -82,6 +82,8 @@ class Check(NamedTuple):
         facts: Names of the facts that it needs of a host; it is ``unreadable`` there
             without any one of them, and is not asked about.
         judge: Yields what it finds, of all hosts that have the facts.
+        besides: Names of facts of other probes or steps that it takes into account
+            where they are known.
     """
 
     id: str
@@ -96,6 +98,7 @@ class Check(NamedTuple):
     why: str
     facts: tuple[str, ...]
     judge: Callable[[Fleet], Iterator[Finding]]
+    besides: tuple[str, ...] = ()
 
 
 def alike(

@@ -1,11 +1,12 @@
 """From hosts to facts: an agent on each, a program to speak with, step after step."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib import import_module
 from typing import NamedTuple
 
 from ronde.addresses import is_loopback
 from ronde.check.facts import HostFacts, Value
+from ronde.check.planning import Plan
+from ronde.check.steps import probing
 from ronde.check.steps.panel import Panel
 from ronde.errors import HostError, HostFailure
 from ronde.launch.controller import Controller
@@ -14,9 +15,6 @@ from ronde.launch.hosts.host import Host
 from ronde.launch.lineage import adopt_orphans
 from ronde.launch.node import Node
 from ronde.launch.sink import Unseen
-
-STEPS = ("probing", "clock", "reaching", "sharing", "storing", "burning", "bandwidth")
-"""Modules of ``ronde.check.steps``, in their order; each has ``run(panel)``."""
 
 
 class Examined(NamedTuple):
@@ -36,6 +34,7 @@ def examine(
     hiring: Hiring,
     signal_fd: int,
     settings: dict[str, Value],
+    plan: Plan,
     tell: Callable[[str], None],
 ) -> Examined:
     """Look at hosts; nothing of it is left there when it returns or raises.
@@ -45,6 +44,7 @@ def examine(
         hiring: How they get agents, which end here.
         signal_fd: From ``signals.caught_signals``: reads the user's signals.
         settings: What the user said; see ``Reading``.
+        plan: What is to be done there.
         tell: Is told what begins, for people.
 
     Raises:
@@ -62,9 +62,12 @@ def examine(
         panel = Panel(
             controller.interview(nodes, "ronde.check.node"), addresses, settings
         )
-        for step in STEPS:
-            tell(step)
-            import_module(f"ronde.check.steps.{step}").run(panel)
+        if plan.probes:
+            tell("probing")
+            probing.run(panel, plan.probes)
+        for step in plan.steps:
+            tell(step.name)
+            step.run(panel)
         return Examined(tuple(panel.facts.values()), (*failures, *lost))
     finally:
         controller.close()

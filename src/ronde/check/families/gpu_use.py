@@ -12,6 +12,7 @@ from ronde.topology.cpu_sets import parse_list
 _MAX_USED_BYTES = 2 << 30
 _MAX_BUSY_PERCENT = 20
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ENVIRONMENT = "versions.environment"
 _PROHIBITED, _EXCLUSIVE = 2, 3
 _SERVERS = ("nvidia-cuda-mps",)
 """How the names of programs begin that stand on a GPU for others."""
@@ -122,7 +123,7 @@ def _judge_ranks(fleet: Fleet) -> Iterator[Finding]:
 
 def _count_visible(facts: HostFacts, count: int) -> int:
     """Return how many of the GPUs a variable in the environment of ranks leaves."""
-    environment: dict[str, str] = facts.values.get("versions.environment", {})
+    environment: dict[str, str] = facts.values.get(_ENVIRONMENT, {})
     value = environment.get(_VISIBLE)
     if value is None:
         return count
@@ -147,6 +148,7 @@ CHECKS = (
         why="NCCL refuses to start.",
         facts=("gpu.count",),
         judge=_judge_ranks,
+        besides=(_ENVIRONMENT,),
     ),
     Check(
         id="gpu-busy",

@@ -12,6 +12,8 @@ MAX_KEPT_OFFSET_S = 0.1
 PORTS_PER_HOST = 145
 PORTS_AT_LEAST = 683
 
+_OFFSET = "cluster.clock_offset_s"
+
 
 def _grade_governor(values: Values, _: Values) -> Grade | None:
     governors = values["host.governors"]
@@ -57,7 +59,7 @@ def _judge_clock(fleet: Fleet) -> Iterator[Finding]:
     for facts in fleet.having("host.is_clock_kept"):
         if facts.values["host.is_clock_kept"]:
             continue
-        offset_s = facts.values.get("cluster.clock_offset_s")
+        offset_s = facts.values.get(_OFFSET)
         is_right = offset_s is not None and abs(offset_s) <= MAX_KEPT_OFFSET_S
         yield Finding(
             "clock-kept",
@@ -190,6 +192,7 @@ CHECKS = (
         "and leases end early.",
         facts=("host.is_clock_kept",),
         judge=_judge_clock,
+        besides=(_OFFSET,),
     ),
     Check(
         id="kernel-version",

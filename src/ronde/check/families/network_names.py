@@ -156,6 +156,7 @@ CHECKS = (
         "word; those of other hosts connect to themselves or are refused.",
         facts=(_OWN_NAME, _INTERFACES, _VARIABLES),
         judge=_judge_name,
+        besides=(ADDRESS,),
     ),
     Check(
         id="chosen-interface",

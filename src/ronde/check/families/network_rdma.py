@@ -14,6 +14,7 @@ _ADAPTERS = "network.rdma_adapters"
 _FILES = "network.rdma_device_files"
 _LIBRARY = "network.has_rdma_library"
 _VARIABLES = "network.variables"
+_NUM_GPUS = "host.num_gpus"
 _CHOICE = "NCCL_IB_HCA"
 _INDEX = "NCCL_IB_GID_INDEX"
 _UP = ("ACTIVE", "LinkUp")
@@ -120,7 +121,7 @@ def _weigh_gids(facts: HostFacts, name: str, hosts: list[HostFacts]) -> Severity
 
 def _has_gpus(facts: HostFacts) -> bool:
     """Say whether NCCL may run there: without GPUs nobody else needs an adapter."""
-    return facts.values.get("host.num_gpus") != 0
+    return facts.values.get(_NUM_GPUS) != 0
 
 
 def _tell_index(name: str, gids: Mapping[str, Port], index: str) -> str:
@@ -242,6 +243,7 @@ CHECKS = (
         why="Queue pairs do not connect: the run hangs, or ends in error 12.",
         facts=(_PORTS, _VARIABLES),
         judge=_judge_gids,
+        besides=(_NUM_GPUS,),
     ),
     Check(
         id="subnet-manager",
@@ -272,6 +274,7 @@ CHECKS = (
         why="NCCL takes TCP sockets instead, several times slower, and says nothing.",
         facts=(_PORTS, _VARIABLES, _FILES, _LIBRARY),
         judge=_judge_devices,
+        besides=(_NUM_GPUS,),
     ),
     Check(
         id="rdma-firmware",

@@ -110,5 +110,6 @@ CHECKS: tuple[Check, ...] = (
         "left, and nothing else tells.",
         facts=(_REMARKS,),
         judge=_judge_remarks,
+        besides=(_PORTS,),
     ),
 )

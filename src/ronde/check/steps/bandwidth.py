@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ronde.check.bandwidth import judge_pairs, rounds
 from ronde.check.facts import Value
+from ronde.check.steps.base import Step
 from ronde.check.steps.pair_ways import Benches, Pair, Streams, Way
 from ronde.check.steps.panel import Panel
 
@@ -23,12 +24,12 @@ _GPUS = ("gpu.count", "versions.torch_build")
 
 
 def run(panel: Panel) -> None:
-    """Have the hosts meet in pairs, if ``settings`` has ``bandwidth``.
+    """Have the hosts meet in pairs, where there are several.
 
     All pairs of a round are measured at the same time, as a job would load the network.
     Who is slow is measured once more: a busy moment is no slow link.
     """
-    if not panel.settings.get("bandwidth") or len(panel.names) < 2:
+    if len(panel.names) < 2:
         return
     engine = _choose_engine(panel)
     way = _way(panel, engine)
@@ -126,3 +127,8 @@ def _play(panel: Panel, way: Way, pairs: Sequence[Pair]) -> None:
                 known[FAILURES][other] = measured.failure
             else:
                 known[RATES][other] = max(rate, known[RATES].get(other, 0.0))
+
+
+STEP = Step(
+    "bandwidth", run, (RATES, FAILURES, WAY, REMARKS), _GPUS, setting="bandwidth"
+)

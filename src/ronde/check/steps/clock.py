@@ -3,6 +3,7 @@
 import time
 from typing import NamedTuple
 
+from ronde.check.steps.base import Step
 from ronde.check.steps.panel import Panel, Reply
 
 OFFSET = "cluster.clock_offset_s"
@@ -65,3 +66,6 @@ def compare(reply: Reply, epoch_s: float) -> Offset:
     middle_s = (reply.asked_s + reply.answered_s) / 2
     offset_s = reply.values["time_ns"] / 1e9 - (epoch_s + middle_s)
     return Offset(offset_s, (reply.answered_s - reply.asked_s) / 2)
+
+
+STEP = Step("clock", run, (OFFSET, ERROR))

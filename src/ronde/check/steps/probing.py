@@ -1,4 +1,6 @@
-"""Facts of each host by itself, by all probes."""
+"""Facts of each host by itself, by probes."""
+
+from collections.abc import Sequence
 
 from ronde.check.catalogue import PROBES
 from ronde.check.steps.panel import Panel
@@ -9,14 +11,14 @@ FAILED = "probe.failed"
 _SLACK_S = 5.0
 
 
-def run(panel: Panel) -> None:
-    """Have all hosts run all probes; write down what they found."""
-    question = {"do": "probe", "names": list(PROBES), "settings": panel.settings}
-    longest_s = max(entry.deadline_s for entry in PROBES.values())
+def run(panel: Panel, names: Sequence[str]) -> None:
+    """Have all hosts run the probes of some names; write down what they found."""
+    question = {"do": "probe", "names": list(names), "settings": panel.settings}
+    longest_s = max(PROBES[name].deadline_s for name in names)
     replies = panel.ask_all(question, longest_s + _SLACK_S)
     for host, reply in replies.items():
         failed: dict[str, str] = {}
-        for name in PROBES:
+        for name in names:
             told = reply.values.get(name, {"failure": reply.failure})
             if told["failure"]:
                 failed[name] = told["failure"]

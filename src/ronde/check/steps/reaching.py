@@ -18,6 +18,7 @@ from ronde.check.reachability import (
     own_mtu,
     slow_pairs,
 )
+from ronde.check.steps.base import Step
 from ronde.check.steps.panel import Panel, Reply
 
 MAX_ALL_PAIRS = 32
@@ -162,3 +163,6 @@ def _note_heard(reached: Mapping[str, Mapping[str, Any]], doors: Doors) -> None:
         door = doors.get(other)
         if door and not door.failure:
             reached[host][other]["is_heard"] = host in door.values["heard"]
+
+
+STEP = Step("reaching", run, (ADDRESS, BUSY, MTU, REACH))

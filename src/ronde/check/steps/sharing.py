@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 
 from ronde.check.operations.sharing import DEADLINE_S
+from ronde.check.steps.base import Step
 from ronde.check.steps.panel import Panel
 
 PATIENCE_S = 3.0
@@ -92,3 +93,6 @@ def _remove(panel: Panel, path: str, nonces: Mapping[str, str]) -> None:
     if lost:
         left = [nonces[host] for host in lost]
         ask({host: left for host in nonces if host not in lost})
+
+
+STEP = Step("sharing", run, (SHARED, SHARED_S))

@@ -15,6 +15,7 @@ from ronde.check.families.storage_speed import (
     find_slow,
 )
 from ronde.check.operations.storing import CLEAR_S
+from ronde.check.steps.base import Step
 from ronde.check.steps.panel import Panel, Reply
 from ronde.check.steps.sharing import SHARED
 
@@ -23,6 +24,7 @@ MAX_ROUNDS = 32
 
 _PATIENCE_S = 5.0
 _SLACK_S = 5.0
+_HUNG = "storage.hung"
 _NO_PATH = "--storage-speed measures the folders given with --path, and none is"
 
 Told = dict[str, Value]
@@ -30,9 +32,7 @@ Told = dict[str, Value]
 
 
 def run(panel: Panel) -> None:
-    """Measure each folder on each host, if ``settings`` has ``storage_speed``."""
-    if not panel.settings.get("storage_speed"):
-        return
+    """Measure each folder of the setting ``paths`` on each host."""
     paths: Sequence[str] = panel.settings.get("paths", ())
     found: dict[str, dict[str, Told]] = {name: {} for name in panel.names}
     for path in paths:
@@ -54,7 +54,7 @@ def _measure(panel: Panel, path: str) -> dict[str, Told]:
     for host, reply in panel.ask_all({"do": "clock"}, _SLACK_S).items():
         if reply.failure:
             found[host] = {"error": reply.failure}
-        elif path in _values(panel, host).get("storage.hung", ()):
+        elif path in _values(panel, host).get(_HUNG, ()):
             # That has been told; it would cost its deadline once more.
             found[host] = {"error": "it does not answer"}
     able = [host for host in panel.names if host not in found]
@@ -155,3 +155,6 @@ def _clear(panel: Panel, path: str, left: Mapping[str, str]) -> None:
         if name not in found:
             known: list[str] = _values(panel, host).get(LEFT, [])
             panel.note(host, LEFT, [*known, f"{path}/{name}"])
+
+
+STEP = Step("storing", run, (SPEED, LEFT), (_HUNG, SHARED), setting="storage_speed")

@@ -1,0 +1,133 @@
+"""What is left out because no check that is to be made needs it."""
+
+import json
+
+import pytest
+from tests.cli.conftest import Ronde
+
+from ronde.check.catalogue import PROBES, all_checks
+from ronde.check.check import Check
+from ronde.check.facts import HostFacts
+from ronde.check.fleet import Fleet
+from ronde.check.planning import STEPS, plan_for
+from ronde.check.steps.probing import FAILED
+from ronde.cli.check_options import make_parser, read_request
+
+ronde = Ronde()
+
+ALL = {"storage_speed": True, "burn_s": 1.0, "bandwidth": "tcp"}
+"""Settings with which every step is asked for."""
+
+
+def planned(*words):
+    """Return the names of probes and steps for some words of the command."""
+    request = read_request(make_parser().parse_args(words), {}, all_checks())
+    plan = plan_for(request.checks, request.settings)
+    return set(plan.probes), {step.name for step in plan.steps}
+
+
+def giver_of(fact):
+    """Return the name of the step or else of the probe that gives a fact."""
+    steps = [step.name for step in STEPS if fact in step.facts]
+    probes = [name for name, entry in PROBES.items() if fact.startswith(entry.facts)]
+    return [*steps, *probes, "nobody"][0]
+
+
+def givers(*checks):
+    """Return the names of the probes and steps that run for some checks."""
+    plan = plan_for(checks, ALL)
+    return {*plan.probes, *(step.name for step in plan.steps)}
+
+
+def test_all_run_for_all_checks():
+    plan = plan_for(all_checks(), ALL)
+    assert plan.probes == tuple(PROBES)
+    assert plan.steps == STEPS
+
+
+@pytest.mark.parametrize(
+    ("words", "probes", "steps"),
+    [
+        ("--only versions", {"versions"}, set()),
+        ("--only versions --storage-speed --path /d --burn 1s", {"versions"}, set()),
+        ("--only locked-memory", {"host"}, set()),
+        ("--only storage --path /d", {"storage"}, {"sharing"}),
+        ("--only shared-folder --path /d", set(), {"sharing"}),
+        (
+            "--only storage-speed --storage-speed --path /d",
+            {"storage"},
+            {"sharing", "storing"},
+        ),
+        ("--only network", {"network", "host"}, {"reaching"}),
+        ("--only slow-host-link --bandwidth", {"gpu", "versions"}, {"bandwidth"}),
+        ("--only slow-host --burn 1s", set(), {"pace"}),
+        ("--only clock-kept", {"host"}, {"clock"}),
+        ("--only gpu-ranks", {"gpu", "versions"}, set()),
+        ("--only taking-part", set(), set()),
+        ("--only probe-hung", set(PROBES), set()),
+        ("--only probe-hung,locked-memory", {"host"}, set()),
+        ("--skip storage", set(PROBES) - {"storage"}, {"clock", "reaching", "pace"}),
+    ],
+)
+def test_what_is_needed_runs_alone(words, probes, steps):
+    assert planned(*words.split()) == (probes, steps)
+
+
+@pytest.mark.parametrize("check", all_checks(), ids=lambda check: check.id)
+def test_what_a_check_needs_is_given(check: Check):
+    facts = {*check.facts, *check.besides} - {FAILED}
+    assert {giver_of(fact) for fact in facts} <= givers(check)
+
+
+class Watched(dict):
+    """Facts that remember which of them were asked for."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.asked = set()
+
+    def __contains__(self, name):
+        self.asked.add(name)
+        return super().__contains__(name)
+
+    def __getitem__(self, name):
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.asked.add(name)
+        return super().get(name, default)
+
+
+def test_no_check_reads_more_than_it_says():
+    """Of hosts as this machine is, several times."""
+    done = ronde("check", "--json")
+    (host,) = json.loads(done.stdout)["hosts"]
+    for check in all_checks():
+        hosts = [HostFacts(n, Watched(host["values"]), {}, {}) for n in "abc"]
+        list(check.judge(Fleet(tuple(hosts), {"num_ranks": 2})))
+        asked = hosts[0].values.asked - {FAILED}
+        assert {giver_of(name) for name in asked} <= givers(check), (check.id, asked)
+
+
+def test_every_fact_is_of_a_probe_or_a_step_that_says_so():
+    done = ronde("check", "--json", "--burn", "10ms", "-H", "localhost")
+    (host,) = json.loads(done.stdout)["hosts"]
+    assert host["seconds"].keys() == PROBES.keys()
+    strange = [name for name in host["values"] if giver_of(name) == "nobody"]
+    assert strange == [FAILED]
+
+
+def test_nothing_is_started_or_written_for_what_is_left_out(tmp_path):
+    """Whoever makes a file changes its folder's time, even if it is removed."""
+    words = ("--storage-speed", "--path", str(tmp_path), "--json")
+    before = tmp_path.stat().st_mtime_ns
+    for chosen in (("--only", "versions"), ("--skip", "storage")):
+        told = json.loads(ronde("check", *chosen, *words).stdout)
+        (host,) = told["hosts"]
+        assert "storage" not in host["seconds"]
+        assert not [name for name in host["values"] if name.startswith("storage.")]
+        assert tmp_path.stat().st_mtime_ns == before
+    told = json.loads(ronde("check", "--only", "storage", *words).stdout)
+    assert told["hosts"][0]["seconds"].keys() == {"storage"}
+    assert tmp_path.stat().st_mtime_ns > before
