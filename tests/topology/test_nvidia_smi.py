@@ -7,9 +7,23 @@ from hypothesis import given, settings, strategies as st
 from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
 from ronde.errors import UsageError
+from ronde.render.topo_tables import tabulate_speeds
+from ronde.render.topo_tree import draw_tree
 from ronde.topology.cpu_sets import members, parse_list
-from ronde.topology.graph import NVSWITCH, UNKNOWN, HostTopology, Link, LinkKind
+from ronde.topology.graph import (
+    NVSWITCH,
+    UNKNOWN,
+    HostTopology,
+    Link,
+    LinkKind,
+    Topology,
+)
 from ronde.topology.graph_json import read_topology, write_topology
+from ronde.topology.paths.classes import classify
+from ronde.topology.paths.search import find_paths
+from ronde.topology.placement.plan import plan_host
+from ronde.topology.placement.policies import Policy
+from ronde.topology.placement.request import Request
 from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
 from ronde.topology.probes.probe import Saved
 
@@ -543,3 +557,74 @@ def test_what_is_printed_is_read(data):
         (graph_names[a], graph_names[b]): path for (a, b), path in told.items()
     }
     assert [node.number for node in host.numa_nodes] == [7]
+
+
+SOCKETS = """\
+\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tNIC2\tNIC3\tCPU Affinity\tNUMA Affinity
+GPU0\t X \tNV18\tNV18\tNV18\tPXB\tNODE\tSYS\tSYS\t0-55,112-167\t0
+GPU1\tNV18\t X \tNV18\tNV18\tNODE\tPXB\tSYS\tSYS\t0-55,112-167\t0
+GPU2\tNV18\tNV18\t X \tNV18\tSYS\tSYS\tPIX\tSYS\t56-111,168-223\t1
+GPU3\tNV18\tNV18\tNV18\t X \tSYS\tSYS\tNODE\tSYS\t56-111,168-223\t1
+NIC0\tPXB\tNODE\tSYS\tSYS\t X \tNODE\tSYS\tSYS\t\t
+NIC1\tNODE\tPXB\tSYS\tSYS\tNODE\t X \tSYS\tSYS\t\t
+NIC2\tSYS\tSYS\tPIX\tNODE\tSYS\tSYS\t X \tSYS\t\t
+NIC3\tSYS\tSYS\tSYS\tSYS\tSYS\tSYS\tSYS\t X \t\t
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+  NODE = Connection traversing PCIe as well as the interconnect between Host Bridges
+  PXB  = Connection traversing multiple PCIe bridges
+  PIX  = Connection traversing at most a single PCIe bridge
+  NV#  = Connection traversing a bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+  NIC1: mlx5_1
+  NIC2: mlx5_4
+  NIC3: mlx5_7
+"""
+
+
+def test_adapters_are_at_the_node_of_the_gpus_near_them():
+    host = read(SOCKETS)
+    assert [port.title for port in host.ports] == [
+        "mlx5_0",
+        "mlx5_1",
+        "mlx5_4",
+        "mlx5_7",
+    ]
+    assert [port.node for port in host.ports] == [0, 0, 1, UNKNOWN]
+    table = classify(host)
+    assert table.nodes == ("0", "0", "1", "1", "0", "0", "1", "")
+    assert table.cpus[6:] == ("56-111,168-223", "")
+    rows = {row[0]: row[1:] for row in map(str.split, SOCKETS.splitlines()) if row}
+    for label, said in zip(table.labels, table.words, strict=True):
+        assert said == tuple(rows[label][:8])
+
+
+def test_an_adapter_near_gpus_of_two_nodes_is_at_none_that_is_known():
+    near = SOCKETS.replace("SYS\tSYS\tPIX\tSYS\t56", "PHB\tSYS\tPIX\tSYS\t56")
+    near = near.replace("PXB\tNODE\tSYS\tSYS\t X ", "PXB\tNODE\tPHB\tSYS\t X ")
+    assert [port.node for port in read(near).ports] == [UNKNOWN, 0, 1, UNKNOWN]
+
+
+def test_adapters_known_from_text_have_a_device_that_is_not_told():
+    host = read(SOCKETS)._replace(name="a")
+    lines = draw_tree(Topology((host,))).splitlines()
+    # The last is near no node that is told.
+    for line in (lines[4], lines[5], lines[9], lines[-2]):
+        assert line.endswith("rate not told, PCI device not told")
+    assert lines[-1] == "NVLink: every GPU: 18 to NVSwitch"
+    speeds = tabulate_speeds(find_paths(host), classify(host)).splitlines()
+    assert speeds[1].split() == [
+        *("GPU0", "X", "NVL", "NVL", "NVL", "PXB", "PHB", "SYS", "SYS"),
+    ]
+    assert speeds[-1].endswith("as NCCL counts; none where no source tells it")
+
+
+def test_ranks_are_aligned_with_adapters_known_from_text():
+    plan = plan_host(read(SOCKETS), Request(3, Policy.RESTRICTED, num_nics=1))
+    assert [rank.is_preferred for rank in plan.ranks] == [True] * 3

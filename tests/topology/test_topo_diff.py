@@ -5,12 +5,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.topology.sample_hosts import H200, PERLMUTTER, sample_host
 
 from ronde.cli.topo_diff import run
 from ronde.errors import UsageError
 from ronde.render.topo_diff import tell_comparison
 from ronde.topology.comparison import compare_hosts
-from ronde.topology.graph import HostTopology, NumaNode
+from ronde.topology.graph import HostTopology, NetPort, NumaNode
 from ronde.topology.paths.path import PathKind
 from ronde.topology.probes.nccl_topology import NcclTopologyProbe
 from ronde.topology.probes.probe import Saved
@@ -164,3 +165,64 @@ def test_the_command_and_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> N
     for words in ([], names[:1], ["/nowhere", names[0]]):
         with pytest.raises(UsageError):
             run(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "untold"),
+    [
+        (PERLMUTTER, "perlmutter_a100_4x_drv580.159.txt", ("network ports",)),
+        (BARE, "hgx_b200_8x_drv595.91.txt", ("network ports",)),
+        (H200, "hgx_h200_8x_topo_p2p_n.txt", ("NUMA nodes", "network ports")),
+    ],
+)
+def test_two_sources_of_one_machine_are_alike(
+    name: str, text: str, untold: tuple[str, ...]
+) -> None:
+    first, second = sample_host(name), sample_host(text)
+    there, back = compare_hosts(first, second), compare_hosts(second, first)
+    assert there.is_equal
+    assert back.is_equal
+    assert there.untold_second == back.untold_first == untold
+    assert there.untold_first == back.untold_second == ()
+    said = tell_comparison("a", "b", there).splitlines()
+    assert said[1] == f"B tells of no {' and no '.join(untold)}: not compared."
+
+
+def test_what_is_left_over_is_matched_by_number_and_name() -> None:
+    host = sample_host(PERLMUTTER)
+    anew = host._replace(
+        gpus=tuple(g._replace(bus_id="", node=3 - g.number) for g in host.gpus[::-1]),
+        ports=tuple(
+            NetPort(f"mlx5_{n}", bus_id=f"00ff:0{n % 10}:00.{n // 10}")
+            for n in (10, 2, 1, 9)
+        ),
+        links=(),
+    )
+    found = compare_hosts(host, anew).differences
+    assert not [each for each in found if each.fact == "NUMA node"]
+    names = {each.was: each.now for each in found if each.fact == "port"}
+    assert names == {
+        "cxi0": "mlx5_1",
+        "cxi1": "mlx5_2",
+        "cxi2": "mlx5_9",
+        "cxi3": "mlx5_10",
+    }
+
+
+def test_ports_that_are_gone_are_a_difference_where_the_bus_is_shown() -> None:
+    host = sample_host(PERLMUTTER)
+    comparison = compare_hosts(host, host._replace(ports=()))
+    assert set(comparison.only_first) == {port.name for port in host.ports}
+    assert comparison.untold_second == ()
+
+
+def test_a_chip_that_is_not_told_is_no_loss_and_one_that_is_told_is() -> None:
+    host = sample_host(BARE)
+    unknown = host._replace(gpus=tuple(gpu._replace(sm=-1) for gpu in host.gpus))
+    assert compare_hosts(host, unknown).is_equal
+    older = host._replace(gpus=tuple(gpu._replace(sm=90) for gpu in host.gpus))
+    assert len(compare_hosts(host, older).paths[0].changes) == 28
+    cut = unknown._replace(links=unknown.links[1:])
+    changes = compare_hosts(host, cut).paths[0].changes
+    assert len(changes) == 7
+    assert all(each.now.kind >= PathKind.PIX for each in changes)

@@ -401,3 +401,27 @@ def test_it_is_written_to_a_file(tmp_path: Path) -> None:
     path.write_text(draw_svg(sample_host(B200)), encoding="utf-8")
 
     assert root_of(path.read_text(encoding="utf-8")).tag == f"{SVG}svg"
+
+
+def test_an_unknown_chip_s_links_are_counted_only() -> None:
+    said = texts(draw_svg(sample_host("hgx_b200_8x_drv595.91.txt")))
+    assert "NVLink 18 links" in said
+    assert "NVLink: every GPU (0-7) to the NVLink switches, 18 links" in said
+    uneven = sample_host("perlmutter_a100_4x_drv580.159.txt")
+    uneven = uneven._replace(
+        links=(uneven.links[0]._replace(num_links=2), *uneven.links[1:])
+    )
+    table = texts(draw_svg(uneven))
+    assert table.count("4") == 11
+    assert "2" in table
+    assert "NVLink from GPU to GPU: links" in table
+
+
+def test_only_nvidia_s_switches_are_nvswitches() -> None:
+    switch = PciDevice("0000:02:00.0", class_code=0x068000, vendor=0x10DE)
+    other = PciDevice("0000:03:00.0", class_code=0x068000, vendor=0x8086)
+    said = texts(draw_svg(HostTopology(devices=(switch, other))))
+    assert said.count("NVSwitch") == 1
+    assert "0000:02:00.0" in said
+    assert "0000:03:00.0" not in said
+    assert not any("PCI" in line and "GB/s" in line for line in said)

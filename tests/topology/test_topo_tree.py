@@ -108,7 +108,7 @@ def test_a_chain_of_bridges_is_left_out_but_for_a_narrow_one():
 def test_what_is_near_no_node_and_what_is_down_is_said():
     text = draw(
         numa_nodes=(NumaNode(0, (0, 1), memory_bytes=3 << 30), NumaNode(8)),
-        devices=(PciDevice("0000:02:00.0"),),
+        devices=(PciDevice("0000:02:00.0", class_code=0x020700),),
         ports=(
             NetPort("ib0", "0000:02:00.0", mbit_per_s=100_000, is_up=False),
             NetPort("tap0", node=0),
@@ -159,3 +159,34 @@ def test_switches_between_hosts_are_a_tree():
         "   ├─ leaf1  100Gb, 2 hosts: n1 to n2\n"
         "   └─ leaf2  1 host: n3\n"
     )
+
+
+GPU = "0000:02:00.0"
+
+
+def test_of_a_device_that_is_only_named_no_bandwidth_is_guessed():
+    text = draw(gpus=(GpuDevice(GPU, 0),), devices=(PciDevice(GPU),))
+    assert text.splitlines()[-1].endswith("PCI link not told")
+
+
+def test_links_of_an_unknown_chip_are_counted_only():
+    links = (Link(LinkKind.NVLINK, GPU, "nvswitch", 18),)
+    unknown = draw(gpus=(GpuDevice(GPU, 0),), links=links)
+    assert unknown.splitlines()[-1] == "NVLink: GPU 0: 18 to NVSwitch"
+    known = draw(gpus=(GpuDevice(GPU, 0, sm=80),), links=links)
+    assert known.splitlines()[-1] == "NVLink: GPU 0: 18 to NVSwitch, 360 GB/s"
+    # NCCL takes 20 GB/s for a chip that it does not know.
+    odd = draw(gpus=(GpuDevice(GPU, 0, sm=52),), links=links)
+    assert odd == known.replace("sm 80", "sm 52")
+
+
+def test_nvswitches_are_called_so():
+    told = PciDevice(GPU, class_code=0x068000, vendor=0x10DE, speed="16.0 GT/s PCIe")
+    untold = PciDevice("0000:03:00.0", class_code=0x068000, vendor=0x10DE)
+    other = PciDevice("0000:04:00.0", class_code=0x068000, vendor=0x8086)
+    lines = draw(devices=(told._replace(width=2), untold, other)).splitlines()
+    assert lines[2].split(maxsplit=3)[1:] == [
+        *("NVSwitch", GPU, "PCI 16.0 GT/s x2, 3 GB/s"),
+    ]
+    assert lines[3].endswith("NVSwitch 0000:03:00.0")
+    assert "PCI switch 0000:04:00.0" in lines[4]

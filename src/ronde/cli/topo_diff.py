@@ -21,7 +21,7 @@ VERSION = 1
 _EPILOG = f"""\
 A and B are files of any form that ronde topo reads, or directories that hold sys and
 proc: / is this machine. They are two nodes of a job, or a virtual machine and its host.
-Elements are matched by bus address, those left over in order.
+Elements are matched by bus address, those left over by number and name.
 
 exit code: 0 they are alike, {EXIT_DIFFERENT} they differ, 64 one cannot be read
 

@@ -30,6 +30,7 @@ def tell_comparison(first: str, second: str, comparison: Comparison) -> str:
         return (
             f"{first} and {second} are alike: {comparison.num_matched} elements and "
             f"{sum(each.num_pairs for each in comparison.paths)} paths.\n"
+            f"{_left_out(comparison)}"
         )
     parts = [
         _head(first, second, comparison),
@@ -37,6 +38,7 @@ def tell_comparison(first: str, second: str, comparison: Comparison) -> str:
         _differences(comparison.differences),
         _missing("only in A", comparison.only_first),
         _missing("only in B", comparison.only_second),
+        _left_out(comparison),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -48,7 +50,7 @@ def _head(first: str, second: str, comparison: Comparison) -> str:
         text += wrap(
             "",
             f"{num - num_same} of {num} elements have another bus address or name in "
-            "B: they are matched in order.",
+            "B, or none: they are matched by number and name.",
             indent=0,
         )
     return text
@@ -76,13 +78,12 @@ def _change(change: PathChange) -> str:
 
 def _kept(change: PathChange) -> float:
     """Return what share of the bandwidth the second has."""
-    if not change.was or not change.now:
-        return 0.0 if change.was else 1.0
-    return change.now.gb_per_s / change.was.gb_per_s if change.was.gb_per_s else 1.0
+    was, now = change.was.gb_per_s, change.now.gb_per_s
+    return now / was if was and now else 1.0
 
 
-def _path(path: Path | None) -> str:
-    return f"{path.kind} {path.gb_per_s:g} GB/s" if path else "none"
+def _path(path: Path) -> str:
+    return f"{path.kind} {path.gb_per_s:g} GB/s" if path.gb_per_s else path.kind
 
 
 def _differences(differences: Sequence[Difference]) -> str:
@@ -130,6 +131,16 @@ def _difference(each: Difference) -> str:
 def _value(value: str, gb_per_s: float) -> str:
     short = value if len(value) <= _MAX_VALUE else f"{value[: _MAX_VALUE - 3]}..."
     return f"{short} ({gb_per_s:g} GB/s)" if gb_per_s else short
+
+
+def _left_out(comparison: Comparison) -> str:
+    """Return what is not compared as one host tells of none."""
+    sides = ("A", comparison.untold_first), ("B", comparison.untold_second)
+    return "".join(
+        wrap("", f"{side} tells of no {' and no '.join(roles)}: not compared.")
+        for side, roles in sides
+        if roles
+    )
 
 
 def _missing(title: str, names: Sequence[str]) -> str:

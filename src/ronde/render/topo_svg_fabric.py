@@ -12,7 +12,7 @@ from ronde.topology.graph import (
     Link,
     LinkKind,
 )
-from ronde.topology.paths.speeds import link_gb_per_s, smp_gb_per_s
+from ronde.topology.paths.speeds import is_link_told, link_gb_per_s, smp_gb_per_s
 
 _TITLES = {LinkKind.NVLINK: "NVLink", LinkKind.XGMI: "xGMI"}
 _NVSWITCH_CLASS = 0x0680
@@ -41,7 +41,10 @@ def draw_fabrics(host: HostTopology, width: float) -> list[Block]:
 
 
 Pairs = dict[tuple[str, str], tuple[int, float]]
-"""Names of a GPU and of what its links lead to -> how many, and GB/s together."""
+"""Names of a GPU and of what its links lead to -> how many, and GB/s together.
+
+0 GB/s where no source tells it.
+"""
 
 
 def _between_nodes(host: HostTopology) -> str:
@@ -55,6 +58,7 @@ def _between_nodes(host: HostTopology) -> str:
 def _pairs(host: HostTopology, kind: LinkKind) -> Pairs:
     gpus = {gpu.name: gpu for gpu in host.gpus}
     pairs: Pairs = {}
+    untold: set[tuple[str, str]] = set()
     for link in host.links:
         if link.kind == kind and link.source in gpus:
             is_switch = link.target not in gpus and _is_switch(link)
@@ -64,7 +68,8 @@ def _pairs(host: HostTopology, kind: LinkKind) -> Pairs:
             # Rounded, for the order of the links is to make no difference.
             rate = round(rate + more, 3)
             pairs[key] = (count + max(0, link.num_links), rate)
-    return pairs
+            untold |= set() if is_link_told(link, gpus[link.source]) else {key}
+    return {key: (n, 0.0 if key in untold else r) for key, (n, r) in pairs.items()}
 
 
 def _is_switch(link: Link) -> bool:
@@ -77,7 +82,8 @@ def _uniform(host: HostTopology, pairs: Pairs) -> str:
     if len(values) != 1:
         return ""
     count, rate = values.pop()
-    what = f"{count} links, {rate:.4g} GB/s" if count else f"{rate:.4g} GB/s"
+    words = [f"{count} links" if count else "", f"{rate:.4g} GB/s" if rate else ""]
+    what = ", ".join(word for word in words if word)
     names = {gpu.name for gpu in host.gpus}
     all_gpus = f"every GPU ({_numbers(host.gpus)})"
     if pairs.keys() == {(name, NVSWITCH) for name in names}:
@@ -110,7 +116,9 @@ def _table(host: HostTopology, title: str, pairs: Pairs) -> Block:
     others = sorted({b for _, b in pairs} - {gpu.name for gpu in host.gpus})[:4]
     columns = [(gpu.name, f"GPU {gpu.number}") for gpu in gpus]
     columns += [(name, "switches" if name == NVSWITCH else name) for name in others]
-    head = f"{title} from GPU to GPU: links, and GB/s together"
+    most = max(rate for _, rate in pairs.values())
+    head = f"{title} from GPU to GPU: links"
+    head += ", and GB/s together" if most else ""
     left, top = PAD + _CELL_WIDTH, PAD + LINE + GAP
     width = left + _CELL_WIDTH * len(columns) + PAD
     width = max(width, width_of(head, "name") + 2 * PAD)
@@ -119,7 +127,6 @@ def _table(host: HostTopology, title: str, pairs: Pairs) -> Block:
         Box(0, 0, width, height, "fabric", head),
         Words(PAD, PAD + 9, head, "name"),
     ]
-    most = max(rate for _, rate in pairs.values())
     for place, (_, name) in enumerate(columns):
         x = left + _CELL_WIDTH * (place + 0.5)
         shapes.append(Words(x, top + 14, fit(name, _CELL_WIDTH - 4), "", "middle"))
@@ -141,7 +148,7 @@ def _cell(
         return [Box(x, y, _CELL_WIDTH, _CELL_HEIGHT, "cell")]
     count, rate = value
     shade = 1 + min(2, int(3 * rate / most)) if most > 0 else 1
-    text = fit(f"{count} · {rate:.4g}", _CELL_WIDTH - 4)
+    text = fit(f"{count} · {rate:.4g}" if rate else f"{count}", _CELL_WIDTH - 4)
     return [
         Box(x, y, _CELL_WIDTH, _CELL_HEIGHT, f"cell{shade}"),
         Words(x + _CELL_WIDTH / 2, y + 15, text, "", "middle"),

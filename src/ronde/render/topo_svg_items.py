@@ -3,6 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ronde.render.topo_words import (
+    is_speed_told,
+    rate_words,
+    words_without_device,
+)
 from ronde.render.value_runs import format_runs
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import (
@@ -15,14 +20,19 @@ from ronde.topology.graph import (
     NumaNode,
     PciDevice,
 )
-from ronde.topology.paths.speeds import link_gb_per_s, pci_gb_per_s
+from ronde.topology.paths.speeds import (
+    is_link_told,
+    is_pci_told,
+    link_gb_per_s,
+    pci_gb_per_s,
+)
+from ronde.topology.probes.pci_kinds import is_nvswitch
 from ronde.units import format_size
 
 MAX_ITEMS = 24
 """At one place; the rest is counted only."""
 
 _MAX_DEPTH = 24
-_NVSWITCH_CLASS = 0x0680
 _MAX_PLACES = 64
 _MAX_CPUS_CHARACTERS = 22
 _LINK_TITLES = {
@@ -146,7 +156,7 @@ class _Tree:
             if gpu.bus_id not in self._listed and (gpu.node in nodes) is is_known
         ]
         items += [
-            _nic([port], None)
+            _nic([port], words_without_device(self._host, port))
             for port in self._host.ports
             if port.bus_id not in self._listed and (port.node in nodes) is is_known
         ]
@@ -160,9 +170,9 @@ class _Tree:
         """Return what a device is itself."""
         items = [self._gpu(gpu, device) for gpu in self._gpus.get(device.bus_id, [])]
         if ports := self._ports.get(device.bus_id):
-            items.append(_nic(ports, device))
-        if device.class_code >> 8 == _NVSWITCH_CLASS:
-            lines = (_pci_words(device),)
+            items.append(_nic(ports, _pci_words(device)))
+        if is_nvswitch(device.class_code, device.vendor):
+            lines = (_pci_words(device),) if is_speed_told(device) else ()
             title, aside = "NVSwitch", device.bus_id
             items.append(Item("other", (device.bus_id,), title, aside, lines))
         return items
@@ -202,32 +212,30 @@ class _Tree:
         for link_kind, title in _LINK_TITLES.items():
             links = self._links.get((link_kind, gpu.name), [])
             if links:
-                count = sum(max(0, link.num_links) for link in links)
-                rate = sum(link_gb_per_s(link, gpu) for link in links)
-                told = f"{count} links, " if count > 1 else ""
-                lines.append(f"{title} {told}{rate:.4g} GB/s")
+                lines.append(f"{title} {_links_words(gpu, links)}")
         said = tuple(line for line in lines if line)
         return Item("gpu", (gpu.name,), f"GPU {gpu.number}", gpu.bus_id, said)
 
 
-def _nic(ports: Sequence[NetPort], device: PciDevice | None) -> Item:
-    rates = [_rate_words(port) for port in ports]
+def _links_words(gpu: GpuDevice, links: Sequence[Link]) -> str:
+    count = sum(max(0, link.num_links) for link in links)
+    if not all(is_link_told(link, gpu) for link in links):
+        return f"{count} link{'' if count == 1 else 's'}"
+    rate = sum(link_gb_per_s(link, gpu) for link in links)
+    told = f"{count} links, " if count > 1 else ""
+    return f"{told}{rate:.4g} GB/s"
+
+
+def _nic(ports: Sequence[NetPort], pci_words: str) -> Item:
+    rates = [rate_words(port) for port in ports]
     kinds = sorted({port.kind for port in ports if port.kind})
-    lines = [format_runs(rates), " ".join(kinds)]
-    lines.append(_pci_words(device) if device else "no PCI device")
+    lines = [format_runs(rates), " ".join(kinds), pci_words]
     bus_id = ports[0].bus_id
     title = format_runs([port.title for port in ports])
     title = "NIC" if title == bus_id else title
     names = (*(port.name for port in ports), *([bus_id] if bus_id else []))
     said = tuple(line for line in lines if line)
     return Item("nic", names, title, bus_id, said)
-
-
-def _rate_words(port: NetPort) -> str:
-    if not port.is_up:
-        return "down"
-    rate = port.mbit_per_s / 1000
-    return f"{rate:g} Gb/s" if rate > 0 else "rate not told"
 
 
 def _pci_words(device: PciDevice) -> str:
@@ -237,6 +245,8 @@ def _pci_words(device: PciDevice) -> str:
         return f"PCI {rate}"
     lanes = f"x{device.width} " if device.width > 0 else ""
     speed = device.speed.removesuffix(" PCIe").removesuffix(" GT/s").removesuffix(".0")
+    if not is_pci_told(device):
+        return "PCI not told"
     if not speed:
         return f"PCI {lanes}not told: {rate}"
     return f"PCI {lanes}{speed} GT/s: {rate}"

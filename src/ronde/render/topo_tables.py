@@ -83,11 +83,17 @@ def tabulate_speeds(
     num_gpus = len(table.names) - len(table.titles)
     rows = slice(0, num_gpus or None)
     cells = [
-        [_tell_speed(paths.between(one, other)) for other in table.names]
-        for one in table.names[rows]
+        [
+            _tell_speed(paths, paths.between(one, other)) or word
+            for other, word in zip(table.names, words, strict=True)
+        ]
+        for one, words in zip(table.names[rows], table.words[rows], strict=True)
     ]
     told = _fold(table.labels, table.labels[rows], cells, num_chars)
-    return told + "\nGB/s in one direction, as NCCL counts\n"
+    figures = [cell for row in cells for cell in row if cell != "X"]
+    is_lacking = any(" " not in cell for cell in figures)
+    note = "; none where no source tells it" if is_lacking else ""
+    return told + f"\nGB/s in one direction, as NCCL counts{note}\n"
 
 
 def tabulate_paths(paths: Paths) -> str:
@@ -157,10 +163,12 @@ def _tell_words(words: Iterable[str]) -> str:
     return "".join(f"  {w:<4} = {text}\n" for w, text in _LEGEND.items() if w in used)
 
 
-def _tell_speed(path: Path | None) -> str:
+def _tell_speed(paths: Paths, path: Path | None) -> str:
     if path is None:
-        return UNTOLD
-    return "X" if path.num_hops == 0 else f"{path.kind} {path.gb_per_s:.1f}"
+        return ""
+    if path.num_hops == 0:
+        return "X"
+    return f"{path.kind} {path.gb_per_s:.1f}" if paths.is_told(path) else path.kind
 
 
 def _tell_hops(path: Path | None) -> str:

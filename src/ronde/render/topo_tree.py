@@ -4,11 +4,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ronde.render.topo_words import (
+    is_speed_told,
+    rate_words,
+    words_without_device,
+)
 from ronde.render.value_runs import format_runs
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import (
     NVSWITCH,
-    UNKNOWN,
     GpuDevice,
     HostTopology,
     Link,
@@ -20,7 +24,14 @@ from ronde.topology.graph import (
     Topology,
 )
 from ronde.topology.limits.network_ways import find_ways, told_gb_per_s
-from ronde.topology.paths.speeds import link_gb_per_s, pci_gb_per_s, smp_gb_per_s
+from ronde.topology.paths.speeds import (
+    is_link_told,
+    is_pci_told,
+    link_gb_per_s,
+    pci_gb_per_s,
+    smp_gb_per_s,
+)
+from ronde.topology.probes.pci_kinds import is_nvswitch
 from ronde.units import format_size
 
 _NVSWITCH_CLASS = 0x0680
@@ -142,7 +153,7 @@ def _below_node(
         if gpu.bus_id not in listed and (gpu.node in nodes) is is_known
     ]
     found += [
-        _Branch(port.title, _port_details([port], None))
+        _Branch(port.title, _port_details([port], words_without_device(host, port)))
         for port in host.ports
         if port.bus_id not in listed and (port.node in nodes) is is_known
     ]
@@ -165,8 +176,12 @@ def _device_branches(host: HostTopology, device: PciDevice) -> list[_Branch]:
         return below
     if not below and children:
         return []
-    title = "PCI switch" if below or _is_bridge(device) else "PCI device"
-    return [_Branch(f"{title} {device.bus_id}", _pci_words(device), tuple(below))]
+    title, details = "PCI device", _pci_words(device)
+    if is_nvswitch(device.class_code, device.vendor):
+        title, details = "NVSwitch", details if is_speed_told(device) else ""
+    elif below or _is_bridge(device):
+        title = "PCI switch"
+    return [_Branch(f"{title} {device.bus_id}", details, tuple(below))]
 
 
 def _own_branches(host: HostTopology, device: PciDevice) -> list[_Branch]:
@@ -181,7 +196,7 @@ def _own_branches(host: HostTopology, device: PciDevice) -> list[_Branch]:
         names = format_runs([port.title for port in ports])
         names = "" if names == device.bus_id else f"{names}  "
         title = f"NIC {names}{device.bus_id}"
-        branches.append(_Branch(title, _port_details(ports, device)))
+        branches.append(_Branch(title, _port_details(ports, _pci_words(device))))
     return branches
 
 
@@ -193,28 +208,19 @@ def _gpu_details(gpu: GpuDevice, device: PciDevice | None) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _port_details(ports: Sequence[NetPort], device: PciDevice | None) -> str:
-    rates = [_rate_words(port) for port in ports]
+def _port_details(ports: Sequence[NetPort], pci_words: str) -> str:
+    rates = [rate_words(port) for port in ports]
     words = [format_runs(rates)] if any(rates) else []
-    if device:
-        words.append(_pci_words(device))
-    else:
-        words.append("no PCI device")
-    return ", ".join(words)
-
-
-def _rate_words(port: NetPort) -> str:
-    if not port.is_up:
-        return "down"
-    rate = port.mbit_per_s / 1000
-    return f"{rate:g} Gb/s" if rate > 0 else "rate not told"
+    return ", ".join([*words, pci_words])
 
 
 def _pci_words(device: PciDevice) -> str:
     rate = f"{_rate(device):.4g} GB/s"
     if device.gb_per_s > 0 and not device.speed:
         return f"PCI {rate}"
-    if not device.speed and device.width in (0, UNKNOWN):
+    if not is_pci_told(device):
+        return "PCI link not told"
+    if not is_speed_told(device):
         return f"PCI link not told, taken for {rate}"
     lanes = f" x{device.width}" if device.width > 0 else ""
     speed = device.speed.removesuffix(" PCIe") or "speed not told"
@@ -258,17 +264,20 @@ def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) 
     """Return to what a GPU's links lead, alike for GPUs in like places."""
     counts: dict[str, int] = defaultdict(int)
     rates: dict[str, float] = defaultdict(float)
+    untold: set[str] = set()
     for link in links:
         is_switch = link.target == NVSWITCH or link.target_class >> 8 == _NVSWITCH_CLASS
         target = "NVSwitch" if is_switch else link.target
         counts[target] += link.num_links
         rates[target] += _link_rate(gpu, link)
-    alike: dict[tuple[int, float], list[str]] = {}
+        untold |= set() if is_link_told(link, gpu) else {target}
+    alike: dict[tuple[int, str], list[str]] = {}
     for target, count in counts.items():
-        alike.setdefault((count, rates[target]), []).append(target)
+        rate = "" if target in untold else f", {rates[target]:g} GB/s"
+        alike.setdefault((count, rate), []).append(target)
     return "; ".join(
         f"{count} {'each ' if len(targets) > 1 else ''}to "
-        f"{_targets(gpu, targets, titles)}, {rate:g} GB/s"
+        f"{_targets(gpu, targets, titles)}{rate}"
         for (count, rate), targets in alike.items()
     )
 

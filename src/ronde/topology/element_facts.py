@@ -4,8 +4,20 @@ from collections import Counter
 from typing import NamedTuple
 
 from ronde.topology.cpu_sets import format_list
-from ronde.topology.graph import UNKNOWN, GpuDevice, HostTopology, LinkKind, PciDevice
-from ronde.topology.paths.speeds import link_gb_per_s, pci_gb_per_s, port_gb_per_s
+from ronde.topology.graph import (
+    UNKNOWN,
+    GpuDevice,
+    HostTopology,
+    LinkKind,
+    NetPort,
+    PciDevice,
+)
+from ronde.topology.paths.speeds import (
+    is_link_told,
+    link_gb_per_s,
+    pci_gb_per_s,
+    port_gb_per_s,
+)
 
 _GIB = 2**30
 _NEARLY = 0.02
@@ -62,7 +74,7 @@ def port_facts(host: HostTopology) -> dict[str, tuple[Fact, ...]]:
                 f"{port.mbit_per_s} Mb/s" if port.mbit_per_s else "",
                 port_gb_per_s(port) if port.mbit_per_s else 0.0,
             ),
-            Fact("state", "up" if port.is_up else "down"),
+            Fact("state", _state(port)),
             Fact("GPUDirect RDMA", _GDR.get(port.gdr, "")),
         )
         for port in host.ports
@@ -108,7 +120,7 @@ def _place_facts(
         Fact("PCI link", _link(device), _told_rate(device)),
         Fact(
             "links above",
-            ", ".join(link or "?" for link in links) or "none",
+            ", ".join(link or "?" for link in links) or (_link(device) and "none"),
             min((rate for each in above if (rate := _told_rate(each))), default=0.0),
         ),
     )
@@ -116,11 +128,11 @@ def _place_facts(
 
 def _direct_links(host: HostTopology, gpu: GpuDevice) -> Fact:
     counts: Counter[LinkKind] = Counter()
-    rate = 0.0
-    for link in host.links:
-        if link.source == gpu.name:
-            counts[link.kind] += link.num_links
-            rate += link_gb_per_s(link, gpu)
+    own = [link for link in host.links if link.source == gpu.name]
+    for link in own:
+        counts[link.kind] += link.num_links
+    is_told = all(is_link_told(link, gpu) for link in own)
+    rate = sum(link_gb_per_s(link, gpu) for link in own) if is_told else 0.0
     value = ", ".join(f"{num} {kind}" for kind, num in sorted(counts.items()))
     # Where others have links, to have none is a fact as well.
     is_missing = not value and any(link.kind != LinkKind.PCI for link in host.links)
@@ -136,6 +148,12 @@ def _link(device: PciDevice) -> str:
 
 def _told_rate(device: PciDevice) -> float:
     return pci_gb_per_s(device) if _link(device) else 0.0
+
+
+def _state(port: NetPort) -> str:
+    # Where none is told, a port counts as up.
+    is_told = port.mbit_per_s or not port.is_up
+    return ("up" if port.is_up else "down") if is_told else ""
 
 
 def _cpus(cpus: tuple[int, ...]) -> str:

@@ -252,6 +252,12 @@ class HostTopology(NamedTuple):
     interfaces: tuple[Interface, ...] = ()
     remarks: tuple[str, ...] = ()
 
+    @property
+    def paired(self) -> frozenset[str]:
+        """Names of the elements of which a source says how near others are."""
+        pairs = ((each.source, each.target) for each in self.relations)
+        return frozenset(name for pair in pairs for name in pair)
+
 
 class NetworkSwitch(NamedTuple):
     """A switch between hosts.

@@ -24,6 +24,8 @@ from ronde.topology.paths.pci_tree import (
 from ronde.topology.paths.rules import NcclRules
 from ronde.topology.paths.speeds import (
     LOCAL_GB_PER_S,
+    is_link_told,
+    is_pci_told,
     link_gb_per_s,
     pci_gb_per_s,
     port_gb_per_s,
@@ -60,6 +62,7 @@ class _Builder:
         self._rules = rules
         self._parents = join_switches(host.devices, rules)
         self._numbers = find_numa_numbers(host)
+        self._paired = host.paired
         self._gpus = {each.name: each for each in reversed(host.gpus)}
         self._nodes = {node.number: node for node in self._order_nodes()}
 
@@ -124,7 +127,7 @@ class _Builder:
             return
         holder = self._holder(name)
         self.draft.add(holder, VertexKind.DEV)
-        self.draft.hang(holder, self._above(name), pci_gb_per_s(device, self._rules))
+        self._hang(holder, device)
         self.draft.add(name, VertexKind.GPU)
         self.draft.join(holder, name, PathKind.LOC, LOCAL_GB_PER_S)
 
@@ -140,11 +143,20 @@ class _Builder:
         speed = port_gb_per_s(port) if is_told else LOCAL_GB_PER_S
         self.draft.add(port.name, VertexKind.NET)
         self.draft.join(adapter, port.name, PathKind.LOC, speed)
+        if not port.bus_id and port.name in self._paired:
+            self.draft.doubt(adapter, port.name)
 
     def _add_below(self, device: PciDevice, kind: VertexKind) -> None:
         name = device.bus_id
         self.draft.add(name, kind)
-        self.draft.hang(name, self._above(name), pci_gb_per_s(device, self._rules))
+        self._hang(name, device)
+
+    def _hang(self, vertex: str, device: PciDevice) -> None:
+        """Join a vertex by a device's PCI link to what is above the device."""
+        above = self._above(device.bus_id)
+        self.draft.hang(vertex, above, pci_gb_per_s(device, self._rules))
+        if not is_pci_told(device):
+            self.draft.doubt(vertex, above)
 
     def _add_pci_link(self, link: Link) -> None:
         ends = [self.draft.kind_of(link.source), self.draft.kind_of(link.target)]
@@ -157,16 +169,20 @@ class _Builder:
         target = self._target_kind(link) if speed > 0 else None
         is_c2c = link.kind == LinkKind.C2C and self._rules.has_c2c
         kind = PathKind.C2C if is_c2c else PathKind.NVL
-        processor = NumaNode(self._numbers[gpu.name]).name
+        end = NumaNode(self._numbers[gpu.name]).name
         if target == VertexKind.GPU and link.target in self._gpus:
             # The other direction is a link of its own.
-            self.draft.connect(source, self._holder(link.target), kind, speed)
-        elif target == VertexKind.CPU and processor in self.draft:
-            self.draft.join(source, processor, kind, speed)
+            end = self._holder(link.target)
+            self.draft.connect(source, end, kind, speed)
+        elif target == VertexKind.CPU and end in self.draft:
+            self.draft.join(source, end, kind, speed)
         elif target == VertexKind.NVS:
-            if NVSWITCH not in self.draft:
-                self.draft.add(NVSWITCH, VertexKind.NVS)
-            self.draft.join(source, NVSWITCH, kind, speed)
+            end = NVSWITCH
+            if end not in self.draft:
+                self.draft.add(end, VertexKind.NVS)
+            self.draft.join(source, end, kind, speed)
+        if target and not is_link_told(link, gpu):
+            self.draft.doubt(source, end)
 
     def _target_kind(self, link: Link) -> VertexKind:
         """Return what a link leads to: what its class says, else its name."""

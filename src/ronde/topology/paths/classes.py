@@ -53,8 +53,8 @@ def classify(host: HostTopology) -> ClassTable:
     none, as they are no hardware.
     """
     gpus = tuple(each.name for each in sorted(host.gpus, key=lambda gpu: gpu.number))
-    related = {name for each in host.relations for name in (each.source, each.target)}
-    ports = [each for each in host.ports if each.bus_id or each.name in related]
+    paired = host.paired
+    ports = [each for each in host.ports if each.bus_id or each.name in paired]
     names = tuple(dict.fromkeys([*gpus, *(each.name for each in ports)]))
     pairs = _Pairs(host)
     numbers = [pairs.numa_number(name) for name in names]

@@ -65,11 +65,14 @@ class Network(NamedTuple):
         host: What it was made of.
         rules: By which release of NCCL.
         vertices: By name; of each kind in NCCL's order.
+        untold: Pairs of vertices between which the bandwidth is a guess of ours: NCCL
+            would ask the hardware.
     """
 
     host: HostTopology
     rules: NcclRules
     vertices: dict[str, Vertex]
+    untold: frozenset[frozenset[str]] = frozenset()
 
     def named(self, kind: VertexKind) -> tuple[str, ...]:
         """Return the names of all vertices of a kind."""
@@ -83,6 +86,7 @@ class Draft:
         self._kinds: dict[str, VertexKind] = {}
         self._edges: dict[str, list[Edge]] = {}
         self._above: dict[str, str] = {}
+        self._untold: set[frozenset[str]] = set()
 
     def __contains__(self, name: str) -> bool:
         """Return whether there is a vertex of this name."""
@@ -127,10 +131,14 @@ class Draft:
         self._above[name] = above
         self.join(name, above, kind, speed)
 
+    def doubt(self, one: str, other: str) -> None:
+        """Note that no source tells what joins two vertices carries."""
+        self._untold.add(frozenset((one, other)))
+
     def finish(self, host: HostTopology, rules: NcclRules) -> Network:
         """Return the network."""
         vertices = {n: Vertex(n, k, self._sorted(n)) for n, k in self._kinds.items()}
-        return Network(host, rules, vertices)
+        return Network(host, rules, vertices, frozenset(self._untold))
 
     def _sorted(self, name: str) -> tuple[Edge, ...]:
         """Return a vertex's edges with the first one to the vertex above it last."""

@@ -48,7 +48,7 @@ def find_numa_numbers(host: HostTopology) -> dict[str, int]:
 
     All of one PCI tree are at one node, as one host bridge has them. What no source
     places is at the only node, or at ``UNKNOWN``; a virtual adapter at the first node,
-    where NCCL puts it.
+    where NCCL puts it. One of which a source tells how near others are is none.
     """
     roots: dict[str, str] = {}
     numbers: dict[str, int] = {}
@@ -61,8 +61,9 @@ def find_numa_numbers(host: HostTopology) -> dict[str, int]:
     for gpu in host.gpus:
         found.setdefault(gpu.name, gpu.node)
     first = host.numa_nodes[0].number if host.numa_nodes else UNKNOWN
+    paired = host.paired
     for port in host.ports:
-        is_placed = port.bus_id or port.node != UNKNOWN
+        is_placed = port.bus_id or port.node != UNKNOWN or port.name in paired
         found.setdefault(adapter_name(port), port.node if is_placed else first)
     only = first if len(host.numa_nodes) == 1 else UNKNOWN
     return {n: only if number == UNKNOWN else number for n, number in found.items()}

@@ -47,6 +47,15 @@ class Paths(NamedTuple):
         """
         return self.table.get((source, target))
 
+    def is_told(self, path: Path) -> bool:
+        """Return whether a path's bandwidth is NCCL's, and no guess of ours.
+
+        It is a guess where no source tells the chip that NVLinks leave, or anything of
+        the PCI device of a GPU or adapter.
+        """
+        steps = zip(path.route, path.route[1:], strict=False)
+        return not any(frozenset(step) in self.network.untold for step in steps)
+
 
 def find_paths(host: HostTopology, rules: NcclRules = LATEST) -> Paths:
     """Return the paths by the hardware alone.

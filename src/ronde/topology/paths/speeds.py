@@ -8,6 +8,7 @@ allow. Where a source tells nothing, NCCL takes a value of its own, and so it is
 import re
 
 from ronde.topology.graph import (
+    UNKNOWN,
     GpuDevice,
     Link,
     LinkKind,
@@ -67,6 +68,16 @@ def pci_gb_per_s(device: PciDevice, rules: NcclRules = LATEST) -> float:
         return round(device.gb_per_s * _NCCL_SHARE_OF_THEORY, 3)
     width = device.width if device.width > 0 else _UNTOLD_LANES
     return width * _pci_code(device.speed) / 80
+
+
+def is_pci_told(device: PciDevice) -> bool:
+    """Return whether a source tells more of a device than its address.
+
+    Of one that it shows NCCL takes a link without speed for PCIe 3; of one that is only
+    named, what NCCL would find is not known.
+    """
+    is_seen = device.class_code != UNKNOWN or device.width != UNKNOWN
+    return is_seen or bool(device.speed) or device.gb_per_s > 0
 
 
 def pci_theory_gb_per_s(speed: str, width: int) -> float:
@@ -142,6 +153,17 @@ def link_gb_per_s(link: Link, gpu: GpuDevice, rules: NcclRules = LATEST) -> floa
     if link.gb_per_s > 0 and not is_known:
         return link.gb_per_s
     return link.num_links * each
+
+
+def is_link_told(link: Link, gpu: GpuDevice) -> bool:
+    """Return whether what direct links of a GPU carry follows from what is told.
+
+    NCCL asks the GPU for its chip, so that of a chip that no source tells the figure
+    is a guess.
+    """
+    if link.gb_per_s > 0 or link.kind == LinkKind.C2C:
+        return link.gb_per_s > 0
+    return gpu.sm != UNKNOWN or bool(gpu.gcn)
 
 
 def smp_gb_per_s(node: NumaNode, other: NumaNode, rules: NcclRules = LATEST) -> float:

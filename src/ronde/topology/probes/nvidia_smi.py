@@ -26,7 +26,12 @@ from ronde.topology.probes.nvidia_smi_matrices import (
     read_legend,
     read_matrices,
 )
-from ronde.topology.probes.nvidia_smi_nodes import Placed, place, read_affinity
+from ronde.topology.probes.nvidia_smi_nodes import (
+    Placed,
+    find_port_nodes,
+    place,
+    read_affinity,
+)
 from ronde.topology.probes.nvidia_smi_pairs import read_pairs
 from ronde.topology.probes.probe import Saved
 from ronde.topology.probes.tags import first_lines, lines_of_one
@@ -92,11 +97,14 @@ def _host(
         _device(n, gpu, addresses.get(n, ""), homes[n]) for n, gpu in gpus.items()
     )
     names = {f"GPU{gpu.number}": gpu.name for gpu in devices}
+    pairs = read_pairs(matrices)
+    nodes = find_port_nodes(pairs.words, {f"GPU{n}": home for n, home in homes.items()})
     ports = {
-        name: NetPort(legend.get(name, name)) for name in columns if name not in names
+        name: NetPort(legend.get(name, name), node=nodes.get(name, UNKNOWN))
+        for name in columns
+        if name not in names
     }
     names |= {name: port.name for name, port in ports.items()}
-    pairs = read_pairs(matrices)
     links = find_links(gpus, {gpu.number: gpu.name for gpu in devices}, pairs.bonds())
     remarks = [*placed.remarks, *pairs.remarks, *links.remarks]
     return HostTopology(

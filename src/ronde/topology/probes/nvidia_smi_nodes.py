@@ -11,6 +11,7 @@ from ronde.topology.probes.refusals import bad_value
 
 _LIST = re.compile(r"[0-9]{1,5}(?:-[0-9]{1,5})?(?:,[0-9]{1,5}(?:-[0-9]{1,5})?)*")
 _MAX_NUMBER = (1 << 16) - 1
+_WITHIN_NODE = ("PIX", "PXB", "PHB", "NODE")
 
 
 class Affinity(NamedTuple):
@@ -80,6 +81,28 @@ def place(affinities: Mapping[str, Affinity]) -> Placed:
                 f"{format_list(members(near))} are counted to the first."
             )
     return Placed(_numa_nodes(cpus), homes, tuple(remarks))
+
+
+def find_port_nodes(
+    words: Mapping[tuple[str, str], tuple[str, str]], homes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the number of the NUMA node of adapters that share one with a GPU.
+
+    Those that are near GPUs of several nodes, or of none, are not in it.
+
+    Args:
+        words: Path and access by the pair of names.
+        homes: Number of each GPU's node, by the GPU's name; ``UNKNOWN``.
+    """
+    near: dict[str, set[int]] = {}
+    for pair, (path, _) in words.items():
+        if path not in _WITHIN_NODE:
+            continue
+        for one, other in (pair, pair[::-1]):
+            number = homes.get(other, UNKNOWN)
+            if one not in homes and number != UNKNOWN:
+                near.setdefault(one, set()).add(number)
+    return {name: min(found) for name, found in near.items() if len(found) == 1}
 
 
 def _place_by_cpus(affinities: Mapping[str, Affinity]) -> Placed:
