@@ -122,6 +122,32 @@ def test_what_is_measured_anew_has_not_changed():
     assert changed({"num_flaps": 100}, {"num_flaps": 101})
 
 
+@pytest.mark.parametrize(
+    ("fact", "before", "after"),
+    [
+        ("host.pids_left", 4000, 3990),
+        ("host.busy", [{"pid": 7, "name": "a", "cpus": 1.0}], []),
+        ("host.blocked", [], [{"pid": 7, "name": "a", "seconds": 3.0}]),
+        ("gpu.busy_percent", [0, 3], [9, 0]),
+        ("gpu.clock_events", [1], [4]),
+        ("gpu.margin_celsius", [40], [39]),
+        ("gpu.processes", [[]], [[{"pid": 7, "command": "a"}]]),
+        ("gpu.memory_bytes", [{"used": 0}], [{"used": 9 << 20}]),
+        ("gpu.pcie", [{"generation": 1}], [{"generation": 5}]),
+        ("storage.paths", {"/": {"free_inodes": 9}}, {"/": {"free_inodes": 8}}),
+        ("cluster.products", {"cpu": {"num_products": 9}}, {"cpu": {}}),
+    ],
+)
+def test_what_is_of_its_moment_has_not_changed(fact, before, after):
+    assert changed({fact: before}, {fact: after}) == {}
+
+
+def test_what_is_beside_it_has_changed():
+    before = {"gpu.pcie": [{"generation": 1, "width": 16}], "host.pids_max": 9}
+    after = {"gpu.pcie": [{"generation": 5, "width": 8}], "host.pids_max": 8}
+    assert changed(before, after).keys() == {"gpu.pcie[0][width]", "host.pids_max"}
+
+
 def test_what_could_not_be_read_has_not_changed():
     assert changed({"a": 1}, {}) == {}
     assert changed({}, {"a": 1}) == {}

@@ -17,6 +17,21 @@ KIND = "check"
 NONE = "(none)"
 """Stands for a fact that is not there."""
 
+_MEASURED = {
+    "host.pids_left": "",
+    "host.busy": "",
+    "host.blocked": "",
+    "gpu.busy_percent": "",
+    "gpu.clock_events": "",
+    "gpu.margin_celsius": "",
+    "gpu.memory_bytes": "[used]",
+    "gpu.pcie": "[generation]",
+    "gpu.processes": "",
+    "storage.paths": "[free_inodes]",
+    "cluster.products": "[num_products]",
+}
+"""By fact, the part that is another the next moment; empty for all of it."""
+
 _SMALL = 1 << 20
 _SHARE = 0.1
 
@@ -125,9 +140,9 @@ def load_last(path: Path) -> Earlier:
 def compare(before: Kept, after: Kept) -> Changes:
     """Say what has changed.
 
-    Numbers with a fraction are measured anew each time and are not compared: what they
-    mean is in the findings. Whole numbers of a MiB and more, such as memory that is
-    free, have changed where they differ by more than a tenth.
+    Numbers with a fraction, and what else is another the next moment, are not compared:
+    what they mean is in the findings. Whole numbers of a MiB and more, such as memory
+    that is free, have changed where they differ by more than a tenth.
     """
     old = {facts.host: facts for facts in before.hosts}
     new = {facts.host: facts for facts in after.hosts}
@@ -173,6 +188,8 @@ def _changes(
 ) -> Iterator[Change]:
     old, new = dict(_leaves("", before)), dict(_leaves("", after))
     for name in dict.fromkeys((*old, *new)):
+        if _is_of_its_moment(name):
+            continue
         # What could not be read is no change of what it is.
         if name in old and name in new:
             if _differs(old[name], new[name]):
@@ -180,6 +197,11 @@ def _changes(
         elif _top(name) in before and _top(name) in after:
             was, is_now = (spell(d[name]) if name in d else NONE for d in (old, new))
             yield Change(host, name, was, is_now)
+
+
+def _is_of_its_moment(name: str) -> bool:
+    part = _MEASURED.get(_top(name))
+    return part is not None and name.endswith(part)
 
 
 def _top(name: str) -> str:
