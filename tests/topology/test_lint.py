@@ -24,6 +24,7 @@ from ronde.topology.graph import (
     PciDevice,
     Relation,
 )
+from ronde.topology.limits.network_rates import network_rates
 from ronde.topology.lint.catalogue import CATALOGUE
 from ronde.topology.lint.fleet import FLEET_RULES, lint_fleet
 from ronde.topology.lint.host import HOST_RULES, lint_host
@@ -682,9 +683,9 @@ def test_equal_findings_are_told_once_and_the_worst_first() -> None:
     findings = lint_host(read("nccl_topo/modal_gvisor_b200_vm_topo.xml"))
     text = tell_findings(findings)
     heads = re.findall(r"^(ERROR|WARNING|NOTE) (\S+):", text, re.MULTILINE)
-    assert [head for head, _ in heads] == ["ERROR"] * 3 + ["WARNING", "NOTE"]
+    assert [head for head, _ in heads] == ["ERROR"] * 2 + ["WARNING"] * 2 + ["NOTE"]
     assert "ERROR too-many-nvlinks: 8 times: 0002:00:01.0, " in text
-    assert count_findings(findings) == "18 errors, 1 warning, 8 notes"
+    assert count_findings(findings) == "16 errors, 3 warnings, 8 notes"
     assert count_findings(()) == "nothing found"
     assert tell_findings(()) == ""
 
@@ -732,7 +733,7 @@ def test_the_command_tells_and_ends_with_what_it_found(
     out = capsys.readouterr().out
     assert out.startswith(
         "modal_gvisor_b200_vm_topo (8 GPUs, 13 network ports, 2 NUMA nodes): "
-        "18 errors, 1 warning"
+        "16 errors, 3 warnings"
     )
 
 
@@ -773,7 +774,11 @@ def test_files_are_checked_in_form_and_graphs_in_sense(
     graph = Path(name("nccl_graph/hgx_b200_8x_vastai_nccl2.27.3.xml")).read_text()
     file.write_text(graph)
     assert run([str(file)]) == 0
-    capsys.readouterr()
+    assert f"{file}, as NCCL 2.30 reads it: nothing found." in capsys.readouterr().out
+    # A tree beside it is looked at as well.
+    (tmp_path / "sys").mkdir()
+    run([str(file), "--root", str(tmp_path)])
+    assert "NUMA node" in capsys.readouterr().out
     file.write_text(graph.replace("<gpu", "<other", 1))
     assert run([str(file)]) == 1
     assert "broken-ring" in capsys.readouterr().out
@@ -824,3 +829,19 @@ def test_a_node_that_tells_links_its_chip_lacks_is_no_model_for_others() -> None
         read("nccl_topo/hgx_b200_8x_vastai_nccl2.27.3.xml")._replace(name="real"),
     ]
     assert "node-nvlinks-differ" not in {f.rule for f in lint_fleet(hosts)}
+
+
+def test_a_host_bridge_limits_no_adapter_and_nccls_plan_is_told() -> None:
+    host = read("nccl_topo/modal_gvisor_b200_vm_topo.xml")
+    found = [f for f in lint_host(host) if f.rule == "nic-faster-than-link"]
+    assert {each.severity for each in found} == {Severity.WARNING}
+    # 75, 200 and 200 GB/s of ports; PCIe 5 x16 is 48 with NCCL.
+    figures = sorted((each.has_gb_per_s, each.should_gb_per_s) for each in found)
+    assert figures == [(48.0, 75.0), (48.0, 200.0), (48.0, 200.0)]
+    said = " ".join(each.what + each.consequence for each in found)
+    assert "63.02" not in said
+    assert "held to" not in said
+    # As with the limit, which takes all ports at their rates.
+    network = network_rates(host).network
+    assert network is not None
+    assert network.gb_per_s == 475.0

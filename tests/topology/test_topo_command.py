@@ -12,6 +12,8 @@ from ronde.topology.graph_json import read_topology
 SAMPLES = Path(__file__).parent / "samples"
 PERLMUTTER = "nccl_topo/perlmutter_a100_4x_slingshot_nccl2.29.7.xml"
 PERLMUTTER_TEXT = "nvsmi_topo_m/perlmutter_a100_4x_drv580.159.txt"
+GRAPH = "nccl_graph/azure_ncv4_graph.xml"
+B200_GRAPH = "nccl_graph/hgx_b200_8x_vastai_nccl2.27.3.xml"
 B200 = "nccl_topo/hgx_b200_8x_vastai_nccl2.27.3.xml"
 
 
@@ -106,7 +108,35 @@ def test_paths_are_those_with_the_settings_that_are_tried():
 
 
 def test_what_a_search_has_found_is_told():
-    assert told("nccl_graph/azure_ncv4_graph.xml").startswith("ring (graph 0): 2 chan")
+    text = told(GRAPH)
+    assert text.startswith("ring (graph 0): 2 chan")
+    assert told("-", stdin=(SAMPLES / GRAPH).read_bytes()) == text
+    other = told(B200_GRAPH)
+    both = told(GRAPH, B200_GRAPH)
+    assert both == f"{GRAPH}:\n{text}\n{B200_GRAPH}:\n{other}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--json"], ["--matrix"], ["--paths"], ["--nccl-paths"]),
+        *(["--nccl", "2.27"], ["-x", "A=1"], ["--root", "/"], ["--svg", "g.svg"]),
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_a_search_has_found_takes_no_options(words, tmp_path):
+    graph = str(SAMPLES / GRAPH)
+    said = refused(*words, graph, cwd=tmp_path)
+    assert f"{words[0]} must stand with what tells of a machine, got it with" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_search_has_found_stands_alone():
+    said = refused(GRAPH, B200)
+    assert "must be graphs of NCCL's search alone or none of them, got the" in said
+    for words in (["limit", GRAPH], ["diff", GRAPH, B200], ["place", "-n", "2", GRAPH]):
+        said = refused(*words)
+        assert "must tell of a machine, got a graph of NCCL's search" in said
 
 
 def test_a_saved_tree_is_read_like_the_machine(tmp_path):
@@ -127,6 +157,7 @@ def test_a_saved_tree_is_read_like_the_machine(tmp_path):
         (["absent.xml"], "can be read, got absent.xml: No such file or directory"),
         (["."], "can be read, got .: Is a directory"),
         (["SOURCES.md"], "SOURCES.md must be one of these: ronde topology, NCCL top"),
+        (["SOURCES.md"], "NCCL graph (alone); got none of them"),
         (["--root", "nccl_topo"], "a directory that holds sys, got nccl_topo"),
         ([PERLMUTTER, B200, PERLMUTTER_TEXT], "got 3 sources of 2 forms"),
         ([PERLMUTTER, "--nccl", "1.0", "--paths"], "from 2.18 to 2.30, got '1.0'"),

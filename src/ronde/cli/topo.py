@@ -12,9 +12,11 @@ from ronde.cli.topo_input import (
     TopoParser,
     add_source_arguments,
     load_topology,
+    read_sources,
 )
 from ronde.errors import UsageError
 from ronde.topology.graph import HostTopology, Topology
+from ronde.topology.probes.probe import Saved
 
 if TYPE_CHECKING:
     from ronde.topology.paths.transports import Transports
@@ -32,7 +34,9 @@ ronde topo VERB --help says more of a verb, ronde topo show --help of the first 
 
 _EPILOG = (
     SOURCES_EPILOG
-    + """
+    + """\
+Graphs that NCCL wrote (NCCL_GRAPH_DUMP_FILE) are told as rings and trees, alone.
+
 example:
   ronde topo --json > node1.json      what to send to somebody
   ronde topo node1.json --matrix      like nvidia-smi topo -m, from any source
@@ -74,14 +78,15 @@ def _show(words: Sequence[str]) -> int:
     options = _options(words)
     if options is None:
         return 0
-    if _tells_rings(options):
+    saved = read_sources(options)
+    if _tells_rings(saved, options):
         return 0
     if options.settings and not options.nccl_paths:
         raise UsageError(
             f"-x must stand with --nccl-paths, got it without: {options.settings[0]!r}."
             " Add that, or leave it out."
         )
-    loaded = load_topology(options)
+    loaded = load_topology(options, saved)
     for notice in loaded.notices:
         print(f"ronde: {notice}", file=sys.stderr)
     _require_something(loaded.topology)
@@ -134,20 +139,55 @@ def _options(words: Sequence[str]) -> argparse.Namespace | None:
     return parser.read(words)
 
 
-def _tells_rings(options: argparse.Namespace) -> bool:
-    """Tell what NCCL's search has found, where that is all that is given."""
-    from ronde.topology.search_graph import read_search_graphs, recognises_search_graph
-    from ronde.topology.sources import read_saved
+def _tells_rings(saved: Sequence[Saved], options: argparse.Namespace) -> bool:
+    """Tell what NCCL's search has found, where its graphs are what is given.
 
-    if len(options.sources) != 1 or options.sources == ["-"]:
+    Raises:
+        UsageError: Something else is given, or asked for, with them.
+    """
+    if not saved:
         return False
-    saved = read_saved(options.sources[0])
-    if not recognises_search_graph(saved):
+    from ronde.topology.search_graph import read_search_graphs, recognises_search_graph
+
+    graphs = [each for each in saved if recognises_search_graph(each)]
+    if not graphs:
         return False
+    _require_alone(graphs, saved, options)
     from ronde.render.topo_rings import tell_search
 
-    print(tell_search(read_search_graphs(saved)), end="")
+    for number, each in enumerate(graphs):
+        title = f"{each.name}:\n" if len(graphs) > 1 else ""
+        body = tell_search(read_search_graphs(each))
+        print(("\n" if number else "") + title + body, end="")
     return True
+
+
+def _require_alone(
+    graphs: Sequence[Saved], saved: Sequence[Saved], options: argparse.Namespace
+) -> None:
+    name = graphs[0].name
+    others = [each.name for each in saved if each not in graphs]
+    if others:
+        raise UsageError(
+            f"sources must be graphs of NCCL's search alone or none of them, got the "
+            f"graph {name} and {others[0]}. Give them one after the other."
+        )
+    asked = {
+        "--root": options.root is not None,
+        "--json": options.json,
+        "--matrix": options.matrix,
+        "--paths": options.paths,
+        "--nccl-paths": options.nccl_paths,
+        "--nccl": options.nccl,
+        "-x": options.settings,
+        "--svg": options.svg is not None,
+    }
+    option = next((option for option, is_asked in asked.items() if is_asked), "")
+    if option:
+        raise UsageError(
+            f"{option} must stand with what tells of a machine, got it with a graph of "
+            f"NCCL's search: {name}. Leave it out."
+        )
 
 
 def _require_something(topology: Topology) -> None:

@@ -94,13 +94,28 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_topology(options: argparse.Namespace) -> Loaded:
+def read_sources(options: argparse.Namespace) -> tuple[Saved, ...]:
+    """Return the files that the arguments name; what standard input has, once.
+
+    Raises:
+        UsageError: One cannot be read.
+    """
+    return tuple(read_saved(name) for name in options.sources)
+
+
+def load_topology(
+    options: argparse.Namespace, saved: Sequence[Saved] | None = None
+) -> Loaded:
     """Read what the arguments say.
+
+    Args:
+        options: The arguments.
+        saved: The files, where they were read already.
 
     Raises:
         UsageError: A source cannot be read, or they do not go together.
     """
-    saved = tuple(read_saved(name) for name in options.sources)
+    saved = read_sources(options) if saved is None else tuple(saved)
     parts = [read_part(each) for each in saved]
     notices: tuple[str, ...] = ()
     if options.root is not None or not saved:

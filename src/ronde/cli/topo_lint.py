@@ -12,6 +12,7 @@ from ronde.cli.topo_input import (
     TopoParser,
     add_source_arguments,
     load_topology,
+    read_sources,
 )
 from ronde.errors import UsageError
 from ronde.plain_values import to_plain
@@ -23,6 +24,7 @@ from ronde.topology.lint.catalogue import CATALOGUE
 from ronde.topology.lint.fleet import lint_fleet
 from ronde.topology.lint.form import check_form
 from ronde.topology.lint.host import lint_host
+from ronde.topology.paths.rules import LATEST
 from ronde.topology.probes.nccl_topology import NcclTopologyProbe
 from ronde.topology.probes.probe import Saved
 from ronde.topology.search_graph import (
@@ -30,7 +32,6 @@ from ronde.topology.search_graph import (
     read_search_graphs,
     recognises_search_graph,
 )
-from ronde.topology.sources import read_saved
 
 EXIT_FOUND = 1
 """Something of more weight than a note was found."""
@@ -128,19 +129,19 @@ def _names(option: str, given: Sequence[str], known: set[str]) -> set[str]:
 
 
 def _check(options: argparse.Namespace) -> _Checked:
-    # Standard input can be read once, and is no graph then.
-    named = {name: read_saved(name) for name in options.sources if name != "-"}
-    graphs = [saved for saved in named.values() if recognises_search_graph(saved)]
+    sources = read_sources(options)
+    graphs = [saved for saved in sources if recognises_search_graph(saved)]
     findings = [
         _at(saved.name, finding)
         for saved in graphs
         for finding in check_search_graphs(read_search_graphs(saved))
     ]
-    graph_names = {saved.name for saved in graphs}
-    options.sources = [name for name in options.sources if name not in graph_names]
-    if graphs and not options.sources:
-        return _Checked(", ".join(sorted(graph_names)), tuple(findings), ())
-    loaded = load_topology(options)
+    machines = [saved for saved in sources if saved not in graphs]
+    if graphs and not machines and options.root is None:
+        names = ", ".join(sorted({saved.name for saved in graphs}))
+        subject = f"{names}, as NCCL {LATEST.major}.{LATEST.minor} reads it"
+        return _Checked(subject, tuple(findings), ())
+    loaded = load_topology(options, machines)
     for saved in loaded.saved:
         findings += _check_file(saved, is_only=len(loaded.saved) == 1)
     hosts = loaded.topology.hosts

@@ -94,7 +94,14 @@ def read_part(saved: Saved) -> Part:
     for probe in probes:
         if probe.recognises(saved):
             return Part(saved.name, probe.form, probe.read(saved))
-    forms = ", ".join(probe.form for probe in probes)
+    from ronde.topology.search_graph import recognises_search_graph
+
+    if recognises_search_graph(saved):
+        raise UsageError(
+            f"{saved.name} must tell of a machine, got a graph of NCCL's search. Give "
+            "it to ronde topo by itself, or to ronde topo lint."
+        )
+    forms = ", ".join((*(probe.form for probe in probes), "NCCL graph (alone)"))
     raise UsageError(f"{saved.name} must be one of these: {forms}; got none of them.")
 
 

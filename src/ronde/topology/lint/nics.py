@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from ronde.topology.findings import Finding, Severity
-from ronde.topology.graph import NetPort
-from ronde.topology.lint.host_view import HostView, physical_gb_per_s, told_gb_per_s
+from ronde.topology.graph import NetPort, PciDevice
+from ronde.topology.limits.link_rates import Figures, pci_figures
+from ronde.topology.lint.host_view import HostView, told_gb_per_s
 from ronde.topology.lint.rule import Rule, rate_loss
 from ronde.topology.paths.speeds import port_gb_per_s
 
@@ -16,25 +17,55 @@ _VIRTUAL = ("virbr", "docker", "veth", "br-", "vnet", "tap", "tun", "lo", "dummy
 def _faster_than_link(view: HostView) -> Iterator[Finding]:
     for bus_id, ports in view.ports.items():
         device = view.devices.get(bus_id)
-        if device is None:
+        figures = pci_figures(device) if device else None
+        if device is None or figures is None:
             continue
-        has = physical_gb_per_s(device)
         should = sum(port_gb_per_s(p) for p in ports if _has_likely_rate(p) and p.is_up)
-        if 0 < has < should:
-            yield Finding(
-                rule="nic-faster-than-link",
-                severity=rate_loss(has, should),
-                element=device.name,
-                what=f"The adapter's {len(ports)} port(s) carry {should:.4g} GB/s, its "
-                f"PCI link ({device.speed} x{device.width}) {has:.4g} (PCIe's limit).",
-                consequence=f"The network is held to {has:.4g} GB/s through this "
-                f"adapter; NCCL plans with {told_gb_per_s(device):g}.",
-                remedy="Move the adapter to a wider or newer slot, or use fewer of "
-                "its ports; correct the file where adapters with links of their own "
-                "are told as one.",
-                has_gb_per_s=has,
-                should_gb_per_s=should,
-            )
+        rates = f"The adapter's {len(ports)} port(s) carry {should:.4g} GB/s, its "
+        rates += f"PCI link ({device.speed} x{device.width})"
+        if figures.theory < should:
+            yield _held_to_link(device, rates, figures, should)
+        elif not figures.is_told and figures.practical < should:
+            yield _planned_by_bridge(device, rates, figures, should)
+
+
+def _held_to_link(
+    device: PciDevice, rates: str, figures: Figures, should: float
+) -> Finding:
+    has = figures.theory
+    return Finding(
+        rule="nic-faster-than-link",
+        severity=rate_loss(has, should),
+        element=device.name,
+        what=f"{rates} {has:.4g} (PCIe's limit).",
+        consequence=f"The network is held to {has:.4g} GB/s through this "
+        f"adapter; NCCL plans with {told_gb_per_s(device):g}.",
+        remedy="Move the adapter to a wider or newer slot, or use fewer of "
+        "its ports; correct the file where adapters with links of their own "
+        "are told as one.",
+        has_gb_per_s=has,
+        should_gb_per_s=should,
+    )
+
+
+def _planned_by_bridge(
+    device: PciDevice, rates: str, figures: Figures, should: float
+) -> Finding:
+    """Return the finding on a link that is none, as virtual machines tell it."""
+    has = figures.practical
+    return Finding(
+        rule="nic-faster-than-link",
+        severity=Severity.WARNING,
+        element=device.name,
+        what=f"{rates} counts for {has:g} with NCCL, and is none that limits them: the "
+        "adapter is told as a host bridge, or by the least link that there is.",
+        consequence=f"NCCL plans with {has:g} GB/s through this adapter, whatever it "
+        "carries.",
+        remedy="Correct the file: a link of its own for each adapter, as the bare "
+        "machine has it.",
+        has_gb_per_s=has,
+        should_gb_per_s=should,
+    )
 
 
 def _odd_speeds(view: HostView) -> Iterator[Finding]:
