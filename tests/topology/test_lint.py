@@ -845,3 +845,15 @@ def test_a_host_bridge_limits_no_adapter_and_nccls_plan_is_told() -> None:
     network = network_rates(host).network
     assert network is not None
     assert network.gb_per_s == 475.0
+
+
+def test_of_an_unknown_chip_no_loss_is_claimed_in_figures() -> None:
+    links = [nvlink(0, NVSWITCH, 18), nvlink(1, NVSWITCH, 12)]
+    host = with_links(*links)
+    known = one(lint_host(host), "uneven-nvlinks")
+    assert known.should_gb_per_s > known.has_gb_per_s > 0
+    unknown = host._replace(gpus=tuple(g._replace(sm=-1) for g in host.gpus))
+    found = one(lint_host(unknown), "uneven-nvlinks")
+    assert (found.has_gb_per_s, found.should_gb_per_s) == (0.0, 0.0)
+    assert found.consequence == "Collectives run at the slowest GPU's rate."
+    assert found.severity is known.severity

@@ -121,20 +121,20 @@ def _uneven(view: HostView) -> Iterator[Finding]:
     if len(kinds) != 1 or len(set(totals.values())) < 2:
         return
     most = max(totals.values())
-    rate = nvlink_gb_per_s(kinds.pop())
     for name, num in totals.items():
         if num < most:
+            has, should = _total_rate(view, name), most * _link_rate(view, name)
             yield Finding(
                 rule="uneven-nvlinks",
                 severity=rate_loss(num, most),
                 element=name,
                 what=f"{num} NVLinks are up, and other GPUs of this host have {most}.",
-                consequence=f"Collectives run at the slowest GPU's rate: "
-                f"{num * rate:.1f} instead of {most * rate:.1f} GB/s (NCCL's figures).",
+                consequence="Collectives run at the slowest GPU's rate"
+                f"{_rates(has, should)}.",
                 remedy="Look at nvidia-smi nvlink -s and -e for links that are down or "
                 "count errors, and reset the GPU.",
-                has_gb_per_s=num * rate,
-                should_gb_per_s=most * rate,
+                has_gb_per_s=has,
+                should_gb_per_s=should,
             )
 
 
