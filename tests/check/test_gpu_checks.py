@@ -39,6 +39,7 @@ def kernel_facts(num_gpus):
         "gpu.xids": [],
         "gpu.direct_rdma": {"adapters": 1, "way": "nvidia_peermem"},
         "gpu.acs": [],
+        "gpu.near_adapters": {},
         "gpu.is_virtual": False,
         "gpu.own_cpus": "0-95",
         "gpu.imex_channels": 0,
@@ -325,6 +326,57 @@ def test_peers_of_which_nothing_can_be_told_are_no_trouble():
     record = healthy(2)
     record["gpus"][0]["peers"], record["gpus"][1]["peers"] = [0, 6], [6, 0]
     assert find(host(num_gpus=2, record=record)) == ()
+
+
+UP = {"state": "ACTIVE"}
+ADAPTERS = {
+    "gpu.near_adapters": {"0000:1b:00.0": ["mlx5_0"], "0000:1c:00.0": ["mlx5_1"]},
+    "network.rdma_ports": {"mlx5_0:1": UP, "mlx5_1:1": UP, "mlx5_2:1": UP},
+}
+
+
+def find_adapters(setting, **changes):
+    values = ADAPTERS | {"network.variables": setting} | changes
+    return find(host("a", 2), host("b", 2, facts=values))
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"NCCL_IB_HCA": "mlx5"},
+        {"NCCL_IB_HCA": "=mlx5_0,mlx5_1"},
+        {"NCCL_IB_HCA": "^mlx5_2"},
+        {"NCCL_IB_HCA": "mlx5_2", "NCCL_NET": "Socket"},
+        {"NCCL_IB_HCA": "mlx5_2", "NCCL_IB_DISABLE": "1"},
+    ],
+)
+def test_near_adapters_that_nccl_may_use_are_no_trouble(variables):
+    assert find_adapters(variables) == ()
+
+
+def test_a_near_adapter_that_is_left_out_is_told_with_its_gpu():
+    finding = only(find_adapters({"NCCL_IB_HCA": "mlx5_0,mlx5_2"}), "gpu-adapter")
+    assert (finding.host, finding.severity) == ("b", WARN)
+    assert finding.what == (
+        "NCCL_IB_HCA=mlx5_0,mlx5_2 leaves out mlx5_1:1, the nearest to the GPU at "
+        "0000:1c:00.0"
+    )
+
+
+def test_gpus_without_any_near_adapter_are_only_told():
+    far = {"gpu.near_adapters": {"0000:1b:00.0": [], "0000:1c:00.0": []}}
+    finding = only(find_adapters({}, **far), "gpu-adapter")
+    assert finding.severity is INFORM
+    assert finding.what.endswith("with the GPUs at 0000:1b:00.0, 0000:1c:00.0")
+    assert find_adapters({}, **far, **{"gpu.is_virtual": True}) == ()
+    assert find_adapters({"NCCL_IB_DISABLE": "1"}, **far) == ()
+
+
+def test_a_near_adapter_without_a_cable_is_as_good_as_none():
+    down = {"mlx5_0:1": UP, "mlx5_1:1": {"state": "DOWN"}}
+    found = find_adapters({"NCCL_IB_HCA": "mlx5_0"}, **{"network.rdma_ports": down})
+    assert only(found, "gpu-adapter").severity is INFORM
 
 
 def test_a_narrow_link_in_a_virtual_machine_is_a_warning():

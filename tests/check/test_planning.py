@@ -15,6 +15,7 @@ from ronde.cli.check_options import make_parser, read_request
 
 ronde = Ronde()
 
+COUNTING = ("counting RDMA errors", "counting replays")
 ALL = {"storage_speed": True, "burn_s": 1.0, "bandwidth": "tcp"}
 """Settings with which every step is asked for."""
 
@@ -58,7 +59,11 @@ def test_all_run_for_all_checks():
             {"storage"},
             {"sharing", "storing"},
         ),
-        ("--only network", {"network", "host"}, {"reaching"}),
+        (
+            "--only network",
+            {"network", "host"},
+            {"reaching", "counting RDMA errors"},
+        ),
         ("--only slow-host-link --bandwidth", {"gpu", "versions"}, {"bandwidth"}),
         ("--only slow-host --burn 1s", set(), {"pace"}),
         ("--only clock-kept", {"host"}, {"clock"}),
@@ -66,7 +71,11 @@ def test_all_run_for_all_checks():
         ("--only taking-part", set(), set()),
         ("--only probe-hung", set(PROBES), set()),
         ("--only probe-hung,locked-memory", {"host"}, set()),
-        ("--skip storage", set(PROBES) - {"storage"}, {"clock", "reaching", "pace"}),
+        (
+            "--skip storage",
+            set(PROBES) - {"storage"},
+            {"clock", "reaching", "pace", *COUNTING},
+        ),
     ],
 )
 def test_what_is_needed_runs_alone(words, probes, steps):

@@ -23,6 +23,7 @@ _FAMILIES = (
     "scheduler",
     "network",
     "bandwidth",
+    "link_errors",
     "storage",
     "cluster",
 )

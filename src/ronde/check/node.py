@@ -19,6 +19,7 @@ _MODULES = {
     "listen": "ronde.check.operations.reaching",
     "reach": "ronde.check.operations.reaching",
     "clock": "ronde.check.operations.clock",
+    "count_errors": "ronde.check.operations.counting",
     "leave_nonce": "ronde.check.operations.sharing",
     "find_nonces": "ronde.check.operations.sharing",
     "remove_nonce": "ronde.check.operations.sharing",

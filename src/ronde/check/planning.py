@@ -10,6 +10,7 @@ from ronde.check.steps import (
     bandwidth,
     burning,
     clock,
+    counting,
     pacing,
     probing,
     reaching,
@@ -26,6 +27,8 @@ STEPS = (
     pacing.STEP,
     burning.STEP,
     bandwidth.STEP,
+    counting.PORTS_STEP,
+    counting.GPUS_STEP,
 )
 """In their order, behind the probes."""
 

@@ -31,8 +31,8 @@ verbs:
 In the table: ok, ! warning, x not ready, ? could not be read, - nothing to check.
 What could not be read is listed and is no fault.
 
-exit code: 0 all hosts are ready, 1 warnings, with --strict, 2 a host is not ready,
-3 no host could be asked, 64 bad words, 130 after Ctrl-C.
+exit code: 0 all hosts are ready, 1 warnings, with --strict, 2 a host is not ready, or
+two are not together, 3 no host could be asked, 64 bad words, 130 after Ctrl-C.
 
 examples:
   ronde check                                     this machine

@@ -1,6 +1,7 @@
 """Checks of GPUs; one module for each thing that they ask about."""
 
 from ronde.check.families import (
+    gpu_adapters,
     gpu_copies,
     gpu_fabric,
     gpu_health,
@@ -16,6 +17,7 @@ CHECKS = (
     *gpu_use.CHECKS,
     *gpu_health.CHECKS,
     *gpu_links.CHECKS,
+    *gpu_adapters.CHECKS,
     *gpu_copies.CHECKS,
     *gpu_fabric.CHECKS,
 )

@@ -21,7 +21,11 @@ from ronde.check.nvml.questions import (
 )
 from ronde.check.probes.gpu_answers import Told, ask_apart
 from ronde.check.probes.gpu_log import read_xids
-from ronde.check.probes.gpu_paths import read_acs, read_direct_rdma
+from ronde.check.probes.gpu_paths import (
+    read_acs,
+    read_direct_rdma,
+    read_near_adapters,
+)
 from ronde.check.probes.gpu_presence import opened_files, read_cards, read_module
 from ronde.check.probes.host_virtual import read_is_virtual
 from ronde.topology.cpu_sets import format_list
@@ -62,7 +66,9 @@ def read(reading: Reading) -> None:
     reading.keep("gpu.is_virtual", lambda: read_is_virtual(root))
     reading.keep("gpu.xids", lambda: read_xids(root))
     reading.keep("gpu.direct_rdma", lambda: read_direct_rdma(root, module))
-    reading.keep("gpu.acs", lambda: read_acs(root, [each["address"] for each in cards]))
+    addresses = [each["address"] for each in cards]
+    reading.keep("gpu.acs", lambda: read_acs(root, addresses))
+    reading.keep("gpu.near_adapters", lambda: read_near_adapters(root, addresses))
     reading.keep("gpu.own_cpus", lambda: _own_cpus(root))
     reading.values["gpu.imex_channels"] = len(
         list_names(f"{root}/dev/nvidia-caps-imex-channels")

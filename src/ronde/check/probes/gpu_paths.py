@@ -2,12 +2,13 @@
 
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ronde.check.facts import UnreadableError, Value
 from ronde.check.probes.host_virtual import read_is_virtual
 from ronde.topology.kernel_files import list_names, read_text
-from ronde.topology.probes.sysfs_devices import read_functions
+from ronde.topology.pci import bus_id, read_link
+from ronde.topology.probes.sysfs_devices import Function, read_functions
 
 _MELLANOX = "0x15b3"
 _FIRST_DMA_BUF = (5, 12)
@@ -59,6 +60,42 @@ def read_acs(root: str, cards: Iterable[str]) -> list[str]:
     chains = (functions[card].chain[1:] for card in cards if card in functions)
     above = dict.fromkeys(bridge for chain in chains for bridge in chain)
     return [bridge for bridge in above if _redirects(root, bridge)]
+
+
+def read_near_adapters(root: str, cards: Iterable[str]) -> dict[str, list[str]]:
+    """Return by card the RDMA adapters that are the fewest bridges away.
+
+    Those that share no bridge with a card are not near: what lies between is the
+    processor. Empty where there are no RDMA adapters.
+
+    Args:
+        root: Where ``sys`` is; empty for this machine.
+        cards: Addresses.
+    """
+    top = f"{root}/sys/class/infiniband"
+    places = {
+        name: bus_id(read_link(f"{top}/{name}/device")) for name in list_names(top)
+    }
+    functions = read_functions(root) if places else {}
+    found: dict[str, list[str]] = {}
+    for card in cards if places else ():
+        ways = {
+            name: num_bridges
+            for name, place in places.items()
+            if (num_bridges := _count_bridges(functions, card, place))
+        }
+        fewest = min(ways.values(), default=0)
+        found[card] = [name for name, number in ways.items() if number == fewest]
+    return found
+
+
+def _count_bridges(functions: Mapping[str, Function], one: str, other: str) -> int:
+    """Return how many bridges lie between two devices; 0 if they share none."""
+    if one not in functions or other not in functions:
+        return 0
+    above, others = functions[one].chain[1:], functions[other].chain[1:]
+    shared = next((bridge for bridge in above if bridge in others), None)
+    return 0 if shared is None else above.index(shared) + others.index(shared) + 1
 
 
 def _redirects(root: str, bridge: str) -> bool:

@@ -7,6 +7,7 @@ from ronde.check.probes.network_rdma import (
     has_library,
     read_adapters,
     read_device_files,
+    read_errors,
     read_ports,
 )
 
@@ -21,6 +22,7 @@ def read(reading: Reading) -> None:
     reading.keep("network.uptime_s", lambda: read_uptime_s(root))
     reading.keep("network.rdma_adapters", lambda: read_adapters(root))
     reading.keep("network.rdma_ports", lambda: read_ports(root))
+    reading.keep("network.rdma_errors", lambda: read_errors(root))
     reading.keep("network.rdma_device_files", lambda: read_device_files(root))
     if reading.values.get("network.rdma_adapters"):
         reading.keep("network.has_rdma_library", lambda: has_library(root))

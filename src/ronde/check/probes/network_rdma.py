@@ -13,6 +13,22 @@ _LIBRARY_DIRS = ("lib", "lib64", "usr/lib", "usr/lib64", "usr/local/lib")
 _MAX_GIDS = 64
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _FLAPS = "link_downed"
+_ERRORS = {
+    "counters": (
+        "symbol_error",
+        "link_error_recovery",
+        _FLAPS,
+        "port_rcv_errors",
+        "local_link_integrity_errors",
+    ),
+    "hw_counters": (
+        "out_of_sequence",
+        "packet_seq_err",
+        "local_ack_timeout_err",
+        "rnr_nak_retry_err",
+    ),
+}
+"""By directory of a port, what counts what should not be."""
 
 
 def read_adapters(root: str) -> dict[str, Value]:
@@ -43,8 +59,7 @@ def read_ports(root: str) -> dict[str, Value]:
     found: dict[str, Value] = {}
     top = f"{root}/sys/class/infiniband"
     for adapter in list_names(top):
-        # Counters of a virtual function make some drivers fill the kernel's log.
-        is_function = Path(f"{top}/{adapter}/device/physfn").exists()
+        is_function = _is_function(f"{top}/{adapter}")
         for port in list_names(f"{top}/{adapter}/ports"):
             own = f"{top}/{adapter}/ports/{port}"
             downs = f"{own}/counters/{_FLAPS}"
@@ -59,6 +74,35 @@ def read_ports(root: str) -> dict[str, Value]:
                 "downs": -1 if is_function else read_number(downs, -1),
             }
     return found
+
+
+def read_errors(root: str) -> dict[str, dict[str, int]]:
+    """Return by port the errors that it has counted, as far as it does so, by name.
+
+    Counters may start anew, and some stop at their highest number. Virtual functions
+    are left out.
+    """
+    found: dict[str, dict[str, int]] = {}
+    top = f"{root}/sys/class/infiniband"
+    for adapter in list_names(top):
+        if _is_function(f"{top}/{adapter}"):
+            continue
+        for port in list_names(f"{top}/{adapter}/ports"):
+            own = f"{top}/{adapter}/ports/{port}"
+            counts = {
+                name: read_number(f"{own}/{directory}/{name}", -1)
+                for directory, names in _ERRORS.items()
+                for name in names
+            }
+            told = {name: count for name, count in counts.items() if count >= 0}
+            if told:
+                found[f"{adapter}:{port}"] = told
+    return found
+
+
+def _is_function(adapter: str) -> bool:
+    """Say whether a counter that is read makes some drivers fill the kernel's log."""
+    return Path(f"{adapter}/device/physfn").exists()
 
 
 def _behind_colon(own: str, name: str) -> str:

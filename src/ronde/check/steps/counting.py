@@ -1,0 +1,74 @@
+"""Errors that links have counted since the probes ran: behind all that loads them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ronde.check.facts import Value
+from ronde.check.families.link_errors import RDMA_GROWTH, REPLAY_GROWTH
+from ronde.check.operations.counting import DEADLINE_S
+from ronde.check.probes.counters import PCIE_REPLAYS, RDMA_ERRORS
+from ronde.check.steps.base import Step
+from ronde.check.steps.panel import Panel
+
+_SLACK_S = 5.0
+
+
+def _count_ports(panel: Panel) -> None:
+    counting = [h for h, each in panel.facts.items() if each.values.get(RDMA_ERRORS)]
+    _count(panel, counting, RDMA_ERRORS, RDMA_GROWTH, compare_ports)
+
+
+def _count_gpus(panel: Panel) -> None:
+    counting = [
+        host
+        for host, facts in panel.facts.items()
+        if any(count is not None for count in facts.values.get(PCIE_REPLAYS) or ())
+    ]
+    _count(panel, counting, PCIE_REPLAYS, REPLAY_GROWTH, compare_gpus)
+
+
+def _count(
+    panel: Panel,
+    hosts: Iterable[str],
+    fact: str,
+    grown: str,
+    compare: Callable[[Value, Value], Value],
+) -> None:
+    """Read a fact of hosts a second time, and write down by how much it has grown."""
+    question = {"do": "count_errors", "fact": fact, "settings": panel.settings}
+    questions = dict.fromkeys(hosts, question)
+    replies = panel.ask(questions, DEADLINE_S + _SLACK_S) if questions else {}
+    for host, reply in replies.items():
+        if reply.failure:
+            panel.note_unread(host, grown, reply.failure)
+        else:
+            before = panel.facts[host].values[fact]
+            panel.note(host, grown, compare(before, reply.values["counts"]))
+
+
+def compare_ports(
+    before: Mapping[str, Mapping[str, int]], after: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, int]]:
+    """Return by port and counter what has come; nothing of what was reset meanwhile."""
+    grown = {
+        port: {
+            counter: count - before[port][counter]
+            for counter, count in counts.items()
+            if count > before.get(port, {}).get(counter, count)
+        }
+        for port, counts in after.items()
+    }
+    return {port: counts for port, counts in grown.items() if counts}
+
+
+def compare_gpus(
+    before: Sequence[int | None], after: Sequence[int | None]
+) -> list[int | None]:
+    """Return of each GPU what has come; nothing of one that does not tell."""
+    return [
+        None if one is None or other is None else max(0, other - one)
+        for one, other in zip(before, after, strict=False)
+    ]
+
+
+PORTS_STEP = Step("counting RDMA errors", _count_ports, (RDMA_GROWTH,), (RDMA_ERRORS,))
+GPUS_STEP = Step("counting replays", _count_gpus, (REPLAY_GROWTH,), (PCIE_REPLAYS,))
