@@ -30,12 +30,26 @@ DISK = "disk"
 OWN_NAME = "own name"
 LEFTOVERS = "leftovers"
 
+MIN_SHARED_BYTES = 64 << 20
+"""Room in /dev/shm with which ranks fail: what Docker gives if nothing is said."""
+
+MIN_OPEN_FILES, FEW_OPEN_FILES = 256, 4096
+"""With less ranks fail, or may."""
+
 _LOOKUP_S = 1.0
 _CLOCK_APART_MS = 2000
 _COMPARED = (OPEN_FILES, LOCKED_MEMORY)
 _LITTLE = {
-    SHARED_MEMORY: (1 << 26, 1 << 30, "Enlarge /dev/shm: docker run --shm-size 8g"),
-    OPEN_FILES: (256, 4096, "Raise the hard limit of open files: ulimit -Hn"),
+    SHARED_MEMORY: (
+        MIN_SHARED_BYTES + 1,
+        1 << 30,
+        "Enlarge /dev/shm: docker run --shm-size 8g",
+    ),
+    OPEN_FILES: (
+        MIN_OPEN_FILES,
+        FEW_OPEN_FILES,
+        "Raise the hard limit of open files: ulimit -Hn",
+    ),
     DISK: (1 << 24, 1 << 30, "Make room there"),
 }
 """Below the first number a host is not fit, below the second it is worth a word."""

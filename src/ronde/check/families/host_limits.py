@@ -13,6 +13,7 @@ from ronde.check.families.host_judges import (
     num_ranks,
 )
 from ronde.check.fleet import Fleet
+from ronde.launch.readiness import FEW_OPEN_FILES, MIN_OPEN_FILES
 from ronde.units import format_size
 
 MIN_LOCKED_BYTES = 32 << 30
@@ -21,8 +22,6 @@ ALIKE_SHARE = 0.9
 
 _LOCKED_FACTS = ("host.memlock_bytes", "host.rdma_devices", "host.capabilities")
 
-MIN_OPEN_FILES = 256
-FEW_OPEN_FILES = 4096
 GOOD_OPEN_FILES = 65536
 MIN_PROCESSES = 4096
 MIN_PIDS_LEFT = 64
