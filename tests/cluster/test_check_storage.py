@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.cluster.digits import assert_nothing_left
 from tests.cluster.faults import done_on, in_shell
+from tests.cluster.holding import opening_held
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 60.0
@@ -125,9 +126,12 @@ def test_ctrl_c(cluster, start, disk):
 
 def test_a_host_that_is_lost_while_it_writes(cluster, start, disk):
     """The others, who share the folder, take away what it cannot any more."""
-    with start() as process:
-        wait_for(lambda: any(disk.glob(".ronde-check-*.1/data")))
-        cluster.crash(cluster.hosts[1])
+    host = cluster.hosts[1]
+    with opening_held(host, disk, "0") as wait_until_held, start() as process:
+        wait_until_held(process)
+        (left,) = disk.glob(".ronde-check-*.1")
+        assert names_in(left) == ["0", "data"]
+        cluster.crash(host)
         known, unread = finish(process)
     assert list(unread) == ["node2"]
     assert [name for name, each in known.items() if each] == ["node1", "node3"]
