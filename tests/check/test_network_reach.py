@@ -166,6 +166,13 @@ def test_a_slow_host_among_three_is_named_though_most_links_are_slow():
     assert finding.usual == "110 MB/s between hosts"
 
 
+def test_a_host_that_is_slow_one_way_is_named():
+    slow = {pair: {"mb_per_s": 11.0} for pair in [("n2", "n1"), ("n2", "n3")]}
+    told = found(fleet_of(3, slow))
+    assert set(told) == {("slow-link", "n2")}
+    assert told["slow-link", "n2"].what == "to n1, n3: 11 MB/s"
+
+
 def test_the_usual_speed_is_the_median_of_what_hosts_can_do():
     fleet = fleet_of(3, {p: {"mb_per_s": 11.0} for p in pairs_with("n2", 3)})
     reached = {facts.host: facts.values["network.reach"] for facts in fleet.hosts}

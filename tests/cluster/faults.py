@@ -5,8 +5,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup/cpu")
-"""Control groups of CPU time, of the first version."""
+from ronde.topology.control_groups import list_groups
+
+HALF_A_CPU = {
+    "cpu.cfs_period_us": "100000",
+    "cpu.cfs_quota_us": "50000",
+    "cpu.max": "50000 100000",
+}
+"""Of a control group, by file: version 1 has the first two, version 2 the last."""
+
+A_TENTH = {"cpu.shares": "100", "cpu.weight": "10"}
+"""Of a control group: a tenth of what others have a right to, in either version."""
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def find_cpu_groups() -> Path | None:
+    """Return where control groups limit CPU time, if root can make some there.
+
+    It is version 1's where that has the controller, else version 2's, which may lie
+    beside version 1.
+    """
+    if os.access(_CGROUPS / "cpu" / "cpu.shares", os.W_OK):
+        return _CGROUPS / "cpu"
+    for top in (_CGROUPS, _CGROUPS / "unified"):
+        enabled = top / "cgroup.subtree_control"
+        # Where groups do not have it, to give it to them would change the machine.
+        if os.access(enabled, os.W_OK) and "cpu" in enabled.read_text().split():
+            return top
+    return None
 
 
 @contextmanager
@@ -60,15 +87,24 @@ def limited(cluster, host, rate):
 
 
 @contextmanager
-def grouped(cluster, host, **values) -> Iterator[None]:
-    """Have all that is started on a host through ssh run in a control group."""
-    name = CGROUPS / f"planted-{os.getpid()}"
+def grouped(cluster, host, limits) -> Iterator[None]:
+    """Have all that is started on a host through ssh run in a control group.
+
+    ``limits`` has the values of files; those of the other version are not there.
+    """
+    top = find_cpu_groups()
+    assert top is not None
+    # In version 2 no process may be in a group that has groups, but the root.
+    own = map(Path, list_groups("", "cpu"))
+    home = next(each for each in own if each.is_relative_to(top) and each.is_dir())
+    name = top / f"planted-{os.getpid()}"
     begin = f"mkdir {name}; cat /run/sshd.pid >{name}/cgroup.procs; " + "; ".join(
-        f"echo {value} >{name}/cpu.{each}" for each, value in values.items()
+        f"test ! -e {name}/{each} || echo {value} >{name}/{each}"
+        for each, value in limits.items()
     )
     # It can be removed when nothing is in it any more.
     end = (
-        f"while read -r pid; do echo $pid >{CGROUPS}/cgroup.procs || true; done "
+        f"while read -r pid; do echo $pid >{home}/cgroup.procs || true; done "
         f"<{name}/cgroup.procs; rmdir {name}"
     )
     with in_shell(cluster, host, begin, end):

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from tests.cluster.digits import assert_nothing_left
 from tests.cluster.faults import (
-    CGROUPS,
+    A_TENTH,
+    HALF_A_CPU,
     altered,
     done_on,
+    find_cpu_groups,
     firewall,
     grouped,
     in_shell,
@@ -24,8 +26,11 @@ from tests.cluster.faults import (
 )
 from tests.cluster.machines import ROOT
 
-pytestmark = pytest.mark.timeout(120)
-LIMIT_S = 60.0
+from ronde.check.reachability import REACH
+
+pytestmark = pytest.mark.timeout(300)
+LIMIT_S = 240.0
+"""Of one run; each rank that measures a pair imports torch."""
 NAMES = "node1,node2,node3"
 EXPLAINED = {
     "load": "All hosts are this one machine, on which more may run than these tests.",
@@ -39,12 +44,14 @@ class Checked(NamedTuple):
 
     Attributes:
         found: Failures and warnings: the check's id and the host.
-        said: What each of these says, in the same order as the command has them.
+        said: What each of these says; a line each where one says several things.
+        values: What is known of each host, in the order of their numbers.
         took_s: How long it ran.
     """
 
     found: frozenset[tuple[str, str]]
-    said: tuple[str, ...]
+    said: dict[tuple[str, str], str]
+    values: tuple[dict[str, Any], ...]
     took_s: float
 
 
@@ -64,16 +71,20 @@ def run_check(cluster, *words, config=None, cwd=ROOT):
     )
     took_s = time.monotonic() - begun_s
     assert done.stdout, done.stderr
+    told = json.loads(done.stdout)
     findings = [
-        each
-        for each in json.loads(done.stdout)["findings"]
-        if each["severity"] in ("fail", "warn")
+        each for each in told["findings"] if each["severity"] in ("fail", "warn")
     ]
     is_ready = all(each["severity"] != "fail" for each in findings)
     assert done.returncode == (0 if is_ready else 2), done.stderr
+    said: dict[tuple[str, str], str] = {}
+    for each in findings:
+        key, what = (each["check"], each["host"]), each["what"]
+        said[key] = f"{said[key]}\n{what}" if key in said else what
     return Checked(
-        frozenset((each["check"], each["host"]) for each in findings),
-        tuple(f"{e['host']}: {e['check']}: {e['what']}" for e in findings),
+        frozenset(said),
+        said,
+        tuple(each["values"] for each in told["hosts"]),
         took_s,
     )
 
@@ -121,8 +132,16 @@ needs_nft = pytest.mark.skipif(
 def test_with_nothing_wrong_all_hosts_are_ready(usual):
     unexplained = [each for each in usual.found if each[0] not in EXPLAINED]
     assert not unexplained, usual.said
-    # It takes 5 s at most on a machine that does nothing else.
+    # It is to take 5 s at most, and takes 1.5 s on two cores that do nothing else. They
+    # may have more to do here: what is bounded is how long it waits for nothing.
     assert usual.took_s < 20, usual.took_s
+
+
+def test_packets_of_full_size_pass_between_all_hosts(usual):
+    reached = [(host, told) for v in usual.values for host, told in v[REACH].items()]
+    assert sorted(host for host, _ in reached) == sorted(2 * NAMES.split(","))
+    for _, told in reached:
+        assert (told["interface"], told["own_mtu"], told["mtu"]) == ("eth0", 1500, 1500)
 
 
 def test_nothing_of_it_stays(cluster, usual, disk):
@@ -147,6 +166,7 @@ def test_a_smaller_mtu(cluster, find):
     with done_on(cluster, cluster.hosts[1], [*set_mtu, "1400"], [*set_mtu, "1500"]):
         checked = find()
     assert_found(checked, "mtu", "node2")
+    assert checked.said["mtu", "node2"] == "MTU 1400"
 
 
 @needs_nft
@@ -155,6 +175,9 @@ def test_a_firewall_before_a_host(cluster, find):
     with firewall(cluster, cluster.hosts[1], closed):
         checked = find()
     assert_found(checked, "reachable", "node2")
+    said = checked.said["reachable", "node2"]
+    assert "node1, node3 cannot connect to it; the other way it works" in said
+    assert "no answer; datagrams arrive" in said
 
 
 @needs_nft
@@ -163,7 +186,19 @@ def test_what_one_host_sends_to_one_other_is_lost(cluster, find):
     with firewall(cluster, cluster.hosts[1], f"ip saddr {cluster.hosts[2].address}"):
         checked = find()
     assert_found(checked, "reachable", "node3")
-    assert "cannot connect to node2; the other way packets arrive" in checked.said[0]
+    said = checked.said["reachable", "node3"]
+    assert "cannot connect to node2; the other way packets arrive" in said
+
+
+@needs_nft
+def test_large_packets_to_a_host_are_lost(cluster, find):
+    # Those of ssh are not: without it nothing could be asked.
+    with firewall(cluster, cluster.hosts[2], "ip length > 1400 th dport != 22"):
+        checked = find()
+    assert_found(checked, "path-mtu", "node3")
+    assert checked.said["path-mtu", "node3"] == (
+        "from node1, node2: no packets above 1400 bytes arrive, its MTU is 1500"
+    )
 
 
 def test_a_link_with_a_tenth_of_the_others(cluster, find):
@@ -233,15 +268,15 @@ def test_a_tiny_shared_memory(cluster, find):
 
 
 needs_cgroups = pytest.mark.skipif(
-    not os.access(CGROUPS / "cgroup.procs", os.W_OK),
-    reason=f"limits of CPU time need control groups of the first version in {CGROUPS}",
+    find_cpu_groups() is None,
+    reason="limits of CPU time need control groups with the controller cpu. Of version "
+    "2: echo +cpu >/sys/fs/cgroup/cgroup.subtree_control",
 )
 
 
 @needs_cgroups
 def test_a_quota_of_cpu_time(cluster, find):
-    limits = {"cfs_period_us": 100000, "cfs_quota_us": 50000}
-    with grouped(cluster, cluster.hosts[1], **limits):
+    with grouped(cluster, cluster.hosts[1], HALF_A_CPU):
         checked = find()
     assert_found(checked, "cpu-quota", "node2", "cpus-alike", "slow-host")
 
@@ -252,7 +287,7 @@ def test_another_ronde(cluster, find, tmp_path):
     with replaced(cluster, cluster.hosts[1], package, other):
         checked = find()
     assert_found(checked, "taking-part", "node2")
-    assert "its ronde is 9." in checked.said[0]
+    assert "its ronde is 9." in checked.said["taking-part", "node2"]
 
 
 def test_another_torch(cluster, find, tmp_path):
@@ -284,10 +319,8 @@ def test_a_folder_to_start_in_that_one_host_lacks(cluster, find, tmp_path):
         words[4:4] = ssh_args
         ran = cluster.run(cluster.hosts[0], words, cwd=job, env=ENVIRONMENT)
     assert_found(checked, "folder-missing", "node2")
-    assert checked.said == (
-        f"node2: folder-missing: {job}: No such file or directory",
-        *(each for each in checked.said if "folder-missing" not in each),
-    )
+    said = checked.said["folder-missing", "node2"]
+    assert said == f"{job}: No such file or directory"
     assert elsewhere.found == frozenset(), elsewhere.said
     assert ran.returncode == 64
     assert "node2: --chdir must be" in ran.stderr
@@ -321,6 +354,7 @@ def are_probes_there():
                 return True
     return False
 
+print("watching", flush=True)
 while not are_probes_there():
     time.sleep(0.02)
 while are_probes_there():
@@ -344,10 +378,14 @@ def test_a_slow_host(cluster, find, tmp_path):
     words = ["taskset", "-c", str(last), sys.executable, str(program)]
     with (
         in_shell(cluster, host, pin.format(last), pin.format(every)),
-        grouped(cluster, host, shares=100),
-        cluster.start(host, words, start_new_session=True) as rival,
+        grouped(cluster, host, A_TENTH),
+        cluster.start(
+            host, words, start_new_session=True, stdout=subprocess.PIPE
+        ) as rival,
     ):
         try:
+            # It watches before there is anything to see.
+            assert rival.stdout.readline() == b"watching\n"
             checked = find()
         finally:
             rival.kill()
@@ -358,7 +396,8 @@ def test_a_slow_host(cluster, find, tmp_path):
 
 def test_a_host_that_is_gone(cluster, find):
     cluster.cut(cluster.hosts[1])
-    checked = find("--ssh-args", "-o ConnectTimeout=1")
+    # It has two addresses, and one is enough to wait for.
+    checked = find("--ssh-args", "-4 -o ConnectTimeout=5")
     assert_found(checked, "taking-part", "node2")
 
 
@@ -374,7 +413,7 @@ def test_a_key_that_is_refused(cluster, find, tmp_path):
     config.write_text(own + text.replace("Host *", "Host * !node2"))
     checked = find(config=config)
     assert_found(checked, "taking-part", "node2")
-    assert "key refused" in checked.said[0]
+    assert "key refused" in checked.said["taking-part", "node2"]
 
 
 def test_a_probe_that_hangs(cluster, find, tmp_path):
