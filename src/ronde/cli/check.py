@@ -13,6 +13,7 @@ from ronde.check.families.taking_part import ABSENT
 from ronde.check.fleet import Fleet
 from ronde.check.judging import Judgement, judge
 from ronde.check.keeping import Earlier, Kept, compare, load_last, save
+from ronde.check.planning import plan_for
 from ronde.check.verdict import Verdict, decide, fit_together
 from ronde.cli.check_options import CheckRequest, find_check, make_parser, read_request
 from ronde.cli.ssh_options import make_spawner
@@ -89,6 +90,7 @@ def _check(words: Sequence[str]) -> int:
     environ = own_environment()
     request = read_request(make_parser().parse_args(words), environ, all_checks())
     options = request.options
+    plan = plan_for(request.checks, request.settings)
     since = load_last(Path(options.since)) if options.since else None
 
     def make() -> Spawner:
@@ -97,7 +99,9 @@ def _check(words: Sequence[str]) -> int:
     with caught_signals() as signal_fd, start_local_agent() as agent:
         hiring = Hiring(agent, make, options.python)
         with _progress() as tell:
-            examined = examine(request.hosts, hiring, signal_fd, request.settings, tell)
+            examined = examine(
+                request.hosts, hiring, signal_fd, request.settings, plan, tell
+            )
     checked = _judge(request, examined)
     try:
         _tell(request, checked, since)
