@@ -17,6 +17,7 @@ from tests.conformance.control import (
     neighbours,
 )
 from tests.ranks import hosted_store
+from tests.resources import least_resources
 
 from ronde.collectives.rendezvous import meet
 from ronde.coordination.control.connecting import connect_channel
@@ -158,24 +159,11 @@ def connect_often(claim, hosts, times):
 
 
 def held():
-    """Return descriptors, threads, mapped segments, and megabytes, each in turn.
-
-    A thread is joined before the kernel takes it off the list: hence the least of
-    some counts.
-    """
-    counts = []
-    end = time.monotonic() + 0.5
-    while time.monotonic() < end:
-        counts.append(
-            (
-                len(list(Path("/proc/self/fd").iterdir())),
-                len(list(Path("/proc/self/task").iterdir())),
-            )
-        )
-        os.sched_yield()
+    """Return descriptors and threads, mapped segments, and megabytes."""
     num_mapped = Path("/proc/self/maps").read_text().count("memfd:ronde")
     num_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return min(counts), num_mapped, num_pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    num_bytes = num_pages * os.sysconf("SC_PAGE_SIZE")
+    return least_resources(), num_mapped, num_bytes / 2**20
 
 
 @pytest.mark.parametrize("hosts", ["a", "aaa", "ab", "aab"])

@@ -4,10 +4,10 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
+from tests.resources import least_resources
 from torch.distributed import TCPStore
 
 from ronde.collectives import connect
@@ -154,28 +154,8 @@ def test_an_absent_rank_is_not_waited_for_for_ever(run_ranks_bare):
     assert text.startswith("connecting on rank 0 of 2")
 
 
-def count_resources():
-    return (
-        len(list(Path("/proc/self/fd").iterdir())),
-        len(list(Path("/proc/self/task").iterdir())),
-    )
-
-
-def least_resources():
-    end = time.monotonic() + 0.5
-    counts = [count_resources()]
-    while time.monotonic() < end:
-        counts.append(count_resources())
-        os.sched_yield()
-    return min(counts)
-
-
 def connect_often(claim, times, engine):
-    """Return descriptors and threads after a few cycles and after all.
-
-    A thread is joined before the kernel takes it off the list, which it does when the
-    thread is given a core once more: hence the least count of a while.
-    """
+    """Return descriptors and threads after a few cycles and after all."""
     early = None
     for cycle in range(times):
         communicator = connect(claim, timeout_s=60.0, engine=engine)

@@ -5,11 +5,11 @@ import signal
 import time
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 from tests.ranks import hosted_store
+from tests.resources import least_resources
 from torch.distributed import TCPStore
 
 from ronde.collectives import ReduceOp, connect
@@ -158,13 +158,6 @@ def test_the_claim_names_the_algorithm(run_ranks_bare):
     assert run_ranks_bare(2, name_no_algorithm) == ["tree"] * 2
 
 
-def count_resources():
-    return (
-        len(list(Path("/proc/self/fd").iterdir())),
-        len(list(Path("/proc/self/task").iterdir())),
-    )
-
-
 def connect_often(claim, times):
     early = None
     for cycle in range(times):
@@ -173,8 +166,8 @@ def connect_often(claim, times):
         assert work.wait().tolist() == [3.0] * 3
         communicator.close()
         if cycle == 4:
-            early = count_resources()
-    return early, count_resources()
+            early = least_resources()
+    return early, least_resources()
 
 
 def test_connections_leave_nothing(run_ranks_bare):
