@@ -1,12 +1,11 @@
 """``ronde check`` where little may be read: no capabilities, no /sys, no network."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 
 import pytest
+from tests.namespaces import why_not
 
 PREPARE = """
 mount -t proc proc /proc
@@ -15,17 +14,15 @@ mount -t tmpfs -o size=64m none /dev/shm
 exec setpriv --no-new-privs --inh-caps=-all --bounding-set=-all "$@"
 """
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("setpriv") or not shutil.which("unshare"),
-    reason="namespaces need root, unshare and setpriv",
-)
-
 
 def check(*words):
-    confined = ["unshare", "--mount", "--pid", "--fork", "--net", "--uts", "sh", "-ec"]
+    space = ["unshare", "--mount", "--pid", "--fork", "--net", "--uts"]
+    confined = [*space, "sh", "-ec", PREPARE, "sh"]
+    if reason := why_not(confined):
+        pytest.skip(reason)
     command = [sys.executable, "-m", "ronde", "check", *words]
     return subprocess.run(
-        [*confined, PREPARE, "sh", *command],
+        [*confined, *command],
         capture_output=True,
         timeout=60,
         check=False,

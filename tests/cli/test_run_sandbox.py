@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.namespaces import why_not
 
 from ronde.world.machine import boot_identity, network_identity
 
@@ -14,12 +15,11 @@ PROGRAM = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_
 def in_sandbox(*words):
     """Run words where ``/proc/sys`` is empty."""
     space = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", HIDE, "sh"]
-    done = subprocess.run(
+    if reason := why_not(space):
+        pytest.skip(reason)
+    return subprocess.run(
         [*space, *words], capture_output=True, text=True, timeout=100, check=False
     )
-    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
-        pytest.skip(f"no namespaces of one's own here: {done.stderr.strip()}")
-    return done
 
 
 def test_ranks_run_where_the_boot_has_no_name():

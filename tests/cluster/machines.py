@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests import namespaces
 from tests.cluster.machine_files import (
     BRIDGE_SCRIPT,
     HOST_SCRIPT,
@@ -86,11 +87,7 @@ def why_not() -> str:
             f"hosts of namespaces need {', '.join(missing)}, got none. Debian: apt-get "
             "install openssh-server openssh-client iproute2 util-linux"
         )
-    tried = subprocess.run(
-        (*_UNSHARE, "--fork", "true"),
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return tried.stderr.strip()
+    return namespaces.why_not((*_UNSHARE, "--fork"))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.namespaces import why_not
 from torch.distributed import TCPStore
 
 from ronde.collectives import connect
@@ -194,15 +195,15 @@ print("stepped", "memfd:ronde" in open("/proc/self/maps").read())
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root may mount a small /dev/shm")
 def test_a_small_dev_shm_does_not_matter():
     """16 MB of gradients a rank, and /dev/shm has 64 KiB: most containers are so."""
-    script = (
-        "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "
-        f'{sys.executable} -m ronde run -n 2 --no-prefix {sys.executable} -c "$1"'
-    )
+    script = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
+    space = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    if reason := why_not(space):
+        pytest.skip(reason)
+    run = [sys.executable, "-m", "ronde", "run", "-n", "2", "--no-prefix"]
     done = subprocess.run(
-        ["/usr/bin/unshare", "--mount", "sh", "-c", script, "sh", PROGRAM],
+        [*space, *run, sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
         timeout=100,

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from hypothesis import given, strategies as st
+from tests.namespaces import why_not
 
 from ronde.launch import readiness
 from ronde.launch.readiness import Finding, check_here, judge
@@ -113,10 +114,11 @@ print(found.amount, found.detail == str(lost))
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="an own process table needs root")
 def test_a_process_of_a_job_that_nobody_looks_after_is_found():
     """In a process table of its own, where an orphan is a child of number 1."""
     space = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if reason := why_not(space):
+        pytest.skip(reason)
     words = [*space, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", ORPHAN]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.stdout == "1 True\n", done.stderr
