@@ -87,8 +87,8 @@ def limited(cluster, host, rate):
 
 
 @contextmanager
-def grouped(cluster, host, limits) -> Iterator[None]:
-    """Have all that is started on a host through ssh run in a control group.
+def grouped(cluster, host, limits) -> Iterator[Path]:
+    """Have all that is started on a host through ssh run in a control group; give it.
 
     ``limits`` has the values of files; those of the other version are not there.
     """
@@ -108,7 +108,7 @@ def grouped(cluster, host, limits) -> Iterator[None]:
         f"<{name}/cgroup.procs; rmdir {name}"
     )
     with in_shell(cluster, host, begin, end):
-        yield
+        yield name
 
 
 def altered(path, folder, old, new):

@@ -342,10 +342,10 @@ def test_a_wrong_dataset_file(cluster, find, disk, tmp_path):
     assert_found(checked, "dataset-files", "node2")
 
 
-# Wants a processor for itself once the probes have ended: their deadlines are no part
-# of this fault.
+# Limits a control group and wants its processor for itself, both once the probes have
+# ended: their deadlines are no part of this fault.
 RIVAL = """
-import contextlib, pathlib, time
+import contextlib, json, pathlib, sys, time
 
 def are_probes_there():
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
@@ -359,6 +359,10 @@ while not are_probes_there():
     time.sleep(0.02)
 while are_probes_there():
     time.sleep(0.02)
+for name, value in json.loads(sys.argv[2]).items():
+    path = pathlib.Path(sys.argv[1], name)
+    if path.exists():
+        path.write_text(value)
 while True:
     pass
 """
@@ -378,9 +382,12 @@ def test_a_slow_host(cluster, find, tmp_path):
     words = ["taskset", "-c", str(last), sys.executable, str(program)]
     with (
         in_shell(cluster, host, pin.format(last), pin.format(every)),
-        grouped(cluster, host, A_TENTH),
+        grouped(cluster, host, {}) as group,
         cluster.start(
-            host, words, start_new_session=True, stdout=subprocess.PIPE
+            host,
+            [*words, str(group), json.dumps(A_TENTH)],
+            start_new_session=True,
+            stdout=subprocess.PIPE,
         ) as rival,
     ):
         try:
@@ -420,7 +427,6 @@ def test_a_probe_that_hangs(cluster, find, tmp_path):
     """A file that is a pipe into which nobody writes is read for ever."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    asked = Path("/proc/sys/kernel/numa_balancing")
-    with replaced(cluster, cluster.hosts[1], asked, pipe):
+    with replaced(cluster, cluster.hosts[1], Path("/proc/cmdline"), pipe):
         checked = find()
     assert_found(checked, "probe-hung", "node2")
