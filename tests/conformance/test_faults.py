@@ -123,6 +123,9 @@ def test_a_stopped_rank_is_named(run_ranks):
 def be_late(claim, engine):
     """Rank 1 makes no call until rank 0 has given up waiting for it."""
     store = TCPStore("127.0.0.1", claim.meeting.port, wait_for_workers=False)
+    # To connect has the same limit: neither is to begin it long before the other.
+    store.set(f"here {claim.rank}", "")
+    store.wait(["here 0", "here 1"])
     communicator = connect(claim, timeout_s=1.0, engine=engine)
     if claim.rank == 1:
         store.wait(["given up"])
