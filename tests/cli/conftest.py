@@ -5,19 +5,32 @@ from dataclasses import dataclass
 
 import pytest
 
-from ronde.launch.forwarded import base_environment
 from ronde.launch.inherited import own_environment
 
 _TIMEOUT_S = 60
 
 
-def clean_environment() -> dict[str, str]:
-    """Return this process's environment as it is outside of any launcher."""
-    env = base_environment(own_environment())
-    places = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    for name in (*places, "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"):
-        env.pop(name, None)
-    return env
+_KEPT = frozenset(
+    {
+        *("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "SHELL"),
+        *("TMPDIR", "LANG", "TZ", "PYTHONDONTWRITEBYTECODE"),
+    }
+)
+
+
+def clean_environment(*more: str) -> dict[str, str]:
+    """Return of this process's environment what programs need on this machine.
+
+    What else a user or a launcher has set would change what the tests see.
+
+    Args:
+        more: Names of variables to keep, too.
+    """
+    return {
+        name: value
+        for name, value in own_environment().items()
+        if name in _KEPT or name.startswith("LC_") or name in more
+    }
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
+from tests.cli.conftest import clean_environment
 
 import ronde as package
-from ronde.launch.inherited import own_environment
 
 
 def write(path, text, mode=0o755):
@@ -238,7 +238,7 @@ def test_a_closed_standard_output_is_no_harm(ronde):
     )
     done = subprocess.run(
         ["/bin/sh", "-c", '"$@" >&-', "sh", *command],
-        env=own_environment(),
+        env=clean_environment(),
         stderr=subprocess.PIPE,
         timeout=60,
         check=False,

@@ -20,7 +20,7 @@ def bench(*words):
     """Run a benchmark; return its rows' cells."""
     ended = subprocess.run(
         [sys.executable, "-m", "ronde", "bench", *words],
-        env=clean_environment(),
+        env=clean_environment("CUDA_VISIBLE_DEVICES"),
         capture_output=True,
         text=True,
         check=False,
