@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from tests.check.programs import panel_of
 
 from ronde.check.examining import choose_addresses
+from ronde.check.operations import path_mtu
 from ronde.check.operations.path_mtu import measure_mtu, own_end
 from ronde.check.operations.reaching import (
     LARGE_BYTES,
@@ -59,7 +60,9 @@ def served(serve):
         thread.join()
 
 
-def test_what_works_is_told_with_its_figures(site):
+def test_what_works_is_told_with_its_figures(site, monkeypatch):
+    # Nothing is lost here, so nothing waits for so long.
+    monkeypatch.setattr(path_mtu, "_WAIT_S", 10.0)
     opened = doors(site)
     begun_s = time.monotonic()
     told = reach_one(site, opened["ports"], opened["udp_port"])

@@ -42,8 +42,8 @@ def _cycles(_: object) -> None:
     after = _held()
     # What a session leaves would be there 49 times; another rank may still be closing.
     assert all(a < b + 10 for a, b in zip(after[:3], before[:3], strict=True))
-    # Half the cycles must not take as much as one megabyte in all.
-    assert after[3] - before[3] < 2**20, (before, after)
+    # Half the cycles must not take as much as two of the largest pages in all.
+    assert after[3] - before[3] < 4 * 2**20, (before, after)
 
 
 def _held() -> tuple[int, int, int, int]:
