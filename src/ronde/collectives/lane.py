@@ -6,6 +6,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from ronde.collectives.communicator import Communicator
+from ronde.collectives.inference import in_mode_of_caller
 from ronde.errors import CollectiveError
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ class Lane:
             CollectiveError: The lane is closed.
         """
         self.require_open()
-        return LaneWork(self._thread.submit(self._call, name, steps))
+        return LaneWork(self._thread.submit(in_mode_of_caller(self._call), name, steps))
 
     def require_open(self) -> None:
         """Refuse once closed.

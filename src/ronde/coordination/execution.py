@@ -129,6 +129,27 @@ class Execution:
         span: Span,
     ) -> None:
         batch = planned.batch
+        # What was made in inference mode may be written to there alone.
+        is_inference = any(
+            entry is not None
+            and any(tensor.is_inference() for tensor in entry.operation.tensors)
+            for entry in (entries[item.request] for item in batch.items)
+        )
+        if is_inference:
+            with torch.inference_mode():
+                self._carry_out(planned, requests, entries, results, span)
+        else:
+            self._carry_out(planned, requests, entries, results, span)
+
+    def _carry_out(
+        self,
+        planned: _Planned,
+        requests: Sequence[Request],
+        entries: Sequence[Entry | None],
+        results: list[list[Any]],
+        span: Span,
+    ) -> None:
+        batch = planned.batch
         try:
             if planned.packing is not None:
                 self._reduce_packed(batch, planned.packing, entries, results, span)

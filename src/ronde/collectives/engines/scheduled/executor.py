@@ -53,7 +53,8 @@ class Executor:
         """Return memory for one message."""
         if self._free:
             return self._free.pop()
-        return torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        with torch.inference_mode(mode=False):
+            return torch.empty(PIECE_BYTES, dtype=torch.uint8)
 
     def give_back(self, memory: Tensor) -> None:
         """Keep memory for a later message."""

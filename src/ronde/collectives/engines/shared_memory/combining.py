@@ -68,7 +68,8 @@ class Combiner:
     def _combine_widened(self, sources: Sequence[Tensor], out: Tensor) -> None:
         numel = out.numel()
         if self._wide.numel() < numel:
-            self._wide = torch.empty(numel, dtype=torch.float32)
+            with torch.inference_mode(mode=False):
+                self._wide = torch.empty(numel, dtype=torch.float32)
         wide = self._wide[:numel]
         kernel = self._kernel
         wide.copy_(sources[0])

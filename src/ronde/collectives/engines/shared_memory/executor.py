@@ -11,13 +11,16 @@ Note [Who carries on]
     all later calls, ``is_done()`` and ``wait()``. A rank that starts a collective and
     then computes would so make the others wait for its share. Therefore whoever waits
     long rings the bell of those it waits for, and there a thread, which sleeps until
-    then, carries the share out beside the computation.
+    then, carries the share out beside the computation. Whoever it is does so in the
+    inference mode of the caller: elsewhere its tensors may not be written to.
 """
 
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Generic, Protocol, TypeVar
+
+import torch
 
 from ronde.collectives.engines.shared_memory.helper import Helper
 from ronde.collectives.engines.shared_memory.peers import Peers
@@ -61,6 +64,7 @@ class Operation(Generic[T]):
         name: The collective.
         steps: What is left to do.
         find_lag: Returns the word of a rank that has not come to the meeting.
+        is_inference: Whether it was called in ``torch.inference_mode()``.
         is_over: Whether the result, or the failure, is there.
         failure: What ``wait()`` raises.
     """
@@ -70,6 +74,7 @@ class Operation(Generic[T]):
         "_result",
         "failure",
         "find_lag",
+        "is_inference",
         "is_over",
         "name",
         "steps",
@@ -81,6 +86,7 @@ class Operation(Generic[T]):
         self.find_lag = executor.find_lag
         self.name = name
         self.steps = steps
+        self.is_inference = torch.is_inference_mode_enabled()
         self.is_over = False
         self.failure: Exception | None = None
 
@@ -258,7 +264,11 @@ class Executor:
             operation = queue[0]
             is_in_step = False
             try:
-                next(operation.steps)
+                if operation.is_inference == torch.is_inference_mode_enabled():
+                    next(operation.steps)
+                else:
+                    with torch.inference_mode(mode=operation.is_inference):
+                        next(operation.steps)
                 self._num_meetings += 1
                 self._own.publish(_PROGRESS, self._num_meetings)
                 is_in_step = True

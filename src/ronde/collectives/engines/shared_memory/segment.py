@@ -63,7 +63,9 @@ class Segment:
         self.mapping = _map(descriptor, num_bytes, is_populated=is_populated)
         self.view = memoryview(self.mapping).cast("B")
         self.address = ctypes.addressof(self.mapping)
-        self.tensor: Tensor = torch.frombuffer(self.mapping, dtype=torch.uint8)
+        # It outlives the call, and what that was made in.
+        with torch.inference_mode(mode=False):
+            self.tensor: Tensor = torch.frombuffer(self.mapping, dtype=torch.uint8)
 
 
 def _map(

@@ -73,10 +73,12 @@ class Stage:
                 self._views.clear()
             first = self._start + slot * self.slot_bytes + offset
             num_bytes = numel * dtype.itemsize
-            views = self._views[key] = [
-                tensor[first : first + num_bytes].view(dtype)
-                for tensor in self._tensors
-            ]
+            # They outlive the call, and what that was made in.
+            with torch.inference_mode(mode=False):
+                views = self._views[key] = [
+                    tensor[first : first + num_bytes].view(dtype)
+                    for tensor in self._tensors
+                ]
         return views
 
 
@@ -134,7 +136,8 @@ class Heap:
         self._regions.append(Region(self._num_regions, segments, rank))
         buffer = memoryview(segments[rank].mapping)
         weakref.finalize(buffer, self._gone.append, self._num_regions)
-        return torch.frombuffer(buffer, dtype=torch.uint8)
+        with torch.inference_mode(mode=False):
+            return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def locate(self, tensor: Tensor) -> int:
         """Return a number for where a flat tensor lies; 0 outside every region."""

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 
 from ronde.collectives.engines.torch_distributed.own_address import find_own_address
 from ronde.collectives.engines.torch_distributed.work import Pending
+from ronde.collectives.inference import in_mode_of_caller
 from ronde.errors import CollectiveError, UsageError
 
 # torch's stubs give the backends' methods no common type.
@@ -182,7 +183,7 @@ class Lane:
 
     def submit(self, steps: Callable[[Backend], None]) -> Future[None]:
         """Call ``steps`` with the group once all earlier steps are over."""
-        return self._thread.submit(steps, self.group)
+        return self._thread.submit(in_mode_of_caller(steps), self.group)
 
     def close(self) -> None:
         """Close the group, which fails what is under way, and end the thread."""
