@@ -248,6 +248,9 @@ class Cluster:
         with suppress(ProcessLookupError):
             os.kill(host.init_pid, signal.SIGKILL)
         _end(self._leases.pop(host.name))
+        # The kernel takes the link away by itself as well, but in its own time.
+        deleting = 'ip link delete "$1" 2>/dev/null || ! ip link show "$1" 2>/dev/null'
+        self._on_bridge("sh", "-c", deleting, "sh", host.name)
 
     def heal(self) -> None:
         """Undo all faults: crashed hosts, cut links, sshds that are gone."""
