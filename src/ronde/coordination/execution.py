@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -81,7 +82,8 @@ class Execution:
         spans: list[Span] = []
         for planned in self._plan(run):
             span = Span(planned.batch, time.monotonic_ns(), [])
-            self._run_batch(planned, run.requests, entries, results, span)
+            with _mode_of(planned.batch, entries):
+                self._run_batch(planned, run.requests, entries, results, span)
             span.ended_ns = time.monotonic_ns()
             spans.append(span)
         if self.recorder is not None:
@@ -121,27 +123,6 @@ class Execution:
         ]
 
     def _run_batch(
-        self,
-        planned: _Planned,
-        requests: Sequence[Request],
-        entries: Sequence[Entry | None],
-        results: list[list[Any]],
-        span: Span,
-    ) -> None:
-        batch = planned.batch
-        # What was made in inference mode may be written to there alone.
-        is_inference = any(
-            entry is not None
-            and any(tensor.is_inference() for tensor in entry.operation.tensors)
-            for entry in (entries[item.request] for item in batch.items)
-        )
-        if is_inference:
-            with torch.inference_mode():
-                self._carry_out(planned, requests, entries, results, span)
-        else:
-            self._carry_out(planned, requests, entries, results, span)
-
-    def _carry_out(
         self,
         planned: _Planned,
         requests: Sequence[Request],
@@ -248,6 +229,16 @@ class Execution:
     def _activity(self, request: Request) -> str:
         engine = self._communicator.engine.upper()
         return f"{engine}_{request.kind.name}"
+
+
+def _mode_of(
+    batch: Batch, entries: Sequence[Entry | None]
+) -> AbstractContextManager[None]:
+    """Enter inference mode for what was made there, which must be written to there."""
+    called = [entry for item in batch.items if (entry := entries[item.request])]
+    if any(t.is_inference() for entry in called for t in entry.operation.tensors):
+        return torch.inference_mode()
+    return nullcontext()
 
 
 def _adasum(
