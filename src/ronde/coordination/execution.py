@@ -235,9 +235,12 @@ def _mode_of(
     batch: Batch, entries: Sequence[Entry | None]
 ) -> AbstractContextManager[None]:
     """Enter inference mode for what was made there, which must be written to there."""
-    called = [entry for item in batch.items if (entry := entries[item.request])]
-    if any(t.is_inference() for entry in called for t in entry.operation.tensors):
-        return torch.inference_mode()
+    for item in batch.items:
+        entry = entries[item.request]
+        # A slice: a barrier has no tensor.
+        own = entry.operation.tensors[item.tensor : item.tensor + 1] if entry else ()
+        if any(tensor.is_inference() for tensor in own):
+            return torch.inference_mode()
     return nullcontext()
 
 
