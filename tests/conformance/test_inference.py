@@ -39,3 +39,58 @@ def evaluate_and_train_by_turns(claim, engine, dtype):
 def test_inference_mode_is_heeded_by_every_thread(run_ranks_bare, engine, dtype):
     told = run_ranks_bare(2, evaluate_and_train_by_turns, engine, dtype)
     assert told == ["done"] * 2
+
+
+def allocate_and_use_by_turns(claim, engine, dtype):
+    communicator = connect(claim, timeout_s=60.0, engine=engine)
+    for is_made_there in (True, False):
+        with torch.inference_mode(mode=is_made_there):
+            memory = communicator.allocate(600_000, dtype)
+        for turn in range(4):
+            for numel in (4, 5000, 500_000):
+                with torch.inference_mode(mode=turn % 2 == 0):
+                    part = memory[:numel]
+                    part.fill_(1.0)
+                    communicator.all_reduce(part).wait()
+                    assert part[-1].item() == communicator.size
+                    communicator.broadcast(part, 0).wait()
+    communicator.close()
+    return "done"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_allocated_may_be_written_to_in_any_mode(run_ranks_bare, engine, dtype):
+    told = run_ranks_bare(2, allocate_and_use_by_turns, engine, dtype)
+    assert told == ["done"] * 2
+
+
+def send_and_receive_in_both_modes(claim, engine):
+    communicator = connect(claim, timeout_s=60.0, engine=engine)
+    for turn in range(8):
+        for numel in (4, 500_000):
+            # Those of one mode are asked for first, those of the other sent first.
+            modes = [(tag, (tag + turn) % 2 == 0) for tag in (1, 2, 3, 4)]
+            works = []
+            if communicator.rank == 0:
+                for tag, mode in reversed(modes):
+                    with torch.inference_mode(mode=mode):
+                        sent = torch.full((numel,), float(tag))
+                        works.append(communicator.send(sent, 1, tag))
+            else:
+                for tag, mode in modes:
+                    with torch.inference_mode(mode=mode):
+                        # Of every second element: it is received elsewhere first.
+                        room = torch.zeros(2 * numel)[:: 1 + tag // 3][:numel]
+                        works.append(communicator.recv(room, 0, tag))
+            told = [work.wait() for work in works]
+            if communicator.rank == 1:
+                assert [each[-1].item() for each in told] == [1.0, 2.0, 3.0, 4.0]
+    communicator.close()
+    return "done"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_messages_are_heeded_in_any_mode(run_ranks_bare, engine):
+    told = run_ranks_bare(2, send_and_receive_in_both_modes, engine)
+    assert told == ["done"] * 2

@@ -249,12 +249,13 @@ class Communicator(ABC):
 
         Returns:
             A tensor of shape ``(numel,)``, aligned to 64 bytes, which outlives
-            ``close()``.
+            ``close()`` and, made in ``torch.inference_mode()``, may be used outside.
 
         Raises:
             CollectiveError: There is not enough of that memory; on every rank.
         """
-        return torch.zeros(numel, dtype=dtype, device=device)
+        with torch.inference_mode(mode=False):
+            return torch.zeros(numel, dtype=dtype, device=device)
 
     @abstractmethod
     def duplicate(self) -> "Communicator":

@@ -198,7 +198,8 @@ class SharedMemoryCommunicator(Communicator):
         num_bytes = -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
         segments = share_segments(among(self), self.rank, num_bytes, is_populated=True)
         own = self._ground.heap.add(segments, self.rank)
-        return own[: numel * dtype.itemsize].view(dtype)
+        with torch.inference_mode(mode=False):
+            return own[: numel * dtype.itemsize].view(dtype)
 
     def duplicate(self) -> "SharedMemoryCommunicator":
         """Make a communicator of the same ranks: see ``Communicator``."""

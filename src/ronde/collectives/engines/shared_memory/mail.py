@@ -242,7 +242,8 @@ class Receiving(_Message):
                 )
             )
             return
-        put_back(self._values, self._tensor)
+        with torch.inference_mode():
+            put_back(self._values, self._tensor)
         self.is_over = True
 
     def advance(self) -> None:
@@ -259,7 +260,11 @@ class Receiving(_Message):
 
 
 class Inbox:
-    """Messages from one rank: they come in the order sent, and are asked for by tag."""
+    """Messages from one rank: they come in the order sent, and are asked for by tag.
+
+    Whoever advances it reads for all who ask, whatever mode they asked in; in inference
+    mode every tensor may be written to.
+    """
 
     def __init__(self, box: Box) -> None:
         self.box = box
@@ -287,7 +292,8 @@ class Inbox:
                 label = self._label = self.box.label()
                 self._begin(label)
             piece = self._data[self._num_done : self._num_done + PIECE_BYTES]
-            self.box.take(piece)
+            with torch.inference_mode():
+                self.box.take(piece)
             self._num_done += piece.numel()
             if self._num_done == label.num_bytes:
                 self._label = None
@@ -315,7 +321,8 @@ class Inbox:
 
     def _hand_over(self, label: Label, data: Tensor, receiving: Receiving) -> None:
         if label == receiving.label and data is not receiving.data:
-            receiving.data.copy_(data)
+            with torch.inference_mode():
+                receiving.data.copy_(data)
         receiving.accept(label)
 
 

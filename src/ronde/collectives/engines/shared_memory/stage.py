@@ -107,7 +107,8 @@ class Region:
             numel: Its number of elements.
         """
         end = offset + numel * dtype.itemsize
-        return self._tensors[rank][offset:end].view(dtype)
+        with torch.inference_mode(mode=False):
+            return self._tensors[rank][offset:end].view(dtype)
 
 
 class Heap:
