@@ -14,6 +14,7 @@ def run_sessions(
     size: int,
     fn: Callable[..., Any],
     *args: Any,
+    engine: str | None = None,
     environment: Mapping[str, str] = DYNAMIC,
     dying: Collection[int] = (),
     timeout_s: float = 60.0,
@@ -24,14 +25,17 @@ def run_sessions(
         _run,
         fn,
         args,
+        engine,
         environment=environment,
         dying=dying,
         timeout_s=timeout_s,
     )
 
 
-def _run(_: object, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    hvd.init()
+def _run(
+    _: object, fn: Callable[..., Any], args: tuple[Any, ...], engine: str | None
+) -> Any:
+    hvd.init(engine=engine)
     result = fn(*args)
     hvd.shutdown()
     return result

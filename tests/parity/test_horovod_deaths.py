@@ -1,8 +1,11 @@
 """A rank that dies in the middle of an operation: the others are told who, and soon."""
 
+import mmap
 import os
+import resource
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,4 +58,33 @@ def _die_in(name: str) -> tuple[str, float]:
     # And whatever comes after it fails at once.
     with pytest.raises(hvd.HorovodInternalError):
         hvd.allreduce(tensor)
+    return str(raised.value), took_s
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 1.0])
+@pytest.mark.parametrize("engine", ["shared_memory", "gloo"])
+def test_one_rank_without_memory_ends_all(engine, pause_s):
+    """Its own error says what it lacked, in whatever thread it failed."""
+    told = run_sessions(2, _run_out_of_memory, pause_s, engine=engine)
+    for message, took_s in told:
+        assert "can't allocate memory" in message
+        assert took_s < WITHIN_S
+    assert "Rank 1 is gone" in told[0][0]
+
+
+def _run_out_of_memory(pause_s: float) -> tuple[str, float]:
+    hvd.allreduce(torch.ones(3))
+    rows = torch.ones(25_000_000)
+    if hvd.rank() == 1:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        most = used + rows.nbytes // 2
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    begun_s = time.monotonic()
+    handle = hvd.allgather_async(rows)
+    time.sleep(pause_s)  # meanwhile another thread carries it out
+    with pytest.raises(RuntimeError) as raised:
+        hvd.synchronize(handle)
+    took_s = time.monotonic() - begun_s
+    with pytest.raises(hvd.HorovodInternalError):
+        hvd.allreduce(torch.ones(3))
     return str(raised.value), took_s

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ronde.errors import CollectiveError, PeerLostError
 
-_SOURCE_LINE = re.compile(r"^\[[^]]*\] ")
+_SOURCE_LINE = re.compile(r"^\[enforce fail at [^]]*\] .*?\. |^\[[^]]*\] ")
 _TIMED_OUT = re.compile(
     r"timed? ?out|caused pair closure|timeout after|wait timeout", re.IGNORECASE
 )
@@ -38,7 +38,8 @@ class Scene:
     def explain(self, error: Exception) -> CollectiveError:
         """Turn an error of torch's into the one to raise."""
         place = f"{self.name} on rank {self.rank} of {self.size}"
-        # torch puts its own source line before, and advice after, the first sentence.
+        # torch puts its own source line, and the condition that it checked there,
+        # before the first sentence, and advice after it.
         text = _SOURCE_LINE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
         if _TIMED_OUT.search(text):
             return CollectiveError(

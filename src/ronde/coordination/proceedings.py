@@ -183,6 +183,9 @@ class Proceedings:
         except CollectiveError as error:
             self._give_up(entries, error)
             return
+        except Exception as error:  # noqa: BLE001 - of this rank alone: out of memory
+            self._break_down(entries, error)
+            return
         if self._tuning is not None:
             self._tune(self._tuning, entries)
 
@@ -206,13 +209,22 @@ class Proceedings:
         failure = self._table.failure
         if failure is None:
             failure = PeerLostError(f"{SHUT_DOWN}\n{error}")
-            self._node.lose(self._node.tree.rank, str(error), is_orderly=False)
-            self._exchange()
-            self._table.fail(failure)
+            self._leave(str(error), failure)
         self._communicator.abort()
-        for entry in entries:
-            if entry is not None and not entry.is_over:
-                entry.fail(failure)
+        _fail(entries, failure)
+
+    def _break_down(self, entries: list[Entry | None], error: Exception) -> None:
+        """End all after an error that no other rank has: they must not wait for us."""
+        reason = f"{type(error).__name__}: {error}"
+        self._leave(reason, CollectiveError(f"{SHUT_DOWN}\n{reason}"))
+        self._communicator.abort()
+        _fail(entries, error)
+
+    def _leave(self, reason: str, failure: CollectiveError) -> None:
+        """Tell the others that this rank takes part no more; fail all of its own."""
+        self._node.lose(self._node.tree.rank, reason, is_orderly=False)
+        self._exchange()
+        self._table.fail(failure)
 
     def _loss(self, gone: Gone) -> PeerLostError:
         rank = self._ranks[gone.rank]
@@ -224,3 +236,10 @@ class Proceedings:
             if loss.rank not in self._lost:
                 self._lost.add(loss.rank)
                 self._node.lose(loss.rank, loss.reason, is_orderly=loss.is_orderly)
+
+
+def _fail(entries: list[Entry | None], failure: Exception) -> None:
+    """End operations that were under way."""
+    for entry in entries:
+        if entry is not None and not entry.is_over:
+            entry.fail(failure)
