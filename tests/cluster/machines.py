@@ -223,7 +223,8 @@ class Cluster:
 
     def kill_sshd(self, host: Machine) -> None:
         """Kill a host's sshd and its sessions, but not what they started."""
-        while found := [at for at in self.processes(host) if at.name == "sshd"]:
+        # OpenSSH 9.8 and later serve a session in a program of its own, sshd-session.
+        while found := [p for p in self.processes(host) if p.name.startswith("sshd")]:
             for process in found:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
