@@ -375,12 +375,12 @@ def test_a_stall_can_end_the_job() -> None:
     def work(coordinator):
         logging.getLogger("ronde").addHandler(_Lines())
         logging.getLogger("ronde").propagate = False
+        name = "late"
         if coordinator.rank == 1:
-            own = coordinator.submit(summed("own", torch.ones(2)))
-        else:
-            own = coordinator.submit(summed("late", torch.ones(2)))
+            name = "own"
+            time.sleep(0.2)  # so that rank 0 is the first to have waited too long
         with pytest.raises(CollectiveError) as caught:
-            own.wait()
+            coordinator.submit(summed(name, torch.ones(2))).wait()
         return str(caught.value)
 
     options = CoordinationOptions(stall_warning_s=0.3, stall_shutdown_s=0.6)
