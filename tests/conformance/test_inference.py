@@ -34,13 +34,6 @@ def evaluate_and_train_by_turns(claim, engine, dtype):
     return "done"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_inference_mode_is_heeded_by_every_thread(run_ranks_bare, engine, dtype):
-    told = run_ranks_bare(2, evaluate_and_train_by_turns, engine, dtype)
-    assert told == ["done"] * 2
-
-
 def allocate_and_use_by_turns(claim, engine, dtype):
     communicator = connect(claim, timeout_s=60.0, engine=engine)
     for is_made_there in (True, False):
@@ -58,11 +51,13 @@ def allocate_and_use_by_turns(claim, engine, dtype):
     return "done"
 
 
+@pytest.mark.parametrize(
+    "program", [evaluate_and_train_by_turns, allocate_and_use_by_turns]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_allocated_may_be_written_to_in_any_mode(run_ranks_bare, engine, dtype):
-    told = run_ranks_bare(2, allocate_and_use_by_turns, engine, dtype)
-    assert told == ["done"] * 2
+def test_inference_mode_is_heeded(run_ranks_bare, engine, dtype, program):
+    assert run_ranks_bare(2, program, engine, dtype) == ["done"] * 2
 
 
 def send_and_receive_in_both_modes(claim, engine):
@@ -92,5 +87,4 @@ def send_and_receive_in_both_modes(claim, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_messages_are_heeded_in_any_mode(run_ranks_bare, engine):
-    told = run_ranks_bare(2, send_and_receive_in_both_modes, engine)
-    assert told == ["done"] * 2
+    assert run_ranks_bare(2, send_and_receive_in_both_modes, engine) == ["done"] * 2

@@ -1,10 +1,12 @@
 """Inference mode is a thread's own; work that another thread does needs it as well."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,3 +25,13 @@ def in_mode_of_caller(work: Callable[P, T]) -> Callable[P, T]:
             return work(*args, **kwargs)
 
     return carry_out
+
+
+def writing_to(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Enter inference mode where one of the tensors was made there.
+
+    In it all of them may be written to.
+    """
+    if any(tensor.is_inference() for tensor in tensors):
+        return torch.inference_mode()
+    return nullcontext()

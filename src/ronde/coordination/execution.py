@@ -1,8 +1,7 @@
 """Carry agreed operations out on a communicator, the same ones on all ranks."""
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ronde.collectives import Communicator, Done, Work
 from ronde.collectives.adasum import adasum
+from ronde.collectives.inference import writing_to
 from ronde.coordination.entries import Entry
 from ronde.coordination.fusion import Batch, plan_batches
 from ronde.coordination.fusion_buffer import FusionBuffer, Packing
@@ -82,7 +82,7 @@ class Execution:
         spans: list[Span] = []
         for planned in self._plan(run):
             span = Span(planned.batch, time.monotonic_ns(), [])
-            with _mode_of(planned.batch, entries):
+            with writing_to(_own_tensors(planned.batch, entries)):
                 self._run_batch(planned, run.requests, entries, results, span)
             span.ended_ns = time.monotonic_ns()
             spans.append(span)
@@ -231,17 +231,13 @@ class Execution:
         return f"{engine}_{request.kind.name}"
 
 
-def _mode_of(
-    batch: Batch, entries: Sequence[Entry | None]
-) -> AbstractContextManager[None]:
-    """Enter inference mode for what was made there, which must be written to there."""
+def _own_tensors(batch: Batch, entries: Sequence[Entry | None]) -> Iterator[Tensor]:
+    """Return this rank's tensors of a batch."""
     for item in batch.items:
         entry = entries[item.request]
-        # A slice: a barrier has no tensor.
-        own = entry.operation.tensors[item.tensor : item.tensor + 1] if entry else ()
-        if any(tensor.is_inference() for tensor in own):
-            return torch.inference_mode()
-    return nullcontext()
+        if entry is not None:
+            # A slice: a barrier has no tensor.
+            yield from entry.operation.tensors[item.tensor : item.tensor + 1]
 
 
 def _adasum(

@@ -22,6 +22,7 @@ from ronde.collectives.engines.shared_memory.words import (
     Header,
     fence,
 )
+from ronde.collectives.inference import writing_to
 from ronde.errors import CollectiveError
 
 PIECE_BYTES = 256 << 10
@@ -231,8 +232,8 @@ class Receiving(_Message):
         self.finish()
         return self._tensor
 
-    def accept(self, label: Label) -> None:
-        """Be over: all bytes of a message so labelled are in ``data``."""
+    def accept(self, label: Label, data: Tensor) -> None:
+        """Be over: ``data`` has all bytes of a message so labelled."""
         if label != self.label:
             self.fail(
                 CollectiveError(
@@ -242,7 +243,9 @@ class Receiving(_Message):
                 )
             )
             return
-        with torch.inference_mode():
+        with writing_to((self.data, self._tensor)):
+            if data is not self.data:
+                self.data.copy_(data)
             put_back(self._values, self._tensor)
         self.is_over = True
 
@@ -262,8 +265,7 @@ class Receiving(_Message):
 class Inbox:
     """Messages from one rank: they come in the order sent, and are asked for by tag.
 
-    Whoever advances it reads for all who ask, whatever mode they asked in; in inference
-    mode every tensor may be written to.
+    Whoever advances it reads for all who ask, in whatever inference mode they asked.
     """
 
     def __init__(self, box: Box) -> None:
@@ -279,7 +281,7 @@ class Inbox:
         for index, (label, data) in enumerate(self._kept):
             if label.tag == receiving.label.tag:
                 del self._kept[index]
-                self._hand_over(label, data, receiving)
+                receiving.accept(label, data)
                 return
         self._asked.append(receiving)
 
@@ -292,7 +294,7 @@ class Inbox:
                 label = self._label = self.box.label()
                 self._begin(label)
             piece = self._data[self._num_done : self._num_done + PIECE_BYTES]
-            with torch.inference_mode():
+            with writing_to((piece,)):
                 self.box.take(piece)
             self._num_done += piece.numel()
             if self._num_done == label.num_bytes:
@@ -317,13 +319,7 @@ class Inbox:
             self._kept.append((label, self._data))
         else:
             self._asked.remove(receiving)
-            self._hand_over(label, self._data, receiving)
-
-    def _hand_over(self, label: Label, data: Tensor, receiving: Receiving) -> None:
-        if label == receiving.label and data is not receiving.data:
-            with torch.inference_mode():
-                receiving.data.copy_(data)
-        receiving.accept(label)
+            receiving.accept(label, self._data)
 
 
 class PostOffice:
