@@ -1,6 +1,7 @@
 """Which process launched this rank, read off ``/proc``."""
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,11 @@ _RANK_VARIABLES = {
     Launcher.SLURM: "SLURM_PROCID",
     Launcher.PLAIN: "RANK",
 }
+_IS_EXITING = 0x4
+"""``PF_EXITING`` of Linux: the environment is gone, the children are not yet."""
+_EXITING_S = 1.0
+"""An exiting process hands its children on within this; one whose main thread alone has
+ended does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +28,7 @@ class Process:
     """A process that no later one is taken for.
 
     Attributes:
-        pid: Its number.
+        pid: Its number; 0 for one outside of this container.
         started_at: When it started, in clock ticks since boot.
     """
 
@@ -37,10 +43,28 @@ def find_launcher(claim: Claim) -> Process:
     launcher has not, or it is another user's and hides its own. All ranks of a host
     that one launcher started find the same process.
     """
-    pid = _parent(os.getpid())
+    deadline = time.monotonic() + _EXITING_S
+    while True:
+        is_late = time.monotonic() > deadline
+        try:
+            return _find_launcher(claim, is_late=is_late)
+        except (FileNotFoundError, ProcessLookupError):
+            if is_late:
+                raise
+            # An ancestor has ended. Its children have another parent now: look again.
+            os.sched_yield()
+
+
+def _find_launcher(claim: Claim, *, is_late: bool) -> Process:
+    pid = os.getppid()
     while pid > 1 and _is_of_rank(pid, claim):
-        pid = _parent(pid)
-    return Process(pid, _started_at(pid))
+        pid = int(_stat(pid)[1])
+    if pid == 0:
+        return Process(0, 0)
+    state, *fields = _stat(pid)
+    if (state in "ZX" or int(fields[5]) & _IS_EXITING) and not is_late:
+        raise ProcessLookupError(pid)
+    return Process(pid, int(fields[18]))
 
 
 def _is_of_rank(pid: int, claim: Claim) -> bool:
@@ -63,11 +87,3 @@ def _stat(pid: int) -> list[str]:
     The second is the program's name, in brackets; it may hold spaces and brackets.
     """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _parent(pid: int) -> int:
-    return int(_stat(pid)[1])
-
-
-def _started_at(pid: int) -> int:
-    return int(_stat(pid)[19])
