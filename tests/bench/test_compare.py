@@ -235,7 +235,7 @@ def test_the_user_may_know_the_test(
         (["read", "nowhere.log"], "log must be a file that can be read"),
         (["read", "/"], "log must be a file that can be read"),
         (["read", "a.log", "--test", "all"], "invalid choice"),
-        (["compare", "a.log"], "the following arguments are required: B"),
+        (["compare", "a.log"], "B must be given"),
         (["compare", "-", "-"], "standard input can be read but once"),
     ],
 )

@@ -63,7 +63,7 @@ def test_one_rank():
     ("words", "sentence"),
     [
         (("--model", "resnet51"), "model must be one of alexnet, cnn, googlenet,"),
-        ((), "the following arguments are required: --model"),
+        ((), "--model must be given"),
         (("--model", "cnn", "--batch", "0"), "batch must be at least 1, got 0."),
         (("--model", "cnn", "--batch", "many"), "invalid int value: 'many'"),
         (("--model", "cnn", "--dtype", "half"), "'float32', 'bfloat16'"),

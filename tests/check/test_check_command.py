@@ -144,8 +144,8 @@ def test_no_host_can_be_asked(tmp_path):
         (["--write-hostfile", "/none/good"], "--write-hostfile must be a file"),
         (["-H", "a", "--hostfile", "b"], "must stand alone"),
         (["--hostfile", "/none/hosts"], "--hostfile must be a file"),
-        (["node1"], "unrecognized arguments: node1. Type: ronde check --help"),
-        (["--sync", "x"], "unrecognized arguments: --sync x"),
+        (["node1"], "unexpected word 'node1'. Type: ronde check --help"),
+        (["--sync", "x"], "unknown option --sync. Did you mean --since?"),
     ],
 )
 def test_what_cannot_be_is_refused(words, why):

@@ -23,7 +23,7 @@ def token(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--nodes", "2", "true"], "--nodes must come with --listen or --agent"),
+        (["--nodes", "2", "true"], "have nodes join: --listen and --agent"),
         (["--token-file", "x", "true"], "--token-file must come with --listen"),
         (["--listen", "1", "true"], "at least 2 with --listen, got none"),
         (["--listen", "1", "--nodes", "1", "true"], "at least 2 with --listen, got 1"),

@@ -142,10 +142,10 @@ def test_help(ronde):
     ("words", "why"),
     [
         (["shwo", "t"], b"verb must be show or merge, got 'shwo'"),
-        (["show"], b"arguments are required: FILE"),
+        (["show"], b"FILE must be given"),
         (["show", "no.json"], b"must be a file that can be read"),
         (["show", "t", "--tensors", "-1"], b"whole number of at least 0"),
-        (["merge", "out"], b"arguments are required: PART"),
+        (["merge", "out"], b"PART must be given"),
         (["merge", "out", "no"], b"part must be a file that can be read, got 'no'"),
         (["merge", "out", "."], b"parts must be there, got none"),
     ],

@@ -289,7 +289,7 @@ def test_the_lines_by_hand_are_understood_by_a_shell(capsys):
         ("-n 1 --memory 5XB", "size must be a number of bytes or one with a unit"),
         ("-n 1 --max-numa-nodes 3", "max_numa_nodes must be 8 to 16, got 3"),
         ("-n 5 --gpus 1", "gpus must be at most 4 in all, got 5"),
-        ("", "the following arguments are required: -n. Type: ronde topo place --help"),
+        ("", "-n must be given, got none. Type: ronde topo place --help"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(words, message):

@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from ronde.bench.bench_record import to_record
 from ronde.bench.catalog import COLLECTIVES
@@ -12,6 +11,7 @@ from ronde.bench.comparing import Comparison, compare
 from ronde.bench.exits import Exit
 from ronde.bench.log_reading import read_log
 from ronde.bench.runs import Run
+from ronde.cli.parser import Parser
 from ronde.errors import UsageError
 from ronde.records import Record, append_record
 from ronde.render.bench_tables import (
@@ -45,13 +45,6 @@ exit code: 0; 7 when the geometric mean of the ratios is below --fail-below.
 example:
   ronde bench compare before.log after.log --fail-below 0.95
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit with 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. Type: {self.prog} --help")
 
 
 def run(words: Sequence[str]) -> int:
@@ -147,18 +140,13 @@ def _judge(comparison: Comparison, fail_below: float | None) -> Exit:
     return Exit.FAILED
 
 
-def _parser(verb: str, description: str, epilog: str) -> _Parser:
-    return _Parser(
-        prog=f"ronde bench {verb}",
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
+def _parser(verb: str, description: str, epilog: str) -> Parser:
+    return Parser(
+        f"ronde bench {verb}", description=description, epilog=epilog, add_help=False
     )
 
 
-def _add_reading(parser: _Parser) -> None:
+def _add_reading(parser: Parser) -> None:
     add = parser.add_argument
     add(
         "--test",
@@ -175,7 +163,7 @@ def _add_reading(parser: _Parser) -> None:
     add("-h", "--help", action="store_true", help="print this and exit")
 
 
-def _parse(parser: _Parser, words: Sequence[str]) -> argparse.Namespace | None:
+def _parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace | None:
     """Return the options; None where help was asked for, and printed."""
     if any(word in ("-h", "--help") for word in words):
         print(parser.format_help(), end="")

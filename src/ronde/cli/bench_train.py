@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from ronde.bench.exits import Exit
 from ronde.bench.training.catalogue import MODELS
@@ -18,6 +17,7 @@ from ronde.bench.training.options import (
     find_model,
 )
 from ronde.cli.own_ranks import run_own_ranks
+from ronde.cli.parser import Parser
 from ronde.errors import UsageError
 from ronde.launch.directory import absolute_path
 from ronde.launch.inherited import own_environment
@@ -41,13 +41,6 @@ at the end.
 
 models:
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit with 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. Type: ronde bench train --help")
 
 
 def run(words: Sequence[str]) -> int:
@@ -131,14 +124,12 @@ def _help() -> str:
     return _parser().format_help() + indented
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="ronde bench train",
+def _parser() -> Parser:
+    parser = Parser(
+        "ronde bench train",
         usage="ronde bench train --model NAME [-n N] [options]",
         description="Measure training steps of a well-known model.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_subject(parser)
     _add_measurement(parser)

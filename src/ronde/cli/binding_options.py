@@ -14,7 +14,7 @@ _RELAXED = "best-effort"
 
 def add_binding_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--bind``, ``--bind-policy`` and ``--gpu-view``."""
-    add = parser.add_argument
+    add = parser.add_argument_group("cores and GPUs of each rank").add_argument
     add(
         "--bind",
         metavar="HOW",

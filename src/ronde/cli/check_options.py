@@ -5,13 +5,14 @@ import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from ronde.check.check import Check, Family
 from ronde.check.facts import Value
 from ronde.check.families.taking_part import TAKING_PART
 from ronde.check.probes.versions import ENVIRONMENT
 from ronde.cli.host_options import add_host_options, find_hosts
+from ronde.cli.parser import Parser
 from ronde.cli.ssh_options import add_ssh_options
 from ronde.errors import UsageError
 from ronde.launch.directory import absolute_path
@@ -41,13 +42,6 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit with 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. Type: ronde check --help")
-
-
 class CheckRequest(NamedTuple):
     """What is to be checked.
 
@@ -64,16 +58,14 @@ class CheckRequest(NamedTuple):
     checks: tuple[Check, ...]
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return what reads the words after ``ronde check``."""
-    parser = _Parser(
-        prog="ronde check",
+    parser = Parser(
+        "ronde check",
         usage="ronde check [-H HOSTS | --hostfile FILE] [options]",
         description="Say of every host whether it is ready for training, what is "
         "wrong, and what to type.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         add_help=False,
     )
     parser.add_argument("-h", "--help", action="store_true", help="print this and exit")

@@ -9,7 +9,7 @@ from typing import NoReturn
 import ronde
 from ronde.cli.exit_codes import EXIT_INTERRUPTED, exit_code_of
 from ronde.cli.standard_output import give_up_output, is_unwritten
-from ronde.errors import HostError, RondeError, UsageError
+from ronde.errors import HostError, RondeError
 
 HELP = """\
 usage: ronde VERB ...
@@ -28,8 +28,6 @@ ronde VERB --help says more of a verb; ronde --version says which ronde this is.
 
 Verb = Callable[[Sequence[str]], int]
 """Takes the words after the verb's name; returns the exit code."""
-
-_VERBS = "run, bench, trace, check or topo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,13 +94,9 @@ def _dispatch(words: list[str]) -> int:
             run_verb: Verb = import_module(f"ronde.cli.{verb}").run
             return run_verb(rest)
         case _:
-            verb = words[0]
-            raise UsageError(
-                f"verb must be {_VERBS}, got {verb!r}. Type: ronde --help"
-                if verb.startswith("-")
-                else f"verb must be {_VERBS}, got {verb!r}. "
-                f"Type: ronde run {verb} ..., or ronde --help"
-            )
+            from ronde.cli.parser import refuse_verb
+
+            refuse_verb(words[0], ("run", "bench", "trace", "check", "topo"), "ronde")
     return 0
 
 

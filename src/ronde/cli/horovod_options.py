@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ronde.cli.host_options import add_host_options, find_hosts
+from ronde.cli.host_options import add_host_options, find_run_hosts
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host
 
@@ -48,6 +48,7 @@ _FLAGS_IGNORED = (
     *("disable-cache", "verbose", "tcp", "prefix-output-with-timestamp", "jsrun"),
     *("log-with-timestamp", "log-without-timestamp", "log-hide-timestamp"),
     *("no-log-hide-timestamp", "mpi-threads-disable", "no-mpi-threads-disable"),
+    "no-python",
 )
 _OTHER_NAMES = {
     "network-interfaces": ["--network-interface"],
@@ -100,7 +101,7 @@ def add_horovod_options(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: Of ``ronde run``, which has ``-np`` itself.
     """
-    add_host_options(parser)
+    add_host_options(parser, is_for_ranks=True)
     for name in (*_VALUES, *_READ_HERE, *_VALUES_IGNORED):
         is_pair = name == "blacklist-cooldown-range"
         _add(parser, name, nargs=2 if is_pair else None)
@@ -191,7 +192,7 @@ def _mebibytes(text: str) -> str:
 def _hosts(
     options: argparse.Namespace, given: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[Host, ...]:
-    hosts = find_hosts(options, environ)
+    hosts = find_run_hosts(options, environ)
     if "ssh-port" not in given:
         return hosts
     from ronde.launch.hosts.here import is_here

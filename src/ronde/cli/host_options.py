@@ -12,13 +12,16 @@ from ronde.launch.hosts.host import SLOTS_OPEN, Host
 _SOURCES = ("hosts", "hostfile", "host-discovery-script")
 
 
-def add_host_options(parser: argparse.ArgumentParser) -> None:
+def add_host_options(
+    parser: argparse.ArgumentParser, *, is_for_ranks: bool = False
+) -> None:
     """Add the options that name hosts.
 
     Args:
-        parser: Of ``ronde run``.
+        parser: Gets them as a group.
+        is_for_ranks: Add those that only ``ronde run`` has, too.
     """
-    add = parser.add_argument
+    add = parser.add_argument_group("hosts").add_argument
     add(
         *("-H", "--hosts"),
         metavar="HOSTS",
@@ -42,6 +45,58 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="slots of every host that says none itself",
     )
+    if not is_for_ranks:
+        return
+    add(
+        *("--nodes", "--nnodes"),
+        metavar="N",
+        default="",
+        help="use the first N of these hosts; with --listen: how many nodes there are, "
+        "this one counted",
+    )
+    add(
+        "--standalone",
+        action="store_true",
+        help="use this machine alone, also in an allocation of several",
+    )
+
+
+def find_run_hosts(
+    options: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[Host, ...]:
+    """Return what ``find_hosts`` does, without those that an option leaves out.
+
+    Args:
+        options: From the parser of ``ronde run``.
+        environ: This process's environment.
+
+    Raises:
+        UsageError: The options contradict each other, or name no hosts.
+    """
+    if options.standalone:
+        named = [name for name in _SOURCES if getattr(options, _attribute(name))]
+        if named:
+            raise UsageError(
+                f"--standalone must stand without --{named[0]}, got both. Drop one."
+            )
+        environ = {}
+    hosts = find_hosts(options, environ)
+    # With --listen it counts those that join.
+    if not options.nodes or options.listen:
+        return hosts
+    num_nodes = options.nodes
+    if not num_nodes.isdecimal() or not num_nodes.isascii() or int(num_nodes) < 1:
+        raise UsageError(
+            f"--nodes must be a whole number of at least 1, got {num_nodes!r}. Type: "
+            "ronde run -H a,b --nodes 2 ..."
+        )
+    usable = [host for host in hosts if host.slots]
+    if len(usable) < int(num_nodes):
+        raise UsageError(
+            f"--nodes must be at most {len(usable)}, the hosts that are known, got "
+            f"{num_nodes}. Name all with -H, or have nodes join: --listen and --agent."
+        )
+    return tuple(usable[: int(num_nodes)])
 
 
 def find_hosts(
@@ -59,7 +114,7 @@ def find_hosts(
     Raises:
         UsageError: The options contradict each other, or name no hosts.
     """
-    given = {name: getattr(options, name.replace("-", "_")) for name in _SOURCES}
+    given = {name: getattr(options, _attribute(name)) for name in _SOURCES}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
         raise UsageError(
@@ -97,6 +152,10 @@ def read_slots(options: argparse.Namespace) -> int:
     from ronde.launch.hosts.names import MAX_SLOTS, parse_number
 
     return parse_number(options.slots, "slots", "--slots", lowest=1, highest=MAX_SLOTS)
+
+
+def _attribute(name: str) -> str:
+    return name.replace("-", "_")
 
 
 def _unnamed(slots: int, environ: Mapping[str, str]) -> tuple[Host, ...]:

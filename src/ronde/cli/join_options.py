@@ -16,7 +16,7 @@ from ronde.launch.hosts.host import Host
 _TOKEN_VARIABLE = "RONDE_TOKEN_FILE"  # noqa: S105 - a name, and of a file at that
 
 # Options of ronde run, by their attributes.
-_OF_JOINING = ("nodes", "token_file", "join_timeout")
+_OF_JOINING = ("token_file", "join_timeout")
 _OF_A_NODE = ("agent", "token_file", "join_timeout", "slots", "nproc_per_node")
 _JOINED = "the nodes are those that join"
 _NOT_REACHED = "the nodes join by themselves, and nothing is started there from here"
@@ -24,6 +24,7 @@ _OF_OTHER_HOSTS = {
     "hosts": _JOINED,
     "hostfile": _JOINED,
     "host_discovery_script": _JOINED,
+    "standalone": "nodes that join make several hosts",
     "launcher": _NOT_REACHED,
     "ssh_args": _NOT_REACHED,
     "ssh-port": _NOT_REACHED,
@@ -36,18 +37,12 @@ _OF_OTHER_HOSTS = {
 
 def add_join_options(parser: argparse.ArgumentParser) -> None:
     """Add what makes a run the head of others, or one of the others."""
-    add = parser.add_argument
-    add(
-        *("--nodes", "--nnodes"),
-        metavar="N",
-        default="",
-        help="with --listen: how many nodes there are, this one counted",
-    )
+    add = parser.add_argument_group("nodes that join by themselves").add_argument
     add(
         "--listen",
         metavar="[ADDR:]PORT",
         default="",
-        help="wait there until the other nodes have joined by themselves",
+        help="wait there until as many nodes as --nodes says have joined",
     )
     add(
         "--agent",

@@ -1,6 +1,7 @@
 """Options on what ``ronde run`` shows and writes, and what they make."""
 
 import argparse
+import re
 
 from ronde.errors import RondeError, UsageError
 from ronde.launch.directory import absolute_path
@@ -12,7 +13,7 @@ from ronde.render.tags import Place, Tag, parse_tag
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--tag``, ``--only``, ``--log-dir``, ``--error-file`` and ``--record``."""
-    add = parser.add_argument
+    add = parser.add_argument_group("what is shown and written").add_argument
     add(
         "--tag",
         metavar="WHAT",
@@ -32,6 +33,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="also write each rank's output, byte for byte, to files below DIR here",
     )
+    add("-t", "--tee", help=argparse.SUPPRESS)
     add(
         "--error-file",
         default="",
@@ -68,6 +70,25 @@ def make_sink(options: argparse.Namespace, log_dir: str = "") -> Sink:
 
         sink = ErrorFile(sink, options.error_file)
     return sink
+
+
+def require_tee(options: argparse.Namespace) -> str:
+    """Return what to say of torchrun's ``--tee``; empty where there is nothing.
+
+    What it asks for is what ``--log-dir`` does: all output in files, and shown.
+
+    Raises:
+        UsageError: It is none that torchrun takes.
+    """
+    if options.tee is None:
+        return ""
+    if not re.fullmatch(r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*", options.tee):
+        raise UsageError(
+            "--tee must be 0, 1, 2, 3 or such per local rank, as 0:3,1:1, got "
+            f"{options.tee!r}. Type --log-dir DIR in its place; a limit on time is "
+            "--timeout TIME."
+        )
+    return "" if options.log_dir else "--tee writes no files without --log-dir DIR."
 
 
 def report_error(path: str, error: RondeError, exit_code: int) -> None:

@@ -1,13 +1,16 @@
-"""How many ranks ``ronde run`` starts: in all, or on each host."""
+"""What ``ronde run`` starts, and how many ranks of it: in all, or on each host."""
 
 import argparse
 
 from ronde.errors import UsageError
+from ronde.launch.hosts.host import SLOTS_CORES, SLOTS_GPUS
+
+_UNITS = {"gpu": SLOTS_GPUS, "cpu": SLOTS_CORES}
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``-n`` and ``--nproc-per-node``."""
-    add = parser.add_argument
+    """Add ``-n``, ``--nproc-per-node`` and ``-m``."""
+    add = parser.add_argument_group("ranks").add_argument
     add(
         *("-n", "-np", "--num-proc"),
         dest="num_proc",
@@ -20,7 +23,13 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
         "--nproc-per-node",
         metavar="N",
         default="auto",
-        help="ranks to start on each host, instead of -n",
+        help="ranks to start on each host, or gpu or cpu: one a GPU, one a core; with "
+        "-n the most that a host gets",
+    )
+    add(
+        *("-m", "--module"),
+        action="store_true",
+        help="program is a Python module, run as python -m does",
     )
 
 
@@ -42,18 +51,22 @@ def read_num_ranks(options: argparse.Namespace) -> int | None:
 
 
 def read_num_each(options: argparse.Namespace) -> int | None:
-    """Return how many ranks each host is to have; None where nobody says.
+    """Return how many ranks each host may have; None where nobody says.
+
+    It may be ``SLOTS_GPUS`` or ``SLOTS_CORES``.
 
     Raises:
-        UsageError: It is no number, or ``-n`` says how many there are in all.
+        UsageError: It is no number.
     """
     text = options.nproc_per_node
     if text == "auto":
         return None
-    if options.num_proc != "auto":
+    if text in _UNITS:
+        return _UNITS[text]
+    if not text.isdecimal() or not text.isascii():
         raise UsageError(
-            f"--nproc-per-node must stand without -n, got {text} on each host and "
-            f"{options.num_proc} in all. Drop one."
+            "--nproc-per-node must be auto, gpu, cpu or a whole number of at least 1, "
+            f"got {text!r}. Type: ronde run --nproc-per-node 2 ..."
         )
     from ronde.launch.hosts.names import MAX_SLOTS, parse_number
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ronde.cli.exit_codes import exit_code_of
 from ronde.cli.horovod_options import Asked
 from ronde.cli.join_options import require_listen_or_agent
-from ronde.cli.output_options import make_sink, report_error
+from ronde.cli.output_options import make_sink, report_error, require_tee
 from ronde.cli.rank_options import read_num_each
 from ronde.cli.run_options import make_parser
 from ronde.cli.run_request import RunRequest, read_request
@@ -52,7 +52,7 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
     try:
         with _recorded(options) as timeline_env:
             request = read_request(options, environ, timeline_env)
-            _tell_ignored(request.asked)
+            _tell_ignored(request.asked, require_tee(options))
             with _hired(request, environ, agent, signal_fd) as hired:
                 hired.exit_code = _launch(request, hired, signal_fd)
                 return hired.exit_code
@@ -142,7 +142,9 @@ def _recorded(
     return nullcontext({})
 
 
-def _tell_ignored(asked: Asked) -> None:
+def _tell_ignored(asked: Asked, tee: str) -> None:
+    if tee:
+        print(f"ronde: {tee}", file=sys.stderr)
     if asked.ignored:
         names = ", ".join(asked.ignored)
         print(f"ronde: these options change nothing here: {names}", file=sys.stderr)

@@ -1,12 +1,12 @@
 """The options of ``ronde run``, and its help."""
 
 import argparse
-from typing import NoReturn
 
 from ronde.cli.binding_options import add_binding_options
 from ronde.cli.horovod_options import add_horovod_options
 from ronde.cli.join_options import add_join_options
 from ronde.cli.output_options import add_output_options
+from ronde.cli.parser import Parser
 from ronde.cli.rank_options import add_rank_options
 from ronde.cli.ssh_options import add_ssh_options
 from ronde.errors import UsageError
@@ -14,6 +14,16 @@ from ronde.world.engines import ALGORITHMS, ENGINES
 
 DEFAULT_GRACE = "15s"
 _NO_RESTART_CODES = "93,64"
+_OTHER_NAMES = {
+    "-n": ["--ntasks", "--num-processes"],
+    "--nproc-per-node": ["-ppn", "-perhost", "--npernode", "--ntasks-per-node"],
+    "--nodes": ["--num-nodes", "--num-machines"],
+    "--hosts": ["--host", "-host", "-hosts"],
+    "--hostfile": ["--machinefile", "-machinefile", "-f"],
+    "--chdir": ["--wdir", "-wdir", "--wd", "-wd", "-D"],
+    "--interface": ["-iface"],
+}
+"""What other launchers call an option that means the same here."""
 
 _EPILOG = """\
 A rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK and so on (torchrun's names).
@@ -34,16 +44,8 @@ examples:
 """
 
 
-class RunParser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit with 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong with the words.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError(f"{message}. Type: ronde run --help")
+class RunParser(Parser):
+    """Reads the words after ``ronde run``, also as other launchers spell them."""
 
     def given(self, options: argparse.Namespace) -> dict[str, str]:
         """Return the options that say something else than they do by default.
@@ -62,33 +64,41 @@ class RunParser(argparse.ArgumentParser):
                 given[action.dest] = action.option_strings[0]
         return given
 
+    def _refuse_foreign(self, word: str) -> None:
+        # Imported where it is needed: most words are right.
+        from ronde.cli.other_launchers import advise
+
+        if advice := advise(word):
+            raise UsageError(advice)
+
 
 def make_parser() -> RunParser:
     """Return what reads the words after ``ronde run``."""
     parser = RunParser(
-        prog="ronde run",
+        "ronde run",
         usage="ronde run [-n N] [options] [--] program [arguments]",
         description="Start a program once for every slot of one host or of many.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_rank_options(parser)
-    _add_options(parser)
-    _add_engine_options(parser)
-    _add_timeline_options(parser)
-    add_ssh_options(parser)
-    _add_place_options(parser)
-    add_binding_options(parser)
-    add_output_options(parser)
-    add_join_options(parser)
     add_horovod_options(parser)
+    _add_place_options(parser)
+    add_ssh_options(parser)
+    _add_ending_options(parser)
+    add_output_options(parser)
+    add_binding_options(parser)
+    _add_engine_options(parser)
+    add_join_options(parser)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    for option, names in _OTHER_NAMES.items():
+        parser.alias(option, *names)
+    parser.add_underscore_twins()
     return parser
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def _add_place_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("where and how they start").add_argument
+    add("--chdir", default="", metavar="DIR", help="directory the ranks start in")
     add(
         *("-x", "--env"),
         dest="env",
@@ -97,6 +107,48 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="set a variable for all ranks, or pass it on, as NAME or 'PREFIX*'",
     )
+    add(
+        "--sync",
+        default="",
+        metavar="DIR",
+        help="copy DIR to the same path on every other host first",
+    )
+    add(
+        "--interface",
+        default="",
+        metavar="NAMES",
+        help="network interfaces the ranks may use, as ib0,eth0 (default: by routes)",
+    )
+    add(
+        "--master-port",
+        default="0",
+        metavar="PORT",
+        help="port the ranks meet at (default: a free one)",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="ask all hosts, print the whole plan, and start nothing",
+    )
+    add(
+        "--preflight",
+        action="store_true",
+        help="check each host first, and start nothing where one is not fit",
+    )
+    add(
+        "--nested",
+        action="store_true",
+        help="start a world of its own inside a rank of another",
+    )
+    add(
+        "--no-horovod-alias",
+        action="store_true",
+        help="do not let ronde stand in for Horovod where that is not installed",
+    )
+
+
+def _add_ending_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("how the job ends").add_argument
     add(
         "--grace",
         default=DEFAULT_GRACE,
@@ -115,26 +167,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="CODES",
         help="exit codes after which they are not (default: 93,64)",
     )
-    add(
-        "--master-port",
-        default="0",
-        metavar="PORT",
-        help="port the ranks meet at (default: a free one)",
-    )
-    add(
-        "--nested",
-        action="store_true",
-        help="start a world of its own inside a rank of another",
-    )
-    add(
-        "--no-horovod-alias",
-        action="store_true",
-        help="do not let ronde stand in for Horovod where that is not installed",
-    )
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("how tensors move").add_argument
     add(
         "--engine",
         default="",
@@ -148,10 +184,6 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help=f"schedule of --engine scheduled, and of hierarchical between hosts: "
         f"{', '.join(ALGORITHMS)}; the others have none",
     )
-
-
-def _add_timeline_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add(
         "--timeline",
         default="",
@@ -164,31 +196,4 @@ def _add_timeline_options(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="SIZE",
         help="of that file; what is oldest is left out (default: 32MiB)",
-    )
-
-
-def _add_place_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--sync",
-        default="",
-        metavar="DIR",
-        help="copy DIR to the same path on every other host first",
-    )
-    add("--chdir", default="", metavar="DIR", help="directory the ranks start in")
-    add(
-        "--interface",
-        default="",
-        metavar="NAMES",
-        help="network interfaces the ranks may use, as ib0,eth0 (default: by routes)",
-    )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="ask all hosts, print the whole plan, and start nothing",
-    )
-    add(
-        "--preflight",
-        action="store_true",
-        help="check each host first, and start nothing where one is not fit",
     )

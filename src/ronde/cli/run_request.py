@@ -64,7 +64,7 @@ def read_request(
     env = _env(options, asked, environ)
     wish = Wish(
         job=JobRequest(
-            argv=tuple(program),
+            argv=("-m", *program) if options.module else tuple(program),
             env={**env, **more_env},
             rank_env={},
             cwd=options.chdir,

@@ -18,7 +18,7 @@ def add_ssh_options(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: Of ``ronde run``, or of another verb that needs agents on hosts.
     """
-    add = parser.add_argument
+    add = parser.add_argument_group("how other hosts are reached").add_argument
     add(
         "--launcher",
         default="auto",

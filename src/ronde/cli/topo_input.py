@@ -3,8 +3,9 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
+from ronde.cli.parser import Parser
 from ronde.errors import UsageError
 from ronde.topology.graph import HostTopology, Topology
 from ronde.topology.probes.probe import Saved
@@ -27,7 +28,7 @@ Without any it is this machine.
 """
 
 
-class TopoParser(argparse.ArgumentParser):
+class TopoParser(Parser):
     """The options of one verb; raises where argparse would exit.
 
     Args:
@@ -38,11 +39,9 @@ class TopoParser(argparse.ArgumentParser):
 
     def __init__(self, verb: str, description: str, epilog: str) -> None:
         super().__init__(
-            prog=f"ronde topo {verb}".rstrip(),
+            f"ronde topo {verb}".rstrip(),
             description=description,
             epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
             add_help=False,
         )
         self.add_argument(
@@ -59,14 +58,6 @@ class TopoParser(argparse.ArgumentParser):
             print(self.format_help(), end="")
             return None
         return self.parse_args(words)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError(f"{message}. Type: {self.prog} --help")
 
 
 class Loaded(NamedTuple):

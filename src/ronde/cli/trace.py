@@ -4,9 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from ronde.errors import UsageError
+from ronde.cli.parser import Parser, refuse_verb
 from ronde.render.trace_text import draw_trace
 from ronde.timeline.chrome import write_trace
 from ronde.timeline.rank_recording import DEFAULT_LIMIT_BYTES
@@ -45,13 +44,6 @@ example:
 _NUM_TENSORS = 10
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit with 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. Type: {self.prog} --help")
-
-
 def run(words: Sequence[str]) -> int:
     """Show or merge; return the exit code.
 
@@ -69,10 +61,7 @@ def run(words: Sequence[str]) -> int:
         case ["merge", *rest]:
             _merge(rest)
         case other:
-            raise UsageError(
-                f"verb must be show or merge, got {other[0]!r}. Type: ronde trace "
-                f"show {other[0]}, or ronde trace --help"
-            )
+            refuse_verb(other[0], ("show", "merge"), "ronde trace")
     return 0
 
 
@@ -123,20 +112,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _parser(verb: str, description: str, epilog: str) -> _Parser:
-    parser = _Parser(
-        prog=f"ronde trace {verb}",
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
+def _parser(verb: str, description: str, epilog: str) -> Parser:
+    parser = Parser(
+        f"ronde trace {verb}", description=description, epilog=epilog, add_help=False
     )
     parser.add_argument("-h", "--help", action="store_true", help="print this and exit")
     return parser
 
 
-def _parse(parser: _Parser, words: Sequence[str]) -> argparse.Namespace | None:
+def _parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace | None:
     """Return the options; None where help was asked for, and printed."""
     if any(word in ("-h", "--help") for word in words):
         print(parser.format_help(), end="")

@@ -8,7 +8,7 @@ from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.controller import Arrangement, Controller
 from ronde.launch.directory import absolute_path
 from ronde.launch.hosts.allocation import Share, allocate, hosts_to_ask, kept_out
-from ronde.launch.hosts.host import Host
+from ronde.launch.hosts.host import SLOTS_CORES, SLOTS_GPUS, Host
 from ronde.launch.messages import Hello
 from ronde.launch.node import Node
 from ronde.launch.placement.place import Place
@@ -132,8 +132,19 @@ def _check_fitness(
 
 
 def _slots(node: Node, num_hosts: int) -> int:
-    """Count the slots of a host where nobody did."""
+    """Count the slots of a host where nobody did.
+
+    Raises:
+        UsageError: It must have a GPU, and has none.
+    """
     machine = _hello(node).machine
+    if node.host.slots == SLOTS_CORES:
+        return usable_cores(machine)
+    if node.host.slots == SLOTS_GPUS and not machine.gpus:
+        raise UsageError(
+            f"--nproc-per-node gpu must find a GPU on each host, got none on "
+            f"{node.name}. Type a number, or --nproc-per-node cpu."
+        )
     return len(machine.gpus) or (usable_cores(machine) if num_hosts == 1 else 1)
 
 

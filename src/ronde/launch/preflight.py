@@ -32,16 +32,18 @@ def enter_directory(path: str) -> str:
 def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
     """Return the command to execute, its program as a path.
 
-    A Python file that is not executable is run with this Python.
+    A Python file that is not executable is run with this Python, and so is a module.
 
     Args:
-        argv: Program and arguments as the user gave them.
+        argv: Program and arguments as the user gave them; ``-m`` before a module.
         search_path: The ranks' ``PATH``.
 
     Raises:
         UsageError: The program is not there or cannot be executed.
     """
     program, *arguments = argv
+    if program == "-m":
+        return [sys.executable, *argv]
     is_path = "/" in program
     found = program if is_path else _find(program, search_path)
     if found is None and program.endswith(".py") and Path(program).is_file():

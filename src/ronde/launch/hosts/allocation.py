@@ -25,7 +25,8 @@ def take_each(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
 
     Args:
         hosts: With their slots, or with open ones.
-        num_each: That number; None leaves the slots as they are.
+        num_each: That number, or ``SLOTS_GPUS`` or ``SLOTS_CORES``; None leaves the
+            slots as they are.
 
     Raises:
         UsageError: A host has fewer slots.
@@ -66,7 +67,7 @@ def hosts_to_ask(hosts: Sequence[Host], num_ranks: int | None) -> tuple[Host, ..
         UsageError: There are fewer slots than ranks, whatever the hosts say.
     """
     usable = [host for host in hosts if host.slots]
-    if all(host.slots != SLOTS_OPEN for host in usable):
+    if all(host.slots > 0 for host in usable):
         shares = allocate(hosts, num_ranks, lambda host: host.slots)
         return tuple(share.host for share in shares)
     asked: list[Host] = []
@@ -75,7 +76,7 @@ def hosts_to_ask(hosts: Sequence[Host], num_ranks: int | None) -> tuple[Host, ..
         if num_ranks is not None and sure >= num_ranks:
             break
         asked.append(host)
-        sure += 1 if host.slots == SLOTS_OPEN else host.slots
+        sure += max(1, host.slots)
     return tuple(asked)
 
 
@@ -109,7 +110,7 @@ def allocate(
     for host in usable:
         if start == num_ranks:
             break
-        slots = count_slots(host) if host.slots == SLOTS_OPEN else host.slots
+        slots = host.slots if host.slots > 0 else count_slots(host)
         stop = start + slots if num_ranks is None else min(start + slots, num_ranks)
         shares.append(Share(host, range(start, stop)))
         start = stop

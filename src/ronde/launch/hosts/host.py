@@ -5,6 +5,12 @@ from dataclasses import dataclass, field
 SLOTS_OPEN = -1
 """Nobody said how many: the host's GPUs, else its cores where it is alone, else 1."""
 
+SLOTS_GPUS = -2
+"""As many as the host has GPUs, and it must have one."""
+
+SLOTS_CORES = -3
+"""As many as the host has cores."""
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -13,7 +19,7 @@ class Host:
     Attributes:
         name: Host name or numeric address, as ssh is given it and as it is shown.
         slots: Ranks that it takes; 0 for a host that is kept out, ``SLOTS_OPEN`` where
-            nobody said.
+            nobody said, or another of the negative ones above.
         user: Whom to log in as, or empty.
         port: Of its ssh, 0 for ssh's own choice.
         address: Numeric address that the ranks are to use, or empty.

@@ -46,7 +46,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ronde.errors import LaunchError
-from ronde.launch.hosts.host import SLOTS_OPEN
+from ronde.launch.hosts.host import SLOTS_CORES
 from ronde.launch.joining.token import Token
 from ronde.launch.messages import PROTOCOL, decode_message
 
@@ -70,7 +70,7 @@ class Claim(NamedTuple):
 
     Attributes:
         host: Its name, for messages.
-        slots: Ranks that it takes, or ``SLOTS_OPEN``.
+        slots: Ranks that it takes, or one of the negative ones of ``Host``.
     """
 
     host: str
@@ -90,7 +90,7 @@ def decode_claim(raw: bytes) -> Claim:
     claim = decode_message(raw, (Claim,))
     if not _NAME.fullmatch(claim.host):
         raise LaunchError(f"host must be a host's name, got {claim.host!r}.")
-    if claim.slots != SLOTS_OPEN and claim.slots < 1:
+    if claim.slots == 0 or claim.slots < SLOTS_CORES:
         raise LaunchError(f"slots must be at least 1, got {claim.slots}.")
     return claim
 

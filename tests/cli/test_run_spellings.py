@@ -1,0 +1,157 @@
+"""Options as users of torchrun, mpirun, srun and others type them."""
+
+import sys
+
+import pytest
+
+from ronde.cli.run_options import make_parser
+
+SIZE = ("/bin/sh", "-c", "echo $WORLD_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("--nproc_per_node 2", 2),
+        ("--nproc_per_node=2 --nnodes=1", 2),
+        ("--standalone --nnodes 1 --nproc-per-node 2 --no_python", 2),
+        ("-ppn 2 -n 2", 2),
+        ("-n 3 -ppn 4", 3),
+        ("--host localhost:1", 1),
+        ("-hosts localhost -ppn 2", 2),
+        ("--nproc-per-node gpu", 3),
+        ("--nproc_per_node auto", 3),
+        ("--ntasks 2 --ntasks-per-node 2", 2),
+        ("--nnodes 1 -H localhost:2,n9:4", 2),
+    ],
+)
+def test_ranks_and_hosts_as_others_spell_them(ronde, words, size):
+    done = ronde(
+        *("run", *words.split(), "--no-prefix", *SIZE),
+        env={"CUDA_VISIBLE_DEVICES": "0,1,2"},
+    )
+    assert done.stdout.decode() == f"{size}\n" * size, done.stderr
+
+
+def test_standalone_is_this_machine_alone_in_an_allocation_of_several(ronde):
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NNODES": "3"}
+    words = ("--standalone", "--nproc_per_node=2", "--no-prefix", *SIZE)
+    assert ronde("run", *words, env=env).stdout == b"2\n2\n"
+
+
+@pytest.mark.parametrize("option", ["--wdir", "-wdir", "--wd", "-D", "--chdir"])
+def test_the_directory_as_others_spell_it(ronde, tmp_path, option):
+    done = ronde("run", "-n1", option, str(tmp_path), "/bin/pwd")
+    assert done.stdout.decode() == f"[0] {tmp_path}\n", done.stderr
+
+
+@pytest.mark.parametrize("option", ["-m", "--module"])
+def test_a_module_is_run_with_the_python_of_scripts(ronde, tmp_path, option):
+    package = tmp_path / "own"
+    package.mkdir()
+    said = "import sys; print(sys.executable, __package__, *sys.argv[1:])"
+    (package / "train.py").write_text(said)
+    words = ("-n", "1", option, "own.train", "-m", "--lr", "3")
+    done = ronde("run", *words, cwd=tmp_path)
+    expected = f"[0] {sys.executable} own -m --lr 3\n"
+    assert done.stdout.decode() == expected, done.stderr
+
+
+def test_tee_writes_files_where_log_dir_says(ronde, tmp_path):
+    program = ("/bin/sh", "-c", "echo out; echo err >&2")
+    done = ronde("run", "-n1", "-t", "3", "--log_dir", str(tmp_path), *program)
+    assert (done.stdout, done.stderr) == (b"[0] out\n", b"[0] err\n")
+    assert len(list(tmp_path.glob("*/attempt_0/0/std*.log"))) == 2
+    done = ronde("run", "-n1", "--tee", "0:3,1:1", "/bin/true")
+    assert done.stderr == b"ronde: --tee writes no files without --log-dir DIR.\n"
+
+
+def test_every_option_has_its_twin_with_underscores():
+    names = make_parser()._option_string_actions
+    for name, action in names.items():
+        twin = name[:2] + name[2:].replace("-", "_")
+        assert names[twin] is action
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--grase 3s", "unknown option --grase. Did you mean --grace?"),
+        ("--log_dri x", "unknown option --log_dri. Did you mean --log-dir?"),
+        ("--zzz", "unknown option --zzz. Type: ronde run --help"),
+        ("-Z", "unknown option -Z. Type: ronde run --help"),
+        # torchrun
+        ("--rdzv_endpoint n1:29400", "nodes join with --listen"),
+        ("--rdzv-backend=c10d", "nodes join with --listen"),
+        ("--node_rank 0", "nodes join with --listen"),
+        ("--master_addr n1", "--master_addr is an option of torchrun. Drop it"),
+        ("-r 3", "Type --log-dir DIR"),
+        ("--redirects 3", "Type --log-dir DIR"),
+        ("--shutdown-timeout 5", "Type --grace TIME"),
+        # mpirun
+        ("-N 2", "ranks per host to mpirun and hosts to srun"),
+        ("-N2", "Type --nproc-per-node 2 or --nnodes 2"),
+        ("--map-by ppr:2:node", "Type --nproc-per-node N"),
+        ("--bind-to core", "Type --bind core"),
+        ("--allow-run-as-root", "Drop it"),
+        ("--mca btl tcp", "Open MPI"),
+        ("-genv A 1", "Type -x NAME=VALUE"),
+        # srun
+        ("-w n1", "Type -H HOSTS"),
+        ("--nodelist n1", "Type -H HOSTS"),
+        ("--time 10", "Type --timeout TIME"),
+        ("-c 4", "OMP_NUM_THREADS"),
+        ("-l", "each line begins with its rank"),
+        # deepspeed, accelerate
+        ("--num_gpus 2", "Type --nproc-per-node N"),
+        ("--include n1", "Type -H HOSTS"),
+        ("--mixed_precision bf16", "no equivalent"),
+        ("--multi_gpu", "Drop it"),
+    ],
+)
+def test_an_unknown_option_gets_one_sentence_with_its_equivalent(ronde, words, said):
+    done = ronde("run", *words.split(), "/bin/true")
+    error = done.stderr.decode()
+    assert done.returncode == 64, error
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nproc-per-node gpu", "must find a GPU on each host, got none on "),
+        ("--nproc-per-node tpu", "must be auto, gpu, cpu or a whole number"),
+        ("--standalone -H a:1", "--standalone must stand without --hosts"),
+        ("--nnodes 2 -H localhost:1", "--nodes must be at most 1, the hosts"),
+        ("--nnodes 1:4", "--nodes must be a whole number"),
+        ("--tee 4", "--tee must be 0, 1, 2, 3 or such per local rank"),
+        ("-n", "-n must have a value"),
+        ("--dry-run=yes", "--dry-run must have no value, got 'yes'"),
+        ("-m", "program must be given"),
+        ("-n 3 -ppn 2", "Requested more processes (3)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(ronde, words, said):
+    program = () if words in ("-n", "-m") else ("/bin/true",)
+    done = ronde("run", *words.split(), *program, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 64, done.stderr
+    assert said in done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("rum", "Did you mean ronde run?"),
+        ("chekc", "Did you mean ronde check?"),
+        ("train.py", "Type: ronde run train.py"),
+        ("check --jsno", "unknown option --jsno. Did you mean --json?"),
+        ("topo place -n 2 --jsno", "Did you mean --json?"),
+        ("trace shwo x", "Did you mean ronde trace show?"),
+    ],
+)
+def test_other_verbs_say_what_was_meant(ronde, words, said):
+    done = ronde(*words.split())
+    assert done.returncode == 64, done.stderr
+    assert said in done.stderr.decode()
+    assert done.stderr.count(b"\n") == 1
