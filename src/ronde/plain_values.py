@@ -1,9 +1,10 @@
-"""Named tuples as the plain values of JSON, and back with a check of every field.
+"""Named tuples and dataclasses as JSON's values, and back with a check of each field.
 
 Nothing is evaluated, nothing unpickled, nothing unknown is let through.
 """
 
 from enum import Enum
+from types import UnionType
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -14,18 +15,16 @@ class PlainValueError(ValueError):
 
 
 def to_plain(value: object) -> object:
-    """Return a value with an object of JSON's for every named tuple in it."""
+    """Return a value with an object of JSON's for every record in it."""
+    if _is_record(type(value)):
+        return {n: to_plain(getattr(value, n)) for n in type(value).__annotations__}
     if isinstance(value, tuple):
-        items = cast("tuple[object, ...]", value)
-        if _is_named(type(items)):
-            names = cast("Any", items)._fields
-            return {n: to_plain(v) for n, v in zip(names, items, strict=True)}
-        return [to_plain(item) for item in items]
+        return [to_plain(item) for item in cast("tuple[object, ...]", value)]
     return value
 
 
 def from_plain(kind: type[T], plain: object, where: str = "") -> T:
-    """Return the named tuple that a plain value stands for.
+    """Return the named tuple or the dataclass that a plain value stands for.
 
     Args:
         kind: Its class; all fields are annotated.
@@ -58,14 +57,16 @@ def shorten(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _is_named(kind: Any) -> bool:  # noqa: ANN401 - an annotation is any object
-    return hasattr(kind, "_fields")
+def _is_record(kind: Any) -> bool:  # noqa: ANN401 - an annotation is any object
+    return hasattr(kind, "_fields") or hasattr(kind, "__dataclass_fields__")
 
 
 def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 - an annotation is any object
     """Return the value as the annotation wants it, lists as tuples."""
     outer = getattr(wanted, "__origin__", wanted)
-    if _is_named(outer) and isinstance(value, dict):
+    if isinstance(wanted, UnionType):
+        wanted = outer = _chosen(value, wanted)
+    if _is_record(outer) and isinstance(value, dict):
         return from_plain(cast("type[Any]", wanted), cast("object", value), where)
     if outer is tuple and isinstance(value, list):
         return _checked_items(cast("list[object]", value), wanted.__args__, where)
@@ -78,6 +79,18 @@ def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 
     if wanted is Any or type(value) is outer:
         return value
     return _checked_member(value, wanted, where)
+
+
+def _chosen(value: object, union: UnionType) -> Any:  # noqa: ANN401 - an annotation is any object
+    """Return the member of a union that a value can be; records differ in fields."""
+    fields: set[object] = {*cast("Any", value)} if isinstance(value, dict) else set()
+    for kind in union.__args__:
+        is_found = type(value) is kind
+        if _is_record(kind) and isinstance(value, dict):
+            is_found = {*kind.__annotations__} == fields
+        if is_found:
+            return kind
+    return union
 
 
 def _checked_member(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 - an annotation is any object

@@ -17,6 +17,8 @@ from ronde.launch.messages import (
     decode_message,
     encode_message,
 )
+from ronde.launch.output_process import Finish
+from ronde.launch.verdict import LostHost, RankEnd, Verdict
 from ronde.topology.machine import Core, Machine, Nic
 
 # An environment may hold any bytes; Python shows those that are no text as surrogates.
@@ -57,6 +59,8 @@ MACHINE = Machine(
     gpus=(),
     nics=(Nic("eth0", "ethernet", "", -1, 1000, "virtual/eth0"),),
 )
+LOST = LostHost("b", (2, 3), "gone", 69, 3.0)
+END = RankEnd(0, "a", 7, -9, 1.5, was_stopped=False, stderr_tail=("x",))
 SAMPLES = {
     int: 3,
     float: 0.5,
@@ -73,6 +77,12 @@ SAMPLES = {
 def test_every_answer_arrives_as_it_was_sent(kind):
     sent = kind(**{n: SAMPLES[t] for n, t in kind.__annotations__.items()})
     assert decode_message(encode_message(sent), FROM_AGENT) == sent
+
+
+@pytest.mark.parametrize("cause", [None, LOST, END])
+def test_a_verdict_arrives_as_it_was_sent(cause):
+    verdict = Verdict(3, cause, (END,), (), None, (LOST,), (END, END))
+    assert decode_message(encode_message(Finish(verdict)), (Finish,)) == Finish(verdict)
 
 
 def said(**changes) -> bytes:

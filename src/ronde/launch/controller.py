@@ -1,13 +1,10 @@
 """The controller: runs one job through its agents and says how it ended."""
 
-import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.errors import HostError, HostFailure, LaunchError
-from ronde.launch.chronicle import Chronicle
 from ronde.launch.finding import Finding
 from ronde.launch.gathering import Gathering
 from ronde.launch.hiring import Hiring
@@ -16,9 +13,10 @@ from ronde.launch.job import Job
 from ronde.launch.lineage import children, sweep
 from ronde.launch.messages import Leave
 from ronde.launch.node import Node
+from ronde.launch.output_process import OutputProcess
 from ronde.launch.plan import Plan
 from ronde.launch.running import Running
-from ronde.launch.sink import Generation, Sink
+from ronde.launch.sink import Generation, Unseen
 from ronde.launch.starting import Starting
 from ronde.launch.switchboard import Switchboard
 from ronde.launch.verdict import LostHost, RankEnd, Verdict
@@ -96,14 +94,16 @@ class Controller:
     killed this process should adopt orphans (``lineage.adopt_orphans``).
 
     Args:
-        sink: Gets all output.
+        output: Gets all output.
         signal_fd: From ``signals.caught_signals``: reads the user's signals.
         hiring: How hosts get agents.
     """
 
-    def __init__(self, sink: Sink, signal_fd: int, hiring: Hiring) -> None:
-        self._sink = sink
-        self._board = Switchboard(sink, signal_fd)
+    def __init__(
+        self, output: OutputProcess | Unseen, signal_fd: int, hiring: Hiring
+    ) -> None:
+        self._output = output
+        self._board = Switchboard(output, signal_fd)
         self._hiring = hiring
         self._others = children()
         self._is_clean = True
@@ -160,9 +160,7 @@ class Controller:
         """Return what each node sees of its host, by name; see ``readiness``."""
         return Starting(self._board).check(nodes, directory)
 
-    def run(
-        self, arrangement: Arrangement, restarts: Restarts, chronicle: Chronicle
-    ) -> Verdict:
+    def run(self, arrangement: Arrangement, restarts: Restarts) -> Verdict:
         """Run all ranks to their end, and again where that is asked for.
 
         Raises:
@@ -172,14 +170,14 @@ class Controller:
         """
         crew, epoch = list(arrangement.nodes), 0
         for notice in arrangement.notices:
-            self._sink.notice(notice)
+            self._output.notice(notice)
         jobs = arrangement.plan.jobs(epoch)
         places = [
             (share.host.name, plan)
             for share, job in zip(arrangement.plan.shares, jobs, strict=True)
             for plan in job.ranks
         ]
-        chronicle.planned(jobs[0].job_id, jobs[0].argv, places)
+        self._output.planned(jobs[0].job_id, jobs[0].argv, places)
         while True:
             try:
                 prepared = self._prepare(arrangement, crew, epoch)
@@ -189,14 +187,13 @@ class Controller:
                     raise
                 why = f"{lost[0]} was lost"
             else:
-                verdict = self._run_once(arrangement.plan, crew, prepared, chronicle)
-                chronicle.ended(verdict)
-                self._sink.finished(verdict)
+                verdict = self._run_once(arrangement.plan, crew, prepared)
+                self._output.finished(verdict)
                 if not restarts.wants(verdict, epoch):
                     return verdict
                 why = _why(verdict)
             epoch += 1
-            self._sink.notice(f"restart {epoch} of {restarts.limit}: {why}")
+            self._output.notice(f"restart {epoch} of {restarts.limit}: {why}")
             crew = self._replace_lost(crew)
 
     def _prepare(
@@ -209,20 +206,16 @@ class Controller:
         return _Prepared(jobs, port, time.monotonic() - begun_s)
 
     def _run_once(
-        self,
-        plan: Plan,
-        crew: Sequence[Node],
-        prepared: _Prepared,
-        chronicle: Chronicle,
+        self, plan: Plan, crew: Sequence[Node], prepared: _Prepared
     ) -> Verdict:
         """Run one generation of ranks to its end."""
         jobs = prepared.jobs
-        generation = Generation(plan.facts.job_id, jobs[0].epoch, plan.hosts)
-        self._sink.begin(generation)
+        self._output.begin(Generation(plan.facts.job_id, jobs[0].epoch, plan.hosts))
+        Starting(self._board).await_output()
 
         def tell(ranks_s: float) -> None:
             timings = {"agents_s": self._agents_s, "ready_s": prepared.took_s}
-            chronicle.began(generation, timings | {"ranks_s": ranks_s})
+            self._output.began(timings | {"ranks_s": ranks_s})
 
         running = Running(self._board, crew, jobs, tell)
         return running.run(plan.address, prepared.port)
@@ -240,19 +233,21 @@ class Controller:
                 node.link.wire.wait(_LEAVE_S)
                 self._board.nodes.remove(node)
             names = ", ".join(node.name for node in lost)
-            self._sink.notice(f"connecting to {names} again, for up to {RETURN_S:g} s")
+            self._output.notice(
+                f"connecting to {names} again, for up to {RETURN_S:g} s"
+            )
             fresh = self.gather([node.host for node in lost], RETURN_S)
             by_name = {node.name: node for node in fresh}
             crew = [by_name.get(node.name, node) for node in crew]
         return crew
 
-    def write_out(self, verdict: Verdict) -> Verdict:
-        """Write what is left to show; return the verdict with its last exit code."""
-        limit_s = None if verdict.interrupted_by is None else _LAST_OUTPUT_S
-        is_read = self._board.write_out(limit_s)
-        if verdict.exit_code == 0 and not is_read:
-            return replace(verdict, exit_code=128 + signal.SIGPIPE)
-        return verdict
+    def write_out(self, *, is_hurried: bool) -> bool:
+        """Have what is left to show written; False when nobody reads it any more.
+
+        Args:
+            is_hurried: What stalls is not waited for.
+        """
+        return self._board.write_out(_LAST_OUTPUT_S if is_hurried else None)
 
     def close(self) -> None:
         """End all agents and wait for their ends."""

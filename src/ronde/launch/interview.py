@@ -84,7 +84,7 @@ class Interview:
             case Silent():
                 self._end(node.name, message.reason)
             case Notice():
-                self._board.sink.notice(message.text)
+                self._board.output.notice(message.text)
             case Ending():
                 self._end(node.name, "its agent was told to end")
             case _:

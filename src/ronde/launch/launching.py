@@ -1,5 +1,7 @@
 """A job from the user's wish to the verdict."""
 
+import signal
+from dataclasses import replace
 from typing import NamedTuple
 
 from ronde.launch.arranging import Wish, arrange
@@ -8,6 +10,7 @@ from ronde.launch.controller import Arrangement, Controller, Restarts
 from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hiring import Hiring
 from ronde.launch.lineage import adopt_orphans
+from ronde.launch.output_process import OutputProcess
 from ronde.launch.sink import Sink, Unseen
 from ronde.launch.verdict import Verdict
 
@@ -18,7 +21,7 @@ class Undertaking(NamedTuple):
     Attributes:
         name: Begins its id.
         restarts: When all ranks are started again.
-        chronicle: Takes note of what happens.
+        chronicle: Writes down what happens.
     """
 
     name: str
@@ -37,7 +40,7 @@ def launch(
 
     Args:
         wish: What to run where.
-        sink: Gets all output.
+        sink: Shows and writes all output, in a process of its own.
         hiring: How hosts get agents, which end here.
         signal_fd: From ``signals.caught_signals``: reads the user's signals.
         job: How to go about it.
@@ -47,16 +50,25 @@ def launch(
         LaunchError: An agent failed, or hosts cannot take part (HostError).
     """
     adopt_orphans()
-    controller = Controller(sink, signal_fd, hiring)
+    output = OutputProcess(sink, job.chronicle)
+    controller = Controller(output, signal_fd, hiring)
     try:
-        arrangement = arrange(controller, wish, job.name)
-        verdict = controller.run(arrangement, job.restarts, job.chronicle)
-    except InterruptedStartError as error:
-        verdict = Verdict(128 + error.number, None, (), (), error.number)
-        sink.finished(verdict)
-    finally:
-        controller.close()
-    return controller.write_out(verdict)
+        try:
+            arrangement = arrange(controller, wish, job.name)
+            verdict = controller.run(arrangement, job.restarts)
+        except InterruptedStartError as error:
+            verdict = Verdict(128 + error.number, None, (), (), error.number)
+            output.finished(verdict)
+        finally:
+            controller.close()
+    except BaseException:
+        # What came before stands before the error.
+        controller.write_out(is_hurried=True)
+        raise
+    is_read = controller.write_out(is_hurried=verdict.interrupted_by is not None)
+    if verdict.exit_code == 0 and not is_read:
+        return replace(verdict, exit_code=128 + signal.SIGPIPE)
+    return verdict
 
 
 def rehearse(wish: Wish, hiring: Hiring, signal_fd: int, *, name: str) -> Arrangement:

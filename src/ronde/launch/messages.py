@@ -301,8 +301,12 @@ FromAgent = (
 )
 
 
-def encode_message(message: ToAgent | FromAgent) -> bytes:
-    """Return a message as JSON; text may hold any bytes, as surrogates."""
+def encode_message(message: tuple[object, ...]) -> bytes:
+    """Return a message as JSON; text may hold any bytes, as surrogates.
+
+    Args:
+        message: A named tuple.
+    """
     plain = cast("dict[str, object]", to_plain(message))
     return json.dumps({"is": type(message).__name__, **plain}).encode()
 

@@ -175,7 +175,7 @@ class Running:
             self._interrupted_by = number
             self._board.is_hurried = True
             self._stop(number)
-            self._board.sink.notice(
+            self._board.output.notice(
                 f"{signal_name(number)}: the ranks have {self._grace_s:g} s to "
                 "end; Ctrl-C kills them now"
             )
@@ -183,7 +183,7 @@ class Running:
             # No credit holds the end back: who asks twice does not read any more.
             for node in self._unfinished():
                 node.link.send(Kill())
-            self._board.sink.discard()
+            self._board.output.discard()
             self._answer_by_s = time.monotonic() + _SWEEP_S
 
     def take_broken_output(self) -> None:
@@ -201,7 +201,7 @@ class Running:
 
     def _tell(self, node: Node, text: str) -> None:
         where = f"{node.name}: " if len(self._nodes) > 1 else ""
-        self._board.sink.notice(where + text)
+        self._board.output.notice(where + text)
 
     def _tell_leftovers(self) -> None:
         for node in self._nodes:

@@ -1,8 +1,10 @@
 """Where a running job's output and events go: implemented by who shows them."""
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ronde.launch.frames import Output
+from ronde.launch.job import RankPlan
 from ronde.launch.verdict import Verdict
 
 
@@ -21,10 +23,10 @@ class Generation(NamedTuple):
 
 
 class Sink(Protocol):
-    """Takes what a job says without ever waiting.
+    """Shows or writes what a job says; in the output process, where it may wait.
 
-    The controller polls the ``pending_fds``, calls ``write_to`` for each that is ready,
-    and slows the ranks down while ``backlog_bytes`` is large.
+    Who runs it polls the ``pending_fds``, calls ``write_to`` for each that is ready,
+    and takes no more output while ``backlog_bytes`` is large.
     """
 
     def begin(self, generation: Generation) -> None:
@@ -78,28 +80,43 @@ class Sink(Protocol):
 
 
 class Unseen:
-    """A sink that shows nothing, for what has no output."""
+    """What the controller tells of a job that has no output; see ``OutputProcess``."""
 
-    pending_fds: tuple[int, ...] = ()
+    read_fd = write_fd = -1
     backlog_bytes = 0
+    is_settled = has_ended = True
+
+    def planned(
+        self, job_id: str, argv: Sequence[str], places: Sequence[tuple[str, RankPlan]]
+    ) -> None:
+        """Record nothing."""
 
     def begin(self, generation: Generation) -> None:
-        """See ``Sink``."""
+        """Prepare nothing."""
 
-    def output(self, output: Output, now_s: float) -> None:
-        """See ``Sink``."""
+    def began(self, timings: Mapping[str, float]) -> None:
+        """Record nothing."""
+
+    def output(self, output: Output) -> None:
+        """Show nothing."""
 
     def notice(self, text: str) -> None:
-        """See ``Sink``."""
+        """Show nothing."""
 
     def finished(self, verdict: Verdict) -> None:
-        """See ``Sink``."""
-
-    def tick(self, now_s: float) -> float | None:
-        """See ``Sink``."""
-
-    def write_to(self, fd: int) -> None:
-        """See ``Sink``."""
+        """Show nothing."""
 
     def discard(self) -> None:
-        """See ``Sink``."""
+        """Have nothing to discard."""
+
+    def flush(self) -> None:
+        """Have nothing to write."""
+
+    def read(self) -> None:
+        """Have nothing to read."""
+
+    def close(self) -> None:
+        """Have nothing to end."""
+
+    def kill(self) -> None:
+        """Have nothing to kill."""

@@ -90,6 +90,20 @@ class Starting:
             raise refusal(refusals, num_hosts=len(nodes))
         return max(a.master_port for a in answers if isinstance(a, Ready))
 
+    def await_output(self) -> None:
+        """Wait until all is there that the ranks' output goes to.
+
+        Raises:
+            UsageError: What the user asked for cannot be written.
+            HostError: A host was lost meanwhile.
+            InterruptedStartError: The user has ended it.
+        """
+        self._board.serve(
+            self, lambda: self._board.output.is_settled, lambda: float("inf")
+        )
+        if self._lost:
+            raise _loss_error(self._lost)
+
     def _await(self, nodes: Sequence[Node]) -> list[FromAgent]:
         self._answers = {}
 
@@ -109,7 +123,7 @@ class Starting:
     def take(self, node: Node, message: FromAgent) -> None:
         """Keep an answer."""
         if isinstance(message, Notice):
-            self._board.sink.notice(message.text)
+            self._board.output.notice(message.text)
         elif isinstance(message, Ready | Refused | Located | Checked):
             self._answers[node.name] = message
         elif isinstance(message, Ending):

@@ -1,18 +1,22 @@
-"""The one place where the controller waits: for agents, the user and the screen."""
+"""The one place where the controller waits: for agents, user and output process."""
 
-import select
 import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from ronde.launch.frames import Output
 from ronde.launch.messages import Forward, FromAgent, Pong
 from ronde.launch.node import Loss, Node
+from ronde.launch.output_process import OutputProcess
 from ronde.launch.signals import SUSPENDING, read_signals, suspend_self
-from ronde.launch.sink import Sink
+from ronde.launch.sink import Unseen
+from ronde.launch.wire import wait_for
 
 _MAX_BACKLOG_BYTES = 256 << 10
+_LAST_S = 1.0
 
 
 class Attendant(Protocol):
@@ -40,15 +44,15 @@ class Attendant(Protocol):
 
 
 class Switchboard:
-    """All agents of a job, its user's signals and its sink, waited for together.
+    """All agents of a job, its user's signals and its output, waited for together.
 
     Args:
-        sink: Gets all output.
+        output: Gets all output.
         signal_fd: Reads the user's signals.
     """
 
-    def __init__(self, sink: Sink, signal_fd: int) -> None:
-        self.sink = sink
+    def __init__(self, output: OutputProcess | Unseen, signal_fd: int) -> None:
+        self.output = output
         self.nodes: list[Node] = []
         self.is_hurried = False
         """Whether output that cannot be shown at once is dropped."""
@@ -62,7 +66,7 @@ class Switchboard:
     @property
     def is_held_back(self) -> bool:
         """Whether so much waits to be shown that the ranks must wait."""
-        return self.sink.backlog_bytes >= _MAX_BACKLOG_BYTES
+        return self.output.backlog_bytes >= _MAX_BACKLOG_BYTES
 
     def serve(
         self,
@@ -75,8 +79,6 @@ class Switchboard:
             now_s = time.monotonic()
             due_s = min([deadline(), *(node.silent_by_s for node in self.live_nodes)])
             due_s = min([due_s, *(node.ping(now_s) for node in self.live_nodes)])
-            tick_at_s = self.sink.tick(now_s)
-            due_s = due_s if tick_at_s is None else min(due_s, tick_at_s)
             self._serve_ready(attendant, due_s - now_s)
             self._grant()
             self._look_for_silent(attendant)
@@ -86,8 +88,9 @@ class Switchboard:
 
     def _serve_ready(self, attendant: Attendant, timeout_s: float) -> None:
         by_fd: dict[int, Node] = {}
-        readable = [self._signal_fd]
-        writable = list(self.sink.pending_fds)
+        output = self.output
+        readable = [self._signal_fd, *([] if output.has_ended else [output.read_fd])]
+        writable = [] if output.write_fd < 0 else [output.write_fd]
         for node in self.live_nodes:
             wire = node.link.wire
             fds = [wire.read_fd] + ([wire.error_fd] if node.link.has_errors else [])
@@ -98,8 +101,10 @@ class Switchboard:
         for fd in wait_for(readable, writable, limit_s):
             if fd == self._signal_fd:
                 self._take_signals(attendant)
+            elif fd == output.read_fd:
+                self._read_output(attendant)
             elif fd not in by_fd:
-                self._show(attendant, fd)
+                output.flush()
             elif not by_fd[fd].is_over:
                 self._serve_node(attendant, by_fd[fd], fd)
 
@@ -120,14 +125,13 @@ class Switchboard:
             self.lose(attendant, node, node.explain_end())
             return
         node.heard()
-        now_s = time.monotonic()
         for message in received:
             if isinstance(message, Output):
                 node.require_own(message.rank)
                 node.owed_bytes += len(message.data)
                 if self.is_hurried and self.is_held_back:
-                    self.sink.discard()
-                self.sink.output(message, now_s)
+                    self.output.discard()
+                self.output.output(message)
                 attendant.take_output(message)
             elif isinstance(message, Pong):
                 node.take_pong(message)
@@ -169,40 +173,46 @@ class Switchboard:
             node.heard()
             node.link.send(Forward(signal.SIGCONT))
 
-    def _show(self, attendant: Attendant, fd: int) -> None:
+    def _read_output(self, attendant: Attendant) -> None:
         try:
-            self.sink.write_to(fd)
+            self.output.read()
         except BrokenPipeError:
             attendant.take_broken_output()
 
     def write_out(self, limit_s: float | None) -> bool:
-        """Write what is left to show; a signal, or the time, ends the wait.
+        """Have what is left to show written, and end what writes it.
+
+        A signal, or the time, ends the wait; what is not written ``_LAST_S`` later is
+        lost.
 
         Returns:
             False when nobody reads the standard output any more.
         """
-        is_read = True
-        while self.sink.pending_fds:
-            ready = wait_for([self._signal_fd], self.sink.pending_fds, limit_s)
-            if not ready or self._signal_fd in ready:
-                self.sink.discard()
+        output, is_read, is_last = self.output, True, False
+        output.close()
+        while not output.has_ended:
+            readable = [output.read_fd, *([] if is_last else [self._signal_fd])]
+            writable = [] if output.write_fd < 0 else [output.write_fd]
+            ready = wait_for(readable, writable, limit_s)
+            if not is_last and (not ready or self._signal_fd in ready):
+                output.discard()
+                is_last, limit_s = True, _LAST_S
+            elif not ready:
+                output.kill()
+                _say_last("the last lines were not written: what takes them stalls")
                 break
-            for fd in ready:
+            elif output.read_fd in ready:
                 try:
-                    self.sink.write_to(fd)
+                    output.read()
                 except BrokenPipeError:
                     is_read = False
+            else:
+                output.flush()
         return is_read
 
 
-def wait_for(
-    readable: Sequence[int], writable: Sequence[int], timeout_s: float | None
-) -> list[int]:
-    """Return the descriptors that are ready; poll, since epoll refuses plain files."""
-    poll = select.poll()
-    wanted: dict[int, int] = dict.fromkeys(readable, select.POLLIN)
-    for fd in writable:
-        wanted[fd] = wanted.get(fd, 0) | select.POLLOUT
-    for fd, events in wanted.items():
-        poll.register(fd, events)
-    return [fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]
+def _say_last(text: str) -> None:
+    """Say a sentence of the launcher's own, if that can be done without waiting."""
+    with suppress(OSError, ValueError):
+        if wait_for([], [sys.stderr.fileno()], 0):
+            print(f"ronde: {text}.", file=sys.stderr, flush=True)  # noqa: T201

@@ -4,6 +4,7 @@ import fcntl
 import os
 import select
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -134,3 +135,16 @@ class ProcessWire:
     def kill(self) -> None:
         """See ``Wire``."""
         self._process.kill()
+
+
+def wait_for(
+    readable: Sequence[int], writable: Sequence[int], timeout_s: float | None
+) -> list[int]:
+    """Return the descriptors that are ready; poll, since epoll refuses plain files."""
+    poll = select.poll()
+    wanted: dict[int, int] = dict.fromkeys(readable, select.POLLIN)
+    for fd in writable:
+        wanted[fd] = wanted.get(fd, 0) | select.POLLOUT
+    for fd, events in wanted.items():
+        poll.register(fd, events)
+    return [fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]

@@ -24,10 +24,11 @@ class Channel:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._write_fd = fd
+        self._write_fd = -1
         self._waiting: deque[memoryview] = deque()
         self.waiting_bytes = 0
         self.is_broken = False
+        self._is_pipe = False
         self._piece_bytes = _PIECE_BYTES
         self._ready = select.poll()
         self._ready.register(fd, select.POLLOUT)
@@ -36,22 +37,23 @@ class Channel:
         except OSError:
             self.is_broken = True
             return
+        self._is_pipe = stat.S_ISFIFO(mode)
         if stat.S_ISREG(mode):
             self._piece_bytes = _FILE_PIECE_BYTES
-        elif stat.S_ISFIFO(mode):
-            self._open_pipe()
 
-    def _open_pipe(self) -> None:
-        """Open the pipe once more, if that is allowed, in a mode of our own.
+    def _open(self) -> None:
+        """Open a pipe once more, if that is allowed, in a mode of our own.
 
         Sixteen times as much goes into one write then, and the reader is woken as much
-        less often.
+        less often. Not before the first write, which another process may do.
         """
+        self._write_fd = self.fd
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
         with suppress(OSError):
-            self._write_fd = os.open(f"/proc/self/fd/{self.fd}", flags)
-            weakref.finalize(self, os.close, self._write_fd)
-            self._piece_bytes = _PIPE_PIECE_BYTES
+            if self._is_pipe:
+                self._write_fd = os.open(f"/proc/self/fd/{self.fd}", flags)
+                weakref.finalize(self, os.close, self._write_fd)
+                self._piece_bytes = _PIPE_PIECE_BYTES
 
     def put(self, data: bytes) -> None:
         """Keep bytes to be written; a broken channel forgets them."""
@@ -70,6 +72,8 @@ class Channel:
         Raises:
             BrokenPipeError: It takes nothing any more, now or ever.
         """
+        if self._write_fd < 0:
+            self._open()
         for _ in range(_MAX_PIECES):
             piece = self._take_piece()
             if not piece:
