@@ -1,6 +1,7 @@
 """The fixtures of all tests that need more than one process."""
 
 import compileall
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ settings.register_profile(
     derandomize="CI" in own_environment(),
 )
 settings.load_profile("shared machine")
+
+# Tests that run behind a shell's ``&`` have it ignored, and commands would keep it so.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PACKAGE = Path(__file__).parents[1] / "src" / "ronde"
 

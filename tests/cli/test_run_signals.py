@@ -105,17 +105,40 @@ def test_what_a_rank_left_in_its_group_has_the_grace_too(ronde):
         assert process.wait(_TIMEOUT_S) == 143
 
 
-def test_a_hangup_that_is_ignored_stays_so(ronde):
-    program = 'trap "exit 0" USR1; echo ready; while :; do read x < "$GATE"; done'
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
+def test_what_the_user_ignores_stays_ignored_in_launcher_and_ranks(ronde, number):
+    program = (
+        'trap "exit 0" USR1; grep SigIgn /proc/$$/status; echo ready; '
+        'while :; do read x < "$GATE"; done'
+    )
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with GatedJob(ronde, program) as process:
-            read_lines(process, b"ready", 2)
-            process.send_signal(signal.SIGHUP)
+            lines = read_lines(process, b"ready", 2)
+            ignored = [int(line.split()[-1], 16) for line in lines if b"Sig" in line]
+            assert [bits >> (number - 1) & 1 for bits in ignored] == [1, 1]
+            process.send_signal(number)
             process.send_signal(signal.SIGUSR1)
             assert process.wait(_TIMEOUT_S) == 0
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("how", ["blocked", "ignored"])
+def test_a_parent_that_wants_no_word_of_its_children_breaks_nothing(ronde, how):
+    asked = "import signal as s; print(s.pthread_sigmask(0, []), s.getsignal(17))"
+    words = ["run", "-n", "2", "--no-prefix", "--", sys.executable, "-c", asked]
+    signals = {signal.SIGCHLD, signal.SIGTERM}
+
+    def spoil() -> None:
+        if how == "blocked":
+            signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        else:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    done = ronde(*words, preexec_fn=spoil)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == b"set() 0\n" * 2
 
 
 def test_the_terminals_stop_stops_the_ranks_and_the_launcher(ronde):
@@ -147,3 +170,44 @@ def test_an_agent_that_is_told_to_end_has_its_ranks_end_in_their_grace(ronde):
         os.kill(keeper, signal.SIGTERM)
         read_lines(process, b"saved", 2)
         assert process.wait(_TIMEOUT_S) == 143
+
+
+def _kill_a_rank(_keeper: int, _agent: int, rank: int) -> None:
+    os.kill(rank, signal.SIGKILL)
+
+
+def _kill_the_agent(_keeper: int, agent: int, _rank: int) -> None:
+    os.kill(agent, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("stopped", "then", "code"),
+    [
+        (["keeper"], _kill_a_rank, 137),
+        (["agent"], _kill_a_rank, 137),
+        (["keeper"], _kill_the_agent, 70),
+    ],
+)
+def test_a_stopped_keeper_or_agent_keeps_no_job_from_its_end(
+    ronde, stopped, then, code
+):
+    program = 'setsid sleep 1000 & echo ready $PPID $$ $!; read x < "$GATE"'
+    with GatedJob(ronde, program) as process:
+        lines = read_lines(process, b"ready", 2)
+        (agent, rank, child), (_, *others) = (
+            map(int, line.split()[-3:]) for line in lines
+        )
+        pids = {"agent": agent, "keeper": read_process(agent).parent}
+        for name in stopped:
+            os.kill(pids[name], signal.SIGSTOP)
+        then(pids["keeper"], agent, rank)
+        assert process.wait(_TIMEOUT_S) == code
+        assert not any(map(read_process, [*pids.values(), rank, child, *others]))
+
+
+def test_ctrl_c_ends_a_rank_that_is_stopped(ronde):
+    with GatedJob(ronde, 'echo ready $$; read x < "$GATE"') as process:
+        lines = read_lines(process, b"ready", 2)
+        os.kill(int(lines[0].split()[-1]), signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(_TIMEOUT_S) == 130

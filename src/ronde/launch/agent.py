@@ -42,6 +42,7 @@ from ronde.launch.messages import (
     decode_message,
 )
 from ronde.launch.outbox import Outbox
+from ronde.launch.signals import is_kept_ignored
 
 if TYPE_CHECKING:
     from ronde.launch.conversation import Conversation
@@ -270,9 +271,11 @@ def _signal_pipe() -> int:
     for fd in (read_fd, write_fd):
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    # Handlers and not SIG_IGN: what is ignored stays ignored in the ranks.
+    # Handlers and not SIG_IGN: what is ignored stays ignored in the ranks, and that is
+    # for the user to want.
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _noticed)
+        if not is_kept_ignored(number):
+            signal.signal(number, _noticed)
     return read_fd
 
 

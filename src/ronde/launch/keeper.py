@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from ronde.launch.lineage import adopt_orphans, die_with_parent, sweep
 from ronde.launch.mpi_world import remove_directory
+from ronde.launch.signals import reset_signals
 
 
 def run_kept(work: Callable[[], int]) -> NoReturn:
@@ -17,12 +18,14 @@ def run_kept(work: Callable[[], int]) -> NoReturn:
 
     Both processes adopt orphans, so any one of the two may be killed: the child gets
     SIGTERM when this process ends, and this process kills every descendant when the
-    child has ended. Must be called from a process with one thread and no children.
+    child has ended. Either may be stopped: the child goes on at once, for the ranks
+    are its to watch, and this process when it has something to do. Must be called from a process with one thread and no children.
 
     Both end here, past the interpreter's own end, which adds nothing and takes time:
     the child with what ``work`` returns, and this process with the child's exit code,
     or 128 plus the signal that ended it.
     """
+    reset_signals()
     parent = os.getpid()
     adopt_orphans()
     child = os.fork()
@@ -35,6 +38,9 @@ def run_kept(work: Callable[[], int]) -> NoReturn:
         except BaseException as error:  # noqa: BLE001 - the process's outermost line
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
+            # Somebody may have stopped it, and it has to see this end.
+            if os.getppid() == parent:
+                os.kill(parent, signal.SIGCONT)
             os._exit(code)
     for fd in (0, 1):
         os.close(fd)
@@ -61,6 +67,8 @@ def _passing_on(child_fd: int) -> Callable[[int, FrameType | None], None]:
 def _wait(child: int) -> int:
     """Return the child's wait status, reaping the orphans that end before it."""
     while True:
-        pid, status = os.waitpid(-1, 0)
-        if pid == child:
+        pid, status = os.waitpid(-1, os.WUNTRACED)
+        if pid == child and os.WIFSTOPPED(status):
+            os.kill(child, signal.SIGCONT)
+        elif pid == child:
             return status

@@ -16,6 +16,22 @@ SUSPENDING = signal.SIGTSTP
 """Stops the ranks and then this process."""
 
 _CAUGHT = STOPPING | FORWARDED | {SUSPENDING}
+_OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, SUSPENDING})
+
+
+def reset_signals() -> None:
+    """Undo signal settings of a parent with which a job cannot be run.
+
+    No signal is blocked then, and the ends of children are reported. What the user
+    has ignored, as ``nohup`` and a shell's ``&`` do, stays ignored.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def is_kept_ignored(number: int) -> bool:
+    """Whether a signal of the terminal is ignored, and so here and in the ranks."""
+    return number in _OF_TERMINAL and signal.getsignal(number) is signal.SIG_IGN
 
 
 @contextmanager
@@ -23,8 +39,9 @@ def caught_signals() -> Generator[int]:
     """Give a descriptor that reads the numbers of the user's signals.
 
     Only the controller's loop answers them; whoever waits otherwise does not end.
-    A SIGHUP that is ignored, as under nohup, stays so. Only in the main thread. The
-    handlers from before come back at the end.
+    One of the terminal's that is ignored, as SIGHUP under nohup and SIGINT behind a
+    shell's ``&``, stays so. Only in the main thread. The handlers from before come
+    back at the end.
     """
     read_fd, write_fd = os.pipe()
     for fd in (read_fd, write_fd):
@@ -33,8 +50,9 @@ def caught_signals() -> Generator[int]:
     before = {
         number: signal.signal(number, _noticed)
         for number in _CAUGHT
-        if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN)
+        if not is_kept_ignored(number)
     }
+    reset_signals()
     try:
         yield read_fd
     finally:

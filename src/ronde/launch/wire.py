@@ -3,6 +3,7 @@
 import fcntl
 import os
 import select
+import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
@@ -131,6 +132,8 @@ class ProcessWire:
         """See ``Wire``."""
         for file in self._files:
             file.close()
+        # Somebody may have stopped it, and it has to see this end.
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """See ``Wire``."""
