@@ -18,8 +18,9 @@ def run_kept(work: Callable[[], int]) -> NoReturn:
 
     Both processes adopt orphans, so any one of the two may be killed: the child gets
     SIGTERM when this process ends, and this process kills every descendant when the
-    child has ended. Either may be stopped: the child goes on at once, for the ranks
-    are its to watch, and this process when it has something to do. Must be called from a process with one thread and no children.
+    child has ended. A child that is stopped is continued at once, and so is this
+    process when the child ends. Must be called from a process with one thread and no
+    children.
 
     Both end here, past the interpreter's own end, which adds nothing and takes time:
     the child with what ``work`` returns, and this process with the child's exit code,
