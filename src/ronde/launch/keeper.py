@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -47,7 +46,7 @@ def run_kept(work: Callable[[], int]) -> NoReturn:
         os.close(fd)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _passing_on(os.pidfd_open(child)))
+    signal.signal(signal.SIGTERM, _passing_on(child))
     status = _wait(child)
     sweep(on_reaped=lambda _pid, _status: None)
     remove_directory(child)
@@ -55,21 +54,25 @@ def run_kept(work: Callable[[], int]) -> NoReturn:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _passing_on(child_fd: int) -> Callable[[int, FrameType | None], None]:
+def _passing_on(child: int) -> Callable[[int, FrameType | None], None]:
     """Return what tells the child that this host wants its ranks to end."""
-
-    def pass_on(_number: int, _frame: FrameType | None) -> None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(child_fd, signal.SIGTERM)
-
-    return pass_on
+    return lambda _number, _frame: os.kill(child, signal.SIGTERM)
 
 
 def _wait(child: int) -> int:
     """Return the child's wait status, reaping the orphans that end before it."""
+    look = os.WEXITED | os.WSTOPPED | os.WNOWAIT
     while True:
-        pid, status = os.waitpid(-1, os.WUNTRACED)
-        if pid == child and os.WIFSTOPPED(status):
-            os.kill(child, signal.SIGCONT)
-        elif pid == child:
-            return status
+        news = os.waitid(os.P_ALL, 0, look)
+        if news is None:
+            continue
+        if news.si_code == os.CLD_STOPPED:
+            os.waitid(os.P_PID, news.si_pid, os.WSTOPPED | os.WNOHANG)
+            if news.si_pid == child:
+                os.kill(child, signal.SIGCONT)
+        elif news.si_pid == child:
+            # Its number is its own until it is reaped.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            return os.waitpid(child, 0)[1]
+        else:
+            os.waitpid(news.si_pid, 0)

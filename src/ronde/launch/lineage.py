@@ -3,7 +3,9 @@
 Linux gives three tools, used together here: a *child subreaper* becomes the parent of
 every orphan below it, so no descendant can hide by forking twice or by a session of
 its own; a *parent-death signal* ends a child whose parent was killed; a *pidfd* names
-one process for good, so that a recycled number is never signalled.
+one process for good, so that a recycled number is never signalled. Where the kernel, or
+a container, refuses pidfds, start times are checked before and after a process was
+stopped, and one that is stopped keeps its number.
 """
 
 import ctypes
@@ -11,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,16 +143,37 @@ def signal_process(process: Process, number: int) -> None:
     """Send a signal to exactly this process, or to nobody when it is gone."""
     try:
         fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
     except OSError:
+        _stop_and_signal(process, number)
         return
     try:
-        now = read_process(process.pid)
-        if now is not None and now.started == process.started:
+        if _is_same(process):
             signal.pidfd_send_signal(fd, number)
-    except OSError:
+    except ProcessLookupError:
         return
+    except OSError:
+        _stop_and_signal(process, number)
     finally:
         os.close(fd)
+
+
+def _stop_and_signal(process: Process, number: int) -> None:
+    """Do the same without a pidfd: stop it, see that it was the one, then signal."""
+    with suppress(ProcessLookupError, PermissionError):
+        if not _is_same(process):
+            return
+        os.kill(process.pid, signal.SIGSTOP)
+        if not _is_same(process):
+            os.kill(process.pid, signal.SIGCONT)
+        elif number != signal.SIGSTOP:
+            os.kill(process.pid, number)
+
+
+def _is_same(process: Process) -> bool:
+    now = read_process(process.pid)
+    return now is not None and now.started == process.started
 
 
 class Swept(NamedTuple):

@@ -79,8 +79,12 @@ class RankGroup:
             self._mpi = None
 
     def find(self, pid: int) -> RankProcess | None:
-        """Return the rank that is this process, None for an adopted orphan."""
-        return self._by_pid.get(pid)
+        """Return the rank that was this child; None for an adopted orphan.
+
+        One that was reaped already is not looked for: its number may be an orphan's.
+        """
+        rank = self._by_pid.get(pid)
+        return rank if rank is not None and rank.is_running else None
 
     def send(self, number: int) -> None:
         """Signal every process group of a rank that has members left.

@@ -201,7 +201,14 @@ class _Copying:
                 # The controller has one thread: code after the fork is safe.
                 preexec_fn=end_with(os.getpid()),  # noqa: PLW1509
             )
-        self.fd = os.pidfd_open(self._process.pid)
+        try:
+            self.fd = os.pidfd_open(self._process.pid)
+        except OSError as error:
+            self._process.kill()
+            raise UsageError(
+                "--sync must be used where pidfd_open works (Linux 5.3 and newer, no "
+                f"seccomp filter), got {error.strerror}. Copy the files yourself."
+            ) from None
 
     def finish(self) -> _Tried:
         """Wait for its end."""

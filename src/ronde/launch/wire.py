@@ -121,7 +121,12 @@ class ProcessWire:
     def wait(self, timeout_s: float) -> int | None:
         """See ``Wire``."""
         if self._process.poll() is None:
-            process_fd = os.pidfd_open(self._process.pid)
+            try:
+                process_fd = os.pidfd_open(self._process.pid)
+            except OSError:  # not every kernel and container has them
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout_s)
+                return self._process.returncode
             poll = select.poll()
             poll.register(process_fd, select.POLLIN)
             poll.poll(timeout_s * 1000)
