@@ -1,8 +1,17 @@
-"""What a process holds, as the kernel counts it."""
+"""What a process holds, as the kernel counts it, and what an error holds."""
 
 import os
 import time
+import traceback
 from pathlib import Path
+
+
+def num_frames(error: BaseException | None) -> int:
+    """Return how many frames an error and its causes keep alive."""
+    if error is None:
+        return 0
+    own = sum(1 for _ in traceback.walk_tb(error.__traceback__))
+    return own + num_frames(error.__cause__)
 
 
 def least_resources() -> tuple[int, int]:

@@ -17,7 +17,9 @@ Messages follow one form: ``<name> must be <rule>, got <value>.`` and then what 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class RondeError(Exception):
@@ -92,3 +94,18 @@ class CollectiveError(RondeError, RuntimeError):
 
 class PeerLostError(CollectiveError):
     """A rank that the collective needs is gone."""
+
+
+def fresh(error: E) -> E:
+    """Return a new error like one that is kept, to raise in its place.
+
+    Each raise adds the frames it passes to its error, and with them all that they hold.
+    So an error that is to be raised again and again is kept and never raised itself.
+    """
+    again = type(error).__new__(type(error), *error.args)
+    again.__dict__.update(error.__dict__)
+    if notes := getattr(error, "__notes__", None):
+        again.__notes__ = list(notes)
+    again.__cause__, again.__context__ = error.__cause__, error.__context__
+    again.__suppress_context__ = error.__suppress_context__
+    return again.with_traceback(error.__traceback__)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.resources import num_frames
 
 from ronde.collectives import Communicator
 from ronde.errors import CollectiveError, UsageError
@@ -146,6 +147,32 @@ def a_closed_communicator_refuses(communicator: Communicator, device: str):
     assert_works(communicator, device)
 
 
+def an_error_raised_again_is_a_new_one(communicator: Communicator, device: str):
+    """Each raise adds frames to its error, which keep tensors alive."""
+    copy = communicator.duplicate()
+    ones = torch.ones(3, device=device)
+    calls = [lambda: copy.all_reduce(ones).wait()]
+    if communicator.rank == 0:
+        if communicator.size == 1 or communicator.engine == "mpi":  # which tells nobody
+            copy.close()
+        else:
+            calls.append(copy.all_reduce(ones.clone()).wait)
+    communicator.barrier().wait()
+    if communicator.rank > 0:
+        copy.abort()
+    for call in reversed(calls):
+        errors = []
+        for _ in range(100):
+            with pytest.raises(CollectiveError) as caught:
+                call()
+            errors.append(caught.value)
+        assert len({id(error) for error in errors}) == 100
+        assert len({str(error) for error in errors[1:]}) == 1
+        assert num_frames(errors[-1]) <= num_frames(errors[0]) + 2
+    copy.close()
+    assert_works(communicator, device)
+
+
 REFUSALS = [
     roots_outside_are_refused,
     bad_splits_are_refused,
@@ -155,4 +182,5 @@ REFUSALS = [
     one_ranks_bad_place_fails_everywhere,
     scalars_have_no_rows,
     a_closed_communicator_refuses,
+    an_error_raised_again_is_a_new_one,
 ]

@@ -18,6 +18,7 @@ from tests.coordination.coordinators import (
     run_coordinated,
     summed,
 )
+from tests.resources import num_frames
 
 from ronde.coordination.options import CoordinationOptions
 from ronde.errors import CollectiveError, PeerLostError, UsageError
@@ -314,12 +315,20 @@ def test_a_rank_that_dies_is_named(kind, engine) -> None:
 
 
 def test_a_rank_that_leaves_is_named() -> None:
+    """Again and again, by an error of its own each time: frames keep tensors alive."""
+
     def work(coordinator):
         coordinator.run(summed("x", torch.ones(2)))
         if coordinator.rank == 1:
             return
-        with pytest.raises(PeerLostError, match="Rank 1 has shut down"):
-            coordinator.run(summed("y", torch.ones(2)))
+        entry = coordinator.submit(summed("y", torch.ones(2)))
+        for call in (entry.wait, lambda: coordinator.run(summed("y", torch.ones(2)))):
+            frames = []
+            for _ in range(100):
+                with pytest.raises(PeerLostError, match="Rank 1 has shut down") as told:
+                    call()
+                frames.append(num_frames(told.value))
+            assert max(frames) == frames[0] < 10
 
     run_coordinated(3, work)
 

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.inference import in_mode_of_caller
-from ronde.errors import CollectiveError
+from ronde.errors import CollectiveError, fresh
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -83,7 +83,7 @@ class Lane:
             if self._is_closed:
                 raise _closed_under(name)
             if self._failure is not None:
-                raise self._failure
+                raise fresh(self._failure)
             self._is_busy = True
         try:
             return steps()
@@ -93,7 +93,7 @@ class Lane:
             self._failure = type(error)(f"{name}: {error}")
             for communicator in self._communicators:
                 communicator.abort()
-            raise self._failure from error
+            raise fresh(self._failure) from error
         finally:
             self._is_busy = False
 
@@ -117,9 +117,12 @@ class LaneWork(Generic[T_co]):
             CollectiveError: It failed, or the communicator was closed before.
         """
         try:
-            return self._outcome.result()
+            failure = self._outcome.exception()
         except CancelledError as error:
             raise _closed_under("a work") from error
+        if failure is not None:
+            raise fresh(failure)
+        return self._outcome.result()
 
 
 def _closed_under(name: str) -> CollectiveError:

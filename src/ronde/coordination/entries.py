@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from ronde.coordination.operations import Operation
 from ronde.coordination.streams import Mark, mark_of
+from ronde.errors import fresh
 
 
 class Driver(Protocol):
@@ -70,7 +71,7 @@ class Entry:
         if not self.is_over:
             self._driver.finish(self)
         if self._failure is not None:
-            raise self._failure
+            raise fresh(self._failure)
         if self.done is not None:
             self.done.order()
         return self._result

@@ -143,7 +143,7 @@ class Execution:
             for item in batch.items:
                 entry = entries[item.request]
                 if entry is not None:
-                    entry.fail(error)
+                    entry.fail(error.with_traceback(None))
 
     def _reduce_packed(
         self,

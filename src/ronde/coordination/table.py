@@ -8,7 +8,7 @@ from itertools import count
 from ronde.coordination.entries import Entry
 from ronde.coordination.operations import Kind, Operation
 from ronde.coordination.requests import wire_name
-from ronde.errors import CollectiveError, UsageError
+from ronde.errors import CollectiveError, UsageError, fresh
 
 _IN_FLIGHT = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as "
@@ -75,7 +75,7 @@ class Table:
         """
         with self._lock:
             if self.failure is not None:
-                raise self.failure
+                raise fresh(self.failure)
             if self._entries.setdefault(entry.name, entry) is not entry:
                 raise UsageError(_IN_FLIGHT)
 

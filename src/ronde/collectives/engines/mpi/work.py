@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ronde.collectives.engines.mpi.library import MPI, Library
 from ronde.collectives.failures import Scene
-from ronde.errors import CollectiveError
+from ronde.errors import CollectiveError, fresh
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -89,7 +89,7 @@ class MpiWork(Generic[T_co]):
         if self._finish is not None:
             self._poll()
             if self._failure is not None:
-                raise self._failure
+                raise fresh(self._failure)
             self._result = self._finish()
             self._finish = None
             self._requests = []

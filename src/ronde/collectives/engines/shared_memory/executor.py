@@ -31,7 +31,7 @@ from ronde.collectives.engines.shared_memory.words import (
     Places,
     fence,
 )
-from ronde.errors import CollectiveError, UsageError
+from ronde.errors import CollectiveError, UsageError, fresh
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -105,7 +105,7 @@ class Operation(Generic[T]):
         if not self.is_over:
             self._executor.finish(self)
         if self.failure is not None:
-            raise self.failure
+            raise fresh(self.failure)
         return self._result
 
     def succeed(self, result: T) -> None:
@@ -151,7 +151,7 @@ class Executor:
         operation = Operation(self, name, steps)
         with self._lock:
             if self._failure is not None:
-                raise self._failure
+                raise fresh(self._failure)
             self._queue.append(operation)  # pyright: ignore[reportArgumentType]
             if len(self._queue) == 1:
                 self._resume()
@@ -163,7 +163,7 @@ class Executor:
         """Start a message."""
         with self._lock:
             if self._failure is not None:
-                raise self._failure
+                raise fresh(self._failure)
             self.transfers.append(transfer)
             transfer.start()
             self._advance()
@@ -175,7 +175,7 @@ class Executor:
             CollectiveError: The communicator was closed, or lost a rank before.
         """
         if self._failure is not None:
-            raise self._failure
+            raise fresh(self._failure)
 
     def poll(self) -> None:
         """Carry on with whatever can go on now."""
@@ -276,7 +276,8 @@ class Executor:
                 operation.succeed(end.value)
                 is_in_step = True
             except (CollectiveError, UsageError) as error:
-                operation.fail(error)
+                # The frames would keep the tensors, and tell nobody anything.
+                operation.fail(error.with_traceback(None))
                 is_in_step = True
             except Exception as error:  # noqa: BLE001  raised where it is waited for
                 operation.fail(error)

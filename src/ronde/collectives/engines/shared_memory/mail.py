@@ -23,7 +23,7 @@ from ronde.collectives.engines.shared_memory.words import (
     fence,
 )
 from ronde.collectives.inference import writing_to
-from ronde.errors import CollectiveError
+from ronde.errors import CollectiveError, fresh
 
 PIECE_BYTES = 256 << 10
 _NUM_PIECES = 2
@@ -149,7 +149,7 @@ class _Message:
         if not self.is_over:
             self._executor.finish(self)  # pyright: ignore[reportArgumentType]
         if self._failure is not None:
-            raise self._failure
+            raise fresh(self._failure)
 
 
 class Sending(_Message):

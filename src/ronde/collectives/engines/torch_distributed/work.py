@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Generic, Protocol, TypeVar
 
 from ronde.collectives.failures import Scene
-from ronde.errors import CollectiveError
+from ronde.errors import CollectiveError, fresh
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -52,13 +52,14 @@ class TorchWork(Generic[T_co]):
         """
         if self._finish is not None:
             if self._failure is not None:
-                raise self._failure
+                raise fresh(self._failure)
             try:
                 for pending in self._pending:
                     pending.wait()
             except RuntimeError as error:
                 self._failure = self._scene.explain(error)
-                raise self._failure from error
+                self._failure.__cause__ = error
+                raise fresh(self._failure) from error
             self._result = self._finish()
             self._finish = None
             self._pending = ()
