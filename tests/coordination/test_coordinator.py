@@ -1,5 +1,6 @@
 """Coordinators of real ranks: order, threads, errors, deaths, stalls, idleness."""
 
+import gc
 import logging
 import os
 import random
@@ -21,6 +22,7 @@ from tests.coordination.coordinators import (
 from tests.resources import num_frames
 
 from ronde.coordination.options import CoordinationOptions
+from ronde.coordination.requests import Memory
 from ronde.errors import CollectiveError, PeerLostError, UsageError
 
 SIZES = [1, 2, 3, 4]
@@ -133,6 +135,18 @@ def test_a_cache_smaller_than_the_work(capacity) -> None:
                 assert each.wait()[0][0] == (i + step) * coordinator.size
 
     run_coordinated(3, work, options=CoordinationOptions(cache_capacity=capacity))
+
+
+def test_names_that_never_come_again_are_forgotten() -> None:
+    def work(coordinator):
+        for number in range(300):
+            for _ in range(2):
+                coordinator.run(summed(f"t{number}", torch.ones(4)))
+        kept = gc.get_objects()
+        return sum(type(each) is Memory for each in kept)
+
+    options = CoordinationOptions(cache_capacity=16)
+    assert run_coordinated(2, work, options=options) == [16, 16]
 
 
 def _odd(kind, **more):

@@ -12,6 +12,7 @@ from torch import Tensor
 from ronde.collectives import Communicator, Done, Work
 from ronde.collectives.adasum import adasum
 from ronde.collectives.inference import writing_to
+from ronde.collectives.recent import Recent
 from ronde.coordination.entries import Entry
 from ronde.coordination.fusion import Batch, plan_batches
 from ronde.coordination.fusion_buffer import FusionBuffer, Packing
@@ -23,7 +24,8 @@ from ronde.coordination.streams import after
 from ronde.errors import UsageError
 from ronde.timeline.events import Recorder
 
-_MANY_PLANS = 256
+_MAX_ITEMS = 16384
+"""Tensors in the plans that are kept, 1 KiB each."""
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ class Execution:
         self._set_id = set_id
         self._is_group_alone = is_group_alone
         self._buffer = FusionBuffer(communicator)
-        self._plans: dict[tuple[int, int, int], list[_Planned]] = {}
+        self._plans = Recent[tuple[int, int, int], list[_Planned]](_MAX_ITEMS)
         self._sequence = 0
 
     def run(self, run: Run, entries: Sequence[Entry | None]) -> None:
@@ -105,9 +107,8 @@ class Execution:
         key = (*run.key, self.threshold_bytes)
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= _MANY_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = self._make_plan(run.requests)
+            plan = self._make_plan(run.requests)
+            self._plans.put(key, plan, sum(len(each.batch.items) for each in plan))
         return plan
 
     def _make_plan(self, requests: Sequence[Request]) -> list[_Planned]:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ronde.collectives import Communicator
+from ronde.collectives.recent import Recent
 from ronde.coordination.control.channel import Channel
 from ronde.coordination.entries import Entry
 from ronde.coordination.execution import Execution
@@ -79,7 +80,7 @@ class Proceedings:
             default_bytes = options.fusion_threshold_bytes
             self._tuning = FusionTuning(default_bytes, options.tuning, self.tune)
         self._inspector = Inspector(self._node, options)
-        self._memories: dict[str, Memory] = {}
+        self._memories = Recent[str, Memory](options.cache_capacity)
         self._lost: set[int] = set()
 
     def carry_on(self) -> bool:
@@ -135,7 +136,10 @@ class Proceedings:
             if own.text != request.text:
                 self._node.change(number, own)
                 return
-            memory = self._memories[name] = Memory(request, operation)
+            if memory is not None:
+                self._memories.remove(name)
+            memory = Memory(request, operation)
+            self._memories.put(name, memory)
         if memory.fits(operation):
             self._node.hit(number, request)
         else:

@@ -20,6 +20,20 @@ _FLOATS = frozenset({torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
 
 
+class Scratch:
+    """Memory for sums of 16-bit floats, for one at a time."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.float32)
+
+    def take(self, numel: int) -> Tensor:
+        """Return ``numel`` elements of any value."""
+        if self._memory.numel() < numel:
+            with torch.inference_mode(mode=False):
+                self._memory = torch.empty(numel, dtype=torch.float32)
+        return self._memory[:numel]
+
+
 class Combiner:
     """One reduction of one dtype over a fixed number of ranks.
 
@@ -28,14 +42,19 @@ class Combiner:
     """
 
     def __init__(
-        self, dtype: torch.dtype, op: ReduceOp, size: int, postscale: float
+        self,
+        dtype: torch.dtype,
+        op: ReduceOp,
+        size: int,
+        postscale: float,
+        scratch: Scratch,
     ) -> None:
         self._op = op
         self._size = size
         self._postscale = postscale
         self._kernel = _KERNELS[op]
         self._divisor = size if op is ReduceOp.AVERAGE else 1
-        self._wide = torch.empty(0, dtype=torch.float32)
+        self._scratch = scratch
         if dtype in _FLOATS or (dtype in _INTEGERS and op is not ReduceOp.AVERAGE):
             is_plain = size == 2 and self._divisor == 1 and postscale == 1.0
             self.combine = self._combine_two if is_plain else self._combine_directly
@@ -66,11 +85,7 @@ class Combiner:
             scale_(out, self._postscale)
 
     def _combine_widened(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        numel = out.numel()
-        if self._wide.numel() < numel:
-            with torch.inference_mode(mode=False):
-                self._wide = torch.empty(numel, dtype=torch.float32)
-        wide = self._wide[:numel]
+        wide = self._scratch.take(out.numel())
         kernel = self._kernel
         wide.copy_(sources[0])
         for source in sources[1:]:

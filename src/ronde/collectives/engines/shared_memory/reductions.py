@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ronde.collectives.arithmetic import dense, put_back, require_reducible, scale_
 from ronde.collectives.communicator import ReduceOp, rows
-from ronde.collectives.engines.shared_memory.combining import Combiner
+from ronde.collectives.engines.shared_memory.combining import Combiner, Scratch
 from ronde.collectives.engines.shared_memory.executor import Steps
 from ronde.collectives.engines.shared_memory.ground import Call, Ground
 from ronde.collectives.engines.shared_memory.stage import (
@@ -47,6 +47,7 @@ class Asked:
     def __init__(self, size: int) -> None:
         self._size = size
         self._known: dict[tuple[object, ...], Reduction] = {}
+        self._scratch = Scratch()
 
     def reduction(
         self,
@@ -67,7 +68,7 @@ class Asked:
         if what is None:
             require_reducible(tensor.dtype, op, prescale, postscale)
             call = Call(name, str(tensor.dtype), numel, f" by {op}")
-            combiner = Combiner(tensor.dtype, op, self._size, postscale)
+            combiner = Combiner(tensor.dtype, op, self._size, postscale, self._scratch)
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             is_small = numel * tensor.element_size() <= WHOLE_BYTES
@@ -192,7 +193,8 @@ def _plan(
     tensors = _tensors(ground, flat, locations)
     columns = [torch.split(tensor[first:last], step) for tensor in tensors]
     plan = list(zip(*columns, strict=True))
-    ground.heap.plans[what.call.signature, *locations] = plan
+    key = (what.call.signature, *locations)
+    ground.heap.plans.put(key, plan, len(plan) * ground.size)
     return plan
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives.engines.shared_memory.segment import Segment
+from ronde.collectives.recent import Recent
 
 _SLOT_BYTES = 256 << 10
 """Two ranks' slots and their tensors' pieces fit a core's second-level cache."""
@@ -15,7 +16,9 @@ _CROWDED_SLOT_BYTES = 4 << 20
 """Where ranks share cores a meeting takes so long that there should be few."""
 _PART_BYTES = 32 << 10
 """Of each slot for each rank, at least: smaller copies are slow ones."""
-_MAX_VIEWS = 4096
+_MAX_VIEWS = 8192
+_MAX_PIECES = 8192
+"""Tensors that are kept: each takes 0.6 KiB, whatever it shows."""
 _OFFSET_BITS = 44
 Pieces = tuple[Tensor, ...]
 """Corresponding pieces of all ranks' tensors."""
@@ -69,7 +72,7 @@ class Stage:
         key = (slot, dtype, numel, offset)
         views = self._views.get(key)
         if views is None:
-            if len(self._views) >= _MAX_VIEWS:
+            if len(self._views) * len(self._tensors) >= _MAX_VIEWS:
                 self._views.clear()
             first = self._start + slot * self.slot_bytes + offset
             num_bytes = numel * dtype.itemsize
@@ -116,11 +119,12 @@ class Heap:
 
     Attributes:
         plans: For a call and the locations of all ranks' tensors, the pieces of them
-            that a reduction takes one after the other.
+            that a reduction takes one after the other. A rank may forget any of them,
+            whatever the others do: to make it again costs a hundredth of its use.
     """
 
     def __init__(self) -> None:
-        self.plans: dict[tuple[int, ...], list[Pieces]] = {}
+        self.plans = Recent[tuple[int, ...], list[Pieces]](_MAX_PIECES)
         self._regions: list[Region] = []
         self._num_regions = 0
         # A finalizer may run in the middle of anything: it only leaves a note.
@@ -165,7 +169,7 @@ class Heap:
             self._regions = [each for each in self._regions if each.number != number]
             # A plan has locations in one region, the last word of it as good as any.
             for key in [k for k in self.plans if k[-1] >> _OFFSET_BITS == number]:
-                del self.plans[key]
+                self.plans.remove(key)
 
 
 def offset_of(location: int) -> int:
