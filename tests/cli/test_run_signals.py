@@ -1,8 +1,11 @@
+import fcntl
 import os
+import pty
 import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -55,14 +58,14 @@ def test_each_rank_gets_the_signal_that_ends_the_job(ronde, number, name, code):
 class GatedJob:
     """Two ranks with a pipe that nobody ever writes to, for them to wait on."""
 
-    def __init__(self, ronde, program: str) -> None:
+    def __init__(self, ronde, program: str, **popen) -> None:
         self._read_fd, self._write_fd = os.pipe()
         gate = f"/proc/{os.getpid()}/fd/{self._read_fd}"
         self._process = ronde.start(
             *("run", "-n", "2", "-x", f"GATE={gate}", *shell(program)),
             bufsize=0,
             # The kernel lets SIGTSTP stop no group whose parents are all elsewhere.
-            process_group=0,
+            **{"process_group": 0} | popen,
         )
 
     def __enter__(self) -> "subprocess.Popen[bytes]":
@@ -203,6 +206,57 @@ def test_a_stopped_keeper_or_agent_keeps_no_job_from_its_end(
         then(pids["keeper"], agent, rank)
         assert process.wait(_TIMEOUT_S) == code
         assert not any(map(read_process, [*pids.values(), rank, child, *others]))
+
+
+class TerminalJob(GatedJob):
+    """Two ranks whose launcher writes to a terminal of its own."""
+
+    def __init__(self, ronde, program: str, **popen) -> None:
+        self._terminal, side = pty.openpty()
+        super().__init__(ronde, program, stdout=side, stderr=side, **popen)
+        os.close(side)
+
+    def hang_up(self) -> None:
+        """Close the terminal once the ranks are ready."""
+        shown = b""
+        while shown.count(b"ready") < 2:
+            shown += os.read(self._terminal, 4096)
+        os.close(self._terminal)
+
+
+def lead_session() -> None:
+    os.setsid()
+    fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.parametrize("then", ['read x < "$GATE"', "while :; do echo more; done"])
+def test_a_closed_terminal_ends_the_job_as_a_hangup(ronde, tmp_path, then):
+    program = f'trap "sleep 0.1; echo > saved.$RANK; exit 0" HUP; echo ready; {then}'
+    popen = {"cwd": tmp_path, "preexec_fn": lead_session, "process_group": None}
+    # With it Python itself writes to the terminal once more at the end.
+    job = TerminalJob(ronde, program, env={"PYTHONUNBUFFERED": "1"}, **popen)
+    with job as process:
+        job.hang_up()
+        assert process.wait(_TIMEOUT_S) == 129
+    assert {path.name for path in tmp_path.iterdir()} == {"saved.0", "saved.1"}
+
+
+@pytest.mark.parametrize(("is_ignored", "code"), [(False, 129), (True, 0)])
+def test_a_closed_terminal_is_noticed_without_a_signal(
+    ronde, tmp_path, is_ignored, code
+):
+    program = "echo ready; while [ ! -e end ]; do echo more; done"
+    hangup = signal.SIG_IGN if is_ignored else signal.SIG_DFL
+    before = signal.signal(signal.SIGHUP, hangup)
+    try:
+        job = TerminalJob(ronde, program, cwd=tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with job as process:
+        job.hang_up()
+        if is_ignored:
+            (tmp_path / "end").touch()
+        assert process.wait(_TIMEOUT_S) == code
 
 
 def test_ctrl_c_ends_a_rank_that_is_stopped(ronde):

@@ -58,6 +58,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _code_of(words: list[str]) -> int:
+    code = 0
     try:
         code = _dispatch(words)
         # Here it can still be told that it cannot be written.
@@ -72,7 +73,8 @@ def _code_of(words: list[str]) -> int:
     except OSError as error:
         if not is_unwritten(error):
             raise
-        return give_up_output(error)
+        unwritten = give_up_output(error)
+        return code or unwritten
     return code
 
 

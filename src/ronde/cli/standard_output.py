@@ -3,6 +3,7 @@
 import errno
 import select
 import sys
+from contextlib import suppress
 
 from ronde.cli.exit_codes import EXIT_BROKEN_PIPE, EXIT_UNWRITTEN
 
@@ -30,11 +31,13 @@ def give_up_output(error: OSError) -> int:
     sys.stdout = None
     if isinstance(error, BrokenPipeError):
         return EXIT_BROKEN_PIPE
-    print(
-        f"ronde: output must go where there is room, got: {error.strerror}. Make room, "
-        "or write elsewhere.",
-        file=sys.stderr,
-    )
+    # A terminal that was closed takes no complaint either.
+    with suppress(OSError):
+        print(
+            f"ronde: output must go where there is room, got: {error.strerror}. Make "
+            "room, or write elsewhere.",
+            file=sys.stderr,
+        )
     return EXIT_UNWRITTEN
 
 

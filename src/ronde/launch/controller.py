@@ -241,8 +241,8 @@ class Controller:
             crew = [by_name.get(node.name, node) for node in crew]
         return crew
 
-    def write_out(self, *, is_hurried: bool) -> bool:
-        """Have what is left to show written; False when nobody reads it any more.
+    def write_out(self, *, is_hurried: bool) -> int:
+        """Have what is left to show written; see ``Switchboard.write_out``.
 
         Args:
             is_hurried: What stalls is not waited for.

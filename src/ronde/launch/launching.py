@@ -1,6 +1,5 @@
 """A job from the user's wish to the verdict."""
 
-import signal
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -65,9 +64,9 @@ def launch(
         # What came before stands before the error.
         controller.write_out(is_hurried=True)
         raise
-    is_read = controller.write_out(is_hurried=verdict.interrupted_by is not None)
-    if verdict.exit_code == 0 and not is_read:
-        return replace(verdict, exit_code=128 + signal.SIGPIPE)
+    unread = controller.write_out(is_hurried=verdict.interrupted_by is not None)
+    if verdict.exit_code == 0 and unread:
+        return replace(verdict, exit_code=128 + unread)
     return verdict
 
 

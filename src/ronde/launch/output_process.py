@@ -5,6 +5,7 @@ controller must answer its agents and its user meanwhile, so it writes to nothin
 a pipe that leads to this process, which alone may wait.
 """
 
+import errno
 import fcntl
 import os
 import signal
@@ -26,6 +27,7 @@ from ronde.launch.frames import (
 from ronde.launch.job import RankPlan
 from ronde.launch.lineage import die_with_parent
 from ronde.launch.messages import Notice, decode_message, encode_message
+from ronde.launch.signals import is_kept_ignored
 from ronde.launch.sink import Generation, Sink
 from ronde.launch.verdict import Verdict
 from ronde.launch.wire import wait_for
@@ -74,7 +76,13 @@ class Done(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """From the process: nobody reads the ranks' standard output any more."""
+    """From the process: nobody reads the ranks' standard output any more.
+
+    Attributes:
+        signal: What a program gets then: SIGPIPE, or SIGHUP of a closed terminal.
+    """
+
+    signal: int
 
 
 class OutputProcess:
@@ -167,12 +175,16 @@ class OutputProcess:
         """Hand over what is taken now."""
         self._hand_over(b"")
 
-    def read(self) -> None:
+    def read(self) -> int:
         """Read the answers that have come.
+
+        Returns:
+            The signal as which it counts that nobody reads the ranks' standard output
+            any more: SIGPIPE, or SIGHUP where a terminal was closed. Else 0, also where
+            SIGHUP is ignored: then the output is lost, and the job goes on.
 
         Raises:
             UsageError: What the user asked for cannot be written.
-            BrokenPipeError: Nobody reads the ranks' standard output any more.
             LaunchError: The process is gone and should not be.
         """
         data = os.read(self.read_fd, _READ_BYTES)
@@ -184,19 +196,18 @@ class OutputProcess:
                     "the process that writes the output must run as long as the job, "
                     "but it is gone. Start the job again."
                 )
-            return
-        is_unread, problems = False, list[str]()
+            return 0
+        unread_signal, problems = 0, list[str]()
         for frame in self._decoder.feed(data):
             answer = decode_message(cast("bytes", frame), (Done, Unread))
             if isinstance(answer, Done):
                 self._num_unanswered -= 1
                 problems += [answer.problem] if answer.problem else []
-            else:
-                is_unread = True
+            elif not is_kept_ignored(answer.signal):
+                unread_signal = answer.signal
         if problems:
             raise UsageError(problems[0])
-        if is_unread:
-            raise BrokenPipeError
+        return unread_signal
 
     def close(self) -> None:
         """Say that nothing follows; ``has_ended`` says when all is written."""
@@ -289,8 +300,9 @@ class _Writer:
     def _write_to(self, fd: int) -> None:
         try:
             self._sink.write_to(fd)
-        except BrokenPipeError:
-            self._answer(Unread())
+        except BrokenPipeError as error:
+            is_hangup = error.errno == errno.EIO
+            self._answer(Unread(signal.SIGHUP if is_hangup else signal.SIGPIPE))
 
     def _read_orders(self, fd: int) -> bool:
         """Do what the controller says next; False at the end."""

@@ -179,19 +179,20 @@ class Running:
                 f"{signal_name(number)}: the ranks have {self._grace_s:g} s to "
                 "end; Ctrl-C kills them now"
             )
-        elif number in STOPPING:
-            # No credit holds the end back: who asks twice does not read any more.
+        elif number in STOPPING and number != signal.SIGHUP:
+            # A terminal that closes may send several of those. No credit holds the end
+            # back: who asks twice does not read any more.
             for node in self._unfinished():
                 node.link.send(Kill())
             self._board.output.discard()
             self._answer_by_s = time.monotonic() + _SWEEP_S
 
-    def take_broken_output(self) -> None:
+    def take_broken_output(self, number: int) -> None:
         """End a job that nobody listens to."""
         if not self._is_stopping:
-            self._interrupted_by = signal.SIGPIPE
+            self._interrupted_by = number
             self._board.is_hurried = True
-            self._stop(signal.SIGTERM)
+            self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
 
     def _stop(self, number: int) -> None:
         self._is_stopping = True

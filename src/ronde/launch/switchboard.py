@@ -38,8 +38,8 @@ class Attendant(Protocol):
         """Do what the user wants."""
         ...
 
-    def take_broken_output(self) -> None:
-        """Nobody reads the job's standard output any more."""
+    def take_broken_output(self, number: int) -> None:
+        """Nobody reads the job's standard output any more, which counts as a signal."""
         ...
 
 
@@ -174,21 +174,21 @@ class Switchboard:
             node.link.send(Forward(signal.SIGCONT))
 
     def _read_output(self, attendant: Attendant) -> None:
-        try:
-            self.output.read()
-        except BrokenPipeError:
-            attendant.take_broken_output()
+        number = self.output.read()
+        if number:
+            attendant.take_broken_output(number)
 
-    def write_out(self, limit_s: float | None) -> bool:
+    def write_out(self, limit_s: float | None) -> int:
         """Have what is left to show written, and end what writes it.
 
         A signal, or the time, ends the wait; what is not written ``_LAST_S`` later is
         lost.
 
         Returns:
-            False when nobody reads the standard output any more.
+            The signal as which it counts that nobody reads the standard output any
+            more, else 0.
         """
-        output, is_read, is_last = self.output, True, False
+        output, number, is_last = self.output, 0, False
         output.close()
         while not output.has_ended:
             readable = [output.read_fd, *([] if is_last else [self._signal_fd])]
@@ -202,13 +202,10 @@ class Switchboard:
                 _say_last("the last lines were not written: what takes them stalls")
                 break
             elif output.read_fd in ready:
-                try:
-                    output.read()
-                except BrokenPipeError:
-                    is_read = False
+                number = output.read() or number
             else:
                 output.flush()
-        return is_read
+        return number
 
 
 def _say_last(text: str) -> None:

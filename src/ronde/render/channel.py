@@ -85,7 +85,8 @@ class Channel:
             except OSError as error:
                 self.is_broken = True
                 self.discard()
-                raise BrokenPipeError(f"descriptor {self.fd}: {error}") from error
+                # With its number: EIO says that a terminal was closed.
+                raise BrokenPipeError(error.errno, error.strerror) from error
             self.waiting_bytes -= taken
             if taken < len(piece):
                 self._waiting.appendleft(memoryview(piece)[taken:])

@@ -153,13 +153,14 @@ class Console:
             BrokenPipeError: Nobody reads standard output any more. Where that is so of
                 standard error alone, its lines are forgotten and nothing is raised.
         """
-        for stream, channel in self._channels.items():
+        for channel in set(self._channels.values()):
             if channel.fd != fd or not channel.waiting_bytes:
                 continue
             try:
                 channel.write()
             except BrokenPipeError:
-                if stream is Stream.STDOUT:
+                # Both streams may have this one.
+                if channel is self._channels[Stream.STDOUT]:
                     raise
 
     def discard(self) -> None:
