@@ -6,7 +6,9 @@ import pytest
 
 from ronde.cli.horovod_options import add_horovod_options, understand
 from ronde.errors import UsageError
+from ronde.launch.hosts.discovery import discover
 from ronde.launch.hosts.host import SLOTS_OPEN
+from ronde.launch.lineage import read_process
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -115,6 +117,15 @@ def test_a_file_in_another_encoding_is_refused(tmp_path) -> None:
 def test_a_script_that_prints_no_text_is_refused() -> None:
     with pytest.raises(UsageError, match="must print hosts and end with 0"):
         asked("--host-discovery-script", r"printf '\377'")
+
+
+def test_a_script_that_hangs_is_ended_with_all_that_it_started(tmp_path) -> None:
+    left = tmp_path / "left"
+    script = f"setsid sleep 1000 & echo $$ $! > {left}; echo a; sleep 1000"
+    said = r"must print hosts and end with 0, got .* \(it takes longer than 0.3 s\)"
+    with pytest.raises(UsageError, match=said):
+        discover(script, "--host-discovery-script", timeout_s=0.3)
+    assert not any(read_process(int(pid)) for pid in left.read_text().split())
 
 
 def test_horovods_ssh_options_are_for_ssh(tmp_path) -> None:

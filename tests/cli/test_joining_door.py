@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from ronde.errors import HostError, UsageError
-from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.joining import door, knock as knocking
 from ronde.launch.joining.door import Invitation, wait_for_nodes
 from ronde.launch.joining.handshake import introduce
@@ -26,6 +25,7 @@ from ronde.launch.joining.tls import make_head_tls, make_node_context
 from ronde.launch.joining.token import Token
 from ronde.launch.joining.wire import dismiss
 from ronde.launch.messages import PROTOCOL
+from ronde.launch.signals import InterruptedStartError
 
 TOKEN = Token(b"0123456789abcdef" * 2)
 OTHER = Token(b"fedcba9876543210" * 2)

@@ -265,3 +265,14 @@ def test_ctrl_c_ends_a_rank_that_is_stopped(ronde):
         os.kill(int(lines[0].split()[-1]), signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
         assert process.wait(_TIMEOUT_S) == 130
+
+
+def test_ctrl_c_ends_a_discovery_script_and_all_that_it_started(ronde):
+    script = "setsid sleep 1000 & echo $$ $! >&2; sleep 1000"
+    words = ("run", "--host-discovery-script", script, "true")
+    with ronde.start(*words, bufsize=0) as process:
+        pids = list(map(int, process.stderr.readline().split()))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(_TIMEOUT_S) == 130
+        assert len(pids) == 2
+        assert not any(map(read_process, pids))

@@ -18,7 +18,7 @@ FOLDER = Path("/tmp/a program's $HOME/deep er")  # noqa: S108
 DRIVER = """
 import json, sys
 from ronde.errors import HostError
-from ronde.launch.gathering import InterruptedStartError
+from ronde.launch.signals import InterruptedStartError
 from ronde.launch.hosts.host import Host
 from ronde.launch.signals import caught_signals
 from ronde.launch.spawners.mpi import MpiSpawner

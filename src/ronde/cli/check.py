@@ -19,10 +19,9 @@ from ronde.cli.check_options import CheckRequest, find_check, make_parser, read_
 from ronde.cli.ssh_options import make_spawner
 from ronde.errors import UsageError
 from ronde.launch.boot import start_local_agent
-from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hiring import Hiring
 from ronde.launch.inherited import own_environment
-from ronde.launch.signals import caught_signals
+from ronde.launch.signals import InterruptedStartError, caught_signals
 from ronde.launch.spawners.base import Spawner
 from ronde.render.check_changes import tell_changes
 from ronde.render.check_findings import tell_findings, tell_unread, tell_verdict

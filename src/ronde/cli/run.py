@@ -16,11 +16,11 @@ from ronde.cli.run_options import make_parser
 from ronde.cli.run_request import RunRequest, read_request
 from ronde.errors import RondeError, UsageError
 from ronde.launch.chronicle import Chronicle
-from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hiring import Hired, Hiring
 from ronde.launch.hosts.allocation import take_each
 from ronde.launch.inherited import own_environment
 from ronde.launch.launching import Undertaking, launch, rehearse
+from ronde.launch.signals import InterruptedStartError
 from ronde.launch.spawners.base import Spawner
 
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from ronde.cli.exit_codes import EXIT_UNREACHABLE
 from ronde.cli.join_options import join_timeout_s, own_slots, say, token_file
 from ronde.errors import UsageError
-from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.joining.address import parse_endpoint, with_port
 from ronde.launch.joining.knock import Knock, join_head
 from ronde.launch.joining.proof import Claim, host_name
 from ronde.launch.joining.relay import relay
 from ronde.launch.joining.token import read_token
 from ronde.launch.lineage import adopt_orphans
+from ronde.launch.signals import InterruptedStartError
 
 
 def run_agent(

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from ronde.cli.exit_codes import exit_code_of
 from ronde.cli.join_options import join_timeout_s, own_slots, say, token_file
 from ronde.errors import RondeError, UsageError
-from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hiring import Hired
 from ronde.launch.hosts.host import Host
 from ronde.launch.joining.address import choose_address, parse_endpoint
@@ -17,6 +16,7 @@ from ronde.launch.joining.door import Invitation, wait_for_nodes
 from ronde.launch.joining.joined import JoinedHiring
 from ronde.launch.joining.token import read_token
 from ronde.launch.joining.wire import dismiss
+from ronde.launch.signals import InterruptedStartError
 
 
 @contextmanager

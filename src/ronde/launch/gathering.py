@@ -9,6 +9,7 @@ from ronde.launch.frames import Output
 from ronde.launch.hosts.host import Host
 from ronde.launch.messages import PROTOCOL, FromAgent, Hello
 from ronde.launch.node import Loss, Node
+from ronde.launch.signals import InterruptedStartError
 from ronde.launch.switchboard import Switchboard
 
 MAX_STARTING = 64
@@ -21,18 +22,6 @@ _NUM_TRIES = 4
 _PAUSE_S = 0.5
 _EXIT_S = 0.5
 _UNKNOWN = 255
-
-
-class InterruptedStartError(Exception):
-    """The user ended the job before its ranks ran.
-
-    Args:
-        number: Of the signal that did it.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 @dataclass(slots=True)

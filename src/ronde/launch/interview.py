@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from ronde.errors import LaunchError
 from ronde.launch.frames import Output
-from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.messages import Converse, Ending, FromAgent, Notice, Said, Say, Silent
 from ronde.launch.node import Loss, Node
+from ronde.launch.signals import InterruptedStartError
 from ronde.launch.switchboard import Switchboard
 
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 from ronde.launch.arranging import Wish, arrange
 from ronde.launch.chronicle import Chronicle
 from ronde.launch.controller import Arrangement, Controller, Restarts
-from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hiring import Hiring
 from ronde.launch.lineage import adopt_orphans
 from ronde.launch.output_process import OutputProcess
+from ronde.launch.signals import InterruptedStartError
 from ronde.launch.sink import Sink, Unseen
 from ronde.launch.verdict import Verdict
 

@@ -19,6 +19,18 @@ _CAUGHT = STOPPING | FORWARDED | {SUSPENDING}
 _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, SUSPENDING})
 
 
+class InterruptedStartError(Exception):
+    """The user ended the job before its ranks ran.
+
+    Args:
+        number: Of the signal that did it.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 def reset_signals() -> None:
     """Undo signal settings of a parent with which a job cannot be run.
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
 from ronde.launch.finding import Finding
 from ronde.launch.frames import Output
-from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.job import Job
 from ronde.launch.messages import (
     Check,
@@ -21,6 +20,7 @@ from ronde.launch.messages import (
     Refused,
 )
 from ronde.launch.node import EXIT_UNREACHABLE, Loss, Node
+from ronde.launch.signals import InterruptedStartError
 from ronde.launch.switchboard import Switchboard
 
 _ANSWER_S = 60.0

@@ -20,10 +20,9 @@ from typing import IO
 
 from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.directory import absolute_path
-from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hosts.host import Host
 from ronde.launch.remote_boot import end_with
-from ronde.launch.signals import STOPPING, read_signals
+from ronde.launch.signals import STOPPING, InterruptedStartError, read_signals
 from ronde.launch.spawners.base import Spawner
 from ronde.launch.spawners.by_hand import last_line
 from ronde.launch.spawners.ssh import SshSpawner

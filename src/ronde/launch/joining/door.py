@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ronde.errors import HostError, LaunchError
-from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.hosts.host import Host
 from ronde.launch.joining.address import is_wildcard, listen, with_port
 from ronde.launch.joining.handshake import ProofError, Steps, admit
@@ -18,7 +17,7 @@ from ronde.launch.joining.proof import Claim
 from ronde.launch.joining.tls import make_head_tls
 from ronde.launch.joining.token import Token
 from ronde.launch.joining.wire import TlsWire
-from ronde.launch.signals import STOPPING, read_signals
+from ronde.launch.signals import STOPPING, InterruptedStartError, read_signals
 
 MAX_UNPROVEN = 64
 """Connections at a time that have not proven themselves."""

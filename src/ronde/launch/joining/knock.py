@@ -12,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ronde.errors import HostError, LaunchError
-from ronde.launch.gathering import InterruptedStartError
 from ronde.launch.joining.address import with_port
 from ronde.launch.joining.channel import Channel
 from ronde.launch.joining.handshake import introduce
 from ronde.launch.joining.proof import Claim
 from ronde.launch.joining.tls import make_node_context
 from ronde.launch.joining.token import Token
-from ronde.launch.signals import STOPPING, read_signals
+from ronde.launch.signals import STOPPING, InterruptedStartError, read_signals
 
 LAST_ATTEMPT_S = 1.0
 """What the last attempt has at least, to find out what is wrong."""
