@@ -121,5 +121,5 @@ class Interview:
         """End it."""
         raise InterruptedStartError(number)
 
-    def take_broken_output(self, _number: int) -> None:
+    def take_broken_output(self, number: int) -> None:
         """Nothing is shown meanwhile."""

@@ -144,7 +144,7 @@ class Starting:
         """End it: nothing runs yet."""
         raise InterruptedStartError(number)
 
-    def take_broken_output(self, _number: int) -> None:
+    def take_broken_output(self, number: int) -> None:
         """Nothing was shown yet that anybody could miss."""
 
 
