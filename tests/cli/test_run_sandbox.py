@@ -13,13 +13,15 @@ from tests.namespaces import why_not
 
 from ronde.world.machine import boot_identity, network_identity
 
-HIDE = 'mount -t tmpfs none /proc/sys && exec "$@"'
+SPACE = ("unshare", "--user", "--map-root-user", "--mount")
+NO_BOOT_NAME = (*SPACE, "sh", "-c", 'mount -t tmpfs none /proc/sys && exec "$@"', "sh")
+NO_PROCESSES = (*SPACE, "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh")
+OTHERS_PROCESSES = (*SPACE, "--pid", "--fork", "--kill-child")
 PROGRAM = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
 
 
-def in_sandbox(*words):
-    """Run words where ``/proc/sys`` is empty."""
-    space = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", HIDE, "sh"]
+def in_sandbox(*words, space=NO_BOOT_NAME):
+    """Run words where ``/proc`` shows less than elsewhere."""
     if reason := why_not(space):
         pytest.skip(reason)
     return subprocess.run(
@@ -161,3 +163,15 @@ def carriers(entry):
         except OSError:
             continue
     return found
+
+
+@pytest.mark.parametrize("space", [NO_PROCESSES, OTHERS_PROCESSES])
+def test_nothing_starts_where_proc_does_not_show_the_processes(tmp_path, space):
+    # Without it nobody can find what the ranks leave behind.
+    program = ("/bin/sh", "-c", "touch started; setsid sleep 1000 &")
+    run = (sys.executable, "-m", "ronde", "run", "-n", "2", "--chdir", str(tmp_path))
+    done = in_sandbox(*run, "--", *program, space=space)
+    assert done.returncode == 64
+    assert done.stderr.startswith("ronde: /proc must show the processes that ronde")
+    assert done.stderr.endswith(" Type: mount -t proc proc /proc\n")
+    assert not list(tmp_path.iterdir())

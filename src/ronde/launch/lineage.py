@@ -219,8 +219,11 @@ def sweep(
         if not below and spared:
             break
         if time.monotonic() > ends_at:
-            left = [p for p in descendants(me, spared) if not p.is_zombie]
-            return Swept(len(killed), tuple(map(describe, left)))
+            left = descendants(me, spared)
+            stuck = [describe(p) for p in left if not p.is_zombie]
+            # With hidepid, /proc hides a set-id program from the user who started it.
+            hidden = [] if left else ["a process that /proc hides"]
+            return Swept(len(killed), (*stuck, *hidden))
         time.sleep(_PAUSE_S)
     return Swept(len(killed), ())
 

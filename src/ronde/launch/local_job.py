@@ -23,7 +23,11 @@ from ronde.launch.messages import (
 )
 from ronde.launch.outbox import Outbox
 from ronde.launch.ports import hold_port
-from ronde.launch.preflight import enter_directory, resolve_program
+from ronde.launch.preflight import (
+    enter_directory,
+    require_processes,
+    resolve_program,
+)
 from ronde.launch.rank_group import RankGroup
 from ronde.launch.rank_process import raise_open_files_limit
 
@@ -78,6 +82,7 @@ class LocalJob:
         job = self._job
         own_path = own_environment().get("PATH", "")
         try:
+            require_processes()
             if job.epoch:
                 _fence_off(job.cookie)
             self._directory = enter_directory(job.cwd)

@@ -1,4 +1,4 @@
-"""What an agent checks before anything starts: program and directory."""
+"""What an agent checks before anything starts: /proc, program and directory."""
 
 import errno
 import os
@@ -7,6 +7,25 @@ from pathlib import Path
 
 from ronde.errors import UsageError
 from ronde.launch.directory import absolute_path
+
+
+def require_processes() -> None:
+    """See that ``/proc`` shows this process's descendants, as sweeping them needs.
+
+    Raises:
+        UsageError: There is none, or it is that of another pid namespace.
+    """
+    try:
+        # Another namespace's has another number for this process, or none.
+        shown = Path("/proc/self").readlink().name
+    except OSError:
+        shown = "nothing"
+    if shown != str(os.getpid()):
+        raise UsageError(
+            "/proc must show the processes that ronde starts, or it could not end them "
+            f"all; as process {os.getpid()} it shows {shown}. "
+            "Type: mount -t proc proc /proc"
+        )
 
 
 def enter_directory(path: str) -> str:
