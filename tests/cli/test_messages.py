@@ -86,7 +86,7 @@ def test_a_verdict_arrives_as_it_was_sent(cause):
 
 
 def said(**changes) -> bytes:
-    good = json.loads(encode_message(Exited(1, 0, 0.5, was_stopped=False, evidence="")))
+    good = json.loads(encode_message(Exited(1, 0, 0.5, 0.4, 0.0, "")))
     return json.dumps(good | changes).encode()
 
 
@@ -98,7 +98,10 @@ def said(**changes) -> bytes:
         (b"{}", "message must be one of Hello"),
         (said(rank="1"), "Exited.rank must be int, got '1'"),
         (said(rank=True), "Exited.rank must be int, got True"),
-        (said(was_stopped=0), "Exited.was_stopped must be bool, got 0"),
+        (
+            json.dumps({"is": "Refused", "reason": "no", "is_usage": 0}).encode(),
+            "Refused.is_usage must be bool, got 0",
+        ),
         (said(more=1), "Exited must have the fields"),
         (
             json.dumps({"is": "Finished", "num_swept": 0, "stuck": [1]}).encode(),
@@ -112,9 +115,8 @@ def test_a_word_that_is_wrong_is_named(raw, complaint):
 
 
 def test_whole_numbers_are_numbers_of_seconds():
-    assert decode_message(said(at_s=2), FROM_AGENT) == Exited(
-        1, 0, 2.0, was_stopped=False, evidence=""
-    )
+    expected = Exited(1, 0, 2.0, 0.4, 0.0, "")
+    assert decode_message(said(began_s=2), FROM_AGENT) == expected
 
 
 def test_an_order_is_no_answer():

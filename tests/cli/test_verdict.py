@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from ronde.launch.sink import Generation
 from ronde.launch.tail import Tail
-from ronde.launch.verdict import LostHost, RankEnd, judge
+from ronde.launch.verdict import LostHost, RankEnd, find_awaited, judge
 from ronde.render.rank_ranges import format_ranks, parse_ranks
 from ronde.render.summary import summarize
 
@@ -116,6 +116,45 @@ def test_who_aborts_because_of_its_peer_is_a_consequence():
     said = ("terminate called: Watchdog caught collective operation timeout",)
     verdict = judge([end(0, -6, 0.5, tail=said), end(1, 7, 1.0)])
     assert verdict.exit_code == 7
+
+
+def named(rank):
+    return (f"ronde.errors.PeerLostError: Rank {rank} is gone: it ended.",)
+
+
+def test_a_rank_began_to_end_before_those_that_name_it():
+    ends = [end(0, 7, 1.0), end(1, 93, 3.0), end(2, 1, 0.9, tail=named(1))]
+    verdict = judge(ends)
+    assert (verdict.exit_code, verdict.cause.rank) == (93, 1)
+    assert verdict.cause.at_s == 0.9
+
+
+@pytest.mark.parametrize(
+    ("status", "is_leaving", "tail", "cause"),
+    [
+        (-15, False, RESET, 0),
+        (-15, True, RESET, 1),
+        (-9, False, named(1), 1),
+        (-9, False, named(2), 0),
+        (0, False, named(1), 0),
+    ],
+)
+def test_who_was_stopped_is_the_cause_of_those_that_lost_it(
+    status, is_leaving, tail, cause
+):
+    late = replace(end(1, status, 3.0, was_stopped=True), was_leaving=is_leaving)
+    verdict = judge([end(0, 1, 1.0, tail=tail), late])
+    assert (verdict.exit_code, verdict.cause.rank) == (1, cause)
+
+
+def test_the_cause_is_awaited_among_those_that_may_be_it():
+    lost_1 = end(0, 1, tail=named(1))
+    assert find_awaited([lost_1], {1, 2}) == {1}
+    assert find_awaited([lost_1, end(1, 0)], {2}) == set()
+    assert find_awaited([end(0, 1, tail=RESET)], {1, 2}) == {1, 2}
+    assert find_awaited([end(0, 1, tail=("KeyError: 1",))], {1, 2}) == set()
+    stopped = ("Rank 1 is gone: rank 1 is stopped; kill -CONT 7 lets it go on.",)
+    assert find_awaited([end(0, 1, tail=stopped)], {1, 2}) == set()
 
 
 @given(
@@ -270,9 +309,39 @@ def test_a_traceback_is_found_whole_between_other_lines(program, prefix):
     tail.add(b"Traceback (most recent call last):\n  an older one\nE\n\nbefore\n")
     for line in written.split("\n"):
         tail.add(b"\x1b[31m" + (prefix + line).encode() + b"\x1b[0m\n")
-    tail.add(b"\n" + b"after\n" * 30)
+    tail.add(b"\n" + b"wandb: Find logs at: x\n" * 30)
     assert tail.traceback() == written
-    assert tail.lines() == ("after",) * 20
+    assert tail.lines() == ("wandb: Find logs at: x",) * 20
+    tail.add(b"epoch 2\n")
+    assert tail.traceback() == ""
+
+
+@pytest.mark.parametrize(
+    ("ending", "last"),
+    [
+        ("raise ValueError('no')", "ValueError: no"),
+        ("atexit.register(print, file=3)\nraise ValueError('no')", "ValueError: no"),
+        ("a = Bad()\nraise ValueError('no')", "ValueError: no"),
+        ("sys.stderr.write('[W1123 a.cpp:1] hm\\n')", "KeyError: 'old'"),
+        # A message may have several lines.
+        ("sys.exit('no data')", "no data"),
+        ("sys.exit('\\nno data')", ""),
+        ("t = threading.Thread(target=fail)\nt.start()\nt.join()\nsys.exit('no')", ""),
+    ],
+)
+def test_only_a_traceback_that_is_the_last_word_counts(ending, last):
+    program = (
+        "import atexit, sys, threading, traceback\n"
+        "class Bad:\n  def __del__(self): fail()\n"
+        "def fail(): raise OSError('ignored')\n"
+        f"try:\n  {{}}['old']\nexcept KeyError: traceback.print_exc()\n{ending}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program], stderr=subprocess.PIPE, check=False
+    )
+    tail = Tail()
+    tail.add(done.stderr)
+    assert tail.traceback().rpartition("\n")[2] == last, done.stderr.decode()
 
 
 def test_no_traceback_is_an_empty_text():

@@ -43,6 +43,7 @@ _PLACE_NAMES = frozenset(
         "RONDE_HOST",
         "RONDE_NODE_RANK",
         "RONDE_MASTER_LISTEN_FD",
+        "RONDE_EXIT_PIPE",
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
         "ROLE_NAME",

@@ -102,6 +102,11 @@ def _read(path: str) -> str:
         return ""
 
 
+def is_dumping_core(pid: int) -> bool:
+    """Whether a crash ended this process and the kernel still writes its core file."""
+    return "\nCoreDumping:\t1\n" in _read(f"/proc/{pid}/status")
+
+
 def descendants(pid: int, spared: frozenset[int] = frozenset()) -> list[Process]:
     """Return every process below ``pid`` now; it is no snapshot, so ask again.
 

@@ -66,6 +66,8 @@ class LocalJob:
         self._directory = ""
         self._port: socket.socket | None = None
         self._deadline = 0.0
+        self._stopped_s = 0.0
+        self._stopped_by = 0
         self._evidence = Evidence()
 
     @property
@@ -144,7 +146,9 @@ class LocalJob:
             return
         if self.phase is Phase.RUNNING:
             self.phase = Phase.STOPPING
-            self._deadline = time.monotonic() + self._job.grace_s
+            self._stopped_s = time.monotonic()
+            self._stopped_by = number
+            self._deadline = self._stopped_s + self._job.grace_s
         self._ranks.stop(number)
 
     def kill(self) -> None:
@@ -174,12 +178,18 @@ class LocalJob:
         rank = self._ranks.find(pid)
         if rank is None:
             return
+        if wait_status and not self._stopped_s:
+            self._ranks.look_for_ends()
         status = rank.reaped(wait_status)
         for pipe in rank.pipes:
             self._intake.drain(pipe)
-        at_s, was_stopped = time.monotonic(), self.phase is Phase.STOPPING
         evidence = self._evidence.explain(status, wait_status, pid, self._directory)
-        self._outbox.tell(Exited(rank.rank, status, at_s, was_stopped, evidence))
+        began_s = rank.began_s or time.monotonic()
+        traceback_s = max(pipe.traceback_s for pipe in rank.pipes)
+        self._outbox.tell(
+            Exited(rank.rank, status, began_s, traceback_s, self._stopped_s, evidence)
+        )
+        self._ranks.stop_rest(rank, self._stopped_by)
 
     def _refuse(self, reason: str, *, is_usage: bool) -> None:
         self._end()

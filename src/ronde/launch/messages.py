@@ -19,7 +19,7 @@ from ronde.topology.machine import Machine
 
 T = TypeVar("T")
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Changes when a message changes; both sides must have the same."""
 
 
@@ -203,15 +203,18 @@ class Exited(NamedTuple):
     Attributes:
         rank: Which.
         status: Its exit code, or minus the number of the signal that ended it.
-        at_s: When, on the agent's monotonic clock.
-        was_stopped: True when the agent had already begun to end the job.
+        began_s: When it began to end, on the agent's monotonic clock: when it said so,
+            or was found dumping core, or was reaped.
+        traceback_s: When its last Python traceback was read; 0 for none.
+        stopped_s: When the agent began to end the job; 0 for not yet.
         evidence: What the kernel says of it, in half a sentence, or empty.
     """
 
     rank: int
     status: int
-    at_s: float
-    was_stopped: bool
+    began_s: float
+    traceback_s: float
+    stopped_s: float
     evidence: str
 
 

@@ -3,16 +3,19 @@
 import os
 import signal
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from ronde.launch.affinity import inherited_binding
 from ronde.launch.forwarded import base_environment
 from ronde.launch.inherited import own_environment
 from ronde.launch.job import Job
-from ronde.launch.lineage import descendants
+from ronde.launch.lineage import descendants, is_dumping_core
 from ronde.launch.mpi_world import MpiWorld
 from ronde.launch.rank_process import RankProcess, start_rank
+
+_NOTICES_BYTES = 64 << 10
 
 
 class RankGroup:
@@ -21,6 +24,8 @@ class RankGroup:
     def __init__(self) -> None:
         self._by_pid: dict[int, RankProcess] = {}
         self._mpi: MpiWorld | None = None
+        self._notices = -1
+        self._spared: set[int] = set()
         self.complaints: list[str] = []
         """What of the ranks' binding the kernel refused."""
 
@@ -58,18 +63,25 @@ class RankGroup:
             OSError: One could not be started; those before it are running.
         """
         base = _environment(job) | whereabouts
-        for plan in job.ranks:
-            env = base | plan.env
-            if self._mpi is not None:
-                env |= self._mpi.environment(plan.rank)
-            listen_fds = (port.fileno(),) if port and plan.rank == 0 else ()
-            for fd in listen_fds:
-                env["RONDE_MASTER_LISTEN_FD"] = str(fd)
-            with inherited_binding(plan.cpus, plan.memory_node) as refused:
-                rank = start_rank(plan.rank, command, env, inherited_fds=listen_fds)
-            self._by_pid[rank.pid] = rank
-            if refused:
-                self.complaints.append(f"rank {plan.rank} is not bound: {refused}")
+        self._notices, notices = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        inode = os.fstat(notices).st_ino
+        try:
+            for plan in job.ranks:
+                env = base | plan.env
+                env["RONDE_EXIT_PIPE"] = f"{notices}:{inode}:{plan.rank}"
+                if self._mpi is not None:
+                    env |= self._mpi.environment(plan.rank)
+                fds = [notices]
+                if port and plan.rank == 0:
+                    fds.append(port.fileno())
+                    env["RONDE_MASTER_LISTEN_FD"] = str(port.fileno())
+                with inherited_binding(plan.cpus, plan.memory_node) as refused:
+                    rank = start_rank(plan.rank, command, env, inherited_fds=fds)
+                self._by_pid[rank.pid] = rank
+                if refused:
+                    self.complaints.append(f"rank {plan.rank} is not bound: {refused}")
+        finally:
+            os.close(notices)
         return list(self._by_pid.values())
 
     def close(self) -> None:
@@ -77,6 +89,30 @@ class RankGroup:
         if self._mpi is not None:
             self._mpi.close()
             self._mpi = None
+        if self._notices >= 0:
+            os.close(self._notices)
+            self._notices = -1
+
+    def look_for_ends(self) -> None:
+        """Take note of ranks that have begun to end and are not reaped yet.
+
+        They say so themselves (``world.exit_notice``), or dump core.
+        """
+        now_s = time.monotonic()
+        said: dict[int, float] = {}
+        with suppress(BlockingIOError):
+            for line in os.read(self._notices, _NOTICES_BYTES).splitlines():
+                rank, _, at_s = line.partition(b" ")
+                with suppress(ValueError):
+                    said[int(rank)] = float(at_s)
+        for rank in self._by_pid.values():
+            if not rank.is_running or rank.began_s:
+                continue
+            if rank.rank in said:
+                # What is in a time namespace has a clock of its own.
+                rank.began_s = min(said[rank.rank], now_s)
+            elif is_dumping_core(rank.pid):
+                rank.began_s = now_s
 
     def find(self, pid: int) -> RankProcess | None:
         """Return the rank that was this child; None for an adopted orphan.
@@ -86,21 +122,35 @@ class RankGroup:
         rank = self._by_pid.get(pid)
         return rank if rank is not None and rank.is_running else None
 
-    def send(self, number: int) -> None:
-        """Signal every process group of a rank that has members left.
+    def send(self, number: int, spared: Collection[int] = ()) -> None:
+        """Signal every process group of a rank that has members left, but the spared.
 
         A rank that has ended is no reason to forget what it left in its group: while a
         member lives, the kernel gives the group's number to nobody else.
         """
         groups = {pid for pid, rank in self._by_pid.items() if rank.is_running}
-        for group in groups | self._groups_left():
+        for group in (groups | self._groups_left()).difference(spared):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, number)
 
     def stop(self, number: int) -> None:
-        """Signal every group, and wake what is stopped so that it takes notice."""
-        self.send(number)
+        """Signal every group, and wake what is stopped so that it takes notice.
+
+        A rank that ends by itself already may do so, for its exit code; SIGKILL spares
+        none. What it leaves in its group is signalled after its end: ``stop_rest``.
+        """
+        self.look_for_ends()
+        if number != signal.SIGKILL:
+            ranks = self._by_pid.values()
+            self._spared = {r.pid for r in ranks if r.is_running and r.began_s}
+        self.send(number, self._spared if number != signal.SIGKILL else ())
         self.send(signal.SIGCONT)
+
+    def stop_rest(self, rank: RankProcess, number: int) -> None:
+        """Signal what a rank that was spared left in its group."""
+        if rank.pid in self._spared and rank.pid in self._groups_left():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.pid, number)
 
     def has_members(self) -> bool:
         """Whether any process is left in the process group of any rank."""

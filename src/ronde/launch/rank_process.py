@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from ronde.launch.frames import Stream
 from ronde.launch.lineage import die_with_parent
 
 _READ_BYTES = 64 << 10
+_TRACEBACK = b"Traceback (most recent call last):"
 _FDS_PER_RANK = 2
 _OTHER_FDS = 64
 _LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -25,12 +27,16 @@ class OutputPipe:
         stream: Which.
         fd: Non-blocking, open for reading.
         is_open: False once all writers are gone and all is read.
+        traceback_s: When the last Python traceback was read from stderr, on the
+            monotonic clock; 0 for never.
     """
 
     rank: int
     stream: Stream
     fd: int
     is_open: bool = True
+    traceback_s: float = 0.0
+    _before: bytes = b""
 
     def read(self) -> bytes | None:
         """Return what is there, None when nothing is now; closes at the end."""
@@ -41,6 +47,10 @@ class OutputPipe:
         if not data:
             self.close()
             return None
+        if self.stream is Stream.STDERR:
+            if _TRACEBACK in self._before + data:
+                self.traceback_s = time.monotonic()
+            self._before = data[1 - len(_TRACEBACK) :]
         return data
 
     def close(self) -> None:
@@ -52,12 +62,18 @@ class OutputPipe:
 
 @dataclass(slots=True)
 class RankProcess:
-    """A rank that was started; ``is_running`` until it was reaped."""
+    """A rank that was started; ``is_running`` until it was reaped.
+
+    Attributes:
+        began_s: When it was seen to end by itself, on the monotonic clock; 0 for not
+            before it was reaped.
+    """
 
     rank: int
     process: "subprocess.Popen[bytes]"
     pipes: tuple[OutputPipe, OutputPipe]
     is_running: bool = field(default=True)
+    began_s: float = 0.0
 
     @property
     def pid(self) -> int:
@@ -77,7 +93,7 @@ def start_rank(
     command: Sequence[str],
     env: dict[str, str],
     *,
-    inherited_fds: tuple[int, ...],
+    inherited_fds: Sequence[int],
 ) -> RankProcess:
     """Start one rank in a session of its own, which dies with this process.
 

@@ -26,9 +26,21 @@ from ronde.launch.signals import FORWARDED, STOPPING
 from ronde.launch.starting import refusal
 from ronde.launch.switchboard import Switchboard
 from ronde.launch.tail import Tail
-from ronde.launch.verdict import LostHost, RankEnd, Verdict, judge, signal_name
+from ronde.launch.verdict import (
+    LostHost,
+    RankEnd,
+    Verdict,
+    find_awaited,
+    has_lost_peer,
+    judge,
+    signal_name,
+)
 
 _SWEEP_S = 10.0
+_CAUSE_WITHIN_S = 5.0
+"""For so long ranks are not stopped while who lost its peer has ended, and the peer has
+not: stopped, it could not say with its exit code why."""
+_STOP_SIGNALS = STOPPING | {signal.SIGKILL}
 _MAX_CREDIT_BYTES = 1 << 20
 _ALL_CREDIT_BYTES = 32 << 20
 
@@ -75,6 +87,7 @@ class Running:
         self._is_stopping = False
         self._interrupted_by: int | None = None
         self._answer_by_s = float("inf")
+        self._cause_by_s = float("inf")
         self._started_at_s = 0.0
 
     def run(self, address: str, port: int) -> Verdict:
@@ -95,14 +108,16 @@ class Running:
             node.allow(credit_bytes)
             node.link.send(Start(address, port))
         while not self._board.serve(self, self._is_over, self._deadline):
+            if not self._is_stopping:
+                self._stop(signal.SIGTERM)
+                continue
             for node in self._unfinished():
                 node.link.wire.kill()
                 self._board.lose(self, node, Loss("it does not answer", EXIT_INTERNAL))
         for node in self._nodes:
             node.watch(is_watched=False)
         self._tell_leftovers()
-        ends = [self._end(n) for n, rank in self._ranks.items() if rank.exited]
-        return judge(ends, self._interrupted_by, self._lost)
+        return judge(self._ends(), self._interrupted_by, self._lost)
 
     def _unfinished(self) -> list[Node]:
         return [
@@ -116,7 +131,7 @@ class Running:
         if self._board.is_held_back:
             # The end of a job comes after its output, which nobody takes now.
             self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
-        return self._answer_by_s
+        return self._answer_by_s if self._is_stopping else self._cause_by_s
 
     def take(self, node: Node, message: FromAgent) -> None:
         """Follow what an agent tells of its ranks."""
@@ -130,8 +145,8 @@ class Running:
             case Exited():
                 node.require_own(message.rank)
                 self._ranks[message.rank].exited = message
-                if message.status != 0 and not self._is_stopping:
-                    self._stop(signal.SIGTERM)
+                if not self._is_stopping:
+                    self._stop_if_caused()
             case Ending():
                 if not self._is_stopping:
                     self._tell(node, f"{signal_name(message.signal)}: the job ends")
@@ -194,6 +209,26 @@ class Running:
             self._board.is_hurried = True
             self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
 
+    def _stop_if_caused(self) -> None:
+        """End the job if a rank failed, unless the cause is still about to end."""
+        ends = self._ends()
+        if not any(end.status for end in ends):
+            return
+        now_s = time.monotonic()
+        running = {n: rank for n, rank in self._ranks.items() if rank.exited is None}
+        # Whose exception was shown a moment ago ends, unless it was handled.
+        failing = {
+            number
+            for number, rank in running.items()
+            if now_s - rank.tail.written_at_s < _CAUSE_WITHIN_S
+            and (traceback := rank.tail.traceback())
+            and not has_lost_peer(traceback)
+        }
+        if not failing and not find_awaited(ends, running.keys()):
+            self._stop(signal.SIGTERM)
+        elif self._cause_by_s == float("inf"):
+            self._cause_by_s = now_s + min(self._grace_s, _CAUSE_WITHIN_S)
+
     def _stop(self, number: int) -> None:
         self._is_stopping = True
         for node in self._unfinished():
@@ -218,19 +253,34 @@ class Running:
             for text in finished.stuck:
                 self._tell(node, f"{text} does not end even when killed; it is left")
 
-    def _end(self, number: int) -> RankEnd:
-        rank = self._ranks[number]
-        if rank.exited is None:
-            raise AssertionError(f"rank {number} did not end")
-        at_s = rank.node.to_our_clock(rank.exited.at_s) - self._started_at_s
+    def _ends(self) -> list[RankEnd]:
+        return [
+            self._end(number, rank, rank.exited)
+            for number, rank in self._ranks.items()
+            if rank.exited is not None
+        ]
+
+    def _end(self, number: int, rank: _Rank, exited: Exited) -> RankEnd:
+        traceback, stopped_s = rank.tail.traceback(), exited.stopped_s
+        is_ours = -exited.status in _STOP_SIGNALS
+        began_s, was_leaving = exited.began_s, False
+        if traceback and exited.status > 0 and not stopped_s:
+            began_s = min(began_s, exited.traceback_s)
+        was_stopped = stopped_s > 0 and (is_ours or began_s >= stopped_s)
+        if was_stopped:
+            shown_s = exited.traceback_s if traceback else began_s
+            first_s = min(began_s, shown_s)
+            was_leaving = stopped_s - 2 * _CAUSE_WITHIN_S < first_s < stopped_s
+            began_s = first_s if was_leaving else began_s
         return RankEnd(
             rank=number,
             host=rank.node.name,
             pid=rank.pid,
-            status=rank.exited.status,
-            at_s=max(0.0, at_s),
-            was_stopped=rank.exited.was_stopped,
+            status=exited.status,
+            at_s=max(0.0, rank.node.to_our_clock(began_s) - self._started_at_s),
+            was_stopped=was_stopped,
             stderr_tail=rank.tail.lines(),
-            traceback=rank.tail.traceback(),
-            evidence=rank.exited.evidence,
+            traceback=traceback,
+            evidence=exited.evidence,
+            was_leaving=was_leaving,
         )

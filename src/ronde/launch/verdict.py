@@ -1,23 +1,35 @@
 """Which rank broke the job, and what exit code says so."""
 
+import re
 import signal
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-_HEARSAY = (
-    "connection closed by",
-    "connection reset by",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "closed by remote peer",
-    "remote process exited",
-    "timed out waiting",
-    "collective operation timeout",
-    "no route to host",
-    "peerlosterror",
+_PEER_LOST = re.compile(
+    r"connection (was )?(likely )?(closed|refused|reset|aborted)|socket closed"
+    r"|closed by (remote )?peer|reset by peer|broken pipe|remote process exit"
+    r"|failed to recv|sendbytes failed|recvvector failed|recvvalue failed"
+    r"|connectfullmesh|no route to host|process failure|err_proc_failed"
+    r"|ncclremoteerror|heartbeatmonitor.*tcpstore|peerlosterror"
 )
-"""What a rank says, in lower case, when it failed because another one was gone."""
+"""What a rank writes, in lower case, that ends because another one is gone: words of
+ronde's, Gloo's, NCCL's, torch's store's, MPI's and the kernel's."""
+
+_TIMED_OUT = re.compile(
+    r"timed out waiting|collective operation timeout|timeout caused pair closure"
+    r"|wait timeout|some nccl operations have failed or timed out"
+    r"|dump signal .*from (rank \d+|another rank)|horovod has been shut down"
+)
+"""Likewise, of one that another did not answer in time."""
+
+_IS_STOPPED = "is stopped; kill -cont"
+"""Likewise, of one that found another stopped, which will not end soon."""
+
+_LOST_RANK = re.compile(
+    r"\brank (\d+),?( process \d+,)? (is gone|has shut down|ended|said goodbye"
+    r"|closed its communicator)"
+)
+"""How ronde's errors name who is gone."""
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 """Signals that no stop order brings about."""
@@ -32,12 +44,14 @@ class RankEnd:
         host: Where it ran.
         pid: Its process there.
         status: Exit code, or minus the number of the signal that ended it.
-        at_s: Seconds since the ranks were started.
-        was_stopped: True when the job was being ended already.
+        at_s: When it began to end, as far as that was seen, in seconds since the ranks
+            were started.
+        was_stopped: True when the job was being ended already, or when that ended it.
         stderr_tail: The last lines it wrote to stderr.
-        traceback: The last Python traceback among what it wrote to stderr, or empty.
+        traceback: The Python traceback that is its last word on stderr, or empty.
         evidence: What the kernel says of its end, a core file or a lack of memory, in
             half a sentence, or empty.
+        was_leaving: True when it was stopped, but seemed to end by itself before.
     """
 
     rank: int
@@ -49,6 +63,7 @@ class RankEnd:
     stderr_tail: tuple[str, ...] = ()
     traceback: str = ""
     evidence: str = ""
+    was_leaving: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -62,15 +77,31 @@ class RankEnd:
 
     @property
     def is_hearsay(self) -> bool:
-        """Whether it gave up, saying that a peer was gone.
+        """Whether it gave up, saying that a peer was gone or did not answer."""
+        last_words = self.last_words
+        return has_lost_peer(last_words) or bool(_TIMED_OUT.search(last_words))
+
+    @property
+    def lost_ranks(self) -> frozenset[int]:
+        """Those of which it said that they were gone."""
+        found = _LOST_RANK.finditer(self.last_words)
+        return frozenset(int(each[1]) for each in found) - {self.rank}
+
+    @property
+    def last_words(self) -> str:
+        """What may say why it ended, in lower case; nothing of one that was killed.
 
         Of one that an exception ended the traceback counts and nothing it said before.
         """
         if self.status <= 0 and self.status != -signal.SIGABRT:
-            return False
+            return ""
         said = self.traceback if self.status == 1 else ""
-        said = (said or "\n".join(self.stderr_tail)).lower()
-        return any(words in said for words in _HEARSAY)
+        return (said or "\n".join(self.stderr_tail)).lower()
+
+
+def has_lost_peer(last_words: str) -> bool:
+    """Whether these last words are those of who ends because a peer is gone."""
+    return bool(_PEER_LOST.search(last_words.lower()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,25 +168,30 @@ def judge(
 
     A rank that ended after the stop order is a consequence, and so is one that says
     that its peer was gone while another rank failed by itself or a host was lost. Of
-    the others the earliest is the cause; where two are equally early, one that a signal
-    ended comes before one that exited with a code, and that before a host. A rank that
-    crashed while a core dump held it up ends after those that lost it, even after the
-    stop order: it is the cause then.
+    the others the one that began to end first is the cause, and a rank did so before
+    those that name it as lost; where two are equally early, one that a signal ended
+    comes before one that exited with a code, and that before a host.
+
+    Where all that failed lost their peer, the cause is one that was stopped before it
+    had ended: one that crashed, seemed to end by itself, or is named by the others. If
+    the stop order ended it, its own exit code is not known, and theirs is the job's.
 
     Args:
         ends: How each rank ended, in any order.
         interrupted_by: Number of the signal by which the user ended the job.
         lost: Hosts that went away, in any order; their ranks have no end.
     """
+    ends = _dated(ends)
     failed = [end for end in ends if end.status != 0 and not end.was_stopped]
     by_itself = [*(end for end in failed if not end.is_hearsay), *lost]
-    crashed_late = [end for end in ends if end.was_stopped and end.is_crash]
-    suspects = by_itself or (failed and crashed_late) or failed
+    suspects = by_itself or (failed and _late_suspects(ends, failed)) or failed
     cause = min(suspects, key=_priority, default=None)
     by_rank = sorted(ends, key=lambda end: end.rank)
     ended = tuple(e for e in by_rank if e.was_stopped and e is not cause)
     if interrupted_by is not None:
         exit_code = 128 + interrupted_by
+    elif isinstance(cause, RankEnd) and cause.was_stopped and not cause.is_crash:
+        exit_code = min(failed, key=_priority).exit_code
     elif cause is not None:
         exit_code = cause.exit_code
     else:
@@ -169,6 +205,48 @@ def judge(
         also_lost=tuple(sorted((e for e in lost if e is not cause), key=_priority)),
         ends=tuple(by_rank),
     )
+
+
+def find_awaited(ends: Sequence[RankEnd], running: Collection[int]) -> set[int]:
+    """Return the ranks that may be the cause of these ends, and have not ended yet.
+
+    Args:
+        ends: How some ranks ended, of which none was stopped.
+        running: Those that have not ended.
+    """
+    failed = [end for end in ends if end.status != 0]
+    if any(_IS_STOPPED in end.last_words for end in failed):
+        return set()
+    named = {rank for end in failed for rank in end.lost_ranks}
+    if not named and all(has_lost_peer(end.last_words) for end in failed):
+        return set(running)
+    return named.intersection(running)
+
+
+def _dated(ends: Sequence[RankEnd]) -> list[RankEnd]:
+    """Return the ends, none of which began later than others took note of it."""
+    noted: dict[int, float] = {}
+    for end in ends:
+        for rank in end.lost_ranks:
+            noted[rank] = min(end.at_s, noted.get(rank, end.at_s))
+    return [
+        replace(end, at_s=noted[end.rank])
+        if end.at_s > noted.get(end.rank, end.at_s)
+        else end
+        for end in ends
+    ]
+
+
+def _late_suspects(ends: Sequence[RankEnd], failed: Sequence[RankEnd]) -> list[RankEnd]:
+    """Return who may have made the others lose their peer, but was stopped then."""
+    named = {rank for end in failed for rank in end.lost_ranks}
+    return [
+        end
+        for end in ends
+        if end.was_stopped
+        and end.status != 0
+        and (end.is_crash or end.was_leaving or end.rank in named)
+    ]
 
 
 def _priority(failure: RankEnd | LostHost) -> tuple[float, int, int]:

@@ -81,6 +81,8 @@ def _blame(cause: RankEnd | LostHost) -> list[str]:
         f"{describe_status(cause.status)} (pid {cause.pid} on {cause.host})"
     )
     said = _quoted(cause)
+    if cause.was_stopped and not cause.is_crash:
+        head += ", before it had ended by itself"
     return [
         head,
         *([cause.evidence] if cause.evidence else []),
@@ -92,7 +94,9 @@ def _blame(cause: RankEnd | LostHost) -> list[str]:
 def _quoted(end: RankEnd) -> list[str]:
     """Return the exception that ended a rank, else the last that it said."""
     # One that a signal ended may have survived the exception that it told of.
-    is_raised = end.traceback and (end.status > 0 or end.status == -signal.SIGABRT)
+    is_raised = end.traceback and (
+        end.status > 0 or end.status == -signal.SIGABRT or end.was_leaving
+    )
     lines = end.traceback.split("\n") if is_raised else list(end.stderr_tail)
     num_left_out = len(lines) - _MAX_QUOTED_LINES
     if num_left_out > 0:

@@ -26,6 +26,7 @@ from ronde.torch.session import (
 )
 from ronde.torch.timeline import close_timeline, open_timeline
 from ronde.world import Claim, World, read_claim
+from ronde.world.exit_notice import send_exit_notice
 from ronde.world.knobs import Knobs, read_knobs, report_ignored
 
 _START_TIMEOUT_S = 300.0
@@ -80,6 +81,7 @@ def shutdown() -> None:
 def _leave(pid: int) -> None:
     """Shut down at the end of the program, and not of a process that it has forked."""
     if os.getpid() == pid:
+        send_exit_notice()
         shutdown()
 
 
