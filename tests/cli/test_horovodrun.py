@@ -58,6 +58,7 @@ SETTING = {
     "--gloo-timeout-seconds 7": ("GLOO_TIMEOUT_SECONDS", "7"),
     "--log-level DEBUG": ("LOG_LEVEL", "DEBUG"),
     "--start-timeout 8": ("START_TIMEOUT", "8"),
+    "--reset-limit 3": ("RESET_LIMIT", "3"),
 }
 
 
@@ -86,7 +87,7 @@ def test_minus_x_beats_an_option(ronde) -> None:
 
 
 def test_what_changes_nothing_is_named_in_one_line(ronde) -> None:
-    words = "--verbose --min-np 1 --max-np 2 --reset-limit 3 --tcp"
+    words = "--verbose --min-np 1 --max-np 2 --tcp"
     words += " --blacklist-cooldown-range 1 2 --disable-cache -prefix-timestamp"
     words += " --mpi-args=-x --elastic-timeout 3 --log-without-timestamp --jsrun"
     done = ronde("run", "-n", "1", *words.split(), "/bin/true")

@@ -3,6 +3,7 @@
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import ronde.torch as hvd
 from ronde.torch.elastic import sampler as sampler_module, updates
+from ronde.torch.elastic.running import run_fn
 from ronde.torch.elastic.state import (
     ModelStateHandler,
     StateHandler,
@@ -232,6 +234,63 @@ def test_training_goes_on_after_a_failed_collective(run_ranks_bare, size) -> Non
 
     expected = (5 * size, [0, 2], [size])
     assert on_ranks(run_ranks_bare, size, fn) == [expected] * size
+
+
+def always_fails(calls, until_s=float("inf")):
+    @hvd.elastic.run
+    def train(state):
+        calls.append(state.step)
+        if time.monotonic() < until_s:
+            raise hvd.HorovodInternalError("on purpose")
+
+    train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=7))
+
+
+def test_the_reset_limit_ends_training(run_ranks_bare) -> None:
+    def body(claim):
+        hvd.init()
+        calls = []
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            always_fails(calls)
+        hvd.shutdown()
+        return calls, str(caught.value), str(caught.value.__cause__)
+
+    limit = {"HOROVOD_RESET_LIMIT": "2"}
+    for calls, text, cause in run_ranks_bare(2, body, environment=limit):
+        assert calls == [7] * 3
+        assert text.startswith("reset_limit must be at least the number of resets, 3,")
+        assert cause == "on purpose"
+
+
+def test_training_that_fails_again_and_again_backs_off(run_ranks_bare) -> None:
+    def body(claim):
+        hvd.init()
+        calls = []
+        always_fails(calls, time.monotonic() + 1.0)
+        hvd.shutdown()
+        return len(calls)
+
+    assert 2 <= run_ranks_bare(1, body)[0] < 8
+
+
+def test_a_failure_while_ranks_meet_anew_is_one_more(run_ranks_bare) -> None:
+    def fn():
+        resets = []
+
+        def reset():
+            resets.append(len(resets))
+            if len(resets) == 1:
+                raise hvd.HorovodInternalError("nobody came")
+
+        def train(state):
+            if not resets:
+                raise hvd.HorovodInternalError("on purpose")
+            return state.step
+
+        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=7)
+        return run_fn(train, reset)(state), resets
+
+    assert on_ranks(run_ranks_bare, 1, fn) == [(7, [0, 1])]
 
 
 def test_any_other_exception_ends_training(run_ranks_bare) -> None:

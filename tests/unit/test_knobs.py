@@ -30,6 +30,7 @@ HEARD = {
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("7", "autotune_max_samples", 7),
     "DYNAMIC_PROCESS_SETS": ("1", "has_dynamic_process_sets", True),
     "ELASTIC": ("1", "is_elastic", True),
+    "RESET_LIMIT": ("0", "reset_limit", 0),
     "START_TIMEOUT": ("3", "start_timeout_s", 3.0),
     "GLOO_TIMEOUT_SECONDS": ("3", "collective_timeout_s", 3.0),
     "LOG_LEVEL": ("trace", "log_level", logging.DEBUG),

@@ -24,6 +24,7 @@ _VALUES = {
     "gloo-timeout-seconds": "GLOO_TIMEOUT_SECONDS",
     "log-level": "LOG_LEVEL",
     "start-timeout": "START_TIMEOUT",
+    "reset-limit": "RESET_LIMIT",
     "network-interfaces": "GLOO_IFACE",
 }
 """Options with a value that is a variable's, by its name without ``HOROVOD_``."""
@@ -41,7 +42,7 @@ _READ_HERE = ("output-filename", "config-file", *_SSH)
 _CONTROLLERS = ("gloo", "mpi", "jsrun")
 _VALUES_IGNORED = (
     *("mpi-args", "binding-args", "num-nccl-streams"),
-    *("min-num-proc", "max-num-proc", "reset-limit", "blacklist-cooldown-range"),
+    *("min-num-proc", "max-num-proc", "blacklist-cooldown-range"),
     *("autotune-gaussian-process-noise", "elastic-timeout"),
 )
 _FLAGS_IGNORED = (

@@ -46,6 +46,7 @@ class Knobs:
         autotune_max_samples: Samples after which tuning ends.
         has_dynamic_process_sets: Whether sets may come and go after ``init()``.
         is_elastic: Whether ranks may come and go.
+        reset_limit: How often they may meet anew; None for no limit.
         start_timeout_s: How long ``init()`` may wait for the others; None for ronde's
             default.
         collective_timeout_s: How long a collective may wait for another rank (Horovod
@@ -74,6 +75,7 @@ class Knobs:
     autotune_max_samples: int = 20
     has_dynamic_process_sets: bool = False
     is_elastic: bool = False
+    reset_limit: int | None = None
     start_timeout_s: float | None = None
     collective_timeout_s: float | None = None
     log_level: int | None = None
@@ -251,6 +253,7 @@ _HEARD: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("autotune_max_samples", _integer),
     "DYNAMIC_PROCESS_SETS": ("has_dynamic_process_sets", _boolean),
     "ELASTIC": ("is_elastic", _boolean),
+    "RESET_LIMIT": ("reset_limit", _integer),
     "START_TIMEOUT": ("start_timeout_s", _number),
     "GLOO_TIMEOUT_SECONDS": ("collective_timeout_s", _number),
     "LOG_LEVEL": ("log_level", _level),

@@ -93,8 +93,8 @@ def run(
         min_num_proc: Return the results of so many ranks.
         max_num_proc: Most ranks; there are never more than ``num_proc``.
         slots: Of a host that the discovery script names without.
-        reset_limit: Not used: ranks that fail are not replaced.
-        cooldown_range: Likewise.
+        reset_limit: How often ``hvd.elastic.run`` may have the ranks meet anew.
+        cooldown_range: Not used: ranks that fail are not replaced.
         hosts: ``h1:2,h2:4``, all of them this machine.
         hostfile: Path of a file with lines ``h1 slots=2``.
         host_discovery_script: Path of a program that prints hosts, as ``h1:2``.
