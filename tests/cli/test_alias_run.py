@@ -106,6 +106,10 @@ def test_a_result_that_cannot_be_pickled_is_told_of() -> None:
             {"num_proc": 4, "hosts": "localhost:2"},
             r"^Requested more processes \(4\) than there are available slots \(2\)\n",
         ),
+        (
+            {"num_proc": 2, "hosts": "localhost:1,192.0.2.1:1"},
+            "^hosts must be this machine alone .*, got 192.0.2.1. Start",
+        ),
         ({"num_proc": 0}, "must be auto or a whole number of at least 1, got '0'"),
     ],
 )

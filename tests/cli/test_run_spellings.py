@@ -122,7 +122,7 @@ def test_an_unknown_option_gets_one_sentence_with_its_equivalent(ronde, words, s
     [
         ("--nproc-per-node gpu", "must find a GPU on each host, got none on "),
         ("--nproc-per-node tpu", "must be auto, gpu, cpu or a whole number"),
-        ("--standalone -H a:1", "--standalone must stand without --hosts"),
+        ("--standalone -H 192.0.2.1", "hosts must be this machine alone with --stand"),
         ("--nnodes 2 -H localhost:1", "--nodes must be at most 1, the hosts"),
         ("--nnodes 1:4", "--nodes must be a whole number"),
         ("--tee 4", "--tee must be 0, 1, 2, 3 or such per local rank"),

@@ -73,14 +73,9 @@ def find_run_hosts(
     Raises:
         UsageError: The options contradict each other, or name no hosts.
     """
+    hosts = find_hosts(options, {} if options.standalone else environ)
     if options.standalone:
-        named = [name for name in _SOURCES if getattr(options, _attribute(name))]
-        if named:
-            raise UsageError(
-                f"--standalone must stand without --{named[0]}, got both. Drop one."
-            )
-        environ = {}
-    hosts = find_hosts(options, environ)
+        _require_here(hosts)
     # With --listen it counts those that join.
     if not options.nodes or options.listen:
         return hosts
@@ -97,6 +92,18 @@ def find_run_hosts(
             f"{num_nodes}. Name all with -H, or have nodes join: --listen and --agent."
         )
     return tuple(usable[: int(num_nodes)])
+
+
+def _require_here(hosts: Sequence[Host]) -> None:
+    from ronde.launch.hosts.here import is_here
+
+    for host in hosts:
+        if not is_here(host):
+            raise UsageError(
+                "hosts must be this machine alone with --standalone, and so in "
+                f"horovod.run(), got {host.name}. Start the program on several hosts "
+                "with: ronde run -H a:4,b:4 python SCRIPT"
+            )
 
 
 def find_hosts(

@@ -80,7 +80,7 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Start ranks, call a function on each, and return what the calls return.
+    """Start ranks here, call a function on each, and return what the calls return.
 
     What the ranks print is shown while they run. The arguments below ``num_proc`` are
     horovodrun's options; ``ronde run`` says which of them change nothing.
@@ -95,9 +95,9 @@ def run(
         slots: Of a host that the discovery script names without.
         reset_limit: How often ``hvd.elastic.run`` may have the ranks meet anew.
         cooldown_range: Not used: ranks that fail are not replaced.
-        hosts: ``h1:2,h2:4``, all of them this machine.
-        hostfile: Path of a file with lines ``h1 slots=2``.
-        host_discovery_script: Path of a program that prints hosts, as ``h1:2``.
+        hosts: ``localhost:4``; a host that is not this machine is refused.
+        hostfile: Path of a file with such hosts, as ``localhost slots=4``.
+        host_discovery_script: Path of a program that prints such hosts.
         start_timeout: Seconds that the ranks may take to meet.
         ssh_port: Not used: there is one machine.
         ssh_identity_file: Likewise.
@@ -156,7 +156,8 @@ def _renamed(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _words(asked: Mapping[str, Any]) -> list[str]:
     """Return the command that starts the ranks, up to their program."""
-    words = [sys.executable, "-m", "ronde", "run"]
+    # The call lies in a folder of this machine.
+    words = [sys.executable, "-m", "ronde", "run", "--standalone"]
     if read_claim().size == 1:
         # A program that is a world of its own may well have been started as one.
         words.append("--nested")
