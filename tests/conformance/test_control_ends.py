@@ -220,3 +220,40 @@ def test_an_absent_rank_is_not_waited_for_for_ever(run_ranks_bare, hosts):
     texts = run_ranks_bare(len(hosts), be_absent, hosts, timeout_s=30.0)
     for rank, text in enumerate(texts[:-1]):
         assert text.startswith(f"connecting on rank {rank} of {len(hosts)}")
+
+
+STUCK = """
+import os, signal, sys
+from torch.distributed import TCPStore
+from ronde.collectives.engines.torch_distributed.groups import Groups
+from ronde.coordination.control.bell import Bell
+from ronde.coordination.control.gloo import GlooMedium
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = TCPStore("127.0.0.1", port, wait_for_workers=False)
+groups = Groups(store, rank, 2, 60.0, is_one_host=True)
+medium = GlooMedium(groups, {1 - rank: (1 - rank, "b")}, Bell.of_its_own())
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+groups.close()  # Gloo's own shutdown ends no connection, and so not the thread on it
+"""
+
+
+def test_a_thread_that_gloo_does_not_end_is_left_behind():
+    """Its neighbour is stopped, so that it hears no goodbye."""
+    store = hosted_store()
+    command = [sys.executable, "-c", STUCK]
+    stopped = subprocess.Popen([*command, "1", str(store.port)])
+    try:
+        done = subprocess.run(
+            [*command, "0", str(store.port)],
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=40.0,
+            check=False,
+        )
+    finally:
+        stopped.kill()
+        stopped.wait()
+    assert done.returncode == 0
+    assert "the connection to rank 1, on b, could not be closed" in done.stderr

@@ -8,6 +8,7 @@ Note [Parting]
 """
 
 import atexit
+import logging
 import struct
 import threading
 import time
@@ -25,6 +26,7 @@ from ronde.coordination.control.bell import Bell
 from ronde.coordination.control.channel import Loss
 from ronde.coordination.control.link import Link, Medium
 
+_logger = logging.getLogger("ronde")
 _FRAME_BYTES = 256
 _HEADER = struct.Struct("=q")
 _INLINE_BYTES = _FRAME_BYTES - _HEADER.size
@@ -33,6 +35,8 @@ _FRAMES, _REMAINDERS = 0, 1
 _GOODBYE, _FAREWELL = -1, -2
 _FOR_EVER = timedelta(days=3650)
 _PARTING_S = 5.0
+_ENDING_S = 2.0
+"""Threads that Gloo lets go of end within this."""
 _MOST_KEPT = 32
 _MOST_KEPT_BYTES = 1 << 20
 
@@ -69,9 +73,14 @@ class GlooMedium(Medium):
         for link in self._links:
             link.join(max(0.0, deadline - time.monotonic()))
         self._groups.abort()  # ends what a neighbour that hangs leaves waiting
+        deadline = time.monotonic() + _ENDING_S
         for link in self._links:
-            link.join(None)
-        self._sent.close()
+            link.join(max(0.0, deadline - time.monotonic()))
+        self._sent.close(max(0.0, deadline - time.monotonic()))
+        for link in self._links:
+            if link.is_alive():
+                # A thread that never comes back from Gloo harms nobody at the end.
+                _logger.warning("the connection to %s could not be closed", link.name)
 
 
 class GlooLink(Link):
@@ -79,7 +88,7 @@ class GlooLink(Link):
 
     def __init__(self, wire: "_Wire", rank: int, host: str, bell: Bell) -> None:
         self.rank = rank
-        self._host = host
+        self.name = f"rank {rank}, on {host},"
         self._wire = wire
         self._bell = bell
         self._inbox: deque[bytes] = deque()
@@ -115,22 +124,26 @@ class GlooLink(Link):
         if self._loss is None:
             self._wire.say(_GOODBYE)
 
-    def join(self, timeout_s: float | None) -> None:
+    def join(self, timeout_s: float) -> None:
         """Wait until the thread ends, which it does when there is no more to hear."""
         self._thread.join(timeout_s)
+
+    def is_alive(self) -> bool:
+        """Say whether the thread still listens."""
+        return self._thread.is_alive()
 
     def _listen(self) -> None:
         while self._loss is None:
             try:
                 heard = self._wire.hear()
             except RuntimeError:
-                text = f"rank {self.rank}, on {self._host}, ended or cannot be reached"
+                text = f"{self.name} ended or cannot be reached"
                 self._loss = Loss(self.rank, text, is_orderly=False)
             else:
                 if isinstance(heard, bytes):
                     self._inbox.append(heard)
                 else:
-                    text = f"rank {self.rank}, on {self._host}, said goodbye"
+                    text = f"{self.name} said goodbye"
                     self._loss = Loss(self.rank, text, is_orderly=True)
                     if heard == _GOODBYE and not self._has_parted:
                         self._wire.say(_FAREWELL)
@@ -217,10 +230,10 @@ class _Sent:
             self._batches.put(self._kept)
             self._kept, self._num_bytes = [], 0
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> None:
         """Let everything go and end the thread; the connections are closed."""
         self._batches.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
         self._kept = []
 
     def _let_go(self) -> None:
