@@ -14,7 +14,7 @@ from ronde.collectives.arguments import apart_from, require_out, require_root
 from ronde.collectives.arithmetic import as_bytes, dense, put_back, require_reducible
 from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work, rows
 from ronde.collectives.lane import Lane
-from ronde.collectives.layouts import Agreement
+from ronde.collectives.layouts import Agreement, Layout
 from ronde.collectives.vectors import Reduction, flat
 from ronde.errors import UsageError
 
@@ -168,7 +168,7 @@ class LayeredCommunicator(Communicator):
         """Exchange rows by the communicator below: see ``Communicator``."""
         self._require_usable(tensor)
         # Ranks that call all_gather instead wait for this rank's layout here.
-        self._agreement.on_splits(tensor, splits, out)
+        self._agreement.on_call(Layout.of("all_to_all", tensor, None))
         return self._world.all_to_all(tensor, splits, out=out)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work[None]:

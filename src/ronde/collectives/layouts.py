@@ -1,9 +1,17 @@
-"""What the ranks tell each other before tensors of unequal sizes move."""
+"""What the ranks tell each other before tensors of unequal sizes move.
 
+Three numbers of every rank go to every other: a signature of all that must be equal,
+and its rows. Only where these do not fit do the ranks tell each other their dtypes and
+shapes, for the error. What each rank sends to each goes separately, in ``all_to_all``.
+"""
+
+import functools
+import hashlib
 import zlib
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +19,10 @@ from torch import Tensor
 from ronde.collectives.arguments import require_out, require_splits
 from ronde.errors import CollectiveError, UsageError
 
-MAX_NDIM = 64
+_MAX_NDIM = 64
 """Dimensions that a tensor can have in torch."""
+NUM_NUMBERS = 3 + _MAX_NDIM
+"""What ``Layout.encode`` writes."""
 _DTYPES = {
     zlib.crc32(str(value).encode()): str(value)
     for value in vars(torch).values()
@@ -20,7 +30,26 @@ _DTYPES = {
 }
 _CALLS = ("all_gather", "all_to_all")
 _REFUSED = -1
+_NO_ROWS = -1
 _NO_OUT = -1
+
+
+class Summary(NamedTuple):
+    """What every rank must know of a layout.
+
+    Attributes:
+        signature: Equal for equal calls, dtypes and dimensions after the first.
+        num_rows: Dimension 0; below 0 where there is none, or the rank refused.
+        out_rows: Rows of the place that the caller gave for the result; below 0 for
+            none.
+    """
+
+    signature: int
+    num_rows: int
+    out_rows: int
+
+
+NUM_SUMMARY = len(Summary._fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +60,6 @@ class Layout:
         call: The collective.
         dtype: Name of the tensor's dtype.
         shape: The tensor's.
-        splits: Rows for each rank in ``all_to_all``; empty elsewhere.
         out_rows: Rows of the place that the caller gave for the result; or None.
         is_refused: The rank found its own arguments wrong and will not take part.
     """
@@ -39,73 +67,94 @@ class Layout:
     call: str
     dtype: str
     shape: tuple[int, ...]
-    splits: tuple[int, ...] = ()
     out_rows: int | None = None
     is_refused: bool = False
 
-    @staticmethod
-    def num_numbers(size: int) -> int:
-        """Return how many numbers ``encode`` writes."""
-        return 4 + size + MAX_NDIM
+    @classmethod
+    def of(cls, call: str, tensor: Tensor, out: Tensor | None) -> "Layout":
+        """Describe a call."""
+        out_rows = None if out is None else out.shape[0]
+        return cls(call, str(tensor.dtype), tuple(tensor.shape), out_rows)
 
-    def encode(self, size: int) -> Tensor:
-        """Return it as int64 numbers, as many for every layout."""
-        splits = self.splits or (0,) * size
+    @classmethod
+    def refused(cls, call: str, tensor: Tensor) -> "Layout":
+        """Describe a call whose arguments are wrong."""
+        return cls(call, str(tensor.dtype), (), is_refused=True)
+
+    def summarize(self) -> Summary:
+        """Return what the others must know in any case."""
+        return Summary(
+            _signature(self.call, self.dtype, len(self.shape), self.shape[1:]),
+            self.shape[0] if self.shape else _NO_ROWS,
+            _NO_OUT if self.out_rows is None else self.out_rows,
+        )
+
+    def encode(self) -> Tensor:
+        """Return what an error tells of it as int64 numbers, as many for every one."""
         head = [
             _CALLS.index(self.call),
             zlib.crc32(self.dtype.encode()),
             _REFUSED if self.is_refused else len(self.shape),
-            _NO_OUT if self.out_rows is None else self.out_rows,
         ]
-        padding = (0,) * (MAX_NDIM - len(self.shape))
-        return torch.tensor([*head, *splits, *self.shape, *padding])
+        padding = (0,) * (_MAX_NDIM - len(self.shape))
+        return torch.tensor([*head, *self.shape, *padding])
 
     @classmethod
-    def decode(cls, encoded: Tensor, size: int) -> "Layout":
+    def decode(cls, encoded: Tensor) -> "Layout":
         """Read what ``encode`` wrote."""
         numbers: list[int] = encoded.tolist()  # pyright: ignore[reportUnknownVariableType]
-        call, dtype, ndim, out_rows, *rest = numbers
+        call, dtype, ndim, *shape = numbers
         return cls(
             _CALLS[call],
             _DTYPES.get(dtype, f"dtype {dtype:#x}"),
-            tuple(rest[size : size + max(ndim, 0)]),
-            tuple(rest[:size]),
-            None if out_rows == _NO_OUT else out_rows,
+            tuple(shape[: max(ndim, 0)]),
             is_refused=ndim == _REFUSED,
         )
 
 
-def require_agreement(layouts: Sequence[Layout]) -> None:
-    """Refuse layouts that do not fit together, in the same words on every rank.
+@functools.lru_cache(maxsize=1024)
+def _signature(call: str, dtype: str, ndim: int, rest: tuple[int, ...]) -> int:
+    digest = hashlib.sha256(f"{call} {dtype} {ndim} {rest}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
 
-    Raises:
-        CollectiveError: Calls, dtypes or dimensions after the first differ, a rank gave
-            a tensor without dimensions, or one refused its own arguments.
+
+def do_fit(summaries: Sequence[Summary]) -> bool:
+    """Say whether the ranks' layouts fit together."""
+    signature = summaries[0].signature
+    return all(s.signature == signature and s.num_rows >= 0 for s in summaries)
+
+
+def disagreement(layouts: Sequence[Layout]) -> CollectiveError:
+    """Return what is wrong with layouts that do not fit, in the same words everywhere.
+
+    Calls, dtypes or dimensions after the first differ, a rank gave a tensor without
+    dimensions, or one refused its own arguments.
     """
     refused = [r for r, layout in enumerate(layouts) if layout.is_refused]
     if refused:
-        raise _refused_elsewhere(layouts, refused)
+        return _refused_elsewhere(layouts[refused[0]].call, refused)
     for what, values in (
         ("call", [layout.call for layout in layouts]),
         ("dtype", [layout.dtype for layout in layouts]),
         ("number of dimensions", [str(len(layout.shape)) for layout in layouts]),
         ("shape after dimension 0", [str(layout.shape[1:]) for layout in layouts]),
     ):
-        _require_equal(what, values, layouts)
-    if not layouts[0].shape:
-        raise CollectiveError(
-            f"{layouts[0].call} must be given at least one dimension, got a scalar. "
-            "Use tensor.reshape(1)."
-        )
+        if len(set(values)) > 1:
+            return _differ(what, layouts)
+    return CollectiveError(
+        f"{layouts[0].call} must be given at least one dimension, got a scalar. "
+        "Use tensor.reshape(1)."
+    )
 
 
 def require_out_rows(
-    layouts: Sequence[Layout], rank: int, results: Sequence[int]
+    call: str, summaries: Sequence[Summary], rank: int, results: Sequence[int]
 ) -> None:
     """Refuse a result that does not fit its place on some rank, on every rank.
 
     Args:
-        layouts: Those of all ranks, which agree.
+        call: The collective.
+        summaries: Those of all ranks, which fit together.
         rank: This process.
         results: Rows of each rank's result.
 
@@ -115,17 +164,16 @@ def require_out_rows(
     """
     wrong = [
         r
-        for r, layout in enumerate(layouts)
-        if layout.out_rows not in (None, results[r])
+        for r, summary in enumerate(summaries)
+        if summary.out_rows not in (_NO_OUT, results[r])
     ]
     if rank in wrong:
         raise UsageError(
-            f"out must have as many rows as the result of {layouts[rank].call}, "
-            f"{results[rank]}, got {layouts[rank].out_rows}. Leave it out for a new "
-            "tensor."
+            f"out must have as many rows as the result of {call}, {results[rank]}, got "
+            f"{summaries[rank].out_rows}. Leave it out for a new tensor."
         )
     if wrong:
-        raise _refused_elsewhere(layouts, wrong)
+        raise _refused_elsewhere(call, wrong)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,28 +199,43 @@ class Agreement:
         """
         with self._telling_refusal(call, tensor):
             require_out(out, tensor)
-        layouts = self._agree(_layout(call, tensor, (), out))
-        counts = [layout.shape[0] for layout in layouts]
-        require_out_rows(layouts, self.rank, [sum(counts)] * self.size)
+        summaries = self.on_call(Layout.of(call, tensor, out))
+        counts = [summary.num_rows for summary in summaries]
+        require_out_rows(call, summaries, self.rank, [sum(counts)] * self.size)
         return counts
 
     def on_splits(
         self, tensor: Tensor, splits: Sequence[int] | None, out: Tensor | None
-    ) -> list[tuple[int, ...]]:
+    ) -> list[list[int]]:
         """Return how many rows every rank sends to every other; collective.
 
         Raises:
             UsageError: ``splits`` or ``out`` of this rank are wrong.
             CollectiveError: The ranks' tensors or places do not fit together.
         """
-        with self._telling_refusal("all_to_all", tensor):
+        call = "all_to_all"
+        with self._telling_refusal(call, tensor):
             sent = require_splits(tensor, splits, self.size)
             require_out(out, tensor)
-        layouts = self._agree(_layout("all_to_all", tensor, sent, out))
-        plan = [layout.splits for layout in layouts]
+        summaries = self.on_call(Layout.of(call, tensor, out))
+        plan = _rows(self.gather(torch.tensor(sent)))
         received = [sum(column) for column in zip(*plan, strict=True)]
-        require_out_rows(layouts, self.rank, received)
+        require_out_rows(call, summaries, self.rank, received)
         return plan
+
+    def on_call(self, own: Layout) -> list[Summary]:
+        """Return what every rank was called for; collective.
+
+        Raises:
+            CollectiveError: That does not fit together.
+        """
+        told = _rows(self.gather(torch.tensor(own.summarize())))
+        summaries = [Summary(*numbers) for numbers in told]
+        if not do_fit(summaries):
+            raise disagreement(
+                [Layout.decode(row) for row in self.gather(own.encode())]
+            )
+        return summaries
 
     @contextmanager
     def _telling_refusal(self, call: str, tensor: Tensor) -> Generator[None]:
@@ -180,44 +243,29 @@ class Agreement:
         try:
             yield
         except UsageError:
-            self._exchange(Layout(call, str(tensor.dtype), (), is_refused=True))
+            with suppress(CollectiveError):
+                self.on_call(Layout.refused(call, tensor))
             raise
 
-    def _agree(self, own: Layout) -> list[Layout]:
-        layouts = self._exchange(own)
-        require_agreement(layouts)
-        return layouts
 
-    def _exchange(self, own: Layout) -> list[Layout]:
-        gathered = self.gather(own.encode(self.size))
-        return [Layout.decode(row, self.size) for row in gathered]
+def _rows(numbers: Tensor) -> list[list[int]]:
+    return numbers.tolist()  # pyright: ignore[reportUnknownVariableType]
 
 
-def _layout(
-    call: str, tensor: Tensor, splits: Sequence[int], out: Tensor | None
-) -> Layout:
-    out_rows = None if out is None else out.shape[0]
-    return Layout(call, str(tensor.dtype), tuple(tensor.shape), tuple(splits), out_rows)
-
-
-def _refused_elsewhere(
-    layouts: Sequence[Layout], refused: Sequence[int]
-) -> CollectiveError:
+def _refused_elsewhere(call: str, refused: Sequence[int]) -> CollectiveError:
     return CollectiveError(
-        f"{layouts[refused[0]].call} was given wrong arguments on "
-        f"{_name(refused)}; the error there says which."
+        f"{call} was given wrong arguments on {_name(refused)}; the error there says "
+        "which."
     )
 
 
-def _require_equal(what: str, values: Sequence[str], layouts: Sequence[Layout]) -> None:
-    if len(set(values)) == 1:
-        return
+def _differ(what: str, layouts: Sequence[Layout]) -> CollectiveError:
     groups: dict[str, list[int]] = {}
     for rank, layout in enumerate(layouts):
         text = f"{layout.call} of {layout.dtype} {list(layout.shape)}"
         groups.setdefault(text, []).append(rank)
     told = "; ".join(f"{text} on {_name(ranks)}" for text, ranks in groups.items())
-    raise CollectiveError(f"{what} must be equal on all ranks, got {told}.")
+    return CollectiveError(f"{what} must be equal on all ranks, got {told}.")
 
 
 def _name(ranks: Sequence[int]) -> str:

@@ -1,7 +1,8 @@
 """Collectives of the ranks of one machine, through memory that all of them map."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -140,8 +141,9 @@ class SharedMemoryCommunicator(Communicator):
 
     def all_gather(self, tensor: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
         """Concatenate along dimension 0: see ``Communicator``."""
-        layout = self._layout("all_gather", tensor, None, out)
-        steps = movements.all_gather(self._ground, tensor, layout, out)
+        with self._telling_refusal("all_gather", tensor):
+            require_out(out, tensor)
+        steps = movements.all_gather(self._ground, tensor, out)
         return self._executor.submit("all_gather", steps)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
@@ -163,8 +165,10 @@ class SharedMemoryCommunicator(Communicator):
         out: Tensor | None = None,
     ) -> Work[tuple[Tensor, list[int]]]:
         """Exchange rows: see ``Communicator``."""
-        layout = self._layout("all_to_all", tensor, splits, out)
-        steps = movements.all_to_all(self._ground, tensor, layout, out)
+        with self._telling_refusal("all_to_all", tensor):
+            sent = require_splits(tensor, splits, self.size)
+            require_out(out, tensor)
+        steps = movements.all_to_all(self._ground, tensor, sent, out)
         return self._executor.submit("all_to_all", steps)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work[None]:
@@ -212,27 +216,16 @@ class SharedMemoryCommunicator(Communicator):
         """End the helper thread; not collective, and calls may be repeated."""
         self._executor.close()
 
-    def _layout(
-        self,
-        name: str,
-        tensor: Tensor,
-        splits: Sequence[int] | None,
-        out: Tensor | None,
-    ) -> Layout:
-        """Return what the others must know; where it is wrong, tell them that."""
-        dtype = str(tensor.dtype)
+    @contextmanager
+    def _telling_refusal(self, name: str, tensor: Tensor) -> Generator[None]:
+        """Require what the CPU can move; tell the others of any wrong argument."""
         try:
             _require_cpu(tensor)
-            sent: Sequence[int] = ()
-            if name == "all_to_all":
-                sent = require_splits(tensor, splits, self.size)
-            require_out(out, tensor)
+            yield
         except UsageError:
-            refused = Layout(name, dtype, (), is_refused=True)
+            refused = Layout.refused(name, tensor)
             self._executor.submit(name, movements.refuse(self._ground, refused))
             raise
-        out_rows = None if out is None else out.shape[0]
-        return Layout(name, dtype, tuple(tensor.shape), tuple(sent), out_rows)
 
 
 def _is_flat(tensor: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Moving bytes, as steps between meetings."""
 
 import functools
+import struct
 from collections.abc import Generator, Sequence
 
 import torch
@@ -14,12 +15,24 @@ from ronde.collectives.engines.shared_memory.stage import (
     is_same_region,
     offset_of,
 )
-from ronde.collectives.layouts import Layout, require_agreement, require_out_rows
+from ronde.collectives.layouts import (
+    NUM_NUMBERS,
+    NUM_SUMMARY,
+    Layout,
+    Summary,
+    disagreement,
+    do_fit,
+    require_out_rows,
+)
 
 _LINE_BYTES = 64
 _DIRECT_BYTES = 4 << 10
 """From here on one meeting more costs less than a copy."""
 _BYTE = torch.uint8
+_SUMMARY = struct.Struct(f"={NUM_SUMMARY}q")
+_LAYOUT_AT = _LINE_BYTES
+"""Behind the summary, in a slot; the splits follow."""
+_HEAD_BYTES = _LAYOUT_AT + -(-8 * NUM_NUMBERS // _LINE_BYTES) * _LINE_BYTES
 _EXCHANGE = Call("all_gather or all_to_all")
 _BARRIER = Call("barrier")
 
@@ -80,19 +93,18 @@ def refuse(ground: Ground, layout: Layout) -> Steps[None]:
     yield from _exchange(ground, layout, ground.stage.take(), 0)
 
 
-def all_gather(
-    ground: Ground, tensor: Tensor, layout: Layout, out: Tensor | None
-) -> Steps[Tensor]:
+def all_gather(ground: Ground, tensor: Tensor, out: Tensor | None) -> Steps[Tensor]:
     """Concatenate every rank's rows."""
+    layout = Layout.of("all_gather", tensor, out)
     own_rows = ground.rank * tensor.shape[0] if tensor.ndim else 0
     data = as_bytes(dense(apart_from(tensor, out, own_rows)))
     location = _locate(ground, data)
-    room, slot = ground.stage.slot_bytes - _head_bytes(ground), ground.stage.take()
+    room, slot = ground.stage.slot_bytes - _HEAD_BYTES, ground.stage.take()
     if not location:
-        _show(ground, slot, data[:room], _head_bytes(ground))
-    layouts, locations = yield from _exchange(ground, layout, slot, location)
-    counts = [each.shape[0] for each in layouts]
-    require_out_rows(layouts, ground.rank, [sum(counts)] * ground.size)
+        _show(ground, slot, data[:room], _HEAD_BYTES)
+    summaries, locations = yield from _exchange(ground, layout, slot, location)
+    counts = [each.num_rows for each in summaries]
+    require_out_rows(layout.call, summaries, ground.rank, [sum(counts)] * ground.size)
     result = _result(tensor, sum(counts), out)
     row_bytes = _row_bytes(tensor)
     parts = torch.split(as_bytes(result.detach()), [c * row_bytes for c in counts])
@@ -108,31 +120,34 @@ def all_gather(
     for start in range(0, max(part.numel() for part in parts), room):
         if start or shown < 0:
             shown = ground.stage.take()
-            _show(ground, shown, data[start : start + room], _head_bytes(ground))
+            _show(ground, shown, data[start : start + room], _HEAD_BYTES)
             yield
-        _copy_shown(ground, shown, _head_bytes(ground), parts, start, room)
+        _copy_shown(ground, shown, _HEAD_BYTES, parts, start, room)
     return result
 
 
 def all_to_all(
-    ground: Ground, tensor: Tensor, layout: Layout, out: Tensor | None
+    ground: Ground, tensor: Tensor, splits: Sequence[int], out: Tensor | None
 ) -> Steps[tuple[Tensor, list[int]]]:
     """Exchange rows."""
+    layout = Layout.of("all_to_all", tensor, out)
     row_bytes = _row_bytes(tensor)
-    source = apart_from(tensor[: sum(layout.splits)], out)
+    source = apart_from(tensor[: sum(splits)], out)
     data = as_bytes(dense(source))
     location = _locate(ground, data)
-    layouts, locations = yield from _exchange(
-        ground, layout, ground.stage.take(), location
-    )
-    plan = list(zip(*(each.splits for each in layouts), strict=True))
-    require_out_rows(layouts, ground.rank, [sum(column) for column in plan])
-    counts = list(plan[ground.rank])
+    slot = ground.stage.take()
+    _show(ground, slot, as_bytes(torch.tensor(splits)), _HEAD_BYTES)
+    summaries, locations = yield from _exchange(ground, layout, slot, location)
+    views = ground.stage.views(slot, torch.int64, ground.size, _HEAD_BYTES)
+    plan: list[list[int]] = [view.tolist() for view in views]
+    received = [sum(column) for column in zip(*plan, strict=True)]
+    require_out_rows(layout.call, summaries, ground.rank, received)
+    counts = [row[ground.rank] for row in plan]
     result = _result(tensor, sum(counts), out)
     parts = torch.split(as_bytes(result.detach()), [c * row_bytes for c in counts])
     if is_same_region(locations):
         for rank, part in enumerate(parts):
-            before = sum(layouts[rank].splits[: ground.rank]) * row_bytes
+            before = sum(plan[rank][: ground.rank]) * row_bytes
             if rank == ground.rank:
                 part.copy_(data[before : before + part.numel()])
             else:
@@ -140,8 +155,8 @@ def all_to_all(
         yield
         return result, counts
     room = ground.stage.slot_bytes // ground.size // _LINE_BYTES * _LINE_BYTES
-    sent = torch.split(data, [count * row_bytes for count in layout.splits])
-    most = max(max(each.splits) for each in layouts) * row_bytes
+    sent = torch.split(data, [count * row_bytes for count in splits])
+    most = max(map(max, plan)) * row_bytes
     for start in range(0, most, room):
         slot = ground.stage.take()
         for to, piece in enumerate(sent):
@@ -153,45 +168,38 @@ def all_to_all(
 
 def _exchange(
     ground: Ground, layout: Layout, slot: int, location: int
-) -> Generator[None, None, tuple[Sequence[Layout], list[int]]]:
+) -> Generator[None, None, tuple[Sequence[Summary], list[int]]]:
     """Return all ranks' layouts, once they fit together, and where their tensors are.
 
     Raises:
         CollectiveError: They do not; or ranks were called for other things.
     """
-    encoded = _encoded(layout, ground.size)
-    _show(ground, slot, encoded)
+    stage = ground.stage
+    _show(ground, slot, _encoded(layout))
     turn = ground.announce(_EXCHANGE.signature, location)
     yield
     locations = ground.meet(turn, _EXCHANGE.signature)
     if locations is None:
         raise (yield from ground.refusal(_EXCHANGE))
-    told = [
-        view.numpy().tobytes()
-        for view in ground.stage.views(slot, _BYTE, encoded.numel())
-    ]
-    layouts = _decoded(tuple(told), ground.size)
-    require_agreement(layouts)
-    return layouts, locations
+    told = stage.views(slot, _BYTE, _SUMMARY.size)
+    summaries = _decoded(tuple([view.numpy().tobytes() for view in told]))
+    if not do_fit(summaries):
+        views = stage.views(slot, torch.int64, NUM_NUMBERS, _LAYOUT_AT)
+        raise disagreement([Layout.decode(view) for view in views])
+    return summaries, locations
 
 
 @functools.lru_cache(maxsize=1024)
-def _encoded(layout: Layout, size: int) -> Tensor:
-    return as_bytes(layout.encode(size))
+def _encoded(layout: Layout) -> Tensor:
+    """Return what a rank shows of its layout."""
+    summary = torch.tensor(layout.summarize()).view(_BYTE)
+    padding = torch.zeros(_LAYOUT_AT - _SUMMARY.size, dtype=_BYTE)
+    return torch.cat([summary, padding, layout.encode().view(_BYTE)])
 
 
 @functools.lru_cache(maxsize=256)
-def _decoded(told: tuple[bytes, ...], size: int) -> Sequence[Layout]:
-    return [
-        Layout.decode(torch.frombuffer(bytearray(text), dtype=torch.int64), size)
-        for text in told
-    ]
-
-
-def _head_bytes(ground: Ground) -> int:
-    """Return how much of a slot a layout takes, in whole lines."""
-    num_bytes = 8 * Layout.num_numbers(ground.size)
-    return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+def _decoded(told: tuple[bytes, ...]) -> Sequence[Summary]:
+    return [Summary(*_SUMMARY.unpack(text)) for text in told]
 
 
 def _show(ground: Ground, slot: int, piece: Tensor, offset: int = 0) -> None:
