@@ -38,6 +38,7 @@ from ronde.launch.messages import (
     Silent,
     Start,
     Stop,
+    TakeStacks,
     ToAgent,
     decode_message,
 )
@@ -210,10 +211,10 @@ class Agent:
                 self._job.prepare()
             case Leave():
                 self.is_leaving = True
-            case Start() | Stop() | Kill() | Forward():
+            case Start() | Stop() | Kill() | Forward() | TakeStacks():
                 self._run_on(order)
 
-    def _run_on(self, order: Start | Stop | Kill | Forward) -> None:
+    def _run_on(self, order: Start | Stop | Kill | Forward | TakeStacks) -> None:
         if isinstance(order, Forward) and order.signal == signal.SIGSTOP:
             # The controller stops as well: no word of it is missed until the next.
             self._heard_at = _NEVER
@@ -229,6 +230,8 @@ class Agent:
                 self._job.kill()
             case Forward():
                 self._job.forward(order.signal)
+            case TakeStacks():
+                self._job.take_stacks()
 
     def _converse(self, order: Converse | Say) -> None:
         if isinstance(order, Say):

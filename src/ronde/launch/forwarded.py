@@ -44,6 +44,7 @@ _PLACE_NAMES = frozenset(
         "RONDE_NODE_RANK",
         "RONDE_MASTER_LISTEN_FD",
         "RONDE_EXIT_PIPE",
+        "RONDE_STACKS",
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
         "ROLE_NAME",

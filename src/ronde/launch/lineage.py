@@ -12,7 +12,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -107,12 +107,19 @@ def is_dumping_core(pid: int) -> bool:
     return "\nCoreDumping:\t1\n" in _read(f"/proc/{pid}/status")
 
 
-def descendants(pid: int, spared: frozenset[int] = frozenset()) -> list[Process]:
+def descendants(
+    pid: int,
+    spared: frozenset[int] = frozenset(),
+    table: Mapping[int, Process] | None = None,
+) -> list[Process]:
     """Return every process below ``pid`` now; it is no snapshot, so ask again.
 
-    The spared and all below them are left out.
+    Args:
+        pid: Above all of them.
+        spared: They and all below them are left out.
+        table: From ``read_processes``; None reads it now.
     """
-    table = read_processes()
+    table = read_processes() if table is None else table
     children: dict[int, list[Process]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process)

@@ -30,6 +30,7 @@ from ronde.launch.preflight import (
 )
 from ronde.launch.rank_group import RankGroup
 from ronde.launch.rank_process import raise_open_files_limit
+from ronde.launch.stacks import StackTaker
 
 _LEFTOVER_POLL_S = 0.02
 _FENCE_S = 20.0
@@ -61,7 +62,8 @@ class LocalJob:
         self._job = job
         self._outbox = outbox
         self._intake = intake
-        self._ranks = RankGroup()
+        self._stacks = StackTaker()
+        self._ranks = RankGroup(self._stacks)
         self._command: list[str] = []
         self._directory = ""
         self._port: socket.socket | None = None
@@ -73,10 +75,11 @@ class LocalJob:
     @property
     def due_s(self) -> float:
         """When ``advance`` must be called at the latest, on the monotonic clock."""
+        due_s = self._stacks.due_s
         if self.phase is not Phase.STOPPING:
-            return float("inf")
+            return due_s
         if self._ranks.is_running:
-            return self._deadline
+            return min(due_s, self._deadline)
         return min(self._deadline, time.monotonic() + _LEFTOVER_POLL_S)
 
     def prepare(self) -> None:
@@ -138,6 +141,11 @@ class LocalJob:
         """Signal the ranks."""
         self._ranks.send(number)
 
+    def take_stacks(self) -> None:
+        """Ask the ranks where they are; tell Stacks of each that runs."""
+        if self.phase in (Phase.RUNNING, Phase.STOPPING):
+            self._ranks.ask_for_stacks()
+
     def stop(self, number: int) -> None:
         """Signal the ranks; what is left after the grace is killed."""
         if self.phase is Phase.PREPARING:
@@ -157,7 +165,9 @@ class LocalJob:
         self._deadline = 0.0
 
     def advance(self) -> None:
-        """End the job when its time has come."""
+        """End the job when its time has come; tell what was asked for meanwhile."""
+        for stacks in self._stacks.take():
+            self._outbox.tell(stacks)
         if self.phase is Phase.RUNNING:
             is_over = not self._ranks.is_running
         elif self.phase is Phase.STOPPING:
@@ -199,6 +209,7 @@ class LocalJob:
         self.phase = Phase.OVER
         self._evidence.close()
         self._ranks.close()
+        self._stacks.close()
         self._close_port()
 
     def _close_port(self) -> None:

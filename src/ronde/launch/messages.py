@@ -84,6 +84,10 @@ class Kill(NamedTuple):
     """To the agent: sweep now."""
 
 
+class TakeStacks(NamedTuple):
+    """To the agent: say of every rank that runs where it is; see ``stacks``."""
+
+
 class Leave(NamedTuple):
     """To the agent: there is no further job; end."""
 
@@ -218,6 +222,29 @@ class Exited(NamedTuple):
     evidence: str
 
 
+class ProcessStack(NamedTuple):
+    """Where one process of a rank is.
+
+    Attributes:
+        pid: Its number there.
+        name: Its program, as the kernel has it.
+        state: What the kernel says of it, where there is no text.
+        text: The stacks of its threads as ``faulthandler`` writes them, or empty.
+    """
+
+    pid: int
+    name: str
+    state: str
+    text: str
+
+
+class Stacks(NamedTuple):
+    """From the agent: where a rank is, its own process first."""
+
+    rank: int
+    processes: tuple[ProcessStack, ...]
+
+
 class Notice(NamedTuple):
     """From the agent: something the user should know and that ends nothing."""
 
@@ -253,6 +280,7 @@ TO_AGENT = (
     Forward,
     Stop,
     Kill,
+    TakeStacks,
     Leave,
     Credit,
     Ping,
@@ -268,6 +296,7 @@ FROM_AGENT = (
     Started,
     Ending,
     Exited,
+    Stacks,
     Notice,
     Pong,
     Finished,
@@ -283,6 +312,7 @@ ToAgent = (
     | Forward
     | Stop
     | Kill
+    | TakeStacks
     | Leave
     | Credit
     | Ping
@@ -298,6 +328,7 @@ FromAgent = (
     | Started
     | Ending
     | Exited
+    | Stacks
     | Notice
     | Pong
     | Finished

@@ -14,18 +14,24 @@ from ronde.launch.job import Job
 from ronde.launch.lineage import descendants, is_dumping_core
 from ronde.launch.mpi_world import MpiWorld
 from ronde.launch.rank_process import RankProcess, start_rank
+from ronde.launch.stacks import StackTaker
 
 _NOTICES_BYTES = 64 << 10
 
 
 class RankGroup:
-    """The ranks of one agent, which must be their parent and adopt orphans."""
+    """The ranks of one agent, which must be their parent and adopt orphans.
 
-    def __init__(self) -> None:
+    Args:
+        stacks: Is to take their stacks.
+    """
+
+    def __init__(self, stacks: StackTaker) -> None:
         self._by_pid: dict[int, RankProcess] = {}
         self._mpi: MpiWorld | None = None
         self._notices = -1
         self._spared: set[int] = set()
+        self._stacks = stacks
         self.complaints: list[str] = []
         """What of the ranks' binding the kernel refused."""
 
@@ -68,6 +74,7 @@ class RankGroup:
         try:
             for plan in job.ranks:
                 env = base | plan.env
+                env |= self._stacks.environment(plan.rank, env)
                 env["RONDE_EXIT_PIPE"] = f"{notices}:{inode}:{plan.rank}"
                 if self._mpi is not None:
                     env |= self._mpi.environment(plan.rank)
@@ -83,6 +90,11 @@ class RankGroup:
         finally:
             os.close(notices)
         return list(self._by_pid.values())
+
+    def ask_for_stacks(self) -> None:
+        """Ask all ranks that run where they are."""
+        ranks = self._by_pid.values()
+        self._stacks.ask({rank.rank: rank.pid for rank in ranks if rank.is_running})
 
     def close(self) -> None:
         """End what ``prepare`` started; the ranks need it no more."""

@@ -13,7 +13,7 @@ from ronde.launch.lineage import die_with_parent
 
 _READ_BYTES = 64 << 10
 _TRACEBACK = b"Traceback (most recent call last):"
-_FDS_PER_RANK = 2
+_FDS_PER_RANK = 3
 _OTHER_FDS = 64
 _LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
 
