@@ -43,7 +43,6 @@ def read_lines(process: "subprocess.Popen[bytes]", words: bytes, times: int = 1)
         (signal.SIGINT, "INT", 130),
         (signal.SIGTERM, "TERM", 143),
         (signal.SIGHUP, "HUP", 129),
-        (signal.SIGQUIT, "QUIT", 131),
     ],
 )
 def test_each_rank_gets_the_signal_that_ends_the_job(ronde, number, name, code):

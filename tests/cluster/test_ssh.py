@@ -383,3 +383,15 @@ def test_a_configuration_made_for_logins_is_no_hindrance(cluster, run, tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] node2", "[1] node2"]
     assert_nothing_left(cluster)
+
+
+def test_timeout_shows_where_the_ranks_of_all_hosts_are(run, cluster, tmp_path):
+    program = tmp_path / "hang.py"
+    program.write_text("import time\ndef nap():\n    time.sleep(1000)\nnap()\n")
+    words = ("-H", "node1:1,node2:2", "--timeout", "4s", "--grace", "1s")
+    done = run(*words, sys.executable, str(program))
+    assert done.returncode == 124, done.stderr
+    assert "| ranks 0-2 on node1, node2 (python" in done.stderr
+    assert f'File "{program}", line 3 in nap' in done.stderr
+    assert "ronde: --timeout ended the job, exit code 124\n" in done.stderr
+    assert_nothing_left(cluster)

@@ -1,6 +1,7 @@
 """``ronde run``: words -> job -> exit code."""
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -13,14 +14,18 @@ from ronde.cli.join_options import require_listen_or_agent
 from ronde.cli.output_options import make_sink, report_error, require_tee
 from ronde.cli.rank_options import read_num_each
 from ronde.cli.run_options import make_parser
-from ronde.cli.run_request import RunRequest, read_request
+from ronde.cli.run_request import RunRequest, read_duration_s, read_request
 from ronde.errors import RondeError, UsageError
 from ronde.launch.chronicle import Chronicle
 from ronde.launch.hiring import Hired, Hiring
 from ronde.launch.hosts.allocation import take_each
 from ronde.launch.inherited import own_environment
 from ronde.launch.launching import Undertaking, launch, rehearse
-from ronde.launch.signals import InterruptedStartError
+from ronde.launch.signals import (
+    TIMED_OUT,
+    InterruptedStartError,
+    interruption_code,
+)
 from ronde.launch.spawners.base import Spawner
 
 
@@ -50,14 +55,14 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
 
         return run_agent(options, environ, agent, signal_fd)
     try:
-        with _recorded(options) as timeline_env:
+        with _limited(options.timeout), _recorded(options) as timeline_env:
             request = read_request(options, environ, timeline_env)
             _tell_ignored(request.asked, require_tee(options))
             with _hired(request, environ, agent, signal_fd) as hired:
                 hired.exit_code = _launch(request, hired, signal_fd)
                 return hired.exit_code
     except InterruptedStartError as error:
-        return 128 + error.number
+        return interruption_code(error.number)
     except RondeError as error:
         report_error(options.error_file, error, exit_code_of(error))
         raise
@@ -140,6 +145,21 @@ def _recorded(
             "run --timeline trace.json.gz --timeline-limit 32MiB ..."
         )
     return nullcontext({})
+
+
+@contextmanager
+def _limited(text: str) -> Generator[None]:
+    """Have ``signals.TIMED_OUT`` come when the time of ``--timeout`` is over."""
+    limit_s = read_duration_s("--timeout", text) if text else 0.0
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    except InterruptedStartError as error:
+        if error.number == TIMED_OUT:
+            print(f"ronde: --timeout {text} ended the start", file=sys.stderr)
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _tell_ignored(asked: Asked, tee: str) -> None:

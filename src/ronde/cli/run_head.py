@@ -16,7 +16,7 @@ from ronde.launch.joining.door import Invitation, wait_for_nodes
 from ronde.launch.joining.joined import JoinedHiring
 from ronde.launch.joining.token import read_token
 from ronde.launch.joining.wire import dismiss
-from ronde.launch.signals import InterruptedStartError
+from ronde.launch.signals import InterruptedStartError, interruption_code
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def joined_nodes(
     try:
         yield joined
     except InterruptedStartError as error:
-        joined.exit_code = 128 + error.number
+        joined.exit_code = interruption_code(error.number)
         raise
     except RondeError as error:
         joined.exit_code = exit_code_of(error)

@@ -150,6 +150,12 @@ def _add_place_options(parser: argparse.ArgumentParser) -> None:
 def _add_ending_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how the job ends").add_argument
     add(
+        "--timeout",
+        default="",
+        metavar="TIME",
+        help="end the job after TIME with exit code 124 and the stacks of all ranks",
+    )
+    add(
         "--grace",
         default=DEFAULT_GRACE,
         metavar="TIME",

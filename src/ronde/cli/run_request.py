@@ -68,7 +68,11 @@ def read_request(
             env={**env, **more_env},
             rank_env={},
             cwd=options.chdir,
-            grace_s=_grace_s(options.grace),
+            grace_s=(
+                15.0
+                if options.grace == DEFAULT_GRACE
+                else read_duration_s("--grace", options.grace)
+            ),
             master_port=_port(options.master_port),
             is_mpi=read_engine({**environ, **env}) == "mpi",
             max_restarts=restarts.limit,
@@ -131,15 +135,23 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _grace_s(text: str) -> float:
-    if text == DEFAULT_GRACE:
-        return 15.0
+def read_duration_s(option: str, text: str) -> float:
+    """Read the duration that an option says.
+
+    Raises:
+        UsageError: It is none, or ``--timeout`` is 0.
+    """
     from ronde.units import parse_duration_s
 
     try:
-        return parse_duration_s(text)
+        duration_s = parse_duration_s(text)
     except ValueError as error:
-        raise UsageError(f"--grace: {error}") from None
+        raise UsageError(f"{option}: {error}") from None
+    if option == "--timeout" and not duration_s:
+        raise UsageError(
+            f"--timeout must be longer than 0, got {text!r}. Leave it out for no limit."
+        )
+    return duration_s
 
 
 def _engine_env(options: argparse.Namespace, asked: str) -> dict[str, str]:

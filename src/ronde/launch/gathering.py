@@ -9,7 +9,7 @@ from ronde.launch.frames import Output
 from ronde.launch.hosts.host import Host
 from ronde.launch.messages import PROTOCOL, FromAgent, Hello
 from ronde.launch.node import Loss, Node
-from ronde.launch.signals import InterruptedStartError
+from ronde.launch.signals import ASKING, InterruptedStartError
 from ronde.launch.switchboard import Switchboard
 
 MAX_STARTING = 64
@@ -205,7 +205,8 @@ class Gathering:
 
     def take_signal(self, number: int) -> None:
         """End it: nothing runs yet."""
-        raise InterruptedStartError(number)
+        if number != ASKING:
+            raise InterruptedStartError(number)
 
     def take_broken_output(self, number: int) -> None:
         """Nothing was shown yet that anybody could miss."""

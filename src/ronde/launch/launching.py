@@ -9,7 +9,7 @@ from ronde.launch.controller import Arrangement, Controller, Restarts
 from ronde.launch.hiring import Hiring
 from ronde.launch.lineage import adopt_orphans
 from ronde.launch.output_process import OutputProcess
-from ronde.launch.signals import InterruptedStartError
+from ronde.launch.signals import InterruptedStartError, interruption_code
 from ronde.launch.sink import Sink, Unseen
 from ronde.launch.verdict import Verdict
 
@@ -56,7 +56,9 @@ def launch(
             arrangement = arrange(controller, wish, job.name)
             verdict = controller.run(arrangement, job.restarts)
         except InterruptedStartError as error:
-            verdict = Verdict(128 + error.number, None, (), (), error.number)
+            verdict = Verdict(
+                interruption_code(error.number), None, (), (), error.number
+            )
             output.finished(verdict)
         finally:
             controller.close()

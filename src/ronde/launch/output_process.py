@@ -28,7 +28,7 @@ from ronde.launch.job import RankPlan
 from ronde.launch.lineage import die_with_parent
 from ronde.launch.messages import Notice, decode_message, encode_message
 from ronde.launch.signals import is_kept_ignored
-from ronde.launch.sink import Generation, Sink
+from ronde.launch.sink import Generation, RankStacks, Sink
 from ronde.launch.verdict import Verdict
 from ronde.launch.wire import wait_for
 
@@ -69,6 +69,10 @@ class Finish(NamedTuple):
     verdict: Verdict
 
 
+class EndOfStacks(NamedTuple):
+    """To the process: after one ``RankStacks`` a rank; see ``Sink.stacks``."""
+
+
 class Done(NamedTuple):
     """From the process: what was asked is done; where not, ``problem`` says why."""
 
@@ -83,6 +87,10 @@ class Unread(NamedTuple):
     """
 
     signal: int
+
+
+_ORDERS = (Planned, Begin, Began, Notice, RankStacks, EndOfStacks, Finish)
+_Order = Planned | Begin | Began | Notice | RankStacks | EndOfStacks | Finish
 
 
 class OutputProcess:
@@ -145,6 +153,12 @@ class OutputProcess:
     def notice(self, text: str) -> None:
         """Take one sentence of the launcher's own."""
         self._send(Notice(text))
+
+    def stacks(self, taken: Sequence[RankStacks]) -> None:
+        """Have it shown where the ranks are."""
+        for each in taken:
+            self._send(each)
+        self._send(EndOfStacks())
 
     def finished(self, verdict: Verdict) -> None:
         """Have it shown and recorded how all ranks of a generation ended."""
@@ -224,7 +238,7 @@ class OutputProcess:
             if wait_for([self.read_fd], [], _KILLED_S):
                 os.waitpid(self._pid, 0)
 
-    def _send(self, message: Planned | Begin | Began | Notice | Finish) -> None:
+    def _send(self, message: _Order) -> None:
         self._hand_over(encode_control(encode_message(message)))
 
     def _hand_over(self, frames: bytes) -> None:
@@ -277,6 +291,7 @@ class _Writer:
         self._replies_fd = replies_fd
         self._decoder = FrameDecoder()
         self._generation = Generation("", 0, ())
+        self._stacks: list[RankStacks] = []
 
     def run(self, orders_fd: int, discard_fd: int) -> None:
         """Write until there are no more orders and nothing waits."""
@@ -315,7 +330,7 @@ class _Writer:
         return bool(data)
 
     def _obey(self, frame: bytes) -> None:
-        match decode_message(frame, (Planned, Begin, Began, Notice, Finish)):
+        match decode_message(frame, _ORDERS):
             case Planned() as plan:
                 self._try(lambda: self._chronicle.planned(*plan))
             case Begin() as order:
@@ -325,6 +340,11 @@ class _Writer:
                 self._chronicle.began(self._generation, news.timings)
             case Notice() as notice:
                 self._sink.notice(notice.text)
+            case RankStacks() as each:
+                self._stacks.append(each)
+            case EndOfStacks():
+                self._sink.stacks(self._stacks)
+                self._stacks = []
             case Finish() as end:
                 self._chronicle.ended(end.verdict)
                 self._sink.finished(end.verdict)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ronde.errors import UsageError
 from ronde.launch.directory import absolute_path
+from ronde.launch.signals import interrupter
 from ronde.launch.sink import Generation, Sink
 from ronde.launch.through import Through
 from ronde.launch.verdict import LostHost, RankEnd, Verdict, signal_name
@@ -21,7 +22,7 @@ def describe_verdict(verdict: Verdict) -> dict[str, object]:
     cause = verdict.cause
     return {
         "exit_code": verdict.exit_code,
-        "interrupted_by": None if number is None else signal_name(number),
+        "interrupted_by": None if number is None else interrupter(number),
         "cause": None if cause is None else _describe_failure(cause),
         "also_failed": [_describe_failure(end) for end in verdict.also_failed],
         "also_lost": [_describe_failure(lost) for lost in verdict.also_lost],

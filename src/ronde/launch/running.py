@@ -17,12 +17,16 @@ from ronde.launch.messages import (
     Kill,
     Notice,
     Refused,
+    Stacks,
     Start,
     Started,
     Stop,
+    TakeStacks,
 )
 from ronde.launch.node import EXIT_INTERNAL, Loss, Node
-from ronde.launch.signals import FORWARDED, STOPPING
+from ronde.launch.signals import ASKING, FORWARDED, STOPPING, TIMED_OUT, interrupter
+from ronde.launch.sink import RankStacks
+from ronde.launch.stacks import ANSWER_S
 from ronde.launch.starting import refusal
 from ronde.launch.switchboard import Switchboard
 from ronde.launch.tail import Tail
@@ -88,6 +92,9 @@ class Running:
         self._interrupted_by: int | None = None
         self._answer_by_s = float("inf")
         self._cause_by_s = float("inf")
+        self._stacks: dict[int, Stacks] = {}
+        self._stacks_by_s = float("inf")
+        self._is_asking = False
         self._started_at_s = 0.0
 
     def run(self, address: str, port: int) -> Verdict:
@@ -108,6 +115,9 @@ class Running:
             node.allow(credit_bytes)
             node.link.send(Start(address, port))
         while not self._board.serve(self, self._is_over, self._deadline):
+            if self._is_asking and time.monotonic() > self._stacks_by_s:
+                self._show_stacks()
+                continue
             if not self._is_stopping:
                 self._stop(signal.SIGTERM)
                 continue
@@ -131,7 +141,8 @@ class Running:
         if self._board.is_held_back:
             # The end of a job comes after its output, which nobody takes now.
             self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
-        return self._answer_by_s if self._is_stopping else self._cause_by_s
+        end_by_s = self._answer_by_s if self._is_stopping else self._cause_by_s
+        return min(end_by_s, self._stacks_by_s)
 
     def take(self, node: Node, message: FromAgent) -> None:
         """Follow what an agent tells of its ranks."""
@@ -144,14 +155,16 @@ class Running:
                     self._note_all_run()
             case Exited():
                 node.require_own(message.rank)
-                self._ranks[message.rank].exited = message
-                if not self._is_stopping:
-                    self._stop_if_caused()
+                self._take_end(message)
             case Ending():
                 if not self._is_stopping:
                     self._tell(node, f"{signal_name(message.signal)}: the job ends")
                     self._interrupted_by = message.signal
                     self._stop(message.signal)
+            case Stacks():
+                node.require_own(message.rank)
+                self._stacks[message.rank] = message
+                self._show_stacks_when_all()
             case Notice():
                 self._tell(node, message.text)
             case Finished():
@@ -162,6 +175,12 @@ class Running:
             case _:
                 said = type(message).__name__
                 raise LaunchError(f"agent of {node.name} must not say {said} now.")
+
+    def _take_end(self, message: Exited) -> None:
+        self._ranks[message.rank].exited = message
+        if not self._is_stopping:
+            self._stop_if_caused()
+        self._show_stacks_when_all()
 
     def _note_all_run(self) -> None:
         for node in self._nodes:
@@ -186,14 +205,15 @@ class Running:
         if number in FORWARDED:
             for node in self._unfinished():
                 node.link.send(Forward(number))
+        elif number == ASKING:
+            self._ask_for_stacks()
+        elif number == TIMED_OUT:
+            is_ending = self._is_stopping or self._cause_by_s != float("inf")
+            if not is_ending:
+                self._interrupted_by = number
+                self._ask_for_stacks()
         elif number in STOPPING and not self._is_stopping:
-            self._interrupted_by = number
-            self._board.is_hurried = True
-            self._stop(number)
-            self._board.output.notice(
-                f"{signal_name(number)}: the ranks have {self._grace_s:g} s to "
-                "end; Ctrl-C kills them now"
-            )
+            self._interrupt(number, number)
         elif number in STOPPING and number != signal.SIGHUP:
             # A terminal that closes may send several of those. No credit holds the end
             # back: who asks twice does not read any more.
@@ -201,6 +221,47 @@ class Running:
                 node.link.send(Kill())
             self._board.output.discard()
             self._answer_by_s = time.monotonic() + _SWEEP_S
+
+    def _interrupt(self, by: int, number: int) -> None:
+        self._interrupted_by = by
+        self._board.is_hurried = True
+        self._stop(number)
+        self._board.output.notice(
+            f"{interrupter(by)}: the ranks have {self._grace_s:g} s to end; Ctrl-C "
+            "kills them now"
+        )
+
+    def _ask_for_stacks(self) -> None:
+        if not self._is_asking:
+            self._is_asking = True
+            self._stacks.clear()
+            self._stacks_by_s = time.monotonic() + ANSWER_S
+            for node in self._unfinished():
+                node.link.send(TakeStacks())
+
+    def _unheard(self) -> list[int]:
+        """Return the ranks whose stacks are still waited for."""
+        return [
+            number
+            for number, rank in self._ranks.items()
+            if not (number in self._stacks or rank.exited or rank.node.is_over)
+        ]
+
+    def _show_stacks_when_all(self) -> None:
+        if self._is_asking and not self._unheard():
+            self._show_stacks()
+
+    def _show_stacks(self) -> None:
+        self._is_asking, self._stacks_by_s = False, float("inf")
+        unheard = {number: Stacks(number, ()) for number in self._unheard()}
+        self._board.output.stacks(
+            [
+                RankStacks(number, self._ranks[number].node.name, each.processes)
+                for number, each in (self._stacks | unheard).items()
+            ]
+        )
+        if self._interrupted_by == TIMED_OUT and not self._is_stopping:
+            self._interrupt(TIMED_OUT, signal.SIGTERM)
 
     def take_broken_output(self, number: int) -> None:
         """End a job that nobody listens to."""

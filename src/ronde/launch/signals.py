@@ -6,8 +6,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
-STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+TIMED_OUT = signal.SIGALRM
+"""Comes when the time that the user gave the job is over."""
+
+STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, TIMED_OUT})
 """Each of these ends the job."""
+
+ASKING = signal.SIGQUIT
+"""Asks where the job is, and ends nothing."""
 
 FORWARDED = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT})
 """Each of these goes to the ranks and does nothing else."""
@@ -15,7 +21,7 @@ FORWARDED = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT})
 SUSPENDING = signal.SIGTSTP
 """Stops the ranks and then this process."""
 
-_CAUGHT = STOPPING | FORWARDED | {SUSPENDING}
+_CAUGHT = STOPPING | FORWARDED | {ASKING, SUSPENDING}
 _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, SUSPENDING})
 
 
@@ -29,6 +35,16 @@ class InterruptedStartError(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
+
+
+def interruption_code(number: int) -> int:
+    """Return the exit code of a job that a signal has ended; 124 as timeout(1) has."""
+    return 124 if number == TIMED_OUT else 128 + number
+
+
+def interrupter(number: int) -> str:
+    """Name what has ended a job: ``SIGINT``, or ``timeout``."""
+    return "timeout" if number == TIMED_OUT else signal.Signals(number).name
 
 
 def reset_signals() -> None:

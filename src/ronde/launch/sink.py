@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 from ronde.launch.frames import Output
 from ronde.launch.job import RankPlan
+from ronde.launch.messages import ProcessStack
 from ronde.launch.verdict import Verdict
 
 
@@ -20,6 +21,20 @@ class Generation(NamedTuple):
     job_id: str
     epoch: int
     hosts: tuple[str, ...]
+
+
+class RankStacks(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        rank: Which.
+        host: Where it runs.
+        processes: Its own and those below it; none where nothing was heard.
+    """
+
+    rank: int
+    host: str
+    processes: tuple[ProcessStack, ...]
 
 
 class Sink(Protocol):
@@ -43,6 +58,10 @@ class Sink(Protocol):
 
     def notice(self, text: str) -> None:
         """Take one sentence of the launcher's own."""
+        ...
+
+    def stacks(self, taken: Sequence[RankStacks]) -> None:
+        """Take where the ranks are, which the user has asked for."""
         ...
 
     def finished(self, verdict: Verdict) -> None:
@@ -101,6 +120,9 @@ class Unseen:
         """Show nothing."""
 
     def notice(self, text: str) -> None:
+        """Show nothing."""
+
+    def stacks(self, taken: Sequence[RankStacks]) -> None:
         """Show nothing."""
 
     def finished(self, verdict: Verdict) -> None:

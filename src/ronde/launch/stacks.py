@@ -36,7 +36,7 @@ _MAX_TEXT_BYTES = 64 << 10
 
 
 class _Signals(NamedTuple):
-    """What is known of the signal in one process: who blocks it, and whether it waits."""
+    """What is known of the signal in one process, and in which threads."""
 
     blocked_in: frozenset[str]
     is_pending: bool

@@ -20,7 +20,7 @@ from ronde.launch.messages import (
     Refused,
 )
 from ronde.launch.node import EXIT_UNREACHABLE, Loss, Node
-from ronde.launch.signals import InterruptedStartError
+from ronde.launch.signals import ASKING, InterruptedStartError
 from ronde.launch.switchboard import Switchboard
 
 _ANSWER_S = 60.0
@@ -142,7 +142,8 @@ class Starting:
 
     def take_signal(self, number: int) -> None:
         """End it: nothing runs yet."""
-        raise InterruptedStartError(number)
+        if number != ASKING:
+            raise InterruptedStartError(number)
 
     def take_broken_output(self, number: int) -> None:
         """Nothing was shown yet that anybody could miss."""

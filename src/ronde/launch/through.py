@@ -1,7 +1,9 @@
 """A sink in front of another one."""
 
+from collections.abc import Sequence
+
 from ronde.launch.frames import Output
-from ronde.launch.sink import Generation, Sink
+from ronde.launch.sink import Generation, RankStacks, Sink
 from ronde.launch.verdict import Verdict
 
 
@@ -30,6 +32,10 @@ class Through:
     def notice(self, text: str) -> None:
         """Hand on one sentence of the launcher's own."""
         self._inner.notice(text)
+
+    def stacks(self, taken: Sequence[RankStacks]) -> None:
+        """Hand on where the ranks are."""
+        self._inner.stacks(taken)
 
     def finished(self, verdict: Verdict) -> None:
         """Hand on that all ranks of the generation have ended."""

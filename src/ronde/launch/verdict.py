@@ -5,6 +5,8 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from ronde.launch.signals import interruption_code
+
 _PEER_LOST = re.compile(
     r"connection (was )?(likely )?(closed|refused|reset|aborted)|socket closed"
     r"|closed by (remote )?peer|reset by peer|broken pipe|remote process exit"
@@ -189,7 +191,7 @@ def judge(
     by_rank = sorted(ends, key=lambda end: end.rank)
     ended = tuple(e for e in by_rank if e.was_stopped and e is not cause)
     if interrupted_by is not None:
-        exit_code = 128 + interrupted_by
+        exit_code = interruption_code(interrupted_by)
     elif isinstance(cause, RankEnd) and cause.was_stopped and not cause.is_crash:
         exit_code = min(failed, key=_priority).exit_code
     elif cause is not None:

@@ -1,9 +1,10 @@
 """The console of a running job: every rank's lines, whole and told apart."""
 
 import os
+from collections.abc import Sequence
 
 from ronde.launch.frames import Output, Stream
-from ronde.launch.sink import Generation
+from ronde.launch.sink import Generation, RankStacks
 from ronde.launch.verdict import Verdict
 from ronde.render.channel import Channel
 from ronde.render.lines import LineAssembler, Lines
@@ -104,6 +105,14 @@ class Console:
         """Queue one sentence of the launcher's own."""
         said = f"ronde: {text.removesuffix('.')}.\n"
         self._print(Stream.STDERR, said.encode("utf-8", "backslashreplace"))
+
+    def stacks(self, taken: Sequence[RankStacks]) -> None:
+        """Queue where the ranks are."""
+        # Hardly any job is asked.
+        from ronde.render.stacks import draw_stacks
+
+        text = draw_stacks(taken)
+        self._print(Stream.STDERR, text.encode("utf-8", "backslashreplace"))
 
     def finished(self, verdict: Verdict) -> None:
         """Queue unfinished lines and, where the job failed, why."""

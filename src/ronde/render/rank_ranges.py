@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ronde.errors import UsageError
 
 _MAX_RANGES = 4
+_MAX_HOSTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +99,11 @@ def _local_ranks(hosts: Sequence[str]) -> list[int]:
         numbers.append(num_seen.get(host, 0))
         num_seen[host] = numbers[-1] + 1
     return numbers
+
+
+def format_places(places: Sequence[tuple[int, str]]) -> str:
+    """Return ``ranks 2-5 on node2, node3`` for ranks and the names of their hosts."""
+    hosts = dict.fromkeys(host for _, host in places)
+    where = ", ".join(hosts) if len(hosts) <= _MAX_HOSTS else f"{len(hosts)} hosts"
+    ranks = sorted({rank for rank, _ in places})
+    return f"rank{'s' if len(ranks) != 1 else ''} {format_ranks(ranks)} on {where}"

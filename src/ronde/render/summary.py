@@ -4,9 +4,10 @@ import signal
 from collections.abc import Iterable, Sequence
 
 from ronde.launch.logs import attempt_dir
+from ronde.launch.signals import TIMED_OUT, interruption_code
 from ronde.launch.sink import Generation
 from ronde.launch.verdict import LostHost, RankEnd, Verdict, signal_name
-from ronde.render.rank_ranges import format_ranks
+from ronde.render.rank_ranges import format_places, format_ranks
 
 _WIDTH = 78
 _LABEL_WIDTH = 16
@@ -14,7 +15,6 @@ _MAX_QUOTED_LINES = 30
 _MAX_QUOTED_HEAD = 8
 _MAX_LINE = 400
 _MAX_GROUPS = 5
-_MAX_HOSTS = 4
 
 
 def summarize(
@@ -53,11 +53,17 @@ def _interrupted(verdict: Verdict) -> str:
     if verdict.interrupted_by == signal.SIGPIPE:
         lines = ["nobody reads the output any more, so the job was ended"]
     elif verdict.interrupted_by is not None:
-        lines = [f"the job was ended by {signal_name(verdict.interrupted_by)}"]
+        lines = [_interruption(verdict.interrupted_by)]
     else:
         return ""
     lines += [f"{label}: {fact}" for label, fact in _consequences(verdict)]
     return "".join(f"ronde: {line}\n" for line in lines)
+
+
+def _interruption(number: int) -> str:
+    if number == TIMED_OUT:
+        return f"--timeout ended the job, exit code {interruption_code(number)}"
+    return f"the job was ended by {signal_name(number)}"
 
 
 def _title(verdict: Verdict, generation: Generation | None) -> str:
@@ -65,7 +71,7 @@ def _title(verdict: Verdict, generation: Generation | None) -> str:
     if generation is not None and generation.epoch > 0:
         attempt = f" at start {generation.epoch + 1}"
     if verdict.interrupted_by is not None:
-        return f"the job was ended by {signal_name(verdict.interrupted_by)}{attempt}"
+        return f"{_interruption(verdict.interrupted_by)}{attempt}"
     return f"the job failed{attempt}, exit code {verdict.exit_code}"
 
 
@@ -152,10 +158,7 @@ def _consequences(verdict: Verdict) -> Iterable[tuple[str, str]]:
 
 
 def _places(ends: Sequence[RankEnd]) -> str:
-    """Return ``ranks 2-5 on node2, node3``."""
-    hosts = list(dict.fromkeys(end.host for end in ends))
-    where = ", ".join(hosts) if len(hosts) <= _MAX_HOSTS else f"{len(hosts)} hosts"
-    return f"{_ranks([end.rank for end in ends])} on {where}"
+    return format_places([(end.rank, end.host) for end in ends])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

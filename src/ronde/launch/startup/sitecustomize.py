@@ -1,3 +1,4 @@
+# ruff: noqa: INP001 - a directory of PYTHONPATH is no package
 """Has every Python of a rank write its stacks where its agent reads them, when asked.
 
 An agent puts this directory first on its ranks' ``PYTHONPATH``: Python imports
@@ -26,4 +27,4 @@ _register(os.environ.get("RONDE_STACKS", ""))  # noqa: TID251 - it must import n
 sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]  # noqa: PTH120
 del sys.modules[__name__]
 # Without one it fails as it would have failed without this.
-import sitecustomize  # noqa: E402, F401  # pyright: ignore
+__import__(__name__)

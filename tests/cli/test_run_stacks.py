@@ -1,0 +1,228 @@
+"""Where the ranks are: asked with SIGQUIT, and shown when --timeout ends a job."""
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from ronde.launch.lineage import read_process
+
+_TIMEOUT_S = 60
+_SLACK_S = 20
+
+HANGING = """
+import ctypes, os, sys, threading, time
+def nap():
+    time.sleep(1000)
+def hold():
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second call never returns, and holds the interpreter
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+def wait():
+    threading.Event().wait()
+threading.Thread(target=wait, daemon=True).start()
+print("pid", os.getpid(), flush=True)
+{"0": nap, "1": nap, "2": hold}.get(os.environ["RANK"], lambda: os.execl(
+    "/bin/sh", "sh", "-c", "sleep 1000 & wait"))()
+"""
+
+
+def place(stacks: str, word: str) -> str:
+    """Return what is said of the place where that word stands."""
+    (found,) = [part for part in stacks.split("|\n") if word in part]
+    return found
+
+
+def test_timeout_ends_a_job_that_hangs_and_says_where(ronde, tmp_path):
+    program, report = tmp_path / "hang.py", tmp_path / "end.json"
+    program.write_text(HANGING)
+    begun_s = time.monotonic()
+    done = ronde(
+        *("run", "-n", "4", "--timeout", "3s", "--grace", "1s", "--no-prefix"),
+        *("--error-file", str(report), str(program)),
+    )
+    took_s = time.monotonic() - begun_s
+    said = done.stderr.decode()
+    assert done.returncode == 124, said
+    assert 3 <= took_s < 3 + _SLACK_S
+    assert "+-- ronde: where the ranks are, most recent call first" in said
+    nap = place(said, "in nap")
+    assert re.search(r"\| ranks 0-1 on \S+ \(python\S*, pids \d+, \d+\)\n", nap)
+    assert f'File "{program}", line 4 in nap' in nap
+    assert "another thread" in nap
+    assert "in wait" in nap
+    assert "rank 2 on" in place(said, "in hold")
+    assert "rank 3 on" in place(said, "(sh, pid")
+    assert "no Python stack" in place(said, "(sleep, pid")
+    assert "ronde: --timeout ended the job, exit code 124\n" in said
+    assert "ended then: ranks 0-3 on" in said
+    verdict = json.loads(report.read_text())["verdict"]
+    assert (verdict["exit_code"], verdict["interrupted_by"]) == (124, "timeout")
+    for pid in re.findall(r"^pid (\d+)$", done.stdout.decode(), re.MULTILINE):
+        assert read_process(int(pid)) is None
+
+
+def test_a_job_that_ends_in_its_time_is_left_alone(ronde):
+    done = ronde("run", "-n", "2", "--timeout", "1h", "/bin/sh", "-c", "exit 3")
+    assert done.returncode == 3
+    assert b"timeout" not in done.stderr
+
+
+@pytest.mark.parametrize("text", ["0", "soon", "-1"])
+def test_a_timeout_that_is_none_is_refused(ronde, text):
+    done = ronde("run", f"--timeout={text}", "/bin/true")
+    assert done.returncode == 64
+    assert done.stderr.startswith(b"ronde: --timeout")
+    assert done.stderr.count(b"\n") == 1
+
+
+def read_stacks(process: "subprocess.Popen[bytes]") -> str:
+    """Return what is shown up to the end of a block of stacks."""
+    said = b""
+    while not said.endswith(b"-" * 77 + b"\n") or said.count(b"+--") < 2:
+        ready, _, _ = select.select([process.stderr], [], [], _TIMEOUT_S)
+        data = os.read(process.stderr.fileno(), 65536) if ready else b""
+        assert data, said
+        said += data
+    return said.decode()
+
+
+def read_word(process: "subprocess.Popen[bytes]", word: bytes, times: int) -> None:
+    while times:
+        ready, _, _ = select.select([process.stdout], [], [], _TIMEOUT_S)
+        line = process.stdout.readline() if ready else b""
+        assert line
+        times -= word in line
+
+
+def run_gated(ronde, tmp_path, code: str, *words: str):
+    """Start ranks that may wait on ``gate``, a pipe, until something is written."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    program = tmp_path / "gated.py"
+    program.write_text(f"gate = {str(gate)!r}\n" + textwrap.dedent(code))
+    return gate, ronde.start("run", *words, str(program), bufsize=0)
+
+
+def test_sigquit_shows_the_stacks_and_the_job_goes_on(ronde, tmp_path):
+    code = """
+        import os
+        def pass_gate():
+            print("here", flush=True)
+            os.read(os.open(gate, os.O_RDONLY), 1)
+        pass_gate()
+    """
+    gate, process = run_gated(ronde, tmp_path, code, "-n", "3")
+    with process:
+        try:
+            read_word(process, b"here", 3)
+            for _ in range(2):
+                process.send_signal(signal.SIGQUIT)
+                said = read_stacks(process)
+                assert "ranks 0-2 on" in place(said, "in pass_gate")
+            with gate.open("r+b", buffering=0) as opened:
+                opened.write(b"...")
+                process.communicate(timeout=_TIMEOUT_S)
+            assert process.returncode == 0
+        finally:
+            process.kill()
+
+
+ALL_REDUCE = """
+    import os, time
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    def lag():
+        time.sleep(1000)
+    def meet():
+        dist.all_reduce(torch.ones(4))
+    print("here", flush=True)
+    lag() if dist.get_rank() == 1 else meet()
+"""
+
+
+def test_of_a_collective_it_shows_who_is_missing(ronde, tmp_path):
+    _, process = run_gated(ronde, tmp_path, ALL_REDUCE, "-n", "3", "--grace", "1s")
+    with process:
+        try:
+            read_word(process, b"here", 3)
+            said = ""
+            # They say so a moment before they are there.
+            while "in lag" not in said or "| ranks 0, 2 on" not in said:
+                process.send_signal(signal.SIGQUIT)
+                said = read_stacks(process)
+            assert "rank 1 on" in place(said, "in lag")
+            assert "ranks 0, 2 on" in place(said, "in all_reduce")
+            # What --timeout does when its time is over.
+            process.send_signal(signal.SIGALRM)
+            _, end = process.communicate(timeout=_TIMEOUT_S)
+            assert process.returncode == 124, end
+            assert b"in all_reduce" in end
+        finally:
+            process.kill()
+
+
+def test_a_rank_that_is_stopped_is_said_to_be(ronde, tmp_path):
+    code = """
+        import os, signal
+        print("here", os.getpid(), flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    _, process = run_gated(ronde, tmp_path, code, "-n", "1")
+    with process:
+        try:
+            pid = int(process.stdout.readline().split()[-1])
+            while read_process(pid).state != "T":
+                assert process.poll() is None
+            process.send_signal(signal.SIGQUIT)
+            assert "is stopped" in read_stacks(process)
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=_TIMEOUT_S)
+            assert process.returncode == 143
+        finally:
+            process.kill()
+
+
+def test_a_program_that_knows_nothing_of_it_gets_no_signal(ronde, tmp_path):
+    code = """
+        import os, signal, sys
+        signal.signal(60, lambda *_: print("signalled", flush=True))
+        print("here", flush=True)
+        signal.pause()
+    """
+    program = tmp_path / "own.py"
+    program.write_text(textwrap.dedent(code))
+    words = ("run", "-n", "1", "--", sys.executable, "-I", "-S", str(program))
+    with ronde.start(*words, bufsize=0) as process:
+        try:
+            read_word(process, b"here", 1)
+            process.send_signal(signal.SIGQUIT)
+            assert "no Python stack" in read_stacks(process)
+            process.send_signal(signal.SIGTERM)
+            out, _ = process.communicate(timeout=_TIMEOUT_S)
+            assert b"signalled" not in out
+        finally:
+            process.kill()
+
+
+SITE = "import sys; print('user', __name__, file=sys.stderr)"
+ASK = "import sys; print('sitecustomize' in sys.modules, *[p for p in sys.path if 'sta"
+ASK += "rtup' in p])"
+
+
+def test_the_users_own_sitecustomize_is_imported_as_ever(ronde, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    words = ("-n", "1", "--no-prefix", "--", sys.executable, "-c", ASK)
+    done = ronde("run", "-x", f"PYTHONPATH={tmp_path}", *words)
+    assert (done.stdout, done.stderr) == (b"True\n", b"user sitecustomize\n")
+    # In a job within a job too, and where there is none.
+    nested = ("run", "-n", "1", "--no-prefix", "--", sys.executable, "-m", "ronde")
+    done = ronde(*nested, "run", "--nested", *words)
+    assert (done.stdout, done.stderr) == (b"False\n", b"")
