@@ -52,4 +52,5 @@ def explain_shortage(error: OSError) -> str:
                 f"more, and all ranks, got {number} (ulimit -u). Raise it, or pids.max "
                 "of the control group, or end other processes"
             )
-    return ""
+        case _:
+            return ""
