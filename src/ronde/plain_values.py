@@ -83,9 +83,10 @@ def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 
 
 def _chosen(value: object, union: UnionType) -> Any:  # noqa: ANN401 - an annotation is any object
     """Return the member of a union that a value can be; records differ in fields."""
+    own = type(value)
     fields: set[object] = {*cast("Any", value)} if isinstance(value, dict) else set()
     for kind in union.__args__:
-        is_found = type(value) is kind
+        is_found = kind is own
         if _is_record(kind) and isinstance(value, dict):
             is_found = {*kind.__annotations__} == fields
         if is_found:

@@ -155,7 +155,7 @@ def test_ssh_understands_what_it_is_given(host, name):
         check=True,
     )
     said = done.stdout.splitlines()
-    for line in (f"hostname {name}", "batchmode yes", "serveraliveinterval 2"):
+    for line in (f"hostname {name}", "batchmode yes", "serveraliveinterval 5"):
         assert line in said
     # The user's value, and not ours.
     assert "connecttimeout 3" in said

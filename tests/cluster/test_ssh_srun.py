@@ -50,8 +50,22 @@ def finish(process, data=b""):
     return process.returncode, out, errors.decode()
 
 
-def test_bytes_pass_as_they_are_both_ways_and_the_end_does(batch):
-    code, out, errors = finish(start(batch, "/bin/cat"), DATA)
+# What users set for their own srun.
+OPTIONS = {
+    "SLURM_LABELIO": "1",
+    "SLURM_STDINMODE": "none",
+    "SLURM_STDOUTMODE": "/dev/null",
+    "SLURM_STDERRMODE": "/dev/null",
+    "SLURM_OPEN_MODE": "append",
+    "SLURM_EXCLUSIVE": "1",
+    "SLURM_TIMELIMIT": "0:01",
+    "SRUN_DEBUG": "3",
+}
+
+
+@pytest.mark.parametrize("env", [{}, OPTIONS], ids=["plain", "options"])
+def test_bytes_pass_as_they_are_both_ways_and_the_end_does(batch, env):
+    code, out, errors = finish(start(batch, "/bin/cat", env=env), DATA)
     assert (code, len(out), out == DATA) == (0, len(DATA), True), errors
     batch.wait_idle()
 

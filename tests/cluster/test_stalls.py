@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.digits import assert_nothing_left
+from tests.cluster.faults import limited
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 60.0
 STALL_S = 10.0
+OUTAGE_S = 7.5
 GRACE_S = 2.0
 HOSTS = "node1:2,node2:1,node3:1"
 
@@ -161,4 +163,57 @@ def test_a_reader_that_stalls_longer_than_a_lease_ends_no_job(cluster):
         out, errors = launcher.communicate(timeout=LIMIT_S)
     assert launcher.returncode == 0, errors
     assert out.count(b"[node3:3] ") > STALL_S
+    assert_nothing_left(cluster)
+
+
+# Writes without end; of rank 2 only until SIGUSR1, and then it fails.
+FLOOD = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+if os.environ["RANK"] == "2":
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(3))
+while True:
+    os.write(1, b"x" * 999 + b"\\n")
+"""
+
+
+def test_on_a_slow_line_full_of_output_a_failure_ends_the_job_at_once(cluster):
+    with (
+        limited(cluster, cluster.hosts[1], "1mbit"),
+        limited(cluster, cluster.hosts[2], "1mbit"),
+        job(cluster, rank=FLOOD, stdout=subprocess.PIPE) as launcher,
+    ):
+        # The lines are full by then: it is more than they carry in a second.
+        seen = dict.fromkeys((b"[node2:2]", b"[node3:3]"), 0)
+        while min(seen.values()) < 200:
+            line = launcher.stdout.readline()
+            assert line, launcher.communicate(timeout=LIMIT_S)
+            seen[line[:9]] = seen.get(line[:9], 0) + 1
+        begun = time.monotonic()
+        launcher.send_signal(signal.SIGUSR1)
+        errors = launcher.communicate(timeout=LIMIT_S)[1].decode()
+        took_s = time.monotonic() - begun
+    assert launcher.returncode == 3, errors
+    assert "rank 2 failed first" in errors
+    assert "lost" not in errors
+    # What the ranks had written crosses the line; nothing waits besides.
+    assert took_s < 10.0
+    assert_nothing_left(cluster)
+
+
+def test_a_line_that_is_cut_for_less_than_a_lease_ends_no_job(cluster):
+    with job(cluster, stdout=subprocess.PIPE) as launcher:
+        tags = {launcher.stdout.readline().split()[0] for _ in range(100)}
+        assert len(tags) == 4
+        # The controller is there: it hears of nobody, and nobody of it.
+        cluster.cut(cluster.hosts[0])
+        assert_runs_on(launcher, OUTAGE_S)
+        cluster.restore(cluster.hosts[0])
+        # TCP sends again what was lost after up to as long again.
+        assert_runs_on(launcher, OUTAGE_S)
+        launcher.send_signal(signal.SIGUSR1)
+        errors = launcher.communicate(timeout=LIMIT_S)[1]
+    assert launcher.returncode == 0, errors
+    assert errors == b""
     assert_nothing_left(cluster)

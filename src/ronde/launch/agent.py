@@ -101,6 +101,7 @@ class Agent:
         self._job: LocalJob | None = None
         self._conversation: Conversation | None = None
         self._lease_s = first_word_s
+        self._controller_addresses: tuple[str, ...] = ()
         self._heard_at = time.monotonic()
         self._keeper = os.getppid()
 
@@ -121,7 +122,7 @@ class Agent:
             for key, _ in self._selector.select(self._timeout_s()):
                 key.data(key.fd)
             if time.monotonic() > self._heard_at + self._lease_s:
-                raise EOFError("the controller is silent")
+                self._doubt_controller()
             if self._job is not None:
                 self._job.advance()
                 if self._job.phase is Phase.OVER:
@@ -129,6 +130,20 @@ class Agent:
             self._outbox.flush()
             self._watch_writing()
             self._intake.pace()
+
+    def _doubt_controller(self) -> None:
+        """Wait for the controller as long again, if its host answers; see ``LEASE_S``.
+
+        Raises:
+            EOFError: It does not, or that was waited.
+        """
+        # Imported where it is needed: most agents hear of their controller.
+        from ronde.launch.placement.routes import find_answering
+
+        addresses, self._controller_addresses = self._controller_addresses, ()
+        if not find_answering({"": addresses}):
+            raise EOFError("the controller is silent")
+        self._lease_s *= 2
 
     def _timeout_s(self) -> float | None:
         due_s = self._heard_at + self._lease_s
@@ -193,6 +208,7 @@ class Agent:
                 self._outbox.grant(order.num_bytes)
             case Ping():
                 self._lease_s = order.lease_s or _NEVER
+                self._controller_addresses = order.addresses
                 self._outbox.tell(Pong(order.sent_at_s, time.monotonic()))
             case Locate():
                 self._locate(order)

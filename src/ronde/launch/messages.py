@@ -104,11 +104,14 @@ class Ping(NamedTuple):
     Attributes:
         sent_at_s: The controller's clock, which is sent back as it is.
         lease_s: After so long without any word the agent ends everything, until the
-            next ``Ping`` says otherwise.
+            next ``Ping`` says otherwise; after twice as long where the controller's
+            host answers at one of its addresses.
+        addresses: Those.
     """
 
     sent_at_s: float
     lease_s: float
+    addresses: tuple[str, ...]
 
 
 class Hello(NamedTuple):

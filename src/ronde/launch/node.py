@@ -1,5 +1,6 @@
 """One host of a job, as its controller sees it."""
 
+import functools
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,11 +15,17 @@ PING_S = 1.0
 """Between two words to an agent on another host."""
 
 LEASE_S = 8.0
-"""After so long without a word an agent on another host ends everything."""
+"""After so long without a word each side asks whether the other's host answers.
 
-SILENCE_S = 8.0
-"""After so long without a word of it a host that runs ranks counts as lost."""
+If it does not, it is lost. If it does, the line was cut for less: TCP sends again what
+was lost after up to as long again, so that as much is waited.
+"""
 
+_QUEUE_S = 0.2
+"""What output that is under way may delay a message by."""
+
+_MIN_CREDIT_BYTES = 8 << 10
+_MAX_CREDIT_BYTES = 1 << 20
 _END_S = 0.5
 EXIT_UNREACHABLE = 69
 EXIT_INTERNAL = 70
@@ -48,11 +55,15 @@ class Node:
             be missed, and that is seen at once.
         hello: What it said of itself; None before.
         ranks: Those that run there now: it may speak of no others.
-        credit_bytes: Output that may be under way from it.
-        owed_bytes: Output that came since credit was last given.
+        credit_bytes: Output that may be under way from it: as much as its line carries
+            in ``_QUEUE_S``, so that messages are not late.
+        max_credit_bytes: The most that this may be.
+        owed_bytes: Output that came since credit was last given; less than none where
+            more is under way than may be.
         heard_at_s: When something came from it, on the monotonic clock.
         silent_by_s: When it counts as lost if nothing is heard of it, on the monotonic
             clock; infinity for never.
+        is_doubted: Nothing has been heard of it for ``LEASE_S``, but its host answers.
         is_over: It is gone, whoever wanted that.
     """
 
@@ -62,13 +73,17 @@ class Node:
     hello: Hello | None = None
     ranks: frozenset[int] = frozenset()
     credit_bytes: int = FIRST_CREDIT_BYTES
+    max_credit_bytes: int = _MAX_CREDIT_BYTES
     owed_bytes: int = 0
     heard_at_s: float = 0.0
     silent_by_s: float = float("inf")
+    is_doubted: bool = False
     is_over: bool = False
     _pinged_at_s: float = 0.0
     _round_trip_s: float = float("inf")
     _offset_s: float = 0.0
+    _probed_at_s: float = 0.0
+    _probed_bytes: int = 0
     _is_watched: bool = field(default=False)
 
     @property
@@ -94,9 +109,20 @@ class Node:
 
     def heard(self) -> None:
         """Take note that something came."""
-        limit_s = SILENCE_S if self._is_watched else float("inf")
+        limit_s = LEASE_S if self._is_watched else float("inf")
         self.heard_at_s = time.monotonic()
         self.silent_by_s = self.heard_at_s + limit_s
+        self.is_doubted = False
+
+    def doubt(self) -> None:
+        """Wait as long again: its host answers."""
+        self.is_doubted = True
+        self.silent_by_s = self.heard_at_s + 2 * LEASE_S
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Its own, in the order of its interfaces."""
+        return tuple(i.address for i in self.hello.interfaces) if self.hello else ()
 
     def ping(self, now_s: float) -> float:
         """Send a ping if one is due; return when the next one is."""
@@ -104,29 +130,52 @@ class Node:
             return float("inf")
         if now_s >= self._pinged_at_s + PING_S:
             self._pinged_at_s = now_s
-            self.link.send(Ping(now_s, LEASE_S))
+            self.link.send(Ping(now_s, LEASE_S, _own_addresses()))
         return self._pinged_at_s + PING_S
 
-    def allow(self, num_bytes: int) -> None:
-        """Let so much output be under way from it from now on, or more."""
-        more_bytes = num_bytes - self.credit_bytes
-        if more_bytes > 0:
-            self.credit_bytes = num_bytes
-            self.link.send(Credit(more_bytes))
+    def limit_credit(self, num_bytes: int) -> None:
+        """Let so much output be under way from it at most, and from here at once."""
+        self.max_credit_bytes = min(num_bytes, _MAX_CREDIT_BYTES)
+        if self.is_here:
+            self.owed_bytes += self.max_credit_bytes - self.credit_bytes
+            self.credit_bytes = self.max_credit_bytes
+
+    def take_output(self, num_bytes: int) -> None:
+        """Take note of output that came from it."""
+        self.owed_bytes += num_bytes
+        self._probed_bytes += num_bytes
 
     def grant(self) -> None:
         """Give credit for what came, when that is worth a message."""
-        if self.owed_bytes >= self.credit_bytes // 4:
-            self.link.send(Credit(self.owed_bytes))
-            self.owed_bytes = 0
+        if self.owed_bytes < self.credit_bytes // 4:
+            return
+        self.link.send(Credit(self.owed_bytes))
+        self.owed_bytes = 0
+        if not self.is_here and not self._probed_at_s:
+            # Its answer comes after all output that is under way now.
+            self._probed_at_s, self._probed_bytes = time.monotonic(), 0
+            self.link.send(Ping(self._probed_at_s, LEASE_S, _own_addresses()))
 
     def take_pong(self, pong: Pong) -> None:
-        """Learn how its clock differs; the quickest answer knows best."""
+        """Learn how its clock differs and how long output delays its words."""
         now_s = time.monotonic()
         round_trip_s = now_s - pong.sent_at_s
         if 0 <= round_trip_s < self._round_trip_s:
+            # The quickest answer knows best.
             self._round_trip_s = round_trip_s
             self._offset_s = pong.here_s - (pong.sent_at_s + now_s) / 2
+        if pong.sent_at_s == self._probed_at_s:
+            self._probed_at_s = 0.0
+            self._adapt_credit(round_trip_s - self._round_trip_s)
+
+    def _adapt_credit(self, delay_s: float) -> None:
+        """Change what may be under way, as much as the delay that it causes wants."""
+        now_bytes = self.credit_bytes
+        if delay_s > _QUEUE_S:
+            self.credit_bytes = max(now_bytes // 2, _MIN_CREDIT_BYTES)
+        elif delay_s < _QUEUE_S / 2 and self._probed_bytes >= now_bytes // 4:
+            self.credit_bytes = min(now_bytes * 2, self.max_credit_bytes)
+        self.owed_bytes += self.credit_bytes - now_bytes
 
     def to_our_clock(self, theirs_s: float) -> float:
         """Return a time on its monotonic clock as one on ours."""
@@ -152,9 +201,18 @@ class Node:
 
     def explain_silence(self) -> Loss:
         """Say what was seen of a host that nothing is heard of any more."""
-        return Loss(f"nothing was heard of it for {SILENCE_S:g} s", EXIT_UNREACHABLE)
+        silence_s = time.monotonic() - self.heard_at_s
+        return Loss(f"nothing was heard of it for {silence_s:.0f} s", EXIT_UNREACHABLE)
 
     def close(self) -> None:
         """Take leave: the agent ends everything and itself."""
         self.is_over = True
         self.link.wire.close()
+
+
+@functools.cache
+def _own_addresses() -> tuple[str, ...]:
+    # Imported where it is needed: a job on one host starts without.
+    from ronde.addresses import read_interfaces
+
+    return tuple(each.address for each in read_interfaces())

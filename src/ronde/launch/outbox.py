@@ -11,10 +11,10 @@ from ronde.launch.frames import (
 )
 from ronde.launch.messages import FromAgent, encode_message
 
-FIRST_CREDIT_BYTES = 64 << 10
+FIRST_CREDIT_BYTES = 16 << 10
 """Output that an agent may send before the controller has granted any."""
 
-_FULL_BYTES = 256 << 10
+_FULL_BYTES = 64 << 10
 
 
 class Outbox:
@@ -30,6 +30,7 @@ class Outbox:
         self._writer = FrameWriter(pipe_writer(fd))
         self._waiting: deque[Output] = deque()
         self._last_message: FromAgent | None = None
+        self._is_discarding = False
         self._waiting_bytes = 0
         self._credit_bytes = FIRST_CREDIT_BYTES
 
@@ -64,9 +65,17 @@ class Outbox:
 
     def put(self, output: Output) -> None:
         """Send output when there is credit for it."""
+        if self._is_discarding:
+            return
         self._waiting.append(output)
         self._waiting_bytes += len(output.data)
         self.flush()
+
+    def discard(self) -> None:
+        """Forget the output that waits, and what comes."""
+        self._is_discarding = True
+        self._waiting.clear()
+        self._waiting_bytes = 0
 
     def grant(self, num_bytes: int) -> None:
         """Take note of the controller's credit."""
@@ -82,9 +91,16 @@ class Outbox:
         self._writer.flush()
         while self._waiting and self._credit_bytes > 0 and not self.is_writing:
             output = self._waiting.popleft()
-            self._waiting_bytes -= len(output.data)
-            self._credit_bytes -= len(output.data)
-            self._writer.send(encode_output(output))
+            # What is handed over can be overtaken by nothing any more.
+            now, later = (
+                output.data[: self._credit_bytes],
+                output.data[self._credit_bytes :],
+            )
+            if later:
+                self._waiting.appendleft(output._replace(data=later))
+            self._waiting_bytes -= len(now)
+            self._credit_bytes -= len(now)
+            self._writer.send(encode_output(output._replace(data=now)))
         if self._last_message is not None and not self._waiting:
             message, self._last_message = self._last_message, None
             self.tell(message)

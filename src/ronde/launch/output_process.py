@@ -35,7 +35,8 @@ from ronde.launch.wire import wait_for
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 256 << 10
 _MAX_BACKLOG_BYTES = 256 << 10
-_MAX_UNREAD_BYTES = 48 << 20
+_MAX_UNWRITTEN_BYTES = 512 << 20
+_MAX_DISCARDED_BYTES = 16 << 20
 _KILLED_S = 0.2
 _IGNORED = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
@@ -121,7 +122,7 @@ class OutputProcess:
             fcntl.fcntl(orders_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self.read_fd, False)
         self._orders_fd = orders_fd
-        self._writer = FrameWriter(pipe_writer(orders_fd), _MAX_UNREAD_BYTES * 2)
+        self._writer = FrameWriter(pipe_writer(orders_fd), _MAX_UNWRITTEN_BYTES)
         self._decoder = FrameDecoder()
         self._num_unanswered = 0
         self._is_closing = False
@@ -146,8 +147,9 @@ class OutputProcess:
 
     def output(self, output: Output) -> None:
         """Take output of a rank."""
-        # Only once it is to be discarded do agents send what is not taken.
-        if self._writer.waiting_bytes < _MAX_UNREAD_BYTES:
+        # What is to be discarded comes without end, and files may take nothing.
+        is_discarding = self._discard_fd < 0
+        if not (is_discarding and self.backlog_bytes >= _MAX_DISCARDED_BYTES):
             self._hand_over(encode_output(output))
 
     def notice(self, text: str) -> None:

@@ -45,7 +45,6 @@ _CAUSE_WITHIN_S = 5.0
 """For so long ranks are not stopped while who lost its peer has ended, and the peer has
 not: stopped, it could not say with its exit code why."""
 _STOP_SIGNALS = STOPPING | {signal.SIGKILL}
-_MAX_CREDIT_BYTES = 1 << 20
 _ALL_CREDIT_BYTES = 32 << 20
 
 
@@ -89,6 +88,7 @@ class Running:
         self._finished: dict[str, Finished] = {}
         self._lost: list[LostHost] = []
         self._is_stopping = False
+        self._is_killing = False
         self._interrupted_by: int | None = None
         self._answer_by_s = float("inf")
         self._cause_by_s = float("inf")
@@ -109,10 +109,9 @@ class Running:
             LaunchError: An agent says what makes no sense.
         """
         self._started_at_s = time.monotonic()
-        credit_bytes = min(_MAX_CREDIT_BYTES, _ALL_CREDIT_BYTES // len(self._nodes))
         for node in self._nodes:
             node.watch(is_watched=False)
-            node.allow(credit_bytes)
+            node.limit_credit(_ALL_CREDIT_BYTES // len(self._nodes))
             node.link.send(Start(address, port))
         while not self._board.serve(self, self._is_over, self._deadline):
             if self._is_asking and time.monotonic() > self._stacks_by_s:
@@ -188,7 +187,9 @@ class Running:
         self._on_started(time.monotonic() - self._started_at_s)
 
     def take_output(self, output: Output) -> None:
-        """Remember the end of what a rank wrote."""
+        """Remember the end of what a rank wrote; a host that sends it is there."""
+        if self._is_stopping and not self._is_killing:
+            self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
         if output.stream is Stream.STDERR:
             self._ranks[output.rank].tail.add(output.data)
 
@@ -215,8 +216,9 @@ class Running:
         elif number in STOPPING and not self._is_stopping:
             self._interrupt(number, number)
         elif number in STOPPING and number != signal.SIGHUP:
-            # A terminal that closes may send several of those. No credit holds the end
+            # A terminal that closes may send several of those. No output holds the end
             # back: who asks twice does not read any more.
+            self._is_killing = True
             for node in self._unfinished():
                 node.link.send(Kill())
             self._board.output.discard()

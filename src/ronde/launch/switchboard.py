@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ronde.launch.frames import Output
 from ronde.launch.messages import Forward, FromAgent, Pong
-from ronde.launch.node import Loss, Node
+from ronde.launch.node import PING_S, Loss, Node
 from ronde.launch.output_process import OutputProcess
 from ronde.launch.signals import SUSPENDING, read_signals, suspend_self
 from ronde.launch.sink import Unseen
@@ -128,7 +128,7 @@ class Switchboard:
         for message in received:
             if isinstance(message, Output):
                 node.require_own(message.rank)
-                node.owed_bytes += len(message.data)
+                node.take_output(len(message.data))
                 if self.is_hurried and self.is_held_back:
                     self.output.discard()
                 self.output.output(message)
@@ -145,8 +145,19 @@ class Switchboard:
 
     def _look_for_silent(self, attendant: Attendant) -> None:
         now_s = time.monotonic()
-        for node in self.live_nodes:
-            if now_s > node.silent_by_s:
+        if all(now_s <= node.silent_by_s for node in self.live_nodes):
+            return
+        # With the one whose time has come all that would follow it at once.
+        silent = [n for n in self.live_nodes if now_s + PING_S > n.silent_by_s]
+        # Imported where it is needed: most jobs lose no host.
+        from ronde.launch.placement.routes import find_answering
+
+        asked = {node.name: node.addresses for node in silent if not node.is_doubted}
+        answering = find_answering(asked)
+        for node in silent:
+            if node.name in answering:
+                node.doubt()
+            elif not wait_for([node.link.wire.read_fd], [], 0):
                 node.link.wire.kill()
                 self.lose(attendant, node, node.explain_silence())
 

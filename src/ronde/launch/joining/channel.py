@@ -19,13 +19,13 @@ _TLS_RECORD_BYTES = 16 << 10
 _MAX_BODY_BYTES = _TLS_RECORD_BYTES - _HEAD.size
 _READ_BYTES = 256 << 10
 _LAST_WORD_S = 0.5
-_UNANSWERED_MS = 10_000
 
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    # Later than the head and the agent give each other up.
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 
@@ -57,8 +57,8 @@ class Channel:
         for level, option, value in _KEEPALIVE:
             sock.setsockopt(level, option, value)
 
-    def require_answers(self) -> None:
-        """Count the other side as gone when it takes nothing for 10 s.
+    def require_answers(self, limit_s: float) -> None:
+        """Count the other side as gone when it takes nothing for so long.
 
         Without this only a side that is silent while nothing is on its way to it is
         found out. It does not suit a side that may stand still for good reason: for the
@@ -66,7 +66,7 @@ class Channel:
         """
         if self.fd >= 0:
             level, option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
-            self._sock.setsockopt(level, option, _UNANSWERED_MS)
+            self._sock.setsockopt(level, option, int(limit_s * 1000))
 
     @property
     def fd(self) -> int:

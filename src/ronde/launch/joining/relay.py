@@ -13,6 +13,7 @@ from ronde.launch.signals import STOPPING, read_signals
 from ronde.launch.wire import ProcessWire
 
 _AGENT_END_S = 10.0
+_UNANSWERED_S = 10.0
 _COMPLAINT_BYTES = 64 << 10
 
 
@@ -141,7 +142,7 @@ class _Relay:
         While the agent is here its lease sees to that.
         """
         self._is_hurried = True
-        self._channel.require_answers()
+        self._channel.require_answers(_UNANSWERED_S)
 
     def _take_signals(self) -> None:
         for number in read_signals(self._signal_fd):

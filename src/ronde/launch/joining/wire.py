@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from ronde.launch.joining.channel import Channel
 
 _GOODBYE_S = 2.0
+_UNANSWERED_S = 20.0
+"""Longer than the head gives a silent node."""
 
 
 class TlsWire:
@@ -20,7 +22,7 @@ class TlsWire:
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._channel = Channel(sock)
         # A node never stands still; a head does that its user has suspended.
-        self._channel.require_answers()
+        self._channel.require_answers(_UNANSWERED_S)
 
     @property
     def read_fd(self) -> int:

@@ -1,15 +1,19 @@
-"""From where this host would reach others, and whether they answer; agents' side."""
+"""From where this host would reach others, and whether they answer."""
 
 import errno
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from ronde.addresses import family_of, is_loopback, source_towards
 
 DEADLINE_S = 2.0
+_ANSWER_S = 1.5
+_ASK_AGAIN_S = 0.25
+_SSH_PORT = 22
+"""Any port will do: where nothing listens, the kernel answers that."""
 
 
 def locate(
@@ -36,6 +40,29 @@ def locate(
         source if address in reached else ""
         for address, source in zip(addresses, sources, strict=True)
     )
+
+
+def find_answering(hosts: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Return the names of the hosts that answer at any of their addresses.
+
+    They are asked again and again: of a line that was cut, only what is sent after its
+    end arrives.
+
+    Args:
+        hosts: Addresses by name.
+    """
+    ends_at = time.monotonic() + _ANSWER_S
+    found: set[str] = set()
+    hosts = {name: own for name, own in hosts.items() if own}
+    while time.monotonic() < ends_at and len(found) < len(hosts):
+        asked_until = time.monotonic() + _ASK_AGAIN_S
+        asked = [a for name, own in hosts.items() if name not in found for a in own]
+        answers = zip(asked, locate(asked, _SSH_PORT, _ASK_AGAIN_S), strict=True)
+        reached = {address for address, source in answers if source}
+        found |= {name for name, own in hosts.items() if reached & {*own}}
+        if len(found) < len(hosts):
+            time.sleep(max(0.0, asked_until - time.monotonic()))
+    return frozenset(found)
 
 
 def _source(address: str) -> str:

@@ -23,6 +23,20 @@ _STEP = (
     "--chdir=/",  # the one directory that is everywhere
     f"--export={_EXPORTED}",
 )
+# Options of srun's that a user's environment may name: they change what passes, what is
+# run, how long, or contradict the words above.
+_UNSET = (
+    *("LABELIO", "STDINMODE", "STDOUTMODE", "STDERRMODE", "UNBUFFEREDIO", "OPEN_MODE"),
+    *("PROLOG", "EPILOG", "TASK_PROLOG", "TASK_EPILOG", "BCAST", "BCAST_EXCLUDE"),
+    *("SEND_LIBS", "CONTAINER", "DEBUG", "TEST_EXEC", "TIMELIMIT", "EXIT_ERROR"),
+    *("EXACT", "EXCLUSIVE", "HOSTFILE", "DISTRIBUTION", "NTASKS_PER_GPU"),
+)
+_CLEARED = (
+    "env",
+    *(word for name in _UNSET for word in ("-u", f"SLURM_{name}")),
+    *("-u", "SRUN_DEBUG", "-u", "SRUN_CONTAINER"),
+)
+_NOT_FOUND = 127
 _CHATTER = "cluster configuration lacks support for cpu binding"
 
 
@@ -33,11 +47,13 @@ class SlurmSpawner:
 
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
         """See ``Spawner``."""
-        return ["srun", f"--nodelist={host.name}", *_STEP, "--", *words]
+        return [*_CLEARED, "srun", f"--nodelist={host.name}", *_STEP, "--", *words]
 
     def explain(self, host: Host, exit_code: int, said: str) -> Failure:
         """See ``Spawner``."""
         told = "\n".join(line for line in said.splitlines() if _CHATTER not in line)
+        if exit_code == _NOT_FOUND and "srun" in last_line(told):
+            return Failure(f"srun is not there: {last_line(told)}", "name --launcher")
         for words, reason, cure in (
             ("execve()", "its Python is not there", "name the one there with --python"),
             (

@@ -21,8 +21,9 @@ _SECURE = (
     "-x",
     *("-o", "BatchMode=yes"),  # ask nothing: nobody is there to answer
     *("-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=2"),
-    *("-o", "ServerAliveCountMax=3"),
+    # Later than the controller and the agent give each other up.
+    *("-o", "ServerAliveInterval=5"),
+    *("-o", "ServerAliveCountMax=4"),
     *("-o", "ClearAllForwardings=yes"),
     # A connection of others is used where there is one; none is left behind.
     *("-o", "ControlMaster=no"),
