@@ -1,11 +1,13 @@
-"""Where the kernel shows less of itself than elsewhere, programs run all the same."""
+"""Where the kernel shows or allows less: programs run, or are refused in a sentence."""
 
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -175,3 +177,51 @@ def test_nothing_starts_where_proc_does_not_show_the_processes(tmp_path, space):
     assert done.stderr.startswith("ronde: /proc must show the processes that ronde")
     assert done.stderr.endswith(" Type: mount -t proc proc /proc\n")
     assert not list(tmp_path.iterdir())
+
+
+def limit_open_files(soft, hard):
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "said"),
+    [
+        (12, 2, "must be at least 24 to run a job, got 12. Type: ulimit -n 4096"),
+        (40, 10, "must be at least 54 for 10 ranks on a host, got 40. Type: ulimit -n"),
+    ],
+)
+def test_too_few_open_files_are_told_before_anything_starts(
+    ronde, tmp_path, limit, size, said
+):
+    words = ("run", "-n", str(size), "/usr/bin/touch", str(tmp_path / "started"))
+    done = ronde(*words, preexec_fn=limit_open_files(limit, limit))
+    assert done.returncode == 64
+    assert done.stderr.startswith(b"ronde: limit of open files " + said.encode())
+    assert done.stderr.count(b"\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_many_hosts_need_no_higher_limit_of_open_files(ronde):
+    hosts = ",".join(f"n{number}.invalid" for number in range(24))
+    done = ronde("run", "-H", hosts, "true", preexec_fn=limit_open_files(40, 400))
+    assert done.returncode == 69
+    assert b"open files" not in done.stderr.lower()
+
+
+@pytest.mark.parametrize("limit", [1, 3, 6])
+def test_too_few_processes_are_told_and_none_is_left(limit):
+    # Of a user of its own, whose processes alone count, and who may read Python.
+    capability = "+dac_read_search"
+    user = ("setpriv", "--reuid", "61234", "--clear-groups")
+    space = (*user, "--inh-caps", capability, "--ambient-caps", capability)
+    program = (sys.executable, "-m", "ronde", "run", "-n", "4", "sleep", "1000")
+    done = in_sandbox("prlimit", f"--nproc={limit}", *program, space=space)
+    assert done.returncode == 70
+    assert done.stderr.startswith("ronde: limit of processes must be enough for ")
+    assert f"got {limit} (ulimit -u)" in done.stderr
+    assert done.stderr.count("\n") == 1
+    left = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError):
+            left += [path] if path.stat().st_uid == 61234 else []
+    assert not left

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 import ronde
-from ronde.cli.exit_codes import EXIT_INTERRUPTED, exit_code_of
+from ronde.cli.exit_codes import EXIT_INTERNAL, EXIT_INTERRUPTED, exit_code_of
 from ronde.cli.standard_output import give_up_output, is_unwritten
 from ronde.errors import HostError, RondeError
 
@@ -71,6 +71,11 @@ def _code_of(words: list[str]) -> int:
             print(_table_of(error), end="", file=sys.stderr)
         return exit_code_of(error)
     except OSError as error:
+        from ronde.launch.limits import explain_shortage
+
+        if said := explain_shortage(error):
+            print(f"ronde: {said}", file=sys.stderr)
+            return EXIT_INTERNAL
         if not is_unwritten(error):
             raise
         unwritten = give_up_output(error)

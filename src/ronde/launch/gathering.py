@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from ronde.errors import Failure, HostError, HostFailure, LaunchError
 from ronde.launch.frames import Output
 from ronde.launch.hosts.host import Host
+from ronde.launch.limits import explain_shortage, raise_open_files_limit
 from ronde.launch.messages import PROTOCOL, FromAgent, Hello
 from ronde.launch.node import Loss, Node
 from ronde.launch.signals import ASKING, InterruptedStartError
 from ronde.launch.switchboard import Switchboard
 
+_FDS_PER_HOST = 3
+_OTHER_FDS = 64
 MAX_STARTING = 64
 """Connections that are being made at a time; sshd refuses more from one client."""
 
@@ -76,6 +79,7 @@ class Gathering:
             InterruptedStartError: The user has ended it.
         """
         self._attempts = [_Attempt(host) for host in hosts]
+        raise_open_files_limit(len(hosts) * _FDS_PER_HOST + _OTHER_FDS)
         self._patient_until_s = time.monotonic() + patience_s
         while not all(attempt.is_settled for attempt in self._attempts):
             self._start_some()
@@ -126,7 +130,7 @@ class Gathering:
 
     def _explain_nothing(self, error: OSError) -> Failure:
         if not error.filename:
-            return Failure(error.strerror or str(error), "")
+            return Failure(explain_shortage(error) or str(error), "")
         return Failure(
             f"{error.filename} does not start: {error.strerror}",
             "install it, or choose another --launcher",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from ronde.launch.limits import explain_shortage
 from ronde.launch.lineage import adopt_orphans, die_with_parent, sweep
 from ronde.launch.mpi_world import remove_directory
 from ronde.launch.signals import reset_signals
@@ -28,7 +29,10 @@ def run_kept(work: Callable[[], int]) -> NoReturn:
     reset_signals()
     parent = os.getpid()
     adopt_orphans()
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError as error:
+        sys.exit(explain_shortage(error) or str(error))
     if child == 0:
         code = 1
         try:

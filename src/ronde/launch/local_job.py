@@ -11,6 +11,7 @@ from ronde.launch.evidence import Evidence
 from ronde.launch.inherited import own_environment
 from ronde.launch.intake import Intake
 from ronde.launch.job import Job
+from ronde.launch.limits import explain_shortage
 from ronde.launch.lineage import sweep
 from ronde.launch.messages import (
     Exited,
@@ -29,7 +30,7 @@ from ronde.launch.preflight import (
     resolve_program,
 )
 from ronde.launch.rank_group import RankGroup
-from ronde.launch.rank_process import raise_open_files_limit
+from ronde.launch.rank_process import allow_ranks
 from ronde.launch.stacks import StackTaker
 
 _LEFTOVER_POLL_S = 0.02
@@ -88,6 +89,7 @@ class LocalJob:
         own_path = own_environment().get("PATH", "")
         try:
             require_processes()
+            allow_ranks(len(job.ranks))
             if job.epoch:
                 _fence_off(job.cookie)
             self._directory = enter_directory(job.cwd)
@@ -96,7 +98,7 @@ class LocalJob:
                 self._port = hold_port(job.address, job.master_port)
             self._ranks.prepare(job)
         except (UsageError, LaunchError, OSError) as error:
-            self._refuse(str(error), is_usage=isinstance(error, UsageError))
+            self._refuse(_reason(error), is_usage=isinstance(error, UsageError))
             return
         self._outbox.tell(Ready(self._port.getsockname()[1] if self._port else 0))
 
@@ -110,16 +112,15 @@ class LocalJob:
             "MASTER_ADDR": order.master_addr,
             "MASTER_PORT": str(order.master_port),
         }
-        raise_open_files_limit(len(self._job.ranks))
         try:
             ranks = self._ranks.start(self._job, self._command, whereabouts, self._port)
         except OSError as error:
             sweep(on_reaped=lambda _pid, _status: None)
-            self._refuse(
+            reason = explain_shortage(error) or (
                 f"program must be one that can start, but {self._command[0]!r} does "
-                f"not: {error.strerror}.",
-                is_usage=error.errno in _USAGE_ERRORS,
+                f"not: {error.strerror}."
             )
+            self._refuse(reason, is_usage=error.errno in _USAGE_ERRORS)
             return
         self._close_port()
         for complaint in self._ranks.complaints:
@@ -218,6 +219,11 @@ class LocalJob:
         if self._port is not None:
             self._port.close()
             self._port = None
+
+
+def _reason(error: Exception) -> str:
+    said = explain_shortage(error) if isinstance(error, OSError) else ""
+    return said or str(error)
 
 
 def _fence_off(cookie: str) -> None:

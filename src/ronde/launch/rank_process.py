@@ -9,12 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ronde.launch.frames import Stream
+from ronde.launch.limits import (
+    LEAST_OPEN_FILES,
+    raise_open_files_limit,
+    require_open_files,
+)
 from ronde.launch.lineage import die_with_parent
 
 _READ_BYTES = 64 << 10
 _TRACEBACK = b"Traceback (most recent call last):"
 _FDS_PER_RANK = 3
-_OTHER_FDS = 64
+_OTHER_FDS = 40
 _LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
@@ -137,16 +142,17 @@ def start_rank(
     return RankProcess(rank, process, (pipes[0], pipes[1]))
 
 
-def raise_open_files_limit(num_ranks: int) -> None:
+def allow_ranks(num_ranks: int) -> None:
     """Let this process have the pipes of so many ranks.
 
     The ranks themselves get the limit that was there before.
+
+    Raises:
+        UsageError: It may not have so many open files.
     """
-    soft, hard = _LIMIT_BEFORE
-    wanted = num_ranks * _FDS_PER_RANK + _OTHER_FDS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        highest = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+    least = num_ranks * _FDS_PER_RANK + LEAST_OPEN_FILES
+    require_open_files(least, _LIMIT_BEFORE[1], f"for {num_ranks} ranks on a host")
+    raise_open_files_limit(least + _OTHER_FDS)
 
 
 def _before_exec(agent_pid: int) -> Callable[[], None]:
