@@ -401,3 +401,61 @@ def test_powersgd_is_for_optimizers():
 def test_what_is_no_compression_is_refused(compression):
     with pytest.raises(UsageError, match="compression must be"):
         make(SoloCommunicator(), compression)
+
+
+class Large:
+    """Sends what is large alone."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor * (tensor.abs() > 50), None
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return tensor
+
+
+class Hundreds:
+    """Sends whole hundreds, as integers."""
+
+    @staticmethod
+    def compress(tensor):
+        return (tensor / 100).round().long(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return tensor.to(ctx) * 100
+
+
+def train_lossily(claim, compression, predivide):
+    """Rank 1 never uses ``some``, and stops first; nobody uses ``none``."""
+    hvd.init()
+    names = ("all", "some", "none")
+    parameters = {name: nn.Parameter(torch.zeros(3)) for name in names}
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters.values(), lr=1.0),
+        named_parameters=list(parameters.items()),
+        compression=compression,
+        gradient_predivide_factor=predivide,
+    )
+    seen = []
+    for _ in range(1 if claim.rank else 3):
+        optimizer.zero_grad()
+        loss = 600 * parameters["all"].sum()
+        if claim.rank == 0:
+            loss = loss + 400 * parameters["some"].sum()
+        loss.backward()
+        gradients = [parameter.grad for parameter in parameters.values()]
+        seen.append([None if grad is None else grad.tolist() for grad in gradients])
+        optimizer.step()
+    last = hvd.join()
+    hvd.shutdown()
+    return seen, last
+
+
+@pytest.mark.parametrize("predivide", [1.0, 2.0])
+@pytest.mark.parametrize("compression", [Large, Hundreds])
+def test_what_ranks_tell_each_other_is_not_compressed(compression, predivide):
+    told = run_ranks_bare(2, train_lossily, compression, predivide)
+    both, alone = [[[600.0] * 3, [200.0] * 3, None], [[300.0] * 3, [200.0] * 3, None]]
+    assert told == [([both, alone, alone], 0), ([both], 0)]

@@ -8,7 +8,12 @@ from torch import Tensor
 
 from ronde.collectives import Communicator, ReduceOp, Work
 from ronde.data_parallel.buckets import Slot
-from ronde.data_parallel.compressor import Compressor
+from ronde.data_parallel.compressor import (
+    BF16Compressor,
+    Compressor,
+    FP16Compressor,
+    NoneCompressor,
+)
 from ronde.data_parallel.gradient import Gradient
 
 
@@ -17,12 +22,16 @@ class BucketContent:
     """What a bucket holds.
 
     Attributes:
-        buffer: Flat; what follows the last slot is no gradient and is summed as it is.
-        slots: Each gradient's place in ``buffer``; what lies between is padding.
+        memory: Flat: the values, and the control numbers behind them.
+        values: The gradients, and padding.
+        control: What ranks tell each other; is summed as it is, in small numbers.
+        slots: Each gradient's place in ``values``; what lies between is padding.
         gradients: One a slot; ``was_used`` tells which this rank has.
     """
 
-    buffer: Tensor
+    memory: Tensor
+    values: Tensor
+    control: Tensor
     slots: Sequence[Slot]
     gradients: Sequence[Gradient]
 
@@ -39,7 +48,7 @@ class PendingSum(ABC):
 
     @abstractmethod
     def arrive(self) -> None:
-        """Wait for the first collective: what follows the last slot is summed then.
+        """Wait for what comes first: the control numbers are summed then.
 
         Raises:
             CollectiveError: It failed.
@@ -50,7 +59,7 @@ class PendingSum(ABC):
         self.arrive()
 
     def finish(self) -> None:
-        """Wait for the rest: the buffer is the sum then.
+        """Wait for the rest: the values are the sum then.
 
         Raises:
             CollectiveError: A collective failed.
@@ -66,42 +75,56 @@ class BucketReduction(ABC):
 
     @abstractmethod
     def launch(self, content: BucketContent, communicator: Communicator) -> PendingSum:
-        """Start the sum of ``content.buffer`` over all ranks, in place; collective."""
+        """Start the sum of ``content.memory`` over all ranks, in place; collective."""
 
 
 class CompressingReduction(BucketReduction):
-    """Sums what a compressor makes of a whole bucket."""
+    """Sums what a compressor makes of a whole bucket.
+
+    The control numbers travel with the values where the compressor is one of ours,
+    which keep small integers. What a user's own makes of them nobody knows: they travel
+    by themselves then.
+    """
 
     def __init__(self, compressor: type[Compressor]) -> None:
         self._compressor = compressor
+        self._is_ours = compressor in (NoneCompressor, FP16Compressor, BF16Compressor)
 
     def launch(self, content: BucketContent, communicator: Communicator) -> PendingSum:
-        """Compress the buffer and start the sum."""
-        wire, context = self._compressor.compress(content.buffer)
-        work = communicator.all_reduce(wire, ReduceOp.SUM)
-        return _CompressedSum(self._compressor, context, content.buffer, work)
+        """Compress the values and start the sum."""
+        if self._is_ours:
+            return _CompressedSum(self._compressor, content.memory, communicator)
+        control = communicator.all_reduce(content.control, ReduceOp.SUM)
+        if not content.values.numel():
+            return _CompressedSum(NoneCompressor, content.values, communicator, control)
+        return _CompressedSum(self._compressor, content.values, communicator, control)
 
 
 class _CompressedSum(PendingSum):
     def __init__(
         self,
         compressor: type[Compressor],
-        context: object,
-        buffer: Tensor,
-        work: Work[Tensor],
+        values: Tensor,
+        communicator: Communicator,
+        control: Work[Tensor] | None = None,
     ) -> None:
         self._compressor = compressor
-        self._context = context
-        self._buffer = buffer
-        self._work: Work[Tensor] | None = work
+        self._values = values
+        self._control = control
+        wire, self._context = compressor.compress(values)
+        self._work: Work[Tensor] | None = communicator.all_reduce(wire, ReduceOp.SUM)
 
     def is_arrived(self) -> bool:
+        if self._control is not None and not self._control.is_done():
+            return False
         return self._work is None or self._work.is_done()
 
     def arrive(self) -> None:
         if self._work is None:
             return
+        if self._control is not None:
+            self._control.wait()
         result = self._compressor.decompress(self._work.wait(), self._context)
-        if result is not self._buffer:
-            self._buffer.copy_(result)
+        if result is not self._values:
+            self._values.copy_(result)
         self._work = None

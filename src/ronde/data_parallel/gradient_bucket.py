@@ -23,10 +23,10 @@ _SPARSE = 4
 class GradientBucket:
     """Gradients that are reduced together.
 
-    The gradients are followed by one flag each, set to one by every rank that has that
-    gradient: after the reduction a zero there says that no rank had it, so that it can
-    stay None, as it would in one process. ``_SPARSE`` ones a rank say that some rank's
-    was sparse; then the result becomes sparse again, on all.
+    Control numbers follow the gradients. First one flag each, set to one by every rank
+    that has that gradient: after the reduction a zero there says that no rank had it,
+    so that it can stay None, as it would in one process. ``_SPARSE`` ones a rank say
+    that some rank's was sparse; then the result becomes sparse again, on all.
 
     Attributes:
         content: What is summed.
@@ -49,7 +49,6 @@ class GradientBucket:
     num_pending: int = 0
     is_launched: bool = False
     pending: PendingSum | None = None
-    _after: float = 1.0
 
     @classmethod
     def allocate(
@@ -72,8 +71,9 @@ class GradientBucket:
             _view_like(buffer[s.offset : s.offset + s.numel], g.parameter)
             for s, g in zip(plan.slots, members, strict=True)
         ]
-        content = BucketContent(buffer, plan.slots, members)
-        return cls(content, views, buffer[plan.numel :], buffer[end:])
+        values, control = buffer[: plan.numel], buffer[plan.numel :]
+        content = BucketContent(buffer, values, control, plan.slots, members)
+        return cls(content, views, control, buffer[end:])
 
     @property
     def gradients(self) -> Sequence[Gradient]:
@@ -127,7 +127,7 @@ class GradientBucket:
     ) -> None:
         """Take part in the others' sum without adding anything; open it before."""
         self.is_launched = True
-        self.content.buffer.zero_()
+        self.content.memory.zero_()
         for note in self.silent:
             self.notes[note] = 1
         self.pending = reduction.launch(self.content, communicator)
@@ -151,7 +151,7 @@ class GradientBucket:
 
     def count(self, note: int) -> int:
         """Return a note of the last round, summed over all ranks."""
-        return round(float(self.notes[note].real) / self._after)
+        return round(float(self.notes[note].real))
 
     def finish(self, scaling: Scaling, keep: Callable[[], float]) -> bool:
         """Wait for the sum and hand the results to the parameters.
@@ -167,9 +167,8 @@ class GradientBucket:
             return False
         self.drop()
         if scaling.after != 1.0:
-            self.content.buffer.mul_(scaling.after)
-        self._after = scaling.after
-        used = self._used_anywhere(scaling)
+            self.content.values.mul_(scaling.after)
+        used = self._used_anywhere()
         is_late = False
         for slot, (gradient, view) in enumerate(
             zip(self.gradients, self.views, strict=True)
@@ -184,15 +183,14 @@ class GradientBucket:
                 gradient.give(view.to_sparse(1) if is_sparse else view)
         return is_late
 
-    def _used_anywhere(self, scaling: Scaling) -> list[float] | None:
+    def _used_anywhere(self) -> list[float] | None:
         """Return the flags; None, without a look, if this rank had all gradients.
 
         The look costs an accelerator a synchronisation, hence only where it is needed.
         """
         if all(gradient.was_used for gradient in self.gradients):
             return None
-        flags = self.flags if scaling.after == 1.0 else self.flags / scaling.after
-        return cast("list[float]", flags.real.tolist())
+        return cast("list[float]", self.flags.real.tolist())
 
 
 def _is_sparse(used: list[float] | None, slot: int, scaling: Scaling) -> bool:

@@ -54,8 +54,8 @@ class ObservedReduction(BucketReduction):
             agreed_ns=0,
             begun_ns=begun_ns,
             ended_ns=0,
-            dtype=str(content.buffer.dtype).removeprefix("torch."),
-            shape=tuple(content.buffer.shape),
+            dtype=str(content.memory.dtype).removeprefix("torch."),
+            shape=tuple(content.memory.shape),
             num_fused=len(gradients),
         )
         return _ObservedSum(pending, self._coordinator, watch, recorded)

@@ -135,10 +135,10 @@ class PowerSGDReduction(BucketReduction):
         for slot, gradient in zip(content.slots, content.gradients, strict=True):
             memory = self._memory_of(gradient.parameter)
             if memory is not None and memory.starts_round(self._options):
-                matrices.append(_Matrix.of(content.buffer, slot, gradient, memory))
+                matrices.append(_Matrix.of(content.memory, slot, gradient, memory))
         if not matrices:
             return self._plain.launch(content, communicator)
-        return _LowRankSum(content.buffer, matrices, communicator)
+        return _LowRankSum(content.memory, matrices, communicator)
 
     def _memory_of(self, parameter: Tensor) -> "_Memory | None":
         # Made in the order of the buckets, which is that of all ranks: so every rank
