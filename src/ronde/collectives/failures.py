@@ -41,6 +41,9 @@ class Scene:
         # torch puts its own source line, and the condition that it checked there,
         # before the first sentence, and advice after it.
         text = _SOURCE_LINE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
+        # Of an error of NCCL's this says most, such as: Duplicate GPU detected.
+        said = str(error).partition("Last error:")[2].strip().partition("\n")[0]
+        text += f"; NCCL: {said}" if said else ""
         if _TIMED_OUT.search(text):
             return CollectiveError(
                 f"{place} must complete within timeout_s, got no answer for "

@@ -1,10 +1,13 @@
 """Operations under way on this rank."""
 
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from ronde.coordination.operations import Operation
-from ronde.coordination.streams import Mark, mark_of
+from ronde.coordination.streams import Mark, keep_for_current_stream, mark_of
 from ronde.errors import fresh
 
 
@@ -74,6 +77,13 @@ class Entry:
             raise fresh(self._failure)
         if self.done is not None:
             self.done.order()
+            if not self.operation.outputs:
+                # New tensors, from the stream of whoever carried it out.
+                made: Sequence[Any] = self._result or ()
+                tensors = [
+                    each if isinstance(each, Tensor) else each[0] for each in made
+                ]
+                keep_for_current_stream(tensors)
         return self._result
 
     def succeed(self, result: object) -> None:

@@ -20,7 +20,7 @@ from ronde.coordination.operations import Kind
 from ronde.coordination.requests import Request
 from ronde.coordination.spans import Place, Span, record_run
 from ronde.coordination.steps import Run
-from ronde.coordination.streams import after
+from ronde.coordination.streams import Mark, after
 from ronde.errors import UsageError
 from ronde.timeline.events import Recorder
 
@@ -60,6 +60,7 @@ class Execution:
         self._buffer = FusionBuffer(communicator)
         self._plans = Recent[tuple[int, int, int], list[_Planned]](_MAX_ITEMS)
         self._sequence = 0
+        self._last: Mark | None = None
 
     def run(self, run: Run, entries: Sequence[Entry | None]) -> None:
         """Carry operations out; collective.
@@ -71,12 +72,17 @@ class Execution:
         Raises:
             CollectiveError: A rank is gone.
         """
-        marks = [e.ready for e in entries if e is not None and e.ready is not None]
-        if marks:
-            with after(marks):
-                self._run(run, entries)
-        else:
+        if not any(request.device == "cuda" for request in run.requests):
             self._run(run, entries)
+            return
+        marks = [e.ready for e in entries if e is not None and e.ready is not None]
+        if self._last is not None:
+            # Perhaps on another stream: it reads the same buffers to its end.
+            marks.append(self._last)
+        with after(marks):
+            self._run(run, entries)
+            device = torch.cuda.current_device()
+            self._last = Mark(torch.device("cuda", device))
 
     def _run(self, run: Run, entries: Sequence[Entry | None]) -> None:
         agreed_ns = time.monotonic_ns()

@@ -6,7 +6,7 @@ comes of it is ready for the stream of whoever waits. Events say so without stop
 the processor.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -32,6 +32,13 @@ class Mark:
         torch.cuda.current_stream(self.device).wait_event(self._event)
 
 
+def keep_for_current_stream(tensors: Iterable[Tensor]) -> None:
+    """Have memory that another stream allocated kept until this one is done with it."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 def mark_of(tensors: Sequence[Tensor]) -> Mark | None:
     """Return the point at which tensors are ready; None where they are now."""
     if not tensors or not tensors[0].is_cuda:
@@ -41,7 +48,10 @@ def mark_of(tensors: Sequence[Tensor]) -> Mark | None:
 
 @contextmanager
 def after(marks: Sequence[Mark]) -> Generator[None]:
-    """Work on the device of some marks, after all of them."""
+    """Work on the device of some marks, after all of them; anywhere without any."""
+    if not marks:
+        yield
+        return
     with torch.cuda.device(marks[0].device):
         for mark in marks:
             mark.order()

@@ -20,7 +20,7 @@ from ronde.collectives.engines.torch_distributed.groups import (
     broadcast,
 )
 from ronde.collectives.engines.torch_distributed.reductions import Reductions
-from ronde.collectives.engines.torch_distributed.work import Awaited, TorchWork
+from ronde.collectives.engines.torch_distributed.work import TorchWork
 from ronde.collectives.failures import Scene
 from ronde.collectives.layouts import Agreement
 
@@ -137,23 +137,21 @@ class TorchDistributedCommunicator(Communicator):
         require_peer("to", to, self.rank, self.size)
         scene = self._scene("send")
         with scene.guard():
-            backend = self._groups.of(tensor.device)
             if not tensor.numel():
                 return Done(None)
-            pending = backend.send([as_bytes(dense(tensor))], to, tag)
-        return TorchWork((Awaited(pending),), lambda: None, scene)
+            pending = self._groups.send(as_bytes(dense(tensor)), to, tag)
+        return TorchWork((pending,), lambda: None, scene)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
         """Receive from one rank: see ``Communicator``."""
         require_peer("source", source, self.rank, self.size)
         scene = self._scene("recv")
         with scene.guard():
-            backend = self._groups.of(tensor.device)
             if not tensor.numel():
                 return Done(tensor)
             values = dense(tensor)
-            pending = backend.recv([as_bytes(values)], source, tag)
-        return TorchWork((Awaited(pending),), lambda: put_back(values, tensor), scene)
+            pending = self._groups.recv(as_bytes(values), source, tag)
+        return TorchWork((pending,), lambda: put_back(values, tensor), scene)
 
     def barrier(self) -> Work[None]:
         """Complete when all have called: see ``Communicator``."""
@@ -166,13 +164,17 @@ class TorchDistributedCommunicator(Communicator):
         """Make a communicator of the same ranks: see ``Communicator``."""
         self._groups.of(torch.device("cpu"))
         self._num_duplicates += 1
-        return TorchDistributedCommunicator(
+        copy = TorchDistributedCommunicator(
             PrefixStore(f"duplicate{self._num_duplicates}", self._store),
             self.rank,
             self.size,
             timeout_s=self.timeout_s,
             is_one_host=self._is_one_host,
         )
+        if self._groups.cuda_device is not None:
+            # Its first call may come in another order than the original's next one.
+            copy._groups.connect_nccl(self._groups.cuda_device)
+        return copy
 
     def abort(self) -> None:
         """Close at once: see ``Communicator``."""

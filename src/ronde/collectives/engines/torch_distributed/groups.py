@@ -15,8 +15,9 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
+from ronde.collectives.engines.torch_distributed.nccl import Nccl
 from ronde.collectives.engines.torch_distributed.own_address import find_own_address
-from ronde.collectives.engines.torch_distributed.work import Pending
+from ronde.collectives.engines.torch_distributed.work import Awaited, Pending
 from ronde.collectives.inference import in_mode_of_caller
 from ronde.errors import CollectiveError, UsageError
 
@@ -70,6 +71,7 @@ class Groups:
         )
         self._is_closed = False
         self._lane: Lane | None = None
+        self._nccl: Nccl | None = None
         self._backends: dict[str, Backend] = {"cpu": self._make_gloo("gloo")}
 
     def of(self, device: torch.device) -> Backend:
@@ -79,16 +81,53 @@ class Groups:
             UsageError: No engine here moves such tensors.
             CollectiveError: The groups are closed.
         """
+        if self._nccl is not None:
+            # Else what another rank waits for would wait for what is called now.
+            self._nccl.start_messages()
         backend = self._backends.get(device.type)
         if backend is None:
-            self._require_open()
-            if device.type != "cuda":
-                raise UsageError(
-                    f"device must be cpu or cuda, got {device}. Copy the tensor to the "
-                    "CPU."
-                )
-            backend = self._backends["cuda"] = self._make_nccl()
+            backend = self.connect_nccl(device).group
         return backend
+
+    @property
+    def cuda_device(self) -> torch.device | None:
+        """The device that NCCL is connected on; None where it is not."""
+        return None if self._nccl is None else self._nccl.device
+
+    def connect_nccl(self, device: torch.device) -> Nccl:
+        """Return the group that moves CUDA tensors; collective the first time.
+
+        Raises:
+            UsageError: No engine here moves tensors of ``device``.
+            CollectiveError: The groups are closed, or the ranks do not come together.
+        """
+        self._require_open()
+        if device.type != "cuda":
+            raise UsageError(
+                f"device must be cpu or cuda, got {device}. Copy the tensor to the CPU."
+            )
+        if self._nccl is None:
+            self._nccl = Nccl(
+                PrefixStore("nccl", self._store),
+                self._rank,
+                self._size,
+                timeout=self._timeout,
+                device=device,
+            )
+            self._backends["cuda"] = self._nccl.group
+        return self._nccl
+
+    def send(self, values: Tensor, to: int, tag: int) -> Pending:
+        """Send contiguous bytes to one rank."""
+        if not values.is_cpu:
+            return self.connect_nccl(values.device).send(values, to, tag)
+        return Awaited(self.of(values.device).send([values], to, tag))
+
+    def recv(self, values: Tensor, source: int, tag: int) -> Pending:
+        """Receive contiguous bytes from one rank."""
+        if not values.is_cpu:
+            return self.connect_nccl(values.device).recv(values, source, tag)
+        return Awaited(self.of(values.device).recv([values], source, tag))
 
     def lane(self) -> "Lane":
         """Return the thread for reductions of several steps, and its own group."""
@@ -107,6 +146,9 @@ class Groups:
         groups = [self._lane.group] if self._lane else []
         for group in [*groups, *([gloo] if gloo else [])]:
             _break_off(group, self._rank, self._size)
+        if self._nccl is not None:
+            self._nccl.abort()
+            self._nccl = None
         self.close()
 
     def close(self) -> None:
@@ -115,12 +157,12 @@ class Groups:
         lane, self._lane = self._lane, None
         if lane is not None:
             lane.close()
+        nccl, self._nccl = self._nccl, None
+        self._backends.pop("cuda", None)
+        if nccl is not None:
+            nccl.close()
         while self._backends:
-            name, backend = self._backends.popitem()
-            if name == "cuda":
-                backend.abort()  # shutdown() waits for the peers, which may be gone
-            else:
-                backend.shutdown()
+            self._backends.popitem()[1].shutdown()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -141,19 +183,6 @@ class Groups:
         # Nobody leaves before all are connected: rank 0's store may go at any time.
         group.barrier().wait()
         return group
-
-    def _make_nccl(self) -> Backend:
-        try:
-            from torch.distributed import ProcessGroupNCCL
-        except ImportError as error:
-            raise UsageError(
-                "torch must be built with NCCL to reduce CUDA tensors, got "
-                f"{torch.__version__}."
-            ) from error
-        options = ProcessGroupNCCL.Options()
-        options._timeout = self._timeout  # noqa: SLF001  the only name
-        store = PrefixStore("nccl", self._store)
-        return ProcessGroupNCCL(store, self._rank, self._size, options)
 
 
 def _break_off(gloo: Backend, rank: int, size: int) -> None:
