@@ -5,7 +5,9 @@ few steps of each variant, in an order that changes from round to round, so that
 machine that slows down slows all of them. Figures are medians over rounds, ratios are
 medians of the rounds' ratios. Everything is built anew several times: where its
 memory happens to lie makes one copy of the same code some percent faster than another.
-"none" is the ceiling: the same ranks, not reducing.
+"none" is the ceiling: the same ranks, not reducing. A single rank has nobody to reduce
+with, and ronde leaves the process group out; "ronde_group" has it take part all the
+same, as DDP's does.
 """
 
 import argparse
@@ -20,12 +22,16 @@ from pathlib import Path
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import ronde.torch as hvd
+from ronde.collectives.engines.torch_distributed import TorchDistributedCommunicator
+from ronde.data_parallel import Bond, Reducer, ReducerOptions
 from ronde.records import Record, append_record
 
 VARIANTS = ("none", "ronde", "ddp", "ddp_tuned")
+OF_ONE_RANK = "ronde_group"
 STEPS_PER_ROUND = {"mnist_cnn": 20, "mlp": 5, "cnn": 3}
 CPU = torch.device("cpu")
 
@@ -91,6 +97,13 @@ def make_step(
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     if variant == "ronde":
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    elif variant == OF_ONE_RANK:
+        group = TorchDistributedCommunicator(
+            HashStore(), 0, 1, timeout_s=60.0, is_one_host=True
+        )
+        named = list(model.named_parameters())
+        reducer = Reducer(named, Bond(group), ReducerOptions())
+        optimizer.register_step_post_hook(lambda *_: reducer.step_done())
 
     def step() -> None:
         optimizer.zero_grad()
@@ -140,11 +153,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds a build")
     parser.add_argument("--steps", type=int, default=0, help="steps a round")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    choices = (*VARIANTS, OF_ONE_RANK)
+    parser.add_argument("--variants", nargs="+", choices=choices, default=VARIANTS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="append a record to this file")
     options = parser.parse_args()
     hvd.init()
+    if OF_ONE_RANK in options.variants and hvd.size() > 1:
+        parser.error(f"--variants {OF_ONE_RANK} is for 1 rank, got {hvd.size()}")
     device = CPU
     if options.device == "cuda":
         device = torch.device("cuda", hvd.local_rank())

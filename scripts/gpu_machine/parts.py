@@ -11,7 +11,10 @@ PYTEST = (
     # A library's new warning must not fail all tests of the first run on a machine.
     *("-W", "default"),
 )
-STEPS = ("benchmarks/training_step.py",)
+STEPS = (
+    *("benchmarks/training_step.py", "--variants"),
+    *("none", "ronde", "ronde_group", "ddp", "ddp_tuned"),
+)
 ALL_REDUCE = (*RONDE, "bench", "all_reduce")
 TRAIN = (*RONDE, "bench", "train", "--model")
 

@@ -95,10 +95,14 @@ class Report:
             for o in self._outcomes
         ]
         yield from _table(("part", "result", "s", ""), rows)
+        yield ""
         for name, tests in self._tests.items():
             for test in tests:
                 if test["result"] in ("failure", "error"):
                     yield f"- {name}: {test['name']}: {_cell(test['words'])}"
+            reasons = Counter(t["words"] for t in tests if t["result"] == "skipped")
+            for reason, count in reasons.items():
+                yield f"- {name}: {count} skipped: {_cell(reason)}"
         try:
             figures = list(_figures(self._records))
         except (KeyError, TypeError, ValueError) as error:
@@ -115,7 +119,11 @@ class Report:
 
 
 def _read_junit(path: Path) -> Iterator[dict[str, Any]]:
-    for case in ET.parse(path).iter("testcase"):  # noqa: S314  our own file
+    try:
+        tree = ET.parse(path)  # noqa: S314  our own file
+    except ET.ParseError:  # what wrote it was killed
+        return
+    for case in tree.iter("testcase"):
         ends = [each for each in case if each.tag in ("failure", "error", "skipped")]
         test = {
             "name": f"{case.get('classname')}::{case.get('name')}",

@@ -23,6 +23,7 @@ class Setting:
         algorithm: What it is to follow, where it has several.
         hosts: A letter a rank: the host that it is to think itself on.
         has_places: Where its tensors lie is checked here, not by another setting.
+        timeout_s: How long a collective waits.
     """
 
     engine: str
@@ -30,6 +31,7 @@ class Setting:
     algorithm: str = ""
     hosts: str = ""
     has_places: bool = True
+    timeout_s: float = 60.0
 
     def __str__(self) -> str:
         words = [self.engine, self.algorithm, self.hosts, str(self.size)]
@@ -40,22 +42,22 @@ class Setting:
         if self.engine == "solo":
             return SoloCommunicator()
         if self.engine == "scheduled":
-            return ScheduledCommunicator(gloo(claim), self.algorithm)
+            return ScheduledCommunicator(gloo(claim, self.timeout_s), self.algorithm)
         if self.engine == "hierarchical":
-            asked = Asked(claim, 60.0, self.algorithm)
+            asked = Asked(claim, self.timeout_s, self.algorithm)
             return two_levels(asked, self.hosts[claim.rank])
         if self.size == 1:
-            return gloo(claim)
-        return connect(claim, timeout_s=60.0, engine=self.engine)
+            return gloo(claim, self.timeout_s)
+        return connect(claim, timeout_s=self.timeout_s, engine=self.engine)
 
 
-def gloo(claim: Claim) -> Communicator:
+def gloo(claim: Claim, timeout_s: float) -> Communicator:
     """Connect by torch_distributed at any size."""
     if claim.size == 1:
         return TorchDistributedCommunicator(
-            HashStore(), 0, 1, timeout_s=60.0, is_one_host=True
+            HashStore(), 0, 1, timeout_s=timeout_s, is_one_host=True
         )
-    return connect(claim, timeout_s=60.0, engine="gloo")
+    return connect(claim, timeout_s=timeout_s, engine="gloo")
 
 
 SETTINGS = [

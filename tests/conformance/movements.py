@@ -206,6 +206,10 @@ def tags_tell_messages_apart(communicator: Communicator, device: str):
     if size == 1:
         return
     after, before = (rank + 1) % size, (rank - 1) % size
+    if device == "cuda":
+        with pytest.raises(UsageError, match="tag must be 0 for CUDA tensors, got 1"):
+            communicator.send(torch.ones(1, device=device), after, 1)
+        return
     sent = [
         communicator.send(torch.tensor([10 * rank + tag], device=device), after, tag)
         for tag in (1, 2, 3)

@@ -7,7 +7,10 @@ import pytest
 from tests.check.copies_suite import check_copies, check_link
 from tests.check.nvml_fake import SavedNvml, asking
 from tests.check.nvml_suite import SUITE
+from tests.cli.conftest import Ronde
 
+from ronde.check.catalogue import all_checks
+from ronde.check.check import Family
 from ronde.check.facts import Reading
 from ronde.check.nvml.driver import NvmlDriver
 from ronde.check.nvml.questions import GpuQuestion, HostQuestion
@@ -68,6 +71,16 @@ def test_the_probe_tells_of_the_gpus_in_time(nvml):
     outcome = run_probes(PROBE, {})["gpu"]
     assert outcome.failure == ""
     assert outcome.values["gpu.count"] == len(outcome.values["gpu.uuids"]) > 0
+
+
+def test_no_check_of_a_gpu_that_works_fails(nvml):
+    ended = Ronde()("check", "--json")
+    assert ended.returncode in (0, 2), ended.stderr.decode()
+    told = json.loads(ended.stdout)
+    assert told["hosts"][0]["values"]["gpu.count"] > 0
+    failed = {each["check"] for each in told["findings"] if each["severity"] == "fail"}
+    names = {check.id for check in all_checks() if check.family is Family.GPU}
+    assert not failed & names, told["findings"]
 
 
 def test_each_gpu_of_torch_is_one_of_nvml_with_the_same_name(nvml, gpus):

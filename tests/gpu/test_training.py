@@ -1,19 +1,62 @@
 """``ronde.torch`` trains on a CUDA device as the program would alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from tests.conformance.engines import Setting
+from tests.gpu.devices import LIMIT_S, NEEDS_CUDA, on_cuda, on_its_device
+from tests.parity.problems import (
+    OddCnn,
+    OddMlp,
+    Problem,
+    assert_close,
+    plain_step,
+    train_alone,
+    train_on_ranks,
+)
 
 import ronde.torch as hvd
 from ronde.data_parallel import Bond, Reducer, ReducerOptions
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no CUDA device here: no training on it"
+pytestmark = NEEDS_CUDA
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+MLP = Problem(OddMlp, 7, plain_step, sgd, num_steps=20)
+PROBLEMS = {
+    "mlp-sgd": MLP,
+    "mlp-adam": replace(MLP, make_optimizer=adam),
+    "cnn": replace(MLP, build=OddCnn, num_inputs=147),
+    "float32": replace(MLP, dtype=torch.float32),
+    "fp16 on the wire": replace(
+        MLP, options=lambda _: {"compression": hvd.Compression.fp16}
     ),
-    pytest.mark.timeout(300),
-]
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_two_ranks_follow_one_process(run_ranks_bare, two_ranks, name):
+    """One process on the CPU: the device's kernels round as often, in other orders."""
+    problem = PROBLEMS[name]
+    results = run_ranks_bare(
+        2,
+        on_its_device,
+        train_on_ranks,
+        replace(problem, device="cuda"),
+        timeout_s=LIMIT_S,
+    )
+    for weight, value in results[0].items():
+        assert torch.equal(results[1][weight], value), f"ranks differ in {weight}"
+    wire = torch.float16 if "wire" in name else None
+    expected = train_alone(problem, 2)
+    assert_close(results[0], expected, num_steps=problem.num_steps, wire=wire)
 
 
 def make(dtype):
@@ -61,7 +104,7 @@ def test_one_rank_trains_as_the_program_alone(run_ranks_bare, dtype):
     errs by at most an eps of the gradient's 16 * 36 terms, whose sum stays below 1.
     """
     ((size, alone, together),) = run_ranks_bare(
-        1, train_both_ways, dtype, timeout_s=240.0
+        1, train_both_ways, dtype, timeout_s=LIMIT_S
     )
     assert size == 1
     tolerance = 20 * 10 * 0.05 * torch.finfo(dtype).eps
@@ -94,8 +137,8 @@ def test_buckets_and_nccl_change_nothing_on_one_rank(run_ranks, dtype):
         1,
         reduce_over_nccl,
         dtype,
-        connecting=Setting("gloo", 1),
-        timeout_s=240.0,
+        connecting=on_cuda("gloo", 1),
+        timeout_s=LIMIT_S,
     )
     # One bucket, laid out anew once, after the first step.
     assert (num_buckets, num_storages) in {(1, 1), (1, 2)}

@@ -70,6 +70,7 @@ class Problem:
     dtype: torch.dtype = torch.float64
     options: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
     num_steps: int = NUM_STEPS
+    device: str = "cpu"
 
     def data(self, step: int, num_rows: int) -> tuple[Tensor, Tensor]:
         """Return the whole batch of one step."""
@@ -78,12 +79,13 @@ class Problem:
             num_rows, self.num_inputs, generator=generator, dtype=torch.float64
         )
         targets = torch.randn(num_rows, 3, generator=generator, dtype=torch.float64)
-        return inputs.to(self.dtype), targets.to(self.dtype)
+        where = (self.device, self.dtype)
+        return inputs.to(*where), targets.to(*where)
 
     def model(self, seed: int = 0) -> nn.Module:
-        """Build the model in the problem's dtype."""
+        """Build the model in the problem's dtype, on its device."""
         torch.manual_seed(seed)
-        return self.build().to(self.dtype)
+        return self.build().to(self.device, self.dtype)
 
 
 def train_alone(problem: Problem, size: int) -> dict[str, Tensor]:
@@ -112,7 +114,7 @@ def train_on_ranks(claim: object, problem: Problem) -> dict[str, Tensor]:
         rows = slice(hvd.rank() * BATCH, (hvd.rank() + 1) * BATCH)
         problem.step(model, optimizer, inputs[rows], targets[rows], number)
     hvd.shutdown()
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}
 
 
 def mse(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
