@@ -87,7 +87,7 @@ def test_minus_x_beats_an_option(ronde) -> None:
 
 
 def test_what_changes_nothing_is_named_in_one_line(ronde) -> None:
-    words = "--verbose --min-np 1 --max-np 2 --tcp"
+    words = "--min-np 1 --max-np 2 --tcp"
     words += " --blacklist-cooldown-range 1 2 --disable-cache -prefix-timestamp"
     words += " --mpi-args=-x --elastic-timeout 3 --log-without-timestamp --jsrun"
     done = ronde("run", "-n", "1", *words.split(), "/bin/true")

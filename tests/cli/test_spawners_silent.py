@@ -1,6 +1,7 @@
 """An ``mpirun`` that hangs: it is ended in time, and one sentence says so."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,10 @@ def test_an_mpirun_that_starts_nothing_is_given_up_and_ended(ronde, tmp_path):
     done = ronde(*words, env=env)
     assert done.returncode == 69, done.stderr
     assert b"no word from it within 30 s" in done.stderr
+    waiting = (
+        b"ronde: waiting for node.invalid to answer (login, start of Python there), 1"
+    )
+    assert done.stderr.count(waiting) == 1
     assert marked(tmp_path) == []
 
 
@@ -57,3 +62,28 @@ def test_an_mpirun_that_does_not_say_its_version_is_refused(ronde, tmp_path):
     [sentence] = done.stderr.decode().splitlines()
     assert sentence.startswith("ronde: mpirun must say its version, got nothing from ")
     assert marked(tmp_path) == []
+
+
+def test_a_slow_start_says_what_it_waits_for(ronde, tmp_path):
+    words, env = mpirun(tmp_path, ANSWER, HANG)
+    with ronde.start("run", "-v", *words[1:], env=env) as process:
+        try:
+            said = process.stderr.readline().decode()
+            assert "waiting for node.invalid to answer" in said
+            assert "2 s so far" in said
+            process.send_signal(signal.SIGQUIT)
+            assert "waiting for node.invalid" in process.stderr.readline().decode()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+    assert marked(tmp_path) == []
+
+
+def test_verbose_says_how_long_each_step_took(ronde):
+    done = ronde("run", "-v", "-n", "2", "/bin/true")
+    said = done.stderr.decode()
+    steps = ("1 host answered in ", "program and directory checked in ")
+    for step in (*steps, "2 ranks started in "):
+        assert said.count(f"ronde: {step}") == 1
+    assert ronde("run", "-n", "2", "/bin/true").stderr == b""

@@ -46,7 +46,7 @@ _VALUES_IGNORED = (
     *("autotune-gaussian-process-noise", "elastic-timeout"),
 )
 _FLAGS_IGNORED = (
-    *("disable-cache", "verbose", "tcp", "prefix-output-with-timestamp", "jsrun"),
+    *("disable-cache", "tcp", "prefix-output-with-timestamp", "jsrun"),
     *("log-with-timestamp", "log-without-timestamp", "log-hide-timestamp"),
     *("no-log-hide-timestamp", "mpi-threads-disable", "no-mpi-threads-disable"),
     "no-python",

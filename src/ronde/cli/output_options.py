@@ -20,6 +20,11 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         help="before each line: rank ([3]), host ([node2:3]) or none; ,time puts the "
         "time of day first (default: host where there are several)",
     )
+    add(
+        *("-v", "--verbose"),
+        action="store_true",
+        help="say how long each step of the start takes, and soon what it waits for",
+    )
     add("--no-prefix", action="store_true", help="put nothing before lines")
     add(
         "--only",

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ronde.cli.exit_codes import exit_code_of
 from ronde.cli.horovod_options import Asked
-from ronde.cli.join_options import require_listen_or_agent
+from ronde.cli.join_options import require_listen_or_agent, say
 from ronde.cli.output_options import make_sink, report_error, require_tee
 from ronde.cli.rank_options import read_num_each
 from ronde.cli.run_options import make_parser
@@ -27,6 +27,7 @@ from ronde.launch.signals import (
     interruption_code,
 )
 from ronde.launch.spawners.base import Spawner
+from ronde.launch.start_progress import StartProgress
 
 
 def help_text() -> str:
@@ -75,7 +76,10 @@ def _launch(request: RunRequest, hired: Hired, signal_fd: int) -> int:
     if options.dry_run:
         from ronde.render.plan import plan_text
 
-        arrangement = rehearse(wish, hired.hiring, signal_fd, name=name)
+        progress = StartProgress(say, is_verbose=bool(options.verbose))
+        arrangement = rehearse(
+            wish, hired.hiring, signal_fd, name=name, progress=progress
+        )
         print(plan_text(arrangement.plan, arrangement.notices), end="")
         return 0
     if options.sync:
@@ -86,7 +90,7 @@ def _launch(request: RunRequest, hired: Hired, signal_fd: int) -> int:
 
         sink = LinkedOutputs(sink, output_dir)
     chronicle = Chronicle(options.record, sink.notice)
-    job = Undertaking(name, request.restarts, chronicle)
+    job = Undertaking(name, request.restarts, chronicle, bool(options.verbose))
     return launch(wish, sink, hired.hiring, signal_fd, job).exit_code
 
 

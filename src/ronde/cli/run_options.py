@@ -31,9 +31,9 @@ The first rank to fail ends the job: the others get SIGTERM, and after the grace
 that is left of the job is killed, whatever session it is in.
 
 exit code: 0 when all ranks ended with 0, else the code of the rank that failed first
-(128 plus the number of a signal); 130 after Ctrl-C, 143 after SIGTERM; 64 when the
-job could not start as asked; 69 when a host could not take part or was lost; 70 when
-the launcher itself failed.
+(128 plus the number of a signal); 130 after Ctrl-C, 143 after SIGTERM; 124 after
+--timeout; 64 when the job could not start as asked; 69 when a host could not take part
+or was lost; 70 when the launcher itself failed.
 
 horovodrun's options are understood too; a script that imports horovod finds ronde,
 unless Horovod itself is installed: see docs/how-to/horovod-scripts.md.

@@ -17,6 +17,7 @@ from ronde.launch.output_process import OutputProcess
 from ronde.launch.plan import Plan
 from ronde.launch.running import Running
 from ronde.launch.sink import Generation, Unseen
+from ronde.launch.start_progress import StartProgress
 from ronde.launch.starting import Starting
 from ronde.launch.switchboard import Switchboard
 from ronde.launch.verdict import LostHost, RankEnd, Verdict
@@ -97,13 +98,19 @@ class Controller:
         output: Gets all output.
         signal_fd: From ``signals.caught_signals``: reads the user's signals.
         hiring: How hosts get agents.
+        progress: Says what a slow start waits for; None where nobody is told.
     """
 
     def __init__(
-        self, output: OutputProcess | Unseen, signal_fd: int, hiring: Hiring
+        self,
+        output: OutputProcess | Unseen,
+        signal_fd: int,
+        hiring: Hiring,
+        progress: StartProgress | None = None,
     ) -> None:
         self._output = output
-        self._board = Switchboard(output, signal_fd)
+        progress = progress or StartProgress(output.notice)
+        self._board = Switchboard(output, signal_fd, progress)
         self._hiring = hiring
         self._others = children()
         self._is_clean = True

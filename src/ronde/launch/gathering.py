@@ -81,6 +81,10 @@ class Gathering:
         self._attempts = [_Attempt(host) for host in hosts]
         raise_open_files_limit(len(hosts) * _FDS_PER_HOST + _OTHER_FDS)
         self._patient_until_s = time.monotonic() + patience_s
+        self._board.progress.begin(
+            "to answer (login, start of Python there)",
+            lambda: [each.host.name for each in self._attempts if not each.is_settled],
+        )
         while not all(attempt.is_settled for attempt in self._attempts):
             self._start_some()
             self._board.serve(self, self._is_something_to_do, self._due_s)
@@ -90,6 +94,7 @@ class Gathering:
             for attempt in self._attempts
             if attempt.failure is not None
         ]
+        self._board.progress.end(f"{_answered(len(hosts), len(failed))} answered")
         if failed:
             told = f"{len(failed)} of {len(hosts)} hosts cannot take part."
             ready = [a.host.name for a in self._attempts if a.failure is None]
@@ -211,6 +216,13 @@ class Gathering:
         """End it: nothing runs yet."""
         if number != ASKING:
             raise InterruptedStartError(number)
+        self._board.progress.tell()
 
     def take_broken_output(self, number: int) -> None:
         """Nothing was shown yet that anybody could miss."""
+
+
+def _answered(count: int, num_failed: int) -> str:
+    if num_failed:
+        return f"{count - num_failed} of {count} hosts"
+    return "1 host" if count == 1 else f"{count} hosts"

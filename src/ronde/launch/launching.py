@@ -11,6 +11,7 @@ from ronde.launch.lineage import adopt_orphans
 from ronde.launch.output_process import OutputProcess
 from ronde.launch.signals import InterruptedStartError, interruption_code
 from ronde.launch.sink import Sink, Unseen
+from ronde.launch.start_progress import StartProgress
 from ronde.launch.verdict import Verdict
 
 
@@ -21,11 +22,13 @@ class Undertaking(NamedTuple):
         name: Begins its id.
         restarts: When all ranks are started again.
         chronicle: Writes down what happens.
+        is_verbose: Say how long each step of the start takes.
     """
 
     name: str
     restarts: Restarts
     chronicle: Chronicle
+    is_verbose: bool = False
 
 
 def launch(
@@ -50,7 +53,8 @@ def launch(
     """
     adopt_orphans()
     output = OutputProcess(sink, job.chronicle)
-    controller = Controller(output, signal_fd, hiring)
+    progress = StartProgress(output.notice, is_verbose=job.is_verbose)
+    controller = Controller(output, signal_fd, hiring, progress)
     try:
         try:
             arrangement = arrange(controller, wish, job.name)
@@ -72,7 +76,14 @@ def launch(
     return verdict
 
 
-def rehearse(wish: Wish, hiring: Hiring, signal_fd: int, *, name: str) -> Arrangement:
+def rehearse(
+    wish: Wish,
+    hiring: Hiring,
+    signal_fd: int,
+    *,
+    name: str,
+    progress: StartProgress,
+) -> Arrangement:
     """Return what ``launch`` would run where; start agents, but no rank.
 
     Args:
@@ -80,6 +91,7 @@ def rehearse(wish: Wish, hiring: Hiring, signal_fd: int, *, name: str) -> Arrang
         hiring: As for ``launch``.
         signal_fd: As for ``launch``.
         name: Begins the job's id.
+        progress: Says what is waited for.
 
     Raises:
         UsageError: The job cannot be started so.
@@ -87,7 +99,7 @@ def rehearse(wish: Wish, hiring: Hiring, signal_fd: int, *, name: str) -> Arrang
         InterruptedStartError: The user has ended it.
     """
     adopt_orphans()
-    controller = Controller(Unseen(), signal_fd, hiring)
+    controller = Controller(Unseen(), signal_fd, hiring, progress)
     try:
         return arrange(controller, wish, name)
     finally:

@@ -109,6 +109,7 @@ class Running:
             LaunchError: An agent says what makes no sense.
         """
         self._started_at_s = time.monotonic()
+        self._board.progress.begin("to start their ranks", self._starting)
         for node in self._nodes:
             node.watch(is_watched=False)
             node.limit_credit(_ALL_CREDIT_BYTES // len(self._nodes))
@@ -127,6 +128,10 @@ class Running:
             node.watch(is_watched=False)
         self._tell_leftovers()
         return judge(self._ends(), self._interrupted_by, self._lost)
+
+    def _starting(self) -> list[str]:
+        waiting = (rank.node.name for rank in self._ranks.values() if not rank.pid)
+        return list(dict.fromkeys(waiting))
 
     def _unfinished(self) -> list[Node]:
         return [
@@ -184,6 +189,8 @@ class Running:
     def _note_all_run(self) -> None:
         for node in self._nodes:
             node.watch(is_watched=True)
+        count = len(self._ranks)
+        self._board.progress.end(f"{count} rank{'s' if count > 1 else ''} started")
         self._on_started(time.monotonic() - self._started_at_s)
 
     def take_output(self, output: Output) -> None:

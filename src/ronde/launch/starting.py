@@ -52,7 +52,10 @@ class Starting:
         """
         for node in nodes:
             node.link.send(Locate(tuple(addresses), port))
-        answers = self._await(nodes)
+        step = ("to reach rank 0's port", "port reached")
+        if not port:
+            step = ("to look for routes", "routes found")
+        answers = self._await(nodes, *step)
         return [a.sources if isinstance(a, Located) else () for a in answers]
 
     def check(
@@ -66,7 +69,8 @@ class Starting:
         """
         for node in nodes:
             node.link.send(Check(directory))
-        answers = zip(nodes, self._await(nodes), strict=True)
+        step = ("to look at themselves", "hosts looked at")
+        answers = zip(nodes, self._await(nodes, *step), strict=True)
         return {n.name: a.findings for n, a in answers if isinstance(a, Checked)}
 
     def prepare(self, nodes: Sequence[Node], jobs: Sequence[Job]) -> int:
@@ -80,7 +84,8 @@ class Starting:
         """
         for node, job in zip(nodes, jobs, strict=True):
             node.link.send(Prepare(job))
-        answers = self._await(nodes)
+        step = ("to check program and directory", "program and directory checked")
+        answers = self._await(nodes, *step)
         refusals = [
             (node.name, answer)
             for node, answer in zip(nodes, answers, strict=True)
@@ -98,18 +103,21 @@ class Starting:
             HostError: A host was lost meanwhile.
             InterruptedStartError: The user has ended it.
         """
-        self._board.serve(
-            self, lambda: self._board.output.is_settled, lambda: float("inf")
-        )
+        board = self._board
+        board.progress.begin("to be ready", lambda: ["the output"])
+        board.serve(self, lambda: board.output.is_settled, lambda: float("inf"))
+        board.progress.end("output ready")
         if self._lost:
             raise _loss_error(self._lost)
 
-    def _await(self, nodes: Sequence[Node]) -> list[FromAgent]:
+    def _await(self, nodes: Sequence[Node], what: str, done: str) -> list[FromAgent]:
         self._answers = {}
 
         def awaited() -> list[Node]:
             return [n for n in nodes if not n.is_over and n.name not in self._answers]
 
+        progress = self._board.progress
+        progress.begin(what, lambda: [node.name for node in awaited()])
         due_s = time.monotonic() + _ANSWER_S
         self._board.serve(self, lambda: not awaited(), lambda: due_s)
         for node in awaited():
@@ -118,6 +126,7 @@ class Starting:
             self._board.lose(self, node, Loss(reason, EXIT_UNREACHABLE))
         if self._lost:
             raise _loss_error(self._lost)
+        progress.end(done)
         return [self._answers[node.name] for node in nodes]
 
     def take(self, node: Node, message: FromAgent) -> None:
@@ -144,6 +153,7 @@ class Starting:
         """End it: nothing runs yet."""
         if number != ASKING:
             raise InterruptedStartError(number)
+        self._board.progress.tell()
 
     def take_broken_output(self, number: int) -> None:
         """Nothing was shown yet that anybody could miss."""

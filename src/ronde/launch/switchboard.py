@@ -13,6 +13,7 @@ from ronde.launch.node import PING_S, Loss, Node
 from ronde.launch.output_process import OutputProcess
 from ronde.launch.signals import SUSPENDING, read_signals, suspend_self
 from ronde.launch.sink import Unseen
+from ronde.launch.start_progress import StartProgress
 from ronde.launch.wire import wait_for
 
 _MAX_BACKLOG_BYTES = 256 << 10
@@ -49,10 +50,17 @@ class Switchboard:
     Args:
         output: Gets all output.
         signal_fd: Reads the user's signals.
+        progress: Says what a slow start waits for.
     """
 
-    def __init__(self, output: OutputProcess | Unseen, signal_fd: int) -> None:
+    def __init__(
+        self,
+        output: OutputProcess | Unseen,
+        signal_fd: int,
+        progress: StartProgress,
+    ) -> None:
         self.output = output
+        self.progress = progress
         self.nodes: list[Node] = []
         self.is_hurried = False
         """Whether output that cannot be shown at once is dropped."""
@@ -79,7 +87,8 @@ class Switchboard:
             now_s = time.monotonic()
             due_s = min([deadline(), *(node.silent_by_s for node in self.live_nodes)])
             due_s = min([due_s, *(node.ping(now_s) for node in self.live_nodes)])
-            self._serve_ready(attendant, due_s - now_s)
+            self._serve_ready(attendant, min(due_s, self.progress.due_s) - now_s)
+            self.progress.look()
             self._grant()
             self._look_for_silent(attendant)
             if time.monotonic() > deadline():
