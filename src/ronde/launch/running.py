@@ -294,7 +294,7 @@ class Running:
             and (traceback := rank.tail.traceback())
             and not has_lost_peer(traceback)
         }
-        if not failing and not find_awaited(ends, running.keys()):
+        if not find_awaited(ends, running.keys(), failing):
             self._stop(signal.SIGTERM)
         elif self._cause_by_s == float("inf"):
             self._cause_by_s = now_s + min(self._grace_s, _CAUSE_WITHIN_S)
