@@ -15,11 +15,11 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from torch.distributed import TCPStore
 
 from ronde.collectives import Communicator, connect
 from ronde.errors import PeerLostError
+from ronde.store.local_socket import listen
+from ronde.store.server import serve_locally
 from ronde.world.value import Claim, Launcher, Meeting
 
 PRELOAD = ["torch", "torch._dynamo", "numpy", "cloudpickle", "pytest", "ronde.torch"]
@@ -54,7 +56,6 @@ class Order:
     claim: Claim | None = None
     connecting: Callable[[Claim], Communicator] | None = None
     environment: dict[str, str] | None = None
-    has_listener: bool = False
 
 
 @dataclass(slots=True)
@@ -120,8 +121,8 @@ def run_ranks_bare(
         args: Its further arguments.
         timeout_s: When the ranks are killed.
         dying: Ranks that are meant to end without a result; theirs is None.
-        launcher: "ronde": rank 0 inherits the bound socket. "torchrun": this process
-            answers on the port. "plain": rank 0 is to bind the port itself.
+        launcher: "ronde": this process answers for the store, on a unix socket.
+            "torchrun": it answers on the port. "plain": rank 0 is to bind the port.
         environment: Further variables for all ranks.
 
     Returns:
@@ -129,22 +130,35 @@ def run_ranks_bare(
     """
     further = dict(environment or {})
     store = hosted_store() if launcher == "torchrun" else None
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", 0))
-        port = store.port if store else listener.getsockname()[1]
-        if launcher == "plain":
-            listener.close()
+    with ExitStack() as closing:
+        if launcher == "ronde":
+            further = {"RONDE_STORE": closing.enter_context(job_store())} | further
+        port = store.port if store else _free_port()
         orders = [
             Order(
-                fn,
-                args,
-                environment=_environment(launcher, rank, size, port) | further,
-                has_listener=launcher == "ronde" and rank == 0,
+                fn, args, environment=_environment(launcher, rank, size, port) | further
             )
             for rank in range(size)
         ]
-        return _run(orders, timeout_s, dying, listener)
+        return _run(orders, timeout_s, dying)
+
+
+@contextmanager
+def job_store() -> Generator[str]:
+    """Answer for a store as ``ronde run`` does; yield its socket's path."""
+    with tempfile.TemporaryDirectory(prefix="ronde-store-") as folder:
+        path = Path(folder) / "store"
+        server = serve_locally(listen(path), max_clients=256)
+        try:
+            yield str(path)
+        finally:
+            server.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def hosted_store() -> TCPStore:
@@ -198,7 +212,6 @@ def _run(
     orders: Sequence[Order],
     timeout_s: float,
     dying: Collection[int],
-    listener: socket.socket | None = None,
 ) -> list[Any]:
     """Start a rank for every order, wait for all and leave none behind."""
     context = multiprocessing.get_context("forkserver")
@@ -212,7 +225,7 @@ def _run(
         try:
             for index, order in enumerate(orders):
                 stacks = Path(folder) / str(index)
-                ranks.append(_start(context, index, order, stacks, listener))
+                ranks.append(_start(context, index, order, stacks))
             _collect(ranks, deadline, dying)
         finally:
             for rank in ranks:
@@ -226,14 +239,8 @@ def _run(
     return [rank.result for rank in ranks]
 
 
-def _start(
-    context: Any,
-    index: int,
-    order: Order,
-    stacks: Path,
-    listener: socket.socket | None,
-) -> Rank:
-    """Start one rank's process and hand its order, and socket, over."""
+def _start(context: Any, index: int, order: Order, stacks: Path) -> Rank:
+    """Start one rank's process and hand its order over."""
     ours, theirs = context.Pipe()
     process = context.Process(
         target=_be_rank, args=(theirs, str(stacks)), name=f"rank {index}", daemon=True
@@ -242,8 +249,6 @@ def _start(
     theirs.close()
     try:
         ours.send_bytes(cloudpickle.dumps(order))
-        if order.has_listener and listener is not None:
-            send_handle(ours, listener.fileno(), process.pid)
     except OSError as error:  # it died at once: _collect tells how
         ours.close()
         raise RankFailedError(f"rank {index} did not start: {error}") from error
@@ -321,7 +326,7 @@ def _obey(connection: Connection) -> bytes:
     """Carry the order out; return the pickled pair of result and error."""
     try:
         order: Order = cloudpickle.loads(connection.recv_bytes())
-        return cloudpickle.dumps((_call(order, connection), None))
+        return cloudpickle.dumps((_call(order), None))
     except BaseException as error:  # noqa: BLE001  a process's outermost line
         error.add_note(traceback.format_exc())
         try:
@@ -337,7 +342,7 @@ def _connect(claim: Claim) -> Communicator:
     return connect(claim, timeout_s=60.0)
 
 
-def _call(order: Order, connection: Connection) -> Any:
+def _call(order: Order) -> Any:
     """Make the place that the order asks for and call its function there."""
     if order.environment is None:
         assert order.claim is not None
@@ -348,9 +353,5 @@ def _call(order: Order, connection: Connection) -> Any:
         return result
     from ronde.world import read_claim
 
-    environment = order.environment
-    if order.has_listener:
-        descriptor = recv_handle(connection)
-        environment = environment | {"RONDE_MASTER_LISTEN_FD": str(descriptor)}
-    os.environ.update(environment)  # noqa: TID251  what a launcher does before exec
+    os.environ.update(order.environment)  # noqa: TID251  what a launcher does before exec
     return order.fn(read_claim(), *order.args)

@@ -10,6 +10,7 @@
     ├── NotInitializedError(ValueError)  a front end was used before its ``init()``
     ├── LaunchError(RuntimeError)        a job could not be started or kept running
     │   └── HostError                    hosts that cannot take part; each is listed
+    ├── StoreError(RuntimeError)         the job's store refuses, or is gone
     └── CollectiveError(RuntimeError)    a collective failed; every rank of it is told
         └── PeerLostError                another rank is gone
 
@@ -86,6 +87,10 @@ class HostError(LaunchError):
         super().__init__(message)
         self.failures = tuple(failures)
         self.ready = tuple(ready)
+
+
+class StoreError(RondeError, RuntimeError):
+    """The store that the ranks meet in refuses a request, or cannot be reached."""
 
 
 class CollectiveError(RondeError, RuntimeError):

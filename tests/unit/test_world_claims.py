@@ -18,7 +18,7 @@ RONDE = {
     "RONDE_COOKIE": "c",
     "RONDE_HOST": "n1",
     "RONDE_NODE_RANK": "0",
-    "RONDE_MASTER_LISTEN_FD": "7",
+    "RONDE_STORE": "/run/s/store.0",
     "RANK": "0",
     "WORLD_SIZE": "2",
     "LOCAL_RANK": "0",
@@ -119,12 +119,12 @@ def test_ronde() -> None:
         local_size=2,
         cross_rank=0,
         cross_size=1,
-        meeting=Meeting("127.0.0.1", 4242, listen_fd=7),
+        meeting=Meeting("127.0.0.1", 4242),
+        store="/run/s/store.0",
         job_id="j1",
         hosts=("n1",),
     )
-    other = read_claim(RONDE | {"RANK": "1", "LOCAL_RANK": "1"})
-    assert other.meeting == Meeting("127.0.0.1", 4242)
+    assert read_claim(TORCHRUN_ON_NODE_1_OF_2 | {"RONDE_STORE": "/x"}).store == ""
 
 
 def test_horovod_says_all_numbers_and_no_meeting() -> None:

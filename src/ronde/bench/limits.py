@@ -13,10 +13,16 @@ from typing import Any, cast
 
 import torch
 
-from ronde.addresses import choose_address, read_interfaces, source_towards
+from ronde.addresses import (
+    InterfaceAddress,
+    choose_address,
+    read_interfaces,
+    source_towards,
+)
 from ronde.bench.memory_bandwidth import measure_memory
 from ronde.collectives.communicator import Communicator
-from ronde.collectives.objects import all_gather_object
+from ronde.collectives.objects import all_gather_json
+from ronde.plain_values import from_plain, to_plain
 from ronde.topology.detection import Detected, detect_host
 from ronde.topology.graph import HostTopology
 from ronde.topology.limits.bounding import bound_of
@@ -104,7 +110,8 @@ def _world(
         own = _with_network(own, communicator, hosts, wires)
     if own.has_gpus and layout.ranks_per_node > 1:
         own = _with_gpus(own, communicator, hosts, device)
-    world = slowest(all_gather_object(communicator, own))
+    everyone = all_gather_json(communicator, to_plain(own))
+    world = slowest([from_plain(World, each) for each in everyone])
     if world.unknown or world.has_gpus:
         return world
     return _with_memory(world, communicator, hosts)
@@ -134,9 +141,10 @@ def _with_network(
 def _interface_between(communicator: Communicator, hosts: Sequence[str]) -> str:
     """Return this host's interface towards rank 0's host; empty without; collective."""
     own = read_interfaces()
-    candidates = all_gather_object(communicator, own)[0]
+    first = all_gather_json(communicator, own)[0]
+    candidates = [InterfaceAddress(*each) for each in first]
     sources = [source_towards(each.address) for each in candidates]
-    everyone = zip(hosts, all_gather_object(communicator, sources), strict=True)
+    everyone = zip(hosts, all_gather_json(communicator, sources), strict=True)
     others = [told for host, told in everyone if host != hosts[0]]
     best = choose_address(candidates, others, {})
     towards = "" if best is None else sources[best]
@@ -148,7 +156,7 @@ def _with_gpus(
 ) -> World:
     """Return a world with the links of this host's GPUs; collective."""
     own = (hosts[communicator.rank], _bus_id(device))
-    everyone: list[tuple[str, str]] = all_gather_object(communicator, own)
+    everyone = [(str(h), str(b)) for h, b in all_gather_json(communicator, own)]
     if len(set(everyone)) < len(everyone):
         return world.lacking("ranks share a GPU, whose own memory carries the bytes")
     here = {bus_id for name, bus_id in everyone if name == own[0]}

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ronde.collectives.communicator import Communicator
-from ronde.collectives.objects import all_gather_object
+from ronde.collectives.objects import all_gather_json
 from ronde.memory import available_memory
 from ronde.units import format_size
 
@@ -102,8 +102,8 @@ def measure_memory(communicator: Communicator, host: str) -> MemoryBandwidth:
         communicator: All ranks.
         host: This rank's.
     """
-    hosts = all_gather_object(communicator, host)
-    available = min(all_gather_object(communicator, available_memory().num_bytes))
+    hosts = all_gather_json(communicator, host)
+    available = min(all_gather_json(communicator, available_memory().num_bytes))
     cache = cache_bytes()
     size = buffer_bytes(cache, available, hosts.count(host))
     source, target = _touched(size)
@@ -111,16 +111,16 @@ def measure_memory(communicator: Communicator, host: str) -> MemoryBandwidth:
     for _ in range(_NUM_ROUNDS):
         communicator.barrier().wait()
         rate = copy_gb_per_s(source, target)
-        rates = all_gather_object(communicator, rate)
+        rates = all_gather_json(communicator, rate)
         for each in set(hosts):
             total = sum(r for h, r in zip(hosts, rates, strict=True) if h == each)
             best[each] = max(total, best.get(each, 0.0))
-    sizes = all_gather_object(communicator, 2 * source.numel())
+    sizes = all_gather_json(communicator, 2 * source.numel())
     total = min(
         sum(each for h, each in zip(hosts, sizes, strict=True) if h == name)
         for name in set(hosts)
     )
-    largest_cache = max(all_gather_object(communicator, cache))
+    largest_cache = max(all_gather_json(communicator, cache))
     return MemoryBandwidth(best, total >= _TIMES_CACHE * largest_cache > 0, total)
 
 

@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ronde.bench.exits import UnsupportedError
 from ronde.bench.measured import Device
 from ronde.bench.options import Options
 from ronde.bench.variables import Split, Variables
-from ronde.collectives import Communicator, all_gather_object, connect
+from ronde.collectives import Communicator, all_gather_json, connect, exchange_hosts
 from ronde.collectives.connection import DEFAULT_TIMEOUT_S
 from ronde.errors import UsageError
 from ronde.records import Machine
@@ -84,7 +84,7 @@ def meet_ranks(claim: Claim, options: Options, variables: Variables) -> Ranks:
     timeout_s = _timeout_s(options)
     first = _connect(claim, names[0], algorithm, timeout_s)
     control = first.duplicate()
-    hosts = [str(h) for h in all_gather_object(control, socket.gethostname())]
+    hosts = exchange_hosts(control, socket.gethostname())
     colours, group = [0] * claim.size, claim
     engines = {names[0]: first}
     if variables.split is not None:
@@ -96,7 +96,10 @@ def meet_ranks(claim: Claim, options: Options, variables: Variables) -> Ranks:
         if name not in engines:
             engines[name] = _connect(group, name, algorithm, timeout_s)
     own = _describe(control.rank, colours[control.rank], device)
-    devices = tuple(all_gather_object(control, own))
+    devices = tuple(
+        Device(**each | {"bus_id": tuple(each["bus_id"])})
+        for each in all_gather_json(control, asdict(own))
+    )
     return Ranks(
         control=control,
         engines=engines,

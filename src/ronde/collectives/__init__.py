@@ -4,6 +4,7 @@ from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work, r
 from ronde.collectives.connection import connect
 from ronde.collectives.connections import Connections
 from ronde.collectives.objects import (
+    all_gather_json,
     all_gather_object,
     broadcast_object,
     exchange_hosts,
@@ -15,6 +16,7 @@ __all__ = [
     "Done",
     "ReduceOp",
     "Work",
+    "all_gather_json",
     "all_gather_object",
     "broadcast_object",
     "connect",

@@ -4,6 +4,7 @@ import logging
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -11,9 +12,9 @@ from ronde.collectives.asked import Asked
 from ronde.collectives.choice import Choice, Table
 from ronde.collectives.communicator import Communicator, ReduceOp
 from ronde.collectives.makers import shared_memory_or_gloo, torch_distributed
-from ronde.collectives.objects import broadcast_object, exchange_hosts
+from ronde.collectives.objects import broadcast_json, exchange_hosts
 from ronde.collectives.routing import RoutedCommunicator
-from ronde.collectives.tuned import find_table
+from ronde.collectives.tuned import find_table, table_from_plain, table_to_plain
 from ronde.world.environment import read_cache_directory
 
 _logger = logging.getLogger("ronde")
@@ -58,9 +59,11 @@ def connect_automatically(asked: Asked, makers: Mapping[str, Make]) -> Communica
 def agree_on_table(communicator: Communicator) -> Table:
     """Return rank 0's table on all ranks; collective."""
     hosts = exchange_hosts(communicator, socket.gethostname())
-    table = None
-    if communicator.rank == 0:
+
+    def find() -> dict[str, Any]:
         table, note = find_table(hosts, read_cache_directory())
         if note:
             _logger.warning("%s", note)
-    return broadcast_object(communicator, table, 0)
+        return table_to_plain(table)
+
+    return table_from_plain(broadcast_json(communicator, find, 0))

@@ -16,7 +16,7 @@ from ronde.addresses import (
     source_towards,
 )
 from ronde.collectives.communicator import Communicator
-from ronde.collectives.objects import all_gather_object, broadcast_object
+from ronde.collectives.objects import all_gather_json, broadcast_json
 from ronde.collectives.roll_call import open_store
 from ronde.errors import UsageError, WorldError
 from ronde.world.machine import network_identity
@@ -55,7 +55,7 @@ def meet_by_mpi(claim: Claim, timeout_s: float) -> Store:
     address = _agree_on_address(mpi)
     is_host = mpi.rank == 0 and bool(address)
     store = open_store(address, timeout_s) if is_host else None
-    port: int = broadcast_object(mpi, store.port if store else 0, 0)
+    port = int(broadcast_json(mpi, lambda: store.port if store else 0, 0))
     mpi.close()
     if not address:
         raise WorldError(
@@ -73,9 +73,9 @@ def meet_by_mpi(claim: Claim, timeout_s: float) -> Store:
 def _agree_on_address(mpi: Communicator) -> str:
     """Return the address of rank 0's host that all hosts reach best, or empty."""
     own = [tuple(each) for each in read_interfaces()] if mpi.rank == 0 else []
-    candidates = [InterfaceAddress(*e) for e in broadcast_object(mpi, own, 0)]
+    candidates = [InterfaceAddress(*e) for e in broadcast_json(mpi, lambda: own, 0)]
     sources = [source_towards(each.address) for each in candidates]
-    answers = all_gather_object(mpi, (network_identity(), sources))
+    answers = all_gather_json(mpi, (network_identity(), sources))
     here = answers[0][0]
     others = [
         # One's own address, on another host: a bridge for containers, say.

@@ -1,5 +1,11 @@
-"""Python objects between ranks, pickled."""
+"""Python objects between ranks: pickled for users, JSON for what ronde itself says.
 
+Whoever sends a pickle runs code where it is read. So none is read before the program's
+own first call that sends objects.
+"""
+
+import json
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]  it has none
@@ -43,25 +49,8 @@ def broadcast_object(communicator: Carrier, obj: Any, root: int) -> Any:  # noqa
         CollectiveError: ``root`` could not pickle its object. There it is the error
             that pickling raised.
     """
-    is_root = communicator.rank == root
-    length = torch.tensor([_FAILED])
-    payload = torch.empty(0, dtype=torch.uint8)
-    try:
-        if is_root:
-            payload = _pickle(obj)
-            length.fill_(payload.numel())
-    finally:
-        communicator.broadcast(length, root).wait()
-    num_bytes = int(length.item())
-    if num_bytes == _FAILED:
-        raise CollectiveError(
-            "broadcast_object needs an object that can be pickled, and rank "
-            f"{root} got none; the error there says why."
-        )
-    if not is_root:
-        payload = torch.empty(num_bytes, dtype=torch.uint8)
-    communicator.broadcast(payload, root).wait()
-    return obj if is_root else _unpickle(payload)
+    payload = _broadcast(communicator, lambda: cloudpickle.dumps(obj), root)
+    return obj if communicator.rank == root else cloudpickle.loads(payload)
 
 
 def all_gather_object(communicator: Carrier, obj: object) -> list[Any]:
@@ -78,32 +67,22 @@ def all_gather_object(communicator: Carrier, obj: object) -> list[Any]:
         CollectiveError: A rank could not pickle its object. There it is the error that
             pickling raised.
     """
-    length = torch.tensor([_FAILED])
-    payload = torch.empty(0, dtype=torch.uint8)
-    try:
-        payload = _pickle(obj)
-        length.fill_(payload.numel())
-    finally:
-        message = torch.cat([length.view(torch.uint8), payload])
-        gathered = communicator.all_gather(message).wait()
-    objects: list[Any] = []
-    start = 0
-    failed: list[int] = []
-    for rank in range(communicator.size):
-        start += _HEADER_BYTES
-        header = gathered[start - _HEADER_BYTES : start].clone()
-        num_bytes = int(header.view(torch.int64).item())
-        if num_bytes == _FAILED:
-            failed.append(rank)
-            continue
-        objects.append(_unpickle(gathered[start : start + num_bytes]))
-        start += num_bytes
-    if failed:
-        raise CollectiveError(
-            "all_gather_object needs objects that can be pickled, and ranks "
-            f"{failed[:8]} got none; the errors there say why."
-        )
-    return objects
+    payloads = _all_gather(communicator, lambda: cloudpickle.dumps(obj))
+    return [cloudpickle.loads(payload) for payload in payloads]
+
+
+def broadcast_json(communicator: Carrier, make: Callable[[], Any], root: int) -> Any:  # noqa: ANN401  JSON's
+    """Return on every rank what ``root`` makes, as JSON has it; collective.
+
+    Raises:
+        CollectiveError: ``root`` could not make it. There it is the error of that.
+    """
+    return json.loads(_broadcast(communicator, lambda: _dump(make()), root))
+
+
+def all_gather_json(communicator: Carrier, value: Any) -> list[Any]:  # noqa: ANN401  JSON's
+    """Return what all ranks have, as JSON has it, in rank order; collective."""
+    return [json.loads(p) for p in _all_gather(communicator, lambda: _dump(value))]
 
 
 def exchange_hosts(communicator: Communicator, host: str) -> list[str]:
@@ -113,12 +92,61 @@ def exchange_hosts(communicator: Communicator, host: str) -> list[str]:
         communicator: The ranks.
         host: The name of this rank's host.
     """
-    return [str(name) for name in all_gather_object(communicator, host)]
+    return [str(name) for name in all_gather_json(communicator, host)]
 
 
-def _pickle(obj: object) -> Tensor:
-    return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
+def _dump(value: object) -> bytes:
+    return json.dumps(value).encode()
 
 
-def _unpickle(payload: Tensor) -> Any:  # noqa: ANN401  whatever was pickled
-    return cloudpickle.loads(payload.numpy().data)
+def _broadcast(communicator: Carrier, dump: Callable[[], bytes], root: int) -> bytes:
+    """Send ``root``'s bytes to every rank; where they cannot be had, all are told."""
+    is_root = communicator.rank == root
+    length = torch.tensor([_FAILED])
+    payload = torch.empty(0, dtype=torch.uint8)
+    try:
+        if is_root:
+            payload = torch.frombuffer(bytearray(dump()), dtype=torch.uint8)
+            length.fill_(payload.numel())
+    finally:
+        communicator.broadcast(length, root).wait()
+    num_bytes = int(length.item())
+    if num_bytes == _FAILED:
+        raise CollectiveError(
+            "broadcast needs an object that can be sent, and rank "
+            f"{root} got none; the error there says why."
+        )
+    if not is_root:
+        payload = torch.empty(num_bytes, dtype=torch.uint8)
+    communicator.broadcast(payload, root).wait()
+    return payload.numpy().tobytes()
+
+
+def _all_gather(communicator: Carrier, dump: Callable[[], bytes]) -> list[bytes]:
+    """Return the bytes of all ranks; where one has none, all are told."""
+    length = torch.tensor([_FAILED])
+    payload = torch.empty(0, dtype=torch.uint8)
+    try:
+        payload = torch.frombuffer(bytearray(dump()), dtype=torch.uint8)
+        length.fill_(payload.numel())
+    finally:
+        message = torch.cat([length.view(torch.uint8), payload])
+        gathered = communicator.all_gather(message).wait()
+    payloads: list[bytes] = []
+    start = 0
+    failed: list[int] = []
+    for rank in range(communicator.size):
+        start += _HEADER_BYTES
+        header = gathered[start - _HEADER_BYTES : start].clone()
+        num_bytes = int(header.view(torch.int64).item())
+        if num_bytes == _FAILED:
+            failed.append(rank)
+            continue
+        payloads.append(gathered[start : start + num_bytes].numpy().tobytes())
+        start += num_bytes
+    if failed:
+        raise CollectiveError(
+            "all_gather needs objects that can be sent, and ranks "
+            f"{failed[:8]} got none; the errors there say why."
+        )
+    return payloads

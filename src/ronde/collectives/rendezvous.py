@@ -10,6 +10,7 @@ from ronde.collectives.failures import Scene
 from ronde.collectives.mpi_meeting import meet_by_mpi
 from ronde.collectives.rank_file import meet_by_file
 from ronde.collectives.slurm_meeting import meet_in_step
+from ronde.collectives.store import store_at
 from ronde.errors import CollectiveError, WorldError
 from ronde.world.value import Claim, Launcher, Meeting
 
@@ -43,6 +44,8 @@ def _store_of(claim: Claim, timeout_s: float) -> Store:
     It stays open: the inherited socket can be listened on only once, and a rank that
     meets again must not find the last server still closing.
     """
+    if claim.store:
+        return store_at(claim.store, timeout_s, _address_of_first(claim))
     if claim.meeting is not None:
         return _open_at(claim.meeting, claim.rank, timeout_s)
     if claim.local_size == claim.size:
@@ -58,6 +61,12 @@ def _store_of(claim: Claim, timeout_s: float) -> Store:
     )
 
 
+def _address_of_first(claim: Claim) -> str:
+    """Return where other hosts reach rank 0's, where there are others."""
+    is_spread = claim.local_size < claim.size
+    return claim.meeting.address if is_spread and claim.meeting else ""
+
+
 def _open_at(meeting: Meeting, rank: int, timeout_s: float) -> Store:
     is_master = rank == 0 and not meeting.is_hosted
     try:
@@ -69,7 +78,6 @@ def _open_at(meeting: Meeting, rank: int, timeout_s: float) -> Store:
             wait_for_workers=False,
             # The program's own init_process_group() may share the server.
             multi_tenant=True,
-            master_listen_fd=meeting.listen_fd if is_master else None,
         )
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):

@@ -83,11 +83,7 @@ def to_json(table: Table, key: Key) -> str:
         "schema": SCHEMA,
         "key": _plain(key),
         "class_limits_bytes": CLASS_LIMITS_BYTES,
-        "source": table.source,
-        "choices": {
-            name: [asdict(choice) for choice in by_class]
-            for name, by_class in table.choices.items()
-        },
+        **table_to_plain(table),
     }
     return json.dumps(content, indent=1)
 
@@ -105,6 +101,25 @@ def from_json(text: str, key: Key) -> Table:
         raise ValueError("it is for other hosts, ranks or versions")
     if content.get("class_limits_bytes") != list(CLASS_LIMITS_BYTES):
         raise ValueError("it has other size classes")
+    return table_from_plain(content)
+
+
+def table_to_plain(table: Table) -> dict[str, Any]:
+    """Return a table as JSON takes it."""
+    choices = {
+        name: [asdict(choice) for choice in by_class]
+        for name, by_class in table.choices.items()
+    }
+    return {"source": table.source, "choices": choices}
+
+
+def table_from_plain(said: object) -> Table:
+    """Return the table that JSON has given back.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    content = _object(said)
     choices = _object(content.get("choices"))
     if set(choices) != set(COLLECTIVES):
         raise ValueError("it has other collectives")

@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from ronde.collectives import Communicator, ReduceOp, all_gather_object
+from ronde.collectives import Communicator, ReduceOp, all_gather_json
 from ronde.data_parallel.gradient import Gradient
 from ronde.errors import CollectiveError
 
@@ -110,7 +110,7 @@ def _describe_use(gradient: Gradient) -> str:
 
 def _refuse_differences(communicator: Communicator, mine: list[str] | None) -> None:
     """Raise where a rank's descriptions differ from another's; collective."""
-    everyone = all_gather_object(communicator, mine)
+    everyone = all_gather_json(communicator, mine)
     told = [(rank, theirs) for rank, theirs in enumerate(everyone) if theirs]
     first = told[0]
     for other in told[1:]:

@@ -8,11 +8,13 @@ import os
 import selectors
 import signal
 import time
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from ronde.errors import LaunchError
-from ronde.launch.frames import FrameDecoder, Output
+from ronde.launch.frames import FrameDecoder, Output, Relayed
+from ronde.launch.inherited import own_environment
 from ronde.launch.intake import Intake
 from ronde.launch.introduction import introduce
 from ronde.launch.keeper import run_kept
@@ -44,6 +46,7 @@ from ronde.launch.messages import (
 )
 from ronde.launch.outbox import Outbox
 from ronde.launch.signals import is_kept_ignored
+from ronde.store.local_socket import remove, temporary_directory
 
 if TYPE_CHECKING:
     from ronde.launch.conversation import Conversation
@@ -60,16 +63,19 @@ def main(first_word_s: float = _NEVER) -> NoReturn:
         first_word_s: Seconds after which an agent that was told nothing ends: the end
             of a connection that broke silently is never seen.
     """
-    run_kept(lambda: _run_agent(first_word_s))
+    named = own_environment().get("TMPDIR", "")
+    # The keeper must know it as well; nobody else does, until it is there.
+    directory = temporary_directory(named) / f"ronde-{os.urandom(16).hex()}"
+    run_kept(lambda: _run_agent(first_word_s, directory), directory)
 
 
-def _run_agent(first_word_s: float) -> int:
+def _run_agent(first_word_s: float, directory: Path) -> int:
     control_in, control_out = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1):
         os.dup2(null, fd)
     os.close(null)
-    agent = Agent(control_in, control_out, first_word_s)
+    agent = Agent(control_in, control_out, first_word_s, directory)
     try:
         agent.run()
     except (BrokenPipeError, EOFError):
@@ -78,6 +84,7 @@ def _run_agent(first_word_s: float) -> int:
         # Whatever happened: nothing outlives the agent.
         if has_children():
             sweep(on_reaped=lambda _pid, _status: None)
+        remove(directory)
     return 0 if agent.is_leaving else 1
 
 
@@ -89,15 +96,19 @@ class Agent:
             controller is gone, and everything is killed at once.
         control_out: Where frames go to.
         first_word_s: How long to wait for the first frame.
+        directory: Where to make sockets; it is not there yet.
     """
 
-    def __init__(self, control_in: int, control_out: int, first_word_s: float) -> None:
+    def __init__(
+        self, control_in: int, control_out: int, first_word_s: float, directory: Path
+    ) -> None:
         self.is_leaving = False
         self._control_in = control_in
         self._decoder = FrameDecoder()
         self._outbox = Outbox(control_out)
         self._selector = selectors.DefaultSelector()
         self._intake = Intake(self._selector, self._outbox)
+        self._directory = directory
         self._job: LocalJob | None = None
         self._conversation: Conversation | None = None
         self._lease_s = first_word_s
@@ -127,6 +138,8 @@ class Agent:
                 self._job.advance()
                 if self._job.phase is Phase.OVER:
                     self._job = None
+                else:
+                    self._job.pace()
             self._outbox.flush()
             self._watch_writing()
             self._intake.pace()
@@ -171,6 +184,10 @@ class Agent:
         for frame in self._decoder.feed(data):
             if isinstance(frame, Output):
                 raise LaunchError("an agent takes no output.")
+            if isinstance(frame, Relayed):
+                if self._job is not None:
+                    self._job.deliver(frame)
+                continue
             self._obey(decode_message(frame, TO_AGENT))
             # What takes long here is no silence of the controller's.
             self._heard_at = max(self._heard_at, time.monotonic())
@@ -224,7 +241,7 @@ class Agent:
                     # A host was lost meanwhile, and its controller tries again.
                     self._job.call_off()
                 self._job = LocalJob(order.job, self._outbox, self._intake)
-                self._job.prepare()
+                self._job.prepare(self._directory, self._selector)
             case Leave():
                 self.is_leaving = True
             case Start() | Stop() | Kill() | Forward() | TakeStacks():

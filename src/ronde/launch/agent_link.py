@@ -1,9 +1,17 @@
 """The controller's end of one agent: its frames, its greeting, its last words."""
 
 import os
+from collections import deque
 from typing import TYPE_CHECKING
 
-from ronde.launch.frames import FrameDecoder, FrameWriter, Output, encode_control
+from ronde.launch.frames import (
+    FrameDecoder,
+    FrameWriter,
+    Output,
+    Relayed,
+    encode_control,
+    encode_relayed,
+)
 from ronde.launch.messages import (
     FROM_AGENT,
     FromAgent,
@@ -19,6 +27,7 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 256 << 10
 _LAST_WORDS_BYTES = 4096
+_RELAYED_BYTES = 32 << 10
 
 
 class AgentLink:
@@ -36,13 +45,16 @@ class AgentLink:
         self._is_greeted = greeting is None
         self._writer = FrameWriter(wire.write)
         self._decoder = FrameDecoder()
+        self._relayed: deque[Relayed] = deque()
+        self.relayed_bytes = 0
+        """How much of the store's replies waits to be sent."""
         self._last_words = b""
         self.has_errors = wire.error_fd >= 0
 
     @property
     def is_writing(self) -> bool:
         """Whether something is still to be written, when the wire takes more."""
-        return self._writer.waiting_bytes > 0
+        return self._writer.waiting_bytes > 0 or bool(self._relayed)
 
     def send(self, message: ToAgent) -> None:
         """Send a message; an agent that is gone does not get it."""
@@ -51,14 +63,27 @@ class AgentLink:
         except BrokenPipeError:
             return
 
+    def relay(self, relayed: Relayed) -> None:
+        """Send what the store says, in pieces between which messages come first."""
+        data = relayed.data
+        for at in range(0, max(len(data), 1), _RELAYED_BYTES):
+            piece = data[at : at + _RELAYED_BYTES]
+            self._relayed.append(relayed._replace(data=piece))
+        self.relayed_bytes += len(data)
+        self.flush()
+
     def flush(self) -> None:
         """Write on what the wire did not take before."""
         try:
             self._writer.flush()
+            while self._relayed and not self._writer.waiting_bytes:
+                relayed = self._relayed.popleft()
+                self.relayed_bytes -= len(relayed.data)
+                self._writer.send(encode_relayed(relayed))
         except BrokenPipeError:
             return
 
-    def receive(self) -> list[FromAgent | Output] | None:
+    def receive(self) -> list[FromAgent | Output | Relayed] | None:
         """Return what has come, None at the end of the wire.
 
         Raises:
@@ -76,7 +101,7 @@ class AgentLink:
             self._is_greeted = True
             data = rest
         return [
-            frame if isinstance(frame, Output) else decode_message(frame, FROM_AGENT)
+            decode_message(frame, FROM_AGENT) if isinstance(frame, bytes) else frame
             for frame in self._decoder.feed(data)
         ]
 

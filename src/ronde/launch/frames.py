@@ -22,6 +22,7 @@ MAX_CONTROL_BYTES = 16 << 20
 
 _LENGTH = Struct(">I")
 _OUTPUT_HEAD = Struct(">IB")
+_STORE_HEAD = Struct(">II")
 
 
 class FrameKind(IntEnum):
@@ -33,6 +34,8 @@ class FrameKind(IntEnum):
     """The beginning of a JSON message that goes on in the next frame."""
     OUTPUT = 3
     """Bytes that a rank wrote."""
+    STORE = 4
+    """Bytes on a rank's connection to the store."""
 
 
 class Stream(IntEnum):
@@ -47,6 +50,20 @@ class Output(NamedTuple):
 
     rank: int
     stream: Stream
+    data: bytes
+
+
+class Relayed(NamedTuple):
+    """Bytes of one connection to the store, in either direction.
+
+    Attributes:
+        epoch: Of which generation of ranks.
+        connection: Its number, which the agent gives and never gives again.
+        data: What was sent; empty when the connection is closed.
+    """
+
+    epoch: int
+    connection: int
     data: bytes
 
 
@@ -78,6 +95,12 @@ def encode_output(output: Output) -> bytes:
     return _frame(FrameKind.OUTPUT, head + output.data)
 
 
+def encode_relayed(relayed: Relayed) -> bytes:
+    """Return the frame of a piece of a connection; its data must fit one frame."""
+    head = _STORE_HEAD.pack(relayed.epoch, relayed.connection)
+    return _frame(FrameKind.STORE, head + relayed.data)
+
+
 def _frame(kind: FrameKind, body: bytes) -> bytes:
     length = len(body) + 1
     if length > MAX_FRAME_BYTES:
@@ -95,14 +118,14 @@ class FrameDecoder:
         self._received = bytearray()
         self._parts = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes | Output]:
-        """Return what is complete now: control messages as bytes, output as ``Output``.
+    def feed(self, data: bytes) -> list[bytes | Output | Relayed]:
+        """Return what is complete now: control messages as bytes, all else as it is.
 
         Raises:
             LaunchError: The bytes are not frames; the stream cannot be used further.
         """
         self._received += data
-        complete: list[bytes | Output] = []
+        complete: list[bytes | Output | Relayed] = []
         start = 0
         while len(self._received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received, start)
@@ -122,9 +145,11 @@ class FrameDecoder:
         del self._received[:start]
         return complete
 
-    def _open(self, kind: int, body: bytes) -> bytes | Output | None:
+    def _open(self, kind: int, body: bytes) -> bytes | Output | Relayed | None:
         if kind == FrameKind.OUTPUT:
             return _open_output(body)
+        if kind == FrameKind.STORE:
+            return _open_relayed(body)
         if kind not in (FrameKind.CONTROL, FrameKind.PART):
             raise LaunchError(
                 f"frame kind must be one of {[int(k) for k in FrameKind]}, got {kind}. "
@@ -154,6 +179,15 @@ def _open_output(body: bytes) -> Output:
         return Output(rank, Stream(stream), body[_OUTPUT_HEAD.size :])
     except ValueError:
         raise LaunchError(f"output stream must be 1 or 2, got {stream}.") from None
+
+
+def _open_relayed(body: bytes) -> Relayed:
+    if len(body) < _STORE_HEAD.size:
+        raise LaunchError(
+            f"store frame must hold at least {_STORE_HEAD.size} bytes, got {len(body)}."
+        )
+    epoch, connection = _STORE_HEAD.unpack_from(body)
+    return Relayed(epoch, connection, body[_STORE_HEAD.size :])
 
 
 class FrameWriter:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -11,9 +12,10 @@ from ronde.launch.limits import explain_shortage
 from ronde.launch.lineage import adopt_orphans, die_with_parent, sweep
 from ronde.launch.mpi_world import remove_directory
 from ronde.launch.signals import reset_signals
+from ronde.store.local_socket import remove
 
 
-def run_kept(work: Callable[[], int]) -> NoReturn:
+def run_kept(work: Callable[[], int], directory: Path) -> NoReturn:
     """Fork; run ``work`` in the child; outlive it and sweep what it leaves.
 
     Both processes adopt orphans, so any one of the two may be killed: the child gets
@@ -25,6 +27,10 @@ def run_kept(work: Callable[[], int]) -> NoReturn:
     Both end here, past the interpreter's own end, which adds nothing and takes time:
     the child with what ``work`` returns, and this process with the child's exit code,
     or 128 plus the signal that ended it.
+
+    Args:
+        work: Returns the child's exit code.
+        directory: Where the child keeps sockets; removed at the end, if it is there.
     """
     reset_signals()
     parent = os.getpid()
@@ -54,6 +60,7 @@ def run_kept(work: Callable[[], int]) -> NoReturn:
     status = _wait(child)
     sweep(on_reaped=lambda _pid, _status: None)
     remove_directory(child)
+    remove(directory)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 

@@ -1,13 +1,16 @@
 """One job's ranks on one host, from the check to the sweep."""
 
 import errno
+import selectors
 import signal
 import socket
 import time
 from enum import Enum, auto
+from pathlib import Path
 
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.evidence import Evidence
+from ronde.launch.frames import Relayed
 from ronde.launch.inherited import own_environment
 from ronde.launch.intake import Intake
 from ronde.launch.job import Job
@@ -32,6 +35,7 @@ from ronde.launch.preflight import (
 from ronde.launch.rank_group import RankGroup
 from ronde.launch.rank_process import allow_ranks
 from ronde.launch.stacks import StackTaker
+from ronde.launch.store_relay import StoreRelay
 
 _LEFTOVER_POLL_S = 0.02
 _FENCE_S = 20.0
@@ -68,6 +72,7 @@ class LocalJob:
         self._command: list[str] = []
         self._directory = ""
         self._port: socket.socket | None = None
+        self._store: StoreRelay | None = None
         self._deadline = 0.0
         self._stopped_s = 0.0
         self._stopped_by = 0
@@ -83,8 +88,13 @@ class LocalJob:
             return min(due_s, self._deadline)
         return min(self._deadline, time.monotonic() + _LEFTOVER_POLL_S)
 
-    def prepare(self) -> None:
-        """Check that the job can start here; tell Ready or Refused."""
+    def prepare(self, directory: Path, selector: selectors.BaseSelector) -> None:
+        """Check that the job can start here; tell Ready or Refused.
+
+        Args:
+            directory: Where the ranks' way to the store is made.
+            selector: Of the agent's loop.
+        """
         job = self._job
         own_path = own_environment().get("PATH", "")
         try:
@@ -97,6 +107,9 @@ class LocalJob:
             if job.address:
                 self._port = hold_port(job.address, job.master_port)
             self._ranks.prepare(job)
+            self._store = StoreRelay(
+                directory, job.epoch, len(job.ranks), selector, self._outbox
+            )
         except (UsageError, LaunchError, OSError) as error:
             self._refuse(_reason(error), is_usage=isinstance(error, UsageError))
             return
@@ -106,14 +119,17 @@ class LocalJob:
         """Start the ranks; tell Started for each, or Refused."""
         if self.phase is not Phase.PREPARING:
             raise LaunchError("Start must come once, after Prepare.")
+        if self._store is None:
+            raise AssertionError("a job that is prepared has a way to the store")
         whereabouts = {
+            "RONDE_STORE": str(self._store.path),
             # What the agent was started with may name another one.
             "PWD": self._directory,
             "MASTER_ADDR": order.master_addr,
             "MASTER_PORT": str(order.master_port),
         }
         try:
-            ranks = self._ranks.start(self._job, self._command, whereabouts, self._port)
+            ranks = self._ranks.start(self._job, self._command, whereabouts)
         except OSError as error:
             sweep(on_reaped=lambda _pid, _status: None)
             reason = explain_shortage(error) or (
@@ -122,7 +138,6 @@ class LocalJob:
             )
             self._refuse(reason, is_usage=error.errno in _USAGE_ERRORS)
             return
-        self._close_port()
         for complaint in self._ranks.complaints:
             self._outbox.tell(Notice(complaint))
         self.phase = Phase.RUNNING
@@ -137,6 +152,16 @@ class LocalJob:
         if self.phase is not Phase.PREPARING:
             raise LaunchError("Prepare must come while no ranks run.")
         self._end()
+
+    def deliver(self, relayed: Relayed) -> None:
+        """Tell a rank what the store says."""
+        if self._store is not None:
+            self._store.deliver(relayed)
+
+    def pace(self) -> None:
+        """Read what the ranks say to the store as fast as it is taken."""
+        if self._store is not None:
+            self._store.pace()
 
     def forward(self, number: int) -> None:
         """Signal the ranks."""
@@ -212,10 +237,8 @@ class LocalJob:
         self._evidence.close()
         self._ranks.close()
         self._stacks.close()
-        self._close_port()
-
-    def _close_port(self) -> None:
-        """Leave the port to rank 0: when that ends, nothing may seem to listen."""
+        if self._store is not None:
+            self._store.close()
         if self._port is not None:
             self._port.close()
             self._port = None

@@ -5,8 +5,10 @@ from collections import deque
 from ronde.launch.frames import (
     FrameWriter,
     Output,
+    Relayed,
     encode_control,
     encode_output,
+    encode_relayed,
     pipe_writer,
 )
 from ronde.launch.messages import FromAgent, encode_message
@@ -18,7 +20,7 @@ _FULL_BYTES = 64 << 10
 
 
 class Outbox:
-    """Messages at once; output as far as the controller has granted credit.
+    """Messages at once, then what goes to the store, then output for which is credit.
 
     A terminal that takes nothing more uses up the credit and so, in the end, blocks
     the ranks that write to it. Messages overtake the output that waits: that a rank
@@ -29,9 +31,11 @@ class Outbox:
         self.fd = fd
         self._writer = FrameWriter(pipe_writer(fd))
         self._waiting: deque[Output] = deque()
+        self._relayed: deque[Relayed] = deque()
         self._last_message: FromAgent | None = None
         self._is_discarding = False
         self._waiting_bytes = 0
+        self._relayed_bytes = 0
         self._credit_bytes = FIRST_CREDIT_BYTES
 
     @property
@@ -45,9 +49,16 @@ class Outbox:
         return self._waiting_bytes >= _FULL_BYTES
 
     @property
+    def is_store_full(self) -> bool:
+        """Whether the ranks' connections to the store should not be read for now."""
+        return self._relayed_bytes >= _FULL_BYTES
+
+    @property
     def is_empty(self) -> bool:
         """Whether everything was handed over."""
-        is_all_sent = not self._waiting and self._last_message is None
+        is_all_sent = (
+            not self._waiting and not self._relayed and self._last_message is None
+        )
         return is_all_sent and not self.is_writing
 
     def tell(self, message: FromAgent) -> None:
@@ -77,6 +88,12 @@ class Outbox:
         self._waiting.clear()
         self._waiting_bytes = 0
 
+    def relay(self, relayed: Relayed) -> None:
+        """Send what goes to the store, ahead of all output."""
+        self._relayed.append(relayed)
+        self._relayed_bytes += len(relayed.data)
+        self.flush()
+
     def grant(self, num_bytes: int) -> None:
         """Take note of the controller's credit."""
         self._credit_bytes += num_bytes
@@ -89,6 +106,10 @@ class Outbox:
             BrokenPipeError: The controller is gone.
         """
         self._writer.flush()
+        while self._relayed and not self.is_writing:
+            relayed = self._relayed.popleft()
+            self._relayed_bytes -= len(relayed.data)
+            self._writer.send(encode_relayed(relayed))
         while self._waiting and self._credit_bytes > 0 and not self.is_writing:
             output = self._waiting.popleft()
             # What is handed over can be overtaken by nothing any more.

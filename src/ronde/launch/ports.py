@@ -1,4 +1,4 @@
-"""The port the ranks meet at: bound early, held, and handed to rank 0."""
+"""The port for programs that make a store of torch's: bound early, and held."""
 
 import errno
 import os
@@ -19,8 +19,11 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
 
     The socket has ``SO_REUSEADDR``, so a program that binds the same port itself, with
     that option as servers do, still can, while no program that asks the kernel for any
-    port gets this one. A port chosen here lies below the kernel's ephemeral range, out
-    of the way of outgoing connections.
+    port gets this one. Another user's that wants this very one can have it too: torch
+    offers no way to keep him off, and ``ronde.torch`` does not use it.
+
+    A port chosen here lies below the kernel's ephemeral range, out of the way of
+    outgoing connections.
 
     Args:
         address: Numeric IPv4 or IPv6 address to bind; never a wildcard.

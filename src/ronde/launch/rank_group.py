@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -55,7 +54,6 @@ class RankGroup:
         job: Job,
         command: Sequence[str],
         whereabouts: dict[str, str],
-        port: socket.socket | None,
     ) -> list[RankProcess]:
         """Start all ranks of the job.
 
@@ -63,7 +61,6 @@ class RankGroup:
             job: Whose ranks.
             command: Path and arguments.
             whereabouts: Environment variables that say where the ranks are and meet.
-            port: The bound socket that rank 0 gets, where that is here.
 
         Raises:
             OSError: One could not be started; those before it are running.
@@ -78,12 +75,8 @@ class RankGroup:
                 env["RONDE_EXIT_PIPE"] = f"{notices}:{inode}:{plan.rank}"
                 if self._mpi is not None:
                     env |= self._mpi.environment(plan.rank)
-                fds = [notices]
-                if port and plan.rank == 0:
-                    fds.append(port.fileno())
-                    env["RONDE_MASTER_LISTEN_FD"] = str(port.fileno())
                 with inherited_binding(plan.cpus, plan.memory_node) as refused:
-                    rank = start_rank(plan.rank, command, env, inherited_fds=fds)
+                    rank = start_rank(plan.rank, command, env, inherited_fds=[notices])
                 self._by_pid[rank.pid] = rank
                 if refused:
                     self.complaints.append(f"rank {plan.rank} is not bound: {refused}")

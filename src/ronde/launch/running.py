@@ -28,6 +28,7 @@ from ronde.launch.signals import ASKING, FORWARDED, STOPPING, TIMED_OUT, interru
 from ronde.launch.sink import RankStacks
 from ronde.launch.stacks import ANSWER_S
 from ronde.launch.starting import refusal
+from ronde.launch.store_service import StoreService
 from ronde.launch.switchboard import Switchboard
 from ronde.launch.tail import Tail
 from ronde.launch.verdict import (
@@ -77,6 +78,7 @@ class Running:
         self._board = board
         self._nodes = list(nodes)
         self._grace_s = jobs[0].grace_s
+        self._epoch = jobs[0].epoch
         self._ranks = {
             plan.rank: _Rank(node)
             for node, job in zip(nodes, jobs, strict=True)
@@ -110,6 +112,7 @@ class Running:
         """
         self._started_at_s = time.monotonic()
         self._board.progress.begin("to start their ranks", self._starting)
+        self._board.store = StoreService(self._epoch)
         for node in self._nodes:
             node.watch(is_watched=False)
             node.limit_credit(_ALL_CREDIT_BYTES // len(self._nodes))

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from ronde.launch.frames import Output
+from ronde.launch.frames import Output, Relayed
 from ronde.launch.messages import Forward, FromAgent, Pong
 from ronde.launch.node import PING_S, Loss, Node
 from ronde.launch.output_process import OutputProcess
 from ronde.launch.signals import SUSPENDING, read_signals, suspend_self
 from ronde.launch.sink import Unseen
 from ronde.launch.start_progress import StartProgress
+from ronde.launch.store_service import StoreService
 from ronde.launch.wire import wait_for
 
 _MAX_BACKLOG_BYTES = 256 << 10
@@ -64,6 +65,8 @@ class Switchboard:
         self.nodes: list[Node] = []
         self.is_hurried = False
         """Whether output that cannot be shown at once is dropped."""
+        self.store = StoreService()
+        """Where the ranks meet; each generation of them has a new one."""
         self._signal_fd = signal_fd
 
     @property
@@ -142,6 +145,8 @@ class Switchboard:
                     self.output.discard()
                 self.output.output(message)
                 attendant.take_output(message)
+            elif isinstance(message, Relayed):
+                self.store.take(node, message)
             elif isinstance(message, Pong):
                 node.take_pong(message)
             elif not node.is_over:
@@ -150,6 +155,7 @@ class Switchboard:
     def lose(self, attendant: Attendant, node: Node, loss: Loss) -> None:
         """Go on without a node."""
         node.close()
+        self.store.forget(node)
         attendant.take_loss(node, loss)
 
     def _look_for_silent(self, attendant: Attendant) -> None:

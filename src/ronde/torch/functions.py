@@ -1,9 +1,9 @@
 """Give every rank the same parameters, optimizer state and objects."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ronde.collectives import Work
 from ronde.collectives.objects import (
     all_gather_object,
+    broadcast_json,
     broadcast_object as broadcast_object_by,
 )
 from ronde.errors import UsageError
@@ -59,8 +60,9 @@ def broadcast_optimizer_state(
         model: Says which parameters are sparse embeddings and stay without.
 
     Raises:
-        UsageError: The optimizer is ``torch.optim.LBFGS``.
-        CollectiveError: A rank is gone.
+        UsageError: The optimizer is ``torch.optim.LBFGS``, or, on ``root_rank``, its
+            state holds something else than tensors, numbers and text.
+        CollectiveError: A rank is gone, or refused so.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("cannot broadcast torch.optim.LBFGS state")
@@ -68,15 +70,14 @@ def broadcast_optimizer_state(
         _make_gradients(optimizer, model)
     is_root = rank() == root_rank
     tensors: list[Tensor] = []
-    skeleton = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
-    skeleton, shapes = broadcast_object(
-        (skeleton, [_Shape.of(tensor) for tensor in tensors]), root_rank
+    carrier = _Carrier("", global_process_set)
+    plain = broadcast_json(
+        carrier, lambda: _to_plain(optimizer.state_dict(), tensors), root_rank
     )
-    if not is_root:
-        tensors = [shape.empty() for shape in shapes]
+    state = None if is_root else _from_plain(plain, tensors)
     broadcast_parameters(tensors, root_rank)
-    if not is_root:
-        optimizer.load_state_dict(_put_tensors(skeleton, tensors))
+    if state is not None:
+        optimizer.load_state_dict(state)
 
 
 def broadcast_object(
@@ -153,50 +154,50 @@ class _Carrier:
         return Only(start(Gather(next(self._names), self._process_set), (tensor,)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What a rank must know of a tensor to receive it."""
+def _to_plain(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
+    """Return a tree as JSON has it; take its tensors out, in order.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Shape":
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type)
-
-    def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Stands for the tensor of that number in a structure that is sent as an object."""
-
-    number: int
-
-
-def _take_tensors(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _Place(len(tensors) - 1)
-    return _map_children(value, lambda child: _take_tensors(child, tensors))
-
-
-def _put_tensors(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
-    if isinstance(value, _Place):
-        return tensors[value.number]
-    return _map_children(value, lambda child: _put_tensors(child, tensors))
+    No pickle: it would be read before the program has sent an object of its own.
+    """
+    match value:
+        case Tensor():
+            tensors.append(value)
+            shape, dtype = list(value.shape), str(value.dtype).removeprefix("torch.")
+            return {"tensor": [shape, dtype, value.device.type]}
+        case dict():
+            items = cast("dict[Any, Any]", value).items()
+            return {"dict": [[_to_plain(each, tensors) for each in i] for i in items]}
+        case list() | tuple():
+            children = cast("list[Any] | tuple[Any, ...]", value)
+            name = "list" if isinstance(value, list) else "tuple"
+            return {name: [_to_plain(child, tensors) for child in children]}
+        case None | bool() | int() | float() | str():
+            return value
+        case np.generic():
+            return cast("Any", value).item()
+        case _:
+            raise UsageError(
+                "optimizer's state must be made of tensors, numbers and text, got "
+                f"{type(value).__name__}. Send it as an object: "
+                "optimizer.load_state_dict(broadcast_object(optimizer.state_dict()))"
+            )
 
 
-def _map_children(value: Any, function: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - a tree
-    if isinstance(value, dict):
-        items = cast("dict[Any, Any]", value).items()
-        return {key: function(child) for key, child in items}
-    if isinstance(value, list | tuple):
-        children = cast("list[Any] | tuple[Any, ...]", value)
-        return type(children)([function(child) for child in children])
-    return value
+def _from_plain(plain: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
+    """Return the tree again, with new tensors in the places of those taken out."""
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, content),) = cast("dict[str, list[Any]]", plain).items()
+    if kind == "tensor":
+        shape, dtype, device = content
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        tensors.append(tensor)
+        return tensor
+    if kind == "dict":
+        pairs = ([_from_plain(each, tensors) for each in pair] for pair in content)
+        return dict(pairs)
+    children = [_from_plain(child, tensors) for child in content]
+    return tuple(children) if kind == "tuple" else children
 
 
 def _named_tensors(

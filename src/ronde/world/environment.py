@@ -108,6 +108,7 @@ def _claim(
         cross_rank=cross_rank,
         cross_size=cross_size,
         meeting=_own(environ, reading, meeting),
+        store=_store(environ, reading),
         job_id=reading.job_id,
         hosts=_hosts(environ, reading),
     )
@@ -156,6 +157,11 @@ def _read_meeting(environ: Mapping[str, str], *, has_ranks: bool) -> Meeting | N
     return Meeting(address, port)
 
 
+def _store(environ: Mapping[str, str], reading: Reading) -> str:
+    is_ours = reading.launcher is Launcher.RONDE
+    return environ.get("RONDE_STORE", "") if is_ours else ""
+
+
 def _own(
     environ: Mapping[str, str], reading: Reading, meeting: Meeting | None
 ) -> Meeting | None:
@@ -163,11 +169,9 @@ def _own(
     if meeting is None:
         return None
     if reading.launcher is Launcher.RONDE:
-        is_first = reading.place.rank == 0
         return Meeting(
             meeting.address,
             meeting.port,
-            listen_fd=integer(environ, "RONDE_MASTER_LISTEN_FD") if is_first else None,
             attempt=integer(environ, "RONDE_EPOCH") or 0,
         )
     if reading.launcher is Launcher.TORCHRUN:

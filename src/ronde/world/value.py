@@ -92,8 +92,6 @@ class Meeting:
     Attributes:
         address: Host name or address of rank 0's node.
         port: TCP port there.
-        listen_fd: In rank 0 under ``ronde run``: an inherited socket that is bound to
-            ``port`` and not yet listening; None elsewhere.
         is_hosted: True when the launcher itself answers on ``port`` (torchrun's agent
             store): then every rank, 0 included, is a client.
         attempt: How often the launcher has restarted the ranks. A hosted store outlives
@@ -102,7 +100,6 @@ class Meeting:
 
     address: str
     port: int
-    listen_fd: int | None = None
     is_hosted: bool = False
     attempt: int = 0
 
@@ -128,6 +125,8 @@ class Claim:
         hosts: Names of the hosts in node order; empty where nobody said.
         engine: Which engine is to move the bytes; "auto" chooses.
         algorithm: Which schedule it is to follow, where it has several; or empty.
+        store: Under ``ronde run`` the socket on this host that leads to where the ranks
+            meet; empty elsewhere.
     """
 
     launcher: Launcher
@@ -142,6 +141,7 @@ class Claim:
     hosts: tuple[str, ...] = ()
     engine: str = "auto"
     algorithm: str = ""
+    store: str = ""
 
     @property
     def world(self) -> World | None:

@@ -7,7 +7,7 @@ Source: bytes that must cross a node's edge, leave a GPU, or be read and written
 memory, whatever the algorithm.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 TO_ALL = ("all_reduce", "all_gather", "reduce_scatter")
 """All ranks have a part in all of the result; a ring can do these."""
@@ -27,8 +27,7 @@ COLLECTIVES = (
 """Those that have formulas, as ``ronde bench`` spells them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """Where the ranks are.
 
     Attributes:

@@ -9,9 +9,10 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store
 
 from ronde.addresses import is_loopback, read_interfaces, source_towards
+from ronde.collectives.store import JobStore
 from ronde.world.variables import select_variables
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -69,10 +70,11 @@ def _find_target(store: Store) -> str:
     base: Any = store
     while isinstance(base, PrefixStore):
         base = base.underlying_store
-    if not isinstance(base, TCPStore):
+    host = base.address if isinstance(base, JobStore) else getattr(base, "host", "")
+    if not host:
         return ""
     try:
-        found = socket.getaddrinfo(base.host, base.port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return ""
     # In one order on all hosts: Gloo connects no IPv4 to IPv6.

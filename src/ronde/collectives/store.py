@@ -1,0 +1,125 @@
+"""The job's own store as one of torch's, for its process groups."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from ronde.store.client import Connection, PlainConnection, StoreClient
+from ronde.store.local_socket import dial
+
+
+class JobStore(Store):
+    """What the ranks of a job meet in; means what ``TCPStore`` means.
+
+    torch's process groups call it from threads of their own. Any number of them may
+    call at once, so that ``clone()`` is this very object. An object of Python's that
+    torch is given must be kept: torch forgets what it was when Python drops it.
+
+    Note [Calls from torch's threads]
+    ---------------------------------
+    Such a thread takes the interpreter's lock for each call, and gives it up while it
+    waits for a reply. So a group that still asks when the interpreter ends would hang
+    or crash there: groups are closed before, by ``atexit``. Gloo asks only while a
+    group is being made; NCCL has a monitor that asks now and then, which could not be
+    tried without a GPU.
+
+    Args:
+        connect: Makes a connection, within so many seconds.
+        timeout_s: How long a call waits that names no other time.
+        address: Where the others reach the host of rank 0, if that is known.
+    """
+
+    def __init__(
+        self, connect: Callable[[float], Connection], timeout_s: float, address: str
+    ) -> None:
+        super().__init__()
+        self.set_timeout(timedelta(seconds=timeout_s))
+        self.address = address
+        self._client = StoreClient(connect)
+
+    @property
+    def _limit_s(self) -> float:
+        own: Any = self  # torch's stub does not know its timeout
+        return own.timeout.total_seconds()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Give a key a value."""
+        self._client.set([(key, _as_bytes(value))], self._limit_s)
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value, once it has one."""
+        return self._client.get([key], self._limit_s)[0]
+
+    def add(self, key: str, value: int) -> int:
+        """Count up; return the sum."""
+        return self._client.add(key, value, self._limit_s)
+
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Set a value if it is the one expected; return what it is then."""
+        expected, new = _as_bytes(expected_value), _as_bytes(desired_value)
+        return self._client.compare_set(key, expected, new, self._limit_s)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys have values."""
+        return self._client.check(keys, self._limit_s)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return once all keys have values."""
+        limit_s = self._limit_s if timeout is None else timeout.total_seconds()
+        self._client.wait(keys, limit_s)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; return whether it was there."""
+        return self._client.delete(key, self._limit_s)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Put something at the end of a value."""
+        self._client.append(key, _as_bytes(value), self._limit_s)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys, once all have one."""
+        return self._client.get(keys, self._limit_s)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Give keys values, all at once."""
+        pairs = zip(keys, map(_as_bytes, values), strict=True)
+        self._client.set(pairs, self._limit_s)
+
+    def num_keys(self) -> int:
+        """Return how many keys have values."""
+        return self._client.count(self._limit_s)
+
+    def has_extended_api(self) -> bool:
+        """Whether there are ``append``, ``multi_get`` and ``multi_set``."""
+        return True
+
+    def clone(self) -> "JobStore":
+        """Return this: each call has a connection of its own."""
+        return self
+
+    # torch's C++ asks for these two by other names than Python has them.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+
+def store_at(path: str, timeout_s: float, address: str = "") -> JobStore:
+    """Return the store that a process of this user's on this host answers for.
+
+    Args:
+        path: Of its socket.
+        timeout_s: How long a call waits that names no other time.
+        address: See ``JobStore``.
+    """
+
+    def connect(limit_s: float) -> Connection:
+        return PlainConnection(dial(path, limit_s))
+
+    return JobStore(connect, timeout_s, address)
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value

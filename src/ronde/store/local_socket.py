@@ -1,0 +1,82 @@
+"""Unix sockets that only processes of one user may speak through.
+
+Note [Who may speak on a host]
+------------------------------
+A socket of a job lies in a directory that only its user may enter, and both sides ask
+the kernel who the other is (``SO_PEERCRED``) before they take or believe a word. So a
+directory that somebody else has made, or a socket that he has put into its place, gains
+him nothing. Root is let in: it can read this process's memory anyway.
+"""
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from struct import Struct
+
+_CREDENTIALS = Struct("3i")
+_MAX_PATH_BYTES = 107
+"""What the kernel takes of a socket's path."""
+
+
+def temporary_directory(named: str) -> Path:
+    """Return where sockets are put: where no logout removes them.
+
+    ``/run/user`` is emptied when its user logs out, though jobs may go on, and many a
+    container shows its processes ``/tmp`` and not that.
+
+    Args:
+        named: What ``TMPDIR`` says.
+    """
+    for path in (named, "/tmp", "/var/tmp"):  # noqa: S108  a private directory in it
+        is_short = len(os.fsencode(path)) < _MAX_PATH_BYTES // 2
+        if path.startswith("/") and is_short and os.access(path, os.W_OK | os.X_OK):
+            return Path(path)
+    return Path("/dev/shm")  # noqa: S108  as above
+
+
+def listen(path: Path) -> socket.socket:
+    """Return a socket that takes connections at a path that is not there yet."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+        listener.listen(128)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def dial(path: str, timeout_s: float) -> socket.socket:
+    """Return a connection to a socket of this user's.
+
+    Raises:
+        OSError: Nobody of this user's listens there.
+    """
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(path)
+    except BaseException:
+        sock.close()
+        raise
+    if not is_own(sock):
+        sock.close()
+        raise PermissionError(f"who listens at {path} is another user")
+    return sock
+
+
+def is_own(sock: socket.socket) -> bool:
+    """Say whether the other end is a process of this user's, or root's."""
+    size = _CREDENTIALS.size
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, user, _ = _CREDENTIALS.unpack(raw)
+    return user in (os.geteuid(), 0)
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory of sockets, if it is there and this user's."""
+    with suppress(OSError):
+        for entry in directory.iterdir():
+            entry.unlink(missing_ok=True)
+        directory.rmdir()

@@ -1,0 +1,223 @@
+"""Answers for a store from a thread: where no controller does, in rank 0."""
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ronde.errors import StoreError
+from ronde.store.local_socket import is_own
+from ronde.store.protocol import Splitter
+from ronde.store.state import StoreState
+
+_READ_BYTES = 256 << 10
+_MAX_UNSENT_BYTES = 32 << 20
+_MAX_STRANGERS = 256
+_STRANGER_S = 5.0
+
+
+class Session(Protocol):
+    """What one side knows of a connection: what may pass, and what is said first."""
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the other side may have its requests carried out."""
+        ...
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the bodies of the requests that have come.
+
+        Raises:
+            StoreError: The other side is a stranger, or says what makes no sense.
+        """
+        ...
+
+    def seal(self, frame: bytes) -> bytes:
+        """Return a reply as it is sent."""
+        ...
+
+    def to_say(self) -> bytes:
+        """Return what is to be sent by itself, now; it is returned once."""
+        ...
+
+
+class LocalSession:
+    """A connection within this host, whose other end the kernel has named."""
+
+    is_trusted = True
+
+    def __init__(self) -> None:
+        self.feed = Splitter().feed
+
+    def seal(self, frame: bytes) -> bytes:
+        """See ``Session``."""
+        return frame
+
+    def to_say(self) -> bytes:
+        """See ``Session``."""
+        return b""
+
+
+@dataclass(eq=False, slots=True)
+class _Client:
+    sock: socket.socket
+    session: Session
+    due_s: float
+    unsent: bytearray = field(default_factory=bytearray)
+
+
+class StoreServer:
+    """A store behind a socket that listens.
+
+    Who has not shown that he may speak costs little: there may be ``_MAX_STRANGERS`` at
+    a time, each for ``_STRANGER_S``, and when there are more the oldest goes first. So
+    none of them keeps anybody else out.
+
+    Args:
+        listener: Closed with this.
+        admit: Returns the session of a connection, None to refuse it.
+        max_clients: Trusted connections at a time.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        admit: Callable[[socket.socket], Session | None],
+        max_clients: int,
+    ) -> None:
+        self._admit = admit
+        self._max_clients = max_clients
+        self._state: StoreState[_Client] = StoreState()
+        self._clients: set[_Client] = set()
+        self._strangers: dict[_Client, None] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener = listener
+        self._bell, self._closing = os.pipe()
+        for fd in (listener.fileno(), self._bell):
+            os.set_blocking(fd, False)
+            self._selector.register(fd, selectors.EVENT_READ)
+        self._thread = threading.Thread(
+            target=self._serve, name="ronde-store", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections; may be called again."""
+        if self._thread.is_alive():
+            os.write(self._closing, b"x")
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select(self._patience_s()):
+                if key.fd == self._bell:
+                    self._close()
+                    return
+                if key.fd == self._listener.fileno():
+                    self._accept()
+                elif key.data in self._clients:
+                    self._attend(key.data)
+            now_s = time.monotonic()
+            for stranger in [s for s in self._strangers if s.due_s <= now_s]:
+                self._drop(stranger)
+
+    def _patience_s(self) -> float | None:
+        oldest = next(iter(self._strangers), None)
+        return None if oldest is None else max(0.0, oldest.due_s - time.monotonic())
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            # It has gone again, or no descriptor is free: a stranger's will be soon.
+            self._drop_oldest_stranger()
+            return
+        session = self._admit(sock)
+        if session is None:
+            sock.close()
+            return
+        sock.setblocking(False)  # noqa: FBT003  the socket's own method
+        client = _Client(sock, session, time.monotonic() + _STRANGER_S)
+        self._clients.add(client)
+        self._strangers[client] = None
+        self._selector.register(sock, selectors.EVENT_READ, client)
+        self._settle(client)
+        if len(self._strangers) > _MAX_STRANGERS:
+            self._drop_oldest_stranger()
+
+    def _attend(self, client: _Client) -> None:
+        try:
+            data = client.sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            data = None
+        except OSError:
+            data = b""
+        if data == b"":
+            self._drop(client)
+            return
+        try:
+            for body in client.session.feed(data or b""):
+                for answered, reply in self._state.handle(client, body):
+                    answered.unsent += answered.session.seal(reply)
+                    self._settle(answered)
+        except StoreError:
+            self._drop(client)
+            return
+        self._settle(client)
+
+    def _settle(self, client: _Client) -> None:
+        """Send what can be sent to a client, and see what it is now."""
+        if client not in self._clients:
+            return
+        client.unsent += client.session.to_say()
+        if client.session.is_trusted and client in self._strangers:
+            del self._strangers[client]
+        num_trusted = len(self._clients) - len(self._strangers)
+        is_gone = num_trusted > self._max_clients
+        try:
+            if client.unsent:
+                del client.unsent[: client.sock.send(client.unsent)]
+        except BlockingIOError:
+            is_gone = is_gone or len(client.unsent) > _MAX_UNSENT_BYTES
+        except OSError:
+            is_gone = True
+        if is_gone:
+            self._drop(client)
+            return
+        events = selectors.EVENT_READ
+        events |= selectors.EVENT_WRITE if client.unsent else 0
+        self._selector.modify(client.sock, events, client)
+
+    def _drop_oldest_stranger(self) -> None:
+        oldest = next(iter(self._strangers), None)
+        if oldest is not None:
+            self._drop(oldest)
+
+    def _drop(self, client: _Client) -> None:
+        if client in self._clients:
+            self._clients.remove(client)
+            self._strangers.pop(client, None)
+            self._state.forget(client)
+            self._selector.unregister(client.sock)
+            client.sock.close()
+
+    def _close(self) -> None:
+        for client in list(self._clients):
+            self._drop(client)
+        self._selector.close()
+        self._listener.close()
+        for fd in (self._bell, self._closing):
+            with suppress(OSError):
+                os.close(fd)
+
+
+def serve_locally(listener: socket.socket, max_clients: int) -> StoreServer:
+    """Answer on a unix socket, to processes of this user."""
+    return StoreServer(
+        listener, lambda sock: LocalSession() if is_own(sock) else None, max_clients
+    )

@@ -1,0 +1,250 @@
+"""The job's store means what torch's stores mean, alone and under ``PrefixStore``."""
+
+import threading
+from contextlib import contextmanager
+from datetime import timedelta
+from random import Random
+
+import pytest
+from tests.ranks import job_store
+from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, TCPStore
+
+from ronde.collectives.store import store_at
+from ronde.errors import StoreError
+from ronde.store.local_socket import dial
+from ronde.store.protocol import MAX_FRAME_BYTES, Op, Splitter, decode, encode
+from ronde.store.state import Limits, StoreState
+
+SOON = timedelta(seconds=0.1)
+LIMIT_S = 30.0
+
+
+@contextmanager
+def stores(kind, tmp_path):
+    """Yield two clients of one empty store."""
+    limit = timedelta(seconds=LIMIT_S)
+    if kind == "file":
+        yield (
+            FileStore(str(tmp_path / "store"), 2),
+            FileStore(str(tmp_path / "store"), 2),
+        )
+    elif kind == "tcp":
+        first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        yield (
+            first,
+            TCPStore("127.0.0.1", first.port, wait_for_workers=False, timeout=limit),
+        )
+    else:
+        with job_store() as path:
+            yield store_at(path, LIMIT_S), store_at(path, LIMIT_S)
+
+
+@pytest.fixture(params=["job", "tcp", "file"])
+def bare(request, tmp_path):
+    with stores(request.param, tmp_path) as pair:
+        yield pair
+
+
+@pytest.fixture(params=["bare", "prefix"])
+def pair(request, bare):
+    if request.param == "bare":
+        return bare
+    return tuple(PrefixStore("a", PrefixStore("b", store)) for store in bare)
+
+
+def test_what_one_sets_the_other_gets(pair):
+    one, other = pair
+    one.set("key", "text")
+    assert other.get("key") == b"text"
+    other.set("key", b"\x00\xff" * 1000)
+    assert one.get("key") == b"\x00\xff" * 1000
+    assert one.check(["key"])
+    assert not one.check(["key", "another"])
+
+
+def test_numbers_are_counted_by_all(pair):
+    one, other = pair
+    assert [one.add("n", 1), other.add("n", 5), one.add("n", -2)] == [1, 6, 4]
+    assert other.get("n") == b"4"
+
+
+def test_compare_set_sets_what_was_expected_alone(pair):
+    one, other = pair
+    assert one.compare_set("key", "", "first") == b"first"
+    assert other.compare_set("key", "no", "second") == b"first"
+    assert other.compare_set("key", "first", "second") == b"second"
+    assert one.compare_set("absent", "thing", "new") == b"thing"
+    assert not one.check(["absent"])
+
+
+def test_a_key_is_deleted_once(request, pair):
+    if "file" in request.node.callspec.id:
+        pytest.skip("FileStore says that it was there each time")
+    one, other = pair
+    one.set("key", "")
+    assert other.delete_key("key")
+    assert not one.delete_key("key")
+    assert not other.check(["key"])
+
+
+def test_several_at_once(bare):
+    one, other = bare
+    if isinstance(one, FileStore):
+        pytest.skip("FileStore has none of these")
+    one, other = PrefixStore("p", one), PrefixStore("p", other)
+    before = one.num_keys()
+    one.multi_set(["a", "b"], ["1", b"2"])
+    assert other.multi_get(["b", "a"]) == [b"2", b"1"]
+    other.append("a", "23")
+    other.append("c", b"x")
+    assert one.multi_get(["a", "c"]) == [b"123", b"x"]
+    assert one.num_keys() - before == 3
+    assert one.has_extended_api()
+
+
+def test_who_waits_is_answered_when_all_keys_are_there(pair):
+    one, other = pair
+    done = threading.Event()
+
+    def wait():
+        other.wait(["a", "b"], timedelta(seconds=LIMIT_S))
+        done.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    one.set("a", "")
+    assert not done.wait(0.1)
+    one.set("b", "")
+    waiting.join(LIMIT_S)
+    assert done.is_set()
+
+
+def test_waiting_ends_with_an_error_in_time(pair):
+    one, _ = pair
+    with pytest.raises(RuntimeError, match=r"(?i)timeout"):
+        one.wait(["never"], SOON)
+    one.set("after", "")  # and the store goes on
+    assert one.get("after") == b""
+
+
+def test_get_waits_as_long_as_the_store_does(bare):
+    one, _ = bare
+    one.set_timeout(SOON)
+    with pytest.raises(RuntimeError, match=r"(?i)timeout"):
+        one.get("never")
+
+
+def test_who_waits_keeps_no_thread_off():
+    """Not even with the very same object; torch's own needs a clone for that."""
+    with job_store() as path:
+        store = store_at(path, LIMIT_S)
+        threads = [
+            threading.Thread(target=store.wait, args=(["go"],)) for _ in range(20)
+        ]
+        for thread in threads:
+            thread.start()
+        store.clone().set("go", "")
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert not any(thread.is_alive() for thread in threads)
+
+
+def make_groups(claim):
+    """Several groups at once, from threads, by one object."""
+    store = store_at(claim.store, LIMIT_S)
+
+    def make(number):
+        prefix = PrefixStore(f"group{number}", store)
+        limit = timedelta(seconds=LIMIT_S)
+        group = ProcessGroupGloo(prefix, claim.rank, claim.size, limit)
+        group.barrier().wait()
+        made.append(number)
+
+    made = []
+    threads = [threading.Thread(target=make, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    return sorted(made)
+
+
+def test_groups_of_torchs_are_made_by_it_from_several_threads(run_ranks_bare):
+    assert run_ranks_bare(3, make_groups) == [[0, 1, 2]] * 3
+
+
+def ask(state, client, kind, *fields):
+    replies = state.handle(client, encode(kind, fields)[4:])
+    return [(each, decode(reply[4:])) for each, reply in replies]
+
+
+def test_what_is_kept_is_bounded():
+    state = StoreState(Limits(key_bytes=10, value_bytes=100, total_bytes=1000))
+    for fields in ((b"k" * 11, b""), (b"k", b"v" * 101)):
+        ((_, reply),) = ask(state, 1, Op.SET, *fields)
+        assert (reply.kind, b"must be at most" in reply.fields[0]) == (1, True)
+    kinds = [ask(state, 1, Op.SET, b"%d" % n, b"v" * 90)[0][1].kind for n in range(9)]
+    assert kinds == [0] * 3 + [1] * 6
+    assert ask(state, 1, Op.DELETE, b"0")[0][1].fields == (b"1",)
+    assert ask(state, 1, Op.APPEND, b"1", b"v" * 11)[0][1].kind == 1
+    assert ask(state, 1, Op.SET, b"new", b"v" * 90)[0][1].kind == 0
+    assert ask(state, 1, Op.ADD, b"new", b"1")[0][1].kind == 1  # it is no number
+
+
+def test_who_leaves_is_forgotten_and_answered_no_more():
+    state = StoreState()
+    assert ask(state, "gone", Op.WAIT, b"a", b"b") == []
+    assert ask(state, "here", Op.WAIT, b"a") == []
+    state.forget("gone")
+    assert [c for c, _ in ask(state, "setter", Op.SET, b"a", b"1")] == [
+        "setter",
+        "here",
+    ]
+    assert [c for c, _ in ask(state, "setter", Op.SET, b"b", b"1")] == ["setter"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\x63",
+        b"\x01",
+        b"\x01\x00\x00\x00\x09ab",
+        b"\x01\x00\x00\x00\x01a",
+        b"\x05\x00\x00\x00\x01a",
+        b"\x02",
+        b"\x02\xff\xff\xff\xffa",
+    ],
+)
+def test_what_is_no_request_is_refused(body):
+    with pytest.raises(StoreError):
+        StoreState().handle(1, body)
+
+
+def test_frames_come_out_however_they_are_cut():
+    drawing = Random(7)
+    bodies = [drawing.randbytes(drawing.randrange(1, 300)) for _ in range(200)]
+    stream = b"".join(len(b).to_bytes(4, "big") + b for b in bodies)
+    splitter, found, at = Splitter(), [], 0
+    while at < len(stream):
+        step = drawing.randrange(1, 700)
+        found += splitter.feed(stream[at : at + step])
+        at += step
+    assert found == bodies
+
+
+@pytest.mark.parametrize("length", [0, MAX_FRAME_BYTES + 1, (1 << 32) - 1])
+def test_an_impossible_length_is_refused_at_once(length):
+    with pytest.raises(StoreError, match="length of a frame"):
+        Splitter().feed(length.to_bytes(4, "big"))
+
+
+def test_rubbish_ends_its_own_connection_alone():
+    with job_store() as path:
+        store = store_at(path, LIMIT_S)
+        store.set("key", "value")
+        for said in (b"\xff" * 64, b"\0\0\0\1\x63", b"GET / HTTP/1.0\r\n\r\n"):
+            with dial(path, LIMIT_S) as sock:
+                sock.sendall(said)
+                assert sock.recv(100) == b""
+        assert store.get("key") == b"value"
