@@ -1,5 +1,6 @@
 """Small jobs of two hosts: real ranks, what they measure, and what is made of it."""
 
+import socket
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -83,8 +84,8 @@ def site():
         yield Site({}, closing)
 
 
-def held_port(site):
-    return benching.hold_rendezvous(site, {"address": LOOPBACK})["port"]
+def held(site):
+    return benching.hold_rendezvous(site, {"address": LOOPBACK})
 
 
 def ranks_of(name):
@@ -101,7 +102,7 @@ def ranks_of(name):
 
 
 def test_ranks_whose_partners_never_come_are_killed_at_their_limit(site):
-    question = ask(port=held_port(site), limit_s=0.5) | {"token": "f00d"}
+    question = ask(**held(site), limit_s=0.5) | {"token": "f00d"}
     answers = []
     asking = threading.Thread(
         target=lambda: answers.append(benching.bench(site, question))
@@ -127,7 +128,7 @@ time.sleep(600)
 def test_who_waits_for_a_rank_that_failed_is_not_waited_for(site, monkeypatch):
     monkeypatch.setattr(benching, "_BOOT", WAITING)
     monkeypatch.setattr(benching, "_GRACE_S", 0.1)
-    told = benching.bench(site, ask(port=held_port(site), limit_s=300.0))
+    told = benching.bench(site, ask(**held(site), limit_s=300.0))
     assert told["failure"] == "ronde bench ended with code 1: it broke"
 
 
@@ -137,16 +138,18 @@ SAYING = "import os; open(os.environ['NCCL_DEBUG_FILE'], 'w').write('word\\n')"
 def test_what_ranks_say_to_a_file_of_their_own_comes_back_packed(site, monkeypatch):
     """In place of NCCL, which writes there where it finds a GPU."""
     monkeypatch.setattr(benching, "_BOOT", SAYING)
-    told = benching.bench(site, ask(port=held_port(site), has_log=True))
+    told = benching.bench(site, ask(**held(site), has_log=True))
     assert told["failure"] == ""
     assert benching.unpack_log(told["log"]) == b"word\nword\n"
 
 
 def test_a_port_is_held_for_one_job_alone(site):
-    port = held_port(site)
-    assert port > 0
-    benching.bench(site, ask(port=port, limit_s=0.0))
+    place = held(site)
+    assert place["port"] > 0
+    benching.bench(site, ask(**place, limit_s=0.0))
     assert site.memory == {}
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((LOOPBACK, place["port"]))
 
 
 def run_of(busbw, *, wrong=0, is_complete=True):

@@ -3,8 +3,6 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
-
 from ronde.launch.environments import (
     JobFacts,
     NodeFacts,

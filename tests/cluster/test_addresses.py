@@ -221,9 +221,9 @@ def in_step(job, *, nodes="node[1-3]"):
 
 @pytest.mark.timeout(LIMIT_S)
 def test_tasks_of_a_step_meet_beside_whoever_has_their_port(cluster):
-    from ronde.collectives.slurm_meeting import _ports_and_token
+    from ronde.collectives.rendezvous.slurm import step_ports
 
-    taken = str(_ports_and_token("77.0")[0][0])
+    taken = str(step_ports("77.0")[0])
     words = [PYTHON, "-c", BLOCK, "10.77.0.1", taken]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     blocker = cluster.start(cluster.hosts[0], words, **pipes)
@@ -309,11 +309,10 @@ def test_ranks_of_torchrun_meet_at_its_store(cluster):
 
 
 def test_the_ports_of_a_step_are_below_those_of_outgoing_connections():
-    from ronde.collectives.slurm_meeting import _ports_and_token
+    from ronde.collectives.rendezvous.slurm import step_ports
 
-    ports, token = _ports_and_token("1.0")
+    ports = step_ports("1.0")
     assert len(set(ports)) == len(ports)
     assert all(1024 < port < 32768 for port in ports)
-    assert _ports_and_token("1.0") == (ports, token)
-    assert _ports_and_token("1.1")[1] != token
-    assert _ports_and_token("1.1")[0] != ports
+    assert step_ports("1.0") == ports
+    assert step_ports("1.1") != ports

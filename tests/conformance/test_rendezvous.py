@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from ronde.collectives import connect, rank_file
+from ronde.collectives import connect
+from ronde.collectives.rendezvous import local
+from ronde.collectives.store import store_at
 from ronde.errors import CollectiveError, WorldError
+from ronde.store.server import serve_locally
 from ronde.world import Claim, Launcher, Meeting
 
 
@@ -86,7 +90,12 @@ def unmet(claim, job_id, size):
     return Claim(Launcher.OPEN_MPI, rank, size, rank, size, job_id=job_id)
 
 
-def meet_by_file(claim, num_jobs):
+def own_entries(name):
+    """Return what there is under a name in this user's directories."""
+    return [d / name for d in local.private_directories() if (d / name).exists()]
+
+
+def meet_locally(claim, num_jobs):
     """The ranks of several jobs, of one launcher's process, at once."""
     size = claim.size // num_jobs
     job = claim.rank // size
@@ -94,56 +103,59 @@ def meet_by_file(claim, num_jobs):
     communicator = connect(mine, timeout_s=60.0)
     jobs = communicator.all_gather(torch.tensor([job])).wait().tolist()
     communicator.barrier().wait()
-    path = rank_file._directory() / rank_file._file_name(mine)
-    return jobs, path.exists(), sum_of_ranks(mine)
+    return jobs, own_entries(local.meeting_name(mine)), sum_of_ranks(mine)
 
 
-def test_ranks_of_one_host_meet_by_a_file(run_ranks_bare):
-    assert run_ranks_bare(3, meet_by_file, 1) == [([0, 0, 0], False, 6)] * 3
+def test_ranks_of_one_host_meet_by_a_socket(run_ranks_bare):
+    assert run_ranks_bare(3, meet_locally, 1) == [([0, 0, 0], [], 6)] * 3
 
 
 def test_two_jobs_do_not_mix(run_ranks_bare):
-    results = run_ranks_bare(4, meet_by_file, 2)
-    assert results == [([0, 0], False, 3)] * 2 + [([1, 1], False, 3)] * 2
+    results = run_ranks_bare(4, meet_locally, 2)
+    assert results == [([0, 0], [], 3)] * 2 + [([1, 1], [], 3)] * 2
 
 
-def meet_despite_a_stale_file(claim, text):
-    """Rank 0 comes only when rank 1 has seen what a killed job left behind."""
-    mine = unmet(claim, "stale", claim.size)
-    path = rank_file._directory() / rank_file._file_name(mine)
+def meet_despite_what_is_there(claim, kind, folder):
+    """Rank 0 comes only when rank 1 has seen what is there in its place."""
+    mine = unmet(claim, f"stale {kind}", claim.size)
     if claim.rank == 1:
-        path.write_text(text)
-        assert rank_file._connect(path, 1, 1.0) is None
-    store = dist.TCPStore("127.0.0.1", claim.meeting.port, wait_for_workers=False)
-    if claim.rank == 1:
-        store.set("seen", "")
-    store.wait(["seen"])
-    return sum_of_ranks(mine)
+        path = next(local.private_directories()) / local.meeting_name(mine)
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        if kind == "earlier":
+            # The store of a program that was started before by the same launcher.
+            listener.listen()
+            earlier = serve_locally(listener, 8)
+            store = store_at(str(path), 60.0)
+            store.set("ronde/place/1", "taken")
+        else:
+            listener.close()
+        assert local._enter(str(path), mine, 1.0) is None
+        (folder / kind).touch()
+    while not (folder / kind).exists():
+        time.sleep(0.01)
+    total = sum_of_ranks(mine)
+    if claim.rank == 1 and kind == "earlier":
+        earlier.close()
+    return total
 
 
-def test_a_file_left_behind_does_not_matter(run_ranks_bare):
-    """Its port may be nobody's, a store's, or that of whoever says nothing at all."""
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        ports = port, other.port, mute.getsockname()[1]
-        for text in ("", "half", *(f"{port} token" for port in ports)):
-            results = run_ranks_bare(
-                2, meet_despite_a_stale_file, text, launcher="torchrun"
-            )
-            assert results == [3, 3]
+@pytest.mark.parametrize("kind", ["killed", "earlier"])
+def test_a_socket_left_behind_does_not_matter(run_ranks_bare, tmp_path, kind):
+    run_ranks_bare(2, meet_locally, 1)  # makes the directory
+    assert run_ranks_bare(2, meet_despite_what_is_there, kind, tmp_path) == [3, 3]
 
 
 def see_the_directory(claim):
-    directory = rank_file._directory()
-    connect(unmet(claim, "modes", 1), timeout_s=60.0)
-    return directory.stat().st_mode & 0o777, directory.stat().st_uid
+    mine = unmet(claim, "modes", 2)
+    sum_of_ranks(mine)
+    found = [path.stat() for path in local.private_directories()]
+    return {(each.st_mode & 0o777, each.st_uid) for each in found}
 
 
-def test_the_file_is_the_users_alone(run_ranks_bare):
-    assert run_ranks_bare(1, see_the_directory) == [(0o700, os.getuid())]
+def test_the_directory_is_the_users_alone(run_ranks_bare):
+    assert run_ranks_bare(2, see_the_directory) == [{(0o700, os.getuid())}] * 2
 
 
 def say_why_nobody_came(claim):
@@ -167,7 +179,7 @@ def say_why_rank_zero_is_missed(claim):
 
 def test_an_absent_rank_zero_is_named(run_ranks_bare):
     (text,) = run_ranks_bare(1, say_why_rank_zero_is_missed)
-    assert text.startswith("rank 0 must write ")
+    assert text.startswith("rank 0 must answer on this host")
     assert "within 0.5 s" in text
 
 

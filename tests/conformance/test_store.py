@@ -1,5 +1,6 @@
 """The job's store means what torch's stores mean, alone and under ``PrefixStore``."""
 
+import socket
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,12 +10,15 @@ import pytest
 from tests.ranks import job_store
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, TCPStore
 
-from ronde.collectives.store import store_at
+from ronde.collectives.store import store_at, store_beyond
 from ronde.errors import StoreError
 from ronde.store.local_socket import dial
 from ronde.store.protocol import MAX_FRAME_BYTES, Op, Splitter, decode, encode
+from ronde.store.secret import SharedKey
+from ronde.store.server import serve_network
 from ronde.store.state import Limits, StoreState
 
+HERE, KEY = "127.0.0.1", b"k" * 32
 SOON = timedelta(seconds=0.1)
 LIMIT_S = 30.0
 
@@ -34,12 +38,28 @@ def stores(kind, tmp_path):
             first,
             TCPStore("127.0.0.1", first.port, wait_for_workers=False, timeout=limit),
         )
+    elif kind == "network":
+        with network_store() as port:
+            yield tuple(
+                store_beyond(HERE, port, SharedKey(KEY), LIMIT_S) for _ in range(2)
+            )
     else:
         with job_store() as path:
             yield store_at(path, LIMIT_S), store_at(path, LIMIT_S)
 
 
-@pytest.fixture(params=["job", "tcp", "file"])
+@contextmanager
+def network_store(max_clients=64):
+    """Answer on a port of the loopback for those who know the key; yield the port."""
+    listener = socket.create_server((HERE, 0))
+    server = serve_network(listener, SharedKey(KEY), max_clients)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.close()
+
+
+@pytest.fixture(params=["job", "network", "tcp", "file"])
 def bare(request, tmp_path):
     with stores(request.param, tmp_path) as pair:
         yield pair

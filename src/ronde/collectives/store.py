@@ -8,6 +8,7 @@ from torch.distributed import Store
 
 from ronde.store.client import Connection, PlainConnection, StoreClient
 from ronde.store.local_socket import dial
+from ronde.store.secret import Trust, dial_network
 
 
 class JobStore(Store):
@@ -117,6 +118,22 @@ def store_at(path: str, timeout_s: float, address: str = "") -> JobStore:
 
     def connect(limit_s: float) -> Connection:
         return PlainConnection(dial(path, limit_s))
+
+    return JobStore(connect, timeout_s, address)
+
+
+def store_beyond(address: str, port: int, trust: Trust, timeout_s: float) -> JobStore:
+    """Return the store that rank 0 answers for on another host.
+
+    Args:
+        address: Of that host.
+        port: There.
+        trust: Who is of the job.
+        timeout_s: How long a call waits that names no other time.
+    """
+
+    def connect(limit_s: float) -> Connection:
+        return dial_network(address, port, trust, limit_s)
 
     return JobStore(connect, timeout_s, address)
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ronde.errors import LaunchError
 from ronde.launch.frames import FrameDecoder, Output, Relayed
-from ronde.launch.inherited import own_environment
 from ronde.launch.intake import Intake
 from ronde.launch.introduction import introduce
 from ronde.launch.keeper import run_kept
@@ -63,9 +62,8 @@ def main(first_word_s: float = _NEVER) -> NoReturn:
         first_word_s: Seconds after which an agent that was told nothing ends: the end
             of a connection that broke silently is never seen.
     """
-    named = own_environment().get("TMPDIR", "")
     # The keeper must know it as well; nobody else does, until it is there.
-    directory = temporary_directory(named) / f"ronde-{os.urandom(16).hex()}"
+    directory = temporary_directory() / f"ronde-{os.urandom(8).hex()}"
     run_kept(lambda: _run_agent(first_word_s, directory), directory)
 
 

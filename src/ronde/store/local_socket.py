@@ -15,22 +15,17 @@ from pathlib import Path
 from struct import Struct
 
 _CREDENTIALS = Struct("3i")
-_MAX_PATH_BYTES = 107
-"""What the kernel takes of a socket's path."""
 
 
-def temporary_directory(named: str) -> Path:
-    """Return where sockets are put: where no logout removes them.
+def temporary_directory() -> Path:
+    """Return where directories of sockets are put: the same for all of a host.
 
-    ``/run/user`` is emptied when its user logs out, though jobs may go on, and many a
-    container shows its processes ``/tmp`` and not that.
-
-    Args:
-        named: What ``TMPDIR`` says.
+    Not ``/run/user``: it is emptied when its user logs out, though jobs may go on, and
+    containers that share ``/tmp`` often have it not. Not ``TMPDIR``: it may differ from
+    rank to rank, and be longer than a socket's path may be.
     """
-    for path in (named, "/tmp", "/var/tmp"):  # noqa: S108  a private directory in it
-        is_short = len(os.fsencode(path)) < _MAX_PATH_BYTES // 2
-        if path.startswith("/") and is_short and os.access(path, os.W_OK | os.X_OK):
+    for path in ("/tmp", "/var/tmp"):  # noqa: S108  a private directory in it
+        if os.access(path, os.W_OK | os.X_OK):
             return Path(path)
     return Path("/dev/shm")  # noqa: S108  as above
 

@@ -9,13 +9,14 @@ import ctypes
 import hmac
 import os
 import secrets
+import socket
 import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from ronde.errors import UsageError
-from ronde.store.authentication import Offer
+from ronde.errors import StoreError, UsageError
+from ronde.store.authentication import Offer, ProvenConnection
 
 _GIVEN, _MUNGE, _FILE = 1, 2, 3
 _KEY_BYTES = 32
@@ -95,6 +96,28 @@ class SameUser:
         return hmac.digest(secret, b"ronde job " + self._job, "sha256")
 
 
+def dial_network(
+    address: str, port: int, trust: Trust, timeout_s: float
+) -> ProvenConnection:
+    """Return a connection to the store at an address, if it is of this job.
+
+    Raises:
+        StoreError: Who answers there is not.
+        OSError: Nobody answers.
+        UsageError: There is nothing to show.
+    """
+    problem: OSError | StoreError | None = None
+    sock: socket.socket | None = socket.create_connection((address, port), timeout_s)
+    for offer in trust.offers():
+        sock = sock or socket.create_connection((address, port), timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            return ProvenConnection(sock, offer, timeout_s)
+        except (OSError, StoreError) as error:
+            problem, sock = error, None
+    raise problem or StoreError("a job must have something to be known by.")
+
+
 def read_secret(path: Path) -> bytes:
     """Return the user's secret, made now if there is none.
 
@@ -111,10 +134,13 @@ def read_secret(path: Path) -> bytes:
             f"answer, but: {error.strerror}. Set XDG_CONFIG_HOME to a directory that "
             "all hosts share, or start the ranks with ronde run."
         ) from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         found = os.fstat(descriptor)
-        content = file.read(4096).strip()
-    is_private = stat.S_ISREG(found.st_mode) and not found.st_mode & 0o077
+        is_file = stat.S_ISREG(found.st_mode)
+        content = os.read(descriptor, 4096).strip() if is_file else b""
+    finally:
+        os.close(descriptor)
+    is_private = is_file and not found.st_mode & 0o077
     if not is_private or found.st_uid != os.geteuid() or len(content) < _KEY_BYTES:
         raise UsageError(
             f"{path} must be a file of user {os.geteuid()} with mode 600 and at least "

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ronde.errors import StoreError
+from ronde.store.authentication import ProvenSession
 from ronde.store.local_socket import is_own
 from ronde.store.protocol import Splitter
+from ronde.store.secret import Trust
 from ronde.store.state import StoreState
 
 _READ_BYTES = 256 << 10
@@ -221,3 +223,15 @@ def serve_locally(listener: socket.socket, max_clients: int) -> StoreServer:
     return StoreServer(
         listener, lambda sock: LocalSession() if is_own(sock) else None, max_clients
     )
+
+
+def serve_network(
+    listener: socket.socket, trust: Trust, max_clients: int
+) -> StoreServer:
+    """Answer on a TCP socket, to whoever proves to be of the job."""
+
+    def admit(sock: socket.socket) -> Session:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return ProvenSession(trust.find_key)
+
+    return StoreServer(listener, admit, max_clients)

@@ -83,6 +83,19 @@ def read_cache_directory(environ: Mapping[str, str] | None = None) -> Path:
     return parent / "ronde"
 
 
+def read_config_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Return where what the user keeps is; it may not exist yet.
+
+    Args:
+        environ: The variables; None reads this process's own.
+    """
+    if environ is None:
+        environ = os.environ  # noqa: TID251  as above
+    base = environ.get("XDG_CONFIG_HOME", "")
+    parent = Path(base) if base.startswith("/") else _home(environ) / ".config"
+    return parent / "ronde"
+
+
 def _home(environ: Mapping[str, str]) -> Path:
     if environ.get("HOME"):
         return Path(environ["HOME"])

@@ -125,8 +125,8 @@ class Claim:
         hosts: Names of the hosts in node order; empty where nobody said.
         engine: Which engine is to move the bytes; "auto" chooses.
         algorithm: Which schedule it is to follow, where it has several; or empty.
-        store: Under ``ronde run`` the socket on this host that leads to where the ranks
-            meet; empty elsewhere.
+        store: Where a launcher of ronde's answers for the ranks' store: the path of a
+            socket on this host, or ``ADDRESS:PORT KEYFILE``; empty elsewhere.
     """
 
     launcher: Launcher

@@ -7,6 +7,7 @@ memory, through descriptors that they inherit.
 
 import base64
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -27,9 +28,13 @@ from ronde.launch.environments import (
 from ronde.launch.forwarded import base_environment
 from ronde.launch.inherited import own_environment
 from ronde.launch.ports import hold_port
+from ronde.store.secret import SharedKey
+from ronde.store.server import serve_network
 from ronde.world import World
 
 _HELD = "benching.rendezvous"
+_KEY_BYTES = 32
+_MAX_CLIENTS = 4096
 _POLL_S = 0.02
 _GRACE_S = 3.0
 """Once a rank has failed, so long the others have to say what they saw."""
@@ -50,22 +55,26 @@ sys.exit(main())
 
 
 def hold_rendezvous(site: Site, question: dict[str, Value]) -> dict[str, Value]:
-    """Hold a port at ``address`` for the next job's first rank; return ``port``."""
-    held = hold_port(question["address"])
-    site.memory[_HELD] = site.closing.enter_context(held)
-    return {"port": held.getsockname()[1]}
+    """Answer for a store at ``address`` for one job; return ``port`` and ``key``."""
+    held, key = hold_port(question["address"]), secrets.token_bytes(_KEY_BYTES)
+    port = held.getsockname()[1]
+    held.listen()
+    server = serve_network(held, SharedKey(key), _MAX_CLIENTS)
+    site.memory[_HELD] = server.close
+    site.closing.callback(server.close)
+    return {"port": port, "key": key.hex()}
 
 
 def bench(site: Site, question: dict[str, Value]) -> dict[str, Value]:
     """Run this host's half of the ranks of a job of two hosts, to their end.
 
     Args:
-        site: Has the port, on the host of rank 0.
+        site: Has the store, on the host of rank 0.
         question: ``words``: what stands after ``ronde bench``; ``half``: 0 on the host
             of rank 0, else 1; ``num_ranks``: on each host; ``address`` and ``port``:
-            where they meet; ``token``: names the job; ``environment``: what the user's
-            jobs take along; ``limit_s``: after it they are killed; ``has_log``: whether
-            NCCL is to say what it does.
+            where they meet; ``key``: opens the store there; ``token``: names the job;
+            ``environment``: what the user's jobs take along; ``limit_s``: after it they
+            are killed; ``has_log``: whether NCCL is to say what it does.
 
     Returns:
         ``record``: what rank 0 has written with ``--json``, empty elsewhere; ``log``:
@@ -75,10 +84,9 @@ def bench(site: Site, question: dict[str, Value]) -> dict[str, Value]:
     held = site.memory.pop(_HELD, None) if half == 0 else None
     with ExitStack() as closing:
         if held is not None:
-            closing.enter_context(held)
-        fds = () if held is None else (held.fileno(),)
+            closing.callback(held)
         ranks = [
-            _start(question, place, closing, fds if place == 0 else ())
+            _start(question, place, closing)
             for place in range(int(question["num_ranks"]))
         ]
         failure = _follow(ranks, float(question["limit_s"]))
@@ -103,21 +111,18 @@ class _Rank(NamedTuple):
     log_fd: int
 
 
-def _start(
-    question: Mapping[str, Value],
-    local_rank: int,
-    closing: ExitStack,
-    held_fds: Sequence[int],
-) -> _Rank:
+def _start(question: Mapping[str, Value], local_rank: int, closing: ExitStack) -> _Rank:
     """Start one rank; when ``closing`` ends it has ended and nothing is left of it."""
-    said_fd, record_fd, log_fd = fds = [os.memfd_create("ronde") for _ in range(3)]
+    fds = [os.memfd_create("ronde") for _ in range(4)]
+    said_fd, record_fd, log_fd, key_fd = fds
+    os.write(key_fd, bytes.fromhex(question["key"]))
     for fd in fds:
         closing.callback(os.close, fd)
     env = _environment(question, local_rank)
     if question["has_log"]:
         env |= _log_environment(log_fd)
-    for fd in held_fds:
-        env["RONDE_MASTER_LISTEN_FD"] = str(fd)
+    place = f"{question['address']}:{question['port']}"
+    env["RONDE_STORE"] = f"{place} /dev/fd/{key_fd}"
     boot = [sys.executable, "-c", _BOOT, _PACKAGE_DIR, str(os.getpid())]
     process = subprocess.Popen(
         [*boot, "bench", *question["words"], "--json", f"/dev/fd/{record_fd}"],
@@ -126,7 +131,7 @@ def _start(
         stdout=said_fd,
         stderr=said_fd,
         start_new_session=True,
-        pass_fds=(record_fd, log_fd, *held_fds),
+        pass_fds=(record_fd, log_fd, key_fd),
     )
     closing.callback(_end, process)
     return _Rank(process, said_fd, record_fd, log_fd)

@@ -140,7 +140,7 @@ class Benches:
         for pair in pairs:
             reply = held[pair[0]]
             if not reply.failure:
-                questions |= self._questions(panel, pair, reply.values["port"])
+                questions |= self._questions(panel, pair, reply.values)
         replies = panel.ask(questions, _RANKS_S + _SLACK_S) if questions else {}
         return {
             pair: self._read(pair, [replies.get(h, held[pair[0]]) for h in pair])
@@ -148,14 +148,15 @@ class Benches:
         }
 
     def _questions(
-        self, panel: Panel, pair: Pair, port: int
+        self, panel: Panel, pair: Pair, held: Mapping[str, Value]
     ) -> dict[str, dict[str, Value]]:
         common: dict[str, Value] = {
             "do": "bench",
             "words": self._words,
             "num_ranks": self._num_ranks,
             "address": panel.addresses[pair[0]],
-            "port": port,
+            "port": held["port"],
+            "key": held["key"],
             "token": secrets.token_hex(16),
             "environment": panel.settings.get(ENVIRONMENT, {}),
             "limit_s": _RANKS_S,

@@ -1,17 +1,19 @@
-"""Where the ranks of a claim meet: one of torch's stores."""
+"""Where the ranks of a claim meet: in the launcher's store, rank 0's, or torch's."""
 
 import functools
 import itertools
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ronde.collectives.failures import Scene
-from ronde.collectives.mpi_meeting import meet_by_mpi
-from ronde.collectives.rank_file import meet_by_file
-from ronde.collectives.slurm_meeting import meet_in_step
-from ronde.collectives.store import store_at
+from ronde.collectives.rendezvous.local import meet_on_host
+from ronde.collectives.rendezvous.mpi import meet_by_mpi
+from ronde.collectives.rendezvous.slurm import meet_in_step
+from ronde.collectives.store import store_at, store_beyond
 from ronde.errors import CollectiveError, WorldError
+from ronde.store.secret import SharedKey
 from ronde.world.value import Claim, Launcher, Meeting
 
 _calls = itertools.count()
@@ -41,15 +43,14 @@ def meet(claim: Claim, timeout_s: float) -> Store:
 def _store_of(claim: Claim, timeout_s: float) -> Store:
     """Open the store of a claim, once in a process.
 
-    It stays open: the inherited socket can be listened on only once, and a rank that
-    meets again must not find the last server still closing.
+    It stays open: a rank that meets again must not find the last server still closing.
     """
     if claim.store:
-        return store_at(claim.store, timeout_s, _address_of_first(claim))
+        return _open_launchers(claim, timeout_s)
     if claim.meeting is not None:
         return _open_at(claim.meeting, claim.rank, timeout_s)
     if claim.local_size == claim.size:
-        return meet_by_file(claim, timeout_s)
+        return meet_on_host(claim, timeout_s)
     if claim.launcher is Launcher.SLURM:
         return meet_in_step(claim, timeout_s)
     if claim.launcher in (Launcher.OPEN_MPI, Launcher.PMI):
@@ -61,10 +62,16 @@ def _store_of(claim: Claim, timeout_s: float) -> Store:
     )
 
 
-def _address_of_first(claim: Claim) -> str:
-    """Return where other hosts reach rank 0's, where there are others."""
-    is_spread = claim.local_size < claim.size
-    return claim.meeting.address if is_spread and claim.meeting else ""
+def _open_launchers(claim: Claim, timeout_s: float) -> Store:
+    """Open what the launcher answers for: a socket here, or a port that wants a key."""
+    place, _, key_file = claim.store.partition(" ")
+    if not key_file:
+        is_spread = claim.local_size < claim.size
+        address = claim.meeting.address if is_spread and claim.meeting else ""
+        return store_at(place, timeout_s, address)
+    host, _, port = place.rpartition(":")
+    trust = SharedKey(Path(key_file).read_bytes())
+    return store_beyond(host, int(port), trust, timeout_s)
 
 
 def _open_at(meeting: Meeting, rank: int, timeout_s: float) -> Store:

@@ -4,28 +4,31 @@ MPI connects the ranks and names no address. So rank 0 tells its addresses by MP
 say which of them they have a route to, and rank 0 listens on the best.
 """
 
-from datetime import timedelta
+import secrets
+import socket
 from importlib.util import find_spec
-
-from torch.distributed import Store, TCPStore
 
 from ronde.addresses import (
     InterfaceAddress,
     choose_address,
+    family_of,
     read_interfaces,
     source_towards,
 )
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.objects import all_gather_json, broadcast_json
-from ronde.collectives.roll_call import open_store
+from ronde.collectives.store import JobStore, store_beyond
 from ronde.errors import UsageError, WorldError
+from ronde.store.protocol import max_connections
+from ronde.store.secret import SharedKey
+from ronde.store.server import serve_network
 from ronde.world.machine import network_identity
 from ronde.world.value import Claim
 
 _CURE = "Set them on all ranks, to rank 0's host and a free port there"
 
 
-def meet_by_mpi(claim: Claim, timeout_s: float) -> Store:
+def meet_by_mpi(claim: Claim, timeout_s: float) -> JobStore:
     """Return a store that all ranks share, which MPI told them the address of.
 
     MPI is initialised by this, if the program has not done so before.
@@ -53,21 +56,21 @@ def meet_by_mpi(claim: Claim, timeout_s: float) -> Store:
             f"{_CURE}; {cure}"
         ) from error
     address = _agree_on_address(mpi)
-    is_host = mpi.rank == 0 and bool(address)
-    store = open_store(address, timeout_s) if is_host else None
-    port = int(broadcast_json(mpi, lambda: store.port if store else 0, 0))
+    key, port = secrets.token_bytes(32), 0
+    if mpi.rank == 0 and address:
+        listener = socket.create_server((address, 0), family=family_of(address))
+        port = listener.getsockname()[1]
+        serve_network(listener, SharedKey(key), max_connections(claim.size))
+    # Who reads what MPI carries is of the job, or can do as he likes with it anyway.
+    told = broadcast_json(mpi, lambda: [key.hex(), port], 0)
     mpi.close()
     if not address:
         raise WorldError(
             "rank 0's host must have an address that all hosts have a route to, got "
             "none. Set MASTER_ADDR and MASTER_PORT on all ranks to where they reach it."
         )
-    return store or TCPStore(
-        address,
-        port,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
+    trust = SharedKey(bytes.fromhex(told[0]))
+    return store_beyond(address, int(told[1]), trust, timeout_s)
 
 
 def _agree_on_address(mpi: Communicator) -> str:

@@ -1,0 +1,240 @@
+"""Who does not know the job's secret gets nothing from its store, and holds up nobody.
+
+As one user: other users are in ``tests/faults/test_strangers.py``.
+"""
+
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from tests.conformance.test_store import HERE, KEY, LIMIT_S, network_store
+
+from ronde.collectives.store import store_beyond
+from ronde.errors import StoreError, UsageError
+from ronde.store.authentication import MAGIC, Offer, ProvenConnection, Seal
+from ronde.store.protocol import Op, encode
+from ronde.store.secret import SameUser, SharedKey, dial_network, read_secret
+from ronde.store.server import _MAX_STRANGERS
+
+NONCE_BYTES = 32
+
+
+def drain(sock):
+    """Return all that is said until the connection is ended."""
+    said = b""
+    sock.settimeout(LIMIT_S)
+    try:
+        while data := sock.recv(4096):
+            said += data
+    except ConnectionResetError:
+        pass
+    return said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"\0" * 5000,
+        encode(Op.SET, [b"key", b"mine"]),
+        encode(1, [b"n" * NONCE_BYTES, b"", b"p" * 32]),
+        encode(1, [b"", b"", b""]),
+        encode(3, [b"n" * NONCE_BYTES, b"c" * 8000, b"p" * 32]),
+        (1 << 31).to_bytes(4, "big"),
+    ],
+)
+def test_a_stranger_is_told_a_number_and_no_more(said):
+    with network_store() as port:
+        store = store_beyond(HERE, port, SharedKey(KEY), LIMIT_S)
+        store.set("key", "ours")
+        with socket.create_connection((HERE, port)) as sock:
+            sock.sendall(said)
+            sock.shutdown(socket.SHUT_WR)
+            answer = drain(sock)
+        assert answer.startswith(MAGIC)
+        assert len(answer) == len(MAGIC) + NONCE_BYTES
+        assert store.get("key") == b"ours"
+
+
+def test_another_key_opens_nothing():
+    with network_store() as port:
+        with pytest.raises((StoreError, OSError)):
+            dial_network(HERE, port, SharedKey(b"x" * 32), LIMIT_S)
+        dial_network(HERE, port, SharedKey(KEY), LIMIT_S).close()
+
+
+@contextmanager
+def posing(talk):
+    """Answer every connection as somebody does who poses as the store; yield a port."""
+    with socket.create_server((HERE, 0)) as listener, ThreadPoolExecutor(1) as thread:
+
+        def serve():
+            with suppress_end(), listener.accept()[0] as sock:
+                sock.settimeout(LIMIT_S)
+                talk(sock)
+
+        served = thread.submit(serve)
+        yield listener.getsockname()[1]
+        served.result(LIMIT_S)
+
+
+def suppress_end():
+    stack = ExitStack()
+    stack.push(lambda kind, *_: kind is not None and issubclass(kind, OSError))
+    return stack
+
+
+def greets_and_agrees(sock):
+    sock.sendall(MAGIC + b"n" * NONCE_BYTES)
+    sock.recv(4096)
+    sock.sendall(encode(0, [b"p" * 32]))
+
+
+def reflects(sock):
+    sock.sendall(MAGIC + b"n" * NONCE_BYTES)
+    hello = sock.recv(4096)
+    sock.sendall(encode(0, [hello[-32:]]))  # the rank's own proof
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        greets_and_agrees,
+        reflects,
+        lambda sock: sock.sendall(b"HTTP/1.0 400 Bad Request\r\n" + b" " * 100),
+        lambda sock: None,
+    ],
+    ids=["agrees", "reflects", "another program", "ends"],
+)
+def test_who_poses_as_the_store_is_found_out(talk):
+    with posing(talk) as port, pytest.raises((StoreError, OSError)):
+        dial_network(HERE, port, SharedKey(KEY), LIMIT_S)
+
+
+def test_who_poses_and_says_nothing_is_not_waited_for_long():
+    with socket.create_server((HERE, 0)) as mute, pytest.raises(TimeoutError):
+        dial_network(HERE, mute.getsockname()[1], SharedKey(KEY), 0.2)
+
+
+@pytest.mark.parametrize("turned", [0, 5, -1])
+def test_what_a_middleman_changes_is_not_obeyed(turned):
+    with network_store() as port:
+        sock = socket.create_connection((HERE, port))
+        connection = ProvenConnection(sock, Offer(1, b"", KEY), LIMIT_S)
+        frame = bytearray(connection._sent.mark(encode(Op.SET, [b"key", b"value"])))
+        frame[4 + turned if turned >= 0 else turned] ^= 1
+        sock.sendall(frame)
+        assert drain(sock) == b""
+        connection.close()
+        assert not store_beyond(HERE, port, SharedKey(KEY), LIMIT_S).check(["key"])
+
+
+def test_what_is_sent_again_is_not_obeyed_again():
+    with network_store() as port:
+        store = store_beyond(HERE, port, SharedKey(KEY), LIMIT_S)
+        sock = socket.create_connection((HERE, port))
+        connection = ProvenConnection(sock, Offer(1, b"", KEY), LIMIT_S)
+        frame = connection._sent.mark(encode(Op.ADD, [b"n", b"1"]))
+        sock.sendall(frame)
+        assert sock.recv(4096) != b""
+        sock.sendall(frame)
+        assert drain(sock) == b""
+        connection.close()
+        assert store.get("n") == b"1"
+    there, back = (Seal(KEY, role, b"") for role in (b"rank", b"store"))
+    assert there.mark(frame) != back.mark(frame)
+
+
+def test_strangers_in_any_number_keep_nobody_out():
+    """More than may wait, and they stay; the ranks come in all the same."""
+    with network_store() as port, ExitStack() as closing:
+        strangers = [
+            closing.enter_context(socket.create_connection((HERE, port)))
+            for _ in range(_MAX_STRANGERS + 50)
+        ]
+        stores = [store_beyond(HERE, port, SharedKey(KEY), LIMIT_S) for _ in range(20)]
+        with ThreadPoolExecutor(20) as threads:
+            assert sorted(threads.map(lambda s: s.add("n", 1), stores)) == [
+                *range(1, 21)
+            ]
+        # The first have been put out for the later ones, and said nothing.
+        assert len(drain(strangers[0])) == len(MAGIC) + NONCE_BYTES
+
+
+def test_a_secret_is_made_once_however_many_want_it(tmp_path):
+    path = tmp_path / "config" / "ronde" / "secret"
+    with ThreadPoolExecutor(16) as threads:
+        found = set(threads.map(read_secret, [path] * 64))
+    assert len(found) == 1
+    assert len(found.pop()) == 64
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (
+        0o600,
+        0o700,
+    )
+    assert [entry.name for entry in path.parent.iterdir()] == ["secret"]
+
+
+def loosen(path):
+    path.write_text("s" * 64)
+    path.chmod(0o640)
+
+
+def link(path):
+    target = path.with_name("other")
+    target.write_text("s" * 64)
+    target.chmod(0o600)
+    path.symlink_to(target)
+
+
+def shorten(path):
+    path.write_text("short")
+    path.chmod(0o600)
+
+
+def give_away(path):
+    path.write_text("s" * 64)
+    path.chmod(0o600)
+    os.chown(path, 65534, 65534)
+
+
+@pytest.mark.parametrize("spoil", [loosen, link, shorten, give_away, os.mkdir])
+def test_a_secret_that_others_may_know_is_refused(tmp_path, spoil):
+    if spoil is give_away and os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    spoil(tmp_path / "secret")
+    with pytest.raises(UsageError, match=r"secret must be a file"):
+        read_secret(tmp_path / "secret")
+
+
+def test_one_users_processes_know_each_other_job_by_job(tmp_path):
+    one, same, other = (SameUser(job, tmp_path) for job in ("1.0", "1.0", "2.0"))
+    for offer in one.offers():
+        assert same.find_key(offer.kind, offer.credential) == offer.key
+    for offer in one.offers():
+        assert other.find_key(offer.kind, offer.credential) != offer.key
+    elsewhere = SameUser("1.0", tmp_path / "another home")
+    *_, by_file = one.offers()
+    assert elsewhere.find_key(by_file.kind, by_file.credential) != by_file.key
+
+
+def test_a_connection_is_one_ranks_at_a_time():
+    """Threads of one client never read each other's replies."""
+    with network_store() as port:
+        store = store_beyond(HERE, port, SharedKey(KEY), LIMIT_S)
+        wrong = []
+
+        def ask(number):
+            for turn in range(50):
+                store.set(f"{number}", f"{number} {turn}")
+                if store.get(f"{number}") != f"{number} {turn}".encode():
+                    wrong.append((number, turn))
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert wrong == []
