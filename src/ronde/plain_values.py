@@ -61,11 +61,7 @@ def _is_record(kind: Any) -> bool:  # noqa: ANN401 - an annotation is any object
     return hasattr(kind, "_fields") or hasattr(kind, "__dataclass_fields__")
 
 
-def _checked(  # noqa: PLR0911  one for each kind
-    value: object,
-    wanted: Any,  # noqa: ANN401 - an annotation is any object
-    where: str,
-) -> object:
+def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 - an annotation is any object
     """Return the value as the annotation wants it, lists as tuples."""
     outer = getattr(wanted, "__origin__", wanted)
     if isinstance(wanted, UnionType):
@@ -82,9 +78,6 @@ def _checked(  # noqa: PLR0911  one for each kind
         value = float(value)
     if wanted is Any or type(value) is outer:
         return value
-    if isinstance(wanted, UnionType):
-        first = wanted.__args__[0]
-        return None if value is None else _checked(value, first, where)
     return _checked_member(value, wanted, where)
 
 

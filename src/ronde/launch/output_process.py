@@ -327,7 +327,7 @@ class _Writer:
         for frame in self._decoder.feed(data):
             if isinstance(frame, Output):
                 self._sink.output(frame, time.monotonic())
-            else:
+            elif isinstance(frame, bytes):
                 self._obey(frame)
         return bool(data)
 
