@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ronde.bench.variables import Split, Variables
 from ronde.collectives import Communicator, all_gather_json, connect, exchange_hosts
 from ronde.collectives.connection import DEFAULT_TIMEOUT_S
 from ronde.errors import UsageError
+from ronde.plain_values import from_plain, to_plain
 from ronde.records import Machine
 from ronde.world import Claim
 
@@ -96,10 +97,8 @@ def meet_ranks(claim: Claim, options: Options, variables: Variables) -> Ranks:
         if name not in engines:
             engines[name] = _connect(group, name, algorithm, timeout_s)
     own = _describe(control.rank, colours[control.rank], device)
-    devices = tuple(
-        Device(**each | {"bus_id": tuple(each["bus_id"])})
-        for each in all_gather_json(control, asdict(own))
-    )
+    everyone = all_gather_json(control, to_plain(own))
+    devices = tuple(from_plain(Device, each) for each in everyone)
     return Ranks(
         control=control,
         engines=engines,

@@ -7,7 +7,7 @@ Source: bytes that must cross a node's edge, leave a GPU, or be read and written
 memory, whatever the algorithm.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 TO_ALL = ("all_reduce", "all_gather", "reduce_scatter")
 """All ranks have a part in all of the result; a ring can do these."""
@@ -27,7 +27,8 @@ COLLECTIVES = (
 """Those that have formulas, as ``ronde bench`` spells them."""
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Layout:
     """Where the ranks are.
 
     Attributes:
