@@ -15,6 +15,7 @@ from ronde.launch.limits import (
     require_open_files,
 )
 from ronde.launch.lineage import die_with_parent
+from ronde.store.protocol import max_connections
 
 _READ_BYTES = 64 << 10
 _TRACEBACK = b"Traceback (most recent call last):"
@@ -152,7 +153,7 @@ def allow_ranks(num_ranks: int) -> None:
     """
     least = num_ranks * _FDS_PER_RANK + LEAST_OPEN_FILES
     require_open_files(least, _LIMIT_BEFORE[1], f"for {num_ranks} ranks on a host")
-    raise_open_files_limit(least + _OTHER_FDS)
+    raise_open_files_limit(least + max_connections(num_ranks) + _OTHER_FDS)
 
 
 def _before_exec(agent_pid: int) -> Callable[[], None]:
