@@ -87,3 +87,18 @@ def test_verbose_says_how_long_each_step_took(ronde):
     for step in (*steps, "2 ranks started in "):
         assert said.count(f"ronde: {step}") == 1
     assert ronde("run", "-n", "2", "/bin/true").stderr == b""
+
+
+def test_timeout_ends_a_start_too_and_says_what_it_waited_for(ronde, tmp_path):
+    words, env = mpirun(tmp_path, ANSWER, HANG)
+    done = ronde("run", "--timeout", "1s", *words[1:], env=env)
+    assert done.returncode == 124
+    waiting, ended = done.stderr.decode().splitlines()
+    assert waiting.startswith("ronde: waiting for node.invalid to answer")
+    assert ended == "ronde: --timeout ended the job, exit code 124"
+    assert marked(tmp_path) == []
+    script = ("--host-discovery-script", "sleep 1000")
+    done = ronde("run", "--timeout", "500ms", *script, "true", env=env)
+    assert (done.returncode, done.stdout) == (124, b"")
+    assert done.stderr == b"ronde: --timeout 500ms ended the start\n"
+    assert marked(tmp_path) == []

@@ -14,30 +14,30 @@ _RELAXED = "best-effort"
 
 def add_binding_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--bind``, ``--bind-policy`` and ``--gpu-view``."""
-    add = parser.add_argument_group("cores and GPUs of each rank").add_argument
+    add = parser.add_argument_group("binding").add_argument
     add(
         "--bind",
         metavar="HOW",
         default="none",
-        help="bind each rank to cores: core (own ones near its GPU, else an even part "
-        "of all), numa (the memory node near its GPU), auto (what helps there) or none "
-        "(the default)",
+        help="bind each rank to: core (own cores near its GPU, else an even part "
+        "of all), numa (the memory node near its GPU), auto (what helps "
+        "there) or none (default: none)",
     )
     add(
         "--bind-policy",
         metavar="POLICY",
         default=_RELAXED,
-        help="what becomes of a rank whose cores and GPU are not near the same memory: "
-        "best-effort starts it all the same (the default), restricted starts nothing "
-        "unless its cores need several memory nodes anyway, single-numa-node starts "
-        "nothing",
+        help="when a rank's cores and GPU are not near the same memory: "
+        "best-effort starts it anyway, restricted starts nothing unless its "
+        "cores need several memory nodes, single-numa-node starts nothing "
+        "(default: best-effort)",
     )
     add(
         "--gpu-view",
         metavar="WHICH",
         default="all",
-        help="GPUs that a rank sees: all of its host, its own being number LOCAL_RANK "
-        "(the default), or one, its own, as number 0",
+        help="GPUs that a rank sees: all, its own being number LOCAL_RANK, or "
+        "one, its own (default: all)",
     )
 
 

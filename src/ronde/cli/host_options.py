@@ -25,25 +25,25 @@ def add_host_options(
     add(
         *("-H", "--hosts"),
         metavar="HOSTS",
-        help="hosts to start ranks on, as a:4,b:4 or gpu[01-16]:8; without a number, "
-        "one rank a GPU, else one, or one a core of the only host (default: Slurm's "
-        "allocation, else this machine)",
+        help="hosts and their slots, as a:4,b:4 or gpu[01-16]:8; without a "
+        "number one slot per GPU, else one, or one per core of the only "
+        "host (default: Slurm's allocation, else this machine)",
     )
     add(
         *("--hostfile", "-hostfile"),
         metavar="FILE",
-        help="file with a host a line, as: a slots=4; those of Horovod, Open MPI, "
-        "MPICH and DeepSpeed are understood",
+        help="file with one host per line, as a slots=4; the formats of Horovod, "
+        "Open MPI, MPICH and DeepSpeed work too",
     )
     add(
         "--host-discovery-script",
         metavar="COMMAND",
-        help="command that prints such lines; it is run once",
+        help="command that prints such lines; it runs once",
     )
     add(
         *("--slots", "--slots-per-host"),
         metavar="N",
-        help="slots of every host that says none itself",
+        help="slots of each host that names none",
     )
     if not is_for_ranks:
         return
@@ -51,13 +51,13 @@ def add_host_options(
         *("--nodes", "--nnodes"),
         metavar="N",
         default="",
-        help="use the first N of these hosts; with --listen: how many nodes there are, "
-        "this one counted",
+        help="use only the first N hosts; with --listen: number of nodes, this "
+        "one included",
     )
     add(
         "--standalone",
         action="store_true",
-        help="use this machine alone, also in an allocation of several",
+        help="use only this machine",
     )
 
 

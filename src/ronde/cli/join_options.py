@@ -48,14 +48,13 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
         "--agent",
         metavar="HEAD:PORT",
         default="",
-        help="join the run that listens there, with --slots of this node's own, follow "
-        "it and end with it",
+        help="join the run that listens there, with --slots of this node's own",
     )
     add(
         "--token-file",
         metavar="FILE",
         default="",
-        help="the secret that all nodes are given; - for standard input "
+        help="file with the secret of all nodes; - is standard input "
         f"(default: ${_TOKEN_VARIABLE})",
     )
     add(

@@ -13,30 +13,31 @@ from ronde.render.tags import Place, Tag, parse_tag
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--tag``, ``--only``, ``--log-dir``, ``--error-file`` and ``--record``."""
-    add = parser.add_argument_group("what is shown and written").add_argument
+    add = parser.add_argument_group("output").add_argument
     add(
         "--tag",
         metavar="WHAT",
-        help="before each line: rank ([3]), host ([node2:3]) or none; ,time puts the "
-        "time of day first (default: host where there are several)",
+        help="prefix of each line: rank ([3]), host ([node2:3]) or none; with "
+        ",time also the time of day (default: rank, with several hosts "
+        "host)",
     )
     add(
         *("-v", "--verbose"),
         action="store_true",
-        help="say how long each step of the start takes, and soon what it waits for",
+        help="show the time of each step of the start, and what a slow one waits for",
     )
-    add("--no-prefix", action="store_true", help="put nothing before lines")
+    add("--no-prefix", action="store_true", help="as --tag none")
     add(
         "--only",
         metavar="RANKS",
-        help="show these ranks alone, as 0,4-7 or 0-63:8; files have all",
+        help="show only these ranks, as 0,4-7 or 0-63:8; files have all",
     )
     add("--local-ranks-filter", dest="only_local", help=argparse.SUPPRESS)
     add(
         "--log-dir",
         default="",
         metavar="DIR",
-        help="also write each rank's output, byte for byte, to files below DIR here",
+        help="also write each rank's output to files under DIR on this host",
     )
     add("-t", "--tee", help=argparse.SUPPRESS)
     add(
@@ -49,7 +50,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         "--record",
         default="",
         metavar="FILE",
-        help="append plan, timings and ends of the job to FILE, as lines of JSON",
+        help="append plan, timings and ends to FILE, as lines of JSON",
     )
 
 

@@ -16,15 +16,13 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
         dest="num_proc",
         metavar="N",
         default="auto",
-        help="ranks to start, in all; auto (the default) is one a slot: a GPU, else a "
-        "core",
+        help="ranks in all (default: auto, one per slot: a GPU, else a core)",
     )
     add(
         "--nproc-per-node",
         metavar="N",
         default="auto",
-        help="ranks to start on each host, or gpu or cpu: one a GPU, one a core; with "
-        "-n the most that a host gets",
+        help="ranks per host: a number, gpu or cpu; with -n, the most that a host gets",
     )
     add(
         *("-m", "--module"),

@@ -26,21 +26,22 @@ _OTHER_NAMES = {
 """What other launchers call an option that means the same here."""
 
 _EPILOG = """\
-A rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK and so on (torchrun's names).
-The first rank to fail ends the job: the others get SIGTERM, and after the grace all
-that is left of the job is killed, whatever session it is in.
+Each rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK and so on, as under torchrun.
+The first rank to fail ends the job: the others get SIGTERM, and after --grace every
+process of the job that is left is killed. Ctrl-\\ shows the stacks of all ranks.
 
-exit code: 0 when all ranks ended with 0, else the code of the rank that failed first
-(128 plus the number of a signal); 130 after Ctrl-C, 143 after SIGTERM; 124 after
---timeout; 64 when the job could not start as asked; 69 when a host could not take part
-or was lost; 70 when the launcher itself failed.
+exit code: 0 if all ranks ended with 0, else the code of the rank that failed first (128
+plus the number of a signal); 130 after Ctrl-C, 143 after SIGTERM, 124 after --timeout;
+64 if the job cannot start as asked; 69 if a host cannot take part or was lost; 70 if
+the launcher itself failed.
 
-horovodrun's options are understood too; a script that imports horovod finds ronde,
-unless Horovod itself is installed: see docs/how-to/horovod-scripts.md.
+Options of horovodrun, and common ones of torchrun and mpirun, work too: see
+docs/launching.md. import horovod finds ronde unless Horovod is installed.
 
 examples:
   ronde run train.py --epochs 3
-  ronde run -n 4 --log-dir logs -- python -m mypackage.train
+  ronde run -n 4 --log-dir logs -m mypackage.train
+  ronde run -H node1:8,node2:8 train.py
 """
 
 
@@ -97,86 +98,87 @@ def make_parser() -> RunParser:
 
 
 def _add_place_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("where and how they start").add_argument
-    add("--chdir", default="", metavar="DIR", help="directory the ranks start in")
+    add = parser.add_argument_group("start").add_argument
+    add("--chdir", default="", metavar="DIR", help="working directory of the ranks")
     add(
         *("-x", "--env"),
         dest="env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="set a variable for all ranks, or pass it on, as NAME or 'PREFIX*'",
+        help="set or forward a variable for all ranks: NAME=VALUE, NAME or 'PREFIX*'",
     )
     add(
         "--sync",
         default="",
         metavar="DIR",
-        help="copy DIR to the same path on every other host first",
+        help="first copy DIR to the same path on every other host",
     )
     add(
         "--interface",
         default="",
         metavar="NAMES",
-        help="network interfaces the ranks may use, as ib0,eth0 (default: by routes)",
+        help="network interfaces for the ranks, as ib0,eth0 (default: by routes)",
     )
     add(
         "--master-port",
         default="0",
         metavar="PORT",
-        help="port the ranks meet at (default: a free one)",
+        help="port where the ranks meet (default: a free one)",
     )
     add(
         "--dry-run",
         action="store_true",
-        help="ask all hosts, print the whole plan, and start nothing",
+        help="ask all hosts, show the whole plan, start nothing",
     )
     add(
         "--preflight",
         action="store_true",
-        help="check each host first, and start nothing where one is not fit",
+        help="check every host first; start nothing if one is unfit",
     )
     add(
         "--nested",
         action="store_true",
-        help="start a world of its own inside a rank of another",
+        help="start a separate world inside a rank of another",
     )
     add(
         "--no-horovod-alias",
         action="store_true",
-        help="do not let ronde stand in for Horovod where that is not installed",
+        help="do not let import horovod find ronde",
     )
 
 
 def _add_ending_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("how the job ends").add_argument
+    add = parser.add_argument_group("end").add_argument
     add(
         "--timeout",
         default="",
         metavar="TIME",
-        help="end the job after TIME with exit code 124 and the stacks of all ranks",
+        help="end the job after TIME, as 30m or 2h: shows the stacks of all "
+        "ranks; exit code 124",
     )
     add(
         "--grace",
         default=DEFAULT_GRACE,
         metavar="TIME",
-        help="between SIGTERM and SIGKILL, as 500ms, 5s or 2m (default: 15s)",
+        help="time from SIGTERM to SIGKILL, as 500ms, 5s or 2m (default: 15s)",
     )
     add(
         "--max-restarts",
         default="0",
         metavar="R",
-        help="start all ranks again, up to R times, when one fails or a host is lost",
+        help="start all ranks again up to R times when one fails or a host is lost",
     )
     add(
         "--no-restart-codes",
         default=_NO_RESTART_CODES,
         metavar="CODES",
-        help="exit codes after which they are not (default: 93,64)",
+        help="exit codes after which nothing is restarted (default: 93,64)",
     )
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("how tensors move").add_argument
+    add = parser.add_argument_group("tensors").add_argument
     add(
         "--engine",
         default="",
@@ -187,19 +189,19 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--algorithm",
         default="",
         metavar="NAME",
-        help=f"schedule of --engine scheduled, and of hierarchical between hosts: "
-        f"{', '.join(ALGORITHMS)}; the others have none",
+        help="schedule of the engines scheduled and hierarchical: "
+        f"{', '.join(ALGORITHMS)}",
     )
     add(
         "--timeline",
         default="",
         metavar="FILE",
-        help="write what all ranks did and who waited for whom to FILE, a trace for "
-        "Perfetto and ronde trace; packed where it ends in .gz",
+        help="write a trace of all ranks to FILE, for Perfetto and ronde trace; "
+        "gzipped if it ends in .gz",
     )
     add(
         "--timeline-limit",
         default="",
         metavar="SIZE",
-        help="of that file; what is oldest is left out (default: 32MiB)",
+        help="largest size of that file; the oldest entries go first (default: 32MiB)",
     )

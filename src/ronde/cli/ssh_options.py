@@ -18,21 +18,22 @@ def add_ssh_options(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: Of ``ronde run``, or of another verb that needs agents on hosts.
     """
-    add = parser.add_argument_group("how other hosts are reached").add_argument
+    add = parser.add_argument_group("other hosts").add_argument
     add(
         "--launcher",
         default="auto",
         metavar="NAME",
-        help="what starts programs on other hosts: ssh, slurm (srun), mpi (mpirun); "
-        "auto (the default) is slurm for the hosts of its allocation, else ssh",
+        help="how to start programs on other hosts: ssh, slurm (srun), mpi "
+        "(mpirun) or auto: slurm for the hosts of its allocation, else ssh "
+        "(default: auto)",
     )
     add(
         "--ssh-args",
         action="append",
         default=[],
         metavar="ARGS",
-        help="arguments for ssh in one word, as '-F my_config -J gate'; they count "
-        "before ronde's own",
+        help="arguments for ssh in one word, as '-F my_config -J gate'; they win "
+        "over ronde's own",
     )
     add(
         "--python",

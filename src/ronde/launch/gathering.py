@@ -10,7 +10,7 @@ from ronde.launch.hosts.host import Host
 from ronde.launch.limits import explain_shortage, raise_open_files_limit
 from ronde.launch.messages import PROTOCOL, FromAgent, Hello
 from ronde.launch.node import Loss, Node
-from ronde.launch.signals import ASKING, InterruptedStartError
+from ronde.launch.signals import ASKING, TIMED_OUT, InterruptedStartError
 from ronde.launch.switchboard import Switchboard
 
 _FDS_PER_HOST = 3
@@ -213,10 +213,11 @@ class Gathering:
             attempt.failure = failure
 
     def take_signal(self, number: int) -> None:
-        """End it: nothing runs yet."""
+        """End it, or say what it waits for: nothing runs yet."""
+        if number in (ASKING, TIMED_OUT):
+            self._board.progress.tell()
         if number != ASKING:
             raise InterruptedStartError(number)
-        self._board.progress.tell()
 
     def take_broken_output(self, number: int) -> None:
         """Nothing was shown yet that anybody could miss."""

@@ -20,7 +20,7 @@ from ronde.launch.messages import (
     Refused,
 )
 from ronde.launch.node import EXIT_UNREACHABLE, Loss, Node
-from ronde.launch.signals import ASKING, InterruptedStartError
+from ronde.launch.signals import ASKING, TIMED_OUT, InterruptedStartError
 from ronde.launch.switchboard import Switchboard
 
 _ANSWER_S = 60.0
@@ -150,10 +150,11 @@ class Starting:
         self._lost.append((node, loss))
 
     def take_signal(self, number: int) -> None:
-        """End it: nothing runs yet."""
+        """End it, or say what it waits for: nothing runs yet."""
+        if number in (ASKING, TIMED_OUT):
+            self._board.progress.tell()
         if number != ASKING:
             raise InterruptedStartError(number)
-        self._board.progress.tell()
 
     def take_broken_output(self, number: int) -> None:
         """Nothing was shown yet that anybody could miss."""
