@@ -190,6 +190,8 @@ FAULTS = (
 
 def main() -> int:
     """Break jobs and print what came of it; return the exit code."""
+    # Behind a shell's ``&`` it is ignored, and the jobs would keep it so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = argparse.ArgumentParser(description="Break jobs on three hosts.")
     parser.add_argument("--runs", type=int, default=45)
     parser.add_argument("--seed", type=int, default=1)

@@ -57,6 +57,8 @@ class Tally:
 
 def main() -> int:
     """Run the loop and print the table; return the exit code."""
+    # Behind a shell's ``&`` it is ignored, and the jobs would keep it so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = argparse.ArgumentParser(description="Break jobs, count what is wrong.")
     parser.add_argument("--rounds", type=int, default=10, help="runs of each fault")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time")

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from ronde.launch.lineage import read_process
+from ronde.launch.lineage import descendants, read_process
 
 _TIMEOUT_S = 60
 
@@ -185,12 +185,13 @@ def _kill_the_agent(_keeper: int, agent: int, _rank: int) -> None:
 @pytest.mark.parametrize(
     ("stopped", "then", "code"),
     [
-        (["keeper"], _kill_a_rank, 137),
-        (["agent"], _kill_a_rank, 137),
-        (["keeper"], _kill_the_agent, 70),
+        ("keeper", _kill_a_rank, 137),
+        ("agent", _kill_a_rank, 137),
+        ("output", _kill_a_rank, 137),
+        ("keeper", _kill_the_agent, 70),
     ],
 )
-def test_a_stopped_keeper_or_agent_keeps_no_job_from_its_end(
+def test_a_stopped_process_of_ours_keeps_no_job_from_its_end(
     ronde, stopped, then, code
 ):
     program = 'setsid sleep 1000 & echo ready $PPID $$ $!; read x < "$GATE"'
@@ -199,9 +200,12 @@ def test_a_stopped_keeper_or_agent_keeps_no_job_from_its_end(
         (agent, rank, child), (_, *others) = (
             map(int, line.split()[-3:]) for line in lines
         )
-        pids = {"agent": agent, "keeper": read_process(agent).parent}
-        for name in stopped:
-            os.kill(pids[name], signal.SIGSTOP)
+        keeper = read_process(agent).parent
+        (output,) = {
+            p.pid for p in descendants(process.pid) if p.parent == process.pid
+        } - {keeper}
+        pids = {"agent": agent, "keeper": keeper, "output": output}
+        os.kill(pids[stopped], signal.SIGSTOP)
         then(pids["keeper"], agent, rank)
         assert process.wait(_TIMEOUT_S) == code
         assert not any(map(read_process, [*pids.values(), rank, child, *others]))
@@ -256,6 +260,14 @@ def test_a_closed_terminal_is_noticed_without_a_signal(
         if is_ignored:
             (tmp_path / "end").touch()
         assert process.wait(_TIMEOUT_S) == code
+
+
+def test_a_complaint_that_no_terminal_takes_changes_no_exit_code(ronde):
+    terminal, side = pty.openpty()
+    os.close(terminal)
+    with ronde.start("run", stdout=side, stderr=side) as process:
+        os.close(side)
+        assert process.wait(_TIMEOUT_S) == 64
 
 
 def test_ctrl_c_ends_a_rank_that_is_stopped(ronde):

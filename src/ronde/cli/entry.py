@@ -66,9 +66,11 @@ def _code_of(words: list[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except RondeError as error:
-        print(f"ronde: {error}", file=sys.stderr)
-        if isinstance(error, HostError):
-            print(_table_of(error), end="", file=sys.stderr)
+        # A terminal that was closed takes no complaint.
+        with suppress(OSError):
+            print(f"ronde: {error}", file=sys.stderr)
+            if isinstance(error, HostError):
+                print(_table_of(error), end="", file=sys.stderr)
         return exit_code_of(error)
     except OSError as error:
         from ronde.launch.limits import explain_shortage

@@ -44,13 +44,14 @@ def explain_shortage(error: OSError) -> str:
                 f"limit of open files must be enough for 3 a host and 3 a rank, got "
                 f"{limit}. Type: ulimit -n 4096"
             )
-        case errno.EAGAIN:
+        # With this one a pipe was full that does not wait.
+        case errno.EAGAIN if not hasattr(error, "characters_written"):
             limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
             number = "no limit" if limit == resource.RLIM_INFINITY else limit
             return (
                 "limit of processes must be enough for all that this user runs, 3 "
                 f"more, and all ranks, got {number} (ulimit -u). Raise it, or pids.max "
-                "of the control group, or end other processes"
+                "of the control group, or end other processes."
             )
         case _:
             return ""

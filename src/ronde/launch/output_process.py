@@ -229,6 +229,9 @@ class OutputProcess:
         """Say that nothing follows; ``has_ended`` says when all is written."""
         self._is_closing = True
         self._hand_over(b"")
+        if not self.has_ended:
+            # Somebody may have stopped it, and it has to see this end.
+            os.kill(self._pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """End the process; what it has not written is lost.
