@@ -142,10 +142,15 @@ class Record:
         )
 
 
-def append_record(path: Path, record: Record) -> None:
+def append_record(path: Path, record: Record, *, is_private: bool = False) -> None:
     """Append one line to ``path``, which is made where it is not there.
 
     Processes may append to one file at the same time; lines do not mix.
+
+    Args:
+        path: The file.
+        record: What to append.
+        is_private: A file that is made here is its owner's alone.
 
     Raises:
         UsageError: The record is not JSON; nothing is written.
@@ -153,7 +158,8 @@ def append_record(path: Path, record: Record) -> None:
     """
     line = f"{record.to_json()}\n".encode()
     # One write to a file opened for appending: the kernel keeps lines whole.
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    mode = 0o600 if is_private else 0o644
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode)
     try:
         view = memoryview(line)
         while view:

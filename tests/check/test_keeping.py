@@ -37,6 +37,7 @@ def test_what_is_saved_last_is_loaded(tmp_path):
     save(path, last)
     assert load_last(path).kept == last
     assert len(path.read_text().splitlines()) == 2
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 JSON = st.recursive(

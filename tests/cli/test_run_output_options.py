@@ -171,6 +171,7 @@ def test_the_record_has_job_generation_and_ends(ronde, tmp_path):
     words = ("run", "-n", "2", "--record", str(path))
     done = ronde(*words, *shell("test $RANK = 0 || exit 3"))
     assert done.returncode == 3
+    assert path.stat().st_mode & 0o777 == 0o600
     records = read_records(Path(path))
     kinds = ["job", "generation", "rank_end", "rank_end", "generation_end"]
     assert [record.kind for record in records] == kinds

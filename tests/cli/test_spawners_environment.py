@@ -114,6 +114,15 @@ def test_ranks_get_their_agents_environment_without_what_led_to_it():
         ("http_proxy", "http://ada:pw@proxy:3128/a", False),
         ("REPO", "git@example.org:a/b", True),
         ("DATABASE", "postgres://ada:p@ss@db", False),
+        *((name, "x", False) for name in ("AUTH", "SMTP_PWD", "PGPASS", "COOKIE")),
+        *((name, "x", False) for name in ("DbPwd", "PROXY_AUTH2", "SMTP_PASS")),
+        *((name, "/a", True) for name in ("PWD", "OLDPWD", "GIT_AUTHOR", "TF_COMPAT")),
+        *((name, "1", True) for name in ("NCCL_BYPASS", "PATH", "DISPATCH")),
+        ("PIP_INDEX_URL", "https://ghp_1@example.org/simple", False),
+        ("ORIGIN", "ssh://git@example.org/a/b", True),
+        ("ODBC", "Server=db;Uid=ada;Pwd=x;", False),
+        ("HEADERS", "X-A: Basic YWRh", False),
+        ("ARGS", "basic", True),
     ],
 )
 def test_what_may_be_a_secret_is_not_shown(name, value, is_shown):

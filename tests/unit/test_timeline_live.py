@@ -28,6 +28,7 @@ def test_the_file_is_json_from_the_first_moment_on(tmp_path):
     started = {"start_time_since_epoch_in_micros": 1_700_000_000_000_000}
     assert (start["name"], start["args"]) == ("process_name", started)
     assert order["name"] == "process_sort_index"
+    assert (tmp_path / "t.json").stat().st_mode & 0o777 == 0o600
     live.close(0)
 
 

@@ -104,7 +104,7 @@ def save(path: Path, kept: Kept) -> None:
     """
     plain: Any = to_plain(kept)
     try:
-        append_record(path, Record(KIND, plain))
+        append_record(path, Record(KIND, plain), is_private=True)
     except OSError as error:
         raise UsageError(
             f"--save must be a file that can be written, got {path}: {error.strerror}. "

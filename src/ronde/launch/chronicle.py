@@ -114,7 +114,9 @@ class Chronicle:
 
         machine = Machine.here()
         for kind, values in entries:
-            append_record(Path(self._path), Record(kind, values, machine=machine))
+            record = Record(kind, values, machine=machine)
+            # Commands may hold secrets.
+            append_record(Path(self._path), record, is_private=True)
 
 
 def _describe_place(host: str, plan: RankPlan) -> dict[str, object]:

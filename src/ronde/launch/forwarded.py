@@ -1,5 +1,6 @@
 """Which variables travel to other hosts, and which are shown to nobody."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from ronde.errors import UsageError
@@ -15,7 +16,21 @@ _ALLOWED_PREFIXES = (
 
 # Of this host, and hardly ever true of another.
 _LOCAL_NAMES = frozenset({"CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "LD_PRELOAD"})
-_SECRET_PARTS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "KEY")
+_SECRET_PARTS = (
+    *("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "KEY"),
+    *("COOKIE", "AUTHORIZATION", "BEARER", "WEBHOOK"),
+)
+_SECRET_ENDS = ("AUTH", "PASS", "PWD", "CREDS", "JWT", "DSN")
+_NO_SECRETS = frozenset({"BYPASS", "COMPASS"})
+_DIRECTORIES = frozenset({"PWD", "OLDPWD"})
+_SECRET_VALUE = re.compile(
+    # An address with a password, or with a token in a user's place; a setting that is
+    # one; a header; a key.
+    r"[a-z][a-z0-9+.-]*://[^/\s]*:[^/\s]*@|https?://[^/\s]+@"
+    r"|(pass(word|wd)?|pwd|secret|token|key|sig|signature)=[^\s&;]"
+    r"|\b(bearer|basic)\s+[a-z0-9]|-----BEGIN [A-Z ]*PRIVATE KEY",
+    re.IGNORECASE,
+)
 
 # What other launchers tell their own processes: taken over, it would give every rank
 # the one number of the process that started us.
@@ -86,7 +101,12 @@ def names_place(name: str) -> bool:
 
 def names_secret(name: str) -> bool:
     """Whether a variable of this name is likely to hold what others must not see."""
-    return any(part in name.upper() for part in _SECRET_PARTS)
+    if name in _DIRECTORIES:
+        return False
+    words = [word.rstrip("0123456789") for word in re.split(r"[^A-Z0-9]", name.upper())]
+    return any(part in name.upper() for part in _SECRET_PARTS) or any(
+        word.endswith(_SECRET_ENDS) and word not in _NO_SECRETS for word in words
+    )
 
 
 def select_forwarded(environ: Mapping[str, str]) -> dict[str, str]:
@@ -151,7 +171,7 @@ def base_environment(own: Mapping[str, str]) -> dict[str, str]:
 def redacted(env: Mapping[str, str]) -> dict[str, str]:
     """Return an environment that may be shown: what may be a secret is not in it."""
     return {
-        name: "<hidden>" if names_secret(name) or _has_login(value) else value
+        name: "<hidden>" if names_secret(name) or _SECRET_VALUE.search(value) else value
         for name, value in env.items()
     }
 
@@ -166,9 +186,3 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     from fnmatch import fnmatchcase
 
     return [name for name in names if fnmatchcase(name, pattern) and _is_free(name)]
-
-
-def _has_login(value: str) -> bool:
-    """Whether it is an address with a password in it: ``https://user:word@host``."""
-    authority = value.partition("://")[2].partition("/")[0]
-    return ":" in authority.rpartition("@")[0]

@@ -98,7 +98,6 @@ def _replace(path: Path, lines: Iterator[tuple[float, str]], limit_bytes: int) -
             else:
                 _write(raw, raw, lines, limit_bytes)
             _check_size(raw, limit_bytes)
-        Path(name).chmod(0o644)
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

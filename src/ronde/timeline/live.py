@@ -36,7 +36,7 @@ class LiveFile:
         self._left_bytes = limit_bytes
         self._pids: dict[tuple[int, str], int] = {}
         self._waiting: list[str] = []
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._end_at = 0
         start = {"start_time_since_epoch_in_micros": wall_us}
         self._name_process(0, start)
