@@ -59,7 +59,7 @@ def gpu_parts(scratch: Path, num_gpus: int) -> list[Part]:
     nccl = ("-g", str(num_gpus), "-b", "8", "-e", "256M", "-f", "8", *cuda)
     several = [make.measure("all_reduce", (*ALL_REDUCE, *nccl), 60.0)]
     return [
-        make.test("nccl", 150.0),
+        make.test("nccl", 200.0),
         make.test("training", 90.0),
         make.measure("steps", (*STEPS, *cuda, "--builds=3", "--steps=20"), 60.0),
         make.measure("sharing", (str(HERE / "sharing.py"),), 75.0),

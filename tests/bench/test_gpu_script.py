@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import signal
 import subprocess
 import sys
 from importlib.metadata import requires
@@ -20,15 +21,23 @@ ROOT = Path(__file__).parents[2]
 OF_TORCH = {"torch", "ronde"}
 
 
-def run(*words, timeout_s):
-    return subprocess.run(
+def start(*words):
+    return subprocess.Popen(
         [str(ROOT / "scripts" / "gpu"), *words],
         env=clean_environment() | {"PYTHON": sys.executable},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
-        check=False,
     )
+
+
+def run(*words, timeout_s):
+    with start(*words) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        finally:
+            process.terminate()  # which ends the part, too
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 @pytest.mark.timeout(200)
@@ -97,6 +106,23 @@ def test_a_part_that_hangs_or_fails_loses_nothing_of_the_others(tmp_path):
     assert "| hangs | ran over |" in (out / "report.md").read_text()
     assert "\n7\n" in (out / "facts.log").read_text()
     assert (out / "tools.log").stat().st_size < 2 << 20
+
+
+def test_a_signal_ends_the_part_that_runs_too(tmp_path):
+    part = {"name": "hangs", "log": "tests", "words": ["-c", HANGS], "limit_s": 60.0}
+    file = tmp_path / "parts.json"
+    file.write_text(json.dumps([part]))
+    log = tmp_path / "tests.log"
+    with start("--rehearse", "--out", str(tmp_path), "--parts", str(file)) as process:
+        while not (left := re.search(r"^left (\d+)$", read(log), re.MULTILINE)):
+            assert process.poll() is None
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert not Path("/proc", left[1]).exists()
+
+
+def read(path):
+    return path.read_text() if path.exists() else ""
 
 
 def test_all_that_the_gpu_tests_import_is_packed():

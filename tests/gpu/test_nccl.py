@@ -36,7 +36,10 @@ def run_checks_on_cuda(communicator, checks):
     return failures
 
 
-CASES = [(part, e) for e in ENGINES for part in SUITE if part != "places" or e.size > 1]
+CASES = [
+    *((part, e) for e in ENGINES for part in SUITE if part != "places" or e.size > 1),
+    ("movements", on_cuda("auto", 2)),
+]
 
 
 @pytest.mark.parametrize(("part", "engine"), CASES, ids=str)

@@ -131,7 +131,9 @@ class Reduction:
         each = max(1, min(3, room // max(1, self.size - 1)))
         power = draw.half(rank).bitwise_and_(3).clamp_(max=each)
         power = torch.where(place * each <= room, power, 0)
-        factor = torch.where(place == 0, significand, torch.exp2(power.double()))
+        # Shifted, since not every device's exp2() is exact.
+        powers = (torch.ones_like(power) << power).double()
+        factor = torch.where(place == 0, significand, powers)
         return factor * draw.sign(rank)
 
     def _small_integer(self, draw: "Draw", rank: int) -> Tensor:

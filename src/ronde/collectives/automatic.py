@@ -52,7 +52,7 @@ def connect_automatically(asked: Asked, makers: Mapping[str, Make]) -> Communica
     first.all_reduce(has_cuda, ReduceOp.MAX).wait()
     pairs = [choose("send", None, "cpu")]
     pairs += [choose("send", None, "cuda")] if has_cuda.item() else []
-    others = [name for name in pairs if name != first.engine]
+    others = {name: connect(name, "0") for name in pairs if name != first.engine}
     return RoutedCommunicator(first, choose, connect, others=others)
 
 

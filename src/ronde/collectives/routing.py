@@ -1,6 +1,7 @@
 """One communicator on several engines: each call goes to the one that suits it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class RoutedCommunicator(Communicator):
         connect: Connect,
         *,
         name: str = "0",
-        others: Sequence[str] = (),
+        others: Mapping[str, Communicator] = MappingProxyType({}),
     ) -> None:
         """Route between engines.
 
@@ -46,8 +47,8 @@ class RoutedCommunicator(Communicator):
             choose: Names the engine for a call.
             connect: Connects an engine.
             name: Tells communicators of the same ranks apart.
-            others: Engines to connect at once, since messages between two ranks may
-                need them.
+            others: Further engines that are connected: messages between two ranks
+                may need them.
         """
         self.rank, self.size = first.rank, first.size
         self._first = first
@@ -55,10 +56,8 @@ class RoutedCommunicator(Communicator):
         self._connect = connect
         self._name = name
         self._num_duplicates = 0
-        self._others = others
-        self._engines = {first.engine: first}
-        for other in others:
-            self._engines[other] = connect(other, name)
+        self._others = tuple(others)
+        self._engines = {first.engine: first, **others}
         self._routes: dict[tuple[str, bool, int], Communicator] = {}
         self._is_closed = False
 
@@ -150,7 +149,7 @@ class RoutedCommunicator(Communicator):
             self._choose,
             self._connect,
             name=f"{self._name}.{self._num_duplicates}",
-            others=self._others,
+            others={name: self._engines[name].duplicate() for name in self._others},
         )
 
     def close(self) -> None:
