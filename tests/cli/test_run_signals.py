@@ -211,6 +211,18 @@ def test_a_stopped_process_of_ours_keeps_no_job_from_its_end(
         assert not any(map(read_process, [*pids.values(), rank, child, *others]))
 
 
+def test_a_second_hangup_takes_no_grace_away(ronde):
+    # The shell of a terminal that closes sends one, and the kernel another.
+    program = "trap 'echo got; sleep 0.3; echo saved; exit 0' HUP; echo ready; "
+    with GatedJob(ronde, program + 'read x < "$GATE"') as process:
+        read_lines(process, b"ready", 2)
+        process.send_signal(signal.SIGHUP)
+        read_lines(process, b"got", 2)
+        process.send_signal(signal.SIGHUP)
+        read_lines(process, b"saved", 2)
+        assert process.wait(_TIMEOUT_S) == 129
+
+
 class TerminalJob(GatedJob):
     """Two ranks whose launcher writes to a terminal of its own."""
 
