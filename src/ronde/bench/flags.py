@@ -5,8 +5,8 @@ Every flag of nccl-tests is honoured, ignored with a line that says so, or refus
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
+from ronde.arguments import Parser
 from ronde.bench.catalog import Collective, find_collective
 from ronde.bench.dtypes import parse_dtypes, parse_ops
 from ronde.bench.exits import UnsupportedError
@@ -14,13 +14,6 @@ from ronde.bench.flag_table import EPILOG, USAGE, add_flags
 from ronde.bench.options import ALL_ROOTS, Engines, Loop, Options, Shown, Sweep
 from ronde.errors import UsageError
 from ronde.units import parse_duration_s, parse_size_bytes
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit with 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. Type: ronde bench --help")
 
 
 def help_text() -> str:
@@ -67,14 +60,12 @@ def _without_parent(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words[: words.index("--parent")] if is_told else words)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="ronde bench",
+def _parser() -> Parser:
+    parser = Parser(
+        "ronde bench",
         usage=USAGE,
         description="Measure a collective as nccl-tests does, on any engine.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("collective", nargs="?", default="", help=argparse.SUPPRESS)
     add_flags(parser)

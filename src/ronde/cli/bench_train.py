@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ronde.arguments import Parser
 from ronde.bench.exits import Exit
 from ronde.bench.training.catalogue import MODELS
 from ronde.bench.training.options import (
@@ -17,7 +18,6 @@ from ronde.bench.training.options import (
     find_model,
 )
 from ronde.cli.own_ranks import run_own_ranks
-from ronde.cli.parser import Parser
 from ronde.errors import UsageError
 from ronde.launch.directory import absolute_path
 from ronde.launch.inherited import own_environment

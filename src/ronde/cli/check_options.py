@@ -7,12 +7,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
+from ronde.arguments import Parser
 from ronde.check.check import Check, Family
 from ronde.check.facts import Value
 from ronde.check.families.taking_part import TAKING_PART
 from ronde.check.probes.versions import ENVIRONMENT
 from ronde.cli.host_options import add_host_options, find_hosts
-from ronde.cli.parser import Parser
 from ronde.cli.ssh_options import add_ssh_options
 from ronde.errors import UsageError
 from ronde.launch.directory import absolute_path

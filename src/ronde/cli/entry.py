@@ -103,7 +103,7 @@ def _dispatch(words: list[str]) -> int:
             run_verb: Verb = import_module(f"ronde.cli.{verb}").run
             return run_verb(rest)
         case _:
-            from ronde.cli.parser import refuse_verb
+            from ronde.arguments import refuse_verb
 
             refuse_verb(words[0], ("run", "bench", "trace", "check", "topo"), "ronde")
     return 0

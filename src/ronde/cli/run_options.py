@@ -2,11 +2,11 @@
 
 import argparse
 
+from ronde.arguments import Parser
 from ronde.cli.binding_options import add_binding_options
 from ronde.cli.horovod_options import add_horovod_options
 from ronde.cli.join_options import add_join_options
 from ronde.cli.output_options import add_output_options
-from ronde.cli.parser import Parser
 from ronde.cli.rank_options import add_rank_options
 from ronde.cli.ssh_options import add_ssh_options
 from ronde.errors import UsageError

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ronde.cli.parser import Parser
+from ronde.arguments import Parser
 from ronde.errors import UsageError
 from ronde.topology.graph import HostTopology, Topology
 from ronde.topology.probes.probe import Saved

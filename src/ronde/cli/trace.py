@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ronde.cli.parser import Parser, refuse_verb
+from ronde.arguments import Parser, refuse_verb
 from ronde.render.trace_text import draw_trace
 from ronde.timeline.chrome import write_trace
 from ronde.timeline.rank_recording import DEFAULT_LIMIT_BYTES
