@@ -2,10 +2,12 @@
 
 The hosts are namespaces, each with its own sshd and a link of 1 Gbit/s. For each fault,
 drawn at random: whether the exit code and the summary were right, how long the end took
-(it may take the grace and 10 s), which processes were left on any host, and which
-files. The last line is JSON. Exits with 1 if anything was wrong. Needs root.
+from then on (it may take the grace and 10 s), which processes were left on any host,
+and which files. The last line is JSON. Exits with 1 if anything was wrong. Needs root.
 
     python benchmarks/cluster_faults.py --runs 300 --seed 1
+
+With ``--tallies FILE`` a run adds to those before it.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +45,10 @@ _START_S = 60.0
 _POLL_S = 0.01
 _RANK = str(ROOT / "benchmarks" / "cluster_rank.py")
 _FULL = "/tmp/full"  # noqa: S108  each host has its own
+_DISK = "/tmp/disk"  # noqa: S108
+_STALL_S = 9.0
+_OUTAGE_S = (4.0, 7.0)
+_SLOW = "1mbit"
 
 
 @dataclass(slots=True)
@@ -128,6 +134,39 @@ def _cut(running: Running) -> None:
     running.cluster.cut(running.host)
 
 
+def _freeze_disk(running: Running) -> None:
+    """Let no write to the log files end for a while; then break a rank."""
+    head = running.cluster.hosts[0]
+    running.cluster.run(head, ["fsfreeze", "-f", _DISK])
+    time.sleep(_STALL_S)
+    running.cluster.run(head, ["fsfreeze", "-u", _DISK])
+    _trigger(running)
+
+
+def _read_nothing(running: Running) -> None:
+    """Read nothing of the job's output for a while; then break a rank."""
+    time.sleep(_STALL_S)
+    _trigger(running)
+
+
+def _interrupt_line(running: Running) -> None:
+    """Cut a line, but not for long; then break a rank."""
+    running.cluster.cut(running.host)
+    time.sleep(random.uniform(*_OUTAGE_S))
+    running.cluster.restore(running.host)
+    _trigger(running)
+
+
+def _fill_line(running: Running) -> None:
+    """Have a slow line filled with output; then break a rank."""
+    running.cluster.slow_down(running.host, _SLOW)
+    ends_at = time.monotonic() + 2.0
+    while (left_s := ends_at - time.monotonic()) > 0:
+        if select.select([running.launcher.stdout], [], [], left_s)[0]:
+            os.read(running.launcher.stdout.fileno(), 65536)
+    _trigger(running)
+
+
 def _kill_sshd(running: Running) -> None:
     running.cluster.kill_sshd(running.host)
 
@@ -185,6 +224,28 @@ FAULTS = (
         _trigger, (137,), _FAILED + "killed by SIGKILL", deed="kill",
         options=("--log-dir", _FULL),
     ),
+    Fault(
+        "rank exits 0.5 s after its peers", _trigger, (1,),
+        r"(?s)rank {rank} failed first.*ValueError: the data is no data",
+        habit="dependent", deed="raise slowly",
+    ),
+    Fault(
+        "log files stall for 9 s, a rank is killed", _freeze_disk, (137,),
+        _FAILED + "killed by SIGKILL", habit="noisy", deed="kill",
+        options=("--log-dir", _DISK),
+    ),
+    Fault(
+        "nobody reads for 9 s, a rank exits 3", _read_nothing, (3,),
+        _FAILED + "exit code 3", habit="noisy",
+    ),
+    Fault(
+        "link cut for 4-7 s, a rank exits 3", _interrupt_line, (3,),
+        _FAILED + "exit code 3",
+    ),
+    Fault(
+        "link of 1 Mbit/s full of output, a rank exits 3", _fill_line, (3,),
+        _FAILED + "exit code 3", habit="noisy", where=(1, 2),
+    ),
 )  # fmt: skip
 
 
@@ -195,6 +256,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Break jobs on three hosts.")
     parser.add_argument("--runs", type=int, default=45)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tallies", type=Path, metavar="FILE", help="add to these")
     parser.add_argument("--only", metavar="NAME", help="this fault only")
     options = parser.parse_args()
     faults = [f for f in FAULTS if options.only in (None, f.name)]
@@ -202,13 +264,16 @@ def main() -> int:
         parser.error(f"--only must be one of {[f.name for f in FAULTS]}")
     chance = random.Random(options.seed)
     tallies: dict[str, Tally] = {}
+    if options.tallies is not None and options.tallies.exists():
+        kept = json.loads(options.tallies.read_text())
+        tallies = {name: Tally(**values) for name, values in kept.items()}
     try:
         with machines(3) as cluster:
             for number in range(options.runs):
                 # All of them first, then at random.
-                fault = (
-                    faults[number] if number < len(faults) else chance.choice(faults)
-                )
+                is_first = len(tallies) < len(faults)
+                left = [f for f in faults if f.name not in tallies]
+                fault = left[0] if is_first else chance.choice(faults)
                 tally = tallies.setdefault(fault.name, Tally())
                 run_once(cluster, fault, tally, chance)
                 if sys.stderr.isatty():
@@ -216,6 +281,9 @@ def main() -> int:
     except ClusterError as error:
         print(f"cluster_faults: {error}", file=sys.stderr)
         return 2
+    if options.tallies is not None:
+        kept = {name: asdict(tally) for name, tally in tallies.items()}
+        options.tallies.write_text(json.dumps(kept))
     print_table(tallies)
     return 1 if any(tally.wrong for tally in tallies.values()) else 0
 
@@ -226,16 +294,15 @@ def run_once(
     """Run one job, break it, and note how it ended."""
     where = chance.choice(fault.where)
     victim = where * _PER_HOST + chance.randrange(_PER_HOST)
-    head = cluster.hosts[0]
-    if "--log-dir" in fault.options:
-        mount = f"mkdir -p {_FULL} && mount -t tmpfs -o size=64k tmpfs {_FULL}"
-        cluster.run(head, ["sh", "-ec", mount])
+    disk = fault.options[1] if "--log-dir" in fault.options else ""
+    if disk:
+        mount(cluster, disk)
     before = {host.name: survey(cluster, host) for host in cluster.hosts}
     launcher = start(cluster, fault, victim)
     try:
         said = await_ready(launcher, len(cluster.hosts) * _PER_HOST)
-        begun = time.monotonic()
         fault.act(Running(cluster, launcher, victim, cluster.hosts[where]))
+        begun = time.monotonic()
         errors = await_end(launcher)
         wrong = judge(fault, launcher.returncode, errors, victim, where)
         left = await_nobody(cluster, before, begun)
@@ -252,10 +319,29 @@ def run_once(
     tally.wrong += [f"{text} ({victim=})" for text in wrong]
     if wrong:
         print(fault.name, wrong, said, file=sys.stderr, flush=True)
-    if "--log-dir" in fault.options:
-        cluster.run(head, ["sh", "-ec", f"umount {_FULL} && rmdir {_FULL}"])
+    if disk:
+        cluster.run(cluster.hosts[0], ["sh", "-ec", f"umount {disk} && rmdir {disk}"])
+    cluster.slow_down(cluster.hosts[where], cluster.rate)
     cluster.heal()
     end_sessions(cluster, before)
+
+
+def mount(cluster: Cluster, folder: str) -> None:
+    """Make a file system on the first host: a full one, or one that can stall.
+
+    Raises:
+        ClusterError: It cannot be made.
+    """
+    words = "-t tmpfs -o size=64k tmpfs"
+    if folder == _DISK:
+        image = str(cluster.folder / "image")
+        making = f"truncate -s 32M {image} && mkfs.ext4 -q -F {image}"
+        subprocess.run(["/bin/sh", "-ec", making], check=True)
+        words = f"-o loop {image}"
+    script = f"mkdir -p {folder} && mount -n {words} {folder}"
+    done = cluster.run(cluster.hosts[0], ["sh", "-ec", script])
+    if done.returncode:
+        raise ClusterError(f"{folder} must be mounted, got: {done.stderr}")
 
 
 def start(cluster: Cluster, fault: Fault, victim: int) -> HostProcess:
@@ -325,7 +411,11 @@ def judge(fault: Fault, code: int, errors: str, victim: int, where: int) -> list
 def survey(cluster: Cluster, host: Machine) -> tuple[set[int], set[str]]:
     """Return what runs on a host and which files lie where programs leave them."""
     listed = cluster.run(host, ["find", "/tmp", "/dev/shm", "/run"])  # noqa: S108
-    files = {line for line in listed.stdout.splitlines() if not line.startswith(_FULL)}
+    files = {
+        line
+        for line in listed.stdout.splitlines()
+        if not line.startswith((_FULL, _DISK))
+    }
     return {process.pid for process in cluster.processes(host)}, files
 
 

@@ -3,14 +3,21 @@
     python -I -S cluster_rank.py HABIT DEED VICTIM
 
 ``HABIT`` is how all ranks are: ``plain``, ``stubborn`` (deaf to SIGTERM), ``parent`` of
-processes in sessions of their own. On SIGUSR1 the rank ``VICTIM`` does its ``DEED``.
+processes in sessions of their own, ``noisy`` (writes all the time), ``dependent``
+(fails when the victim begins to end). On SIGUSR1 the rank ``VICTIM`` does its ``DEED``.
 """
 
+import atexit
 import os
 import signal
 import sys
+import time
 
 _LINE = b"x" * 4095 + b"\n"
+
+
+class PeerLostError(Exception):
+    """As ronde's: another rank is gone."""
 
 
 def main() -> None:
@@ -24,9 +31,16 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     os.write(1, b"ready\n")
-    signal.sigwait({signal.SIGUSR1})
+    if habit == "noisy":
+        while not signal.sigtimedwait({signal.SIGUSR1}, 0.001):
+            os.write(1, _LINE)
+    else:
+        signal.sigwait({signal.SIGUSR1})
     if is_victim:
         do(deed)
+    elif habit == "dependent":
+        time.sleep(0.1)
+        raise PeerLostError(f"rank {victim} is gone. See its output.")
     while deed != "write":
         signal.pause()
 
@@ -53,6 +67,9 @@ def do(deed: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
+        case "raise slowly":
+            atexit.register(time.sleep, 0.5)
+            raise ValueError("the data is no data")
         case "write":
             for _ in range(512):
                 os.write(1, _LINE)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.digits import assert_nothing_left
-from tests.cluster.faults import limited
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 60.0
@@ -151,54 +150,6 @@ def test_an_interrupt_ends_a_job_whose_disk_stalls(cluster, disk, hosts):
     assert code == 130, errors
     assert took_s < GRACE_S + 5.0
     assert b"the last lines were not written" in errors
-    assert_nothing_left(cluster)
-
-
-def test_a_reader_that_stalls_longer_than_a_lease_ends_no_job(cluster):
-    noisy = RANK.replace("%d\\n", "%01000d\\n")
-    with job(cluster, rank=noisy, stdout=subprocess.PIPE) as launcher:
-        assert b"0\n" in launcher.stdout.readline()
-        assert_runs_on(launcher, STALL_S)
-        launcher.send_signal(signal.SIGUSR1)
-        out, errors = launcher.communicate(timeout=LIMIT_S)
-    assert launcher.returncode == 0, errors
-    assert out.count(b"[node3:3] ") > STALL_S
-    assert_nothing_left(cluster)
-
-
-# Writes without end; of rank 2 only until SIGUSR1, and then it fails.
-FLOOD = """
-import os, signal
-signal.signal(signal.SIGTERM, signal.SIG_DFL)
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-if os.environ["RANK"] == "2":
-    signal.signal(signal.SIGUSR1, lambda *_: os._exit(3))
-while True:
-    os.write(1, b"x" * 999 + b"\\n")
-"""
-
-
-def test_on_a_slow_line_full_of_output_a_failure_ends_the_job_at_once(cluster):
-    with (
-        limited(cluster, cluster.hosts[1], "1mbit"),
-        limited(cluster, cluster.hosts[2], "1mbit"),
-        job(cluster, rank=FLOOD, stdout=subprocess.PIPE) as launcher,
-    ):
-        # The lines are full by then: it is more than they carry in a second.
-        seen = dict.fromkeys((b"[node2:2]", b"[node3:3]"), 0)
-        while min(seen.values()) < 200:
-            line = launcher.stdout.readline()
-            assert line, launcher.communicate(timeout=LIMIT_S)
-            seen[line[:9]] = seen.get(line[:9], 0) + 1
-        begun = time.monotonic()
-        launcher.send_signal(signal.SIGUSR1)
-        errors = launcher.communicate(timeout=LIMIT_S)[1].decode()
-        took_s = time.monotonic() - begun
-    assert launcher.returncode == 3, errors
-    assert "rank 2 failed first" in errors
-    assert "lost" not in errors
-    # What the ranks had written crosses the line; nothing waits besides.
-    assert took_s < 10.0
     assert_nothing_left(cluster)
 
 
