@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from tests.namespaces import why_not
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from ronde.collectives import connect
+from ronde.collectives.engines.shared_memory.exchanges import through_store
 from ronde.errors import CollectiveError, PeerLostError
 from ronde.memory import available_memory
 
@@ -96,6 +98,20 @@ def test_lengths_that_never_come_again_are_forgotten(run_ranks):
     for num_tensors, num_bytes in run_ranks(2, reduce_many_lengths, connecting=shared):
         assert num_tensors < 12_000
         assert num_bytes < 8 * MIB
+
+
+def test_what_ranks_told_each_other_does_not_stay_in_the_store():
+    store, size = HashStore(), 3
+
+    def tell(rank):
+        exchange = through_store(store, rank, size, timeout_s=20.0)
+        return [exchange(b"%d %d" % (turn, rank)) for turn in range(50)]
+
+    with ThreadPoolExecutor(size) as threads:
+        told = list(threads.map(tell, range(size)))
+    expected = [[b"%d %d" % (turn, rank) for rank in range(size)] for turn in range(50)]
+    assert told == [expected] * size
+    assert store.num_keys() == size
 
 
 def differ(communicator):

@@ -4,8 +4,12 @@ All ranks draw the same calls from one seed, and delays each from its own. Value
 small integers, so that sums are exact whatever the order.
 """
 
+import json
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,3 +170,19 @@ def test_everything_at_once(run_ranks, size):
     numbers = run_ranks(size, hammer, SECONDS, size, connecting=shared)
     assert len(set(numbers)) == 1
     assert numbers[0] >= 20
+
+
+def test_a_short_soak():
+    """The long one: ``python benchmarks/soak.py``."""
+    script = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+    words = ["--ranks", "2", "--steps", "80", "--every", "20"]
+    done = subprocess.run(
+        [sys.executable, str(script), *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"wrong": []}
+    assert done.stdout.count("| step ") == done.stdout.count("| cycle ") == 8

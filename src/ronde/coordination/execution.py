@@ -24,7 +24,7 @@ from ronde.coordination.streams import Mark, after
 from ronde.errors import UsageError
 from ronde.timeline.events import Recorder
 
-_MAX_ITEMS = 16384
+_MAX_ITEMS = 4096
 """Tensors in the plans that are kept, 1 KiB each."""
 
 

@@ -27,7 +27,11 @@ def through_store(store: Store, rank: int, size: int, timeout_s: float) -> Excha
         keys = [f"{turn}/{other}" for other in range(size)]
         store.set(keys[rank], message.hex())
         store.wait(keys, limit)
-        return [bytes.fromhex(text.decode()) for text in store.multi_get(keys)]
+        told = [bytes.fromhex(text.decode()) for text in store.multi_get(keys)]
+        if turn > 1:
+            # Whoever has come to this turn has read all of the one before.
+            store.delete_key(f"{turn - 1}/{rank}")
+        return told
 
     return exchange
 

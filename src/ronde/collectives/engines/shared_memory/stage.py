@@ -17,7 +17,7 @@ _CROWDED_SLOT_BYTES = 4 << 20
 _PART_BYTES = 32 << 10
 """Of each slot for each rank, at least: smaller copies are slow ones."""
 _MAX_VIEWS = 8192
-_MAX_PIECES = 8192
+_MAX_PIECES = 4096
 """Tensors that are kept: each takes 0.6 KiB, whatever it shows."""
 _OFFSET_BITS = 44
 Pieces = tuple[Tensor, ...]
