@@ -197,6 +197,8 @@ _CRASH = (
     "os.chdir(folder); big = b'1' * (128 << 20); leave(); "
     "os.kill(os.getpid(), signal.SIGSEGV)"
 )
+# Not before the other has raised its exception, or the kernel has begun to dump.
+_IN_SILENCE = "time.sleep(0.1); os._exit(7)"
 _IN_WORDS = "sys.exit(f'giving up: {error}')"
 _IN_WORDS_7 = "print(f'giving up: {error}', file=sys.stderr); sys.exit(7)"
 
@@ -358,6 +360,12 @@ def _interrupts_twice(running: Running) -> None:
 
 def _interrupts_then_ends(running: Running) -> None:
     running.launcher.send_signal(signal.SIGINT)
+    running.launcher.send_signal(signal.SIGTERM)
+
+
+def _asks_then_ends(running: Running) -> None:
+    running.launcher.send_signal(signal.SIGQUIT)
+    read_until(running.launcher.stderr, b"sleep")
     running.launcher.send_signal(signal.SIGTERM)
 
 
@@ -540,7 +548,7 @@ _SLOW = (
     ),
     Fault(
         "slow exit, the peers exit 7 in silence",
-        _peers(_RAISE, "os._exit(7)"),
+        _peers(_RAISE, _IN_SILENCE),
         ((1, 1),),
         size=3,
     ),
@@ -566,8 +574,7 @@ _SLOW = (
     ),
     Fault(
         "core dump, the peers exit 7 in silence",
-        # Not before the kernel has begun to dump.
-        _peers(_CRASH, "time.sleep(0.05); os._exit(7)"),
+        _peers(_CRASH, _IN_SILENCE),
         ((139, 1),),
         is_long=True,
     ),
@@ -658,7 +665,18 @@ _USER = (
     Fault("Ctrl-C twice", _shell(_STUBBORN), ((130, None),), _interrupts_twice),
     Fault("SIGTERM", _shell(_WITH_SESSION), ((143, None),), _sends(signal.SIGTERM)),
     Fault("SIGHUP", _shell(_WITH_SESSION), ((129, None),), _sends(signal.SIGHUP)),
-    Fault("SIGQUIT", _shell(_WITH_SESSION), ((131, None),), _sends(signal.SIGQUIT)),
+    Fault(
+        "SIGQUIT shows stacks, SIGTERM ends",
+        _shell(_WITH_SESSION),
+        ((143, None),),
+        _asks_then_ends,
+    ),
+    Fault(
+        "time is over",
+        _shell(_WITH_SESSION),
+        ((124, ANY),),
+        options=("--timeout", "700ms"),
+    ),
     Fault(
         "terminal is closed",
         _shell(_WITH_SESSION),
@@ -846,7 +864,20 @@ _OUTPUT = (
     ),
 )
 
+_NOTICE = "from ronde.world.exit_notice import send_exit_notice as go; go()"
+
 _FRONT_END = (
+    Fault(
+        "a wrapper goes on after a program that said goodbye",
+        _shell(
+            f"[ $RANK = 1 ] || {sys.executable} -c '{_NOTICE}'; "
+            "trap 'echo got TERM >&2; exit 1' TERM; "
+            f"{_HELLO} [ $RANK = 1 ] && {{ {_GATE} exit 3; }}; sleep 600 & wait"
+        ),
+        ((3, 1),),
+        _opens_gate,
+        quote="got TERM",
+    ),
     Fault(
         "Horovod's API: slow exit 93, the other exits 7 in silence",
         [sys.executable, "-c", _HOROVOD],

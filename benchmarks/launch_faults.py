@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launch_fault_kinds import ANY, DEADLINE_S, FAULTS, Fault, Running, read_until
 
 from ronde.launch.inherited import own_environment
-from ronde.launch.lineage import read_processes
+from ronde.launch.lineage import Process, read_processes, signal_process
 
 _POLL_S = 0.002
 _START_S = 0.15
@@ -113,13 +113,16 @@ def run_once(fault: Fault, tally: Tally) -> None:
                 left = _leftovers(running, DEADLINE_S)
             finally:
                 launcher.kill()
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
+        for process in left:
+            signal_process(process, signal.SIGKILL)
         wrong = _complain(fault, folder, code, said)
         files = [] if is_killed else [p.name for p in (folder / "tmp").glob("ronde-*")]
     tally.runs += 1
     tally.seconds.append(took_s)
     tally.leftovers += len(left) + len(files)
+    if left or files:
+        names = [f"{each.name} (pid {each.pid}, {each.state})" for each in left]
+        tally.wrong.append(f"left: {', '.join(names + files)}")
     if wrong:
         tally.wrong.append(wrong)
     else:
@@ -229,7 +232,7 @@ def _read_report(path: Path) -> tuple[int | str | None, int | None]:
     return cause and cause.get("rank", "host"), report["epoch"]
 
 
-def _leftovers(running: Running, patience_s: float) -> list[int]:
+def _leftovers(running: Running, patience_s: float) -> list[Process]:
     """Return the processes of a job that are left when patience is at its end."""
     ends_at = time.monotonic() + patience_s
     while True:
@@ -239,17 +242,17 @@ def _leftovers(running: Running, patience_s: float) -> list[int]:
         time.sleep(_POLL_S)
 
 
-def _carriers(marks: Sequence[str]) -> list[int]:
+def _carriers(marks: Sequence[str]) -> list[Process]:
     """Return the living processes that carry any of the marks."""
     wanted = {mark.encode() for mark in marks}
-    found: list[int] = []
+    found: list[Process] = []
     for process in read_processes().values():
         try:
             environment = Path(f"/proc/{process.pid}/environ").read_bytes()
         except OSError:
             continue
         if not process.is_zombie and wanted & set(environment.split(b"\0")):
-            found.append(process.pid)
+            found.append(process)
     return found
 
 

@@ -215,9 +215,9 @@ class LocalJob:
         rank = self._ranks.find(pid)
         if rank is None:
             return
-        if wait_status and not self._stopped_s:
-            self._ranks.look_for_ends()
         status = rank.reaped(wait_status)
+        if status and not self._stopped_s:
+            self._ranks.look_for_ends()
         for pipe in rank.pipes:
             self._intake.drain(pipe)
         evidence = self._evidence.explain(status, wait_status, pid, self._directory)

@@ -104,19 +104,16 @@ class RankGroup:
         They say so themselves (``world.exit_notice``), or dump core.
         """
         now_s = time.monotonic()
-        said: dict[int, float] = {}
+        by_rank = {rank.rank: rank for rank in self._by_pid.values()}
         with suppress(BlockingIOError):
             for line in os.read(self._notices, _NOTICES_BYTES).splitlines():
-                rank, _, at_s = line.partition(b" ")
-                with suppress(ValueError):
-                    said[int(rank)] = float(at_s)
-        for rank in self._by_pid.values():
-            if not rank.is_running or rank.began_s:
-                continue
-            if rank.rank in said:
-                # What is in a time namespace has a clock of its own.
-                rank.began_s = min(said[rank.rank], now_s)
-            elif is_dumping_core(rank.pid):
+                # Whoever has the pipe may write anything.
+                with suppress(ValueError, KeyError):
+                    number, at_s, pid = line.split()
+                    # What is in a time namespace has a clock of its own.
+                    by_rank[int(number)].noticed(min(float(at_s), now_s), int(pid))
+        for rank in by_rank.values():
+            if rank.is_running and not rank.began_s and is_dumping_core(rank.pid):
                 rank.began_s = now_s
 
     def find(self, pid: int) -> RankProcess | None:

@@ -14,7 +14,7 @@ from ronde.launch.limits import (
     raise_open_files_limit,
     require_open_files,
 )
-from ronde.launch.lineage import die_with_parent
+from ronde.launch.lineage import die_with_parent, read_process
 from ronde.store.protocol import max_connections
 
 _READ_BYTES = 64 << 10
@@ -85,6 +85,16 @@ class RankProcess:
     def pid(self) -> int:
         """The rank's process, which is also the number of its process group."""
         return self.process.pid
+
+    def noticed(self, at_s: float, pid: int) -> None:
+        """Take note that a process of the rank said that it exits.
+
+        Where that is gone and the rank is not, a wrapper goes on with something else.
+        """
+        process = read_process(pid)
+        is_there = pid == self.pid or (process is not None and not process.is_zombie)
+        if not self.began_s and (is_there or not self.is_running):
+            self.began_s = at_s
 
     def reaped(self, status: int) -> int:
         """Take note of the end; return the exit code, or minus the signal."""

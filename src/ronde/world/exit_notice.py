@@ -21,4 +21,5 @@ def send_exit_notice() -> None:
     with suppress(OSError, ValueError):
         # A wrapper may have closed the pipe; the number may be another file's since.
         if str(os.fstat(int(fd)).st_ino) == inode:
-            os.write(int(fd), f"{int(rank)} {time.monotonic()}\n".encode())
+            notice = f"{int(rank)} {time.monotonic()} {os.getpid()}\n"
+            os.write(int(fd), notice.encode())
