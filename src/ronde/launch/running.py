@@ -94,6 +94,7 @@ class Running:
         self._interrupted_by: int | None = None
         self._answer_by_s = float("inf")
         self._cause_by_s = float("inf")
+        self._awaited: set[int] = set()
         self._stacks: dict[int, Stacks] = {}
         self._stacks_by_s = float("inf")
         self._is_asking = False
@@ -186,7 +187,7 @@ class Running:
     def _take_end(self, message: Exited) -> None:
         self._ranks[message.rank].exited = message
         if not self._is_stopping:
-            self._stop_if_caused()
+            self._stop_if_caused(message.rank, message)
         self._show_stacks_when_all()
 
     def _note_all_run(self) -> None:
@@ -282,25 +283,35 @@ class Running:
             self._board.is_hurried = True
             self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
 
-    def _stop_if_caused(self) -> None:
+    def _stop_if_caused(self, number: int, exited: Exited) -> None:
         """End the job if a rank failed, unless the cause is still about to end."""
-        ends = self._ends()
-        if not any(end.status for end in ends):
-            return
-        now_s = time.monotonic()
+        was_awaited = number in self._awaited
+        self._awaited.discard(number)
+        if exited.status:
+            end = self._end(number, self._ranks[number], exited)
+            if was_awaited and not end.is_hearsay:
+                self._awaited.clear()
+            else:
+                self._awaited |= self._find_awaited(end)
+            limit_s = time.monotonic() + min(self._grace_s, _CAUSE_WITHIN_S)
+            self._cause_by_s = min(self._cause_by_s, limit_s)
+        if self._cause_by_s < float("inf") and not self._awaited:
+            self._stop(signal.SIGTERM)
+
+    def _find_awaited(self, end: RankEnd) -> set[int]:
         running = {n: rank for n, rank in self._ranks.items() if rank.exited is None}
-        # Whose exception was shown a moment ago ends, unless it was handled.
-        failing = {
+        if end.is_hearsay or end.status < 0 or end.traceback:
+            return find_awaited(end, running.keys())
+        # It does not say why. Another one's exception, of a moment ago, may be the
+        # cause; unless it was handled, that one ends, too.
+        after_s = time.monotonic() - _CAUSE_WITHIN_S
+        return {
             number
             for number, rank in running.items()
-            if now_s - rank.tail.written_at_s < _CAUSE_WITHIN_S
+            if rank.tail.written_at_s > after_s
             and (traceback := rank.tail.traceback())
             and not has_lost_peer(traceback)
         }
-        if not find_awaited(ends, running.keys(), failing):
-            self._stop(signal.SIGTERM)
-        elif self._cause_by_s == float("inf"):
-            self._cause_by_s = now_s + min(self._grace_s, _CAUSE_WITHIN_S)
 
     def _stop(self, number: int) -> None:
         self._is_stopping = True

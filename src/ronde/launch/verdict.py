@@ -209,26 +209,18 @@ def judge(
     )
 
 
-def find_awaited(
-    ends: Sequence[RankEnd], running: Collection[int], failing: Collection[int] = ()
-) -> set[int]:
-    """Return the ranks that may be the cause of these ends, and have not ended yet.
+def find_awaited(end: RankEnd, running: Collection[int]) -> set[int]:
+    """Return the ranks of which one may have made this one fail, and has not ended.
 
     Args:
-        ends: How some ranks ended, of which none was stopped.
+        end: How a rank failed that was not stopped.
         running: Those that have not ended.
-        failing: Those of them that wrote just now that an exception ends them.
     """
-    failed = [end for end in ends if end.status != 0]
-    if any(_IS_STOPPED in end.last_words for end in failed):
+    if _IS_STOPPED in end.last_words:
         return set()
-    awaited = {rank for end in failed for rank in end.lost_ranks}
-    if not awaited and all(has_lost_peer(end.last_words) for end in failed):
-        return set(running)
-    # Who ends with a code and does not say why may have lost its peer.
-    if all(end.status > 0 and not end.traceback for end in failed):
-        awaited.update(failing)
-    return awaited.intersection(running)
+    if end.lost_ranks:
+        return set(end.lost_ranks.intersection(running))
+    return set(running) if has_lost_peer(end.last_words) else set()
 
 
 def _dated(ends: Sequence[RankEnd]) -> list[RankEnd]:
