@@ -13,7 +13,7 @@ NEEDS_CUDA = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HAS_CUDA, reason="torch sees no CUDA device here"),
     # The first NCCL communicator of a process takes seconds.
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(170),
 ]
 LIMIT_S = 60.0
 """For the ranks of one test."""
