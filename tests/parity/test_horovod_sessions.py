@@ -199,3 +199,36 @@ def _forked(_: object) -> None:
     hvd.barrier()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
     hvd.shutdown()
+
+
+@pytest.mark.parametrize("engine", ["auto", "gloo"])
+def test_a_default_device_of_the_program_is_not_ours(engine):
+    """What ranks tell each other stays on the CPU, wherever its tensors go."""
+    results = run_ranks_bare(2, _with_a_default_device, engine)
+    assert results == [([2.0] * 3, [1.0] * 6, [0, 1], {"a": 1}, [0.0, 1.0])] * 2
+
+
+def _with_a_default_device(_: object, engine: str) -> object:
+    torch.set_default_device("meta")
+    hvd.init(engine=engine)
+    ones = torch.ones(3, device="cpu")
+    model = torch.nn.Linear(3, 2, device="cpu")
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(ones).sum().backward()
+        optimizer.step()
+    sent = torch.full((2,), float(hvd.rank()), device="cpu")
+    told = (
+        hvd.allreduce(ones, op=hvd.Sum).tolist(),
+        hvd.allgather(ones).tolist(),
+        hvd.allgather_object(hvd.rank()),
+        hvd.broadcast_object({"a": 1}),
+        hvd.alltoall(sent).tolist(),
+    )
+    hvd.join()
+    hvd.shutdown()
+    return told

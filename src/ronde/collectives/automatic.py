@@ -48,7 +48,7 @@ def connect_automatically(asked: Asked, makers: Mapping[str, Make]) -> Communica
         own = replace(asked, algorithm=choice.algorithm)
         return makers[choice.engine](own.at(store, f"{label}/{communicator}"))
 
-    has_cuda = torch.tensor([float(torch.cuda.is_available())])
+    has_cuda = torch.tensor([float(torch.cuda.is_available())], device="cpu")
     first.all_reduce(has_cuda, ReduceOp.MAX).wait()
     pairs = [choose("send", None, "cpu")]
     pairs += [choose("send", None, "cuda")] if has_cuda.item() else []

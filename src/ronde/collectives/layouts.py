@@ -97,7 +97,7 @@ class Layout:
             _REFUSED if self.is_refused else len(self.shape),
         ]
         padding = (0,) * (_MAX_NDIM - len(self.shape))
-        return torch.tensor([*head, *self.shape, *padding])
+        return torch.tensor([*head, *self.shape, *padding], device="cpu")
 
     @classmethod
     def decode(cls, encoded: Tensor) -> "Layout":
@@ -218,7 +218,7 @@ class Agreement:
             sent = require_splits(tensor, splits, self.size)
             require_out(out, tensor)
         summaries = self.on_call(Layout.of(call, tensor, out))
-        plan = _rows(self.gather(torch.tensor(sent)))
+        plan = _rows(self.gather(torch.tensor(sent, device="cpu")))
         received = [sum(column) for column in zip(*plan, strict=True)]
         require_out_rows(call, summaries, self.rank, received)
         return plan
@@ -229,7 +229,7 @@ class Agreement:
         Raises:
             CollectiveError: That does not fit together.
         """
-        told = _rows(self.gather(torch.tensor(own.summarize())))
+        told = _rows(self.gather(torch.tensor(own.summarize(), device="cpu")))
         summaries = [Summary(*numbers) for numbers in told]
         if not do_fit(summaries):
             raise disagreement(

@@ -102,8 +102,8 @@ def _dump(value: object) -> bytes:
 def _broadcast(communicator: Carrier, dump: Callable[[], bytes], root: int) -> bytes:
     """Send ``root``'s bytes to every rank; where they cannot be had, all are told."""
     is_root = communicator.rank == root
-    length = torch.tensor([_FAILED])
-    payload = torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([_FAILED], device="cpu")
+    payload = torch.empty(0, dtype=torch.uint8, device="cpu")
     try:
         if is_root:
             payload = torch.frombuffer(bytearray(dump()), dtype=torch.uint8)
@@ -117,15 +117,15 @@ def _broadcast(communicator: Carrier, dump: Callable[[], bytes], root: int) -> b
             f"{root} got none; the error there says why."
         )
     if not is_root:
-        payload = torch.empty(num_bytes, dtype=torch.uint8)
+        payload = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     communicator.broadcast(payload, root).wait()
     return payload.numpy().tobytes()
 
 
 def _all_gather(communicator: Carrier, dump: Callable[[], bytes]) -> list[bytes]:
     """Return the bytes of all ranks; where one has none, all are told."""
-    length = torch.tensor([_FAILED])
-    payload = torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([_FAILED], device="cpu")
+    payload = torch.empty(0, dtype=torch.uint8, device="cpu")
     try:
         payload = torch.frombuffer(bytearray(dump()), dtype=torch.uint8)
         length.fill_(payload.numel())

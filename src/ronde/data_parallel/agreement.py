@@ -38,11 +38,11 @@ def agree_on_order(communicator: Communicator, arrivals: Sequence[int]) -> list[
         arrivals: Indices of gradients in the order in which backward made them here;
             the number of them may differ between ranks.
     """
-    length = torch.tensor([len(arrivals)])
+    length = torch.tensor([len(arrivals)], device="cpu")
     communicator.broadcast(length, 0).wait()
-    order = torch.zeros(int(length), dtype=torch.int64)
+    order = torch.zeros(int(length), dtype=torch.int64, device="cpu")
     if communicator.rank == 0:
-        order.copy_(torch.tensor(list(arrivals), dtype=torch.int64))
+        order.copy_(torch.tensor(list(arrivals), dtype=torch.int64, device="cpu"))
     communicator.broadcast(order, 0).wait()
     return cast("list[int]", order.tolist())
 
@@ -72,7 +72,9 @@ def agree_on_newcomers(
         CollectiveError: On every rank: what one rank trains is frozen on another.
     """
     trained = [int(g.parameter.requires_grad) for g in gradients]
-    says = torch.tensor([trained, [-t for t in trained], list(map(_dims, gradients))])
+    says = torch.tensor(
+        [trained, [-t for t in trained], list(map(_dims, gradients))], device="cpu"
+    )
     if has_joined:
         says.fill_(_NO_SAY)
     communicator.all_reduce(says, ReduceOp.MAX).wait()

@@ -104,7 +104,7 @@ class BucketTuning:
     def _decide(self) -> BucketLimits:
         chosen = self._tuner.setting
         numbers = [chosen.first_bytes, chosen.other_bytes, int(self._tuner.is_over)]
-        decision = torch.tensor(numbers)
+        decision = torch.tensor(numbers, device="cpu")
         self._communicator.broadcast(decision, 0).wait()
         first_bytes, other_bytes, is_over = (int(number) for number in decision)
         self.is_over = bool(is_over)

@@ -176,7 +176,7 @@ class _Memory:
     ) -> "_Memory":
         dtype = _factor_dtype(parameter.dtype)
         rank = min(options.rank, *shape)
-        right = torch.randn(shape[1], rank, generator=random, dtype=dtype)
+        right = torch.randn(shape[1], rank, generator=random, dtype=dtype, device="cpu")
         error = torch.zeros(shape, dtype=dtype, device=parameter.device)
         return cls(right.to(parameter.device), error)
 

@@ -197,7 +197,9 @@ class Gather:
             Reduction(Average, name, self.process_set, is_group=self.is_group),
             gradients,
         )
-        (rows,) = carry_out(Gather(name, self.process_set), (torch.tensor([num_rows]),))
+        (rows,) = carry_out(
+            Gather(name, self.process_set), (torch.tensor([num_rows], device="cpu"),)
+        )
         rank = member_of(self.process_set, "Allgather").rank
         starts = cast("list[int]", rows[:rank].sum(0).tolist())
         return [

@@ -73,7 +73,9 @@ def join(device: int = -1) -> int:
 
     def exchange(own: list[Standing]) -> list[list[Standing]]:
         rows = [(session.world.rank, *standing) for standing in own]
-        sent = torch.tensor(rows, dtype=torch.int64).reshape(-1, _NUM_COLUMNS)
+        sent = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(
+            -1, _NUM_COLUMNS
+        )
         operation = Operation(Kind.ALLGATHER, (sent,), "join.standings")
         (gathered,) = coordinator.run(operation)
         everyone: list[list[Standing]] = [[] for _ in range(session.world.size)]

@@ -78,7 +78,7 @@ class DeltaStep:
             CollectiveError: A rank is gone.
         """
         communicator = self._communicator()
-        while communicator.all_reduce(torch.zeros(1)).wait().item():
+        while communicator.all_reduce(torch.zeros(1, device="cpu")).wait().item():
             self._num_steps += 1
             for members in self._kinds():
                 nothing = [torch.zeros_like(self._parameters[i]) for i in members]
@@ -101,7 +101,7 @@ class DeltaStep:
     @torch.no_grad()
     def _go_together(self, starts: Sequence[Tensor]) -> None:
         communicator = self._communicator()
-        communicator.all_reduce(torch.ones(1)).wait()
+        communicator.all_reduce(torch.ones(1, device="cpu")).wait()
         self._num_steps += 1
         self.last_round = self._num_steps
         for members in self._kinds():

@@ -176,7 +176,7 @@ def _agree(session: Session, what: str, number: int) -> int:
     By name, so that ranks may ask for several in any order and whoever is missing shows
     up as any other that is waited for.
     """
-    tensor = torch.tensor([number])
+    tensor = torch.tensor([number], device="cpu")
     operation = Operation(
         Kind.BROADCAST, (tensor,), f"process_set.{what}", (tensor,), root=0
     )

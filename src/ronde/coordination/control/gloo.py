@@ -160,7 +160,7 @@ class _Wire:
         self._backend = backend
         self._peer = peer
         self._sent = sent
-        self._heard = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        self._heard = torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
 
     def send(self, message: bytes) -> None:
         """Send a message, if the connection still stands."""
@@ -186,7 +186,7 @@ class _Wire:
         begin = frame[_HEADER.size : _HEADER.size + length]
         if length <= _INLINE_BYTES:
             return begin
-        rest = torch.empty(length - _INLINE_BYTES, dtype=torch.uint8)
+        rest = torch.empty(length - _INLINE_BYTES, dtype=torch.uint8, device="cpu")
         self._take(rest, _REMAINDERS)
         return begin + rest.numpy().tobytes()
 

@@ -54,7 +54,7 @@ class Executor:
         if self._free:
             return self._free.pop()
         with torch.inference_mode(mode=False):
-            return torch.empty(PIECE_BYTES, dtype=torch.uint8)
+            return torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
 
     def give_back(self, memory: Tensor) -> None:
         """Keep memory for a later message."""

@@ -24,13 +24,13 @@ class Scratch:
     """Memory for sums of 16-bit floats, for one at a time."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.float32)
+        self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def take(self, numel: int) -> Tensor:
         """Return ``numel`` elements of any value."""
         if self._memory.numel() < numel:
             with torch.inference_mode(mode=False):
-                self._memory = torch.empty(numel, dtype=torch.float32)
+                self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
         return self._memory[:numel]
 
 

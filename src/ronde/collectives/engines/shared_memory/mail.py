@@ -273,7 +273,7 @@ class Inbox:
         self._asked: list[Receiving] = []
         self._kept: list[tuple[Label, Tensor]] = []
         self._label: Label | None = None
-        self._data = torch.empty(0, dtype=torch.uint8)
+        self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._num_done = 0
 
     def ask(self, receiving: Receiving) -> None:
@@ -311,7 +311,7 @@ class Inbox:
         if receiving is not None and receiving.label == label:
             self._data = receiving.data
         else:
-            self._data = torch.empty(label.num_bytes, dtype=torch.uint8)
+            self._data = torch.empty(label.num_bytes, dtype=torch.uint8, device="cpu")
 
     def _end(self, label: Label) -> None:
         receiving = self._find(label)

@@ -136,7 +136,7 @@ def all_to_all(
     data = as_bytes(dense(source))
     location = _locate(ground, data)
     slot = ground.stage.take()
-    _show(ground, slot, as_bytes(torch.tensor(splits)), _HEAD_BYTES)
+    _show(ground, slot, as_bytes(torch.tensor(splits, device="cpu")), _HEAD_BYTES)
     summaries, locations = yield from _exchange(ground, layout, slot, location)
     views = ground.stage.views(slot, torch.int64, ground.size, _HEAD_BYTES)
     plan: list[list[int]] = [view.tolist() for view in views]
@@ -192,8 +192,8 @@ def _exchange(
 @functools.lru_cache(maxsize=1024)
 def _encoded(layout: Layout) -> Tensor:
     """Return what a rank shows of its layout."""
-    summary = torch.tensor(layout.summarize()).view(_BYTE)
-    padding = torch.zeros(_LAYOUT_AT - _SUMMARY.size, dtype=_BYTE)
+    summary = torch.tensor(layout.summarize(), device="cpu").view(_BYTE)
+    padding = torch.zeros(_LAYOUT_AT - _SUMMARY.size, dtype=_BYTE, device="cpu")
     return torch.cat([summary, padding, layout.encode().view(_BYTE)])
 
 

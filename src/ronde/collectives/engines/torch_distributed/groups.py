@@ -190,7 +190,7 @@ def _break_off(gloo: Backend, rank: int, size: int) -> None:
         if peer == rank:
             continue
         try:
-            gloo.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(_SHORT)
+            gloo.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(_SHORT)
         except RuntimeError as error:
             if "Timed out" in str(error):
                 return  # with a peer that is gone it is no time-out
