@@ -1,10 +1,14 @@
 """An ``mpirun`` that hangs: it is ended in time, and one sentence says so."""
 
 import os
+import re
 import signal
+import socket
+import subprocess
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import clean_environment
 
 from ronde.launch.lineage import read_processes
 
@@ -102,3 +106,28 @@ def test_timeout_ends_a_start_too_and_says_what_it_waited_for(ronde, tmp_path):
     assert (done.returncode, done.stdout) == (124, b"")
     assert done.stderr == b"ronde: --timeout 500ms ended the start\n"
     assert marked(tmp_path) == []
+
+
+def test_a_name_that_is_looked_up_for_long_is_told(ronde, tmp_path):
+    if os.geteuid():
+        pytest.skip("only root may have another resolv.conf")
+    resolver = tmp_path / "resolv.conf"
+    resolver.write_text("nameserver 127.0.0.9\noptions timeout:1 attempts:3\n")
+    script = 'mount --bind "$0" /etc/resolv.conf; exec "$@"'
+    alone = ["unshare", "--mount", "sh", "-ec", script, str(resolver)]
+    words, env = mpirun(tmp_path, ANSWER, "exit 1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.9", 53))
+        done = subprocess.run(
+            [*alone, *ronde.command(*words)],
+            env=clean_environment() | env,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 69
+    assert re.search(
+        rb"^ronde: node.invalid was looked up in \d+(.\d+)?s.$",
+        done.stderr,
+        re.MULTILINE,
+    )

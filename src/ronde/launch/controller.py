@@ -128,9 +128,13 @@ class Controller:
             InterruptedStartError: The user has ended it.
         """
         begun_s, hiring = time.monotonic(), self._hiring
-        nodes = Gathering(self._board, hiring.start, hiring.explain).run(
-            hosts, patience_s
-        )
+
+        def start(host: Host) -> Node:
+            node, took_s = hiring.start(host), hiring.looked_up_s
+            self._board.progress.took(f"{host.name} was looked up", took_s)
+            return node
+
+        nodes = Gathering(self._board, start, hiring.explain).run(hosts, patience_s)
         self._agents_s = time.monotonic() - begun_s
         return nodes
 

@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,6 +38,8 @@ class Hiring:
         self._make_spawner = make_spawner
         self._python = python
         self._here = ""
+        self.looked_up_s = 0.0
+        """How long it took to find out whether the last host is this machine."""
 
     @functools.cached_property
     def spawner(self) -> Spawner:
@@ -53,8 +56,10 @@ class Hiring:
         """
         if self._make_spawner is None:
             return True
+        begun_s = time.monotonic()
         if not self._here and is_here(host):
             self._here = host.name
+        self.looked_up_s = time.monotonic() - begun_s
         return host.name == self._here
 
     def start(self, host: Host) -> Node:

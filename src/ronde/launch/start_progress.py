@@ -8,7 +8,7 @@ from ronde.units import format_duration
 SLOW_S = 10.0
 """After so long a step says once what it waits for."""
 
-_VERBOSE_SLOW_S = 2.0
+_VERBOSE_SLOW_S = _LONG_S = 2.0
 _MAX_NAMES = 4
 
 
@@ -56,6 +56,16 @@ class StartProgress:
             )
             took_s = time.monotonic() - self._begun_s
             self._say(f"waiting for {shown} {self._what}, {took_s:.0f} s so far")
+
+    def took(self, done: str, took_s: float) -> None:
+        """Say what is done where it was long, and nothing else could be said meanwhile.
+
+        Args:
+            done: ``node3 was looked up``.
+            took_s: How long it took.
+        """
+        if took_s >= _LONG_S:
+            self._say(f"{done} in {format_duration(took_s)}")
 
     def end(self, done: str) -> None:
         """End the step.
