@@ -68,6 +68,7 @@ def _torch_facts() -> dict[str, Any]:
         {"name": gpu.name, "memory_gib": round(gpu.total_memory / (1 << 30), 1)}
         for gpu in gpus
     ]
+    facts["sum_on_gpu"] = float(torch.ones(3, device="cuda").sum())  # that it works
     facts["driver"] = _ask(
         "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
     )
