@@ -40,9 +40,9 @@ def run(*words, timeout_s):
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(420)
 def test_a_rehearsal_goes_through_every_part(tmp_path):
-    ended = run("--rehearse", "--out", str(tmp_path), timeout_s=180)
+    ended = run("--rehearse", "--out", str(tmp_path), timeout_s=400)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
     results = {part["name"]: part["result"] for part in summary["parts"]}
