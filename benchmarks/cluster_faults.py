@@ -49,6 +49,7 @@ _DISK = "/tmp/disk"  # noqa: S108
 _STALL_S = 9.0
 _OUTAGE_S = (4.0, 7.0)
 _SLOW = "1mbit"
+_RARE = 0.3
 
 
 @dataclass(slots=True)
@@ -102,6 +103,7 @@ class Fault:
         deed: Of the victim.
         where: Hosts that the victim may be on, by number.
         options: More words for ``ronde run``.
+        weight: How often it is drawn, to others' 1: less where it takes 10 s.
     """
 
     name: str
@@ -112,6 +114,7 @@ class Fault:
     deed: str = "exit"
     where: tuple[int, ...] = (0, 1, 2)
     options: tuple[str, ...] = ()
+    weight: float = 1.0
 
 
 @dataclass(slots=True)
@@ -208,10 +211,11 @@ FAULTS = (
         habit="parent",
     ),
     Fault("Ctrl-C", _sends(signal.SIGINT), (130,), "SIGINT", habit="parent"),
-    Fault("link cut", _cut, (69,), _LOST, habit="parent", where=(1, 2)),
+    Fault("link cut", _cut, (69,), _LOST, habit="parent", where=(1, 2),
+          weight=_RARE),
     Fault(
         "head's link cut", _cut, (69,), r"node[23] was lost first", habit="parent",
-        where=(0,),
+        where=(0,), weight=_RARE,
     ),
     Fault("sshd killed", _kill_sshd, (69,), _LOST, habit="parent", where=(1, 2)),
     Fault(
@@ -232,19 +236,19 @@ FAULTS = (
     Fault(
         "log files stall for 9 s, a rank is killed", _freeze_disk, (137,),
         _FAILED + "killed by SIGKILL", habit="noisy", deed="kill",
-        options=("--log-dir", _DISK),
+        options=("--log-dir", _DISK), weight=_RARE,
     ),
     Fault(
         "nobody reads for 9 s, a rank exits 3", _read_nothing, (3,),
-        _FAILED + "exit code 3", habit="noisy",
+        _FAILED + "exit code 3", habit="noisy", weight=_RARE,
     ),
     Fault(
         "link cut for 4-7 s, a rank exits 3", _interrupt_line, (3,),
-        _FAILED + "exit code 3",
+        _FAILED + "exit code 3", weight=_RARE,
     ),
     Fault(
         "link of 1 Mbit/s full of output, a rank exits 3", _fill_line, (3,),
-        _FAILED + "exit code 3", habit="noisy", where=(1, 2),
+        _FAILED + "exit code 3", habit="noisy", where=(1, 2), weight=_RARE,
     ),
 )  # fmt: skip
 
@@ -263,6 +267,7 @@ def main() -> int:
     if not faults:
         parser.error(f"--only must be one of {[f.name for f in FAULTS]}")
     chance = random.Random(options.seed)
+    weights = [fault.weight for fault in faults]
     tallies: dict[str, Tally] = {}
     if options.tallies is not None and options.tallies.exists():
         kept = json.loads(options.tallies.read_text())
@@ -273,7 +278,7 @@ def main() -> int:
                 # All of them first, then at random.
                 is_first = len(tallies) < len(faults)
                 left = [f for f in faults if f.name not in tallies]
-                fault = left[0] if is_first else chance.choice(faults)
+                fault = left[0] if is_first else chance.choices(faults, weights)[0]
                 tally = tallies.setdefault(fault.name, Tally())
                 run_once(cluster, fault, tally, chance)
                 if sys.stderr.isatty():

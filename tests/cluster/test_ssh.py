@@ -4,6 +4,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -394,4 +395,35 @@ def test_timeout_shows_where_the_ranks_of_all_hosts_are(run, cluster, tmp_path):
     assert "| ranks 0-2 on node1, node2 (python" in done.stderr
     assert f'File "{program}", line 3 in nap' in done.stderr
     assert "ronde: --timeout ended the job, exit code 124\n" in done.stderr
+    assert_nothing_left(cluster)
+
+
+@pytest.mark.parametrize(
+    ("after_ms", "why"),
+    [("50", "unknown name"), ("never", "no name server answers within 6 s")],
+)
+def test_a_thousand_unknown_names_take_as_long_as_one(cluster, tmp_path, after_ms, why):
+    resolv = tmp_path / "resolv.conf"
+    resolv.write_text("nameserver 127.0.0.1\n")
+    script = 'mount --bind "$1" /etc/resolv.conf; shift; exec "$@"'
+    alone = ["unshare", "--mount", "sh", "-ec", script, "sh", str(resolv)]
+    ssh_args = ["--ssh-args", f"-F {cluster.ssh_config}"]
+    words = [sys.executable, "-m", "ronde", "run", "--dry-run", *ssh_args]
+    serving = [sys.executable, str(Path(__file__).with_name("answering.py")), after_ms]
+    with cluster.start(cluster.hosts[0], serving, stdout=subprocess.PIPE) as server:
+        assert server.stdout.readline() == b"up\n"
+        begun = time.monotonic()
+        done = cluster.run(
+            cluster.hosts[0],
+            [*alone, *words, "-H", "absent[1-1000]:1", "true"],
+            env=login_environment(),
+            timeout_s=LIMIT_S,
+        )
+        took_s = time.monotonic() - begun
+        server.kill()
+    assert done.returncode == UNREACHABLE
+    assert "1000 of 1000 hosts cannot take part" in done.stderr
+    assert why in done.stderr
+    # One after the other they would take 50 s, or hours.
+    assert took_s < 20.0
     assert_nothing_left(cluster)

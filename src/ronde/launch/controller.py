@@ -128,13 +128,16 @@ class Controller:
             InterruptedStartError: The user has ended it.
         """
         begun_s, hiring = time.monotonic(), self._hiring
+        known = hiring.look_up(hosts, self._board.signal_fd)
 
         def start(host: Host) -> Node:
             node, took_s = hiring.start(host), hiring.looked_up_s
             self._board.progress.took(f"{host.name} was looked up", took_s)
             return node
 
-        nodes = Gathering(self._board, start, hiring.explain).run(hosts, patience_s)
+        nodes = Gathering(self._board, start, hiring.explain, known).run(
+            hosts, patience_s
+        )
         self._agents_s = time.monotonic() - begun_s
         return nodes
 

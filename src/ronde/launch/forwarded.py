@@ -1,5 +1,6 @@
 """Which variables travel to other hosts, and which are shown to nobody."""
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -99,6 +100,7 @@ def names_place(name: str) -> bool:
     return name in _PLACE_NAMES or name.startswith(_PLACE_PREFIXES)
 
 
+@functools.cache
 def names_secret(name: str) -> bool:
     """Whether a variable of this name is likely to hold what others must not see."""
     if name in _DIRECTORIES:

@@ -1,7 +1,8 @@
 """An agent on every host: started side by side, and heard before anything else."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError
@@ -53,6 +54,7 @@ class Gathering:
         start: Starts an agent for a host, without waiting for it.
         explain: Says why the wire to a host ended before its agent spoke: given the
             node, the exit code and what was said.
+        known: Why some hosts cannot take part, by name.
     """
 
     def __init__(
@@ -60,11 +62,17 @@ class Gathering:
         board: Switchboard,
         start: Callable[[Host], Node],
         explain: Callable[[Node, int, str], Failure],
+        known: Mapping[str, Failure],
     ) -> None:
         self._board = board
         self._start = start
         self._explain = explain
+        self._known = known
         self._attempts: list[_Attempt] = []
+        # No event may cost the time of looking at thousands of hosts.
+        self._untried: deque[_Attempt] = deque()
+        self._tried: list[_Attempt] = []
+        self._by_node: dict[int, _Attempt] = {}
         self._patient_until_s = 0.0
 
     def run(self, hosts: Sequence[Host], patience_s: float = 0.0) -> list[Node]:
@@ -78,14 +86,17 @@ class Gathering:
             HostError: Some cannot take part; all of them are listed.
             InterruptedStartError: The user has ended it.
         """
-        self._attempts = [_Attempt(host) for host in hosts]
+        self._attempts = [
+            _Attempt(host, failure=self._known.get(host.name)) for host in hosts
+        ]
         raise_open_files_limit(len(hosts) * _FDS_PER_HOST + _OTHER_FDS)
         self._patient_until_s = time.monotonic() + patience_s
         self._board.progress.begin(
             "to answer (login, start of Python there)",
             lambda: [each.host.name for each in self._attempts if not each.is_settled],
         )
-        while not all(attempt.is_settled for attempt in self._attempts):
+        self._untried.extend(a for a in self._attempts if not a.is_settled)
+        while self._untried or self._unsettled():
             self._start_some()
             self._board.serve(self, self._is_something_to_do, self._due_s)
             self._give_up_late()
@@ -101,18 +112,24 @@ class Gathering:
             raise HostError(told, failed, ready)
         return [attempt.node for attempt in self._attempts if attempt.node is not None]
 
+    def _unsettled(self) -> list[_Attempt]:
+        """Return those that were tried and of which something may still come."""
+        self._tried = [a for a in self._tried if not a.is_settled]
+        return self._tried
+
     def _starting(self) -> list[_Attempt]:
-        return [a for a in self._attempts if a.node is not None and not a.is_settled]
+        return [a for a in self._unsettled() if a.node is not None]
 
     def _waiting(self) -> list[_Attempt]:
-        return [a for a in self._attempts if a.node is None and not a.is_settled]
+        return [a for a in self._unsettled() if a.node is None]
 
     def _is_something_to_do(self) -> bool:
-        if all(attempt.is_settled for attempt in self._attempts):
+        if not self._untried and not self._unsettled():
             return True
         now_s = time.monotonic()
+        is_due = any(a.not_before_s <= now_s for a in self._waiting())
         has_room = len(self._starting()) < MAX_STARTING
-        return has_room and any(a.not_before_s <= now_s for a in self._waiting())
+        return has_room and (is_due or bool(self._untried))
 
     def _due_s(self) -> float:
         dues = [a.due_s for a in self._starting()]
@@ -122,8 +139,11 @@ class Gathering:
     def _start_some(self) -> None:
         now_s = time.monotonic()
         room = MAX_STARTING - len(self._starting())
-        ready = [a for a in self._waiting() if a.not_before_s <= now_s]
-        for attempt in ready[:room]:
+        ready = [a for a in self._waiting() if a.not_before_s <= now_s][:room]
+        while self._untried and len(ready) < room:
+            ready.append(self._untried.popleft())
+            self._tried.append(ready[-1])
+        for attempt in ready:
             attempt.tries += 1
             try:
                 attempt.node = self._start(attempt.host)
@@ -132,6 +152,7 @@ class Gathering:
                 continue
             attempt.due_s = time.monotonic() + CONNECT_S
             self._board.nodes.append(attempt.node)
+            self._by_node[id(attempt.node)] = attempt
 
     def _explain_nothing(self, error: OSError) -> Failure:
         if not error.filename:
@@ -156,9 +177,6 @@ class Gathering:
         node.close()
         self._board.nodes.remove(node)
 
-    def _of(self, node: Node) -> _Attempt:
-        return next(a for a in self._attempts if a.node is node)
-
     def take(self, node: Node, message: FromAgent) -> None:
         """Take note of who is there."""
         if not isinstance(message, Hello):
@@ -173,9 +191,8 @@ class Gathering:
         if problem is None:
             node.hello = message
             return
-        attempt = self._of(node)
         self._drop(node)
-        attempt.failure = problem
+        self._by_node[id(node)].failure = problem
 
     def take_output(self, output: Output) -> None:
         """Nothing runs there yet."""
@@ -183,10 +200,12 @@ class Gathering:
 
     def take_loss(self, node: Node, loss: Loss) -> None:
         """Say why, or try once more."""
-        if all(attempt.node is not node for attempt in self._attempts):
+        attempt = self._by_node.pop(id(node), None)
+        if attempt is None:
             # It was there already: who gathers others sees that it is over.
             return
-        attempt = self._of(node)
+        if all(each is not attempt for each in self._tried):
+            self._tried.append(attempt)
         self._board.nodes.remove(node)
         attempt.node = None
         code = node.link.wire.wait(_EXIT_S)

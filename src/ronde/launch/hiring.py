@@ -4,7 +4,7 @@ import functools
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ronde.errors import Failure
@@ -14,7 +14,11 @@ from ronde.launch.hosts.here import is_here
 from ronde.launch.hosts.host import Host
 from ronde.launch.node import EXIT_INTERNAL, Node
 from ronde.launch.spawners.base import Spawner
+from ronde.launch.spawners.by_hand import UNKNOWN_NAME
 from ronde.launch.wire import ProcessWire
+
+_MANY = 8
+"""Hosts whose names are looked up at once, and not one after the other."""
 
 
 class Hiring:
@@ -38,6 +42,7 @@ class Hiring:
         self._make_spawner = make_spawner
         self._python = python
         self._here = ""
+        self._found: dict[str, tuple[str, ...]] = {}
         self.looked_up_s = 0.0
         """How long it took to find out whether the last host is this machine."""
 
@@ -57,10 +62,37 @@ class Hiring:
         if self._make_spawner is None:
             return True
         begun_s = time.monotonic()
-        if not self._here and is_here(host):
+        if not self._here and is_here(host, self._found.get(host.name)):
             self._here = host.name
         self.looked_up_s = time.monotonic() - begun_s
         return host.name == self._here
+
+    def look_up(self, hosts: Sequence[Host], stop_fd: int) -> dict[str, Failure]:
+        """Look the names of many hosts up; return why some need not be connected to.
+
+        Args:
+            hosts: Which. Of few, and of those that were looked up before, none is.
+            stop_fd: When it is readable no more answers are waited for.
+        """
+        names = [host.name for host in hosts if host.name not in self._found]
+        if self._make_spawner is None or len(names) < _MANY:
+            return {}
+        # Imported where it is needed: most jobs have few hosts.
+        from ronde.launch.hosts.lookup import LIMIT_S, look_up
+
+        answers = look_up(names, stop_fd)
+        self._found |= {name: answers.get(name, ()) for name in names}
+        absent = [name for name, found in answers.items() if not found]
+        is_vain = bool(absent) or not answers
+        if not is_vain or not self.spawner.leads_by_name(names[0]):
+            return {}
+        silent = Failure(
+            f"no name server answers within {LIMIT_S:g} s",
+            "name addresses, or see /etc/resolv.conf",
+        )
+        return dict.fromkeys(absent, UNKNOWN_NAME) | {
+            name: silent for name in names if name not in answers
+        }
 
     def start(self, host: Host) -> Node:
         """Start an agent for a host, without waiting for it.

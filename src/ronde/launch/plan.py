@@ -1,7 +1,7 @@
 """From what the user asked for and what the hosts have to the job of each agent."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ronde.launch.environments import (
@@ -66,10 +66,12 @@ class Plan(NamedTuple):
 
     def jobs(self, epoch: int) -> tuple[Job, ...]:
         """Return the job of each host's agent for one generation."""
-        facts = self.facts._replace(epoch=epoch)
-        return tuple(self._job(facts, index) for index in range(len(self.shares)))
+        facts, worlds = self.facts._replace(epoch=epoch), self._worlds()
+        return tuple(
+            self._job(facts, index, worlds) for index in range(len(self.shares))
+        )
 
-    def _job(self, facts: JobFacts, index: int) -> Job:
+    def _job(self, facts: JobFacts, index: int, worlds: Iterator[World]) -> Job:
         request, share = self.request, self.shares[index]
         node = NodeFacts(share.host.name, index, len(self.shares))
         places = self.places[index]
@@ -78,12 +80,12 @@ class Plan(NamedTuple):
         ranks = tuple(
             RankPlan(
                 rank,
-                rank_environment(self._world(rank, index), facts, node)
+                rank_environment(world, facts, node)
                 | self._own_env(rank, place, request.env),
                 place.cpus,
                 place.memory_node,
             )
-            for rank, place in zip(share.ranks, places, strict=True)
+            for rank, place, world in zip(share.ranks, places, worlds, strict=False)
         )
         return Job(
             job_id=facts.job_id,
@@ -107,18 +109,25 @@ class Plan(NamedTuple):
             env["OMP_NUM_THREADS"] = str(place.num_cores)
         return env | dict(self.request.rank_env.get(rank, {}))
 
-    def _world(self, rank: int, index: int) -> World:
-        local_rank = rank - self.shares[index].ranks.start
+    def _worlds(self) -> Iterator[World]:
+        """Yield what each rank knows of all, by rank."""
         sizes = [len(share.ranks) for share in self.shares]
-        return World(
-            rank=rank,
-            size=sum(sizes),
-            local_rank=local_rank,
-            local_size=sizes[index],
-            cross_rank=sum(size > local_rank for size in sizes[:index]),
-            cross_size=sum(size > local_rank for size in sizes),
-            hosts=tuple(share.host.name for share in self.shares),
-        )
+        num_ranks = sum(sizes)
+        hosts = tuple(share.host.name for share in self.shares)
+        num_at = [sum(size > local for size in sizes) for local in range(max(sizes))]
+        num_before = [0] * len(num_at)
+        for share, size in zip(self.shares, sizes, strict=True):
+            for local_rank, rank in enumerate(share.ranks):
+                yield World(
+                    rank=rank,
+                    size=num_ranks,
+                    local_rank=local_rank,
+                    local_size=size,
+                    cross_rank=num_before[local_rank],
+                    cross_size=num_at[local_rank],
+                    hosts=hosts,
+                )
+                num_before[local_rank] += 1
 
 
 def make_facts(name: str, max_restarts: int = 0) -> JobFacts:

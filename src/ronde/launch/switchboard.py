@@ -67,7 +67,7 @@ class Switchboard:
         """Whether output that cannot be shown at once is dropped."""
         self.store = StoreService()
         """Where the ranks meet; each generation of them has a new one."""
-        self._signal_fd = signal_fd
+        self.signal_fd = signal_fd
 
     @property
     def live_nodes(self) -> list[Node]:
@@ -101,7 +101,7 @@ class Switchboard:
     def _serve_ready(self, attendant: Attendant, timeout_s: float) -> None:
         by_fd: dict[int, Node] = {}
         output = self.output
-        readable = [self._signal_fd, *([] if output.has_ended else [output.read_fd])]
+        readable = [self.signal_fd, *([] if output.has_ended else [output.read_fd])]
         writable = [] if output.write_fd < 0 else [output.write_fd]
         for node in self.live_nodes:
             wire = node.link.wire
@@ -111,7 +111,7 @@ class Switchboard:
             by_fd |= dict.fromkeys([*fds, wire.write_fd], node)
         limit_s = None if timeout_s == float("inf") else max(0.0, timeout_s)
         for fd in wait_for(readable, writable, limit_s):
-            if fd == self._signal_fd:
+            if fd == self.signal_fd:
                 self._take_signals(attendant)
             elif fd == output.read_fd:
                 self._read_output(attendant)
@@ -184,7 +184,7 @@ class Switchboard:
             node.grant()
 
     def _take_signals(self, attendant: Attendant) -> None:
-        for number in read_signals(self._signal_fd):
+        for number in read_signals(self.signal_fd):
             if number == SUSPENDING:
                 self._suspend()
             else:
@@ -217,10 +217,10 @@ class Switchboard:
         output, number, is_last = self.output, 0, False
         output.close()
         while not output.has_ended:
-            readable = [output.read_fd, *([] if is_last else [self._signal_fd])]
+            readable = [output.read_fd, *([] if is_last else [self.signal_fd])]
             writable = [] if output.write_fd < 0 else [output.write_fd]
             ready = wait_for(readable, writable, limit_s)
-            if not is_last and (not ready or self._signal_fd in ready):
+            if not is_last and (not ready or self.signal_fd in ready):
                 output.discard()
                 is_last, limit_s = True, _LAST_S
             elif not ready:

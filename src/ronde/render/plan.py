@@ -97,15 +97,17 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
 
 def _environments(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
     """Return the variables that all ranks have alike, and in words the others."""
-    ranks = [redacted(job.env | rank.env) for job in plan.jobs(0) for rank in job.ranks]
+    ranks = [job.env | rank.env for job in plan.jobs(0) for rank in job.ranks]
     shared: dict[str, str] = {}
     own: dict[str, str] = {}
     for name in sorted({name for env in ranks for name in env}):
         values = [env.get(name, _UNSET) for env in ranks]
-        if len(set(values)) == 1:
-            shared[name] = values[0]
+        # A value that thousands of ranks have is looked at once.
+        shown = {value: redacted({name: value})[name] for value in set(values)}
+        if len(shown) == 1:
+            shared[name] = shown[values[0]]
         else:
-            own[name] = format_runs(values)
+            own[name] = format_runs([shown[value] for value in values])
     return shared, own
 
 

@@ -28,6 +28,14 @@ class Spawner(Protocol):
         """
         ...
 
+    def leads_by_name(self, name: str) -> bool:
+        """Whether a host is reached by the address that its name has here, if any.
+
+        Args:
+            name: Of one of many hosts; the answer is for all of them.
+        """
+        ...
+
     def explain(self, host: Host, exit_code: int, said: str) -> Failure:
         """Say why the command ended before the program spoke.
 

@@ -5,6 +5,8 @@ import shlex
 from ronde.errors import Failure
 from ronde.launch.hosts.host import Host
 
+UNKNOWN_NAME = Failure("unknown name", "check the spelling")
+
 _NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
 _LONGEST_CHARS = 200

@@ -111,6 +111,10 @@ class MpiSpawner:
         user = ["-l", host.user] if host.user else []
         return shlex.join([*self._ssh_args, *port, *user])
 
+    def leads_by_name(self, name: str) -> bool:  # noqa: ARG002 - of no name
+        """See ``Spawner``: it has names of its own."""
+        return False
+
     def explain(self, host: Host, exit_code: int, said: str) -> Failure:
         """See ``Spawner``."""
         if any(words in said for words in _NO_PROGRAM):

@@ -49,6 +49,10 @@ class SlurmSpawner:
         """See ``Spawner``."""
         return [*_CLEARED, "srun", f"--nodelist={host.name}", *_STEP, "--", *words]
 
+    def leads_by_name(self, name: str) -> bool:  # noqa: ARG002 - of no name
+        """See ``Spawner``: it has names of its own."""
+        return False
+
     def explain(self, host: Host, exit_code: int, said: str) -> Failure:
         """See ``Spawner``."""
         told = "\n".join(line for line in said.splitlines() if _CHATTER not in line)

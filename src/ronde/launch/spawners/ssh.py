@@ -2,8 +2,10 @@
 
 import re
 import shlex
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ronde.errors import Failure
 from ronde.launch.hosts.host import Host
@@ -15,6 +17,14 @@ from ronde.launch.spawners.by_hand import (
 )
 
 _FAILED = 255
+_CONFIGURATION = re.compile(r"Reading configuration data (\S+)")
+_PROXIES = re.compile(r"^proxy(command|jump) (?!none$)", re.MULTILINE)
+_NAMES = re.compile(
+    # What is included for some hosts is not read for all.
+    r"^\s*(hostname|proxycommand|proxyjump|canonicalizehostname|match)\b"
+    r"|^\s*host\b(.|\n)*^\s*include\b",
+    re.IGNORECASE | re.MULTILINE,
+)
 _SECURE = (
     "-T",  # bytes pass as they are
     "-a",  # nothing on another host can use the user's keys
@@ -122,6 +132,19 @@ class SshSpawner:
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
         """See ``Spawner``."""
         return [*self.client(host), host.name, shlex.join(words)]
+
+    def leads_by_name(self, name: str) -> bool:
+        """See ``Spawner``: unless its configuration says anything of names."""
+        words = [*self.client(Host(name))[:-1], "-v", "-G", "--", name]
+        try:
+            asked = subprocess.run(words, capture_output=True, text=True, check=True)
+            files = _CONFIGURATION.findall(asked.stderr)
+            texts = [Path(file).read_text(errors="replace") for file in files]
+        except (OSError, subprocess.CalledProcessError):
+            return False
+        is_same = f"hostname {name}\n" in asked.stdout
+        is_direct = not _PROXIES.search(asked.stdout)
+        return is_same and is_direct and not any(map(_NAMES.search, texts))
 
     def explain(self, host: Host, exit_code: int, said: str) -> Failure:
         """See ``Spawner``."""
