@@ -54,9 +54,10 @@ class OutputPipe:
             self.close()
             return None
         if self.stream is Stream.STDERR:
-            if _TRACEBACK in self._before + data:
+            text = self._before + data
+            if _TRACEBACK in text:
                 self.traceback_s = time.monotonic()
-            self._before = data[1 - len(_TRACEBACK) :]
+            self._before = text[1 - len(_TRACEBACK) :]
         return data
 
     def close(self) -> None:
