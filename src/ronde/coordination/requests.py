@@ -110,7 +110,7 @@ class Request:
         ]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1024)
 def _decode(text: str) -> Request:
     """Read a text, once for all ranks that send the same."""
     kind, name, dtypes, shapes, device, number, *rest = json.loads(text)
