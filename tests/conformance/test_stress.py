@@ -4,15 +4,13 @@ All ranks draw the same calls from one seed, and delays each from its own. Value
 small integers, so that sums are exact whatever the order.
 """
 
-import json
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
+from tests.faults.fault_loops import load_script, run_loop
 
 from ronde.collectives import ReduceOp, connect
 
@@ -174,15 +172,10 @@ def test_everything_at_once(run_ranks, size):
 
 def test_a_short_soak():
     """The long one: ``python benchmarks/soak.py``."""
-    script = Path(__file__).parents[2] / "benchmarks" / "soak.py"
-    words = ["--ranks", "2", "--steps", "80", "--every", "20"]
-    done = subprocess.run(
-        [sys.executable, str(script), *words],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {"wrong": []}
-    assert done.stdout.count("| step ") == done.stdout.count("| cycle ") == 8
+    told = run_loop("soak", "--ranks", "2", "--steps", "80", "--every", "20")
+    assert told == {"wrong": []}
+    soak = load_script("soak")
+    flat = [soak.Held(i, 100.0, 200.0, 300.0, 1000, 4, 7) for i in range(20)]
+    leaking = [replace(mark, allocated_mib=100 + mark.number) for mark in flat]
+    assert soak.find_growth(flat, 2.0) == []
+    assert soak.find_growth(leaking, 2.0) == ["allocated_mib 114 -> 119"]
