@@ -25,7 +25,7 @@ from ronde.errors import UsageError
 from ronde.timeline.events import Recorder
 
 _MAX_ITEMS = 4096
-"""Tensors in the plans that are kept, 1 KiB each."""
+"""Tensors in the plans that are kept, 1 KiB each; the same plans on all ranks."""
 
 
 @dataclass(slots=True)
