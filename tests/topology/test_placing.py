@@ -4,7 +4,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from tests.topology.saved_trees import NAMES, unpack
 from tests.topology.supplies import homes, supply
 
@@ -244,7 +244,25 @@ def situations(draw):
     return whole, request
 
 
+def is_every_gpu_placed(whole, request, places, one):
+    """Whether the GPUs align a rank: one without a node, and none of them does."""
+    aligned = places if request.scope is Scope.JOB else [one]
+    taken = [whole.gpus[gpu] for each in aligned for gpu in each.gpus]
+    # Those that are chosen are chosen among all.
+    known = whole.gpus if request.num_gpus else taken
+    return all(gpu.node != UNKNOWN_NODE for gpu in known)
+
+
+RESTRICTED = Request(1, Policy.RESTRICTED, Scope.JOB, num_cores=2)
+
+
 @given(situations())
+# A GPU on a node without cores is near none that has some.
+@example(
+    (supply({0: 1, 1: 1}, gpus=(7, 0)), RESTRICTED._replace(num_cores=1, num_gpus=1))
+)
+# The third rank has to split its cores, for a node with enough is not of the set.
+@example((supply({0: 1, 1: 2, 2: 2, 8: 3}), RESTRICTED._replace(num_ranks=3)))
 def test_placements_keep_within_the_host_and_their_policies(situation):
     whole, request = situation
     try:
@@ -266,8 +284,8 @@ def test_placements_keep_within_the_host_and_their_policies(situation):
     assert len(gpus) == len(set(gpus))
     for each in places:
         assert request.num_gpus in {None, len(each.gpus)}
-        if strict and each.nodes:
-            nodes = {whole.gpus[gpu].node for gpu in each.gpus} - {UNKNOWN_NODE}
+        if strict and each.nodes and is_every_gpu_placed(whole, request, places, each):
+            nodes = {whole.gpus[gpu].node for gpu in each.gpus}
             assert nodes <= set(each.nodes)
         assert not (strict and not each.is_preferred)
         assert each.is_preferred != bool(each.reasons)

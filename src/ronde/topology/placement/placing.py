@@ -180,7 +180,7 @@ class _Placer:
         mask = (1 << len(supply.nodes)) - 1 if verdict.mask is None else verdict.mask
         gpus = stock.take_gpus(demand, verdict.mask)
         order = self._order(mask, self._node_near(gpus))
-        cores = stock.take_cores(demand, order)
+        cores = stock.take_cores(demand, order, mask)
         share = self._shares[rank] if self._shares else None
         home = middle_node(cores) if share is None or share.has_enough else share.home
         memory = 0

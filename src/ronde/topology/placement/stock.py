@@ -86,7 +86,7 @@ class Stock:
         best = self._free_gpus
         if mask is not None:
             bits = [self._supply.bit_of(gpu.node) for gpu in self._supply.gpus]
-            inside = [n for n in best if (bit := bits[n]) is None or mask >> bit & 1]
+            inside = [n for n in best if self._is_within(self._supply.gpus[n], mask)]
             counts = Counter(bits[n] for n in inside)
             whole = [n for n in inside if counts[bits[n]] >= demand.num_gpus]
             of_one = [n for n in whole if bits[n] == bits[whole[0]]]
@@ -95,17 +95,23 @@ class Stock:
         self._free_gpus = [n for n in self._free_gpus if n not in taken]
         return taken
 
-    def take_cores(self, demand: Demand, order: Sequence[int]) -> tuple[Core, ...]:
+    def take_cores(
+        self, demand: Demand, order: Sequence[int], mask: int
+    ) -> tuple[Core, ...]:
         """Give out cores, of one node where one has enough.
 
         Args:
             demand: How many, or which.
-            order: Nodes as the rank likes them best.
+            order: Nodes as the rank likes them best, those of the mask first.
+            mask: Nodes that are not left while they have enough together.
         """
         if demand.own_cores:
             return demand.own_cores
         wanted = demand.num_cores
-        whole = [bit for bit in order if len(self._cores[bit]) >= wanted]
+        inside = [bit for bit in order if mask >> bit & 1]
+        has_room = sum(len(self._cores[bit]) for bit in inside) >= wanted
+        tried = inside if has_room else order
+        whole = [bit for bit in tried if len(self._cores[bit]) >= wanted]
         taken: list[Core] = []
         for bit in [*whole[:1], *order]:
             num_more = wanted - len(taken)
@@ -156,8 +162,7 @@ class Stock:
 
         def badness(nic: int) -> tuple[object, ...]:
             told = near.get((own, nic))
-            bit = self._supply.bit_of(self._supply.nics[nic].node)
-            is_outside = bit is not None and not mask >> bit & 1
+            is_outside = not self._is_within(self._supply.nics[nic], mask)
             order = told.order if told else ()
             is_untold = told is None
             load = self._num_given[nic]
@@ -167,6 +172,13 @@ class Stock:
         for nic in best:
             self._num_given[nic] += 1
         return best
+
+    def _is_within(self, device: Device, mask: int) -> bool:
+        """Whether a device is near a set of nodes; one that is near none may be."""
+        bit = self._supply.bit_of(device.node)
+        if bit is None:  # a node without CPUs is in no set
+            return device.node == UNKNOWN_NODE
+        return bool(mask >> bit & 1)
 
     def _may_give(self, nic: int) -> bool:
         return self._is_nic_shared or not self._num_given[nic]
