@@ -2,6 +2,7 @@
 
 import os
 import socket
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from ronde.collectives import connect
 from ronde.collectives.rendezvous import local
 from ronde.collectives.store import store_at
 from ronde.errors import CollectiveError, WorldError
+from ronde.store.local_socket import own_directories, remove
 from ronde.store.server import serve_locally
 from ronde.world import Claim, Launcher, Meeting
 
@@ -92,7 +94,7 @@ def unmet(claim, job_id, size):
 
 def own_entries(name):
     """Return what there is under a name in this user's directories."""
-    return [d / name for d in local.private_directories() if (d / name).exists()]
+    return [d / name for d in own_directories("ronde-ranks-") if (d / name).exists()]
 
 
 def meet_locally(claim, num_jobs):
@@ -119,8 +121,8 @@ def meet_despite_what_is_there(claim, kind, folder):
     """Rank 0 comes only when rank 1 has seen what is there in its place."""
     mine = unmet(claim, f"stale {kind}", claim.size)
     if claim.rank == 1:
-        path = next(local.private_directories()) / local.meeting_name(mine)
-        path.unlink(missing_ok=True)
+        directory = Path(tempfile.mkdtemp(prefix=local._prefix(), dir="/tmp"))
+        path = directory / local.meeting_name(mine)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         if kind == "earlier":
@@ -138,19 +140,20 @@ def meet_despite_what_is_there(claim, kind, folder):
     total = sum_of_ranks(mine)
     if claim.rank == 1 and kind == "earlier":
         earlier.close()
-    return total
+        remove(directory)
+    return total, claim.rank and directory.exists()
 
 
 @pytest.mark.parametrize("kind", ["killed", "earlier"])
 def test_a_socket_left_behind_does_not_matter(run_ranks_bare, tmp_path, kind):
-    run_ranks_bare(2, meet_locally, 1)  # makes the directory
-    assert run_ranks_bare(2, meet_despite_what_is_there, kind, tmp_path) == [3, 3]
+    results = run_ranks_bare(2, meet_despite_what_is_there, kind, tmp_path)
+    assert results == [(3, 0), (3, False)]
 
 
 def see_the_directory(claim):
     mine = unmet(claim, "modes", 2)
     sum_of_ranks(mine)
-    found = [path.stat() for path in local.private_directories()]
+    found = [path.stat() for path in own_directories(local._prefix())]
     return {(each.st_mode & 0o777, each.st_uid) for each in found}
 
 

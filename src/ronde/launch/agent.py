@@ -45,7 +45,8 @@ from ronde.launch.messages import (
 )
 from ronde.launch.outbox import Outbox
 from ronde.launch.signals import is_kept_ignored
-from ronde.store.local_socket import remove, temporary_directory
+from ronde.launch.store_relay import name_directory
+from ronde.store.local_socket import remove
 
 if TYPE_CHECKING:
     from ronde.launch.conversation import Conversation
@@ -62,8 +63,7 @@ def main(first_word_s: float = _NEVER) -> NoReturn:
         first_word_s: Seconds after which an agent that was told nothing ends: the end
             of a connection that broke silently is never seen.
     """
-    # The keeper must know it as well; nobody else does, until it is there.
-    directory = temporary_directory() / f"ronde-{os.urandom(8).hex()}"
+    directory = name_directory()  # the keeper must know it as well
     run_kept(lambda: _run_agent(first_word_s, directory), directory)
 
 

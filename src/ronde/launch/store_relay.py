@@ -12,13 +12,35 @@ from pathlib import Path
 
 from ronde.launch.frames import Relayed
 from ronde.launch.outbox import Outbox
-from ronde.store.local_socket import is_own, listen
+from ronde.store.local_socket import (
+    is_own,
+    listen,
+    own_directories,
+    remove,
+    remove_stale,
+    temporary_directory,
+)
 from ronde.store.protocol import max_connections
 
 _READ_BYTES = 32 << 10
 """A frame's worth: little enough not to hold up what is more urgent."""
 
 _MAX_UNSENT_BYTES = 32 << 20
+
+
+_PREFIX = "ronde-agent-"
+
+
+def name_directory() -> Path:
+    """Return where an agent may make its sockets; nobody can guess it before."""
+    return temporary_directory() / f"{_PREFIX}{os.urandom(8).hex()}"
+
+
+def _remove_left_behind() -> None:
+    """Remove the sockets of agents that were killed together with their keepers."""
+    for directory in own_directories(_PREFIX):
+        if remove_stale(directory):
+            remove(directory)
 
 
 @dataclass(slots=True)
@@ -60,7 +82,9 @@ class StoreRelay:
         self._by_number: dict[int, _Connection] = {}
         self._count = 0
         self._is_reading = True
-        directory.mkdir(mode=0o700, exist_ok=True)
+        if not directory.exists():
+            _remove_left_behind()
+            directory.mkdir(mode=0o700)
         self.path = directory / f"store.{epoch}"
         self._listener = listen(self.path)
         self._listener.setblocking(False)  # noqa: FBT003  the socket's own method

@@ -8,8 +8,11 @@ directory that somebody else has made, or a socket that he has put into its plac
 him nothing. Root is let in: it can read this process's memory anyway.
 """
 
+import errno
 import os
 import socket
+import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
@@ -31,11 +34,13 @@ def temporary_directory() -> Path:
 
 
 def listen(path: Path) -> socket.socket:
-    """Return a socket that takes connections at a path that is not there yet."""
+    """Return a socket that takes connections at a path; it does when it appears."""
+    draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     listener = socket.socket(socket.AF_UNIX)
     try:
-        listener.bind(str(path))
+        listener.bind(str(draft))
         listener.listen(128)
+        draft.rename(path)
     except BaseException:
         listener.close()
         raise
@@ -69,9 +74,33 @@ def is_own(sock: socket.socket) -> bool:
     return user in (os.geteuid(), 0)
 
 
+def own_directories(prefix: str) -> Iterator[Path]:
+    """Yield this user's directories for sockets that begin so, which nobody enters."""
+    for entry in os.scandir(temporary_directory()):
+        with suppress(OSError):
+            if entry.name.startswith(prefix):
+                found = entry.stat(follow_symlinks=False)
+                is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+                if is_private and found.st_uid == os.geteuid():
+                    yield Path(entry.path)
+
+
 def remove(directory: Path) -> None:
     """Remove a directory of sockets, if it is there and this user's."""
     with suppress(OSError):
         for entry in directory.iterdir():
             entry.unlink(missing_ok=True)
         directory.rmdir()
+
+
+def remove_stale(directory: Path) -> bool:
+    """Remove sockets whose listener was killed; say whether there were any."""
+    was_stale = False
+    with suppress(OSError):
+        for path in directory.glob("[!.]*"):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.setblocking(False)  # noqa: FBT003  the socket's own method
+                if sock.connect_ex(str(path)) == errno.ECONNREFUSED:
+                    path.unlink()
+                    was_stale = True
+    return was_stale

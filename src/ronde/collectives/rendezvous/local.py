@@ -5,22 +5,24 @@ socket's name comes from the process that launched the ranks, so jobs do not mix
 """
 
 import atexit
-import errno
 import hashlib
 import os
 import secrets
-import socket
-import stat
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from ronde.collectives.ancestry import find_launcher
 from ronde.collectives.rendezvous.handshake import await_all, join
 from ronde.collectives.store import JobStore, store_at
 from ronde.errors import CollectiveError
-from ronde.store.local_socket import dial, listen, temporary_directory
+from ronde.store.local_socket import (
+    dial,
+    listen,
+    own_directories,
+    remove,
+    remove_stale,
+    temporary_directory,
+)
 from ronde.store.protocol import max_connections
 from ronde.store.server import StoreServer, serve_locally
 from ronde.world.machine import boot_identity
@@ -45,7 +47,7 @@ def meet_on_host(claim: Claim, timeout_s: float) -> JobStore:
         return _host(claim, name, timeout_s)
     ends_at = time.monotonic() + timeout_s
     while time.monotonic() < ends_at:
-        for directory in private_directories():
+        for directory in own_directories(_prefix()):
             store = _enter(str(directory / name), claim, timeout_s)
             if store is not None:
                 return store
@@ -64,19 +66,13 @@ def meeting_name(claim: Claim) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
-def private_directories() -> Iterator[Path]:
-    """Yield this user's directories for sockets.
+def _prefix() -> str:
+    """Return how directories begin that rank 0 may have made.
 
-    Others may have taken the first name, and any further one that can be guessed. So
-    there may be one with a random end, and all ranks look into all that are their own.
+    Others may have taken any name that can be guessed. So all have a random end, and
+    ranks look into all that are their user's.
     """
-    prefix = f"ronde-{os.geteuid()}"
-    for entry in os.scandir(temporary_directory()):
-        if entry.name == prefix or entry.name.startswith(f"{prefix}."):
-            found = entry.stat(follow_symlinks=False)
-            is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-            if is_private and found.st_uid == os.geteuid():
-                yield Path(entry.path)
+    return f"ronde-ranks-{os.geteuid()}-"
 
 
 def _enter(path: str, claim: Claim, timeout_s: float) -> JobStore | None:
@@ -94,18 +90,19 @@ def _enter(path: str, claim: Claim, timeout_s: float) -> JobStore | None:
 
 def _host(claim: Claim, name: str, timeout_s: float) -> JobStore:
     """Answer for a store until this process ends; wait until all have joined."""
-    directory = next(private_directories(), None) or _make_directory()
-    _remove_stale(directory)
-    draft, own = directory / f".{secrets.token_hex(8)}", secrets.token_hex(16)
-    server = serve_locally(listen(draft), max_connections(claim.size))
-    atexit.register(_end, os.getpid(), server, directory / own)
-    # It listens already when it appears; the second name is for ranks to find.
-    draft.rename(directory / own)
-    store = store_at(str(directory / own), timeout_s)
-    store.set(_SOCKET, str(directory / own))
+    for stale in own_directories(_prefix()):
+        if remove_stale(stale):
+            remove(stale)
+    end = secrets.token_hex(8)
+    directory = temporary_directory() / f"{_prefix()}{end}"
+    directory.mkdir(mode=0o700)
+    server = serve_locally(listen(directory / end), max_connections(claim.size))
+    atexit.register(_end, os.getpid(), server, directory)
+    store = store_at(str(directory / end), timeout_s)
+    store.set(_SOCKET, str(directory / end))
     join(store, claim)
-    draft.hardlink_to(directory / own)
-    draft.rename(directory / name)
+    # For ranks to find, until all have come.
+    (directory / name).hardlink_to(directory / end)
     try:
         await_all(store, claim, timeout_s)
     finally:
@@ -113,28 +110,8 @@ def _host(claim: Claim, name: str, timeout_s: float) -> JobStore:
     return store
 
 
-def _make_directory() -> Path:
-    first = temporary_directory() / f"ronde-{os.geteuid()}"
-    try:
-        first.mkdir(mode=0o700)
-    except FileExistsError:
-        other = first.with_name(f"{first.name}.{secrets.token_hex(8)}")
-        other.mkdir(mode=0o700)
-        return other
-    return first
-
-
-def _remove_stale(directory: Path) -> None:
-    """Remove the sockets of jobs that were killed: nobody listens there."""
-    for path in directory.glob("[!.]*"):
-        with socket.socket(socket.AF_UNIX) as sock, suppress(OSError):
-            sock.setblocking(False)  # noqa: FBT003  the socket's own method
-            if sock.connect_ex(str(path)) == errno.ECONNREFUSED:
-                path.unlink()
-
-
-def _end(pid: int, server: StoreServer, path: Path) -> None:
+def _end(pid: int, server: StoreServer, directory: Path) -> None:
     """Take the socket away at the end of rank 0, and not of a process it has forked."""
     if os.getpid() == pid:
-        path.unlink(missing_ok=True)
+        remove(directory)
         server.close()
