@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -152,3 +153,30 @@ if os.environ["RANK"] == "0":
 def test_rank_0_can_serve_on_the_port(ronde):
     done = ronde("run", "-n", "1", "--", sys.executable, "-c", BIND_IT_ONESELF)
     assert (done.returncode, done.stdout) == (0, b"[0] bound\n"), done.stderr
+
+
+def test_what_a_killed_agent_and_its_keeper_leave_is_gone_after_the_next_job(ronde):
+    """The keeper removes it, if it may; nobody does where both are killed."""
+    code = "import os, time; print(os.environ['RONDE_STORE'], flush=True); "
+    words = ("run", "-n", "1", "--no-prefix", "--", sys.executable, "-c")
+    for victims in (slice(0, 1), slice(0, 2)):
+        with ronde.start(*words, code + "time.sleep(600)") as process:
+            path = Path(process.stdout.readline().decode().strip())
+            keeper = only_child(process.pid, "agent")
+            agent = only_child(keeper, "agent")
+            for pid in (agent, keeper)[victims]:
+                os.kill(pid, signal.SIGKILL)
+            process.communicate(timeout=60)
+            assert process.returncode != 0
+        is_left = path.exists()
+        assert is_left is (victims.stop == 2)
+    assert ronde(*words, "pass").returncode == 0
+    assert not path.parent.exists()
+
+
+def only_child(pid, word):
+    """Return the child of a process that has a word among its own."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    words = {c: Path(f"/proc/{c}/cmdline").read_bytes() for c in children}
+    (found,) = (int(c) for c in children if word.encode() in words[c])
+    return found

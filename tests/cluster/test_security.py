@@ -30,22 +30,14 @@ ENVIRONMENT = {
 }
 PLACES = [0, 0, 1, 2]
 
-# Whether each of the addresses and ports named takes a connection, and what it says to
-# somebody who knows nothing.
+# Whether each of the addresses and ports named takes a connection.
 KNOCK = """
 import socket, sys
 for place in sys.argv[1:]:
     address, _, port = place.rpartition("|")
     try:
         with socket.create_connection((address, int(port)), 2.0) as asking:
-            asking.sendall(b"\\0" * 64 + b"GET / HTTP/1.0\\r\\n\\r\\n")
-            asking.shutdown(socket.SHUT_WR)
-            asking.settimeout(0.3)
-            try:
-                said = asking.recv(100)
-            except OSError:
-                said = b""
-        print(address, port, said.hex() or "-", flush=True)
+            print(address, port, flush=True)
     except OSError:
         pass
 """
@@ -166,33 +158,25 @@ def scan(cluster, addresses):
 
 
 @pytest.mark.timeout(LIMIT_S + SCAN_S)
-def test_a_scan_of_every_port_finds_no_more_and_disturbs_nothing(cluster, job):
+def test_a_scan_finds_no_port_open_once_the_ranks_have_met(cluster, job):
     """Of each host's addresses from another host, and of its loopback from itself."""
     addresses, expected = {}, {}
     others = [*cluster.hosts[1:], cluster.hosts[0]]
-    sockets_of_others = [*job.sockets[1:], job.sockets[0]]
-    for host, other, sockets in zip(
-        cluster.hosts, others, sockets_of_others, strict=True
-    ):
+    for host, other in zip(cluster.hosts, others, strict=True):
         tried = (*LOOPBACK, other.address, other.address6)
-        of_ranks = {(found.address, found.port) for found in sockets}
-        assert of_ranks
         addresses[host.name] = tried
-        expected[host.name] = {(each, SSH_PORT) for each in tried} | of_ranks
+        expected[host.name] = {(each, SSH_PORT) for each in tried}
     assert scan(cluster, addresses) == expected
 
 
 @pytest.mark.timeout(LIMIT_S)
-def test_what_strangers_say_is_not_answered_and_disturbs_nothing(cluster, job):
+def test_the_ports_that_gloo_has_let_nobody_in(cluster, job):
     listening = {(found.address, found.port) for each in job.sockets for found in each}
     places = [f"{address}|{port}" for address, port in listening]
     words = [sys.executable, "-c", KNOCK, *places]
     done = cluster.run(cluster.hosts[2], words, timeout_s=60)
     assert done.returncode == 0, done.stderr
-    answers = [line.split() for line in done.stdout.splitlines()]
-    assert {(address, int(port)) for address, port, _ in answers} == listening
-    # Nobody tells a stranger anything that he did not say himself.
-    assert {said for _, _, said in answers} == {"-"}
+    assert (len(listening), done.stdout) == (7, "")
 
 
 def has_secret(text, known):

@@ -15,6 +15,10 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
+from ronde.collectives.engines.torch_distributed.listener import (
+    let_nobody_in,
+    make_listening,
+)
 from ronde.collectives.engines.torch_distributed.nccl import Nccl
 from ronde.collectives.engines.torch_distributed.own_address import find_own_address
 from ronde.collectives.engines.torch_distributed.work import Awaited, Pending
@@ -174,14 +178,18 @@ class Groups:
         store = PrefixStore(name, self._store)
         gloo: Any = ProcessGroupGloo
         options: Any = self._timeout
+        listening: dict[int, int] = {}
         if self._address:
             options = gloo._Options()  # noqa: SLF001  the only name in torch 2.11
             options._timeout = self._timeout  # noqa: SLF001  likewise
-            device = gloo.create_device(hostname=self._address)
+            device, listening = make_listening(
+                lambda: gloo.create_device(hostname=self._address), self._address
+            )
             options._devices = [device]  # noqa: SLF001  likewise
         group: Backend = gloo(store, self._rank, self._size, options)
         # Nobody leaves before all are connected: rank 0's store may go at any time.
         group.barrier().wait()
+        let_nobody_in(listening)
         return group
 
 

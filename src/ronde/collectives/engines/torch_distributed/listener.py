@@ -1,0 +1,98 @@
+"""Closes the door that Gloo leaves open once all ranks are in.
+
+Gloo goes on to listen for as long as its group lives, though nobody is to come any
+more, and keeps every connection that comes: some hundred of a stranger's use up the
+rank's descriptors, and Gloo ends the process (``accept: Too many open files``). The
+socket cannot be closed under Gloo's hands. But the kernel can be told to let no packet
+through to it: connections that are there already are sockets of their own.
+"""
+
+import ctypes
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from ronde.world.variables import select_variables
+
+T = TypeVar("T")
+
+_ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+_making = threading.Lock()
+
+
+class _Instruction(ctypes.Structure):
+    """The kernel's ``struct sock_filter``."""
+
+    _fields_ = (
+        ("code", ctypes.c_uint16),
+        ("if_true", ctypes.c_uint8),
+        ("if_false", ctypes.c_uint8),
+        ("operand", ctypes.c_uint32),
+    )
+
+
+class _Program(ctypes.Structure):
+    """The kernel's ``struct sock_fprog``."""
+
+    _fields_ = (
+        ("length", ctypes.c_uint16),
+        ("instructions", ctypes.POINTER(_Instruction)),
+    )
+
+
+_RETURN = 0x06
+"""With operand 0: no byte of the packet is taken."""
+
+
+def make_listening(make: Callable[[], T], address: str) -> tuple[T, dict[int, int]]:
+    """Return what is made, and the sockets that listen at an address because of it.
+
+    One thread at a time does this: another's sockets are still waiting for its ranks.
+    """
+    with _making:
+        before = _listening(address)
+        made = make()
+        after = _listening(address)
+    return made, {fd: i for fd, i in after.items() if before.get(fd) != i}
+
+
+def let_nobody_in(listening: dict[int, int]) -> None:
+    """Have the kernel keep all from these sockets; those who are in stay.
+
+    Args:
+        listening: From ``make_listening``.
+    """
+    if select_variables([_LAZY]).get(_LAZY, "0").lower() in ("1", "true", "yes", "y"):
+        return  # torch then connects two ranks when they first need it
+    nothing = _Instruction(_RETURN, 0, 0, 0)
+    program = bytes(_Program(1, ctypes.pointer(nothing)))
+    for fd, inode in listening.items():
+        if os.fstat(fd).st_ino == inode:
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
+
+
+def _listening(address: str) -> dict[int, int]:
+    """Return the inodes of this process's sockets that listen there, by descriptor."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  numbers, not paths
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode) and _listens(int(name), address):
+                found[int(name)] = status.st_ino
+    return found
+
+
+def _listens(fd: int, address: str) -> bool:
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+        return (
+            is_tcp
+            and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+            and sock.getsockname()[0] == address
+        )
