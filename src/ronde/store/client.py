@@ -95,13 +95,6 @@ class StoreClient:
         """Return the number of keys."""
         return int(self._ask(Op.COUNT, [], timeout_s)[0])
 
-    def close(self) -> None:
-        """Close the connections that nothing uses now."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
-
     def _ask(
         self, op: Op, fields: Sequence[bytes], timeout_s: float
     ) -> tuple[bytes, ...]:
