@@ -75,6 +75,14 @@ def test_an_agent_is_met_behind_any_noise():
     assert end(wire) is not None
 
 
+def test_a_login_that_writes_back_what_it_is_sent_is_noise():
+    echoing = "read -r line; printf '%s\\n' \"$line\"; printf '%s\\n' \"$line\" | "
+    wire, greeting, _ = meet(Here(echoing))
+    assert greeting.met is not None
+    assert b"arrive(" in greeting.noise
+    end(wire)
+
+
 def test_the_line_that_others_can_read_is_the_same_for_all():
     spawner = Here()
     greetings = []

@@ -18,7 +18,8 @@ def arrive(sentinel: str, directory: str) -> None:
     """Say what is here, after the sentinel; then be an agent, where that can be.
 
     Args:
-        sentinel: What is written first: all before it is a login's noise.
+        sentinel: Its mirror image is written first: all before it is a login's noise,
+            also where a login writes back what it is sent.
         directory: Where the controller has its own ronde; taken where it is here too,
             for then nothing need be installed, and site-packages need not be read.
     """
@@ -42,7 +43,7 @@ def arrive(sentinel: str, directory: str) -> None:
         "ronde": version,
         "problem": problem,
     }
-    os.write(1, (sentinel + json.dumps(said) + "\n").encode())
+    os.write(1, (sentinel[::-1] + json.dumps(said) + "\n").encode())
     if problem or agent is None:
         sys.exit(_EXIT_CANNOT)
     agent.main(_FIRST_WORD_S)

@@ -12,6 +12,7 @@ from ronde.launch.limits import explain_shortage, raise_open_files_limit
 from ronde.launch.messages import PROTOCOL, FromAgent, Hello
 from ronde.launch.node import Loss, Node
 from ronde.launch.signals import ASKING, TIMED_OUT, InterruptedStartError
+from ronde.launch.spawners.by_hand import last_line
 from ronde.launch.switchboard import Switchboard
 
 _FDS_PER_HOST = 3
@@ -169,9 +170,18 @@ class Gathering:
                 # It stays on the board: what it has started is looked for at the end.
                 attempt.node.link.wire.kill()
                 attempt.node.close()
-                cure = self._explain(attempt.node, _UNKNOWN, "timed out").cure
-                reason = f"no word from it within {CONNECT_S:g} s"
-                attempt.failure = Failure(reason, cure)
+                attempt.failure = self._explain_silence(attempt.node)
+
+    def _explain_silence(self, node: Node) -> Failure:
+        """Say what is known of a host of which no agent has spoken in time."""
+        cure = self._explain(node, _UNKNOWN, "timed out").cure
+        said = last_line(_said(node))
+        if not said:
+            return Failure(f"no word from it within {CONNECT_S:g} s", cure)
+        return Failure(
+            f"no agent began within {CONNECT_S:g} s; it wrote: {said}",
+            "see that its login scripts read nothing and end",
+        )
 
     def _drop(self, node: Node) -> None:
         node.close()
@@ -209,15 +219,12 @@ class Gathering:
         self._board.nodes.remove(node)
         attempt.node = None
         code = node.link.wire.wait(_EXIT_S)
-        greeting = node.link.greeting
-        noise = greeting.noise.decode("utf-8", "backslashreplace") if greeting else ""
-        said = "\n".join(filter(None, (noise.strip(), node.link.last_words)))
-        failure = None
+        greeting, failure = node.link.greeting, None
         if greeting and greeting.met:
             failure = greeting.met.problem(node.host)
         if failure is None:
             failure = self._explain(
-                node, loss.exit_code if code is None else code, said
+                node, loss.exit_code if code is None else code, _said(node)
             )
         is_awaited = time.monotonic() < self._patient_until_s
         if is_awaited or (failure.is_transient and attempt.tries < _NUM_TRIES):
@@ -240,6 +247,13 @@ class Gathering:
 
     def take_broken_output(self, number: int) -> None:
         """Nothing was shown yet that anybody could miss."""
+
+
+def _said(node: Node) -> str:
+    """Return what came from a host that was no agent's, the latest last."""
+    greeting = node.link.greeting
+    noise = greeting.noise.decode("utf-8", "backslashreplace") if greeting else ""
+    return "\n".join(filter(None, (noise.strip(), node.link.last_words)))
 
 
 def _answered(count: int, num_failed: int) -> str:

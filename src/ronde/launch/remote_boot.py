@@ -54,7 +54,7 @@ def start_remote_agent(
     # It is shorter than any pipe; who has gone already does not get it.
     with suppress(BrokenPipeError):
         wire.write(memoryview(_first_line(sentinel)))
-    return wire, Greeting(spawner.name, sentinel.encode())
+    return wire, Greeting(spawner.name, sentinel[::-1].encode())
 
 
 def end_with(parent: int) -> Callable[[], None]:
