@@ -268,3 +268,11 @@ def test_rubbish_ends_its_own_connection_alone():
                 sock.sendall(said)
                 assert sock.recv(100) == b""
         assert store.get("key") == b"value"
+
+
+def test_a_rank_that_cannot_come_to_the_socket_is_told_what_it_needs(tmp_path):
+    """As one in a container that does not share ``/tmp`` with its launcher."""
+    store = store_at(str(tmp_path / "store"), LIMIT_S)
+    with pytest.raises(StoreError, match=r"share /tmp with its launcher") as caught:
+        store.set("key", "")
+    assert str(tmp_path / "store") in str(caught.value)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from ronde.errors import StoreError
 from ronde.store.client import Connection, PlainConnection, StoreClient
 from ronde.store.local_socket import dial
 from ronde.store.secret import Trust, dial_network
@@ -117,7 +118,14 @@ def store_at(path: str, timeout_s: float, address: str = "") -> JobStore:
     """
 
     def connect(limit_s: float) -> Connection:
-        return PlainConnection(dial(path, limit_s))
+        try:
+            return PlainConnection(dial(path, limit_s))
+        except (FileNotFoundError, PermissionError) as error:
+            raise StoreError(
+                f"the store's socket {path} must be within reach of the rank, but: "
+                f"{error.strerror or error}; run the rank as the user of its launcher, "
+                "and where it is in a container, share /tmp with its launcher"
+            ) from error
 
     return JobStore(connect, timeout_s, address)
 
