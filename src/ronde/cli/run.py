@@ -98,6 +98,7 @@ def _sync(folder: str, hired: Hired, signal_fd: int) -> None:
     from ronde.launch.syncing import sync_folder
     from ronde.units import format_size
 
+    hired.hiring.look_up(hired.hosts, signal_fd)
     others = [host for host in hired.hosts if not hired.hiring.is_here(host)]
     if not others:
         return
