@@ -72,6 +72,7 @@ def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
             f"program must be a path or a command on PATH, got {program!r}, which is "
             f"neither. {_cure(program)}"
         )
+    _require_allowed(program, found)
     if not Path(found).is_file():
         what = "is a directory" if Path(found).is_dir() else "does not exist"
         raise UsageError(
@@ -86,6 +87,28 @@ def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
         f"program must be executable, got {program!r}, which is not. "
         f"Type: chmod +x {program}, or name its interpreter before it."
     )
+
+
+def _require_allowed(program: str, path: str) -> None:
+    """Refuse what is for others: a host's ranks may be another user's than we are."""
+    what = ""
+    try:
+        is_program = bool(Path(path).stat().st_mode & 0o111)
+    except PermissionError:
+        what = "reach"
+    except OSError:
+        return
+    else:
+        if path.endswith(".py") and not os.access(path, os.R_OK):
+            what = "read"
+        elif is_program and not os.access(path, os.X_OK):
+            what = "run"
+    if what:
+        raise UsageError(
+            f"program must be one that user {os.geteuid()} of {os.uname().nodename} "
+            f"may {what}, got {program!r}. Type: chmod a+rx {program}, likewise for "
+            "its directories, or log in as its owner."
+        )
 
 
 def _find(program: str, search_path: str) -> str | None:
