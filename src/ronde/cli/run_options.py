@@ -124,7 +124,8 @@ def _add_place_options(parser: argparse.ArgumentParser) -> None:
         "--master-port",
         default="0",
         metavar="PORT",
-        help="port where the ranks meet (default: a free one)",
+        help="MASTER_PORT, where programs that call init_process_group() themselves "
+        "meet (default: a free one)",
     )
     add(
         "--dry-run",
