@@ -1,6 +1,8 @@
 import argparse
 import os
 import re
+import signal
+import subprocess
 
 import pytest
 
@@ -126,6 +128,15 @@ def test_a_script_that_hangs_is_ended_with_all_that_it_started(tmp_path) -> None
     with pytest.raises(UsageError, match=said):
         discover(script, "--host-discovery-script", timeout_s=0.3)
     assert not any(read_process(int(pid)) for pid in left.read_text().split())
+
+
+def test_whoever_asked_a_script_adopts_no_orphans_after_it() -> None:
+    assert asked("--host-discovery-script", "echo a").hosts
+    words = ["sh", "-c", "sleep 1000 >/dev/null & echo $!"]
+    orphan = read_process(int(subprocess.check_output(words)))
+    assert orphan is not None
+    os.kill(orphan.pid, signal.SIGKILL)
+    assert orphan.parent != os.getpid()
 
 
 def test_horovods_ssh_options_are_for_ssh(tmp_path) -> None:

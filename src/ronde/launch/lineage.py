@@ -12,13 +12,14 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 _PAUSE_S = 0.002
 _MAX_FREEZE_PASSES = 50
 
@@ -27,14 +28,29 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _prctl(option: int, value: int) -> None:
-    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
+    if _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), f"prctl({option})")
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every orphan among its descendants."""
+    """Make this process the parent of every orphan among its descendants.
+
+    It has to reap them, then, to its end: ``adopting_orphans`` is for a while only.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+@contextmanager
+def adopting_orphans() -> Generator[None]:
+    """Do so for as long as this is open, and not longer than it was so before."""
+    was_reaper = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(was_reaper))
+    adopt_orphans()
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, was_reaper.value)
 
 
 def die_with_parent(parent_pid: int, death_signal: int) -> bool:

@@ -7,7 +7,7 @@ import time
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host
 from ronde.launch.hosts.hostfile import parse_hostfile
-from ronde.launch.lineage import adopt_orphans, children, sweep
+from ronde.launch.lineage import adopting_orphans, children, sweep
 from ronde.launch.signals import (
     STOPPING,
     InterruptedStartError,
@@ -35,11 +35,14 @@ def discover(script: str, said_by: str, timeout_s: float = 60.0) -> tuple[Host, 
         UsageError: The script fails, takes too long, or prints something else.
         InterruptedStartError: The user has ended it.
     """
-    adopt_orphans()
     others = children()
     try:
         # Signals that end a job do so here: the loop that waits for them comes later.
-        with caught_signals() as signal_fd, _start(script) as process:
+        with (
+            adopting_orphans(),
+            caught_signals() as signal_fd,
+            _start(script) as process,
+        ):
             try:
                 printed = _read(process, signal_fd, timeout_s)
             except (ValueError, InterruptedStartError):
