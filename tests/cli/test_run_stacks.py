@@ -123,10 +123,14 @@ def test_sigquit_shows_the_stacks_and_the_job_goes_on(ronde, tmp_path):
     with process:
         try:
             read_word(process, b"here", 3)
-            for _ in range(2):
+            said = ""
+            # They say so a moment before they are there.
+            while "ranks 0-2 on" not in said:
                 process.send_signal(signal.SIGQUIT)
                 said = read_stacks(process)
-                assert "ranks 0-2 on" in place(said, "in pass_gate")
+            process.send_signal(signal.SIGQUIT)
+            assert read_stacks(process) == said
+            assert "ranks 0-2 on" in place(said, "in pass_gate")
             with gate.open("r+b", buffering=0) as opened:
                 opened.write(b"...")
                 process.communicate(timeout=_TIMEOUT_S)
