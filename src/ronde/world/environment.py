@@ -75,12 +75,7 @@ def read_cache_directory(environ: Mapping[str, str] | None = None) -> Path:
     Args:
         environ: The variables; None reads this process's own.
     """
-    if environ is None:
-        environ = os.environ  # noqa: TID251  as above
-    base = environ.get("XDG_CACHE_HOME", "")
-    # A relative path is to be ignored. Source: XDG Base Directory Specification.
-    parent = Path(base) if base.startswith("/") else _home(environ) / ".cache"
-    return parent / "ronde"
+    return _user_directory("XDG_CACHE_HOME", ".cache", environ)
 
 
 def read_config_directory(environ: Mapping[str, str] | None = None) -> Path:
@@ -89,10 +84,16 @@ def read_config_directory(environ: Mapping[str, str] | None = None) -> Path:
     Args:
         environ: The variables; None reads this process's own.
     """
+    return _user_directory("XDG_CONFIG_HOME", ".config", environ)
+
+
+def _user_directory(name: str, default: str, environ: Mapping[str, str] | None) -> Path:
+    """Return ronde's directory in the one that a variable names, or in the home's."""
     if environ is None:
         environ = os.environ  # noqa: TID251  as above
-    base = environ.get("XDG_CONFIG_HOME", "")
-    parent = Path(base) if base.startswith("/") else _home(environ) / ".config"
+    base = environ.get(name, "")
+    # A relative path is to be ignored. Source: XDG Base Directory Specification.
+    parent = Path(base) if base.startswith("/") else _home(environ) / default
     return parent / "ronde"
 
 
