@@ -145,3 +145,22 @@ def test_buckets_and_nccl_change_nothing_on_one_rank(run_ranks, dtype):
     tolerance = 20 * 10 * 0.05 * torch.finfo(dtype).eps
     for before, after in zip(alone, together, strict=True):
         assert (before - after).abs().max() <= tolerance
+
+
+def run_uneven(_):
+    hvd.init()
+    model = torch.nn.Linear(3, 2, device="cuda")
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        for num_passes in (1, 2, 1 + hvd.rank(), 1, 1, 1):
+            for _ in range(num_passes):
+                model(torch.ones(2, 3, device="cuda")).sum().backward()
+            optimizer.step()
+    hvd.shutdown()
+    return str(caught.value)
+
+
+def test_uneven_passes_are_an_error_on_all_ranks(run_ranks_bare, two_ranks):
+    first, second = run_ranks_bare(2, on_its_device, run_uneven, timeout_s=LIMIT_S)
+    assert "on 1 of 2 ranks, not on this one." in first
+    assert "on 1 of 2 ranks, this one among them." in second

@@ -206,8 +206,8 @@ def test_powersgd_sends_two_small_collectives_a_bucket():
         return sent
 
     for sent in run_ranks(2, check):
-        # P with the vector, padded to 64 bytes, two flags and three notes; then Q.
-        assert sent == [4 * (2 * 100 + 208 + 5), 4 * 2 * 200]
+        # P with the vector, padded to 64 bytes, two flags and six notes; then Q.
+        assert sent == [4 * (2 * 100 + 208 + 8), 4 * 2 * 200]
 
 
 def count_bytes(communicator: Communicator, sent: list[int]) -> None:

@@ -9,11 +9,13 @@ Note [What the first bucket tells]
         0     whether anybody is left; if not, nobody runs the rest of the round
         1     whether no gradient is new; if one is, all plan anew after the round
         2     how many have joined: here they put the one, and the others zero
-        3...  which other buckets, then which sparse gradients, are reduced at all: what
+        3-5   at which step they are: see ``step_check``
+        6...  which other buckets, then which sparse gradients, are reduced at all: what
               is frozen is left out
 
-    Ranks that train know all but the third; they look at that where it costs nothing.
-    It matters for gradients that are added to after their reduction: see ``Scaling``.
+    Ranks that train know all but the third and the steps. They look at the third where
+    it costs nothing; it matters for gradients that are added to after their reduction:
+    see ``Scaling``.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +29,11 @@ from ronde.data_parallel.buckets import Bucket, BucketLimits, GradientSpec, plan
 from ronde.data_parallel.gradient import Gradient, Scaling
 from ronde.data_parallel.gradient_bucket import GradientBucket
 from ronde.data_parallel.sparse_gradients import SparseGradients
+from ronde.data_parallel.step_check import NUM_MARKS, StepCheck
 
 Launch = Callable[[GradientBucket], None]
-_SETTLED, _JOINED = 1, 2
-_NUM_OWN_NOTES = 3
+_SETTLED, _JOINED, _STEPS = 1, 2, 3
+_NUM_OWN_NOTES = _STEPS + NUM_MARKS
 
 
 class Others(Enum):
@@ -54,6 +57,7 @@ class BucketQueue:
 
     Attributes:
         num_rounds: Rounds that any rank added something to; equal on all ranks.
+        steps: Whether they are at the same step.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class BucketQueue:
         self._sparse = SparseGradients((), communicator)
         self._next = 0
         self.num_rounds = 0
+        self.steps = StepCheck()
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -167,8 +172,9 @@ class BucketQueue:
         sparse = [g.parameter for g in self._sparse.gradients]
         frozen = [bucket.is_launched for bucket in self._buckets[1:]]
         frozen += [not parameter.requires_grad for parameter in sparse]
-        silent = list(compress(count(_NUM_OWN_NOTES), frozen))
-        return [_SETTLED, _JOINED, *silent] if has_newcomers else [_JOINED, *silent]
+        silent = [_JOINED, *compress(count(_NUM_OWN_NOTES), frozen)]
+        silent += [_STEPS + i for i in range(NUM_MARKS) if i != self.steps.mark]
+        return [_SETTLED, *silent] if has_newcomers else silent
 
     def launch_full(self, launch: Launch) -> None:
         """Start the buckets that wait for nothing and nobody before them."""
@@ -183,7 +189,11 @@ class BucketQueue:
         self._next = len(self._buckets)
 
     def finish(self, scaling: Scaling) -> bool:
-        """Wait for all; say whether backward added to one that was under way."""
+        """Wait for all; say whether backward added to one that was under way.
+
+        Raises:
+            CollectiveError: A sum failed, or ranks are at different steps.
+        """
         for bucket in self._buckets:
             bucket.advance()
 
@@ -192,7 +202,9 @@ class BucketQueue:
 
         is_late = any([bucket.finish(scaling, keep) for bucket in self._buckets])  # noqa: C419 - all
         self._sparse.reduce(scaling)
-        self.num_rounds += bool(self._buckets)
+        if self._buckets:
+            self.num_rounds += 1
+            self.steps.check(self._buckets[0].notes[_STEPS:_NUM_OWN_NOTES])
         return is_late
 
     def num_joined(self) -> int:
@@ -209,8 +221,9 @@ class BucketQueue:
         first, *others = self._buckets
         first.silent = (_JOINED,)
         first.launch_nothing(self._communicator, reduction)
-        notes = [bool(note) for note in first.read_notes()]
-        is_anyone_left, is_settled, _, *are_reduced = notes
+        notes = first.read_notes()
+        is_anyone_left, is_settled = notes[:2]
+        are_reduced = [bool(note) for note in notes[_NUM_OWN_NOTES:]]
         if not is_anyone_left:
             first.pending = None
             return Others.HAVE_JOINED

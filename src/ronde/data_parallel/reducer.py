@@ -127,7 +127,8 @@ class Reducer:
         """Reduce what is not reduced yet; collective.
 
         Raises:
-            CollectiveError: The reduction failed, or the ranks' models differ.
+            CollectiveError: The reduction failed, the ranks' models differ, or some
+                ran backward more often than others since their last step.
         """
         with self._lock:
             rounds = self._bound()
@@ -138,6 +139,8 @@ class Reducer:
     def step_done(self) -> None:
         """Note that the optimizer has stepped: the next step needs a new round."""
         self._has_run = False
+        if self._rounds is not None:
+            self._rounds.step_done()
 
     @torch.no_grad()
     def keep_up(self) -> None:

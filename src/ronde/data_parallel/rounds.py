@@ -16,6 +16,7 @@ from ronde.data_parallel.gradient import Gradient
 from ronde.data_parallel.gradient_bucket import GradientBucket
 from ronde.data_parallel.observed import ObservedReduction
 from ronde.data_parallel.options import ReducerOptions
+from ronde.data_parallel.step_check import StepCheck
 
 
 class Rounds:
@@ -93,7 +94,8 @@ class Rounds:
         """Finish the round that is open, or run one, and those that must follow it.
 
         Raises:
-            CollectiveError: The reduction failed, or the ranks' models differ.
+            CollectiveError: The reduction failed, the ranks' models differ, or some
+                ran backward more often than others since their last step.
         """
         is_late = True
         while is_late:
@@ -107,6 +109,10 @@ class Rounds:
             self.last_round = self._queue.num_rounds
             if self._has_newcomers:
                 is_late |= self._admit()
+
+    def step_done(self) -> None:
+        """Note that the optimizer has stepped."""
+        self._queue.steps.num_steps += 1
 
     def keep_up(self) -> None:
         """Take part in the others' rounds without adding anything, to the last.
@@ -124,6 +130,7 @@ class Rounds:
         if self._observed is not None:
             self._observed.has_joined = True
         self._follow_others()
+        self._queue.steps = StepCheck()  # on all ranks, that took unequally many
         if self._observed is not None:
             self._observed.has_joined = False
 
