@@ -289,12 +289,52 @@ def test_a_rank_is_a_plain_integer(text: str) -> None:
         ({"MASTER_PORT": "29500"}, "MASTER_PORT=29500 and no MASTER_ADDR"),
     ],
 )
-@pytest.mark.parametrize("ranks", [{}, {"RANK": "0", "WORLD_SIZE": "2"}])
-def test_half_a_meeting_is_refused(
-    ranks: dict[str, str], half: dict[str, str], message: str
-) -> None:
+def test_half_a_meeting_is_refused(half: dict[str, str], message: str) -> None:
     with pytest.raises(WorldError, match=message):
-        read_claim(ranks | half)
+        read_claim({"RANK": "0", "WORLD_SIZE": "2"} | half)
+    alone = Claim(Launcher.NONE, 0, 1, 0, 1, 0, 1)
+    stray = tuple("=".join(item) for item in half.items())
+    assert read_claim(half) == replace(alone, stray=stray)
+
+
+STRAYS = [
+    {"LOCAL_RANK": "0"},
+    {"WORLD_SIZE": "1"},
+    {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"},
+    {"CROSS_RANK": "0", "CROSS_SIZE": "1"},
+]
+
+
+@pytest.mark.parametrize("stray", STRAYS, ids=" ".join)
+def test_what_is_left_over_does_not_count_and_is_listed(stray: dict[str, str]) -> None:
+    said = {"=".join(item) for item in stray.items()}
+    for launcher in ({}, SLURM, HOROVOD, mpi(1, 2, 1, 2)):
+        claim = read_claim(launcher | stray)
+        assert set(claim.stray) == said
+        assert replace(claim, stray=()) == read_claim(launcher)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"RANK": "0"},
+        {"LOCAL_RANK": "1"},
+        {"WORLD_SIZE": "2"},
+        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+        {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"},
+        {"LOCAL_RANK": "0", "MASTER_ADDR": "n1"},
+        {"WORLD_SIZE": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
+        {"OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        {"HOROVOD_LOCAL_RANK": "0"},
+        {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0"},
+    ],
+    ids=" ".join,
+)
+def test_what_may_be_a_launchers_is_not_left_over(part: dict[str, str]) -> None:
+    with pytest.raises(WorldError) as refusal:
+        read_claim(part)
+    ranks = [name for name in part if not name.startswith("MASTER_")]
+    assert all(name in str(refusal.value) for name in ranks)
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "ssh"])

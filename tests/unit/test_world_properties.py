@@ -50,7 +50,7 @@ def test_what_a_launcher_says_is_what_is_read(
 
 
 @given(st.sampled_from(DIALECTS), places(), st.data())
-def test_a_part_of_an_environment_is_never_a_world_of_one(
+def test_a_part_of_an_environment_is_a_world_of_one_only_where_it_says_so(
     dialect: Dialect, place: dict[str, int], data: st.DataObject
 ) -> None:
     environ = environment(dialect, place)
@@ -61,6 +61,16 @@ def test_a_part_of_an_environment_is_never_a_world_of_one(
         kept.append(dialect.job_id)  # Without its mark it would be PLAIN's.
     part = {name: environ[name] for name in kept}
     if not {dialect.names[key] for key in dialect.required} <= part.keys():
+        if (
+            dialect is PLAIN
+            and "RANK" not in part
+            and all(
+                value == str(int(name.endswith("SIZE"))) for name, value in part.items()
+            )
+        ):
+            claim = read_claim(part)
+            assert (claim.size, len(claim.stray)) == (1, len(part))
+            return
         with pytest.raises(WorldError) as refusal:
             read_claim(part)
         # The message shows all that was there.
@@ -72,6 +82,23 @@ def test_a_part_of_an_environment_is_never_a_world_of_one(
         return
     assert claim.launcher is not Launcher.NONE
     assert (claim.rank, claim.size) == (place["rank"], place["size"])
+
+
+@given(st.integers(2, 4), st.data())
+def test_ranks_that_lack_a_variable_do_not_all_go_on_alone(
+    size: int, data: st.DataObject
+) -> None:
+    host = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+    kept = data.draw(st.lists(st.sampled_from(host), min_size=1, unique=True))
+    numbers = [(rank, size, rank, size) for rank in range(size)]
+    ranks = [dict(zip(host, map(str, place), strict=True)) for place in numbers]
+    sizes: list[int] = []
+    for rank in ranks:
+        try:
+            sizes.append(read_claim({name: rank[name] for name in kept}).size)
+        except WorldError:
+            sizes.append(0)
+    assert sizes == [size] * size or 0 in sizes
 
 
 @given(st.sampled_from(DIALECTS[1:]), st.sampled_from(DIALECTS[1:]), places(), places())
@@ -104,7 +131,7 @@ def test_any_values_give_a_sound_claim_or_a_world_error(
         return
     assert 0 <= claim.rank < claim.size
     assert 0 <= claim.local_rank < claim.local_size <= claim.size
-    assert (claim.launcher is Launcher.NONE) == (not environ)
+    assert (claim.launcher is Launcher.NONE) == (len(environ) == len(claim.stray))
 
 
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=30))

@@ -91,6 +91,7 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
     claim = read_claim()
     if claim.rank == 0:
         report_ignored(knobs)
+        _report_stray(claim)
     _check_comm(comm, claim)
     tuning = tuning_options(knobs, claim.rank)
     connections = Connections(
@@ -133,6 +134,15 @@ def _set_log_level(knobs: Knobs) -> None:
     """Have ronde say as much as ``HOROVOD_LOG_LEVEL`` asks for; nobody else."""
     if knobs.log_level is not None:
         logging.getLogger("ronde").setLevel(knobs.log_level)
+
+
+def _report_stray(claim: Claim) -> None:
+    if claim.stray:
+        logging.getLogger("ronde").warning(
+            "Ignored %s: no launcher sets so little. This is rank %s of %s. Unset it, "
+            "or start the program with ronde run.",
+            *(", ".join(claim.stray), claim.rank, claim.size),
+        )
 
 
 @contextmanager

@@ -12,12 +12,17 @@ from ronde.world.reading import Place, Reading, integer
 from ronde.world.settlement import settle
 from ronde.world.value import Claim, Launcher, Meeting
 
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+
 
 def read_claim(environ: Mapping[str, str] | None = None) -> Claim:
     """Read who this process is among how many from the launcher's variables.
 
     Understands ronde, torchrun, Horovod, Open MPI, PMI (MPICH), Slurm steps and
     ``RANK`` with ``WORLD_SIZE`` set by hand. Without any of them: a world of one.
+
+    Variables that are left over, such as ``LOCAL_RANK=0`` alone, do not count: see
+    ``Reading.is_stray``. The claim lists them.
 
     What a launcher leaves open stays open: ``cross_rank`` and ``cross_size`` are None
     then, on all ranks alike. Where by hand nothing is said of this host,
@@ -37,14 +42,23 @@ def read_claim(environ: Mapping[str, str] | None = None) -> Claim:
     if environ is None:
         # Reading it here is this module's purpose; everybody else is given a mapping.
         environ = os.environ  # noqa: TID251
-    readings = read_dialects(environ)
-    meeting = _read_meeting(environ, has_ranks=bool(readings))
+    found = read_dialects(environ)
+    readings = [reading for reading in found if not reading.is_stray]
+    meeting = [f"{name}={environ[name]}" for name in _MEETING if name in environ]
+    if not readings and meeting:
+        # Only several ranks have to meet: a launcher has set too little.
+        readings = found
+    stray = [said for each in found if each not in readings for said in each.said]
     if readings:
-        claim = _claim(environ, settle(readings), meeting)
+        claim = _claim(environ, settle(readings), _read_meeting(environ))
     else:
         claim = Claim(Launcher.NONE, 0, 1, 0, 1, 0, 1)
+        stray += meeting if len(meeting) < len(_MEETING) else []
     return replace(
-        claim, engine=read_engine(environ), algorithm=read_algorithm(environ)
+        claim,
+        stray=tuple(stray),
+        engine=read_engine(environ),
+        algorithm=read_algorithm(environ),
     )
 
 
@@ -149,19 +163,17 @@ def _hosts(environ: Mapping[str, str], reading: Reading) -> tuple[str, ...]:
     return (host,) if host and is_only else ()
 
 
-def _read_meeting(environ: Mapping[str, str], *, has_ranks: bool) -> Meeting | None:
-    address, port_text = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+def _read_meeting(environ: Mapping[str, str]) -> Meeting | None:
+    address, port_text = (environ.get(name) for name in _MEETING)
     if address is None and port_text is None:
         return None
     if not address or not port_text:
-        here, gone = ("MASTER_ADDR", "MASTER_PORT")[:: 1 if address else -1]
+        here, gone = _MEETING[:: 1 if address else -1]
         raise WorldError(
             f"MASTER_ADDR and MASTER_PORT must both be set or neither, got "
             f"{here}={environ.get(here, '')} and no {gone}. "
             f"Set {gone}, or unset {here}."
         )
-    if not has_ranks:
-        return None
     port = integer(environ, "MASTER_PORT") or 0
     if not 0 < port < 65536:
         raise WorldError(

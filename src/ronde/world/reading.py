@@ -79,6 +79,19 @@ class Reading:
         return not self.missing
 
     @property
+    def is_stray(self) -> bool:
+        """Whether it is left over: it gives no rank, and nothing implies other ranks.
+
+        So is ``LOCAL_RANK=0`` alone. A launcher's own variables are never left over.
+        """
+        counts = {count for _, count in INDEX_AND_COUNT}
+        is_of_one = all(
+            value == (name in counts) for name, value in self.place.known().items()
+        )
+        is_plain = self.launcher is Launcher.PLAIN
+        return is_plain and self.place.rank is None and is_of_one
+
+    @property
     def is_above_slurm(self) -> bool:
         """Whether Slurm's variables are left over from starting this launcher."""
         by_hand = (Launcher.SLURM, Launcher.PLAIN)

@@ -127,6 +127,7 @@ class Claim:
         algorithm: Which schedule it is to follow, where it has several; or empty.
         store: Where a launcher of ronde's answers for the ranks' store: the path of a
             socket on this host, or ``ADDRESS:PORT KEYFILE``; empty elsewhere.
+        stray: Variables that were ignored, as ``NAME=value``.
     """
 
     launcher: Launcher
@@ -142,6 +143,7 @@ class Claim:
     engine: str = "auto"
     algorithm: str = ""
     store: str = ""
+    stray: tuple[str, ...] = ()
 
     @property
     def world(self) -> World | None:
