@@ -76,6 +76,12 @@ from horovod.torch.mpi_ops import rank, size, synchronize
 from horovod.torch.optimizer import DistributedOptimizer
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 assert run is also_run
+import horovod.run.runner
+from horovod.run import run as old_run
+from horovod.run.common.util.env import get_env_rank_and_size as old_place
+from horovod.runner.runner import run as inner_run
+assert horovod.run is horovod.run.runner.run is run is old_run is inner_run
+assert old_place is get_env_rank_and_size
 assert get_env_rank_and_size() == (0, 1)
 assert extension_available("torch") and not extension_available("mxnet")
 assert elastic.State and exceptions.HorovodInternalError and process_sets.ProcessSet
@@ -126,9 +132,7 @@ def test_parts_can_be_imported_from_it(python, statement, printed) -> None:
 
 
 def test_an_error_inside_a_module_is_its_own(python) -> None:
-    code = (
-        "import sys; sys.modules['cloudpickle'] = None; import horovod.runner.running"
-    )
+    code = "import sys; sys.modules['cloudpickle'] = None; import horovod.runner.runner"
     status, _, err = python(code)
     assert status == 1
     assert "import of cloudpickle halted" in err

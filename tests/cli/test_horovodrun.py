@@ -87,14 +87,14 @@ def test_minus_x_beats_an_option(ronde) -> None:
 
 
 def test_what_changes_nothing_is_named_in_one_line(ronde) -> None:
-    words = "--min-np 1 --max-np 2 --tcp"
+    words = "--max-np 2 --tcp"
     words += " --blacklist-cooldown-range 1 2 --disable-cache -prefix-timestamp"
     words += " --mpi-args=-x --elastic-timeout 3 --log-without-timestamp --jsrun"
     done = ronde("run", "-n", "1", *words.split(), "/bin/true")
     assert done.returncode == 0
     [line] = done.stderr.decode().splitlines()
     assert line.startswith("ronde: these options change nothing here: --mpi-args, ")
-    for name in ("blacklist-cooldown-range", "jsrun", "min-num-proc"):
+    for name in ("blacklist-cooldown-range", "jsrun", "max-num-proc"):
         assert f"--{name}" in line
 
 
@@ -144,6 +144,32 @@ def test_more_ranks_than_slots_is_said_in_horovods_words(ronde) -> None:
     words = "Requested more processes (4) than there are available slots (2)"
     assert (done.returncode, done.stdout) == (64, b"")
     assert words in done.stderr.decode()
+
+
+@pytest.mark.parametrize("hosts", ["-H localhost:2", "--nproc-per-node 2"])
+def test_the_slots_that_there_are_suffice_where_min_np_says_so(ronde, hosts) -> None:
+    words = f"-np 3 --min-np 1 --no-prefix {hosts} /bin/sh -c".split()
+    done = ronde("run", *words, "echo $RANK of $WORLD_SIZE")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [b"0 of 2", b"1 of 2"]
+    assert done.stderr.decode() == (
+        "ronde: 2 ranks start, not 3: there are 2 slots, and --min-np is 1.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-np 4 --min-np 3 -H localhost:2", "processes (3) than there are available"),
+        ("--min-np 3 -H localhost:2", "processes (3) than there are available"),
+        ("-np 2 --min-np 3", "--min-np must be at most -np, got 3 and -np 2"),
+        ("-np 2 --min-np 0", "--min-np must be a whole number of at least 1, got '0'"),
+    ],
+)
+def test_fewer_slots_than_min_np_are_refused(ronde, words, message) -> None:
+    done = ronde("run", *words.split(), "/bin/echo", "ran")
+    assert (done.returncode, done.stdout) == (64, b"")
+    assert message in done.stderr.decode()
 
 
 def test_output_is_found_where_horovodrun_puts_it(ronde, tmp_path) -> None:

@@ -38,11 +38,11 @@ _SWITCHES = {
 }
 """Options that set a variable to 1, and to 0 with ``no-`` before them."""
 _SSH = ("ssh-port", "ssh-identity-file")
-_READ_HERE = ("output-filename", "config-file", *_SSH)
+_READ_HERE = ("output-filename", "config-file", "min-num-proc", *_SSH)
 _CONTROLLERS = ("gloo", "mpi", "jsrun")
 _VALUES_IGNORED = (
     *("mpi-args", "binding-args", "num-nccl-streams"),
-    *("min-num-proc", "max-num-proc", "blacklist-cooldown-range"),
+    *("max-num-proc", "blacklist-cooldown-range"),
     *("autotune-gaussian-process-noise", "elastic-timeout"),
 )
 _FLAGS_IGNORED = (
@@ -60,7 +60,10 @@ _OTHER_NAMES = {
     "prefix-output-with-timestamp": ["-prefix-timestamp"],
 }
 _CONFIGURABLE = frozenset(
-    (*_VALUES, *_SWITCHES, *_VALUES_IGNORED, *_FLAGS_IGNORED, *_CONTROLLERS, *_SSH)
+    (
+        *(*_VALUES, *_SWITCHES, *_VALUES_IGNORED, *_FLAGS_IGNORED, *_CONTROLLERS),
+        *("min-num-proc", *_SSH),
+    )
 )
 _SECTIONS = {
     "params": "",
@@ -81,6 +84,7 @@ class Asked:
         env: Variables for all ranks.
         engine: What is to move tensors, or empty.
         hosts: Where ranks may run, at least one.
+        min_ranks: How many suffice where there are fewer slots; None for all.
         ssh_args: What ssh is to be given.
         output_dir: Directory for what the ranks print, or empty.
         ignored: The options that change nothing.
@@ -89,6 +93,7 @@ class Asked:
     env: dict[str, str]
     engine: str
     hosts: tuple[Host, ...]
+    min_ranks: int | None
     ssh_args: tuple[str, ...]
     output_dir: str
     ignored: tuple[str, ...]
@@ -140,6 +145,7 @@ def understand(options: argparse.Namespace, environ: Mapping[str, str]) -> Asked
         env=_interfaces({**environ, **variables}) | variables,
         engine="mpi" if "mpi" in given else "",
         hosts=_hosts(options, given, environ),
+        min_ranks=_min_ranks(given),
         ssh_args=_ssh_args(given),
         output_dir=given.get("output-filename", ""),
         ignored=tuple(f"--{name}" for name in ignored),
@@ -168,6 +174,17 @@ def _variables(given: Mapping[str, str]) -> dict[str, str]:
     if "fusion-threshold-mb" in given:
         env["HOROVOD_FUSION_THRESHOLD"] = _mebibytes(given["fusion-threshold-mb"])
     return env
+
+
+def _min_ranks(given: Mapping[str, str]) -> int | None:
+    text = given.get("min-num-proc")
+    if text is None:
+        return None
+    if not text.isdecimal() or not text.isascii() or int(text) < 1:
+        raise UsageError(
+            f"--min-np must be a whole number of at least 1, got {text!r}. Correct it."
+        )
+    return int(text)
 
 
 def _interfaces(environ: Mapping[str, str]) -> dict[str, str]:

@@ -58,6 +58,11 @@ def read_request(
         raise UsageError("--output-filename must stand alone, got --log-dir too.")
     require_launcher(options.launcher)
     num_ranks = read_num_ranks(options)
+    if asked.min_ranks is not None and (num_ranks or asked.min_ranks) < asked.min_ranks:
+        raise UsageError(
+            f"--min-np must be at most -np, got {asked.min_ranks} and -np {num_ranks}. "
+            "Correct one of them."
+        )
     if not options.nested:
         refuse_nesting(num_ranks, environ)
     restarts = _restarts(options)
@@ -79,6 +84,7 @@ def read_request(
         ),
         hosts=asked.hosts,
         num_ranks=num_ranks,
+        min_ranks=asked.min_ranks,
         interfaces=tuple(n for n in str(options.interface).split(",") if n),
         placement=read_placement(options),
         is_checked=options.preflight,

@@ -7,11 +7,14 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import cast
 
 _ALIAS = "horovod"
 _HOME = "ronde.horovod"
-_FRONT_ENDS = {"horovod.torch": "ronde.torch"}
-"""Which of Horovod's modules lie elsewhere than below ``ronde.horovod``."""
+_RUN = "horovod.run"
+"""A function; until 0.19 the package that is ``horovod.runner`` now."""
+_ELSEWHERE = {"horovod.torch": "ronde.torch", _RUN: "ronde.horovod.runner"}
+"""Horovod's modules that are not where they are below ``ronde.horovod``."""
 _TO_COME = ("horovod.tensorflow", "horovod.keras")
 _NOT_HERE = ("horovod.mxnet", "horovod.ray", "horovod.spark")
 
@@ -28,9 +31,9 @@ def install() -> None:
 
 def _own_name(name: str) -> str:
     """Return the name of ronde's module for one of Horovod's."""
-    for front_end, own in _FRONT_ENDS.items():
-        if name == front_end or name.startswith(f"{front_end}."):
-            return own + name.removeprefix(front_end)
+    for theirs, own in _ELSEWHERE.items():
+        if name == theirs or name.startswith(f"{theirs}."):
+            return own + name.removeprefix(theirs)
     return _HOME + name.removeprefix(_ALIAS)
 
 
@@ -49,6 +52,8 @@ class _Finder(MetaPathFinder):
             raise ModuleNotFoundError(
                 f"{name} {how} of ronde: this version has horovod.torch.", name=name
             )
+        if name == _RUN:
+            return ModuleSpec(name, _RunLoader(), is_package=True)
         own = _own_name(name)
         if not name.startswith(f"{_ALIAS}.") or own == fullname:
             return None
@@ -79,3 +84,16 @@ class _Loader(Loader):
         # Nothing is to be executed; but importlib has put the alias's spec in place of
         # the module's own, without which it could neither be reloaded nor pickled.
         module.__spec__ = self._spec
+
+
+class _RunLoader(Loader):
+    """Makes ``import horovod.run.runner`` work; ``horovod.run`` stays a function."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        del spec
+        run = import_module(_HOME).run
+        run.run = run
+        return cast("ModuleType", run)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute nothing."""

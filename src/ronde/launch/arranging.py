@@ -28,6 +28,7 @@ class Wish(NamedTuple):
         job: What runs.
         hosts: On which hosts, in the order of the ranks; empty for this machine.
         num_ranks: How many ranks; None for one a slot.
+        min_ranks: How many suffice where there are fewer slots; None for all.
         interfaces: Names of network interfaces that the ranks may use, none for any.
         placement: How ranks get cores and GPUs; None leaves that to the scheduler.
         is_checked: Each host is looked at first, and one that is not fit ends it.
@@ -36,6 +37,7 @@ class Wish(NamedTuple):
     job: JobRequest
     hosts: tuple[Host, ...] = ()
     num_ranks: int | None = None
+    min_ranks: int | None = None
     interfaces: tuple[str, ...] = ()
     placement: "PlacementRequest | None" = None
     is_checked: bool = False
@@ -55,13 +57,16 @@ def arrange(controller: Controller, wish: Wish, name: str) -> Arrangement:
         InterruptedStartError: The user has ended it.
     """
     hosts = wish.hosts or (Host(os.uname().nodename),)
-    asked = hosts_to_ask(hosts, wish.num_ranks)
+    asked = hosts_to_ask(hosts, wish.num_ranks, wish.min_ranks)
     nodes = controller.gather(asked)
     _require_different(nodes)
     remarks = _check_fitness(controller, nodes, wish) if wish.is_checked else ()
     by_name = {node.name: node for node in nodes}
     shares = allocate(
-        hosts, wish.num_ranks, lambda host: _slots(by_name[host.name], len(asked))
+        hosts,
+        wish.num_ranks,
+        lambda host: _slots(by_name[host.name], len(asked)),
+        wish.min_ranks,
     )
     crew = tuple(by_name[share.host.name] for share in shares)
     address, check = _LOOPBACK, _check_nothing
@@ -84,11 +89,22 @@ def arrange(controller: Controller, wish: Wish, name: str) -> Arrangement:
         address=address,
         host_env=host_env,
     )
-    drained = kept_out(hosts)
     notices = remarks + tuple(text for _, texts in placed for text in texts)
-    if drained:
+    return Arrangement(plan, crew, check, notices + _left_out(wish, hosts, shares))
+
+
+def _left_out(
+    wish: Wish, hosts: Sequence[Host], shares: Sequence[Share]
+) -> tuple[str, ...]:
+    """Return what the user should know of hosts and ranks that are left out."""
+    notices: tuple[str, ...] = ()
+    if drained := kept_out(hosts):
         notices += (f"kept out by 0 slots: {drained}.",)
-    return Arrangement(plan, crew, check, notices)
+    num_ranks = shares[-1].ranks.stop
+    if wish.num_ranks is not None and num_ranks < wish.num_ranks:
+        text = f"{num_ranks} ranks start, not {wish.num_ranks}: there are {num_ranks} "
+        notices += (f"{text}slots, and --min-np is {wish.min_ranks}.",)
+    return notices
 
 
 def _hello(node: Node) -> Hello:

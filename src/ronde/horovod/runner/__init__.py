@@ -1,5 +1,5 @@
 """Horovod's launcher, as a function."""
 
-from ronde.horovod.runner.running import run
+from ronde.horovod.runner.runner import run
 
 __all__ = ["run"]

@@ -20,11 +20,13 @@ class Outcome:
         result: What it returned.
         traceback: Of what it raised; empty if it returned.
         ended_ns: When, by ``time.monotonic_ns()``.
+        size: Number of ranks.
     """
 
     result: Any
     traceback: str
     ended_ns: int
+    size: int
 
 
 def leave_call(directory: Path, call: Callable[[], Any]) -> None:
@@ -39,12 +41,13 @@ def leave_call(directory: Path, call: Callable[[], Any]) -> None:
     (directory / "call").write_bytes(cloudpickle.dumps(call))
 
 
-def make_call(directory: Path, rank: int) -> None:
+def make_call(directory: Path, rank: int, size: int) -> None:
     """Make the call as one of the ranks, and leave its outcome.
 
     Args:
         directory: Where ``leave_call`` left it.
         rank: This one.
+        size: Number of ranks.
 
     Raises:
         Exception: Whatever the call raises.
@@ -53,26 +56,28 @@ def make_call(directory: Path, rank: int) -> None:
     sys.path.extend(entry for entry in path if entry not in sys.path)
     try:
         call = pickle.loads((directory / "call").read_bytes())  # noqa: S301  ours
-        outcome = cloudpickle.dumps(Outcome(call(), "", time.monotonic_ns()))
+        outcome = cloudpickle.dumps(Outcome(call(), "", time.monotonic_ns(), size))
     except BaseException:
-        failure = Outcome(None, traceback.format_exc(), time.monotonic_ns())
+        failure = Outcome(None, traceback.format_exc(), time.monotonic_ns(), size)
         _outcome_file(directory, rank).write_bytes(cloudpickle.dumps(failure))
         raise
     _outcome_file(directory, rank).write_bytes(outcome)
 
 
-def collect_outcomes(directory: Path, size: int) -> list[Outcome | None]:
+def collect_outcomes(directory: Path, max_size: int) -> list[Outcome | None]:
     """Return the outcome of each rank; None for one that left none.
 
     Args:
         directory: Where ``leave_call`` left the call.
-        size: Number of ranks.
+        max_size: Number of ranks that were asked for; fewer may have started.
     """
-    files = [_outcome_file(directory, rank) for rank in range(size)]
-    return [
+    files = [_outcome_file(directory, rank) for rank in range(max_size)]
+    outcomes: list[Outcome | None] = [
         pickle.loads(file.read_bytes()) if file.exists() else None  # noqa: S301  ours
         for file in files
     ]
+    started = next((each.size for each in outcomes if each is not None), max_size)
+    return outcomes[:started]
 
 
 def _outcome_file(directory: Path, rank: int) -> Path:

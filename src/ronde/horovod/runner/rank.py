@@ -7,4 +7,5 @@ from ronde.horovod.runner.calls import make_call
 from ronde.world import read_claim
 
 if __name__ == "__main__":
-    make_call(Path(sys.argv[1]), read_claim().rank)
+    claim = read_claim()
+    make_call(Path(sys.argv[1]), claim.rank, claim.size)

@@ -69,7 +69,7 @@ def run(
     ssh_identity_file: str | None = None,
     disable_cache: bool | None = None,
     output_filename: str | None = None,
-    verbose: bool | None = None,
+    verbose: int | None = None,
     use_gloo: bool | None = None,
     use_mpi: bool | None = None,
     mpi_args: str | None = None,
@@ -90,7 +90,8 @@ def run(
         args: For the function.
         kwargs: For the function.
         num_proc: Number of ranks.
-        min_num_proc: Return the results of so many ranks.
+        min_num_proc: So many ranks suffice where there are fewer slots than
+            ``num_proc``, and the results of the first so many are returned.
         max_num_proc: Most ranks; there are never more than ``num_proc``.
         slots: Of a host that the discovery script names without.
         reset_limit: How often ``hvd.elastic.run`` may have the ranks meet anew.
@@ -103,7 +104,7 @@ def run(
         ssh_identity_file: Likewise.
         disable_cache: Not used.
         output_filename: Directory for what the ranks print.
-        verbose: Not used.
+        verbose: Show each step of the start; Horovod's levels 1 and 2 are one here.
         use_gloo: Do without MPI, as is the default.
         use_mpi: Move tensors with MPI.
         mpi_args: Not used.
@@ -122,6 +123,7 @@ def run(
         RuntimeError: A rank failed.
     """
     asked = _renamed(dict(locals()))
+    asked["verbose"] = bool(verbose)
     for one, other in (("hosts", "hostfile"), ("use_gloo", "use_mpi")):
         if asked[one] and asked[other]:
             what = "one provided" if one == "hosts" else "one set True"

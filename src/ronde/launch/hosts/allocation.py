@@ -56,19 +56,22 @@ def _named(host: Host) -> str:
     return f"{host.name} ({host.said_at})" if host.said_at else host.name
 
 
-def hosts_to_ask(hosts: Sequence[Host], num_ranks: int | None) -> tuple[Host, ...]:
+def hosts_to_ask(
+    hosts: Sequence[Host], num_ranks: int | None, min_ranks: int | None = None
+) -> tuple[Host, ...]:
     """Return the hosts that may get ranks, in their order.
 
     Args:
         hosts: All that are named.
         num_ranks: To be started; None for one a slot.
+        min_ranks: As in ``allocate``.
 
     Raises:
         UsageError: There are fewer slots than ranks, whatever the hosts say.
     """
     usable = [host for host in hosts if host.slots]
     if all(host.slots > 0 for host in usable):
-        shares = allocate(hosts, num_ranks, lambda host: host.slots)
+        shares = allocate(hosts, num_ranks, lambda host: host.slots, min_ranks)
         return tuple(share.host for share in shares)
     asked: list[Host] = []
     sure = 0
@@ -81,7 +84,10 @@ def hosts_to_ask(hosts: Sequence[Host], num_ranks: int | None) -> tuple[Host, ..
 
 
 def allocate(
-    hosts: Sequence[Host], num_ranks: int | None, count_slots: Callable[[Host], int]
+    hosts: Sequence[Host],
+    num_ranks: int | None,
+    count_slots: Callable[[Host], int],
+    min_ranks: int | None = None,
 ) -> tuple[Share, ...]:
     """Give every host its ranks: block by block, in the order of the hosts.
 
@@ -93,6 +99,7 @@ def allocate(
             says no slots takes any number.
         count_slots: Called for a host of ``hosts_to_ask`` whose slots nobody said; at
             least 1.
+        min_ranks: How many suffice where there are fewer slots; None for ``num_ranks``.
 
     Raises:
         UsageError: There are fewer slots than ranks, or none.
@@ -114,8 +121,9 @@ def allocate(
         stop = start + slots if num_ranks is None else min(start + slots, num_ranks)
         shares.append(Share(host, range(start, stop)))
         start = stop
-    if num_ranks is not None and start < num_ranks:
-        raise UsageError(_too_many(num_ranks, start, shares))
+    least = num_ranks if min_ranks is None else min_ranks
+    if least is not None and start < least:
+        raise UsageError(_too_many(least, start, shares))
     return tuple(shares)
 
 
