@@ -12,6 +12,8 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
+from ronde.collectives.compiler import outside_compiler
+
 _Register = Callable[[Callable[[Tensor], None]], RemovableHandle]
 
 
@@ -43,6 +45,7 @@ def _hook(
 ) -> RemovableHandle:
     target = WeakMethod(method)
 
+    @outside_compiler
     def call(_: Tensor) -> None:
         alive = target()
         if alive is not None:

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ronde.collectives import Communicator
+from ronde.collectives.compiler import outside_compiler
 from ronde.data_parallel.bond import Bond, Key
 from ronde.data_parallel.buckets import BucketLimits
 from ronde.data_parallel.gradient import Gradient
@@ -229,6 +230,7 @@ class Reducer:
             call_at_end_of_backward(self._on_backward_end)
 
     @torch.no_grad()
+    @outside_compiler
     def _on_backward_end(self) -> None:
         with self._lock:
             rounds = self._bound()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import Done
+from ronde.collectives.compiler import outside_compiler
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.operations import Kind, Operation
 from ronde.errors import UsageError
@@ -19,6 +20,7 @@ from ronde.torch.works import Exchanged
 Splits = Sequence[int] | Tensor
 
 
+@outside_compiler
 def alltoall(
     tensor: Tensor,
     splits: Splits | None = None,
@@ -52,6 +54,7 @@ def alltoall(
     return received if splits is None else (received, counts)
 
 
+@outside_compiler
 def alltoall_async(
     tensor: Tensor,
     splits: Splits | None = None,
@@ -105,6 +108,7 @@ class _Differentiable(torch.autograd.Function):
         return received, counts
 
     @staticmethod
+    @outside_compiler
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401  autograd's
         """Send every row's gradient back to where the row came from."""
         exchange: _Exchange = ctx.exchange

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import ReduceOp, Work
+from ronde.collectives.compiler import outside_compiler
 from ronde.collectives.pages import new_like
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.operations import Kind, Operation
@@ -98,6 +99,7 @@ class _Differentiable(torch.autograd.Function):
         return coordinator.run(operation)
 
     @staticmethod
+    @outside_compiler
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401  autograd's
         return None, *ctx.collective.gradients(gradients, ctx.num_rows)
 

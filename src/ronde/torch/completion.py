@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ronde.collectives.compiler import outside_compiler
 from ronde.coordination.operations import Kind, Operation
 from ronde.data_parallel import Standing, keep_up_until
 from ronde.torch.process_sets import ProcessSet, global_process_set
@@ -13,6 +14,7 @@ from ronde.torch.submission import member_of
 _NUM_COLUMNS = 1 + len(Standing._fields)
 
 
+@outside_compiler
 def poll(handle: int) -> bool:
     """Say whether ``synchronize(handle)`` would return at once.
 
@@ -23,6 +25,7 @@ def poll(handle: int) -> bool:
     return current_session().handles.poll(handle)
 
 
+@outside_compiler
 def synchronize(handle: int) -> Any:  # noqa: ANN401 - each operation's own result
     """Wait for the operation of ``handle``, forget it and return its result.
 
@@ -35,6 +38,7 @@ def synchronize(handle: int) -> Any:  # noqa: ANN401 - each operation's own resu
     return current_session().handles.synchronize(handle)
 
 
+@outside_compiler
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called this.
 
@@ -47,6 +51,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     member.coordinator.run(Operation(Kind.BARRIER))
 
 
+@outside_compiler
 def join(device: int = -1) -> int:
     """Take part in what the others still reduce, with zeros, until all have joined.
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ronde.collectives import Done
+from ronde.collectives.compiler import outside_compiler
 from ronde.torch.autograd import (
     Broadcast,
     Gather,
@@ -21,6 +22,7 @@ from ronde.torch.session import current_session
 from ronde.torch.works import Only
 
 
+@outside_compiler
 def allgather(
     tensor: Tensor,
     name: str | None = None,
@@ -36,6 +38,7 @@ def allgather(
     return carry_out(Gather(name or "", process_set), (tensor,))[0]
 
 
+@outside_compiler
 def allgather_async(
     tensor: Tensor,
     name: str | None = None,
@@ -46,6 +49,7 @@ def allgather_async(
     return current_session().handles.add(Only(work))
 
 
+@outside_compiler
 def grouped_allgather(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -57,6 +61,7 @@ def grouped_allgather(
     return carry_out(Gather(name or "", process_set, is_group=True), tensors)
 
 
+@outside_compiler
 def grouped_allgather_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -68,6 +73,7 @@ def grouped_allgather_async(
     return current_session().handles.add(work)
 
 
+@outside_compiler
 def broadcast(
     tensor: Tensor,
     root_rank: int,
@@ -86,6 +92,7 @@ def broadcast(
     return carry_out(Broadcast(root_rank, name or "", process_set), (tensor,))[0]
 
 
+@outside_compiler
 def broadcast_(
     tensor: Tensor,
     root_rank: int,
@@ -98,6 +105,7 @@ def broadcast_(
     return tensor
 
 
+@outside_compiler
 def broadcast_async(
     tensor: Tensor,
     root_rank: int,
@@ -109,6 +117,7 @@ def broadcast_async(
     return current_session().handles.add(Only(work))
 
 
+@outside_compiler
 def broadcast_async_(
     tensor: Tensor,
     root_rank: int,

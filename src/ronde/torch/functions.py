@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ronde.collectives import Work
+from ronde.collectives.compiler import outside_compiler
 from ronde.collectives.objects import (
     all_gather_object,
     broadcast_json,
@@ -22,6 +23,7 @@ from ronde.torch.submission import member_of
 from ronde.torch.works import Only
 
 
+@outside_compiler
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int
 ) -> None:
@@ -45,6 +47,7 @@ def broadcast_parameters(
         work.wait()
 
 
+@outside_compiler
 def broadcast_optimizer_state(
     optimizer: Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
@@ -80,6 +83,7 @@ def broadcast_optimizer_state(
         optimizer.load_state_dict(state)
 
 
+@outside_compiler
 def broadcast_object(
     obj: Any,  # noqa: ANN401  anything
     root_rank: int = 0,
@@ -102,6 +106,7 @@ def broadcast_object(
     return broadcast_object_by(_Carrier(name or "", process_set), obj, root_rank)
 
 
+@outside_compiler
 def allgather_object(
     obj: Any,  # noqa: ANN401  anything
     name: str | None = None,

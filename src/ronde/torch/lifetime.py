@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 from ronde.collectives import Communicator, Connections, exchange_hosts
+from ronde.collectives.compiler import outside_compiler
 from ronde.collectives.connection import DEFAULT_TIMEOUT_S
 from ronde.coordination.options import CoordinationOptions
 from ronde.data_parallel import BucketTuningOptions
@@ -35,6 +36,7 @@ _asked_for: set[str] = set()
 """Horovod remembers ``init(process_sets="dynamic")`` over a shutdown; so do we."""
 
 
+@outside_compiler
 def init(
     comm: Sequence[int] | Any = None,  # noqa: ANN401  mpi4py's
     process_sets: Sequence[ProcessSet] | str | None = None,
@@ -66,6 +68,7 @@ def init(
     _register_all(current_session(), sets)
 
 
+@outside_compiler
 def shutdown() -> None:
     """Leave; pending handles are forgotten. ``init()`` may be called again."""
     atexit.unregister(_leave)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ronde.collectives.compiler import outside_compiler
 from ronde.data_parallel import (
     Compression,
     GradientCompression,
@@ -119,6 +120,7 @@ class DistributedOptimizer(StandIn):
     _reducer: Reducer | None
     _delta: DeltaStep | None
 
+    @outside_compiler
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the wrapped one's
         """Step on gradients that are reduced over all ranks.
 
@@ -140,6 +142,12 @@ class DistributedOptimizer(StandIn):
             self._reducer.step_done()
         return result
 
+    @outside_compiler
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients: a method of this class, or compilers do not find it."""
+        self.wrapped.zero_grad(set_to_none=set_to_none)
+
+    @outside_compiler
     def synchronize(self) -> None:
         """Make sure that all gradients are reduced; collective.
 

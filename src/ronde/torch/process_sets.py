@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from ronde.collectives.compiler import outside_compiler
 from ronde.coordination.operations import Kind, Operation
 from ronde.errors import UsageError
 from ronde.torch.members import Member
@@ -79,6 +80,7 @@ global_process_set = ProcessSet([])
 global_process_set.process_set_id = 0
 
 
+@outside_compiler
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set; collective over all ranks, its own or not.
 
@@ -104,6 +106,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return process_set
 
 
+@outside_compiler
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Take a process set back; collective over all ranks, its own or not.
 

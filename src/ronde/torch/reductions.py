@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import Done
+from ronde.collectives.compiler import outside_compiler
 from ronde.data_parallel import Compression, Compressor
 from ronde.torch.autograd import (
     Gather,
@@ -59,6 +60,7 @@ __all__ = [
 ]
 
 
+@outside_compiler
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
@@ -81,6 +83,7 @@ def allreduce(
     return compression.decompress(carry_out(reduction, (wire,))[0], context)
 
 
+@outside_compiler
 def allreduce_(
     tensor: Tensor,
     average: bool | None = None,
@@ -102,6 +105,7 @@ def allreduce_(
     return tensor
 
 
+@outside_compiler
 def allreduce_async(
     tensor: Tensor,
     average: bool | None = None,
@@ -122,6 +126,7 @@ def allreduce_async(
     return current_session().handles.add(Only(start(reduction, (tensor,))))
 
 
+@outside_compiler
 def allreduce_async_(
     tensor: Tensor,
     average: bool | None = None,
@@ -142,6 +147,7 @@ def allreduce_async_(
     return current_session().handles.add(Only(start_in_place(reduction, (tensor,))))
 
 
+@outside_compiler
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -171,6 +177,7 @@ def grouped_allreduce(
     ]
 
 
+@outside_compiler
 def grouped_allreduce_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -195,6 +202,7 @@ def grouped_allreduce_(
     return given
 
 
+@outside_compiler
 def grouped_allreduce_async(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -217,6 +225,7 @@ def grouped_allreduce_async(
     return current_session().handles.add(work)
 
 
+@outside_compiler
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -240,6 +249,7 @@ def grouped_allreduce_async_(
     return current_session().handles.add(work)
 
 
+@outside_compiler
 def sparse_allreduce_async(
     tensor: Tensor,
     name: str | None,
@@ -268,6 +278,7 @@ def sparse_allreduce_async(
         for each, part in zip(names, (indices, values), strict=True)
     ]
 
+    @outside_compiler
     def wait() -> Tensor:
         indices, values = [work.wait()[0] for work in gathered]
         if op == Average:

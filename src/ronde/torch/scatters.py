@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ronde.collectives import Done
+from ronde.collectives.compiler import outside_compiler
 from ronde.data_parallel import Compression, Compressor
 from ronde.torch.autograd import Scatter, carry_out, start
 from ronde.torch.operators import Average
@@ -18,6 +19,7 @@ from ronde.torch.session import current_session
 from ronde.torch.works import Only
 
 
+@outside_compiler
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
@@ -33,6 +35,7 @@ def reducescatter(
     return compression.decompress(carry_out(scatter, (wire,))[0], context)
 
 
+@outside_compiler
 def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
@@ -46,6 +49,7 @@ def reducescatter_async(
     return current_session().handles.add(Only(start(scatter, (tensor,))))
 
 
+@outside_compiler
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -69,6 +73,7 @@ def grouped_reducescatter(
     ]
 
 
+@outside_compiler
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,

@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from ronde.collectives.compiler import outside_compiler
 from ronde.errors import UsageError
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.reductions import Sum, allreduce, allreduce_
@@ -58,6 +59,10 @@ class SyncBatchNorm(_BatchNorm):
         is_by_batch = self.training or not self.track_running_stats
         if not is_by_batch or size() == 1 or self.process_set.size() == 1:
             return super().forward(input)
+        return self._normalize(input)
+
+    @outside_compiler
+    def _normalize(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
         return cast("Tensor", _Normalize.apply(input, self.weight, self.bias, self))
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  torch's name
@@ -111,6 +116,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_compiler
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of input, weight and bias.
 

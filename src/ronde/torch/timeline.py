@@ -3,11 +3,13 @@
 import os
 from pathlib import Path
 
+from ronde.collectives.compiler import outside_compiler
 from ronde.errors import UsageError
 from ronde.torch.session import Session, current_session, current_world
 from ronde.world.knobs import DYNAMIC
 
 
+@outside_compiler
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin to take down what all ranks do; every rank should call this.
 
@@ -35,6 +37,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     _tell(session)
 
 
+@outside_compiler
 def stop_timeline() -> None:
     """End the timeline; nothing happens where none runs.
 

@@ -1,0 +1,331 @@
+"""``torch.compile`` with its default backend: results are those of eager code."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.parity.sessions import DYNAMIC, run_sessions
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional
+
+import ronde.torch as hvd
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile's backend needs g++"
+)
+# Before and behind the call in each function, so that there is something to compile.
+NUM_GRAPHS = 2
+
+Function = Callable[[Tensor], Any]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Keep what was compiled for the next test; compile in the rank's own process."""
+    cache = tmp_path_factory.mktemp("inductor")
+    return {
+        **DYNAMIC,
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return ``function`` compiled, with nothing of what was compiled before."""
+    torch.compiler.reset()
+    counters.clear()
+    return torch.compile(function, **options)
+
+
+def num_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def around(call: Function) -> Function:
+    """Return a function that computes before and after ``call``."""
+
+    def function(tensor: Tensor) -> Any:
+        result = call(tensor * 2)
+        return tensor + 1, result
+
+    return function
+
+
+def in_place(call: Function) -> Function:
+    """Return a function that goes on with the tensor that ``call`` has changed."""
+
+    def function(tensor: Tensor) -> Any:
+        doubled = tensor * 2
+        call(doubled)
+        return doubled + 1
+
+    return function
+
+
+def waiting_for(call: Callable[[Tensor], int]) -> Function:
+    """Return a function that computes while what ``call`` has started is under way."""
+
+    def function(tensor: Tensor) -> Any:
+        handle = call(tensor * 2)
+        meanwhile = tensor + 1
+        hvd.poll(handle)
+        return meanwhile, hvd.synchronize(handle)
+
+    return function
+
+
+def of_pairs(call: Callable[[list[Tensor]], Any]) -> Function:
+    """Return ``call`` on a group of two tensors."""
+    return lambda tensor: call([tensor, tensor[:2]])
+
+
+def sum_sparse(tensor: Tensor) -> Tensor:
+    sparse = tensor.to_sparse()
+    return hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)().to_dense()
+
+
+def use_a_process_set(tensor: Tensor) -> Any:
+    some = hvd.add_process_set(range(hvd.size() - 1))
+    place = some.size(), some.included()
+    if some.included():
+        tensor = hvd.allreduce(tensor, op=hvd.Sum, process_set=some)
+    return place, tensor, hvd.remove_process_set(some)
+
+
+OPTIMIZER = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.5, momentum=0.5)
+EVEN = [1, 1, 1, 1]
+FUNCTIONS: dict[str, Function] = {
+    **{
+        f"allreduce {op}": around(lambda t, op=op: hvd.allreduce(t, op=op))
+        for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
+    },
+    "allreduce named": around(lambda t: hvd.allreduce(t, name="a", prescale_factor=2)),
+    "allreduce fp16": around(
+        lambda t: hvd.allreduce(t, compression=hvd.Compression.fp16)
+    ),
+    "allreduce_": in_place(hvd.allreduce_),
+    "allreduce_async": waiting_for(hvd.allreduce_async),
+    "allreduce_async_": waiting_for(hvd.allreduce_async_),
+    "grouped_allreduce": around(of_pairs(hvd.grouped_allreduce)),
+    "grouped_allreduce_": in_place(of_pairs(hvd.grouped_allreduce_)),
+    "grouped_allreduce_async": waiting_for(of_pairs(hvd.grouped_allreduce_async)),
+    "grouped_allreduce_async_": waiting_for(
+        lambda t: hvd.grouped_allreduce_async_([t, t + 1])
+    ),
+    "sparse_allreduce_async": around(sum_sparse),
+    "allgather": around(lambda t: hvd.allgather(t[: 1 + hvd.rank()])),
+    "allgather_async": waiting_for(hvd.allgather_async),
+    "grouped_allgather": around(of_pairs(hvd.grouped_allgather)),
+    "grouped_allgather_async": waiting_for(of_pairs(hvd.grouped_allgather_async)),
+    "broadcast": around(lambda t: hvd.broadcast(t, 1)),
+    "broadcast_": in_place(lambda t: hvd.broadcast_(t, 1)),
+    "broadcast_async": waiting_for(lambda t: hvd.broadcast_async(t, 1)),
+    "broadcast_async_": waiting_for(lambda t: hvd.broadcast_async_(t, 1)),
+    "alltoall": around(lambda t: hvd.alltoall(t[: hvd.size()])),
+    "alltoall splits": around(lambda t: hvd.alltoall(t, EVEN[: hvd.size()])),
+    "alltoall_async": waiting_for(lambda t: hvd.alltoall_async(t[: hvd.size()])),
+    "reducescatter": around(lambda t: hvd.reducescatter(t, op=hvd.Sum)),
+    "reducescatter_async": waiting_for(hvd.reducescatter_async),
+    "grouped_reducescatter": around(of_pairs(hvd.grouped_reducescatter)),
+    "grouped_reducescatter_async": waiting_for(
+        of_pairs(hvd.grouped_reducescatter_async)
+    ),
+    "barrier": around(lambda _: hvd.barrier()),
+    "join": around(lambda _: hvd.join() >= 0),
+    "broadcast_object": around(lambda t: hvd.broadcast_object({"a": t.tolist()})),
+    "allgather_object": around(lambda t: hvd.allgather_object(t.tolist())),
+    "broadcast_parameters": in_place(lambda t: hvd.broadcast_parameters([t], 1)),
+    "broadcast_optimizer_state": around(
+        lambda _: hvd.broadcast_optimizer_state(OPTIMIZER, 1)
+    ),
+    "add_process_set, remove_process_set": around(use_a_process_set),
+}
+NOT_COLLECTIVE = {
+    *("init", "shutdown", "is_initialized", "is_homogeneous", "rank", "size"),
+    *("local_rank", "local_size", "cross_rank", "cross_size", "elastic"),
+    *("poll", "synchronize", "start_timeline", "stop_timeline", "global_process_set"),
+    *(name for name in hvd.__all__ if name.endswith(("_built", "_enabled"))),
+    "mpi_threads_supported",
+}
+
+
+def plain(value: Any) -> Any:
+    """Return a result as Python's own lists and numbers, to compare bit by bit."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value
+
+
+def rows() -> Tensor:
+    return torch.arange(12.0).reshape(4, 3) + hvd.rank()
+
+
+def compare_collectives() -> None:
+    for name, function in FUNCTIONS.items():
+        expected = plain(function(rows()))
+        result = plain(compiled(function)(rows()))
+        assert result == expected, name
+        assert num_graphs() >= NUM_GRAPHS, name
+
+
+def test_every_collective_is_among_the_functions():
+    collectives = {name for name in hvd.__all__ if name[0].islower()} - NOT_COLLECTIVE
+    tested = {word for name in FUNCTIONS for word in name.replace(",", "").split()}
+    assert collectives <= tested
+
+
+@pytest.mark.parametrize(
+    ("size", "engine"), [(2, "shared_memory"), (3, "gloo"), (4, "hierarchical")]
+)
+def test_collectives(environment, size, engine):
+    run_sessions(size, compare_collectives, engine=engine, environment=environment)
+
+
+DIFFERENTIABLE = {
+    "allreduce": hvd.allreduce,
+    "grouped_allreduce": of_pairs(hvd.grouped_allreduce),
+    "allgather": hvd.allgather,
+    "grouped_allgather": of_pairs(hvd.grouped_allgather),
+    "broadcast": lambda t: hvd.broadcast(t, 1),
+    "alltoall": lambda t: hvd.alltoall(t[: hvd.size()]),
+    "reducescatter": lambda t: hvd.reducescatter(t, op=hvd.Sum),
+    "grouped_reducescatter": of_pairs(hvd.grouped_reducescatter),
+}
+
+
+def loss_of(call: Function) -> Function:
+    def function(tensor: Tensor) -> Tensor:
+        result = call(tensor * 2)
+        results = [result] if isinstance(result, Tensor) else result
+        return tensor.sum() + sum((each * each).sum() for each in results)
+
+    return function
+
+
+def with_backward(function: Function) -> Function:
+    def run(tensor: Tensor) -> Tensor:
+        loss = function(tensor)
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+def compare_gradients() -> None:
+    for name, call in DIFFERENTIABLE.items():
+        function = loss_of(call)
+        for run in (
+            with_backward(function),
+            with_backward(compiled(function)),
+            compiled(with_backward(function)),
+        ):
+            tensor = rows().requires_grad_()
+            loss = run(tensor)
+            assert tensor.grad is not None
+            result = plain((loss, tensor.grad))
+            if run.__name__ == "run" and num_graphs() == 0:
+                expected = result
+            assert result == expected, name
+
+
+def test_gradients(environment):
+    run_sessions(2, compare_gradients, environment=environment)
+
+
+class Net(nn.Module):
+    """Convolution, batch norm over all ranks if asked for, and a linear layer."""
+
+    def __init__(self, *, is_synchronized: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        norm = hvd.SyncBatchNorm if is_synchronized else nn.BatchNorm2d
+        self.norm = norm(4)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = functional.relu(self.norm(self.conv(images)))
+        return self.out(features.mean((2, 3)))
+
+
+def as_they_are(model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
+    return model, train_step
+
+
+def with_compiled_model(model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
+    torch.compiler.reset()
+    counters.clear()
+    return torch.compile(model), train_step
+
+
+def with_compiled_step(model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
+    return model, compiled(train_step)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
+) -> Tensor:
+    optimizer.zero_grad()
+    loss = functional.mse_loss(model(batch), torch.ones(len(batch), 3))
+    loss.backward()
+    optimizer.step()
+    return hvd.allreduce(loss.detach(), name="loss")
+
+
+def train(
+    prepare: Callable[[nn.Module], tuple[nn.Module, Callable[..., Any]]],
+    *,
+    is_synchronized: bool,
+) -> list[Tensor]:
+    """Return the losses and the weights of four steps."""
+    torch.manual_seed(7)
+    model, step = prepare(Net(is_synchronized=is_synchronized))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        model.named_parameters(),
+    )
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    batches = [torch.rand(4, 2, 6, 6, generator=generator) for _ in range(4)]
+    losses = [step(model, optimizer, batch) for batch in batches]
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+def compare_training(is_synchronized: bool) -> None:
+    expected = train(as_they_are, is_synchronized=is_synchronized)
+    for prepare in (with_compiled_model, with_compiled_step):
+        results = train(prepare, is_synchronized=is_synchronized)
+        assert num_graphs() >= 1
+        # The compiler adds up a convolution in another order.
+        torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-6)
+    weights = torch.cat([result.flatten() for result in results])
+    assert torch.equal(hvd.broadcast(weights, 0), weights)  # the same on all ranks
+
+
+@pytest.mark.parametrize("is_synchronized", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_training(environment, size, is_synchronized):
+    run_sessions(size, compare_training, is_synchronized, environment=environment)
+
+
+def refuse_one_graph() -> None:
+    tensor = rows()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="other ranks"):  # noqa: SLF001
+        compiled(lambda t: hvd.allreduce(t * 2) + 1, fullgraph=True)(tensor)
+    assert torch.equal(hvd.allreduce(tensor, op=hvd.Max), rows() - hvd.rank() + 1)
+
+
+def test_one_graph_is_refused_and_the_session_goes_on(environment):
+    run_sessions(2, refuse_one_graph, environment=environment)
+
+
+def test_importing_imports_no_compiler():
+    """``torch._dynamo`` takes seconds, also for programs that compile nothing."""
+    code = "import sys, ronde.torch; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
