@@ -151,11 +151,15 @@ def run_uneven(_):
     hvd.init()
     model = torch.nn.Linear(3, 2, device="cuda")
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    with pytest.raises(hvd.HorovodInternalError) as caught:
+
+    def train():
         for num_passes in (1, 2, 1 + hvd.rank(), 1, 1, 1):
             for _ in range(num_passes):
                 model(torch.ones(2, 3, device="cuda")).sum().backward()
             optimizer.step()
+
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        train()
     hvd.shutdown()
     return str(caught.value)
 

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -297,7 +298,7 @@ def train(
     return [*losses, *(p.detach() for p in model.parameters())]
 
 
-def compare_training(is_synchronized: bool) -> None:
+def compare_training(*, is_synchronized: bool) -> None:
     expected = train(as_they_are, is_synchronized=is_synchronized)
     for prepare in (with_compiled_model, with_compiled_step):
         results = train(prepare, is_synchronized=is_synchronized)
@@ -311,12 +312,16 @@ def compare_training(is_synchronized: bool) -> None:
 @pytest.mark.parametrize("is_synchronized", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
 def test_training(environment, size, is_synchronized):
-    run_sessions(size, compare_training, is_synchronized, environment=environment)
+    run_sessions(
+        size,
+        partial(compare_training, is_synchronized=is_synchronized),
+        environment=environment,
+    )
 
 
 def refuse_one_graph() -> None:
     tensor = rows()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="other ranks"):  # noqa: SLF001
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="other ranks"):
         compiled(lambda t: hvd.allreduce(t * 2) + 1, fullgraph=True)(tensor)
     assert torch.equal(hvd.allreduce(tensor, op=hvd.Max), rows() - hvd.rank() + 1)
 

@@ -40,6 +40,11 @@ def train(model, optimizer, passes):
         optimizer.zero_grad()
 
 
+def train_and_join(model, optimizer, passes):
+    train(model, optimizer, passes)
+    hvd.join()
+
+
 def assert_equal_weights(model):
     for parameter in model.parameters():
         everyone = hvd.allgather(parameter.detach()[None])
@@ -81,9 +86,9 @@ def test_a_pass_less_than_on_the_others_is_an_error_on_all(options):
 def test_a_rank_that_has_joined_does_not_hide_it():
     def work():
         model, optimizer = start()
+        passes = [[1], [1, 2, 1], [1, 1, 1, 1]][hvd.rank()]
         with pytest.raises(hvd.HorovodInternalError) as caught:
-            train(model, optimizer, [[1], [1, 2, 1], [1, 1, 1, 1]][hvd.rank()])
-            hvd.join()
+            train_and_join(model, optimizer, passes)
         return str(caught.value)
 
     _, second, third = run_sessions(3, work)
