@@ -1,4 +1,4 @@
-"""Runs Horovod's own tests and examples through ronde's ``horovod``."""
+"""Runs Horovod's own tests, or pytorch/ignite's, on ronde's ``horovod``."""
 
 import argparse
 import importlib.util
@@ -14,19 +14,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ronde.launch.environments import own_environment
+from ronde.errors import UsageError
+from ronde.launch.inherited import own_environment
 from ronde.world.environment import read_cache_directory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ALIAS = ROOT / "src" / "ronde" / "horovod" / "alias"
-PINNED = "2626dc87"
+PACKAGES = HERE / "packages.txt"
+USAGE = 64
+NO_TESTS = 5
 
-# pytest 8 no longer collects them as they are.
-PACKAGES = (
-    *("pytest<8", "mock", "psutil", "cloudpickle", "parameterized", "packaging"),
-    *("pyyaml", "pytest-forked", "pytest-timeout"),
-)
 PARALLEL = ("test_torch.py", "test_common.py", "test_timeline.py")
 PARALLEL += ("test_adasum_pytorch.py",)
 SINGLE = ("test_torch_elastic.py", "test_elastic_run.py")
@@ -45,76 +43,145 @@ IMPOSSIBLE_AT_3 = (
     "test_horovod_reducescatter_prescale",
     "test_horovod_grouped_reducescatter_prescale",
 )
-NO_TESTS = 5
+
+# Of ignite's tests, those that run on Horovod; most start 4 ranks by horovod.run.
+IGNITE_WORDS = "hvd or horovod"
+IGNITE_RANKS = 4
+# They do not import without a large package. The first two have 3 tests on Horovod.
+NOT_IMPORTABLE = {
+    "metrics/gan/test_fid.py": "pytorch-fid",
+    "metrics/vision/test_object_detection_map.py": "pycocotools",
+    "metrics/gan/test_utils.py": "torchvision",
+    "metrics/fairness": "fairlearn",
+    "metrics/rec_sys/test_ndcg.py": "ranx",
+    "handlers/test_clearml_logger.py": "clearml",
+}
 
 
 @dataclass(frozen=True)
-class Launch:
-    """How ranks are started.
+class Project:
+    """Whose tests they are.
+
+    Attributes:
+        name: On GitHub.
+        commit: The one that the published counts are of.
+        mark: A file that only its checkout has.
+        copied: What the tests need of the checkout.
+    """
+
+    name: str
+    commit: str
+    mark: str
+    copied: tuple[str, ...]
+
+
+HOROVOD = Project(
+    *("horovod/horovod", "2626dc87", "test/parallel/test_torch.py"),
+    ("test", "examples", "setup.cfg"),
+)
+IGNITE = Project(
+    *("pytorch/ignite", "de08e799", "tests/ignite/conftest.py"),
+    ("ignite", "tests", "pyproject.toml"),
+)
+PROJECTS = (HOROVOD, IGNITE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of this script.
 
     Attributes:
         python: With pytest and what the tests need.
-        ranks: How many.
-        is_mpi: By ``mpirun`` and not by ``ronde run``.
+        scratch: Where the copy of the checkout is.
+        options: The command line.
     """
 
     python: Path
-    ranks: int
-    is_mpi: bool
-
-    def command(self) -> list[str]:
-        """Return what stands before Python's own arguments."""
-        if not self.is_mpi:
-            ronde = [str(self.python), "-m", "ronde", "run", "-np", str(self.ranks)]
-            return [*ronde, "--", str(self.python)]
-        mpirun = Path(sys.executable).parent / "mpirun"
-        options = ["--allow-run-as-root", "--oversubscribe", "-n", str(self.ranks)]
-        return [str(mpirun), *options, str(self.python)]
+    scratch: Path
+    options: argparse.Namespace
 
 
 def main() -> int:
     """Run what is asked for; return 0 when nothing failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = parse_options()
-    upstream = options.checkout
-    if not (upstream / "test" / "parallel" / "test_torch.py").is_file():
-        print(
-            f"upstream_tests: PATH must be a checkout of Horovod, got {upstream}. "
-            "Type: git clone https://github.com/horovod/horovod && "
-            f"git -C horovod checkout {PINNED}",
-            file=sys.stderr,
-        )
-        return 64
-    launch = Launch(environment(), options.ranks, options.mpi)
+    try:
+        project = find_project(options)
+    except UsageError as error:
+        print(f"upstream_tests: {error}", file=sys.stderr)
+        return USAGE
+    python = environment()
     with tempfile.TemporaryDirectory(prefix="upstream-tests-") as name:
-        scratch = Path(name)
-        lay_out(upstream, scratch)
-        if options.examples:
-            results = [run_example(launch, scratch, example) for example in EXAMPLES]
+        run = Run(python, Path(name), options)
+        for entry in project.copied:
+            source = options.checkout / entry
+            copy = shutil.copytree if source.is_dir() else shutil.copy
+            copy(source, run.scratch / entry)
+        shutil.copy(HERE / "conftest.py", run.scratch)
+        if project is IGNITE:
+            results = [run_ignite(run)]
+        elif options.examples:
+            results = [run_example(run, example) for example in EXAMPLES]
         else:
-            results = list(run_files(launch, scratch, options))
-    return 0 if all(results) else 1
+            results = list(run_horovod(run))
+    return 0 if results and all(results) else 1
 
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="upstream_tests")
     add = parser.add_argument
-    add("checkout", type=Path, help=f"Horovod's source, at {PINNED}")
-    add("--ranks", type=int, default=2, help="for the parallel tests (default: 2)")
-    add("--mpi", action="store_true", help="start them with mpirun")
-    add("--examples", action="store_true", help="run examples, and no tests")
+    wanted = " or of ".join(f"{p.name} at {p.commit}" for p in PROJECTS)
+    add("checkout", type=Path, help=f"the source of {wanted}")
+    add("--ranks", type=int, default=2, help="of Horovod's parallel tests (default: 2)")
+    add("--mpi", action="store_true", help="start these ranks with mpirun")
+    add("--examples", action="store_true", help="run Horovod's examples, and no tests")
     add(
         "--file",
         action="append",
         default=[],
-        choices=[*PARALLEL, *SINGLE],
-        help="only this file; may be repeated",
+        help="only this one, as test_torch.py, or of ignite distributed/utils; may be "
+        "repeated",
     )
     add("-k", dest="words", default="", help="only tests that match, as pytest has it")
-    add("--timeout", type=int, default=120, help="seconds a test may take")
+    add("--timeout", type=int, default=300, help="seconds a test may take")
     add("--verbose", action="store_true", help="show what the tests print")
     return parser.parse_args()
+
+
+def find_project(options: argparse.Namespace) -> Project:
+    """Return the project that the checkout is of.
+
+    Raises:
+        UsageError: It is of neither, or the options are not for that project's tests.
+    """
+    checkout: Path = options.checkout
+    project = next((p for p in PROJECTS if (checkout / p.mark).is_file()), None)
+    if project is None:
+        ways = " or ".join(
+            f"git clone https://github.com/{p.name} && "
+            f"git -C {Path(p.name).name} checkout {p.commit}"
+            for p in PROJECTS
+        )
+        raise UsageError(
+            f"PATH must be a checkout of Horovod or of ignite, got {checkout}. "
+            f"Type: {ways}"
+        )
+    if project is IGNITE and (options.mpi or options.examples or options.ranks != 2):
+        raise UsageError(
+            "--ranks, --mpi and --examples are for Horovod's tests, got a checkout of "
+            "ignite, whose tests start 4 ranks by horovod.run. Leave them out."
+        )
+    for file in options.file:
+        is_known = file in (*PARALLEL, *SINGLE)
+        if project is IGNITE:
+            is_known = (checkout / "tests" / "ignite" / file).exists()
+        if not is_known:
+            rule = f"one of {', '.join((*PARALLEL, *SINGLE))}"
+            if project is IGNITE:
+                rule = f"a path below {checkout / 'tests' / 'ignite'}"
+            raise UsageError(f"--file must be {rule}, got {file}.")
+    return project
 
 
 def environment() -> Path:
@@ -123,78 +190,101 @@ def environment() -> Path:
     It is made once, below the user's cache, and again when the packages change.
     """
     home = read_cache_directory() / "upstream-tests"
-    python, stamp = home / "bin" / "python", home / "packages"
-    wanted = "\n".join((sys.executable, *PACKAGES))
+    python, stamp = home / "bin" / "python", home / "made-of"
+    [ours] = [p for p in sys.path if p.startswith(sys.prefix) and "site-" in p]
+    # ``horovod`` is found as if installed: some tests set a PYTHONPATH of their own.
+    paths = f"import site; site.addsitedir({ours!r})\n{ALIAS}\n"
+    wanted = f"{sys.executable}\n{paths}{PACKAGES.read_text()}"
     if not stamp.exists() or stamp.read_text() != wanted:
         print(f"upstream_tests: making {home}", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
-        install = [python, "-m", "pip", "install", "--quiet", *PACKAGES]
-        subprocess.run(install, check=True)
-        [ours] = [p for p in sys.path if p.startswith(sys.prefix) and "site-" in p]
         [theirs] = home.glob("lib/python*/site-packages")
-        (theirs / "ronde.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+        (theirs / "ronde.pth").write_text(paths)
+        install = [python, "-m", "pip", "install", "--quiet", "-r", PACKAGES]
+        subprocess.run(install, check=True)
         stamp.write_text(wanted)
     return python
 
 
-def lay_out(upstream: Path, scratch: Path) -> None:
-    """Copy the tests and examples, with what lies above them, to a directory."""
-    shutil.copytree(upstream / "test", scratch / "test")
-    shutil.copytree(upstream / "examples", scratch / "examples")
-    shutil.copy(upstream / "setup.cfg", scratch)
-    shutil.copy(HERE / "conftest.py", scratch)
+def launcher(run: Run) -> list[str]:
+    """Return what starts the ranks of Horovod's tests, up to Python's arguments."""
+    python, ranks = str(run.python), str(run.options.ranks)
+    if not run.options.mpi:
+        return [python, "-m", "ronde", "run", "-np", ranks, "--", python]
+    mpirun = str(Path(sys.executable).parent / "mpirun")
+    return [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", ranks, python]
 
 
-def run_files(
-    launch: Launch, scratch: Path, options: argparse.Namespace
-) -> Iterator[bool]:
-    """Run each file of tests; yield whether all of it passed."""
-    files = [(f"parallel/{name}", launch.command()) for name in PARALLEL]
-    if not launch.is_mpi:
-        files += [(f"single/{name}", [str(launch.python)]) for name in SINGLE]
-    for test in left_out(launch):
-        print(f"left out, for nobody can pass it at {launch.ranks} ranks: {test}")
-    print(f"{'file':36} rank passed failed skipped")
-    for name, command in files:
+def run_horovod(run: Run) -> Iterator[bool]:
+    """Run each file of Horovod's tests; yield whether all of it passed."""
+    options = run.options
+    files = [(f"parallel/{name}", launcher(run), options.ranks) for name in PARALLEL]
+    if not options.mpi:
+        files += [(f"single/{name}", [str(run.python)], 1) for name in SINGLE]
+    left_out = IMPOSSIBLE_AT_3 if options.ranks == 3 else ()
+    for test in left_out:
+        print(f"left out, for nobody can pass it at 3 ranks: {test}")
+    print_columns()
+    for name, command, ranks in files:
         if options.file and Path(name).name not in options.file:
             continue
-        words = ["-m", "pytest", "-v", "-p", "no:cacheprovider", f"test/{name}"]
-        words += ["--timeout", str(options.timeout)]
-        words += [f"--deselect=test/{name}::{test}" for test in left_out(launch)]
+        words = [f"test/{name}"]
+        words += [f"--deselect=test/{name}::TorchTests::{test}" for test in left_out]
         words += ["-k", options.words] if options.words else []
-        outcomes = scratch / "outcomes" / name
-        outcomes.mkdir(parents=True)
-        log = read_cache_directory() / "upstream-tests" / f"{Path(name).stem}.log"
-        code = run([*command, *words], scratch, outcomes, log)
-        is_good = code in (0, NO_TESTS)
-        if options.verbose:
-            print(log.read_text())
-        has_all = count(name, outcomes, launch.ranks if "parallel" in name else 1)
-        if not is_good:
-            print(f"{'':36} exit code {code}; all they said: {log}")
-        yield is_good and (has_all or bool(options.words))
+        yield run_pytest(run, name, command, words, ranks)
 
 
-def left_out(launch: Launch) -> list[str]:
-    """Return the tests that nobody can pass with so many ranks."""
-    names = IMPOSSIBLE_AT_3 if launch.ranks == 3 else ()
-    return [f"TorchTests::{name}" for name in names]
+def run_ignite(run: Run) -> bool:
+    """Run the tests of ignite that use Horovod; return whether all passed."""
+    options = run.options
+    words = [f"tests/ignite/{name}" for name in options.file] or ["tests/ignite"]
+    for name, package in NOT_IMPORTABLE.items():
+        words.append(f"--ignore=tests/ignite/{name}")
+        print(f"left out, for it needs {package}: {name}")
+    words += ["-m", "distributed", "-k", IGNITE_WORDS]
+    if options.words:
+        words[-1] = f"({IGNITE_WORDS}) and ({options.words})"
+    print_columns()
+    return run_pytest(run, "ignite", [str(run.python)], words, 1)
 
 
-def run(command: Sequence[str], scratch: Path, outcomes: Path, log: Path) -> int:
-    """Run a command in ``scratch``, where ``horovod`` is ronde's; return its code."""
+def print_columns() -> None:
+    """Print what the columns of the table are."""
+    print(f"{'tests':36} rank passed failed skipped", flush=True)
+
+
+def run_pytest(
+    run: Run, name: str, command: Sequence[str], words: Sequence[str], ranks: int
+) -> bool:
+    """Run pytest on each rank and print the outcomes; return whether all is well."""
+    outcomes = run.scratch / "outcomes" / name
+    outcomes.mkdir(parents=True)
+    log = read_cache_directory() / "upstream-tests" / f"{Path(name).stem}.log"
+    options = ["-m", "pytest", "-v", "-p", "no:cacheprovider"]
+    options += ["--timeout", str(run.options.timeout)]
+    code = execute(run, [*command, *options, *words], outcomes, log)
+    if run.options.verbose:
+        print(log.read_text())
+    has_all = print_outcomes(name, outcomes, ranks)
+    is_good = code in (0, NO_TESTS)
+    if not is_good:
+        print(f"{'':36} exit code {code}; all output is in {log}")
+    return is_good and (has_all or bool(run.options.words))
+
+
+def execute(run: Run, command: Sequence[str], outcomes: Path, log: Path) -> int:
+    """Run a command beside the tests; return its exit code."""
     env = own_environment()
-    path = [str(ALIAS), env.get("PYTHONPATH", "")]
-    if importlib.util.find_spec("torchvision") is None:
-        path.append(str(HERE / "stand_ins"))
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    if run.options.examples and importlib.util.find_spec("torchvision") is None:
+        path = (env.get("PYTHONPATH", ""), str(HERE / "stand_ins"))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     env["UPSTREAM_TESTS_OUTCOMES"] = str(outcomes)
     env.setdefault("OMP_NUM_THREADS", "1")
     with (
         log.open("w") as file,
         subprocess.Popen(
             command,
-            cwd=scratch,
+            cwd=run.scratch,
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -207,8 +297,8 @@ def run(command: Sequence[str], scratch: Path, outcomes: Path, log: Path) -> int
             process.terminate()
 
 
-def count(name: str, outcomes: Path, ranks: int) -> bool:
-    """Print what came of a file on each rank; say whether every rank told."""
+def print_outcomes(name: str, outcomes: Path, ranks: int) -> bool:
+    """Print the counts of each rank; return whether every rank has left some."""
     for rank in range(ranks):
         file = outcomes / str(rank)
         lines = file.read_text().splitlines() if file.exists() else []
@@ -218,16 +308,16 @@ def count(name: str, outcomes: Path, ranks: int) -> bool:
         print(f"{name:36} {rank:4} {columns[0]:6} {columns[1]:6} {columns[2]:7}")
         for test in tests:
             if test["outcome"] == "failed":
-                print(f"{'':36} failed: {test['test']}")
+                print(f"{'':36} failed: {test['test']}", flush=True)
     return all((outcomes / str(rank)).exists() for rank in range(ranks))
 
 
-def run_example(launch: Launch, scratch: Path, example: str) -> bool:
-    """Run one of the examples, and say how it ended."""
+def run_example(run: Run, example: str) -> bool:
+    """Run one of Horovod's examples; print its output and exit code."""
     script = f"examples/{example.split(maxsplit=1)[0]}"
-    command = [*launch.command(), script, *EXAMPLES[example]]
-    log = scratch / "log"
-    code = run(command, scratch, scratch, log)
+    command = [*launcher(run), script, *EXAMPLES[example]]
+    log = run.scratch / "log"
+    code = execute(run, command, run.scratch, log)
     print(f"{example}: exit code {code}\n{log.read_text()}")
     return code == 0
 

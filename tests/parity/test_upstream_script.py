@@ -1,0 +1,227 @@
+"""``scripts/upstream_tests``, on stand-ins of the checkouts that it is for."""
+
+import subprocess
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from tests.cli.conftest import clean_environment
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "upstream_tests"
+ONE_RANK = """
+    def test_one_rank():
+        import horovod.torch as hvd
+
+        hvd.init()
+        assert hvd.size() == 1
+"""
+HOROVOD = {
+    "setup.cfg": "",
+    "test/parallel/test_torch.py": """
+        import unittest
+
+        import torch
+
+        import horovod.torch as hvd
+
+
+        class TorchTests(unittest.TestCase):
+            def test_sum(self):
+                hvd.init()
+                mine = torch.full((3,), hvd.rank() + 1.0)
+                assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [3.0] * 3
+
+            @unittest.skip("as some are")
+            def test_skipped(self):
+                raise AssertionError
+    """,
+    "test/single/test_torch_elastic.py": ONE_RANK,
+    "examples/pytorch/pytorch_synthetic_benchmark.py": "from torchvision import models",
+    "examples/adasum/adasum_small_model.py": """
+        import sys
+
+        import horovod.torch as hvd
+
+        hvd.init()
+        print("given", *sys.argv[1:], "of", hvd.size())
+    """,
+}
+LAST_RANK_FAILS = """
+    import horovod.torch as hvd
+
+    def test_last_rank():
+        hvd.init()
+        assert hvd.rank() != hvd.size() - 1
+"""
+IGNITE = {
+    "pyproject.toml": "",
+    "ignite/__init__.py": "SIZE = 2",
+    "tests/__init__.py": "",
+    "tests/ignite/__init__.py": "",
+    "tests/ignite/conftest.py": """
+        import pytest
+
+        @pytest.fixture
+        def gloo_hvd_executor():
+            from horovod import run
+
+            return lambda fn: run(fn, use_gloo=True, num_proc=2)
+
+        def pytest_configure(config):
+            config.addinivalue_line("markers", "distributed: on several ranks")
+    """,
+    "tests/ignite/distributed/__init__.py": "",
+    "tests/ignite/distributed/test_horovod.py": """
+        import os
+        import subprocess
+        import sys
+
+        import pytest
+        from ignite import SIZE
+
+        def on_a_rank():
+            import horovod.torch as hvd
+
+            hvd.init()
+            return hvd.allgather_object(hvd.rank())
+
+        @pytest.mark.distributed
+        def test_gather(gloo_hvd_executor):
+            assert gloo_hvd_executor(on_a_rank) == [[0, 1]] * SIZE
+
+        @pytest.mark.distributed
+        def test_is_installed():
+            command = [sys.executable, "-c", "import horovod"]
+            subprocess.run(command, env=os.environ | {"PYTHONPATH": ""}, check=True)
+
+        def test_of_something_else():
+            raise AssertionError
+    """,
+    "tests/ignite/metrics/gan/test_fid.py": "import needs_what_is_not_there",
+}
+
+
+def write(checkout, files):
+    for name, text in files.items():
+        file = checkout / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(dedent(text))
+    return checkout
+
+
+@pytest.fixture(scope="module")
+def upstream_tests(tmp_path_factory):
+    """Return a function that runs the script, whose environment is made once."""
+    own = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+
+    def run(*words):
+        done = subprocess.run(
+            [SCRIPT, *words],
+            env=clean_environment() | own,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        rows = [" ".join(line.split()) for line in done.stdout.splitlines()]
+        return done.returncode, rows, done.stderr
+
+    return run
+
+
+@pytest.mark.timeout(300)
+def test_tests_of_horovod_that_pass(upstream_tests, tmp_path):
+    checkout = write(tmp_path, HOROVOD)
+    files = ("--file", "test_torch.py", "--file", "test_torch_elastic.py")
+    code, rows, errors = upstream_tests(checkout, *files)
+    assert (code, rows) == (
+        0,
+        [
+            "tests rank passed failed skipped",
+            "parallel/test_torch.py 0 1 0 1",
+            "parallel/test_torch.py 1 1 0 1",
+            "single/test_torch_elastic.py 0 1 0 0",
+        ],
+    ), errors
+
+
+@pytest.mark.timeout(300)
+def test_a_test_of_horovod_that_fails_on_one_rank(upstream_tests, tmp_path):
+    test = "parallel/test_torch.py"
+    checkout = write(tmp_path, HOROVOD | {f"test/{test}": LAST_RANK_FAILS})
+    code, rows, errors = upstream_tests(checkout, "--file", "test_torch.py")
+    assert (code, rows[1:4]) == (
+        1,
+        [
+            f"{test} 0 1 0 0",
+            f"{test} 1 0 1 0",
+            f"failed: test/{test}::test_last_rank",
+        ],
+    ), errors
+    assert rows[4].startswith("exit code 1; all output is in ")
+
+
+@pytest.mark.timeout(300)
+def test_tests_of_horovod_under_mpirun(upstream_tests, tmp_path):
+    code, rows, errors = upstream_tests(
+        *(write(tmp_path, HOROVOD), "--mpi", "--file", "test_torch.py")
+    )
+    assert (code, rows[1:]) == (
+        0,
+        ["parallel/test_torch.py 0 1 0 1", "parallel/test_torch.py 1 1 0 1"],
+    ), errors
+
+
+@pytest.mark.timeout(300)
+def test_examples_of_horovod(upstream_tests, tmp_path):
+    code, rows, errors = upstream_tests(write(tmp_path, HOROVOD), "--examples")
+    assert code == 0, (rows, errors)
+    assert [row for row in rows if row.endswith("exit code 0")] == [
+        "pytorch/pytorch_synthetic_benchmark.py: exit code 0",
+        "adasum/adasum_small_model.py: exit code 0",
+        "adasum/adasum_small_model.py --op Adasum: exit code 0",
+    ]
+    assert sum("given --op Adasum of 2" in row for row in rows) == 2
+
+
+@pytest.mark.timeout(300)
+def test_tests_of_ignite_that_pass(upstream_tests, tmp_path):
+    code, rows, errors = upstream_tests(write(tmp_path, IGNITE))
+    assert (code, rows[-1]) == (0, "ignite 0 2 0 0"), (rows, errors)
+    assert "left out, for it needs pytorch-fid: metrics/gan/test_fid.py" in rows
+
+
+@pytest.mark.timeout(300)
+def test_a_test_of_ignite_that_fails_on_one_rank(upstream_tests, tmp_path):
+    file = "tests/ignite/distributed/test_horovod.py"
+    text = IGNITE[file].replace(
+        "return hvd.allgather_object(hvd.rank())",
+        "return hvd.allgather_object(hvd.rank()) if hvd.rank() == 0 else None",
+    )
+    checkout = write(tmp_path, IGNITE | {file: text})
+    code, rows, errors = upstream_tests(checkout, "-k", "gather")
+    assert (code, rows[-3:-1]) == (
+        1,
+        ["ignite 0 0 1 0", f"failed: {file}::test_gather"],
+    ), errors
+
+
+def test_what_is_no_checkout_is_refused(upstream_tests, tmp_path):
+    code, rows, errors = upstream_tests(tmp_path)
+    assert (code, rows) == (64, [])
+    assert f"must be a checkout of Horovod or of ignite, got {tmp_path}." in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--mpi",), "--ranks, --mpi and --examples are for Horovod's tests"),
+        (("--file", "metrics/none"), "--file must be a path below"),
+    ],
+)
+def test_options_that_are_not_for_ignite_are_refused(
+    upstream_tests, tmp_path, words, message
+):
+    code, rows, errors = upstream_tests(write(tmp_path, IGNITE), *words)
+    assert (code, rows) == (64, [])
+    assert message in errors
