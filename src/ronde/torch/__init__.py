@@ -73,7 +73,10 @@ from ronde.torch.mpi_ops import (
     stop_timeline,
     synchronize,
 )
-from ronde.torch.optimizer import DistributedOptimizer
+from ronde.torch.optimizer import (
+    DistributedOptimizer,
+    _DistributedOptimizer as _DistributedOptimizer,  # pyright: ignore[reportPrivateUsage]
+)
 from ronde.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

@@ -21,6 +21,7 @@ from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import rank
 from ronde.torch.submission import member_of
 from ronde.torch.works import Only
+from ronde.torch.wrappers import require_whole
 
 
 @outside_compiler
@@ -36,12 +37,15 @@ def broadcast_parameters(
         root_rank: The rank to copy from.
 
     Raises:
-        UsageError: ``params`` is nothing of these, or two have one name.
+        UsageError: ``params`` is nothing of these, two have one name, or one is a
+            DTensor.
         CollectiveError: Ranks differ in a shape or dtype, or one is gone.
     """
+    named = _named_tensors(params)
+    require_whole(tensor for _, tensor in named)
     works = [
         start_in_place(Broadcast(root_rank, name, global_process_set), (tensor,))
-        for name, tensor in _named_tensors(params)
+        for name, tensor in named
     ]
     for work in works:
         work.wait()
@@ -69,6 +73,7 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("cannot broadcast torch.optim.LBFGS state")
+    require_whole(p for group in optimizer.param_groups for p in group["params"])
     if not optimizer.state:
         _make_gradients(optimizer, model)
     is_root = rank() == root_rank

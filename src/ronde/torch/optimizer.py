@@ -1,5 +1,6 @@
 """An optimizer whose gradients are reduced over all ranks."""
 
+import copy
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,16 @@ from ronde.errors import UsageError
 from ronde.torch.autograd import require_adasum
 from ronde.torch.bonds import Bonds
 from ronde.torch.delta_step import DeltaStep
+from ronde.torch.hooked_optimizer import _DistributedOptimizer  # pyright: ignore[reportPrivateUsage]
 from ronde.torch.naming import group_indices, name_of, name_parameters
 from ronde.torch.operators import Adasum, Average, Sum
 from ronde.torch.process_sets import ProcessSet, global_process_set
-from ronde.torch.session import current_session
+from ronde.torch.session import current_session, is_initialized
 from ronde.torch.stand_in import StandIn
 from ronde.torch.submission import member_of
+from ronde.torch.wrappers import refuse_averaged, refuse_sharded
+
+__all__ = ["DistributedOptimizer", "_DistributedOptimizer"]
 
 _SYNCHRONIZED_TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -103,20 +108,38 @@ class DistributedOptimizer(StandIn):
             tuning=current_session().tuning,
         )
         self.wrapped = optimizer
+        # What a copy is made with, besides names and groups.
+        self._settings = {
+            "compression": compression,
+            "backward_passes_per_step": backward_passes_per_step,
+            "op": op,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "sparse_as_dense": sparse_as_dense,
+            "process_set": None if process_set is global_process_set else process_set,
+            "average_aggregated_gradients": average_aggregated_gradients,
+        }
+        self._groups = options.groups
         self._parameter_names = {parameter: name for name, parameter in named}
         self._is_synchronizing = True
         self._is_synchronized = False
         self._reducer = self._delta = None
+        self._is_checked = False
         if not process_set.included():
             return
+        if member_of(process_set, "Allreduce").communicator.size > 1:
+            refuse_sharded(named)
+            refuse_averaged(self._parameter_names)
         if op == Adasum and current_session().world.size > 1:
             self._delta = _make_delta_step(named, compression, process_set)
         else:
             self._reducer = _make_reducer(named, options, process_set)
 
+    _settings: dict[str, Any]
+    _groups: tuple[tuple[int, ...], ...]
     _parameter_names: dict[Tensor, str]
     _is_synchronizing: bool
     _is_synchronized: bool
+    _is_checked: bool
     _reducer: Reducer | None
     _delta: DeltaStep | None
 
@@ -128,6 +151,9 @@ class DistributedOptimizer(StandIn):
             closure: Computes the loss and its gradients; they are reduced each time it
                 is called. The loss it returns stays this rank's own.
         """
+        if not self._is_checked and (self._reducer or self._delta) is not None:
+            refuse_averaged(self._parameter_names)  # it may be wrapped since
+        self._is_checked = True
         if self._delta is not None:
             return self._delta.step(self.wrapped, closure)
         if self._is_synchronizing and self._is_synchronized:
@@ -175,6 +201,7 @@ class DistributedOptimizer(StandIn):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate ``passes`` backward passes before a reduction from now on."""
         _check_passes(passes)
+        self._settings["backward_passes_per_step"] = passes
         if self._reducer is not None:
             self._reducer.set_passes(passes)
 
@@ -189,6 +216,22 @@ class DistributedOptimizer(StandIn):
             self._reducer.add(named)
         if self._delta is not None:
             self._delta.add(added)
+
+    def __copy__(self) -> "DistributedOptimizer":
+        """Return one that shares parameters, state and reductions with this."""
+        own = object.__new__(DistributedOptimizer)
+        own.__dict__.update(self.__dict__)
+        own.wrapped = copy.copy(self.wrapped)
+        return own
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:  # noqa: ANN401  object's
+        """Pickle, and copy deeply, the wrapped optimizer and the settings.
+
+        Where there is no session, as in a program that evaluates a checkpoint, the
+        wrapped optimizer comes back.
+        """
+        names = list(self._parameter_names.values())
+        return _restore, (self.wrapped, names, self._groups, self._settings)
 
     @property
     def _handles(self) -> dict[Tensor, Any]:
@@ -206,6 +249,24 @@ class DistributedOptimizer(StandIn):
             return loss
 
         return call
+
+
+def _restore(
+    wrapped: Optimizer,
+    names: list[str],
+    groups: tuple[tuple[int, ...], ...],
+    settings: dict[str, Any],
+) -> Optimizer | DistributedOptimizer:
+    if not is_initialized():
+        return wrapped
+    parameters = [p for group in wrapped.param_groups for p in group["params"]]
+    settings["process_set"] = settings["process_set"] or global_process_set
+    return DistributedOptimizer(
+        wrapped,
+        list(zip(names, parameters, strict=True)),
+        groups=[[parameters[index] for index in group] for group in groups] or None,
+        **settings,
+    )
 
 
 def _make_reducer(

@@ -9,6 +9,7 @@ from ronde.errors import UsageError
 from ronde.torch.members import Member
 from ronde.torch.process_sets import ProcessSet
 from ronde.torch.session import current_session
+from ronde.torch.wrappers import require_whole
 
 
 def member_of(process_set: ProcessSet, word: str) -> Member:
@@ -48,8 +49,9 @@ def require_dtypes(
         dtypes: Those that it is defined for; None for all.
 
     Raises:
-        UsageError: A tensor has another dtype, or is sparse.
+        UsageError: A tensor has another dtype, or is sparse or sharded.
     """
+    require_whole(tensors)
     for tensor in tensors:
         if (
             dtypes is not None and tensor.dtype not in dtypes
