@@ -1,5 +1,16 @@
-"""How much memory this process may take: the machine's, or its control group's."""
+"""How much memory this process may take, and how much of it C's allocator keeps.
 
+Note [Memory that is kept]:
+    By default glibc gives a tensor of 32 MiB and more back to the kernel when it is
+    freed, and what is free at the end of its heap as well. A training step frees its
+    gradients and activations, and the next one takes them anew: the kernel clears every
+    page again, which can take as long as the step. With higher thresholds the memory
+    stays with the process. They are a part of what the machine or the control group has
+    for each of its ranks, so that one that frees much at once still returns it.
+"""
+
+import ctypes
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -108,3 +119,86 @@ def _fields(path: Path) -> dict[str, int]:
         return {}
     words = [line.split() for line in lines]
     return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdecimal()}
+
+
+@dataclass(frozen=True, slots=True)
+class MallocThresholds:
+    """What glibc's allocator gives back to the kernel: see Note [Memory that is kept].
+
+    Attributes:
+        trim_bytes: What is free at the heap's end, once it is as much as this.
+        mmap_bytes: Each allocation of this size and more, when it is freed.
+    """
+
+    trim_bytes: int
+    mmap_bytes: int
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables by which a process has them from its start."""
+        return {
+            "MALLOC_TRIM_THRESHOLD_": str(self.trim_bytes),
+            "MALLOC_MMAP_THRESHOLD_": str(self.mmap_bytes),
+        }
+
+    def apply(self) -> bool:
+        """Give them to this process; return False where its malloc is not glibc's."""
+        libc = ctypes.CDLL(None)
+        if not _has_glibc_malloc(libc):
+            return False
+        libc.mallopt(_M_TRIM_THRESHOLD, min(self.trim_bytes, _MAX_INT))
+        libc.mallopt(_M_MMAP_THRESHOLD, min(self.mmap_bytes, _MAX_INT))
+        return True
+
+
+def malloc_thresholds(num_ranks: int, root: Path = _ROOT) -> MallocThresholds | None:
+    """Return the thresholds for each of a machine's ranks.
+
+    None where they would be no higher than glibc's own, and without glibc.
+
+    Args:
+        num_ranks: How many share the memory.
+        root: See ``available_memory``.
+    """
+    version = _glibc_version()
+    share = available_memory(root).num_bytes // num_ranks
+    mmap_bytes = share // 8
+    if version is None or mmap_bytes < _GLIBC_MMAP_BYTES:
+        return None
+    if version < _FIRST_WITHOUT_LIMIT:
+        mmap_bytes = _GLIBC_MMAP_BYTES
+    return MallocThresholds(share // 2, mmap_bytes)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_MAX_INT = (1 << 31) - 1
+_GLIBC_MMAP_BYTES = 32 << 20
+"""As high as glibc sets its threshold by itself, on machines of 64 bits."""
+_FIRST_WITHOUT_LIMIT = (2, 35)
+"""Before this version glibc takes no higher threshold than that."""
+
+
+class _SymbolInfo(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _glibc_version() -> tuple[int, ...] | None:
+    try:
+        text = os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (OSError, ValueError):  # another C library
+        return None
+    return tuple(map(int, text.removeprefix("glibc ").split(".")))
+
+
+def _has_glibc_malloc(libc: ctypes.CDLL) -> bool:
+    """Whether malloc is glibc's own, and not that of a library loaded before it."""
+    bases: list[int | None] = []
+    for function in (libc.malloc, libc.gnu_get_libc_version):
+        info = _SymbolInfo()
+        libc.dladdr(function, ctypes.byref(info))
+        bases.append(info.base)
+    return bases[0] == bases[1]

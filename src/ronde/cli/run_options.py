@@ -147,6 +147,12 @@ def _add_place_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not let import horovod find ronde",
     )
+    add(
+        "--no-malloc-tuning",
+        action="store_true",
+        help="let CPU ranks return freed memory to the kernel at once, as C's "
+        "allocator does by default",
+    )
 
 
 def _add_ending_options(parser: argparse.ArgumentParser) -> None:

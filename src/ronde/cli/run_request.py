@@ -17,7 +17,11 @@ from ronde.launch.forwarded import read_assignments, select_forwarded
 from ronde.launch.plan import JobRequest
 from ronde.world import Launcher, read_claim
 from ronde.world.engines import require_algorithm, require_engine
-from ronde.world.environment import read_algorithm, read_engine
+from ronde.world.environment import (
+    read_algorithm,
+    read_engine,
+    read_malloc_tuning,
+)
 from ronde.world.knobs import read_knobs
 
 
@@ -115,11 +119,14 @@ def _env(
     """Return the variables for all ranks, and see that they can be understood."""
     env = select_forwarded(environ) | asked.env
     env |= read_assignments(options.env, environ) | _engine_env(options, asked.engine)
+    if options.no_malloc_tuning:
+        env["RONDE_MALLOC_TUNING"] = "0"
     known = {**environ, **env}
     env |= alias_environment(known, is_wanted=not options.no_horovod_alias)
     read_engine(known)
     read_algorithm(known)
     read_knobs(known)
+    read_malloc_tuning(known)
     return env
 
 

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ronde.memory import malloc_thresholds
+from ronde.topology.gpus import read_gpus
+from ronde.world.environment import read_malloc_tuning
 from ronde.world.value import World
 
 _ALIAS_DIRECTORY = Path(__file__).parents[1] / "horovod" / "alias"
@@ -71,6 +74,19 @@ def default_environment(num_threads: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
+
+
+def malloc_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:
+    """Return what has glibc keep a CPU rank's memory; empty where the user tunes it.
+
+    Args:
+        environ: What the rank would have without it.
+        num_ranks: How many share this machine's memory.
+    """
+    if not read_malloc_tuning(environ) or read_gpus("", environ):
+        return {}
+    thresholds = malloc_thresholds(num_ranks)
+    return thresholds.environment() if thresholds else {}
 
 
 def rank_environment(world: World, job: JobFacts, node: NodeFacts) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from ronde.launch.affinity import inherited_binding
+from ronde.launch.environments import malloc_environment
 from ronde.launch.forwarded import base_environment
 from ronde.launch.inherited import own_environment
 from ronde.launch.job import Job
@@ -71,6 +72,7 @@ class RankGroup:
         try:
             for plan in job.ranks:
                 env = base | plan.env
+                env |= malloc_environment(env, len(job.ranks))
                 env |= self._stacks.environment(plan.rank, env)
                 env["RONDE_EXIT_PIPE"] = f"{notices}:{inode}:{plan.rank}"
                 if self._mpi is not None:

@@ -6,7 +6,10 @@ import os
 import socket
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, cast
+
+import torch
 
 from ronde.collectives import Communicator, Connections, exchange_hosts
 from ronde.collectives.compiler import outside_compiler
@@ -14,6 +17,7 @@ from ronde.collectives.connection import DEFAULT_TIMEOUT_S
 from ronde.coordination.options import CoordinationOptions
 from ronde.data_parallel import BucketTuningOptions
 from ronde.errors import UsageError
+from ronde.memory import malloc_thresholds
 from ronde.torch.autotune import fusion_options, tuning_options
 from ronde.torch.members import Job, Member
 from ronde.torch.process_sets import ProcessSet, global_process_set, register
@@ -27,6 +31,7 @@ from ronde.torch.session import (
 )
 from ronde.torch.timeline import close_timeline, open_timeline
 from ronde.world import Claim, World, read_claim
+from ronde.world.environment import read_malloc_tuning
 from ronde.world.exit_notice import send_exit_notice
 from ronde.world.knobs import Knobs, read_knobs, report_ignored
 
@@ -126,11 +131,22 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
         ),
         tuning=tuning,
     )
+    _tune_malloc(world.local_size)
     global_process_set.ranks = list(ranks)
     session.heed(session.members[0])
     begin(session)
     atexit.register(_leave, os.getpid())
     open_timeline(session)
+
+
+@cache
+def _tune_malloc(local_size: int) -> None:
+    """Have a rank without an accelerator keep the memory of its steps."""
+    if not read_malloc_tuning() or torch.accelerator.is_available():
+        return
+    thresholds = malloc_thresholds(local_size)
+    if thresholds is not None:
+        thresholds.apply()
 
 
 def _set_log_level(knobs: Knobs) -> None:

@@ -83,6 +83,31 @@ def read_algorithm(environ: Mapping[str, str]) -> str:
     return require_algorithm(environ.get("RONDE_ALGORITHM", ""), "RONDE_ALGORITHM")
 
 
+def read_malloc_tuning(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether C's allocator is to be tuned.
+
+    It is not where ``RONDE_MALLOC_TUNING`` is 0, and where the user has tuned it: with
+    any variable or tunable of glibc's allocator.
+
+    Args:
+        environ: The variables; None reads this process's own.
+
+    Raises:
+        WorldError: ``RONDE_MALLOC_TUNING`` is neither 0 nor 1.
+    """
+    if environ is None:
+        environ = os.environ  # noqa: TID251  as above
+    text = environ.get("RONDE_MALLOC_TUNING", "") or "1"
+    if text not in ("0", "1"):
+        raise WorldError(
+            f"RONDE_MALLOC_TUNING must be 0 or 1, got {text!r}. Correct it, or unset "
+            "it."
+        )
+    is_tuned = any(name.startswith("MALLOC_") for name in environ)
+    is_tuned |= "glibc.malloc." in environ.get("GLIBC_TUNABLES", "")
+    return text == "1" and not is_tuned
+
+
 def read_cache_directory(environ: Mapping[str, str] | None = None) -> Path:
     """Return where what can be measured anew is kept; it may not exist yet.
 

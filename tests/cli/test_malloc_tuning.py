@@ -1,0 +1,226 @@
+"""The memory of a step stays with a CPU rank, within bounds and if the user agrees."""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tests.cli.conftest import clean_environment
+
+import ronde.torch as hvd
+from ronde.memory import MallocThresholds, malloc_thresholds
+
+pytestmark = pytest.mark.timeout(180)
+
+MIB = 1 << 20
+NUM_STEPS = 20
+NUM_PAGES = NUM_STEPS * 48 * MIB // resource.getpagesize()
+"""Of the gradients of all steps, which are what faults where memory is given back."""
+FAULTS = f"""
+import resource, torch
+def count_faults():
+    torch.set_num_threads(1)
+    layer, rows = torch.nn.Linear(3072, 4096, bias=False), torch.ones(2, 3072)
+    for step in range({NUM_STEPS} + 3):
+        if step == 3:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        layer.zero_grad()
+        layer(rows).sum().backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+"""
+WITH_INIT = "import ronde.torch as hvd\nhvd.init()\nprint(count_faults(), flush=True)"
+WITHOUT_INIT = "print(count_faults(), flush=True)"
+
+if malloc_thresholds(4) is None:
+    pytest.skip("no glibc here, or too little memory", allow_module_level=True)
+
+
+class Group(NamedTuple):
+    """A control group: the file of its limit, and how a process enters it."""
+
+    limit: Path
+    enter: Callable[[], None]
+
+
+@pytest.fixture
+def small_group():
+    path = Path(f"/sys/fs/cgroup/memory/ronde-malloc-{os.getpid()}")
+    name = "memory.limit_in_bytes"
+    if not path.parent.is_dir():
+        path, name = Path("/sys/fs/cgroup", path.name), "memory.max"
+    try:
+        path.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error.strerror}")
+    processes = path / "cgroup.procs"
+    try:
+        if not (path / name).exists():
+            pytest.skip("control groups do not limit memory here")
+        yield Group(path / name, lambda: processes.write_text(str(os.getpid())))
+    finally:
+        path.rmdir()
+
+
+def count_of_rank(claim):
+    del claim
+    hvd.init()
+    try:
+        names = {}
+        exec(FAULTS, names)  # noqa: S102  the words that other processes get, too
+        return names["count_faults"]()
+    finally:
+        hvd.shutdown()
+
+
+def count_of_program(code, **env):
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS + code],
+        env=clean_environment() | env,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return int(done.stdout)
+
+
+def counts_of_job(ronde, code, *options, **env):
+    done = ronde(
+        *("run", "-n", "2", "--no-prefix", *options, "--"),
+        *(sys.executable, "-c", FAULTS + code),
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    first, second = map(int, done.stdout.split())
+    return first, second
+
+
+def variables_of_job(ronde, **env):
+    """Return the allocator's variables that the first of two ranks has."""
+    words = ("run", "-n", "2", "--only", "0", "--no-prefix", "env")
+    return malloc_variables(ronde(*words, env=env))
+
+
+def malloc_variables(done):
+    assert done.returncode == 0, done.stderr.decode()
+    lines = dict(line.split("=", 1) for line in done.stdout.decode().splitlines())
+    return {name: text for name, text in lines.items() if name.startswith("MALLOC_")}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_init_has_every_rank_keep_it(run_ranks_bare, size):
+    counts = run_ranks_bare(size, count_of_rank, launcher="plain")
+    assert max(counts) < NUM_PAGES / 4
+
+
+@pytest.mark.parametrize("code", [WITH_INIT, WITHOUT_INIT])
+def test_the_launcher_has_every_rank_keep_it(ronde, code):
+    assert max(counts_of_job(ronde, code)) < NUM_PAGES / 4
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RONDE_MALLOC_TUNING": "0"},
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        {"MALLOC_ARENA_MAX": "2"},
+        {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"},
+    ],
+)
+def test_the_user_can_have_it_given_back(ronde, env):
+    assert count_of_program(WITH_INIT, **env) >= NUM_PAGES
+    assert variables_of_job(ronde, **env) == {
+        name: text for name, text in env.items() if name.startswith("MALLOC_")
+    }
+
+
+def test_an_option_has_it_given_back_to(ronde):
+    counts = counts_of_job(ronde, WITH_INIT, "--no-malloc-tuning")
+    assert min(counts) >= NUM_PAGES
+
+
+def test_what_is_neither_yes_nor_no_is_refused(ronde):
+    done = ronde("run", "-n", "1", "true", env={"RONDE_MALLOC_TUNING": "off"})
+    assert done.returncode == 64
+    assert done.stderr == (
+        b"ronde: RONDE_MALLOC_TUNING must be 0 or 1, got 'off'. Correct it, or unset "
+        b"it.\n"
+    )
+
+
+# What is between the program and glibc's allocator: were that tuned, one would see it.
+SHIM = "void *__libc_malloc(unsigned long); "
+SHIM += "void *malloc(unsigned long size) { return __libc_malloc(size); }"
+
+
+def test_another_allocator_is_left_alone(tmp_path):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler to make another allocator with")
+    library = tmp_path / "allocator.so"
+    words = [compiler, "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
+    subprocess.run(words, input=SHIM.encode(), check=True, timeout=60)
+    assert count_of_program(WITH_INIT, LD_PRELOAD=str(library)) >= NUM_PAGES
+
+
+def test_a_control_group_bounds_it(ronde, small_group):
+    for mib, is_tuned in ((1024, True), (256, False)):
+        small_group.limit.write_text(str(mib * MIB))
+        words = ("run", "-n", "2", "--only", "0", "--no-prefix", "env")
+        done = ronde(*words, preexec_fn=small_group.enter)
+        found = malloc_variables(done)
+        assert bool(found) is is_tuned
+        if is_tuned:
+            # Half and an eighth of what each of the two has.
+            assert 0 < int(found["MALLOC_TRIM_THRESHOLD_"]) <= mib * MIB / 4
+            assert 0 < int(found["MALLOC_MMAP_THRESHOLD_"]) <= mib * MIB / 16
+
+
+HOLD = """
+import ctypes, sys
+from pathlib import Path
+from ronde.memory import MallocThresholds
+MallocThresholds(int(sys.argv[1]), int(sys.argv[2])).apply()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+def held_mib():
+    (line,) = (l for l in open("/proc/self/status") if l.startswith("VmRSS"))
+    return int(line.split()[1]) >> 10
+before = held_mib()
+blocks = [libc.malloc(int(sys.argv[3])) for _ in range(8)]
+for block in blocks:
+    ctypes.memset(block, 1, int(sys.argv[3]))
+most = held_mib()
+for block in reversed(blocks):
+    libc.free(ctypes.c_void_p(block))
+print(most - before, held_mib() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("trim_mib", "mmap_mib", "block_mib", "is_kept"),
+    [(512, 64, 32, True), (128, 64, 32, False), (512, 16, 32, False)],
+)
+def test_what_is_beyond_the_bounds_is_given_back(
+    trim_mib, mmap_mib, block_mib, is_kept
+):
+    sizes = [str(mib * MIB) for mib in (trim_mib, mmap_mib, block_mib)]
+    command = [sys.executable, "-c", HOLD, *sizes]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    most_mib, left_mib = map(int, done.stdout.split())
+    assert most_mib >= 8 * block_mib
+    assert left_mib >= most_mib - 8 if is_kept else left_mib <= min(trim_mib, 150)
+
+
+def test_what_has_too_little_or_another_library_is_left_alone(tmp_path):
+    assert malloc_thresholds(1, tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 4194304 kB\n")
+    assert malloc_thresholds(4, tmp_path) == MallocThresholds(512 * MIB, 128 * MIB)
+    assert malloc_thresholds(16, tmp_path) == MallocThresholds(128 * MIB, 32 * MIB)
+    assert malloc_thresholds(17, tmp_path) is None
