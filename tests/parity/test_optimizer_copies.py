@@ -194,3 +194,15 @@ def test_names_that_frameworks_import():
     )
     command = [sys.executable, "-c", code]
     subprocess.run(command, env=clean_environment(), check=True, timeout=60)
+
+
+def test_a_gradient_may_be_reduced_by_hand():
+    def work():
+        model, optimizer = build()
+        weight = model[0].weight
+        weight.grad = torch.full_like(weight, float(hvd.rank()))
+        handle, _ = optimizer._allreduce_grad_async(weight)
+        hvd.synchronize(handle)
+        return float(weight.grad.mean())
+
+    assert run_sessions(3, work) == [1.0] * 3

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, zeros_like
 from torch.optim import Optimizer
 
 from ronde.collectives.compiler import outside_compiler
@@ -25,6 +25,7 @@ from ronde.torch.hooked_optimizer import _DistributedOptimizer  # pyright: ignor
 from ronde.torch.naming import group_indices, name_of, name_parameters
 from ronde.torch.operators import Adasum, Average, Sum
 from ronde.torch.process_sets import ProcessSet, global_process_set
+from ronde.torch.reductions import allreduce_async_
 from ronde.torch.session import current_session, is_initialized
 from ronde.torch.stand_in import StandIn
 from ronde.torch.submission import member_of
@@ -237,6 +238,17 @@ class DistributedOptimizer(StandIn):
     def _handles(self) -> dict[Tensor, Any]:
         """Horovod's table of reductions under way: none is after ``backward()``."""
         return {}
+
+    def _allreduce_grad_async(self, p: Tensor) -> tuple[int, None]:
+        """Start to reduce one gradient by its name; return its handle and context.
+
+        Horovod's hook does it so, and programs look for the method to know that the
+        optimizer is distributed. Nothing here calls it.
+        """
+        if p.grad is None:
+            p.grad = zeros_like(p)
+        name = f"allreduce.{self._parameter_names[p]}"
+        return allreduce_async_(p.grad, name=name, op=self._settings["op"]), None
 
     def _reduce(self) -> None:
         if self._is_synchronizing and self._reducer is not None:
