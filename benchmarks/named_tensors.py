@@ -1,12 +1,16 @@
 """Time named collectives: ronde's coordinator beside bare Gloo, interleaved in one run.
 
 Run it as ``ronde run -n 2 python benchmarks/named_tensors.py``. Every round times each
-case once by ronde and once by Gloo; figures are medians over rounds, in ms:
+case once by ronde and once by Gloo; figures are in ms:
 
 * one allreduce of 4 bytes, by name, waited for;
 * 160 tensors of 16 KiB submitted together, then waited for (Gloo: one by one, unfused,
   as a script without Horovod would);
+* one all-reduce of 4 bytes, 64 KiB and 1 MiB by ronde's own engine, without a name;
 * one allreduce of 64 MiB, in place and into a new tensor.
+
+``--busy 10`` has ten programs that only compute run beside, as on a machine that
+others use too. Medians and 95th percentiles are of all calls.
 
 Horovod 0.28.1's measured figures on a machine like this one stand beside them; they
 are quoted, not measured here.
@@ -14,6 +18,8 @@ are quoted, not measured here.
 
 import argparse
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 import ronde.torch as hvd
+from ronde.torch.session import current_session
 
 _MANY = 160
 
@@ -51,9 +58,23 @@ def main() -> None:
     """Time all cases and print them from rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--busy", type=int, default=0, help="programs that compute")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(options.busy if hvd.rank() == 0 else 0)
+    ]
+    try:
+        _measure(options.rounds)
+    finally:
+        for program in busy:
+            program.kill()
+            program.wait()
+
+
+def _measure(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = hvd.broadcast_object(directory, 0)
         dist.init_process_group(
@@ -92,6 +113,21 @@ def _cases() -> list[Case]:
     def gloo_new() -> None:
         dist.all_reduce(big.clone())
 
+    engine = current_session().duplicate()
+    raw = [
+        Case(
+            f"raw {name}",
+            "",
+            repeats,
+            lambda tensor=tensor: _drop(engine.all_reduce(tensor).wait()),
+            lambda tensor=tensor: _drop(dist.all_reduce(tensor)),
+        )
+        for name, repeats, tensor in (
+            ("4 B", 200, torch.ones(1)),
+            ("64 KiB", 50, torch.ones(16 << 10)),
+            ("1 MiB", 20, torch.ones(1 << 18)),
+        )
+    ]
     return [
         Case(
             "4 B",
@@ -100,6 +136,7 @@ def _cases() -> list[Case]:
             lambda: _drop(hvd.allreduce(tiny, name="tiny")),
             lambda: _drop(dist.all_reduce(tiny)),
         ),
+        *raw,
         Case(f"{_MANY} x 16 KiB", "16-31", 5, together, one_by_one),
         Case(
             "64 MiB in place",
@@ -123,42 +160,48 @@ def _drop(result: object) -> None:
     del result
 
 
-def _time_all(cases: list[Case]) -> list[tuple[float, float]]:
+def _time_all(cases: list[Case]) -> list[tuple[list[float], list[float]]]:
     return [
         (_time(case.by_ronde, case.repeats), _time(case.by_gloo, case.repeats))
         for case in cases
     ]
 
 
-def _time(call: Callable[[], None], repeats: int) -> float:
-    """Return the median of some calls in ms."""
+def _time(call: Callable[[], None], repeats: int) -> list[float]:
+    """Return what some calls took, in ms."""
     hvd.barrier()
     taken: list[float] = []
     for _ in range(repeats):
         begun = time.perf_counter()
         call()
-        taken.append(time.perf_counter() - begun)
-    return statistics.median(taken) * 1e3
+        taken.append((time.perf_counter() - begun) * 1e3)
+    return taken
 
 
-def _print(cases: list[Case], times: list[list[tuple[float, float]]]) -> None:
+def _print(
+    cases: list[Case], times: list[list[tuple[list[float], list[float]]]]
+) -> None:
     print(
         f"{hvd.size()} ranks, {len(times)} rounds, torch {torch.__version__}; "
-        "medians in ms, with the least and the most of all rounds"
+        "ms: median and 95th percentile of all calls; ratios: Gloo's to ronde's"
     )
-    print(f"{'':>16} {'ronde':>24} {'Gloo':>24} {'ratio':>6}  Horovod (quoted)")
+    print(f"{'':>16} {'ronde':>17} {'Gloo':>17} {'ratios':>11}  Horovod (quoted)")
     for index, case in enumerate(cases):
-        ours = [one[index][0] for one in times]
-        gloo = [one[index][1] for one in times]
-        ratio = statistics.median(g / o for g, o in zip(gloo, ours, strict=True))
+        ours = [call for one in times for call in one[index][0]]
+        gloo = [call for one in times for call in one[index][1]]
+        ratios = [_percentile(gloo, p) / _percentile(ours, p) for p in (50, 95)]
         print(
-            f"{case.name:>16} {_range(ours):>24} {_range(gloo):>24} {ratio:>6.2f}  "
-            f"{case.horovod_ms}"
+            f"{case.name:>16} {_show(ours):>17} {_show(gloo):>17} "
+            f"{ratios[0]:>5.2f} {ratios[1]:>5.2f}  {case.horovod_ms}"
         )
 
 
-def _range(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+def _show(values: list[float]) -> str:
+    return f"{_percentile(values, 50):.3f} {_percentile(values, 95):8.3f}"
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 if __name__ == "__main__":
