@@ -89,8 +89,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):  # pyright: ignore[reportUnu
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = self._allreduce_grad_async(parameter)
         for parameter, (handle, context) in self._handles.items():
-            if handle is None:  # an overridden hook's: nothing is under way
-                continue
+            if handle is None:  # an overridden hook has put it off
+                handle, context = self._allreduce_grad_async(parameter)
             synchronize(handle)
             wire, inner = context
             result = self._compression.decompress(wire, inner)
