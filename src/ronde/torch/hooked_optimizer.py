@@ -86,11 +86,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):  # pyright: ignore[reportUnu
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; those not there count as zeros."""
         for parameter in self._parameter_names if size() > 1 else ():
-            if parameter.requires_grad and parameter not in self._handles:
+            # An overridden hook may have put it off.
+            is_started = self._handles.get(parameter, (None,))[0] is not None
+            if parameter.requires_grad and not is_started:
                 self._handles[parameter] = self._allreduce_grad_async(parameter)
         for parameter, (handle, context) in self._handles.items():
-            if handle is None:  # an overridden hook has put it off
-                handle, context = self._allreduce_grad_async(parameter)
+            if handle is None:
+                continue
             synchronize(handle)
             wire, inner = context
             result = self._compression.decompress(wire, inner)
