@@ -26,8 +26,9 @@ import resource, torch
 def count_faults():
     torch.set_num_threads(1)
     layer, rows = torch.nn.Linear(3072, 4096, bias=False), torch.ones(2, 3072)
-    for step in range({NUM_STEPS} + 3):
-        if step == 3:
+    # Where the heap begins decides how often it grows before each size has its place.
+    for step in range({NUM_STEPS} + 20):
+        if step == 20:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         layer.zero_grad()
         layer(rows).sum().backward()
