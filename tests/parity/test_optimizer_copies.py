@@ -90,6 +90,7 @@ def test_settings_are_kept():
         )
         optimizer.set_backward_passes_per_step(2)
         other, copied = copy.deepcopy((model, optimizer))
+        assert copied.backward_passes_per_step == 2
         for each, its_optimizer in ((model, optimizer), (other, copied)):
             for _ in range(2):
                 each(torch.ones(1, 4)).sum().backward()

@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, zeros_like
 from torch.optim import Optimizer
@@ -198,6 +198,11 @@ class DistributedOptimizer(StandIn):
             yield
         finally:
             self._is_synchronizing = True
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Backward passes that are accumulated before a reduction."""
+        return cast("int", self._settings["backward_passes_per_step"])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate ``passes`` backward passes before a reduction from now on."""
