@@ -17,6 +17,7 @@ from ronde.collectives.objects import (
 )
 from ronde.errors import UsageError
 from ronde.torch.autograd import Broadcast, Gather, start, start_in_place
+from ronde.torch.naming import plain_name
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import rank
 from ronde.torch.submission import member_of
@@ -220,7 +221,7 @@ def _named_tensors(
         pairs: list[tuple[Any, Any]] = sorted(named.items(), key=_key)
     else:
         pairs = [_pair(item) for item in params]
-    return [(str(n or ""), t) for n, t in pairs if isinstance(t, Tensor)]
+    return [(plain_name(str(n or "")), t) for n, t in pairs if isinstance(t, Tensor)]
 
 
 def _key(item: tuple[str, Any]) -> str:

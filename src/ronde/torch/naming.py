@@ -16,6 +16,11 @@ def name_of(group: int, index: int) -> str:
     return f"allreduce.noname.{group}.{index}"
 
 
+def plain_name(name: str) -> str:
+    """Leave out what ``torch.compile`` adds: some ranks may have compiled the model."""
+    return name.replace("_orig_mod.", "")
+
+
 def name_parameters(
     optimizer: Optimizer, named_parameters: Iterable[object] | None
 ) -> list[tuple[str, Tensor]]:
@@ -101,7 +106,7 @@ def _consecutive(
 def _pair(item: object) -> tuple[str, Tensor]:
     match item:
         case (str() as name, Tensor() as parameter):
-            return name, parameter
+            return plain_name(name), parameter
         case _:
             raise UsageError(
                 "named_parameters should be a sequence of tuples (name, parameter), "
