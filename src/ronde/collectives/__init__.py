@@ -1,6 +1,13 @@
 """Tensors between ranks: the interface, its engines, and how ranks find each other."""
 
-from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work, rows
+from ronde.collectives.communicator import (
+    Communicator,
+    Done,
+    Look,
+    ReduceOp,
+    Work,
+    rows,
+)
 from ronde.collectives.connection import connect
 from ronde.collectives.connections import Connections
 from ronde.collectives.objects import (
@@ -14,6 +21,7 @@ __all__ = [
     "Communicator",
     "Connections",
     "Done",
+    "Look",
     "ReduceOp",
     "Work",
     "all_gather_json",

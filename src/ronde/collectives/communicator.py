@@ -17,7 +17,7 @@ Rules that hold for every call:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
@@ -25,6 +25,9 @@ import torch
 from torch import Tensor
 
 T_co = TypeVar("T_co", covariant=True)
+Look = Callable[[], float | None]
+"""What a thread calls while it waits: returns for how many seconds it need not be
+called again, or None to have it wait no longer."""
 
 
 class ReduceOp(StrEnum):
@@ -59,6 +62,13 @@ class Work(Protocol[T_co]):
         """
         ...
 
+    def wait_watched(self, look: Look) -> bool:
+        """Block until it is over or ``look`` says to stop; say whether it is over.
+
+        A failure counts as over, and is raised by ``wait()``.
+        """
+        ...
+
 
 class Done(Generic[T_co]):
     """Work that was over before it was returned."""
@@ -73,6 +83,10 @@ class Done(Generic[T_co]):
     def wait(self) -> T_co:
         """Return the value."""
         return self._value
+
+    def wait_watched(self, look: Look) -> bool:  # noqa: ARG002 - the interface's
+        """Return True."""
+        return True
 
 
 class Communicator(ABC):

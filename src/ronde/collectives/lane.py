@@ -2,10 +2,10 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import Any, Generic, TypeVar
 
-from ronde.collectives.communicator import Communicator
+from ronde.collectives.communicator import Communicator, Look
 from ronde.collectives.inference import in_mode_of_caller
 from ronde.errors import CollectiveError, fresh
 
@@ -28,7 +28,7 @@ class Lane:
         self._is_busy = False
         self._is_closed = False
 
-    def submit(self, name: str, steps: Callable[[], T]) -> "LaneWork[T]":
+    def submit(self, name: str, steps: Callable[[], T]) -> "FutureWork[T]":
         """Call ``steps`` once all earlier ones are over.
 
         Args:
@@ -39,7 +39,9 @@ class Lane:
             CollectiveError: The lane is closed.
         """
         self.require_open()
-        return LaneWork(self._thread.submit(in_mode_of_caller(self._call), name, steps))
+        return FutureWork(
+            self._thread.submit(in_mode_of_caller(self._call), name, steps)
+        )
 
     def require_open(self) -> None:
         """Refuse once closed.
@@ -98,8 +100,8 @@ class Lane:
             self._is_busy = False
 
 
-class LaneWork(Generic[T_co]):
-    """A collective that a lane carries out."""
+class FutureWork(Generic[T_co]):
+    """What another thread carries out."""
 
     __slots__ = ("_outcome",)
 
@@ -123,6 +125,20 @@ class LaneWork(Generic[T_co]):
         if failure is not None:
             raise fresh(failure)
         return self._outcome.result()
+
+    def wait_watched(self, look: Look) -> bool:
+        """Block until it is over or ``look`` says to stop: see ``Work``."""
+        return wait_for_future(self._outcome, look)
+
+
+def wait_for_future(outcome: Future[Any], look: Look) -> bool:
+    """Block until there is an outcome or ``look`` says to stop; say whether it is."""
+    while not outcome.done():
+        pause_s = look()
+        if pause_s is None:
+            return False
+        wait((outcome,), pause_s)
+    return True
 
 
 def _closed_under(name: str) -> CollectiveError:

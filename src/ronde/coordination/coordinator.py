@@ -16,19 +16,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ronde.collectives import Communicator, Work
+from ronde.collectives import Communicator, Look, Work
 from ronde.coordination.control.channel import Channel
 from ronde.coordination.entries import Entry
 from ronde.coordination.listener import Attendance, Listener
 from ronde.coordination.operations import Operation
 from ronde.coordination.options import CoordinationOptions
 from ronde.coordination.proceedings import SHUT_DOWN, Proceedings
-from ronde.coordination.table import Table, Watch
+from ronde.coordination.table import Watch
+from ronde.coordination.waits import Place, Waits
 from ronde.errors import CollectiveError
 from ronde.timeline.events import Recorder
 
 _LOOK_EVERY_S = 0.25
 """Between two looks at whether neighbours still live, and at what waits for long."""
+_NUM_QUICK_WAITS = 2
 _CLOSE_WITHIN_S = 2.0
 """An operation that is under way may end by itself for so long."""
 
@@ -41,6 +43,7 @@ class Coordinator:
     Attributes:
         rank: This process in the set.
         size: Number of ranks in the set.
+        waits: Those of this process.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Coordinator:
         *,
         set_id: int = 0,
         ranks: tuple[int, ...] = (),
+        waits: Waits | None = None,
     ) -> None:
         """Begin to listen.
 
@@ -60,16 +64,19 @@ class Coordinator:
             options: How to work.
             set_id: The process set, for timelines.
             ranks: Its ranks among all, ascending; empty for all.
+            waits: Those of this process, in all sets; None where this is the only one.
         """
         self.rank, self.size = communicator.rank, communicator.size
         self._communicator = communicator
         self._channel = channel
         self._options = options
-        self._table = Table()
+        self.waits = Waits() if waits is None else waits
+        self._table = self.waits.table(set_id)
+        self._set_id, self._ranks = set_id, ranks
         self._proceedings = Proceedings(
             communicator,
             channel,
-            self._table,
+            self.waits,
             options,
             set_id=set_id,
             ranks=ranks or tuple(range(self.size)),
@@ -86,6 +93,8 @@ class Coordinator:
             patience_s=self._patience_s,
         )
         self.stir = self._listener.stir
+        if set_id == 0:
+            self.waits.ask = self._ask
 
     @property
     def recorder(self) -> Recorder | None:
@@ -161,22 +170,55 @@ class Coordinator:
         self._channel.close()
         self._listener.join()
 
-    def finish(self, entry: Entry) -> None:
-        """Carry on until ``entry`` is over."""
+    def finish(self, entry: Entry, look: Look | None = None) -> None:
+        """Carry on until ``entry`` is over, or ``look`` says to stop."""
         with self._attending:
-            while not entry.is_over:
-                self._carry_on(1)
-                if not entry.is_over:
-                    self._channel.wait(_LOOK_EVERY_S, is_eager=True)
-                    self._look(1)
+            num_left = 0 if look or self.waits.has_put_off else _NUM_QUICK_WAITS
+            while num_left and not self._is_over(entry):
+                # Mostly that is all: what comes below takes longer.
+                self._await_news(self.waits.patience_s)
+                num_left -= 1
+            if look is not None:
+                self._finish(entry, look)
+            elif not entry.is_over:
+                with self.waits.waiting(self.place(entry.name)) as own:
+                    self._finish(entry, own)
         if self._proceedings.submitted:
             self.stir()
 
+    def place(self, name: str, number: int = 0) -> Place:
+        """Return a place of the set: see ``Place``."""
+        return Place(self._set_id, name, number, self._ranks)
+
+    def _finish(self, entry: Entry, look: Look) -> None:
+        while not self._is_over(entry):
+            pause_s = look()
+            if pause_s is None:
+                return
+            self._await_news(min(pause_s, _LOOK_EVERY_S))
+
+    def _is_over(self, entry: Entry) -> bool:
+        if not entry.is_over:
+            self._carry_on(1)
+        return entry.is_over
+
+    def _await_news(self, timeout_s: float) -> None:
+        self._channel.wait(timeout_s, is_eager=True)
+        self._look(1)
+
     def _enter(self, operation: Operation) -> Entry:
+        self.waits.add_user()
         entry = Entry(self, self._table.name(operation), operation)
         self._table.add(entry)
         self._proceedings.submitted.append(entry)
         return entry
+
+    def _ask(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._proceedings.ask()
+        self._carry_on(0)
 
     def _patience_s(self) -> float | None:
         """Return when to look next, though no message came."""

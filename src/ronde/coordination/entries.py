@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ronde.collectives import Look
 from ronde.coordination.operations import Operation
 from ronde.coordination.streams import Mark, keep_for_current_stream, mark_of
 from ronde.errors import fresh
@@ -14,8 +15,8 @@ from ronde.errors import fresh
 class Driver(Protocol):
     """Who carries operations on."""
 
-    def finish(self, entry: "Entry") -> None:
-        """Carry on until ``entry`` is over."""
+    def finish(self, entry: "Entry", look: Look | None = None) -> None:
+        """Carry on until ``entry`` is over, or ``look`` says to stop."""
         ...
 
     def stir(self) -> None:
@@ -85,6 +86,12 @@ class Entry:
                 ]
                 keep_for_current_stream(tensors)
         return self._result
+
+    def wait_watched(self, look: Look) -> bool:
+        """Block until it is over or ``look`` says to stop: see ``Work``."""
+        if not self.is_over:
+            self._driver.finish(self, look)
+        return self.is_over
 
     def succeed(self, result: object) -> None:
         """Be over, with a result."""

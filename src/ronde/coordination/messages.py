@@ -60,6 +60,7 @@ class Report:
         lost: Ranks that are gone: rank, why, and whether they said goodbye.
         is_asking: Whether some rank has waited for long and wants to know for whom.
         pending: Answers to that question.
+        heard: What ranks say of their waits: see ``Inquiry``.
     """
 
     requests: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
@@ -71,6 +72,7 @@ class Report:
     )
     is_asking: bool = False
     pending: list[Pending] = field(default_factory=list[Pending])
+    heard: list[list[Any]] = field(default_factory=list[list[Any]])
 
     def is_empty(self) -> bool:
         """Say whether there is nothing to tell."""
@@ -82,6 +84,7 @@ class Report:
             or self.lost
             or self.is_asking
             or self.pending
+            or self.heard
         )
 
     def encode(self) -> bytes:
@@ -94,15 +97,15 @@ class Report:
             self.lost,
             int(self.is_asking),
             self.pending,
+            self.heard,
         )
         return REPORT + json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, message: bytes) -> "Report":
         """Read what ``encode`` wrote."""
-        requests, changed, joined, absent, lost, asking, pending = json.loads(
-            message[1:]
-        )
+        requests, changed, joined, absent, lost, asking, *rest = json.loads(message[1:])
+        pending, heard = rest
         return cls(
             [(text, ranks) for text, ranks in requests],
             changed,
@@ -114,6 +117,7 @@ class Report:
                 Pending(rank, joined, tuple(names), tuple(ages), number)
                 for rank, joined, names, ages, number in pending
             ],
+            heard,
         )
 
 

@@ -18,6 +18,7 @@ Note [Two ways]
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from ronde.coordination import messages
@@ -29,14 +30,27 @@ from ronde.coordination.steps import (
     Asked,
     Failed,
     Gone,
+    Inquired,
     Joined,
     Run,
     Step,
     Stopped,
+    ToldToGiveWay,
     Tuned,
 )
 from ronde.coordination.tally import Tally
 from ronde.coordination.tree import Tree
+
+_STEPS: dict[str, Callable[..., Step]] = {
+    "failed": Failed,
+    "gone": Gone,
+    "ask": Asked,
+    "inquire": Inquired,
+    "give way": ToldToGiveWay,
+    "stop": Stopped,
+    "tune": Tuned,
+}
+"""What orders become that are carried out as they are."""
 
 
 class Node:
@@ -93,6 +107,10 @@ class Node:
     def answer(self, pending: Pending) -> None:
         """Tell what this rank waits for."""
         self._report.pending.append(pending)
+
+    def say(self, *words: Any) -> None:  # noqa: ANN401 - what JSON takes
+        """Tell the root of this rank's waits: see ``Inquiry``."""
+        self._report.heard.append([*words])
 
     def lose(self, rank: int, reason: str, *, is_orderly: bool) -> None:
         """Tell that a rank is gone."""
@@ -153,6 +171,7 @@ class Node:
         own.joined += report.joined
         own.lost += report.lost
         own.pending += report.pending
+        own.heard += report.heard
         own.is_asking |= report.is_asking
 
     def _obey(self, message: bytes) -> None:
@@ -196,18 +215,8 @@ class Node:
                 self._tally.return_all()
                 self._is_absence_told = False
                 self.steps.append(Joined(values[0]))
-            case "failed":
-                self.steps.append(Failed(*values))
-            case "gone":
-                self.steps.append(Gone(*values))
-            case "ask":
-                self.steps.append(Asked(*values))
-            case "stop":
-                self.steps.append(Stopped(*values))
-            case "tune":
-                self.steps.append(Tuned(*values))
             case _:
-                raise AssertionError(f"unknown order {word}")
+                self.steps.append(_STEPS[word](*values))
 
     def _forget(self, number: int) -> None:
         """Forget a cached request; if this rank waits for it, ask by text."""

@@ -10,6 +10,7 @@ from ronde.coordination.control.channel import Channel
 from ronde.coordination.entries import Entry
 from ronde.coordination.execution import Execution
 from ronde.coordination.fusion_tuning import FusionTuning
+from ronde.coordination.inquiry import Inquiry
 from ronde.coordination.inspector import Inspector
 from ronde.coordination.node import Node
 from ronde.coordination.operations import Kind
@@ -20,13 +21,15 @@ from ronde.coordination.steps import (
     Asked,
     Failed,
     Gone,
+    Inquired,
     Joined,
     Run,
     Step,
     Stopped,
+    ToldToGiveWay,
     Tuned,
 )
-from ronde.coordination.table import Table
+from ronde.coordination.waits import Place, Waits
 from ronde.errors import CollectiveError, PeerLostError
 
 _FIND_LOSS_WITHIN_S = 1.5
@@ -53,7 +56,7 @@ class Proceedings:
         self,
         communicator: Communicator,
         channel: Channel,
-        table: Table,
+        waits: Waits,
         options: CoordinationOptions,
         *,
         set_id: int,
@@ -70,7 +73,8 @@ class Proceedings:
         )
         self._communicator = communicator
         self._channel = channel
-        self._table = table
+        self._waits = waits
+        self._table = waits.table(set_id)
         self._ranks = ranks
         tree = channel.tree
         is_root = tree.parent is None
@@ -80,6 +84,7 @@ class Proceedings:
             default_bytes = options.fusion_threshold_bytes
             self._tuning = FusionTuning(default_bytes, options.tuning, self.tune)
         self._inspector = Inspector(self._node, options)
+        self._inquiry = Inquiry(self._node) if isinstance(self._node, Root) else None
         self._memories = Recent[str, Memory](options.cache_capacity)
         self._lost: set[int] = set()
 
@@ -97,6 +102,12 @@ class Proceedings:
         self._report_losses()
         oldest_s = next(iter(self._table.waiting().values()), None)
         self._inspector.look(oldest_s)
+        if self._inquiry is not None:
+            self._inquiry.look()
+
+    def ask(self) -> None:
+        """Have the root look for ranks that wait for each other."""
+        self._node.say("ask")
 
     def tune(self, fusion_threshold_bytes: int) -> None:
         """Have all ranks fuse up to so many bytes; only rank 0 of the set can."""
@@ -114,6 +125,8 @@ class Proceedings:
                 recorder.cycle(time.monotonic_ns())
             while self.submitted:
                 self._introduce(self.submitted.popleft())
+        if self._inquiry is not None and self._inquiry.has_heard():
+            self._inquiry.look()
         for to, message in node.flush():
             channel.send(to, message)
         return bool(node.steps)
@@ -162,16 +175,37 @@ class Proceedings:
                     entry.succeed(step.last)
             case Gone():
                 self._table.fail(self._loss(step))
-            case Asked():
-                self._inspector.answer(
-                    step.number,
-                    self._table.waiting(),
-                    has_joined=self._table.has_joined,
-                )
+            case Asked() | Inquired() | ToldToGiveWay():
+                self._obey_inquiry(step)
             case Stopped():
                 self._stop(step.text)
             case Tuned():
                 self.execution.threshold_bytes = step.fusion_threshold_bytes
+
+    def _obey_inquiry(self, question: Asked | Inquired | ToldToGiveWay) -> None:
+        waits, rank = self._waits, self._node.tree.rank
+        if isinstance(question, ToldToGiveWay):
+            self._give_way(question)
+        elif isinstance(question, Asked):
+            self._inspector.answer(
+                question.number,
+                self._table.waiting(),
+                has_joined=self._table.has_joined,
+            )
+        elif not question.places:
+            self._node.say("answer", question.number, rank, waits.blocked(), [])
+        else:
+            places = [Place(*place) for place in question.places]
+            self._node.say("answer", question.number, rank, *waits.compare(places))
+
+    def _give_way(self, step: ToldToGiveWay) -> None:
+        own = dict(step.told).get(self._node.tree.rank, [])
+        others = [
+            f"rank {rank} waits in {name}"
+            for rank, name in step.where
+            if rank != self._node.tree.rank
+        ]
+        self._waits.tell(own, ", ".join(others))
 
     def _stop(self, text: str) -> None:
         self._table.fail(CollectiveError(f"{SHUT_DOWN}\n{text}"))

@@ -1,5 +1,6 @@
 """The node that decides."""
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -10,6 +11,7 @@ from ronde.coordination.requests import Request
 from ronde.coordination.tally import Asking
 from ronde.coordination.tree import Tree
 from ronde.coordination.validation import Told, find_mismatch
+from ronde.coordination.waits import Place
 
 Order = tuple[Any, ...]
 """A word and its values: see ``Node``."""
@@ -25,6 +27,7 @@ class Root(Node):
         answers: What the ranks wait for, as far as they have answered.
         is_asked: Whether a rank wants to know for whom it waits, and nobody has
             looked into that yet.
+        heard: What ranks have said of their waits, and nobody has looked into yet.
     """
 
     def __init__(self, tree: Tree, capacity: int) -> None:
@@ -37,6 +40,7 @@ class Root(Node):
         super().__init__(tree)
         self.answers: dict[int, Pending] = {}
         self.is_asked = False
+        self.heard: list[list[Any]] = []
         self._capacity = capacity
         self._next_number = 0
         self._num_questions = 0
@@ -49,6 +53,16 @@ class Root(Node):
         self._num_questions += 1
         self._order([("ask", self._num_questions)])
         return self._num_questions
+
+    def inquire(self, number: int, places: Sequence[Place]) -> None:
+        """Have every rank say what it waits for, or if it has come to these places."""
+        self._order([("inquire", number, places)])
+
+    def give_way(
+        self, told: Sequence[tuple[int, list[int]]], where: Sequence[tuple[int, str]]
+    ) -> None:
+        """Have ranks give way: see ``ToldToGiveWay``."""
+        self._order([("give way", told, where)])
 
     def stop(self, text: str) -> None:
         """End the job on all ranks."""
@@ -78,6 +92,7 @@ class Root(Node):
     def _look_into(self, report: Report) -> list[Order]:
         self._joined += report.joined
         self.is_asked |= report.is_asking
+        self.heard += report.heard
         for pending in report.pending:
             if pending.number == self._num_questions:
                 self.answers[pending.rank] = pending

@@ -1,6 +1,6 @@
 """What the ranks have agreed to do next, one after the other."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ronde.coordination.requests import Request
 
@@ -45,6 +45,25 @@ class Asked(NamedTuple):
     number: int
 
 
+class Inquired(NamedTuple):
+    """Say what this rank waits for, or whether it has come to these places."""
+
+    number: int
+    places: list[list[Any]]
+
+
+class ToldToGiveWay(NamedTuple):
+    """Have waits give way.
+
+    Attributes:
+        told: Pairs of a rank and the numbers of its waits.
+        where: Pairs of a rank and what it waits for, of those that wait in a circle.
+    """
+
+    told: list[tuple[int, list[int]]]
+    where: list[tuple[int, str]]
+
+
 class Stopped(NamedTuple):
     """End the job, for this reason."""
 
@@ -57,4 +76,4 @@ class Tuned(NamedTuple):
     fusion_threshold_bytes: int
 
 
-Step = Run | Failed | Joined | Gone | Asked | Stopped | Tuned
+Step = Run | Failed | Joined | Gone | Asked | Inquired | ToldToGiveWay | Stopped | Tuned

@@ -79,6 +79,10 @@ class Table:
             if self._entries.setdefault(entry.name, entry) is not entry:
                 raise UsageError(_IN_FLIGHT)
 
+    def has(self, name: str) -> bool:
+        """Say whether an operation is under way."""
+        return name in self._entries
+
     def take(self, name: str) -> Entry | None:
         """Return an operation and let its name be used again; None for none."""
         with self._lock:

@@ -8,6 +8,7 @@ import torch
 
 from ronde.collectives import Communicator, ReduceOp, all_gather_json
 from ronde.data_parallel.gradient import Gradient
+from ronde.data_parallel.resumable import Steps
 from ronde.errors import CollectiveError
 
 _NO_SAY = -2
@@ -15,7 +16,7 @@ _NO_SAY = -2
 
 def check_same_gradients(
     communicator: Communicator, gradients: Sequence[Gradient]
-) -> None:
+) -> Steps[None]:
     """Refuse ranks whose parameters differ; collective.
 
     Raises:
@@ -23,14 +24,19 @@ def check_same_gradients(
     """
     mine = [_describe(gradient) for gradient in gradients]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()[:8]
-    key = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-    keys = communicator.all_gather(key).wait()
-    if bool((keys == keys[0]).all()):
+    key = torch.frombuffer(bytearray(digest), dtype=torch.int64) >> 1
+    keys = torch.cat([key, -key])
+    work = communicator.all_reduce(keys, ReduceOp.MAX)
+    yield work
+    work.wait()
+    if not int(keys.sum()):
         return
     _refuse_differences(communicator, mine)
 
 
-def agree_on_order(communicator: Communicator, arrivals: Sequence[int]) -> list[int]:
+def agree_on_order(
+    communicator: Communicator, arrivals: Sequence[int]
+) -> Steps[list[int]]:
     """Return rank 0's ``arrivals`` on every rank; collective.
 
     Args:
@@ -39,11 +45,15 @@ def agree_on_order(communicator: Communicator, arrivals: Sequence[int]) -> list[
             the number of them may differ between ranks.
     """
     length = torch.tensor([len(arrivals)], device="cpu")
-    communicator.broadcast(length, 0).wait()
+    work = communicator.broadcast(length, 0)
+    yield work
+    work.wait()
     order = torch.zeros(int(length), dtype=torch.int64, device="cpu")
     if communicator.rank == 0:
         order.copy_(torch.tensor(list(arrivals), dtype=torch.int64, device="cpu"))
-    communicator.broadcast(order, 0).wait()
+    work = communicator.broadcast(order, 0)
+    yield work
+    work.wait()
     return cast("list[int]", order.tolist())
 
 
@@ -53,7 +63,7 @@ def agree_on_newcomers(
     *,
     has_joined: bool,
     is_sparse_densified: bool,
-) -> list[int]:
+) -> Steps[list[int]]:
     """Return which gradients are to be reduced and are not planned yet; collective.
 
     Notes of which of them some rank has a sparse one: a rank that did not use an
@@ -77,7 +87,9 @@ def agree_on_newcomers(
     )
     if has_joined:
         says.fill_(_NO_SAY)
-    communicator.all_reduce(says, ReduceOp.MAX).wait()
+    work = communicator.all_reduce(says, ReduceOp.MAX)
+    yield work
+    work.wait()
     highest, lowest, dims = cast("list[list[int]]", says.tolist())
     if any(high == 1 and low == 0 for high, low in zip(highest, lowest, strict=True)):
         mine = None if has_joined else [_describe_use(g) for g in gradients]

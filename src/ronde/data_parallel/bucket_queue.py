@@ -23,11 +23,13 @@ from enum import Enum, auto
 from itertools import compress, count
 
 from ronde.collectives import Communicator
+from ronde.coordination.waits import Waits
 from ronde.data_parallel.bucket_reduction import BucketReduction
 from ronde.data_parallel.bucket_tuning import candidate_limits
 from ronde.data_parallel.buckets import Bucket, BucketLimits, GradientSpec, plan_buckets
 from ronde.data_parallel.gradient import Gradient, Scaling
 from ronde.data_parallel.gradient_bucket import GradientBucket
+from ronde.data_parallel.resumable import Steps, aside
 from ronde.data_parallel.sparse_gradients import SparseGradients
 from ronde.data_parallel.step_check import NUM_MARKS, StepCheck
 
@@ -54,6 +56,7 @@ class BucketQueue:
         limits: Bucket sizes.
         groups: Indices of gradients that must share a bucket.
         communicator: Reduces the buckets, and allocates them.
+        waits: Those of this process; None where there are none.
 
     Attributes:
         num_rounds: Rounds that any rank added something to; equal on all ranks.
@@ -66,8 +69,10 @@ class BucketQueue:
         limits: BucketLimits,
         groups: Sequence[Sequence[int]],
         communicator: Communicator,
+        waits: Waits | None,
     ) -> None:
         self._communicator = communicator
+        self._waits = waits
         self._gradients = gradients
         self._limits = limits
         self._groups = groups
@@ -110,7 +115,7 @@ class BucketQueue:
             if gradient.parameter.requires_grad and not gradient.is_planned
         ]
 
-    def rearrange(self, order: Sequence[int]) -> None:
+    def rearrange(self, order: Sequence[int]) -> Steps[None]:
         """Plan anew along ``order``; collective.
 
         Planned gradients that it leaves out come last.
@@ -125,7 +130,7 @@ class BucketQueue:
         self._sparse = SparseGradients(
             [self._gradients[i] for i in sparse], self._communicator
         )
-        self._allocate(plans)
+        yield from self._allocate(plans)
 
     def candidates(self) -> list[BucketLimits]:
         """Return the limits that there are, and those that lead to other buckets."""
@@ -133,11 +138,11 @@ class BucketQueue:
             self._specs(), self._dense(), self._limits, self._groups
         )
 
-    def resize(self, limits: BucketLimits) -> None:
+    def resize(self, limits: BucketLimits) -> Steps[None]:
         """Plan anew for other limits, if they are others; collective."""
         if limits != self._limits:
             self._limits = limits
-            self.rearrange(self._order)
+            yield from self.rearrange(self._order)
 
     def _dense(self) -> list[int]:
         return [i for i in self._order if not self._gradients[i].sparse_dims]
@@ -145,18 +150,24 @@ class BucketQueue:
     def _specs(self) -> list[GradientSpec]:
         return [_spec(gradient) for gradient in self._gradients]
 
-    def _allocate(self, plans: Sequence[Bucket]) -> None:
+    def _allocate(self, plans: Sequence[Bucket]) -> Steps[None]:
         num_notes = _NUM_OWN_NOTES + len(plans) - 1 + len(self._sparse.gradients)
-        self._buckets, self._bucket_of = [], {}
-        for plan in plans:
-            bucket = GradientBucket.allocate(
-                plan,
-                self._gradients,
-                self._communicator,
-                num_notes=0 if self._buckets else num_notes,
-            )
+
+        def allocate() -> list[GradientBucket]:
+            return [
+                GradientBucket.allocate(
+                    plan,
+                    self._gradients,
+                    self._communicator,
+                    num_notes=0 if place else num_notes,
+                )
+                for place, plan in enumerate(plans)
+            ]
+
+        self._buckets = yield from aside(self._waits, allocate)
+        self._bucket_of = {}
+        for bucket, plan in zip(self._buckets, plans, strict=True):
             bucket.adopt()
-            self._buckets.append(bucket)
             for slot in plan.slots:
                 self._bucket_of[slot.index] = bucket
 
@@ -188,20 +199,24 @@ class BucketQueue:
             launch(bucket)
         self._next = len(self._buckets)
 
-    def finish(self, scaling: Scaling) -> bool:
+    def finish(self, scaling: Scaling) -> Steps[bool]:
         """Wait for all; say whether backward added to one that was under way.
 
         Raises:
             CollectiveError: A sum failed, or ranks are at different steps.
         """
         for bucket in self._buckets:
+            yield from bucket.works()
             bucket.advance()
 
         def keep() -> float:
             return scaling.without(self._buckets[0].count(_JOINED)).keep
 
-        is_late = any([bucket.finish(scaling, keep) for bucket in self._buckets])  # noqa: C419 - all
-        self._sparse.reduce(scaling)
+        is_late = False
+        for bucket in self._buckets:
+            yield from bucket.works()
+            is_late |= bucket.finish(scaling, keep)
+        yield from self._sparse.reduce(scaling, self._waits)
         if self._buckets:
             self.num_rounds += 1
             self.steps.check(self._buckets[0].notes[_STEPS:_NUM_OWN_NOTES])

@@ -1,8 +1,9 @@
 """How the buckets of one reducer become their sums over all ranks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -43,8 +44,11 @@ class PendingSum(ABC):
     """
 
     @abstractmethod
-    def is_arrived(self) -> bool:
-        """Say whether ``arrive()`` would return without waiting."""
+    def works(self) -> Iterable[Work[Any]]:
+        """Return what the next ``arrive``, ``advance`` or ``finish`` waits for.
+
+        On an accelerator nothing: there waiting only orders what comes next.
+        """
 
     @abstractmethod
     def arrive(self) -> None:
@@ -114,10 +118,10 @@ class _CompressedSum(PendingSum):
         wire, self._context = compressor.compress(values)
         self._work: Work[Tensor] | None = communicator.all_reduce(wire, ReduceOp.SUM)
 
-    def is_arrived(self) -> bool:
-        if self._control is not None and not self._control.is_done():
-            return False
-        return self._work is None or self._work.is_done()
+    def works(self) -> Iterable[Work[Any]]:
+        if self._work is None or not self._values.is_cpu:
+            return ()
+        return (self._work,) if self._control is None else (self._control, self._work)
 
     def arrive(self) -> None:
         if self._work is None:

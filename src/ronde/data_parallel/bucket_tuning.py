@@ -8,6 +8,7 @@ import torch
 
 from ronde.collectives import Communicator
 from ronde.data_parallel.buckets import BucketLimits, GradientSpec, plan_buckets
+from ronde.data_parallel.resumable import Steps
 from ronde.tuning import Tuner, TuningLog, TuningOptions
 
 _MIB = 1 << 20
@@ -84,7 +85,7 @@ class BucketTuning:
         self._write()
         self._last_s = time.perf_counter()
 
-    def round_done(self) -> BucketLimits | None:
+    def round_done(self) -> Steps[BucketLimits | None]:
         """Note the end of a round; collective whenever a sample is complete.
 
         Returns:
@@ -99,13 +100,15 @@ class BucketTuning:
         self._num_rounds += 1
         if self._num_rounds % self._num_fed:
             return None
-        return self._decide()
+        return (yield from self._decide())
 
-    def _decide(self) -> BucketLimits:
+    def _decide(self) -> Steps[BucketLimits]:
         chosen = self._tuner.setting
         numbers = [chosen.first_bytes, chosen.other_bytes, int(self._tuner.is_over)]
         decision = torch.tensor(numbers, device="cpu")
-        self._communicator.broadcast(decision, 0).wait()
+        work = self._communicator.broadcast(decision, 0)
+        yield work
+        work.wait()
         first_bytes, other_bytes, is_over = (int(number) for number in decision)
         self.is_over = bool(is_over)
         self._write()

@@ -1,13 +1,13 @@
 """One bucket at run time: a flat buffer, the views into it, and its reduction."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ronde.collectives import Communicator
+from ronde.collectives import Communicator, Work
 from ronde.data_parallel.bucket_reduction import (
     BucketContent,
     BucketReduction,
@@ -131,6 +131,10 @@ class GradientBucket:
         for note in self.silent:
             self.notes[note] = 1
         self.pending = reduction.launch(self.content, communicator)
+
+    def works(self) -> Iterable[Work[Any]]:
+        """Return what the next ``advance`` or ``finish`` waits for."""
+        return () if self.pending is None else self.pending.works()
 
     def read_notes(self) -> list[float]:
         """Wait for the first collective and return the notes, summed over all ranks."""

@@ -1,8 +1,10 @@
 """Tells timelines and the stall inspector of buckets."""
 
 import time
+from collections.abc import Iterable
+from typing import Any
 
-from ronde.collectives import Communicator
+from ronde.collectives import Communicator, Work
 from ronde.coordination.coordinator import Coordinator, Watch
 from ronde.data_parallel.bond import Bond
 from ronde.data_parallel.bucket_reduction import (
@@ -74,8 +76,8 @@ class _ObservedSum(PendingSum):
         self._watch = watch
         self._recorded = recorded
 
-    def is_arrived(self) -> bool:
-        return self._pending.is_arrived()
+    def works(self) -> Iterable[Work[Any]]:
+        return self._pending.works()
 
     def arrive(self) -> None:
         self._pending.arrive()

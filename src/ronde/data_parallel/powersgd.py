@@ -20,9 +20,9 @@ Note [A round of PowerSGD]
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -256,12 +256,14 @@ class _LowRankSum(PendingSum):
         self._communicator = communicator
         lefts = [matrix.left.reshape(-1) for matrix in matrices]
         wire = torch.cat([*lefts, *self._rest])
+        self._is_cpu = wire.is_cpu
         self._first: Work[Tensor] | None = communicator.all_reduce(wire)
         self._second: Work[Tensor] | None = None
         self._is_finite = True
 
-    def is_arrived(self) -> bool:
-        return self._first is None or self._first.is_done()
+    def works(self) -> Iterable[Work[Any]]:
+        work = self._second if self._first is None else self._first
+        return (work,) if work is not None and self._is_cpu else ()
 
     def arrive(self) -> None:
         if self._first is None:

@@ -6,7 +6,12 @@ Note [One round]
     ready and is finished at the end of the same backward pass, so that after
     ``backward()`` all gradients are what one process would have: clipping, inspecting
     and ``GradScaler`` need no care. What no rank used stays None. Ranks whose graphs
-    differ agree, as long as each of them made some gradient, or none made any.
+    differ agree, and a rank without any gradient adds zeros.
+
+    Where ranks would wait for each other in a circle, a round *gives way*: see Note
+    [Ranks that wait for each other]. ``backward()`` returns then, and what is left of
+    the round is done whenever its thread waits for something else, and at the latest by
+    ``synchronize()``, ``zero_grad()`` or the next ``backward()``.
 
     The plan is made at the end of the first backward: then one knows in which order
     gradients come, and which are sparse.
@@ -34,6 +39,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ronde.collectives import Communicator
 from ronde.collectives.compiler import outside_compiler
+from ronde.coordination.waits import Waits
 from ronde.data_parallel.bond import Bond, Key
 from ronde.data_parallel.buckets import BucketLimits
 from ronde.data_parallel.gradient import Gradient
@@ -45,6 +51,7 @@ from ronde.data_parallel.hooks import (
     is_nested_backward,
 )
 from ronde.data_parallel.options import ReducerOptions
+from ronde.data_parallel.resumable import Resumable
 from ronde.data_parallel.rounds import Rounds
 from ronde.errors import CollectiveError
 
@@ -81,6 +88,10 @@ class Reducer:
         self._armed_backward = -1
         self._has_run = False
         self._num_prepared = 0
+        self._owner = threading.get_ident()
+        self._under_way: Resumable | None = None
+        self._has_given_way = False
+        self._waits: Waits | None = None
         self._lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
         self._communicators: list[Communicator] = []
@@ -133,9 +144,35 @@ class Reducer:
         """
         with self._lock:
             rounds = self._bound()
+            self._owner = threading.get_ident()
             is_dirty = any(gradient.num_passes for gradient in self._gradients)
-            if rounds.is_open or is_dirty or not self._has_run:
+            is_new = rounds.is_open or is_dirty or not self._has_run
+            if self._under_way is not None or is_new:
                 self._finish(rounds)
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Finish the round that gave way, if there is one.
+
+        Raises:
+            CollectiveError: The reduction failed, or the ranks' models differ.
+        """
+        if self._under_way is not None:
+            with self._lock:
+                self._finish(self._bound())
+
+    @torch.no_grad()
+    def carry_on(self) -> None:
+        """Go on with the round that gave way, as far as that needs no waiting."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._under_way is not None:
+                self._under_way.carry_on()
+                if self._under_way.is_over and self._waits is not None:
+                    self._waits.take_up(self)
+        finally:
+            self._lock.release()
 
     def step_done(self) -> None:
         """Note that the optimizer has stepped: the next step needs a new round."""
@@ -153,6 +190,7 @@ class Reducer:
         Raises:
             CollectiveError: A reduction failed, or the ranks' models differ.
         """
+        self.drain()
         with self._lock:
             self._bound().keep_up()
             self._has_run = False
@@ -171,6 +209,11 @@ class Reducer:
         with self._lock:
             self._communicators.clear()
             self._rounds = None
+            if self._under_way is not None:
+                self._under_way.close()
+                self._under_way = None
+            if self._waits is not None:
+                self._waits.take_up(self)
             for gradient in self._gradients:
                 gradient.forget()
 
@@ -189,12 +232,18 @@ class Reducer:
 
     def _bind(self, bond: Bond) -> Rounds:
         self.key = bond.key
+        self._waits = None if bond.coordinator is None else bond.coordinator.waits
         self._communicators.append(bond.communicator)
         return Rounds(self._gradients, self._options, bond)
 
     def _prepare_additions(self) -> None:
-        """Scale results before backward adds to them, where they need it."""
-        if self._rounds is None or self._rounds.scaling.keep == 1.0:
+        """Scale results before backward adds to them, where they need it.
+
+        And finish first what gave way.
+        """
+        if self._rounds is None:
+            return
+        if self._rounds.scaling.keep == 1.0 and not self._has_given_way:
             return
         for index in range(self._num_prepared, len(self._gradients)):
             parameter = self._gradients[index].parameter
@@ -205,11 +254,13 @@ class Reducer:
 
     @torch.no_grad()
     def _before_gradient(self, index: int) -> None:
+        self.drain()
         gradient = self._gradients[index]
         grad, rounds = gradient.parameter.grad, self._rounds
         is_result = gradient.is_reduced and grad is gradient.result
         if is_result and grad is not None and rounds is not None:
-            grad.mul_(rounds.scaling.keep)
+            if rounds.scaling.keep != 1.0:
+                grad.mul_(rounds.scaling.keep)
             gradient.is_reduced = False
 
     @torch.no_grad()
@@ -239,12 +290,33 @@ class Reducer:
             if not rounds.is_complete and is_nested_backward():
                 self._armed_backward = -1
                 return
-            self._finish(rounds)
+            self._finish(rounds, can_give_way=True)
 
-    def _finish(self, rounds: Rounds) -> None:
-        rounds.finish()
+    def _finish(self, rounds: Rounds, *, can_give_way: bool = False) -> None:
+        under_way = self._under_way or Resumable(rounds.finish())
+        waiting = rounds.waiting(self._owner, can_give_way=can_give_way)
+        if waiting is None or self._waits is None:
+            under_way.run(_block)
+        else:
+            self._waits.take_up(self)
+            with waiting:
+                is_over = under_way.run(waiting)
+            if not is_over:
+                self._under_way = under_way
+                self._has_given_way = True
+                self._prepare_additions()
+                self._waits.put_off(self, self._owner)
+                return
+        self._under_way = None
+        if under_way.failure is not None:
+            raise under_way.failure
         self._has_run = True
         self._prepare_additions()  # from the first round on that somebody misses
+
+
+def _block() -> float:
+    """Look at nothing."""
+    return 1.0
 
 
 def _release(hooks: list[RemovableHandle], communicators: list[Communicator]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ronde.coordination.waits import Place, Waiting
 from ronde.data_parallel.agreement import (
     agree_on_newcomers,
     agree_on_order,
@@ -16,6 +17,7 @@ from ronde.data_parallel.gradient import Gradient
 from ronde.data_parallel.gradient_bucket import GradientBucket
 from ronde.data_parallel.observed import ObservedReduction
 from ronde.data_parallel.options import ReducerOptions
+from ronde.data_parallel.resumable import Steps, run
 from ronde.data_parallel.step_check import StepCheck
 
 
@@ -38,6 +40,10 @@ class Rounds:
         self, gradients: Sequence[Gradient], options: ReducerOptions, bond: Bond
     ) -> None:
         self.communicator = bond.communicator
+        self._bond = bond
+        self._place = Place(bond.set_id, bond.name)
+        self._waiting: Waiting | None = None
+        self._waits = None if bond.coordinator is None else bond.coordinator.waits
         self.is_open = False
         self.last_round = 0
         self._gradients = gradients
@@ -90,7 +96,7 @@ class Rounds:
             if bucket.num_pending == 0:
                 self._queue.launch_full(self._launch)
 
-    def finish(self) -> None:
+    def finish(self) -> Steps[None]:
         """Finish the round that is open, or run one, and those that must follow it.
 
         Raises:
@@ -101,14 +107,15 @@ class Rounds:
         while is_late:
             if not self.is_open:
                 self._open()
+            self._begin()
             self._queue.launch_rest(self._launch)
             self.is_open = False
-            is_late = self._queue.finish(self.scaling)
+            is_late = yield from self._queue.finish(self.scaling)
             self.scaling = self._all_scaling.without(self._queue.num_joined())
-            self._tune()
+            yield from self._tune()
             self.last_round = self._queue.num_rounds
             if self._has_newcomers:
-                is_late |= self._admit()
+                is_late |= yield from self._admit()
 
     def step_done(self) -> None:
         """Note that the optimizer has stepped."""
@@ -121,7 +128,7 @@ class Rounds:
             CollectiveError: A reduction failed, or the ranks' models differ.
         """
         if self.is_open:
-            self.finish()
+            run(self.finish())
         for gradient in self._gradients:
             grad = gradient.parameter.grad
             if grad is not None and grad is gradient.view:
@@ -138,19 +145,43 @@ class Rounds:
         others = Others.WENT_ON if len(self._queue) else Others.HAVE_NEWCOMERS
         while others is not Others.HAVE_JOINED:
             if others is Others.HAVE_NEWCOMERS:
-                self._admit(has_joined=True)
+                run(self._admit(has_joined=True))
             if not len(self._queue):
                 return  # all had joined before anything was to be reduced
             others = self._queue.keep_up(self._reduction)
             if others is not Others.HAVE_JOINED:
-                self._tune()
+                run(self._tune())
+
+    def waiting(self, thread: int, *, can_give_way: bool) -> Waiting | None:
+        """Return the ``Look`` for ``finish()``; None where nobody is to be told.
+
+        Args:
+            thread: Who cannot do anything else meanwhile.
+            can_give_way: Whether it may be told to stop.
+        """
+        if self._bond.coordinator is None:
+            return None
+        waits, place = self._bond.coordinator.waits, self._place
+        waiting = waits.waiting(place, thread, can_give_way=can_give_way)
+        self._waiting = waiting
+        return waiting
+
+    def _begin(self) -> None:
+        """Note that this rank has come to the next round, and will see it through."""
+        if self._bond.coordinator is None:
+            return
+        name, number = self._bond.name, self._queue.num_rounds + 1
+        self._place = self._bond.coordinator.place(name, number)
+        self._bond.coordinator.waits.begin(self._place)
+        if self._waiting is not None:
+            self._waiting.place = self._place
 
     def _open(self) -> None:
         self._has_newcomers = bool(self._queue.newcomers())
         self._queue.open(has_newcomers=self._has_newcomers)
         self.is_open = True
 
-    def _admit(self, *, has_joined: bool = False) -> bool:
+    def _admit(self, *, has_joined: bool = False) -> Steps[bool]:
         """Plan for gradients that are to be reduced from now on; collective.
 
         If others are planned already, reduces the newcomers by themselves: what is
@@ -160,26 +191,29 @@ class Rounds:
             Whether a round must follow.
         """
         communicator, queue = self.communicator, self._queue
-        check_same_gradients(communicator, self._gradients)
-        newcomers = agree_on_newcomers(
+        yield from check_same_gradients(communicator, self._gradients)
+        agreed = yield from agree_on_newcomers(
             communicator,
             self._gradients,
             has_joined=has_joined,
             is_sparse_densified=self._options.is_sparse_densified,
-        )[::-1]  # backward makes gradients roughly in reverse
+        )
+        newcomers = agreed[::-1]  # backward makes gradients roughly in reverse
         if self._arrivals is not None and newcomers:
-            arrivals = agree_on_order(communicator, self._arrivals)
+            arrivals = yield from agree_on_order(communicator, self._arrivals)
             self._arrivals = None
             rest = [index for index in newcomers if index not in set(arrivals)]
-            queue.rearrange([*arrivals, *rest])
+            yield from queue.rearrange([*arrivals, *rest])
             return True
-        is_late = self._reduce_alone(newcomers, has_joined=has_joined)
-        queue.rearrange([*queue.order, *newcomers])
+        is_late = yield from self._reduce_alone(newcomers, has_joined=has_joined)
+        yield from queue.rearrange([*queue.order, *newcomers])
         return is_late
 
-    def _reduce_alone(self, newcomers: Sequence[int], *, has_joined: bool) -> bool:
+    def _reduce_alone(
+        self, newcomers: Sequence[int], *, has_joined: bool
+    ) -> Steps[bool]:
         queue = self._new_queue()
-        queue.rearrange(newcomers)
+        yield from queue.rearrange(newcomers)
         if not len(queue):
             return False
         if has_joined:
@@ -187,15 +221,19 @@ class Rounds:
             return False
         queue.open()
         queue.launch_rest(self._launch)
-        return queue.finish(self.scaling)
+        return (yield from queue.finish(self.scaling))
 
     def _new_queue(self) -> BucketQueue:
         options = self._options
         return BucketQueue(
-            self._gradients, options.limits, options.groups, self.communicator
+            self._gradients,
+            options.limits,
+            options.groups,
+            self.communicator,
+            self._waits,
         )
 
-    def _tune(self) -> None:
+    def _tune(self) -> Steps[None]:
         """Try other bucket sizes, if that is asked for; at times collective."""
         options = self._options.tuning
         if options is None or not self.num_buckets:
@@ -204,9 +242,9 @@ class Rounds:
             name = f"gradients.{self._gradients[0].name}"
             candidates = self._queue.candidates()
             self._tuning = BucketTuning(name, candidates, self.communicator, options)
-        limits = self._tuning.round_done()
+        limits = yield from self._tuning.round_done()
         if limits is not None:
-            self._queue.resize(limits)
+            yield from self._queue.resize(limits)
 
     def _launch(self, bucket: GradientBucket) -> None:
         bucket.launch(self.communicator, self.scaling, self._reduction)

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import Communicator, Work
+from ronde.coordination.waits import Waits
 from ronde.data_parallel.gradient import Gradient, Scaling
+from ronde.data_parallel.resumable import Steps, aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +35,27 @@ class SparseGradients:
             for gradient in self.gradients
         )
 
-    def reduce(self, scaling: Scaling) -> None:
+    def reduce(self, scaling: Scaling, waits: Waits | None) -> Steps[None]:
         """Reduce those that are trained, and hand them to the parameters; collective.
 
         What no rank has stays None.
+
+        Args:
+            scaling: The factors.
+            waits: Those of this process; None where there are none.
         """
         trained = [g for g in self.gradients if g.parameter.requires_grad]
-        works = [self._gather(*_own(gradient, scaling)) for gradient in trained]
-        for gradient, (indices, values) in zip(trained, works, strict=True):
-            positions, entries = indices.wait().t(), values.wait()
+        if not trained:
+            return
+        own = [_own(gradient, scaling) for gradient in trained]
+
+        def gather() -> list[tuple[Tensor, Tensor]]:
+            works = [self._gather(*each) for each in own]
+            return [(indices.wait(), values.wait()) for indices, values in works]
+
+        gathered = yield from aside(waits, gather)
+        for gradient, (indices, values) in zip(trained, gathered, strict=True):
+            positions, entries = indices.t(), values
             gradient.num_passes = 0
             gradient.is_reduced = True
             if gradient.parameter.grad is None and not entries.shape[0]:

@@ -8,6 +8,7 @@ from ronde.collectives import Communicator, Connections
 from ronde.coordination.control.connecting import connect_channel
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.options import CoordinationOptions
+from ronde.coordination.waits import Waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,14 @@ class Job:
         hosts: The host of every rank of the job.
         options: How to coordinate.
         timeout_s: How long the ranks of a set wait for each other to connect.
+        waits: Those of this process.
     """
 
     connections: Connections
     hosts: tuple[str, ...]
     options: CoordinationOptions
     timeout_s: float
+    waits: Waits = field(default_factory=Waits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,12 @@ class Member:
                 timeout_s=job.timeout_s,
             )
             coordinator = Coordinator(
-                communicator, channel, job.options, set_id=set_id, ranks=tuple(ranks)
+                communicator,
+                channel,
+                job.options,
+                set_id=set_id,
+                ranks=tuple(ranks) if set_id else (),
+                waits=job.waits,
             )
         except BaseException:
             communicator.close()

@@ -172,6 +172,8 @@ class DistributedOptimizer(StandIn):
     @outside_compiler
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients: a method of this class, or compilers do not find it."""
+        if self._reducer is not None:
+            self._reducer.drain()
         self.wrapped.zero_grad(set_to_none=set_to_none)
 
     @outside_compiler

@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ronde.collectives import Work
+from ronde.collectives import Look, Work
 
 T = TypeVar("T")
 
@@ -22,6 +22,10 @@ class Given(Generic[T]):
     def is_done(self) -> bool:
         """Say whether ``wait()`` would not block."""
         return self._work.is_done()
+
+    def wait_watched(self, look: Look) -> bool:
+        """Block until it is over or ``look`` says to stop: see ``Work``."""
+        return self._work.wait_watched(look)
 
     def wait(self) -> T:
         """Wait and return the result."""
@@ -40,6 +44,10 @@ class Only(Generic[T]):
     def is_done(self) -> bool:
         """Say whether ``wait()`` would not block."""
         return self._work.is_done()
+
+    def wait_watched(self, look: Look) -> bool:
+        """Block until it is over or ``look`` says to stop: see ``Work``."""
+        return self._work.wait_watched(look)
 
     def wait(self) -> T:
         """Wait and return the result."""
@@ -60,6 +68,10 @@ class Exchanged:
     def is_done(self) -> bool:
         """Say whether ``wait()`` would not block."""
         return self._work.is_done()
+
+    def wait_watched(self, look: Look) -> bool:
+        """Block until it is over or ``look`` says to stop: see ``Work``."""
+        return self._work.wait_watched(look)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return what was received and, int32, how many rows came from each rank."""

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from ronde.collectives.communicator import Look
 from ronde.collectives.engines.mpi.library import MPI, Library
 from ronde.collectives.failures import Scene
 from ronde.errors import CollectiveError, fresh
@@ -96,7 +97,11 @@ class MpiWork(Generic[T_co]):
             self._held = ()
         return self._result
 
-    def _poll(self) -> None:
+    def wait_watched(self, look: Look) -> bool:
+        """Block until it is over or ``look`` says to stop: see ``Work``."""
+        return self._finish is None or self._poll(look)
+
+    def _poll(self, look: Look | None = None) -> bool:
         """Drive MPI until it is done, at first at every turn, then ever more rarely.
 
         The turns are given to whoever else wants the core. As long as the bytes may
@@ -110,15 +115,19 @@ class MpiWork(Generic[T_co]):
             waited_s = time.monotonic() - started_s
             if self._is_closed():
                 self._fail(CollectiveError("its communicator was closed meanwhile"))
-                return
+                return True
             if waited_s > self._scene.timeout_s:
                 self._fail(TimeoutError("MPI request timed out"))
-                return
+                return True
             if waited_s < spin_s:
                 os.sched_yield()
-            else:
-                time.sleep(sleep_s)
-                sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+                continue
+            pause_s = sleep_s if look is None else look()
+            if pause_s is None:
+                return False
+            time.sleep(min(pause_s, sleep_s))
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+        return True
 
     def _fail(self, error: Exception) -> None:
         self._library.has_failed = True

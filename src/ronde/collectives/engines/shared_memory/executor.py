@@ -22,9 +22,15 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from ronde.collectives.communicator import Look
 from ronde.collectives.engines.shared_memory.helper import Helper
 from ronde.collectives.engines.shared_memory.peers import Peers
-from ronde.collectives.engines.shared_memory.waiting import Lag, Patience, Waited
+from ronde.collectives.engines.shared_memory.waiting import (
+    STOPPED,
+    Lag,
+    Patience,
+    Waited,
+)
 from ronde.collectives.engines.shared_memory.words import (
     IS_WEAKLY_ORDERED,
     Header,
@@ -108,6 +114,12 @@ class Operation(Generic[T]):
             raise fresh(self.failure)
         return self._result
 
+    def wait_watched(self, look: Look) -> bool:
+        """Block until it is over or ``look`` says to stop: see ``Work``."""
+        if not self.is_over:
+            self._executor.finish(self, look)
+        return self.is_over
+
     def succeed(self, result: T) -> None:
         """Be over, with a result."""
         self._result = result
@@ -182,13 +194,18 @@ class Executor:
         with self._lock:
             self._advance()
 
-    def finish(self, waited: Waited) -> None:
-        """Carry on, waiting for others where that must be, until ``waited`` is over."""
+    def finish(self, waited: Waited, look: Look | None = None) -> None:
+        """Carry on, waiting for others where that must be, until ``waited`` is over.
+
+        Args:
+            waited: What this thread waits for.
+            look: Called from time to time; may say to stop.
+        """
         while not waited.is_over:
             with self._lock:
                 self._spin(waited)
-            if not waited.is_over:
-                self._rest(waited)
+            if not (waited.is_over or self._rest(waited, look)):
+                return
 
     def find_lag(self) -> Lag | None:
         """Return the word of a rank that has not come to the meeting."""
@@ -310,10 +327,15 @@ class Executor:
             transfer.fail(error)
         self.transfers = []
 
-    def _rest(self, waited: Waited) -> None:
-        """Wait, without the lock, until something may have changed."""
-        error = self._patience.wait(waited)
-        if error is not None:
+    def _rest(self, waited: Waited, look: Look | None) -> bool:
+        """Wait, without the lock, until something may have changed.
+
+        Returns:
+            Whether to go on: ``look`` did not say to stop.
+        """
+        outcome = self._patience.wait(waited, look)
+        if outcome is not None and outcome is not STOPPED:
             with self._lock:
                 if self._failure is None:
-                    self._fail(error)
+                    self._fail(outcome)
+        return outcome is not STOPPED

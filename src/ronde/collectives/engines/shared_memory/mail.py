@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives.arithmetic import as_bytes, dense, put_back
+from ronde.collectives.communicator import Look
 from ronde.collectives.engines.shared_memory.executor import Executor
 from ronde.collectives.engines.shared_memory.segment import Segment
 from ronde.collectives.engines.shared_memory.waiting import Lag
@@ -137,6 +138,12 @@ class _Message:
         """Say whether ``wait()`` would return without blocking."""
         if not self.is_over:
             self._executor.poll()
+        return self.is_over
+
+    def wait_watched(self, look: Look) -> bool:
+        """Block until it is over or ``look`` says to stop: see ``Work``."""
+        if not self.is_over:
+            self._executor.finish(self, look)  # pyright: ignore[reportArgumentType]
         return self.is_over
 
     def fail(self, error: Exception) -> None:

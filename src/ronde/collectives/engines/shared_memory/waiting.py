@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from ronde.collectives.communicator import Look
 from ronde.collectives.engines.shared_memory.futex import sched_yield, sleep_while
 from ronde.collectives.engines.shared_memory.peers import Peers
 from ronde.collectives.engines.shared_memory.words import Header, Places
@@ -14,6 +15,10 @@ _FIRST_NAP_S = 0.001
 _LAST_NAP_S = 0.05
 _LOOK_EVERY_S = 0.25
 """Between two looks at whether the ranks that are waited for still live."""
+
+
+STOPPED = CollectiveError("stopped")
+"""What ``Patience.wait`` returns where nothing failed, but ``look`` said to stop."""
 
 
 class Lag(NamedTuple):
@@ -61,21 +66,25 @@ class Patience:
         self._peers = peers
         self._timeout_s = timeout_s
 
-    def wait(self, waited: Waited) -> CollectiveError | None:
+    def wait(self, waited: Waited, look: Look | None = None) -> CollectiveError | None:
         """Return when something may have changed for ``waited``.
 
         Let others run for a while, then sleep.
 
+        Args:
+            waited: What this thread waits for.
+            look: Called from time to time; may say to stop.
+
         Returns:
-            What to give up with; None where there is no reason to.
+            What to give up with; STOPPED; None where there is no reason to.
         """
         for _ in range(_NUM_YIELDS):
             if waited.is_over or waited.find_lag() is None:
                 return None
             sched_yield()
-        return self._sleep(waited)
+        return self._sleep(waited, look)
 
-    def _sleep(self, waited: Waited) -> CollectiveError | None:
+    def _sleep(self, waited: Waited, look: Look | None) -> CollectiveError | None:
         now = time.monotonic()
         deadline, look_at = now + self._timeout_s, now + _LOOK_EVERY_S
         nap_s = _FIRST_NAP_S
@@ -84,7 +93,10 @@ class Patience:
             lag = waited.find_lag()
             if lag is None:
                 break
-            self._nap(lag, nap_s)
+            pause_s = nap_s if look is None else look()
+            if pause_s is None:
+                return STOPPED
+            self._nap(lag, min(nap_s, pause_s))
             nap_s = min(2 * nap_s, _LAST_NAP_S)
             now = time.monotonic()
             if now >= look_at or self._headers[lag.rank].words[Places.is_closed]:

@@ -151,9 +151,9 @@ class Message:
         """Say whether the bytes have arrived; have it start."""
         return bool(self._started().is_completed())
 
-    def wait(self) -> object:
-        """Order the current stream after them."""
-        return self._started().wait()
+    def wait(self, timeout: timedelta = timedelta(0)) -> object:
+        """Order the current stream after them; with a timeout, block the thread."""
+        return self._started().wait(timeout)
 
     def _started(self) -> Any:  # noqa: ANN401  torch's stubs give works no common type
         if self.work is None:

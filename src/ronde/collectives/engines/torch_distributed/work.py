@@ -2,13 +2,19 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
-from typing import Generic, Protocol, TypeVar
+from concurrent.futures import CancelledError, Future, wait
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
 
+from ronde.collectives.communicator import Look
 from ronde.collectives.failures import Scene
 from ronde.errors import CollectiveError, fresh
 
 T_co = TypeVar("T_co", covariant=True)
+_FOR_EVER = timedelta(0)
+"""What torch takes for it."""
+_SHORTEST_PAUSE_S = 0.001
 
 
 class Pending(Protocol):
@@ -18,8 +24,8 @@ class Pending(Protocol):
         """Say whether the bytes have arrived."""
         ...
 
-    def wait(self) -> object:
-        """Block until they have."""
+    def wait(self, timeout: timedelta = _FOR_EVER) -> object:
+        """Block until they have; raises ``RuntimeError`` after the timeout."""
         ...
 
 
@@ -65,6 +71,18 @@ class TorchWork(Generic[T_co]):
             self._pending = ()
         return self._result
 
+    def wait_watched(self, look: Look) -> bool:
+        """Block until it is over or ``look`` says to stop: see ``Work``."""
+        for pending in self._pending:
+            while not pending.is_completed():
+                pause_s = look()
+                if pause_s is None:
+                    return False
+                with suppress(RuntimeError):  # also of a failure: wait() raises it
+                    pause_s = max(pause_s, _SHORTEST_PAUSE_S)
+                    pending.wait(timedelta(seconds=pause_s))
+        return True
+
 
 class Awaited:
     """A send or receive: torch tells only whoever waits that it is over.
@@ -87,9 +105,11 @@ class Awaited:
             ).start()
         return self._outcome.done()
 
-    def wait(self) -> object:
+    def wait(self, timeout: timedelta = _FOR_EVER) -> object:
         """Block until the bytes are there, or gone."""
-        return self._inner.wait() if self._outcome is None else self._outcome.result()
+        if self._outcome is None:
+            return self._inner.wait(timeout)
+        return _result(self._outcome, timeout)
 
     def _wait_into(self, outcome: Future[object]) -> None:
         try:
@@ -110,9 +130,15 @@ class Submitted:
         """Say whether the thread has done it."""
         return self._outcome.done()
 
-    def wait(self) -> object:
+    def wait(self, timeout: timedelta = _FOR_EVER) -> object:
         """Block until the thread has done it; raise what it raised."""
         try:
-            return self._outcome.result()
+            return _result(self._outcome, timeout)
         except CancelledError as error:
             raise RuntimeError("the communicator was closed") from error
+
+
+def _result(outcome: Future[Any], timeout: timedelta) -> object:
+    if timeout and not wait((outcome,), timeout.total_seconds()).done:
+        raise RuntimeError("Operation timed out!")
+    return outcome.result()

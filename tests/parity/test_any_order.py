@@ -1,0 +1,216 @@
+"""Ranks that make their calls in different orders, as Horovod lets them."""
+
+import threading
+
+import pytest
+import torch
+from tests.parity.sessions import run_sessions
+from torch import nn
+
+import ronde.torch as hvd
+
+ENGINES = ["shared_memory", "gloo", "hierarchical"]
+NUM_STEPS = 4
+
+every_engine = pytest.mark.parametrize("engine", ENGINES)
+every_size = pytest.mark.parametrize("size", [2, 3, 4])
+
+
+class Words(nn.Module):
+    """A model whose first gradient is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 6, sparse=True)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        indices = (inputs.abs() * 10).long() % 11
+        return self.out(self.table(indices).mean(1))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+MODELS = {
+    "plain": (mlp, {}),
+    "powersgd": (mlp, {"compression": hvd.Compression.powersgd(rank=16)}),
+    "sparse": (Words, {}),
+}
+"""Rounds of one collective a bucket, of two, and of some whose sizes are exchanged."""
+every_model = pytest.mark.parametrize("kind", MODELS)
+
+
+def build(kind, seed=0):
+    torch.manual_seed(seed)
+    return MODELS[kind][0]().double()
+
+
+def distributed(kind, model, **options):
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        **MODELS[kind][1],
+        **options,
+    )
+
+
+def loss_of(model, rank, step):
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    return model(inputs).square().mean()
+
+
+def weights(*models):
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+def alone(kind, size, *, skips=lambda rank, step: False, seed=0):
+    """Return the weights of one process: who skips a step adds zeros to the average."""
+    model = build(kind, seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for rank in range(size):
+            if not skips(rank, step):
+                (loss_of(model, rank, step) / size).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def assert_equal(results, expected):
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+
+
+@every_engine
+@every_size
+@every_model
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_one_rank_skips_a_backward(size, engine, kind, skipped):
+    """The last rank's batch is bad; all ranks average the loss all the same."""
+
+    def work():
+        model = build(kind)
+        optimizer = distributed(kind, model)
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(model, hvd.rank(), step)
+            if not (hvd.rank() == size - 1 and step == skipped):
+                loss.backward()
+            hvd.allreduce(loss.detach(), name="loss")
+            optimizer.step()
+        return weights(model)
+
+    results = run_sessions(size, work, engine=engine)
+
+    def skips(rank, step):
+        return rank == size - 1 and step == skipped
+
+    assert_equal(results, alone(kind, size, skips=skips))
+
+
+@every_engine
+@every_size
+@every_model
+def test_two_optimizers_crosswise(size, engine, kind):
+    """Odd ranks go backward and step in the other order."""
+
+    def work():
+        models = [build(kind, seed) for seed in range(2)]
+        optimizers = [distributed(kind, model) for model in models]
+        order = [0, 1] if hvd.rank() % 2 == 0 else [1, 0]
+        for step in range(NUM_STEPS):
+            for index in order:
+                optimizers[index].zero_grad()
+                loss_of(models[index], hvd.rank(), step).backward()
+            for index in order:
+                optimizers[index].step()
+        return weights(*models)
+
+    results = run_sessions(size, work, engine=engine)
+    assert_equal(results, alone(kind, size) + alone(kind, size, seed=1))
+
+
+@every_engine
+@every_size
+@every_model
+@pytest.mark.parametrize("name", ["metric", None])
+def test_a_metric_before_backward_on_some_ranks(size, engine, kind, name):
+    def work():
+        model = build(kind)
+        optimizer = distributed(kind, model)
+        metrics = []
+
+        def measure():
+            metrics.append(hvd.allreduce(torch.ones(1) * hvd.rank(), name=name).item())
+
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(model, hvd.rank(), step)
+            if hvd.rank() == 0:
+                loss.backward()
+                measure()
+            else:
+                measure()
+                loss.backward()
+            optimizer.step()
+        return weights(model), metrics
+
+    results = run_sessions(size, work, engine=engine)
+    assert_equal([result for result, _ in results], alone(kind, size))
+    for _, metrics in results:
+        assert metrics == [(size - 1) / 2] * NUM_STEPS
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_are_complete_after_synchronize(engine):
+    """What gave way is clipped, or forgotten, as if it had not."""
+
+    def work():
+        model = build("plain")
+        optimizer = distributed("plain", model)
+        norms = []
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(model, hvd.rank(), step)
+            if hvd.rank() == 0 or step % 2:
+                loss.backward()
+            hvd.allreduce(loss.detach(), name="loss")
+            optimizer.synchronize()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            norms.append(norm.item())
+            if step != 2:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+        return weights(model), norms
+
+    (first, norms), *others = run_sessions(3, work, engine=engine)
+    assert all(norm > 0 for norm in norms)
+    for same, equal in others:
+        assert equal == norms
+        assert_equal([same], first)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_slow_rank_is_waited_for(engine):
+    """Rank 1 is late by itself, and waits for nobody: nothing gives way."""
+
+    def work():
+        model = build("plain")
+        optimizer = distributed("plain", model)
+        complete = []
+        for step in range(2):
+            optimizer.zero_grad()
+            if hvd.rank() == 1:
+                threading.Event().wait(1.0)
+            loss_of(model, hvd.rank(), step).backward()
+            complete.append(all(p.grad is not None for p in model.parameters()))
+            hvd.allreduce(torch.ones(1), name="metric")
+            optimizer.step()
+        return weights(model), complete
+
+    (first, _), (second, _) = results = run_sessions(2, work, engine=engine)
+    assert [complete for _, complete in results] == [[True, True]] * 2
+    assert_equal([first], second)
