@@ -19,8 +19,6 @@ from ronde.launch.inherited import own_environment
 from ronde.world.environment import read_cache_directory
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-ALIAS = ROOT / "src" / "ronde" / "horovod" / "alias"
 PACKAGES = HERE / "packages.txt"
 USAGE = 64
 NO_TESTS = 5
@@ -192,8 +190,7 @@ def environment() -> Path:
     home = read_cache_directory() / "upstream-tests"
     python, stamp = home / "bin" / "python", home / "made-of"
     [ours] = [p for p in sys.path if p.startswith(sys.prefix) and "site-" in p]
-    # ``horovod`` is found as if installed: some tests set a PYTHONPATH of their own.
-    paths = f"import site; site.addsitedir({ours!r})\n{ALIAS}\n"
+    paths = f"import site; site.addsitedir({ours!r})\n"
     wanted = f"{sys.executable}\n{paths}{PACKAGES.read_text()}"
     if not stamp.exists() or stamp.read_text() != wanted:
         print(f"upstream_tests: making {home}", file=sys.stderr)
@@ -202,6 +199,9 @@ def environment() -> Path:
         (theirs / "ronde.pth").write_text(paths)
         install = [python, "-m", "pip", "install", "--quiet", "-r", PACKAGES]
         subprocess.run(install, check=True)
+        # Some tests set a PYTHONPATH of their own, or start horovodrun.
+        alias = [python, "-m", "ronde", "alias", "--install"]
+        subprocess.run(alias, stdout=sys.stderr, check=True)
         stamp.write_text(wanted)
     return python
 
@@ -275,6 +275,7 @@ def run_pytest(
 def execute(run: Run, command: Sequence[str], outcomes: Path, log: Path) -> int:
     """Run a command beside the tests; return its exit code."""
     env = own_environment()
+    env["PATH"] = f"{run.python.parent}{os.pathsep}{env['PATH']}"
     if run.options.examples and importlib.util.find_spec("torchvision") is None:
         path = (env.get("PYTHONPATH", ""), str(HERE / "stand_ins"))
         env["PYTHONPATH"] = os.pathsep.join(filter(None, path))

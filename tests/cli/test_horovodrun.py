@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ronde.cli.horovod_files import read_config
-from ronde.launch.preflight import resolve_program
 
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 
@@ -23,7 +22,7 @@ def variables(ronde, *words, env=None):
 
 def horovodrun(*words, env):
     return subprocess.run(
-        [sys.executable, "-c", MAIN, *words],
+        [sys.executable, "-m", "ronde", "horovodrun", *words],
         env=env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -32,8 +31,6 @@ def horovodrun(*words, env):
         check=False,
     )
 
-
-MAIN = "import sys; from ronde.cli.horovodrun import main; sys.exit(main())"
 
 SETTING = {
     "--fusion-threshold-mb 64": ("FUSION_THRESHOLD", str(64 << 20)),
@@ -289,8 +286,3 @@ def test_check_build_is_as_horovods_and_true(env) -> None:
     assert "    [X] PyTorch\n" in done.stdout
     assert "    [ ] TensorFlow\n" in done.stdout
     assert "    [X] Gloo\n" in done.stdout
-
-
-def test_the_command_is_installed() -> None:
-    command = Path(sys.executable).parent / "horovodrun"
-    assert resolve_program(("horovodrun",), str(command.parent)) == [str(command)]

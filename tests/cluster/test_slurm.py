@@ -11,6 +11,7 @@ import pytest
 from tests.cluster.digits import LIMIT_S, Digits, assert_done, tolerance
 from tests.cluster.machines import ROOT
 from tests.cluster.slurm import slurm, why_no_slurm
+from tests.virtual_environments import make_environment
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 PAGE = ROOT / "docs" / "how-to" / "slurm.md"
@@ -126,3 +127,19 @@ def child_of(pid):
     children = Path(f"/proc/{pid}/task/{pid}/children")
     (child,) = children.read_text().split()
     return int(child)
+
+
+def test_srun_finds_an_installed_alias(job, tmp_path):
+    environment = make_environment(tmp_path / "environment")
+    assert environment.ronde("alias", "--install")[0] == 0
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import horovod.torch as hvd, torch\n"
+        "hvd.init()\n"
+        "total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum)\n"
+        "print(hvd.__name__, hvd.size(), total.item())\n"
+    )
+    words = ("srun", "-N2", "-n3", str(environment.python), str(script))
+    done = job(*words, cwd=tmp_path)
+    assert_done(done)
+    assert done.stdout.splitlines() == ["ronde.torch 3 6.0"] * 3, done.stderr

@@ -93,6 +93,10 @@ IGNITE = {
         def test_is_installed():
             command = [sys.executable, "-c", "import horovod"]
             subprocess.run(command, env=os.environ | {"PYTHONPATH": ""}, check=True)
+            show = "import sys; print(sys.executable)"
+            command = ["horovodrun", "-np", "1", "python", "-c", show]
+            shown = subprocess.run(command, check=True, capture_output=True, text=True)
+            assert shown.stdout == f"[0] {sys.executable}\\n"
 
         def test_of_something_else():
             raise AssertionError

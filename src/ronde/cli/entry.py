@@ -22,9 +22,13 @@ verbs:
   trace  say who waited for whom in a job, from its timeline
   check  say of every host whether it is ready, what is wrong, and what to type
   topo   show how a machine's GPUs, adapters and cores are connected, and how fast
+  alias  let every Python of this environment import ronde as horovod
+  horovodrun  run, with horovodrun's words
 
 ronde VERB --help says more of a verb; ronde --version says which ronde this is.
 """
+
+_VERBS = ("run", "bench", "trace", "check", "topo", "alias", "horovodrun")
 
 Verb = Callable[[Sequence[str]], int]
 """Takes the words after the verb's name; returns the exit code."""
@@ -39,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     _open_standard_fds()
     code = _code_of(words)
-    if argv is None and words[:1] == ["run"]:
+    if argv is None and words[:1] in (["run"], ["horovodrun"]):
         _leave(code)
     return code
 
@@ -97,7 +101,11 @@ def _dispatch(words: list[str]) -> int:
             print(help_text(), end="")
         case ["run", *rest]:
             return _run(rest)
-        case [("bench" | "trace" | "check" | "topo") as verb, *rest]:
+        case ["horovodrun", *rest]:
+            from ronde.cli.horovodrun import run_horovodrun
+
+            return run_horovodrun(rest, _run)
+        case [("bench" | "trace" | "check" | "topo" | "alias") as verb, *rest]:
             from importlib import import_module
 
             run_verb: Verb = import_module(f"ronde.cli.{verb}").run
@@ -105,7 +113,7 @@ def _dispatch(words: list[str]) -> int:
         case _:
             from ronde.arguments import refuse_verb
 
-            refuse_verb(words[0], ("run", "bench", "trace", "check", "topo"), "ronde")
+            refuse_verb(words[0], _VERBS, "ronde")
     return 0
 
 

@@ -1,11 +1,13 @@
-"""The command ``horovodrun``, for scripts and fingers that know it: ``ronde run``."""
+"""``ronde horovodrun``: Horovod's command, taken for ``ronde run``.
+
+``ronde alias --install`` writes a command ``horovodrun`` that calls it.
+"""
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import ronde
-from ronde.cli.entry import main as ronde_main
 
 _HELP = """\
 usage: horovodrun [-np N] [options] program [arguments]
@@ -40,13 +42,13 @@ Available Tensor Operations:
     [X] shared memory"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Do what horovodrun does; return the exit code.
+def run_horovodrun(words: list[str], run: Callable[[list[str]], int]) -> int:
+    """Do what horovodrun does with these words; return the exit code.
 
     Args:
-        argv: Words after the command's name; None takes this process's own.
+        words: What stands after the command's name.
+        run: Does what ``ronde run`` does with them.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
     match words:
         case [] | ["-h" | "--help", *_]:
             print(_HELP, end="")
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case _:
             taken_for = shlex.join(["ronde", "run", *words]).replace("\n", "\\n")
             print(f"horovodrun: taken for {taken_for}", file=sys.stderr)
-            return ronde_main(["run", *words])
+            return run(words)
     return 0
 
 

@@ -18,6 +18,7 @@ from ronde.cli.run_request import RunRequest, read_duration_s, read_request
 from ronde.errors import RondeError, UsageError
 from ronde.launch.chronicle import Chronicle
 from ronde.launch.hiring import Hired, Hiring
+from ronde.launch.horovod_alias import warn_of_horovod
 from ronde.launch.hosts.allocation import take_each
 from ronde.launch.inherited import own_environment
 from ronde.launch.launching import Undertaking, launch, rehearse
@@ -58,7 +59,12 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
     try:
         with _limited(options.timeout), _recorded(options) as timeline_env:
             request = read_request(options, environ, timeline_env)
-            _tell_ignored(request.asked, require_tee(options))
+            known = {**environ, **request.wish.job.env}
+            _warn(
+                require_tee(options),
+                warn_of_horovod(known, sys.path[1:]),
+                request.asked,
+            )
             with _hired(request, environ, agent, signal_fd) as hired:
                 hired.exit_code = _launch(request, hired, signal_fd)
                 return hired.exit_code
@@ -167,9 +173,8 @@ def _limited(text: str) -> Generator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _tell_ignored(asked: Asked, tee: str) -> None:
-    if tee:
-        print(f"ronde: {tee}", file=sys.stderr)
-    if asked.ignored:
-        names = ", ".join(asked.ignored)
-        print(f"ronde: these options change nothing here: {names}", file=sys.stderr)
+def _warn(tee: str, horovod: str, asked: Asked) -> None:
+    ignored = ", ".join(asked.ignored)
+    ignored = ignored and f"these options change nothing here: {ignored}"
+    for warning in filter(None, (tee, horovod, ignored)):
+        print(f"ronde: {warning}", file=sys.stderr)

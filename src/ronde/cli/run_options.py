@@ -143,9 +143,10 @@ def _add_place_options(parser: argparse.ArgumentParser) -> None:
         help="start a separate world inside a rank of another",
     )
     add(
-        "--no-horovod-alias",
-        action="store_true",
-        help="do not let import horovod find ronde",
+        "--horovod-alias",
+        action=argparse.BooleanOptionalAction,
+        help="have import horovod find ronde even where Horovod is installed; with "
+        "--no-, never (default: where Horovod is not installed)",
     )
     add(
         "--no-malloc-tuning",

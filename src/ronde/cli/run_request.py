@@ -12,8 +12,8 @@ from ronde.cli.ssh_options import require_launcher
 from ronde.errors import UsageError, WorldError
 from ronde.launch.arranging import Wish
 from ronde.launch.controller import Restarts
-from ronde.launch.environments import alias_environment
 from ronde.launch.forwarded import read_assignments, select_forwarded
+from ronde.launch.horovod_alias import alias_environment
 from ronde.launch.plan import JobRequest
 from ronde.world import Launcher, read_claim
 from ronde.world.engines import require_algorithm, require_engine
@@ -122,7 +122,7 @@ def _env(
     if options.no_malloc_tuning:
         env["RONDE_MALLOC_TUNING"] = "0"
     known = {**environ, **env}
-    env |= alias_environment(known, is_wanted=not options.no_horovod_alias)
+    env |= alias_environment(known, is_wanted=options.horovod_alias)
     read_engine(known)
     read_algorithm(known)
     read_knobs(known)

@@ -3,34 +3,13 @@
 What is written goes into a child and never into this process.
 """
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from ronde.memory import malloc_thresholds
 from ronde.topology.gpus import read_gpus
 from ronde.world.environment import read_malloc_tuning
 from ronde.world.value import World
-
-_ALIAS_DIRECTORY = Path(__file__).parents[1] / "horovod" / "alias"
-
-
-def alias_environment(environ: Mapping[str, str], *, is_wanted: bool) -> dict[str, str]:
-    """Return the variable that lets ranks import ronde as ``horovod``, or does not.
-
-    Whether Horovod itself is installed for a rank's Python, only that Python knows: the
-    package there gives way to it.
-
-    Args:
-        environ: What the ranks would have without it.
-        is_wanted: Whether to put the directory of ``horovod`` first, or take it away.
-    """
-    path = environ.get("PYTHONPATH")
-    before = path.split(os.pathsep) if path else []
-    kept = [entry for entry in before if entry != str(_ALIAS_DIRECTORY)]
-    after = [str(_ALIAS_DIRECTORY), *kept] if is_wanted else kept
-    return {} if before == after else {"PYTHONPATH": os.pathsep.join(after)}
 
 
 class JobFacts(NamedTuple):

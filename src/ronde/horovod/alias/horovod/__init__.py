@@ -1,9 +1,12 @@
-"""Stands in for Horovod where it is not installed; ``ronde run`` puts it on the path.
+"""Stands in for Horovod where it is not installed.
 
-A directory above this one comes first on the ranks' ``PYTHONPATH``. Where a Horovod is
-installed for the Python that imports this, it is the one that is imported.
+The directory above this one is on the path: ``ronde run`` puts it first on the ranks'
+``PYTHONPATH``, ``ronde alias --install`` into a .pth file. Where a Horovod is installed
+for the Python that imports this, it is the one that is imported, unless
+``RONDE_HOROVOD_ALIAS`` is 1.
 """
 
+import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
@@ -42,7 +45,9 @@ def _stand_in() -> None:
     install()
 
 
-if (_installed := _find_installed()) is not None:
-    _give_way(_installed)
-else:
+# Nothing of ronde can be asked for it here: this Python may have none.
+_is_forced = os.environ.get("RONDE_HOROVOD_ALIAS") == "1"  # noqa: TID251
+if _is_forced or (_installed := _find_installed()) is None:
     _stand_in()
+else:
+    _give_way(_installed)

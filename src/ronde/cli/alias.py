@@ -1,0 +1,143 @@
+"""``ronde alias``: lets every Python of this environment import ronde as horovod."""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from ronde.arguments import Parser
+from ronde.errors import UsageError
+from ronde.launch.horovod_alias import ALIAS_DIRECTORY, find_horovod
+
+_DESCRIPTION = """\
+Without an option, shows what import horovod finds in this environment.
+
+ronde run needs no alias installed. mpirun, srun, torchrun, plain Python and notebooks
+do: the alias is a .pth file in site-packages and the command horovodrun in bin.
+"""
+
+# Python runs the file too, and takes the second line for a string: the kernel takes a
+# long path, or one with a space, for no interpreter.
+_COMMAND = """\
+#!/bin/sh
+'''exec' "{python}" "$0" "$@"
+' '''
+# Written by ronde alias --install; ronde alias --remove removes it.
+import sys
+
+from ronde.cli.entry import main
+
+sys.exit(main(["horovodrun", *sys.argv[1:]]))
+"""
+_OURS = "from ronde.cli"
+
+
+def run(words: Sequence[str]) -> int:
+    """Install, remove or show the alias; return the exit code.
+
+    Args:
+        words: What stands after ``alias``.
+
+    Raises:
+        UsageError: It cannot be installed or removed here; nothing was changed.
+    """
+    parser = Parser("ronde alias", description=_DESCRIPTION)
+    group = parser.add_mutually_exclusive_group()
+    install = "write both; refused where Horovod itself is installed"
+    group.add_argument("--install", action="store_true", help=install)
+    remove = "remove both, but no horovodrun that is not ronde's"
+    group.add_argument("--remove", action="store_true", help=remove)
+    options = parser.parse_args(words)
+    path_file = Path(sysconfig.get_path("purelib"), "ronde-horovod.pth")
+    command = Path(sysconfig.get_path("scripts"), "horovodrun")
+    try:
+        if options.install:
+            print(_install(path_file, command))
+        elif options.remove:
+            print(_remove(path_file, command))
+        else:
+            print(_state(path_file))
+    except OSError as error:
+        raise UsageError(
+            f"ronde alias must be able to write {path_file} and {command}, got: "
+            f"{error.strerror}. Use a virtual environment (python -m venv), or put the "
+            f"alias on the path: export PYTHONPATH={ALIAS_DIRECTORY}"
+        ) from None
+    return 0
+
+
+def _install(path_file: Path, command: Path) -> str:
+    if horovod := _installed_horovod():
+        raise UsageError(
+            f"the alias must be alone in its environment, got {horovod} too. Type: pip "
+            "uninstall horovod, or give one job ronde's: ronde run --horovod-alias"
+        )
+    if os.path.lexists(command) and not _is_ours(command):
+        raise UsageError(
+            f"{command} must be ronde's or not be there, got another program. Remove "
+            "it, then type: ronde alias --install"
+        )
+    wanted = {
+        path_file: f"{ALIAS_DIRECTORY}\n",
+        command: _COMMAND.format(python=sys.executable),
+    }
+    if all(file.is_file() and file.read_text() == wanted[file] for file in wanted):
+        return f"the alias is installed already: {path_file} and {command}"
+    try:
+        for file, text in wanted.items():
+            _write(file, text)
+    except OSError:
+        with suppress(OSError):
+            _remove(path_file, command)
+        raise
+    return f"installed: import horovod finds ronde, by {path_file}; {command}"
+
+
+def _remove(path_file: Path, command: Path) -> str:
+    found = [path_file] if path_file.exists() else []
+    found += [command] if _is_ours(command) else []
+    for file in found:
+        file.unlink()
+    if not found:
+        return f"the alias is not installed: there is no {path_file}"
+    return f"removed: {' and '.join(map(str, found))}"
+
+
+def _state(path_file: Path) -> str:
+    if horovod := _installed_horovod():
+        return f"not installed, and cannot be beside {horovod}"
+    if not path_file.exists():
+        return "not installed. Type: ronde alias --install"
+    leads_to = path_file.read_text().strip()
+    if leads_to != str(ALIAS_DIRECTORY):
+        return f"{path_file} leads to {leads_to}. Type: ronde alias --install"
+    return f"installed: import horovod finds ronde, by {path_file}"
+
+
+def _installed_horovod() -> str:
+    """Return Horovod itself, as a distribution or as a package; empty for none."""
+    if package := find_horovod(sys.path):
+        return f"the package {package}"
+    try:
+        return f"the distribution horovod {distribution('horovod').version}"
+    except PackageNotFoundError:
+        return ""
+
+
+def _is_ours(command: Path) -> bool:
+    return command.is_file() and _OURS in command.read_text(errors="replace")
+
+
+def _write(file: Path, text: str) -> None:
+    """Write an executable or a .pth file, whole or not at all."""
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        new.write_text(text)
+        new.chmod(0o755 if text.startswith("#!") else 0o644)
+        new.replace(file)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise

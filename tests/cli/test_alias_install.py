@@ -1,0 +1,221 @@
+"""``ronde alias``: ``horovod`` for every Python of an environment."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.launchers import launcher_environment, launcher_words
+from tests.virtual_environments import make_environment
+
+ROOT = Path(__file__).parents[2]
+ALIAS = ROOT / "src" / "ronde" / "horovod" / "alias"
+SHOW = "import horovod; print(horovod.__file__)"
+OURS = f"{ROOT}/src/ronde/horovod/__init__.py\n"
+RANK = """
+import horovod.torch as hvd, torch
+hvd.init()
+total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum)
+print(f"{hvd.__name__} {hvd.size()} {total.item():g}\\n", end="")
+"""
+KERNEL = """
+from jupyter_client.manager import start_new_kernel
+
+manager, client = start_new_kernel(kernel_name="python3")
+try:
+    reply = client.execute_interactive({rank!r}, timeout=60)
+finally:
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+assert reply["content"]["status"] == "ok", reply
+"""
+
+
+@pytest.fixture
+def environment(tmp_path):
+    return make_environment(tmp_path / "environment")
+
+
+def files(environment):
+    bin_directory = environment.python.parent
+    return {*environment.packages.iterdir(), *bin_directory.iterdir()}
+
+
+def test_it_is_installed_shown_and_removed(environment) -> None:
+    before = files(environment)
+    path_file = environment.packages / "ronde-horovod.pth"
+    show = (str(environment.python), "-c", SHOW)
+    assert environment.run(*show)[0] == 1
+    steps = [
+        ("", "not installed. Type: ronde alias --install"),
+        ("--remove", f"the alias is not installed: there is no {path_file}"),
+        ("--install", "installed: import horovod finds ronde"),
+        ("--install", f"the alias is installed already: {path_file} and"),
+        ("", f"installed: import horovod finds ronde, by {path_file}"),
+    ]
+    for option, expected in steps:
+        code, out, err = environment.ronde("alias", *filter(None, [option]))
+        assert (code, err) == (0, ""), option
+        assert out.startswith(expected), option
+    assert files(environment) - before == {path_file, environment.horovodrun}
+    # Whatever a program makes of the path of its children.
+    for path in ("", "/nowhere"):
+        assert environment.run(*show, PYTHONPATH=path) == (0, OURS, "")
+    code, out, err = environment.ronde("alias", "--remove")
+    removed = f"removed: {path_file} and {environment.horovodrun}\n"
+    assert (code, out, err) == (0, removed, "")
+    assert files(environment) == before
+    assert environment.run(*show)[0] == 1
+
+
+def test_one_that_leads_elsewhere_is_shown_and_replaced(environment) -> None:
+    path_file = environment.packages / "ronde-horovod.pth"
+    path_file.write_text("/where/ronde/was\n")
+    shown = f"{path_file} leads to /where/ronde/was. Type: ronde alias --install\n"
+    assert environment.ronde("alias") == (0, shown, "")
+    assert environment.ronde("alias", "--install")[0] == 0
+    assert path_file.read_text() == f"{ALIAS}\n"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size"),
+    [("python", 1), ("torchrun", 2), ("mpirun", 3), ("ronde", 4)],
+)
+def test_ranks_find_it(environment, tmp_path, launcher, size) -> None:
+    assert environment.ronde("alias", "--install")[0] == 0
+    script = tmp_path / "train.py"
+    script.write_text(RANK)
+    words = launcher_words(launcher, size, str(environment.python))
+    env = launcher_environment(tmp_path, PYTHONPATH="/nowhere")
+    done = subprocess.run(
+        [*words, str(script)],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    line = f"ronde.torch {size} {size * (size + 1) // 2}"
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [line] * size, done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_a_notebook_kernel_finds_it(environment, tmp_path) -> None:
+    install = ["-m", "pip", "--python", str(environment.python), "install", "--quiet"]
+    install += ["-c", str(ROOT / "constraints.txt"), "ipykernel"]
+    done = subprocess.run([sys.executable, *install], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"pip must install ipykernel, got: {done.stderr.decode()[-200:]}")
+    assert environment.ronde("alias", "--install")[0] == 0
+    program = KERNEL.format(rank=RANK)
+    home = {"HOME": str(tmp_path), "PYTHONPATH": ""}
+    code, out, err = environment.run(str(environment.python), "-c", program, **home)
+    assert (code, out) == (0, "ronde.torch 1 1\n"), err
+
+
+def test_horovodrun_is_ronde_horovodrun(environment) -> None:
+    assert environment.ronde("alias", "--install")[0] == 0
+    program = ("-np", "2", str(environment.python), "-c", RANK)
+    for command in (
+        (str(environment.horovodrun),),
+        (str(environment.python), "-m", "ronde", "horovodrun"),
+    ):
+        code, out, err = environment.run(*command, *program)
+        assert code == 0, err
+        assert sorted(out.splitlines()) == [f"[{r}] ronde.torch 2 3" for r in range(2)]
+        assert err.startswith("horovodrun: taken for ronde run -np 2 ")
+
+
+def test_it_is_refused_beside_horovod_itself(environment) -> None:
+    environment.add_horovod()
+    before = files(environment)
+    command = environment.horovodrun.read_bytes()
+    code, out, err = environment.ronde("alias", "--install")
+    assert (code, out) == (64, "")
+    assert err == (
+        "ronde: the alias must be alone in its environment, got the package "
+        f"{environment.packages}/horovod too. Type: pip uninstall horovod, or give one "
+        "job ronde's: ronde run --horovod-alias\n"
+    )
+    code, out, err = environment.ronde("alias", "--remove")
+    assert (code, err) == (0, "")
+    assert out.startswith("the alias is not installed")
+    assert environment.ronde("alias")[1].startswith("not installed, and cannot be")
+    assert files(environment) == before
+    assert environment.horovodrun.read_bytes() == command
+
+
+def test_a_distribution_alone_is_horovod_too(environment) -> None:
+    environment.add_horovod()
+    for file in ("__init__.py", "torch.py"):
+        (environment.packages / "horovod" / file).unlink()
+    code, _, err = environment.ronde("alias", "--install")
+    assert code == 64
+    assert "got the distribution horovod 0.28.1 too" in err
+
+
+def test_another_horovodrun_is_neither_replaced_nor_removed(environment) -> None:
+    environment.horovodrun.write_text("#!/bin/sh\n")
+    before = files(environment)
+    code, _, err = environment.ronde("alias", "--install")
+    assert code == 64
+    assert f"{environment.horovodrun} must be ronde's or not be there" in err
+    assert files(environment) == before
+    environment.horovodrun.unlink()
+    assert environment.ronde("alias", "--install")[0] == 0
+    # As pip does, when Horovod is installed later.
+    environment.horovodrun.write_text("#!/bin/sh\n")
+    assert environment.ronde("alias", "--remove")[0] == 0
+    assert files(environment) == before
+
+
+@pytest.mark.parametrize("closed", ["packages", "bin"])
+def test_a_read_only_environment(environment, closed) -> None:
+    is_bin = closed == "bin"
+    directory = environment.python.parent if is_bin else environment.packages
+    before = files(environment)
+    directory.chmod(0o555)
+    # Root may write there all the same, but for this.
+    no_right = ("setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override")
+    run = () if os.getuid() else no_right
+    code, out, err = environment.ronde("alias", "--install", before=run)
+    directory.chmod(0o755)
+    assert (code, out) == (64, "")
+    assert "ronde alias must be able to write" in err
+    assert "got: Permission denied. Use a virtual environment" in err
+    assert files(environment) == before
+
+
+WARNING = "ronde: Horovod is installed beside ronde, in {}, and is what the ranks"
+
+
+def test_a_start_with_both_warns_and_can_be_forced(environment) -> None:
+    environment.add_horovod()
+    real = environment.packages / "horovod"
+    program = ("-n", "1", "--no-prefix", str(environment.python), "-c", SHOW)
+    code, out, err = environment.ronde("run", *program)
+    assert (code, out) == (0, f"{real}/__init__.py\n")
+    assert err.startswith(WARNING.format(real))
+    assert err.count("\n") == 1
+    forced = environment.ronde("run", "--horovod-alias", *program)
+    assert forced == (0, OURS, "")
+    off = environment.ronde("run", "--no-horovod-alias", *program)
+    assert off == (0, f"{real}/__init__.py\n", "")
+
+
+@pytest.mark.timeout(300)
+def test_pip_leaves_horovods_command_alone(environment) -> None:
+    environment.add_horovod()
+    before = environment.horovodrun.read_bytes()
+    pip = [sys.executable, "-m", "pip", "--python", str(environment.python)]
+    build = ["--no-deps", "-c", str(ROOT / "constraints.txt"), str(ROOT)]
+    # Else pip takes the tests' own ronde for one that is installed there.
+    (environment.packages / "tests.pth").unlink()
+    subprocess.run([*pip, "install", "--quiet", *build], check=True)
+    assert (environment.python.parent / "ronde").exists()
+    assert environment.horovodrun.read_bytes() == before
+    subprocess.run([*pip, "uninstall", "--quiet", "--yes", "ronde"], check=True)
+    assert environment.horovodrun.read_bytes() == before
