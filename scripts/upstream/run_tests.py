@@ -45,14 +45,16 @@ IMPOSSIBLE_AT_3 = (
 # Of ignite's tests, those that run on Horovod; most start 4 ranks by horovod.run.
 IGNITE_WORDS = "hvd or horovod"
 IGNITE_RANKS = 4
-# They do not import without a large package. The first two have 3 tests on Horovod.
-NOT_IMPORTABLE = {
+# They do not run without a large package or the network. The first two have 3 tests
+# on Horovod, the last one has one.
+NEEDS_MORE = {
     "metrics/gan/test_fid.py": "pytorch-fid",
     "metrics/vision/test_object_detection_map.py": "pycocotools",
     "metrics/gan/test_utils.py": "torchvision",
     "metrics/fairness": "fairlearn",
     "metrics/rec_sys/test_ndcg.py": "ranx",
     "handlers/test_clearml_logger.py": "clearml",
+    "metrics/nlp/test_rouge.py": "nltk's data, from the network",
 }
 
 
@@ -238,7 +240,7 @@ def run_ignite(run: Run) -> bool:
     """Run the tests of ignite that use Horovod; return whether all passed."""
     options = run.options
     words = [f"tests/ignite/{name}" for name in options.file] or ["tests/ignite"]
-    for name, package in NOT_IMPORTABLE.items():
+    for name, package in NEEDS_MORE.items():
         words.append(f"--ignore=tests/ignite/{name}")
         print(f"left out, for it needs {package}: {name}")
     words += ["-m", "distributed", "-k", IGNITE_WORDS]

@@ -159,7 +159,7 @@ def _renamed(asked: dict[str, Any]) -> dict[str, Any]:
 def _words(asked: Mapping[str, Any]) -> list[str]:
     """Return the command that starts the ranks, up to their program."""
     # The call lies in a folder of this machine.
-    words = [sys.executable, "-m", "ronde", "run", "--standalone"]
+    words = [sys.executable, "-m", "ronde", "run", "--standalone", "--horovod-alias"]
     if read_claim().size == 1:
         # A program that is a world of its own may well have been started as one.
         words.append("--nested")
