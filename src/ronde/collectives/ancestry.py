@@ -18,9 +18,11 @@ _RANK_VARIABLES = {
 }
 _IS_EXITING = 0x4
 """``PF_EXITING`` of Linux: the environment is gone, the children are not yet."""
-_EXITING_S = 1.0
+_EXITING_S = 3.0
 """An exiting process hands its children on within this; one whose main thread alone has
 ended does not."""
+_ENDING_S = 10.0
+"""How long ancestors may go on ending, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,14 @@ def find_launcher(claim: Claim) -> Process:
     launcher has not, or it is another user's and hides its own. All ranks of a host
     that one launcher started find the same process.
     """
-    deadline = time.monotonic() + _EXITING_S
+    begun = time.monotonic()
     while True:
-        is_late = time.monotonic() > deadline
+        waited_s = time.monotonic() - begun
+        is_late = waited_s > _EXITING_S
         try:
             return _find_launcher(claim, is_late=is_late)
         except (FileNotFoundError, ProcessLookupError):
-            if is_late:
+            if waited_s > _ENDING_S:
                 raise
             # An ancestor has ended. Its children have another parent now: look again.
             os.sched_yield()
