@@ -135,6 +135,15 @@ class Paused(_DistributedOptimizer):
         return hook
 
 
+class Halving(_DistributedOptimizer):
+    """Starts its own reductions, and returns what Horovod's method would."""
+
+    def _allreduce_grad_async(self, p):
+        wire, context = self._compression.compress(p.grad)
+        name = self._parameter_names.get(p)
+        return hvd.allreduce_async_(wire, name=name, prescale_factor=0.5), context
+
+
 METHODS = ("__init__", "_register_hooks", "_allreduce_grad_async")
 METHODS += ("synchronize", "step")
 
@@ -157,6 +166,26 @@ def test_methods_of_horovods_class_may_be_mixed_into_another(size):
         torch.testing.assert_close(weights(other), weights(model))
 
     run_sessions(size, work)
+
+
+@pytest.mark.parametrize("kind", ["none", "fp16"])
+def test_a_reduction_of_its_own_may_replace_horovods(kind):
+    def work():
+        model = build()[0]
+        members = dict(_DistributedOptimizer.__dict__)
+        members["_allreduce_grad_async"] = Halving._allreduce_grad_async
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = type("SGD", (torch.optim.SGD,), members)(
+            sgd.param_groups,
+            model.named_parameters(),
+            compression=getattr(hvd.Compression, kind),
+        )
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.synchronize()
+        return model[1].bias.grad.tolist()
+
+    # Each of the two rows adds 1, halved.
+    assert run_sessions(2, work) == [[1.0, 1.0]] * 2
 
 
 def test_horovods_class_as_a_whole():

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ronde.collectives.communicator import Communicator, Look
 from ronde.collectives.inference import in_mode_of_caller
@@ -128,17 +128,12 @@ class FutureWork(Generic[T_co]):
 
     def wait_watched(self, look: Look) -> bool:
         """Block until it is over or ``look`` says to stop: see ``Work``."""
-        return wait_for_future(self._outcome, look)
-
-
-def wait_for_future(outcome: Future[Any], look: Look) -> bool:
-    """Block until there is an outcome or ``look`` says to stop; say whether it is."""
-    while not outcome.done():
-        pause_s = look()
-        if pause_s is None:
-            return False
-        wait((outcome,), pause_s)
-    return True
+        while not self._outcome.done():
+            pause_s = look()
+            if pause_s is None:
+                return False
+            wait((self._outcome,), pause_s)
+        return True
 
 
 def _closed_under(name: str) -> CollectiveError:

@@ -76,12 +76,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):  # pyright: ignore[reportUnu
         return hook
 
     def _allreduce_grad_async(self, p: Tensor) -> tuple[int, Any]:
-        """Start the reduction of a gradient; return its handle and context."""
+        """Start to reduce a gradient; return the handle, and what decompresses it."""
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        name = f"allreduce.{self._parameter_names[p]}"
         wire, context = self._compression.compress(p.grad)
-        return allreduce_async_(wire, name=name, op=self.op), (wire, context)
+        name = self._parameter_names[p]
+        return allreduce_async_(wire, name=name, op=self.op), context
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; those not there count as zeros."""
@@ -93,9 +93,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):  # pyright: ignore[reportUnu
         for parameter, (handle, context) in self._handles.items():
             if handle is None:
                 continue
-            synchronize(handle)
-            wire, inner = context
-            result = self._compression.decompress(wire, inner)
+            result = self._compression.decompress(synchronize(handle), context)
             if result is not parameter.grad and parameter.grad is not None:
                 parameter.grad.copy_(result)
         self._handles.clear()

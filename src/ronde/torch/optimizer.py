@@ -152,9 +152,10 @@ class DistributedOptimizer(StandIn):
             closure: Computes the loss and its gradients; they are reduced each time it
                 is called. The loss it returns stays this rank's own.
         """
-        if not self._is_checked and (self._reducer or self._delta) is not None:
-            refuse_averaged(self._parameter_names)  # it may be wrapped since
-        self._is_checked = True
+        if not self._is_checked:
+            if (self._reducer or self._delta) is not None:
+                refuse_averaged(self._parameter_names)  # it may be wrapped since
+            self._is_checked = True
         if self._delta is not None:
             return self._delta.step(self.wrapped, closure)
         if self._is_synchronizing and self._is_synchronized:
@@ -254,7 +255,7 @@ class DistributedOptimizer(StandIn):
         """
         if p.grad is None:
             p.grad = zeros_like(p)
-        name = f"allreduce.{self._parameter_names[p]}"
+        name = self._parameter_names[p]
         return allreduce_async_(p.grad, name=name, op=self._settings["op"]), None
 
     def _reduce(self) -> None:

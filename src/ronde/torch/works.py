@@ -10,14 +10,11 @@ from ronde.collectives import Look, Work
 T = TypeVar("T")
 
 
-class Given(Generic[T]):
-    """A work whose result was known before it began, such as a tensor in place."""
+class _OfAnother:
+    """What is over when another work is."""
 
-    __slots__ = ("_result", "_work")
-
-    def __init__(self, work: Work[Any], result: T) -> None:
-        self._work = work
-        self._result = result
+    __slots__ = ("_work",)
+    _work: Work[Any]
 
     def is_done(self) -> bool:
         """Say whether ``wait()`` would not block."""
@@ -26,6 +23,16 @@ class Given(Generic[T]):
     def wait_watched(self, look: Look) -> bool:
         """Block until it is over or ``look`` says to stop: see ``Work``."""
         return self._work.wait_watched(look)
+
+
+class Given(_OfAnother, Generic[T]):
+    """A work whose result was known before it began, such as a tensor in place."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, work: Work[Any], result: T) -> None:
+        self._work = work
+        self._result = result
 
     def wait(self) -> T:
         """Wait and return the result."""
@@ -33,45 +40,29 @@ class Given(Generic[T]):
         return self._result
 
 
-class Only(Generic[T]):
+class Only(_OfAnother, Generic[T]):
     """A work whose result is the only one of another's."""
 
-    __slots__ = ("_work",)
+    __slots__ = ()
 
     def __init__(self, work: Work[tuple[T, ...]]) -> None:
         self._work = work
-
-    def is_done(self) -> bool:
-        """Say whether ``wait()`` would not block."""
-        return self._work.is_done()
-
-    def wait_watched(self, look: Look) -> bool:
-        """Block until it is over or ``look`` says to stop: see ``Work``."""
-        return self._work.wait_watched(look)
 
     def wait(self) -> T:
         """Wait and return the result."""
         return self._work.wait()[0]
 
 
-class Exchanged:
+class Exchanged(_OfAnother):
     """An all-to-all, whose counts of rows become a tensor like the splits it got."""
 
-    __slots__ = ("_device", "_work")
+    __slots__ = ("_device",)
 
     def __init__(
         self, work: Work[tuple[tuple[Tensor, list[int]], ...]], splits: object
     ) -> None:
         self._work = work
         self._device = splits.device if isinstance(splits, Tensor) else None
-
-    def is_done(self) -> bool:
-        """Say whether ``wait()`` would not block."""
-        return self._work.is_done()
-
-    def wait_watched(self, look: Look) -> bool:
-        """Block until it is over or ``look`` says to stop: see ``Work``."""
-        return self._work.wait_watched(look)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return what was received and, int32, how many rows came from each rank."""
