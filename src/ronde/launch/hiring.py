@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ronde.errors import Failure
+from ronde.errors import Failure, LaunchError
 from ronde.launch.agent_link import AgentLink
 from ronde.launch.boot import start_local_agent
 from ronde.launch.hosts.here import is_here
 from ronde.launch.hosts.host import Host
+from ronde.launch.limits import EXIT_NO_FORK
 from ronde.launch.node import EXIT_INTERNAL, Node
 from ronde.launch.spawners.base import Spawner
 from ronde.launch.spawners.by_hand import UNKNOWN_NAME
@@ -110,8 +111,14 @@ class Hiring:
         return Node(host, AgentLink(wire, greeting), is_here=False)
 
     def explain(self, node: Node, exit_code: int, said: str) -> Failure:
-        """Say why the wire to a node ended before its agent spoke."""
+        """Say why the wire to a node ended before its agent spoke.
+
+        Raises:
+            LaunchError: This machine could not start one.
+        """
         if node.is_here:
+            if exit_code == EXIT_NO_FORK:
+                raise LaunchError(said.strip())
             return Failure(f"its agent ended with exit code {exit_code}: {said}", "")
         return self.spawner.explain(node.host, exit_code, said)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ronde.launch.limits import explain_shortage
+from ronde.launch.limits import EXIT_NO_FORK, explain_shortage
 from ronde.launch.lineage import adopt_orphans, die_with_parent, sweep
 from ronde.launch.mpi_world import remove_directory
 from ronde.launch.signals import reset_signals
@@ -26,7 +26,7 @@ def run_kept(work: Callable[[], int], directory: Path) -> NoReturn:
 
     Both end here, past the interpreter's own end, which adds nothing and takes time:
     the child with what ``work`` returns, and this process with the child's exit code,
-    or 128 plus the signal that ended it.
+    128 plus the signal that ended it, or EXIT_NO_FORK.
 
     Args:
         work: Returns the child's exit code.
@@ -38,7 +38,8 @@ def run_kept(work: Callable[[], int], directory: Path) -> NoReturn:
     try:
         child = os.fork()
     except OSError as error:
-        sys.exit(explain_shortage(error) or str(error))
+        print(explain_shortage(error) or str(error), file=sys.stderr)
+        sys.exit(EXIT_NO_FORK)
     if child == 0:
         code = 1
         try:

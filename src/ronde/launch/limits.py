@@ -8,6 +8,9 @@ from ronde.errors import UsageError
 LEAST_OPEN_FILES = 24
 """What a launcher or an agent has open, without hosts and ranks."""
 
+EXIT_NO_FORK = 71
+"""No agent was started, and standard error says why (sysexits.h: EX_OSERR)."""
+
 
 def require_open_files(num: int, limit: int, why: str) -> None:
     """See that so many files may be open.
