@@ -1,6 +1,6 @@
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -37,8 +37,10 @@ def clean_environment(*more: str) -> dict[str, str]:
 class Ronde:
     """Runs the command in a process of its own."""
 
+    program: Sequence[str] = (sys.executable, "-m", "ronde")
+
     def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "ronde", *words]
+        return [*self.program, *words]
 
     def start(
         self, *words: str, env: Mapping[str, str] | None = None, **popen

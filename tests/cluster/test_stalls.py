@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.digits import assert_nothing_left
+from tests.timed import LEASE_S, impatient_ronde
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 60.0
-STALL_S = 10.0
-OUTAGE_S = 7.5
+STALL_S = LEASE_S + 1.0
+OUTAGE_S = 0.6 * LEASE_S
 GRACE_S = 2.0
 HOSTS = "node1:2,node2:1,node3:1"
 
@@ -35,7 +36,7 @@ while not signal.sigtimedwait({signal.SIGUSR1}, 0.01):
 @contextmanager
 def job(cluster, *options, hosts=HOSTS, rank=RANK, carrier=(), **popen):
     """Start ranks on all hosts."""
-    words = [sys.executable, "-m", "ronde", "run", "-H", hosts]
+    words = [*impatient_ronde(), "run", "-H", hosts]
     words += ["--ssh-args", f"-F {cluster.ssh_config}", "--grace", f"{GRACE_S:g}s"]
     with cluster.start(
         cluster.hosts[0],

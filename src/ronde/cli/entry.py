@@ -4,12 +4,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn
 
 import ronde
 from ronde.cli.exit_codes import EXIT_INTERNAL, EXIT_INTERRUPTED, exit_code_of
 from ronde.cli.standard_output import give_up_output, is_unwritten
 from ronde.errors import HostError, RondeError
+from ronde.launch.timeouts import USUAL, Timeouts
 
 HELP = """\
 usage: ronde VERB ...
@@ -34,15 +36,16 @@ Verb = Callable[[Sequence[str]], int]
 """Takes the words after the verb's name; returns the exit code."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, timeouts: Timeouts = USUAL) -> int:
     """Run one command; return the process's exit code.
 
     Args:
         argv: Words after the command's name; None takes this process's own.
+        timeouts: How long ``run`` waits for hosts.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     _open_standard_fds()
-    code = _code_of(words)
+    code = _code_of(words, timeouts)
     if argv is None and words[:1] in (["run"], ["horovodrun"]):
         _leave(code)
     return code
@@ -61,10 +64,10 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _code_of(words: list[str]) -> int:
+def _code_of(words: list[str], timeouts: Timeouts) -> int:
     code = 0
     try:
-        code = _dispatch(words)
+        code = _dispatch(words, timeouts)
         # Here it can still be told that it cannot be written.
         print(end="", flush=True)
     except KeyboardInterrupt:
@@ -89,7 +92,7 @@ def _code_of(words: list[str]) -> int:
     return code
 
 
-def _dispatch(words: list[str]) -> int:
+def _dispatch(words: list[str], timeouts: Timeouts) -> int:
     match words:
         case ["--version" | "-V", *_]:
             print(f"ronde {ronde.__version__}")
@@ -100,11 +103,11 @@ def _dispatch(words: list[str]) -> int:
 
             print(help_text(), end="")
         case ["run", *rest]:
-            return _run(rest)
+            return _run(rest, timeouts)
         case ["horovodrun", *rest]:
             from ronde.cli.horovodrun import run_horovodrun
 
-            return run_horovodrun(rest, _run)
+            return run_horovodrun(rest, partial(_run, timeouts=timeouts))
         case [("bench" | "trace" | "check" | "topo" | "alias") as verb, *rest]:
             from importlib import import_module
 
@@ -117,7 +120,7 @@ def _dispatch(words: list[str]) -> int:
     return 0
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], timeouts: Timeouts) -> int:
     from ronde.launch.boot import start_local_agent
     from ronde.launch.signals import caught_signals
 
@@ -127,7 +130,7 @@ def _run(words: list[str]) -> int:
     with caught_signals() as signal_fd, start_local_agent() as agent:
         from ronde.cli.run import run
 
-        return run(words, agent, signal_fd)
+        return run(words, agent, signal_fd, timeouts)
 
 
 def _table_of(error: HostError) -> str:

@@ -29,6 +29,7 @@ from ronde.launch.signals import (
 )
 from ronde.launch.spawners.base import Spawner
 from ronde.launch.start_progress import StartProgress
+from ronde.launch.timeouts import Timeouts
 
 
 def help_text() -> str:
@@ -36,13 +37,19 @@ def help_text() -> str:
     return make_parser().format_help()
 
 
-def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) -> int:
+def run(
+    words: Sequence[str],
+    agent: "subprocess.Popen[bytes]",
+    signal_fd: int,
+    timeouts: Timeouts,
+) -> int:
     """Run a program on every slot; return the exit code.
 
     Args:
         words: What stands after ``run``.
         agent: Already started, for it takes as long to start as this module.
         signal_fd: From ``launch.signals.caught_signals``.
+        timeouts: How long hosts are waited for.
 
     Raises:
         UsageError: The words ask for something that cannot be; nothing was started.
@@ -65,7 +72,7 @@ def run(words: Sequence[str], agent: "subprocess.Popen[bytes]", signal_fd: int) 
                 warn_of_horovod(known, sys.path[1:]),
                 request.asked,
             )
-            with _hired(request, environ, agent, signal_fd) as hired:
+            with _hired(request, environ, agent, signal_fd, timeouts) as hired:
                 hired.exit_code = _launch(request, hired, signal_fd)
                 return hired.exit_code
     except InterruptedStartError as error:
@@ -122,6 +129,7 @@ def _hired(
     environ: Mapping[str, str],
     agent: "subprocess.Popen[bytes]",
     signal_fd: int,
+    timeouts: Timeouts,
 ) -> Generator[Hired]:
     """Give the hosts of the job, and how they get agents."""
     options, asked = request.options, request.asked
@@ -129,7 +137,7 @@ def _hired(
     if options.listen:
         from ronde.cli.run_head import joined_nodes
 
-        with joined_nodes(options, environ, agent, signal_fd) as hired:
+        with joined_nodes(options, environ, agent, signal_fd, timeouts) as hired:
             hired.hosts = take_each(hired.hosts, num_each)
             yield hired
         return
@@ -139,7 +147,8 @@ def _hired(
 
         return make_spawner(options, environ, asked.ssh_args)
 
-    yield Hired(take_each(asked.hosts, num_each), Hiring(agent, make, options.python))
+    hiring = Hiring(agent, make, options.python, timeouts)
+    yield Hired(take_each(asked.hosts, num_each), hiring)
 
 
 def _recorded(

@@ -17,6 +17,7 @@ from ronde.launch.joining.joined import JoinedHiring
 from ronde.launch.joining.token import read_token
 from ronde.launch.joining.wire import dismiss
 from ronde.launch.signals import InterruptedStartError, interruption_code
+from ronde.launch.timeouts import Timeouts
 
 
 @contextmanager
@@ -25,6 +26,7 @@ def joined_nodes(
     environ: Mapping[str, str],
     agent: "subprocess.Popen[bytes]",
     signal_fd: int,
+    timeouts: Timeouts,
 ) -> Generator[Hired]:
     """Wait until all nodes have joined; at the end tell them how the job ended.
 
@@ -33,6 +35,7 @@ def joined_nodes(
         environ: Of this process.
         agent: This node's own, told nothing yet.
         signal_fd: From ``launch.signals.caught_signals``.
+        timeouts: How long nodes that have joined are waited for.
 
     Raises:
         UsageError: The options do not fit, or it cannot be listened there.
@@ -43,7 +46,7 @@ def joined_nodes(
     head = Host(invitation.head, own_slots(options))
     nodes = wait_for_nodes(invitation, signal_fd, say)
     hosts = (head, *(host for host, _ in nodes))
-    joined = Hired(hosts, JoinedHiring(agent, nodes))
+    joined = Hired(hosts, JoinedHiring(agent, nodes, timeouts))
     try:
         yield joined
     except InterruptedStartError as error:

@@ -143,7 +143,7 @@ class Agent:
             self._intake.pace()
 
     def _doubt_controller(self) -> None:
-        """Wait for the controller as long again, if its host answers; see ``LEASE_S``.
+        """Wait for the controller as long again, if its host answers: see ``Timeouts``.
 
         Raises:
             EOFError: It does not, or that was waited.

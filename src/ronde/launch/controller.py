@@ -25,9 +25,6 @@ from ronde.launch.verdict import LostHost, RankEnd, Verdict
 if TYPE_CHECKING:
     from ronde.launch.interview import Interview
 
-RETURN_S = 30.0
-"""What a lost host has to come back in, when ranks are to be started again."""
-
 _LEAVE_S = 10.0
 _LAST_OUTPUT_S = 1.0
 
@@ -110,7 +107,7 @@ class Controller:
     ) -> None:
         self._output = output
         progress = progress or StartProgress(output.notice)
-        self._board = Switchboard(output, signal_fd, progress)
+        self._board = Switchboard(output, signal_fd, progress, hiring.timeouts)
         self._hiring = hiring
         self._others = children()
         self._is_clean = True
@@ -247,10 +244,11 @@ class Controller:
                 node.link.wire.wait(_LEAVE_S)
                 self._board.nodes.remove(node)
             names = ", ".join(node.name for node in lost)
+            return_s = self._board.timeouts.return_s
             self._output.notice(
-                f"connecting to {names} again, for up to {RETURN_S:g} s"
+                f"connecting to {names} again, for up to {return_s:g} s"
             )
-            fresh = self.gather([node.host for node in lost], RETURN_S)
+            fresh = self.gather([node.host for node in lost], return_s)
             by_name = {node.name: node for node in fresh}
             crew = [by_name.get(node.name, node) for node in crew]
         return crew

@@ -20,9 +20,6 @@ _OTHER_FDS = 64
 MAX_STARTING = 64
 """Connections that are being made at a time; sshd refuses more from one client."""
 
-CONNECT_S = 30.0
-"""What one host has to start an agent, once its turn has come."""
-
 _NUM_TRIES = 4
 _PAUSE_S = 0.5
 _EXIT_S = 0.5
@@ -151,7 +148,7 @@ class Gathering:
             except OSError as error:
                 attempt.failure = self._explain_nothing(error)
                 continue
-            attempt.due_s = time.monotonic() + CONNECT_S
+            attempt.due_s = time.monotonic() + self._board.timeouts.connect_s
             self._board.nodes.append(attempt.node)
             self._by_node[id(attempt.node)] = attempt
 
@@ -175,11 +172,12 @@ class Gathering:
     def _explain_silence(self, node: Node) -> Failure:
         """Say what is known of a host of which no agent has spoken in time."""
         cure = self._explain(node, _UNKNOWN, "timed out").cure
+        limit_s = self._board.timeouts.connect_s
         said = last_line(_said(node))
         if not said:
-            return Failure(f"no word from it within {CONNECT_S:g} s", cure)
+            return Failure(f"no word from it within {limit_s:g} s", cure)
         return Failure(
-            f"no agent began within {CONNECT_S:g} s; it wrote: {said}",
+            f"no agent began within {limit_s:g} s; it wrote: {said}",
             "see that its login scripts read nothing and end",
         )
 

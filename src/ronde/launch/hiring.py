@@ -16,6 +16,7 @@ from ronde.launch.limits import EXIT_NO_FORK
 from ronde.launch.node import EXIT_INTERNAL, Node
 from ronde.launch.spawners.base import Spawner
 from ronde.launch.spawners.by_hand import UNKNOWN_NAME
+from ronde.launch.timeouts import USUAL, Timeouts
 from ronde.launch.wire import ProcessWire
 
 _MANY = 8
@@ -31,6 +32,7 @@ class Hiring:
         make_spawner: Makes what leads to other hosts; called once, when it is needed.
             None where all hosts are this machine.
         python: The Python to run there.
+        timeouts: How long hosts are waited for.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Hiring:
         local: "subprocess.Popen[bytes]",
         make_spawner: Callable[[], Spawner] | None = None,
         python: str = sys.executable,
+        timeouts: Timeouts = USUAL,
     ) -> None:
+        self.timeouts = timeouts
         self._local: subprocess.Popen[bytes] | None = local
         self._make_spawner = make_spawner
         self._python = python
@@ -108,7 +112,8 @@ class Hiring:
         from ronde.launch.remote_boot import start_remote_agent
 
         wire, greeting = start_remote_agent(self.spawner, host, self._python)
-        return Node(host, AgentLink(wire, greeting), is_here=False)
+        link = AgentLink(wire, greeting)
+        return Node(host, link, is_here=False, timeouts=self.timeouts)
 
     def explain(self, node: Node, exit_code: int, said: str) -> Failure:
         """Say why the wire to a node ended before its agent spoke.

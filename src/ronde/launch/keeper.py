@@ -38,7 +38,7 @@ def run_kept(work: Callable[[], int], directory: Path) -> NoReturn:
     try:
         child = os.fork()
     except OSError as error:
-        print(explain_shortage(error) or str(error), file=sys.stderr)
+        print(explain_shortage(error) or str(error), file=sys.stderr)  # noqa: T201
         sys.exit(EXIT_NO_FORK)
     if child == 0:
         code = 1

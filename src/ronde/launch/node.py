@@ -10,16 +10,7 @@ from ronde.launch.agent_link import AgentLink
 from ronde.launch.hosts.host import Host
 from ronde.launch.messages import Credit, Hello, Ping, Pong
 from ronde.launch.outbox import FIRST_CREDIT_BYTES
-
-PING_S = 1.0
-"""Between two words to an agent on another host."""
-
-LEASE_S = 8.0
-"""After so long without a word each side asks whether the other's host answers.
-
-If it does not, it is lost. If it does, the line was cut for less: TCP sends again what
-was lost after up to as long again, so that as much is waited.
-"""
+from ronde.launch.timeouts import USUAL, Timeouts
 
 _QUEUE_S = 0.2
 """What output that is under way may delay a message by."""
@@ -53,6 +44,7 @@ class Node:
         link: To its agent.
         is_here: The agent was started without going over a network: only its end can
             be missed, and that is seen at once.
+        timeouts: How long it is waited for.
         hello: What it said of itself; None before.
         ranks: Those that run there now: it may speak of no others.
         credit_bytes: Output that may be under way from it: as much as its line carries
@@ -63,13 +55,14 @@ class Node:
         heard_at_s: When something came from it, on the monotonic clock.
         silent_by_s: When it counts as lost if nothing is heard of it, on the monotonic
             clock; infinity for never.
-        is_doubted: Nothing has been heard of it for ``LEASE_S``, but its host answers.
+        is_doubted: Nothing has been heard of it for ``lease_s``, but its host answers.
         is_over: It is gone, whoever wanted that.
     """
 
     host: Host
     link: AgentLink
     is_here: bool
+    timeouts: Timeouts = USUAL
     hello: Hello | None = None
     ranks: frozenset[int] = frozenset()
     credit_bytes: int = FIRST_CREDIT_BYTES
@@ -109,7 +102,7 @@ class Node:
 
     def heard(self) -> None:
         """Take note that something came."""
-        limit_s = LEASE_S if self._is_watched else float("inf")
+        limit_s = self.timeouts.lease_s if self._is_watched else float("inf")
         self.heard_at_s = time.monotonic()
         self.silent_by_s = self.heard_at_s + limit_s
         self.is_doubted = False
@@ -117,7 +110,7 @@ class Node:
     def doubt(self) -> None:
         """Wait as long again: its host answers."""
         self.is_doubted = True
-        self.silent_by_s = self.heard_at_s + 2 * LEASE_S
+        self.silent_by_s = self.heard_at_s + 2 * self.timeouts.lease_s
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -128,10 +121,10 @@ class Node:
         """Send a ping if one is due; return when the next one is."""
         if self.is_here or self.is_over:
             return float("inf")
-        if now_s >= self._pinged_at_s + PING_S:
+        if now_s >= self._pinged_at_s + self.timeouts.ping_s:
             self._pinged_at_s = now_s
-            self.link.send(Ping(now_s, LEASE_S, _own_addresses()))
-        return self._pinged_at_s + PING_S
+            self.link.send(Ping(now_s, self.timeouts.lease_s, _own_addresses()))
+        return self._pinged_at_s + self.timeouts.ping_s
 
     def limit_credit(self, num_bytes: int) -> None:
         """Let so much output be under way from it at most, and from here at once."""
@@ -154,7 +147,8 @@ class Node:
         if not self.is_here and not self._probed_at_s:
             # Its answer comes after all output that is under way now.
             self._probed_at_s, self._probed_bytes = time.monotonic(), 0
-            self.link.send(Ping(self._probed_at_s, LEASE_S, _own_addresses()))
+            lease_s = self.timeouts.lease_s
+            self.link.send(Ping(self._probed_at_s, lease_s, _own_addresses()))
 
     def take_pong(self, pong: Pong) -> None:
         """Learn how its clock differs and how long output delays its words."""

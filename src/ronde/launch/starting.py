@@ -23,8 +23,6 @@ from ronde.launch.node import EXIT_UNREACHABLE, Loss, Node
 from ronde.launch.signals import ASKING, TIMED_OUT, InterruptedStartError
 from ronde.launch.switchboard import Switchboard
 
-_ANSWER_S = 60.0
-
 
 class Starting:
     """Asks agents and waits for the answers of all; an attendant of the switchboard.
@@ -118,10 +116,11 @@ class Starting:
 
         progress = self._board.progress
         progress.begin(what, lambda: [node.name for node in awaited()])
-        due_s = time.monotonic() + _ANSWER_S
+        limit_s = self._board.timeouts.answer_s
+        due_s = time.monotonic() + limit_s
         self._board.serve(self, lambda: not awaited(), lambda: due_s)
         for node in awaited():
-            reason = f"its agent did not answer within {_ANSWER_S:g} s"
+            reason = f"its agent did not answer within {limit_s:g} s"
             node.link.wire.kill()
             self._board.lose(self, node, Loss(reason, EXIT_UNREACHABLE))
         if self._lost:

@@ -9,12 +9,13 @@ from typing import Protocol
 
 from ronde.launch.frames import Output, Relayed
 from ronde.launch.messages import Forward, FromAgent, Pong
-from ronde.launch.node import PING_S, Loss, Node
+from ronde.launch.node import Loss, Node
 from ronde.launch.output_process import OutputProcess
 from ronde.launch.signals import SUSPENDING, read_signals, suspend_self
 from ronde.launch.sink import Unseen
 from ronde.launch.start_progress import StartProgress
 from ronde.launch.store_service import StoreService
+from ronde.launch.timeouts import Timeouts
 from ronde.launch.wire import wait_for
 
 _MAX_BACKLOG_BYTES = 256 << 10
@@ -52,6 +53,7 @@ class Switchboard:
         output: Gets all output.
         signal_fd: Reads the user's signals.
         progress: Says what a slow start waits for.
+        timeouts: How long nodes are waited for.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class Switchboard:
         output: OutputProcess | Unseen,
         signal_fd: int,
         progress: StartProgress,
+        timeouts: Timeouts,
     ) -> None:
+        self.timeouts = timeouts
         self.output = output
         self.progress = progress
         self.nodes: list[Node] = []
@@ -163,7 +167,11 @@ class Switchboard:
         if all(now_s <= node.silent_by_s for node in self.live_nodes):
             return
         # With the one whose time has come all that would follow it at once.
-        silent = [n for n in self.live_nodes if now_s + PING_S > n.silent_by_s]
+        silent = [
+            node
+            for node in self.live_nodes
+            if now_s + self.timeouts.ping_s > node.silent_by_s
+        ]
         # Imported where it is needed: most jobs lose no host.
         from ronde.launch.placement.routes import find_answering
 

@@ -10,6 +10,7 @@ from ronde.launch.hiring import Hiring
 from ronde.launch.hosts.host import Host
 from ronde.launch.joining.wire import TlsWire
 from ronde.launch.node import Node
+from ronde.launch.timeouts import Timeouts
 
 
 class JoinedHiring(Hiring):
@@ -18,14 +19,16 @@ class JoinedHiring(Hiring):
     Args:
         local: An agent on this machine that was told nothing yet.
         nodes: From ``door.wait_for_nodes``.
+        timeouts: How long hosts are waited for.
     """
 
     def __init__(
         self,
         local: "subprocess.Popen[bytes]",
         nodes: Sequence[tuple[Host, TlsWire]],
+        timeouts: Timeouts,
     ) -> None:
-        super().__init__(local)
+        super().__init__(local, timeouts=timeouts)
         self._brought = {host.name: wire for host, wire in nodes}
         self._names = frozenset(self._brought)
 
@@ -42,7 +45,7 @@ class JoinedHiring(Hiring):
             raise OSError(
                 errno.ENOTCONN, "it had joined by itself, and nothing waits for it now"
             )
-        return Node(host, AgentLink(wire), is_here=False)
+        return Node(host, AgentLink(wire), is_here=False, timeouts=self.timeouts)
 
     def explain(self, node: Node, exit_code: int, said: str) -> Failure:
         """Say why the wire to a node ended before its agent spoke."""
