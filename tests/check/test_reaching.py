@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.programs import panel_of
 
-from ronde.check.examining import choose_addresses
+from ronde.check.collect import choose_addresses
 from ronde.check.operations import path_mtu
 from ronde.check.operations.path_mtu import measure_mtu, own_end
 from ronde.check.operations.reaching import (

@@ -2,10 +2,10 @@ import json
 
 import pytest
 from hypothesis import given, strategies as st
+from ronde.launch.finding import Finding
 
 from ronde.addresses import InterfaceAddress
 from ronde.errors import LaunchError
-from ronde.launch.finding import Finding
 from ronde.launch.job import Job, RankPlan
 from ronde.launch.messages import (
     FROM_AGENT,

@@ -36,11 +36,13 @@ _MODULES = {
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer until the question is ``end``, or nobody asks any more."""
     with ExitStack() as closing:
         site = Site({}, closing)
         for line in sys.stdin:
             answer = _answer(site, line)
+            if not answer:
+                return
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
 
@@ -49,6 +51,8 @@ def _answer(site: Site, line: str) -> dict[str, Value]:
     try:
         question: Any = json.loads(line)
         name = question["do"]
+        if name == "end":
+            return {}
         if name == "probe":
             return _probe(question)
         if name not in _MODULES:

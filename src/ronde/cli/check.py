@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ronde.check.catalogue import all_checks
-from ronde.check.examining import Examined, examine
+from ronde.check.check import Severity
+from ronde.check.collect import Collected, collect, collect_from
+from ronde.check.facts import ENVIRONMENT
 from ronde.check.families.taking_part import ABSENT
 from ronde.check.fleet import Fleet
 from ronde.check.judging import Judgement, judge
@@ -17,14 +19,17 @@ from ronde.check.planning import plan_for
 from ronde.check.verdict import Verdict, decide, fit_together
 from ronde.cli.check_options import CheckRequest, find_check, make_parser, read_request
 from ronde.cli.ssh_options import make_spawner
-from ronde.errors import UsageError
+from ronde.errors import Failure, HostError, HostFailure, UsageError
+from ronde.launch.arranging import Preflight
 from ronde.launch.boot import start_local_agent
+from ronde.launch.controller import Controller
 from ronde.launch.hiring import Hiring
 from ronde.launch.inherited import own_environment
+from ronde.launch.node import Node
 from ronde.launch.signals import InterruptedStartError, caught_signals
 from ronde.launch.spawners.base import Spawner
 from ronde.render.check_changes import tell_changes
-from ronde.render.check_findings import tell_findings, tell_unread, tell_verdict
+from ronde.render.check_findings import fix_of, tell_findings, tell_unread, tell_verdict
 from ronde.render.check_hostfile import tell_hostfile
 from ronde.render.check_json import checked_as_json
 from ronde.render.check_pages import explain_check, list_checks
@@ -43,7 +48,7 @@ _MIN_WIDTH = 60
 class _Checked(NamedTuple):
     """What was found, and what comes of it."""
 
-    examined: Examined
+    examined: Collected
     judgement: Judgement
     verdict: Verdict
     exit_code: int
@@ -98,7 +103,7 @@ def _check(words: Sequence[str]) -> int:
     with caught_signals() as signal_fd, start_local_agent() as agent:
         hiring = Hiring(agent, make, options.python)
         with _progress() as tell:
-            examined = examine(
+            examined = collect(
                 request.hosts, hiring, signal_fd, request.settings, plan, tell
             )
     checked = _judge(request, examined)
@@ -110,7 +115,44 @@ def _check(words: Sequence[str]) -> int:
     return checked.exit_code
 
 
-def _judge(request: CheckRequest, examined: Examined) -> _Checked:
+def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
+    """Return what ``ronde run --preflight`` does: all checks that cost no option.
+
+    Args:
+        directory: In which ranks start.
+        env: What all ranks are given.
+    """
+    checks = all_checks()
+
+    def check(controller: Controller, nodes: Sequence[Node]) -> tuple[str, ...]:
+        settings = {"directory": directory, ENVIRONMENT: env}
+        plan = plan_for(checks, settings)
+        found = collect_from(controller, nodes, settings, plan, lambda _: None)
+        findings = judge(Fleet(found.hosts, settings), checks).findings
+        by_id = {each.id: each for each in checks}
+        bad = [each for each in findings if each.severity is Severity.FAIL]
+        failures = [
+            *found.failures,
+            *(HostFailure(e.host, Failure(e.what, fix_of(e, by_id))) for e in bad),
+        ]
+        if failures:
+            unfit = {host for each in bad for host in each.hosts}
+            unfit |= {each.host for each in found.failures}
+            raise HostError(
+                f"{len(unfit)} of {len(nodes)} hosts are not ready.",
+                failures,
+                [node.name for node in nodes if node.name not in unfit],
+            )
+        return tuple(
+            f"{e.host}: {e.what}. {fix_of(e, by_id)}"
+            for e in findings
+            if e.severity is Severity.WARN
+        )
+
+    return check
+
+
+def _judge(request: CheckRequest, examined: Collected) -> _Checked:
     absent = {
         each.host: {"reason": each.failure.reason, "cure": each.failure.cure}
         for each in examined.failures

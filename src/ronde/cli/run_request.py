@@ -10,8 +10,9 @@ from ronde.cli.rank_options import read_num_ranks
 from ronde.cli.run_options import DEFAULT_GRACE
 from ronde.cli.ssh_options import require_launcher
 from ronde.errors import UsageError, WorldError
-from ronde.launch.arranging import Wish
+from ronde.launch.arranging import Preflight, Wish
 from ronde.launch.controller import Restarts
+from ronde.launch.directory import absolute_path
 from ronde.launch.forwarded import read_assignments, select_forwarded
 from ronde.launch.horovod_alias import alias_environment
 from ronde.launch.plan import JobRequest
@@ -91,9 +92,16 @@ def read_request(
         min_ranks=asked.min_ranks,
         interfaces=tuple(n for n in str(options.interface).split(",") if n),
         placement=read_placement(options),
-        is_checked=options.preflight,
+        preflight=_preflight(options, env) if options.preflight else None,
     )
     return RunRequest(options, asked, wish, restarts)
+
+
+def _preflight(options: argparse.Namespace, env: dict[str, str]) -> Preflight:
+    # Imported where it is needed: few jobs ask for it.
+    from ronde.cli.check import make_preflight
+
+    return make_preflight(str(absolute_path(options.chdir)), env)
 
 
 def _restarts(options: argparse.Namespace) -> Restarts:

@@ -21,8 +21,6 @@ from ronde.launch.lineage import has_children, sweep
 from ronde.launch.local_job import LocalJob, Phase
 from ronde.launch.messages import (
     TO_AGENT,
-    Check,
-    Checked,
     Converse,
     Credit,
     Ending,
@@ -227,11 +225,6 @@ class Agent:
                 self._outbox.tell(Pong(order.sent_at_s, time.monotonic()))
             case Locate():
                 self._locate(order)
-            case Check():
-                # Imported where it is needed: few jobs ask for it.
-                from ronde.launch.readiness import check_here
-
-                self._outbox.tell(Checked(check_here(order.directory)))
             case Converse() | Say():
                 self._converse(order)
             case Prepare():

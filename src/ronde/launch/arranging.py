@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ronde.errors import Failure, HostError, HostFailure, UsageError
+from ronde.errors import UsageError
 from ronde.launch.controller import Arrangement, Controller
 from ronde.launch.directory import absolute_path
 from ronde.launch.hosts.allocation import Share, allocate, hosts_to_ask, kept_out
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _LOOPBACK = "127.0.0.1"
 
+Preflight = Callable[[Controller, Sequence[Node]], tuple[str, ...]]
+"""Checks hosts that have agents; returns warnings, raises HostError for faults."""
+
 
 class Wish(NamedTuple):
     """What the user wants of hosts and ranks.
@@ -31,7 +34,7 @@ class Wish(NamedTuple):
         min_ranks: How many suffice where there are fewer slots; None for all.
         interfaces: Names of network interfaces that the ranks may use, none for any.
         placement: How ranks get cores and GPUs; None leaves that to the scheduler.
-        is_checked: Each host is looked at first, and one that is not fit ends it.
+        preflight: Checks the hosts before anything starts; None for no check.
     """
 
     job: JobRequest
@@ -40,7 +43,7 @@ class Wish(NamedTuple):
     min_ranks: int | None = None
     interfaces: tuple[str, ...] = ()
     placement: "PlacementRequest | None" = None
-    is_checked: bool = False
+    preflight: Preflight | None = None
 
 
 def arrange(controller: Controller, wish: Wish, name: str) -> Arrangement:
@@ -60,7 +63,7 @@ def arrange(controller: Controller, wish: Wish, name: str) -> Arrangement:
     asked = hosts_to_ask(hosts, wish.num_ranks, wish.min_ranks)
     nodes = controller.gather(asked)
     _require_different(nodes)
-    remarks = _check_fitness(controller, nodes, wish) if wish.is_checked else ()
+    remarks = wish.preflight(controller, nodes) if wish.preflight else ()
     by_name = {node.name: node for node in nodes}
     shares = allocate(
         hosts,
@@ -122,29 +125,6 @@ def _require_different(nodes: Sequence[Node]) -> None:
                 f"hosts must be different machines, got {other} and {node.name}, which "
                 f"are one ({_hello(node).host}). Name it once, with all its slots."
             )
-
-
-def _check_fitness(
-    controller: Controller, nodes: Sequence[Node], wish: Wish
-) -> tuple[str, ...]:
-    """Return what is worth a word of the hosts.
-
-    Raises:
-        HostError: Some are not fit.
-    """
-    from ronde.launch.readiness import judge
-
-    directory = str(absolute_path(wish.job.cwd))
-    remarks = judge(controller.check(nodes, directory))
-    bad = [each for each in remarks if each.is_bad]
-    if bad:
-        failed = {remark.host for remark in bad}
-        raise HostError(
-            f"{len(failed)} of {len(nodes)} hosts are not fit.",
-            [HostFailure(each.host, Failure(each.text, each.cure)) for each in bad],
-            [node.name for node in nodes if node.name not in failed],
-        )
-    return tuple(f"{each.host}: {each.text}. {each.cure}" for each in remarks)
 
 
 def _slots(node: Node, num_hosts: int) -> int:

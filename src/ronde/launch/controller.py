@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.errors import HostError, HostFailure, LaunchError
-from ronde.launch.finding import Finding
 from ronde.launch.gathering import Gathering
 from ronde.launch.hiring import Hiring
 from ronde.launch.hosts.host import Host
@@ -164,12 +163,6 @@ class Controller:
     ) -> list[tuple[str, ...]]:
         """Return each node's own addresses towards others: see ``messages.Locate``."""
         return Starting(self._board).locate(nodes, addresses, port)
-
-    def check(
-        self, nodes: Sequence[Node], directory: str
-    ) -> dict[str, tuple[Finding, ...]]:
-        """Return what each node sees of its host, by name; see ``readiness``."""
-        return Starting(self._board).check(nodes, directory)
 
     def run(self, arrangement: Arrangement, restarts: Restarts) -> Verdict:
         """Run all ranks to their end, and again where that is asked for.

@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar, cast
 
 from ronde.addresses import InterfaceAddress
 from ronde.errors import LaunchError
-from ronde.launch.finding import Finding
 from ronde.launch.job import Job
 from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
 from ronde.topology.machine import Machine
@@ -44,12 +43,6 @@ class Locate(NamedTuple):
 
     addresses: tuple[str, ...]
     port: int
-
-
-class Check(NamedTuple):
-    """To the agent: look whether this host is fit for ranks; see ``readiness``."""
-
-    directory: str
 
 
 class Converse(NamedTuple):
@@ -143,12 +136,6 @@ class Located(NamedTuple):
     """
 
     sources: tuple[str, ...]
-
-
-class Checked(NamedTuple):
-    """From the agent: what was seen of this host."""
-
-    findings: tuple[Finding, ...]
 
 
 class Said(NamedTuple):
@@ -277,7 +264,6 @@ TO_AGENT = (
     Prepare,
     Start,
     Locate,
-    Check,
     Converse,
     Say,
     Forward,
@@ -291,7 +277,6 @@ TO_AGENT = (
 FROM_AGENT = (
     Hello,
     Located,
-    Checked,
     Said,
     Silent,
     Ready,
@@ -309,7 +294,6 @@ ToAgent = (
     Prepare
     | Start
     | Locate
-    | Check
     | Converse
     | Say
     | Forward
@@ -323,7 +307,6 @@ ToAgent = (
 FromAgent = (
     Hello
     | Located
-    | Checked
     | Said
     | Silent
     | Ready

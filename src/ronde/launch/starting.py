@@ -4,12 +4,9 @@ import time
 from collections.abc import Sequence
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
-from ronde.launch.finding import Finding
 from ronde.launch.frames import Output
 from ronde.launch.job import Job
 from ronde.launch.messages import (
-    Check,
-    Checked,
     Ending,
     FromAgent,
     Locate,
@@ -55,21 +52,6 @@ class Starting:
             step = ("to look for routes", "routes found")
         answers = self._await(nodes, *step)
         return [a.sources if isinstance(a, Located) else () for a in answers]
-
-    def check(
-        self, nodes: Sequence[Node], directory: str
-    ) -> dict[str, tuple[Finding, ...]]:
-        """Return what each node sees of its host, by name; see ``readiness``.
-
-        Raises:
-            HostError: A host was lost or does not answer.
-            InterruptedStartError: The user has ended it.
-        """
-        for node in nodes:
-            node.link.send(Check(directory))
-        step = ("to look at themselves", "hosts looked at")
-        answers = zip(nodes, self._await(nodes, *step), strict=True)
-        return {n.name: a.findings for n, a in answers if isinstance(a, Checked)}
 
     def prepare(self, nodes: Sequence[Node], jobs: Sequence[Job]) -> int:
         """Have each agent check its part; return the port held for rank 0.
@@ -132,7 +114,7 @@ class Starting:
         """Keep an answer."""
         if isinstance(message, Notice):
             self._board.output.notice(message.text)
-        elif isinstance(message, Ready | Refused | Located | Checked):
+        elif isinstance(message, Ready | Refused | Located):
             self._answers[node.name] = message
         elif isinstance(message, Ending):
             raise InterruptedStartError(message.signal)

@@ -13,7 +13,6 @@ from ronde.check.families.host_judges import (
     num_ranks,
 )
 from ronde.check.fleet import Fleet
-from ronde.launch.readiness import FEW_OPEN_FILES, MIN_OPEN_FILES
 from ronde.units import format_size
 
 MIN_LOCKED_BYTES = 32 << 30
@@ -22,7 +21,9 @@ ALIKE_SHARE = 0.9
 
 _LOCKED_FACTS = ("host.memlock_bytes", "host.rdma_devices", "host.capabilities")
 
-GOOD_OPEN_FILES = 65536
+MIN_OPEN_FILES, FEW_OPEN_FILES, GOOD_OPEN_FILES = 256, 4096, 65536
+"""With less ranks fail, or may, or may one day."""
+
 MIN_PROCESSES = 4096
 MIN_PIDS_LEFT = 64
 

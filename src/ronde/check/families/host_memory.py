@@ -4,10 +4,12 @@ import shlex
 
 from ronde.check.check import Check, Family, Severity
 from ronde.check.families.host_judges import Grade, Values, graded, num_ranks
-from ronde.launch.readiness import MIN_SHARED_BYTES
 from ronde.units import format_size
 
 SHARED = "/dev/shm"  # noqa: S108 - it is talked about only
+MIN_SHARED_BYTES = 64 << 20
+"""Room in /dev/shm with which ranks fail: what Docker gives if nothing is said."""
+
 GOOD_SHARED_BYTES = 8 << 30
 USUAL_SHARED_SHARE = 0.4
 """Of the memory that may be taken; Linux gives /dev/shm a half, some of it in use."""

@@ -8,7 +8,7 @@ from typing import Any
 from ronde.check.facts import Reading, Value
 from ronde.check.paths import Errand, run_errands
 from ronde.launch.inherited import own_environment
-from ronde.launch.readiness import find_leftovers
+from ronde.launch.lineage import read_processes
 
 SHARED = "shared"
 """Role of a folder that the user says all hosts share."""
@@ -61,7 +61,7 @@ def read(reading: Reading) -> None:
         for path, each in roles.items()
     }
     if not root:
-        reading.keep("storage.leftovers", _read_leftovers)
+        reading.keep("storage.leftovers", find_leftovers)
 
 
 def _find_roles(settings: dict[str, Value]) -> dict[str, list[str]]:
@@ -129,6 +129,21 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-def _read_leftovers() -> dict[str, Value]:
-    found = find_leftovers()
-    return {"num": found.amount, "pids": found.detail}
+def find_leftovers() -> dict[str, Value]:
+    """Find this user's processes of jobs whose agent is gone.
+
+    The processes of a job that runs are all below its agent; others are below nobody.
+    """
+    lost = [
+        process.pid
+        for process in read_processes().values()
+        if process.parent == 1 and not process.is_zombie and _has_cookie(process.pid)
+    ]
+    return {"num": len(lost), "pids": " ".join(map(str, lost[:8]))}
+
+
+def _has_cookie(pid: int) -> bool:
+    try:
+        return b"\0RONDE_COOKIE=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False

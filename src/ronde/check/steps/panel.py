@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from ronde.check.facts import HostFacts, Value
 from ronde.launch.interview import Interview
 
+_END_S = 5.0
+
 
 class Reply(NamedTuple):
     """What came of a question to one host.
@@ -68,6 +70,10 @@ class Panel:
     ) -> dict[str, Reply]:
         """Ask all hosts the same."""
         return self.ask(dict.fromkeys(self.names, question), timeout_s)
+
+    def end(self) -> None:
+        """End the programs on all hosts."""
+        self.ask_all({"do": "end"}, _END_S)
 
     def note(self, host: str, name: str, value: Value) -> None:
         """Write down a fact of a host."""

@@ -1,4 +1,4 @@
-"""From hosts to facts: an agent on each, a program to speak with, step after step."""
+"""From hosts to facts: an agent on each, ``ronde.check.node`` there, step by step."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from ronde.launch.node import Node
 from ronde.launch.sink import Unseen
 
 
-class Examined(NamedTuple):
+class Collected(NamedTuple):
     """What is known of all hosts.
 
     Attributes:
@@ -29,23 +29,23 @@ class Examined(NamedTuple):
     failures: tuple[HostFailure, ...]
 
 
-def examine(
+def collect(
     hosts: Sequence[Host],
     hiring: Hiring,
     signal_fd: int,
     settings: dict[str, Value],
     plan: Plan,
-    tell: Callable[[str], None],
-) -> Examined:
-    """Look at hosts; nothing of it is left there when it returns or raises.
+    report: Callable[[str], None],
+) -> Collected:
+    """Collect facts of hosts; nothing is left there when it returns or raises.
 
     Args:
         hosts: Which.
         hiring: How they get agents, which end here.
         signal_fd: From ``signals.caught_signals``: reads the user's signals.
-        settings: What the user said; see ``Reading``.
-        plan: What is to be done there.
-        tell: Is told what begins, for people.
+        settings: What the user asked for; see ``Reading``.
+        plan: What is done there.
+        report: Is given the name of each step that begins.
 
     Raises:
         InterruptedStartError: The user has ended it.
@@ -54,23 +54,34 @@ def examine(
     adopt_orphans()
     controller = Controller(Unseen(), signal_fd, hiring)
     try:
-        tell("connecting")
+        report("connecting")
         nodes, failures = controller.gather_ready(hosts)
         order = {host.name: number for number, host in enumerate(hosts)}
         nodes = sorted(nodes, key=lambda node: order[node.name])
-        nodes, addresses, lost = _locate(controller, nodes)
-        panel = Panel(
-            controller.interview(nodes, "ronde.check.node"), addresses, settings
-        )
-        if plan.probes:
-            tell("probing")
-            probing.run(panel, plan.probes)
-        for step in plan.steps:
-            tell(step.name)
-            step.run(panel)
-        return Examined(tuple(panel.facts.values()), (*failures, *lost))
+        found = collect_from(controller, nodes, settings, plan, report)
+        return Collected(found.hosts, (*failures, *found.failures))
     finally:
         controller.close()
+
+
+def collect_from(
+    controller: Controller,
+    nodes: Sequence[Node],
+    settings: dict[str, Value],
+    plan: Plan,
+    report: Callable[[str], None],
+) -> Collected:
+    """Collect facts of hosts whose agents have said hello, and leave the agents."""
+    nodes, addresses, lost = _locate(controller, nodes)
+    panel = Panel(controller.interview(nodes, "ronde.check.node"), addresses, settings)
+    if plan.probes:
+        report("probing")
+        probing.run(panel, plan.probes)
+    for step in plan.steps:
+        report(step.name)
+        step.run(panel)
+    panel.end()
+    return Collected(tuple(panel.facts.values()), lost)
 
 
 def _locate(
