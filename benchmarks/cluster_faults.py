@@ -7,7 +7,8 @@ and which files. The last line is JSON. Exits with 1 if anything was wrong. Need
 
     python benchmarks/cluster_faults.py --runs 300 --seed 1
 
-With ``--tallies FILE`` a run adds to those before it.
+With ``--tallies FILE`` a run adds to those before it. With ``--quick`` hosts are missed
+sooner, and what stalls does so for less.
 """
 
 import argparse
@@ -37,6 +38,9 @@ from tests.cluster.machines import (  # noqa: E402  found by the line above
     machines,
 )
 from tests.cluster.observation import Process  # noqa: E402
+from tests.timed import LEASE_S, impatient_ronde  # noqa: E402
+
+from ronde.launch.timeouts import USUAL  # noqa: E402
 
 GRACE_S = 2.0
 LIMIT_S = GRACE_S + 10.0
@@ -46,8 +50,8 @@ _POLL_S = 0.01
 _RANK = str(ROOT / "benchmarks" / "cluster_rank.py")
 _FULL = "/tmp/full"  # noqa: S108  each host has its own
 _DISK = "/tmp/disk"  # noqa: S108
-_STALL_S = 9.0
-_OUTAGE_S = (4.0, 7.0)
+_OUTAGE = (0.5, 0.875)
+"""Of a lease."""
 _SLOW = "1mbit"
 _RARE = 0.3
 
@@ -59,12 +63,14 @@ class Running:
     Attributes:
         cluster: Where.
         launcher: ``ronde run``, on the first host.
+        lease_s: After which silence a host is asked for.
         victim: The rank that is to break.
         host: That rank's host.
     """
 
     cluster: Cluster
     launcher: HostProcess
+    lease_s: float
     victim: int
     host: Machine
 
@@ -141,21 +147,21 @@ def _freeze_disk(running: Running) -> None:
     """Let no write to the log files end for a while; then break a rank."""
     head = running.cluster.hosts[0]
     running.cluster.run(head, ["fsfreeze", "-f", _DISK])
-    time.sleep(_STALL_S)
+    time.sleep(running.lease_s + 1.0)
     running.cluster.run(head, ["fsfreeze", "-u", _DISK])
     _trigger(running)
 
 
 def _read_nothing(running: Running) -> None:
     """Read nothing of the job's output for a while; then break a rank."""
-    time.sleep(_STALL_S)
+    time.sleep(running.lease_s + 1.0)
     _trigger(running)
 
 
 def _interrupt_line(running: Running) -> None:
     """Cut a line, but not for long; then break a rank."""
     running.cluster.cut(running.host)
-    time.sleep(random.uniform(*_OUTAGE_S))
+    time.sleep(running.lease_s * random.uniform(*_OUTAGE))
     running.cluster.restore(running.host)
     _trigger(running)
 
@@ -234,16 +240,16 @@ FAULTS = (
         habit="dependent", deed="raise slowly",
     ),
     Fault(
-        "log files stall for 9 s, a rank is killed", _freeze_disk, (137,),
+        "log files stall for long, a rank is killed", _freeze_disk, (137,),
         _FAILED + "killed by SIGKILL", habit="noisy", deed="kill",
         options=("--log-dir", _DISK), weight=_RARE,
     ),
     Fault(
-        "nobody reads for 9 s, a rank exits 3", _read_nothing, (3,),
+        "nobody reads for long, a rank exits 3", _read_nothing, (3,),
         _FAILED + "exit code 3", habit="noisy", weight=_RARE,
     ),
     Fault(
-        "link cut for 4-7 s, a rank exits 3", _interrupt_line, (3,),
+        "link cut for a while, a rank exits 3", _interrupt_line, (3,),
         _FAILED + "exit code 3", weight=_RARE,
     ),
     Fault(
@@ -255,13 +261,15 @@ FAULTS = (
 
 def main() -> int:
     """Break jobs and print what came of it; return the exit code."""
-    # Behind a shell's ``&`` it is ignored, and the jobs would keep it so.
+    # Behind a shell's ``&`` they are ignored, and the jobs would keep it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(description="Break jobs on three hosts.")
     parser.add_argument("--runs", type=int, default=45)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tallies", type=Path, metavar="FILE", help="add to these")
     parser.add_argument("--only", metavar="NAME", help="this fault only")
+    parser.add_argument("--quick", action="store_true", help="miss hosts sooner")
     options = parser.parse_args()
     faults = [f for f in FAULTS if options.only in (None, f.name)]
     if not faults:
@@ -280,7 +288,7 @@ def main() -> int:
                 left = [f for f in faults if f.name not in tallies]
                 fault = left[0] if is_first else chance.choices(faults, weights)[0]
                 tally = tallies.setdefault(fault.name, Tally())
-                run_once(cluster, fault, tally, chance)
+                run_once(cluster, fault, tally, chance, is_quick=options.quick)
                 if sys.stderr.isatty():
                     print(f"\r{number + 1}/{options.runs}", end="", file=sys.stderr)
     except ClusterError as error:
@@ -294,7 +302,12 @@ def main() -> int:
 
 
 def run_once(
-    cluster: Cluster, fault: Fault, tally: Tally, chance: random.Random
+    cluster: Cluster,
+    fault: Fault,
+    tally: Tally,
+    chance: random.Random,
+    *,
+    is_quick: bool,
 ) -> None:
     """Run one job, break it, and note how it ended."""
     where = chance.choice(fault.where)
@@ -303,10 +316,12 @@ def run_once(
     if disk:
         mount(cluster, disk)
     before = {host.name: survey(cluster, host) for host in cluster.hosts}
-    launcher = start(cluster, fault, victim)
+    launcher = start(cluster, fault, victim, is_quick=is_quick)
+    lease_s = LEASE_S if is_quick else USUAL.lease_s
     try:
         said = await_ready(launcher, len(cluster.hosts) * _PER_HOST)
-        fault.act(Running(cluster, launcher, victim, cluster.hosts[where]))
+        host = cluster.hosts[where]
+        fault.act(Running(cluster, launcher, lease_s, victim, host))
         begun = time.monotonic()
         errors = await_end(launcher)
         wrong = judge(fault, launcher.returncode, errors, victim, where)
@@ -349,11 +364,14 @@ def mount(cluster: Cluster, folder: str) -> None:
         raise ClusterError(f"{folder} must be mounted, got: {done.stderr}")
 
 
-def start(cluster: Cluster, fault: Fault, victim: int) -> HostProcess:
+def start(
+    cluster: Cluster, fault: Fault, victim: int, *, is_quick: bool
+) -> HostProcess:
     """Start a job of two ranks on each host."""
     hosts = ",".join(f"{host.name}:{_PER_HOST}" for host in cluster.hosts)
     command = [
-        *(sys.executable, "-m", "ronde", "run", "--nested"),
+        *(impatient_ronde() if is_quick else (sys.executable, "-m", "ronde")),
+        *("run", "--nested"),
         *("--grace", f"{GRACE_S:g}s", "--ssh-args", f"-F {cluster.ssh_config}"),
         *("-H", hosts, *fault.options, "--"),
         *(sys.executable, "-I", "-S", _RANK, fault.habit, fault.deed, str(victim)),

@@ -57,14 +57,22 @@ class Tally:
 
 def main() -> int:
     """Run the loop and print the table; return the exit code."""
-    # Behind a shell's ``&`` it is ignored, and the jobs would keep it so.
+    # Behind a shell's ``&`` they are ignored, and the jobs would keep it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(description="Break jobs, count what is wrong.")
     parser.add_argument("--rounds", type=int, default=10, help="runs of each fault")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time")
     parser.add_argument("--only", metavar="WORDS", help="faults with these words only")
+    parser.add_argument(
+        "--quick", action="store_true", help="leave out what takes long"
+    )
+    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    random.seed(options.seed)
     faults = [f for f in FAULTS if (options.only or "") in f.name]
+    if options.quick:
+        faults = [fault for fault in faults if not fault.is_long]
     if not faults:
         parser.error(f"--only must be in one of {[f.name for f in FAULTS]}")
     tallies = run_all(faults, options.rounds, options.jobs)
@@ -269,6 +277,8 @@ def print_table(tallies: dict[str, Tally]) -> None:
             f"{name:{width}}{tally.runs:7}{tally.right:7}{tally.leftovers:7}"
             f"{p50:7.2f}{p95:7.2f}{seconds[-1]:7.2f}"
         )
+        for text in tally.wrong:
+            print(f"  wrong: {text}")
         rows.append(
             {
                 "fault": name,

@@ -10,20 +10,33 @@ from tests import ranks
 
 from ronde.launch.inherited import own_environment
 
-# A machine that others use too may take a second over any one example. One run of CI
-# is like the other; anywhere else each run draws anew.
-settings.register_profile(
-    "shared machine",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    derandomize="CI" in own_environment(),
-)
-settings.load_profile("shared machine")
-
-# Tests that run behind a shell's ``&`` have it ignored, and commands would keep it so.
+# Behind a shell's ``&``, or nohup, they are ignored, and commands would keep it so.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 PACKAGE = Path(__file__).parents[1] / "src" / "ronde"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--times", type=int, default=1, help="so many times as long")
+
+
+def pytest_configure(config):
+    """Have Hypothesis draw examples.
+
+    A machine that others use too may take a second over any one. One run of CI is like
+    the other; anywhere else each run draws anew.
+    """
+    times = config.getoption("times")
+    settings.register_profile(
+        "shared machine",
+        max_examples=100 * times,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize=times == 1 and "CI" in own_environment(),
+    )
+    settings.load_profile("shared machine")
 
 
 def pytest_sessionstart():

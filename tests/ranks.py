@@ -33,7 +33,10 @@ from ronde.store.local_socket import listen
 from ronde.store.server import serve_locally
 from ronde.world.value import Claim, Launcher, Meeting
 
-PRELOAD = ["torch", "torch._dynamo", "numpy", "cloudpickle", "pytest", "ronde.torch"]
+PRELOAD = [
+    *("torch", "torch._dynamo", "numpy", "cloudpickle", "pytest", "ronde.torch"),
+    "tests.frozen",
+]
 """The first optimizer imports torch._dynamo, which takes more than a second."""
 FIRST_START_S = 60.0
 """Added to the first run's limit, in which the fork server imports torch."""

@@ -25,7 +25,7 @@ def course_of(name: str) -> Course:
         )
         return train(communicator, few, COMPRESSIONS[name], OPTIONS)
 
-    courses = run_ranks(2, run, timeout_s=100.0)
+    courses = run_ranks(2, run, timeout_s=500.0)
     assert courses[0].accuracies == courses[1].accuracies
     return courses[0]
 
@@ -35,6 +35,7 @@ def plain():
     return course_of("none")
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(
     not DATA.is_dir(), reason="needs the Debian package dataset-fashion-mnist"
 )
