@@ -4,12 +4,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.parity.sessions import DYNAMIC, run_sessions
+from tests.parity.sessions import DYNAMIC, message_of, run_sessions
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
@@ -362,40 +363,82 @@ class PlainDescent(torch.optim.Optimizer):
             parameter.sub_(self.param_groups[0]["lr"] * parameter.grad)
 
 
-def descend(*, op: int, has_compiled_autograd: bool, is_compiled: bool) -> Tensor:
-    """Return the weights after an eager step and two that clip."""
+def descend(
+    *, op: int, has_compiled_autograd: bool, is_synchronized: bool, is_compiled: bool
+) -> Tensor:
+    """Return the weights after three steps that clip; one parameter is unused."""
     torch.manual_seed(7)
     model = nn.Linear(3, 2)
+    unused = nn.Parameter(torch.ones(2))
     optimizer = hvd.DistributedOptimizer(
         PlainDescent(model.parameters()), model.named_parameters(), op=op
     )
+    optimizer.add_param_group({"params": [unused]})
 
     def step(inputs: Tensor) -> None:
         optimizer.zero_grad()
         model(inputs).square().sum().backward()
-        optimizer.synchronize()
+        if is_synchronized:
+            optimizer.synchronize()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
+        with optimizer.skip_synchronize() if is_synchronized else nullcontext():
+            optimizer.step()
 
-    step(rows())
     with torch._dynamo.config.patch(compiled_autograd=has_compiled_autograd):
         run = compiled(step, backend="aot_eager") if is_compiled else step
-        for _ in range(2):
+        for _ in range(3):
             run(rows() + 1)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def compare_descents() -> None:
-    for op in (hvd.Average, hvd.Adasum):
-        for has_compiled_autograd in (False, True):
-            run = partial(descend, op=op, has_compiled_autograd=has_compiled_autograd)
-            weights = run(is_compiled=True)
-            torch.testing.assert_close(weights, run(is_compiled=False))
-            assert torch.equal(hvd.broadcast(weights, 0), weights)
+    for op, has_compiled_autograd, is_synchronized in (
+        (hvd.Average, True, False),
+        (hvd.Average, True, True),
+        (hvd.Average, False, False),
+        (hvd.Adasum, True, False),
+    ):
+        run = partial(
+            descend,
+            op=op,
+            has_compiled_autograd=has_compiled_autograd,
+            is_synchronized=is_synchronized,
+        )
+        weights = run(is_compiled=True)
+        torch.testing.assert_close(weights, run(is_compiled=False))
+        assert torch.equal(hvd.broadcast(weights, 0), weights)
+
+
+def fail_in_compiled_autograd() -> str:
+    """Return what step() raises; rank 0 goes backward twice before its first step."""
+    model = nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(
+        PlainDescent(model.parameters()), model.named_parameters()
+    )
+
+    def backward() -> None:
+        model(rows()).sum().backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        run = compiled(backward, backend="aot_eager")
+        run()
+        if hvd.rank() == 1:
+            optimizer.step()
+        run()
+    return message_of(hvd.HorovodInternalError, optimizer.step)
+
+
+def compare_descents_and_fail() -> str:
+    compare_descents()
+    return fail_in_compiled_autograd()
 
 
 def test_steps_that_the_compiler_could_see_through(environment):
-    run_sessions(2, compare_descents, environment=environment, timeout_s=LIMIT_S)
+    """``backward()`` cannot raise in compiled autograd: ``step()`` does instead."""
+    messages = run_sessions(
+        2, compare_descents_and_fail, environment=environment, timeout_s=LIMIT_S
+    )
+    assert all("backward_passes_per_step" in message for message in messages)
 
 
 def share_of_a_compiled_model() -> None:

@@ -251,8 +251,9 @@ class Waits:
             waiting.is_told = True
 
     def _is_stuck(self, noted: Sequence[Waiting]) -> bool:
-        living = {thread.ident for thread in threading.enumerate()}
-        return self._users & living <= {waiting.thread for waiting in noted}
+        users = frozenset(self._users)
+        self._users -= users - {thread.ident for thread in threading.enumerate()}
+        return self._users <= {waiting.thread for waiting in noted}
 
     def _has_come_to(self, place: Place) -> bool:
         if place.number:

@@ -1,6 +1,7 @@
 """How backward tells us of a gradient, and of its own end."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import cast
@@ -59,13 +60,54 @@ def _hook(
     return handle
 
 
-def call_at_end_of_backward(method: Callable[[], None]) -> None:
+def call_at_end_of_backward(
+    method: Callable[[], None], keep_failure: Callable[[BaseException], None]
+) -> None:
     """Call ``method`` when the backward pass that runs now is over.
+
+    Args:
+        method: What to call.
+        keep_failure: Takes what it raises where backward cannot: see ``_AtRelease``.
 
     Source: the way of torch's own DistributedDataParallel and FSDP2.
     """
+    if _is_autograd_compiled():
+        method = _AtRelease(method, keep_failure)
     engine = Variable._execution_engine  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
     engine.queue_callback(method)
+
+
+class _AtRelease:
+    """Calls a method when it is released, unless it was called before.
+
+    Compiled autograd queues callbacks and never calls them. It releases them when its
+    backward pass is over, also when that raised.
+    """
+
+    def __init__(
+        self, method: Callable[[], None], keep_failure: Callable[[BaseException], None]
+    ) -> None:
+        self._method = method
+        self._keep_failure = keep_failure
+        self._is_called = False
+
+    def __call__(self) -> None:
+        self._is_called = True
+        self._method()
+
+    @outside_compiler
+    def __del__(self) -> None:
+        if self._is_called:
+            return
+        try:
+            self._method()
+        except BaseException as error:  # noqa: BLE001  a finalizer cannot raise
+            self._keep_failure(error)
+
+
+def _is_autograd_compiled() -> bool:
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(module, "in_compiled_autograd_region", False)
 
 
 def current_backward() -> int:

@@ -90,6 +90,7 @@ class Reducer:
         self._num_prepared = 0
         self._owner = threading.get_ident()
         self._under_way: Resumable | None = None
+        self._failure: BaseException | None = None
         self._has_given_way = False
         self._waits: Waits | None = None
         self._lock = threading.Lock()
@@ -208,7 +209,7 @@ class Reducer:
                 communicator.close()
         with self._lock:
             self._communicators.clear()
-            self._rounds = None
+            self._rounds = self._failure = None
             if self._under_way is not None:
                 self._under_way.close()
                 self._under_way = None
@@ -222,6 +223,9 @@ class Reducer:
         self._release()
 
     def _bound(self) -> Rounds:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         if self._rounds is None:
             if self._rebind is None:
                 raise CollectiveError(
@@ -278,7 +282,10 @@ class Reducer:
         backward = current_backward()
         if backward != self._armed_backward:
             self._armed_backward = backward
-            call_at_end_of_backward(self._on_backward_end)
+            call_at_end_of_backward(self._on_backward_end, self._keep_failure)
+
+    def _keep_failure(self, error: BaseException) -> None:
+        self._failure = error
 
     @torch.no_grad()
     @outside_compiler
