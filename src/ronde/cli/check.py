@@ -13,10 +13,9 @@ from ronde.check.collect import Collected, collect, collect_from
 from ronde.check.facts import ENVIRONMENT
 from ronde.check.families.taking_part import ABSENT
 from ronde.check.fleet import Fleet
-from ronde.check.judging import Judgement, judge
+from ronde.check.judging import Judgement, Readiness, decide, fit_together, judge
 from ronde.check.keeping import Earlier, Kept, compare, load_last, save
 from ronde.check.planning import plan_for
-from ronde.check.verdict import Verdict, decide, fit_together
 from ronde.cli.check_options import CheckRequest, find_check, make_parser, read_request
 from ronde.cli.ssh_options import make_spawner
 from ronde.errors import Failure, HostError, HostFailure, UsageError
@@ -50,7 +49,7 @@ class _Checked(NamedTuple):
 
     examined: Collected
     judgement: Judgement
-    verdict: Verdict
+    verdict: Readiness
     exit_code: int
 
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from ronde.arguments import Parser
 from ronde.check.check import Check, Family
-from ronde.check.facts import Value
+from ronde.check.facts import ENVIRONMENT, Value
 from ronde.check.families.taking_part import TAKING_PART
-from ronde.check.probes.versions import ENVIRONMENT
 from ronde.cli.host_options import add_host_options, find_hosts
 from ronde.cli.ssh_options import add_ssh_options
 from ronde.errors import UsageError
