@@ -15,7 +15,7 @@ from ronde.check.fleet import Fleet
 from ronde.check.host import scheduler
 from ronde.check.judging import Judgement, judge
 from ronde.check.probing import run_probes
-from ronde.launch.inherited import own_environment
+from ronde.launch.environments import own_environment
 
 GIB = 1 << 30
 HERE = os.uname().nodename

@@ -9,7 +9,7 @@ from tests.topology.saved_trees import NAMES, unpack
 from tests.topology.supplies import homes, supply
 
 from ronde.errors import UsageError
-from ronde.launch.placement.binding import BindMode, bind
+from ronde.launch.placement.placement import BindMode, bind
 from ronde.topology.machine import UNKNOWN_NODE, Core, Machine
 from ronde.topology.placement.placing import place
 from ronde.topology.placement.plan import plan_host

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, each_host
 from ronde.check.facts import Fleet, Reading, UnreadableError, Value, Values
 from ronde.errors import RondeError
-from ronde.launch.hosts.slurm import allocated_names
-from ronde.launch.inherited import own_environment
+from ronde.launch.environments import own_environment
+from ronde.launch.hosts.sources import allocated_names
 from ronde.topology.control_groups import list_groups
 from ronde.topology.cores import read_cores
 from ronde.topology.gpus import read_gpus

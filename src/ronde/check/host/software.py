@@ -33,8 +33,7 @@ from ronde.check.facts import (
     Values,
     find_odd,
 )
-from ronde.launch.forwarded import base_environment, redacted
-from ronde.launch.inherited import own_environment
+from ronde.launch.environments import base_environment, own_environment, redacted
 from ronde.topology.control_groups import read_cpu_limit
 from ronde.topology.cores import read_cores
 from ronde.topology.kernel_files import list_names, read_text

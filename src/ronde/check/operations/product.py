@@ -26,7 +26,7 @@ from typing import Any
 
 from ronde.check.facts import Value
 from ronde.check.gpu.copies import examine_gpu
-from ronde.launch.lineage import die_with_parent
+from ronde.launch.process_tree import die_with_parent
 
 MAX_SIZE = 1 << 13
 """See Note [Exact products]."""
