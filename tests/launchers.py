@@ -4,7 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-from ronde.launch.environments import base_environment, own_environment
+from ronde.launch.forwarded import base_environment
+from ronde.launch.inherited import own_environment
 
 
 def launcher_words(name: str, size: int, python: str = sys.executable) -> list[str]:

@@ -6,7 +6,7 @@
     ├── UsageError(ValueError)           the caller's mistake; nothing was started
     │   ├── WorldError                   the environment is partial or contradictory
     │   └── PlacementError               a policy refuses where ranks would sit; see
-    │                                    ``topology.placement.refusals``
+    │                                    ``topology.placement.placing``
     ├── NotInitializedError(ValueError)  a front end was used before its ``init()``
     ├── LaunchError(RuntimeError)        a job could not be started or kept running
     │   └── HostError                    hosts that cannot take part; each is listed

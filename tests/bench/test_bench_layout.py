@@ -11,7 +11,7 @@ from ronde.bench.iterations import IterationTimes
 from ronde.bench.measured import Device, Ending, Half, Heading, Measured, Totals
 from ronde.bench.rows import Row, Side
 from ronde.render.bench_text import ending_lines, heading_lines, number, row_line
-from ronde.topology.limits.limit import Limit
+from ronde.topology.limits.bounds import Limit
 
 AT = datetime(2026, 1, 2, 3, 4, 5)  # noqa: DTZ001  local, as they print it
 TITLES = """\

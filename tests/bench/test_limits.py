@@ -15,11 +15,9 @@ from ronde.bench.memory_bandwidth import (
     measure_memory,
 )
 from ronde.collectives import Communicator
-from ronde.topology.detection import Detected
 from ronde.topology.graph import GpuDevice, HostTopology, Link, LinkKind
-from ronde.topology.limits.formulas import Layout
-from ronde.topology.limits.limit import Limit
-from ronde.topology.limits.world import World
+from ronde.topology.limits.bounds import Layout, Limit, World
+from ronde.topology.sources import Detected
 
 CPU = torch.device("cpu")
 

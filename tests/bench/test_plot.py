@@ -9,7 +9,7 @@ import pytest
 
 from ronde.errors import UsageError
 from ronde.render.bench_plot import Point, Series, check_path, draw
-from ronde.topology.limits.limit import Limit
+from ronde.topology.limits.bounds import Limit
 
 
 def series(name: str, latency_us: float, gb_per_s: float) -> Series:

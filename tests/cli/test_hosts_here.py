@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from ronde.launch.hosts.host import Host, is_here
+from ronde.launch.hosts.here import is_here
+from ronde.launch.hosts.host import Host
 
 OWN_NAME = pwd.getpwuid(os.geteuid()).pw_name
 NOBODY = "no-such-user-here"

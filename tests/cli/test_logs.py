@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.launch.failure import LostHost, RankEnd, judge
+from ronde.launch.chronicle import Chronicle
 from ronde.launch.frames import Output, Stream
-from ronde.launch.output.files import ErrorFile, JobRecords, RankLogs, attempt_dir
-from ronde.launch.output.sink import Generation
+from ronde.launch.logs import RankLogs, attempt_dir
+from ronde.launch.report import ErrorFile
+from ronde.launch.sink import Generation
+from ronde.launch.verdict import LostHost, RankEnd, judge
 from ronde.records import read_records
 
 HOSTS = ("a", "a", "b")
@@ -33,8 +35,8 @@ class Heard:
     def notice(self, text):
         self.told.append(text)
 
-    def finished(self, result):
-        self.told.append(result)
+    def finished(self, verdict):
+        self.told.append(verdict)
 
     def tick(self, now_s):
         return None
@@ -268,11 +270,11 @@ def test_an_error_file_without_a_directory_is_refused(heard, tmp_path):
 
 def test_no_end_is_recorded_of_a_generation_that_did_not_begin(heard, tmp_path):
     path = tmp_path / "records.jsonl"
-    records = JobRecords(str(path), heard.notice)
-    records.began(generation(), {"ranks_s": 0.5})
+    chronicle = Chronicle(str(path), heard.notice)
+    chronicle.began(generation(), {"ranks_s": 0.5})
     for _ in range(2):
         lost = LostHost("b", (2,), "gone", 69, 3.0)
-        records.ended(judge([end(0, 0), end(1, 0)], lost=[lost]))
+        chronicle.ended(judge([end(0, 0), end(1, 0)], lost=[lost]))
     kinds = [record.kind for record in read_records(path)]
     assert kinds == [
         "generation",
@@ -284,9 +286,9 @@ def test_no_end_is_recorded_of_a_generation_that_did_not_begin(heard, tmp_path):
 
 
 def test_a_record_that_takes_nothing_more_is_told_once(heard, tmp_path):
-    records = JobRecords(str(tmp_path / "none" / "records.jsonl"), heard.notice)
+    chronicle = Chronicle(str(tmp_path / "none" / "records.jsonl"), heard.notice)
     for epoch in range(2):
-        records.began(generation(epoch), {})
-        records.ended(judge([end(0, 0)]))
+        chronicle.began(generation(epoch), {})
+        chronicle.ended(judge([end(0, 0)]))
     (told,) = heard.told
     assert told.endswith("is not written on: No such file or directory")

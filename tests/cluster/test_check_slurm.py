@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.faults import in_shell
 from tests.cluster.slurm import slurm, why_no_slurm
 
-from ronde.topology.gpus import read_gpus
+from ronde.topology.machine import read_gpus
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 60.0

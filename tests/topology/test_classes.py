@@ -24,9 +24,9 @@ from ronde.topology.graph import (
     Relation,
 )
 from ronde.topology.paths.classes import classify
-from ronde.topology.paths.path import PathKind
-from ronde.topology.paths.rules import LATEST
+from ronde.topology.paths.network import PathKind
 from ronde.topology.paths.search import find_paths
+from ronde.topology.paths.speeds import LATEST
 
 B200_TEXT = "hgx_b200_8x_drv595.91.txt"
 PERLMUTTER_TEXT = "perlmutter_a100_4x_drv580.159.txt"

@@ -18,8 +18,9 @@ from ronde.topology.graph import (
     PciDevice,
     Relation,
     Topology,
+    read_topology,
+    write_topology,
 )
-from ronde.topology.graph_json import read_topology, write_topology
 
 TEXT = st.text(max_size=5)
 NUMBER = st.integers(-1, 1 << 40)

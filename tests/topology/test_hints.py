@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from ronde.topology.placement.hints import (
+from ronde.topology.placement.policies import (
     ANY,
     NOWHERE,
     Hint,
@@ -33,11 +33,6 @@ def test_what_is_not_there_has_no_hint():
     assert counted_hints([1, 1], [1, 1], 3) == ()
     assert counted_hints([2, 2], [0, 0], 1) == ()
     assert counted_hints([], [], 1) == ()
-
-
-def test_sets_that_may_not_be_used_have_no_hint():
-    hints = counted_hints([4, 4], [4, 4], 1, lambda mask: mask != 1)
-    assert {hint.mask for hint in hints} == {2, 3}
 
 
 def test_silence_is_no_obstacle_and_an_empty_list_is():

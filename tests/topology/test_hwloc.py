@@ -9,10 +9,16 @@ from hypothesis import given, settings, strategies as st
 from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
 from ronde.errors import UsageError
-from ronde.topology.graph import UNKNOWN, HostTopology, Link, LinkKind
-from ronde.topology.graph_json import read_topology, write_topology
+from ronde.topology.graph import (
+    UNKNOWN,
+    HostTopology,
+    Link,
+    LinkKind,
+    read_topology,
+    write_topology,
+)
+from ronde.topology.probes.base import Saved
 from ronde.topology.probes.hwloc import HwlocProbe
-from ronde.topology.probes.probe import Saved
 
 SAMPLES = Path(__file__).parent / "samples" / "hwloc_xml"
 PROBE = HwlocProbe()

@@ -4,17 +4,20 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.bench.catalog import COLLECTIVES as MEASURED
-from ronde.topology.limits.bounding import bound_of, bounds_of
-from ronde.topology.limits.formulas import (
+from ronde.topology.limits.bounds import (
     COLLECTIVES,
+    Islands,
     Layout,
+    Limit,
+    Rate,
+    World,
+    bound_of,
+    bounds_of,
     gpu_bound,
     memory_bound,
     network_bound,
     nvls_bound,
 )
-from ronde.topology.limits.limit import Limit
-from ronde.topology.limits.world import Islands, Rate, World
 
 TWO_H100 = Layout(16, 2, 8)
 NVLINK = Rate("NVLink", 450, 18 * 20.6)

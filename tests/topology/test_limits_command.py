@@ -8,7 +8,7 @@ import pytest
 from ronde.cli.topo_limit import run
 from ronde.errors import UsageError
 from ronde.render.topo_limit import judge
-from ronde.topology.limits.limit import Limit
+from ronde.topology.limits.bounds import Limit
 
 SAMPLES = Path(__file__).parent / "samples"
 H100 = str(SAMPLES / "nccl_topo/oci_H100-topology.xml")

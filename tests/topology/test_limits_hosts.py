@@ -13,13 +13,10 @@ from ronde.topology.graph import (
     NetPort,
     PciDevice,
 )
-from ronde.topology.limits.bounding import bound_of
-from ronde.topology.limits.host_world import world_of
-from ronde.topology.limits.limit import Limit
-from ronde.topology.limits.network_rates import network_rates
-from ronde.topology.limits.world import World
-from ronde.topology.probes.nccl_topology import NcclTopologyProbe
-from ronde.topology.probes.probe import Saved
+from ronde.topology.limits.bounds import Limit, World, bound_of
+from ronde.topology.limits.host import network_rates, world_of
+from ronde.topology.probes.base import Saved
+from ronde.topology.probes.nccl import NcclTopologyProbe
 
 SAMPLES = Path(__file__).parent / "samples"
 GEN3, GEN4, GEN5 = (f"{rate} GT/s PCIe" for rate in ("8.0", "16.0", "32.0"))

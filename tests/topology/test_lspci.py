@@ -8,12 +8,10 @@ from hypothesis import given, settings, strategies as st
 from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
-from ronde.topology.graph import UNKNOWN, HostTopology
-from ronde.topology.graph_json import read_topology, write_topology
+from ronde.topology.graph import UNKNOWN, HostTopology, read_topology, write_topology
+from ronde.topology.pci import compute_capability, plain_address
+from ronde.topology.probes.base import Saved
 from ronde.topology.probes.lspci import LspciProbe
-from ronde.topology.probes.nvidia_models import compute_capability
-from ronde.topology.probes.pci_kinds import plain_address
-from ronde.topology.probes.probe import Saved
 
 SAMPLES = Path(__file__).parent / "samples" / "sysfs_snapshots"
 A10, A100 = SAMPLES / "gpud_lspci.nn.a10", SAMPLES / "gpud_lspci.nn.a100"

@@ -14,11 +14,11 @@ from ronde.topology.graph import (
     HostTopology,
     Link,
     LinkKind,
+    read_topology,
+    write_topology,
 )
-from ronde.topology.graph_json import read_topology, write_topology
-from ronde.topology.probes.nccl_attributes import MAX_REMARKS, parse_affinity
-from ronde.topology.probes.nccl_topology import NcclTopologyProbe
-from ronde.topology.probes.probe import Saved
+from ronde.topology.probes.base import Saved
+from ronde.topology.probes.nccl import MAX_REMARKS, NcclTopologyProbe, parse_affinity
 
 SAMPLES = Path(__file__).parent / "samples"
 

@@ -3,11 +3,11 @@
 import pytest
 from tests.topology.saved_trees import Tree
 
-from ronde.launch.placement.placement import nearest_ports
+from ronde.launch.placement.nearness import nearest_ports
 from ronde.topology.machine import Machine
+from ronde.topology.placement.placing import AlignmentRequest
 from ronde.topology.placement.plan import plan_host
-from ronde.topology.placement.request import Request
-from ronde.topology.probes.sysfs_tree import read_host
+from ronde.topology.probes.sysfs import read_host
 from ronde.topology.sysfs import read_machine
 
 NDR, HDR = "400 Gb/sec (4X NDR)", "200 Gb/sec (4X HDR)"
@@ -69,7 +69,7 @@ class Host:
     def chosen(self, num_ranks: int) -> list[str]:
         """Return each rank's port, which both commands must find alike."""
         machine = read_machine(self.tree.root)
-        plan = plan_host(read_host(self.tree.root), Request(num_ranks))
+        plan = plan_host(read_host(self.tree.root), AlignmentRequest(num_ranks))
         planned = ["".join(nic.name for nic in rank.nics) for rank in plan.ranks]
         assert list(nearest_ports(machine, machine.gpus[:num_ranks])) == planned
         return planned

@@ -17,15 +17,16 @@ from ronde.topology.graph import (
     Link,
     LinkKind,
     Topology,
+    read_topology,
+    write_topology,
 )
-from ronde.topology.graph_json import read_topology, write_topology
 from ronde.topology.paths.classes import classify
 from ronde.topology.paths.search import find_paths
+from ronde.topology.placement.placing import AlignmentRequest
 from ronde.topology.placement.plan import plan_host
 from ronde.topology.placement.policies import Policy
-from ronde.topology.placement.request import Request
+from ronde.topology.probes.base import Saved
 from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
-from ronde.topology.probes.probe import Saved
 
 SAMPLES = Path(__file__).parent / "samples"
 MATRICES = SAMPLES / "nvsmi_topo_m"
@@ -325,7 +326,7 @@ def test_links_that_are_down_show():
     text = PERLMUTTER.read_text() + status(0, num_active=11, num_inactive=1)
     host = read(text)
     assert host.remarks == (
-        "GPU0 has 11 active NVLinks, and of 12 it is told where they lead.",
+        "GPU0 has 11 active NVLinks, and of 12 it is known where they lead.",
     )
 
 
@@ -345,8 +346,8 @@ def test_rates_alone_do_not_tell_where_links_lead():
     assert [gpu.uuid for gpu in host.gpus] == ["GPU-0", "GPU-1"]
     assert host.links == ()
     assert host.remarks == (
-        "GPU0 has 17 active NVLinks, and of 0 it is told where they lead.",
-        "GPU1 has 18 active NVLinks, and of 0 it is told where they lead.",
+        "GPU0 has 17 active NVLinks, and of 0 it is known where they lead.",
+        "GPU1 has 18 active NVLinks, and of 0 it is known where they lead.",
     )
 
 
@@ -429,9 +430,9 @@ def test_a_matrix_without_nvlinks_contradicts_none():
 def test_contradictions_are_said():
     host = read(NICS.replace("NIC0\tPIX", "NIC0\tSYS"))
     assert words(host)["gpu/0", "net/mlx5_0"] == "PIX"
-    assert host.remarks == ("GPU0 and NIC0 are told PIX and SYS.",)
+    assert host.remarks == ("GPU0 and NIC0 are given as PIX and SYS.",)
     host = read(NICS + NICS.replace("PXB", "SYS"))
-    assert host.remarks == ("GPU1 and NIC1 are told PXB and SYS.",)
+    assert host.remarks == ("GPU1 and NIC1 are given as PXB and SYS.",)
 
 
 def test_rows_of_adapters_may_be_missing():
@@ -626,5 +627,5 @@ def test_adapters_known_from_text_have_a_device_that_is_not_told():
 
 
 def test_ranks_are_aligned_with_adapters_known_from_text():
-    plan = plan_host(read(SOCKETS), Request(3, Policy.RESTRICTED, num_nics=1))
+    plan = plan_host(read(SOCKETS), AlignmentRequest(3, Policy.RESTRICTED))
     assert [rank.is_preferred for rank in plan.ranks] == [True] * 3

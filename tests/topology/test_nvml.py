@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ronde.render.topo_tree import draw_tree
-from ronde.topology.element_facts import gpu_facts
+from ronde.topology.comparison import gpu_facts
 from ronde.topology.graph import (
     NVSWITCH,
     UNKNOWN,
@@ -19,18 +19,20 @@ from ronde.topology.graph import (
     Relation,
     Topology,
 )
-from ronde.topology.limits.gpu_mesh import mesh_of
+from ronde.topology.limits.host import mesh_of
 from ronde.topology.probes import nvml
-from ronde.topology.probes.nccl_topology import NcclTopologyProbe
-from ronde.topology.probes.nvml import NoNvmlError, open_nvml, read_nvml
-from ronde.topology.probes.nvml_answers import (
+from ronde.topology.probes.base import Saved
+from ronde.topology.probes.nccl import NcclTopologyProbe
+from ronde.topology.probes.nvml import (
     PCI_SPEEDS,
     GpuAnswers,
+    NoNvmlError,
     Remote,
     graph_of,
+    open_nvml,
     payload_gb_per_s,
+    read_nvml,
 )
-from ronde.topology.probes.probe import Saved
 
 SAMPLES = Path(__file__).parent / "samples"
 HAS_DRIVER = Path("/proc/driver/nvidia").exists()

@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.topology.placement.hints import Hint, filter_hints
 from ronde.topology.placement.policies import (
-    Nodes,
+    Hint,
+    NodeSet,
     Policy,
     best_count,
     compare,
     decide,
+    filter_hints,
     merge,
 )
 
 CASES: dict[str, Any] = json.loads(
     (Path(__file__).parent / "samples" / "topology_manager_cases.json").read_text()
 )
-FOUR = Nodes(4)
+FOUR = NodeSet(4)
 
 
 def mask_of(bits: list[int] | None) -> int | None:
@@ -34,9 +35,9 @@ def hint_of(plain: Any) -> Hint:
     return Hint(mask_of(plain[0]), plain[1])
 
 
-def nodes_of(suite: Any) -> Nodes:
+def nodes_of(suite: Any) -> NodeSet:
     rows = CASES["numa_distances"][suite["numa"]]
-    return Nodes(len(rows), tuple(map(tuple, rows)), suite["prefer_closest"])
+    return NodeSet(len(rows), tuple(map(tuple, rows)), suite["prefer_closest"])
 
 
 def providers_of(case: Any) -> list[dict[str, list[Hint] | None] | None]:
@@ -98,7 +99,7 @@ def test_the_best_count_is_the_largest_of_the_narrowest(case):
     assert best_count(resources) == case["expected"]
 
 
-def all_combined(resources: list[list[Hint]], nodes: Nodes) -> Hint:
+def all_combined(resources: list[list[Hint]], nodes: NodeSet) -> Hint:
     """Merge as the rules are told: every combination, one after the other."""
     combined: list[Hint] = []
     for combination in itertools.product(*resources):
@@ -119,7 +120,7 @@ def situations(draw, *, num_nodes: int = 4):
     distance = st.integers(10, 40)
     row = st.tuples(*[distance] * num_nodes)
     rows = draw(st.tuples(*[row] * num_nodes))
-    nodes = Nodes(num_nodes, rows, draw(st.booleans()))
+    nodes = NodeSet(num_nodes, rows, draw(st.booleans()))
     mask = st.one_of(st.none(), st.integers(1, nodes.all_mask))
     hints = st.lists(st.builds(Hint, mask, st.booleans()), min_size=1, max_size=5)
     return nodes, draw(st.lists(hints, max_size=4))
@@ -189,7 +190,7 @@ def test_one_more_resource_never_makes_a_request_preferred(situation, data):
 
 
 def test_on_one_node_a_single_node_is_no_limit():
-    nodes = Nodes(1)
+    nodes = NodeSet(1)
     verdict = decide(Policy.SINGLE_NUMA_NODE, [[Hint(1, True)]], nodes)
     assert verdict == (None, True, True)
 
@@ -198,5 +199,5 @@ def test_distances_decide_among_sets_of_one_size_only_when_asked():
     rows = tuple(map(tuple, CASES["numa_distances"]["four"]))
     # Both sets of two are not preferred; 1 and 2 are 12 apart, 2 and 3 only 11.
     resources = [[Hint(0b0110, False), Hint(0b1100, False)]]
-    assert merge(resources, Nodes(4, rows)).mask == 0b0110
-    assert merge(resources, Nodes(4, rows, is_closest=True)).mask == 0b1100
+    assert merge(resources, NodeSet(4, rows)).mask == 0b0110
+    assert merge(resources, NodeSet(4, rows, is_closest=True)).mask == 0b1100

@@ -6,7 +6,7 @@ from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
 from ronde.topology.findings import Severity
-from ronde.topology.probes.probe import Saved
+from ronde.topology.probes.base import Saved
 from ronde.topology.search_graph import (
     SearchGraph,
     check_search_graphs,
@@ -98,7 +98,7 @@ def test_nccls_estimate_of_a_ring():
     ring, *_ = read(B200.read_bytes())
 
     assert ring.pattern_name == "ring"
-    assert ring.gb_per_s == 16 * 45
+    assert (ring.num_channels, ring.intra_gb_per_s) == (16, 45)
     assert ring.channels[0] == tuple(f"gpu/{dev}" for dev in range(8))
 
 

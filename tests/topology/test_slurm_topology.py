@@ -7,10 +7,9 @@ from hypothesis import given, settings, strategies as st
 from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
 from ronde.errors import UsageError
-from ronde.topology.graph import NetworkSwitch, Topology
-from ronde.topology.graph_json import read_topology, write_topology
-from ronde.topology.probes.probe import Saved
-from ronde.topology.probes.slurm_topology import SlurmTopologyProbe
+from ronde.topology.graph import NetworkSwitch, Topology, read_topology, write_topology
+from ronde.topology.probes.base import Saved
+from ronde.topology.probes.slurm import SlurmTopologyProbe
 
 PROBE = SlurmTopologyProbe()
 

@@ -6,10 +6,9 @@ import pytest
 
 from ronde.errors import UsageError
 from ronde.topology.graph import HostTopology
+from ronde.topology.probes.base import Probe, Saved, untag
 from ronde.topology.probes.lspci import LspciProbe
 from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
-from ronde.topology.probes.probe import Probe, Saved
-from ronde.topology.probes.tags import untag
 
 SAMPLES = Path(__file__).parent / "samples"
 MATRIX = SAMPLES / "nvsmi_topo_m" / "perlmutter_a100_4x_drv580.159.txt"

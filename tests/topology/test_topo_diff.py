@@ -12,9 +12,9 @@ from ronde.errors import UsageError
 from ronde.render.topo_diff import tell_comparison
 from ronde.topology.comparison import compare_hosts
 from ronde.topology.graph import HostTopology, NetPort, NumaNode
-from ronde.topology.paths.path import PathKind
-from ronde.topology.probes.nccl_topology import NcclTopologyProbe
-from ronde.topology.probes.probe import Saved
+from ronde.topology.paths.network import PathKind
+from ronde.topology.probes.base import Saved
+from ronde.topology.probes.nccl import NcclTopologyProbe
 
 SAMPLES = Path(__file__).parent / "samples"
 FILES = sorted(

@@ -12,10 +12,9 @@ from ronde.errors import UsageError
 from ronde.render.topo_place import tabulate_plan
 from ronde.topology.graph import GpuDevice, HostTopology, NetPort, NumaNode, PciDevice
 from ronde.topology.machine import Core
+from ronde.topology.placement.placing import AlignmentRequest, PlacementError
 from ronde.topology.placement.plan import plan_host
 from ronde.topology.placement.policies import Policy
-from ronde.topology.placement.refusals import PlacementError
-from ronde.topology.placement.request import Request
 
 PERLMUTTER = "perlmutter_a100_4x_slingshot_nccl2.29.7.xml"
 # GPU by GPU, what nvidia-smi says of the same machine: CPU and NUMA affinity.
@@ -36,7 +35,7 @@ def expand(text: str) -> tuple[int, ...]:
 
 
 def test_one_rank_a_gpu_has_what_nvidia_smi_calls_its_affinity():
-    request = Request(4, Policy.SINGLE_NUMA_NODE, num_nics=1)
+    request = AlignmentRequest(4, Policy.SINGLE_NUMA_NODE)
     plan = plan_host(sample_host(PERLMUTTER), request)
     assert [(rank.cpus, rank.memory_nodes) for rank in plan.ranks] == [
         (expand(cpus), (node,)) for cpus, node in PERLMUTTER_AFFINITY
@@ -58,12 +57,12 @@ def test_one_rank_a_gpu_has_what_nvidia_smi_calls_its_affinity():
 def test_adapters_below_the_gpus_own_bridge_are_taken():
     host = sample_host("azure_ndv5_h100_topo.xml")
     above = {device.bus_id: device.parent for device in host.devices}
-    for rank in plan_host(host, Request(8)).ranks:
+    for rank in plan_host(host, AlignmentRequest(8)).ranks:
         assert above[rank.nics[0].name] == above[rank.gpu_bus_ids[0]] != ""
 
 
 def test_equally_near_adapters_are_given_out_in_turn():
-    plan = plan_host(sample_host("modal_gvisor_b200_vm_topo.xml"), Request(8))
+    plan = plan_host(sample_host("modal_gvisor_b200_vm_topo.xml"), AlignmentRequest(8))
     names = [f"mlx5_{n}" for n in range(5, 13)]
     assert [[nic.name for nic in rank.nics] for rank in plan.ranks] == [
         [name] for name in names
@@ -74,49 +73,39 @@ def test_equally_near_adapters_are_given_out_in_turn():
 
 def test_nccl_is_left_all_adapters_that_are_equally_near_to_a_gpu():
     # At the switch of each GPU is an adapter with two ports.
-    plan = plan_host(sample_host(OCI_H100), Request(8))
+    plan = plan_host(sample_host(OCI_H100), AlignmentRequest(8))
     numbers = [*range(2), *range(3, 11), *range(12, 18)]
     assert plan.env["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_{n}:1" for n in numbers)
     own = [f"mlx5_{n}:1" for n in (0, 3, 5, 7, 9, 12, 14, 16)]
     assert [rank.env for rank in plan.ranks] == [{"UCX_NET_DEVICES": n} for n in own]
-    half = plan_host(sample_host(OCI_H100), Request(4))
+    half = plan_host(sample_host(OCI_H100), AlignmentRequest(4))
     assert half.env["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_{n}:1" for n in numbers[:8])
-
-
-def test_what_cannot_be_aligned_is_refused_by_rank_and_resource():
-    # Two GPUs on two nodes; the only adapter is virtual and on node 0.
-    host = sample_host("azurehpc_nc48v4_topo.xml")
-    with pytest.raises(PlacementError) as refused:
-        plan_host(host, Request(2, Policy.RESTRICTED, num_nics=1))
-    assert refused.value.ranks == (1,)
-    assert "nic: 1 adapter only on node 0" in refused.value.reasons
-    assert plan_host(host, Request(2, Policy.RESTRICTED)).ranks[1].is_preferred
 
 
 def test_nodes_that_all_claim_the_same_cpus_have_none():
     host = sample_host("superbench_ndv4_topo.xml")
-    plan = plan_host(host, Request(8))
+    plan = plan_host(host, AlignmentRequest(8))
     assert [rank.cpus for rank in plan.ranks] == [()] * 8
-    assert plan.notices[0].startswith("CPUs 0-15,32-47 are said to be on several")
+    assert plan.notices[0].startswith("CPUs 0-15,32-47 are listed on several")
     with pytest.raises(UsageError, match="restricted must have CPUs to align with"):
-        plan_host(host, Request(8, Policy.RESTRICTED))
+        plan_host(host, AlignmentRequest(8, Policy.RESTRICTED))
 
 
 def test_devices_without_names_give_no_variables():
-    plan = plan_host(sample_host("azure_ndv5_h100_topo.xml"), Request(8))
+    plan = plan_host(sample_host("azure_ndv5_h100_topo.xml"), AlignmentRequest(8))
     assert [rank.nics[0].path for rank in plan.ranks] == ["PIX"] * 8
     assert len({rank.nics[0].name for rank in plan.ranks}) == 8
     assert set(plan.env) == {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"}
 
 
 def test_amds_gpus_have_a_variable_of_their_own():
-    plan = plan_host(sample_host("topo_8p1h_3.xml"), Request(8))
+    plan = plan_host(sample_host("topo_8p1h_3.xml"), AlignmentRequest(8))
     assert plan.env == {"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 
 
 def test_amds_gpus_have_the_numbers_of_the_source():
     # Number 0 is behind number 2 on the bus, and HIP has no order of the bus.
-    plan = plan_host(sample_host("topo_4p_942.xml"), Request(4))
+    plan = plan_host(sample_host("topo_4p_942.xml"), AlignmentRequest(4))
     assert [(rank.gpus, rank.gpu_bus_ids[0], rank.cpus[0]) for rank in plan.ranks] == [
         ((0,), "0000:82:00.0", 48),
         ((1,), "0000:c2:00.0", 72),
@@ -126,17 +115,11 @@ def test_amds_gpus_have_the_numbers_of_the_source():
     assert plan.env == {"HIP_VISIBLE_DEVICES": "0,1,2,3"}
 
 
-def test_chosen_gpus_are_in_view_rank_by_rank():
-    plan = plan_host(small_host(num_gpus=4), Request(2, num_gpus=2))
-    assert [rank.gpus for rank in plan.ranks] == [(0, 2), (1, 3)]
-    assert plan.env["CUDA_VISIBLE_DEVICES"] == "0,2,1,3"
-
-
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
 def test_no_cpu_of_a_sample_is_given_to_two_ranks(name, num_ranks):
     host = sample_host(name)
-    plan = plan_host(host, Request(num_ranks))
+    plan = plan_host(host, AlignmentRequest(num_ranks))
     taken = [cpu for rank in plan.ranks for cpu in rank.cpus]
     assert len(taken) == len(set(taken))
     assert set(taken) <= {cpu for node in host.numa_nodes for cpu in node.cpus}
@@ -160,7 +143,7 @@ def small_host(*ports: NetPort, num_gpus: int = 2) -> HostTopology:
 
 
 def test_gpus_are_numbered_by_the_bus():
-    plan = plan_host(small_host(), Request(2))
+    plan = plan_host(small_host(), AlignmentRequest(2))
     assert [rank.gpu_bus_ids for rank in plan.ranks] == [
         ("0000:00:00.0",),
         ("0000:01:00.0",),
@@ -187,16 +170,9 @@ def test_gpus_are_numbered_by_the_bus():
     ],
 )
 def test_adapters_are_named_as_nccl_and_ucx_name_them(port, hca, ucx):
-    plan = plan_host(small_host(port), Request(2, num_nics=1))
+    plan = plan_host(small_host(port), AlignmentRequest(2))
     assert plan.env.get("NCCL_IB_HCA") == hca
     assert [rank.env.get("UCX_NET_DEVICES") for rank in plan.ranks] == [ucx] * 2
-
-
-def test_memory_that_was_set_aside_is_bound_and_other_memory_preferred():
-    plan = plan_host(small_host(), Request(2, memory_bytes=4 << 30))
-    assert plan.ranks[1].command == "numactl --physcpubind=2-3,6-7 --membind=1"
-    (alone,) = plan_host(small_host(), Request(1, num_gpus=2)).ranks
-    assert alone.command == "numactl --physcpubind=0-7"
 
 
 def test_a_gpu_near_memory_without_cpus_has_no_preference():
@@ -205,38 +181,49 @@ def test_a_gpu_near_memory_without_cpus_has_no_preference():
         numa_nodes=(*host.numa_nodes, NumaNode(250, memory_bytes=96 << 30)),
         devices=tuple(device._replace(node=250) for device in host.devices),
     )
-    plan = plan_host(bare, Request(2, Policy.SINGLE_NUMA_NODE))
+    plan = plan_host(bare, AlignmentRequest(2, Policy.SINGLE_NUMA_NODE))
     assert [rank.nodes for rank in plan.ranks] == [(0,), (1,)]
 
 
 def test_only_cores_that_are_allowed_are_used():
-    plan = plan_host(small_host(), Request(1, num_gpus=0), (Core((3, 7), 1),))
+    plan = plan_host(small_host(), AlignmentRequest(1), (Core((3, 7), 1),))
     assert plan.ranks[0].cpus == (3, 7)
 
 
-def test_the_table_tells_each_rank_and_why_it_is_not_aligned():
+def test_the_table_shows_each_rank_and_why_it_is_not_aligned():
     port = NetPort("mlx5_0", node=0, kind="infiniband", port=1)
-    plan = plan_host(small_host(port), Request(2, num_nics=1))
+    allowed = (Core((0, 4), 0), Core((1, 5), 0))
+    plan = plan_host(small_host(port), AlignmentRequest(2), allowed)
     lines = tabulate_plan(plan).splitlines()
     assert lines[0] == "n1: 2 ranks, policy best-effort"
-    rows = [line.split() for line in lines[2:5]]
-    assert " ".join(rows[0]) == "rank GPU bus cores CPUs memory adapter aligned"
-    assert " ".join(rows[1]) == "0 0 00:00.0 2 0-1,4-5 0 mlx5_0 (PHB) yes"
-    assert " ".join(rows[2]) == "1 1 01:00.0 2 2-3,6-7 1 mlx5_0 (SYS) no"
-    assert lines[5].startswith(
-        "note: rank 1 not aligned: gpu: GPU 1 only on node 1; nic"
+    rows = [" ".join(line.split()) for line in lines[2:5]]
+    assert rows == [
+        "rank GPU bus cores CPUs memory adapter aligned",
+        "0 0 00:00.0 1 0,4 - mlx5_0 (PHB) yes",
+        "1 1 01:00.0 1 1,5 - mlx5_0 (SYS) no",
+    ]
+    assert lines[5] == (
+        "note: rank 1 not aligned: gpu: GPU 1 near no node with usable cores"
     )
     assert "  NCCL_IB_HCA==mlx5_0:1" in lines
-    by_hand = (
-        "  1: UCX_NET_DEVICES=mlx5_0:1 numactl --physcpubind=2-3,6-7 --preferred=1"
-    )
-    assert lines[-1] == by_hand
+    assert lines[-1] == "  1: UCX_NET_DEVICES=mlx5_0:1 numactl --physcpubind=1,5"
+
+
+def test_a_refusal_names_rank_and_resource():
+    with pytest.raises(PlacementError) as refused:
+        plan_host(
+            small_host(),
+            AlignmentRequest(2, Policy.RESTRICTED),
+            (Core((0, 4), 0), Core((1, 5), 0)),
+        )
+    assert refused.value.ranks == (1,)
+    assert refused.value.reasons == ("gpu: GPU 1 near no node with usable cores",)
 
 
 def test_more_ranks_than_gpus_and_cores_are_told_of():
-    plan = plan_host(small_host(), Request(5))
+    plan = plan_host(small_host(), AlignmentRequest(5))
     assert plan.notices == (
-        "5 ranks and fewer GPUs, 2, so that no rank has one of its own.",
+        "5 ranks and only 2 GPUs: no rank has one of its own.",
         "5 ranks share 4 cores.",
     )
 
@@ -285,10 +272,6 @@ def test_the_lines_by_hand_are_understood_by_a_shell(capsys):
         ("-n 0", "-n must be a number of at least 1, got '0'. Type: -n 1"),
         ("-n 1 --policy strict", "--policy must be none, best-effort, restricted or"),
         ("-n 1 --scope pod", "--scope must be rank or job, got 'pod'"),
-        ("-n 1 --cores many", "--cores must be a number of at least 1, got 'many'"),
-        ("-n 1 --memory 5XB", "size must be a number of bytes or one with a unit"),
-        ("-n 1 --max-numa-nodes 3", "max_numa_nodes must be 8 to 16, got 3"),
-        ("-n 5 --gpus 1", "gpus must be at most 4 in all, got 5"),
         ("", "-n must be given, got none. Type: ronde topo place --help"),
     ],
 )

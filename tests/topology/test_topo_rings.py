@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ronde.render.topo_rings import tell_search
-from ronde.topology.probes.probe import Saved
+from ronde.topology.probes.base import Saved
 from ronde.topology.search_graph import read_search_graphs
 
 SAMPLES = Path(__file__).parent / "samples" / "nccl_graph"

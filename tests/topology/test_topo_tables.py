@@ -5,10 +5,10 @@ from ronde.render.topo_tables import tabulate_classes, tabulate_paths, tabulate_
 from ronde.topology.graph import GpuDevice, HostTopology, NumaNode
 from ronde.topology.paths.classes import ClassTable, classify
 from ronde.topology.paths.detours import add_detours
-from ronde.topology.paths.rules import rules_of
 from ronde.topology.paths.search import find_paths
+from ronde.topology.paths.speeds import parse_release
 
-OLD = rules_of("2.29.7")
+OLD = parse_release("2.29.7")
 
 
 def read_back(text: str) -> dict[tuple[str, str], str]:
@@ -159,7 +159,9 @@ class TestPaths:
         assert " NVS/0-0 (0/0.0/DIS) " in text.splitlines()[-1]
 
     def test_since_2_30_devices_are_told_too(self):
-        text = tabulate_paths(find_paths(sample_host(PERLMUTTER), rules_of("2.30")))
+        text = tabulate_paths(
+            find_paths(sample_host(PERLMUTTER), parse_release("2.30"))
+        )
         first = text.splitlines()[0]
         assert "GPU/0-c1000 (3/80.0/NVL)" in first
         assert first.endswith(

@@ -16,8 +16,8 @@ from ronde.topology.graph import (
     PciDevice,
     Topology,
 )
-from ronde.topology.probes.nccl_topology import NcclTopologyProbe
-from ronde.topology.probes.probe import Saved
+from ronde.topology.probes.base import Saved
+from ronde.topology.probes.nccl import NcclTopologyProbe
 
 SAMPLES = Path(__file__).parent / "samples"
 

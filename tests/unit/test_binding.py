@@ -7,19 +7,12 @@ from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host
-from ronde.launch.placement.placement import (
-    Binding,
-    BindMode,
-    GpuView,
-    PlacementRequest,
-    assign_gpus,
-    bind,
-    choose_gpus,
-    place_ranks,
-)
+from ronde.launch.placement.binding import Binding, BindMode, bind
+from ronde.launch.placement.devices import GpuView, assign_gpus, choose_gpus
+from ronde.launch.placement.rank_placement import PlacementRequest, place_ranks
 from ronde.topology.machine import UNKNOWN_NODE, Core, Gpu, Machine
+from ronde.topology.placement.placing import PlacementError
 from ronde.topology.placement.policies import Policy
-from ronde.topology.placement.refusals import PlacementError
 
 
 def gpu(index: int, node: int = 0, bus: str = "pci0000:00") -> Gpu:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.topology.control_groups import read_cpu_limit
 from ronde.topology.cpu_sets import format_list, members, parse_list, parse_mask
-from ronde.topology.machine import UNKNOWN_NODE, Core
+from ronde.topology.machine import UNKNOWN_NODE, Core, read_cpu_limit
 from ronde.topology.sysfs import read_machine
 
 CPUS = st.sets(st.integers(0, 1100), max_size=40)

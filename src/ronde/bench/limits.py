@@ -23,15 +23,24 @@ from ronde.bench.memory_bandwidth import measure_memory
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.objects import all_gather_json
 from ronde.plain_values import from_plain, to_plain
-from ronde.topology.detection import Detected, detect_host
 from ronde.topology.graph import HostTopology
-from ronde.topology.limits.bounding import bound_of
-from ronde.topology.limits.formulas import COLLECTIVES, Layout
-from ronde.topology.limits.host_world import Given, slowest, with_gpus, with_network
-from ronde.topology.limits.limit import Limit
-from ronde.topology.limits.network_ways import find_rdma_ports
-from ronde.topology.limits.world import Rate, World
-from ronde.topology.probes.sysfs_tree import read_host
+from ronde.topology.limits.bounds import (
+    COLLECTIVES,
+    Layout,
+    Limit,
+    Rate,
+    World,
+    bound_of,
+)
+from ronde.topology.limits.host import (
+    Given,
+    find_rdma_ports,
+    slowest,
+    with_gpus,
+    with_network,
+)
+from ronde.topology.probes.sysfs import read_host
+from ronde.topology.sources import Detected, detect_host
 
 _NO_RATE = "the link rate is not known: {}; --link-rate gives it"
 

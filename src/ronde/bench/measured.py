@@ -8,7 +8,7 @@ from enum import IntEnum
 from ronde.bench.iterations import IterationTimes
 from ronde.bench.options import Options
 from ronde.bench.rows import Row, Side
-from ronde.topology.limits.limit import Limit
+from ronde.topology.limits.bounds import Limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from ronde.bench.variables import Variables
 from ronde.bench.watchdog import Expired, Watchdog
 from ronde.collectives import Communicator
 from ronde.errors import UsageError
-from ronde.topology.limits.limit import Limit
+from ronde.topology.limits.bounds import Limit
 from ronde.world import Claim
 from ronde.world.variables import select_variables
 

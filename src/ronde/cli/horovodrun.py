@@ -43,7 +43,12 @@ Available Tensor Operations:
 
 
 def run_horovodrun(words: list[str], run: Callable[[list[str]], int]) -> int:
-    """Do what horovodrun does with these words; return the exit code."""
+    """Do what horovodrun does with these words; return the exit code.
+
+    Args:
+        words: What stands after the command's name.
+        run: Does what ``ronde run`` does with them.
+    """
     match words:
         case [] | ["-h" | "--help", *_]:
             print(_HELP, end="")

@@ -16,10 +16,10 @@ from ronde.cli.topo_input import (
 )
 from ronde.errors import UsageError
 from ronde.topology.graph import HostTopology, Topology
-from ronde.topology.probes.probe import Saved
+from ronde.topology.probes.base import Saved
 
 if TYPE_CHECKING:
-    from ronde.topology.paths.transports import Transports
+    from ronde.topology.paths.detours import Transports
 
 HELP = """\
 usage: ronde topo [SOURCE ...]            what is connected to what, and how fast
@@ -93,7 +93,7 @@ def _show(words: Sequence[str]) -> int:
     if options.svg:
         _draw(loaded.topology, Path(options.svg))
     if options.json:
-        from ronde.topology.graph_json import write_topology
+        from ronde.topology.graph import write_topology
 
         print(write_topology(loaded.topology), end="")
     elif options.matrix or options.paths or options.nccl_paths:
@@ -124,7 +124,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace | None:
         "--nccl",
         default="",
         metavar="VERSION",
-        help="whose rules paths follow, 2.18 to 2.30 (default: the newest)",
+        help="whose rules paths follow, 2.29 or 2.30 (default: the newest)",
     )
     parser.add_argument(
         "-x",
@@ -205,19 +205,19 @@ def _table(host: HostTopology, options: argparse.Namespace) -> str:
     )
     from ronde.topology.paths.classes import classify
     from ronde.topology.paths.detours import add_detours
-    from ronde.topology.paths.rules import LATEST, rules_of
     from ronde.topology.paths.search import find_paths
+    from ronde.topology.paths.speeds import LATEST, parse_release
 
     if options.matrix:
         return tabulate_classes(classify(host), _num_chars())
-    paths = find_paths(host, rules_of(options.nccl) if options.nccl else LATEST)
+    paths = find_paths(host, parse_release(options.nccl) if options.nccl else LATEST)
     if options.nccl_paths:
         return tabulate_paths(add_detours(paths, _transports(options.settings)))
     return tabulate_speeds(paths, classify(host), _num_chars())
 
 
 def _transports(settings: Sequence[str]) -> "Transports":
-    from ronde.topology.paths.transports import read_transports
+    from ronde.topology.paths.detours import read_transports
 
     unset = [each for each in settings if "=" not in each]
     if unset:

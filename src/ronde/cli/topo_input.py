@@ -8,8 +8,13 @@ from typing import NamedTuple
 from ronde.arguments import Parser
 from ronde.errors import UsageError
 from ronde.topology.graph import HostTopology, Topology
-from ronde.topology.probes.probe import Saved
-from ronde.topology.sources import join_parts, read_part, read_saved, read_tree
+from ronde.topology.probes.base import Saved
+from ronde.topology.sources import (
+    join_topologies,
+    read_file,
+    read_saved,
+    read_tree,
+)
 from ronde.world.variables import select_variables
 
 _VISIBILITY = (
@@ -23,8 +28,7 @@ SOURCES_EPILOG = """\
 SOURCE is a file of any of these forms: NCCL's topology (NCCL_TOPO_DUMP_FILE writes it,
 clouds deliver it), AMD's, hwloc's XML, the text of nvidia-smi topo -m, of lspci -nn,
 Slurm's topology.conf, or what ronde topo --json wrote; - is standard input. Files of
-different forms tell of one host and are merged; files of one form are a host each.
-Without any it is this machine.
+any format are a host each. Without any it is this machine.
 """
 
 
@@ -107,14 +111,14 @@ def load_topology(
         UsageError: A source cannot be read, or they do not go together.
     """
     saved = read_sources(options) if saved is None else tuple(saved)
-    parts = [read_part(each) for each in saved]
+    parts = [read_file(each) for each in saved]
     notices: tuple[str, ...] = ()
     if options.root is not None or not saved:
         root = Path(options.root or "/")
         environ = {} if options.root else select_variables(_VISIBILITY)
         tree, notices = read_tree(root, environ)
-        parts.append(tree)
-    return Loaded(join_parts(parts), notices, saved)
+        parts.append(Topology((tree,)))
+    return Loaded(join_topologies(parts), notices, saved)
 
 
 def load_host(options: argparse.Namespace) -> tuple[HostTopology, tuple[str, ...]]:

@@ -15,11 +15,8 @@ from ronde.cli.topo_input import (
 from ronde.errors import UsageError
 from ronde.render.topo_limit import judge, tabulate_limits
 from ronde.topology.graph import HostTopology
-from ronde.topology.limits.bounding import Bound, bounds_of
-from ronde.topology.limits.formulas import COLLECTIVES
-from ronde.topology.limits.host_world import Given, slowest, world_of
-from ronde.topology.limits.limit import Limit
-from ronde.topology.limits.world import World
+from ronde.topology.limits.bounds import COLLECTIVES, Bound, Limit, World, bounds_of
+from ronde.topology.limits.host import Given, slowest, world_of
 
 EXIT_BELOW = 1
 """What was measured is less than --threshold allows."""

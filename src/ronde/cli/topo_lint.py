@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from ronde.cli.topo_input import (
@@ -20,13 +19,9 @@ from ronde.render.topo_findings import count_findings, tell_findings
 from ronde.render.wrapping import wrap
 from ronde.topology.findings import Finding, Severity
 from ronde.topology.graph import HostTopology
-from ronde.topology.lint.catalogue import CATALOGUE
 from ronde.topology.lint.fleet import lint_fleet
-from ronde.topology.lint.form import check_form
-from ronde.topology.lint.host import lint_host
-from ronde.topology.paths.rules import LATEST
-from ronde.topology.probes.nccl_topology import NcclTopologyProbe
-from ronde.topology.probes.probe import Saved
+from ronde.topology.lint.host import CATALOGUE, lint_host
+from ronde.topology.paths.speeds import LATEST
 from ronde.topology.search_graph import (
     check_search_graphs,
     read_search_graphs,
@@ -139,11 +134,9 @@ def _check(options: argparse.Namespace) -> _Checked:
     machines = [saved for saved in sources if saved not in graphs]
     if graphs and not machines and options.root is None:
         names = ", ".join(sorted({saved.name for saved in graphs}))
-        subject = f"{names}, as NCCL {LATEST.major}.{LATEST.minor} reads it"
+        subject = f"{names}, as NCCL {LATEST} reads it"
         return _Checked(subject, tuple(findings), ())
     loaded = load_topology(options, machines)
-    for saved in loaded.saved:
-        findings += _check_file(saved, is_only=len(loaded.saved) == 1)
     hosts = loaded.topology.hosts
     for host in hosts:
         own = lint_host(host)
@@ -151,13 +144,6 @@ def _check(options: argparse.Namespace) -> _Checked:
     findings += lint_fleet(hosts)
     names = ", ".join(saved.name for saved in loaded.saved)
     return _Checked(_subject(hosts, names), tuple(findings), loaded.notices)
-
-
-def _check_file(saved: Saved, *, is_only: bool) -> list[Finding]:
-    if not NcclTopologyProbe().recognises(saved):
-        return []
-    found = check_form(saved)
-    return list(found) if is_only else [_at(Path(saved.name).name, f) for f in found]
 
 
 def _at(place: str, finding: Finding) -> Finding:

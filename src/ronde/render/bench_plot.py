@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ronde.errors import UsageError
-from ronde.topology.limits.limit import Limit
+from ronde.topology.limits.bounds import Limit
 from ronde.units import format_duration, format_size
 
 SUFFIXES = (".svg", ".png")

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from ronde.check.check import Check, Finding, Severity
-from ronde.check.judging import Readiness, Unread
+from ronde.check.judging import Unread
+from ronde.check.verdict import Verdict
 from ronde.render.check_hosts import fold_hosts
 from ronde.render.check_table import MARKS, paint
 from ronde.render.wrapping import WIDTH, wrap
@@ -59,7 +60,7 @@ def tell_unread(unread: Sequence[Unread], width: int = WIDTH) -> str:
 
 
 def tell_verdict(
-    verdict: Readiness, findings: Sequence[Finding], width: int = WIDTH
+    verdict: Verdict, findings: Sequence[Finding], width: int = WIDTH
 ) -> str:
     """Return how many hosts are ready, and of the others why not."""
     if not verdict.num_asked:
@@ -82,7 +83,7 @@ def tell_verdict(
     return text
 
 
-def _tell_ready(verdict: Readiness) -> str:
+def _tell_ready(verdict: Verdict) -> str:
     num, num_warned = verdict.num_hosts, len(verdict.warned)
     num_ready = num - len(verdict.faulty)
     if not num_ready:

@@ -9,7 +9,7 @@ from ronde.topology.comparison import (
     PathChange,
     PathComparison,
 )
-from ronde.topology.paths.path import Path
+from ronde.topology.paths.network import Path
 
 _MAX_PAIRS = 3
 _MAX_CHANGES = 3

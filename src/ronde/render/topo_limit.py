@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 
 from ronde.render.wrapping import WIDTH, wrap
-from ronde.topology.limits.bounding import Bound
-from ronde.topology.limits.limit import Limit
-from ronde.topology.limits.world import Rate, World
+from ronde.topology.limits.bounds import Bound, Limit, Rate, World
 
 _NONE = "-"
 _LARGE = 10_000

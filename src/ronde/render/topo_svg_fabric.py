@@ -12,7 +12,7 @@ from ronde.topology.graph import (
     Link,
     LinkKind,
 )
-from ronde.topology.paths.speeds import is_link_told, link_gb_per_s, smp_gb_per_s
+from ronde.topology.paths.speeds import is_link_known, link_gb_per_s, smp_gb_per_s
 
 _TITLES = {LinkKind.NVLINK: "NVLink", LinkKind.XGMI: "xGMI"}
 _NVSWITCH_CLASS = 0x0680
@@ -68,7 +68,7 @@ def _pairs(host: HostTopology, kind: LinkKind) -> Pairs:
             # Rounded, for the order of the links is to make no difference.
             rate = round(rate + more, 3)
             pairs[key] = (count + max(0, link.num_links), rate)
-            untold |= set() if is_link_told(link, gpus[link.source]) else {key}
+            untold |= set() if is_link_known(link, gpus[link.source]) else {key}
     return {key: (n, 0.0 if key in untold else r) for key, (n, r) in pairs.items()}
 
 

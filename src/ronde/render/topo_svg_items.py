@@ -21,12 +21,12 @@ from ronde.topology.graph import (
     PciDevice,
 )
 from ronde.topology.paths.speeds import (
-    is_link_told,
-    is_pci_told,
+    is_link_known,
+    is_pci_known,
     link_gb_per_s,
     pci_gb_per_s,
 )
-from ronde.topology.probes.pci_kinds import is_nvswitch
+from ronde.topology.pci import is_nvswitch
 from ronde.units import format_size
 
 MAX_ITEMS = 24
@@ -219,7 +219,7 @@ class _Tree:
 
 def _links_words(gpu: GpuDevice, links: Sequence[Link]) -> str:
     count = sum(max(0, link.num_links) for link in links)
-    if not all(is_link_told(link, gpu) for link in links):
+    if not all(is_link_known(link, gpu) for link in links):
         return f"{count} link{'' if count == 1 else 's'}"
     rate = sum(link_gb_per_s(link, gpu) for link in links)
     told = f"{count} links, " if count > 1 else ""
@@ -245,7 +245,7 @@ def _pci_words(device: PciDevice) -> str:
         return f"PCI {rate}"
     lanes = f"x{device.width} " if device.width > 0 else ""
     speed = device.speed.removesuffix(" PCIe").removesuffix(" GT/s").removesuffix(".0")
-    if not is_pci_told(device):
+    if not is_pci_known(device):
         return "PCI not told"
     if not speed:
         return f"PCI {lanes}not told: {rate}"

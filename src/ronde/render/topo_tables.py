@@ -4,9 +4,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ronde.topology.graph import UNKNOWN
-from ronde.topology.paths.classes import UNTOLD, ClassTable
-from ronde.topology.paths.network import VertexKind
-from ronde.topology.paths.path import Path
+from ronde.topology.paths.classes import UNKNOWN_WORD, ClassTable
+from ronde.topology.paths.network import Path, VertexKind
 from ronde.topology.paths.search import Paths
 
 DEFAULT_CHARS = 80
@@ -21,7 +20,7 @@ _LEGEND = {
     "PIX": "over one PCIe switch at most",
     "NV#": "over so many NVLinks",
     "XGMI": "over xGMI",
-    UNTOLD: "told by no source",
+    UNKNOWN_WORD: "told by no source",
 }
 _LOCAL_BITS = (1 << 56) - 1
 _NOTHING = "no GPU and no network adapter\n"
@@ -168,7 +167,7 @@ def _tell_speed(paths: Paths, path: Path | None) -> str:
         return ""
     if path.num_hops == 0:
         return "X"
-    return f"{path.kind} {path.gb_per_s:.1f}" if paths.is_told(path) else path.kind
+    return f"{path.kind} {path.gb_per_s:.1f}" if paths.is_known(path) else path.kind
 
 
 def _tell_hops(path: Path | None) -> str:

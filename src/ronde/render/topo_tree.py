@@ -23,15 +23,15 @@ from ronde.topology.graph import (
     PciDevice,
     Topology,
 )
-from ronde.topology.limits.network_ways import find_ways, told_gb_per_s
+from ronde.topology.limits.host import find_ways, known_gb_per_s
 from ronde.topology.paths.speeds import (
-    is_link_told,
-    is_pci_told,
+    is_link_known,
+    is_pci_known,
     link_gb_per_s,
     pci_gb_per_s,
     smp_gb_per_s,
 )
-from ronde.topology.probes.pci_kinds import is_nvswitch
+from ronde.topology.pci import is_nvswitch
 from ronde.units import format_size
 
 _NVSWITCH_CLASS = 0x0680
@@ -218,7 +218,7 @@ def _pci_words(device: PciDevice) -> str:
     rate = f"{_rate(device):.4g} GB/s"
     if device.gb_per_s > 0 and not device.speed:
         return f"PCI {rate}"
-    if not is_pci_told(device):
+    if not is_pci_known(device):
         return "PCI link not told"
     if not is_speed_told(device):
         return f"PCI link not told, taken for {rate}"
@@ -257,7 +257,7 @@ def _bonds(host: HostTopology) -> Iterator[str]:
     for each in host.interfaces:
         if each.bonding and each.title in ways:
             name, ports = ways[each.title]
-            yield f"{name}: {each.bonding}, {told_gb_per_s(ports) * 8:g} Gb/s"
+            yield f"{name}: {each.bonding}, {known_gb_per_s(ports) * 8:g} Gb/s"
 
 
 def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
@@ -270,7 +270,7 @@ def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) 
         target = "NVSwitch" if is_switch else link.target
         counts[target] += link.num_links
         rates[target] += _link_rate(gpu, link)
-        untold |= set() if is_link_told(link, gpu) else {target}
+        untold |= set() if is_link_known(link, gpu) else {target}
     alike: dict[tuple[int, str], list[str]] = {}
     for target, count in counts.items():
         rate = "" if target in untold else f", {rates[target]:g} GB/s"

@@ -18,25 +18,14 @@ class Severity(StrEnum):
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong, or looks wrong.
+    """One thing that is wrong, or looks wrong."""
 
-    Attributes:
-        rule: Its name, in words joined by hyphens: ``slow-bridge``.
-        severity: How bad it is.
-        element: What it is about, by name; for files also the line: ``line 12``.
-        what: What is seen, one sentence.
-        consequence: What comes of it, one sentence, in GB/s where that follows.
-        remedy: What to do, one sentence.
-        has_gb_per_s: What the element reaches in one direction; 0 where that does not
-            follow.
-        should_gb_per_s: What it would reach; 0 where that does not follow.
-    """
-
-    rule: str
-    severity: Severity
-    element: str
-    what: str
-    consequence: str
-    remedy: str
+    rule: str  # Its name, in words joined by hyphens: ``slow-bridge``.
+    severity: Severity  # How bad it is.
+    element: str  # What it is about, by name; for files also the line: ``line 12``.
+    what: str  # What is seen, one sentence.
+    consequence: str  # What comes of it, one sentence, in GB/s where that follows.
+    remedy: str  # What to do, one sentence.
+    # What the element reaches in one direction; 0 where that does not follow.
     has_gb_per_s: float = 0.0
-    should_gb_per_s: float = 0.0
+    should_gb_per_s: float = 0.0  # What it would reach; 0 where that does not follow.

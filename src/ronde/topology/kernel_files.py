@@ -12,12 +12,7 @@ _MAX_BYTES = 64 << 10
 
 
 def read_text(path: str, max_bytes: int = _MAX_BYTES) -> str:
-    """Return a file without what blanks and zero bytes surround it; empty if not.
-
-    Args:
-        path: The file.
-        max_bytes: What lies behind them is not read.
-    """
+    """Return a file without what blanks and zero bytes surround it; empty if not."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,10 +1,13 @@
-"""Where a device sits on the bus, and to which memory node that is near."""
+"""PCI devices: where they are on the bus, what kind they are, and GPU models."""
 
 import os
 import re
 
 from ronde.topology.kernel_files import read_number
-from ronde.topology.machine import UNKNOWN_NODE
+
+_UNKNOWN_NODE = -1
+UNKNOWN = -1
+
 
 # Domains have four digits, and more where firmware or a hypervisor makes them up.
 _ADDRESS = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
@@ -45,15 +48,79 @@ def bus_order(address: str) -> list[int]:
 
 
 def read_node(root: str, path: str) -> int:
-    """Return the memory node of a device, else of the nearest bridge that has one.
-
-    Args:
-        root: Where ``sys`` is; empty for this machine.
-        path: The device's place on the bus.
-    """
+    """Return the memory node of a device, else of the nearest bridge that has one."""
     while path:
-        node = read_number(f"{root}/sys/devices/{path}/numa_node", UNKNOWN_NODE)
+        node = read_number(f"{root}/sys/devices/{path}/numa_node", _UNKNOWN_NODE)
         if node >= 0:
             return node
         path = path.rpartition("/")[0]
-    return UNKNOWN_NODE
+    return _UNKNOWN_NODE
+
+
+_NVIDIA, _AMD = 0x10DE, 0x1002
+_DISPLAY, _NETWORK, _ACCELERATOR = 0x03, 0x02, 0x12
+_VGA = 0x0300
+_OTHER_BRIDGE = 0x0680
+
+_ANY_ADDRESS = re.compile(
+    r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-9a-f])", re.IGNORECASE
+)
+
+
+def plain_address(text: str) -> str:
+    """Return an address as sysfs spells it: ``0000:c2:00.0``; empty if it is none.
+
+    nvidia-smi writes eight digits for the domain, lspci leaves it out where all are in
+    the first.
+    """
+    match = _ANY_ADDRESS.fullmatch(text)
+    if match is None:
+        return ""
+    domain, bus, device, function = (int(part or "0", 16) for part in match.groups())
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
+
+
+def is_gpu(class_code: int, vendor: int) -> bool:
+    """Return whether a device computes, which what only drives a screen does not.
+
+    NVIDIA's are of any display class; others' are 3D or other display controllers, for
+    the VGA controllers of servers are management processors; AMD has accelerators, too.
+    """
+    kind = class_code >> 8
+    if kind >> 8 == _DISPLAY:
+        return vendor == _NVIDIA or kind != _VGA
+    return kind >> 8 == _ACCELERATOR and vendor == _AMD
+
+
+def is_network(class_code: int) -> bool:
+    """Return whether a device is a network adapter."""
+    return class_code >> 16 == _NETWORK
+
+
+def is_nvswitch(class_code: int, vendor: int) -> bool:
+    """Return whether a device is a switch of NVLink's."""
+    return class_code >> 8 == _OTHER_BRIDGE and vendor == _NVIDIA
+
+
+_CAPABILITIES = {
+    60: "P100",
+    61: "P4 P40",
+    70: "V100 V100S",
+    75: "T4",
+    80: "A100 A800 A30 A100X",
+    86: "A2 A10 A10G A16 A40 A6000 3090",
+    89: "L4 L20 L40 L40S",
+    90: "H20 H100 H200 H800 GH200",
+    100: "B100 B200 GB200",
+    103: "B300 GB300",
+}
+_BY_WORD = {word: sm for sm, words in _CAPABILITIES.items() for word in words.split()}
+
+
+def compute_capability(title: str) -> int:
+    """Return 90 for ``NVIDIA H100 80GB HBM3``; ``UNKNOWN`` for models not listed.
+
+    Source: https://developer.nvidia.com/cuda-gpus
+    """
+    words = re.split(r"[^A-Z0-9]+", title.upper())
+    return next((_BY_WORD[word] for word in words if word in _BY_WORD), UNKNOWN)

@@ -1,40 +1,46 @@
-"""What people have of a machine's topology, in any form: files and saved trees."""
+"""What people have of a machine's topology, in any form: files, trees, this machine."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ronde.errors import UsageError
-from ronde.topology.graph import HostTopology, Topology
-from ronde.topology.probes.probe import Probe, Saved
-from ronde.topology.xml_tree import MAX_BYTES
+from ronde.topology.graph import HostTopology, Topology, read_topology
+from ronde.topology.machine import read_gpus
+from ronde.topology.probes.base import Probe, Saved
+from ronde.topology.probes.sysfs import read_host
+from ronde.topology.xml_tree import MAX_BYTES, outermost_tag
+
+_NVIDIA = 0x10DE
+# NVIDIA's driver has one of these, the last one in WSL.
+_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
 
 class JsonProbe:
     """Reads what ``ronde topo --json`` wrote."""
 
-    form = "ronde topology"
+    format = "ronde topology"
 
     def recognises(self, saved: Saved) -> bool:
-        """Return whether a file is of this form."""
+        """Return whether a file is of this format."""
         return saved.data.lstrip()[:1] == b"{"
 
     def read(self, saved: Saved) -> Topology:
-        """Return what a file says."""
-        from ronde.topology.graph_json import read_topology
-
+        """Return the topology in a file."""
         return read_topology(saved.data, saved.name)
 
 
 def find_probes() -> tuple[Probe, ...]:
     """Return the readers of files; the first that recognises a file is to read it."""
-    # Whoever looks at this machine alone does not wait for them.
+    # Imported where a file is read: this machine alone needs none of them.
     from ronde.topology.probes.hwloc import HwlocProbe
     from ronde.topology.probes.lspci import LspciProbe
-    from ronde.topology.probes.nccl_topology import NcclTopologyProbe
+    from ronde.topology.probes.nccl import NcclTopologyProbe
     from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
-    from ronde.topology.probes.slurm_topology import SlurmTopologyProbe
+    from ronde.topology.probes.slurm import SlurmTopologyProbe
 
     return (
         JsonProbe(),
@@ -46,22 +52,8 @@ def find_probes() -> tuple[Probe, ...]:
     )
 
 
-class Part(NamedTuple):
-    """What one source says.
-
-    Attributes:
-        name: The source's, for messages.
-        form: What kind of source it is.
-        topology: What it says.
-    """
-
-    name: str
-    form: str
-    topology: Topology
-
-
 def read_saved(name: str) -> Saved:
-    """Return a file with its bytes; ``-`` is what comes in on standard input.
+    """Return a file with its bytes; ``-`` is standard input.
 
     Raises:
         UsageError: It cannot be read, or is too large for a topology.
@@ -84,33 +76,37 @@ def read_saved(name: str) -> Saved:
     return Saved("standard input" if name == "-" else name, data)
 
 
-def read_part(saved: Saved) -> Part:
-    """Return what a file says.
+def read_file(saved: Saved) -> Topology:
+    """Return the topology in a file; a host without a name has that of the file.
 
     Raises:
-        UsageError: It is of no known form, or damaged.
+        UsageError: It is of no known format, or damaged.
     """
     probes = find_probes()
-    for probe in probes:
-        if probe.recognises(saved):
-            return Part(saved.name, probe.form, probe.read(saved))
-    from ronde.topology.search_graph import recognises_search_graph
-
-    if recognises_search_graph(saved):
+    probe = next((probe for probe in probes if probe.recognises(saved)), None)
+    if probe is None and outermost_tag(saved.data) == "graphs":
         raise UsageError(
-            f"{saved.name} must tell of a machine, got a graph of NCCL's search. Give "
-            "it to ronde topo by itself, or to ronde topo lint."
+            f"{saved.name} must have a machine, got a graph of NCCL's search. Give it "
+            "to ronde topo by itself, or to ronde topo lint."
         )
-    forms = ", ".join((*(probe.form for probe in probes), "NCCL graph (alone)"))
-    raise UsageError(f"{saved.name} must be one of these: {forms}; got none of them.")
+    if probe is None:
+        formats = ", ".join([each.format for each in probes] + ["NCCL graph (alone)"])
+        raise UsageError(
+            f"{saved.name} must be one of these: {formats}; got none of them."
+        )
+    topology = probe.read(saved)
+    return topology._replace(hosts=_named(topology.hosts, Path(saved.name).stem))
 
 
-def read_tree(root: Path, environ: Mapping[str, str]) -> tuple[Part, tuple[str, ...]]:
-    """Return what the kernel and the drivers say, and notices about what they do not.
+class Detected(NamedTuple):
+    """A host that was looked at."""
 
-    Args:
-        root: Where ``sys`` and ``proc`` are, ``/`` for this machine.
-        environ: Says which GPUs a program would see.
+    host: HostTopology
+    notices: tuple[str, ...]  # What is unknown or hidden, a sentence each.
+
+
+def read_tree(root: Path, environ: Mapping[str, str]) -> Detected:
+    """Return a host from a tree that holds ``sys`` and ``proc``, with a name.
 
     Raises:
         UsageError: There is no such tree.
@@ -120,53 +116,84 @@ def read_tree(root: Path, environ: Mapping[str, str]) -> tuple[Part, tuple[str, 
             f"root must be a directory that holds sys, got {root}. Give the directory "
             "above it."
         )
-    from ronde.topology.detection import detect_host
-
     host, notices = detect_host(root, environ)
-    return Part(str(root), "tree", Topology((host,))), notices
+    return Detected(_named((host,), root.name)[0], notices)
 
 
-def join_parts(parts: Sequence[Part]) -> Topology:
-    """Return what all sources say together.
+def detect_host(root: Path, environ: Mapping[str, str]) -> Detected:
+    """Return a host from its kernel and drivers; what is unknown is never an error.
 
-    Sources of different forms tell of one host, and are merged; those of one form tell
-    of a host each. What lies between hosts is added to either.
-
-    Raises:
-        UsageError: It cannot be told which sources are of one host.
+    Only at ``/`` drivers are asked, too. ``environ`` has which GPUs a program would
+    see: a notice counts those hidden.
     """
-    switches = tuple(s for part in parts for s in part.topology.switches)
-    telling = [part for part in parts if part.topology.hosts]
-    forms = {part.form for part in telling}
-    if len(forms) <= 1:
-        hosts = tuple(_named(part) for part in telling)
-        return Topology(tuple(h for each in hosts for h in each), switches)
-    if len(forms) < len(telling):
-        raise UsageError(
-            "sources must be of one host, each of another form, or of several hosts, "
-            f"all of one form, got {len(telling)} sources of {len(forms)} forms: "
-            f"{', '.join(f'{part.name} ({part.form})' for part in telling)}. Give one "
-            "host's at a time."
-        )
-    several = [part for part in telling if len(part.topology.hosts) > 1]
-    if several:
-        raise UsageError(
-            f"source must tell of one host to be merged with others, got "
-            f"{several[0].name}, which tells of {len(several[0].topology.hosts)}. Give "
-            "it alone."
-        )
-    from ronde.topology.merging import merge_hosts
-
-    merged = merge_hosts([part.topology.hosts[0] for part in telling])
-    return Topology((merged,), switches)
+    host, notices = read_host(root), ()
+    if root == Path("/"):
+        host = host._replace(name=host.name or os.uname().nodename)
+        host, notices = _ask_nvml(host)
+    top = str(root).rstrip("/")
+    num_all, num_seen = len(read_gpus(top, {})), len(read_gpus(top, environ))
+    if num_seen < num_all:
+        seen = f"The environment lets programs see {num_seen} of {num_all} GPUs"
+        notices = (*notices, f"{seen}; all are listed.")
+    return Detected(host, notices)
 
 
-def _named(part: Part) -> tuple[HostTopology, ...]:
-    """Return a part's hosts; one without a name goes by that of its source."""
-    hosts = part.topology.hosts
-    name = Path(part.name).stem
+def join_topologies(topologies: Sequence[Topology]) -> Topology:
+    """Return the hosts and switches of all."""
+    return Topology(
+        tuple(host for each in topologies for host in each.hosts),
+        tuple(switch for each in topologies for switch in each.switches),
+    )
+
+
+def _named(hosts: Sequence[HostTopology], name: str) -> tuple[HostTopology, ...]:
     names = [name if len(hosts) == 1 else f"{name}:{n}" for n in range(len(hosts))]
     return tuple(
         host if host.name else host._replace(name=own)
         for host, own in zip(hosts, names, strict=True)
     )
+
+
+def _ask_nvml(host: HostTopology) -> tuple[HostTopology, tuple[str, ...]]:
+    """Return this machine with what NVML adds, and notices."""
+    if not any(map(os.path.exists, _DRIVERS)):
+        vendors = {device.bus_id: device.vendor for device in host.devices}
+        has_nvidia = any(vendors.get(gpu.bus_id) == _NVIDIA for gpu in host.gpus)
+        # Where there is neither card nor library, nobody expects a word about them.
+        if not has_nvidia and find_spec("pynvml") is None:
+            return host, ()
+        return host, ("No driver of NVIDIA's is loaded, and NVML cannot be asked.",)
+    # Its import takes longer than all the rest, and is of no use without a driver.
+    from ronde.topology.probes.nvml import read_nvml
+
+    nvml, notices = read_nvml()
+    return (add_nvml(host, nvml) if nvml and nvml.gpus else host), notices
+
+
+def add_nvml(host: HostTopology, nvml: HostTopology) -> HostTopology:
+    """Return a host as the kernel shows it with what NVML adds: links, names, chips.
+
+    Where both have a value, the kernel's stays.
+    """
+    gpus = {gpu.name: gpu for gpu in host.gpus}
+    gpus |= {g.name: _fill(gpus[g.name], g) if g.name in gpus else g for g in nvml.gpus}
+    devices = {device.bus_id: device for device in host.devices}
+    devices |= {
+        d.bus_id: _fill(devices[d.bus_id], d) if d.bus_id in devices else d
+        for d in nvml.devices
+    }
+    return host._replace(
+        sources=host.sources + nvml.sources,
+        gpus=tuple(gpus.values()),
+        devices=tuple(devices.values()),
+        links=host.links + nvml.links,
+        relations=host.relations + nvml.relations,
+        remarks=host.remarks + nvml.remarks,
+    )
+
+
+def _fill(one: Any, other: Any) -> Any:  # noqa: ANN401 - any element of a host
+    """Return an element with the other's values where its own are unknown."""
+    defaults = one._field_defaults.items()
+    missing = [name for name, default in defaults if getattr(one, name) == default]
+    return one._replace(**{name: getattr(other, name) for name in missing})

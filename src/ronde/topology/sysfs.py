@@ -3,11 +3,16 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ronde.topology.control_groups import read_cpu_limit
-from ronde.topology.cores import read_cores
-from ronde.topology.gpus import read_gpus
-from ronde.topology.machine import Gpu, Machine, NearPort, Nic
-from ronde.topology.nics import read_nics
+from ronde.topology.machine import (
+    Gpu,
+    Machine,
+    NearPort,
+    Nic,
+    read_cores,
+    read_cpu_limit,
+    read_gpus,
+    read_nics,
+)
 
 
 def read_machine(
@@ -17,11 +22,6 @@ def read_machine(
 
     What cannot be read is left out or unknown, and is never an error: a driver that
     hangs would take a start with it, and sandboxes hide much.
-
-    Args:
-        root: Where ``proc``, ``sys`` and ``dev`` are.
-        environ: Says with ``CUDA_VISIBLE_DEVICES`` and the like which GPUs a program
-            would see; without it, all that may be opened.
     """
     top = str(root).rstrip("/")
     gpus, nics = read_gpus(top, environ or {}), read_nics(top)
@@ -41,7 +41,7 @@ def _read_near(
     if not bus_ids or not any(nic.path for nic in nics):
         return ()
     # Imported where there is something to judge: elsewhere a start must not wait.
-    from ronde.topology.placement.nearness import find_near_ports
-    from ronde.topology.probes.sysfs_tree import read_host
+    from ronde.topology.placement.plan import find_near_ports
+    from ronde.topology.probes.sysfs import read_host
 
     return find_near_ports(read_host(root), bus_ids)

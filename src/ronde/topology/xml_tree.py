@@ -20,21 +20,13 @@ _NAME = re.compile(rb"[A-Za-z_][\w:.-]*")
 
 
 class Element(NamedTuple):
-    """One element of XML.
+    """One element of XML."""
 
-    Attributes:
-        tag: Its name.
-        attributes: Names to values, in the order of the file.
-        children: The elements in it, in the order of the file.
-        text: What stands directly in it, without blanks at its ends.
-        line: Where it begins, from 1.
-    """
-
-    tag: str
-    attributes: dict[str, str]
-    children: "tuple[Element, ...]"
-    text: str
-    line: int
+    tag: str  # Its name.
+    attributes: dict[str, str]  # Names to values, in the order of the file.
+    children: "tuple[Element, ...]"  # The elements in it, in the order of the file.
+    text: str  # What stands directly in it, without blanks at its ends.
+    line: int  # Where it begins, from 1.
 
     def named(self, *tags: str) -> "tuple[Element, ...]":
         """Return the children of these names."""
@@ -43,10 +35,6 @@ class Element(NamedTuple):
 
 def parse_xml(data: bytes, origin: str) -> Element:
     """Return the outermost element.
-
-    Args:
-        data: A whole file.
-        origin: What to call it in a message.
 
     Raises:
         UsageError: It is no well-formed XML, or not of this world.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ronde.check.facts import Value
 from ronde.topology.kernel_files import list_names, read_number, read_text
-from ronde.topology.nics import parse_rate
+from ronde.topology.machine import parse_rate
 
 _LIBRARY = "libibverbs.so.1"
 _LIBRARY_DIRS = ("lib", "lib64", "usr/lib", "usr/lib64", "usr/local/lib")

@@ -1,1 +1,1 @@
-"""Cores, GPUs and network addresses of the ranks, chosen before they start."""
+"""Where ranks sit and by which addresses they meet: decided before they start."""

@@ -1,41 +1,28 @@
-"""What one rank gets of its host, and how many ranks fit there."""
+"""What one rank has of its host."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ronde.topology.control_groups import read_cpu_limit
-from ronde.topology.cores import read_cores
-from ronde.topology.gpus import read_gpus
-from ronde.topology.machine import UNKNOWN_NODE, Machine
-
-
-def count_slots(environ: Mapping[str, str]) -> int:
-    """Return one slot a GPU of this machine, else one a core that may be used."""
-    return len(read_gpus("", environ)) or count_cores()
-
-
-def count_cores() -> int:
-    """Return the physical cores that may be used here, cut to the CPU quota."""
-    return usable_cores(Machine(read_cores(""), read_cpu_limit(""), (), ()))
-
-
-def usable_cores(machine: Machine) -> int:
-    """Return the physical cores of a machine, cut to the CPU quota; least 1."""
-    limit = int(machine.cpu_limit) if machine.cpu_limit else len(machine.cores)
-    return max(1, min(len(machine.cores), limit))
+from ronde.topology.machine import UNKNOWN_NODE
 
 
 @dataclass(frozen=True, slots=True)
-class RankResources:
-    """Where one rank sits."""
+class Place:
+    """Where one rank sits.
 
-    num_cores: int  # physical cores that it may count on, for its threads
-    # hardware threads that it is bound to; empty for none in particular
+    Attributes:
+        num_cores: Physical cores that it may count on, for its threads.
+        cpus: Hardware threads that it is bound to; empty for none in particular.
+        memory_node: Where its memory is to lie, or ``UNKNOWN_NODE``.
+        env: Variables that name its devices.
+        device: Its device, for people; empty for none.
+        nic: The nearest network interface, for people; empty where that is not known.
+        why: The reason for all that, for people.
+    """
+
+    num_cores: int
     cpus: tuple[int, ...] = ()
-    memory_node: int = UNKNOWN_NODE  # where its memory is to lie, or ``UNKNOWN_NODE``
-    # variables that name its devices
+    memory_node: int = UNKNOWN_NODE
     env: dict[str, str] = field(default_factory=dict[str, str])
-    device: str = ""  # its device, for people; empty for none
-    # the nearest network interface, for people; empty where that is not known
+    device: str = ""
     nic: str = ""
-    why: str = ""  # the reason for all that, for people
+    why: str = ""

@@ -4,10 +4,9 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 
-from ronde.topology.findings import Finding, Severity
+from ronde.topology.findings import Severity
 from ronde.topology.graph import NVSWITCH, GpuDevice
-from ronde.topology.lint.host_view import HostView
-from ronde.topology.lint.rule import Rule, rate_loss
+from ronde.topology.lint.view import Hit, HostView, rate_loss, rule
 from ronde.topology.paths.speeds import (
     LOCAL_GB_PER_S,
     max_nvlinks,
@@ -16,32 +15,39 @@ from ronde.topology.paths.speeds import (
 )
 
 _SWITCH_CLASS = 0x068000
+# Compute capability of the last chip whose number of NVLinks is known.
 _LATEST_SM = 103
-"""Compute capability of the last chip whose number of NVLinks is known."""
 
 
-def _to_itself(view: HostView) -> Iterator[Finding]:
+@rule(
+    "link-to-itself",
+    "NVLink or xGMI that leads from a GPU to itself",
+    "Write the bus address of the GPU at the other end as target; nvidia-smi topo -m "
+    "and nvidia-smi nvlink -R show it.",
+)
+def _to_itself(view: HostView) -> Iterator[Hit]:
     for name, links in view.direct_links.items():
         own = [link for link in links if link.target == name]
         if own:
             num = sum(link.num_links for link in own)
-            should = num * _link_rate(view, name)
-            has = _bus_rate(view, name)
-            yield Finding(
-                rule="link-to-itself",
-                severity=Severity.ERROR,
-                element=name,
-                what=f"{num} links between GPUs are told to lead from the GPU to "
-                "itself.",
-                consequence=f"They connect it to no other GPU{_rates(has, should)}.",
-                remedy="Write the bus address of the GPU at the other end as target; "
-                "nvidia-smi topo -m and nvidia-smi nvlink -R show it.",
-                has_gb_per_s=has,
-                should_gb_per_s=should,
+            has, should = _bus_rate(view, name), num * _link_rate(view, name)
+            yield Hit(
+                name,
+                Severity.ERROR,
+                f"{num} links between GPUs lead from the GPU to itself.",
+                f"They connect it to no other GPU{_rates(has, should)}.",
+                has,
+                should,
             )
 
 
-def _as_switches(view: HostView) -> Iterator[Finding]:
+@rule(
+    "gpu-told-as-switch",
+    "NVLink to a GPU whose class is given as that of a switch",
+    'Write one line, target="fffffff:ff:ff.0", tclass="0x068000" and the GPU\'s own '
+    'number of links, where there are switches; else tclass="0x030200".',
+)
+def _as_switches(view: HostView) -> Iterator[Hit]:
     for name, links in view.direct_links.items():
         wrong = [
             link
@@ -50,21 +56,21 @@ def _as_switches(view: HostView) -> Iterator[Finding]:
         ]
         if wrong:
             num = sum(link.num_links for link in wrong)
-            yield Finding(
-                rule="gpu-told-as-switch",
-                severity=Severity.ERROR,
-                element=name,
-                what=f"NVLinks lead to {len(wrong)} GPUs whose class is told as that "
-                "of an NVLink switch (0x068000).",
-                consequence=f"NCCL takes all {num} for links into one switch and adds "
-                "them up.",
-                remedy='Write one line, target="fffffff:ff:ff.0", tclass="0x068000" '
-                "and the GPU's own number of links, where there are switches; else "
-                'tclass="0x030200".',
+            yield Hit(
+                name,
+                Severity.ERROR,
+                f"NVLinks lead to {len(wrong)} GPUs whose class is given as that of an "
+                "NVLink switch (0x068000).",
+                f"NCCL takes all {num} for links into one switch and adds them up.",
             )
 
 
-def _too_many(view: HostView) -> Iterator[Finding]:
+@rule(
+    "too-many-nvlinks",
+    "more NVLinks than the chip has",
+    "Let the counts of one GPU add up to what nvidia-smi nvlink -s shows.",
+)
+def _too_many(view: HostView) -> Iterator[Hit]:
     for gpu in view.gpus.values():
         num, most = _num_links(view, gpu.name), max_nvlinks(gpu.sm)
         # Of later chips nobody knows yet how many they have.
@@ -72,73 +78,75 @@ def _too_many(view: HostView) -> Iterator[Finding]:
         if not is_known or not 0 < most < num:
             continue
         rate = nvlink_gb_per_s(gpu.sm)
-        has = num * rate
+        has, should = num * rate, most * rate
         cap = f", over its cap of {LOCAL_GB_PER_S:g}" if has > LOCAL_GB_PER_S else ""
-        yield Finding(
-            rule="too-many-nvlinks",
-            severity=Severity.ERROR,
-            element=gpu.name,
-            what=f"{num} NVLinks are told, and the chip (sm {gpu.sm}) has {most}.",
-            consequence=f"NCCL plans with {has:.1f} GB/s{cap}, where {most * rate:.1f} "
-            "exist, and chooses channels and algorithms by that.",
-            remedy="Let the counts of one GPU add up to what nvidia-smi nvlink -s "
-            "shows.",
-            has_gb_per_s=has,
-            should_gb_per_s=most * rate,
+        yield Hit(
+            gpu.name,
+            Severity.ERROR,
+            f"{num} NVLinks are listed, and the chip (sm {gpu.sm}) has {most}.",
+            f"NCCL plans with {has:.1f} GB/s{cap}, where {should:.1f} exist, and "
+            "chooses channels and algorithms by that.",
+            has,
+            should,
         )
 
 
-def _missing(view: HostView) -> Iterator[Finding]:
+@rule(
+    "gpu-without-links",
+    "a GPU without NVLink or xGMI on a host where others have it",
+    "Look at nvidia-smi nvlink -s and, with switches, at the fabric manager's log; "
+    "reset or replace the GPU, or leave it out.",
+)
+def _missing(view: HostView) -> Iterator[Hit]:
     linked = {gpu.name for gpu in view.host.gpus if _is_linked(view, gpu)}
-    if not linked:
-        return
-    should = max(_total_rate(view, name) for name in linked)
+    should = max((_total_rate(view, name) for name in linked), default=0.0)
     for gpu in view.host.gpus:
-        if gpu.name not in linked:
+        if linked and gpu.name not in linked:
             has = _bus_rate(view, gpu.name)
-            yield Finding(
-                rule="gpu-without-links",
-                severity=Severity.ERROR,
-                element=gpu.name,
-                what="The GPU has no links to other GPUs, and others of this host "
-                "have.",
-                consequence="Every ring through it falls back to the PCI bus"
+            yield Hit(
+                gpu.name,
+                Severity.ERROR,
+                "The GPU has no links to other GPUs, and others of this host have.",
+                "Every ring through it falls back to the PCI bus"
                 f"{_rates(has, should)}.",
-                remedy="Look at nvidia-smi nvlink -s and, with switches, at the fabric "
-                "manager's log; reset or replace the GPU, or leave it out.",
-                has_gb_per_s=has,
-                should_gb_per_s=should,
+                has,
+                should,
             )
 
 
-def _uneven(view: HostView) -> Iterator[Finding]:
+@rule(
+    "uneven-nvlinks",
+    "a GPU with fewer NVLinks than others of its kind",
+    "Look at nvidia-smi nvlink -s and -e for links that are down or count errors, and "
+    "reset the GPU.",
+)
+def _uneven(view: HostView) -> Iterator[Hit]:
     totals = {
-        gpu.name: _num_links(view, gpu.name)
+        gpu.name: num
         for gpu in view.gpus.values()
-        if not gpu.gcn and _num_links(view, gpu.name)
+        if not gpu.gcn and (num := _num_links(view, gpu.name))
     }
     kinds = {view.gpus[name].sm for name in totals}
-    if len(kinds) != 1 or len(set(totals.values())) < 2:
-        return
-    most = max(totals.values())
+    most = max(totals.values(), default=0)
     for name, num in totals.items():
-        if num < most:
+        if num < most and len(kinds) == 1:
             has, should = _total_rate(view, name), most * _link_rate(view, name)
-            yield Finding(
-                rule="uneven-nvlinks",
-                severity=rate_loss(num, most),
-                element=name,
-                what=f"{num} NVLinks are up, and other GPUs of this host have {most}.",
-                consequence="Collectives run at the slowest GPU's rate"
-                f"{_rates(has, should)}.",
-                remedy="Look at nvidia-smi nvlink -s and -e for links that are down or "
-                "count errors, and reset the GPU.",
-                has_gb_per_s=has,
-                should_gb_per_s=should,
+            yield Hit(
+                name,
+                rate_loss(num, most),
+                f"{num} NVLinks are up, and other GPUs of this host have {most}.",
+                f"Collectives run at the slowest GPU's rate{_rates(has, should)}.",
+                has,
+                should,
             )
 
 
-def _one_way(view: HostView) -> Iterator[Finding]:
+@rule(
+    "one-way-link",
+    "links between two GPUs with fewer links back",
+    "Give both GPUs the same count; nvidia-smi nvlink -R shows it.",
+)
+def _one_way(view: HostView) -> Iterator[Hit]:
     counts: Counter[tuple[str, str]] = Counter()
     for link in chain.from_iterable(view.direct_links.values()):
         is_between = link.source in view.gpus and link.target in view.gpus
@@ -147,17 +155,20 @@ def _one_way(view: HostView) -> Iterator[Finding]:
     for (source, target), num in counts.items():
         back = counts[target, source]
         if back < num:
-            yield Finding(
-                rule="one-way-link",
-                severity=Severity.WARNING,
-                element=source,
-                what=f"{num} links lead to {target}, and {back} lead back.",
-                consequence="What comes back has less bandwidth, or none of its own.",
-                remedy="Give both GPUs the same count; nvidia-smi nvlink -R shows it.",
+            yield Hit(
+                source,
+                Severity.WARNING,
+                f"{num} links lead to {target}, and {back} lead back.",
+                "What comes back has less bandwidth, or none of its own.",
             )
 
 
-def _to_hidden(view: HostView) -> Iterator[Finding]:
+@rule(
+    "link-to-hidden-gpu",
+    "links to a GPU that is not listed",
+    "Nothing, where the job has a part of the GPUs; else list them.",
+)
+def _to_hidden(view: HostView) -> Iterator[Hit]:
     for name, links in view.direct_links.items():
         hidden = [
             link.target
@@ -166,33 +177,34 @@ def _to_hidden(view: HostView) -> Iterator[Finding]:
             and link.target_class >> 16 in (0x03, 0x12)
         ]
         if hidden:
-            yield Finding(
-                rule="link-to-hidden-gpu",
-                severity=Severity.NOTE,
-                element=name,
-                what=f"Links lead to {len(hidden)} GPUs that are not listed, such as "
+            yield Hit(
+                name,
+                Severity.NOTE,
+                f"Links lead to {len(hidden)} GPUs that are not listed, such as "
                 f"{hidden[0]}.",
-                consequence="NCCL drops these links.",
-                remedy="Nothing, where the job has a part of the GPUs; else list them.",
+                "NCCL drops these links.",
             )
 
 
-def _no_peer_access(view: HostView) -> Iterator[Finding]:
+@rule(
+    "no-peer-access",
+    "GPUs that may not reach each other's memory",
+    "CNS: the processor's chipset does not; TNS: no bus between them does; GNS: this "
+    "kind of GPU does not. In a virtual machine look whether the host passes peer "
+    "access on; switch ACS off on the bridges.",
+)
+def _no_peer_access(view: HostView) -> Iterator[Hit]:
     bad: dict[str, Counter[str]] = {}
     for each in view.host.relations:
         if each.peer and each.peer not in ("OK", "X") and each.source != each.target:
             bad.setdefault(each.source, Counter())[each.peer] += 1
     for name, words in bad.items():
-        told = ", ".join(f"{word} for {num}" for word, num in sorted(words.items()))
-        yield Finding(
-            rule="no-peer-access",
-            severity=Severity.WARNING,
-            element=name,
-            what=f"The driver lets it not reach the memory of other GPUs ({told}).",
-            consequence="NCCL copies through the host's shared memory instead.",
-            remedy="CNS: the processor's chipset does not; TNS: no bus between them "
-            "does; GNS: this kind of GPU does not. In a virtual machine look whether "
-            "the host passes peer access on; switch ACS off on the bridges.",
+        counts = ", ".join(f"{word} for {num}" for word, num in sorted(words.items()))
+        yield Hit(
+            name,
+            Severity.WARNING,
+            f"The driver does not let it reach the memory of other GPUs ({counts}).",
+            "NCCL copies through the host's shared memory instead.",
         )
 
 
@@ -202,7 +214,7 @@ def _num_links(view: HostView, name: str) -> int:
 
 
 def _is_linked(view: HostView, gpu: GpuDevice) -> bool:
-    """Whether links to others are told, by themselves or as ``NV4`` of a pair."""
+    """Whether links to others are listed, by themselves or as ``NV4`` of a pair."""
     return any(
         link.num_links > 0 and link.target != gpu.name
         for link in view.direct_links.get(gpu.name, ())
@@ -218,7 +230,7 @@ def _total_rate(view: HostView, name: str) -> float:
 
 
 def _link_rate(view: HostView, name: str) -> float:
-    """Return NCCL's GB/s for one link of a GPU; 0 where its chip is not known."""
+    """Return NCCL's GB/s for one link of a GPU; 0 where its chip is unknown."""
     gpu = view.gpus.get(name)
     if gpu and gpu.gcn:
         return xgmi_gb_per_s(gpu.gcn)
@@ -227,59 +239,23 @@ def _link_rate(view: HostView, name: str) -> float:
 
 def _bus_rate(view: HostView, name: str) -> float:
     """Return the GB/s of the best way from one GPU to any other; 0 for none."""
-    ways = (
-        view.paths.between(name, other.name)
-        for other in view.host.gpus
-        if other.name != name
-    )
+    others = (gpu.name for gpu in view.host.gpus if gpu.name != name)
+    ways = (view.paths.between(name, other) for other in others)
     return max((way.gb_per_s for way in ways if way), default=0.0)
 
 
 def _rates(has: float, should: float) -> str:
-    if not 0 < has < should:
-        return ""
-    return f": {has:g} instead of {should:g} GB/s (NCCL's figures)"
+    is_loss = 0 < has < should
+    return f": {has:g} instead of {should:g} GB/s (NCCL's figures)" if is_loss else ""
 
 
 RULES = (
-    Rule(
-        "link-to-itself",
-        "NVLink or xGMI that leads from a GPU to itself",
-        _to_itself,
-    ),
-    Rule(
-        "gpu-told-as-switch",
-        "NVLink to a GPU whose class is told as that of a switch",
-        _as_switches,
-    ),
-    Rule(
-        "too-many-nvlinks",
-        "more NVLinks than the chip has",
-        _too_many,
-    ),
-    Rule(
-        "gpu-without-links",
-        "a GPU without NVLink or xGMI on a host where others have it",
-        _missing,
-    ),
-    Rule(
-        "uneven-nvlinks",
-        "a GPU with fewer NVLinks than others of its kind",
-        _uneven,
-    ),
-    Rule(
-        "one-way-link",
-        "links between two GPUs that do not lead back alike",
-        _one_way,
-    ),
-    Rule(
-        "link-to-hidden-gpu",
-        "links to a GPU that is not listed",
-        _to_hidden,
-    ),
-    Rule(
-        "no-peer-access",
-        "GPUs that may not reach each other's memory",
-        _no_peer_access,
-    ),
+    _to_itself,
+    _as_switches,
+    _too_many,
+    _missing,
+    _uneven,
+    _one_way,
+    _to_hidden,
+    _no_peer_access,
 )

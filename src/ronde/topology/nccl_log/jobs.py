@@ -4,13 +4,17 @@ Processes belong to one job where a communicator joins them. Who is in none belo
 the job of its host, if there is one there and no other.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from ronde.topology.nccl_log.collector import (
     Collector,
+    CommTally,
     EdgeTally,
     Kind,
+    Process,
+    RankTally,
     SizeTally,
     Value,
     WarningTally,
@@ -27,8 +31,38 @@ from ronde.topology.nccl_log.log import (
     Tuning,
     WarningSeen,
 )
-from ronde.topology.nccl_log.started import CommTally, Process, RankTally
-from ronde.topology.nccl_log.statements import Topic
+from ronde.topology.nccl_log.patterns import Topic
+
+_MAX_MISREAD = 3
+
+
+def mend_hosts(processes: Iterable[Process]) -> None:
+    """Give processes that were named a few times alone the host that they are of."""
+    sure: dict[int, list[str]] = {}
+    rare: dict[int, list[Process]] = {}
+    for process in processes:
+        if process.num_messages > _MAX_MISREAD:
+            sure.setdefault(process.pid, []).append(process.host)
+        else:
+            rare.setdefault(process.pid, []).append(process)
+    for pid, few in rare.items():
+        if hosts := sure.get(pid):
+            backwards = sorted(host[::-1] for host in hosts)
+            for process in few:
+                process.host = _own_host(process.host, backwards)
+
+
+def _own_host(name: str, backwards: Sequence[str]) -> str:
+    """Return the longest host that a name ends with, or the one that ends with it."""
+    end = name[::-1]
+    for length in range(len(end), 0, -1):
+        at = bisect_left(backwards, end[:length])
+        if at < len(backwards) and backwards[at] == end[:length]:
+            return end[:length][::-1]
+    at = bisect_left(backwards, end)
+    longer = [each for each in backwards[at : at + 2] if each.startswith(end)]
+    return longer[0][::-1] if len(longer) == 1 else name
+
 
 K = TypeVar("K")
 T = TypeVar("T")

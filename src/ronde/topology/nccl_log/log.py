@@ -4,166 +4,101 @@ They hold what stands in the log and nothing else: an empty field was not said, 
 is no claim that it is so.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ronde.topology.graph import UNKNOWN
 
 
 class Said(NamedTuple):
-    """One thing that some processes of a job said.
+    """One thing that some processes of a job said."""
 
-    Attributes:
-        value: What they said: a version, a device, a setting.
-        hosts: Where they run, in order of their names.
-        num_processes: How many they are.
-    """
-
-    value: str
-    hosts: tuple[str, ...]
-    num_processes: int
+    value: str  # What they said: a version, a device, a setting.
+    hosts: tuple[str, ...]  # Where they run, in order of their names.
+    num_processes: int  # How many they are.
 
 
 class RankSeen(NamedTuple):
-    """A rank of a communicator.
+    """A rank of a communicator."""
 
-    Attributes:
-        rank: Its number.
-        host: Where it runs.
-        pid: Number of its process.
-        device: CUDA's number of its GPU; ``UNKNOWN``.
-        bus_id: ``83000`` for 0000:83:00.0, as NCCL writes it; empty.
-        has_started: It said that its start began.
-        is_complete: It said that its start was complete.
-        init_s: How long its start took, in seconds; 0.
-        init_phases: That time by phase, longest first: a name and seconds each.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    device: int = UNKNOWN
-    bus_id: str = ""
-    has_started: bool = False
-    is_complete: bool = False
-    init_s: float = 0.0
+    rank: int  # Its number.
+    host: str  # Where it runs.
+    pid: int  # Number of its process.
+    device: int = UNKNOWN  # CUDA's number of its GPU; ``UNKNOWN``.
+    bus_id: str = ""  # ``83000`` for 0000:83:00.0, as NCCL writes it; empty.
+    has_started: bool = False  # It said that its start began.
+    is_complete: bool = False  # It said that its start was complete.
+    init_s: float = 0.0  # How long its start took, in seconds; 0.
+    # That time by phase, longest first: a name and seconds each.
     init_phases: tuple[tuple[str, float], ...] = ()
 
 
 class ChannelCounts(NamedTuple):
-    """How many channels a communicator has.
+    """How many channels a communicator has."""
 
-    Attributes:
-        coll: For rings and trees.
-        nvls: For reductions in the NVLink switches.
-        p2p: For sends and receives.
-        p2p_per_peer: Of these, to one other rank.
-    """
-
-    coll: int
-    nvls: int
-    p2p: int
-    p2p_per_peer: int
+    coll: int  # For rings and trees.
+    nvls: int  # For reductions in the NVLink switches.
+    p2p: int  # For sends and receives.
+    p2p_per_peer: int  # Of these, to one other rank.
 
 
 class Communicator(NamedTuple):
-    """Ranks that communicate.
+    """Ranks that communicate."""
 
-    Attributes:
-        name: NCCL's number of it, or one of the log's own that begins with ``#``.
-        num_ranks: How many it has.
-        num_nodes: On how many nodes by NCCL's own count; ``UNKNOWN``.
-        is_mnnvl: NVLink joins nodes in it.
-        ranks: Those that the log speaks of, by number.
-        rings: Order of the ranks in each channel's ring, by channel.
-        channels: Distinct counts of channels that its ranks said.
-    """
-
-    name: str
-    num_ranks: int
-    num_nodes: int = UNKNOWN
-    is_mnnvl: bool = False
-    ranks: tuple[RankSeen, ...] = ()
+    name: str  # NCCL's number of it, or one of the log's own that begins with ``#``.
+    num_ranks: int  # How many it has.
+    num_nodes: int = UNKNOWN  # On how many nodes by NCCL's own count; ``UNKNOWN``.
+    is_mnnvl: bool = False  # NVLink joins nodes in it.
+    ranks: tuple[RankSeen, ...] = ()  # Those that the log speaks of, by number.
+    # Order of the ranks in each channel's ring, by channel.
     rings: tuple[tuple[int, ...], ...] = ()
+    # Distinct counts of channels that its ranks said.
     channels: tuple[ChannelCounts, ...] = ()
 
 
 class TreeLink(NamedTuple):
-    """A link of the topology that NCCL found.
+    """A link of the topology that NCCL found."""
 
-    Attributes:
-        kind: ``PCI``, ``NVL``, ``XGMI``, ``SYS``, ``C2C``, ``NET``, ...
-        gb_per_s: What it carries by NCCL's count.
-        source: Above it: ``CPU/0-0``.
-        target: Below it: ``GPU/0-3000``.
-        port_gb_per_s: What the network port below carries; 0 for other targets.
-        hosts: Where it was found.
-    """
-
-    kind: str
-    gb_per_s: float
-    source: str
-    target: str
-    port_gb_per_s: float
-    hosts: tuple[str, ...]
+    kind: str  # ``PCI``, ``NVL``, ``XGMI``, ``SYS``, ``C2C``, ``NET``, ...
+    gb_per_s: float  # What it carries by NCCL's count.
+    source: str  # Above it: ``CPU/0-0``.
+    target: str  # Below it: ``GPU/0-3000``.
+    port_gb_per_s: float  # What the network port below carries; 0 for other targets.
+    hosts: tuple[str, ...]  # Where it was found.
 
 
 class PathSeen(NamedTuple):
-    """A path between two elements that NCCL found.
+    """A path between two elements that NCCL found."""
 
-    Attributes:
-        source: ``GPU/0-3000``.
-        target: ``NET/0-0``.
-        num_hops: Links on it.
-        gb_per_s: What its slowest link carries.
-        kind: ``NVL``, ``PIX``, ``SYS``, ...
-        hosts: Where it was found.
-    """
-
-    source: str
-    target: str
-    num_hops: int
-    gb_per_s: float
-    kind: str
-    hosts: tuple[str, ...]
+    source: str  # ``GPU/0-3000``.
+    target: str  # ``NET/0-0``.
+    num_hops: int  # Links on it.
+    gb_per_s: float  # What its slowest link carries.
+    kind: str  # ``NVL``, ``PIX``, ``SYS``, ...
+    hosts: tuple[str, ...]  # Where it was found.
 
 
 class GraphSeen(NamedTuple):
-    """What NCCL's search for channels came to.
+    """What NCCL's search for channels came to."""
 
-    Attributes:
-        pattern: Number of the pattern: 1 to 3 are trees, 4 is the ring, 5 NVLS.
-        num_channels: How many it found.
-        intra_gb_per_s: Of a channel inside a node.
-        inter_gb_per_s: Of a channel between nodes.
-        intra_type: Worst kind of path inside a node.
-        inter_type: Worst kind of path between a GPU and its network adapter.
-        hosts: Where it was found.
-    """
-
-    pattern: int
-    num_channels: int
-    intra_gb_per_s: float
-    inter_gb_per_s: float
-    intra_type: str
-    inter_type: str
-    hosts: tuple[str, ...]
+    pattern: int  # Number of the pattern: 1 to 3 are trees, 4 is the ring, 5 NVLS.
+    num_channels: int  # How many it found.
+    intra_gb_per_s: float  # Of a channel inside a node.
+    inter_gb_per_s: float  # Of a channel between nodes.
+    intra_type: str  # Worst kind of path inside a node.
+    inter_type: str  # Worst kind of path between a GPU and its network adapter.
+    hosts: tuple[str, ...]  # Where it was found.
 
 
 class EdgesSeen(NamedTuple):
-    """Connections between ranks that use one transport.
+    """Connections between ranks that use one transport."""
 
-    Attributes:
-        transport: ``P2P/CUMEM/read``, ``SHM/direct``, ``NET/IB/GDRDMA``,
-            ``COLLNET/SHARP``.
-        num_edges: How many ends of channels the log names.
-        example: Two ranks that it joins; one twice where a switch is at the other end.
-        hosts: Where these ends are.
-    """
-
+    # ``P2P/CUMEM/read``, ``SHM/direct``, ``NET/IB/GDRDMA``, ``COLLNET/SHARP``.
     transport: str
-    num_edges: int
+    num_edges: int  # How many ends of channels the log names.
+    # Two ranks that it joins; one twice where a switch is at the other end.
     example: tuple[int, int]
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # Where these ends are.
 
     @property
     def is_between_nodes(self) -> bool:
@@ -172,115 +107,79 @@ class EdgesSeen(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """An algorithm that NCCL chose.
+    """An algorithm that NCCL chose."""
 
-    Attributes:
-        collective: ``AllReduce``; empty where not said.
-        algorithm: ``RING``, ``TREE``, ``NVLS``, ...
-        protocol: ``LL``, ``LL128`` or ``SIMPLE``.
-        min_bytes: Of the smallest operation.
-        max_bytes: Of the largest.
-        num_operations: How often.
-    """
-
-    collective: str
-    algorithm: str
-    protocol: str
-    min_bytes: int
-    max_bytes: int
-    num_operations: int
+    collective: str  # ``AllReduce``; empty where not said.
+    algorithm: str  # ``RING``, ``TREE``, ``NVLS``, ...
+    protocol: str  # ``LL``, ``LL128`` or ``SIMPLE``.
+    min_bytes: int  # Of the smallest operation.
+    max_bytes: int  # Of the largest.
+    num_operations: int  # How often.
 
 
 class WarningSeen(NamedTuple):
-    """A line that NCCL marked as a warning.
+    """A line that NCCL marked as a warning."""
 
-    Attributes:
-        text: What it says, as one process said it.
-        place: File and line of NCCL's source; empty where not said.
-        num_times: How often the like of it was said; numbers in it may differ.
-        hosts: Where.
-    """
-
-    text: str
-    place: str
-    num_times: int
-    hosts: tuple[str, ...]
+    text: str  # What it says, as one process said it.
+    place: str  # File and line of NCCL's source; empty where not said.
+    num_times: int  # How often the like of it was said; numbers in it may differ.
+    hosts: tuple[str, ...]  # Where.
 
 
 class Job(NamedTuple):
-    """Hosts that communicators join, and what their processes said.
+    """Hosts that communicators join, and what their processes said."""
 
-    Attributes:
-        hosts: Names, in order.
-        num_processes: How many processes the log speaks of.
-        communicators: The one with most ranks first.
-        versions: Of NCCL.
-        drivers: Of CUDA's driver: ``13020`` is 13.2.
-        bootstrap: Interfaces that the processes meet on: ``eth0``.
-        networks: What carries data between nodes: ``IB``, ``Socket``, a plugin's name.
-        candidates: What each network found: ``IB mlx5_0:1/IB``, ``IB none``,
-            ``Libfabric efa (32 adapters)``.
-        plugins: What was said of plugins for the network.
-        gdr: Adapters with GPUDirect RDMA: ``IB mlx5_0 Enabled``.
-        uses: Of rings: ``PXN 1 GDR 1``.
-        nvls: Of reductions in NVLink switches: ``available on dev 0``,
-            ``lost: CUDA error ...``.
-        mnnvl: Of NVLink between nodes: ``state 3 uuid 0.0``.
-        p2p: Of GPUs' access to each other's memory, where it is refused.
-        settings: ``NCCL_IB_HCA=mlx5``.
-        retries: What did not answer when a rank wanted to connect, by its address
-            where that is said: ``10.0.0.1<4567> returned Connection refused``.
-        aborts: Processes that gave a communicator up; one value at most.
-        trees: Links of the topology.
-        paths: Paths of the topology.
-        graphs: What the searches came to.
-        edges: Connections, most first.
-        tunings: Algorithms, by collective and size.
-        warnings: First said first.
-    """
-
-    hosts: tuple[str, ...] = ()
-    num_processes: int = 0
-    communicators: tuple[Communicator, ...] = ()
-    versions: tuple[Said, ...] = ()
-    drivers: tuple[Said, ...] = ()
-    bootstrap: tuple[Said, ...] = ()
+    hosts: tuple[str, ...] = ()  # Names, in order.
+    num_processes: int = 0  # How many processes the log speaks of.
+    communicators: tuple[Communicator, ...] = ()  # The one with most ranks first.
+    versions: tuple[Said, ...] = ()  # Of NCCL.
+    drivers: tuple[Said, ...] = ()  # Of CUDA's driver: ``13020`` is 13.2.
+    bootstrap: tuple[Said, ...] = ()  # Interfaces that the processes meet on: ``eth0``.
+    # What carries data between nodes: ``IB``, ``Socket``, a plugin's name.
     networks: tuple[Said, ...] = ()
+    # What each network found: ``IB mlx5_0:1/IB``, ``IB none``, ``Libfabric efa (32
+    # adapters)``.
     candidates: tuple[Said, ...] = ()
-    plugins: tuple[Said, ...] = ()
-    gdr: tuple[Said, ...] = ()
-    uses: tuple[Said, ...] = ()
+    plugins: tuple[Said, ...] = ()  # What was said of plugins for the network.
+    gdr: tuple[Said, ...] = ()  # Adapters with GPUDirect RDMA: ``IB mlx5_0 Enabled``.
+    uses: tuple[Said, ...] = ()  # Of rings: ``PXN 1 GDR 1``.
+    # Of reductions in NVLink switches: ``available on dev 0``, ``lost: CUDA error
+    # ...``.
     nvls: tuple[Said, ...] = ()
-    mnnvl: tuple[Said, ...] = ()
+    mnnvl: tuple[Said, ...] = ()  # Of NVLink between nodes: ``state 3 uuid 0.0``.
+    # Of GPUs' access to each other's memory, where it is refused.
     p2p: tuple[Said, ...] = ()
-    settings: tuple[Said, ...] = ()
+    settings: tuple[Said, ...] = ()  # ``NCCL_IB_HCA=mlx5``.
+    # What did not answer when a rank wanted to connect, by its address where that is
+    # said: ``10.0.0.1<4567> returned Connection refused``.
     retries: tuple[Said, ...] = ()
+    # Processes that gave a communicator up; one value at most.
     aborts: tuple[Said, ...] = ()
-    trees: tuple[TreeLink, ...] = ()
-    paths: tuple[PathSeen, ...] = ()
-    graphs: tuple[GraphSeen, ...] = ()
-    edges: tuple[EdgesSeen, ...] = ()
-    tunings: tuple[Tuning, ...] = ()
-    warnings: tuple[WarningSeen, ...] = ()
+    trees: tuple[TreeLink, ...] = ()  # Links of the topology.
+    paths: tuple[PathSeen, ...] = ()  # Paths of the topology.
+    graphs: tuple[GraphSeen, ...] = ()  # What the searches came to.
+    edges: tuple[EdgesSeen, ...] = ()  # Connections, most first.
+    tunings: tuple[Tuning, ...] = ()  # Algorithms, by collective and size.
+    warnings: tuple[WarningSeen, ...] = ()  # First said first.
 
 
 class NcclLog(NamedTuple):
-    """What a log says.
+    """What a log says."""
 
-    Attributes:
-        jobs: The one with most processes first.
-        loose_versions: Versions that stand in no process's name.
-        num_lines: Of the log in all.
-        num_messages: Of NCCL's, those put together from pieces included.
-        num_mended: Those put together from pieces.
-        num_lost: Pieces of NCCL's lines that nothing fitted to.
-        num_left_out: Things that were too many to keep.
-    """
+    jobs: tuple[Job, ...]  # The one with most processes first.
+    loose_versions: tuple[str, ...] = ()  # Versions that stand in no process's name.
+    num_lines: int = 0  # Of the log in all.
+    num_messages: int = 0  # Of NCCL's, those put together from pieces included.
+    num_mended: int = 0  # Those put together from pieces.
+    num_lost: int = 0  # Pieces of NCCL's lines that nothing fitted to.
+    num_left_out: int = 0  # Things that were too many to keep.
 
-    jobs: tuple[Job, ...]
-    loose_versions: tuple[str, ...] = ()
-    num_lines: int = 0
-    num_messages: int = 0
-    num_mended: int = 0
-    num_lost: int = 0
-    num_left_out: int = 0
+
+_MAX_NAMES = 3
+
+
+def name_some(names: Sequence[str]) -> str:
+    """Return names in a row, the end of a long one counted only."""
+    shown = ", ".join(names[:_MAX_NAMES])
+    left = len(names) - _MAX_NAMES
+    return f"{shown} and {left} more" if left > 0 else shown

@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Iterator
 from typing import NamedTuple
 
-from ronde.topology.nccl_log.statements import recognise
+from ronde.topology.nccl_log.patterns import recognise
 
 MAX_LINE_CHARS = 1 << 16
 """Of a longer line the rest is not looked at; NCCL cuts its own at 1,023."""
@@ -51,23 +51,14 @@ _MAX_HEAD_CHARS = 2048
 
 
 class Message(NamedTuple):
-    """What one process said at once.
+    """What one process said at once."""
 
-    Attributes:
-        host: Name of its host; empty for a version that names none.
-        pid: Number of its process.
-        thread: Number of the thread.
-        is_warning: It is marked ``WARN``.
-        place: File and line of NCCL's source; empty where not told.
-        text: What it says.
-    """
-
-    host: str
-    pid: int
-    thread: int
-    is_warning: bool
-    place: str
-    text: str
+    host: str  # Name of its host; empty for a version that names none.
+    pid: int  # Number of its process.
+    thread: int  # Number of the thread.
+    is_warning: bool  # It is marked ``WARN``.
+    place: str  # File and line of NCCL's source; empty where not told.
+    text: str  # What it says.
 
 
 class MessageReader:
@@ -91,11 +82,7 @@ class MessageReader:
         self._heads: list[tuple[int, str]] = []
 
     def feed(self, line: str) -> list[Message]:
-        """Return the messages that a line makes whole.
-
-        Args:
-            line: Without its end.
-        """
+        """Return the messages that a line makes whole."""
         self.num_lines += 1
         if "\x1b" in line:
             line = _ANSI.sub("", line)

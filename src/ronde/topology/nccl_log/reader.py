@@ -3,23 +3,65 @@
 They are read in pieces, so that a log of any size takes bounded memory.
 """
 
+import zlib
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import BinaryIO
 
+from ronde.errors import UsageError
 from ronde.topology.nccl_log.collector import Collector
-from ronde.topology.nccl_log.hosts import mend_hosts
-from ronde.topology.nccl_log.jobs import make_jobs
+from ronde.topology.nccl_log.jobs import make_jobs, mend_hosts
 from ronde.topology.nccl_log.log import NcclLog
 from ronde.topology.nccl_log.messages import MAX_LINE_CHARS, MessageReader
-from ronde.topology.nccl_log.packed import read_pieces
+
+_PIECE_BYTES = 1 << 20
+_MAGIC = b"\x1f\x8b"
+_GZIP_WINDOW = 31
+
+
+def read_pieces(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the bytes of a file in pieces of about a megabyte.
+
+    Raises:
+        OSError: It cannot be read.
+        UsageError: It is packed, and damaged or cut.
+    """
+    pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
+    first = next(pieces, b"")
+    whole = chain([first], pieces)
+    return _unpack(whole) if first.startswith(_MAGIC) else whole
+
+
+def _unpack(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield what gzip packed; one after another where several lie in a file."""
+    unpacker = zlib.decompressobj(_GZIP_WINDOW)
+    try:
+        for piece in pieces:
+            rest = piece
+            while rest:
+                if unpacker.eof:
+                    unpacker = zlib.decompressobj(_GZIP_WINDOW)
+                yield unpacker.decompress(rest, _PIECE_BYTES)
+                rest = unpacker.unconsumed_tail
+                if unpacker.eof:
+                    # Zeros fill up what is written in blocks.
+                    rest = unpacker.unused_data.lstrip(b"\0")
+        yield unpacker.flush()
+    except zlib.error as error:
+        raise _damaged(str(error)) from None
+    if not unpacker.eof:
+        raise _damaged("it was cut")
+
+
+def _damaged(how: str) -> UsageError:
+    return UsageError(
+        f"a packed log must be whole gzip data, got an error: {how}. Unpack what there "
+        "is, and give that: zcat FILE > nccl.log"
+    )
 
 
 def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     """Return what one log says that lies in one file or in several.
-
-    Args:
-        files: Open, each read once from where it stands to its end. What gzip
-            packed is unpacked.
 
     Raises:
         OSError: One cannot be read.

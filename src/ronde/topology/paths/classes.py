@@ -11,38 +11,31 @@ from ronde.topology.graph import (
     LinkKind,
     PciDevice,
 )
-from ronde.topology.paths.pci_tree import (
+from ronde.topology.paths.network import (
     POWER_BRIDGE_CLASS,
     adapter_name,
     find_numa_numbers,
 )
 
-UNTOLD = "?"
+UNKNOWN_WORD = "?"
 """The word for a pair of which no source tells anything."""
 
 _FAR_WORDS = ("PHB", "NODE")
 
 
 class ClassTable(NamedTuple):
-    """A word for each pair of GPUs and adapters of a host.
+    """A word for each pair of GPUs and adapters of a host."""
 
-    Attributes:
-        names: Of GPUs by number, then of ports, as in the graph.
-        labels: ``GPU0``, ``NIC0``, one each.
-        titles: What the labels of ports stand for, such as ``mlx5_0``.
-        words: A row each, and in it a word each: ``X``, ``NV18``, ``PIX``, ``PXB``,
-            ``PHB``, ``NODE``, ``SYS``, AMD's ``XGMI``, or ``UNTOLD``. ``PHB`` may be
-            ``NODE`` where no source knows the host bridges.
-        cpus: The CPUs near each, as a list: ``0-47,96-143``; empty where not told.
-        nodes: The NUMA node of each; empty where not told.
-    """
-
-    names: tuple[str, ...]
-    labels: tuple[str, ...]
-    titles: tuple[str, ...]
+    names: tuple[str, ...]  # Of GPUs by number, then of ports, as in the graph.
+    labels: tuple[str, ...]  # ``GPU0``, ``NIC0``, one each.
+    titles: tuple[str, ...]  # What the labels of ports stand for, such as ``mlx5_0``.
+    # A row each, and in it a word each: ``X``, ``NV18``, ``PIX``, ``PXB``, ``PHB``,
+    # ``NODE``, ``SYS``, AMD's ``XGMI``, or ``UNKNOWN_WORD``. ``PHB`` may be ``NODE``
+    # where no source knows the host bridges.
     words: tuple[tuple[str, ...], ...]
+    # The CPUs near each, as a list: ``0-47,96-143``; empty where not told.
     cpus: tuple[str, ...]
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...]  # The NUMA node of each; empty where not told.
 
 
 def classify(host: HostTopology) -> ClassTable:
@@ -143,7 +136,7 @@ class _Pairs:
     def _numa_word(self, one: str, other: str) -> str:
         numbers = self.numa_number(one), self.numa_number(other)
         if UNKNOWN in numbers and UNKNOWN not in self._listed:
-            return UNTOLD
+            return UNKNOWN_WORD
         return "PHB" if numbers[0] == numbers[1] else "SYS"
 
     def _chain(self, name: str) -> Iterator[PciDevice]:

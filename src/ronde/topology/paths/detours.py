@@ -8,39 +8,174 @@ Source: ``ncclTopoComputePaths`` of NCCL's src/graph/paths.cc and what it calls.
 own exceptions are not followed.
 """
 
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
+from ronde.errors import UsageError
 from ronde.topology.graph import UNKNOWN, GpuDevice, NetPort, NumaNode
-from ronde.topology.paths.nearness import (
-    find_near_processor,
-    find_nearest,
-    find_own_gpu,
-)
-from ronde.topology.paths.network import Network, VertexKind
-from ronde.topology.paths.path import Path, PathKind
+from ronde.topology.paths.network import HostNetwork, Path, PathKind, VertexKind
 from ronde.topology.paths.search import Paths
-from ronde.topology.paths.transports import AS_IT_LIKES, Transports
+from ronde.topology.paths.speeds import NcclRelease
 
 _T = TypeVar("_T", GpuDevice, NetPort)
 
+PathTable = Mapping[tuple[str, str], Path]
+"""Paths by the names of their ends."""
 
-def default_peer_level(network: Network) -> PathKind:
-    """Return the farthest path by which GPUs reach one another, if nobody says.
+# What a number means where a level is asked for, since before levels had names.
+_OLD_LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS", "SYS")
+_LEVELS = _PEERS, _DIRECT = "NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL"
+_NO_PEERS = "NCCL_P2P_DISABLE"
+_SWITCHES = (_NO_PEERS, "NCCL_PXN_DISABLE", "NCCL_NET_GDR_C2C", "NCCL_PXN_C2C")
 
-    Farther ones exchange by the processor's memory. The first processor decides.
+
+class Transports(NamedTuple):
+    """NCCL's settings on its transports."""
+
+    # Farthest path by which GPUs reach one another (``NCCL_P2P_LEVEL``; ``LOC`` for
+    # ``NCCL_P2P_DISABLE=1``); none for NCCL's own choice.
+    peer_level: PathKind | None = None
+    gdr_level: PathKind | None = None  # For GPUDirect RDMA (``NCCL_NET_GDR_LEVEL``).
+    has_relays: bool = True  # GPUs pass on to adapters (``NCCL_PXN_DISABLE=0``).
+    # Whether C2C and PCI together are near enough for GPUDirect RDMA
+    # (``NCCL_NET_GDR_C2C=1``), and for passing on (``NCCL_PXN_C2C=1``).
+    has_gdr_over_c2c: bool = True
+    relays_over_c2c: bool = True
+
+
+DEFAULT_TRANSPORTS = Transports()
+
+
+def parse_level(text: str) -> PathKind:
+    """Return what NCCL reads in ``NCCL_P2P_LEVEL``: ``PIX``, or a number from 0.
+
+    Raises:
+        UsageError: It is neither; NCCL would ignore it.
+    """
+    if text.isascii() and text.isdigit():
+        return PathKind(_OLD_LEVELS[min(int(text[:9]), len(_OLD_LEVELS) - 1)])
+    names = [kind for kind in PathKind if kind <= PathKind.SYS]
+    if text in names:
+        return PathKind(text)
+    raise UsageError(
+        f"level must be one of {', '.join(names)} or a number from 0 to 5, got "
+        f"{text!r}. Leave it out for NCCL's own choice."
+    )
+
+
+def read_transports(settings: Mapping[str, str]) -> Transports:
+    """Return NCCL's settings from its variables.
+
+    Raises:
+        UsageError: One has nothing to do with how far GPUs and adapters reach, or its
+            value is none that it may have.
+    """
+    for name, text in settings.items():
+        if name not in (*_LEVELS, *_SWITCHES):
+            raise UsageError(
+                f"NCCL's settings must be of {', '.join((*_LEVELS, *_SWITCHES))}, got "
+                f"{name}. The others change no path; leave it out."
+            )
+        if name in _SWITCHES and text not in ("0", "1"):
+            raise UsageError(f"{name} must be 0 or 1, got {text!r}. Give one of them.")
+    levels = {n: parse_level(v) for n, v in settings.items() if n in _LEVELS}
+    peer_level = levels.get(_PEERS)
+    return Transports(
+        peer_level=PathKind.LOC if settings.get(_NO_PEERS) == "1" else peer_level,
+        gdr_level=levels.get(_DIRECT),
+        has_relays=settings.get("NCCL_PXN_DISABLE") != "1",
+        has_gdr_over_c2c=settings.get("NCCL_NET_GDR_C2C") != "0",
+        relays_over_c2c=settings.get("NCCL_PXN_C2C") != "0",
+    )
+
+
+def find_nearest(
+    table: PathTable, source: str, targets: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the targets with the most bandwidth, and of these the nearest kind.
+
+    All that are equal, in the order given; those without a path never.
+
+    Source: ``ncclTopoGetLocal`` of NCCL's src/graph/topo.cc.
+    """
+    found = {name: table.get((source, name)) for name in targets}
+    marks = {n: (-p.gb_per_s, p.kind.rank) for n, p in found.items() if p}
+    best = min(marks.values(), default=None)
+    return tuple(name for name, mark in marks.items() if mark == best)
+
+
+def find_own_ports(
+    table: PathTable,
+    gpu: GpuDevice,
+    ends: tuple[Sequence[str], Sequence[str]],
+    release: NcclRelease,
+) -> tuple[str, ...]:
+    """Return the ports that a GPU uses, its channels in turn.
+
+    GPUs that are equally near to some ports share them out by their numbers. ``ends``
+    are the names of all GPUs, and of all ports.
+
+    Source: ``ncclTopoGetLocalNet`` of NCCL's src/graph/topo.cc.
+    """
+    gpus, ports = ends
+    near = find_nearest(table, gpu.name, ports)
+    sharing = find_nearest(table, near[0], gpus) if near else ()
+    if not sharing:
+        return near
+    # Since 2.30 by the place among the near GPUs.
+    is_2_29 = release is NcclRelease.V2_29
+    place = gpu.number if is_2_29 else gpu.number % len(sharing)
+    if len(near) & (len(near) - 1) == 0:
+        place = _mirror(place, len(near))
+    num_own = -(-len(near) // len(sharing))
+    return tuple(near[(place + i) % len(near)] for i in range(num_own))
+
+
+def find_own_gpu(
+    table: PathTable,
+    port: str,
+    gpus: Sequence[GpuDevice],
+    ports: Sequence[str],
+    release: NcclRelease,
+) -> str:
+    """Return the GPU near a port that uses it first, or ``""``.
+
+    Source: ``ncclTopoGetLocalGpu`` of NCCL's src/graph/topo.cc.
+    """
+    names = tuple(each.name for each in gpus)
+    near = find_nearest(table, port, names)
+    ends = (names, ports)
+    own = [
+        (place, order, gpu.name)
+        for order, gpu in enumerate(gpus)
+        if gpu.name in near
+        for place, name in enumerate(find_own_ports(table, gpu, ends, release))
+        if name == port
+    ]
+    return min(own)[2] if own else ""
+
+
+def _mirror(value: int, power: int) -> int:
+    """Return a number with its bits below a power of two in reverse order."""
+    num_bits = power.bit_length() - 1
+    return sum(1 << (num_bits - 1 - bit) for bit in range(num_bits) if value >> bit & 1)
+
+
+def default_peer_level(network: HostNetwork) -> PathKind:
+    """Return NCCL's choice of the farthest path by which GPUs reach one another.
+
+    Farther ones exchange by the processor's memory. The first processor decides: only
+    on small AMD hosts do GPUs reach one another through processors.
     """
     known = {each.name: each for each in network.host.numa_nodes}
     first = next(iter(network.named(VertexKind.CPU)), "")
     node = known.get(first, NumaNode(UNKNOWN))
-    vendor = node.vendor.strip() if node.arch == "x86_64" else node.arch
-    if network.rules.avoids_sockets:
-        is_small = vendor == "AuthenticAMD" and len(network.named(VertexKind.GPU)) <= 2
-        return PathKind.SYS if is_small else PathKind.PXB
-    is_far = vendor in ("GenuineIntel", "CentaurHauls", "Shanghai", "arm64")
-    return PathKind.PXB if is_far else PathKind.SYS
+    is_amd = node.arch == "x86_64" and node.vendor.strip() == "AuthenticAMD"
+    is_small = is_amd and len(network.named(VertexKind.GPU)) <= 2
+    return PathKind.SYS if is_small else PathKind.PXB
 
 
-def add_detours(paths: Paths, transports: Transports = AS_IT_LIKES) -> Paths:
+def add_detours(paths: Paths, transports: Transports = DEFAULT_TRANSPORTS) -> Paths:
     """Return the paths that NCCL uses over those of the hardware."""
     detours = _Detours(paths, transports)
     detours.part_peers()
@@ -60,8 +195,9 @@ class _Detours:
         self.table = dict(paths.table)
         self.gpus = _by_vertex(network.host.gpus, network.named(VertexKind.GPU))
         self.ports = _by_vertex(network.host.ports, network.named(VertexKind.NET))
+        self._port_names = tuple(each.name for each in self.ports)
         self._transports = transports
-        self._rules = network.rules
+        self._release = network.release
         self._processors = network.named(VertexKind.CPU)
         self._relays: dict[tuple[str, str], GpuDevice] = {}
         self._default_level = default_peer_level(network)
@@ -77,24 +213,24 @@ class _Detours:
 
     def bring_ports_near(self) -> None:
         """Make C2C and PCI from the same processor a kind of its own."""
-        if not self._rules.has_p2c:
-            return
-        names = tuple(each.name for each in self.ports)
         for gpu in self.gpus:
             processor = self._processor(gpu)
-            for port in find_nearest(self.table, gpu.name, names):
+            for port in find_nearest(self.table, gpu.name, self._port_names):
                 one = self.table.get((gpu.name, processor))
                 other = self.table.get((port, processor))
                 if one and other and _merge(one, other) == PathKind.P2C:
-                    self._bring_near(gpu.name, port)
-                    self._bring_near(port, gpu.name)
+                    for ends in ((gpu.name, port), (port, gpu.name)):
+                        path = self.table[ends]
+                        kind = min(PathKind.P2C, path.kind)
+                        self.table[ends] = path._replace(kind=kind)
 
     def relay(self, gpu: GpuDevice, port: NetPort) -> None:
         """Let the GPU that is near a port pass on what another sends."""
         if not self._transports.has_relays:
             return
-        names = tuple(each.name for each in self.ports)
-        near = find_own_gpu(self.table, port.name, self.gpus, names, self._rules)
+        near = find_own_gpu(
+            self.table, port.name, self.gpus, self._port_names, self._release
+        )
         peer = next((each for each in self.gpus if each.name == near), gpu)
         if peer is gpu or not self._gains_by(peer, gpu, port):
             return
@@ -116,32 +252,35 @@ class _Detours:
         by_peer = self.table.get((peer.name, port.name))
         to_peer = self.table.get((peer.name, gpu.name))
         own = self.table.get((gpu.name, port.name))
-        is_c2c = self._rules.has_p2c and self._transports.relays_over_c2c
-        limit = PathKind.P2C if is_c2c else PathKind.PXB
-        if self._rules.relays_need_gdr and not self._has_gdr(peer, port):
+        needs_gdr = self._release is NcclRelease.V2_30
+        if needs_gdr and not self._has_gdr(peer, port):
             return False
+        is_c2c = self._transports.relays_over_c2c
+        limit = PathKind.P2C if is_c2c else PathKind.PXB
         if not by_peer or not to_peer:
             return False
         if by_peer.kind > limit or to_peer.kind > PathKind.NVL:
             return False
-        if own is None or own.kind > PathKind.PXN:
-            return True
-        return own.gb_per_s < by_peer.gb_per_s
+        is_far = own is None or own.kind > PathKind.PXN
+        return own is None or is_far or own.gb_per_s < by_peer.gb_per_s
 
     def _has_gdr(self, gpu: GpuDevice, port: NetPort) -> bool:
-        """Return whether a port reaches a GPU's memory; what is not told is so."""
+        """Return whether a port reaches a GPU's memory; if unknown, it does."""
         if 0 in (gpu.gdr, port.gdr):
             return False
         level = self._transports.gdr_level
         if level is None:
-            is_c2c = self._rules.has_p2c and self._transports.has_gdr_over_c2c
+            is_c2c = self._transports.has_gdr_over_c2c
             level = PathKind.P2C if is_c2c else PathKind.PXB
         holder = self._relays.get((gpu.name, port.name), gpu)
         path = self.table.get((holder.name, port.name))
         return path is not None and path.kind <= level
 
     def _processor(self, gpu: GpuDevice) -> str:
-        return find_near_processor(self.table, gpu.name, self._processors)
+        """Return the processor near a GPU, of equal ones that of fewest hops."""
+        near = find_nearest(self.table, gpu.name, self._processors)
+        hops = {name: self.table[gpu.name, name].num_hops for name in near}
+        return min(near, key=lambda name: hops[name], default="")
 
     def _lead_through(self, source: str, middle: str, target: str) -> None:
         one = self.table.get((source, middle))
@@ -153,11 +292,6 @@ class _Detours:
                 one.num_hops + other.num_hops,
                 one.route + other.route[1:],
             )
-
-    def _bring_near(self, source: str, target: str) -> None:
-        path = self.table[source, target]
-        kind = min(PathKind.P2C, path.kind)
-        self.table[source, target] = path._replace(kind=kind)
 
 
 def _merge(one: Path, other: Path) -> PathKind:

@@ -5,12 +5,95 @@ by its bus address, a port ``net/mlx5_0``, all NVLink switches together ``nvswit
 From NCCL 2.30 on a GPU's links begin at one more vertex, ``dev/`` and its name.
 """
 
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from ronde.topology.graph import HostTopology
-from ronde.topology.paths.path import PathKind
-from ronde.topology.paths.rules import NcclRules
+from ronde.topology.graph import (
+    NVSWITCH,
+    UNKNOWN,
+    GpuDevice,
+    HostTopology,
+    Link,
+    LinkKind,
+    NetPort,
+    NumaNode,
+    PciDevice,
+)
+from ronde.topology.paths.speeds import (
+    LATEST,
+    LOCAL_GB_PER_S,
+    NcclRelease,
+    is_link_known,
+    is_pci_known,
+    link_gb_per_s,
+    pci_gb_per_s,
+    port_gb_per_s,
+    smp_gb_per_s,
+)
+
+POWER_BRIDGE_CLASS = 0x068001
+"""Of what stands for the processor at the end of a GPU's NVLinks."""
+
+_BROADCOM = 0x1000
+_PCIE4_SWITCH = 0xC010
+_PCIE5_SWITCH = 0xC030
+_NVLINK_CLASSES = (0x068000, POWER_BRIDGE_CLASS)
+_GPU_CLASSES = (0x03, 0x12)
+_END_CLASSES = (*_GPU_CLASSES, 0x02)
+
+
+class PathKind(StrEnum):
+    """The farthest step of a path; nearer ones are smaller.
+
+    The words and their order are NCCL's.
+    """
+
+    LOC = "LOC"  # The element itself.
+    NVL = "NVL"  # NVLink or xGMI, through its switches or directly.
+    NVB = "NVB"  # NVLink by way of another GPU.
+    C2C = "C2C"  # The link between a GPU and the processor in its package.
+    PIX = "PIX"  # At most one PCI switch.
+    PXB = "PXB"  # Several PCI switches.
+    P2C = "P2C"  # C2C to the processor, and PCI from it.
+    PXN = "PXN"  # Another GPU passes on to its adapter.
+    PHB = "PHB"  # The processor's own PCI host bridge.
+    SYS = "SYS"  # The links between processors.
+    NET = "NET"  # A network.
+    DIS = "DIS"  # None.
+
+    @property
+    def rank(self) -> int:
+        """Its place in the order, from 0, nearest first."""
+        return _RANKS[self]
+
+    def __lt__(self, other: str) -> bool:
+        """Return whether it is nearer than another kind."""
+        return self.rank < PathKind(other).rank
+
+    def __le__(self, other: str) -> bool:
+        """Return whether it is as near as another kind."""
+        return self.rank <= PathKind(other).rank
+
+    def __gt__(self, other: str) -> bool:
+        """Return whether it is farther than another kind."""
+        return self.rank > PathKind(other).rank
+
+    def __ge__(self, other: str) -> bool:
+        """Return whether it is no nearer than another kind."""
+        return self.rank >= PathKind(other).rank
+
+
+_RANKS = {kind: rank for rank, kind in enumerate(PathKind)}
+
+
+class Path(NamedTuple):
+    """A way from one element to another."""
+
+    kind: PathKind  # Of its farthest step.
+    gb_per_s: float  # Of its narrowest step, in one direction.
+    num_hops: int  # Steps.
+    route: tuple[str, ...]  # Names of what it passes, both ends included.
 
 
 class VertexKind(StrEnum):
@@ -26,31 +109,19 @@ class VertexKind(StrEnum):
 
 
 class Edge(NamedTuple):
-    """A step from a vertex to another.
+    """A step from a vertex to another."""
 
-    Attributes:
-        target: Name of the vertex it leads to.
-        kind: The nearest that a path with this step can be.
-        gb_per_s: What it carries.
-    """
-
-    target: str
-    kind: PathKind
-    gb_per_s: float
+    target: str  # Name of the vertex it leads to.
+    kind: PathKind  # The nearest that a path with this step can be.
+    gb_per_s: float  # What it carries.
 
 
 class Vertex(NamedTuple):
-    """An element of a host.
-
-    Attributes:
-        name: Its name.
-        kind: What it is.
-        edges: Those that leave it: by falling bandwidth, the PCI link above it last.
-    """
+    """An element of a host."""
 
     name: str
     kind: VertexKind
-    edges: tuple[Edge, ...]
+    edges: tuple[Edge, ...]  # By falling bandwidth, the PCI link above it last.
 
     def edge_to(self, target: str, kind: PathKind) -> Edge | None:
         """Return the edge of a kind to a vertex, or none."""
@@ -58,50 +129,192 @@ class Vertex(NamedTuple):
         return next(found, None)
 
 
-class Network(NamedTuple):
-    """A host's vertices.
-
-    Attributes:
-        host: What it was made of.
-        rules: By which release of NCCL.
-        vertices: By name; of each kind in NCCL's order.
-        untold: Pairs of vertices between which the bandwidth is a guess of ours: NCCL
-            would ask the hardware.
-    """
+class HostNetwork(NamedTuple):
+    """A host's vertices."""
 
     host: HostTopology
-    rules: NcclRules
-    vertices: dict[str, Vertex]
-    untold: frozenset[frozenset[str]] = frozenset()
+    release: NcclRelease  # Whose rules made it.
+    vertices: dict[str, Vertex]  # By name; of each kind in NCCL's order.
+    # Pairs of vertices between which the bandwidth is a guess of ours: NCCL would ask
+    # the hardware.
+    guessed: frozenset[frozenset[str]] = frozenset()
 
     def named(self, kind: VertexKind) -> tuple[str, ...]:
         """Return the names of all vertices of a kind."""
         return tuple(v.name for v in self.vertices.values() if v.kind == kind)
 
 
-class Draft:
-    """A network that is being put together."""
+def join_switches(devices: Sequence[PciDevice]) -> dict[str, str]:
+    """Return the parent of each device by bus address, parts of a switch being one.
 
-    def __init__(self) -> None:
+    Broadcom's switches for PCIe 4 and 5 in base mode show themselves as a switch above
+    others, and yet sustain the full bandwidth between all their ports. NCCL makes one
+    of them: one that became part of the switch above is not in the result.
+    """
+    parents = {each.bus_id: each.parent for each in devices}
+    by_bus_id = {each.bus_id: each for each in devices}
+    for switch in devices:
+        generation = _generation(switch, 0)
+        if not generation or switch.bus_id not in parents:
+            continue
+        below = [name for name, parent in parents.items() if parent == switch.bus_id]
+        for name in below:
+            if _generation(by_bus_id[name], 1) == generation:
+                del parents[name]
+                for child, parent in parents.items():
+                    if parent == name:
+                        parents[child] = switch.bus_id
+    return parents
+
+
+def _generation(switch: PciDevice, level: int) -> int:
+    """Return the PCIe generation of a switch of Broadcom's, 0 of any other device.
+
+    ``level`` is 0 for one above others, 1 for one below.
+
+    Source: ``getBcmGen`` of NCCL's src/graph/topo.cc.
+    """
+    if (switch.vendor, switch.subsystem_vendor) != (_BROADCOM, _BROADCOM):
+        return 0
+    family = switch.subsystem_device & 0xF000
+    if (switch.device, family) == (_PCIE4_SWITCH, 0xA000):
+        return 4
+    return 5 if (switch.device, family) == (_PCIE5_SWITCH, level << 12) else 0
+
+
+def find_numa_numbers(host: HostTopology) -> dict[str, int]:
+    """Return the number of the NUMA node of all devices, GPUs and adapters, by name.
+
+    All of one PCI tree are at one node, as one host bridge has them. What no source
+    places is at the only node, or at ``UNKNOWN``; a virtual adapter at the first node,
+    where NCCL puts it. One with known nearness to others is not virtual.
+    """
+    roots: dict[str, str] = {}
+    numbers: dict[str, int] = {}
+    for device in host.devices:
+        root = roots.get(device.parent, device.bus_id)
+        roots[device.bus_id] = root
+        if numbers.get(root, UNKNOWN) == UNKNOWN:
+            numbers[root] = device.node
+    found = {name: numbers[root] for name, root in roots.items()}
+    for gpu in host.gpus:
+        found.setdefault(gpu.name, gpu.node)
+    first = host.numa_nodes[0].number if host.numa_nodes else UNKNOWN
+    paired = host.paired
+    for port in host.ports:
+        is_placed = port.bus_id or port.node != UNKNOWN or port.name in paired
+        found.setdefault(adapter_name(port), port.node if is_placed else first)
+    only = first if len(host.numa_nodes) == 1 else UNKNOWN
+    return {n: only if number == UNKNOWN else number for n, number in found.items()}
+
+
+def adapter_name(port: NetPort) -> str:
+    """Return the name of a port's adapter; virtual ones of a NUMA node share one."""
+    return port.bus_id or f"nic/{port.node}"
+
+
+def build_network(host: HostTopology, release: NcclRelease = LATEST) -> HostNetwork:
+    """Return the network of a host, put together in NCCL's order.
+
+    What has no PCI device hangs at its NUMA node, as if by PCIe 3. PCI devices without
+    NUMA node are at one of number -1, as in NCCL, and all else without one at none. Of
+    elements with the same name the first counts.
+    """
+    builder = _Builder(host, release)
+    builder.add_processors()
+    builder.add_devices()
+    builder.add_rest()
+    builder.add_links()
+    builder.join_processors()
+    return builder.finish()
+
+
+class _Builder:
+    """Adds the elements of one host."""
+
+    def __init__(self, host: HostTopology, release: NcclRelease) -> None:
+        self._host = host
+        self._release = release
         self._kinds: dict[str, VertexKind] = {}
         self._edges: dict[str, list[Edge]] = {}
         self._above: dict[str, str] = {}
-        self._untold: set[frozenset[str]] = set()
+        self._guessed: set[frozenset[str]] = set()
+        self._parents = join_switches(host.devices)
+        self._numbers = find_numa_numbers(host)
+        self._gpus = {each.name: each for each in reversed(host.gpus)}
+        self._nodes = {node.number: node for node in self._order_nodes()}
 
-    def __contains__(self, name: str) -> bool:
-        """Return whether there is a vertex of this name."""
-        return name in self._kinds
+    def add_processors(self) -> None:
+        for node in self._nodes.values():
+            self._add(node.name, VertexKind.CPU)
 
-    def kind_of(self, name: str) -> VertexKind | None:
-        """Return what a vertex is; none where there is none of this name."""
-        return self._kinds.get(name)
+    def add_devices(self) -> None:
+        adapters = {each.bus_id for each in self._host.ports}
+        for device in self._host.devices:
+            name, code = device.bus_id, device.class_code
+            if name not in self._parents or name in self._kinds:
+                continue
+            if name in self._gpus:
+                self._add_gpu(device)
+            elif name in adapters:
+                self._add_below(device, VertexKind.NIC)
+            elif code >> 16 not in _END_CLASSES and code not in _NVLINK_CLASSES:
+                self._add_below(device, VertexKind.PCI)
 
-    def add(self, name: str, kind: VertexKind) -> None:
-        """Add a vertex without edges."""
+    def add_rest(self) -> None:
+        for gpu in self._host.gpus:
+            if gpu.name not in self._kinds:
+                self._add_gpu(PciDevice(gpu.name))
+        for port in self._host.ports:
+            if port.name not in self._kinds:
+                self._add_port(port)
+
+    def add_links(self) -> None:
+        for link in self._host.links:
+            ends = self._kinds.get(link.source), self._kinds.get(link.target)
+            if link.kind != LinkKind.PCI and link.source in self._gpus:
+                self._add_gpu_link(self._gpus[link.source], link)
+            elif link.kind == LinkKind.PCI and set(ends) == {VertexKind.PCI}:
+                self._connect(link.source, link.target, PathKind.PXB, LOCAL_GB_PER_S)
+
+    def join_processors(self) -> None:
+        for node in self._nodes.values():
+            for other in self._nodes.values():
+                if node.number != other.number:
+                    speed = smp_gb_per_s(node, other)
+                    self._connect(node.name, other.name, PathKind.SYS, speed)
+
+    def finish(self) -> HostNetwork:
+        vertices = {n: Vertex(n, k, self._sorted(n)) for n, k in self._kinds.items()}
+        guessed = frozenset(self._guessed)
+        return HostNetwork(self._host, self._release, vertices, guessed)
+
+    def _sorted(self, name: str) -> tuple[Edge, ...]:
+        """Return a vertex's edges with the first one to the vertex above it last."""
+        edges = self._edges[name]
+        above = self._above.get(name)
+        place = next((i for i, e in enumerate(edges) if e.target == above), None)
+        if place is not None:
+            edges = [*edges[:place], *edges[place + 1 :], edges[place]]
+        return tuple(edges)
+
+    def _order_nodes(self) -> Iterator[NumaNode]:
+        """Yield the NUMA nodes by the devices' order, that of NCCL's files."""
+        known = {each.number: each for each in self._host.numa_nodes}
+        devices = {each.bus_id for each in self._host.devices}
+        numbers = [n for name, n in self._numbers.items() if name in devices]
+        numbers += [n for n in self._numbers.values() if n != UNKNOWN]
+        numbers += known
+        # Where no source has any, that all are near one another would be a guess.
+        if known or any(n != UNKNOWN for n in numbers):
+            for number in dict.fromkeys(numbers):
+                yield known.get(number) or NumaNode(number)
+
+    def _add(self, name: str, kind: VertexKind) -> None:
         self._kinds[name] = kind
         self._edges[name] = []
 
-    def connect(self, source: str, target: str, kind: PathKind, speed: float) -> None:
+    def _connect(self, source: str, target: str, kind: PathKind, speed: float) -> None:
         """Add an edge, or its bandwidth in GB/s to one of the same kind."""
         edges = self._edges[source]
         same = (i for i, e in enumerate(edges) if (e.target, e.kind) == (target, kind))
@@ -113,38 +326,102 @@ class Draft:
             place -= 1
         edges.insert(place, edge)
 
-    def join(self, one: str, other: str, kind: PathKind, speed: float) -> None:
+    def _join(self, one: str, other: str, kind: PathKind, speed: float) -> None:
         """Connect two vertices both ways, each with this bandwidth in GB/s."""
-        self.connect(one, other, kind, speed)
-        self.connect(other, one, kind, speed)
+        self._connect(one, other, kind, speed)
+        self._connect(other, one, kind, speed)
 
-    def hang(self, name: str, above: str, speed: float) -> None:
+    def _hang(self, name: str, above: str, speed: float) -> None:
         """Join a vertex by PCI to the one above it, where there is one."""
         if above not in self._kinds:
             return
         ends = {self._kinds[name], self._kinds[above]}
-        kind = PathKind.PIX
-        if VertexKind.CPU in ends:
-            kind = PathKind.PHB
-        elif ends == {VertexKind.PCI}:
+        kind = PathKind.PHB if VertexKind.CPU in ends else PathKind.PIX
+        if ends == {VertexKind.PCI}:
             kind = PathKind.PXB
         self._above[name] = above
-        self.join(name, above, kind, speed)
+        self._join(name, above, kind, speed)
 
-    def doubt(self, one: str, other: str) -> None:
-        """Note that no source tells what joins two vertices carries."""
-        self._untold.add(frozenset((one, other)))
+    def _guess(self, one: str, other: str) -> None:
+        self._guessed.add(frozenset((one, other)))
 
-    def finish(self, host: HostTopology, rules: NcclRules) -> Network:
-        """Return the network."""
-        vertices = {n: Vertex(n, k, self._sorted(n)) for n, k in self._kinds.items()}
-        return Network(host, rules, vertices, frozenset(self._untold))
+    def _add_gpu(self, device: PciDevice) -> None:
+        name = device.bus_id
+        holder = self._holder(name)
+        if holder == name:
+            self._add_below(device, VertexKind.GPU)
+            return
+        self._add(holder, VertexKind.DEV)
+        self._hang_device(holder, device)
+        self._add(name, VertexKind.GPU)
+        self._join(holder, name, PathKind.LOC, LOCAL_GB_PER_S)
 
-    def _sorted(self, name: str) -> tuple[Edge, ...]:
-        """Return a vertex's edges with the first one to the vertex above it last."""
-        edges = self._edges[name]
-        above = self._above.get(name)
-        place = next((i for i, e in enumerate(edges) if e.target == above), None)
-        if place is not None:
-            edges = [*edges[:place], *edges[place + 1 :], edges[place]]
-        return tuple(edges)
+    def _add_port(self, port: NetPort) -> None:
+        adapter = adapter_name(port)
+        if adapter not in self._kinds and port.bus_id:
+            self._add_below(PciDevice(adapter), VertexKind.NIC)
+        elif adapter not in self._kinds:
+            self._add(adapter, VertexKind.NIC)
+            self._hang(adapter, self._vertex_above(adapter), LOCAL_GB_PER_S)
+        # One that the source lists as a mere PCI device has a speed all the same.
+        is_known = port.mbit_per_s != 0 or port.number != UNKNOWN
+        speed = port_gb_per_s(port) if is_known else LOCAL_GB_PER_S
+        self._add(port.name, VertexKind.NET)
+        self._join(adapter, port.name, PathKind.LOC, speed)
+        if not port.bus_id and port.name in self._host.paired:
+            self._guess(adapter, port.name)
+
+    def _add_below(self, device: PciDevice, kind: VertexKind) -> None:
+        self._add(device.bus_id, kind)
+        self._hang_device(device.bus_id, device)
+
+    def _hang_device(self, vertex: str, device: PciDevice) -> None:
+        """Join a vertex by a device's PCI link to what is above the device."""
+        above = self._vertex_above(device.bus_id)
+        self._hang(vertex, above, pci_gb_per_s(device))
+        if not is_pci_known(device):
+            self._guess(vertex, above)
+
+    def _add_gpu_link(self, gpu: GpuDevice, link: Link) -> None:
+        source = self._holder(gpu.name)
+        speed = link_gb_per_s(link, gpu)
+        target = self._target_kind(link) if speed > 0 else None
+        kind = PathKind.C2C if link.kind == LinkKind.C2C else PathKind.NVL
+        end = NumaNode(self._numbers[gpu.name]).name
+        if target == VertexKind.GPU and link.target in self._gpus:
+            # The other direction is a link of its own.
+            end = self._holder(link.target)
+            self._connect(source, end, kind, speed)
+        elif target == VertexKind.CPU and end in self._kinds:
+            self._join(source, end, kind, speed)
+        elif target == VertexKind.NVS:
+            end = NVSWITCH
+            if end not in self._kinds:
+                self._add(end, VertexKind.NVS)
+            self._join(source, end, kind, speed)
+        if target and not is_link_known(link, gpu):
+            self._guess(source, end)
+
+    def _target_kind(self, link: Link) -> VertexKind:
+        """Return what a link leads to: by its class, else by its name."""
+        is_gpu = link.target in self._gpus
+        is_processor = self._kinds.get(link.target) == VertexKind.CPU
+        if link.target_class != UNKNOWN:
+            is_gpu = link.target_class >> 16 in _GPU_CLASSES
+            is_processor = link.target_class == POWER_BRIDGE_CLASS
+        if link.kind == LinkKind.C2C or is_processor:
+            return VertexKind.CPU
+        if is_gpu and link.target != NVSWITCH:
+            return VertexKind.GPU
+        return VertexKind.NVS
+
+    def _holder(self, gpu: str) -> str:
+        """Return the vertex at which a GPU's links begin."""
+        return gpu if self._release is NcclRelease.V2_29 else f"dev/{gpu}"
+
+    def _vertex_above(self, name: str) -> str:
+        """Return the vertex above a device."""
+        parent = self._parents.get(name, "")
+        if self._kinds.get(parent) == VertexKind.PCI:
+            return parent
+        return NumaNode(self._numbers[name]).name

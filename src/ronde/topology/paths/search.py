@@ -3,12 +3,16 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ronde.topology.graph import HostTopology, Relation
-from ronde.topology.paths.building import build_network
-from ronde.topology.paths.network import Edge, Network, VertexKind
-from ronde.topology.paths.path import Path, PathKind
-from ronde.topology.paths.rules import LATEST, NcclRules
-from ronde.topology.paths.speeds import LOCAL_GB_PER_S
+from ronde.topology.graph import HostTopology
+from ronde.topology.paths.network import (
+    Edge,
+    HostNetwork,
+    Path,
+    PathKind,
+    VertexKind,
+    build_network,
+)
+from ronde.topology.paths.speeds import LATEST, LOCAL_GB_PER_S, NcclRelease
 
 _ENDS = (
     VertexKind.CPU,
@@ -17,28 +21,17 @@ _ENDS = (
     VertexKind.NET,
     VertexKind.NVS,
 )
-
 _KINDS = tuple(PathKind)
-# nvidia-smi's, of those that tell of PCI.
-_KINDS_OF_WORDS = {
-    "PIX": PathKind.PIX,
-    "PXB": PathKind.PXB,
-    "PHB": PathKind.PHB,
-    "NODE": PathKind.PHB,
-    "SYS": PathKind.SYS,
-}
+# nvidia-smi's words on PCI.
+_KINDS_OF_WORDS = {kind: PathKind(kind) for kind in ("PIX", "PXB", "PHB", "SYS")}
+_KINDS_OF_WORDS["NODE"] = PathKind.PHB
 
 
 class Paths(NamedTuple):
-    """The paths of a host.
+    """The paths of a host."""
 
-    Attributes:
-        network: What they lead through.
-        table: By the names of source and target.
-    """
-
-    network: Network
-    table: dict[tuple[str, str], Path]
+    network: HostNetwork  # What they lead through.
+    table: dict[tuple[str, str], Path]  # By the names of source and target.
 
     def between(self, source: str, target: str) -> Path | None:
         """Return the path from an element to another, by their names; none without one.
@@ -47,26 +40,26 @@ class Paths(NamedTuple):
         """
         return self.table.get((source, target))
 
-    def is_told(self, path: Path) -> bool:
+    def is_known(self, path: Path) -> bool:
         """Return whether a path's bandwidth is NCCL's, and no guess of ours.
 
-        It is a guess where no source tells the chip that NVLinks leave, or anything of
+        It is a guess where no source has the chip that NVLinks leave, or anything of
         the PCI device of a GPU or adapter.
         """
         steps = zip(path.route, path.route[1:], strict=False)
-        return not any(frozenset(step) in self.network.untold for step in steps)
+        return not any(frozenset(step) in self.network.guessed for step in steps)
 
 
-def find_paths(host: HostTopology, rules: NcclRules = LATEST) -> Paths:
+def find_paths(host: HostTopology, release: NcclRelease = LATEST) -> Paths:
     """Return the paths by the hardware alone.
 
-    What NCCL then makes of them is ``transports.find_transport_paths``.
+    What NCCL then makes of them is ``detours.add_detours``.
 
     Source: ``ncclTopoSetPaths`` of NCCL's src/graph/paths.cc. As there, bandwidth is
     that of the direction from target to source: it differs only where the two
     directions of a link do.
     """
-    network = build_network(host, rules)
+    network = build_network(host, release)
     table: dict[tuple[str, str], Path] = {}
     search = _Search(network)
     for kind in _ENDS:
@@ -75,40 +68,24 @@ def find_paths(host: HostTopology, rules: NcclRules = LATEST) -> Paths:
                 table[source, target] = path
     devices = {each.bus_id for each in host.devices}
     for relation in host.relations:
-        _take_word(table, relation, devices)
+        # A source's word on a pair counts where no PCI tree has more.
+        word = _KINDS_OF_WORDS.get(relation.path)
+        pair = (relation.source, relation.target)
+        for ends in (pair, (pair[1], pair[0])):
+            path = table.get(ends)
+            if word and path and devices.isdisjoint(path.route):
+                table[ends] = path._replace(kind=word)
     return Paths(network, table)
 
 
-def _take_word(
-    table: dict[tuple[str, str], Path], relation: Relation, devices: set[str]
-) -> None:
-    """Let a source's word on a pair count where no PCI tree tells more."""
-    kind = _KINDS_OF_WORDS.get(relation.path)
-    for ends in (
-        (relation.source, relation.target),
-        (relation.target, relation.source),
-    ):
-        path = table.get(ends)
-        if kind and path and devices.isdisjoint(path.route):
-            table[ends] = path._replace(kind=kind)
-
-
 class _Step(NamedTuple):
-    """An edge as the search wants it.
+    """An edge as the search wants it."""
 
-    Attributes:
-        target: Name of the vertex it leads to.
-        rank: Of its kind.
-        gb_per_s: What it carries.
-        is_end: Whether it leads into a GPU, from which nothing leads on.
-        is_peer: Whether it is NVLink from a GPU's links to another's.
-    """
-
-    target: str
-    rank: int
-    gb_per_s: float
-    is_end: bool
-    is_peer: bool
+    target: str  # Name of the vertex it leads to.
+    rank: int  # Of its kind.
+    gb_per_s: float  # What it carries.
+    is_end: bool  # Whether it leads into a GPU, from which nothing leads on.
+    is_peer: bool  # Whether it is NVLink from a GPU's links to another's.
 
 
 class _Found(NamedTuple):
@@ -132,16 +109,16 @@ class _Found(NamedTuple):
 class _Search:
     """Breadth-first, from a target to all that lead to it."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: HostNetwork) -> None:
         self._network = network
-        has_device = network.rules.has_device_vertex
-        self._holder_kind = VertexKind.DEV if has_device else VertexKind.GPU
+        self._is_2_30 = network.release is NcclRelease.V2_30
+        self._holder_kind = VertexKind.DEV if self._is_2_30 else VertexKind.GPU
         self._holders = set(network.named(self._holder_kind))
         self._steps = {
             name: [
                 self._make_step(edge)
                 for edge in vertex.edges
-                # NCCL gives up where a link is told in one direction alone.
+                # NCCL gives up where a link is listed in one direction alone.
                 if network.vertices[edge.target].edge_to(name, edge.kind)
             ]
             for name, vertex in network.vertices.items()
@@ -154,8 +131,7 @@ class _Search:
         while wave:
             after: dict[str, None] = {}
             for name in wave:
-                for better in self._expand(found, name, target):
-                    after[better] = None
+                after |= dict.fromkeys(self._expand(found, name, target))
             wave = list(after)
         return {name: each.to_path() for name, each in found.items()}
 
@@ -193,8 +169,9 @@ class _Search:
     def _is_better(self, new: _Found, old: _Found | None) -> bool:
         if old is None:
             return new.gb_per_s > 0
-        if not self._network.rules.prefers_kind:
+        if not self._is_2_30:
             return old.num_hops >= new.num_hops and old.gb_per_s < new.gb_per_s
+        # A nearer kind replaces what was found in fewer hops.
         if new.rank != old.rank:
             return new.rank < old.rank
         if new.gb_per_s != old.gb_per_s:

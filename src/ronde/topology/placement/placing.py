@@ -1,48 +1,84 @@
-"""Places the ranks of one host: GPUs, cores, memory and network adapters."""
+"""Places the ranks of one host: its GPU, an even part of the cores, an adapter."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
+from ronde.errors import UsageError
 from ronde.topology.machine import UNKNOWN_NODE, Core
-from ronde.topology.placement.policies import Nodes, Policy, Verdict, decide
-from ronde.topology.placement.request import Request, Scope, check_request
-from ronde.topology.placement.shares import Share, middle_node, share_cores
-from ronde.topology.placement.stock import Demand, Stock
-from ronde.topology.placement.supply import Supply
+from ronde.topology.placement.inventory import Inventory, NearDevice
+from ronde.topology.placement.policies import (
+    ANY,
+    NOWHERE,
+    Alignment,
+    Hint,
+    NodeSet,
+    Policy,
+    counted_hints,
+    decide,
+)
+
+MAX_NODES = 16
+"""Memory nodes with cores of a host: every set of them is tried."""
+
+
+class Scope(StrEnum):
+    """What is aligned as one."""
+
+    RANK = "rank"  # Each rank by itself.
+    JOB = "job"  # All ranks of the host together.
+
+
+class AlignmentRequest(NamedTuple):
+    """What the ranks of a host are to get."""
+
+    num_ranks: int
+    policy: Policy = Policy.BEST_EFFORT
+    scope: Scope = Scope.RANK
+
+
+class PlacementError(UsageError):
+    """A policy refuses ranks; nothing was started."""
+
+    def __init__(
+        self, message: str, ranks: Sequence[int], reasons: Sequence[str]
+    ) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.reasons = tuple(reasons)
+
+
+class CorePool(NamedTuple):
+    """Cores that some ranks divide among them."""
+
+    cores: tuple[Core, ...]  # By node and number.
+    ranks: tuple[int, ...]  # Who divides them, ascending.
+    is_near_gpu: bool  # Whether they are those near the GPUs of these ranks.
+
+
+class CoreShare(NamedTuple):
+    """What one rank gets of a pool."""
+
+    pool: CorePool
+    cores: tuple[Core, ...]  # All of the pool where these are fewer than ranks.
+    home: int  # The memory node in the middle of what it gets.
+    has_enough: bool  # Whether it need not share them; of no cores all have enough.
 
 
 class RankPlace(NamedTuple):
-    """What one rank gets.
+    """What one rank gets."""
 
-    Attributes:
-        rank: Local rank.
-        gpus: Places of its GPUs in the supply.
-        cores: Its physical cores, by node and number; others' too without
-            ``has_enough``.
-        nodes: Numbers of the memory nodes that its policy chose; empty for any.
-        home: Memory node in the middle of its cores, or ``UNKNOWN_NODE``.
-        memory_nodes: Numbers of the nodes on which memory is set aside for it.
-        nics: Places of its adapters in the supply.
-        is_preferred: Whether everything comes from the same, fewest nodes.
-        reasons: Why not, of each resource at fault a sentence.
-        share: What its even part of the cores is; None where a number was asked for.
-    """
-
-    rank: int
-    gpus: tuple[int, ...]
+    rank: int  # Local rank.
+    gpus: tuple[int, ...]  # Index of its GPU in the inventory; empty for none.
+    # By node and number; others have them too where its share has not enough.
     cores: tuple[Core, ...]
-    nodes: tuple[int, ...]
-    home: int
-    memory_nodes: tuple[int, ...]
-    nics: tuple[int, ...]
-    is_preferred: bool
-    reasons: tuple[str, ...]
-    share: Share | None
-
-    @property
-    def has_enough(self) -> bool:
-        """Whether its cores are its own."""
-        return self.share is None or self.share.has_enough
+    nodes: tuple[int, ...]  # Memory nodes that its policy chose; empty for any.
+    home: int  # Memory node in the middle of its cores, or ``UNKNOWN_NODE``.
+    nics: tuple[int, ...]  # Index of its adapter in the inventory; empty for none.
+    is_preferred: bool  # Whether everything comes from the same, fewest nodes.
+    reasons: tuple[str, ...]  # Why not, a sentence for each resource at fault.
+    share: CoreShare
 
     @property
     def cpus(self) -> tuple[int, ...]:
@@ -50,183 +86,278 @@ class RankPlace(NamedTuple):
         return tuple(sorted(cpu for core in self.cores for cpu in core.cpus))
 
 
-def place(supply: Supply, request: Request) -> tuple[RankPlace, ...]:
+def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlace, ...]:
     """Place all ranks of a host, in their order.
 
-    The same input gives the same result on every call. No core is given out that the
-    supply does not list, and none twice unless there are fewer than ranks.
+    The same input gives the same result on every call. Rank i has GPU i where there are
+    as many as ranks, else no rank has one. No core is given out that the inventory does
+    not list, and none twice unless there are fewer than ranks.
 
-    With an even part of the cores, policies that refuse nobody leave it contiguous and
-    only say where it is not aligned; the others look for a node that has room. Sets of
-    nodes are chosen by ``policies.decide``; within a set, GPUs by their numbers, and
-    adapters by the class of the way to the GPU, its bandwidth and how often they were
+    Policies that refuse nobody leave the even parts of cores contiguous and only report
+    where one is not aligned; the others look for a node that has room. Adapters are
+    chosen by the class of the way to the GPU, its bandwidth and how often they were
     given out.
 
     Raises:
         PlacementError: The policy refuses a rank, or all together.
-        UsageError: There is not what is asked for.
+        UsageError: The host has no cores to align with, or too many nodes.
     """
-    check_request(supply, request)
-    gpus = _gpus_by_rank(supply, request)
-    if gpus is None and not request.num_cores:
-        # Which cores are shared by whom follows from the GPUs: these come first.
-        gpus = [each.gpus for each in _place(supply, request, None)]
-    return _place(supply, request, gpus)
-
-
-def _place(
-    supply: Supply, request: Request, gpus: Sequence[tuple[int, ...]] | None
-) -> tuple[RankPlace, ...]:
-    placer = _Placer(supply, request, gpus)
-    return tuple(one for group in _groups(request) for one in placer.place(group))
-
-
-def _groups(request: Request) -> list[range]:
-    """Return which ranks are aligned as one."""
+    _check(inventory, request)
+    placer = _Placer(inventory, request)
+    ranks = range(request.num_ranks)
     if request.scope is Scope.JOB:
-        return [range(request.num_ranks)]
-    return [range(rank, rank + 1) for rank in range(request.num_ranks)]
+        return tuple(placer.place(ranks))
+    return tuple(placer.place([rank])[0] for rank in ranks)
+
+
+def _check(inventory: Inventory, request: AlignmentRequest) -> None:
+    num_nodes = len(inventory.nodes)
+    if request.num_ranks < 1:
+        raise UsageError(f"num_ranks must be at least 1, got {request.num_ranks}.")
+    is_strict = request.policy in {Policy.RESTRICTED, Policy.SINGLE_NUMA_NODE}
+    if is_strict and not num_nodes:
+        raise UsageError(
+            f"policy {request.policy} must have CPUs to align with, got none from any "
+            "source. Read the machine itself, or take best-effort."
+        )
+    if request.policy is not Policy.NONE and num_nodes > MAX_NODES:
+        raise UsageError(
+            f"memory nodes with cores must be at most {MAX_NODES}, got {num_nodes}: "
+            "every set of them is tried. Take policy none."
+        )
+
+
+def share_cores(cores: tuple[Core, ...], homes: Sequence[int]) -> tuple[CoreShare, ...]:
+    """Divide cores among ranks in blocks, the low ranks' one core larger.
+
+    ``homes`` are the memory nodes near each rank's GPU, or ``UNKNOWN_NODE``: with one
+    such, or one without cores, all cores are divided among all ranks.
+    """
+    ranks = range(len(homes))
+    known = {core.node for core in cores} - {UNKNOWN_NODE}
+    if known.issuperset(homes):
+        pools = [
+            CorePool(
+                tuple(core for core in cores if core.node == node),
+                tuple(rank for rank in ranks if homes[rank] == node),
+                is_near_gpu=True,
+            )
+            for node in sorted(set(homes))
+        ]
+    else:
+        pools = [CorePool(cores, tuple(ranks), is_near_gpu=False)]
+    found: dict[int, CoreShare] = {}
+    for pool in pools:
+        found |= dict(zip(pool.ranks, _divide(pool), strict=True))
+    return tuple(found[rank] for rank in ranks)
+
+
+def _divide(pool: CorePool) -> list[CoreShare]:
+    cores, num_ranks = pool.cores, len(pool.ranks)
+    size, extra = divmod(len(cores), num_ranks)
+    if not size:
+        # Each at another node, so that ranks are spread over all.
+        homes = [
+            cores[(2 * rank + 1) * len(cores) // (2 * num_ranks)].node
+            if cores
+            else UNKNOWN_NODE
+            for rank in range(num_ranks)
+        ]
+        return [CoreShare(pool, cores, home, not cores) for home in homes]
+    starts = [n * size + min(n, extra) for n in range(num_ranks + 1)]
+    blocks = [cores[starts[n] : starts[n + 1]] for n in range(num_ranks)]
+    return [CoreShare(pool, b, _middle_node(b), has_enough=True) for b in blocks]
+
+
+def _middle_node(cores: Sequence[Core]) -> int:
+    return cores[(len(cores) - 1) // 2].node if cores else UNKNOWN_NODE
 
 
 class _Placer:
-    """Keeps what is left from rank to rank.
+    """Tracks what is left from rank to rank."""
 
-    Args:
-        supply: What there is.
-        request: What each rank is to get.
-        gpus: Each rank's; None where they are chosen. Nobody has an even part of the
-            cores then.
-    """
-
-    def __init__(
-        self,
-        supply: Supply,
-        request: Request,
-        gpus: Sequence[tuple[int, ...]] | None,
-    ) -> None:
-        self._supply = supply
-        self._request = request
-        wanted = request.num_ranks * request.num_nics
-        self._is_nic_shared = wanted > len(supply.nics)
-        self._stock = Stock(supply, is_nic_shared=self._is_nic_shared)
-        self._gpus = gpus
-        self._shares: tuple[Share, ...] = ()
-        if gpus is not None and not request.num_cores:
-            near = [self._node_near(own) for own in gpus]
-            self._shares = share_cores(supply.cores, near)
-
-    def place(self, ranks: range) -> list[RankPlace]:
-        """Place ranks that are aligned as one."""
-        supply, request = self._supply, self._request
-        demands = [self._demand(rank) for rank in ranks]
-        together = self._together(demands)
-        nodes = Nodes(len(supply.nodes), supply.distances, request.is_closest)
+    def __init__(self, inventory: Inventory, request: AlignmentRequest) -> None:
+        self._inventory = inventory
         # Without any node there is nothing to align with.
-        policy = request.policy if supply.nodes else Policy.NONE
-        hints = () if policy is Policy.NONE else self._stock.hints(together).values()
-        verdict = decide(policy, tuple(hints), nodes)
+        self._policy = request.policy if inventory.nodes else Policy.NONE
+        ranks = range(request.num_ranks)
+        has_gpus = len(inventory.gpus) >= request.num_ranks
+        self._gpus = [(rank,) if has_gpus else () for rank in ranks]
+        homes = [inventory.gpus[r].node if has_gpus else UNKNOWN_NODE for r in ranks]
+        self._shares = share_cores(inventory.cores, homes)
+        self._bits = {node.number: bit for bit, node in enumerate(inventory.nodes)}
+        self._bits.pop(UNKNOWN_NODE, None)
+        self._free = [list(node.cores) for node in inventory.nodes]
+        self._num_given = [0] * len(inventory.nics)
+
+    def place(self, ranks: Sequence[int]) -> list[RankPlace]:
+        """Place ranks that are aligned as one."""
+        policy, inventory = self._policy, self._inventory
+        hints = {} if policy is Policy.NONE else self._hints(ranks)
+        nodes = NodeSet(len(inventory.nodes), inventory.distances)
+        alignment = decide(policy, tuple(hints.values()), nodes)
         reasons: tuple[str, ...] = ()
-        if not verdict.is_preferred:
-            # Imported where it is needed: a start must not wait for what is rare.
-            from ronde.topology.placement.refusals import explain, refusal
+        if not alignment.is_preferred:
+            reasons = self._explain(ranks, hints)
+            if not alignment.is_admitted:
+                raise self._refusal(ranks, reasons)
+        return [self._take(rank, alignment, reasons) for rank in ranks]
 
-            reasons = explain(supply, self._stock, together, policy)
-            if not verdict.is_admitted:
-                raise refusal(supply, policy, ranks, reasons)
-        return [
-            self._taken(rank, demand, verdict, reasons)
-            for rank, demand in zip(ranks, demands, strict=True)
-        ]
+    def _is_fixed(self, rank: int) -> bool:
+        """Return whether a rank has the cores of its share and no others."""
+        is_lax = self._policy in {Policy.NONE, Policy.BEST_EFFORT}
+        return is_lax or not self._shares[rank].has_enough
 
-    def _demand(self, rank: int) -> Demand:
-        request = self._request
-        gpus = () if self._gpus is None else self._gpus[rank]
-        demand = Demand(
-            gpus=gpus,
-            num_gpus=len(gpus) if self._gpus else request.num_gpus or 0,
-            num_cores=request.num_cores,
-            num_nics=request.num_nics,
-            memory_bytes=request.memory_bytes,
-        )
-        if not self._shares:
-            return demand
-        share = self._shares[rank]
-        is_fixed = not share.has_enough or request.policy in {
-            Policy.NONE,
-            Policy.BEST_EFFORT,
-        }
-        return demand._replace(
-            num_cores=len(share.cores), own_cores=share.cores if is_fixed else ()
-        )
+    def _wanted(self, ranks: Sequence[int]) -> tuple[int, list[int]]:
+        """Return how many cores ranks want, and how many of them each node has free."""
+        fixed = {c for r in ranks if self._is_fixed(r) for c in self._shares[r].cores}
+        if not fixed:
+            num_wanted = sum(len(self._shares[rank].cores) for rank in ranks)
+            return num_wanted, [len(cores) for cores in self._free]
+        own = Counter(core.node for core in fixed)
+        return len(fixed), [own[node.number] for node in self._inventory.nodes]
 
-    def _together(self, demands: Sequence[Demand]) -> Demand:
-        if len(demands) == 1:
-            return demands[0]
-        own = tuple(dict.fromkeys(core for d in demands for core in d.own_cores))
-        num_nics = sum(demand.num_nics for demand in demands)
-        return Demand(
-            gpus=tuple(gpu for demand in demands for gpu in demand.gpus),
-            num_gpus=sum(demand.num_gpus for demand in demands),
-            num_cores=len(own) or sum(demand.num_cores for demand in demands),
-            own_cores=own,
-            num_nics=min(num_nics, len(self._supply.nics)),
-            memory_bytes=sum(demand.memory_bytes for demand in demands),
-        )
+    def _hints(self, ranks: Sequence[int]) -> dict[str, tuple[Hint, ...]]:
+        gpus = self._inventory.gpus
+        found: dict[str, tuple[Hint, ...]] = {}
+        if own := [gpus[index] for rank in ranks for index in self._gpus[rank]]:
+            # Preferred is as few nodes as all GPUs of the host allow.
+            is_known = all(gpu.node != UNKNOWN_NODE for gpu in own)
+            hints = counted_hints(self._counts(gpus), self._counts(own), len(own))
+            found["gpu"] = (hints or NOWHERE) if is_known else ANY
+        num_wanted, free = self._wanted(ranks)
+        if num_wanted:
+            total = [len(node.cores) for node in self._inventory.nodes]
+            found["cpu"] = counted_hints(total, free, num_wanted) or NOWHERE
+        return found
 
-    def _taken(
-        self, rank: int, demand: Demand, verdict: Verdict, reasons: tuple[str, ...]
+    def _counts(self, devices: Iterable[NearDevice]) -> list[int]:
+        counts = Counter(device.node for device in devices)
+        return [counts[node.number] for node in self._inventory.nodes]
+
+    def _take(
+        self, rank: int, alignment: Alignment, reasons: tuple[str, ...]
     ) -> RankPlace:
-        supply, stock = self._supply, self._stock
-        mask = (1 << len(supply.nodes)) - 1 if verdict.mask is None else verdict.mask
-        gpus = stock.take_gpus(demand, verdict.mask)
-        order = self._order(mask, self._node_near(gpus))
-        cores = stock.take_cores(demand, order, mask)
-        share = self._shares[rank] if self._shares else None
-        home = middle_node(cores) if share is None or share.has_enough else share.home
-        memory = 0
-        if demand.memory_bytes:
-            limit = mask if verdict.mask is not None else 0
-            memory = stock.take_memory(
-                demand.memory_bytes, limit, self._order(mask, home)
-            )
+        share = self._shares[rank]
+        cores = share.cores
+        if not self._is_fixed(rank):
+            cores = self._take_cores(rank, alignment.mask)
+        nodes = () if alignment.mask is None else alignment.mask
         return RankPlace(
             rank=rank,
-            gpus=gpus,
+            gpus=self._gpus[rank],
             cores=cores,
-            nodes=() if verdict.mask is None else supply.numbers_of(mask),
-            home=home,
-            memory_nodes=supply.numbers_of(memory),
-            nics=tuple(stock.take_nics(demand.num_nics, gpus, mask)),
-            is_preferred=verdict.is_preferred,
+            nodes=self._inventory.numbers_of(nodes) if nodes else (),
+            home=_middle_node(cores) if share.has_enough else share.home,
+            nics=self._take_nic(rank),
+            is_preferred=alignment.is_preferred,
             reasons=reasons,
             share=share,
         )
 
-    def _order(self, mask: int, near: int) -> list[int]:
-        """Return all nodes, those of a set first, then those nearest to one."""
-        supply = self._supply
-        own = supply.bit_of(near)
+    def _take_cores(self, rank: int, mask: int | None) -> tuple[Core, ...]:
+        """Give out cores, of one node where one has enough.
+
+        The nodes of the mask are not left while they have enough together; then those
+        come first that are near the rank's GPU.
+        """
+        num_nodes, distances = len(self._free), self._inventory.distances
+        mask = (1 << num_nodes) - 1 if mask is None else mask
+        near = [self._inventory.gpus[gpu].node for gpu in self._gpus[rank]]
+        own = next((self._bits[n] for n in near if n in self._bits), None)
         if own is None:
             own = (mask & -mask).bit_length() - 1
+        order = sorted(
+            range(num_nodes),
+            key=lambda b: (not mask >> b & 1, b != own, distances[own][b], b),
+        )
+        wanted = len(self._shares[rank].cores)
+        inside = [bit for bit in order if mask >> bit & 1]
+        has_room = sum(len(self._free[bit]) for bit in inside) >= wanted
+        tried = inside if has_room else order
+        whole = [bit for bit in tried if len(self._free[bit]) >= wanted]
+        taken: list[Core] = []
+        for bit in [*whole[:1], *order]:
+            num_more = wanted - len(taken)
+            taken += self._free[bit][:num_more]
+            del self._free[bit][:num_more]
+        return tuple(sorted(taken, key=lambda core: (core.node, core.cpus)))
 
-        def badness(bit: int) -> tuple[bool, bool, int, int]:
-            return (not mask >> bit & 1, bit != own, supply.distances[own][bit], bit)
+    def _take_nic(self, rank: int) -> tuple[int, ...]:
+        """Give out the adapter nearest to a rank's GPU, of equals the least used."""
+        near = self._inventory.nearness
+        for gpu in self._gpus[rank]:
+            candidates = [n for n in range(len(self._num_given)) if (gpu, n) in near]
+            if candidates:
+                best = min(
+                    candidates, key=lambda n: (near[gpu, n].order, self._num_given[n])
+                )
+                self._num_given[best] += 1
+                return (best,)
+        return ()
 
-        return sorted(range(len(supply.nodes)), key=badness)
+    def _explain(
+        self, ranks: Sequence[int], hints: dict[str, tuple[Hint, ...]]
+    ) -> tuple[str, ...]:
+        """Return why ranks are not aligned: a sentence for each resource at fault."""
+        is_one = self._policy is Policy.SINGLE_NUMA_NODE
+        good = {
+            name: [
+                mask
+                for mask, is_preferred in each
+                if is_preferred and (not is_one or not mask or mask.bit_count() == 1)
+            ]
+            for name, each in hints.items()
+        }
+        num_cores, free = self._wanted(ranks)
+        gpus = [index for rank in ranks for index in self._gpus[rank]]
+        titles = ", ".join(self._inventory.gpus[n].name or str(n) for n in gpus)
+        wants = {
+            "gpu": f"GPU{'s' * (len(gpus) > 1)} {titles}",
+            "cpu": f"{num_cores} core{'s' * (num_cores > 1)}",
+        }
+        faulty = [name for name, masks in good.items() if not masks]
+        if not faulty:
+            return tuple(
+                f"{name}: {wants[name]} only on {self._some_nodes(masks)}"
+                for name, masks in good.items()
+                if None not in masks
+            )
+        reasons = {n: f"{n}: {wants[n]} {self._obstacle(n, hints[n])}" for n in faulty}
+        if "cpu" in reasons:
+            counts = zip(free, self._inventory.nodes, strict=True)
+            texts = [f"{count} on node {node.number}" for count, node in counts]
+            reasons["cpu"] += f" (free: {', '.join(texts)})"
+        return tuple(reasons.values())
 
-    def _node_near(self, gpus: Sequence[int]) -> int:
-        """Return the memory node near all of some GPUs, or ``UNKNOWN_NODE``."""
-        nodes = {self._supply.gpus[gpu].node for gpu in gpus}
-        return nodes.pop() if len(nodes) == 1 else UNKNOWN_NODE
+    def _some_nodes(self, masks: Iterable[int | None]) -> str:
+        """Return where something could come from: ``node 0 or nodes 1+2 together``."""
+        smallest = sorted((m for m in masks if m), key=lambda m: (m.bit_count(), m))
+        texts = [self._nodes(mask) for mask in smallest]
+        return " or ".join(texts[:4]) + (" or more" if len(texts) > 4 else "")
 
+    def _obstacle(self, name: str, hints: Sequence[Hint]) -> str:
+        masks = [hint.mask for hint in hints if hint.mask]
+        if masks:
+            smallest = min(masks, key=lambda mask: (mask.bit_count(), mask))
+            return f"not on fewer than {self._nodes(smallest)}"
+        return "near no node with usable cores" if name == "gpu" else "not free"
 
-def _gpus_by_rank(supply: Supply, request: Request) -> list[tuple[int, ...]] | None:
-    """Return the GPUs of each rank; None where so many as are asked for are chosen.
+    def _nodes(self, mask: int) -> str:
+        numbers = self._inventory.numbers_of(mask)
+        if len(numbers) == 1:
+            return f"node {numbers[0]}"
+        return f"nodes {'+'.join(map(str, numbers))} together"
 
-    Where none are asked for a rank has the one of its number, as programs take them by
-    ``LOCAL_RANK``.
-    """
-    if request.num_gpus:
-        return None
-    has_enough = request.num_gpus is None and len(supply.gpus) >= request.num_ranks
-    return [(rank,) if has_enough else () for rank in range(request.num_ranks)]
+    def _refusal(self, ranks: Sequence[int], reasons: Sequence[str]) -> PlacementError:
+        host = self._inventory.host
+        where = f" on {host}" if host else ""
+        name = f"rank {ranks[0]}{where}"
+        if len(ranks) > 1:
+            name = f"ranks 0-{ranks[-1]}{where} together"
+        return PlacementError(
+            f"policy must be one that every rank can keep, got {self._policy} and "
+            f"{name}: {'; '.join(reasons)}. Use fewer ranks, or take best-effort.",
+            ranks,
+            reasons,
+        )

@@ -1,199 +1,357 @@
-"""A placement with all names in it, and what to type to have it by hand."""
+"""A placement on any host with names in it, and what to type to have it by hand."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ronde.topology.cpu_sets import format_list
-from ronde.topology.graph import UNKNOWN, HostTopology, NetPort
-from ronde.topology.machine import UNKNOWN_NODE, Core
-from ronde.topology.placement.host_supply import HostSupply, is_amd, supply_of_host
-from ronde.topology.placement.nearness import is_verbs
-from ronde.topology.placement.placing import RankPlace, place
-from ronde.topology.placement.request import DEFAULT_NODES, Request
+from ronde.topology.graph import UNKNOWN, GpuDevice, HostTopology, NetPort, NumaNode
+from ronde.topology.machine import UNKNOWN_NODE, Core, NearPort
+from ronde.topology.paths.classes import UNKNOWN_WORD, classify
+from ronde.topology.paths.network import PathKind, adapter_name, find_numa_numbers
+from ronde.topology.paths.search import find_paths
+from ronde.topology.pci import bus_order
+from ronde.topology.placement.inventory import (
+    Inventory,
+    NearDevice,
+    Nearness,
+    nodes_of_cores,
+    plain_distances,
+)
+from ronde.topology.placement.placing import AlignmentRequest, RankPlace, place
+
+_MAX_THREADS = 4
+_AMD = 0x1002
+# nvidia-smi's words that NCCL does not have, as NCCL's.
+_KINDS = {"NODE": PathKind.PHB, UNKNOWN_WORD: PathKind.DIS}
+_VERBS = ("mlx", "bnxt_re", "irdma", "ionic", "roce", "ibp")
 
 
 class NicChoice(NamedTuple):
-    """An adapter of a rank.
+    """An adapter of a rank."""
 
-    Attributes:
-        name: ``mlx5_0``.
-        path: The class of the way from the rank's GPU: ``PIX``; empty where not told.
-        gb_per_s: What that way carries by NCCL's figures; 0 where not told.
-    """
-
-    name: str
-    path: str
-    gb_per_s: float
+    name: str  # ``mlx5_0``.
+    path: str  # The class of the way from the rank's GPU: ``PIX``; empty if unknown.
+    gb_per_s: float  # What that way carries by NCCL's figures; 0 if unknown.
 
 
 class RankPlan(NamedTuple):
-    """What one rank gets.
+    """What one rank gets."""
 
-    Attributes:
-        rank: Local rank.
-        gpus: Numbers of its GPUs, as ``CUDA_VISIBLE_DEVICES`` and the like name them.
-        gpu_bus_ids: Their bus addresses, empty ones where not told.
-        num_cores: Physical cores.
-        cpus: Their hardware threads, ascending.
-        nodes: Memory nodes that the policy chose; empty for any.
-        memory_nodes: Where its memory is to lie; empty for nowhere in particular.
-        nics: Its adapters, the nearest first.
-        is_preferred: Whether all comes from the same, fewest memory nodes.
-        reasons: Why not, of each resource at fault a sentence.
-        env: Variables for this rank alone.
-        command: What to put before the program to bind it by hand; empty for nothing.
-    """
-
-    rank: int
-    gpus: tuple[int, ...]
-    gpu_bus_ids: tuple[str, ...]
-    num_cores: int
-    cpus: tuple[int, ...]
-    nodes: tuple[int, ...]
-    memory_nodes: tuple[int, ...]
+    rank: int  # Local rank.
+    gpus: tuple[int, ...]  # Their numbers as ``CUDA_VISIBLE_DEVICES`` names them.
+    gpu_bus_ids: tuple[str, ...]  # Empty ones if unknown.
+    num_cores: int  # Physical cores.
+    cpus: tuple[int, ...]  # Their hardware threads, ascending.
+    nodes: tuple[int, ...]  # Memory nodes that the policy chose; empty for any.
+    memory_nodes: tuple[int, ...]  # Where its memory is to lie; empty for anywhere.
     nics: tuple[NicChoice, ...]
-    is_preferred: bool
-    reasons: tuple[str, ...]
-    env: dict[str, str]
-    command: str
+    is_preferred: bool  # Whether all comes from the same, fewest memory nodes.
+    reasons: tuple[str, ...]  # Why not, a sentence for each resource at fault.
+    env: dict[str, str]  # Variables for this rank alone.
+    command: str  # What binds it by hand, before the program; empty for nothing.
 
 
 class HostPlan(NamedTuple):
-    """Where the ranks of one host sit.
+    """Where the ranks of one host sit."""
 
-    Attributes:
-        host: Its name; empty where no source has it.
-        policy: Under which policy.
-        scope: What was aligned as one.
-        ranks: By local rank.
-        env: Variables for all ranks.
-        notices: What the user should know, a sentence each.
-    """
-
-    host: str
+    host: str  # Its name; empty if unknown.
     policy: str
     scope: str
-    ranks: tuple[RankPlan, ...]
-    env: dict[str, str]
-    notices: tuple[str, ...]
+    ranks: tuple[RankPlan, ...]  # By local rank.
+    env: dict[str, str]  # Variables for all ranks.
+    notices: tuple[str, ...]  # What the user should know, a sentence each.
 
 
 def plan_host(
-    host: HostTopology, request: Request, allowed: Sequence[Core] | None = None
+    host: HostTopology, request: AlignmentRequest, allowed: Sequence[Core] | None = None
 ) -> HostPlan:
     """Place ranks on a host.
 
-    Args:
-        host: As any source tells.
-        request: What each rank is to get.
-        allowed: Cores that may be used; None for all that the host has.
+    ``allowed`` are the cores that may be used, with their nodes; without it all.
+
+    GPUs are in the order of their bus addresses, as CUDA counts them when asked to.
+    AMD's are in the source's order, for HIP has no such setting; so are all where one
+    has no address.
 
     Raises:
         PlacementError: The policy refuses a rank.
-        UsageError: There is not what is asked for.
+        UsageError: The host has no cores to align with, or too many nodes.
     """
-    found = supply_of_host(host, allowed)
-    places = place(found.supply, request)
+    planner = _Planner(host, allowed)
+    places = place(planner.inventory, request)
     return HostPlan(
         host.name,
         str(request.policy),
         str(request.scope),
-        tuple(_rank_plan(found, request, each) for each in places),
-        _gpu_env(host, found, places) | _nic_env(found, places),
-        (*found.notices, *_notices(found, places)),
+        tuple(planner.rank_plan(each) for each in places),
+        planner.gpu_env(places) | planner.nic_env(places),
+        (*planner.notices, *planner.notices_on(places)),
     )
 
 
-def _rank_plan(found: HostSupply, request: Request, rank: RankPlace) -> RankPlan:
-    ports = [found.ports[nic] for nic in rank.nics]
-    memory_nodes = rank.memory_nodes
-    if not memory_nodes and rank.home != UNKNOWN_NODE and len(found.supply.nodes) > 1:
-        nodes = {core.node for core in rank.cores}
-        memory_nodes = (rank.home,) if len(nodes) == 1 else ()
-    devices = [_verbs_name(port, is_port_needed=True) for port in ports]
-    return RankPlan(
-        rank=rank.rank,
-        gpus=_numbers(found, rank),
-        gpu_bus_ids=tuple(found.gpus[gpu].bus_id for gpu in rank.gpus),
-        num_cores=len(rank.cores),
-        cpus=rank.cpus,
-        nodes=rank.nodes,
-        memory_nodes=memory_nodes,
-        nics=tuple(_choice(found, rank, nic) for nic in rank.nics),
-        is_preferred=rank.is_preferred,
-        reasons=rank.reasons,
-        env={"UCX_NET_DEVICES": ",".join(devices)} if all(devices) and ports else {},
-        command=_command(rank, memory_nodes, is_strict=bool(request.memory_bytes)),
+def find_near_ports(
+    host: HostTopology, bus_ids: Collection[str]
+) -> tuple[NearPort, ...]:
+    """Return how near the ports to train over are to some GPUs, port by port."""
+    gpus = [gpu for gpu in host.gpus if gpu.bus_id in bus_ids]
+    ports = _training_ports(host)
+    return tuple(
+        NearPort(gpus[gpu].bus_id, ports[port].title, near.order)
+        for (gpu, port), near in _find_nearness(host, gpus, ports).items()
     )
 
 
-def _choice(found: HostSupply, rank: RankPlace, nic: int) -> NicChoice:
-    own = rank.gpus[0] if rank.gpus else -1
-    near = found.supply.nearness.get((own, nic))
-    name = found.ports[nic].title
-    return NicChoice(name, near.word, near.gb_per_s) if near else NicChoice(name, "", 0)
+def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
+    """Return the cores of a host, and notices on what had to be inferred.
 
-
-def _command(rank: RankPlace, memory_nodes: Sequence[int], *, is_strict: bool) -> str:
-    """Return what binds a rank; memory that was set aside is had or not at all."""
-    words: list[str] = []
-    if rank.cpus:
-        words.append(f"--physcpubind={format_list(rank.cpus)}")
-    if memory_nodes:
-        how = "membind" if is_strict else "preferred"
-        words.append(f"--{how}={','.join(map(str, memory_nodes))}")
-    return " ".join(["numactl", *words]) if words else ""
-
-
-def _numbers(found: HostSupply, rank: RankPlace) -> tuple[int, ...]:
-    return tuple(int(found.supply.gpus[gpu].name) for gpu in rank.gpus)
-
-
-def _gpu_env(
-    host: HostTopology, found: HostSupply, places: Sequence[RankPlace]
-) -> dict[str, str]:
-    """Return what shows every rank all GPUs of the plan, rank by rank."""
-    own = [found.gpus[gpu] for each in places for gpu in each.gpus]
-    numbers = [str(number) for each in places for number in _numbers(found, each)]
-    if own and all(is_amd(host, gpu) for gpu in own):
-        return {"HIP_VISIBLE_DEVICES": ",".join(numbers)}
-    if not own or not all(gpu.bus_id for gpu in own):
-        return {}
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    return order | {"CUDA_VISIBLE_DEVICES": ",".join(numbers)}
-
-
-def _nic_env(found: HostSupply, places: Sequence[RankPlace]) -> dict[str, str]:
-    """Return what leaves NCCL the adapters near the GPUs of the plan.
-
-    All that are equally near: a rank's own may be one of several that its GPU drives.
-    NCCL must find the same on every rank of a host: it picks each GPU's from them.
-
-    Source: NVIDIA's answer in https://github.com/NVIDIA/nccl/issues/1478.
+    CPUs that are listed on two nodes are on none: placeholders in clouds' files give
+    all nodes the same. Where no source has the threads of a core, those at the same
+    place in a node's runs of numbers share one, as Linux counts all first threads
+    before all second ones. Where that is wrong, ranks get other cores of the same node.
     """
-    used = {nic for each in places for nic in each.nics}
-    for gpu in (gpu for each in places for gpu in each.gpus):
-        used.update(found.supply.nearest_nics(gpu))
-    ports = [found.ports[nic] for nic in sorted(used)]
-    names = [_verbs_name(port, is_port_needed=False) for port in ports]
-    if not names or not all(names):
+    counts = Counter(cpu for node in host.numa_nodes for cpu in node.cpus)
+    twice = {cpu for cpu, count in counts.items() if count > 1}
+    cores: list[Core] = []
+    is_inferred = False
+    for node in host.numa_nodes:
+        groups = node.cores
+        if not groups:
+            groups = _threads_by_place([cpu for cpu in node.cpus if cpu not in twice])
+            is_inferred |= bool(groups)
+        left = [tuple(c for c in cpus if c not in twice) for cpus in groups]
+        cores += [Core(cpus, node.number) for cpus in left if cpus]
+    notices: list[str] = []
+    if twice:
+        notices.append(
+            f"CPUs {format_list(twice)} are listed on several NUMA nodes: no rank gets "
+            "them."
+        )
+    if is_inferred:
+        notices.append(
+            "No source has the hardware threads of each core: Linux's numbering is "
+            "assumed."
+        )
+    return tuple(cores), tuple(notices)
+
+
+def _threads_by_place(cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the CPUs at the same place in each run of numbers: a core each."""
+    runs: list[list[int]] = []
+    for cpu in cpus:
+        if runs and cpu == runs[-1][-1] + 1:
+            runs[-1].append(cpu)
+        else:
+            runs.append([cpu])
+    # Many short runs are no threads: every other CPU is of this node, or some are off.
+    if len(runs) > _MAX_THREADS:
+        return tuple((cpu,) for cpu in cpus)
+    longest = max(map(len, runs), default=0)
+    return tuple(
+        tuple(run[place] for run in runs if place < len(run))
+        for place in range(longest)
+    )
+
+
+def _is_rdma(port: NetPort) -> bool:
+    is_verbs = port.port >= 1 or port.kind == "infiniband"
+    return is_verbs or port.title.startswith(_VERBS[:1])
+
+
+def _training_ports(host: HostTopology) -> tuple[NetPort, ...]:
+    """Return the ports to train over: the others serve storage or logins.
+
+    Where RDMA adapters are, only those count, and of them only those of the rate that
+    most have.
+    """
+    paired = host.paired
+    placed = [
+        port
+        for port in host.ports
+        if port.is_up and (port.bus_id or port.node != UNKNOWN or port.name in paired)
+    ]
+    adapters = [port for port in placed if _is_rdma(port)] or placed
+    rates = Counter(port.mbit_per_s for port in adapters)
+    usual = max(rates, key=lambda rate: (rates[rate], rate), default=0)
+    return tuple(port for port in adapters if port.mbit_per_s == usual)
+
+
+def _find_nearness(
+    host: HostTopology, gpus: Sequence[GpuDevice], ports: Sequence[NetPort]
+) -> dict[tuple[int, int], Nearness]:
+    """Return how near each port is to each GPU, by their indexes.
+
+    First counts the class of the way, then what it carries. There is no entry where
+    both are unknown.
+    """
+    if not gpus or not ports:
         return {}
-    # The first sign makes NCCL compare whole names: mlx5_1 would mean mlx5_10, too.
-    return {"NCCL_IB_HCA": "=" + ",".join(dict.fromkeys(names))}
+    table, paths = classify(host), find_paths(host)
+    rows = {name: row for row, name in enumerate(table.names)}
+    found: dict[tuple[int, int], Nearness] = {}
+    for b, port in enumerate(ports):
+        for a, gpu in enumerate(gpus):
+            is_listed = gpu.name in rows and port.name in rows
+            word = UNKNOWN_WORD
+            if is_listed:
+                word = table.words[rows[gpu.name]][rows[port.name]]
+            kind = _KINDS.get(word) or PathKind(word)
+            path = paths.between(gpu.name, port.name)
+            if path and path.kind != PathKind.DIS:
+                kind = path.kind if kind == PathKind.DIS else kind
+                order = (kind.rank, -path.gb_per_s)
+                found[a, b] = Nearness(order, str(kind), path.gb_per_s)
+            elif kind != PathKind.DIS:
+                found[a, b] = Nearness((kind.rank, 0.0), word)
+    return found
+
+
+def _distances(nodes: Sequence[NumaNode | None]) -> tuple[tuple[int, ...], ...]:
+    known = [dict(node.distances) if node else {} for node in nodes]
+    if not any(known):
+        return plain_distances(len(nodes))
+    numbers = [node.number if node else UNKNOWN for node in nodes]
+    return tuple(
+        tuple(
+            row.get(number, 10 if here == there else 255)
+            for there, number in enumerate(numbers)
+        )
+        for here, row in enumerate(known)
+    )
+
+
+class _Planner:
+    """A host's inventory, and what each item of it is called."""
+
+    def __init__(self, host: HostTopology, allowed: Sequence[Core] | None) -> None:
+        vendors = {device.bus_id: device.vendor for device in host.devices}
+        self._is_amd = {
+            g: bool(g.gcn) or vendors.get(g.bus_id) == _AMD for g in host.gpus
+        }
+        in_bus_order = all(g.bus_id and not self._is_amd[g] for g in host.gpus)
+        self._gpus = sorted(
+            host.gpus, key=lambda g: bus_order(g.bus_id) if in_bus_order else [g.number]
+        )
+        self._numbers = [
+            index if in_bus_order else gpu.number
+            for index, gpu in enumerate(self._gpus)
+        ]
+        self._ports = _training_ports(host)
+        cores, self.notices = infer_cores(host) if allowed is None else (allowed, ())
+        if not cores:
+            self.notices = (*self.notices, "CPUs are unknown: ranks get none.")
+        nodes = nodes_of_cores(cores)
+        known = {node.number: node for node in host.numa_nodes}
+        numbers = find_numa_numbers(host)
+        # Near a node without CPUs there is no place for a rank.
+        bare = {node.number for node in host.numa_nodes if not node.cpus}
+
+        def near(name: str, default: int) -> int:
+            number = numbers.get(name, default)
+            return UNKNOWN_NODE if number in bare else number
+
+        self.inventory = Inventory(
+            nodes,
+            _distances([known.get(node.number) for node in nodes]),
+            tuple(
+                NearDevice(str(number), near(gpu.name, gpu.node))
+                for number, gpu in zip(self._numbers, self._gpus, strict=True)
+            ),
+            tuple(
+                NearDevice(port.title, near(adapter_name(port), port.node))
+                for port in self._ports
+            ),
+            _find_nearness(host, self._gpus, self._ports),
+            host.name,
+        )
+
+    def rank_plan(self, rank: RankPlace) -> RankPlan:
+        """Return what one rank gets, with names."""
+        memory_nodes: tuple[int, ...] = ()
+        if len(self.inventory.nodes) > 1 and len({c.node for c in rank.cores}) == 1:
+            memory_nodes = (rank.home,) if rank.home != UNKNOWN_NODE else ()
+        ports = [self._ports[nic] for nic in rank.nics]
+        devices = [_verbs_name(port, is_port_needed=True) for port in ports]
+        words = [f"--physcpubind={format_list(rank.cpus)}"] if rank.cpus else []
+        words += [f"--preferred={node}" for node in memory_nodes]
+        return RankPlan(
+            rank=rank.rank,
+            gpus=tuple(self._numbers[gpu] for gpu in rank.gpus),
+            gpu_bus_ids=tuple(self._gpus[gpu].bus_id for gpu in rank.gpus),
+            num_cores=len(rank.cores),
+            cpus=rank.cpus,
+            nodes=rank.nodes,
+            memory_nodes=memory_nodes,
+            nics=tuple(self._choice(rank, nic) for nic in rank.nics),
+            is_preferred=rank.is_preferred,
+            reasons=rank.reasons,
+            env={"UCX_NET_DEVICES": ",".join(devices)} if any(devices) else {},
+            command=" ".join(["numactl", *words]) if words else "",
+        )
+
+    def _choice(self, rank: RankPlace, nic: int) -> NicChoice:
+        near = self.inventory.nearness[rank.gpus[0], nic]
+        return NicChoice(self._ports[nic].title, near.word, near.gb_per_s)
+
+    def gpu_env(self, places: Sequence[RankPlace]) -> dict[str, str]:
+        """Return what shows every rank all GPUs of the plan, rank by rank."""
+        indexes = [gpu for each in places for gpu in each.gpus]
+        own = [self._gpus[index] for index in indexes]
+        numbers = ",".join(str(self._numbers[index]) for index in indexes)
+        if own and all(self._is_amd[gpu] for gpu in own):
+            return {"HIP_VISIBLE_DEVICES": numbers}
+        if not own or not all(gpu.bus_id for gpu in own):
+            return {}
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": numbers}
+
+    def nic_env(self, places: Sequence[RankPlace]) -> dict[str, str]:
+        """Return what leaves NCCL the adapters near the GPUs of the plan.
+
+        All that are equally near: a rank's own may be one of several that its GPU
+        drives. NCCL must find the same on every rank of a host: it picks each GPU's
+        from them.
+
+        Source: NVIDIA's answer in https://github.com/NVIDIA/nccl/issues/1478.
+        """
+        used = {nic for each in places for nic in each.nics}
+        for gpu in (gpu for each in places for gpu in each.gpus):
+            used.update(self.inventory.nearest_nics(gpu))
+        ports = [self._ports[nic] for nic in sorted(used)]
+        names = [_verbs_name(port, is_port_needed=False) for port in ports]
+        if not names or not all(names):
+            return {}
+        # The first sign makes NCCL compare whole names: mlx5_1 would mean mlx5_10, too.
+        return {"NCCL_IB_HCA": "=" + ",".join(dict.fromkeys(names))}
+
+    def notices_on(self, places: Sequence[RankPlace]) -> list[str]:
+        """Return what the user should know of a placement."""
+        notices: list[str] = []
+        if self._gpus and not places[0].gpus:
+            notices.append(
+                f"{len(places)} ranks and only {len(self._gpus)} GPUs: no rank has one "
+                "of its own."
+            )
+        crowded = next((each for each in places if not each.share.has_enough), None)
+        if crowded:
+            pool = crowded.share.pool
+            cores = f"{len(pool.cores)} core{'s' * (len(pool.cores) > 1)}"
+            notices.append(f"{len(pool.ranks)} ranks share {cores}.")
+        return notices
 
 
 def _verbs_name(port: NetPort, *, is_port_needed: bool) -> str:
-    """Return ``mlx5_0:1``; without its port where that is not told and not needed.
+    """Return ``mlx5_0:1``; without its port where that is unknown and not needed.
 
-    Empty for adapters of other kinds, and for ports that are not told and needed.
-    Fused adapters (``mlx5_0+mlx5_1``) are named one by one.
+    Empty for adapters that NCCL's own InfiniBand code does not drive, such as Amazon's
+    and Slingshot's, and for ports that are unknown and needed. Fused adapters
+    (``mlx5_0+mlx5_1``) are named one by one.
     """
-    if not is_verbs(port):
+    if not _is_rdma(port) or not port.title.startswith(_VERBS):
         return ""
     adapters = port.title.partition(":")[0].split("+")
     number = port.port
-    # NCCL's files count a port's copies in, so that only its first is what it says.
-    # Where there is a number the source is such a file.
+    # NCCL's files count a port's copies in, so that only the first number is right.
+    # Where a port has a number, the source is such a file.
     if port.number != UNKNOWN and number > 1:
         number = UNKNOWN
     if port.title.startswith("mlx5") and number == UNKNOWN:
@@ -201,23 +359,3 @@ def _verbs_name(port: NetPort, *, is_port_needed: bool) -> str:
     if number >= 1:
         return ",".join(f"{adapter}:{number}" for adapter in adapters)
     return "" if is_port_needed else ",".join(adapters)
-
-
-def _notices(found: HostSupply, places: Sequence[RankPlace]) -> list[str]:
-    notices: list[str] = []
-    num_nodes = len(found.supply.nodes)
-    if num_nodes > DEFAULT_NODES:
-        notices.append(f"{num_nodes} memory nodes have 2**{num_nodes} sets to try.")
-    if found.gpus and not places[0].gpus:
-        notices.append(
-            f"{len(places)} ranks and fewer GPUs, {len(found.gpus)}, so that no rank "
-            "has one of its own."
-        )
-    crowded = next((each for each in places if not each.has_enough), None)
-    if crowded and crowded.share:
-        part = crowded.share.part
-        notices.append(
-            f"{len(part.ranks)} ranks share {len(part.cores)} "
-            f"core{'s' * (len(part.cores) > 1)}."
-        )
-    return notices

@@ -1,44 +1,45 @@
-"""Merges hints of several resources into one set of memory nodes, and admits or not.
+"""Hints of several resources, merged into one set of memory nodes, and admitted or not.
 
-The rules are those of the TopologyManager of Kubernetes, so that a plan made here is
-what a cluster under the same policy would do.
+The rules are those of Kubernetes' TopologyManager: a plan made here is what a cluster
+under the same policy would do. A set of nodes is the bits of a number; bit 0 is the
+first node that has CPUs, whatever the kernel calls it. Nodes without CPUs have no bit.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
-
-from ronde.topology.placement.hints import Hint
 
 
 class Policy(StrEnum):
     """What becomes of a request that cannot be aligned."""
 
-    NONE = "none"
-    """Nothing is aligned and everything admitted."""
-
-    BEST_EFFORT = "best-effort"
-    """It is aligned as well as can be, and admitted."""
-
-    RESTRICTED = "restricted"
-    """It is refused unless all resources come from the same, fewest nodes."""
-
-    SINGLE_NUMA_NODE = "single-numa-node"
-    """It is refused unless all resources come from one node."""
+    NONE = "none"  # Nothing is aligned and everything admitted.
+    BEST_EFFORT = "best-effort"  # Aligned as well as can be, and admitted.
+    RESTRICTED = "restricted"  # Refused unless all comes from the same, fewest nodes.
+    SINGLE_NUMA_NODE = "single-numa-node"  # Refused unless all comes from one node.
 
 
-class Nodes(NamedTuple):
-    """The memory nodes that hints speak of.
+class Hint(NamedTuple):
+    """One way to meet a request for one resource."""
 
-    Attributes:
-        num_nodes: How many have CPUs.
-        distances: From each to each, as firmware tells them; needed for ``is_closest``.
-        is_closest: Of sets of one size, nodes near each other are better.
-    """
+    mask: int | None  # Nodes that it takes; None where any will do.
+    is_preferred: bool  # Whether no smaller set could ever do.
 
-    num_nodes: int
+
+ANY = (Hint(None, is_preferred=True),)
+"""The hints of a resource without preference."""
+
+NOWHERE = (Hint(None, is_preferred=False),)
+"""The hints of a request that no nodes can meet."""
+
+
+class NodeSet(NamedTuple):
+    """The memory nodes that hints are about."""
+
+    num_nodes: int  # How many have CPUs.
+    # From each to each, as the firmware reports them; needed for ``is_closest``.
     distances: tuple[tuple[int, ...], ...] = ()
-    is_closest: bool = False
+    is_closest: bool = False  # Of sets of one size, nodes near each other are better.
 
     @property
     def all_mask(self) -> int:
@@ -46,44 +47,82 @@ class Nodes(NamedTuple):
         return (1 << self.num_nodes) - 1
 
 
-class Verdict(NamedTuple):
-    """What becomes of a request.
+class Alignment(NamedTuple):
+    """What becomes of a request."""
 
-    Attributes:
-        mask: Nodes to use; None for any.
-        is_preferred: Whether it is aligned.
-        is_admitted: Whether it may be met at all.
+    mask: int | None  # Nodes to use; None for any.
+    is_preferred: bool  # Whether it is aligned.
+    is_admitted: bool  # Whether it may be met at all.
+
+
+def filter_hints(
+    providers: Sequence[Mapping[str, Sequence[Hint] | None] | None],
+) -> list[tuple[Hint, ...]]:
+    """Return the hints of each resource; a missing provider or hint is no obstacle.
+
+    A provider's hints for a resource are None where it has no preference, and empty
+    where it cannot meet the request.
     """
+    found: list[tuple[Hint, ...]] = []
+    for provided in providers:
+        if not provided:
+            found.append(ANY)
+            continue
+        each = provided.values()
+        found += [ANY if hints is None else tuple(hints) or NOWHERE for hints in each]
+    return found
 
-    mask: int | None
-    is_preferred: bool
-    is_admitted: bool
+
+def counted_hints(
+    total: Sequence[int], free: Sequence[int], quantity: int
+) -> tuple[Hint, ...]:
+    """Return a hint for each set of nodes that can meet a request now.
+
+    Preferred are the smallest that could meet it if all were free: what others have
+    scattered is no excuse. ``total`` and ``free`` are by bit of the node.
+    """
+    had, left = _sums(total), _sums(free)
+    masks = range(1, len(had))
+    smallest = min((m.bit_count() for m in masks if had[m] >= quantity), default=0)
+    return tuple(
+        Hint(mask, mask.bit_count() == smallest)
+        for mask in masks
+        if left[mask] >= quantity
+    )
+
+
+def _sums(counts: Sequence[int]) -> list[int]:
+    """Return what each set of nodes has together, by its mask."""
+    sums = [0]
+    for count in counts:
+        sums += [each + count for each in sums]
+    return sums
 
 
 def decide(
-    policy: Policy, resources: Sequence[Sequence[Hint]], nodes: Nodes
-) -> Verdict:
+    policy: Policy, resources: Sequence[Sequence[Hint]], nodes: NodeSet
+) -> Alignment:
     """Return what a policy makes of the hints of each resource.
 
     The order of resources and of hints changes nothing.
     """
     match policy:
         case Policy.NONE:
-            return Verdict(None, is_preferred=True, is_admitted=True)
+            return Alignment(None, is_preferred=True, is_admitted=True)
         case Policy.SINGLE_NUMA_NODE:
             mask, is_preferred = merge(
                 [_one_node(hints) for hints in resources],
                 nodes._replace(is_closest=False),
             )
             limited = None if mask == nodes.all_mask else mask
-            return Verdict(limited, is_preferred, is_preferred)
+            return Alignment(limited, is_preferred, is_preferred)
         case Policy.BEST_EFFORT | Policy.RESTRICTED:
             mask, is_preferred = merge(resources, nodes)
             is_admitted = is_preferred or policy is Policy.BEST_EFFORT
-            return Verdict(mask, is_preferred, is_admitted)
+            return Alignment(mask, is_preferred, is_admitted)
 
 
-def merge(resources: Sequence[Sequence[Hint]], nodes: Nodes) -> Hint:
+def merge(resources: Sequence[Sequence[Hint]], nodes: NodeSet) -> Hint:
     """Return the best of all combinations of one hint a resource.
 
     A combination takes the nodes that all its hints have in common, and is preferred
@@ -102,16 +141,12 @@ def merge(resources: Sequence[Sequence[Hint]], nodes: Nodes) -> Hint:
 
 
 def compare(
-    current: Hint | None, candidate: Hint, count: int, nodes: Nodes
+    current: Hint | None, candidate: Hint, count: int, nodes: NodeSet
 ) -> Hint | None:
-    """Return the better of two results of combinations; the first where equally good.
+    """Return the better of two combinations; the first where equally good.
 
-    Args:
-        current: The best so far; None at first.
-        candidate: Another; one without any node is none.
-        count: Of ``best_count``: not preferred sets are best when they have this size,
-            for a smaller one lacks what some resource needs.
-        nodes: What the hints speak of.
+    ``count`` is that of ``best_count``: not preferred sets are best when they have this
+    size, for a smaller one lacks what some resource needs.
     """
     if not candidate.mask:
         return current
@@ -128,22 +163,20 @@ def best_count(resources: Iterable[Iterable[Hint]]) -> int:
     return max(sizes, default=0)
 
 
-def _rank(hint: Hint, count: int, nodes: Nodes) -> tuple[int, int, int, int, int]:
+def _rank(hint: Hint, count: int, nodes: NodeSet) -> tuple[int, int, int, int, int]:
     """Return a key that sorts the best first."""
     mask = hint.mask or 0
     size = mask.bit_count()
-    distance = _total_distance(mask, nodes) if nodes.is_closest else 0
+    distance = 0
+    if nodes.is_closest:
+        members = [node for node in range(nodes.num_nodes) if mask >> node & 1]
+        # A sum over all ordered pairs: of sets of one size as good as a mean.
+        distance = sum(nodes.distances[a][b] for a in members for b in members)
     if hint.is_preferred:
         return (0, 0, size, distance, mask)
     if size <= count:
         return (1, count - size, size, distance, mask)
     return (2, 0, size, distance, mask)
-
-
-def _total_distance(mask: int, nodes: Nodes) -> int:
-    """Return the sum over all ordered pairs: of sets of one size, as good as a mean."""
-    members = [node for node in range(nodes.num_nodes) if mask >> node & 1]
-    return sum(nodes.distances[a][b] for a in members for b in members)
 
 
 def _one_node(hints: Iterable[Hint]) -> list[Hint]:

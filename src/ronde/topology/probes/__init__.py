@@ -1,1 +1,1 @@
-"""One file for each form in which a machine's topology comes."""
+"""One file for each format in which a machine's topology comes."""

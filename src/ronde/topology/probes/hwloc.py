@@ -1,52 +1,58 @@
-"""The XML that hwloc's ``lstopo`` writes, of versions 1 to 3."""
+"""The XML that hwloc's ``lstopo`` writes, of versions 1 to 3.
+
+What hwloc has of a PCI device's link is what it carries, not its speed.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from ronde.errors import UsageError
+from ronde.topology.cpu_sets import members, parse_mask
 from ronde.topology.graph import (
     UNKNOWN,
     GpuDevice,
     HostTopology,
     Link,
     LinkKind,
+    NetPort,
+    NumaNode,
+    PciDevice,
     Topology,
 )
-from ronde.topology.probes.hwloc_devices import (
-    read_devices,
-    read_gpus,
-    read_localities,
-    read_ports,
-)
-from ronde.topology.probes.hwloc_links import keep_lower_ends
-from ronde.topology.probes.hwloc_matrices import (
-    Bandwidth,
-    read_bandwidths,
-    read_distances,
-)
-from ronde.topology.probes.hwloc_nodes import Nodes
-from ronde.topology.probes.hwloc_objects import (
-    HwlocObject,
-    decimal_of,
-    infos_of,
-    walk,
-)
-from ronde.topology.probes.pci_kinds import plain_address
-from ronde.topology.probes.probe import Saved
-from ronde.topology.probes.refusals import bad_value
+from ronde.topology.pci import compute_capability, is_gpu, plain_address
+from ronde.topology.probes.base import Saved, bad_value
 from ronde.topology.xml_tree import Element, outermost_tag, parse_xml
 
 _ROOT = "topology"
+# More hardware threads than this are no machine.
+_MAX_CPUS = 1 << 16
+# What a processor is called, now and before version 1.11.
+_PACKAGES = ("Package", "Socket")
+_CPU_WORD = re.compile(r"(?:0x)?([0-9a-f]{0,8})", re.IGNORECASE)
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_LINK_KINDS = {"NVLinkBandwidth": LinkKind.NVLINK, "XGMIBandwidth": LinkKind.XGMI}
+_LATENCY = "NUMALatency"
+_ARCHS = {"aarch64": "arm64", "ppc64le": "ppc64"}
+_GPU_BACKENDS = ("CUDA", "NVML", "RSMI", "LevelZero")
+_UUIDS = ("NVIDIAUUID", "AMDUUID", "LevelZeroUUID")
+_TYPE = re.compile(
+    r"([0-9a-f]{4}) \[([0-9a-f]{4}):([0-9a-f]{4})\]"
+    r"(?: \[([0-9a-f]{4}):([0-9a-f]{4})\])?(?: [0-9a-f]{2})?(?: ([0-9a-f]{2}))?",
+    re.IGNORECASE,
+)
+_PORT_STATE = re.compile(r"Port([0-9]{1,3})State")
 _FIRST_NVLINK_SM, _FIRST_NVLINK_GB_PER_S, _NVLINK_GB_PER_S = 60, 20.0, 25.0
+
+_Distances = dict[int, tuple[tuple[int, int], ...]]
 
 
 class HwlocProbe:
-    """Reads hwloc's XML.
+    """Reads hwloc's XML."""
 
-    What hwloc tells of a PCI device's link is what it carries, not its speed.
-    """
-
-    form = "hwloc XML"
+    format = "hwloc XML"
 
     def recognises(self, saved: Saved) -> bool:
         """Return whether the outermost element is hwloc's."""
@@ -67,43 +73,411 @@ class HwlocProbe:
                 f"with {len(machines)} objects. Write it with: lstopo file.xml"
             )
         host = _host(root, machines[0], saved.name)
-        return Topology(hosts=(host._replace(sources=(f"{self.form} {saved.name}",)),))
+        source = f"{self.format} {saved.name}"
+        return Topology(hosts=(host._replace(sources=(source,)),))
+
+
+class _Object(NamedTuple):
+    """An object, and where it stands."""
+
+    element: Element
+    depth: int  # How many objects it is in.
+    cpus: int  # Its CPUs as bits, else those of the nearest object around it.
+    package: "_Object | None"  # The package around it.
+    bus_id: str  # Of the nearest PCI device or bridge around it; empty if none.
+    origin: str  # What to call the file in messages.
+
+    @property
+    def kind(self) -> str:
+        """What it is, as hwloc calls it: ``NUMANode``, ``PCIDev``."""
+        return self.text("type")
+
+    def text(self, name: str) -> str:
+        """Return an attribute; empty where there is none."""
+        return self.element.attributes.get(name, "")
+
+    def number(self, name: str) -> int:
+        """Return an attribute that is a whole number; ``UNKNOWN`` if there is none."""
+        return _number(self.element, name, self.origin)
+
+    def bad(self, rule: str, got: object) -> UsageError:
+        """Return the error for a value that breaks a rule."""
+        return bad_value(self.origin, self.element.line, rule, got)
+
+
+def _walk(machine: Element, origin: str) -> Iterator[_Object]:
+    """Yield all objects, parents before children, in the order of the file."""
+    waiting = [_Object(machine, 0, 0, None, "", origin)]
+    while waiting:
+        each = waiting.pop()
+        if "cpuset" in each.element.attributes:
+            each = each._replace(cpus=_cpus(each.element, origin))
+        yield each
+        package = each if each.kind in _PACKAGES else each.package
+        text = each.text("pci_busid")
+        address = plain_address(text)
+        if text and not address:
+            raise each.bad("pci_busid must be an address such as 0000:1b:00.0", text)
+        waiting += [
+            _Object(
+                child,
+                each.depth + 1,
+                each.cpus,
+                package,
+                address or each.bus_id,
+                origin,
+            )
+            for child in reversed(each.element.named("object"))
+        ]
+
+
+def _infos(element: Element) -> dict[str, str]:
+    """Return the pairs of name and value that stand in an element."""
+    return {
+        info.attributes.get("name", ""): info.attributes.get("value", "")
+        for info in element.named("info")
+    }
+
+
+def _number(element: Element, name: str, origin: str) -> int:
+    text = element.attributes.get(name)
+    if text is None:
+        return UNKNOWN
+    if not _NUMBER.fullmatch(text):
+        raise bad_value(origin, element.line, f"{name} must be a whole number", text)
+    return int(text)
+
+
+def _decimal(text: str) -> float:
+    """Return a number that is finite and not negative; ``nan`` for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if 0 <= value < math.inf else math.nan
+
+
+def _cpus(element: Element, origin: str) -> int:
+    """Return an element's ``cpuset`` as bits; empty where there is none.
+
+    Words of 32 bits stand between commas, the highest first, without their zeros.
+    """
+    text = element.attributes.get("cpuset", "")
+    words = [_CPU_WORD.fullmatch(word) for word in text.split(",", _MAX_CPUS // 32)]
+    if not all(words):
+        rule = (
+            f"cpuset must be words of hexadecimal digits for at most {_MAX_CPUS} CPUs"
+        )
+        raise bad_value(origin, element.line, rule, text)
+    return parse_mask("".join(word[1].zfill(8) for word in words if word))
 
 
 def _host(root: Element, machine: Element, origin: str) -> HostTopology:
-    # What is told of the whole machine stands in it before version 3, then beside it.
-    infos = {**infos_of(root), **infos_of(machine)}
-    objects = list(walk(machine, origin))
-    nodes = Nodes(objects, infos)
-    localities = read_localities(root, origin)
-    devices = read_devices(objects, nodes.near, localities)
-    gpus = read_gpus(objects, devices)
-    names = _names(objects, nodes.near)
-    ports = read_ports(objects, nodes.near, _version(root, origin))
+    # What holds for the whole machine stands in it before version 3, then beside it.
+    infos = {**_infos(root), **_infos(machine)}
+    objects = list(_walk(machine, origin))
+    nodes = _Nodes(objects, infos)
+    devices = _read_devices(objects, nodes, _read_localities(root, origin))
+    gpus = _read_gpus(objects, devices)
+    version = _decimal(root.attributes.get("version", "1"))
+    if math.isnan(version):
+        got = root.attributes["version"]
+        raise bad_value(origin, root.line, "version must be a number", got)
+    ports = _read_ports(objects, nodes, version)
     ends = [each.bus_id for each in (*gpus, *ports) if each.bus_id]
-    bandwidths = read_bandwidths(root, origin)
     return HostTopology(
         name=infos.get("HostName", ""),
-        numa_nodes=nodes.with_distances(read_distances(root, objects, origin)),
+        numa_nodes=nodes.with_distances(_read_distances(root, objects, origin)),
         devices=keep_lower_ends(devices, ends),
         gpus=gpus,
         ports=ports,
-        links=tuple(_links(bandwidths, names, gpus)),
+        links=tuple(_read_links(root, _names(objects, nodes), gpus, origin)),
     )
 
 
-def _version(root: Element, origin: str) -> float:
-    version = decimal_of(root.attributes.get("version", "1"))
-    if math.isnan(version):
-        raise bad_value(
-            origin, root.line, "version must be a number", root.attributes["version"]
+class _Nodes:
+    """The NUMA nodes of a machine.
+
+    A CPU is in one of them: where nodes have the same CPUs, as memory of two sorts in
+    one package has, those belong to ordinary memory, and there to the lowest number.
+    """
+
+    def __init__(self, objects: Sequence[_Object], infos: Mapping[str, str]) -> None:
+        self._infos = infos
+        self._threads = _threads(objects)
+        self._own: dict[int, int] = {}
+        self._owner: dict[int, int] = {}
+        numbered: dict[int, _Object] = {}
+        for each in objects:
+            if each.kind == "NUMANode":
+                number = each.number("os_index")
+                if number in numbered or number == UNKNOWN:
+                    rule = "a NUMANode must have an os_index of its own"
+                    raise each.bad(rule, each.text("os_index"))
+                numbered[number] = each
+        # Before version 2 a machine with one node has none.
+        numbered = numbered or {0: objects[0]}
+        self._share(numbered)
+        cores: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+        packages: dict[int, _Object] = {}
+        taken = 0
+        for each in objects:
+            threads = each.cpus & self._threads
+            if each.kind == "Core" and threads:
+                cores[self.near(threads)].append(tuple(members(threads)))
+            elif each.kind in _PACKAGES:
+                packages |= dict.fromkeys(members(each.cpus & ~taken), each)
+                taken |= each.cpus
+        self._packages = packages
+        self._nodes = {
+            number: self._node(number, each, tuple(sorted(cores[number])))
+            for number, each in sorted(numbered.items())
+        }
+
+    def with_distances(self, distances: _Distances) -> tuple[NumaNode, ...]:
+        """Return the nodes by number, with the distances of those that have some."""
+        return tuple(
+            node._replace(distances=distances.get(number, ()))
+            for number, node in self._nodes.items()
         )
-    return version
+
+    def near(self, cpus: int) -> int:
+        """Return the node that has all of some CPUs; ``UNKNOWN`` if none has."""
+        first = (cpus & -cpus).bit_length() - 1
+        number = self._owner.get(first, UNKNOWN)
+        return number if cpus & ~self._own.get(number, 0) == 0 else UNKNOWN
+
+    def _share(self, numbered: Mapping[int, _Object]) -> None:
+        """Give each CPU to one node."""
+
+        def precedence(item: tuple[int, _Object]) -> tuple[bool, int, int]:
+            number, each = item
+            is_special = each.text("subtype") not in ("", "DRAM")
+            return is_special, each.cpus.bit_count(), number
+
+        taken = 0
+        for number, each in sorted(numbered.items(), key=precedence):
+            cpus = each.cpus & self._threads if self._threads else each.cpus
+            self._own[number] = cpus & ~taken
+            taken |= cpus
+            self._owner |= dict.fromkeys(members(self._own[number]), number)
+
+    def _node(
+        self, number: int, each: _Object, cores: tuple[tuple[int, ...], ...]
+    ) -> NumaNode:
+        cpus = members(self._own[number])
+        package = each.package
+        if cpus:
+            # None where they are of several.
+            around = [self._packages[cpu] for cpu in cpus if cpu in self._packages]
+            is_one = len({id(each) for each in around}) == 1
+            package = around[0] if is_one else None
+        infos = {**self._infos, **(_infos(package.element) if package else {})}
+        arch = infos.get("Architecture", "")
+        return NumaNode(
+            number=number,
+            cpus=tuple(cpus),
+            cores=cores,
+            memory_bytes=each.number("local_memory"),
+            package=package.number("os_index") if package else UNKNOWN,
+            arch=_ARCHS.get(arch, arch),
+            vendor=infos.get("CPUVendor", ""),
+            family=_family(infos.get("CPUFamilyNumber", "")),
+            model=_small_number(infos.get("CPUModelNumber", "")),
+        )
 
 
-def _names(
-    objects: Iterable[HwlocObject], near: Callable[[int], int]
-) -> dict[str, str]:
+def _threads(objects: Sequence[_Object]) -> int:
+    """Return the hardware threads that are there, as bits."""
+    found: set[int] = set()
+    for each in objects:
+        if each.kind == "PU":
+            number = each.number("os_index")
+            if not 0 <= number < _MAX_CPUS:
+                rule = f"a PU's os_index must be from 0 to {_MAX_CPUS - 1}"
+                raise each.bad(rule, each.text("os_index"))
+            found.add(number)
+    return sum(1 << number for number in found)
+
+
+def _family(text: str) -> int:
+    """Return a processor's family as NCCL counts it.
+
+    The processor has a base of 15 and what goes beyond it apart; NCCL adds 16 times the
+    second, hwloc and the kernel add it once.
+    """
+    family = _small_number(text)
+    return 15 + 16 * (family - 15) if family > 15 else family
+
+
+def _small_number(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 10 else UNKNOWN
+
+
+class _Locality(NamedTuple):
+    """Some buses and the CPUs near them."""
+
+    domain: int
+    first: int  # Number of the first bus.
+    last: int
+    cpus: int  # As bits.
+
+
+def _read_localities(root: Element, origin: str) -> list[_Locality]:
+    """Return which CPUs are near which buses, where it is kept apart from the tree."""
+    found: list[_Locality] = []
+    for each in root.named("pci_locality"):
+        words = [each.attributes.get(n, "") for n in ("domain", "bus_min", "bus_max")]
+        try:
+            domain, first, last = (int(word[:10], 16) for word in words)
+        except ValueError:
+            rule = "pci_locality must be of numbered buses"
+            raise bad_value(origin, each.line, rule, words) from None
+        found.append(_Locality(domain, first, last, _cpus(each, origin)))
+    return found
+
+
+def _read_devices(
+    objects: Iterable[_Object], nodes: _Nodes, localities: Sequence[_Locality]
+) -> tuple[PciDevice, ...]:
+    """Return all PCI devices and bridges, parents before children."""
+    found: dict[str, PciDevice] = {}
+    for each in objects:
+        address = plain_address(each.text("pci_busid"))
+        if each.kind not in ("PCIDev", "Bridge") or not address:
+            continue
+        if address in found:
+            raise each.bad("pci_busid must be listed once", address)
+        node = nodes.near(each.cpus)
+        if node == UNKNOWN:
+            domain, bus = (int(part, 16) for part in address.split(":")[:2])
+            near = (
+                place.cpus
+                for place in localities
+                if place.domain == domain and place.first <= bus <= place.last
+            )
+            node = nodes.near(next(near, 0))
+        found[address] = _device(each, address, node)
+    return tuple(found.values())
+
+
+def _device(each: _Object, address: str, node: int) -> PciDevice:
+    kind = _TYPE.fullmatch(each.text("pci_type"))
+    speed = _decimal(each.text("pci_link_speed") or "0")
+    if kind is None or math.isnan(speed):
+        raise each.bad(
+            "pci_type must be such as '0302 [10de:20b0] [10de:134f] a1' and "
+            "pci_link_speed a number of GB/s",
+            [each.text("pci_type"), each.text("pci_link_speed")],
+        )
+    code, vendor, device, board_vendor, board, interface = kind.groups()
+    # Bridges have no board, and zeros stand in its place.
+    has_board = int(board_vendor or "0", 16) > 0
+    return PciDevice(
+        bus_id=address,
+        parent=each.bus_id,
+        node=node,
+        class_code=int(code + (interface or "00"), 16),
+        vendor=int(vendor, 16),
+        device=int(device, 16),
+        subsystem_vendor=int(board_vendor, 16) if has_board else UNKNOWN,
+        subsystem_device=int(board, 16) if has_board else UNKNOWN,
+        gb_per_s=speed,
+    )
+
+
+def keep_lower_ends(
+    devices: Sequence[PciDevice], ends: Iterable[str]
+) -> tuple[PciDevice, ...]:
+    """Return the devices at ``ends`` and those above, without the upper ends of links.
+
+    hwloc lists both ends of a link: the upper one, a processor's or switch's port, and
+    the lower one, the device or switch below. NCCL and the graph have only the lower,
+    with the lower of the rates of both.
+    """
+    by_bus_id = {device.bus_id: device for device in devices}
+    parents: dict[str, str] = {}
+    for end in ends:
+        place = end
+        while place in by_bus_id and place not in parents:
+            above = by_bus_id.get(by_bus_id[place].parent)
+            parents[place] = above.parent if above else ""
+            place = parents[place]
+    found: list[PciDevice] = []
+    for device in devices:
+        if device.bus_id in parents:
+            above = by_bus_id.get(device.parent)
+            rates = [device.gb_per_s]
+            rates += [above.gb_per_s] if above and above.gb_per_s > 0 else []
+            parent = parents[device.bus_id]
+            found.append(device._replace(parent=parent, gb_per_s=min(rates)))
+    return tuple(found)
+
+
+def _read_gpus(
+    objects: Iterable[_Object], devices: Sequence[PciDevice]
+) -> tuple[GpuDevice, ...]:
+    """Return GPUs in the order of the devices, with what their drivers have of them."""
+    known: dict[str, dict[str, str]] = {}
+    for each in objects:
+        infos = _infos(each.element) if each.kind == "OSDev" else {}
+        # The library that found it; each version has it elsewhere.
+        backend = each.text("subtype") or infos.get("CoProcType", "")
+        if each.bus_id and (backend or infos.get("Backend", "")) in _GPU_BACKENDS:
+            known.setdefault(each.bus_id, {}).update(infos)
+    found: list[GpuDevice] = []
+    for device in devices:
+        if device.bus_id in known or is_gpu(device.class_code, device.vendor):
+            infos = known.get(device.bus_id, {})
+            title = infos.get("GPUModel", "")
+            found.append(
+                GpuDevice(
+                    bus_id=device.bus_id,
+                    number=len(found),
+                    sm=compute_capability(title),
+                    title=title,
+                    uuid=next((infos[name] for name in _UUIDS if name in infos), ""),
+                )
+            )
+    return tuple(found)
+
+
+def _read_ports(
+    objects: Iterable[_Object], nodes: _Nodes, version: float
+) -> tuple[NetPort, ...]:
+    """Return network interfaces and each port of RDMA adapters."""
+    found: list[NetPort] = []
+    for each in objects:
+        if each.kind != "OSDev" or not each.text("name"):
+            continue
+        sort = each.number("osdev_type")
+        # Version 3 changed the numbers for sorts of devices to bits.
+        is_bits = version >= 3 and sort != UNKNOWN
+        is_net = bool(sort & 16) if is_bits else sort == 2
+        is_rdma = bool(sort & 32) if is_bits else sort == 3
+        if not is_net and not is_rdma:
+            continue
+        port = NetPort(
+            title=each.text("name"),
+            bus_id=each.bus_id,
+            node=UNKNOWN if each.bus_id else nodes.near(each.cpus),
+            kind="infiniband" if is_rdma else "ethernet",
+        )
+        infos = _infos(each.element) if is_rdma else {}
+        port = port._replace(guid=infos.get("NodeGUID", ""))
+        states = {
+            int(match[1]): state
+            for name, state in infos.items()
+            if (match := _PORT_STATE.fullmatch(name))
+        }
+        found += [
+            port._replace(port=number, is_up=state.startswith("4"))
+            for number, state in sorted(states.items())
+        ] or [port]
+    return tuple(found)
+
+
+def _names(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, str]:
     """Return the names of what links can lead to by hwloc's numbers of objects.
 
     What stands for a processor is its NUMA node.
@@ -112,34 +486,98 @@ def _names(
     for each in objects:
         address = plain_address(each.text("pci_busid"))
         name = address or (each.bus_id if each.kind == "OSDev" else "")
-        if not name and (node := near(each.cpus)) != UNKNOWN:
+        if not name and (node := nodes.near(each.cpus)) != UNKNOWN:
             name = f"numa/{node}"
         if name and each.text("gp_index"):
             found[each.text("gp_index")] = name
     return found
 
 
-def _links(
-    bandwidths: Iterable[Bandwidth], names: dict[str, str], gpus: Sequence[GpuDevice]
-) -> Iterable[Link]:
-    """Yield the links whose ends are known, each direction by itself."""
-    capabilities = {gpu.name: gpu.sm for gpu in gpus}
-    for kind, source, target, gb_per_s in bandwidths:
-        ends = names.get(source, ""), names.get(target, "")
-        if all(ends):
-            sm = max(capabilities.get(end, UNKNOWN) for end in ends)
-            yield Link(kind, *ends, _num_links(kind, gb_per_s, sm), gb_per_s)
+def _read_links(
+    root: Element, names: Mapping[str, str], gpus: Sequence[GpuDevice], origin: str
+) -> Iterator[Link]:
+    """Yield the direct links whose ends are known, each direction by itself.
 
-
-def _num_links(kind: LinkKind, gb_per_s: float, sm: int) -> int:
-    """Return how many links carry a bandwidth that hwloc tells for all together.
-
-    It counts 20 GB/s a link for the first NVLink and 25 for all later ones.
+    hwloc has the bandwidth of all links together. It counts 20 GB/s a link for the
+    first NVLink and 25 for all later ones.
 
     Source: hwloc's ``hwloc/topology-nvml.c``.
     """
-    if kind is not LinkKind.NVLINK:
-        return 1
-    is_first = sm == _FIRST_NVLINK_SM
-    each = _FIRST_NVLINK_GB_PER_S if is_first else _NVLINK_GB_PER_S
-    return max(1, round(gb_per_s / each))
+    capabilities = {gpu.name: gpu.sm for gpu in gpus}
+    for matrix in root.named("distances2", "distances2hetero"):
+        kind = _LINK_KINDS.get(matrix.attributes.get("name", ""))
+        if kind is None:
+            continue
+        indexes = [word.rpartition(":")[2] for word in _words(matrix, "indexes")]
+        for source, target, value in _entries(matrix, indexes, origin):
+            ends = names.get(source, ""), names.get(target, "")
+            if source == target or value <= 0 or not all(ends):
+                continue
+            gb_per_s = value / 1000
+            is_first = max(capabilities.get(e, UNKNOWN) for e in ends) == (
+                _FIRST_NVLINK_SM
+            )
+            rate = _FIRST_NVLINK_GB_PER_S if is_first else _NVLINK_GB_PER_S
+            count = max(1, round(gb_per_s / rate)) if kind is LinkKind.NVLINK else 1
+            yield Link(kind, *ends, count, gb_per_s)
+
+
+def _read_distances(
+    root: Element, objects: Sequence[_Object], origin: str
+) -> _Distances:
+    """Return, for each NUMA node, the pairs of number and distance."""
+    nodes = [each for each in objects if each.kind == "NUMANode"]
+    numbers = {each.text("gp_index"): each.number("os_index") for each in nodes}
+    for matrix in root.named("distances2"):
+        given = matrix.attributes
+        if given.get("type") == "NUMANode" and given.get("name", _LATENCY) == _LATENCY:
+            words = _words(matrix, "indexes")
+            if given.get("indexing") == "gp":
+                words = [str(numbers.get(word, "")) for word in words]
+            return _by_node(matrix, words, origin)
+    # Before version 2: of all objects at some depth.
+    depths = {each.depth for each in nodes}
+    for each in objects:
+        for matrix in each.element.named("distances"):
+            depth = each.depth + _number(matrix, "relative_depth", origin)
+            is_of_all = _number(matrix, "nbobjs", origin) == len(nodes)
+            if depths == {depth} and is_of_all:
+                words = [node.text("os_index") for node in nodes]
+                return _by_node(matrix, words, origin)
+    return {}
+
+
+def _by_node(matrix: Element, numbers: Sequence[str], origin: str) -> _Distances:
+    if not all(number.isdecimal() and len(number) < 10 for number in numbers):
+        rule = "indexes must be numbers of NUMA nodes"
+        raise bad_value(origin, matrix.line, rule, numbers)
+    found: dict[int, list[tuple[int, int]]] = {int(number): [] for number in numbers}
+    for source, target, value in _entries(matrix, numbers, origin):
+        found[int(source)].append((int(target), round(value)))
+    return {number: tuple(row) for number, row in found.items()}
+
+
+def _entries(
+    matrix: Element, names: Sequence[str], origin: str
+) -> Iterator[tuple[str, str, float]]:
+    """Yield source, target and value of each entry, row by row."""
+    base, words = 1.0, _words(matrix, "u64values")
+    if matrix.tag == "distances":
+        base = _decimal(matrix.attributes.get("latency_base", "1"))
+        words = [each.attributes.get("value", "") for each in matrix.named("latency")]
+    values = [base * _decimal(word) for word in words]
+    if any(math.isnan(value) or value > 1e15 for value in values):
+        raise bad_value(origin, matrix.line, "values must be numbers from 0", words)
+    num = len(names)
+    if len(values) != num**2 or len(set(names)) != num:
+        rule = f"a matrix of {num} different objects must have {num} * {num} values"
+        raise bad_value(origin, matrix.line, rule, len(values))
+    given = iter(values)
+    for source in names:
+        for target in names:
+            yield source, target, next(given)
+
+
+def _words(matrix: Element, tag: str) -> list[str]:
+    """Return the words that stand in all children of a name together."""
+    return [word for child in matrix.named(tag) for word in child.text.split()]

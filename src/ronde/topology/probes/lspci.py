@@ -11,16 +11,14 @@ from ronde.topology.graph import (
     PciDevice,
     Topology,
 )
-from ronde.topology.probes.nvidia_models import compute_capability
-from ronde.topology.probes.pci_kinds import (
+from ronde.topology.pci import (
+    compute_capability,
     is_gpu,
     is_network,
     is_nvswitch,
     plain_address,
 )
-from ronde.topology.probes.probe import Saved
-from ronde.topology.probes.refusals import bad_value
-from ronde.topology.probes.tags import first_lines, lines_of_one
+from ronde.topology.probes.base import Saved, bad_value, first_lines, lines_of_one
 
 _ADDRESS = r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 _LINE = re.compile(rf"({_ADDRESS})\s+(\S.*)")
@@ -41,7 +39,7 @@ class LspciProbe:
     What lies above what is not in it, nor are speeds and NUMA nodes.
     """
 
-    form = "lspci -nn"
+    format = "lspci -nn"
 
     def recognises(self, saved: Saved) -> bool:
         """Return whether there are lines of lspci's near the beginning."""
@@ -58,7 +56,7 @@ class LspciProbe:
         wanted = [entry for entry in entries if _matters(entry.device)]
         gpus = [each for each in wanted if _is_gpu(each.device)]
         host = HostTopology(
-            sources=(f"{self.form} {saved.name}",),
+            sources=(f"{self.format} {saved.name}",),
             devices=tuple(entry.device for entry in wanted),
             gpus=tuple(
                 GpuDevice(

@@ -1,1 +1,0 @@
-"""GPUs: whether they are there, healthy, free and well connected."""

@@ -1,1 +1,0 @@
-"""The agent: owns the ranks of one host."""

@@ -1,0 +1,190 @@
+"""Which variables travel to other hosts, and which are shown to nobody."""
+
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from ronde.errors import UsageError
+
+_ALLOWED_NAMES = frozenset(
+    {"PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HF_HOME", "LANG", "TZ"}
+)
+_ALLOWED_PREFIXES = (
+    *("PYTHON", "CONDA_", "TORCH", "LC_"),
+    *("NCCL_", "GLOO_", "UCX_", "CUDA_", "OMP_", "MKL_", "KMP_"),
+    *("HOROVOD_", "RONDE_"),
+)
+
+# Of this host, and hardly ever true of another.
+_LOCAL_NAMES = frozenset({"CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "LD_PRELOAD"})
+_SECRET_PARTS = (
+    *("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "KEY"),
+    *("COOKIE", "AUTHORIZATION", "BEARER", "WEBHOOK"),
+)
+_SECRET_ENDS = ("AUTH", "PASS", "PWD", "CREDS", "JWT", "DSN")
+_NO_SECRETS = frozenset({"BYPASS", "COMPASS"})
+_DIRECTORIES = frozenset({"PWD", "OLDPWD"})
+_SECRET_VALUE = re.compile(
+    # An address with a password, or with a token in a user's place; a setting that is
+    # one; a header; a key.
+    r"[a-z][a-z0-9+.-]*://[^/\s]*:[^/\s]*@|https?://[^/\s]+@"
+    r"|(pass(word|wd)?|pwd|secret|token|key|sig|signature)=[^\s&;]"
+    r"|\b(bearer|basic)\s+[a-z0-9]|-----BEGIN [A-Z ]*PRIVATE KEY",
+    re.IGNORECASE,
+)
+
+# What other launchers tell their own processes: taken over, it would give every rank
+# the one number of the process that started us.
+_PLACE_PREFIXES = (
+    "TORCHELASTIC_",
+    "TORCH_ELASTIC_",
+    "PET_",
+    "OMPI_",
+    "PMIX_",
+    "PRTE_",
+    "PMI_",
+    "HYDI_",
+    "MPI_LOCAL",
+    "MV2_COMM_WORLD_",
+    "HOROVOD_GLOO_RENDEZVOUS_",
+    "SLURM_STEP",
+    "SLURM_SRUN_COMM_",
+    "SLURM_CPU_BIND",
+)
+_PLACE_NAMES = frozenset(
+    {
+        "RONDE_JOB_ID",
+        "RONDE_EPOCH",
+        "RONDE_COOKIE",
+        "RONDE_HOST",
+        "RONDE_NODE_RANK",
+        "RONDE_EXIT_PIPE",
+        "RONDE_STACKS",
+        "RONDE_STORE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_NAME",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_NTASKS",
+        "SLURM_NPROCS",
+        "SLURM_NTASKS_PER_NODE",
+        "SLURM_TASKS_PER_NODE",
+        "SLURM_TASK_PID",
+        "SLURM_GTIDS",
+    }
+)
+_HOROVOD_PLACES = frozenset(
+    f"HOROVOD_{word}"
+    for word in (
+        *("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
+        *("CROSS_RANK", "CROSS_SIZE"),
+    )
+)
+
+# Of the login that led to a host. A key agent's socket stays: where it is, it works.
+_LOGIN_PREFIXES = ("SUDO_",)
+_LOGIN_NAMES = frozenset(
+    {
+        *("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_ORIGINAL_COMMAND"),
+        *("OLDPWD", "MAIL", "_"),
+    }
+)
+
+
+def names_place(name: str) -> bool:
+    """Whether a launcher tells a process by this variable which of many it is."""
+    return name in _PLACE_NAMES or name.startswith(_PLACE_PREFIXES)
+
+
+@functools.cache
+def names_secret(name: str) -> bool:
+    """Whether a variable of this name is likely to hold what others must not see."""
+    if name in _DIRECTORIES:
+        return False
+    words = [word.rstrip("0123456789") for word in re.split(r"[^A-Z0-9]", name.upper())]
+    return any(part in name.upper() for part in _SECRET_PARTS) or any(
+        word.endswith(_SECRET_ENDS) and word not in _NO_SECRETS for word in words
+    )
+
+
+def select_forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that every job takes along to other hosts.
+
+    Paths, Python's and the libraries' settings, the language; nothing that looks like a
+    secret, belongs to this host, or is another launcher's word on this process.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name in _ALLOWED_NAMES or name.startswith(_ALLOWED_PREFIXES))
+        and _is_free(name)
+        and name not in _HOROVOD_PLACES
+    }
+
+
+def read_assignments(
+    words: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what the words after ``-x`` ask for; a later word wins.
+
+    ``NAME=VALUE`` sets, ``NAME`` passes on whatever it is, and a pattern such as
+    ``WANDB_*`` passes on all that match it but what looks like a secret, belongs to
+    this host, or is another launcher's: those must be named.
+
+    Raises:
+        UsageError: A word is none of these, or the variable is not set.
+    """
+    extra: dict[str, str] = {}
+    for word in words:
+        name, is_set, value = word.partition("=")
+        if name and is_set and "*" not in name:
+            extra[name] = value
+        elif "*" in name and not is_set:
+            extra |= {n: environ[n] for n in _matching(name, environ)}
+        elif name in environ:
+            extra[name] = environ[name]
+        else:
+            raise UsageError(
+                "-x must be NAME=VALUE, the NAME of a variable that is set, or a "
+                f"pattern such as 'NAME*', got {word!r}. "
+                f"Type: -x {name.replace('*', '') or 'NAME'}=VALUE"
+            )
+    return extra
+
+
+def base_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Return what an agent's own environment gives to its ranks.
+
+    What the login or the launcher that led to it said of itself is left out.
+    """
+    return {
+        name: value
+        for name, value in own.items()
+        if name not in _LOGIN_NAMES
+        and not name.startswith(_LOGIN_PREFIXES)
+        and not names_place(name)
+    }
+
+
+def redacted(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment that may be shown: what may be a secret is not in it."""
+    return {
+        name: "<hidden>" if names_secret(name) or _SECRET_VALUE.search(value) else value
+        for name, value in env.items()
+    }
+
+
+def _is_free(name: str) -> bool:
+    is_bound = name in _LOCAL_NAMES or names_place(name)
+    return not is_bound and not names_secret(name)
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    # Imported here: no job without a pattern needs it, and it takes some milliseconds.
+    from fnmatch import fnmatchcase
+
+    return [name for name in names if fnmatchcase(name, pattern) and _is_free(name)]

@@ -1,0 +1,498 @@
+"""What the links of a host carry, and a world of hosts like it."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import permutations
+from typing import NamedTuple
+
+from ronde.topology.graph import (
+    UNKNOWN,
+    GpuDevice,
+    HostTopology,
+    Interface,
+    Link,
+    LinkKind,
+    NetPort,
+    PciDevice,
+)
+from ronde.topology.limits.bounds import Islands, Layout, Rate, World
+from ronde.topology.paths.speeds import (
+    link_gb_per_s,
+    max_nvlinks,
+    pci_gb_per_s,
+    pci_theory_gb_per_s,
+    smp_gb_per_s,
+)
+from ronde.topology.probes.sysfs import FORM as SYSFS
+
+# GB/s of one link in one direction, payload, by compute capability. Source: NVIDIA's
+# data sheets: P100 4 links and 160 GB/s both ways, V100 6 and 300, A100 12 and 600,
+# RTX 3090 4 and 112.5, H100 18 and 900, B200 18 and 1800.
+_NVLINKS = ((100, 50.0), (90, 25.0), (87, 25.0), (86, 14.0625), (70, 25.0), (60, 20.0))
+# Source: AMD's data sheets: MI355X 153.6 GB/s a link both ways, MI300 128, MI250 100,
+# MI100 and MI60 92.
+_XGMI = (("95", 76.8), ("94", 64.0), ("90a", 50.0), ("910", 50.0), ("", 46.0))
+
+_HOST_BRIDGE = 0x0600
+# One lane of 2.5 GT/s: what virtual machines say of links of which they know nothing.
+_NOTHING_GB_PER_S = 0.25
+
+
+class Figures(NamedTuple):
+    """One direction of a link, in GB/s."""
+
+    theory: float  # What it carries by its standard.
+    practical: float  # What NCCL counts on.
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anybody knows what the link carries at most."""
+        return self.theory < float("inf")
+
+    def plus(self, other: "Figures") -> "Figures":
+        """Return both links together."""
+        return Figures(self.theory + other.theory, self.practical + other.practical)
+
+    def capped(self, other: "Figures") -> "Figures":
+        """Return one link behind the other."""
+        return Figures(
+            min(self.theory, other.theory), min(self.practical, other.practical)
+        )
+
+
+NO_FIGURES = Figures(0.0, 0.0)
+UNLIMITED = Figures(float("inf"), float("inf"))
+
+
+def pci_figures(device: PciDevice) -> Figures | None:
+    """Return what the link above a device carries; None where that is not told.
+
+    A host bridge has no link above it, though NCCL counts one where a file says so, and
+    of the least link that there is nobody knows the limit: virtual machines have it.
+    """
+    theory = pci_theory_gb_per_s(device.speed, device.width)
+    if not device.speed:
+        theory = device.gb_per_s
+    if theory <= 0:
+        return None
+    practical = min(theory, pci_gb_per_s(device))
+    is_bridge = device.class_code >> 8 == _HOST_BRIDGE
+    is_limit = theory > _NOTHING_GB_PER_S and not is_bridge
+    return Figures(theory if is_limit else float("inf"), practical)
+
+
+def direct_figures(gpu: GpuDevice, links: Sequence[Link]) -> Figures:
+    """Return what direct links of one kind carry together.
+
+    Returns:
+        Zeros where neither the source nor the GPU tells.
+    """
+    count = count_links(gpu, links)
+    told = sum(link.gb_per_s for link in links)
+    if links[0].kind is LinkKind.XGMI:
+        name = gpu.gcn.strip().lower().removeprefix("gfx")
+        each = next(rate for prefix, rate in _XGMI if name.startswith(prefix))
+    else:
+        each = next((rate for least, rate in _NVLINKS if gpu.sm >= least), 0.0)
+    theory = told or count * each
+    together = links[0]._replace(num_links=count, gb_per_s=told)
+    return Figures(theory, min(theory, link_gb_per_s(together, gpu)))
+
+
+def count_links(gpu: GpuDevice, links: Sequence[Link]) -> int:
+    """Return how many direct links there are, at most as many as the GPU can have."""
+    count = sum(link.num_links for link in links)
+    if links[0].kind is LinkKind.XGMI:
+        return count
+    return min(count, max_nvlinks(gpu.sm) or count)
+
+
+_MBIT_PER_GB = 8000.0
+# Modes of bonds in which each byte leaves by one port, or by all of them.
+_NOT_SHARING = ("active-backup", "broadcast")
+
+
+class Way(NamedTuple):
+    """A port or interface by which bytes leave."""
+
+    name: str  # With what it stands on: ``bond0 over eth0+eth1``.
+    # Those that carry bytes at the same time; of spare ones the fastest.
+    ports: tuple[NetPort, ...]
+
+
+def find_ways(host: HostTopology) -> dict[str, Way]:
+    """Return all ways that are up and told a speed, by title."""
+    ways = {
+        port.title: Way(port.title, (port,))
+        for port in host.ports
+        if port.is_up and port.mbit_per_s > 0
+    }
+    for each in host.interfaces:
+        lower = [ways[title] for title in each.lower if title in ways]
+        if lower:
+            name = f"{each.title} over {_join([way.name for way in lower])}"
+            ways[each.title] = Way(name, _used_together(each, lower))
+    return ways
+
+
+def find_rdma_ports(host: HostTopology) -> list[NetPort]:
+    """Return the ports of RDMA adapters that are up."""
+    # Sources count their ports from 1, and interfaces' as 0 or not at all.
+    ports = _hardware(host)
+    return [port for port in ports if port.kind == "infiniband" or port.port > 0]
+
+
+def find_interfaces(host: HostTopology) -> list[NetPort]:
+    """Return all ports that are hardware and up, without the spare ones of bonds."""
+    ways = find_ways(host)
+    spare: set[NetPort] = set()
+    for each in host.interfaces:
+        if each.bonding in _NOT_SHARING and each.title in ways:
+            below = (ways[title].ports for title in each.lower if title in ways)
+            spare |= {p for ports in below for p in ports} - {*ways[each.title].ports}
+    return [port for port in _hardware(host) if port not in spare]
+
+
+def known_gb_per_s(ports: Iterable[NetPort]) -> float:
+    """Return what ports are told to carry together, whatever is above them."""
+    return sum(port.mbit_per_s / _MBIT_PER_GB for port in ports)
+
+
+def _hardware(host: HostTopology) -> list[NetPort]:
+    known = {device.bus_id for device in host.devices}
+    # Software has no rate of its own, and what it says is a default.
+    return [port for port in host.ports if port.bus_id in known and port.is_up]
+
+
+def _join(names: Sequence[str]) -> str:
+    return (" + " if any(" " in name for name in names) else "+").join(names)
+
+
+def _used_together(interface: Interface, lower: Sequence[Way]) -> tuple[NetPort, ...]:
+    """Return all ports below a bond that shares its load, else the best way's."""
+    if interface.bonding and interface.bonding not in _NOT_SHARING:
+        return tuple(dict.fromkeys(port for way in lower for port in way.ports))
+    return max(lower, key=lambda way: known_gb_per_s(way.ports)).ports
+
+
+_MAX_NAMES = 3
+_ROUNDING = 1e-9
+
+
+class NetworkRates(NamedTuple):
+    """The network links of a host."""
+
+    network: Rate | None  # All together; None where none is known.
+    path: Rate | None  # The best one; None likewise.
+    remark: str = ""  # What is not known of them, as a clause; empty where all is.
+
+
+def network_rates(host: HostTopology, interface: str = "") -> NetworkRates:
+    """Return what the network links of a host carry in one direction.
+
+    Those are RDMA adapters where the source tells of any, else all that are hardware.
+    A port that is told no speed counts with its PCIe link: a bound, not more.
+    """
+    if interface:
+        return _interface_rates(host, interface)
+    ports = find_rdma_ports(host) or find_interfaces(host)
+    paths = {port: figures for port in ports if (figures := _path(host, port))}
+    if not paths:
+        why = "no network adapter with a rate was found; --link-rate gives it"
+        return NetworkRates(None, None, why)
+    untold = [port.title for port in ports if port.mbit_per_s <= 0]
+    remark = ""
+    if untold:
+        remark = f"no speed is told of {_names(untold)}: its PCIe link counts"
+    total = _total(host, paths)
+    best = max(paths, key=lambda port: paths[port].theory)
+    return NetworkRates(
+        _rate(_names([port.title for port in paths]), total, known_gb_per_s(paths)),
+        _rate(best.title, paths[best], known_gb_per_s([best])),
+        remark,
+    )
+
+
+def _interface_rates(host: HostTopology, interface: str) -> NetworkRates:
+    way = find_ways(host).get(interface)
+    if way is None:
+        why = f"{interface} is virtual or does not tell its speed"
+        why = f"the link rate is not known: {why}; --link-rate gives it"
+        return NetworkRates(None, None, why)
+    total = _total(host, {port: _path(host, port) or UNLIMITED for port in way.ports})
+    rate = _rate(way.name, total, known_gb_per_s(way.ports))
+    return NetworkRates(rate, rate)
+
+
+def _total(host: HostTopology, paths: Mapping[NetPort, Figures]) -> Figures:
+    """Return what all ports bring to the processors, or to GPUs on the way.
+
+    Each PCI link lets through what it carries; a bridge with a GPU below is where
+    bytes may end.
+    """
+    firsts: dict[str, str] = {}
+    for device in host.devices:
+        firsts.setdefault(_slot(device.bus_id), device.bus_id)
+    arriving: dict[str, Figures] = {}
+    for port, figures in paths.items():
+        # Functions of one device share its link.
+        first = firsts.get(_slot(port.bus_id), "")
+        arriving[first] = arriving.get(first, NO_FIGURES).plus(figures)
+    known = {device.bus_id for device in host.devices}
+    ends = _above_gpus(host)
+    total = arriving.get("", NO_FIGURES)
+    for device in reversed(host.devices):
+        own = arriving.get(device.bus_id, NO_FIGURES)
+        if device.bus_id not in ends:
+            own = own.capped(pci_figures(device) or UNLIMITED)
+        if device.bus_id in ends or device.parent not in known:
+            total = total.plus(own)
+        else:
+            before = arriving.get(device.parent, NO_FIGURES)
+            arriving[device.parent] = before.plus(own)
+    return total
+
+
+def _above_gpus(host: HostTopology) -> set[str]:
+    """Return the bus addresses of GPUs and of all bridges above them."""
+    found = {gpu.bus_id for gpu in host.gpus}
+    for device in reversed(host.devices):
+        if device.bus_id in found:
+            found.add(device.parent)
+    return found
+
+
+def _slot(bus_id: str) -> str:
+    return bus_id.partition(".")[0]
+
+
+def _path(host: HostTopology, port: NetPort) -> Figures | None:
+    """Return what one port carries through its own PCIe link; None where not told."""
+    above = (each for each in host.devices if each.bus_id == port.bus_id)
+    device = next(above, None)
+    link = pci_figures(device) if device else None
+    if port.mbit_per_s <= 0:
+        return link if link and link.is_known else None
+    rate = known_gb_per_s([port])
+    return Figures(rate, rate).capped(link or UNLIMITED)
+
+
+def _rate(names: str, figures: Figures, plain_gb_per_s: float) -> Rate:
+    link = f"{names}, {figures.theory:.4g} GB/s"
+    if figures.theory < plain_gb_per_s * (1 - _ROUNDING):
+        link += f" (PCIe lets through no more of {plain_gb_per_s:.8g})"
+    return Rate(link, figures.theory, figures.practical)
+
+
+def _names(names: Sequence[str]) -> str:
+    if len(names) <= _MAX_NAMES:
+        return "+".join(names)
+    return f"{len(names)} ports from {names[0]}"
+
+
+_NAMES = {LinkKind.NVLINK: "NVLinks", LinkKind.XGMI: "xGMI links"}
+_SWITCHES = ""
+"""Stands for all switches of a host, which are one to GPUs."""
+
+
+class Mesh(NamedTuple):
+    """Direct links among some GPUs."""
+
+    # Names of GPUs that are joined, over any number of hops; each GPU is in one, alone
+    # where nothing joins it.
+    islands: tuple[frozenset[str], ...]
+    # The way out of the GPU with the least; 0 GB/s where a source does not tell.
+    slowest: Rate
+    has_switches: bool  # Links lead to switches.
+
+
+def mesh_of(host: HostTopology, gpus: Sequence[GpuDevice]) -> Mesh:
+    """Return what joins GPUs of a host; links to its other GPUs do not count.
+
+    A GPU has direct links of one kind.
+    """
+    known = {gpu.name for gpu in host.gpus}
+    used = {gpu.name for gpu in gpus}
+    links = [
+        link._replace(target=link.target if link.target in known else _SWITCHES)
+        for link in host.links
+        if link.kind in _NAMES and link.source in used and link.source != link.target
+    ]
+    links = [link for link in links if link.target in {*used, _SWITCHES}]
+    ways = [_way_out(gpu, links) for gpu in gpus]
+    slowest = min(ways, key=lambda way: way.gb_per_s)
+    has_switches = any(link.target == _SWITCHES for link in links)
+    return Mesh(_islands(used, links), slowest, has_switches)
+
+
+def _way_out(gpu: GpuDevice, links: Sequence[Link]) -> Rate:
+    # Some sources tell of a link at one of its ends.
+    own = [link for link in links if link.source == gpu.name]
+    own = own or [link for link in links if link.target == gpu.name]
+    if not own:
+        return Rate("no direct links", 0.0)
+    figures = direct_figures(gpu, own)
+    name = f"{count_links(gpu, own)} {_NAMES[own[0].kind]}"
+    return Rate(f"{name}, {figures.theory:.4g} GB/s a GPU", *figures)
+
+
+def _islands(gpus: set[str], links: Sequence[Link]) -> tuple[frozenset[str], ...]:
+    islands = [{gpu} for gpu in gpus]
+    for link in links:
+        ends = {link.source, link.target}
+        joined = [island for island in islands if island & ends]
+        islands = [island for island in islands if not island & ends]
+        islands.append(ends.union(*joined))
+    return tuple(frozenset(island - {_SWITCHES}) for island in islands)
+
+
+_SM_OF_NVLS = 90
+
+
+class Given(NamedTuple):
+    """Rates that the user knows better than the source."""
+
+    # All network links of a node together; None looks at the host.
+    network_gb_per_s: float | None = None
+    # The way out of each GPU; None looks at the host.
+    gpu_gb_per_s: float | None = None
+    # The network interface that carries all bytes; empty for those that NCCL takes.
+    interface: str = ""
+
+
+_NOTHING_GIVEN = Given()
+
+
+def world_of(
+    host: HostTopology,
+    num_nodes: int,
+    ranks_per_node: int,
+    given: Given = _NOTHING_GIVEN,
+) -> World:
+    """Return the world of ranks on nodes that are like a host.
+
+    Where a node has GPUs, rank i of it has GPU i; more ranks than GPUs share them, and
+    what carries the bytes between those is not known.
+    """
+    layout = Layout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
+    world = World(layout, has_gpus=bool(host.gpus) or given.gpu_gb_per_s is not None)
+    if num_nodes > 1:
+        world = with_network(world, host, given)
+    if ranks_per_node == 1:
+        return world
+    if given.gpu_gb_per_s is not None:
+        link = f"as given, {given.gpu_gb_per_s:.4g} GB/s a GPU"
+        return world._replace(gpu=Rate(link, given.gpu_gb_per_s), has_nvls=True)
+    if not host.gpus:
+        why = "what memory carries is to be measured: ronde bench --limit does"
+        return world.lacking(why)
+    if ranks_per_node > len(host.gpus):
+        why = f"{ranks_per_node} ranks share {len(host.gpus)} GPUs"
+        return world.lacking(why)
+    return with_gpus(world, host, host.gpus[:ranks_per_node])
+
+
+def slowest(worlds: Sequence[World]) -> World:
+    """Return the world where each link is the slowest of all nodes'."""
+    first = worlds[0]
+    rates = {
+        name: min(
+            (rate for world in worlds if (rate := getattr(world, name)) is not None),
+            key=_gb_per_s,
+            default=None,
+        )
+        for name in ("network", "path", "gpu", "islands")
+    }
+    return first._replace(
+        **rates,
+        has_gpus=any(world.has_gpus for world in worlds),
+        has_nvls=all(world.has_nvls for world in worlds),
+        unknown=tuple(dict.fromkeys(why for world in worlds for why in world.unknown)),
+    )
+
+
+def _gb_per_s(of: Rate | Islands) -> float:
+    return of.way_out.gb_per_s if isinstance(of, Islands) else of.gb_per_s
+
+
+def with_network(world: World, host: HostTopology, given: Given) -> World:
+    """Return a world with the network links of its nodes, which are like a host."""
+    if given.network_gb_per_s is not None:
+        link = f"as given, {given.network_gb_per_s:.4g} GB/s"
+        return world._replace(network=Rate(link, given.network_gb_per_s))
+    rates = network_rates(host, given.interface)
+    world = world._replace(network=rates.network, path=rates.path)
+    return world.lacking(rates.remark)
+
+
+def with_gpus(world: World, host: HostTopology, used: Sequence[GpuDevice]) -> World:
+    """Return a world with the links of its nodes' GPUs, which are like a host's."""
+    mesh = mesh_of(host, used)
+    if len(mesh.islands) > 1:
+        return _with_pcie(world, host, used, mesh.islands)
+    if not mesh.slowest.gb_per_s:
+        return world.lacking("the source does not tell how fast a GPU's links are")
+    # AMD's files have the number of units where others have the capability.
+    are_able = all(gpu.sm >= _SM_OF_NVLS and not gpu.gcn for gpu in used)
+    return world._replace(gpu=mesh.slowest, has_nvls=mesh.has_switches and are_able)
+
+
+def _with_pcie(
+    world: World,
+    host: HostTopology,
+    used: Sequence[GpuDevice],
+    islands: Sequence[Collection[str]],
+) -> World:
+    """Return a world where PCIe alone joins some GPUs."""
+    sizes = sorted(len(island) for island in islands)
+    least = _slowest_pcie(host, used)
+    if not _tells_links(host, used):
+        why = "the source does not tell whether NVLink joins the GPUs"
+    elif least is None:
+        why = "the source does not tell the PCIe link of a GPU"
+    elif sizes[0] == 1:
+        return world._replace(gpu=_alone(host, used, least))
+    elif sizes[0] == sizes[-1]:
+        return world._replace(islands=Islands(sizes[0], _together(least, sizes[0])))
+    else:
+        why = f"direct links join {sizes[0]} GPUs here and {sizes[-1]} there"
+    return world.lacking(why)
+
+
+def _tells_links(host: HostTopology, gpus: Sequence[GpuDevice]) -> bool:
+    """Say whether a source would have told of direct links if there were any."""
+    if any(gpu.gcn for gpu in gpus):
+        return True
+    # The kernel tells NVIDIA's models, and nothing of their links.
+    is_kernel_alone = all(source.startswith(SYSFS) for source in host.sources)
+    is_silent = host.sources and is_kernel_alone
+    return not is_silent and any(gpu.sm != UNKNOWN for gpu in gpus)
+
+
+def _slowest_pcie(host: HostTopology, gpus: Sequence[GpuDevice]) -> Figures | None:
+    devices = {device.bus_id: device for device in host.devices}
+    links = [devices[gpu.bus_id] for gpu in gpus if gpu.bus_id in devices]
+    known = [
+        figures for link in links if (figures := pci_figures(link)) and figures.is_known
+    ]
+    return min(known) if len(known) == len(gpus) else None
+
+
+def _alone(host: HostTopology, gpus: Sequence[GpuDevice], pcie: Figures) -> Rate:
+    """Return the way out of a GPU that has none but PCIe and the processors."""
+    bus_ids = {gpu.bus_id for gpu in gpus}
+    near = {device.node for device in host.devices if device.bus_id in bus_ids}
+    nodes = [node for node in host.numa_nodes if node.number in near]
+    between = min(
+        (smp_gb_per_s(a, b) for a, b in permutations(nodes, 2)),
+        default=pcie.practical,
+    )
+    name = f"PCIe, {pcie.theory:.4g} GB/s a GPU"
+    if between < pcie.practical:
+        name += f" (NCCL counts {between:g} between processors)"
+    return Rate(name, pcie.theory, min(between, pcie.practical))
+
+
+def _together(pcie: Figures, num_gpus: int) -> Rate:
+    theory = pcie.theory * num_gpus
+    name = f"PCIe of {num_gpus} GPUs that have direct links, {theory:.4g} GB/s"
+    return Rate(name, theory, pcie.practical * num_gpus)

@@ -1,0 +1,267 @@
+"""Rules on network adapters, their ports, and which GPU is near which."""
+
+from collections.abc import Iterator
+
+from ronde.topology.findings import Severity
+from ronde.topology.graph import NetPort
+from ronde.topology.limits.host import pci_figures
+from ronde.topology.lint.view import Hit, HostView, known_gb_per_s, rate_loss, rule
+from ronde.topology.paths.network import Path, PathKind
+from ronde.topology.paths.speeds import port_gb_per_s
+
+_RATES = (1000, 2500, 5000, 10000, 25000, 40000, 50000, 56000, 100000, 200000, 400000)
+_HIGHEST = 1_600_000
+_VIRTUAL = ("virbr", "docker", "veth", "br-", "vnet", "tap", "tun", "lo", "dummy")
+# Slower adapters seldom have GPUDirect RDMA.
+_RDMA_MBIT_PER_S = 25_000
+
+
+@rule(
+    "nic-faster-than-link",
+    "a network adapter that carries more than its PCI link",
+    "Move the adapter to a wider or newer slot, or use fewer of its ports; correct the "
+    "file where adapters with links of their own are listed as one.",
+)
+def _faster_than_link(view: HostView) -> Iterator[Hit]:
+    for bus_id, ports in view.ports.items():
+        device = view.devices.get(bus_id)
+        figures = pci_figures(device) if device else None
+        if device is None or figures is None:
+            continue
+        should = sum(port_gb_per_s(p) for p in ports if _has_likely_rate(p) and p.is_up)
+        rates = f"The adapter's {len(ports)} port(s) carry {should:.4g} GB/s, its "
+        rates += f"PCI link ({device.speed} x{device.width})"
+        if (has := figures.theory) < should:
+            yield Hit(
+                device.name,
+                rate_loss(has, should),
+                f"{rates} {has:.4g} (PCIe's limit).",
+                f"The network is held to {has:.4g} GB/s through this adapter; NCCL "
+                f"plans with {known_gb_per_s(device):g}.",
+                has,
+                should,
+            )
+        elif not figures.is_known and (has := figures.practical) < should:
+            # A link that is none, as virtual machines report it.
+            yield Hit(
+                device.name,
+                Severity.WARNING,
+                f"{rates} counts for {has:g} with NCCL, and is none that limits them: "
+                "the adapter is listed as a host bridge, or with the slowest link "
+                "there is.",
+                f"NCCL plans with {has:g} GB/s through this adapter, whatever it "
+                "carries.",
+                has,
+                should,
+                "Correct the file: a link of its own for each adapter, as the bare "
+                "machine has it.",
+            )
+
+
+@rule(
+    "odd-nic-speed",
+    "a port's speed that no hardware has",
+    "Write the rate in /sys/class/infiniband/*/ports/1/rate, in Mb/s.",
+)
+def _odd_speeds(view: HostView) -> Iterator[Hit]:
+    for port in view.host.ports:
+        if port.bus_id and port.mbit_per_s > 0 and not _has_likely_rate(port):
+            # What is beyond all hardware was written in kb/s.
+            is_huge = port.mbit_per_s > _HIGHEST
+            wanted = port.mbit_per_s / 1000 if is_huge else port.mbit_per_s
+            nearest = min(_RATES, key=lambda rate: abs(rate - wanted))
+            has, should = port_gb_per_s(port), nearest / 8000
+            yield Hit(
+                port.name,
+                Severity.WARNING,
+                f"Its speed is given as {port.mbit_per_s} Mb/s, which no port has"
+                + (": it looks like kb/s." if is_huge else "."),
+                f"NCCL plans with {has:g} GB/s for the port, whatever it has; "
+                f"{nearest} Mb/s would be {should:g}.",
+                0.0 if is_huge else has,
+                0.0 if is_huge else should,
+            )
+
+
+@rule(
+    "nic-without-speed",
+    "a port's speed below zero, which NCCL takes for 10 Gb/s",
+    "Look whether the link is up; else write its speed into the file.",
+)
+def _no_speed(view: HostView) -> Iterator[Hit]:
+    for port in view.host.ports:
+        if port.mbit_per_s < 0:
+            yield Hit(
+                port.name,
+                Severity.WARNING if port.is_up else Severity.NOTE,
+                f"Its speed is given as {port.mbit_per_s}.",
+                "NCCL takes it for 10000 Mb/s, 1.25 GB/s.",
+                port_gb_per_s(port),
+            )
+
+
+@rule(
+    "nic-down",
+    "a port of an adapter without link",
+    "Look at ibstat or ip link, at the cable and at the switch's port.",
+)
+def _down(view: HostView) -> Iterator[Hit]:
+    up_at = {port.bus_id for port in view.host.ports if port.is_up}
+    for port in view.host.ports:
+        if port.is_up or not port.bus_id:
+            continue
+        # Of two ports often one has no cable, and Ethernet for management none.
+        is_loss = port.kind == "infiniband" and port.bus_id not in up_at
+        rate = f"{port_gb_per_s(port):g} GB/s" if port.mbit_per_s > 0 else "its rate"
+        yield Hit(
+            port.name,
+            Severity.WARNING if is_loss else Severity.NOTE,
+            "The port has no link.",
+            f"NCCL does not use it: the node has {rate} less.",
+        )
+
+
+@rule(
+    "virtual-nic",
+    "a virtual interface among the network adapters",
+    "Leave it out: NCCL_SOCKET_IFNAME=^lo,docker,veth,virbr, or name the right one.",
+)
+def _virtual(view: HostView) -> Iterator[Hit]:
+    for port in view.host.ports:
+        if not port.bus_id and port.title.startswith(_VIRTUAL):
+            yield Hit(
+                port.name,
+                Severity.NOTE,
+                "A virtual interface is among the network adapters.",
+                "NCCL may choose it, and other hosts cannot be reached over it.",
+            )
+
+
+@rule(
+    "no-gpudirect",
+    "a GPU whose memory adapters cannot reach though they could others'",
+    "Load nvidia_peermem or use a kernel and driver with DMA-BUF (for AMD: a kernel "
+    "with peer memory), and write the file anew.",
+)
+def _no_gpudirect(view: HostView) -> Iterator[Hit]:
+    has_any = any(port.gdr == 1 for port in view.host.ports)
+    for gpu in view.host.gpus:
+        if has_any and gpu.gdr == 0:
+            yield Hit(
+                gpu.name,
+                Severity.WARNING,
+                "GPUDirect RDMA is off for the GPU (gdr 0), and on for adapters.",
+                "Every byte to and from the network is copied through the host's "
+                "memory and crosses the PCI bus twice.",
+            )
+
+
+def _has_likely_rate(port: NetPort) -> bool:
+    """Whether hardware has the rate, alone or as some links that are bound together."""
+    return 0 < port.mbit_per_s <= _HIGHEST and any(
+        port.mbit_per_s == rate * num for rate in _RATES for num in (1, 2, 3, 4)
+    )
+
+
+@rule(
+    "far-nic",
+    "a GPU for which NCCL prefers a far network adapter to a near one",
+    "Look why the way to the near adapter is slow (slow-bridge, trained-down, "
+    "odd-nic-speed), or name the adapters in NCCL_IB_HCA.",
+)
+def _far_nics(view: HostView) -> Iterator[Hit]:
+    for gpu in view.gpus:
+        ways = _ways(view, gpu)
+        if not ways:
+            continue
+        port, nearest = min(ways, key=lambda way: (way[1].kind, -way[1].gb_per_s))
+        far_port, chosen = min(ways, key=lambda way: (-way[1].gb_per_s, way[1].kind))
+        if nearest.kind <= PathKind.PXB < chosen.kind:
+            has, should = nearest.gb_per_s, chosen.gb_per_s
+            yield Hit(
+                gpu,
+                rate_loss(has, should),
+                f"NCCL chooses {far_port.title} ({chosen.kind.name}), and "
+                f"{port.title} is nearer ({nearest.kind.name}).",
+                f"It prefers {should:g} GB/s to {has:g}, and beyond PXB there is no "
+                "GPUDirect RDMA: the data goes through the host's memory.",
+                has,
+                should,
+            )
+
+
+@rule(
+    "nic-behind-processor",
+    "a GPU without a network adapter on its own PCI switch",
+    "Write the switches in, where a virtual machine's file leaves them out; else place "
+    "adapters at every socket, or try NCCL_NET_GDR_LEVEL=PHB for those at its own.",
+)
+def _through_processor(view: HostView) -> Iterator[Hit]:
+    for gpu in view.gpus:
+        ways = _ways(view, gpu)
+        if not ways:
+            continue
+        fastest = max(port.mbit_per_s for port, _ in ways)
+        way = min((way for _, way in ways), key=lambda way: (way.kind, -way.gb_per_s))
+        if way.kind <= PathKind.PXN or (fastest and fastest < _RDMA_MBIT_PER_S):
+            continue
+        place = "another socket's" if way.kind > PathKind.PHB else "its own"
+        yield Hit(
+            gpu,
+            Severity.NOTE,
+            f"Its nearest network adapter is behind {place} processor "
+            f"({way.kind.name}).",
+            f"Up to {way.gb_per_s:g} GB/s (NCCL's figure), and by default NCCL uses "
+            "GPUDirect RDMA up to PXB alone: the data goes through the host's memory.",
+            way.gb_per_s,
+        )
+
+
+@rule(
+    "nic-without-gpu",
+    "a network adapter that is near no GPU while others are",
+    "Nothing, where it is for storage or management; else move it to a switch with "
+    "GPUs, and leave it out in NCCL_IB_HCA.",
+)
+def _without_gpus(view: HostView) -> Iterator[Hit]:
+    near: dict[str, bool] = {}
+    for gpu in view.gpus:
+        for port, way in _ways(view, gpu):
+            near[port.name] = near.get(port.name, False) or way.kind <= PathKind.PXB
+    for name, is_near in near.items():
+        if not is_near and any(near.values()):
+            yield Hit(
+                name,
+                Severity.NOTE,
+                "No GPU is near the adapter (PIX or PXB), and other adapters have one.",
+                "NCCL uses it for no GPU, or without GPUDirect RDMA.",
+            )
+
+
+def _ways(view: HostView, gpu: str) -> list[tuple[NetPort, Path]]:
+    """Return the ways to the ports that carry the traffic between hosts.
+
+    Those are hardware, up, and at least half as fast as the fastest: not the one for
+    management.
+    """
+    ports = [port for port in view.host.ports if port.bus_id and port.is_up]
+    fastest = max((port.mbit_per_s for port in ports), default=0)
+    return [
+        (port, way)
+        for port in ports
+        if 2 * port.mbit_per_s >= fastest
+        and (way := view.paths.between(gpu, port.name))
+    ]
+
+
+RULES = (
+    _faster_than_link,
+    _odd_speeds,
+    _no_speed,
+    _down,
+    _virtual,
+    _no_gpudirect,
+    _far_nics,
+    _through_processor,
+    _without_gpus,
+)

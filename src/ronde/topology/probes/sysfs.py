@@ -1,0 +1,548 @@
+"""A host as its kernel shows it in /proc and /sys: this machine, or a saved tree.
+
+Functions take ``root``: the directory that holds proc and sys; empty for this machine.
+
+A PCI switch is several bridges in sysfs: one above, and one for each port below. Of the
+two devices that a link joins, the lower is kept, as NCCL does: then a switch is one
+device, and each device has the link above it.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ronde.topology import pci
+from ronde.topology.cpu_sets import format_list, members
+from ronde.topology.graph import (
+    UNKNOWN,
+    GpuDevice,
+    HostTopology,
+    Interface,
+    Link,
+    LinkKind,
+    NetPort,
+    NumaNode,
+    PciDevice,
+)
+from ronde.topology.kernel_files import (
+    list_names,
+    read_list,
+    read_mask,
+    read_number,
+    read_text,
+)
+from ronde.topology.machine import (
+    parse_rate,
+    read_driver_gpus,
+    read_node_cpus,
+    read_online,
+    split_cores,
+)
+from ronde.topology.pci import (
+    bus_order,
+    compute_capability,
+    is_address,
+    is_gpu,
+    is_network,
+    is_nvswitch,
+    read_path,
+)
+
+_BUS = "sys/bus/pci/devices"
+_SPEED = re.compile(r"(\d+(?:\.\d+)?) GT/s.*")
+# What the kernel says of a device that is not on PCI Express.
+_NO_WIDTH = 255
+
+
+class Function(NamedTuple):
+    """A function of a device on the bus."""
+
+    # Its address, then those of the bridges above it, all of them.
+    chain: tuple[str, ...]
+    class_code: int  # Class, subclass and interface; ``UNKNOWN``.
+    vendor: int  # ``UNKNOWN`` where not told.
+    # Whether it is one of many that a device shows of itself (SR-IOV).
+    is_virtual: bool
+
+
+def read_functions(root: str) -> dict[str, Function]:
+    """Return all that is on the bus by address, in the order of drivers."""
+    names = [name for name in list_names(f"{root}/{_BUS}") if is_address(name)]
+    found: dict[str, Function] = {}
+    for address in sorted(names, key=bus_order):
+        own = f"{root}/{_BUS}/{address}"
+        class_code = _code(own, "class")
+        found[address] = Function(
+            chain=_chain(read_path(own) or address),
+            class_code=class_code,
+            vendor=_code(own, "vendor"),
+            is_virtual=is_network(class_code) and bool(list_names(f"{own}/physfn")),
+        )
+    return found
+
+
+def find_network(functions: Mapping[str, Function]) -> list[str]:
+    """Return the addresses of network adapters and NVSwitches.
+
+    Virtual functions are not among them: one that is in use has a port.
+    """
+    return [
+        address
+        for address, each in functions.items()
+        if (is_network(each.class_code) and not each.is_virtual)
+        or is_nvswitch(each.class_code, each.vendor)
+    ]
+
+
+def read_devices(
+    root: str,
+    functions: Mapping[str, Function],
+    wanted: Iterable[str],
+    nodes: Sequence[NumaNode],
+) -> tuple[PciDevice, ...]:
+    """Return devices and what is above them, parents before children."""
+    found: dict[str, PciDevice] = {}
+    for address in sorted(set(wanted), key=bus_order):
+        chain = functions[address].chain if address in functions else (address,)
+        for place in range((len(chain) - 1) // 2 * 2, -1, -2):
+            if chain[place] not in found:
+                found[chain[place]] = _read_device(root, chain[place:], nodes)
+    return tuple(found.values())
+
+
+def _read_device(
+    root: str, chain: Sequence[str], nodes: Sequence[NumaNode]
+) -> PciDevice:
+    """Return the first of a chain, with the link to the second."""
+    own = f"{root}/{_BUS}/{chain[0]}"
+    # Both ends can do more than their link: it is what the weaker one can.
+    ends = [f"{root}/{_BUS}/{address}" for address in chain[:2]]
+    return PciDevice(
+        bus_id=chain[0],
+        parent=chain[2] if len(chain) > 2 else "",
+        node=_read_node(root, chain, nodes),
+        class_code=_code(own, "class"),
+        vendor=_code(own, "vendor"),
+        device=_code(own, "device"),
+        subsystem_vendor=_code(own, "subsystem_vendor"),
+        subsystem_device=_code(own, "subsystem_device"),
+        speed=_slowest(read_text(f"{end}/max_link_speed") for end in ends),
+        width=_narrowest(read_number(f"{end}/max_link_width", UNKNOWN) for end in ends),
+        speed_now=_slowest([read_text(f"{own}/current_link_speed")]),
+        width_now=_narrowest([read_number(f"{own}/current_link_width", UNKNOWN)]),
+    )
+
+
+def _chain(path: str) -> tuple[str, ...]:
+    """Return the addresses of a place on the bus from the device up to its root."""
+    chain: list[str] = []
+    for part in reversed(path.split("/")):
+        if not is_address(part):
+            break
+        chain.append(part)
+    return tuple(chain)
+
+
+def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> int:
+    """Return the node of a device, of the next above, or that has all CPUs near it."""
+    known = {node.number for node in nodes}
+    for address in chain:
+        node = read_number(f"{root}/{_BUS}/{address}/numa_node", UNKNOWN)
+        if node >= 0 and node in known:
+            return node
+    own = f"{root}/{_BUS}/{chain[0]}"
+    near = read_mask(f"{own}/local_cpus") or read_list(f"{own}/local_cpulist")
+    for node in nodes:
+        around = sum(1 << cpu for cpu in node.cpus)
+        if near & around and not near & ~around:
+            return node.number
+    return UNKNOWN
+
+
+def _slowest(speeds: Iterable[str]) -> str:
+    told = [(float(m[1]), m[0]) for m in map(_SPEED.fullmatch, speeds) if m]
+    return min(told, key=lambda speed: speed[0], default=(0.0, ""))[1]
+
+
+def _narrowest(widths: Iterable[int]) -> int:
+    told = [width for width in widths if 0 <= width < _NO_WIDTH]
+    return min([w for w in told if w] or told, default=UNKNOWN)
+
+
+def _code(directory: str, name: str) -> int:
+    try:
+        return max(UNKNOWN, int(read_text(f"{directory}/{name}"), 16))
+    except ValueError:
+        return UNKNOWN
+
+
+_NVIDIA, _AMD, _INTEL = 0x10DE, 0x1002, 0x8086
+_KFD = "sys/class/kfd/kfd/topology/nodes"
+_KFD_XGMI = "11"
+# AMD's and Intel's on the first bus are parts of the processor, for screens.
+_FIRST_BUS = "0000:00:"
+
+
+class _KfdNode(NamedTuple):
+    """An AMD GPU as the driver for computing shows it."""
+
+    bus_id: str
+    sm: int
+    gcn: str
+
+
+def read_gpus(
+    root: str, functions: Mapping[str, Function]
+) -> tuple[tuple[GpuDevice, ...], tuple[Link, ...]]:
+    """Return the GPUs by bus address, and AMD's links between them.
+
+    Of a maker whose driver tells, those that it tells of; containers show more on the
+    bus. Of NVIDIA's links the kernel knows nothing.
+    """
+    nvidia = {
+        address: GpuDevice(
+            bus_id=address,
+            number=UNKNOWN,
+            sm=compute_capability(told.model),
+            title=told.model,
+            uuid=told.uuid,
+        )
+        for address, told in read_driver_gpus(root).items()
+    }
+    kfd = _read_kfd(root)
+    amd = {
+        each.bus_id: GpuDevice(each.bus_id, UNKNOWN, sm=each.sm, gcn=each.gcn)
+        for each in kfd.values()
+    }
+    told = {vendor for vendor, gpus in ((_NVIDIA, nvidia), (_AMD, amd)) if gpus}
+    found = nvidia | amd
+    for address, each in functions.items():
+        if each.vendor not in told and _is_gpu(address, each):
+            found.setdefault(address, GpuDevice(address, UNKNOWN))
+    ordered = sorted(found, key=bus_order)
+    gpus = tuple(found[name]._replace(number=n) for n, name in enumerate(ordered))
+    return gpus, _read_xgmi(root, kfd)
+
+
+def _is_gpu(address: str, each: Function) -> bool:
+    is_inside = each.vendor in (_AMD, _INTEL) and address.startswith(_FIRST_BUS)
+    return is_gpu(each.class_code, each.vendor) and not is_inside
+
+
+def _read_kfd(root: str) -> dict[str, _KfdNode]:
+    """Return AMD's GPUs by the number of their node."""
+    found: dict[str, _KfdNode] = {}
+    for number in list_names(f"{root}/{_KFD}"):
+        # Those that this container may not use have a number that cannot be read.
+        if read_text(f"{root}/{_KFD}/{number}/gpu_id") in ("", "0"):
+            continue
+        told = _properties(f"{root}/{_KFD}/{number}/properties")
+        location, version = told.get("location_id", 0), told.get("gfx_target_version")
+        found[number] = _KfdNode(
+            bus_id=f"{told.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:"
+            f"{location >> 3 & 0x1F:02x}.{location & 7}",
+            sm=told.get("simd_count", UNKNOWN) // max(1, told.get("simd_per_cu", 1)),
+            gcn=_gcn(version) if version else "",
+        )
+    return found
+
+
+def _gcn(version: int) -> str:
+    """Return ``90a`` for 90010, of which each part becomes one hexadecimal digit."""
+    return f"{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+
+
+def _read_xgmi(root: str, kfd: Mapping[str, _KfdNode]) -> tuple[Link, ...]:
+    links: list[Link] = []
+    for number, each in kfd.items():
+        directory = f"{root}/{_KFD}/{number}/io_links"
+        for name in list_names(directory):
+            told = _properties(f"{directory}/{name}/properties")
+            target = kfd.get(str(told.get("node_to")))
+            if target is None or str(told.get("type")) != _KFD_XGMI:
+                continue
+            least, most = told.get("min_bandwidth", 0), told.get("max_bandwidth", 0)
+            # The driver tells what one link carries, and all together, in MB/s.
+            links.append(
+                Link(
+                    kind=LinkKind.XGMI,
+                    source=each.bus_id,
+                    target=target.bus_id,
+                    num_links=max(1, most // least) if least > 0 else 1,
+                )
+            )
+    return tuple(links)
+
+
+def _properties(path: str) -> dict[str, int]:
+    """Return the numbers of lines such as ``simd_count 1216``."""
+    pairs = (line.partition(" ") for line in read_text(path).splitlines())
+    return {name: int(value) for name, _, value in pairs if value.isdecimal()}
+
+
+_NODES = "sys/devices/system/node"
+# The first processor is told in less; for all of them the kernel takes milliseconds.
+_ONE_PROCESSOR_BYTES = 4096
+_EXTENDED_FAMILY = 15
+
+
+class Processor(NamedTuple):
+    """What the processors of a machine are; fields as a ``NumaNode`` has them."""
+
+    arch: str = ""
+    vendor: str = ""
+    family: int = UNKNOWN
+    model: int = UNKNOWN
+
+
+def read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
+    """Return the nodes that are online, by number, and what is odd about them.
+
+    CPUs that are online and on none of them are a node of unknown number. Without any
+    node, as kernels without NUMA show it, all is one node 0.
+    """
+    left = read_online(root)
+    remarks: list[str] = []
+    nodes: list[NumaNode] = []
+    processor = read_processor(root)
+    cpus_of = _online_nodes(root)
+    for number, listed in cpus_of.items():
+        nodes.append(_sysfsnodes_read_node(root, number, listed & left, processor))
+        left &= ~listed
+    if not nodes and left:
+        node = _node(root, 0, left, processor)
+        memory, free = _memory(read_text(f"{root}/proc/meminfo"))
+        nodes.append(node._replace(memory_bytes=memory, free_bytes=free))
+    elif left:
+        nodes.insert(0, _node(root, UNKNOWN, left, processor))
+        remarks.append(
+            f"CPUs {format_list(members(left))} are online, but their NUMA node is not."
+        )
+    distances = _read_distances(root, list(cpus_of))
+    undistanced = [node for node in cpus_of if node not in distances]
+    if undistanced and len(cpus_of) > 1:
+        listed_nodes = ", ".join(f"numa/{node}" for node in undistanced)
+        remarks.append(f"The kernel tells no distances of {listed_nodes}.")
+    return (
+        tuple(n._replace(distances=distances.get(n.number, ())) for n in nodes),
+        tuple(remarks),
+    )
+
+
+def read_processor(root: str) -> Processor:
+    """Return what the first processor is; what is not told is empty or unknown."""
+    text = read_text(f"{root}/proc/cpuinfo", _ONE_PROCESSOR_BYTES)
+    pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    # One blank stands after the colon; more belong to the name: "  Shanghai  ".
+    told = {name.strip(): value.removeprefix(" ") for name, _, value in pairs}
+    if "vendor_id" in told and "cpu family" in told:
+        family = _number(told["cpu family"])
+        if family > _EXTENDED_FAMILY:
+            # The kernel adds the extended family to 15, NCCL adds 16 times as much.
+            # Source: ``ncclTopoGetXmlFromCpu`` of NCCL's src/graph/xml.cc.
+            family = _EXTENDED_FAMILY + 16 * (family - _EXTENDED_FAMILY)
+        model = _number(told.get("model", ""))
+        return Processor("x86_64", told["vendor_id"], family, model)
+    if "CPU implementer" in told:
+        return Processor("arm64")
+    return Processor("ppc64" if told.get("cpu", "").startswith("POWER") else "")
+
+
+def _online_nodes(root: str) -> dict[int, int]:
+    nodes = read_node_cpus(root)
+    online = read_list(f"{root}/{_NODES}/online")
+    return {n: cpus for n, cpus in nodes.items() if not online or online >> n & 1}
+
+
+def _sysfsnodes_read_node(
+    root: str, number: int, cpus: int, processor: Processor
+) -> NumaNode:
+    """Return a node with its memory."""
+    memory, free = _memory(read_text(f"{root}/{_NODES}/node{number}/meminfo"))
+    node = _node(root, number, cpus, processor)
+    return node._replace(memory_bytes=memory, free_bytes=free)
+
+
+def _node(root: str, number: int, cpus: int, processor: Processor) -> NumaNode:
+    """Return a node of some CPUs, as bits; what it is made of if it has any."""
+    cores = split_cores(root, cpus)
+    if not cores:
+        return NumaNode(number)
+    topology = f"{root}/sys/devices/system/cpu/cpu{cores[0][0]}/topology"
+    return NumaNode(
+        number,
+        cpus=tuple(members(cpus)),
+        cores=tuple(cores),
+        package=max(UNKNOWN, read_number(f"{topology}/physical_package_id", UNKNOWN)),
+        **processor._asdict(),
+    )
+
+
+def _memory(text: str) -> tuple[int, int]:
+    """Return the bytes in all and free of lines such as ``Node 0 MemFree: 8 kB``."""
+    told: dict[str, int] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        number, _, unit = value.strip().partition(" ")
+        if unit.strip() == "kB":
+            told[name.rpartition(" ")[2]] = max(UNKNOWN, _number(number) * 1024)
+    return told.get("MemTotal", UNKNOWN), told.get("MemFree", UNKNOWN)
+
+
+def _read_distances(
+    root: str, nodes: list[int]
+) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Return the distances from each node to the listed ones.
+
+    A row has a column for each node that is online, in the order of their numbers, and
+    from some kernels for each that may ever be; else nobody knows what it means.
+    """
+    possible = members(read_list(f"{root}/{_NODES}/possible"))
+    columns_by_num = {len(possible): possible, len(nodes): nodes}
+    found: dict[int, tuple[tuple[int, int], ...]] = {}
+    for node in nodes:
+        text = read_text(f"{root}/{_NODES}/node{node}/distance")
+        row = [_number(part) for part in text.split()]
+        pairs = zip(columns_by_num.get(len(row), ()), row, strict=False)
+        told = tuple((n, distance) for n, distance in pairs if n in nodes)
+        if told and all(distance > 0 for _, distance in told):
+            found[node] = told
+    return found
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        return UNKNOWN
+
+
+_NET, _INFINIBAND = "sys/class/net", "sys/class/infiniband"
+_KINDS = {"1": "ethernet", "32": "infiniband"}
+_LOWER = "lower_"
+
+
+def read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, ...]:
+    """Return ports by name, RDMA adapters' first."""
+    adapters = [
+        port
+        for name in list_names(f"{root}/{_INFINIBAND}")
+        for port in _read_adapter(root, name)
+    ]
+    taken = {port.bus_id for port in adapters if port.bus_id}
+    interfaces = [
+        _read_interface(root, name)
+        for name in list_names(f"{root}/{_NET}")
+        if not _is_software(f"{root}/{_NET}/{name}")
+    ]
+    ports = [*adapters, *(each for each in interfaces if each.bus_id not in taken)]
+    return tuple(
+        port
+        for port in ports
+        if port.is_up
+        or port.bus_id not in functions
+        or not functions[port.bus_id].is_virtual
+    )
+
+
+def read_interfaces(root: str, ports: Sequence[NetPort]) -> tuple[Interface, ...]:
+    """Return the interfaces above ports, each after those below it."""
+    known = {port.title for port in ports}
+    above = [n for n in list_names(f"{root}/{_NET}") if n not in known]
+    waiting = {name: _lower_names(root, name, ports) for name in above}
+    found: list[Interface] = []
+    # A circle, which no kernel has, never gets ready.
+    while ready := [n for n, lower in waiting.items() if not waiting.keys() & lower]:
+        for name in ready:
+            lower = tuple(each for each in waiting.pop(name) if each in known)
+            if lower:
+                mode = read_text(f"{root}/{_NET}/{name}/bonding/mode")
+                found.append(Interface(name, lower, mode.partition(" ")[0]))
+                known.add(name)
+    return tuple(found)
+
+
+def _lower_names(root: str, name: str, ports: Sequence[NetPort]) -> list[str]:
+    """Return what is right below an interface that is no port, in order of names."""
+    own = f"{root}/{_NET}/{name}"
+    if _is_software(own):
+        below = [each for each in list_names(own) if each.startswith(_LOWER)]
+        return [each.removeprefix(_LOWER) for each in below]
+    bus_id = pci.bus_id(pci.read_path(own))
+    shared = [port for port in ports if bus_id and port.bus_id == bus_id]
+    # The kernel counts ports from 0 here, and RDMA adapters' from 1.
+    number = read_number(f"{own}/dev_port", 0) + 1
+    exact = [port for port in shared if port.port == number]
+    return [port.title for port in exact or shared[:1]]
+
+
+def _read_adapter(root: str, name: str) -> list[NetPort]:
+    """Return the ports of an RDMA adapter; the second and later bear their number."""
+    own = f"{root}/{_INFINIBAND}/{name}"
+    bus_id = pci.bus_id(pci.read_path(own))
+    ports: list[NetPort] = []
+    for number in sorted(int(n) for n in list_names(f"{own}/ports") if n.isdecimal()):
+        port = f"{own}/ports/{number}"
+        ports.append(
+            NetPort(
+                title=f"{name}:{number}" if ports else name,
+                bus_id=bus_id,
+                kind=read_text(f"{port}/link_layer").lower(),
+                mbit_per_s=parse_rate(read_text(f"{port}/rate")),
+                port=number,
+                guid=read_text(f"{own}/node_guid"),
+                is_up=read_text(f"{port}/state").startswith("4:"),
+            )
+        )
+    return ports
+
+
+def _read_interface(root: str, name: str) -> NetPort:
+    own = f"{root}/{_NET}/{name}"
+    return NetPort(
+        title=name,
+        bus_id=pci.bus_id(pci.read_path(own)),
+        kind=_KINDS.get(read_text(f"{own}/type"), ""),
+        mbit_per_s=max(0, read_number(f"{own}/speed", 0)),
+        # Of one that is down the kernel refuses to tell the carrier.
+        is_up=read_text(f"{own}/carrier") == "1",
+    )
+
+
+def _is_software(own: str) -> bool:
+    link = pci.read_link(own)
+    # In trees that were copied without links, only hardware still has a device.
+    return "/devices/virtual/" in link if link else not list_names(f"{own}/device")
+
+
+FORM = "sysfs"
+"""How sources of this kind begin."""
+
+
+def read_host(root: Path = Path("/")) -> HostTopology:
+    """Return a host's hardware, whatever of it this process may use; asks no driver.
+
+    What cannot be read is left out or unknown, and is never an error.
+    """
+    top = str(root).rstrip("/")
+    functions = read_functions(top)
+    nodes, remarks = read_nodes(top)
+    gpus, links = read_gpus(top, functions)
+    ports = read_ports(top, functions)
+    wanted = [
+        *(gpu.bus_id for gpu in gpus),
+        *(port.bus_id for port in ports if port.bus_id),
+        *find_network(functions),
+    ]
+    return HostTopology(
+        name=read_text(f"{top}/proc/sys/kernel/hostname"),
+        sources=(f"{FORM} of {root}" if top else f"{FORM} of this machine",),
+        numa_nodes=nodes,
+        devices=read_devices(top, functions, wanted, nodes),
+        gpus=gpus,
+        ports=ports,
+        interfaces=read_interfaces(top, ports),
+        links=links,
+        remarks=remarks,
+    )

@@ -1,0 +1,43 @@
+"""What a host has for ranks, in a few numbers."""
+
+from ronde.topology.machine import Core
+from ronde.topology.placement.inventory import (
+    Inventory,
+    InventoryNode,
+    NearDevice,
+    Nearness,
+    plain_distances,
+)
+from ronde.topology.placement.placing import RankPlace
+
+
+def inventory(
+    cores: dict[int, int],
+    *,
+    gpus: tuple[int, ...] = (),
+    nics: tuple[int, ...] = (),
+    near: dict[tuple[int, int], Nearness] | None = None,
+) -> Inventory:
+    """Return one with so many cores a node, of two threads, and devices by node."""
+    numbered = [node for node, count in cores.items() for _ in range(count)]
+    of_node = {
+        node: tuple(
+            Core((n, n + len(numbered)), node)
+            for n, number in enumerate(numbered)
+            if number == node
+        )
+        for node in cores
+    }
+    return Inventory(
+        tuple(InventoryNode(n, own) for n, own in of_node.items()),
+        plain_distances(len(cores)),
+        tuple(NearDevice(str(n), node) for n, node in enumerate(gpus)),
+        tuple(NearDevice(f"mlx5_{n}", node) for n, node in enumerate(nics)),
+        near or {},
+        "n1",
+    )
+
+
+def homes(places: tuple[RankPlace, ...]) -> list[set[int]]:
+    """Return the memory nodes of each rank's cores."""
+    return [{core.node for core in each.cores} for each in places]
