@@ -11,7 +11,7 @@ Note [One round]
     Where ranks would wait for each other in a circle, a round *gives way*: see Note
     [Ranks that wait for each other]. ``backward()`` returns then, and what is left of
     the round is done whenever its thread waits for something else, and at the latest by
-    ``synchronize()``, ``zero_grad()`` or the next ``backward()``.
+    ``synchronize()`` or the next ``backward()``.
 
     The plan is made at the end of the first backward: then one knows in which order
     gradients come, and which are sparse.
@@ -54,6 +54,12 @@ from ronde.data_parallel.options import ReducerOptions
 from ronde.data_parallel.resumable import Resumable
 from ronde.data_parallel.rounds import Rounds
 from ronde.errors import CollectiveError
+
+_NOT_OVER = (
+    "optimizer.step() or optimizer.synchronize() must be called before zero_grad() or "
+    "another backward(), got neither: the gradients of the last backward() still wait "
+    "for ranks that wait for this one elsewhere."
+)
 
 
 class Reducer:
@@ -152,17 +158,6 @@ class Reducer:
                 self._finish(rounds)
 
     @torch.no_grad()
-    def drain(self) -> None:
-        """Finish the round that gave way, if there is one.
-
-        Raises:
-            CollectiveError: The reduction failed, or the ranks' models differ.
-        """
-        if self._under_way is not None:
-            with self._lock:
-                self._finish(self._bound())
-
-    @torch.no_grad()
     def carry_on(self) -> None:
         """Go on with the round that gave way, as far as that needs no waiting."""
         if not self._lock.acquire(blocking=False):
@@ -175,9 +170,24 @@ class Reducer:
         finally:
             self._lock.release()
 
+    def forget(self) -> None:
+        """Note that the gradients are given up: the next step needs a new round."""
+        self._has_run = False
+
+    def refuse_put_off(self) -> None:
+        """Refuse to go on without the gradients of the round that gave way.
+
+        A rank that comes to it later would step with them.
+
+        Raises:
+            AssertionError: There is one.
+        """
+        if self._under_way is not None:
+            raise AssertionError(_NOT_OVER)
+
     def step_done(self) -> None:
         """Note that the optimizer has stepped: the next step needs a new round."""
-        self._has_run = False
+        self.forget()
         if self._rounds is not None:
             self._rounds.step_done()
 
@@ -191,8 +201,9 @@ class Reducer:
         Raises:
             CollectiveError: A reduction failed, or the ranks' models differ.
         """
-        self.drain()
         with self._lock:
+            if self._under_way is not None:
+                self._finish(self._bound())
             self._bound().keep_up()
             self._has_run = False
 
@@ -258,7 +269,10 @@ class Reducer:
 
     @torch.no_grad()
     def _before_gradient(self, index: int) -> None:
-        self.drain()
+        if self._under_way is not None:
+            with self._lock:
+                self._finish(self._bound(), can_give_way=True)
+            self.refuse_put_off()
         gradient = self._gradients[index]
         grad, rounds = gradient.parameter.grad, self._rounds
         is_result = gradient.is_reduced and grad is gradient.result

@@ -174,7 +174,10 @@ class DistributedOptimizer(StandIn):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients: a method of this class, or compilers do not find it."""
         if self._reducer is not None:
-            self._reducer.drain()
+            self._reducer.refuse_put_off()
+            if self._is_synchronized:  # and yet not stepped: GradScaler met an inf
+                self._reducer.forget()
+                self._is_synchronized = False
         self.wrapped.zero_grad(set_to_none=set_to_none)
 
     @outside_compiler
