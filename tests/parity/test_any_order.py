@@ -12,8 +12,7 @@ import ronde.torch as hvd
 ENGINES = ["shared_memory", "gloo", "hierarchical"]
 NUM_STEPS = 4
 
-every_engine = pytest.mark.parametrize("engine", ENGINES)
-every_size = pytest.mark.parametrize("size", [2, 3, 4])
+SIZES = [2, 3, 4]
 
 
 class Words(nn.Module):
@@ -39,7 +38,13 @@ MODELS = {
     "sparse": (Words, {}),
 }
 """Rounds of one collective a bucket, of two, and of some whose sizes are exchanged."""
-every_model = pytest.mark.parametrize("kind", MODELS)
+KINDS = list(MODELS)
+EVERY_PAIR = [
+    (size, ENGINES[i], KINDS[(i + j) % 3])
+    for i in range(3)
+    for j, size in enumerate(SIZES)
+]
+"""Each engine with each size and each model, each size with each model."""
 
 
 def build(kind, seed=0):
@@ -79,89 +84,76 @@ def alone(kind, size, *, skips=lambda rank, step: False, seed=0):
     return weights(model)
 
 
-def assert_equal(results, expected):
-    for result in results:
-        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+def assert_equal(result, expected):
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
 
 
-@every_engine
-@every_size
-@every_model
-@pytest.mark.parametrize("skipped", [0, 2])
-def test_one_rank_skips_a_backward(size, engine, kind, skipped):
+def skip_a_backward(kind, skipped):
     """The last rank's batch is bad; all ranks average the loss all the same."""
-
-    def work():
-        model = build(kind)
-        optimizer = distributed(kind, model)
-        for step in range(NUM_STEPS):
-            optimizer.zero_grad()
-            loss = loss_of(model, hvd.rank(), step)
-            if not (hvd.rank() == size - 1 and step == skipped):
-                loss.backward()
-            hvd.allreduce(loss.detach(), name="loss")
-            optimizer.step()
-        return weights(model)
-
-    results = run_sessions(size, work, engine=engine)
+    size = hvd.size()
 
     def skips(rank, step):
         return rank == size - 1 and step == skipped
 
-    assert_equal(results, alone(kind, size, skips=skips))
+    model = build(kind)
+    optimizer = distributed(kind, model)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), step)
+        if not skips(hvd.rank(), step):
+            loss.backward()
+        hvd.allreduce(loss.detach(), name="loss")
+        optimizer.step()
+    assert_equal(weights(model), alone(kind, size, skips=skips))
 
 
-@every_engine
-@every_size
-@every_model
-def test_two_optimizers_crosswise(size, engine, kind):
+def use_two_optimizers_crosswise(kind):
     """Odd ranks go backward and step in the other order."""
+    models = [build(kind, seed) for seed in range(2)]
+    optimizers = [distributed(kind, model) for model in models]
+    order = [0, 1] if hvd.rank() % 2 == 0 else [1, 0]
+    for step in range(NUM_STEPS):
+        for index in order:
+            optimizers[index].zero_grad()
+            loss_of(models[index], hvd.rank(), step).backward()
+        for index in order:
+            optimizers[index].step()
+    expected = alone(kind, hvd.size()) + alone(kind, hvd.size(), seed=1)
+    assert_equal(weights(*models), expected)
 
+
+def measure_before_backward_on_some_ranks(kind, name):
+    model = build(kind)
+    optimizer = distributed(kind, model)
+    metrics = []
+
+    def measure():
+        metrics.append(hvd.allreduce(torch.ones(1) * hvd.rank(), name=name).item())
+
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), step)
+        if hvd.rank() == 0:
+            loss.backward()
+            measure()
+        else:
+            measure()
+            loss.backward()
+        optimizer.step()
+    assert_equal(weights(model), alone(kind, hvd.size()))
+    assert metrics == [(hvd.size() - 1) / 2] * NUM_STEPS
+
+
+@pytest.mark.parametrize(("size", "engine", "kind"), EVERY_PAIR)
+def test_any_order(size, engine, kind):
     def work():
-        models = [build(kind, seed) for seed in range(2)]
-        optimizers = [distributed(kind, model) for model in models]
-        order = [0, 1] if hvd.rank() % 2 == 0 else [1, 0]
-        for step in range(NUM_STEPS):
-            for index in order:
-                optimizers[index].zero_grad()
-                loss_of(models[index], hvd.rank(), step).backward()
-            for index in order:
-                optimizers[index].step()
-        return weights(*models)
+        skip_a_backward(kind, 0)
+        skip_a_backward(kind, 2)
+        use_two_optimizers_crosswise(kind)
+        measure_before_backward_on_some_ranks(kind, "metric")
+        measure_before_backward_on_some_ranks(kind, None)
 
-    results = run_sessions(size, work, engine=engine)
-    assert_equal(results, alone(kind, size) + alone(kind, size, seed=1))
-
-
-@every_engine
-@every_size
-@every_model
-@pytest.mark.parametrize("name", ["metric", None])
-def test_a_metric_before_backward_on_some_ranks(size, engine, kind, name):
-    def work():
-        model = build(kind)
-        optimizer = distributed(kind, model)
-        metrics = []
-
-        def measure():
-            metrics.append(hvd.allreduce(torch.ones(1) * hvd.rank(), name=name).item())
-
-        for step in range(NUM_STEPS):
-            optimizer.zero_grad()
-            loss = loss_of(model, hvd.rank(), step)
-            if hvd.rank() == 0:
-                loss.backward()
-                measure()
-            else:
-                measure()
-                loss.backward()
-            optimizer.step()
-        return weights(model), metrics
-
-    results = run_sessions(size, work, engine=engine)
-    assert_equal([result for result, _ in results], alone(kind, size))
-    for _, metrics in results:
-        assert metrics == [(size - 1) / 2] * NUM_STEPS
+    run_sessions(size, work, engine=engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -190,7 +182,7 @@ def test_gradients_are_complete_after_synchronize(engine):
     assert all(norm > 0 for norm in norms)
     for same, equal in others:
         assert equal == norms
-        assert_equal([same], first)
+        assert_equal(same, first)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -213,4 +205,4 @@ def test_a_slow_rank_is_waited_for(engine):
 
     (first, _), (second, _) = results = run_sessions(2, work, engine=engine)
     assert [complete for _, complete in results] == [[True, True]] * 2
-    assert_equal([first], second)
+    assert_equal(first, second)
