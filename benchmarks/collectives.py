@@ -30,8 +30,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from ronde.launch.forwarded import base_environment
-from ronde.launch.inherited import own_environment
+from ronde.launch.environments import base_environment, own_environment
 from ronde.records import Record, append_record
 from ronde.units import format_size
 

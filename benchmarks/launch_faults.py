@@ -30,8 +30,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from launch_fault_kinds import ANY, DEADLINE_S, FAULTS, Fault, Running, read_until
 
-from ronde.launch.inherited import own_environment
-from ronde.launch.lineage import Process, read_processes, signal_process
+from ronde.launch.environments import own_environment
+from ronde.launch.process_tree import ProcessStat, read_processes, signal_process
 
 _POLL_S = 0.002
 _START_S = 0.15
@@ -240,7 +240,7 @@ def _read_report(path: Path) -> tuple[int | str | None, int | None]:
     return cause and cause.get("rank", "host"), report["epoch"]
 
 
-def _leftovers(running: Running, patience_s: float) -> list[Process]:
+def _leftovers(running: Running, patience_s: float) -> list[ProcessStat]:
     """Return the processes of a job that are left when patience is at its end."""
     ends_at = time.monotonic() + patience_s
     while True:
@@ -250,10 +250,10 @@ def _leftovers(running: Running, patience_s: float) -> list[Process]:
         time.sleep(_POLL_S)
 
 
-def _carriers(marks: Sequence[str]) -> list[Process]:
+def _carriers(marks: Sequence[str]) -> list[ProcessStat]:
     """Return the living processes that carry any of the marks."""
     wanted = {mark.encode() for mark in marks}
-    found: list[Process] = []
+    found: list[ProcessStat] = []
     for process in read_processes().values():
         try:
             environment = Path(f"/proc/{process.pid}/environ").read_bytes()

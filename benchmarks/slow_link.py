@@ -28,7 +28,7 @@ import torch
 from two_namespaces import LineError, Side, ended, joined_namespaces
 
 from ronde.collectives import Communicator, ReduceOp, connect
-from ronde.launch.inherited import own_environment
+from ronde.launch.environments import own_environment
 from ronde.records import Record, append_record
 from ronde.world import read_claim
 

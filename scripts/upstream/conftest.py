@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ronde.launch.inherited import own_environment
+from ronde.launch.environments import own_environment
 
 # Some of Horovod's tests try every optimizer of torch.optim on parameters of one
 # dimension, which this one refuses; they look for optimizers by their module's name.

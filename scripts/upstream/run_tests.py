@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ronde.errors import UsageError
-from ronde.launch.inherited import own_environment
+from ronde.launch.environments import own_environment
 from ronde.world.environment import read_cache_directory
 
 HERE = Path(__file__).parent

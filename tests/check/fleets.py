@@ -1,5 +1,6 @@
 """Hosts and checks made by hand."""
 
+from ronde.check.catalogue import all_checks
 from ronde.check.check import Check, Family, Finding, Severity, alike
 from ronde.check.facts import HostFacts
 from ronde.check.fleet import Fleet
@@ -36,6 +37,11 @@ def each_host(name, severity, fact, tell):
 
 def _tell_small(value):
     return f"{value} GiB can be locked" if value < 32 else ""
+
+
+def of_family(family):
+    """Return ronde's own checks of a family."""
+    return tuple(check for check in all_checks() if check.family is family)
 
 
 CHECKS = (

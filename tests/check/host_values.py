@@ -12,7 +12,6 @@ HEALTHY: dict[str, Any] = {
     "host.open_files": 1 << 20,
     "host.max_processes": 1 << 20,
     "host.capabilities": [],
-    "host.nice": 0,
     "host.rdma_devices": [],
     "host.shm_size_bytes": 128 * GIB,
     "host.shm_free_bytes": 127 * GIB,
@@ -20,7 +19,6 @@ HEALTHY: dict[str, Any] = {
     "host.memory_bytes": 256 * GIB,
     "host.memory_available_bytes": 250 * GIB,
     "host.swap_used_bytes": 0,
-    "host.huge_pages_free_bytes": 0,
     "host.oom_kills": 0,
     "host.pids_max": 1 << 40,
     "host.pids_left": 1 << 40,
@@ -30,19 +28,12 @@ HEALTHY: dict[str, Any] = {
     "host.governors": {"performance": 64},
     "host.numa_nodes": 2,
     "host.numa_balancing": 0,
-    "host.huge_pages": "madvise",
     "host.iommu_translated": [],
     "host.is_virtual": False,
-    "host.is_clock_kept": True,
     "host.kernel": "6.8.0",
     "host.cmdline": ["iommu=pt", "quiet"],
-    "host.microcode": "0x1",
-    "host.ephemeral_ports": [32768, 60999],
     "host.load_5m": 3.0,
     "host.busy": [],
-    "host.blocked": [],
-    "host.can_read_child": True,
-    "host.ptrace_scope": 0,
 }
 
 
@@ -56,6 +47,6 @@ def make_host(name: str, **changes: Any) -> HostFacts:
 def make_fleet(
     *names: str, settings: dict[str, Any] | None = None, **odd: dict[str, Any]
 ) -> Fleet:
-    """Return hosts of which some differ: ``b={"nice": 19}``."""
+    """Return hosts of which some differ: ``b={"kernel": "6.9"}``."""
     hosts = tuple(make_host(name, **odd.get(name, {})) for name in names)
     return Fleet(hosts, settings or {})

@@ -1,22 +1,19 @@
-"""NVML's answers from a record, in the form of ``ronde.check.nvml.record``."""
+"""NVML's answers from a record: ``host`` by question, ``gpus`` a list of the same."""
 
 import copy
 
-from ronde.check.nvml.questions import RefusedError
-from ronde.check.probes.gpu_answers import ask_gpu
+from ronde.check.gpu.answers import ask_gpu
+from ronde.check.gpu.nvml import GpuQuestion, HostQuestion, RefusedError
 
 GIB = 1 << 30
 
 HOST = {
     "count": 0,
-    "driver_version": "550.54.15",
     "cuda_version": [12, 4],
-    "is_confidential": False,
 }
 
 H100 = {
     "titles": "NVIDIA H100 80GB HBM3",
-    "uuids": "GPU-00000000-0000-0000-0000-000000000000",
     "bus_ids": "0000:1b:00.0",
     "capabilities": [9, 0],
     "memory_bytes": {"total": 80 * GIB, "used": 0},
@@ -40,7 +37,6 @@ H100 = {
     "clock_events": 1,
     "margin_celsius": 50,
     "pcie": {"width": 16, "max_width": 16, "generation": 1, "max_generation": 5},
-    "pcie_replays": 0,
     "power_limit_w": {"enforced": 700.0, "default": 700.0},
     "nvlinks": [True] * 18,
     "fabric": {
@@ -48,8 +44,6 @@ H100 = {
         "status": 0,
         "health": 0,
         "summary": 1,
-        "cluster": "",
-        "clique": 0,
     },
     "peers": [],
     "is_persistent": True,
@@ -71,7 +65,6 @@ def healthy(num_gpus=8, **changes):
     """Return the record of a healthy host; ``changes`` are answers of its last GPU."""
     gpus = [copy.deepcopy(H100) for _ in range(num_gpus)]
     for number, gpu in enumerate(gpus):
-        gpu["uuids"] = f"GPU-{number:08d}-0000-0000-0000-000000000000"
         gpu["bus_ids"] = f"0000:{0x1B + number:02x}:00.0"
         gpu["peers"] = [0] * num_gpus
     if gpus:
@@ -101,3 +94,22 @@ class SavedNvml:
         if isinstance(answer, dict) and "error" in answer:
             raise RefusedError(answer["error"], answer["reason"])
         return answer
+
+
+def record(nvml):
+    """Ask everything; return the answers. A refusal is what ``refusal`` returns."""
+    host = {q.value: _answer_of(lambda q=q: nvml.ask_host(q)) for q in HostQuestion}
+    count = host[HostQuestion.NUM_GPUS]
+    numbers = range(count if isinstance(count, int) else 0)
+    gpus = [
+        {q.value: _answer_of(lambda q=q, n=n: nvml.ask_gpu(q, n)) for q in GpuQuestion}
+        for n in numbers
+    ]
+    return {"host": host, "gpus": gpus}
+
+
+def _answer_of(ask):
+    try:
+        return ask()
+    except RefusedError as error:
+        return refusal(error.code, str(error))

@@ -23,7 +23,6 @@ COUNTERS = {
 }
 NUMBERS = {
     # Function: question, and what of its answer.
-    "PcieReplayCounter": ("pcie_replays", None),
     "CurrentClocksEventReasons": ("clock_events", None),
     "PersistenceMode": ("is_persistent", None),
     "ComputeMode": ("compute_mode", None),
@@ -33,7 +32,7 @@ NUMBERS = {
     "CurrPcieLinkGeneration": ("pcie", "generation"),
     "MaxPcieLinkGeneration": ("pcie", "max_generation"),
 }
-TEXTS = {"Name": "titles", "UUID": "uuids", "VbiosVersion": "vbios"}
+TEXTS = {"Name": "titles", "VbiosVersion": "vbios"}
 
 
 def at(pointer):
@@ -132,15 +131,9 @@ class FakeLibrary:
     def DeviceGetCount_v2(self, count):
         at(count).value = self._host("count")
 
-    def SystemGetDriverVersion(self, text, _):
-        text.value = self._host("driver_version").encode()
-
     def SystemGetCudaDriverVersion_v2(self, version):
         major, minor = self._host("cuda_version")
         at(version).value = major * 1000 + minor * 10
-
-    def SystemGetConfComputeState(self, state):
-        at(state).ccFeature = self._host("is_confidential")
 
     def DeviceGetHandleByIndex_v2(self, index, device):
         if index.value >= len(self._record["gpus"]):
@@ -219,11 +212,8 @@ class FakeLibrary:
             raise RefusalError(MISMATCH)
         form.state, form.status = fabric["state"], fabric["status"]
         form.healthMask = fabric["health"]
-        form.cliqueId = fabric["clique"]
         if hasattr(form, "healthSummary"):
             form.healthSummary = fabric["summary"]
-        for place, byte in enumerate(bytes.fromhex(fabric["cluster"])):
-            form.clusterUuid[place] = byte
 
     def DeviceGetP2PStatus(self, device, other, index, status):
         assert index == 0

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 from ronde.check.steps.panel import Panel
-from ronde.launch.interview import Answer, Interview
+from ronde.launch.controller.remote_programs import Answer
 
 WORDS = [sys.executable, "-c", "from ronde.check.node import main; main()"]
 
@@ -18,7 +18,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 class PipedInterview:
-    """Asks like ``ronde.launch.interview.Interview``; all hosts at once."""
+    """Asks like ``ronde.launch`` does; all hosts at once."""
 
     def __init__(self, programs: Mapping[str, "subprocess.Popen[str]"]) -> None:
         self.programs = programs
@@ -69,5 +69,5 @@ def panel_of(
             )
             programs[name] = ending.enter_context(program)
             ending.callback(program.kill)
-        interview = cast("Interview", PipedInterview(programs))
+        interview = cast("Any", PipedInterview(programs))
         yield Panel(interview, addresses, settings or {})

@@ -20,7 +20,7 @@ from ronde.check.operations.site import Site
 from ronde.check.steps import bandwidth as steps
 from ronde.check.steps.pair_ways import Streams
 from ronde.check.steps.panel import Panel
-from ronde.launch.interview import Answer
+from ronde.launch.controller.remote_programs import Answer
 
 KNOWN_TO_BOTH = "00112233445566778899aabbccddeeff"
 LOOPBACK = "127.0.0.1"

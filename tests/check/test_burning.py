@@ -16,8 +16,7 @@ from tests.check.programs import WORDS, panel_of
 
 from ronde.check.families.cluster_pace import PACE, PACE_CPU, find_slow
 from ronde.check.families.cluster_product import PRODUCTS
-from ronde.check.families.gpu_copies import COPIES
-from ronde.check.families.gpu_links import LOADED_LINKS
+from ronde.check.gpu.copies import COPIES, LOADED_LINKS
 from ronde.check.operations import burning as operations
 from ronde.check.operations.product import (
     MAX_SIZE,
@@ -207,7 +206,7 @@ import sys
 sys.path[:0] = sys.path_here
 import torch
 from tests.check.cuda_fake import FakeTorch, on_host
-from ronde.check.operations import copying
+from ronde.check.gpu import copies as copying
 copying.HOST_BYTES, copying.DEVICE_BYTES = 1 << 16, 1 << 18
 torch.Tensor.to = on_host(torch.Tensor.to)
 sys.modules["torch"] = FakeTorch((0, 0x1B, 0), (0, 0x1C, 0))

@@ -18,8 +18,7 @@ from ronde.check.judging import judge
 from ronde.check.keeping import load_last
 from ronde.cli.check_options import make_parser, read_request
 from ronde.errors import UsageError
-from ronde.launch.hosts.hostfile import parse_hostfile
-from ronde.launch.hosts.names import parse_hosts
+from ronde.launch.hosts.hostfile import parse_hostfile, parse_hosts
 from ronde.render.check_hostfile import tell_hostfile
 
 ABSENT = "nosuchhost.invalid"

@@ -9,9 +9,8 @@ from tests.check.fleets import CHECKS, NO_GPU, make_check, make_fleet
 
 from ronde import __version__
 from ronde.check.check import Check, Family, Finding, Severity, name_pair
-from ronde.check.judging import Judgement, Unread, judge
+from ronde.check.judging import Judgement, Unread, decide, fit_together, judge
 from ronde.check.keeping import Changes
-from ronde.check.verdict import decide, fit_together
 from ronde.render.check_findings import tell_findings, tell_unread, tell_verdict
 from ronde.render.check_json import checked_as_json
 from ronde.render.check_table import tabulate_hosts
@@ -308,7 +307,7 @@ def test_facts_of_another_form_are_told_and_break_nothing():
     assert [each.check for each in judgement.findings] == ["governor"]
     odd = [each for each in judgement.unread if each.check == "locked-memory"]
     assert [each.host for each in odd] == ["node1", "node2", "node3"]
-    assert "not of the form" in odd[0].reason
+    assert "form of the facts is unknown" in odd[0].reason
 
 
 def test_families_without_checks_have_no_column():

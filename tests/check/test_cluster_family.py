@@ -71,7 +71,7 @@ def test_hosts_that_are_alike_are_healthy(names):
 
 
 def test_a_probe_that_hung_fails_its_host_and_one_that_ended_does_not():
-    ended = run_probes({"x": ProbeEntry("ronde.no_such_probe", 30.0, "x.")}, {})
+    ended = run_probes({"x": ProbeEntry(("ronde.no_such_probe",), 30.0, "x.")}, {})
     fleet = hosts_with(
         "probe.failed", a={}, b={"gpu": HUNG}, c={"host": ended["x"].failure}
     )

@@ -11,11 +11,12 @@ from tests.check.nvml_fake import SavedNvml, healthy, refusal
 from tests.check.nvml_library import FakeLibrary
 
 from ronde.check.facts import UnreadableError
-from ronde.check.operations import copying
-from ronde.check.operations.copying import examine_gpu, measure_copies
-from ronde.check.operations.pci_link import (
+from ronde.check.gpu import copies as copying
+from ronde.check.gpu.copies import (
     address_of,
+    examine_gpu,
     find_gpu,
+    measure_copies,
     staying_near,
     watch,
 )
@@ -120,13 +121,15 @@ def test_a_lost_gpu_does_not_hide_the_others():
     record = healthy(2)
     record["gpus"][0]["bus_ids"] = refusal(LOST, "GPU is lost")
     assert find_gpu(SavedNvml(record), ADDRESS) == 1
-    with pytest.raises(UnreadableError, match="of GPU 0 not where it is: GPU is lost"):
+    with pytest.raises(
+        UnreadableError, match="the address of GPU 0 is unknown: GPU is lost"
+    ):
         find_gpu(SavedNvml(record), "0000:1b:00.0")
 
 
 @pytest.mark.parametrize(
     ("address", "words"),
-    [("0000:ff:00.0", "no GPU at 0000:ff:00.0"), ("", "does not tell its PCI")],
+    [("0000:ff:00.0", "no GPU at 0000:ff:00.0"), ("", "PCI address is unknown")],
 )
 def test_a_gpu_is_not_guessed(address, words):
     with pytest.raises(UnreadableError, match=words):
@@ -210,7 +213,7 @@ def test_a_gpu_that_does_not_copy_is_told(open_library, given, reason):
 @pytest.mark.parametrize(
     ("record", "library", "reason"),
     [
-        (healthy(1), {}, "NVML tells of no GPU at 0000:1c:00.0"),
+        (healthy(1), {}, "NVML knows no GPU at 0000:1c:00.0"),
         (healthy(2, pcie=refusal(LOST)), {}, "GPU is lost"),
         (healthy(2), {"init_error": DRIVER_NOT_LOADED}, "NVML does not answer"),
     ],

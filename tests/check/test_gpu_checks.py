@@ -1,14 +1,14 @@
 """Checks of GPUs: each fires on what it is for, and is silent on healthy hosts."""
 
 import pytest
+from tests.check.fleets import of_family
 from tests.check.nvml_fake import GIB, SavedNvml, asking, healthy, refusal
 
-from ronde.check.check import Severity
+from ronde.check.check import Family, Severity
 from ronde.check.facts import HostFacts, Reading
-from ronde.check.families.gpu import CHECKS
 from ronde.check.fleet import Fleet
+from ronde.check.gpu.answers import keep_answers
 from ronde.check.judging import judge
-from ronde.check.probes.gpu import keep_answers
 
 NOT_SUPPORTED, LOST = 3, 15
 FAIL, WARN, INFORM = Severity.FAIL, Severity.WARN, Severity.INFORM
@@ -28,6 +28,9 @@ UNSUPPORTED = (
 CARD = {"address": "0000:1b:00.0", "driver": "nvidia"}
 
 
+CHECKS = tuple(check for check in of_family(Family.GPU) if check.id != "scheduler-gpus")
+
+
 def kernel_facts(num_gpus):
     """Return what the kernel of a healthy host shows."""
     names = [f"nvidia{n}" for n in range(num_gpus)] + ["nvidiactl", "nvidia-uvm"]
@@ -39,10 +42,8 @@ def kernel_facts(num_gpus):
         "gpu.xids": [],
         "gpu.direct_rdma": {"adapters": 1, "way": "nvidia_peermem"},
         "gpu.acs": [],
-        "gpu.near_adapters": {},
         "gpu.is_virtual": False,
         "gpu.own_cpus": "0-95",
-        "gpu.imex_channels": 0,
         "versions.torch_build": "CUDA 12.4",
     }
 
@@ -170,13 +171,13 @@ SMALL = {"total": 40 * GIB, "used": 0}
             WARN,
             "350 W, by default 700 W",
         ),
-        ("has_valid_inforom", False, "gpu-inforom", FAIL, "InfoROM"),
+        ("has_valid_inforom", False, "gpu-firmware", FAIL, "InfoROM"),
         ("vbios", "96.00.74.00.02", "gpu-firmware", WARN, "VBIOS 96.00.74.00.02"),
         ("gsp_firmware", "535.1", "gpu-firmware", WARN, "GSP 535.1"),
         (
             "memory_bytes",
             {"total": 40 * GIB, "used": 0},
-            "gpu-memory-size",
+            "gpu-model",
             WARN,
             "40 ",
         ),
@@ -285,7 +286,7 @@ def test_a_host_with_one_gpu_gets_one_rank_unless_more_are_asked_for():
 )
 def test_inactive_nvlinks_are_counted(links, what):
     found = find(host(nvlinks=links))
-    assert {each.check for each in found} <= {"gpu-nvlink", "gpu-nvlink-alike"}
+    assert {each.check for each in found} <= {"gpu-nvlink"}
     assert f"GPU 7: {what}" in [each.what for each in found]
 
 
@@ -302,7 +303,7 @@ def test_of_an_unknown_model_the_gpu_with_fewer_links_is_odd():
         gpu["titles"] = "NVIDIA A800"
     for gpu in record["gpus"][:3]:
         gpu["nvlinks"] = [True] * 4
-    finding = only(find(host(num_gpus=4, record=record)), "gpu-nvlink-alike")
+    finding = only(find(host(num_gpus=4, record=record)), "gpu-nvlink")
     assert finding.what == "GPU 3: 3 active NVLinks"
     assert finding.usual.startswith("4 active NVLinks")
 
@@ -326,57 +327,6 @@ def test_peers_of_which_nothing_can_be_told_are_no_trouble():
     record = healthy(2)
     record["gpus"][0]["peers"], record["gpus"][1]["peers"] = [0, 6], [6, 0]
     assert find(host(num_gpus=2, record=record)) == ()
-
-
-UP = {"state": "ACTIVE"}
-ADAPTERS = {
-    "gpu.near_adapters": {"0000:1b:00.0": ["mlx5_0"], "0000:1c:00.0": ["mlx5_1"]},
-    "network.rdma_ports": {"mlx5_0:1": UP, "mlx5_1:1": UP, "mlx5_2:1": UP},
-}
-
-
-def find_adapters(setting, **changes):
-    values = ADAPTERS | {"network.variables": setting} | changes
-    return find(host("a", 2), host("b", 2, facts=values))
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {},
-        {"NCCL_IB_HCA": "mlx5"},
-        {"NCCL_IB_HCA": "=mlx5_0,mlx5_1"},
-        {"NCCL_IB_HCA": "^mlx5_2"},
-        {"NCCL_IB_HCA": "mlx5_2", "NCCL_NET": "Socket"},
-        {"NCCL_IB_HCA": "mlx5_2", "NCCL_IB_DISABLE": "1"},
-    ],
-)
-def test_near_adapters_that_nccl_may_use_are_no_trouble(variables):
-    assert find_adapters(variables) == ()
-
-
-def test_a_near_adapter_that_is_left_out_is_told_with_its_gpu():
-    finding = only(find_adapters({"NCCL_IB_HCA": "mlx5_0,mlx5_2"}), "gpu-adapter")
-    assert (finding.host, finding.severity) == ("b", WARN)
-    assert finding.what == (
-        "NCCL_IB_HCA=mlx5_0,mlx5_2 leaves out mlx5_1:1, the nearest to the GPU at "
-        "0000:1c:00.0"
-    )
-
-
-def test_gpus_without_any_near_adapter_are_only_told():
-    far = {"gpu.near_adapters": {"0000:1b:00.0": [], "0000:1c:00.0": []}}
-    finding = only(find_adapters({}, **far), "gpu-adapter")
-    assert finding.severity is INFORM
-    assert finding.what.endswith("with the GPUs at 0000:1b:00.0, 0000:1c:00.0")
-    assert find_adapters({}, **far, **{"gpu.is_virtual": True}) == ()
-    assert find_adapters({"NCCL_IB_DISABLE": "1"}, **far) == ()
-
-
-def test_a_near_adapter_without_a_cable_is_as_good_as_none():
-    down = {"mlx5_0:1": UP, "mlx5_1:1": {"state": "DOWN"}}
-    found = find_adapters({"NCCL_IB_HCA": "mlx5_0"}, **{"network.rdma_ports": down})
-    assert only(found, "gpu-adapter").severity is INFORM
 
 
 def test_a_narrow_link_in_a_virtual_machine_is_a_warning():
@@ -412,20 +362,6 @@ def test_acs_is_told_where_devices_speak_with_each_other():
     assert "0000:19:01.0" in finding.fix
     alone = facts | {"gpu.direct_rdma": {"adapters": 0, "way": ""}}
     assert find(host(num_gpus=1, facts=alone)) == ()
-
-
-def test_nvlinks_between_hosts_need_a_channel():
-    linked = {"fabric": FABRIC | {"cluster": "00" * 15 + "01", "clique": 7}}
-    assert find(host(num_gpus=1, **linked)) == ()
-    has_one = host("b", num_gpus=1, facts={"gpu.imex_channels": 1}, **linked)
-    assert only(find(host(num_gpus=1, **linked), has_one), "gpu-imex").host == "a"
-
-
-@pytest.mark.parametrize("other", [{"cluster": "ab" * 16}, {"clique": 8}])
-def test_a_fabric_of_one_host_alone_needs_no_channel(other):
-    own = FABRIC | {"cluster": "00" * 15 + "01", "clique": 7}
-    one, two = host(num_gpus=1, fabric=own), host("b", num_gpus=1, fabric=own | other)
-    assert find(one, two) == ()
 
 
 # The host
@@ -497,7 +433,7 @@ def test_a_gpu_that_the_driver_could_not_start_is_told_though_others_work():
 
 def test_a_gpu_that_nvml_does_not_know_is_missed():
     facts = {"gpu.files": kernel_facts(8)["gpu.files"]}
-    finding = only(find(host(num_gpus=7, facts=facts)), "gpu-missing")
+    finding = only(find(host(num_gpus=7, facts=facts)), "gpu-lost")
     assert finding.what == "NVML knows 7 GPUs, but 8 have device files"
 
 
@@ -531,11 +467,6 @@ def test_gpus_that_a_variable_hides_are_none_for_ranks(value, num_left):
 
 def test_as_many_ranks_as_gpus_start():
     assert find(host(num_gpus=4), num_ranks=4) == ()
-
-
-def test_confidential_computing_is_told():
-    facts = {"gpu.is_confidential": True}
-    assert only(find(host(facts=facts)), "gpu-confidential").severity is WARN
 
 
 # The log

@@ -6,7 +6,6 @@ import struct
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pynvml
@@ -16,20 +15,15 @@ from tests.check.nvml_fake import SavedNvml, asking, healthy, refusal
 from tests.check.nvml_library import FakeLibrary
 
 from ronde.check.facts import Reading, UnreadableError
-from ronde.check.nvml.questions import GpuQuestion
-from ronde.check.operations.counting import count_errors
-from ronde.check.operations.site import Site
-from ronde.check.probes.counters import PCIE_REPLAYS
-from ronde.check.probes.gpu import ALL_ANSWERS, ask_driver, keep_answers, read
-from ronde.check.probes.gpu_answers import DEADLINE_S
-from ronde.check.probes.gpu_log import read_xids
-from ronde.check.probes.gpu_paths import (
+from ronde.check.gpu.answers import ALL_ANSWERS, DEADLINE_S, ask_driver, keep_answers
+from ronde.check.gpu.kernel_log import read_xids
+from ronde.check.gpu.links import (
     read_acs,
     read_direct_rdma,
-    read_near_adapters,
 )
-from ronde.check.probes.gpu_presence import opened_files, read_cards, read_module
-from ronde.check.probes.host_virtual import read_is_virtual
+from ronde.check.gpu.nvml import GpuQuestion
+from ronde.check.gpu.presence import opened_files, read, read_cards, read_module
+from ronde.check.host.kernel import read_is_virtual
 
 ROOT = Path(__file__).parents[2]
 NOT_SUPPORTED, NO_PERMISSION, LOST, RESET, UNKNOWN = 3, 4, 15, 16, 999
@@ -229,13 +223,6 @@ def test_a_gpu_that_hangs_the_driver_leaves_the_facts_of_the_others(use_library)
     assert reading.unreadable == {"gpu.peers": f"of GPU 0,2: {lost[1]}"}
 
 
-def test_replays_are_read_again(use_library):
-    use_library(record=healthy(2, pcie_replays=7))
-    with ExitStack() as closing:
-        question = {"do": "count_errors", "fact": PCIE_REPLAYS, "settings": {}}
-        assert count_errors(Site({}, closing), question) == {"counts": [0, 7]}
-
-
 def test_an_answer_that_breaks_a_process_is_none_and_no_gpu_is_lost(use_library):
     broken = healthy(2, capabilities=["nine", "zero"])
     use_library(record=broken)
@@ -365,7 +352,7 @@ def test_a_log_that_may_not_be_read_is_unreadable(tmp_path):
 )
 def test_the_log_has_a_clock_that_no_container_changes():
     code = (
-        "from ronde.check.probes.gpu_log import read_clock_s; print(read_clock_s(''))"
+        "from ronde.check.gpu.kernel_log import read_clock_s; print(read_clock_s(''))"
     )
     # Here /proc/uptime says that the host has been up for years.
     command = ["unshare", "--time", "--boottime", "100000000", sys.executable, "-c"]
@@ -414,25 +401,6 @@ def adapter(root, name, address):
     own = root / "sys/class/infiniband" / name
     own.mkdir(parents=True)
     (own / "device").symlink_to(f"../../../devices/pci0000:00/some/{address}")
-
-
-def test_the_adapters_with_the_fewest_bridges_between_are_near(tmp_path):
-    plug_card(tmp_path)
-    near, farther, far = "0000:1c:00.0", "0000:1d:00.0", "0000:c1:00.0"
-    plug(tmp_path, (PORT, BRIDGE, near), "0x15b3", "0x020700", "mlx5_core")
-    plug(tmp_path, (PORT, farther), "0x15b3", "0x020700", "mlx5_core")
-    plug(tmp_path, ("0000:c0:01.0",), "0x8086", "0x060400", "pcieport")
-    plug(tmp_path, ("0000:c0:01.0", far), "0x15b3", "0x020700", "mlx5_core")
-    assert read_near_adapters(str(tmp_path), [CARD]) == {}
-    adapter(tmp_path, "mlx5_9", far)
-    assert read_near_adapters(str(tmp_path), [CARD]) == {CARD: []}
-    adapter(tmp_path, "mlx5_1", farther)
-    assert read_near_adapters(str(tmp_path), [CARD]) == {CARD: ["mlx5_1"]}
-    adapter(tmp_path, "mlx5_0", near)
-    assert read_near_adapters(str(tmp_path), [CARD, "x"]) == {
-        CARD: ["mlx5_0"],
-        "x": [],
-    }
 
 
 def test_acs_that_is_off_is_not_found(tmp_path):

@@ -2,13 +2,11 @@
 
 import pynvml
 import pytest
-from tests.check.nvml_fake import SavedNvml, healthy, refusal
+from tests.check.nvml_fake import SavedNvml, healthy, record, refusal
 from tests.check.nvml_library import FakeLibrary
 from tests.check.nvml_suite import FORMS, SUITE
 
-from ronde.check.nvml.driver import NvmlDriver
-from ronde.check.nvml.questions import GpuQuestion, HostQuestion, RefusedError
-from ronde.check.nvml.record import record
+from ronde.check.gpu.nvml import GpuQuestion, HostQuestion, NvmlDriver, RefusedError
 
 NOT_SUPPORTED, FUNCTION_NOT_FOUND, LOST = 3, 13, 15
 WORN = healthy(
@@ -32,7 +30,6 @@ WORN = healthy(
     clock_events=0x40,
     margin_celsius=-3,
     pcie={"width": 8, "max_width": 16, "generation": 3, "max_generation": 5},
-    pcie_replays=9,
     power_limit_w={"enforced": 350.0, "default": 700.0},
     nvlinks=[True, False, True],
     fabric={
@@ -40,8 +37,6 @@ WORN = healthy(
         "status": 0,
         "health": 0x211,
         "summary": 2,
-        "cluster": "00112233445566778899aabbccddeeff",
-        "clique": 32766,
     },
     peers=[4, 0],
     is_persistent=False,

@@ -3,13 +3,13 @@
 import pytest
 from hypothesis import given, strategies as st
 
+from ronde.check.catalogue import all_checks
 from ronde.check.check import Severity
 from ronde.check.facts import HostFacts
-from ronde.check.families.cluster_product import CHECKS as PRODUCT_CHECKS, PRODUCTS
-from ronde.check.families.device_speeds import name_devices
-from ronde.check.families.gpu_copies import CHECKS as COPY_CHECKS, COPIES
-from ronde.check.families.gpu_links import CHECKS as LINK_CHECKS, LOADED_LINKS
+from ronde.check.families.cluster_product import PRODUCTS
 from ronde.check.fleet import Fleet
+from ronde.check.gpu.copies import COPIES, LOADED_LINKS
+from ronde.check.gpu.judges import name_devices
 from ronde.check.judging import judge
 
 FAIL, WARN, INFORM = Severity
@@ -34,7 +34,10 @@ def copied(up=55.0, down=55.0, within=2600.0, model=H100, *, is_near=True):
 
 def find(fact, *hosts, **besides):
     """Return what is found on hosts a, b and so on, whose GPUs tell this."""
-    checks = {PRODUCTS: PRODUCT_CHECKS, COPIES: COPY_CHECKS, LOADED_LINKS: LINK_CHECKS}
+    checks = {
+        fact: [check for check in all_checks() if fact in check.facts]
+        for fact in (PRODUCTS, COPIES, LOADED_LINKS)
+    }
     fleet = Fleet(
         tuple(
             HostFacts(name, {fact: told, **besides}, {}, {})
@@ -273,7 +276,7 @@ def test_a_virtual_machine_may_not_see_the_slot():
 def test_a_link_that_could_not_be_told_is_no_fault():
     (finding,) = find_links(link(), {"failure": "NVML does not answer"})
     assert finding.severity is INFORM
-    assert finding.what == "cuda:1 could not be told: NVML does not answer"
+    assert finding.what == "cuda:1 link is unknown: NVML does not answer"
 
 
 def test_a_link_of_which_nothing_is_known_is_not_judged():

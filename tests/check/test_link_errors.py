@@ -5,17 +5,12 @@ from tests.check.programs import panel_of
 
 from ronde.check.check import Severity
 from ronde.check.facts import HostFacts
-from ronde.check.families.link_errors import CHECKS, RDMA_GROWTH, REPLAY_GROWTH
+from ronde.check.families.link_errors import CHECKS, RDMA_GROWTH
 from ronde.check.fleet import Fleet
 from ronde.check.judging import judge
-from ronde.check.probes.counters import PCIE_REPLAYS, RDMA_ERRORS
+from ronde.check.probes.counters import RDMA_ERRORS
 from ronde.check.probes.network_rdma import read_errors
-from ronde.check.steps.counting import (
-    GPUS_STEP,
-    PORTS_STEP,
-    compare_gpus,
-    compare_ports,
-)
+from ronde.check.steps.counting import PORTS_STEP, compare_ports
 
 PORT = "sys/class/infiniband/mlx5_0/ports/1"
 
@@ -53,11 +48,8 @@ def test_what_grows_between_two_looks_is_told_and_what_was_there_is_not(tmp_path
         panel.note("a", RDMA_ERRORS, read_errors(str(tmp_path)))
         count(tmp_path, counters__symbol_error=9)
         PORTS_STEP.run(panel)
-        GPUS_STEP.run(panel)
     (facts,) = panel.facts.values()
     assert facts.values[RDMA_GROWTH] == {"mlx5_0:1": {"symbol_error": 2}}
-    # Nothing there tells of replays, and nobody asks.
-    assert REPLAY_GROWTH not in facts.values | facts.unreadable
     (finding,) = judged(facts.values).findings
     assert (finding.check, finding.severity) == ("rdma-errors", Severity.WARN)
     assert finding.what == "mlx5_0:1: symbol_error by 2 more while it was looked at"
@@ -66,28 +58,19 @@ def test_what_grows_between_two_looks_is_told_and_what_was_there_is_not(tmp_path
 def test_a_host_without_adapters_is_not_asked_again(tmp_path):
     with panel_of({"a": ""}, {"root": str(tmp_path)}) as panel:
         panel.note("a", RDMA_ERRORS, {})
-        panel.note("a", PCIE_REPLAYS, [None, None])
         panel._interview.programs["a"].kill()
         PORTS_STEP.run(panel)
-        GPUS_STEP.run(panel)
         assert panel.facts["a"].unreadable == {}
 
 
 def test_what_cannot_be_read_again_says_why():
     with panel_of({"a": ""}) as panel:
-        panel.note("a", PCIE_REPLAYS, [0])
+        panel.note("a", RDMA_ERRORS, {"mlx5_0:1": {"symbol_error": 1}})
         panel._interview.programs["a"].kill()
         panel._interview.programs["a"].wait()
-        GPUS_STEP.run(panel)
+        PORTS_STEP.run(panel)
     (facts,) = panel.facts.values()
-    assert facts.unreadable == {REPLAY_GROWTH: "its program has ended"}
-
-
-def test_replays_are_told_of_the_gpu_that_has_them():
-    values = {PCIE_REPLAYS: [3, 5, None], REPLAY_GROWTH: [0, 4, None]}
-    (finding,) = judged(values).findings
-    assert (finding.check, finding.severity) == ("gpu-pcie-replays", Severity.WARN)
-    assert finding.what.startswith("GPU 1: 4 packets were sent again over its PCI link")
+    assert facts.unreadable == {RDMA_GROWTH: "its program has ended"}
 
 
 COUNTS = st.dictionaries(
@@ -106,4 +89,3 @@ def test_only_what_grew_of_what_was_counted_before_has_grown(before, after):
 def test_a_counter_that_is_reset_has_not_grown():
     before = {"mlx5_0:1": {"symbol_error": 9}}
     assert compare_ports(before, {"mlx5_0:1": {"symbol_error": 1}}) == {}
-    assert compare_gpus([9, None, 2], [1, 4, 5]) == [0, None, 3]

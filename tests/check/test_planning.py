@@ -15,7 +15,7 @@ from ronde.cli.check_options import make_parser, read_request
 
 ronde = Ronde()
 
-COUNTING = ("counting RDMA errors", "counting replays")
+COUNTING = ("counting RDMA errors",)
 ALL = {"storage_speed": True, "burn_s": 1.0, "bandwidth": "tcp"}
 """Settings with which every step is asked for."""
 
@@ -66,7 +66,7 @@ def test_all_run_for_all_checks():
         ),
         ("--only slow-host-link --bandwidth", {"gpu", "versions"}, {"bandwidth"}),
         ("--only slow-host --burn 1s", set(), {"pace"}),
-        ("--only clock-kept", {"host"}, {"clock"}),
+        ("--only clock-offset", set(), {"clock"}),
         ("--only gpu-ranks", {"gpu", "versions"}, set()),
         ("--only taking-part", set(), set()),
         ("--only probe-hung", set(PROBES), set()),

@@ -21,7 +21,9 @@ def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ProbeE
     for name, text in PROGRAMS.items():
         (package / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    entries = {name: ProbeEntry(f"some_probes.{name}", 60.0, name) for name in PROGRAMS}
+    entries = {
+        name: ProbeEntry((f"some_probes.{name}",), 60.0, name) for name in PROGRAMS
+    }
     return entries | {"slow": entries["slow"]._replace(deadline_s=1.0)}
 
 

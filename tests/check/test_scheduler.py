@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 from tests.topology.saved_trees import Tree
 
-from ronde.check.catalogue import PROBES
+from ronde.check.catalogue import PROBES, all_checks
 from ronde.check.check import Severity
 from ronde.check.facts import HostFacts, Reading, Value
-from ronde.check.families.scheduler import CHECKS
 from ronde.check.fleet import Fleet
+from ronde.check.host import scheduler
 from ronde.check.judging import Judgement, judge
-from ronde.check.probes import scheduler
 from ronde.check.probing import run_probes
-from ronde.launch.inherited import own_environment
+from ronde.launch.environments import own_environment
 
 GIB = 1 << 30
 HERE = os.uname().nodename
 MARKS = ("SLURM_", "PBS_", "LSB_", "KUBERNETES_", "NCPUS")
+
+
+CHECKS = tuple(each for each in all_checks() if each.id.startswith("scheduler-"))
 
 
 @pytest.fixture(autouse=True)

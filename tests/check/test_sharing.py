@@ -23,7 +23,7 @@ from ronde.check.operations.site import Site
 from ronde.check.paths import run_errands
 from ronde.check.steps import sharing
 from ronde.check.steps.panel import Panel
-from ronde.launch.interview import Answer
+from ronde.launch.controller.remote_programs import Answer
 
 
 class Hosts:

@@ -24,7 +24,7 @@ from ronde.check.operations import storing as operations
 from ronde.check.operations.site import Site
 from ronde.check.steps import sharing, storing
 from ronde.check.steps.panel import Panel
-from ronde.launch.interview import Answer
+from ronde.launch.controller.remote_programs import Answer
 
 SITE = Site({}, ExitStack())
 LIMIT_S = 60.0

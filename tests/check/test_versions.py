@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
+from tests.check.fleets import of_family
 
 import ronde
 from ronde.check.catalogue import PROBES
-from ronde.check.check import Finding, Severity
+from ronde.check.check import Family, Finding, Severity
 from ronde.check.facts import HostFacts, UnreadableError
-from ronde.check.families.versions import CHECKS, count_threads
 from ronde.check.fleet import Fleet
-from ronde.check.probes.versions import (
+from ronde.check.host.software import (
     ABSENT,
     count_cpus,
+    count_threads,
     digest_code,
     find_nccl,
     find_other_nccl,
@@ -30,8 +31,6 @@ from ronde.check.probes.versions import (
 from ronde.check.probing import run_probes
 
 HEALTHY: dict[str, Any] = {
-    "versions.ronde": "0.1.0",
-    "versions.ronde_code": "0123456789ab",
     "versions.python": "3.11.7",
     "versions.python_path": "/usr/bin/python3",
     "versions.torch": "2.13.0",
@@ -63,7 +62,9 @@ def fleet(*changes: dict[str, Any], **settings: object) -> Fleet:
 
 
 def found(of: Fleet) -> list[Finding]:
-    return [finding for check in CHECKS for finding in check.judge(of)]
+    return [
+        finding for check in of_family(Family.VERSIONS) for finding in check.find(of)
+    ]
 
 
 def test_this_host_tells_all_its_facts() -> None:
@@ -71,7 +72,7 @@ def test_this_host_tells_all_its_facts() -> None:
     assert outcome.failure == ""
     assert set(outcome.values) == set(HEALTHY)
     assert outcome.unreadable == {}
-    assert outcome.values["versions.ronde"] == ronde.__version__
+    assert outcome.values["versions.packages"]["ronde"].startswith(ronde.__version__)
     assert outcome.values["versions.torch"] == version("torch")
 
 
@@ -79,7 +80,7 @@ def test_torch_is_not_imported() -> None:
     program = """
 import sys
 from ronde.check.facts import Reading
-from ronde.check.probes.versions import read
+from ronde.check.host.software import read
 read(Reading({}))
 sys.exit("torch" in sys.modules)
 """
@@ -109,7 +110,6 @@ def test_a_fleet_without_gpus_or_torch_says_only_that_there_is_no_torch() -> Non
 @pytest.mark.parametrize(
     ("fact", "value", "check", "severity"),
     [
-        ("ronde_code", "ffffffffffff", "ronde", Severity.WARN),
         ("python", "3.11.9", "python", Severity.WARN),
         ("torch", "2.12.0", "torch", Severity.FAIL),
         ("torch_build", "CPU", "torch", Severity.FAIL),

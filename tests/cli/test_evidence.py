@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.launch.evidence import Evidence, core_glob, oom_counters
+from ronde.launch.agent.diagnostics import KernelDiagnostics, core_glob, oom_counters
 
 _TIMEOUT_S = 60
 
@@ -35,7 +35,7 @@ resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
 
 @pytest.fixture
 def evidence():
-    made = Evidence()
+    made = KernelDiagnostics()
     yield made
     made.close()
 
@@ -96,10 +96,10 @@ def test_a_bus_error_tells_how_full_shared_memory_is(evidence, tmp_path):
 OOM = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
-from ronde.launch.evidence import Evidence
+from ronde.launch.agent.diagnostics import KernelDiagnostics
 with open(sys.argv[1] + "/cgroup.procs", "w") as file:
     file.write(str(os.getpid()))
-evidence = Evidence()
+evidence = KernelDiagnostics()
 def end(act):
     pid = os.fork()
     if not pid:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ronde.cli.horovod_files import read_config
+from ronde.cli.horovod_options import read_config
 
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.launch.hosts.allocation import Share, allocate, hosts_to_ask, take_each
-from ronde.launch.hosts.here import is_here
-from ronde.launch.hosts.host import SLOTS_OPEN, Host
+from ronde.launch.hosts.allocation import HostShare, allocate, hosts_to_ask, take_each
+from ronde.launch.hosts.host import SLOTS_OPEN, Host, is_here
 from ronde.launch.hosts.hostfile import parse_hostfile
-from ronde.launch.hosts.slurm import allocated_names, read_allocation
+from ronde.launch.hosts.sources import allocated_names, read_allocation
 
 
 def hosts(**slots):
@@ -77,7 +76,10 @@ def test_all_hosts_that_may_get_ranks_are_asked(slots, most, num_ranks) -> None:
 
 def test_rank_0_is_on_the_first_host_with_slots() -> None:
     shares = allocate(hosts(a=0, b=2, c=4, d=1), 3, never)
-    assert shares == (Share(Host("b", 2), range(2)), Share(Host("c", 4), range(2, 3)))
+    assert shares == (
+        HostShare(Host("b", 2), range(2)),
+        HostShare(Host("c", 4), range(2, 3)),
+    )
     assert hosts_to_ask(hosts(a=0, b=2, c=4, d=1), 3) == (Host("b", 2), Host("c", 4))
 
 

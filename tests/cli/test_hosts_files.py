@@ -6,8 +6,7 @@ from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
-from ronde.launch.hosts.hostfile import parse_hostfile
-from ronde.launch.hosts.names import parse_hosts
+from ronde.launch.hosts.hostfile import parse_hostfile, parse_hosts
 
 
 def read(text):

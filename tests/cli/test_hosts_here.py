@@ -6,8 +6,7 @@ import socket
 
 import pytest
 
-from ronde.launch.hosts.here import is_here
-from ronde.launch.hosts.host import Host
+from ronde.launch.hosts.host import Host, is_here
 
 OWN_NAME = pwd.getpwuid(os.geteuid()).pw_name
 NOBODY = "no-such-user-here"

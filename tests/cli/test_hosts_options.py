@@ -8,9 +8,9 @@ import pytest
 
 from ronde.cli.horovod_options import add_horovod_options, understand
 from ronde.errors import UsageError
-from ronde.launch.hosts.discovery import discover
 from ronde.launch.hosts.host import SLOTS_OPEN
-from ronde.launch.lineage import read_process
+from ronde.launch.hosts.sources import discover
+from ronde.launch.process_tree import read_process
 
 SLURM = {
     "SLURM_JOB_ID": "7",

@@ -16,14 +16,11 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from ronde.errors import HostError, UsageError
-from ronde.launch.joining import door, knock as knocking
-from ronde.launch.joining.door import Invitation, wait_for_nodes
-from ronde.launch.joining.handshake import introduce
-from ronde.launch.joining.knock import Knock, join_head
-from ronde.launch.joining.proof import Claim
-from ronde.launch.joining.tls import make_head_tls, make_node_context
-from ronde.launch.joining.token import Token
-from ronde.launch.joining.wire import dismiss
+from ronde.launch.joining import join_client, join_server as door
+from ronde.launch.joining.channel import make_head_tls, make_node_context, release
+from ronde.launch.joining.join_client import JoinRequest, join_head
+from ronde.launch.joining.join_server import JoinConfig, wait_for_nodes
+from ronde.launch.joining.mutual_auth import NodeInfo, Token, authenticate_head
 from ronde.launch.messages import PROTOCOL
 from ronde.launch.signals import InterruptedStartError
 
@@ -43,10 +40,8 @@ class Head:
     def __init__(self, pool, num_nodes, timeout_s, signal_fd):
         self.notices = []
         self._told = queue.Queue()
-        invitation = Invitation(HERE, 0, TOKEN, "head", num_nodes, timeout_s)
-        self.done: Future = pool.submit(
-            wait_for_nodes, invitation, signal_fd, self._notice
-        )
+        config = JoinConfig(HERE, 0, TOKEN, "head", num_nodes, timeout_s)
+        self.done: Future = pool.submit(wait_for_nodes, config, signal_fd, self._notice)
         self.port = int(self.await_notice(r"--agent 127\.0\.0\.1:(\d+)")[1])
 
     def _notice(self, text):
@@ -92,16 +87,16 @@ def start_head(pool, signals):
     os.write(signals[1], bytes([signal.SIGTERM]) * 8)
     for head in heads:
         if head.done.exception(TIMEOUT_S) is None:
-            dismiss([wire for _, wire in head.nodes()], 0)
+            release([transport for _, transport in head.nodes()], 0)
 
 
-def knock(port, *, token=TOKEN, name="node1", timeout_s=TIMEOUT_S, slots=-1):
-    return Knock(HERE, port, token, Claim(name, slots), timeout_s)
+def request(port, *, token=TOKEN, name="node1", timeout_s=TIMEOUT_S, slots=-1):
+    return JoinRequest(HERE, port, token, NodeInfo(name, slots), timeout_s)
 
 
 @contextmanager
 def joined(head, fd, **options):
-    channel = join_head(knock(head.port, **options), fd, lambda _text: None)
+    channel = join_head(request(head.port, **options), fd, lambda _text: None)
     try:
         yield channel
     finally:
@@ -143,10 +138,10 @@ def drive(steps, sock, *, timeout_s=TIMEOUT_S):
 def test_who_knows_the_token_joins_and_then_nothing_listens(start_head, signals):
     head = start_head()
     with joined(head, signals[0], slots=3):
-        [(host, wire)] = head.nodes()
+        [(host, transport)] = head.nodes()
         assert (host.name, host.slots) == ("node1", 3)
         assert not is_open(head.port)
-        wire.kill()
+        transport.kill()
 
 
 def test_nodes_come_in_the_order_of_the_numbers_in_their_names(
@@ -155,7 +150,7 @@ def test_nodes_come_in_the_order_of_the_numbers_in_their_names(
     head = start_head(4)
     names = ("node10", "node2", "node2", "head")
     futures = [
-        pool.submit(join_head, knock(head.port, name=n), signals[0], lambda _: None)
+        pool.submit(join_head, request(head.port, name=n), signals[0], lambda _: None)
         for n in names
     ]
     assert [host.name for host, _ in head.nodes()] == [
@@ -195,10 +190,10 @@ def test_bytes_go_both_ways_as_they_are(start_head, signals):
     head = start_head()
     data = random.randbytes(20 << 20)
     with joined(head, signals[0]) as channel:
-        [(_, wire)] = head.nodes()
-        to_head = carry(channel.write, wire.read, lambda: wire.read_fd, data)
-        to_node = carry(wire.write, channel.read, lambda: channel.fd, data)
-        wire.kill()
+        [(_, transport)] = head.nodes()
+        to_head = carry(channel.write, transport.read, lambda: transport.read_fd, data)
+        to_node = carry(transport.write, channel.read, lambda: channel.fd, data)
+        transport.kill()
     assert to_head == data
     assert to_node == data
 
@@ -207,20 +202,20 @@ def test_no_data_stays_behind_where_no_poll_tells_of_it(start_head, signals):
     head = start_head()
     data = random.randbytes(1 << 20)
     with joined(head, signals[0]) as channel:
-        [(_, wire)] = head.nodes()
+        [(_, transport)] = head.nodes()
         left = memoryview(data)
         writer = threading.Thread(target=_write_all, args=(channel, left))
         writer.start()
         got = b""
         while len(got) < len(data):
             poll = select.poll()
-            poll.register(wire.read_fd, select.POLLIN)
+            poll.register(transport.read_fd, select.POLLIN)
             assert poll.poll(TIMEOUT_S * 1000), "data is held back"
-            got += wire.read() or b""
+            got += transport.read() or b""
         writer.join(TIMEOUT_S)
         assert got == data
-        assert wire.read() is None
-        wire.kill()
+        assert transport.read() is None
+        transport.kill()
 
 
 def _write_all(channel, left):
@@ -233,16 +228,16 @@ def _write_all(channel, left):
 def test_the_end_and_the_last_word_of_each_side_arrive(start_head, signals):
     head = start_head()
     with joined(head, signals[0]) as channel:
-        [(_, wire)] = head.nodes()
-        assert wire.write(memoryview(b"last")) == 4
-        wire.close()
+        [(_, transport)] = head.nodes()
+        assert transport.write(memoryview(b"last")) == 4
+        transport.close()
         assert _read_one(channel) == b"last"
         assert (channel.is_ended, channel.result) == (True, None)
-        assert wire.wait(0.05) is None
+        assert transport.wait(0.05) is None
         channel.tell_result(9)
-        assert wire.wait(TIMEOUT_S) == 9
-        assert wire.read() == b""
-        dismissing = threading.Thread(target=dismiss, args=([wire], 42))
+        assert transport.wait(TIMEOUT_S) == 9
+        assert transport.read() == b""
+        dismissing = threading.Thread(target=release, args=([transport], 42))
         dismissing.start()
         assert _read_one(channel) == b""
         assert channel.result == 42
@@ -254,8 +249,8 @@ def test_the_end_and_the_last_word_of_each_side_arrive(start_head, signals):
 def test_an_end_without_a_last_word_is_an_end(start_head, signals):
     head = start_head()
     with joined(head, signals[0]) as channel:
-        [(_, wire)] = head.nodes()
-        wire.kill()
+        [(_, transport)] = head.nodes()
+        transport.kill()
         assert _read_one(channel) == b""
         assert channel.result is None
         with pytest.raises(BrokenPipeError):
@@ -277,11 +272,11 @@ def test_a_wrong_token_is_told_nothing_and_the_head_tells_it_once(start_head, si
         with tls_client(head.port) as sock:
             sock.settimeout(0)
             with pytest.raises(EOFError):
-                drive(introduce(sock, OTHER, Claim("node1", 1)), sock)
+                drive(authenticate_head(sock, OTHER, NodeInfo("node1", 1)), sock)
     head.await_notice("127.0.0.1 does not know the token; it was closed")
     with joined(head, signals[0]):
-        [(_, wire)] = head.nodes()
-        wire.kill()
+        [(_, transport)] = head.nodes()
+        transport.kill()
     assert len([n for n in head.notices if "does not know the token" in n]) == 2
     assert head.notices[-1] == "in all 3 connections: each does not know the token"
 
@@ -289,13 +284,13 @@ def test_a_wrong_token_is_told_nothing_and_the_head_tells_it_once(start_head, si
 def test_before_its_proof_a_client_gets_nothing_that_depends_on_the_token(start_head):
     head = start_head()
     with tls_client(head.port) as sock:
-        greeting = receive(sock, GREETING_BYTES)
+        hello_reader = receive(sock, GREETING_BYTES)
         sock.sendall(bytes(ANSWER_HEAD_BYTES))
         assert receive(sock, 1) == b""
     with tls_client(head.port) as sock:
         again = receive(sock, GREETING_BYTES)
-    assert greeting[:10] == again[:10]
-    assert greeting[10:] != again[10:]
+    assert hello_reader[:10] == again[:10]
+    assert hello_reader[10:] != again[10:]
 
 
 @pytest.mark.parametrize(
@@ -311,8 +306,8 @@ def test_noise_is_closed_and_keeps_nobody_out(start_head, signals, noise):
             sock.shutdown(socket.SHUT_WR)
         _drain(sock)
     with joined(head, signals[0]):
-        [(_, wire)] = head.nodes()
-        wire.kill()
+        [(_, transport)] = head.nodes()
+        transport.kill()
     assert any("did not prove that it knows" in n for n in head.notices)
 
 
@@ -347,7 +342,7 @@ def record_answer(port, token=TOKEN):
     with socket.create_connection((HERE, port), TIMEOUT_S) as raw:
         raw.settimeout(0)
         with context.wrap_socket(raw, do_handshake_on_connect=False) as sock:
-            drive(introduce(sock, token, Claim("node1", 1)), sock)
+            drive(authenticate_head(sock, token, NodeInfo("node1", 1)), sock)
     return b"".join(said)
 
 
@@ -392,7 +387,7 @@ def knock_once(port):
         with make_node_context().wrap_socket(
             raw, do_handshake_on_connect=False
         ) as sock:
-            drive(introduce(sock, TOKEN, Claim("node1", 1)), sock)
+            drive(authenticate_head(sock, TOKEN, NodeInfo("node1", 1)), sock)
 
 
 def test_a_node_does_not_take_its_own_proof_for_the_heads():
@@ -403,7 +398,9 @@ def test_a_node_does_not_take_its_own_proof_for_the_heads():
 
     with (
         fake_head(reflect) as port,
-        pytest.raises(door.ProofError, match="is not the head, or stands between"),
+        pytest.raises(
+            door.AuthenticationError, match="is not the head, or stands between"
+        ),
     ):
         knock_once(port)
 
@@ -415,8 +412,8 @@ def test_who_stands_between_can_pass_on_everything_and_gets_nothing(start_head):
         with tls_client(head.port) as onward:
             sock.sendall(receive(onward, GREETING_BYTES))
             answer = receive(sock, ANSWER_HEAD_BYTES)
-            claim = receive(sock, int.from_bytes(answer[-2:], "big"))
-            onward.sendall(answer + claim)
+            node_info = receive(sock, int.from_bytes(answer[-2:], "big"))
+            onward.sendall(answer + node_info)
             assert receive(onward, 1) == b""
 
     with fake_head(pass_on) as port, pytest.raises(EOFError):
@@ -441,8 +438,8 @@ def test_a_hundred_silent_connections_do_not_keep_a_node_out(start_head, signals
     silent = [socket.create_connection((HERE, head.port)) for _ in range(100)]
     begun_at = time.monotonic()
     with joined(head, signals[0]):
-        [(_, wire)] = head.nodes()
-        wire.kill()
+        [(_, transport)] = head.nodes()
+        transport.kill()
     assert time.monotonic() - begun_at < 8
     for sock in silent:
         sock.settimeout(TIMEOUT_S)
@@ -479,8 +476,8 @@ def test_a_node_that_goes_again_is_waited_for_again(start_head, signals):
     ):
         nodes = head.nodes()
         assert [host.name for host, _ in nodes] == ["node1", "node2"]
-        for _, wire in nodes:
-            wire.kill()
+        for _, transport in nodes:
+            transport.kill()
 
 
 def test_when_not_all_come_the_head_says_who_did(start_head, signals):
@@ -506,7 +503,7 @@ def test_a_signal_ends_the_wait_of_the_head(start_head, signals):
 def test_a_signal_ends_the_wait_of_a_node(signals, pool):
     with socket.create_server((HERE, 0)) as silent:
         port = silent.getsockname()[1]
-        node = pool.submit(join_head, knock(port), signals[0], lambda _: None)
+        node = pool.submit(join_head, request(port), signals[0], lambda _: None)
         silent.settimeout(TIMEOUT_S)
         silent.accept()[0].close()
         os.write(signals[1], bytes([signal.SIGTERM]))
@@ -517,12 +514,12 @@ def test_a_node_waits_for_a_head_that_comes_later(start_head, signals, pool):
     with socket.create_server((HERE, 0)) as placeholder:
         port = placeholder.getsockname()[1]
     notices = queue.Queue()
-    node = pool.submit(join_head, knock(port), signals[0], notices.put)
+    node = pool.submit(join_head, request(port), signals[0], notices.put)
     assert "nothing listens there" in notices.get(timeout=TIMEOUT_S)
-    invitation = Invitation(HERE, port, TOKEN, "head", 1, TIMEOUT_S)
-    [(_, wire)] = wait_for_nodes(invitation, signals[0], lambda _: None)
+    config = JoinConfig(HERE, port, TOKEN, "head", 1, TIMEOUT_S)
+    [(_, transport)] = wait_for_nodes(config, signals[0], lambda _: None)
     node.result(TIMEOUT_S).close()
-    wire.kill()
+    transport.kill()
 
 
 @pytest.mark.parametrize(
@@ -535,7 +532,7 @@ def test_a_node_waits_for_a_head_that_comes_later(start_head, signals, pool):
 def test_a_node_that_finds_no_head_says_why(signals, host, reason):
     with socket.create_server((HERE, 0)) as placeholder:
         port = placeholder.getsockname()[1]
-    looking = Knock(host, port, TOKEN, Claim("node1", 1), 0.3)
+    looking = JoinRequest(host, port, TOKEN, NodeInfo("node1", 1), 0.3)
     with pytest.raises(HostError, match=f"within 0.3 s, but {reason}"):
         join_head(looking, signals[0], lambda _: None)
 
@@ -543,9 +540,9 @@ def test_a_node_that_finds_no_head_says_why(signals, host, reason):
 def test_a_node_with_another_token_says_what_it_may_be(
     start_head, signals, monkeypatch
 ):
-    monkeypatch.setattr(knocking, "LAST_ATTEMPT_S", TIMEOUT_S)
+    monkeypatch.setattr(join_client, "LAST_ATTEMPT_S", TIMEOUT_S)
     head = start_head()
-    looking = knock(head.port, token=OTHER, timeout_s=0.3)
+    looking = request(head.port, token=OTHER, timeout_s=0.3)
     with pytest.raises(HostError, match="its token is another"):
         join_head(looking, signals[0], lambda _: None)
 
@@ -553,15 +550,15 @@ def test_a_node_with_another_token_says_what_it_may_be(
 def test_an_address_of_another_machine_or_a_taken_port_is_refused(signals):
     with socket.create_server((HERE, 0)) as taken:
         for address, port in (("192.0.2.1", 0), (HERE, taken.getsockname()[1])):
-            invitation = Invitation(address, port, TOKEN, "head", 1, 1.0)
+            config = JoinConfig(address, port, TOKEN, "head", 1, 1.0)
             with pytest.raises(UsageError, match="--listen must be an address of this"):
-                wait_for_nodes(invitation, signals[0], lambda _: None)
+                wait_for_nodes(config, signals[0], lambda _: None)
 
 
 def test_listening_everywhere_is_warned_of(signals):
-    invitation = Invitation("0.0.0.0", 0, TOKEN, "head", 1, 0.1)  # noqa: S104
+    config = JoinConfig("0.0.0.0", 0, TOKEN, "head", 1, 0.1)  # noqa: S104
     notices = []
     with pytest.raises(HostError):
-        wait_for_nodes(invitation, signals[0], notices.append)
+        wait_for_nodes(config, signals[0], notices.append)
     assert "listens on all networks" in notices[0]
     assert "--agent head:" in notices[1]

@@ -8,21 +8,22 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from ronde.errors import LaunchError, UsageError
-from ronde.launch.joining.address import parse_endpoint, with_port
-from ronde.launch.joining.proof import (
-    Claim,
-    Meeting,
+from ronde.launch.joining.channel import make_head_tls, parse_endpoint, with_port
+from ronde.launch.joining.mutual_auth import (
+    MIN_CHARACTERS,
+    NodeInfo,
     Role,
-    decode_claim,
+    Token,
+    Transcript,
+    decode_node_info,
     host_name,
+    read_token,
 )
-from ronde.launch.joining.tls import make_head_tls
-from ronde.launch.joining.token import MIN_CHARACTERS, Token, read_token
 
 GOOD = "0123456789abcdef" * 2
 TOKEN = Token(GOOD.encode())
 some_bytes = st.binary(max_size=40)
-meetings = st.builds(Meeting, some_bytes, some_bytes, some_bytes, some_bytes)
+meetings = st.builds(Transcript, some_bytes, some_bytes, some_bytes, some_bytes)
 
 
 @pytest.fixture
@@ -37,29 +38,29 @@ def token_file(tmp_path):
 
 
 @given(meetings, meetings)
-@example(Meeting(b"", b"ab", b"c", b""), Meeting(b"", b"a", b"bc", b""))
-@example(Meeting(b"", b"", b"a", b""), Meeting(b"", b"", b"", b"a"))
+@example(Transcript(b"", b"ab", b"c", b""), Transcript(b"", b"a", b"bc", b""))
+@example(Transcript(b"", b"", b"a", b""), Transcript(b"", b"", b"", b"a"))
 def test_a_proof_is_of_one_meeting_only(one, other):
     proof = one.proof(TOKEN, Role.NODE)
     assert other.is_proven(TOKEN, Role.NODE, proof) is (one == other)
 
 
 @given(meetings)
-def test_a_proof_is_of_one_role_and_one_token_only(meeting):
-    proof = meeting.proof(TOKEN, Role.NODE)
-    assert not meeting.is_proven(TOKEN, Role.HEAD, proof)
-    assert not meeting.is_proven(Token(GOOD[::-1].encode()), Role.NODE, proof)
-    assert not meeting.is_proven(TOKEN, Role.NODE, proof[:-1])
+def test_a_proof_is_of_one_role_and_one_token_only(transcript):
+    proof = transcript.proof(TOKEN, Role.NODE)
+    assert not transcript.is_proven(TOKEN, Role.HEAD, proof)
+    assert not transcript.is_proven(Token(GOOD[::-1].encode()), Role.NODE, proof)
+    assert not transcript.is_proven(TOKEN, Role.NODE, proof[:-1])
 
 
 def test_another_certificate_makes_another_proof():
-    meeting = Meeting(make_head_tls().certificate, b"h" * 32, b"n" * 32, b"claim")
-    other = replace(meeting, certificate=make_head_tls().certificate)
-    assert not other.is_proven(TOKEN, Role.NODE, meeting.proof(TOKEN, Role.NODE))
+    transcript = Transcript(make_head_tls().certificate, b"h" * 32, b"n" * 32, b"claim")
+    other = replace(transcript, certificate=make_head_tls().certificate)
+    assert not other.is_proven(TOKEN, Role.NODE, transcript.proof(TOKEN, Role.NODE))
 
 
 @given(st.binary())
-@example(Claim("node1", 2).encode()[:-1])
+@example(NodeInfo("node1", 2).encode()[:-1])
 @example(b'{"is": "Claim", "host": "node1", "slots": true}')
 @example(b'{"is": "Claim", "host": "node1", "slots": 0}')
 @example(b'{"is": "Claim", "host": "a\\u001b[2J", "slots": 1}')
@@ -67,13 +68,13 @@ def test_another_certificate_makes_another_proof():
 @example(b'{"is": "Leave"}')
 def test_what_is_no_claim_is_refused_by_a_sentence(raw):
     with pytest.raises(LaunchError):
-        decode_claim(raw)
+        decode_node_info(raw)
 
 
 @given(st.text(), st.integers(1, 10**6) | st.just(-1))
 def test_a_machine_of_any_name_can_claim_one(nodename, slots):
-    claim = Claim(host_name(nodename), slots)
-    assert decode_claim(claim.encode()) == claim
+    node_info = NodeInfo(host_name(nodename), slots)
+    assert decode_node_info(node_info.encode()) == node_info
 
 
 def test_a_good_token_is_read_and_the_line_end_is_not_part_of_it(token_file):
@@ -121,7 +122,7 @@ def test_no_token_file_is_one_sentence(tmp_path):
 
 def test_a_token_comes_through_standard_input():
     code = (
-        "from ronde.launch.joining.token import read_token;"
+        "from ronde.launch.joining.mutual_auth import read_token;"
         "print(read_token('-').sign(b'x').hex())"
     )
     done = subprocess.run(
@@ -145,7 +146,7 @@ def test_without_cryptography_the_head_says_what_to_install():
     code = (
         "import sys; sys.modules['cryptography'] = None\n"
         "from ronde.errors import UsageError\n"
-        "from ronde.launch.joining.tls import make_head_tls, make_node_context\n"
+        "from ronde.launch.joining.channel import make_head_tls, make_node_context\n"
         "make_node_context()\n"
         "try: make_head_tls()\n"
         "except UsageError as error: print(error)"

@@ -5,14 +5,14 @@ from ronde.render.lines import (
     HELD_BYTES,
     HELD_S,
     LineAssembler,
-    Lines,
+    RankLines,
     newest_part,
     printable,
     whole_length,
 )
 
 
-def texts(lines: list[Lines]) -> list[bytes]:
+def texts(lines: list[RankLines]) -> list[bytes]:
     return [line for each in lines for line in each.text.split(b"\n")]
 
 
@@ -43,7 +43,7 @@ def test_lines_come_out_whole_however_they_went_in(lines, lengths):
 @given(st.text(st.characters(exclude_characters="\r\n")), cuts)
 def test_pieces_that_rested_never_cut_a_character(text, lengths):
     assembler = LineAssembler()
-    shown: list[Lines] = []
+    shown: list[RankLines] = []
     now = 0.0
     for piece in pieces_of(text.encode("utf-8", "replace"), lengths):
         shown += assembler.feed(piece, now)
@@ -61,9 +61,9 @@ def test_a_half_line_is_held_until_it_has_rested():
     assert assembler.feed(b"half", 10.0) == []
     assert assembler.due_s == 10.0 + HELD_S
     assert assembler.rest(10.0 + HELD_S / 2) == []
-    assert assembler.rest(10.0 + HELD_S) == [Lines(b"half")]
+    assert assembler.rest(10.0 + HELD_S) == [RankLines(b"half")]
     assert assembler.feed(b" line\nnext\n", 13.0) == [
-        Lines(b" line\nnext", is_continuation=True)
+        RankLines(b" line\nnext", is_continuation=True)
     ]
 
 
@@ -94,8 +94,8 @@ def test_of_each_line_the_newest_part_comes_out_however_it_went_in(words, length
 
 def test_lines_of_one_piece_stay_together():
     assembler = LineAssembler()
-    assert assembler.feed(b"a\nb\nc", 0.0) == [Lines(b"a\nb")]
-    assert assembler.feed(b"d\n", 0.0) == [Lines(b"cd")]
+    assert assembler.feed(b"a\nb\nc", 0.0) == [RankLines(b"a\nb")]
+    assert assembler.feed(b"d\n", 0.0) == [RankLines(b"cd")]
 
 
 @pytest.mark.parametrize("cut", range(1, 24))
@@ -111,7 +111,7 @@ def test_a_progress_bar_is_not_a_half_line():
     assert assembler.rest(100.0) == []
     assembler.feed(b"\r 20%|##", 1.0)
     assert assembler.progress == b" 20%|##"
-    assert assembler.end() == [Lines(b" 20%|##")]
+    assert assembler.end() == [RankLines(b" 20%|##")]
 
 
 def test_a_bar_that_returns_after_each_state_is_no_half_line():

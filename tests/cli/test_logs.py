@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.launch.chronicle import Chronicle
+from ronde.launch.failure import LostHost, RankEnd, judge
 from ronde.launch.frames import Output, Stream
-from ronde.launch.logs import RankLogs, attempt_dir
-from ronde.launch.report import ErrorFile
-from ronde.launch.sink import Generation
-from ronde.launch.verdict import LostHost, RankEnd, judge
+from ronde.launch.output.files import ErrorFile, JobRecords, RankLogs, attempt_dir
+from ronde.launch.output.sink import Generation
 from ronde.records import read_records
 
 HOSTS = ("a", "a", "b")
@@ -35,8 +33,8 @@ class Heard:
     def notice(self, text):
         self.told.append(text)
 
-    def finished(self, verdict):
-        self.told.append(verdict)
+    def finished(self, result):
+        self.told.append(result)
 
     def tick(self, now_s):
         return None
@@ -270,11 +268,11 @@ def test_an_error_file_without_a_directory_is_refused(heard, tmp_path):
 
 def test_no_end_is_recorded_of_a_generation_that_did_not_begin(heard, tmp_path):
     path = tmp_path / "records.jsonl"
-    chronicle = Chronicle(str(path), heard.notice)
-    chronicle.began(generation(), {"ranks_s": 0.5})
+    records = JobRecords(str(path), heard.notice)
+    records.began(generation(), {"ranks_s": 0.5})
     for _ in range(2):
         lost = LostHost("b", (2,), "gone", 69, 3.0)
-        chronicle.ended(judge([end(0, 0), end(1, 0)], lost=[lost]))
+        records.ended(judge([end(0, 0), end(1, 0)], lost=[lost]))
     kinds = [record.kind for record in read_records(path)]
     assert kinds == [
         "generation",
@@ -286,9 +284,9 @@ def test_no_end_is_recorded_of_a_generation_that_did_not_begin(heard, tmp_path):
 
 
 def test_a_record_that_takes_nothing_more_is_told_once(heard, tmp_path):
-    chronicle = Chronicle(str(tmp_path / "none" / "records.jsonl"), heard.notice)
+    records = JobRecords(str(tmp_path / "none" / "records.jsonl"), heard.notice)
     for epoch in range(2):
-        chronicle.began(generation(epoch), {})
-        chronicle.ended(judge([end(0, 0)]))
+        records.began(generation(epoch), {})
+        records.ended(judge([end(0, 0)]))
     (told,) = heard.told
     assert told.endswith("is not written on: No such file or directory")

@@ -2,39 +2,39 @@ import json
 
 import pytest
 from hypothesis import given, strategies as st
-from ronde.launch.finding import Finding
 
 from ronde.addresses import InterfaceAddress
 from ronde.errors import LaunchError
-from ronde.launch.job import Job, RankPlan
+from ronde.launch.failure import JobResult, LostHost, RankEnd
 from ronde.launch.messages import (
     FROM_AGENT,
     TO_AGENT,
     Exited,
     Finished,
+    NodeJob,
     Prepare,
     ProcessStack,
+    RankSpec,
     Ready,
     decode_message,
     encode_message,
 )
-from ronde.launch.output_process import Finish
-from ronde.launch.verdict import LostHost, RankEnd, Verdict
+from ronde.launch.output.output_process import Finish
 from ronde.topology.machine import Core, Machine, Nic
 
 # An environment may hold any bytes; Python shows those that are no text as surrogates.
 text = st.text(st.characters(exclude_characters="\0"), max_size=20)
 env = st.dictionaries(text, text, max_size=4)
 jobs = st.builds(
-    Job,
+    NodeJob,
     job_id=text,
     epoch=st.integers(0, 9),
-    cookie=text,
+    job_marker=text,
     argv=st.lists(text, max_size=4).map(tuple),
     env=env,
     ranks=st.lists(
         st.builds(
-            RankPlan,
+            RankSpec,
             st.integers(0, 99),
             env,
             st.lists(st.integers(0, 999)).map(tuple),
@@ -70,7 +70,6 @@ SAMPLES = {
     tuple[str, ...]: ("a", "b"),
     tuple[ProcessStack, ...]: (ProcessStack(7, "sh", "sleeps", ""),),
     Machine: MACHINE,
-    tuple[Finding, ...]: (Finding("disk", 7, "/"),),
     tuple[InterfaceAddress, ...]: (InterfaceAddress("eth0", "10.0.0.1", 24),),
 }
 
@@ -83,8 +82,8 @@ def test_every_answer_arrives_as_it_was_sent(kind):
 
 @pytest.mark.parametrize("cause", [None, LOST, END])
 def test_a_verdict_arrives_as_it_was_sent(cause):
-    verdict = Verdict(3, cause, (END,), (), None, (LOST,), (END, END))
-    assert decode_message(encode_message(Finish(verdict)), (Finish,)) == Finish(verdict)
+    result = JobResult(3, cause, (END,), (), None, (LOST,), (END, END))
+    assert decode_message(encode_message(Finish(result)), (Finish,)) == Finish(result)
 
 
 def said(**changes) -> bytes:

@@ -33,7 +33,7 @@ marked = {"RONDE_COOKIE": "x", "PATH": os.environ["PATH"]}
 go = "echo $$; exec sleep 60"
 subprocess.run(["sh", "-c", f"sh -c '{go}' >&{write} &"], pass_fds=[write], env=marked)
 lost = int(os.read(read, 100))
-from ronde.launch.lineage import read_process
+from ronde.launch.process_tree import read_process
 while read_process(lost).parent != 1:
     pass
 from ronde.check.probes.storage import find_leftovers

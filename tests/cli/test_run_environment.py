@@ -7,10 +7,10 @@ from pathlib import Path
 from ronde.launch.environments import (
     JobFacts,
     NodeFacts,
+    base_environment,
     rank_environment,
 )
-from ronde.launch.forwarded import base_environment
-from ronde.launch.slots import count_cores
+from ronde.launch.placement.place import count_cores
 from ronde.world import Launcher, World, read_claim
 
 DUMP = """
@@ -79,8 +79,12 @@ def test_each_rank_gets_the_whole_contract(ronde):
         assert "TORCHELASTIC_ERROR_FILE" not in env
         # Its own session: the terminal's signals come through the launcher only.
         assert rank["sid"] == rank["pid"]
-        claim = read_claim(env)
-        assert (claim.launcher, claim.rank, claim.size) == (Launcher.RONDE, number, 2)
+        node_info = read_claim(env)
+        assert (node_info.launcher, node_info.rank, node_info.size) == (
+            Launcher.RONDE,
+            number,
+            2,
+        )
     first, second = (rank["env"] for rank in ranks)
     assert all(first[name] == second[name] != "" for name in ONE_VALUE)
     assert first["TORCHELASTIC_RUN_ID"] == first["RONDE_JOB_ID"]
@@ -135,9 +139,14 @@ def test_other_launchers_words_are_taken_away():
 def test_a_rank_on_the_second_node_reads_as_one():
     world = World(5, 6, 1, 2, 2, 3, ("a", "b", "c"))
     env = rank_environment(world, JobFacts("j", 4, "c"), NodeFacts("c", 2, 3))
-    claim = read_claim(env)
-    assert (claim.rank, claim.size, claim.local_rank, claim.local_size) == (5, 6, 1, 2)
-    assert (claim.cross_rank, claim.cross_size) == (2, 3)
+    node_info = read_claim(env)
+    assert (
+        node_info.rank,
+        node_info.size,
+        node_info.local_rank,
+        node_info.local_size,
+    ) == (5, 6, 1, 2)
+    assert (node_info.cross_rank, node_info.cross_size) == (2, 3)
     assert (env["GROUP_RANK"], env["NODE_RANK"], env["RONDE_EPOCH"]) == ("2", "2", "4")
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from ronde.errors import UsageError
 from ronde.launch.frames import Output, Stream
-from ronde.launch.sink import Generation
+from ronde.launch.output.sink import Generation
 from ronde.records import read_records
 from ronde.render.console import Console
+from ronde.render.lines import Tag, TagPlace, parse_tag
 from ronde.render.rank_ranges import parse_ranks
-from ronde.render.tags import Place, Tag, parse_tag
 
 HOSTS = ("node1", "node1", "node2", "node2")
 
@@ -61,7 +61,7 @@ def test_a_tag_says_as_much_as_is_asked_for(tmp_path, tag, places):
 
 
 def test_time_alone_is_time_and_what_is_shown_anyhow():
-    assert parse_tag("time") == Tag(Place.AUTO, has_time=True)
+    assert parse_tag("time") == Tag(TagPlace.AUTO, has_time=True)
 
 
 @pytest.mark.parametrize("text", ["", "hosts", "host,rank", "time,time", "host,"])
@@ -106,7 +106,7 @@ def test_a_rank_that_there_is_not_is_refused():
 
 def test_another_generation_begins_with_nothing_of_the_one_before(tmp_path):
     with (tmp_path / "out").open("wb") as file:
-        console = Console(file.fileno(), file.fileno(), tag=Tag(Place.RANK))
+        console = Console(file.fileno(), file.fileno(), tag=Tag(TagPlace.RANK))
         for epoch in range(2):
             console.begin(Generation("job", epoch, HOSTS))
             console.output(Output(0, Stream.STDOUT, b"cut "), 0.0)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from ronde.launch.lineage import descendants, read_process
+from ronde.launch.process_tree import descendants, read_process
 
 _TIMEOUT_S = 60
 
@@ -174,11 +174,11 @@ def test_an_agent_that_is_told_to_end_has_its_ranks_end_in_their_grace(ronde):
         assert process.wait(_TIMEOUT_S) == 143
 
 
-def _kill_a_rank(_keeper: int, _agent: int, rank: int) -> None:
+def _kill_a_rank(_reaper: int, _agent: int, rank: int) -> None:
     os.kill(rank, signal.SIGKILL)
 
 
-def _kill_the_agent(_keeper: int, agent: int, _rank: int) -> None:
+def _kill_the_agent(_reaper: int, agent: int, _rank: int) -> None:
     os.kill(agent, signal.SIGKILL)
 
 

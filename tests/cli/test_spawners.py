@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import Failure, HostFailure, UsageError
+from ronde.launch.agent_start.starter import start_remote_agent
 from ronde.launch.hosts.host import Host
-from ronde.launch.remote_boot import start_remote_agent
-from ronde.launch.spawners.by_hand import last_line
+from ronde.launch.spawners.base import last_line
 from ronde.launch.spawners.mpi import MpiSpawner, find_mpirun
 from ronde.launch.spawners.slurm import SlurmSpawner
 from ronde.launch.spawners.ssh import SshSpawner
@@ -44,52 +44,53 @@ class Here:
 
 def meet(spawner, python=sys.executable):
     """Start an agent; return its wire, the greeting, and what came behind it."""
-    wire, greeting = start_remote_agent(spawner, HOST, python)
+    link = start_remote_agent(spawner, HOST, python)
+    transport, hello_reader = link.transport, link.hello_reader
     rest = None
     while rest is None:
-        assert select.select([wire.read_fd], [], [], LIMIT_S)[0]
-        data = wire.read()
+        assert select.select([transport.read_fd], [], [], LIMIT_S)[0]
+        data = transport.read()
         if not data:
             break
-        rest = greeting.feed(data)
-    return wire, greeting, rest
+        rest = hello_reader.feed(data)
+    return transport, hello_reader, rest
 
 
-def end(wire):
-    wire.close()
-    return wire.wait(LIMIT_S)
+def end(transport):
+    transport.close()
+    return transport.wait(LIMIT_S)
 
 
 def test_an_agent_is_met_behind_any_noise():
     noise = "head -c 100000 /dev/zero; echo '{\"python\": 1}'; printf '$ '; "
-    wire, greeting, rest = meet(Here(noise))
-    assert greeting.met is not None
-    assert greeting.met.problem(HOST) is None
-    assert greeting.met.executable == sys.executable
-    assert greeting.noise.endswith(b'{"python": 1}\n$ ')
+    transport, hello_reader, rest = meet(Here(noise))
+    assert hello_reader.met is not None
+    assert hello_reader.met.problem(HOST) is None
+    assert hello_reader.met.executable == sys.executable
+    assert hello_reader.noise.endswith(b'{"python": 1}\n$ ')
     while len(rest) < 5:
-        assert select.select([wire.read_fd], [], [], LIMIT_S)[0]
-        rest += wire.read()
+        assert select.select([transport.read_fd], [], [], LIMIT_S)[0]
+        rest += transport.read()
     # A frame: its length, its kind, and the agent's first word.
     assert int.from_bytes(rest[:4]) < 1 << 20
-    assert end(wire) is not None
+    assert end(transport) is not None
 
 
 def test_a_login_that_writes_back_what_it_is_sent_is_noise():
     echoing = "read -r line; printf '%s\\n' \"$line\"; printf '%s\\n' \"$line\" | "
-    wire, greeting, _ = meet(Here(echoing))
-    assert greeting.met is not None
-    assert b"arrive(" in greeting.noise
-    end(wire)
+    transport, hello_reader, _ = meet(Here(echoing))
+    assert hello_reader.met is not None
+    assert b"arrive(" in hello_reader.noise
+    end(transport)
 
 
 def test_the_line_that_others_can_read_is_the_same_for_all():
     spawner = Here()
     greetings = []
     for _ in range(2):
-        wire, greeting, _ = meet(spawner)
-        greetings.append(greeting)
-        end(wire)
+        transport, hello_reader, _ = meet(spawner)
+        greetings.append(hello_reader)
+        end(transport)
     assert spawner.lines[0] == spawner.lines[1]
     # No login shell, csh included, reads anything in it as its own.
     inner = spawner.lines[0].partition("-c ")[2]
@@ -99,18 +100,19 @@ def test_the_line_that_others_can_read_is_the_same_for_all():
 
 
 def test_what_does_not_start_is_told_by_its_exit_code():
-    wire, greeting, rest = meet(Here(), python="/no/python")
-    assert (greeting.met, rest) == (None, None)
-    assert wire.wait(LIMIT_S) == 127
-    wire.close()
+    transport, hello_reader, rest = meet(Here(), python="/no/python")
+    assert (hello_reader.met, rest) == (None, None)
+    assert transport.wait(LIMIT_S) == 127
+    transport.close()
 
 
 def test_starting_waits_for_nobody():
-    wire, greeting = start_remote_agent(Here("exec sleep 1000; "), HOST, sys.executable)
-    assert wire.read() is None
-    assert greeting.met is None
-    wire.kill()
-    assert end(wire) == -signal.SIGKILL
+    link = start_remote_agent(Here("exec sleep 1000; "), HOST, sys.executable)
+    transport = link.transport
+    assert transport.read() is None
+    assert link.hello_reader.met is None
+    transport.kill()
+    assert end(transport) == -signal.SIGKILL
 
 
 def test_a_client_ends_with_its_controller(tmp_path):
@@ -118,8 +120,8 @@ def test_a_client_ends_with_its_controller(tmp_path):
         "import sys\n"
         "sys.path[:0] = [sys.argv[1]]\n"
         "from tests.cli.test_spawners import HOST, Here, start_remote_agent\n"
-        "wire, _ = start_remote_agent(Here('exec sleep 1000; '), HOST, 'python3')\n"
-        "print(wire.pid, flush=True)\n"
+        "link = start_remote_agent(Here('exec sleep 1000; '), HOST, 'python3')\n"
+        "print(link.transport.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )
     root = str(Path(__file__).parents[2])

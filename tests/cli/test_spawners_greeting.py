@@ -9,8 +9,8 @@ from hypothesis import given, strategies as st
 
 import ronde
 from ronde.errors import LaunchError
-from ronde.launch.greeting import MAX_NOISE_BYTES, MAX_WORDS_BYTES, Greeting
 from ronde.launch.hosts.host import Host
+from ronde.launch.spawners.hello import MAX_NOISE_BYTES, MAX_WORDS_BYTES, HelloReader
 
 SENTINEL = b"b5d0f3a1c2e4967880716253f4e5d6c7a9"
 SAID = {
@@ -34,12 +34,12 @@ def encoded(said):
     return json.dumps(said).encode() + b"\n"
 
 
-def feed(greeting, data, cuts):
+def feed(hello_reader, data, cuts):
     """Feed the data in pieces; return what came behind the greeting, or None."""
     places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
     pieces = [data[a:b] for a, b in pairwise(places)]
     for number, piece in enumerate(pieces):
-        rest = greeting.feed(piece)
+        rest = hello_reader.feed(piece)
         if rest is not None:
             return rest + b"".join(pieces[number + 1 :])
     return None
@@ -50,29 +50,29 @@ CUTS = st.lists(st.integers(0, 1000), max_size=10)
 
 @given(noise=NOISE, after=st.binary(max_size=100), cuts=CUTS)
 def test_a_greeting_is_found_however_it_comes(noise, after, cuts):
-    greeting = Greeting("ssh", SENTINEL)
+    hello_reader = HelloReader("ssh", SENTINEL)
     data = noise + SENTINEL + encoded(SAID) + after
     before = data.partition(SENTINEL)[0]
-    assert feed(greeting, data, cuts) == after
-    assert greeting.noise == before
-    assert greeting.met is not None
-    assert greeting.met.executable == SAID["executable"]
+    assert feed(hello_reader, data, cuts) == after
+    assert hello_reader.noise == before
+    assert hello_reader.met is not None
+    assert hello_reader.met.executable == SAID["executable"]
 
 
 @given(data=NOISE, cuts=CUTS)
 def test_noise_alone_is_no_greeting(data, cuts):
-    greeting = Greeting("ssh", SENTINEL)
+    hello_reader = HelloReader("ssh", SENTINEL)
     data = data.replace(SENTINEL, b"")
-    assert feed(greeting, data, cuts) is None
-    assert (greeting.met, greeting.noise) == (None, data)
+    assert feed(hello_reader, data, cuts) is None
+    assert (hello_reader.met, hello_reader.noise) == (None, data)
 
 
 @given(words=st.binary(max_size=200), cuts=CUTS)
 def test_what_is_no_greeting_is_refused_and_nothing_else_happens(words, cuts):
-    greeting = Greeting("ssh", SENTINEL)
+    hello_reader = HelloReader("ssh", SENTINEL)
     with pytest.raises(LaunchError, match="greeting must"):
-        feed(greeting, SENTINEL + words.replace(b"\n", b"") + b"\n", cuts)
-    assert greeting.met is None
+        feed(hello_reader, SENTINEL + words.replace(b"\n", b"") + b"\n", cuts)
+    assert hello_reader.met is None
 
 
 JSON = st.recursive(
@@ -92,44 +92,44 @@ def test_only_the_four_texts_are_believed(said):
         and said.keys() == SAID.keys()
         and all(isinstance(value, str) for value in said.values())
     )
-    greeting = Greeting("ssh", SENTINEL)
+    hello_reader = HelloReader("ssh", SENTINEL)
     if is_right:
-        assert greeting.feed(SENTINEL + encoded(said)) == b""
+        assert hello_reader.feed(SENTINEL + encoded(said)) == b""
         return
     with pytest.raises(LaunchError, match="greeting must have the texts"):
-        greeting.feed(SENTINEL + encoded(said))
+        hello_reader.feed(SENTINEL + encoded(said))
 
 
 def test_a_fifth_text_is_one_too_many():
     with pytest.raises(LaunchError, match="greeting must have the texts"):
-        Greeting("ssh", SENTINEL).feed(SENTINEL + encoded(SAID | {"x": ""}))
+        HelloReader("ssh", SENTINEL).feed(SENTINEL + encoded(SAID | {"x": ""}))
 
 
 def test_a_greeting_that_is_deep_or_endless_is_refused():
     with pytest.raises(LaunchError, match="greeting must be JSON"):
-        Greeting("ssh", SENTINEL).feed(SENTINEL + b"[" * 3_000 + b"\n")
-    greeting = Greeting("ssh", SENTINEL)
-    assert greeting.feed(SENTINEL + b"x" * MAX_WORDS_BYTES) is None
+        HelloReader("ssh", SENTINEL).feed(SENTINEL + b"[" * 3_000 + b"\n")
+    hello_reader = HelloReader("ssh", SENTINEL)
+    assert hello_reader.feed(SENTINEL + b"x" * MAX_WORDS_BYTES) is None
     with pytest.raises(LaunchError, match="at most"):
-        greeting.feed(b"x")
+        hello_reader.feed(b"x")
 
 
 def test_endless_noise_takes_no_more_than_its_share():
-    greeting = Greeting("ssh", SENTINEL)
+    hello_reader = HelloReader("ssh", SENTINEL)
     for _ in range(40):
-        assert greeting.feed(b"n" * 10_000) is None
-    assert greeting.feed(b"last\n" + SENTINEL[:10]) is None
-    assert len(greeting.noise) == MAX_NOISE_BYTES
-    assert greeting.feed(SENTINEL[10:] + encoded(SAID) + b"!") == b"!"
-    assert greeting.noise.endswith(b"nnn" + b"last\n")
-    assert len(greeting.noise) <= MAX_NOISE_BYTES
+        assert hello_reader.feed(b"n" * 10_000) is None
+    assert hello_reader.feed(b"last\n" + SENTINEL[:10]) is None
+    assert len(hello_reader.noise) == MAX_NOISE_BYTES
+    assert hello_reader.feed(SENTINEL[10:] + encoded(SAID) + b"!") == b"!"
+    assert hello_reader.noise.endswith(b"nnn" + b"last\n")
+    assert len(hello_reader.noise) <= MAX_NOISE_BYTES
 
 
 def met(**changes):
-    greeting = Greeting("ssh", SENTINEL)
-    greeting.feed(SENTINEL + encoded(SAID | changes))
-    assert greeting.met is not None
-    return greeting.met
+    hello_reader = HelloReader("ssh", SENTINEL)
+    hello_reader.feed(SENTINEL + encoded(SAID | changes))
+    assert hello_reader.met is not None
+    return hello_reader.met
 
 
 INSTALL = f"ssh ada@node2 /usr/bin/python3 -m pip install ronde=={ronde.__version__}"

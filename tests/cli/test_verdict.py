@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.launch.sink import Generation
-from ronde.launch.tail import Tail
-from ronde.launch.verdict import LostHost, RankEnd, find_awaited, judge
+from ronde.launch.failure import LostHost, RankEnd, Tail, find_awaited, judge
+from ronde.launch.output.sink import Generation
 from ronde.render.rank_ranges import format_ranks, parse_ranks
 from ronde.render.summary import summarize
 
@@ -20,31 +19,31 @@ def end(rank, status, at_s=1.0, *, was_stopped=False, tail=()):
 
 
 def test_all_well():
-    verdict = judge([end(0, 0), end(1, 0)])
-    assert (verdict.exit_code, verdict.cause) == (0, None)
-    assert summarize(verdict) == ""
+    result = judge([end(0, 0), end(1, 0)])
+    assert (result.exit_code, result.cause) == (0, None)
+    assert summarize(result) == ""
 
 
 @pytest.mark.parametrize(
     ("status", "code"), [(3, 3), (-11, 139), (-9, 137), (255, 255)]
 )
 def test_the_first_to_fail_gives_the_code(status, code):
-    verdict = judge([end(0, 1, 2.0), end(1, status, 1.0), end(2, 0, 0.5)])
-    assert verdict.exit_code == code
-    assert verdict.cause is not None
-    assert verdict.cause.rank == 1
-    assert [e.rank for e in verdict.also_failed] == [0]
+    result = judge([end(0, 1, 2.0), end(1, status, 1.0), end(2, 0, 0.5)])
+    assert result.exit_code == code
+    assert result.cause is not None
+    assert result.cause.rank == 1
+    assert [e.rank for e in result.also_failed] == [0]
 
 
 def test_what_ended_after_the_stop_order_is_a_consequence():
-    verdict = judge([end(0, -15, 0.5, was_stopped=True), end(1, 7, 1.0)])
-    assert verdict.exit_code == 7
-    assert [e.rank for e in verdict.ended] == [0]
+    result = judge([end(0, -15, 0.5, was_stopped=True), end(1, 7, 1.0)])
+    assert result.exit_code == 7
+    assert [e.rank for e in result.ended] == [0]
 
 
 def test_who_lost_its_peer_is_a_consequence_even_when_earlier():
-    verdict = judge([end(0, 1, 0.5, tail=RESET), end(1, -11, 1.0)])
-    assert verdict.exit_code == 139
+    result = judge([end(0, 1, 0.5, tail=RESET), end(1, -11, 1.0)])
+    assert result.exit_code == 139
 
 
 def test_who_lost_its_peer_is_the_cause_when_nobody_else_failed():
@@ -52,16 +51,16 @@ def test_who_lost_its_peer_is_the_cause_when_nobody_else_failed():
 
 
 def test_a_crash_whose_core_dump_took_long_is_the_cause():
-    verdict = judge(
+    result = judge(
         [
             end(0, 1, 0.5, tail=RESET),
             end(1, -11, 2.0, was_stopped=True),
             end(2, -15, 0.6, was_stopped=True),
         ]
     )
-    assert verdict.exit_code == 139
-    assert [e.rank for e in verdict.also_failed] == [0]
-    assert [e.rank for e in verdict.ended] == [2]
+    assert result.exit_code == 139
+    assert [e.rank for e in result.also_failed] == [0]
+    assert [e.rank for e in result.ended] == [2]
 
 
 def test_a_crash_after_the_stop_order_does_not_hide_who_failed_by_itself():
@@ -75,8 +74,8 @@ def test_a_signal_comes_before_a_code_of_the_same_moment():
 
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143), (13, 141)])
 def test_interrupted_is_the_signal_even_when_all_ranks_end_well(number, code):
-    verdict = judge([end(0, 0, was_stopped=True)], interrupted_by=number)
-    assert verdict.exit_code == code
+    result = judge([end(0, 0, was_stopped=True)], interrupted_by=number)
+    assert result.exit_code == code
 
 
 def lost(host, at_s=1.0, ranks=(4, 5)):
@@ -84,16 +83,16 @@ def lost(host, at_s=1.0, ranks=(4, 5)):
 
 
 def test_a_lost_host_is_the_cause_of_what_lost_its_peer():
-    verdict = judge([end(0, 1, 0.5, tail=RESET)], lost=[lost("b")])
-    assert verdict.cause == lost("b")
-    assert verdict.exit_code == 69
-    assert [e.rank for e in verdict.also_failed] == [0]
+    result = judge([end(0, 1, 0.5, tail=RESET)], lost=[lost("b")])
+    assert result.cause == lost("b")
+    assert result.exit_code == 69
+    assert [e.rank for e in result.also_failed] == [0]
 
 
 def test_who_failed_by_itself_before_a_host_was_lost_is_the_cause():
-    verdict = judge([end(0, 3, 0.5)], lost=[lost("b"), lost("a", 0.7)])
-    assert verdict.exit_code == 3
-    assert [each.host for each in verdict.also_lost] == ["a", "b"]
+    result = judge([end(0, 3, 0.5)], lost=[lost("b"), lost("a", 0.7)])
+    assert result.exit_code == 3
+    assert [each.host for each in result.also_lost] == ["a", "b"]
 
 
 def test_a_host_lost_before_is_the_cause_of_whatever_fails_later():
@@ -107,15 +106,15 @@ def test_a_host_lost_while_the_user_ends_the_job_does_not_change_the_code():
 def test_what_a_rank_said_before_its_exception_is_no_hearsay():
     said = ("Connection closed by peer, trying again", "ValueError: no")
     by_itself = replace(end(0, 1, tail=said), traceback="Traceback\nValueError: no")
-    assert not by_itself.is_hearsay
-    assert end(0, 1, tail=said).is_hearsay
-    assert replace(by_itself, status=3).is_hearsay
+    assert not by_itself.is_secondary
+    assert end(0, 1, tail=said).is_secondary
+    assert replace(by_itself, status=3).is_secondary
 
 
 def test_who_aborts_because_of_its_peer_is_a_consequence():
     said = ("terminate called: Watchdog caught collective operation timeout",)
-    verdict = judge([end(0, -6, 0.5, tail=said), end(1, 7, 1.0)])
-    assert verdict.exit_code == 7
+    result = judge([end(0, -6, 0.5, tail=said), end(1, 7, 1.0)])
+    assert result.exit_code == 7
 
 
 def named(rank):
@@ -124,9 +123,9 @@ def named(rank):
 
 def test_a_rank_began_to_end_before_those_that_name_it():
     ends = [end(0, 7, 1.0), end(1, 93, 3.0), end(2, 1, 0.9, tail=named(1))]
-    verdict = judge(ends)
-    assert (verdict.exit_code, verdict.cause.rank) == (93, 1)
-    assert verdict.cause.at_s == 0.9
+    result = judge(ends)
+    assert (result.exit_code, result.cause.rank) == (93, 1)
+    assert result.cause.at_s == 0.9
 
 
 @pytest.mark.parametrize(
@@ -143,8 +142,8 @@ def test_who_was_stopped_is_the_cause_of_those_that_lost_it(
     status, is_leaving, tail, cause
 ):
     late = replace(end(1, status, 3.0, was_stopped=True), was_leaving=is_leaving)
-    verdict = judge([end(0, 1, 1.0, tail=tail), late])
-    assert (verdict.exit_code, verdict.cause.rank) == (1, cause)
+    result = judge([end(0, 1, 1.0, tail=tail), late])
+    assert (result.exit_code, result.cause.rank) == (1, cause)
 
 
 def test_the_cause_is_awaited_among_those_that_may_be_it():
@@ -184,16 +183,16 @@ def test_the_cause_is_awaited_among_those_that_may_be_it():
 def test_every_failure_is_told_once_and_the_order_of_news_changes_nothing(
     ends, hosts, random
 ):
-    verdict = judge(ends, lost=hosts)
+    result = judge(ends, lost=hosts)
     again = judge(random.sample(ends, len(ends)), lost=hosts[::-1])
-    assert verdict == again
-    told = [*verdict.also_failed, *verdict.also_lost, *verdict.ended]
-    told += [verdict.cause] if verdict.cause is not None else []
+    assert result == again
+    told = [*result.also_failed, *result.also_lost, *result.ended]
+    told += [result.cause] if result.cause is not None else []
     silent = [e for e in ends if e.status == 0 and not e.was_stopped]
     assert len(told) == len(ends) - len(silent) + len(hosts)
     is_bad = bool(hosts) or any(e.status != 0 for e in ends)
-    assert (verdict.exit_code != 0) is is_bad
-    assert list(verdict.ends) == sorted(ends, key=lambda e: e.rank)
+    assert (result.exit_code != 0) is is_bad
+    assert list(result.ends) == sorted(ends, key=lambda e: e.rank)
 
 
 def test_a_restart_is_worth_trying_unless_a_rank_says_no_or_the_user_ended_it():
@@ -208,7 +207,7 @@ def test_a_restart_is_worth_trying_unless_a_rank_says_no_or_the_user_ended_it():
 def test_the_summary_says_who_why_and_where():
     traceback = "Traceback (most recent call last):\n  File x\nValueError: no"
     cause = end(1, 1, 1.25, tail=("ValueError: no", "more noise"))
-    verdict = judge(
+    result = judge(
         [
             end(0, -signal.SIGTERM, 2.0, was_stopped=True),
             replace(cause, traceback=traceback, evidence="core dumped to /c"),
@@ -220,7 +219,7 @@ def test_the_summary_says_who_why_and_where():
             end(7, 1, 1.3, tail=("ValueError: no",)),
         ]
     )
-    said = summarize(verdict, Generation("job", 1, ("h",) * 8), "/logs").splitlines()
+    said = summarize(result, Generation("job", 1, ("h",) * 8), "/logs").splitlines()
     assert said[0].startswith("+-- ronde: the job failed at start 2, exit code 1 -----")
     assert said[-1] == "+" + "-" * 77
     assert said[1:-1] == [
@@ -241,8 +240,8 @@ def test_the_summary_says_who_why_and_where():
 
 
 def test_a_lost_host_is_named_with_its_ranks():
-    verdict = judge([], lost=[lost("b", 2.5), lost("c", 3.0, (6,))])
-    assert summarize(verdict).splitlines()[1:-1] == [
+    result = judge([], lost=[lost("b", 2.5), lost("c", 3.0, (6,))])
+    assert summarize(result).splitlines()[1:-1] == [
         "| b was lost first, after 2.5 s: nothing was heard of it for 8 s",
         "| it had ranks 4-5",
         "|",

@@ -72,11 +72,14 @@ def kill_agent(cluster, host):
 def held_up(cluster, host):
     """Have a host find something left of the first generation meanwhile."""
     marks = rank_of(cluster, host, 0).environment.split(b"\0")
-    [cookie] = [mark for mark in marks if mark.startswith(b"RONDE_COOKIE=")]
+    [job_marker] = [mark for mark in marks if mark.startswith(b"RONDE_COOKIE=")]
     with cluster.start(
         host,
         ["sh", "-c", "echo; read -r _"],
-        env={"PATH": os.defpath, "RONDE_COOKIE": cookie.partition(b"=")[2].decode()},
+        env={
+            "PATH": os.defpath,
+            "RONDE_COOKIE": job_marker.partition(b"=")[2].decode(),
+        },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as leftover:

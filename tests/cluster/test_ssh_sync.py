@@ -23,7 +23,7 @@ from ronde.launch.hosts.host import Host
 from ronde.launch.signals import caught_signals
 from ronde.launch.spawners.mpi import MpiSpawner
 from ronde.launch.spawners.ssh import SshSpawner
-from ronde.launch.syncing import sync_folder
+from ronde.launch.spawners.sync import sync_folder
 
 folder, how, config, *names = sys.argv[1:]
 args = ["-F", config]

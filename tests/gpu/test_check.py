@@ -5,27 +5,24 @@ from contextlib import ExitStack
 
 import pytest
 from tests.check.copies_suite import check_copies, check_link
-from tests.check.nvml_fake import SavedNvml, asking
+from tests.check.nvml_fake import SavedNvml, asking, record
 from tests.check.nvml_suite import SUITE
 from tests.cli.conftest import Ronde
 
 from ronde.check.catalogue import all_checks
 from ronde.check.check import Family
 from ronde.check.facts import Reading
-from ronde.check.nvml.driver import NvmlDriver
-from ronde.check.nvml.questions import GpuQuestion, HostQuestion
-from ronde.check.nvml.record import record
+from ronde.check.gpu.answers import ALL_ANSWERS, keep_answers
+from ronde.check.gpu.copies import address_of, examine_gpu, find_gpu
+from ronde.check.gpu.nvml import GpuQuestion, HostQuestion, NvmlDriver
 from ronde.check.operations.burning import burn
-from ronde.check.operations.copying import examine_gpu
-from ronde.check.operations.pci_link import address_of, find_gpu
 from ronde.check.operations.site import Site
-from ronde.check.probes.gpu import ALL_ANSWERS, keep_answers
 from ronde.check.probing import ProbeEntry, run_probes
 from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 
 torch = pytest.importorskip("torch")
 
-PROBE = {"gpu": ProbeEntry("ronde.check.probes.gpu", 60.0, "gpu.")}
+PROBE = {"gpu": ProbeEntry(("ronde.check.gpu.presence",), 60.0, "gpu.")}
 
 
 @pytest.fixture
@@ -70,7 +67,7 @@ def test_every_fact_is_told_or_unreadable_with_its_reason(nvml):
 def test_the_probe_tells_of_the_gpus_in_time(nvml):
     outcome = run_probes(PROBE, {})["gpu"]
     assert outcome.failure == ""
-    assert outcome.values["gpu.count"] == len(outcome.values["gpu.uuids"]) > 0
+    assert outcome.values["gpu.count"] == len(outcome.values["gpu.titles"]) > 0
 
 
 def test_no_check_of_a_gpu_that_works_fails(nvml):

@@ -9,15 +9,15 @@ from hypothesis import given, strategies as st
 
 from ronde.addresses import InterfaceAddress, read_interfaces, source_towards
 from ronde.errors import HostError, UsageError
-from ronde.launch.placement.meeting_point import (
+from ronde.launch.placement.network import (
     HostNetwork,
     MeetingPoint,
     choose_meeting_point,
     find_candidates,
+    hold_port,
+    locate,
     require_answers,
 )
-from ronde.launch.placement.routes import locate
-from ronde.launch.ports import hold_port
 
 IP = shutil.which("ip")
 ALL_ADDRESSES = ["0.0.0.0", "::", "::ffff:0.0.0.0", "0", ""]  # noqa: S104  to be refused

@@ -7,9 +7,16 @@ from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host
-from ronde.launch.placement.binding import Binding, BindMode, bind
-from ronde.launch.placement.devices import GpuView, assign_gpus, choose_gpus
-from ronde.launch.placement.rank_placement import PlacementRequest, place_ranks
+from ronde.launch.placement.placement import (
+    Binding,
+    BindMode,
+    GpuView,
+    PlacementRequest,
+    assign_gpus,
+    bind,
+    choose_gpus,
+    place_ranks,
+)
 from ronde.topology.machine import UNKNOWN_NODE, Core, Gpu, Machine
 from ronde.topology.placement.placing import PlacementError
 from ronde.topology.placement.policies import Policy

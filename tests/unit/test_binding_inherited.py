@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch import affinity
-from ronde.launch.affinity import inherited_binding
+from ronde.launch.agent import ranks
+from ronde.launch.agent.ranks import inherited_binding
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.machine import UNKNOWN_NODE
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 
 needs_policy = pytest.mark.skipif(
-    not Path("/proc/self/numa_maps").exists()
-    or os.uname().machine not in affinity._CALLS,
+    not Path("/proc/self/numa_maps").exists() or os.uname().machine not in ranks._CALLS,
     reason="this kernel shows no memory policy",
 )
 
@@ -82,10 +81,10 @@ def test_a_node_that_is_not_there_is_told_of_and_binds_nothing():
 @needs_policy
 def test_a_policy_that_was_set_before_stays():
     code = (
-        "import subprocess\nfrom ronde.launch import affinity\n"
+        "import subprocess\nfrom ronde.launch.agent import ranks\n"
         "interleave = 3\n"
-        "assert affinity._set_policy(interleave, 0) == 0\n"
-        "with affinity.inherited_binding([], 0):\n"
+        "assert ranks._set_policy(interleave, 0) == 0\n"
+        "with ranks.inherited_binding([], 0):\n"
         "    subprocess.run(['cat', '/proc/self/numa_maps'], check=True)\n"
         "print('-')\n"
         "subprocess.run(['cat', '/proc/self/numa_maps'], check=True)\n"

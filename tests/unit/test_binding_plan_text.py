@@ -2,26 +2,32 @@
 
 from hypothesis import given, strategies as st
 
-from ronde.launch.hosts.allocation import Share
+from ronde.launch.controller.plan import JobPlan, JobRequest, make_facts
+from ronde.launch.hosts.allocation import HostShare
 from ronde.launch.hosts.host import Host
-from ronde.launch.placement.place import Place
-from ronde.launch.plan import JobRequest, Plan, make_facts
+from ronde.launch.placement.place import RankResources
 from ronde.render.plan import plan_text
 from ronde.render.value_runs import format_runs
 
 HALVES = (
-    Place(2, (0, 1), 0, {"CUDA_VISIBLE_DEVICES": "0"}, "GPU 0 H100", "mlx5_0", "half"),
-    Place(2, (2, 3), 1, {"CUDA_VISIBLE_DEVICES": "1"}, "GPU 1 H100", "mlx5_1", "half"),
+    RankResources(
+        2, (0, 1), 0, {"CUDA_VISIBLE_DEVICES": "0"}, "GPU 0 H100", "mlx5_0", "half"
+    ),
+    RankResources(
+        2, (2, 3), 1, {"CUDA_VISIBLE_DEVICES": "1"}, "GPU 1 H100", "mlx5_1", "half"
+    ),
 )
-ANYWHERE = (Place(1, why="not bound"),) * 4
+ANYWHERE = (RankResources(1, why="not bound"),) * 4
 
 
-def plan(*hosts: tuple[str, tuple[Place, ...]], env: dict[str, str] | None = None):
-    shares: list[Share] = []
+def plan(
+    *hosts: tuple[str, tuple[RankResources, ...]], env: dict[str, str] | None = None
+):
+    shares: list[HostShare] = []
     for name, places in hosts:
         start = shares[-1].ranks.stop if shares else 0
-        shares.append(Share(Host(name), range(start, start + len(places))))
-    return Plan(
+        shares.append(HostShare(Host(name), range(start, start + len(places))))
+    return JobPlan(
         request=JobRequest(("python", "my train.py"), env or {}, {}),
         facts=make_facts("job"),
         shares=tuple(shares),

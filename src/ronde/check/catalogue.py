@@ -6,30 +6,51 @@ from ronde.check.check import Check
 from ronde.check.probing import ProbeEntry
 
 PROBES = {
-    "versions": ProbeEntry("ronde.check.probes.versions", 30.0, "versions."),
-    "gpu": ProbeEntry("ronde.check.probes.gpu", 45.0, "gpu."),
-    "host": ProbeEntry("ronde.check.probes.host", 5.0, "host."),
-    "network": ProbeEntry("ronde.check.probes.network", 5.0, "network."),
-    "storage": ProbeEntry("ronde.check.probes.storage", 10.0, "storage."),
-    "scheduler": ProbeEntry("ronde.check.probes.scheduler", 5.0, "scheduler."),
+    "versions": ProbeEntry(("ronde.check.host.software",), 30.0, "versions."),
+    "gpu": ProbeEntry(("ronde.check.gpu.presence",), 45.0, "gpu."),
+    "host": ProbeEntry(
+        (
+            "ronde.check.host.kernel",
+            "ronde.check.host.limits",
+            "ronde.check.host.memory",
+        ),
+        5.0,
+        "host.",
+    ),
+    "network": ProbeEntry(("ronde.check.probes.network",), 5.0, "network."),
+    "storage": ProbeEntry(("ronde.check.probes.storage",), 10.0, "storage."),
+    "scheduler": ProbeEntry(("ronde.check.host.scheduler",), 5.0, "scheduler."),
 }
 """By name; each runs in a process of its own."""
 
-_FAMILIES = (
-    "taking_part",
-    "versions",
-    "gpu",
-    "host",
-    "scheduler",
-    "network",
-    "bandwidth",
-    "link_errors",
-    "storage",
-    "cluster",
+_SUBJECTS = (
+    "families.taking_part",
+    "host.software",
+    "gpu.presence",
+    "gpu.software",
+    "gpu.use",
+    "gpu.health",
+    "gpu.kernel_log",
+    "gpu.links",
+    "gpu.copies",
+    "host.limits",
+    "host.memory",
+    "host.kernel",
+    "host.scheduler",
+    "families.network",
+    "families.bandwidth",
+    "families.link_errors",
+    "families.storage",
+    "families.cluster",
 )
+"""Modules with checks."""
 
 
 def all_checks() -> tuple[Check, ...]:
-    """Return all checks, family by family."""
-    modules = (import_module(f"ronde.check.families.{name}") for name in _FAMILIES)
-    return tuple(check for module in modules for check in module.CHECKS)
+    """Return all checks, subject by subject."""
+    found: list[Check] = []
+    for name in _SUBJECTS:
+        names = vars(import_module(f"ronde.check.{name}"))
+        found += names.get("CHECKS", ())
+        found += (each for each in names.values() if isinstance(each, Check))
+    return tuple(found)

@@ -1,11 +1,23 @@
-"""One check: what it reads, where its threshold comes from, and what to do."""
+"""One check: what it reads, where its threshold comes from, what to do, its judge.
 
-from collections.abc import Callable, Iterator
+A check is a function below a decorator: ``check`` for all hosts together, ``each_host``
+for one host after the other; ``gpu.judges`` has those for GPUs. The decorator makes it
+a ``Check``, and ``catalogue`` finds it in its module.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
-from ronde.check.facts import HostFacts, Value
-from ronde.check.fleet import Fleet, spell
+from ronde.check.facts import (
+    Fleet,
+    HostFacts,
+    Value,
+    Values,
+    find_few,
+    show_usual,
+    spell,
+)
 
 
 class Family(StrEnum):
@@ -31,6 +43,8 @@ class Severity(StrEnum):
     INFORM = "inform"
     """Worth knowing."""
 
+
+FAIL, WARN, INFORM = Severity
 
 _BETWEEN = " - "
 
@@ -61,8 +75,35 @@ class Finding(NamedTuple):
 
 
 def name_pair(host: str, other: str) -> str:
-    """Return how two hosts are named where neither is to blame by itself."""
+    """Return the name of two hosts between which there is a fault."""
     return f"{host}{_BETWEEN}{other}"
+
+
+def name_some(names: Mapping[str, object] | list[str], most: int = 4) -> str:
+    """Return the first few names, and how many more there are."""
+    named, num_more = list(names)[:most], len(names) - most
+    return ", ".join(named) + (f" and {num_more} more" if num_more > 0 else "")
+
+
+class Problem(NamedTuple):
+    """What a judge finds; it becomes a ``Finding`` of its check.
+
+    Attributes:
+        what: As in ``Finding``.
+        severity: None for the check's own.
+        usual: As in ``Finding``.
+        fix: As in ``Finding``.
+        host: Where; filled in for a judge of one host.
+    """
+
+    what: str
+    severity: Severity | None = None
+    usual: str = ""
+    fix: str = ""
+    host: str = ""
+
+
+Judge = Callable[[Fleet], Iterator[Problem] | Iterator[Finding]]
 
 
 class Check(NamedTuple):
@@ -71,63 +112,157 @@ class Check(NamedTuple):
     Attributes:
         id: Its name, in words joined by hyphens: ``locked-memory``.
         family: What it is about.
+        severity: The worst that it finds, and of what says nothing else.
         title: What it asks, in half a sentence.
         reads: What it looks at, for people.
         threshold: What is good enough, for people.
         source: Where the threshold comes from.
-        severity: The worst that it says.
         fix: What to do or type.
         needs: What it cannot do without: a GPU, root, several hosts; empty for nothing.
         why: What happens to training otherwise.
-        facts: Names of the facts that it needs of a host; it is ``unreadable`` there
-            without any one of them, and is not asked about.
+        facts: Names of the facts that it needs of a host; without one of them it is
+            ``unreadable`` there.
         judge: Yields what it finds, of all hosts that have the facts.
-        besides: Names of facts of other probes or steps that it takes into account
-            where they are known.
+        besides: Names of facts that it takes into account where they are known.
     """
 
     id: str
     family: Family
+    severity: Severity
     title: str
     reads: str
     threshold: str
     source: str
-    severity: Severity
     fix: str
     needs: str
     why: str
     facts: tuple[str, ...]
-    judge: Callable[[Fleet], Iterator[Finding]]
+    judge: Judge
     besides: tuple[str, ...] = ()
 
+    def find(self, fleet: Fleet) -> Iterator[Finding]:
+        """Yield what is found on all hosts."""
+        for each in self.judge(fleet):
+            if isinstance(each, Finding):
+                yield each
+                continue
+            what, severity, usual, fix, host = each
+            yield Finding(self.id, severity or self.severity, host, what, usual, fix)
 
-def alike(
-    name: str,
+
+_FIELDS = ("reads", "threshold", "source", "fix", "needs", "why")
+
+
+def check(
+    family: Family,
     severity: Severity,
+    text: str,
+    *facts: str,
+    besides: tuple[str, ...] = (),
+) -> Callable[[Judge], Check]:
+    """Make a judge of all hosts a check.
+
+    Args:
+        family: What it is about.
+        severity: The worst that it finds.
+        text: ``id: title``, and a paragraph ``name: text`` for each further field.
+        facts: See ``Check``.
+        besides: See ``Check``.
+    """
+    head, *lines = text.strip().splitlines()
+    name, _, title = head.partition(": ")
+    fields, last = {"title": title, **dict.fromkeys(_FIELDS, "")}, "title"
+    for line in map(str.strip, lines):
+        begin, _, rest = line.partition(": ")
+        if begin in _FIELDS:
+            fields[begin], last = rest, begin
+        else:
+            fields[last] += f" {line}"
+
+    def make(judge: Judge) -> Check:
+        return Check(
+            name, family, severity, **fields, facts=facts, judge=judge, besides=besides
+        )
+
+    return make
+
+
+def each_host(
+    family: Family,
+    severity: Severity,
+    text: str,
+    *facts: str,
+    besides: tuple[str, ...] = (),
+) -> Callable[[Callable[[Values, Fleet], Iterator[Problem]]], Check]:
+    """Make a judge of one host's values a check; see ``check``."""
+
+    def make(judge: Callable[[Values, Fleet], Iterator[Problem]]) -> Check:
+        def judge_all(fleet: Fleet) -> Iterator[Problem]:
+            for host in fleet.having(*facts):
+                for problem in judge(host.values, fleet):
+                    yield problem._replace(host=host.host)
+
+        return check(family, severity, text, *facts, besides=besides)(judge_all)
+
+    return make
+
+
+def differing(
+    fleet: Fleet, fact: str, title: str, show: Callable[[Value], str] = spell
+) -> Iterator[Problem]:
+    """Yield the hosts in which a fact is not what most have; of only two, both."""
+    for host, value, usual in fleet.odd_ones(fact, show):
+        yield Problem(f"{title} {value}", usual=usual, host=host)
+
+
+def same_everywhere(
+    family: Family,
+    severity: Severity,
+    text: str,
     fact: str,
     title: str,
     show: Callable[[Value], str] = spell,
-) -> Callable[[Fleet], Iterator[Finding]]:
-    """Return a judge that finds hosts in which a fact is not what most have.
-
-    Of two hosts, or in a draw, nobody is blamed: each host is told with its value.
+) -> Check:
+    """Return a check that finds hosts in which a fact is not what most have.
 
     Args:
-        name: Id of the check.
-        severity: Of what it finds.
+        family: See ``check``.
+        severity: See ``check``.
+        text: See ``check``.
         fact: The fact's name.
         title: What the value is, for people: ``torch``.
         show: Writes a value for people; what it writes alike is alike.
     """
-
-    def judge(fleet: Fleet) -> Iterator[Finding]:
-        for host, value, usual in fleet.odd_ones(fact, show):
-            yield Finding(name, severity, host, f"{title} {value}", usual)
-
-    return judge
+    judge = check(family, severity, text, fact)
+    return judge(lambda fleet: differing(fleet, fact, title, show))
 
 
-def describe(facts: HostFacts, names: tuple[str, ...]) -> str | None:
+def having_less(
+    amounts: Mapping[str, float], show: Callable[[float], str], share: float = 1.0
+) -> Iterator[Problem]:
+    """Yield the hosts that have less of something than a share of what most have.
+
+    Args:
+        amounts: By the host's name.
+        show: Writes an amount for people, with its unit and what it is of.
+        share: See ``find_few``.
+    """
+    few = find_few(amounts, share)
+    for host in few.hosts:
+        usual = show_usual(host, amounts, few, show)
+        yield Problem(show(amounts[host]), Severity.WARN, usual, host=host)
+
+
+def once_a_host(*problems: Iterator[Problem]) -> Iterator[Problem]:
+    """Yield of each host what the first of some judges finds."""
+    known: set[str] = set()
+    for each in problems:
+        found = [problem for problem in each if problem.host not in known]
+        known |= {problem.host for problem in found}
+        yield from found
+
+
+def why_unread(facts: HostFacts, names: tuple[str, ...]) -> str | None:
     """Return why a check cannot be made on a host.
 
     Returns:
@@ -141,3 +276,19 @@ def describe(facts: HostFacts, names: tuple[str, ...]) -> str | None:
             unread = facts.unreadable
             return unread.get(name) or unread.get(of_probe, "")
     return None
+
+
+def alike(
+    name: str,
+    severity: Severity,
+    fact: str,
+    title: str,
+    show: Callable[[Value], str] = spell,
+) -> Callable[[Fleet], Iterator[Finding]]:
+    """Return a judge that finds hosts in which a fact is not what most have."""
+
+    def judge(fleet: Fleet) -> Iterator[Finding]:
+        for host, value, usual in fleet.odd_ones(fact, show):
+            yield Finding(name, severity, host, f"{title} {value}", usual)
+
+    return judge

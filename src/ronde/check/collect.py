@@ -9,12 +9,12 @@ from ronde.check.planning import Plan
 from ronde.check.steps import probing
 from ronde.check.steps.panel import Panel
 from ronde.errors import HostError, HostFailure
-from ronde.launch.controller import Controller
-from ronde.launch.hiring import Hiring
+from ronde.launch.agent_start.starter import AgentStarter
+from ronde.launch.controller.controller import Controller
 from ronde.launch.hosts.host import Host
-from ronde.launch.lineage import adopt_orphans
-from ronde.launch.node import Node
-from ronde.launch.sink import Unseen
+from ronde.launch.node import AgentNode
+from ronde.launch.output.sink import NoOutput
+from ronde.launch.process_tree import adopt_orphans
 
 
 class Collected(NamedTuple):
@@ -31,7 +31,7 @@ class Collected(NamedTuple):
 
 def collect(
     hosts: Sequence[Host],
-    hiring: Hiring,
+    hiring: AgentStarter,
     signal_fd: int,
     settings: dict[str, Value],
     plan: Plan,
@@ -52,7 +52,7 @@ def collect(
         LaunchError: An agent does not keep to its protocol.
     """
     adopt_orphans()
-    controller = Controller(Unseen(), signal_fd, hiring)
+    controller = Controller(NoOutput(), signal_fd, hiring)
     try:
         report("connecting")
         nodes, failures = controller.gather_ready(hosts)
@@ -66,14 +66,16 @@ def collect(
 
 def collect_from(
     controller: Controller,
-    nodes: Sequence[Node],
+    nodes: Sequence[AgentNode],
     settings: dict[str, Value],
     plan: Plan,
     report: Callable[[str], None],
 ) -> Collected:
     """Collect facts of hosts whose agents have said hello, and leave the agents."""
     nodes, addresses, lost = _locate(controller, nodes)
-    panel = Panel(controller.interview(nodes, "ronde.check.node"), addresses, settings)
+    panel = Panel(
+        controller.start_programs(nodes, "ronde.check.node"), addresses, settings
+    )
     if plan.probes:
         report("probing")
         probing.run(panel, plan.probes)
@@ -85,8 +87,8 @@ def collect_from(
 
 
 def _locate(
-    controller: Controller, nodes: Sequence[Node]
-) -> tuple[list[Node], Mapping[str, str], tuple[HostFailure, ...]]:
+    controller: Controller, nodes: Sequence[AgentNode]
+) -> tuple[list[AgentNode], Mapping[str, str], tuple[HostFailure, ...]]:
     """Return the hosts that are still there, their addresses, and those lost."""
     left, lost = list(nodes), ()
     while True:
@@ -100,7 +102,9 @@ def _locate(
             left = [node for node in left if node.name not in names]
 
 
-def _find_addresses(controller: Controller, nodes: Sequence[Node]) -> Mapping[str, str]:
+def _find_addresses(
+    controller: Controller, nodes: Sequence[AgentNode]
+) -> Mapping[str, str]:
     """Return by name the address of each host to which most others have a route."""
     if len(nodes) < 2:
         return {node.name: "" for node in nodes}
@@ -140,7 +144,7 @@ def choose_addresses(
     return found
 
 
-def _own_addresses(node: Node) -> list[str]:
+def _own_addresses(node: AgentNode) -> list[str]:
     if node.host.address:
         return [node.host.address]
     interfaces = node.hello.interfaces if node.hello else ()

@@ -1,14 +1,22 @@
-"""What is known of a host: values that JSON can hold, and what could not be read."""
+"""What is known of hosts: values that JSON can hold, and what could not be read."""
 
-from collections.abc import Callable, Generator
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 ENVIRONMENT = "environment"
 """Setting: what ``ronde run`` would forward to every host, by the variable's name."""
 
+MIN_MAJORITY = 3
+"""Of fewer hosts none is in the minority."""
+
 Value = Any
 """A number, a text, a truth, or lists and objects of these, as JSON has them."""
+
+Values = Mapping[str, Value]
 
 
 class HostFacts(NamedTuple):
@@ -28,38 +36,31 @@ class HostFacts(NamedTuple):
 
 
 class UnreadableError(Exception):
-    """A fact cannot be read.
-
-    Args:
-        reason: Why, in half a sentence; and what would help, if anything would.
-    """
+    """A fact cannot be read; the message is why, in half a sentence."""
 
 
 class Reading:
-    """Facts as a probe finds them; what cannot be read is taken down as that.
+    """Facts as a probe finds them, and why others cannot be read.
 
     Args:
-        settings: What the user said that probes are to know: ``paths``, ``num_ranks``
-            and the like.
+        settings: What the user asked for: ``paths``, ``num_ranks`` and the like.
     """
 
     def __init__(self, settings: dict[str, Value]) -> None:
         self.settings = settings
+        self.root = str(settings.get("root", "/")).rstrip("/")
+        """Where ``proc`` and ``sys`` are; empty for this machine."""
         self.values: dict[str, Value] = {}
         self.unreadable: dict[str, str] = {}
 
     def keep(self, name: str, read: Callable[[], Value]) -> None:
-        """Take down what ``read`` returns, or why it could not be read.
-
-        A file that is not there and one that may not be read are both unreadable; a
-        probe to which absence means something looks for itself.
-        """
+        """Store what ``read`` returns, or why it could not be read."""
         with self.reading(name):
             self.values[name] = read()
 
     @contextmanager
     def reading(self, *names: str) -> Generator[None]:
-        """Take down these facts as unreadable if the block cannot read them."""
+        """Store these facts as unreadable if the block cannot read them."""
         try:
             yield
         except UnreadableError as error:
@@ -69,7 +70,122 @@ class Reading:
         except OSError as error:
             reason = f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")
         except (ValueError, KeyError, IndexError, AttributeError) as error:
-            reason = f"it is not of the form that is known: {error!r}"
+            reason = f"its form is unknown: {error!r}"
         else:
             return
         self.unreadable |= dict.fromkeys(names, reason)
+
+
+def spell(value: Value) -> str:
+    """Return a value as people read it, equal ones alike."""
+    if isinstance(value, str):
+        return value or "(empty)"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return json.dumps(value, sort_keys=True)
+
+
+class Odd(NamedTuple):
+    """A host that differs: what it has, and what most others have, for people."""
+
+    host: str
+    value: str
+    usual: str
+
+
+def find_odd(shown: Mapping[str, str], of: str = "hosts") -> Iterator[Odd]:
+    """Yield whose value is not what most have.
+
+    In a draw, or with only two, all are odd: each is shown with its value.
+
+    Args:
+        shown: By the host's name.
+        of: What the names are of.
+    """
+    counts = Counter(shown.values())
+    if len(counts) < 2:
+        return
+    (usual, most), (_, second) = counts.most_common(2)
+    is_draw = most == second or len(shown) < MIN_MAJORITY
+    for host, value in shown.items():
+        if is_draw:
+            others = [v for v in counts if v != value]
+            yield Odd(host, value, f"{', '.join(others)} elsewhere")
+        elif value != usual:
+            yield Odd(host, value, f"{usual} on {most} {of}")
+
+
+class Few(NamedTuple):
+    """Hosts that have too little of something; of a draw, all.
+
+    Attributes:
+        hosts: Their names.
+        usual: What most hosts have; in a draw, the most that any of them has.
+        is_draw: Whether it is one.
+    """
+
+    hosts: tuple[str, ...]
+    usual: float
+    is_draw: bool
+
+
+def find_few(amounts: Mapping[str, float], share: float) -> Few:
+    """Find the hosts that have less than a share of what most have.
+
+    To have more is no fault. Where as many have little as have much, it is a draw; with
+    only two hosts it always is.
+
+    Args:
+        amounts: By name of the host.
+        share: Of the upper median, between 0 and 1.
+    """
+    if not amounts:
+        return Few((), 0.0, is_draw=False)
+    usual = statistics.median_high(amounts.values())
+    few = tuple(host for host, amount in amounts.items() if amount < share * usual)
+    if few and 2 * len(few) >= len(amounts):
+        return Few(tuple(amounts), max(amounts.values()), is_draw=True)
+    return Few(few, usual, is_draw=False)
+
+
+def show_usual(
+    host: str, amounts: Mapping[str, float], few: Few, show: Callable[[float], str]
+) -> str:
+    """Return what other hosts have, for ``Finding.usual``."""
+    if not few.is_draw:
+        return f"{show(few.usual)} on most hosts"
+    others = {show(a): None for name, a in amounts.items() if name != host}
+    return f"{', '.join(others)} elsewhere"
+
+
+class Fleet(NamedTuple):
+    """The hosts, in the user's order.
+
+    Attributes:
+        hosts: What is known of each.
+        settings: What the user asked for; see ``Reading``.
+    """
+
+    hosts: tuple[HostFacts, ...]
+    settings: dict[str, Value]
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks a host gets: what the user asked for, else one."""
+        return int(self.settings.get("num_ranks") or 1)
+
+    def having(self, *names: str) -> Iterator[HostFacts]:
+        """Yield the hosts of which all these facts are known."""
+        for facts in self.hosts:
+            if all(name in facts.values for name in names):
+                yield facts
+
+    def known(self, name: str) -> dict[str, Value]:
+        """Return a fact by the name of each host that has it."""
+        return {facts.host: facts.values[name] for facts in self.having(name)}
+
+    def odd_ones(
+        self, name: str, show: Callable[[Value], str] = spell
+    ) -> Iterator[Odd]:
+        """Yield the hosts in which a fact is not what most hosts have."""
+        return find_odd({host: show(value) for host, value in self.known(name).items()})

@@ -20,7 +20,6 @@ NONE = "(none)"
 _MEASURED = {
     "host.pids_left": "",
     "host.busy": "",
-    "host.blocked": "",
     "gpu.busy_percent": "",
     "gpu.clock_events": "",
     "gpu.margin_celsius": "",

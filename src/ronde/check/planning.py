@@ -28,7 +28,6 @@ STEPS = (
     burning.STEP,
     bandwidth.STEP,
     counting.PORTS_STEP,
-    counting.GPUS_STEP,
 )
 """In their order, behind the probes."""
 

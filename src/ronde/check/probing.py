@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from ronde.check.facts import Reading, Value
 _PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
 _BOOT = (
     "import sys; sys.path.append(sys.argv[1]); "
-    "from ronde.check.probing import main; main(sys.argv[2])"
+    "from ronde.check.probing import main; main(sys.argv[2:])"
 )
 ENDED = "it ended with code"
 """How the failure begins of a probe that ended by itself; any other one hung."""
@@ -32,13 +32,13 @@ class ProbeEntry(NamedTuple):
     """A probe that there is.
 
     Attributes:
-        module: Has ``read(reading: Reading) -> None``.
+        modules: Each has ``read(reading: Reading) -> None``; they run in turn.
         deadline_s: What it may take; it is killed then.
         facts: How the names of its facts begin, such as ``host.``.
         settings: For it alone, beside those of all.
     """
 
-    module: str
+    modules: tuple[str, ...]
     deadline_s: float
     facts: str
     settings: Mapping[str, Value] = MappingProxyType({})
@@ -75,7 +75,7 @@ def run_probes(
     begun_s = time.monotonic()
     running = {
         name: subprocess.Popen(
-            [sys.executable, "-c", _BOOT, _PACKAGE_DIR, entry.module],
+            [sys.executable, "-c", _BOOT, _PACKAGE_DIR, *entry.modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -125,14 +125,15 @@ def _collect(
         return Outcome({}, {}, reason[:_MAX_SAID_CHARS], seconds)
 
 
-def main(module: str) -> None:
+def main(modules: Sequence[str]) -> None:
     """Be one probe: read settings, write facts."""
     settings: Any = json.loads(sys.stdin.buffer.read())
     reading = Reading(settings)
     # What libraries print must not be taken for facts.
     facts_fd = os.dup(1)
     os.dup2(2, 1)
-    import_module(module).read(reading)
+    for module in modules:
+        import_module(module).read(reading)
     answer = {"values": reading.values, "unreadable": reading.unreadable}
     with open(facts_fd, "w", encoding="utf-8") as out:  # noqa: PTH123 - a descriptor
         json.dump(answer, out)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ronde.arguments import Parser
 from ronde.errors import UsageError
-from ronde.launch.horovod_alias import ALIAS_DIRECTORY, find_horovod
+from ronde.launch.environments import ALIAS_DIRECTORY, find_horovod
 
 _DESCRIPTION = """\
 Without an option, shows what import horovod finds in this environment.

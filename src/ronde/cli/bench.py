@@ -13,7 +13,7 @@ from ronde.bench.variables import read_variables
 from ronde.cli.own_ranks import run_own_ranks
 from ronde.cli.standard_output import give_up_output, is_unwritten
 from ronde.errors import CollectiveError, RondeError, UsageError
-from ronde.launch.directory import absolute_path
+from ronde.launch.program import absolute_path
 from ronde.render.bench_plot import check_path
 from ronde.world import Claim, Launcher, read_claim
 from ronde.world.engines import require_algorithm, require_engine

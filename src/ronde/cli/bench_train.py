@@ -19,9 +19,9 @@ from ronde.bench.training.options import (
 )
 from ronde.cli.own_ranks import run_own_ranks
 from ronde.errors import UsageError
-from ronde.launch.directory import absolute_path
-from ronde.launch.inherited import own_environment
-from ronde.launch.slots import count_cores, count_slots
+from ronde.launch.environments import own_environment
+from ronde.launch.placement.place import count_cores, count_slots
+from ronde.launch.program import absolute_path
 from ronde.world import Claim, Launcher, read_claim
 from ronde.world.engines import ENGINES, require_engine
 

@@ -13,19 +13,18 @@ from ronde.check.collect import Collected, collect, collect_from
 from ronde.check.facts import ENVIRONMENT
 from ronde.check.families.taking_part import ABSENT
 from ronde.check.fleet import Fleet
-from ronde.check.judging import Judgement, judge
+from ronde.check.judging import Judgement, Readiness, decide, fit_together, judge
 from ronde.check.keeping import Earlier, Kept, compare, load_last, save
 from ronde.check.planning import plan_for
-from ronde.check.verdict import Verdict, decide, fit_together
 from ronde.cli.check_options import CheckRequest, find_check, make_parser, read_request
 from ronde.cli.ssh_options import make_spawner
 from ronde.errors import Failure, HostError, HostFailure, UsageError
-from ronde.launch.arranging import Preflight
-from ronde.launch.boot import start_local_agent
-from ronde.launch.controller import Controller
-from ronde.launch.hiring import Hiring
-from ronde.launch.inherited import own_environment
-from ronde.launch.node import Node
+from ronde.launch.agent_start.bootstrap import start_local_agent
+from ronde.launch.agent_start.starter import AgentStarter
+from ronde.launch.controller.controller import Controller
+from ronde.launch.controller.launch import Preflight
+from ronde.launch.environments import own_environment
+from ronde.launch.node import AgentNode
 from ronde.launch.signals import InterruptedStartError, caught_signals
 from ronde.launch.spawners.base import Spawner
 from ronde.render.check_changes import tell_changes
@@ -50,7 +49,7 @@ class _Checked(NamedTuple):
 
     examined: Collected
     judgement: Judgement
-    verdict: Verdict
+    verdict: Readiness
     exit_code: int
 
 
@@ -101,7 +100,7 @@ def _check(words: Sequence[str]) -> int:
         return make_spawner(options, environ)
 
     with caught_signals() as signal_fd, start_local_agent() as agent:
-        hiring = Hiring(agent, make, options.python)
+        hiring = AgentStarter(agent, make, options.python)
         with _progress() as tell:
             examined = collect(
                 request.hosts, hiring, signal_fd, request.settings, plan, tell
@@ -124,7 +123,7 @@ def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
     """
     checks = all_checks()
 
-    def check(controller: Controller, nodes: Sequence[Node]) -> tuple[str, ...]:
+    def check(controller: Controller, nodes: Sequence[AgentNode]) -> tuple[str, ...]:
         settings = {"directory": directory, ENVIRONMENT: env}
         plan = plan_for(checks, settings)
         found = collect_from(controller, nodes, settings, plan, lambda _: None)

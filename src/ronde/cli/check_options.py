@@ -9,16 +9,15 @@ from typing import NamedTuple
 
 from ronde.arguments import Parser
 from ronde.check.check import Check, Family
-from ronde.check.facts import Value
+from ronde.check.facts import ENVIRONMENT, Value
 from ronde.check.families.taking_part import TAKING_PART
-from ronde.check.probes.versions import ENVIRONMENT
 from ronde.cli.host_options import add_host_options, find_hosts
 from ronde.cli.ssh_options import add_ssh_options
 from ronde.errors import UsageError
-from ronde.launch.directory import absolute_path
-from ronde.launch.forwarded import select_forwarded
+from ronde.launch.environments import select_forwarded
 from ronde.launch.hosts.host import Host
-from ronde.launch.hosts.names import MAX_SLOTS, parse_number
+from ronde.launch.hosts.hostfile import MAX_SLOTS, parse_number
+from ronde.launch.program import absolute_path
 from ronde.units import parse_duration_s
 
 WAYS = ("auto", "tcp", "gloo", "nccl")

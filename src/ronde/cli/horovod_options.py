@@ -1,13 +1,17 @@
-"""horovodrun's options, as ``ronde run`` understands them."""
+"""horovodrun's options and configuration file, as ``ronde run`` understands them."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
-from ronde.cli.host_options import add_host_options, find_run_hosts
+from ronde.cli.host_options import add_host_options, find_run_hosts, read_text
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host
+from ronde.launch.output.files import attempt_dir
+from ronde.launch.output.sink import Generation, OutputSink, SinkWrapper
+from ronde.launch.program import absolute_path
 
 _VALUES = {
     "fusion-threshold-mb": "FUSION_THRESHOLD",
@@ -77,26 +81,16 @@ _SECTIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What horovodrun's options ask for.
+class HorovodOptions:
+    """What horovodrun's options ask for."""
 
-    Attributes:
-        env: Variables for all ranks.
-        engine: What is to move tensors, or empty.
-        hosts: Where ranks may run, at least one.
-        min_ranks: How many suffice where there are fewer slots; None for all.
-        ssh_args: What ssh is to be given.
-        output_dir: Directory for what the ranks print, or empty.
-        ignored: The options that change nothing.
-    """
-
-    env: dict[str, str]
-    engine: str
-    hosts: tuple[Host, ...]
-    min_ranks: int | None
-    ssh_args: tuple[str, ...]
-    output_dir: str
-    ignored: tuple[str, ...]
+    env: dict[str, str]  # variables for all ranks
+    engine: str  # what is to move tensors, or empty
+    hosts: tuple[Host, ...]  # where ranks may run, at least one
+    min_ranks: int | None  # how many suffice where there are fewer slots; None for all
+    ssh_args: tuple[str, ...]  # what ssh is to be given
+    output_dir: str  # directory for what the ranks print, or empty
+    ignored: tuple[str, ...]  # the options that change nothing
 
 
 def add_horovod_options(parser: argparse.ArgumentParser) -> None:
@@ -118,17 +112,12 @@ def add_horovod_options(parser: argparse.ArgumentParser) -> None:
         _add(parser, name, action="store_const", const="1")
 
 
-def understand(options: argparse.Namespace, environ: Mapping[str, str]) -> Asked:
+def understand(
+    options: argparse.Namespace, environ: Mapping[str, str]
+) -> HorovodOptions:
     """Say what the options that were given ask for.
 
     Reads the configuration and host files, and runs the discovery script, once.
-
-    Args:
-        options: From a parser that ``add_horovod_options`` was called with.
-        environ: This process's environment.
-
-    Raises:
-        UsageError: They ask for what cannot be.
     """
     known = (*_VALUES, *_SWITCHES, *_READ_HERE, *_VALUES_IGNORED, *_FLAGS_IGNORED)
     given = {name: getattr(options, name) for name in (*known, *_CONTROLLERS)}
@@ -141,7 +130,7 @@ def understand(options: argparse.Namespace, environ: Mapping[str, str]) -> Asked
         raise UsageError(f"--{one} must stand alone, got --{other} too. Drop one.")
     variables = _variables(given)
     ignored = [n for n in given if n in (*_VALUES_IGNORED, *_FLAGS_IGNORED)]
-    return Asked(
+    return HorovodOptions(
         env=_interfaces({**environ, **variables}) | variables,
         engine="mpi" if "mpi" in given else "",
         hosts=_hosts(options, given, environ),
@@ -213,8 +202,8 @@ def _hosts(
     hosts = find_run_hosts(options, environ)
     if "ssh-port" not in given:
         return hosts
-    from ronde.launch.hosts.here import is_here
-    from ronde.launch.hosts.names import parse_number
+    from ronde.launch.hosts.host import is_here
+    from ronde.launch.hosts.hostfile import parse_number
 
     port = parse_number(
         given["ssh-port"], "port", "--ssh-port", lowest=1, highest=65535
@@ -234,8 +223,6 @@ def _ssh_args(given: Mapping[str, str]) -> tuple[str, ...]:
 
 def _configured(given: Mapping[str, str]) -> dict[str, str]:
     """Return the options that the configuration file gives."""
-    from ronde.cli.horovod_files import read_config
-
     path = given["config-file"]
     configured: dict[str, str] = {}
     for section, key, value in read_config(path, ("controller", *_SECTIONS)):
@@ -255,3 +242,64 @@ def _configured(given: Mapping[str, str]) -> dict[str, str]:
                 "Correct it."
             )
     return configured
+
+
+def read_config(path: str, sections: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield section, key and value of a configuration file in YAML.
+
+    A section that is no mapping has an empty key. true and false are 1 and 0.
+    """
+    text = read_text(path, "--config-file")
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise UsageError(
+            "--config-file must have PyYAML to be read, which is not installed. "
+            "Type: pip install pyyaml"
+        ) from None
+    try:
+        content: Any = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} must be YAML, but {error}. Correct it.") from None
+    if not isinstance(content, dict) or not set(cast("Any", content)) <= set(sections):
+        raise UsageError(
+            f"{path} must have the sections {', '.join(sections)} and no others. "
+            "Correct it."
+        )
+    for section, values in cast("dict[str, Any]", content).items():
+        is_section = isinstance(values, dict)
+        pairs = cast("dict[str, Any]", values if is_section else {"": values})
+        for key, value in pairs.items():
+            is_switch = isinstance(value, bool)
+            yield section, str(key), str(int(value)) if is_switch else str(value)
+
+
+class LinkedOutputs(SinkWrapper):
+    """Has the ranks' files found where horovodrun puts them, too.
+
+    That is ``DIR/rank.<r>/stdout`` and ``stderr``, with zeros before ``<r>``.
+    """
+
+    def __init__(self, inner: OutputSink, directory: str) -> None:
+        super().__init__(inner)
+        self._directory = absolute_path(directory)
+
+    def begin(self, generation: Generation) -> None:
+        """Link the files of a start of all ranks."""
+        super().begin(generation)
+        logs = Path(attempt_dir(str(self._directory), generation))
+        width = len(str(len(generation.hosts) - 1))
+        try:
+            for rank in range(len(generation.hosts)):
+                directory = self._directory / f"rank.{rank:0{width}}"
+                directory.mkdir(parents=True, exist_ok=True)
+                for stream in ("stdout", "stderr"):
+                    (directory / stream).unlink(missing_ok=True)
+                    target = logs / str(rank) / f"{stream}.log"
+                    (directory / stream).symlink_to(target)
+        except OSError as error:
+            raise UsageError(
+                "--output-filename must be a directory that can be written, got "
+                f"{str(self._directory)!r} ({error.strerror}). Create it or name "
+                "another."
+            ) from None

@@ -43,12 +43,7 @@ Available Tensor Operations:
 
 
 def run_horovodrun(words: list[str], run: Callable[[list[str]], int]) -> int:
-    """Do what horovodrun does with these words; return the exit code.
-
-    Args:
-        words: What stands after the command's name.
-        run: Does what ``ronde run`` does with them.
-    """
+    """Do what horovodrun does with these words; return the exit code."""
     match words:
         case [] | ["-h" | "--help", *_]:
             print(_HELP, end="")

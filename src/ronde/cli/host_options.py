@@ -15,12 +15,7 @@ _SOURCES = ("hosts", "hostfile", "host-discovery-script")
 def add_host_options(
     parser: argparse.ArgumentParser, *, is_for_ranks: bool = False
 ) -> None:
-    """Add the options that name hosts.
-
-    Args:
-        parser: Gets them as a group.
-        is_for_ranks: Add those that only ``ronde run`` has, too.
-    """
+    """Add the options that name hosts."""
     add = parser.add_argument_group("hosts").add_argument
     add(
         *("-H", "--hosts"),
@@ -64,15 +59,7 @@ def add_host_options(
 def find_run_hosts(
     options: argparse.Namespace, environ: Mapping[str, str]
 ) -> tuple[Host, ...]:
-    """Return what ``find_hosts`` does, without those that an option leaves out.
-
-    Args:
-        options: From the parser of ``ronde run``.
-        environ: This process's environment.
-
-    Raises:
-        UsageError: The options contradict each other, or name no hosts.
-    """
+    """Return what ``find_hosts`` does, without those that an option leaves out."""
     hosts = find_hosts(options, {} if options.standalone else environ)
     if options.standalone:
         _require_here(hosts)
@@ -95,7 +82,7 @@ def find_run_hosts(
 
 
 def _require_here(hosts: Sequence[Host]) -> None:
-    from ronde.launch.hosts.here import is_here
+    from ronde.launch.hosts.host import is_here
 
     for host in hosts:
         if not is_here(host):
@@ -113,13 +100,6 @@ def find_hosts(
 
     They are those that an option names, else those of Slurm's allocation, else this
     machine. Reads the host file, and runs the discovery script, once.
-
-    Args:
-        options: From a parser that ``add_host_options`` was called with.
-        environ: This process's environment.
-
-    Raises:
-        UsageError: The options contradict each other, or name no hosts.
     """
     given = {name: getattr(options, _attribute(name)) for name in _SOURCES}
     named = [name for name, value in given.items() if value is not None]
@@ -146,17 +126,10 @@ def find_hosts(
 
 
 def read_slots(options: argparse.Namespace) -> int:
-    """Return the slots of a host that says none itself, as ``--slots`` has them.
-
-    Args:
-        options: From a parser that ``add_host_options`` was called with.
-
-    Raises:
-        UsageError: It is no number of slots.
-    """
+    """Return the slots of a host that says none itself, as ``--slots`` has them."""
     if options.slots is None:
         return SLOTS_OPEN
-    from ronde.launch.hosts.names import MAX_SLOTS, parse_number
+    from ronde.launch.hosts.hostfile import MAX_SLOTS, parse_number
 
     return parse_number(options.slots, "slots", "--slots", lowest=1, highest=MAX_SLOTS)
 
@@ -168,7 +141,7 @@ def _attribute(name: str) -> str:
 def _unnamed(slots: int, environ: Mapping[str, str]) -> tuple[Host, ...]:
     hosts: Sequence[Host] | None = None
     if "SLURM_JOB_ID" in environ:
-        from ronde.launch.hosts.slurm import read_allocation
+        from ronde.launch.hosts.sources import read_allocation
 
         hosts = read_allocation(environ)
     hosts = hosts or (Host(os.uname().nodename, said_at="this machine"),)
@@ -181,7 +154,7 @@ def _read(source: str, text: str) -> tuple[Host, ...]:
     # Imported where they are needed: most jobs start without.
     match source:
         case "hosts":
-            from ronde.launch.hosts.names import parse_hosts
+            from ronde.launch.hosts.hostfile import parse_hosts
 
             return parse_hosts(text)
         case "hostfile":
@@ -189,21 +162,13 @@ def _read(source: str, text: str) -> tuple[Host, ...]:
 
             return parse_hostfile(read_text(text, "--hostfile"), text)
         case _:
-            from ronde.launch.hosts.discovery import discover
+            from ronde.launch.hosts.sources import discover
 
             return discover(text, f"--{source}")
 
 
 def read_text(path: str, said_by: str) -> str:
-    """Read a file.
-
-    Args:
-        path: Where it is.
-        said_by: The option that names it.
-
-    Raises:
-        UsageError: It cannot be read.
-    """
+    """Read a file."""
     try:
         return Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:

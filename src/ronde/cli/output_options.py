@@ -4,11 +4,11 @@ import argparse
 import re
 
 from ronde.errors import RondeError, UsageError
-from ronde.launch.directory import absolute_path
-from ronde.launch.sink import Sink
+from ronde.launch.output.sink import OutputSink
+from ronde.launch.program import absolute_path
 from ronde.render.console import Console
+from ronde.render.lines import Tag, TagPlace, parse_tag
 from ronde.render.rank_ranges import RankChoice, parse_ranks
-from ronde.render.tags import Place, Tag, parse_tag
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -54,25 +54,23 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_sink(options: argparse.Namespace, log_dir: str = "") -> Sink:
+def make_sink(options: argparse.Namespace, log_dir: str = "") -> OutputSink:
     """Return what shows and writes a job's output as the options say.
 
     Args:
-        options: From a parser that ``add_output_options`` was called with.
         log_dir: Directory for log files that another option names, or empty.
-
-    Raises:
-        UsageError: They contradict each other, or a file cannot be written.
     """
     log_dir = log_dir or options.log_dir
     log_dir = str(absolute_path(log_dir)) if log_dir else ""
-    sink: Sink = Console(1, 2, tag=_tag(options), only=_only(options), log_dir=log_dir)
+    sink: OutputSink = Console(
+        1, 2, tag=_tag(options), only=_only(options), log_dir=log_dir
+    )
     if log_dir:
-        from ronde.launch.logs import RankLogs
+        from ronde.launch.output.files import RankLogs
 
         sink = RankLogs(sink, log_dir)
     if options.error_file:
-        from ronde.launch.report import ErrorFile
+        from ronde.launch.output.files import ErrorFile
 
         sink = ErrorFile(sink, options.error_file)
     return sink
@@ -82,9 +80,6 @@ def require_tee(options: argparse.Namespace) -> str:
     """Return what to say of torchrun's ``--tee``; empty where there is nothing.
 
     What it asks for is what ``--log-dir`` does: all output in files, and shown.
-
-    Raises:
-        UsageError: It is none that torchrun takes.
     """
     if options.tee is None:
         return ""
@@ -105,14 +100,12 @@ def report_error(path: str, error: RondeError, exit_code: int) -> None:
 
     Args:
         path: The option's value, or empty.
-        error: What is wrong.
-        exit_code: That this process ends with.
     """
     if not path:
         return
     from contextlib import suppress
 
-    from ronde.launch.report import write_report
+    from ronde.launch.output.files import write_report
 
     with suppress(OSError):
         write_report(path, exit_code, str(error))
@@ -123,7 +116,7 @@ def _tag(options: argparse.Namespace) -> Tag:
         return parse_tag(options.tag) if options.tag is not None else Tag()
     if options.tag is not None:
         raise UsageError("--no-prefix must stand alone, got --tag too. Drop one.")
-    return Tag(Place.NONE)
+    return Tag(TagPlace.NONE)
 
 
 def _only(options: argparse.Namespace) -> RankChoice | None:

@@ -13,11 +13,7 @@ _LAUNCHERS = ("auto", "ssh", "slurm", "mpi")
 
 
 def add_ssh_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how other hosts are reached.
-
-    Args:
-        parser: Of ``ronde run``, or of another verb that needs agents on hosts.
-    """
+    """Add the options that say how other hosts are reached."""
     add = parser.add_argument_group("other hosts").add_argument
     add(
         "--launcher",
@@ -48,16 +44,7 @@ def make_spawner(
     environ: Mapping[str, str],
     more_ssh_args: Sequence[str] = (),
 ) -> Spawner:
-    """Return what starts programs on other hosts.
-
-    Args:
-        options: From a parser with the options of hosts and those of this module.
-        environ: This process's environment.
-        more_ssh_args: What ssh is given besides.
-
-    Raises:
-        UsageError: There is no such launcher, or it cannot be had here.
-    """
+    """Return what starts programs on other hosts."""
     ssh_args = (*_ssh_args(options.ssh_args), *more_ssh_args)
     match require_launcher(options.launcher):
         case "auto":
@@ -72,11 +59,7 @@ def make_spawner(
 
 
 def require_launcher(name: str) -> str:
-    """Return ``name``, which is what ``--launcher`` may be.
-
-    Raises:
-        UsageError: It is not.
-    """
+    """Return ``name``, which is what ``--launcher`` may be."""
     if name not in _LAUNCHERS:
         raise UsageError(
             f"--launcher must be one of {', '.join(_LAUNCHERS)}, got {name!r}. Choose "

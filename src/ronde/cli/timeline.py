@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ronde.errors import UsageError
-from ronde.launch.directory import absolute_path
+from ronde.launch.program import absolute_path
 from ronde.timeline.part_files import SUFFIX
 from ronde.timeline.rank_recording import DEFAULT_LIMIT_BYTES, write_merged
 from ronde.units import parse_size_bytes

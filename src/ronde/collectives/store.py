@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed import Store
 
 from ronde.errors import StoreError
-from ronde.store.client import Connection, PlainConnection, StoreClient
+from ronde.store.client import PlainConnection, StoreClient
 from ronde.store.local_socket import dial
 from ronde.store.secret import Trust, dial_network
 
@@ -34,7 +34,10 @@ class JobStore(Store):
     """
 
     def __init__(
-        self, connect: Callable[[float], Connection], timeout_s: float, address: str
+        self,
+        connect: Callable[[float], PlainConnection],
+        timeout_s: float,
+        address: str,
     ) -> None:
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
@@ -117,7 +120,7 @@ def store_at(path: str, timeout_s: float, address: str = "") -> JobStore:
         address: See ``JobStore``.
     """
 
-    def connect(limit_s: float) -> Connection:
+    def connect(limit_s: float) -> PlainConnection:
         try:
             return PlainConnection(dial(path, limit_s))
         except (FileNotFoundError, PermissionError) as error:
@@ -140,7 +143,7 @@ def store_beyond(address: str, port: int, trust: Trust, timeout_s: float) -> Job
         timeout_s: How long a call waits that names no other time.
     """
 
-    def connect(limit_s: float) -> Connection:
+    def connect(limit_s: float) -> PlainConnection:
         return dial_network(address, port, trust, limit_s)
 
     return JobStore(connect, timeout_s, address)

@@ -1,53 +1,110 @@
-"""The environment of each rank: what is taken over, what is taken away, what is new.
+"""The environment of each rank: what is inherited, forwarded, removed and set.
 
-What is written goes into a child and never into this process.
+The only place below ``launch`` that reads ``os.environ``; what is written goes into a
+child's environment and never into this process.
 """
 
-from collections.abc import Mapping
+import functools
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import NamedTuple
 
+from ronde.errors import UsageError
 from ronde.memory import malloc_thresholds
 from ronde.topology.machine import read_gpus
 from ronde.world.environment import read_malloc_tuning
 from ronde.world.value import World
 
+_ALLOWED_NAMES = frozenset(
+    {"PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HF_HOME", "LANG", "TZ"}
+)
+_ALLOWED_PREFIXES = (
+    *("PYTHON", "CONDA_", "TORCH", "LC_"),
+    *("NCCL_", "GLOO_", "UCX_", "CUDA_", "OMP_", "MKL_", "KMP_"),
+    *("HOROVOD_", "RONDE_"),
+)
+# Of this host, and hardly ever true of another.
+_LOCAL_NAMES = frozenset({"CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "LD_PRELOAD"})
+_SECRET_PARTS = (
+    *("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "KEY"),
+    *("COOKIE", "AUTHORIZATION", "BEARER", "WEBHOOK"),
+)
+_SECRET_ENDS = ("AUTH", "PASS", "PWD", "CREDS", "JWT", "DSN")
+_NO_SECRETS = frozenset({"BYPASS", "COMPASS"})
+_DIRECTORIES = frozenset({"PWD", "OLDPWD"})
+_SECRET_VALUE = re.compile(
+    # An address with a password, or with a token in a user's place; a setting that is
+    # one; a header; a key.
+    r"[a-z][a-z0-9+.-]*://[^/\s]*:[^/\s]*@|https?://[^/\s]+@"
+    r"|(pass(word|wd)?|pwd|secret|token|key|sig|signature)=[^\s&;]"
+    r"|\b(bearer|basic)\s+[a-z0-9]|-----BEGIN [A-Z ]*PRIVATE KEY",
+    re.IGNORECASE,
+)
+# What other launchers tell their own processes: taken over, it would give every rank
+# the one number of the process that started us.
+_PLACE_PREFIXES = (
+    *("TORCHELASTIC_", "TORCH_ELASTIC_", "PET_", "OMPI_", "PMIX_", "PRTE_"),
+    *("PMI_", "HYDI_", "MPI_LOCAL", "MV2_COMM_WORLD_"),
+    *("HOROVOD_GLOO_RENDEZVOUS_", "SLURM_STEP", "SLURM_SRUN_COMM_"),
+    *("SLURM_CPU_BIND",),
+)
+_PLACE_NAMES = frozenset(
+    {
+        *("RONDE_JOB_ID", "RONDE_EPOCH", "RONDE_COOKIE", "RONDE_HOST"),
+        *("RONDE_NODE_RANK", "RONDE_EXIT_PIPE", "RONDE_STACKS", "RONDE_STORE"),
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK"),
+        *("ROLE_WORLD_SIZE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+        *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE"),
+        *("SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS"),
+    }
+)
+_HOROVOD_PLACES = frozenset(
+    f"HOROVOD_{word}"
+    for word in (
+        *("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
+        *("CROSS_RANK", "CROSS_SIZE"),
+    )
+)
+# Of the login that led to a host. A key agent's socket stays: where it is, it works.
+_LOGIN_PREFIXES = ("SUDO_",)
+_LOGIN_NAMES = frozenset(
+    {
+        *("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_ORIGINAL_COMMAND"),
+        *("OLDPWD", "MAIL", "_"),
+    }
+)
+ALIAS_DIRECTORY = Path(__file__).parents[1] / "horovod" / "alias"
+_FORCED = "RONDE_HOROVOD_ALIAS"
+
+
+def own_environment() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    # Reading it here is this module's purpose; everybody else is given a mapping.
+    return dict(os.environ)  # noqa: TID251
+
 
 class JobFacts(NamedTuple):
-    """What every rank is told of its job.
+    """What every rank knows of its job."""
 
-    Attributes:
-        job_id: Name of the job.
-        epoch: Generation of the world.
-        cookie: By which a process of the job is known.
-        max_restarts: How many generations may follow the first.
-    """
-
-    job_id: str
-    epoch: int
-    cookie: str
-    max_restarts: int = 0
+    job_id: str  # name of the job
+    epoch: int  # generation of the world
+    job_marker: str  # by which a process of the job is known
+    max_restarts: int = 0  # how many generations may follow the first
 
 
 class NodeFacts(NamedTuple):
-    """What every rank is told of its node.
-
-    Attributes:
-        host: Its name.
-        node_rank: Its index among the nodes.
-        num_nodes: How many there are.
-    """
+    """What every rank knows of its node."""
 
     host: str
-    node_rank: int
-    num_nodes: int
+    node_rank: int  # its index among the nodes
+    num_nodes: int  # how many there are
 
 
 def default_environment(num_threads: int) -> dict[str, str]:
-    """Return the variables for all ranks that the user may set otherwise.
-
-    Args:
-        num_threads: For ``OMP_NUM_THREADS``.
-    """
+    """Return the variables for all ranks that the user may set otherwise."""
     return {
         "OMP_NUM_THREADS": str(num_threads),
         "PYTHONUNBUFFERED": "1",
@@ -56,12 +113,7 @@ def default_environment(num_threads: int) -> dict[str, str]:
 
 
 def malloc_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:
-    """Return what has glibc keep a CPU rank's memory; empty where the user tunes it.
-
-    Args:
-        environ: What the rank would have without it.
-        num_ranks: How many share this machine's memory.
-    """
+    """Return what has glibc keep a CPU rank's memory; empty where the user tunes it."""
     if not read_malloc_tuning(environ) or read_gpus("", environ):
         return {}
     thresholds = malloc_thresholds(num_ranks)
@@ -74,11 +126,6 @@ def rank_environment(world: World, job: JobFacts, node: NodeFacts) -> dict[str, 
     They are torchrun's, the further ones that Lightning, Composer and DeepSpeed read,
     Horovod's rank variables and our own; ``MASTER_ADDR`` and ``MASTER_PORT`` come when
     the ranks start.
-
-    Args:
-        world: The rank's place.
-        job: Facts of the job.
-        node: Facts of the rank's node.
     """
     rank, size = str(world.rank), str(world.size)
     local_rank, local_size = str(world.local_rank), str(world.local_size)
@@ -112,7 +159,147 @@ def rank_environment(world: World, job: JobFacts, node: NodeFacts) -> dict[str, 
         "HOROVOD_CROSS_SIZE": cross_size,
         "RONDE_JOB_ID": job.job_id,
         "RONDE_EPOCH": str(job.epoch),
-        "RONDE_COOKIE": job.cookie,
+        "RONDE_COOKIE": job.job_marker,
         "RONDE_HOST": node.host,
         "RONDE_NODE_RANK": str(node.node_rank),
     }
+
+
+def names_place(name: str) -> bool:
+    """Whether a launcher tells a process by this variable which of many it is."""
+    return name in _PLACE_NAMES or name.startswith(_PLACE_PREFIXES)
+
+
+@functools.cache
+def names_secret(name: str) -> bool:
+    """Whether a variable of this name is likely to hold what others must not see."""
+    if name in _DIRECTORIES:
+        return False
+    words = [word.rstrip("0123456789") for word in re.split(r"[^A-Z0-9]", name.upper())]
+    return any(part in name.upper() for part in _SECRET_PARTS) or any(
+        word.endswith(_SECRET_ENDS) and word not in _NO_SECRETS for word in words
+    )
+
+
+def select_forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that every job takes along to other hosts.
+
+    Paths, Python's and the libraries' settings, the language; nothing that looks like a
+    secret, belongs to this host, or is another launcher's word on this process.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name in _ALLOWED_NAMES or name.startswith(_ALLOWED_PREFIXES))
+        and _is_free(name)
+        and name not in _HOROVOD_PLACES
+    }
+
+
+def read_assignments(
+    words: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what the words after ``-x`` ask for; a later word wins.
+
+    ``NAME=VALUE`` sets, ``NAME`` passes on whatever it is, and a pattern such as
+    ``WANDB_*`` passes on all that match it but what looks like a secret, belongs to
+    this host, or is another launcher's: those must be named.
+
+    Raises:
+        UsageError: A word is none of these, or the variable is not set.
+    """
+    extra: dict[str, str] = {}
+    for word in words:
+        name, is_set, value = word.partition("=")
+        if name and is_set and "*" not in name:
+            extra[name] = value
+        elif "*" in name and not is_set:
+            extra |= {n: environ[n] for n in _matching(name, environ)}
+        elif name in environ:
+            extra[name] = environ[name]
+        else:
+            raise UsageError(
+                "-x must be NAME=VALUE, the NAME of a variable that is set, or a "
+                f"pattern such as 'NAME*', got {word!r}. "
+                f"Type: -x {name.replace('*', '') or 'NAME'}=VALUE"
+            )
+    return extra
+
+
+def base_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Return what an agent's own environment gives to its ranks.
+
+    What the login or the launcher that led to it said of itself is left out.
+    """
+    return {
+        name: value
+        for name, value in own.items()
+        if name not in _LOGIN_NAMES
+        and not name.startswith(_LOGIN_PREFIXES)
+        and not names_place(name)
+    }
+
+
+def redacted(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment that may be shown: what may be a secret is not in it."""
+    return {
+        name: "<hidden>" if names_secret(name) or _SECRET_VALUE.search(value) else value
+        for name, value in env.items()
+    }
+
+
+def _is_free(name: str) -> bool:
+    is_bound = name in _LOCAL_NAMES or names_place(name)
+    return not is_bound and not names_secret(name)
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    # Imported here: no job without a pattern needs it, and it takes some milliseconds.
+    from fnmatch import fnmatchcase
+
+    return [name for name in names if fnmatchcase(name, pattern) and _is_free(name)]
+
+
+def alias_environment(
+    environ: Mapping[str, str], *, is_wanted: bool | None
+) -> dict[str, str]:
+    """Return the variables that let ranks import ronde as ``horovod``, or do not.
+
+    Args:
+        is_wanted: False takes the alias off the path. True has it win over a Horovod
+            that is installed for a rank's Python, None has it give way to that one.
+    """
+    path = environ.get("PYTHONPATH")
+    before = path.split(os.pathsep) if path else []
+    after = [entry for entry in before if entry != str(ALIAS_DIRECTORY)]
+    if is_wanted is not False:
+        after.insert(0, str(ALIAS_DIRECTORY))
+    env = {_FORCED: "1"} if is_wanted else {}
+    return env if before == after else env | {"PYTHONPATH": os.pathsep.join(after)}
+
+
+def find_horovod(paths: Iterable[str]) -> Path | None:
+    """Return the package that is Horovod itself, or None where these have none."""
+    # The package in the alias directory looks in the same way, without ronde.
+    place = ALIAS_DIRECTORY.parts[-3:]
+    others = [entry for entry in paths if Path(entry).parts[-3:] != place]
+    spec = PathFinder.find_spec("horovod", others)
+    # A mere directory of that name, a namespace without a loader, is no Horovod.
+    if spec is None or spec.loader is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent
+
+
+def warn_of_horovod(environ: Mapping[str, str], paths: Iterable[str]) -> str:
+    """Return a warning if ranks import Horovod itself, not the alias, else empty."""
+    entries = environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(ALIAS_DIRECTORY) not in entries or environ.get(_FORCED) == "1":
+        return ""
+    found = find_horovod([*filter(None, entries), *paths])
+    if found is None:
+        return ""
+    return (
+        f"Horovod is installed beside ronde, in {found}, and is what the ranks import "
+        "as horovod: --horovod-alias gives them ronde's, --no-horovod-alias ends this "
+        "warning"
+    )

@@ -6,19 +6,18 @@ than one frame is sent as ``PART`` frames and a last ``CONTROL`` frame.
 """
 
 import os
+import select
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from struct import Struct
 from typing import NamedTuple
 
 from ronde.errors import LaunchError
 
-MAX_FRAME_BYTES = 1 << 20
-"""Longest frame, its length field not counted."""
-
-MAX_CONTROL_BYTES = 16 << 20
-"""Longest control message, put together from its parts."""
+MAX_FRAME_BYTES = 1 << 20  # longest frame, its length field not counted
+MAX_CONTROL_BYTES = 16 << 20  # longest control message, all of its parts together
+FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
 _LENGTH = Struct(">I")
 _OUTPUT_HEAD = Struct(">IB")
@@ -28,14 +27,10 @@ _STORE_HEAD = Struct(">II")
 class FrameKind(IntEnum):
     """What a frame's body is."""
 
-    CONTROL = 1
-    """The end, mostly the whole, of a JSON message."""
-    PART = 2
-    """The beginning of a JSON message that goes on in the next frame."""
-    OUTPUT = 3
-    """Bytes that a rank wrote."""
-    STORE = 4
-    """Bytes on a rank's connection to the store."""
+    CONTROL = 1  # the end, mostly the whole, of a JSON message
+    PART = 2  # the beginning of a JSON message that goes on in the next frame
+    OUTPUT = 3  # bytes that a rank wrote
+    STORE = 4  # bytes on a rank's connection to the store
 
 
 class Stream(IntEnum):
@@ -54,17 +49,14 @@ class Output(NamedTuple):
 
 
 class Relayed(NamedTuple):
-    """Bytes of one connection to the store, in either direction.
+    """Bytes of one connection to the store, in either direction."""
 
-    Attributes:
-        epoch: Of which generation of ranks.
-        connection: Its number, which the agent gives and never gives again.
-        data: What was sent; empty when the connection is closed.
-    """
+    epoch: int  # of which generation of ranks
+    connection: int  # its number, which the agent gives and never gives again
+    data: bytes  # empty when the connection is closed
 
-    epoch: int
-    connection: int
-    data: bytes
+
+Frame = bytes | Output | Relayed
 
 
 def encode_control(message: bytes) -> bytes:
@@ -79,13 +71,12 @@ def encode_control(message: bytes) -> bytes:
             f"got {len(message)}. Make the environment or the arguments smaller."
         )
     room = MAX_FRAME_BYTES - 1
-    cuts = range(0, max(len(message), 1), room)
     return b"".join(
         _frame(
             FrameKind.PART if start + room < len(message) else FrameKind.CONTROL,
             message[start : start + room],
         )
-        for start in cuts
+        for start in range(0, max(len(message), 1), room)
     )
 
 
@@ -118,14 +109,14 @@ class FrameDecoder:
         self._received = bytearray()
         self._parts = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes | Output | Relayed]:
+    def feed(self, data: bytes) -> list[Frame]:
         """Return what is complete now: control messages as bytes, all else as it is.
 
         Raises:
             LaunchError: The bytes are not frames; the stream cannot be used further.
         """
         self._received += data
-        complete: list[bytes | Output | Relayed] = []
+        complete: list[Frame] = []
         start = 0
         while len(self._received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received, start)
@@ -145,11 +136,15 @@ class FrameDecoder:
         del self._received[:start]
         return complete
 
-    def _open(self, kind: int, body: bytes) -> bytes | Output | Relayed | None:
+    def _open(self, kind: int, body: bytes) -> Frame | None:
         if kind == FrameKind.OUTPUT:
-            return _open_output(body)
+            (rank, stream), data = _split(_OUTPUT_HEAD, body, "output")
+            if stream not in (1, 2):
+                raise LaunchError(f"output stream must be 1 or 2, got {stream}.")
+            return Output(rank, Stream(stream), data)
         if kind == FrameKind.STORE:
-            return _open_relayed(body)
+            (epoch, connection), data = _split(_STORE_HEAD, body, "store")
+            return Relayed(epoch, connection, data)
         if kind not in (FrameKind.CONTROL, FrameKind.PART):
             raise LaunchError(
                 f"frame kind must be one of {[int(k) for k in FrameKind]}, got {kind}. "
@@ -168,26 +163,13 @@ class FrameDecoder:
         return message
 
 
-def _open_output(body: bytes) -> Output:
-    if len(body) < _OUTPUT_HEAD.size:
+def _split(head: Struct, body: bytes, name: str) -> tuple[tuple[int, int], bytes]:
+    if len(body) < head.size:
         raise LaunchError(
-            f"output frame must hold at least {_OUTPUT_HEAD.size} bytes, "
-            f"got {len(body)}."
+            f"{name} frame must hold at least {head.size} bytes, got {len(body)}."
         )
-    rank, stream = _OUTPUT_HEAD.unpack_from(body)
-    try:
-        return Output(rank, Stream(stream), body[_OUTPUT_HEAD.size :])
-    except ValueError:
-        raise LaunchError(f"output stream must be 1 or 2, got {stream}.") from None
-
-
-def _open_relayed(body: bytes) -> Relayed:
-    if len(body) < _STORE_HEAD.size:
-        raise LaunchError(
-            f"store frame must hold at least {_STORE_HEAD.size} bytes, got {len(body)}."
-        )
-    epoch, connection = _STORE_HEAD.unpack_from(body)
-    return Relayed(epoch, connection, body[_STORE_HEAD.size :])
+    one, other = head.unpack_from(body)
+    return (one, other), body[head.size :]
 
 
 class FrameWriter:
@@ -207,12 +189,7 @@ class FrameWriter:
         self._write = write
         self._limit_bytes = limit_bytes
         self._waiting: deque[memoryview] = deque()
-        self._waiting_bytes = 0
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes that have not been taken yet."""
-        return self._waiting_bytes
+        self.waiting_bytes = 0  # bytes that have not been taken yet
 
     def send(self, frames: bytes) -> None:
         """Keep the frames and write what is taken now.
@@ -221,13 +198,13 @@ class FrameWriter:
             LaunchError: More than the limit would be kept.
             BrokenPipeError: Nobody reads any more.
         """
-        if self._waiting_bytes + len(frames) > self._limit_bytes:
+        if self.waiting_bytes + len(frames) > self._limit_bytes:
             raise LaunchError(
                 f"unsent frames must stay under {self._limit_bytes} bytes, "
-                f"got {self._waiting_bytes + len(frames)}. The other side is stuck."
+                f"got {self.waiting_bytes + len(frames)}. The other side is stuck."
             )
         self._waiting.append(memoryview(frames))
-        self._waiting_bytes += len(frames)
+        self.waiting_bytes += len(frames)
         self.flush()
 
     def flush(self) -> None:
@@ -239,7 +216,7 @@ class FrameWriter:
         while self._waiting:
             head = self._waiting[0]
             taken = self._write(head)
-            self._waiting_bytes -= taken
+            self.waiting_bytes -= taken
             if taken < len(head):
                 self._waiting[0] = head[taken:]
                 if not taken:
@@ -259,3 +236,16 @@ def pipe_writer(fd: int) -> Callable[[memoryview], int]:
             return 0
 
     return write
+
+
+def wait_for(
+    readable: Sequence[int], writable: Sequence[int], timeout_s: float | None
+) -> list[int]:
+    """Return the descriptors that are ready; poll, since epoll refuses plain files."""
+    poll = select.poll()
+    wanted: dict[int, int] = dict.fromkeys(readable, select.POLLIN)
+    for fd in writable:
+        wanted[fd] = wanted.get(fd, 0) | select.POLLOUT
+    for fd, events in wanted.items():
+        poll.register(fd, events)
+    return [fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]

@@ -5,24 +5,13 @@ import resource
 
 from ronde.errors import UsageError
 
-LEAST_OPEN_FILES = 24
-"""What a launcher or an agent has open, without hosts and ranks."""
-
+LEAST_OPEN_FILES = 24  # what a launcher or an agent has open, without hosts and ranks
 EXIT_NO_FORK = 71
 """No agent was started, and standard error says why (sysexits.h: EX_OSERR)."""
 
 
 def require_open_files(num: int, limit: int, why: str) -> None:
-    """See that so many files may be open.
-
-    Args:
-        num: How many.
-        limit: How many may be.
-        why: What they are for, in half a sentence.
-
-    Raises:
-        UsageError: They may not.
-    """
+    """See that so many files may be open."""
     if limit != resource.RLIM_INFINITY and limit < num:
         raise UsageError(
             f"limit of open files must be at least {num} {why}, got {limit}. "

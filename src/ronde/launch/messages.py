@@ -1,31 +1,54 @@
-"""What controller and agent say to each other, and the check of every word of it.
+"""Messages between controller and agent, and how they are checked.
 
 Messages are named tuples, which are made in a tenth of a dataclass's time: controller
-and agent make all of these at their start. On the wire they are JSON objects with the
-field ``is`` naming the message. Each field is checked against its annotation when a
-message comes in: nothing is evaluated, nothing unpickled, nothing unknown is let
-through.
+and agent make all of these at their start. They travel as JSON objects with the field
+``is`` naming the message. Each field is checked against its annotation when a message
+comes in: nothing is evaluated, nothing unpickled, and nothing unknown passes.
 """
 
 import json
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast, get_args
 
 from ronde.addresses import InterfaceAddress
 from ronde.errors import LaunchError
-from ronde.launch.job import Job
 from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
-from ronde.topology.machine import Machine
+from ronde.topology.machine import UNKNOWN_NODE, Machine
 
 T = TypeVar("T")
+PROTOCOL = 7  # changes when a message changes; both sides must have the same
 
-PROTOCOL = 6
-"""Changes when a message changes; both sides must have the same."""
+
+class RankSpec(NamedTuple):
+    """What one rank has of its own."""
+
+    rank: int  # its number among all
+    env: dict[str, str]  # its own environment variables; they win over the job's
+    # those that it may use; empty leaves it all of the agent's
+    cpus: tuple[int, ...] = ()
+    memory_node: int = UNKNOWN_NODE  # where its memory is to lie, or ``UNKNOWN_NODE``
+
+
+class NodeJob(NamedTuple):
+    """All that one agent must know to start its ranks, but where they meet."""
+
+    job_id: str  # name of the job, also of its directory of logs
+    epoch: int  # generation of the world, 0 for the first start
+    # random, carried by every process of the job as RONDE_COOKIE; no secret
+    job_marker: str
+    argv: tuple[str, ...]
+    env: dict[str, str]  # environment of all ranks, on top of what the agent itself has
+    ranks: tuple[RankSpec, ...]  # the ranks of this agent, ascending
+    cwd: str  # directory the ranks start in; empty for the agent's own
+    grace_s: float  # seconds between the stop signal and the sweep
+    address: str  # numeric address that the ranks meet at, where rank 0 is here
+    master_port: int  # port to bind for the ranks to meet at, or 0 for any
+    is_mpi: bool  # the ranks are to be able to initialise MPI
 
 
 class Prepare(NamedTuple):
     """To the agent: check that this job can start here, and start nothing yet."""
 
-    job: Job
+    job: NodeJob
 
 
 class Start(NamedTuple):
@@ -45,17 +68,13 @@ class Locate(NamedTuple):
     port: int
 
 
-class Converse(NamedTuple):
-    """To the agent: start a program to be spoken with; see ``conversation``.
+class StartProgram(NamedTuple):
+    """To the agent: start a program; see ``remote_program``."""
 
-    Attributes:
-        module: The module of ronde that is the program.
-    """
-
-    module: str
+    module: str  # the module of ronde that is the program
 
 
-class Say(NamedTuple):
+class WriteLine(NamedTuple):
     """To the agent: tell the program this line."""
 
     line: str
@@ -67,7 +86,7 @@ class Forward(NamedTuple):
     signal: int
 
 
-class Stop(NamedTuple):
+class StopRanks(NamedTuple):
     """To the agent: signal the ranks, give them the grace, then sweep."""
 
     signal: int
@@ -92,40 +111,26 @@ class Credit(NamedTuple):
 
 
 class Ping(NamedTuple):
-    """To the agent: the controller is there.
+    """To the agent: the controller is there."""
 
-    Attributes:
-        sent_at_s: The controller's clock, which is sent back as it is.
-        lease_s: After so long without any word the agent ends everything, until the
-            next ``Ping`` says otherwise; after twice as long where the controller's
-            host answers at one of its addresses.
-        addresses: Those.
-    """
-
-    sent_at_s: float
+    sent_at_s: float  # the controller's clock, which is sent back as it is
+    # after so long without any word the agent ends everything, until the next ``Ping``
+    # says otherwise; after twice as long where the controller's host answers at one of
+    # its addresses
     lease_s: float
     addresses: tuple[str, ...]
 
 
 class Hello(NamedTuple):
-    """From the agent, unasked and first: who it is and what ranks can have here.
+    """From the agent, unasked and first: who it is and what ranks can have here."""
 
-    Attributes:
-        protocol: Version of these messages.
-        host: Name that the host itself goes by.
-        identity: Two agents that say the same are on one machine.
-        pid: The agent's process there.
-        directory: Where it was started.
-        machine: What ranks have to share.
-        interfaces: Addresses that other hosts might reach it by.
-    """
-
-    protocol: int
-    host: str
-    identity: str
-    pid: int
-    directory: str
-    machine: Machine
+    protocol: int  # version of these messages
+    host: str  # name that the host itself goes by
+    identity: str  # two agents that say the same are on one machine
+    pid: int  # the agent's process there
+    directory: str  # where it was started
+    machine: Machine  # what ranks have to share
+    # addresses that other hosts might reach it by
     interfaces: tuple[InterfaceAddress, ...]
 
 
@@ -138,20 +143,16 @@ class Located(NamedTuple):
     sources: tuple[str, ...]
 
 
-class Said(NamedTuple):
+class ProgramLine(NamedTuple):
     """From the agent: a line that the program wrote."""
 
     line: str
 
 
-class Silent(NamedTuple):
-    """From the agent: the program has ended, or did not start.
+class ProgramExited(NamedTuple):
+    """From the agent: the program has ended, or did not start."""
 
-    Attributes:
-        reason: In half a sentence.
-    """
-
-    reason: str
+    reason: str  # in half a sentence
 
 
 class Ready(NamedTuple):
@@ -182,7 +183,7 @@ class Started(NamedTuple):
     at_s: float
 
 
-class Ending(NamedTuple):
+class HostEnding(NamedTuple):
     """From the agent: its host wants the ranks to end, by this signal.
 
     Slurm and Kubernetes do that before they take a host away.
@@ -192,40 +193,25 @@ class Ending(NamedTuple):
 
 
 class Exited(NamedTuple):
-    """From the agent: a rank is gone.
-
-    Attributes:
-        rank: Which.
-        status: Its exit code, or minus the number of the signal that ended it.
-        began_s: When it began to end, on the agent's monotonic clock: when it said so,
-            or was found dumping core, or was reaped.
-        traceback_s: When its last Python traceback was read; 0 for none.
-        stopped_s: When the agent began to end the job; 0 for not yet.
-        evidence: What the kernel says of it, in half a sentence, or empty.
-    """
+    """From the agent: a rank is gone."""
 
     rank: int
-    status: int
+    status: int  # its exit code, or minus the number of the signal that ended it
+    # when it began to end, on the agent's monotonic clock: when it said so, or was
+    # found dumping core, or was reaped
     began_s: float
-    traceback_s: float
-    stopped_s: float
-    evidence: str
+    traceback_s: float  # when its last Python traceback was read; 0 for none
+    stopped_s: float  # when the agent began to end the job; 0 for not yet
+    evidence: str  # what the kernel says of it, in half a sentence, or empty
 
 
 class ProcessStack(NamedTuple):
-    """Where one process of a rank is.
-
-    Attributes:
-        pid: Its number there.
-        name: Its program, as the kernel has it.
-        state: What the kernel says of it, where there is no text.
-        text: The stacks of its threads as ``faulthandler`` writes them, or empty.
-    """
+    """Where one process of a rank is."""
 
     pid: int
-    name: str
-    state: str
-    text: str
+    name: str  # its program, as the kernel has it
+    state: str  # what the kernel says of it, where there is no text
+    text: str  # the stacks of its threads as ``faulthandler`` writes them, or empty
 
 
 class Stacks(NamedTuple):
@@ -249,70 +235,37 @@ class Pong(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """From the agent: no process of the job is left, but those that are ``stuck``.
+    """From the agent: no process of the job is left, but those that are ``stuck``."""
 
-    Attributes:
-        num_swept: Processes that outlived their rank and were killed.
-        stuck: Processes that the kernel does not let die, each named.
-    """
+    num_swept: int  # processes that outlived their rank and were killed
+    stuck: tuple[str, ...]  # processes that the kernel does not let die, each named
 
-    num_swept: int
-    stuck: tuple[str, ...]
-
-
-TO_AGENT = (
-    Prepare,
-    Start,
-    Locate,
-    Converse,
-    Say,
-    Forward,
-    Stop,
-    Kill,
-    TakeStacks,
-    Leave,
-    Credit,
-    Ping,
-)
-FROM_AGENT = (
-    Hello,
-    Located,
-    Said,
-    Silent,
-    Ready,
-    Refused,
-    Started,
-    Ending,
-    Exited,
-    Stacks,
-    Notice,
-    Pong,
-    Finished,
-)
 
 ToAgent = (
     Prepare
     | Start
     | Locate
-    | Converse
-    | Say
+    | StartProgram
+    | WriteLine
     | Forward
-    | Stop
+    | StopRanks
     | Kill
     | TakeStacks
     | Leave
     | Credit
     | Ping
 )
+
+
 FromAgent = (
     Hello
     | Located
-    | Said
-    | Silent
+    | ProgramLine
+    | ProgramExited
     | Ready
     | Refused
     | Started
-    | Ending
+    | HostEnding
     | Exited
     | Stacks
     | Notice
@@ -321,23 +274,18 @@ FromAgent = (
 )
 
 
-def encode_message(message: tuple[object, ...]) -> bytes:
-    """Return a message as JSON; text may hold any bytes, as surrogates.
+TO_AGENT: tuple[type[ToAgent], ...] = get_args(ToAgent)
+FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)
 
-    Args:
-        message: A named tuple.
-    """
+
+def encode_message(message: tuple[object, ...]) -> bytes:
+    """Return a message as JSON; text may hold any bytes, as surrogates."""
     plain = cast("dict[str, object]", to_plain(message))
     return json.dumps({"is": type(message).__name__, **plain}).encode()
 
 
 def decode_message(raw: bytes, kinds: tuple[type[T], ...]) -> T:
-    """Return the message that ``raw`` is; it must be one of ``kinds``.
-
-    Raises:
-        LaunchError: Not JSON, an unknown message, or a field missing, unknown or of
-            another type.
-    """
+    """Return the message that ``raw`` is; it must be one of ``kinds``."""
     try:
         said: object = json.loads(raw)
     except ValueError as error:

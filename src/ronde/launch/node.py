@@ -1,20 +1,49 @@
-"""One host of a job, as its controller sees it."""
+"""A host of a job as its controller sees it: the transport, the frames, the agent."""
 
+import fcntl
 import functools
+import os
+import select
+import signal
+import subprocess
 import time
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ronde.errors import LaunchError
-from ronde.launch.agent_link import AgentLink
+from ronde.errors import Failure, LaunchError
+from ronde.launch.frames import (
+    FIRST_CREDIT_BYTES,
+    FrameDecoder,
+    FrameWriter,
+    Output,
+    Relayed,
+    encode_control,
+    encode_relayed,
+)
 from ronde.launch.hosts.host import Host
-from ronde.launch.messages import Credit, Hello, Ping, Pong
-from ronde.launch.outbox import FIRST_CREDIT_BYTES
+from ronde.launch.messages import (
+    FROM_AGENT,
+    Credit,
+    FromAgent,
+    Hello,
+    Ping,
+    Pong,
+    ToAgent,
+    decode_message,
+    encode_message,
+)
 from ronde.launch.timeouts import USUAL, Timeouts
 
-_QUEUE_S = 0.2
-"""What output that is under way may delay a message by."""
+if TYPE_CHECKING:
+    from ronde.launch.spawners.hello import HelloReader
 
+_READ_BYTES = 256 << 10
+_PIPE_BYTES = 256 << 10
+_LAST_WORDS_BYTES = 4096
+_RELAYED_BYTES = 32 << 10
+_QUEUE_S = 0.2  # what output that is under way may delay a message by
 _MIN_CREDIT_BYTES = 8 << 10
 _MAX_CREDIT_BYTES = 1 << 20
 _END_S = 0.5
@@ -23,55 +52,256 @@ EXIT_INTERNAL = 70
 _SSH_FAILED = 255
 
 
-class Loss(NamedTuple):
-    """What was seen of a host that is gone.
+class AgentTransport(Protocol):
+    """Two directions of bytes, neither of which is ever waited for.
 
-    Attributes:
-        reason: In half a sentence.
-        exit_code: Of the job, if this is why it failed.
+    The controller polls ``read_fd`` for reading and, while it has something to write,
+    ``write_fd`` for writing.
     """
 
-    reason: str
-    exit_code: int
+    @property
+    def read_fd(self) -> int:
+        """Descriptor that is readable when ``read`` has something, or the end."""
+        ...
+
+    @property
+    def write_fd(self) -> int:
+        """Descriptor that is writable when ``write`` takes something."""
+        ...
+
+    @property
+    def error_fd(self) -> int:
+        """Descriptor of the other side's complaints; -1 where there is none."""
+        ...
+
+    def read(self) -> bytes | None:
+        """Return what has come, empty at the end, None when nothing is there now."""
+        ...
+
+    def write(self, data: memoryview) -> int:
+        """Return how many bytes were taken, 0 when none are taken now."""
+        ...
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for the end of what carries the bytes.
+
+        Returns:
+            Its exit code, minus the number of a signal; 0 where there is no process;
+            None when it has not ended in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close both directions: the agent then ends everything and itself."""
+        ...
+
+    def kill(self) -> None:
+        """End what carries the bytes at once; the agent may live on."""
+        ...
+
+
+class ProcessTransport:
+    """The three pipes of a process: the agent itself, or the ssh that leads to it."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+        if stdin is None or stdout is None or stderr is None:
+            raise AssertionError("the process was started with three pipes")
+        self._process = process
+        self._files = (stdin, stdout, stderr)
+        for file in self._files:
+            os.set_blocking(file.fileno(), False)
+        # Fewer and longer reads of what the ranks write. Users may be over their limit.
+        with suppress(OSError):
+            fcntl.fcntl(stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    @property
+    def read_fd(self) -> int:
+        """See ``AgentTransport``."""
+        return self._files[1].fileno()
+
+    @property
+    def write_fd(self) -> int:
+        """See ``AgentTransport``."""
+        return self._files[0].fileno()
+
+    @property
+    def error_fd(self) -> int:
+        """See ``AgentTransport``."""
+        return self._files[2].fileno()
+
+    def read(self) -> bytes | None:
+        """See ``AgentTransport``."""
+        try:
+            return os.read(self.read_fd, _READ_BYTES)
+        except BlockingIOError:
+            return None
+
+    def write(self, data: memoryview) -> int:
+        """See ``AgentTransport``."""
+        try:
+            return os.write(self.write_fd, data)
+        except BlockingIOError:
+            return 0
+
+    def wait(self, timeout_s: float) -> int | None:
+        """See ``AgentTransport``."""
+        if self._process.poll() is None:
+            try:
+                process_fd = os.pidfd_open(self._process.pid)
+            except OSError:  # not every kernel and container has them
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout_s)
+                return self._process.returncode
+            poll = select.poll()
+            poll.register(process_fd, select.POLLIN)
+            poll.poll(timeout_s * 1000)
+            os.close(process_fd)
+        return self._process.poll()
+
+    def close(self) -> None:
+        """See ``AgentTransport``."""
+        for file in self._files:
+            file.close()
+        # Somebody may have stopped it, and it has to see this end.
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """See ``AgentTransport``."""
+        self._process.kill()
+
+
+class AgentConnection:
+    """One agent and the frames to and from it.
+
+    Args:
+        hello_reader: Reads what must come before the first frame, where the agent was
+            started through something that may write as well; None for nothing.
+    """
+
+    def __init__(
+        self, transport: AgentTransport, hello_reader: "HelloReader | None" = None
+    ) -> None:
+        self.transport = transport
+        self.hello_reader = hello_reader
+        self._is_greeted = hello_reader is None
+        self._writer = FrameWriter(transport.write)
+        self._decoder = FrameDecoder()
+        self._relayed: deque[Relayed] = deque()
+        self.relayed_bytes = 0  # how much of the store's replies waits to be sent
+        self._last_words = b""
+        self.has_errors = transport.error_fd >= 0
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is still to be written, when the connection takes more."""
+        return self._writer.waiting_bytes > 0 or bool(self._relayed)
+
+    def send(self, message: ToAgent) -> None:
+        """Send a message; an agent that is gone does not get it."""
+        try:
+            self._writer.send(encode_control(encode_message(message)))
+        except BrokenPipeError:
+            return
+
+    def relay(self, relayed: Relayed) -> None:
+        """Send what the store says, in pieces between which messages come first."""
+        data = relayed.data
+        for at in range(0, max(len(data), 1), _RELAYED_BYTES):
+            piece = data[at : at + _RELAYED_BYTES]
+            self._relayed.append(relayed._replace(data=piece))
+        self.relayed_bytes += len(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write on what the connection did not take before."""
+        try:
+            self._writer.flush()
+            while self._relayed and not self._writer.waiting_bytes:
+                relayed = self._relayed.popleft()
+                self.relayed_bytes -= len(relayed.data)
+                self._writer.send(encode_relayed(relayed))
+        except BrokenPipeError:
+            return
+
+    def receive(self) -> list[FromAgent | Output | Relayed] | None:
+        """Return what has come, None at the end of the connection."""
+        data = self.transport.read()
+        if data is None:
+            return []
+        if not data:
+            return None
+        if self.hello_reader is not None and not self._is_greeted:
+            rest = self.hello_reader.feed(data)
+            if rest is None:
+                return []
+            self._is_greeted = True
+            data = rest
+        return [
+            decode_message(frame, FROM_AGENT) if isinstance(frame, bytes) else frame
+            for frame in self._decoder.feed(data)
+        ]
+
+    def find_problem(self, host: Host) -> Failure | None:
+        """Return why no agent of ours can work there, as far as it has said hello."""
+        met = self.hello_reader.met if self.hello_reader else None
+        return met.problem(host) if met else None
+
+    def read_errors(self) -> bool:
+        """Keep the last of what the other side complained of; False at the end."""
+        try:
+            data = os.read(self.transport.error_fd, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        self._last_words = (self._last_words + data)[-_LAST_WORDS_BYTES:]
+        self.has_errors = bool(data)
+        return bool(data)
+
+    @property
+    def last_words(self) -> str:
+        """The last of what the other side complained of."""
+        return self._last_words.decode("utf-8", "backslashreplace").strip()
+
+
+class HostLoss(NamedTuple):
+    """What was seen of a host that is gone."""
+
+    reason: str  # in half a sentence
+    exit_code: int  # of the job, if this is why it failed
 
 
 @dataclass(slots=True)
-class Node:
-    """A host and what is known of the agent there.
+class AgentNode:
+    """A host and what is known of the agent there."""
 
-    Attributes:
-        host: As the user named it.
-        link: To its agent.
-        is_here: The agent was started without going over a network: only its end can
-            be missed, and that is seen at once.
-        timeouts: How long it is waited for.
-        hello: What it said of itself; None before.
-        ranks: Those that run there now: it may speak of no others.
-        credit_bytes: Output that may be under way from it: as much as its line carries
-            in ``_QUEUE_S``, so that messages are not late.
-        max_credit_bytes: The most that this may be.
-        owed_bytes: Output that came since credit was last given; less than none where
-            more is under way than may be.
-        heard_at_s: When something came from it, on the monotonic clock.
-        silent_by_s: When it counts as lost if nothing is heard of it, on the monotonic
-            clock; infinity for never.
-        is_doubted: Nothing has been heard of it for ``lease_s``, but its host answers.
-        is_over: It is gone, whoever wanted that.
-    """
-
-    host: Host
-    link: AgentLink
+    host: Host  # as the user named it
+    link: AgentConnection
+    # the agent was started without going over a network: only its end can be missed,
+    # and that is seen at once
     is_here: bool
-    timeouts: Timeouts = USUAL
-    hello: Hello | None = None
+    timeouts: Timeouts = USUAL  # how long it is waited for
+    hello: Hello | None = None  # what it said of itself; None before
+    # those that run there now: it may speak of no others
     ranks: frozenset[int] = frozenset()
+    # output that may be under way from it: as much as its line carries in ``_QUEUE_S``,
+    # so that messages are not late
     credit_bytes: int = FIRST_CREDIT_BYTES
-    max_credit_bytes: int = _MAX_CREDIT_BYTES
+    max_credit_bytes: int = _MAX_CREDIT_BYTES  # the most that this may be
+    # output that came since credit was last given; less than none where more is under
+    # way than may be
     owed_bytes: int = 0
-    heard_at_s: float = 0.0
+    heard_at_s: float = 0.0  # when something came from it, on the monotonic clock
+    # when it counts as lost if nothing is heard of it, on the monotonic clock; infinity
+    # for never
     silent_by_s: float = float("inf")
+    # nothing has been heard of it for ``lease_s``, but its host answers
     is_doubted: bool = False
-    is_over: bool = False
+    is_over: bool = False  # it is gone, whoever wanted that
     _pinged_at_s: float = 0.0
     _round_trip_s: float = float("inf")
     _offset_s: float = 0.0
@@ -83,6 +313,13 @@ class Node:
     def name(self) -> str:
         """The host's name for messages."""
         return self.host.name
+
+    @property
+    def met(self) -> Hello:
+        """What it said of itself; only of one that has said hello."""
+        if self.hello is None:
+            raise AssertionError("a node that was connected has said hello")
+        return self.hello
 
     def require_own(self, rank: int) -> None:
         """Refuse what an agent says of a rank that is not its own.
@@ -175,33 +412,31 @@ class Node:
         """Return a time on its monotonic clock as one on ours."""
         return theirs_s - self._offset_s
 
-    def explain_end(self) -> Loss:
-        """Say why its wire has ended."""
-        code = self.link.wire.wait(_END_S)
+    def explain_end(self) -> HostLoss:
+        """Say why its connection has ended."""
+        code = self.link.transport.wait(_END_S)
         said = self.link.last_words.splitlines()
         told = f"; it said: {said[-1].strip()}" if said else ""
         if self.is_here:
-            return Loss(f"its agent is gone (exit code {code}){told}", EXIT_INTERNAL)
-        if not self.has_reported_end(code):
-            return Loss(f"the connection to it ended{told}", EXIT_UNREACHABLE)
-        return Loss(f"its agent ended with exit code {code}{told}", EXIT_INTERNAL)
+            return HostLoss(
+                f"its agent is gone (exit code {code}){told}", EXIT_INTERNAL
+            )
+        # Source: ssh(1), exit status: else it is one from there, after all had ended.
+        if code is None or not 0 < code < _SSH_FAILED:
+            return HostLoss(f"the connection to it ended{told}", EXIT_UNREACHABLE)
+        return HostLoss(f"its agent ended with exit code {code}{told}", EXIT_INTERNAL)
 
-    def has_reported_end(self, code: int | None) -> bool:
-        """Say whether an exit code came from there, after all there was ended.
-
-        Source: ssh(1), exit status.
-        """
-        return code is not None and 0 < code < _SSH_FAILED
-
-    def explain_silence(self) -> Loss:
+    def explain_silence(self) -> HostLoss:
         """Say what was seen of a host that nothing is heard of any more."""
         silence_s = time.monotonic() - self.heard_at_s
-        return Loss(f"nothing was heard of it for {silence_s:.0f} s", EXIT_UNREACHABLE)
+        return HostLoss(
+            f"nothing was heard of it for {silence_s:.0f} s", EXIT_UNREACHABLE
+        )
 
     def close(self) -> None:
         """Take leave: the agent ends everything and itself."""
         self.is_over = True
-        self.link.wire.close()
+        self.link.transport.close()
 
 
 @functools.cache

@@ -2,35 +2,25 @@
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from types import FrameType
+from typing import Any
 
-TIMED_OUT = signal.SIGALRM
-"""Comes when the time that the user gave the job is over."""
-
+TIMED_OUT = signal.SIGALRM  # comes when the time that the user gave the job is over
 STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, TIMED_OUT})
 """Each of these ends the job."""
 
-ASKING = signal.SIGQUIT
-"""Asks where the job is, and ends nothing."""
-
+ASKING = signal.SIGQUIT  # asks where the job is, and ends nothing
 FORWARDED = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT})
 """Each of these goes to the ranks and does nothing else."""
 
-SUSPENDING = signal.SIGTSTP
-"""Stops the ranks and then this process."""
-
+SUSPENDING = signal.SIGTSTP  # stops the ranks and then this process
 _CAUGHT = STOPPING | FORWARDED | {ASKING, SUSPENDING}
 _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, SUSPENDING})
 
 
 class InterruptedStartError(Exception):
-    """The user ended the job before its ranks ran.
-
-    Args:
-        number: Of the signal that did it.
-    """
+    """The user ended the job before its ranks ran."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -62,6 +52,27 @@ def is_kept_ignored(number: int) -> bool:
     return number in _OF_TERMINAL and signal.getsignal(number) is signal.SIG_IGN
 
 
+def signal_pipe() -> tuple[int, int]:
+    """Return two ends of a pipe, for ``set_wakeup_fd``; neither end ever waits."""
+    fds = os.pipe()
+    for fd in fds:
+        os.set_blocking(fd, False)
+    return fds
+
+
+def notice_signals(numbers: Iterable[int]) -> dict[int, Any]:
+    """Have signals do no more than be written to the pipe; return what they did.
+
+    They get handlers, not SIG_IGN: what is ignored stays ignored in the ranks. One of
+    the terminal's that is ignored, as SIGHUP under nohup, stays so.
+    """
+    return {
+        number: signal.signal(number, lambda _number, _frame: None)
+        for number in numbers
+        if not is_kept_ignored(number)
+    }
+
+
 @contextmanager
 def caught_signals() -> Generator[int]:
     """Give a descriptor that reads the numbers of the user's signals.
@@ -71,15 +82,9 @@ def caught_signals() -> Generator[int]:
     shell's ``&``, stays so. Only in the main thread. The handlers from before come
     back at the end.
     """
-    read_fd, write_fd = os.pipe()
-    for fd in (read_fd, write_fd):
-        os.set_blocking(fd, False)
+    read_fd, write_fd = signal_pipe()
     fd_before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    before = {
-        number: signal.signal(number, _noticed)
-        for number in _CAUGHT
-        if not is_kept_ignored(number)
-    }
+    before = notice_signals(_CAUGHT)
     reset_signals()
     try:
         yield read_fd
@@ -99,6 +104,17 @@ def read_signals(fd: int) -> list[int]:
         return []
 
 
+def raise_if_stopped(fd: int) -> None:
+    """Read the signals that have come in; one that ends the job ends the start.
+
+    Raises:
+        InterruptedStartError: The user has ended it.
+    """
+    for number in read_signals(fd):
+        if number in STOPPING:
+            raise InterruptedStartError(number)
+
+
 def suspend_self() -> None:
     """Stop this process as SIGTSTP would, and return when it is continued.
 
@@ -108,7 +124,3 @@ def suspend_self() -> None:
     before = signal.signal(SUSPENDING, signal.SIG_DFL)
     os.kill(os.getpid(), SUSPENDING)
     signal.signal(SUSPENDING, before)
-
-
-def _noticed(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing: the signal's number is in the pipe already."""

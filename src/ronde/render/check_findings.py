@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ronde.check.check import Check, Finding, Severity
-from ronde.check.judging import Unread
-from ronde.check.verdict import Verdict
+from ronde.check.judging import Readiness, Unread
 from ronde.render.check_hosts import fold_hosts
 from ronde.render.check_table import MARKS, paint
 from ronde.render.wrapping import WIDTH, wrap
@@ -60,7 +59,7 @@ def tell_unread(unread: Sequence[Unread], width: int = WIDTH) -> str:
 
 
 def tell_verdict(
-    verdict: Verdict, findings: Sequence[Finding], width: int = WIDTH
+    verdict: Readiness, findings: Sequence[Finding], width: int = WIDTH
 ) -> str:
     """Return how many hosts are ready, and of the others why not."""
     if not verdict.num_asked:
@@ -83,7 +82,7 @@ def tell_verdict(
     return text
 
 
-def _tell_ready(verdict: Verdict) -> str:
+def _tell_ready(verdict: Readiness) -> str:
     num, num_warned = verdict.num_hosts, len(verdict.warned)
     num_ready = num - len(verdict.faulty)
     if not num_ready:

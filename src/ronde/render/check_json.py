@@ -7,9 +7,8 @@ from typing import Any
 from ronde import __version__
 from ronde.check.check import Check, Finding
 from ronde.check.facts import HostFacts
-from ronde.check.judging import Judgement
+from ronde.check.judging import Judgement, Readiness
 from ronde.check.keeping import Changes
-from ronde.check.verdict import Verdict
 from ronde.plain_values import to_plain
 from ronde.render.check_findings import fix_of
 
@@ -21,7 +20,7 @@ SCHEMA = 1
 def checked_as_json(
     hosts: Sequence[HostFacts],
     judgement: Judgement,
-    verdict: Verdict,
+    verdict: Readiness,
     checks: Mapping[str, Check],
     *,
     exit_code: int,

@@ -1,26 +1,170 @@
-"""The console of a running job: every rank's lines, whole and told apart."""
+"""A job on a terminal or in pipes: lines with their ranks, and progress bars."""
 
 import os
+import select
+import stat
+import weakref
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 
+from ronde.launch.failure import JobResult, RankEnd
 from ronde.launch.frames import Output, Stream
-from ronde.launch.sink import Generation, RankStacks
-from ronde.launch.verdict import Verdict
-from ronde.render.channel import Channel
-from ronde.render.lines import LineAssembler, Lines
+from ronde.launch.output.sink import Generation, RankStacks
+from ronde.render.lines import LineAssembler, RankLines, Tag, Tagger, TagPlace
 from ronde.render.rank_ranges import RankChoice
-from ronde.render.screen import Screen
-from ronde.render.tags import Tag, Tagger
 
+# What poll calls ready takes so many bytes at once (PIPE_BUF). Non-blocking mode is
+# no way: it would hold for everybody who shares the descriptor, the user's shell too.
+_PIECE_BYTES = 4096
+_PIPE_PIECE_BYTES = 64 << 10
+_FILE_PIECE_BYTES = 1 << 20
+_MAX_PIECES = 64
+_MAX_BARS = 8
+_RESERVED_ROWS = 2
 SCREEN_PROGRESS_S = 0.5
 """Least time between two states of one progress bar on a terminal."""
-
 FILE_PROGRESS_S = 10.0
 """Least time between two states of one progress bar anywhere else."""
-
 _DEFAULT_TAG = Tag()
-
 _Key = tuple[int, int]
+MAX_TOLD_CODE = 7
+"""Exit codes up to this one are the command's own: the rank has said why."""
+
+
+class FdWriter:
+    """Bytes waiting for one descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._write_fd = -1
+        self._waiting: deque[memoryview] = deque()
+        self.waiting_bytes = 0
+        self.is_broken = False
+        self._is_pipe = False
+        self._piece_bytes = _PIECE_BYTES
+        self._ready = select.poll()
+        self._ready.register(fd, select.POLLOUT)
+        try:
+            mode = os.fstat(fd).st_mode
+        except OSError:
+            self.is_broken = True
+            return
+        self._is_pipe = stat.S_ISFIFO(mode)
+        if stat.S_ISREG(mode):
+            self._piece_bytes = _FILE_PIECE_BYTES
+
+    def _open(self) -> None:
+        """Open a pipe once more, if that is allowed, in a mode of our own.
+
+        Sixteen times as much goes into one write then, and the reader is woken as much
+        less often. Not before the first write, which another process may do.
+        """
+        self._write_fd = self.fd
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        with suppress(OSError):
+            if self._is_pipe:
+                self._write_fd = os.open(f"/proc/self/fd/{self.fd}", flags)
+                weakref.finalize(self, os.close, self._write_fd)
+                self._piece_bytes = _PIPE_PIECE_BYTES
+
+    def put(self, data: bytes) -> None:
+        """Keep bytes to be written; a broken channel forgets them."""
+        if data and not self.is_broken:
+            self._waiting.append(memoryview(data))
+            self.waiting_bytes += len(data)
+
+    def discard(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
+        self.waiting_bytes = 0
+
+    def write(self) -> None:
+        """Write while the descriptor is ready; it must be so when this is called."""
+        if self._write_fd < 0:
+            self._open()
+        for _ in range(_MAX_PIECES):
+            piece = self._take_piece()
+            if not piece:
+                return
+            try:
+                taken = os.write(self._write_fd, piece)
+            except BlockingIOError:
+                taken = 0
+            except OSError as error:
+                self.is_broken = True
+                self.discard()
+                # With its number: EIO says that a terminal was closed.
+                raise BrokenPipeError(error.errno, error.strerror) from error
+            self.waiting_bytes -= taken
+            if taken < len(piece):
+                self._waiting.appendleft(memoryview(piece)[taken:])
+                return
+            if not self._ready.poll(0):
+                return
+
+    def _take_piece(self) -> bytes | memoryview:
+        """Take from the queue what goes into one write."""
+        taken: list[memoryview] = []
+        room = self._piece_bytes
+        while self._waiting and room:
+            head = self._waiting.popleft()
+            if len(head) > room:
+                self._waiting.appendleft(head[room:])
+                head = head[:room]
+            taken.append(head)
+            room -= len(head)
+        return taken[0] if len(taken) == 1 else b"".join(taken)
+
+
+class Screen:
+    """Lines and bars on one terminal."""
+
+    def __init__(self, channel: FdWriter) -> None:
+        self._channel = channel
+        self._bars: dict[tuple[int, int], bytes] = {}
+        self._num_drawn = 0
+
+    def print(self, text: bytes) -> None:
+        """Scroll whole lines in above the bars."""
+        self._channel.put(self._erased() + text + self._drawn())
+
+    def set_bar(self, key: tuple[int, int], text: bytes | None) -> None:
+        """Show, change or, with None, take away one bar; bars are ordered by key."""
+        if self._bars.get(key) == text:
+            return
+        if text is None:
+            del self._bars[key]
+        else:
+            self._bars[key] = text
+        self._channel.put(self._erased() + self._drawn())
+
+    def _erased(self) -> bytes:
+        if not self._num_drawn:
+            return b""
+        up = b"\x1b[%dA" % (self._num_drawn - 1) if self._num_drawn > 1 else b""
+        self._num_drawn = 0
+        return b"\r" + up + b"\x1b[J"
+
+    def _drawn(self) -> bytes:
+        if not self._bars:
+            return b""
+        columns, rows = self._size()
+        num_bars = max(1, min(_MAX_BARS, rows - _RESERVED_ROWS))
+        keys = sorted(self._bars)[:num_bars]
+        self._num_drawn = len(keys)
+        # One column less: a full line would make the terminal wrap.
+        cut = [self._bars[k].decode()[: columns - 1].encode() for k in keys]
+        return b"\n".join(cut)
+
+    def _size(self) -> tuple[int, int]:
+        try:
+            columns, rows = os.get_terminal_size(self._channel.fd)
+        except OSError:
+            columns, rows = 0, 0
+        # A terminal that nobody told its size says 0.
+        return columns or 80, rows or 24
 
 
 class Console:
@@ -31,9 +175,6 @@ class Console:
     descriptor.
 
     Args:
-        stdout_fd: For the ranks' standard output.
-        stderr_fd: For their standard error and the launcher's own words.
-        tag: What stands before each line.
         only: The ranks to show; None for all.
         log_dir: Directory of all jobs' files, for the summary; empty for none.
     """
@@ -47,8 +188,8 @@ class Console:
         only: RankChoice | None = None,
         log_dir: str = "",
     ) -> None:
-        stdout = Channel(stdout_fd)
-        stderr = stdout if _is_same(stdout_fd, stderr_fd) else Channel(stderr_fd)
+        stdout = FdWriter(stdout_fd)
+        stderr = stdout if _is_same(stdout_fd, stderr_fd) else FdWriter(stderr_fd)
         self._channels = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
         self._screens = {
             stream: Screen(channel)
@@ -69,11 +210,7 @@ class Console:
         self._is_discarding = False
 
     def begin(self, generation: Generation) -> None:
-        """Take note of where the ranks are; nothing of those before is left.
-
-        Raises:
-            UsageError: A rank is to be shown that there is not.
-        """
+        """Take note of where the ranks are; nothing of those before is left."""
         hosts = generation.hosts
         only = self._only
         self._shown = (
@@ -109,22 +246,22 @@ class Console:
     def stacks(self, taken: Sequence[RankStacks]) -> None:
         """Queue where the ranks are."""
         # Hardly any job is asked.
-        from ronde.render.stacks import draw_stacks
+        from ronde.render.summary import draw_stacks
 
         text = draw_stacks(taken)
         self._print(Stream.STDERR, text.encode("utf-8", "backslashreplace"))
 
-    def finished(self, verdict: Verdict) -> None:
+    def finished(self, result: JobResult) -> None:
         """Queue unfinished lines and, where the job failed, why."""
         for key in sorted(self._holding):
             self._show(key, self._assemblers[key].end())
         self._holding.clear()
-        if verdict.cause is None and verdict.interrupted_by is None:
+        if result.cause is None and result.interrupted_by is None:
             return
         # Most jobs end well, and start without this.
         from ronde.render.summary import summarize
 
-        text = summarize(verdict, self._generation, self._log_dir)
+        text = summarize(result, self._generation, self._log_dir)
         self._print(Stream.STDERR, text.encode("utf-8", "backslashreplace"))
 
     def tick(self, now_s: float) -> float | None:
@@ -156,12 +293,7 @@ class Console:
         return sum(c.waiting_bytes for c in set(self._channels.values()))
 
     def write_to(self, fd: int) -> None:
-        """Write to a descriptor that is ready.
-
-        Raises:
-            BrokenPipeError: Nobody reads standard output any more. Where that is so of
-                standard error alone, its lines are forgotten and nothing is raised.
-        """
+        """Write to a descriptor that is ready."""
         for channel in set(self._channels.values()):
             if channel.fd != fd or not channel.waiting_bytes:
                 continue
@@ -179,7 +311,7 @@ class Console:
         for channel in self._channels.values():
             channel.discard()
 
-    def _show(self, key: _Key, lines: list[Lines]) -> None:
+    def _show(self, key: _Key, lines: list[RankLines]) -> None:
         if not lines:
             return
         rank, stream = key[0], Stream(key[1])
@@ -223,3 +355,33 @@ def _is_same(stdout_fd: int, stderr_fd: int) -> bool:
         return os.path.samestat(os.fstat(stdout_fd), os.fstat(stderr_fd))
     except OSError:
         return False
+
+
+class OwnRanksConsole(Console):
+    """Shows ranks as if they were one process; a ``launch.sink.Sink``.
+
+    A sentence that several ranks say is shown once, and a rank that ends with one of
+    the command's own codes is not explained again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1, 2, tag=Tag(TagPlace.NONE))
+        self._said: dict[bytes, int] = {}
+
+    def output(self, output: Output, now_s: float) -> None:
+        """Take output of a rank, but what another one has said in the same words."""
+        data = output.data
+        is_sentence = data.startswith(b"ronde: ") and data.endswith(b"\n")
+        is_shown = output.stream is not Stream.STDERR or not is_sentence
+        if is_shown or self._said.setdefault(data, output.rank) == output.rank:
+            super().output(output, now_s)
+
+    def finished(self, result: JobResult) -> None:
+        """Queue unfinished lines and why it failed, where no rank could say it."""
+        cause = result.cause
+        is_rank = isinstance(cause, RankEnd)
+        is_told = cause is None or (is_rank and 0 <= cause.status <= MAX_TOLD_CODE)
+        is_stopped = result.interrupted_by is not None
+        if is_told or is_stopped:
+            result = replace(result, cause=None, also_failed=(), interrupted_by=None)
+        super().finished(result)

@@ -12,12 +12,7 @@ _MOST_NAMES = 8
 def tabulate_failures(
     failures: Sequence[HostFailure], ready: Sequence[str] = ()
 ) -> str:
-    """Return a table of hosts, a line each; hosts with equal lines share one.
-
-    Args:
-        failures: In the order of the hosts.
-        ready: Names of the hosts that could take part, which share one line.
-    """
+    """Return a table of hosts, a line each; hosts with equal lines share one."""
     by_row: dict[tuple[str, str], list[str]] = {}
     for each in failures:
         row = (each.failure.reason, each.failure.cure)

@@ -1,27 +1,23 @@
-"""Bytes of one stream of one rank -> whole lines and progress, never mixed.
+"""The output of ranks cut into lines, each with a prefix that names its rank."""
 
-Pure: it is told the time and touches nothing.
-"""
-
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
-HELD_BYTES = 64 << 10
-"""A line longer than this is shown in pieces."""
+from ronde.errors import UsageError
 
-HELD_S = 2.0
-"""A line that rests unfinished so long is shown as it is."""
+HELD_BYTES = 64 << 10  # a line longer than this is shown in pieces
+HELD_S = 2.0  # a line that rests unfinished so long is shown as it is
+_TIME = "time"
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """One whole line, or several that follow each other.
+class RankLines:
+    """One whole line, or several that follow each other."""
 
-    Attributes:
-        text: UTF-8 without the last line's end; undecodable bytes are escaped.
-        is_continuation: True when the beginning of the first was shown before.
-    """
-
-    text: bytes
+    text: bytes  # UTF-8 without the last line's end; undecodable bytes are escaped
+    # true when the beginning of the first was shown before
     is_continuation: bool = False
 
 
@@ -58,11 +54,11 @@ class LineAssembler:
         text = newest_part(bytes(self._held))
         return printable(text[: whole_length(text)])
 
-    def feed(self, data: bytes, now_s: float) -> list[Lines]:
+    def feed(self, data: bytes, now_s: float) -> list[RankLines]:
         """Take more of the stream; return the lines that are whole now."""
         # No line is looked at by itself: a flood must not cost its number of lines.
         whole, newline, rest = data.rpartition(b"\n")
-        lines: list[Lines] = []
+        lines: list[RankLines] = []
         if newline:
             lines.append(self._lines(bytes(self._held) + whole))
             self._held.clear()
@@ -75,7 +71,7 @@ class LineAssembler:
             lines.append(self._cut(HELD_BYTES))
         return lines
 
-    def rest(self, now_s: float) -> list[Lines]:
+    def rest(self, now_s: float) -> list[RankLines]:
         """Return the unfinished line if it has rested long enough."""
         due_s = self.due_s
         if due_s is None or now_s < due_s:
@@ -84,7 +80,7 @@ class LineAssembler:
             return []
         return [self._cut(len(self._held))]
 
-    def end(self) -> list[Lines]:
+    def end(self) -> list[RankLines]:
         """Return the unfinished line: the stream has ended."""
         raw = bytes(self._held)
         self._held.clear()
@@ -97,16 +93,16 @@ class LineAssembler:
         """Whether a progress bar is held; ``_forget_overwritten`` marks it so."""
         return self._held.startswith(b"\r")
 
-    def _lines(self, raw: bytes) -> Lines:
+    def _lines(self, raw: bytes) -> RankLines:
         if b"\r" in raw:
             raw = raw.replace(b"\r\n", b"\n")
         if b"\r" in raw:
             raw = b"\n".join(newest_part(line) for line in raw.split(b"\n"))
-        lines = Lines(printable(raw), self._is_continuation)
+        lines = RankLines(printable(raw), self._is_continuation)
         self._is_continuation = False
         return lines
 
-    def _cut(self, length: int) -> Lines:
+    def _cut(self, length: int) -> RankLines:
         piece = bytes(self._held[:length])
         piece = piece[: whole_length(piece) or length]
         del self._held[: len(piece)]
@@ -144,3 +140,82 @@ def printable(raw: bytes) -> bytes:
     except UnicodeDecodeError:
         return raw.decode("utf-8", "backslashreplace").encode()
     return raw
+
+
+class TagPlace(StrEnum):
+    """How much is said of where a line comes from."""
+
+    AUTO = "auto"  # the rank, and its host where there are several
+    RANK = "rank"
+    HOST = "host"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """What stands before each line."""
+
+    place: TagPlace = TagPlace.AUTO  # the rank, its host and rank, or nothing
+    has_time: bool = False  # whether the time of day comes first
+
+    def places(self, hosts: Sequence[str]) -> tuple[bytes, ...]:
+        """Return the prefix of each rank: ``[3]``, ``[node2:3]`` or nothing."""
+        place = self.place
+        if place is TagPlace.AUTO:
+            place = TagPlace.HOST if len(set(hosts)) > 1 else TagPlace.RANK
+        if place is TagPlace.NONE:
+            return (b"",) * len(hosts)
+        names = [f"{h}:" if place is TagPlace.HOST else "" for h in hosts]
+        return tuple(
+            f"[{name}{rank}]".encode("utf-8", "backslashreplace")
+            for rank, name in enumerate(names)
+        )
+
+
+def parse_tag(text: str) -> Tag:
+    """Read what ``--tag`` says: ``rank``, ``host``, ``none``, each with ``,time``."""
+    words = [word.strip() for word in text.split(",")]
+    places = [word for word in words if word != _TIME]
+    if len(places) > 1 or words.count(_TIME) > 1 or not set(places) <= set(TagPlace):
+        raise UsageError(
+            f"--tag must be rank, host, time or none, or one of them and time, got "
+            f"{text!r}. Type: --tag host,time"
+        )
+    return Tag(TagPlace(places[0]) if places else TagPlace.AUTO, _TIME in words)
+
+
+class Tagger:
+    """Puts tags before lines."""
+
+    def __init__(self, tag: Tag) -> None:
+        self._tag = tag
+        self._places: tuple[bytes, ...] = ()
+        self._second = 0
+        self._time_of_day = b""
+
+    def begin(self, hosts: Sequence[str]) -> None:
+        """Take note of where each rank is."""
+        self._places = self._tag.places(hosts)
+
+    def tagged(self, rank: int, lines: RankLines) -> bytes:
+        """Return lines of a rank as they are to be shown, with their last end.
+
+        One that goes on from what was shown before has ``+`` in place of the blank.
+        """
+        first = self.tag(rank)
+        head = first
+        if lines.is_continuation and first:
+            head = first[:-1] + b"+"
+        return head + lines.text.replace(b"\n", b"\n" + first) + b"\n"
+
+    def tag(self, rank: int) -> bytes:
+        """Return what stands before a line of a rank, with a blank, or nothing."""
+        place = self._places[rank]
+        if not self._tag.has_time:
+            return place + b" " if place else b""
+        now_s = time.time()
+        if int(now_s) != self._second:
+            self._second = int(now_s)
+            self._time_of_day = time.strftime("%H:%M:%S").encode()
+        told = b"%s.%03d " % (self._time_of_day, int(now_s % 1 * 1000))
+        return told + place + b" " if place else told

@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from ronde.launch.forwarded import redacted
-from ronde.launch.placement.place import Place
-from ronde.launch.plan import Plan, count_ranks
+from ronde.launch.controller.plan import JobPlan, count_ranks
+from ronde.launch.environments import redacted
+from ronde.launch.placement.place import RankResources
 from ronde.render.value_runs import format_runs
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.machine import UNKNOWN_NODE
@@ -15,14 +15,10 @@ _TITLES = ("host", "rank", "local", "device", "cores", "CPUs", "memory", "NIC", 
 _UNSET = "(unset)"
 
 
-def plan_text(plan: Plan, notices: Sequence[str] = ()) -> str:
+def plan_text(plan: JobPlan, notices: Sequence[str] = ()) -> str:
     """Return all of a plan; hosts and ranks that are alike share a line.
 
     The values of variables that look like secrets are not shown.
-
-    Args:
-        plan: Of the job.
-        notices: What the user should know besides, each a sentence.
     """
     num_ranks, num_hosts = count_ranks(plan.shares), len(plan.shares)
     shared, own = _environments(plan)
@@ -45,7 +41,7 @@ def plan_text(plan: Plan, notices: Sequence[str] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rows(plan: Plan) -> list[tuple[str, ...]]:
+def _rows(plan: JobPlan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     hosts = zip(plan.shares, plan.places, strict=True)
     for places, alike in groupby(hosts, key=lambda host: host[1]):
@@ -62,16 +58,16 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
-def _alike(places: Sequence[Place]) -> list[tuple[Place, range]]:
+def _alike(places: Sequence[RankResources]) -> list[tuple[RankResources, range]]:
     """Return each run of equal places, with the local ranks that have it."""
-    runs: list[tuple[Place, range]] = []
+    runs: list[tuple[RankResources, range]] = []
     for place, same in groupby(places):
         start = runs[-1][1].stop if runs else 0
         runs.append((place, range(start, start + len(list(same)))))
     return runs
 
 
-def _cells(place: Place) -> tuple[str, ...]:
+def _cells(place: RankResources) -> tuple[str, ...]:
     node = "" if place.memory_node == UNKNOWN_NODE else str(place.memory_node)
     return (
         place.device or "-",
@@ -95,7 +91,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
         yield "  ".join(cell.ljust(width) for cell, width in cells).rstrip()
 
 
-def _environments(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
+def _environments(plan: JobPlan) -> tuple[dict[str, str], dict[str, str]]:
     """Return the variables that all ranks have alike, and in words the others."""
     ranks = [job.env | rank.env for job in plan.jobs(0) for rank in job.ranks]
     shared: dict[str, str] = {}

@@ -11,27 +11,14 @@ _MAX_HOSTS = 4
 
 @dataclass(frozen=True, slots=True)
 class RankChoice:
-    """Some of a job's ranks.
-
-    Attributes:
-        ranges: Their numbers.
-        said_by: The option that named them, for messages.
-        is_local: The numbers count from 0 on every host.
-    """
+    """Some of a job's ranks."""
 
     ranges: tuple[range, ...]
-    said_by: str
-    is_local: bool = False
+    said_by: str  # the option that named them, for messages
+    is_local: bool = False  # the numbers count from 0 on every host
 
     def among(self, hosts: Sequence[str]) -> frozenset[int]:
-        """Return the ranks of a job that are chosen.
-
-        Args:
-            hosts: Name of each rank's host, by rank.
-
-        Raises:
-            UsageError: A number is no rank of the job.
-        """
+        """Return the ranks of a job that are chosen."""
         numbers = _local_ranks(hosts) if self.is_local else list(range(len(hosts)))
         highest = max(each[-1] for each in self.ranges)
         if highest > max(numbers):
@@ -50,12 +37,7 @@ def parse_ranks(text: str, said_by: str, *, is_local: bool = False) -> RankChoic
     """Read ``3``, ``0-7``, ``0-7:2`` (every second) or several with commas between.
 
     Args:
-        text: What the user wrote.
-        said_by: The option, for messages.
         is_local: The numbers count from 0 on every host.
-
-    Raises:
-        UsageError: It is none of these.
     """
     ranges = tuple(_parse_range(part.strip()) for part in text.split(","))
     if not all(ranges):

@@ -1,15 +1,24 @@
-"""Why a job failed, on one screen."""
+"""How a job ended, and where its ranks are, as text."""
 
+import re
 import signal
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from ronde.launch.logs import attempt_dir
+from ronde.launch.failure import JobResult, LostHost, RankEnd, signal_name
+from ronde.launch.messages import ProcessStack
+from ronde.launch.output.files import attempt_dir
+from ronde.launch.output.sink import Generation, RankStacks
 from ronde.launch.signals import TIMED_OUT, interruption_code
-from ronde.launch.sink import Generation
-from ronde.launch.verdict import LostHost, RankEnd, Verdict, signal_name
 from ronde.render.rank_ranges import format_places, format_ranks
 
 _WIDTH = 78
+_MAX_FRAMES = 30
+_MAX_PIDS = 4
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*:$")
+_BELOW_ALL = re.compile(r"threading\.py\", line [0-9]+ in _bootstrap(_inner)?$")
+"""Where every thread begins."""
+_Frames = tuple[str, ...]
 _LABEL_WIDTH = 16
 _MAX_QUOTED_LINES = 30
 _MAX_QUOTED_HEAD = 8
@@ -17,21 +26,89 @@ _MAX_LINE = 400
 _MAX_GROUPS = 5
 
 
+class _Where(NamedTuple):
+    """What is alike in processes that are at the same place."""
+
+    name: str
+    state: str
+    threads: tuple[_Frames, ...]
+
+
+def draw_stacks(taken: Sequence[RankStacks]) -> str:
+    """Return the stacks of ranks in a frame; each place once, with who is there."""
+    groups: dict[_Where, list[tuple[RankStacks, ProcessStack]]] = {}
+    silent: list[RankStacks] = []
+    for rank in sorted(taken):
+        for process in rank.processes:
+            groups.setdefault(_where(process), []).append((rank, process))
+        if not rank.processes:
+            silent.append(rank)
+    body: list[str] = []
+    for where, members in groups.items():
+        body += [*_draw(where, members), ""]
+    if silent:
+        body += [f"{format_places([(r.rank, r.host) for r in silent])}: no answer", ""]
+    title = "+-- ronde: where the ranks are, most recent call first "
+    lines = [f"| {_printable(line)}".rstrip() for line in body[:-1]]
+    return "\n".join([f"{title:-<{_WIDTH}}", *lines, f"{'+':-<{_WIDTH}}", ""])
+
+
+def _where(process: ProcessStack) -> _Where:
+    threads: list[list[str]] = []
+    for line in process.text.splitlines():
+        if _THREAD.match(line):
+            threads.append([])
+        elif threads and line.strip() and not _BELOW_ALL.search(line):
+            threads[-1].append(line.strip())
+    # The main thread is written last.
+    frames = tuple(tuple(thread) for thread in reversed(threads))
+    return _Where(process.name, process.state, frames)
+
+
+def _draw(
+    where: _Where, members: Sequence[tuple[RankStacks, ProcessStack]]
+) -> Iterable[str]:
+    places = format_places([(rank.rank, rank.host) for rank, _ in members])
+    pids = [str(process.pid) for _, process in members]
+    more = f" and {len(pids) - _MAX_PIDS} more" if len(pids) > _MAX_PIDS else ""
+    label = "pid" if len(pids) == 1 else "pids"
+    process = f"{where.name}, {label} {', '.join(pids[:_MAX_PIDS])}{more}"
+    if not where.threads:
+        yield f"{places} ({process}): {where.state}; no Python stack"
+        return
+    yield f"{places} ({process})"
+    main, *others = where.threads
+    yield from _frames(main)
+    for frames in dict.fromkeys(others):
+        count = others.count(frames)
+        yield "  another thread" if count == 1 else f"  {count} other threads"
+        yield from _frames(frames)
+
+
+def _frames(frames: _Frames) -> Iterable[str]:
+    yield from (f"    {frame}" for frame in frames[:_MAX_FRAMES])
+    if len(frames) > _MAX_FRAMES:
+        yield f"    [{len(frames) - _MAX_FRAMES} more]"
+
+
+def _printable(line: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in line)
+
+
 def summarize(
-    verdict: Verdict, generation: Generation | None = None, log_dir: str = ""
+    result: JobResult, generation: Generation | None = None, log_dir: str = ""
 ) -> str:
     """Return what to tell of a job's end; empty where all went well.
 
     Args:
-        verdict: How it ended.
         generation: Which start of the ranks it was; None where it does not matter.
         log_dir: Directory of all jobs' files, or empty.
     """
-    cause = verdict.cause
+    cause = result.cause
     if cause is None:
-        return _interrupted(verdict)
+        return _interrupted(result)
     body = _blame(cause)
-    facts = [*_failures(verdict, cause), *_consequences(verdict)]
+    facts = [*_failures(result, cause), *_consequences(result)]
     if generation is not None and log_dir:
         facts.append(("logs", attempt_dir(log_dir, generation)))
     if facts:
@@ -40,7 +117,7 @@ def summarize(
             *(f"{f'{label}:':<{_LABEL_WIDTH}} {fact}" for label, fact in facts),
         ]
     lines = [f"| {line}".rstrip() for line in body]
-    title = f"+-- ronde: {_title(verdict, generation)} "
+    title = f"+-- ronde: {_title(result, generation)} "
     return "\n".join([f"{title:-<{_WIDTH}}", *lines, f"{'+':-<{_WIDTH}}", ""])
 
 
@@ -49,14 +126,14 @@ def describe_status(status: int) -> str:
     return f"exit code {status}" if status >= 0 else f"killed by {signal_name(-status)}"
 
 
-def _interrupted(verdict: Verdict) -> str:
-    if verdict.interrupted_by == signal.SIGPIPE:
+def _interrupted(result: JobResult) -> str:
+    if result.interrupted_by == signal.SIGPIPE:
         lines = ["nobody reads the output any more, so the job was ended"]
-    elif verdict.interrupted_by is not None:
-        lines = [_interruption(verdict.interrupted_by)]
+    elif result.interrupted_by is not None:
+        lines = [_interruption(result.interrupted_by)]
     else:
         return ""
-    lines += [f"{label}: {fact}" for label, fact in _consequences(verdict)]
+    lines += [f"{label}: {fact}" for label, fact in _consequences(result)]
     return "".join(f"ronde: {line}\n" for line in lines)
 
 
@@ -66,13 +143,13 @@ def _interruption(number: int) -> str:
     return f"the job was ended by {signal_name(number)}"
 
 
-def _title(verdict: Verdict, generation: Generation | None) -> str:
+def _title(result: JobResult, generation: Generation | None) -> str:
     attempt = ""
     if generation is not None and generation.epoch > 0:
         attempt = f" at start {generation.epoch + 1}"
-    if verdict.interrupted_by is not None:
-        return f"{_interruption(verdict.interrupted_by)}{attempt}"
-    return f"the job failed{attempt}, exit code {verdict.exit_code}"
+    if result.interrupted_by is not None:
+        return f"{_interruption(result.interrupted_by)}{attempt}"
+    return f"the job failed{attempt}, exit code {result.exit_code}"
 
 
 def _blame(cause: RankEnd | LostHost) -> list[str]:
@@ -113,13 +190,15 @@ def _quoted(end: RankEnd) -> list[str]:
     ]
 
 
-def _failures(verdict: Verdict, cause: RankEnd | LostHost) -> Iterable[tuple[str, str]]:
+def _failures(
+    result: JobResult, cause: RankEnd | LostHost
+) -> Iterable[tuple[str, str]]:
     """Name what failed by itself besides the cause, the alike together."""
-    for lost in verdict.also_lost:
+    for lost in result.also_lost:
         yield "lost too", f"{lost.host} ({_ranks(lost.ranks)}): {lost.reason}"
     groups: dict[tuple[int, str], list[RankEnd]] = {}
-    for end in verdict.also_failed:
-        if not end.is_hearsay:
+    for end in result.also_failed:
+        if not end.is_secondary:
             groups.setdefault((end.status, _last_word(end)), []).append(end)
     if isinstance(cause, RankEnd):
         same = groups.pop((cause.status, _last_word(cause)), [])
@@ -147,12 +226,12 @@ def _last_word(end: RankEnd) -> str:
     return said[-1].strip() if said else ""
 
 
-def _consequences(verdict: Verdict) -> Iterable[tuple[str, str]]:
-    hearsay = [end for end in verdict.also_failed if end.is_hearsay]
+def _consequences(result: JobResult) -> Iterable[tuple[str, str]]:
+    hearsay = [end for end in result.also_failed if end.is_secondary]
     if hearsay:
         yield "lost their peer", _places(hearsay)
     fates: dict[str, list[RankEnd]] = {}
-    for end in verdict.ended:
+    for end in result.ended:
         fates.setdefault(describe_status(end.status), []).append(end)
     yield from _told("ended then", fates)
 

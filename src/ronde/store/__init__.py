@@ -2,5 +2,5 @@
 
 ``state`` is the store itself and pure; ``protocol`` is what goes over a connection;
 ``client`` asks, from any thread. Who answers: the controller of ``ronde run``
-(``launch.store_service``), else a thread of rank 0 (``server``).
+(``launch.event_loop``), else a thread of rank 0 (``server``).
 """

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from ronde.errors import StoreError
 from ronde.store.client import PlainConnection
-from ronde.store.protocol import Splitter, decode, encode
+from ronde.store.protocol import MAX_FRAME_BYTES, Splitter, decode, encode
 
 MAGIC = b"ronde store 1\r\n\0"
 _NONCE_BYTES = 32
@@ -36,17 +36,11 @@ _READ_BYTES = 4096
 
 
 class Offer(NamedTuple):
-    """What a rank shows when it connects.
+    """What a rank shows when it connects."""
 
-    Attributes:
-        kind: Of the credential: see ``secret``.
-        credential: By which the store comes to the key; may be empty.
-        key: At least 128 bits that no other user knows.
-    """
-
-    kind: int
-    credential: bytes
-    key: bytes
+    kind: int  # of the credential: see ``secret``
+    credential: bytes  # by which the store comes to the key; may be empty
+    key: bytes  # at least 128 bits that no other user knows
 
 
 class Seal:
@@ -63,11 +57,7 @@ class Seal:
         return length.to_bytes(4, "big") + body + self._next(body)
 
     def check(self, marked: bytes) -> bytes:
-        """Return the body of a frame.
-
-        Raises:
-            StoreError: Its mark is not the one that must come next.
-        """
+        """Return the body of a frame."""
         body, mark = marked[:-_PROOF_BYTES], marked[-_PROOF_BYTES:]
         if not hmac.compare_digest(mark, self._next(body)):
             raise StoreError("what came on the store's connection was changed.")
@@ -79,24 +69,49 @@ class Seal:
         return hmac.digest(self._key, number + body, "sha256")
 
 
-class ProvenSession:
-    """The store's side of a connection; see ``server.Session``.
+class LocalSession:
+    """The store's side of a connection within this host, whose end the kernel named."""
+
+    is_trusted = True  # whether the other side may have its requests carried out
+
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._splitter = Splitter(max_bytes)
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the bodies of the requests that have come.
+
+        Raises:
+            StoreError: The other side is a stranger, or says what makes no sense.
+        """
+        return self._splitter.feed(data)
+
+    def seal(self, frame: bytes) -> bytes:
+        """Return a reply as it is sent."""
+        return frame
+
+    def to_say(self) -> bytes:
+        """Return what is to be sent by itself, now; it is returned once."""
+        return b""
+
+
+class ProvenSession(LocalSession):
+    """The store's side of a connection; see ``LocalSession``.
 
     Args:
         find_key: Given the kind and the credential: the key, or None for a stranger.
     """
 
     def __init__(self, find_key: Callable[[int, bytes], bytes | None]) -> None:
+        super().__init__(_MAX_HELLO_BYTES)
         self.is_trusted = False
         self._find_key = find_key
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._words = MAGIC + self._nonce
-        self._splitter = Splitter(_MAX_HELLO_BYTES)
         self._sent: Seal | None = None
         self._received: Seal | None = None
 
     def feed(self, data: bytes) -> list[bytes]:
-        """See ``Session``."""
+        """See ``LocalSession``."""
         bodies = self._splitter.feed(data)
         if self._received is None and bodies:
             self._admit(bodies.pop(0))
@@ -105,13 +120,13 @@ class ProvenSession:
         return [self._received.check(body) for body in bodies]
 
     def seal(self, frame: bytes) -> bytes:
-        """See ``Session``."""
+        """See ``LocalSession``."""
         if self._sent is None:
             raise AssertionError("strangers get no replies")
         return self._sent.mark(frame)
 
     def to_say(self) -> bytes:
-        """See ``Session``."""
+        """See ``LocalSession``."""
         words, self._words = self._words, b""
         return words
 
@@ -131,17 +146,7 @@ class ProvenSession:
 
 
 class ProvenConnection(PlainConnection):
-    """A rank's side of a connection.
-
-    Args:
-        sock: Connected; closed with this, also where this fails.
-        offer: What to show.
-        timeout_s: For the proofs.
-
-    Raises:
-        StoreError: Who is there is not the store of this user's job.
-        OSError: He is silent, or gone.
-    """
+    """A rank's side of a connection."""
 
     def __init__(self, sock: socket.socket, offer: Offer, timeout_s: float) -> None:
         super().__init__(sock)
@@ -155,16 +160,12 @@ class ProvenConnection(PlainConnection):
         )
 
     def ask(self, frame: bytes, timeout_s: float) -> bytes:
-        """See ``Connection``."""
+        """See ``PlainConnection``."""
         return self._received.check(super().ask(self._sent.mark(frame), timeout_s))
 
 
 def _prove(sock: socket.socket, offer: Offer, due_s: float) -> bytes:
-    """Show an offer, and have the store show that it knows the key; return the nonces.
-
-    Raises:
-        StoreError: It does not.
-    """
+    """Show an offer and check that the store knows the key; return the nonces."""
     greeting = _receive(sock, len(MAGIC) + _NONCE_BYTES, due_s)
     nonce = secrets.token_bytes(_NONCE_BYTES)
     nonces = greeting[len(MAGIC) :] + nonce

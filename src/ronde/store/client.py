@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from ronde.errors import StoreError
 from ronde.store.protocol import Op, Splitter, Status, decode, encode
@@ -13,24 +13,6 @@ from ronde.store.protocol import Op, Splitter, Status, decode, encode
 _READ_BYTES = 256 << 10
 _MAX_IDLE = 4
 _NUM_NAMED = 4
-
-
-class Connection(Protocol):
-    """One way to the store, for one request at a time."""
-
-    def ask(self, frame: bytes, timeout_s: float) -> bytes:
-        """Send a request; return the body of its reply.
-
-        Raises:
-            TimeoutError: There was none in time.
-            OSError: The connection is gone.
-            StoreError: What came is no reply.
-        """
-        ...
-
-    def close(self) -> None:
-        """End it; may be called again."""
-        ...
 
 
 class StoreClient:
@@ -43,10 +25,10 @@ class StoreClient:
         dial: Makes a connection, within so many seconds.
     """
 
-    def __init__(self, dial: Callable[[float], Connection]) -> None:
+    def __init__(self, dial: Callable[[float], "PlainConnection"]) -> None:
         self._dial = dial
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
+        self._idle: list[PlainConnection] = []
         self._pid = os.getpid()
 
     def set(self, pairs: Iterable[tuple[str, bytes]], timeout_s: float) -> None:
@@ -120,14 +102,14 @@ class StoreClient:
             raise StoreError(b" ".join(reply.fields).decode(errors="replace"))
         return reply.fields
 
-    def _take(self) -> Connection | None:
+    def _take(self) -> "PlainConnection | None":
         with self._lock:
             if self._pid != os.getpid():
                 # A process that was forked off: these are its parent's.
                 self._pid, self._idle = os.getpid(), []
             return self._idle.pop() if self._idle else None
 
-    def _give_back(self, connection: Connection) -> None:
+    def _give_back(self, connection: "PlainConnection") -> None:
         with self._lock:
             if len(self._idle) < _MAX_IDLE:
                 self._idle.append(connection)
@@ -136,18 +118,20 @@ class StoreClient:
 
 
 class PlainConnection:
-    """A connection that needs no protection: a socket within this host.
-
-    Args:
-        sock: Connected; closed with this.
-    """
+    """A connection that needs no protection: a socket within this host."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._splitter = Splitter()
 
     def ask(self, frame: bytes, timeout_s: float) -> bytes:
-        """See ``Connection``."""
+        """Send a request; return the body of its reply.
+
+        Raises:
+            TimeoutError: There was none in time.
+            OSError: The connection is gone.
+            StoreError: What came is no reply.
+        """
         due_s = time.monotonic() + timeout_s
         self._sock.settimeout(max(timeout_s, 0.001))
         self._sock.sendall(frame)
@@ -164,7 +148,7 @@ class PlainConnection:
                 return bodies[0]
 
     def close(self) -> None:
-        """See ``Connection``."""
+        """End it; may be called again."""
         self._sock.close()
 
     def __del__(self) -> None:

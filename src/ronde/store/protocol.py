@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 from ronde.errors import StoreError
 
-MAX_FRAME_BYTES = 16 << 20
-"""Longest frame, its length field not counted."""
-
+MAX_FRAME_BYTES = 16 << 20  # longest frame, its length field not counted
 _MAX_FIELDS = 1 << 17
 _LENGTH = Struct(">I")
 
@@ -22,45 +20,31 @@ _LENGTH = Struct(">I")
 class Op(IntEnum):
     """What a request asks for, with its fields."""
 
-    SET = 1
-    """key, value, key, value, ..."""
-    GET = 2
-    """keys; the values, once all are there"""
-    WAIT = 3
-    """keys; nothing, once all are there"""
+    SET = 1  # key, value, key, value,
+    GET = 2  # keys; the values, once all are there
+    WAIT = 3  # keys; nothing, once all are there
     CHECK = 4
     """keys; b"1" if all are there"""
-    ADD = 5
-    """key, decimal number; the sum"""
-    COMPARE_SET = 6
-    """key, expected value, new value; the value afterwards"""
+    ADD = 5  # key, decimal number; the sum
+    COMPARE_SET = 6  # key, expected value, new value; the value afterwards
     DELETE = 7
     """key; b"1" if it was there"""
-    APPEND = 8
-    """key, what to put at the end of its value"""
-    COUNT = 9
-    """nothing; the number of keys"""
+    APPEND = 8  # key, what to put at the end of its value
+    COUNT = 9  # nothing; the number of keys
 
 
 class Status(IntEnum):
     """What a reply is."""
 
-    DONE = 0
-    """Its fields are the answer."""
-    REFUSED = 1
-    """Its field is a sentence that says why."""
+    DONE = 0  # its fields are the answer
+    REFUSED = 1  # its field is a sentence that says why
 
 
 class Frame(NamedTuple):
-    """A request or a reply.
+    """A request or a reply."""
 
-    Attributes:
-        kind: An ``Op`` or a ``Status``.
-        fields: What belongs to it.
-    """
-
-    kind: int
-    fields: tuple[bytes, ...]
+    kind: int  # an ``Op`` or a ``Status``
+    fields: tuple[bytes, ...]  # what belongs to it
 
 
 def max_connections(num_ranks: int) -> int:
@@ -69,11 +53,7 @@ def max_connections(num_ranks: int) -> int:
 
 
 def encode(kind: int, fields: Sequence[bytes]) -> bytes:
-    """Return a frame with its length.
-
-    Raises:
-        StoreError: It would be longer than ``MAX_FRAME_BYTES``.
-    """
+    """Return a frame with its length."""
     length = 1 + sum(_LENGTH.size + len(field) for field in fields)
     if length > MAX_FRAME_BYTES or len(fields) > _MAX_FIELDS:
         raise StoreError(
@@ -88,11 +68,7 @@ def encode(kind: int, fields: Sequence[bytes]) -> bytes:
 
 
 def decode(body: bytes) -> Frame:
-    """Return the frame that these bytes are, its length left out.
-
-    Raises:
-        StoreError: They are none.
-    """
+    """Return the frame that these bytes are, its length left out."""
     fields: list[bytes] = []
     at, end = 1, len(body)
     while at + _LENGTH.size <= end and len(fields) < _MAX_FIELDS:
@@ -108,9 +84,6 @@ class Splitter:
     """Cuts received bytes, however they came, into the bodies of frames.
 
     Holds one frame at most, and of that no more than has come.
-
-    Args:
-        max_bytes: Longest body.
     """
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -118,11 +91,7 @@ class Splitter:
         self._received = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the bodies that are complete now.
-
-        Raises:
-            StoreError: A length is impossible; the connection cannot be used further.
-        """
+        """Return the bodies that are complete now."""
         self._received += data
         bodies: list[bytes] = []
         start = 0

@@ -20,8 +20,7 @@ from ronde.store.authentication import Offer, ProvenConnection
 
 _GIVEN, _MUNGE, _FILE = 1, 2, 3
 _KEY_BYTES = 32
-_UID_RESTRICTION = 9
-"""Source: munge.h, ``MUNGE_OPT_UID_RESTRICTION``."""
+_UID_RESTRICTION = 9  # source: munge.h, ``MUNGE_OPT_UID_RESTRICTION``
 
 
 class Trust(Protocol):
@@ -55,7 +54,6 @@ class SameUser:
     """Trusts this user's processes on all hosts of a job.
 
     Args:
-        job: Its name; who is of another is not trusted.
         directory: The user's, for the secret file; made where it is needed.
     """
 
@@ -119,11 +117,7 @@ def dial_network(
 
 
 def read_secret(path: Path) -> bytes:
-    """Return the user's secret, made now if there is none.
-
-    Raises:
-        UsageError: The file cannot be made or read, or others may read it.
-    """
+    """Return the user's secret, made now if there is none."""
     try:
         if not path.exists():
             _make_secret(path)

@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ronde.errors import StoreError
-from ronde.store.authentication import ProvenSession
+from ronde.store.authentication import LocalSession, ProvenSession
 from ronde.store.local_socket import is_own
-from ronde.store.protocol import Splitter
 from ronde.store.secret import Trust
 from ronde.store.state import StoreState
 
@@ -23,52 +21,10 @@ _MAX_STRANGERS = 256
 _STRANGER_S = 5.0
 
 
-class Session(Protocol):
-    """What one side knows of a connection: what may pass, and what is said first."""
-
-    @property
-    def is_trusted(self) -> bool:
-        """Whether the other side may have its requests carried out."""
-        ...
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the bodies of the requests that have come.
-
-        Raises:
-            StoreError: The other side is a stranger, or says what makes no sense.
-        """
-        ...
-
-    def seal(self, frame: bytes) -> bytes:
-        """Return a reply as it is sent."""
-        ...
-
-    def to_say(self) -> bytes:
-        """Return what is to be sent by itself, now; it is returned once."""
-        ...
-
-
-class LocalSession:
-    """A connection within this host, whose other end the kernel has named."""
-
-    is_trusted = True
-
-    def __init__(self) -> None:
-        self.feed = Splitter().feed
-
-    def seal(self, frame: bytes) -> bytes:
-        """See ``Session``."""
-        return frame
-
-    def to_say(self) -> bytes:
-        """See ``Session``."""
-        return b""
-
-
 @dataclass(eq=False, slots=True)
 class _Client:
     sock: socket.socket
-    session: Session
+    session: LocalSession
     due_s: float
     unsent: bytearray = field(default_factory=bytearray)
 
@@ -81,15 +37,13 @@ class StoreServer:
     none of them keeps anybody else out.
 
     Args:
-        listener: Closed with this.
         admit: Returns the session of a connection, None to refuse it.
-        max_clients: Trusted connections at a time.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        admit: Callable[[socket.socket], Session | None],
+        admit: Callable[[socket.socket], LocalSession | None],
         max_clients: int,
     ) -> None:
         self._admit = admit
@@ -230,7 +184,7 @@ def serve_network(
 ) -> StoreServer:
     """Answer on a TCP socket, to whoever proves to be of the job."""
 
-    def admit(sock: socket.socket) -> Session:
+    def admit(sock: socket.socket) -> LocalSession:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return ProvenSession(trust.find_key)
 

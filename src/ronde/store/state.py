@@ -10,22 +10,15 @@ from ronde.store.protocol import Frame, Op, Status, decode, encode
 
 C = TypeVar("C", bound=Hashable)
 
-_ENTRY_BYTES = 200
-"""What a key takes besides its bytes and those of its value."""
+_ENTRY_BYTES = 200  # what a key takes besides its bytes and those of its value
 
 
 class Limits(NamedTuple):
-    """What clients may have the store keep.
+    """What clients may have the store keep."""
 
-    Attributes:
-        key_bytes: Length of a key.
-        value_bytes: Length of a value.
-        total_bytes: All keys and values together.
-    """
-
-    key_bytes: int = 4096
-    value_bytes: int = 8 << 20
-    total_bytes: int = 512 << 20
+    key_bytes: int = 4096  # length of a key
+    value_bytes: int = 8 << 20  # length of a value
+    total_bytes: int = 512 << 20  # all keys and values together
 
 
 @dataclass(slots=True)
@@ -54,15 +47,7 @@ class StoreState(Generic[C]):
     )
 
     def handle(self, client: C, body: bytes) -> list[tuple[C, bytes]]:
-        """Take a request; return the replies that can be given now, and to whom.
-
-        Args:
-            client: Whose request.
-            body: The frame without its length.
-
-        Raises:
-            StoreError: It is no request; what the client sends cannot be trusted.
-        """
+        """Take a request; return the replies that can be given now, and to whom."""
         request = decode(body)
         if client in self._waiters:
             raise StoreError("a client must wait for its reply before it asks again.")

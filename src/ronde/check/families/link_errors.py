@@ -3,16 +3,11 @@
 from collections.abc import Iterator, Mapping
 
 from ronde.check.check import Check, Family, Finding, Severity
-from ronde.check.facts import Value
-from ronde.check.families.gpu_troubles import FINE, Trouble, each_gpu
 from ronde.check.fleet import Fleet
-from ronde.check.probes.counters import PCIE_REPLAYS, RDMA_ERRORS
+from ronde.check.probes.counters import RDMA_ERRORS
 
 RDMA_GROWTH = "network.rdma_error_growth"
 """Fact: by RDMA port and counter how many errors came; without those that did not."""
-
-REPLAY_GROWTH = "gpu.pcie_replay_growth"
-"""Fact: of each GPU how many packets more were sent again; nothing: not told."""
 
 _WHEN = (
     "read by the probes, and again at the end, behind what --bandwidth and --burn send"
@@ -26,13 +21,6 @@ def _judge_ports(fleet: Fleet) -> Iterator[Finding]:
             told = ", ".join(f"{name} by {count}" for name, count in counts.items())
             what = f"{port}: {told} more while it was looked at"
             yield Finding("rdma-errors", Severity.WARN, facts.host, what)
-
-
-def _judge_replays(count: Value) -> Trouble:
-    if not count:
-        return FINE
-    what = f"{count} packets were sent again over its PCI link while it was looked at"
-    return Trouble(Severity.WARN, what)
 
 
 CHECKS = (
@@ -55,22 +43,5 @@ CHECKS = (
         why="What is lost is sent again after a time-out: single steps take long.",
         facts=(RDMA_ERRORS, RDMA_GROWTH),
         judge=_judge_ports,
-    ),
-    Check(
-        id="gpu-pcie-replays",
-        family=Family.GPU,
-        title="nothing has to be sent again over the GPUs' PCI links",
-        reads=f"NVML's replay counter of each GPU, {_WHEN}",
-        threshold="it does not grow meanwhile; with --since, growth since then is told "
-        "among the facts that have changed",
-        source="NVIDIA's NVML manual: nvmlDeviceGetPcieReplayCounter; that one is too "
-        "many is ronde's own",
-        severity=Severity.WARN,
-        fix="seat the card or its riser anew; update the BIOS; watch it with "
-        "nvidia-smi -q -d PCIE under load",
-        needs="an NVIDIA GPU",
-        why="Copies take longer, now and then, and the link may fail altogether.",
-        facts=(PCIE_REPLAYS, REPLAY_GROWTH),
-        judge=each_gpu("gpu-pcie-replays", REPLAY_GROWTH, _judge_replays),
     ),
 )

@@ -22,12 +22,12 @@ from ronde.check.operations.site import Site
 from ronde.launch.environments import (
     JobFacts,
     NodeFacts,
+    base_environment,
     default_environment,
+    own_environment,
     rank_environment,
 )
-from ronde.launch.forwarded import base_environment
-from ronde.launch.inherited import own_environment
-from ronde.launch.ports import hold_port
+from ronde.launch.placement.network import hold_port
 from ronde.store.secret import SharedKey
 from ronde.store.server import serve_network
 from ronde.world import World
@@ -46,7 +46,7 @@ _BOOT = """\
 import os, signal, sys
 package, parent = sys.argv.pop(1), int(sys.argv.pop(1))
 sys.path.append(package)
-from ronde.launch.lineage import die_with_parent
+from ronde.launch.process_tree import die_with_parent
 if not die_with_parent(parent, signal.SIGKILL):
     os._exit(1)
 from ronde.cli import main

@@ -92,7 +92,7 @@ def burn(_site: Site, question: dict[str, Value]) -> dict[str, Value]:
     Returns:
         ``products``: by device; see ``product.multiply``. Of a device that failed, and
         of all where all hung, ``failure`` alone. ``copies`` and ``links``: by GPU; see
-        ``copying.examine_gpu``.
+        ``copies.examine_gpu``.
 
     Raises:
         OSError: There is no torch.

@@ -7,7 +7,7 @@ from ronde.check.probing import ProbeEntry, run_probes
 DEADLINE_S = 15.0
 """What it may take."""
 
-_PROBE = ProbeEntry("ronde.check.probes.counters", DEADLINE_S, "")
+_PROBE = ProbeEntry(("ronde.check.probes.counters",), DEADLINE_S, "")
 
 
 def count_errors(_site: Site, question: dict[str, Value]) -> dict[str, Value]:

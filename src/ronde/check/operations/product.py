@@ -25,8 +25,8 @@ from threading import Thread
 from typing import Any
 
 from ronde.check.facts import Value
-from ronde.check.operations.copying import examine_gpu
-from ronde.launch.lineage import die_with_parent
+from ronde.check.gpu.copies import examine_gpu
+from ronde.launch.process_tree import die_with_parent
 
 MAX_SIZE = 1 << 13
 """See Note [Exact products]."""

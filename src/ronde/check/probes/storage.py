@@ -7,8 +7,8 @@ from typing import Any
 
 from ronde.check.facts import Reading, Value
 from ronde.check.paths import Errand, run_errands
-from ronde.launch.inherited import own_environment
-from ronde.launch.lineage import read_processes
+from ronde.launch.environments import own_environment
+from ronde.launch.process_tree import read_processes
 
 SHARED = "shared"
 """Role of a folder that the user says all hosts share."""

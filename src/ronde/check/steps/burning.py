@@ -3,8 +3,7 @@
 from typing import Any
 
 from ronde.check.families.cluster_product import PRODUCTS
-from ronde.check.families.gpu_copies import COPIES
-from ronde.check.families.gpu_links import LOADED_LINKS
+from ronde.check.gpu.copies import COPIES, LOADED_LINKS
 from ronde.check.steps.base import Step
 from ronde.check.steps.panel import Panel, Reply
 

@@ -1,11 +1,11 @@
 """Errors that links have counted since the probes ran: behind all that loads them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from ronde.check.facts import Value
-from ronde.check.families.link_errors import RDMA_GROWTH, REPLAY_GROWTH
+from ronde.check.families.link_errors import RDMA_GROWTH
 from ronde.check.operations.counting import DEADLINE_S
-from ronde.check.probes.counters import PCIE_REPLAYS, RDMA_ERRORS
+from ronde.check.probes.counters import RDMA_ERRORS
 from ronde.check.steps.base import Step
 from ronde.check.steps.panel import Panel
 
@@ -15,15 +15,6 @@ _SLACK_S = 5.0
 def _count_ports(panel: Panel) -> None:
     counting = [h for h, each in panel.facts.items() if each.values.get(RDMA_ERRORS)]
     _count(panel, counting, RDMA_ERRORS, RDMA_GROWTH, compare_ports)
-
-
-def _count_gpus(panel: Panel) -> None:
-    counting = [
-        host
-        for host, facts in panel.facts.items()
-        if any(count is not None for count in facts.values.get(PCIE_REPLAYS) or ())
-    ]
-    _count(panel, counting, PCIE_REPLAYS, REPLAY_GROWTH, compare_gpus)
 
 
 def _count(
@@ -60,15 +51,4 @@ def compare_ports(
     return {port: counts for port, counts in grown.items() if counts}
 
 
-def compare_gpus(
-    before: Sequence[int | None], after: Sequence[int | None]
-) -> list[int | None]:
-    """Return of each GPU what has come; nothing of one that does not tell."""
-    return [
-        None if one is None or other is None else max(0, other - one)
-        for one, other in zip(before, after, strict=False)
-    ]
-
-
 PORTS_STEP = Step("counting RDMA errors", _count_ports, (RDMA_GROWTH,), (RDMA_ERRORS,))
-GPUS_STEP = Step("counting replays", _count_gpus, (REPLAY_GROWTH,), (PCIE_REPLAYS,))

@@ -7,10 +7,9 @@ from typing import NamedTuple, Protocol
 
 from ronde.bench.bench_record import from_record
 from ronde.bench.runs import Run
-from ronde.check.facts import Value
+from ronde.check.facts import ENVIRONMENT, Value
 from ronde.check.operations.bandwidth import MEET_S, WARM_S
 from ronde.check.operations.benching import unpack_log
-from ronde.check.probes.versions import ENVIRONMENT
 from ronde.check.steps.panel import Panel, Reply
 from ronde.errors import UsageError
 from ronde.records import Record

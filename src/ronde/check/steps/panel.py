@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ronde.check.facts import HostFacts, Value
-from ronde.launch.interview import Interview
+from ronde.launch.controller.remote_programs import RemotePrograms
 
 _END_S = 5.0
 
@@ -38,7 +38,7 @@ class Panel:
 
     def __init__(
         self,
-        interview: Interview,
+        interview: RemotePrograms,
         addresses: Mapping[str, str],
         settings: dict[str, Value],
     ) -> None:

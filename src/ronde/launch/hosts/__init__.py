@@ -1,1 +1,1 @@
-"""Which hosts, and how many ranks on each: from words to values."""
+"""Which hosts, and how many ranks on each."""

@@ -8,23 +8,17 @@ from ronde.errors import UsageError
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
 
 
-class Share(NamedTuple):
-    """The ranks of one host.
-
-    Attributes:
-        host: Where they run.
-        ranks: At least one, consecutive.
-    """
+class HostShare(NamedTuple):
+    """The ranks of one host."""
 
     host: Host
-    ranks: range
+    ranks: range  # at least one, consecutive
 
 
 def take_each(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
     """Have every host that is not kept out take the same number of ranks.
 
     Args:
-        hosts: With their slots, or with open ones.
         num_each: That number, or ``SLOTS_GPUS`` or ``SLOTS_CORES``; None leaves the
             slots as they are.
 
@@ -62,12 +56,7 @@ def hosts_to_ask(
     """Return the hosts that may get ranks, in their order.
 
     Args:
-        hosts: All that are named.
         num_ranks: To be started; None for one a slot.
-        min_ranks: As in ``allocate``.
-
-    Raises:
-        UsageError: There are fewer slots than ranks, whatever the hosts say.
     """
     usable = [host for host in hosts if host.slots]
     if all(host.slots > 0 for host in usable):
@@ -88,21 +77,17 @@ def allocate(
     num_ranks: int | None,
     count_slots: Callable[[Host], int],
     min_ranks: int | None = None,
-) -> tuple[Share, ...]:
+) -> tuple[HostShare, ...]:
     """Give every host its ranks: block by block, in the order of the hosts.
 
     Hosts that get no rank are left out, so that the first one has rank 0.
 
     Args:
-        hosts: With their slots.
         num_ranks: To be started; None for one a slot. A host that stands alone and
             says no slots takes any number.
         count_slots: Called for a host of ``hosts_to_ask`` whose slots nobody said; at
             least 1.
         min_ranks: How many suffice where there are fewer slots; None for ``num_ranks``.
-
-    Raises:
-        UsageError: There are fewer slots than ranks, or none.
     """
     usable = [host for host in hosts if host.slots]
     if not usable:
@@ -111,15 +96,15 @@ def allocate(
             "them slots."
         )
     if num_ranks is not None and len(usable) == 1 and usable[0].slots == SLOTS_OPEN:
-        return (Share(usable[0], range(num_ranks)),)
-    shares: list[Share] = []
+        return (HostShare(usable[0], range(num_ranks)),)
+    shares: list[HostShare] = []
     start = 0
     for host in usable:
         if start == num_ranks:
             break
         slots = host.slots if host.slots > 0 else count_slots(host)
         stop = start + slots if num_ranks is None else min(start + slots, num_ranks)
-        shares.append(Share(host, range(start, stop)))
+        shares.append(HostShare(host, range(start, stop)))
         start = stop
     least = num_ranks if min_ranks is None else min_ranks
     if least is not None and start < least:
@@ -127,7 +112,7 @@ def allocate(
     return tuple(shares)
 
 
-def _too_many(num_ranks: int, slots: int, shares: Sequence[Share]) -> str:
+def _too_many(num_ranks: int, slots: int, shares: Sequence[HostShare]) -> str:
     """Say it in Horovod's words first, by which scripts know it."""
     shown = [f"{share.host.name}:{len(share.ranks)}" for share in shares[:8]]
     more = f" and {len(shares) - 8} more" if len(shares) > 8 else ""

@@ -1,6 +1,6 @@
-"""Host files: Horovod's, Open MPI's, MPICH's and DeepSpeed's dialects in one.
+"""Lists of hosts (``-H``) and host files, in four dialects at once.
 
-::
+Horovod's, Open MPI's, MPICH's and DeepSpeed's host files are read by one grammar::
 
     line  := [ hosts { key "=" value } ] [ "#" ... | "//" ... ]
     hosts := what ``-H`` takes: n1, n1:4, user@n[01-04,7], [fd00::2]:4
@@ -9,21 +9,19 @@
 """
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
-from ronde.launch.hosts.names import (
-    MAX_SLOTS,
-    check_user,
-    count_repeated,
-    is_address,
-    parse_number,
-    parse_words,
-)
-from ronde.world.host_lists import BLANKS
+from ronde.world.host_lists import BLANKS, expand, split_list
 
+MAX_SLOTS = 1 << 16
+# Nothing that a shell or ssh would read as more than a name, and no leading dash.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_BRACKETED = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", re.DOTALL)
 _KEYS = {
     "slots": "slots",
     "count": "slots",
@@ -36,26 +34,148 @@ _KEYS = {
     "gpus": "gpus",
 }
 _LABEL = "label."
-
 _COMMENT = re.compile(r"(?:^|[ \t])(?:#|//)")
 _HOSTS = re.compile(r"(?:[^ \t,\[]|\[[^\]]*\]?|[ \t]*,[ \t]*)+")
 _PAIR = re.compile(r"[ \t]+([^ \t=]+)[ \t]*=[ \t]*([^ \t]*)")
 _GPU = re.compile(r"[0-9]{1,4}|(?:GPU|MIG)-[A-Za-z0-9/-]+")
 
 
+def parse_hosts(text: str, said_by: str = "-H") -> tuple[Host, ...]:
+    """Read ``a:2,b:4``: hosts, each with its slots or without.
+
+    A host that stands several times, always without slots, has that many.
+
+    Raises:
+        UsageError: It is no such list.
+    """
+    hosts = parse_words(text, said_by, said_by)
+    return count_repeated(hosts)
+
+
+def parse_words(text: str, said_by: str, said_at: str) -> list[Host]:
+    """Read a list of hosts."""
+    words = split_list(text, said_by)
+    hosts = [host for word in words for host in _parse_word(word, said_by, said_at)]
+    if not hosts:
+        raise UsageError(
+            f"{said_by}: hosts must be names such as a:2,b:4, got none. Name them, or "
+            "leave the option out."
+        )
+    return hosts
+
+
+def count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    """Give a host that stands several times without slots that many."""
+    times: Counter[str] = Counter()
+    kept: dict[str, Host] = {}
+    for host in hosts:
+        first = kept.setdefault(host.name, host)
+        times[host.name] += 1
+        if first is not host and not _is_repeated(first, host):
+            places = dict.fromkeys((first.said_at, host.said_at))
+            raise UsageError(
+                f"{' and '.join(places)}: a host that has slots must be named once, "
+                f"got {host.name} twice. Name it once, with all of its slots."
+            )
+    return tuple(
+        host if times[name] == 1 else replace(host, slots=times[name])
+        for name, host in kept.items()
+    )
+
+
+def _is_repeated(first: Host, host: Host) -> bool:
+    is_same = replace(host, said_at=first.said_at) == first
+    return is_same and host.slots == SLOTS_OPEN
+
+
+def check_name(name: str, said_by: str) -> str:
+    """Return ``name``, which is a host's or a numeric address."""
+    if not _NAME.fullmatch(name) and not (":" in name and is_address(name)):
+        raise UsageError(
+            f"{said_by}: a host must be a name or an address, got {name!r}. Type it as "
+            "n1, n1:4, 10.0.0.1, fd00::1 or [fd00::1]:4."
+        )
+    return name
+
+
+def check_user(user: str, said_by: str) -> str:
+    """Return ``user``, which is a login name."""
+    if not _USER.fullmatch(user):
+        raise UsageError(
+            f"{said_by}: a user must be a login name, got {user!r}. Type: user@n1"
+        )
+    return user
+
+
+def is_address(text: str) -> bool:
+    """Say whether it is a numeric IPv4 or IPv6 address, with or without a zone."""
+    import socket
+
+    address, has_zone, zone = text.partition("%")
+    family = socket.AF_INET6 if ":" in text else socket.AF_INET
+    try:
+        socket.inet_pton(family, address)
+    except (OSError, ValueError):
+        return False
+    return not has_zone or (":" in address and _NAME.fullmatch(zone) is not None)
+
+
+def parse_number(
+    text: str, name: str, said_by: str, *, lowest: int = 0, highest: int
+) -> int:
+    """Read a whole number.
+
+    Raises:
+        UsageError: It is none.
+    """
+    is_number = re.fullmatch(r"[0-9]{1,9}", text)
+    if not is_number or not lowest <= int(text) <= highest:
+        raise UsageError(
+            f"{said_by}: {name} must be a whole number from {lowest} to {highest}, got "
+            f"{text!r}. Correct it."
+        )
+    return int(text)
+
+
+def _parse_word(word: str, said_by: str, said_at: str) -> list[Host]:
+    user, has_user, rest = word.rpartition("@")
+    if has_user:
+        check_user(user, said_by)
+    name, slots = _split_slots(rest, said_by)
+    count = SLOTS_OPEN
+    if slots is not None:
+        count = parse_number(slots, f"slots of {name}", said_by, highest=MAX_SLOTS)
+    names = [name] if ":" in name and "[" not in name else expand(name, said_by)
+    return [
+        Host(check_name(one, said_by), count, user=user, said_at=said_at)
+        for one in names
+    ]
+
+
+def _split_slots(text: str, said_by: str) -> tuple[str, str | None]:
+    """Take ``:4`` off the end, which an address with colons has after brackets only."""
+    if bracketed := _BRACKETED.fullmatch(text):
+        return bracketed[1], bracketed[2]
+    colon = text.rfind(":")
+    if colon <= text.rfind("]"):
+        return text, None
+    if text.count(":") == 1:
+        return text[:colon], text[colon + 1 :]
+    if text[colon - 1] == "]":
+        raise UsageError(
+            f"{said_by}: slots of a list of IPv6 addresses must stand in a host file, "
+            f"got {text!r}. Write there: {text[:colon]} slots={text[colon + 1 :]}"
+        )
+    return text, None
+
+
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What stands after a key.
+    """What stands after a key."""
 
-    Attributes:
-        key: As it was written.
-        text: The value.
-        said_by: Line and column of the value.
-    """
-
-    key: str
+    key: str  # as it was written
     text: str
-    said_by: str
+    said_by: str  # line and column of the value
 
     def number(self, lowest: int, highest: int) -> int:
         return parse_number(
@@ -65,10 +185,6 @@ class _Value:
 
 def parse_hostfile(text: str, said_by: str) -> tuple[Host, ...]:
     """Read a host file; hosts stand in its order.
-
-    Args:
-        text: What is in it.
-        said_by: Its name.
 
     Raises:
         UsageError: A line is wrong, two contradict each other, or there is none.
@@ -130,7 +246,7 @@ def _known_key(key: str, said_by: str) -> str:
 
 
 def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Host:
-    slots = _slots(host, values)
+    slots = _slots_of(host, values)
     gpus = _gpus(values["gpus"]) if "gpus" in values else ()
     if gpus and slots == SLOTS_OPEN:
         slots = len(gpus)
@@ -139,7 +255,7 @@ def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Ho
         slots=slots,
         user=_user(host.user, values["user"]) if "user" in values else host.user,
         port=values["port"].number(1, 65535) if "port" in values else 0,
-        address=_address(values["addr"], num_hosts) if "addr" in values else "",
+        address=_address_of(values["addr"], num_hosts) if "addr" in values else "",
         gpus=gpus,
         labels={
             key.removeprefix(_LABEL): value.text
@@ -149,7 +265,7 @@ def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Ho
     )
 
 
-def _slots(host: Host, values: Mapping[str, _Value]) -> int:
+def _slots_of(host: Host, values: Mapping[str, _Value]) -> int:
     """Return the slots; nobody is started beyond them, so a maximum only limits."""
     slots = host.slots
     if "slots" in values:
@@ -191,7 +307,7 @@ def _user(said_before: str, value: _Value) -> str:
     return check_user(value.text, value.said_by)
 
 
-def _address(value: _Value, num_hosts: int) -> str:
+def _address_of(value: _Value, num_hosts: int) -> str:
     if not is_address(value.text) or num_hosts > 1:
         raise UsageError(
             f"{value.said_by}: addr must be the numeric address of one host, got "

@@ -1,25 +1,32 @@
-"""An agent's bytes over TLS, with an end of their own and a last word.
+"""Addresses and encrypted connections between the head and the nodes that join.
 
 What goes through are records: a kind, a length, a body. TLS alone would do for the
-bytes, but not for their end: the head has to close the agent's input and to tell the
+bytes, but not for their end: the head has to close the agent's input and to send the
 job's exit code after that.
 """
 
+import datetime as dt
+import os
 import select
 import socket
 import ssl
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
 
-from ronde.errors import LaunchError
+from ronde.addresses import InterfaceAddress, family_of, is_loopback, read_interfaces
+from ronde.errors import LaunchError, UsageError
+from ronde.launch.frames import wait_for
 
+_WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - to be warned of
+_NAME = "ronde"
 _HEAD = Struct(">BH")
 _TLS_RECORD_BYTES = 16 << 10
 _MAX_BODY_BYTES = _TLS_RECORD_BYTES - _HEAD.size
 _READ_BYTES = 256 << 10
 _LAST_WORD_S = 0.5
-
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     # Later than the head and the agent give each other up.
@@ -28,17 +35,188 @@ _KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
+_GOODBYE_S = 2.0
+_UNANSWERED_NODE_S = 20.0  # longer than the head gives a silent node
+
+
+def is_wildcard(address: str) -> bool:
+    """Say whether listening there would be listening on all networks."""
+    return address in _WILDCARDS
+
+
+def with_port(address: str, port: int) -> str:
+    """Return address and port as one types them."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def parse_endpoint(text: str, option: str) -> tuple[str, int]:
+    """Read ``HOST:PORT``, ``[IPV6]:PORT`` or ``PORT``, whose host is empty.
+
+    Raises:
+        UsageError: It is none of these.
+    """
+    host, colon, port = text.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    is_number = port.isascii() and port.isdecimal() and int(port) <= 65535
+    is_host = is_bracketed or ":" not in host
+    if not is_number or not is_host or bool(colon) != bool(host.strip("[]")):
+        raise UsageError(
+            f"{option} must be HOST:PORT or [IPV6]:PORT, got {text!r}. "
+            f"Type: {option} node1:29400"
+        )
+    return host.strip("[]"), int(port)
+
+
+def choose_address(host: str, interface: str = "") -> str:
+    """Return the one numeric address to listen on.
+
+    Args:
+        host: What the user named, or empty: then it is the address that this machine's
+            own name stands for, or else the only one that it has.
+        interface: Where not empty, the network interface that has the address.
+
+    Raises:
+        UsageError: There is no such address, or more than one.
+    """
+    if host:
+        return _resolve(host)
+    own = [a for a in read_interfaces() if interface in ("", a.interface)]
+    named = [] if interface else _resolve_all(socket.gethostname())
+    for each in own:
+        if each.address in named:
+            return each.address
+    first_of_each = {each.interface: each.address for each in reversed(own)}
+    if len(first_of_each) == 1:
+        return first_of_each.popitem()[1]
+    raise UsageError(
+        f"--listen must say one address of this machine, got a port alone, and there "
+        f"{_several(own)}. Type: --listen ADDRESS:PORT"
+    )
+
+
+def _several(own: Sequence[InterfaceAddress]) -> str:
+    if not own:
+        return "is none that others could reach"
+    names = ", ".join(f"{each.address} ({each.interface})" for each in own)
+    return f"are several: {names}"
+
+
+def _resolve(host: str) -> str:
+    found = _resolve_all(host)
+    # A name may stand for its loopback address besides the real one.
+    found = [a for a in found if not is_loopback(a)] or found
+    if not found:
+        raise UsageError(
+            f"--listen must be an address of this machine, got {host!r}, which no "
+            "address is known for. Type: --listen ADDRESS:PORT"
+        )
+    return found[0]
+
+
+def _resolve_all(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+def listen(address: str, port: int, backlog: int) -> socket.socket:
+    """Return a non-blocking socket that listens there and nowhere else.
+
+    Raises:
+        UsageError: The address is not this machine's, or the port is not free.
+    """
+    try:
+        sock = socket.create_server(
+            (address, port), family=family_of(address), backlog=backlog
+        )
+    except OSError as error:
+        raise UsageError(
+            f"--listen must be an address of this machine with a free port, got "
+            f"{with_port(address, port)}: {error.strerror or error}."
+        ) from None
+    sock.settimeout(0)
+    return sock
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTls:
+    """What the head listens with."""
+
+    context: ssl.SSLContext  # has the certificate and its private key
+    certificate: bytes  # as it is sent, in DER
+
+
+def make_head_tls() -> HeadTls:
+    """Make a certificate for this job alone; its private key reaches no disk."""
+    pem, certificate = _make_certificate()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Nobody comes a second time: each connection proves itself anew.
+    context.num_tickets = 0
+    # ssl reads certificates from files only; this one lies in memory.
+    fd = os.memfd_create("certificate")
+    try:
+        os.write(fd, pem)
+        context.load_cert_chain(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+    return HeadTls(context, certificate)
+
+
+def make_node_context() -> ssl.SSLContext:
+    """Return what a node connects with; the proof takes the place of an authority.
+
+    See Note [Who proves what to whom] in ``proof``.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _make_certificate() -> tuple[bytes, bytes]:
+    """Return key and certificate as PEM, and the certificate as DER."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        raise UsageError(
+            "cryptography must be installed to let nodes join, but it is not. "
+            "Type: pip install 'ronde[agent]'"
+        ) from None
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    now = dt.datetime.now(dt.UTC)
+    day = dt.timedelta(days=1)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - day)
+        .not_valid_after(now + 3650 * day)
+        .sign(key, hashes.SHA256())
+    )
+    pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    ) + certificate.public_bytes(serialization.Encoding.PEM)
+    return pem, certificate.public_bytes(serialization.Encoding.DER)
 
 
 class _Kind(IntEnum):
     DATA = 0
-    END = 1
-    """There is no more data in this direction; the result is still to come."""
-    RESULT = 2
-    """The last word: an exit code."""
+    END = 1  # there is no more data in this direction; the result is still to come
+    RESULT = 2  # the last word: an exit code
 
 
-class Channel:
+class TlsChannel:
     """One proven connection, from either side; nothing is ever waited for.
 
     Args:
@@ -46,10 +224,8 @@ class Channel:
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
-        self.result: int | None = None
-        """The other side's last word, once it has come."""
-        self.is_ended = False
-        """Whether the other side sends no more data."""
+        self.result: int | None = None  # the other side's last word, once it has come
+        self.is_ended = False  # whether the other side sends no more data
         self._sock = sock
         self._received = bytearray()
         self._is_broken = False
@@ -133,9 +309,6 @@ class Channel:
 
         After a 0 the next call must begin with the same bytes: TLS may have encrypted
         them already.
-
-        Raises:
-            BrokenPipeError: Nobody reads any more.
         """
         piece = data[:_MAX_BODY_BYTES]
         if not self._record:
@@ -144,11 +317,7 @@ class Channel:
         return taken if self._send_record() else 0
 
     def _send_record(self) -> bool:
-        """Send the record in hand; False when it is not taken now.
-
-        Raises:
-            BrokenPipeError: Nobody reads any more.
-        """
+        """Send the record in hand; False when it is not taken now."""
         try:
             # Not longer than one TLS record: taken whole or not at all.
             self._sock.send(self._record)
@@ -189,3 +358,78 @@ class Channel:
         """End the connection at once."""
         self._is_broken = True
         self._sock.close()
+
+
+class TlsTransport:
+    """A connection to an agent of a joined node; see ``node.AgentTransport``."""
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._channel = TlsChannel(sock)
+        # A node never stands still; a head does that its user has suspended.
+        self._channel.require_answers(_UNANSWERED_NODE_S)
+
+    @property
+    def read_fd(self) -> int:
+        """See ``AgentTransport``."""
+        return self._channel.fd
+
+    @property
+    def write_fd(self) -> int:
+        """See ``AgentTransport``."""
+        return self._channel.fd
+
+    @property
+    def error_fd(self) -> int:
+        """See ``AgentTransport``: the node shows its agent's complaints itself."""
+        return -1
+
+    def read(self) -> bytes | None:
+        """See ``AgentTransport``."""
+        return self._channel.read()
+
+    def write(self, data: memoryview) -> int:
+        """See ``AgentTransport``."""
+        return self._channel.write(data)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for the agent's end.
+
+        Returns:
+            Its exit code as the node tells it, 0 where the connection ended without
+            one, None when it has not ended in time.
+        """
+        ends_at = time.monotonic() + timeout_s
+        while (data := self._channel.read()) != b"":
+            left_s = ends_at - time.monotonic()
+            if left_s <= 0 or (
+                data is None and not wait_for([self.read_fd], [], left_s)
+            ):
+                return None
+        return self._channel.result or 0
+
+    def close(self) -> None:
+        """See ``AgentTransport``; the node still waits for the job's exit code."""
+        self._channel.end()
+
+    def kill(self) -> None:
+        """See ``AgentTransport``."""
+        self._channel.close()
+
+    def tell_result(self, code: int) -> None:
+        """Tell the node how the job ended: with this exit code it ends itself."""
+        self._channel.tell_result(code)
+
+
+def release(transports: Sequence[TlsTransport], code: int) -> None:
+    """Tell all nodes the job's exit code and let them go.
+
+    It waits a little for their end: a connection that is closed while something of
+    theirs is unread is reset, and what they were told is lost.
+    """
+    for transport in transports:
+        transport.tell_result(code)
+    ends_at = time.monotonic() + _GOODBYE_S
+    for transport in transports:
+        if transport.read_fd >= 0:
+            transport.wait(max(0.0, ends_at - time.monotonic()))
+        transport.kill()

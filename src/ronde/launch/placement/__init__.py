@@ -1,1 +1,1 @@
-"""Where ranks sit and by which addresses they meet: decided before they start."""
+"""Cores, GPUs and network addresses of the ranks, chosen before they start."""

@@ -1,7 +1,7 @@
 """Programs on other hosts by one ``mpirun`` a host: Open MPI 5 or MPICH's Hydra.
 
 How ``mpirun`` itself reaches a host, by ssh or by a cluster's own means, is its own
-business. No ``mpirun`` passes bytes as they are: see ``ferry``.
+business. No ``mpirun`` passes bytes as they are: see ``line_tunnel``.
 """
 
 import os
@@ -13,28 +13,22 @@ from functools import cached_property
 from pathlib import Path
 
 from ronde.errors import Failure, UsageError
-from ronde.launch.bootstrap import BOOTSTRAP
 from ronde.launch.hosts.host import Host
-from ronde.launch.spawners.by_hand import explain_program, last_line
+from ronde.launch.program import find_executable
+from ronde.launch.spawners.base import BOOTSTRAP, Spawner, explain_program, last_line
 from ronde.launch.spawners.ssh import explain_connection
 
 _VERSION_S = 10.0
 _FERRY = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
-    "from ronde.launch.spawners.ferry import main; main()"
+    "from ronde.launch.spawners.line_tunnel import main; main()"
 )
 _NO_PROGRAM = ("access an executable", "execvp error on file")
 _CURE = "Install Open MPI 5 or MPICH, or choose another --launcher."
 
 
-class MpiSpawner:
-    """Starts programs by ``mpirun``.
-
-    Args:
-        mpirun: Its path.
-        python: The Python on the other hosts.
-        ssh_args: What it gives to ssh, where it uses that.
-    """
+class MpiSpawner(Spawner):
+    """Starts programs by ``mpirun``."""
 
     name = "mpirun"
 
@@ -45,11 +39,7 @@ class MpiSpawner:
 
     @cached_property
     def _is_hydra(self) -> bool:
-        """Whether it is MPICH's.
-
-        Raises:
-            UsageError: It is neither that nor Open MPI's, or does not answer.
-        """
+        """Whether it is MPICH's."""
         try:
             done = subprocess.run(
                 [self._mpirun, "--version"],
@@ -81,7 +71,7 @@ class MpiSpawner:
         """
         package_dir = str(Path(__file__).parents[3])
         near = [sys.executable, "-I", "-S", "-c", _FERRY, package_dir]
-        call = f"ferry_there({list(words)!a})"
+        call = f"tunnel_remote({list(words)!a})"
         far = [self._python, "-E", "-S", "-c", BOOTSTRAP]
         launcher = self._hydra(host) if self._is_hydra else self._open_mpi(host)
         return [*near, call, *launcher, *far]
@@ -111,10 +101,6 @@ class MpiSpawner:
         user = ["-l", host.user] if host.user else []
         return shlex.join([*self._ssh_args, *port, *user])
 
-    def leads_by_name(self, name: str) -> bool:  # noqa: ARG002 - of no name
-        """See ``Spawner``: it has names of its own."""
-        return False
-
     def explain(self, host: Host, exit_code: int, said: str) -> Failure:
         """See ``Spawner``."""
         if any(words in said for words in _NO_PROGRAM):
@@ -133,10 +119,8 @@ def find_mpirun(search_path: str) -> str:
         UsageError: It is nowhere.
     """
     beside = str(Path(sys.executable).parent)
-    for directory in (*search_path.split(os.pathsep), beside):
-        path = Path(directory or ".") / "mpirun"
-        if path.is_file() and os.access(path, os.X_OK):
-            return str(path)
+    if found := find_executable("mpirun", *search_path.split(os.pathsep), beside):
+        return found
     raise UsageError(
         f"mpirun must be installed for --launcher mpi, got none on PATH. {_CURE}"
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ronde.errors import Failure
 from ronde.launch.hosts.host import Host
-from ronde.launch.spawners.by_hand import explain_program, last_line
+from ronde.launch.spawners.base import Spawner, explain_program, last_line
 
 # Nothing else is handed over: the whole environment would show secrets to Slurm.
 _EXPORTED = "HOME,USER,LOGNAME,SHELL,PATH,LD_LIBRARY_PATH"
@@ -40,7 +40,7 @@ _NOT_FOUND = 127
 _CHATTER = "cluster configuration lacks support for cpu binding"
 
 
-class SlurmSpawner:
+class SlurmSpawner(Spawner):
     """Starts programs by ``srun``, inside an allocation."""
 
     name = "srun"
@@ -48,10 +48,6 @@ class SlurmSpawner:
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
         """See ``Spawner``."""
         return [*_CLEARED, "srun", f"--nodelist={host.name}", *_STEP, "--", *words]
-
-    def leads_by_name(self, name: str) -> bool:  # noqa: ARG002 - of no name
-        """See ``Spawner``: it has names of its own."""
-        return False
 
     def explain(self, host: Host, exit_code: int, said: str) -> Failure:
         """See ``Spawner``."""

@@ -4,12 +4,13 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ronde.errors import Failure
 from ronde.launch.hosts.host import Host
-from ronde.launch.spawners.by_hand import (
+from ronde.launch.spawners.base import (
+    UNKNOWN_NAME,
+    Spawner,
     explain_program,
     last_line,
     type_login,
@@ -42,67 +43,49 @@ _SECURE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Complaint:
-    """What ssh says, and what it means; ``{ssh}`` and so on stand for commands."""
-
-    said: re.Pattern[str]
-    reason: str
-    cure: str
-    is_transient: bool = False
-
-
-def _complaint(
-    said: str, reason: str, cure: str, *, is_transient: bool = False
-) -> _Complaint:
-    return _Complaint(re.compile(said), reason, cure, is_transient)
-
-
+_NO_SERVER = "no name server answers"
+_CROWDED = "its ssh server takes no more connections now"
+_CROWDED_WORDS = (
+    "during banner exchange|kex_exchange_identification|ssh_exchange_identification"
+    "|Exceeded MaxStartups|Not allowed at this time"
+    "|Connection (closed|reset) by .* port"
+)
+# What ssh says, and what it means; ``{ssh}`` and so on stand for commands.
 _COMPLAINTS = (
-    _complaint(
+    (
         "HOST IDENTIFICATION HAS CHANGED",
         "host key changed: another machine answers, or it was installed anew",
         "find out which; if it is right: {forget}",
     ),
-    _complaint(
-        "REVOKED HOST KEY|marked as revoked",
-        "host key revoked",
-        "ask who runs the host",
-    ),
-    _complaint(
+    ("REVOKED HOST KEY|marked as revoked", "host key revoked", "ask who runs the host"),
+    (
         "Host key verification failed|No .* host key is known",
         "host key unknown",
         "{ssh} once, to see it and accept it",
     ),
-    _complaint(
+    (
         "Temporary failure in name resolution",
-        "no name server answers",
+        _NO_SERVER,
         "name addresses, or see /etc/resolv.conf",
-        is_transient=True,
     ),
-    _complaint("Could not resolve hostname", "unknown name", "check the spelling"),
-    _complaint(
+    ("Could not resolve hostname", *UNKNOWN_NAME[:2]),
+    (
         r"Permission denied \(|Too many authentication failures",
         "key refused",
         "{copy_id}",
     ),
-    _complaint(
-        "Connection refused", "nothing answers on its ssh port", "{ssh}, or port=N"
-    ),
-    _complaint(
-        "during banner exchange|kex_exchange_identification|ssh_exchange_identification"
-        "|Exceeded MaxStartups|Not allowed at this time"
-        "|Connection (closed|reset) by .* port",
-        "its ssh server takes no more connections now",
+    ("Connection refused", "nothing answers on its ssh port", "{ssh}, or port=N"),
+    (
+        _CROWDED_WORDS,
+        _CROWDED,
         "raise MaxStartups there, or see what it logs",
-        is_transient=True,
     ),
-    _complaint(
+    (
         "[Tt]imed out|No route to host|Network is unreachable|Host is down",
         "not reached",
         "see whether it is up: {ssh}",
     ),
-    _complaint(
+    (
         "no matching .* found|Unable to negotiate",
         "its ssh server and this ssh have no method in common",
         "{ssh}, then --ssh-args",
@@ -110,12 +93,8 @@ _COMPLAINTS = (
 )
 
 
-class SshSpawner:
-    """Starts programs by ssh.
-
-    Args:
-        ssh_args: What the user wants ssh to be given; it counts before all of ours.
-    """
+class SshSpawner(Spawner):
+    """Starts programs by ssh."""
 
     name = "ssh"
 
@@ -158,23 +137,17 @@ class SshSpawner:
 
 
 def explain_connection(host: Host, said: str) -> Failure | None:
-    """Say what an ssh complains of; None where it does not.
-
-    Args:
-        host: Where it was to lead.
-        said: All that it said, and others beside it.
-    """
-    for complaint in _COMPLAINTS:
-        if complaint.said.search(said):
-            cure = complaint.cure.format(
+    """Say what an ssh complains of; None where it does not."""
+    for pattern, reason, cure in _COMPLAINTS:
+        if re.search(pattern, said):
+            known = f"[{host.name}]:{host.port}" if host.port not in {0, 22} else ""
+            advice = cure.format(
                 ssh=type_there("ssh", host),
                 copy_id=shlex.join(["ssh-copy-id", *type_login(host)]),
-                forget=shlex.join(["ssh-keygen", "-R", _known_name(host)]),
+                # As known_hosts has it.
+                forget=shlex.join(["ssh-keygen", "-R", known or host.name]),
             )
-            return Failure(complaint.reason, cure, complaint.is_transient)
+            return Failure(
+                reason, advice, is_transient=reason in (_NO_SERVER, _CROWDED)
+            )
     return None
-
-
-def _known_name(host: Host) -> str:
-    """Return the host as known_hosts has it."""
-    return f"[{host.name}]:{host.port}" if host.port not in {0, 22} else host.name

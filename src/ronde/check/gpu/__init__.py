@@ -1,0 +1,1 @@
+"""GPUs: whether they are there, healthy, free and well connected."""

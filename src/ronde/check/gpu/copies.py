@@ -1,0 +1,438 @@
+"""How fast a GPU copies: from the host, to it, within its memory; its PCI link then."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, check
+from ronde.check.facts import Fleet, UnreadableError, Value
+from ronde.check.gpu.judges import (
+    Device,
+    SpeedMeasure,
+    find_slow_devices,
+    fold_devices,
+)
+from ronde.check.gpu.nvml import (
+    NOT_SUPPORTED,
+    GpuQuestion,
+    HostQuestion,
+    NvmlDriver,
+    RefusedError,
+)
+from ronde.topology.cpu_sets import members
+from ronde.topology.kernel_files import read_list
+from ronde.topology.pci import plain_address
+from ronde.topology.probes.nvml import NoNvmlError, open_nvml
+
+COPIES = "cluster.gpu_copies"
+"""Fact: by device, such as ``cuda:0``: its model and how fast it copies."""
+
+LOADED_LINKS = "cluster.gpu_links_under_load"
+"""Fact: by device, such as ``cuda:0``: its PCI link while it copied."""
+
+HOST_BYTES = 32 << 20
+DEVICE_BYTES = 256 << 20
+"""Of two buffers each; more than caches hold."""
+
+SLOW_SHARE, VERY_SLOW_SHARE = 0.9, 0.8
+
+Torch = Any
+Tensor = Any
+
+_NUM_IN_ROUND = 8
+_MIN_ROUNDS = 3
+_WARM_UP_S = 0.1
+"""Clocks and link of an idle GPU are low, and take some time to rise."""
+
+_ROUNDS_S = 0.2
+_LOAD_S = 0.3
+_MAX_LOAD = 1000
+"""So many copies can be queued without blocking."""
+
+_MAX_CHARS = 200
+
+_FLOORS_GB_PER_S = {
+    "A100-SXM4-40GB": 21.0,
+    "A100-SXM4-80GB": 21.0,
+    "H100 80GB HBM3": 48.0,
+    "H200": 48.0,
+}
+"""By the model's whole name: parts of a GPU and boards with other links have others."""
+
+
+def examine_gpu(torch: Torch, number: int) -> dict[str, Value]:
+    """Measure what a GPU copies, and read its PCI link meanwhile.
+
+    Nothing else should run on the host. The memory that it takes is given back.
+
+    Args:
+        torch: The module.
+        number: Of the GPU, as CUDA counts.
+
+    Returns:
+        ``copies`` has ``model``, ``is_near`` (whether the host's memory was on the
+        GPU's side of it) and what ``measure_copies`` returns; ``link`` has ``address``
+        and the parts of NVML's answer, and is nothing where there is no link. Either
+        is ``failure`` alone where it is unknown.
+    """
+    try:
+        model = torch.cuda.get_device_name(number)
+        address = address_of(torch.cuda.get_device_properties(number))
+        with (
+            torch.cuda.device(number),
+            staying_near(address) as is_near,
+            _pinned(torch) as host,
+        ):
+            buffers = (
+                torch.zeros(DEVICE_BYTES, dtype=torch.uint8, device="cuda"),
+                torch.zeros(DEVICE_BYTES, dtype=torch.uint8, device="cuda"),
+            )
+            rates = measure_copies(host, buffers, torch.cuda.synchronize)
+            del buffers
+            link = _read_link(torch, address, host, rates["host_to_device_gb_per_s"])
+    except RuntimeError as error:
+        failure = {"failure": _shorten(error)}
+        return {"copies": failure, "link": failure}
+    return {"copies": {"model": model, "is_near": is_near, **rates}, "link": link}
+
+
+def measure_copies(
+    host: Tensor,
+    buffers: tuple[Tensor, Tensor],
+    wait: Callable[[], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Return how many GB/s (1e9) are copied each way, the best of some rounds.
+
+    Args:
+        host: In the host's memory.
+        buffers: Two of one size in a GPU's memory, none smaller than ``host``.
+        wait: Returns when all copies have ended.
+        clock: Seconds, from any beginning.
+
+    Returns:
+        ``host_to_device_gb_per_s``, ``device_to_host_gb_per_s``; and
+        ``device_memory_gb_per_s``, which counts what is read and what is written.
+    """
+    source, target = buffers
+    part = source[: host.numel()]
+
+    def rate(to: Tensor, of: Tensor) -> float:
+        def copy_some() -> None:
+            for _ in range(_NUM_IN_ROUND):
+                to.copy_(of, non_blocking=True)
+            wait()
+
+        best_s = _time_best(copy_some, clock)
+        return round(_NUM_IN_ROUND * of.nbytes / best_s / 1e9, 3)
+
+    return {
+        "host_to_device_gb_per_s": rate(part, host),
+        "device_to_host_gb_per_s": rate(host, part),
+        "device_memory_gb_per_s": 2 * rate(target, source),
+    }
+
+
+def _time_best(run: Callable[[], None], clock: Callable[[], float]) -> float:
+    """Return the seconds of the quickest of some runs, after some that do not count."""
+    begun_s = now_s = clock()
+    while now_s < begun_s + _WARM_UP_S:
+        run()
+        now_s = clock()
+    taken: list[float] = []
+    begun_s = now_s
+    while len(taken) < _MIN_ROUNDS or now_s < begun_s + _ROUNDS_S:
+        before_s = clock()
+        run()
+        now_s = clock()
+        taken.append(now_s - before_s)
+    return min(taken)
+
+
+@contextmanager
+def _pinned(torch: Torch) -> Generator[Tensor]:
+    """Give memory of the host that GPUs copy by themselves; on this thread's side.
+
+    torch's own pinned memory is kept for whoever asks next, who may be elsewhere.
+    Nobody has touched this one: its pages are chosen when it is pinned.
+    """
+    memory = torch.empty(HOST_BYTES, dtype=torch.uint8)
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if code:
+        raise RuntimeError(f"the host's memory cannot be pinned: CUDA's error {code}")
+    try:
+        yield memory
+    finally:
+        try:
+            # What the GPU copied to is free only when it has ended.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        finally:
+            runtime.cudaHostUnregister(memory.data_ptr())
+
+
+def _read_link(
+    torch: Torch, address: str, host: Tensor, rate_gb_per_s: float
+) -> dict[str, Value] | None:
+    num_copies = math.ceil(_LOAD_S * rate_gb_per_s * 1e9 / host.nbytes)
+
+    def load() -> Callable[[], bool]:
+        target = torch.empty_like(host, device="cuda")
+        for _ in range(min(num_copies, _MAX_LOAD)):
+            target.copy_(host, non_blocking=True)
+        end = torch.cuda.Event()
+        end.record()
+        return lambda: not end.query()
+
+    try:
+        link = read_under_load(address, load)
+    except (UnreadableError, RuntimeError) as error:
+        return {"failure": _shorten(error)}
+    return None if link is None else {"address": address, **link}
+
+
+def _shorten(error: Exception) -> str:
+    # CUDA's errors go on with advice for programmers.
+    return str(error).partition("\n")[0][:_MAX_CHARS]
+
+
+def address_of(properties: Any) -> str:  # noqa: ANN401  torch's, without types
+    """Return where a GPU of CUDA's sits, as sysfs spells it; empty if unknown.
+
+    CUDA's numbers follow CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, NVML's neither:
+    the address is what both know of a GPU.
+    """
+    try:
+        domain, bus = properties.pci_domain_id, properties.pci_bus_id
+        device = properties.pci_device_id
+    except AttributeError:
+        return ""
+    return plain_address(f"{domain:x}:{bus:x}:{device:x}.0")
+
+
+def find_gpu(nvml: NvmlDriver, address: str) -> int:
+    """Return NVML's number of the GPU at an address.
+
+    Raises:
+        RefusedError: The number of GPUs is unknown.
+        UnreadableError: None is known to be there.
+    """
+    if not address:
+        raise UnreadableError("its PCI address is unknown to this torch; newer ones do")
+    refused = ""
+    for number in range(nvml.ask_host(HostQuestion.NUM_GPUS)):
+        try:
+            if nvml.ask_gpu(GpuQuestion.BUS_ID, number) == address:
+                return number
+        except RefusedError as error:
+            refused = f", and the address of GPU {number} is unknown: {error}"
+    raise UnreadableError(f"NVML knows no GPU at {address}{refused}")
+
+
+def watch(ask: Callable[[], Value], is_busy: Callable[[], bool]) -> Value:
+    """Return a link at its best while copies ran.
+
+    What is answered after the last copy has ended does not count.
+
+    Args:
+        ask: Returns ``GpuQuestion.PCIE``'s answer.
+        is_busy: Whether copies run.
+
+    Raises:
+        RefusedError: The question is not answered.
+        UnreadableError: All copies had ended before the first answer.
+    """
+    best: dict[str, int] = {}
+    while is_busy():
+        link = ask()
+        if is_busy():
+            best = {name: max(now, best.get(name, 0)) for name, now in link.items()}
+    if not best:
+        raise UnreadableError("its copies had ended before NVML answered")
+    return best
+
+
+def read_under_load(address: str, load: Callable[[], Callable[[], bool]]) -> Value:
+    """Return the link of a GPU while it copies, in the form of ``GpuQuestion.PCIE``.
+
+    Args:
+        address: Where the GPU is.
+        load: Begins to copy, and returns a function: whether the copies still run.
+
+    Returns:
+        Nothing for a GPU without a link, such as a virtual one.
+
+    Raises:
+        UnreadableError: It is unknown.
+    """
+    try:
+        with open_nvml() as module:
+            nvml = NvmlDriver(module)
+            number = find_gpu(nvml, address)
+            return watch(lambda: nvml.ask_gpu(GpuQuestion.PCIE, number), load())
+    except NoNvmlError as error:
+        raise UnreadableError(str(error)) from error
+    except RefusedError as error:
+        if error.code == NOT_SUPPORTED:
+            return None
+        raise UnreadableError(str(error)) from error
+
+
+@contextmanager
+def staying_near(address: str, root: str = "") -> Generator[bool]:
+    """Keep this thread on the CPUs next to a GPU: memory that it takes lies there too.
+
+    It gives whether that could be done: not where the address is unknown, or no CPU
+    may be chosen, as in some containers.
+    """
+    allowed = os.sched_getaffinity(0)
+    path = f"{root}/sys/bus/pci/devices/{address}/local_cpulist"
+    near = allowed.intersection(members(read_list(path)))
+    is_near = bool(near)
+    if near:
+        try:
+            os.sched_setaffinity(0, near)
+        except PermissionError:
+            is_near = False
+    try:
+        yield is_near
+    finally:
+        if is_near:
+            os.sched_setaffinity(0, allowed)
+
+
+def _show(gb_per_s: float) -> str:
+    return f"{gb_per_s:.3g} GB/s"
+
+
+_MEASURES = {
+    name: SpeedMeasure(did, _show, SLOW_SHARE, VERY_SLOW_SHARE)
+    for name, did in (
+        ("host_to_device_gb_per_s", "copied from the host at"),
+        ("device_to_host_gb_per_s", "copied to the host at"),
+        ("device_memory_gb_per_s", "copied within its memory at"),
+    )
+}
+_MEMORY = "device_memory_gb_per_s"
+
+
+@check(
+    Family.GPU,
+    FAIL,
+    f"""gpu-copy-speed: GPUs of one model copy as fast
+    reads: copies from pinned memory of the host, to it, and within the GPU's memory
+        (read and written both count), the best of some rounds; one GPU after the other,
+        from CPUs next to it, after the product of --burn
+    threshold: {SLOW_SHARE:.0%} of what most GPUs of the model reach, on all hosts;
+        below {VERY_SLOW_SHARE:.0%} a failure; with the host at least 21 GB/s on A100
+        SXM, 48 GB/s on H100 SXM and H200 SXM. A warning at most where no CPU next to
+        the GPU could be chosen
+    source: the shares are ronde's own; 21 and 48 GB/s: Azure's node health checks (ND
+        A100 v4, ND H100 v5, ND H200 v5)
+    fix: Look at its PCI link (gpu-pcie-load) and clocks; seat it anew; for its own
+        memory: dcgmi diag -r 3
+    needs: --burn, torch, GPUs; to compare, several of one model
+    why: Every step waits for the GPU whose data comes last.
+    """,
+    COPIES,
+)
+def _gpu_copy_speed(fleet: Fleet) -> Iterator[Problem]:
+    known: dict[Device, Value] = {}
+    found: list[tuple[Device, Problem]] = []
+    for host, gpus in fleet.known(COPIES).items():
+        for name, copies in gpus.items():
+            device = Device(host, name, copies.get("model", ""))
+            if "failure" in copies:
+                what = f"could not be measured: {copies['failure']}"
+                found.append((device, Problem(what, INFORM)))
+            else:
+                known[device] = copies
+    for name, measure in _MEASURES.items():
+        rates = {device: float(copies[name]) for device, copies in known.items()}
+        slow = dict(find_slow_devices(rates, measure))
+        if name != _MEMORY:
+            slow = _judge_with_host(known, rates, slow, measure)
+        found += slow.items()
+    yield from fold_devices(found)
+
+
+def _judge_with_host(
+    known: dict[Device, Value],
+    rates: dict[Device, float],
+    slow: dict[Device, Problem],
+    measure: SpeedMeasure,
+) -> dict[Device, Problem]:
+    """Return what is slow or below its model's floor, the worse of the two."""
+    found: dict[Device, Problem] = {}
+    for device, rate in rates.items():
+        problem = slow.get(device)
+        floor = _FLOORS_GB_PER_S.get(device.model.removeprefix("NVIDIA "), 0.0)
+        if rate < floor and (problem is None or problem.severity is not FAIL):
+            what = f"{measure.did} {_show(rate)}, below the {floor:g} of a sound"
+            problem = Problem(f"{what} {device.model}", FAIL)
+        if problem is not None and not known[device]["is_near"]:
+            what = f"{problem.what} (its memory there may have been far)"
+            problem = problem._replace(severity=WARN, what=what)
+        if problem is not None:
+            found[device] = problem
+    return found
+
+
+@check(
+    Family.GPU,
+    FAIL,
+    """gpu-pcie-load: the GPUs' PCI links rise to what is possible under load
+    reads: NVML's width and generation of each link while the GPU copies from the host,
+        the best of what is answered before the copies end, and what is possible in this
+        host; GPUs are matched by their PCI address
+    threshold: the width and the generation that are possible (a warning in virtual
+        machines)
+    source: NVIDIA's NVML manual: nvmlDeviceGetCurrPcieLinkWidth and -Generation,
+        nvmlDeviceGetMaxPcieLinkWidth and -Generation
+    fix: seat the card or its riser anew; look at the slot's lanes and generation in the
+        BIOS; sudo lspci -vv -s ADDRESS | grep Lnk
+    needs: --burn, torch, an NVIDIA GPU, nvidia-ml-py
+    why: Copies to the host and to network adapters take a multiple of the time.
+    """,
+    LOADED_LINKS,
+)
+def _gpu_pcie_load(fleet: Fleet) -> Iterator[Problem]:
+    for facts in fleet.having(LOADED_LINKS):
+        # Virtual machines do not see the slot; where it is unknown, it may be one.
+        is_virtual = facts.values.get("gpu.is_virtual", True)
+        links: dict[str, Value] = facts.values[LOADED_LINKS]
+        low = [each["address"] for each in links.values() if _is_low(each)]
+        fix = f"sudo lspci -vv -s {low[0]} | grep Lnk" if low else ""
+        fix += ", and so on" * (len(low) > 1)
+        fix += "; seat the card or its riser anew; look at the slot in the BIOS"
+        found: list[tuple[Device, Problem]] = []
+        for name, link in links.items():
+            device = Device(facts.host, name, "")
+            if link and "failure" in link:
+                what = f"link is unknown: {link['failure']}"
+                found.append((device, Problem(what, INFORM)))
+            elif _is_low(link):
+                what = (
+                    f"used x{link['width']} of PCI generation {link['generation']} "
+                    f"under load, x{link['max_width']} of generation "
+                    f"{link['max_generation']} is possible"
+                )
+                found.append(
+                    (device, Problem(what, WARN if is_virtual else FAIL, fix=fix))
+                )
+        yield from fold_devices(found)
+
+
+def _is_low(link: Value) -> bool:
+    return (
+        link is not None
+        and "failure" not in link
+        and (
+            0 < link["width"] < link["max_width"]
+            or 0 < link["generation"] < link["max_generation"]
+        )
+    )

@@ -1,0 +1,209 @@
+"""Whether GPUs are in good health: memory, clocks, temperature, firmware."""
+
+from collections.abc import Iterator
+
+from ronde.check.check import FAIL, WARN, Family, Problem, check
+from ronde.check.facts import Fleet, Value
+from ronde.check.gpu.judges import each_gpu, fold_gpus, odd_gpus
+
+_MAX_UNCORRECTED_ROWS = 512
+_MAX_SRAM_CORRECTED = 10_000
+_MAX_DRAM_CORRECTED = 20_000_000
+_MAX_SRAM_UNCORRECTED_EVER = 4
+_MIN_MARGIN_CELSIUS = 5
+
+_RESET = "stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N"
+_REPLACE = "have the GPU replaced"
+_ADVICE = {
+    1: ("a reset of the GPU", _RESET),
+    2: ("a reboot of the host", "sudo reboot"),
+    3: ("no more peer access", "end the jobs that use peers, then reset the GPU"),
+    4: ("an end of its jobs, then a reset", _RESET),
+    5: ("a recovery of the IMEX domain", "sudo systemctl restart nvidia-imex"),
+    6: ("a reset of the bus", "stop what uses the GPU, then reset its PCI slot"),
+    7: ("a reboot of the whole system", "power the host off and on"),
+}
+"""What the driver advises, and what to type, by NVML's number."""
+
+_CLOCK_EVENTS = (
+    (0x80, FAIL, "the power supply brakes it (power brake slowdown)"),
+    (0x40, FAIL, "it is too hot (hardware thermal slowdown)"),
+    (0x08, WARN, "its hardware has halved its clocks (hardware slowdown)"),
+    (0x20, WARN, "it is hot (software thermal slowdown)"),
+)
+"""Bit of the reason, the worst first."""
+
+
+@each_gpu(
+    FAIL,
+    f"""gpu-advice: the driver advises nothing for any GPU
+    reads: NVML's field 230, the recovery action
+    threshold: 0, none
+    source: NVIDIA's NVML manual: NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+    fix: {_RESET}
+    needs: an NVIDIA GPU, a driver of 2025 or later
+    why: The GPU has met an error that it cannot recover from by itself.
+    """,
+    "gpu.recovery_action",
+)
+def _gpu_advice(action: Value) -> Iterator[Problem]:
+    if action:
+        what, fix = _ADVICE.get(action, (f"action {action}", ""))
+        yield Problem(f"the driver advises {what}", fix=fix)
+
+
+@each_gpu(
+    FAIL,
+    f"""gpu-rows: no broken row of a GPU's memory is in use
+    reads: NVML's remapped rows
+    threshold: none failed, none pending, at most {_MAX_UNCORRECTED_ROWS} replaced after
+        uncorrectable errors
+    source: Azure's node health checks; NVIDIA's GPU memory error management
+    fix: {_RESET}
+    needs: an NVIDIA GPU from Ampere on
+    why: The next access to the row ends the job, or gives a wrong number.
+    """,
+    "gpu.remapped_rows",
+)
+def _gpu_rows(rows: Value) -> Iterator[Problem]:
+    if rows["has_failed"]:
+        yield Problem("a broken row of its memory could not be replaced", fix=_REPLACE)
+    if rows["is_pending"]:
+        yield Problem("a broken row of its memory waits to be replaced", fix=_RESET)
+    if rows["uncorrected"] > _MAX_UNCORRECTED_ROWS:
+        what = f"{rows['uncorrected']} rows of its memory were replaced"
+        yield Problem(what, fix=_REPLACE)
+
+
+@each_gpu(
+    FAIL,
+    f"""gpu-ecc-errors: GPUs have met no errors that ECC cannot correct, and few others
+    reads: NVML's error counters of caches (SRAM) and memory (DRAM)
+    threshold: caches: no uncorrectable since the driver was loaded,
+        {_MAX_SRAM_UNCORRECTED_EVER} ever, {_MAX_SRAM_CORRECTED} corrected; memory:
+        {_MAX_DRAM_CORRECTED} corrected
+    source: Azure's node health checks; 4 ever: Stas Bekman's ML engineering book
+    fix: {_RESET}
+    needs: an NVIDIA GPU with ECC
+    why: Uncorrectable errors end the job; many corrected ones announce them.
+    """,
+    "gpu.ecc_errors",
+)
+def _gpu_ecc_errors(counts: Value) -> Iterator[Problem]:
+    ever = counts["sram_uncorrected_ever"]
+    if ever > _MAX_SRAM_UNCORRECTED_EVER:
+        what = f"{ever} uncorrectable errors in its caches since it was made"
+        yield Problem(what, fix=_REPLACE)
+    for name, limit, what in (
+        ("sram_uncorrected", 0, "uncorrectable errors in its caches"),
+        ("sram_corrected", _MAX_SRAM_CORRECTED, "corrected errors in its caches"),
+        ("dram_corrected", _MAX_DRAM_CORRECTED, "corrected errors in its memory"),
+    ):
+        if counts[name] > limit:
+            yield Problem(f"{counts[name]} {what} since the last start")
+
+
+@each_gpu(
+    WARN,
+    """gpu-ecc-mode: ECC is on where it is on by default
+    reads: NVML's ECC mode: now, after the next reboot, by default
+    threshold: all the same
+    source: NVIDIA's NVML manual: nvmlDeviceGetDefaultEccMode
+    fix: sudo nvidia-smi -e 1, then reboot
+    needs: an NVIDIA GPU with ECC
+    why: A flipped bit changes weights without a word.
+    """,
+    "gpu.ecc_mode",
+)
+def _gpu_ecc_mode(mode: Value) -> Iterator[Problem]:
+    if mode["now"] != mode["pending"]:
+        after = "on" if mode["pending"] else "off"
+        what = f"ECC will be {after} after the next reboot, and is not now"
+        yield Problem(what, fix="reboot the host")
+    if mode["default"] and not mode["now"]:
+        yield Problem("ECC is off, errors in memory go unseen")
+
+
+@each_gpu(
+    FAIL,
+    """gpu-clocks: nothing slows the GPUs' clocks down
+    reads: NVML's reasons for clocks below the highest, at this moment
+    threshold: no slowdown by heat or by the power supply; a bare hardware slowdown,
+        which also shows for a moment when clocks change, is a warning
+    source: NVIDIA's NVML manual: clocks event reasons; gpud
+    fix: check fans, airflow and power supplies; nvidia-smi -q -d PERFORMANCE
+    needs: an NVIDIA GPU
+    why: One slow GPU slows every step of all ranks.
+    """,
+    "gpu.clock_events",
+)
+def _gpu_clocks(reasons: Value) -> Iterator[Problem]:
+    for bit, severity, what in _CLOCK_EVENTS:
+        if reasons & bit:
+            yield Problem(what, severity)
+
+
+@each_gpu(
+    FAIL,
+    f"""gpu-temperature: GPUs are well below their temperature limit
+    reads: NVML's margin temperature
+    threshold: {_MIN_MARGIN_CELSIUS} degrees Celsius below; at the limit is worse
+    source: 0: gpud; 5: ronde's own
+    fix: check fans, dust and airflow
+    needs: an NVIDIA GPU from Hopper on
+    why: At the limit the clocks go down, and all ranks wait.
+    """,
+    "gpu.margin_celsius",
+)
+def _gpu_temperature(margin: Value) -> Iterator[Problem]:
+    if margin <= 0:
+        yield Problem("as hot as it may be: its clocks are lowered")
+    elif margin < _MIN_MARGIN_CELSIUS:
+        yield Problem(f"{margin} degrees Celsius below its limit", WARN)
+
+
+@each_gpu(
+    WARN,
+    """gpu-power-limit: no GPU has a power limit below its default
+    reads: NVML's enforced and default power limit
+    threshold: the default
+    source: ronde's own
+    fix: sudo nvidia-smi -pl WATTS
+    needs: an NVIDIA GPU
+    why: Under load its clocks stay lower than those of the others.
+    """,
+    "gpu.power_limit_w",
+)
+def _gpu_power_limit(limit: Value) -> Iterator[Problem]:
+    if limit["enforced"] < limit["default"]:
+        what = f"limited to {limit['enforced']:g} W, by default {limit['default']:g} W"
+        yield Problem(what, fix=f"sudo nvidia-smi -i N -pl {limit['default']:g}")
+
+
+@check(
+    Family.GPU,
+    FAIL,
+    """gpu-firmware: GPUs of one model have the same firmware, and sound records
+    reads: NVML's versions of VBIOS and GSP firmware, and its validation of the
+        InfoROM's checksums
+    threshold: valid checksums; the versions that most GPUs of the model have (others
+        are a warning)
+    source: NVIDIA's NVML manual: NVML_ERROR_CORRUPTED_INFOROM; versions: ronde's own
+    fix: ask the vendor for the firmware of the others
+    needs: an NVIDIA GPU; to compare, three of one model
+    why: Clocks, power and errors are handled by firmware; with a damaged InfoROM broken
+        rows and error counts of the past are lost, and some features too.
+    """,
+    "gpu.titles",
+    besides=("gpu.has_valid_inforom", "gpu.vbios", "gpu.gsp_firmware"),
+)
+def _gpu_firmware(fleet: Fleet) -> Iterator[Problem]:
+    damaged = Problem(
+        "its InfoROM is damaged",
+        fix="have the GPU replaced, or its InfoROM written anew by the vendor",
+    )
+    for host, valid in fleet.known("gpu.has_valid_inforom").items():
+        found = (damaged if is_valid is False else None for is_valid in valid)
+        yield from fold_gpus(host, found)
+    yield from odd_gpus(fleet, "gpu.vbios", lambda v: f"VBIOS {v}", WARN)
+    yield from odd_gpus(fleet, "gpu.gsp_firmware", lambda v: f"GSP {v}", WARN)

@@ -1,0 +1,170 @@
+"""Judges of what each GPU answers; GPUs of a host with one problem share a finding."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from ronde.check.check import Check, Family, Problem, Severity, check
+from ronde.check.facts import Fleet, Value, find_few
+from ronde.topology.cpu_sets import format_list
+
+TITLES = "gpu.titles"
+CPU = "cpu"
+_CUDA = "cuda:"
+
+
+def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Iterator[Problem]:
+    """Yield the problems of a host's GPUs, in their order; None is a sound one."""
+    alike: dict[Problem, list[int]] = defaultdict(list)
+    for number, problem in enumerate(problems):
+        if problem is not None:
+            alike[problem].append(number)
+    for problem, numbers in alike.items():
+        gpus = f"GPU{'s' * (len(numbers) > 1)} {format_list(numbers)}"
+        yield problem._replace(what=f"{gpus}: {problem.what}", host=host)
+
+
+def each_gpu(
+    severity: Severity, text: str, *facts: str
+) -> Callable[[Callable[..., Iterator[Problem]]], Check]:
+    """Make a judge of one GPU a check; the first that it yields counts.
+
+    Args:
+        severity: See ``check``.
+        text: See ``check``.
+        facts: Lists with an answer for each GPU; the judge gets one of each.
+    """
+
+    def make(judge: Callable[..., Iterator[Problem]]) -> Check:
+        def judge_all(fleet: Fleet) -> Iterator[Problem]:
+            for host in fleet.having(*facts):
+                answers = zip(*(host.values[f] or () for f in facts), strict=True)
+                found = (
+                    next(judge(*each), None)
+                    if any(a is not None for a in each)
+                    else None
+                    for each in answers
+                )
+                yield from fold_gpus(host.host, found)
+
+        return check(Family.GPU, severity, text, *facts)(judge_all)
+
+    return make
+
+
+def odd_gpus(
+    fleet: Fleet, fact: str, show: Callable[[Value], str], severity: Severity
+) -> Iterator[Problem]:
+    """Yield GPUs that are not as more than half of their model are, on all hosts.
+
+    Args:
+        fleet: The hosts.
+        fact: A list with an answer for each GPU; nothing where it does not apply.
+        show: Writes what is to be equal, for people; empty for what does not count.
+        severity: Of what it finds.
+    """
+    shown: dict[str, list[tuple[str, str]]] = {}
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for facts in fleet.having(fact, TITLES):
+        pairs = zip(facts.values[TITLES], facts.values[fact], strict=True)
+        shown[facts.host] = [(str(t), "" if a is None else show(a)) for t, a in pairs]
+        for title, value in shown[facts.host]:
+            if value:
+                counts[title][value] += 1
+    usual: dict[str, str] = {}
+    for title, counter in counts.items():
+        value, most = counter.most_common(1)[0]
+        usual[title] = value if 2 * most > counter.total() else ""
+    for host, gpus in shown.items():
+        found = (
+            Problem(value, severity, f"{usual[title]} on most GPUs of this model")
+            if value and usual[title] and value != usual[title]
+            else None
+            for title, value in gpus
+        )
+        yield from fold_gpus(host, found)
+
+
+class Device(NamedTuple):
+    """One processor of one host.
+
+    Attributes:
+        host: Its host.
+        name: ``cpu``, all of the host's together, or ``cuda:0`` and so on.
+        model: Those of one model should be alike.
+    """
+
+    host: str
+    name: str
+    model: str
+
+
+class SpeedMeasure(NamedTuple):
+    """What is measured of devices, and when one is slow.
+
+    Attributes:
+        did: What it did, with the preposition before the amount: ``computed at``.
+        show: Writes an amount, with its unit.
+        slow: Below this share of what most have it is a warning.
+        very_slow: And below this one a failure.
+    """
+
+    did: str
+    show: Callable[[float], str]
+    slow: float
+    very_slow: float
+
+
+def find_slow_devices(
+    amounts: Mapping[Device, float], measure: SpeedMeasure
+) -> Iterator[tuple[Device, Problem]]:
+    """Yield the devices that have less of something than most of their model have.
+
+    All hosts count alike. In a draw, and with only two devices, all are shown.
+    """
+    models: dict[str, dict[str, Device]] = defaultdict(dict)
+    for device in amounts:
+        models[device.model][f"{device.host}\n{device.name}"] = device
+    for alike in models.values():
+        of_model = {label: amounts[device] for label, device in alike.items()}
+        few = find_few(of_model, measure.slow)
+        fewest = find_few(of_model, measure.very_slow)
+        for label in few.hosts:
+            device = alike[label]
+            if few.is_draw:
+                others = [a for name, a in of_model.items() if name != label]
+                ends = (measure.show(min(others)), measure.show(max(others)))
+                usual = f"{' to '.join(dict.fromkeys(ends))} elsewhere"
+            else:
+                kind = "hosts" if device.name == CPU else "GPUs of this model"
+                usual = f"{measure.show(few.usual)} on most {kind}"
+            # In a draw no single device can be said to crawl.
+            is_bad = label in fewest.hosts and not fewest.is_draw
+            severity = Severity.FAIL if is_bad else Severity.WARN
+            what = f"{measure.did} {measure.show(amounts[device])}"
+            yield device, Problem(what, severity, usual)
+
+
+def fold_devices(found: Iterable[tuple[Device, Problem]]) -> Iterator[Problem]:
+    """Yield problems by host; devices whose problem is alike share one."""
+    same: dict[Problem, dict[str, list[str]]] = {}
+    for device, problem in found:
+        key = problem._replace(what="", host=device.host)
+        same.setdefault(key, {}).setdefault(problem.what, []).append(device.name)
+    for problem, whats in same.items():
+        parts = (f"{name_devices(names)} {what}" for what, names in whats.items())
+        yield problem._replace(what="; ".join(parts))
+
+
+def name_devices(names: Iterable[str]) -> str:
+    """Return names of devices as people read them: ``cpu, cuda:0-3,7``."""
+    numbers: list[int] = []
+    others: list[str] = []
+    for name in names:
+        number = name.removeprefix(_CUDA)
+        if number != name and number.isdecimal():
+            numbers.append(int(number))
+        else:
+            others.append(name)
+    gpus = [f"{_CUDA}{format_list(numbers)}"] if numbers else []
+    return ", ".join((*others, *gpus))

@@ -1,0 +1,322 @@
+"""Whether GPUs are well connected: PCI lanes, NVLinks, their fabric, GPUDirect, ACS."""
+
+import re
+import struct
+from collections.abc import Iterable, Iterator
+
+from ronde.check.check import FAIL, WARN, Family, Problem, check, each_host
+from ronde.check.facts import Fleet, UnreadableError, Value, Values
+from ronde.check.gpu.answers import COUNT
+from ronde.check.gpu.judges import TITLES, each_gpu, fold_gpus, odd_gpus
+from ronde.check.host.kernel import read_is_virtual
+from ronde.topology.cpu_sets import format_list
+from ronde.topology.kernel_files import list_names, read_text
+from ronde.topology.probes.sysfs import read_functions
+
+_EXPECTED_LINKS = {"A100-SXM4": 12, "H100 80GB HBM3": 18, "GB200": 18, "GB300": 18}
+"""By part of the model's name; those whose links the board joins, not a bridge."""
+
+_PEER_OK, _PEER_UNKNOWN = 0, 6
+_PEERS = {
+    1: "the chipset does not support it",
+    2: "the GPU does not support it",
+    3: "the topology does not support it",
+    4: "a setting of the driver forbids it",
+    5: "it is not supported",
+}
+
+_COMPLETED = 3
+_UNFINISHED = {1: "has not begun", 2: "goes on"}
+_SUMMARIES = {
+    2: (FAIL, "the fabric is unhealthy"),
+    3: (WARN, "the fabric has limited capacity"),
+}
+_HEALTH = (
+    (4, 3, 1, FAIL, "a route of the fabric is unhealthy"),
+    (2, 3, 1, WARN, "a route of the fabric is being recovered"),
+    (6, 3, 1, WARN, "the fabric recovers from a time-out"),
+    (0, 3, 1, WARN, "the fabric has less bandwidth than it should"),
+)
+"""First bit, mask and bad value of each part of the health, the worst first."""
+_CONFIGURATION_BIT, _CONFIGURATION_MASK, _CONFIGURATION_FINE = 8, 0xF, (0, 1)
+
+_MELLANOX = "0x15b3"
+_FIRST_DMA_BUF = (5, 12)
+_EXTENDED, _SPACE_BYTES = 0x100, 4096
+_ACS, _ACS_CONTROL = 0x0D, 6
+_REDIRECTING = 0b11101
+"""Of the control register: source validation, redirection of requests and completions,
+and forwarding upstream."""
+
+_PCIE, _VIRTUAL, _NVLINKS = "gpu.pcie", "gpu.is_virtual", "gpu.nvlinks"
+_DIRECT = "gpu.direct_rdma"
+
+
+def read_direct_rdma(root: str, module: str) -> Value:
+    """Return ``adapters``, how many RDMA adapters of NVIDIA's there are, and ``way``.
+
+    The way is how an adapter may reach memory of a GPU: ``nvidia_peermem``,
+    ``DMA-BUF``, or empty.
+
+    Args:
+        root: Where ``sys`` and ``proc`` are; empty for this machine.
+        module: From ``read_module``.
+    """
+    top, way = f"{root}/sys/class/infiniband", ""
+    vendors = [read_text(f"{top}/{name}/device/vendor") for name in list_names(top)]
+    if list_names(f"{root}/sys/module/nvidia_peermem"):
+        way = "nvidia_peermem"
+    elif "(open)" in module:
+        release = read_text(f"{root}/proc/sys/kernel/osrelease")
+        match = re.match(r"(\d+)\.(\d+)", release)
+        if match is None:
+            raise ValueError(release)
+        is_new = (int(match[1]), int(match[2])) >= _FIRST_DMA_BUF
+        way = "DMA-BUF" if is_new else ""
+    return {"adapters": vendors.count(_MELLANOX), "way": way}
+
+
+def read_acs(root: str, cards: Iterable[str]) -> list[str]:
+    """Return which bridges above cards send traffic between devices up to the host.
+
+    None in virtual machines, which need it.
+
+    Raises:
+        UnreadableError: Not all of a bridge's registers may be read.
+    """
+    if read_is_virtual(root):
+        return []
+    functions = read_functions(root)
+    chains = (functions[card].chain[1:] for card in cards if card in functions)
+    above = dict.fromkeys(bridge for chain in chains for bridge in chain)
+    return [bridge for bridge in above if _redirects(root, bridge)]
+
+
+def _redirects(root: str, bridge: str) -> bool:
+    path = f"{root}/sys/bus/pci/devices/{bridge}/config"
+    with open(path, "rb") as file:  # noqa: PTH123 - see kernel_files
+        config = file.read(_SPACE_BYTES)
+    if len(config) <= _EXTENDED:
+        raise UnreadableError(
+            f"only {len(config)} bytes of {path} can be read; root would help"
+        )
+    # Source: PCI Express Base Specification, "Extended Capabilities List": a word with
+    # the number in bits 0-15 and the place of the next in bits 20-31.
+    place, seen = _EXTENDED, set[int]()
+    while _EXTENDED <= place <= len(config) - 8 and place not in seen:
+        seen.add(place)
+        (word,) = struct.unpack_from("<I", config, place)
+        if word & 0xFFFF == _ACS:
+            (control,) = struct.unpack_from("<H", config, place + _ACS_CONTROL)
+            return bool(control & _REDIRECTING)
+        place = word >> 20 & ~3
+    return False
+
+
+@check(
+    Family.GPU,
+    FAIL,
+    """gpu-pcie: the GPUs' PCI links have all their lanes
+    reads: NVML's width of each link, and what is possible in this host; the generation
+        now does not count, for idle GPUs lower it
+    threshold: the width that is possible (a warning in virtual machines); width and
+        highest generation as most GPUs of the model have
+    source: NVIDIA's NVML manual: nvmlDeviceGetMaxPcieLinkWidth
+    fix: seat the card or its cable anew; look at the slot's settings in the BIOS
+    needs: an NVIDIA GPU
+    why: Copies to the host and to network adapters take a multiple of the time.
+    """,
+    _PCIE,
+    _VIRTUAL,
+)
+def _gpu_pcie(fleet: Fleet) -> Iterator[Problem]:
+    narrow: set[str] = set()
+    for facts in fleet.having(_PCIE, _VIRTUAL):
+        # Virtual machines do not see the slot, whose lanes may be fewer.
+        severity = WARN if facts.values[_VIRTUAL] else FAIL
+        found = (
+            Problem(
+                f"its PCI link has {link['width']} lanes of {link['max_width']}",
+                severity,
+            )
+            if link and 0 < link["width"] < link["max_width"]
+            else None
+            for link in facts.values[_PCIE]
+        )
+        for problem in fold_gpus(facts.host, found):
+            narrow.add(facts.host)
+            yield problem
+    # What is narrower than it could be is shown once.
+    for problem in odd_gpus(fleet, _PCIE, lambda k: f"PCI link x{k['width']}", FAIL):
+        if problem.host not in narrow:
+            yield problem
+    yield from odd_gpus(
+        fleet,
+        _PCIE,
+        lambda link: f"PCI link of generation {link['max_generation']} at most",
+        WARN,
+    )
+
+
+@check(
+    Family.GPU,
+    FAIL,
+    """gpu-nvlink: all NVLinks of a GPU are active
+    reads: NVML's state of each NVLink
+    threshold: 12 of A100 SXM, 18 of H100 SXM, GB200 and GB300; of each model what most
+        GPUs have, on all hosts; none on the whole host is taken for a virtual machine,
+        none on a GPU for a card without a bridge
+    source: NVIDIA Health Validation; A100: its data sheet
+    fix: stop all jobs; sudo nvidia-smi --gpu-reset, or seat the bridge anew; else
+        reboot the host
+    needs: an NVIDIA GPU with NVLink
+    why: NCCL uses as many links as the GPU with the fewest has, or none.
+    """,
+    _NVLINKS,
+    TITLES,
+)
+def _gpu_nvlink(fleet: Fleet) -> Iterator[Problem]:
+    lacking: set[str] = set()
+    for facts in fleet.having(_NVLINKS, TITLES):
+        links = facts.values[_NVLINKS]
+        # Virtual machines with some of the GPUs may have no links at all.
+        if any(any(each or ()) for each in links):
+            pairs = zip(links, facts.values[TITLES], strict=True)
+            found = (_lacking_links(each or (), str(title)) for each, title in pairs)
+            for problem in fold_gpus(facts.host, found):
+                lacking.add(facts.host)
+                yield problem
+
+    def show(links: list[bool]) -> str:
+        return f"{sum(links)} active NVLinks" if any(links) else ""
+
+    for problem in odd_gpus(fleet, _NVLINKS, show, FAIL):
+        if problem.host not in lacking:
+            yield problem
+
+
+def _lacking_links(links: Value, title: str) -> Problem | None:
+    num_active = sum(links)
+    wanted = next((n for name, n in _EXPECTED_LINKS.items() if name in title), 0)
+    if num_active >= wanted:
+        return None
+    inactive = format_list([n for n, is_active in enumerate(links) if not is_active])
+    which = f", not {inactive}" if inactive else ""
+    return Problem(f"{num_active} of {wanted} NVLinks are active{which}")
+
+
+@each_host(
+    Family.GPU,
+    WARN,
+    """gpu-peers: GPUs with NVLinks can read each other's memory
+    reads: NVML's peer status of each pair
+    threshold: OK for each pair of which both have active NVLinks; unknown counts for
+        nothing
+    source: NVIDIA's NVML manual: nvmlDeviceGetP2PStatus
+    fix: nvidia-smi topo -p2p r; look at containers, MIG and driver settings
+    needs: two NVIDIA GPUs with NVLink
+    why: NCCL copies through the host's memory instead.
+    """,
+    "gpu.peers",
+    _NVLINKS,
+)
+def _gpu_peers(values: Values, _: Fleet) -> Iterator[Problem]:
+    linked = [any(links or ()) for links in values[_NVLINKS]]
+    found: list[Problem | None] = []
+    for number, row in enumerate(values["gpu.peers"]):
+        bad = [
+            (other, status)
+            for other, status in enumerate(row or ())
+            if status not in (_PEER_OK, _PEER_UNKNOWN)
+            and linked[number]
+            and linked[other]
+        ]
+        problem = None
+        if bad:
+            others = format_list([other for other, _ in bad])
+            why = _PEERS.get(bad[0][1], "the driver gives no reason")
+            problem = Problem(f"no access to the memory of GPU {others}: {why}")
+        found.append(problem)
+    yield from fold_gpus("", found)
+
+
+@each_gpu(
+    FAIL,
+    """gpu-fabric: GPUs behind NVSwitches are registered with the fabric
+    reads: NVML's fabric state, status and health
+    threshold: completed without an error, and healthy
+    source: NVIDIA's Fabric Manager guide and NVML manual: fabric health
+    fix: While nothing uses the GPUs: sudo systemctl restart nvidia-fabricmanager (of
+        the driver's version); on GB200: look at the switch trays
+    needs: NVIDIA GPUs behind NVSwitches
+    why: CUDA does not start (error 802), or NVLinks are slow.
+    """,
+    "gpu.fabric",
+)
+def _gpu_fabric(fabric: Value) -> Iterator[Problem]:
+    state, status = fabric["state"], fabric["status"]
+    what = _UNFINISHED.get(state, "")
+    if state == _COMPLETED and status:
+        what = f"ended in error {status}"
+    if what:
+        yield Problem(f"its registration with the fabric {what}")
+    if state != _COMPLETED:
+        # What else is reported counts once it is registered.
+        return
+    health = fabric["health"]
+    configuration = health >> _CONFIGURATION_BIT & _CONFIGURATION_MASK
+    if configuration not in _CONFIGURATION_FINE:
+        what = f"the fabric is configured wrongly (NVML's number {configuration})"
+        yield Problem(what)
+    for first_bit, mask, bad, severity, what in _HEALTH:
+        if health >> first_bit & mask == bad:
+            yield Problem(what, severity)
+    if fabric["summary"] in _SUMMARIES:
+        severity, what = _SUMMARIES[fabric["summary"]]
+        yield Problem(what, severity)
+
+
+@each_host(
+    Family.GPU,
+    FAIL,
+    """gpu-direct-rdma: RDMA adapters can reach the GPUs' memory
+    reads: /sys/class/infiniband, /sys/module/nvidia_peermem, the kind of the driver and
+        the kernel's version
+    threshold: nvidia_peermem is loaded, or the open driver on Linux from 5.12
+    source: NVIDIA's GPUDirect RDMA manual; NCCL's manual on DMA-BUF
+    fix: sudo modprobe nvidia-peermem (after the RDMA driver is installed)
+    needs: several hosts, GPUs and RDMA adapters of NVIDIA's
+    why: All traffic between hosts is copied through the host's memory.
+    """,
+    _DIRECT,
+    COUNT,
+)
+def _gpu_direct_rdma(values: Values, fleet: Fleet) -> Iterator[Problem]:
+    adapters, way = values[_DIRECT]["adapters"], values[_DIRECT]["way"]
+    if len(fleet.hosts) > 1 and values[COUNT] and adapters and not way:
+        yield Problem(f"{adapters} RDMA adapters cannot reach the GPUs' memory")
+
+
+@each_host(
+    Family.GPU,
+    WARN,
+    """gpu-acs: PCI bridges pass traffic between devices on directly
+    reads: the ACS control register of each bridge above a GPU; not in virtual machines,
+        which need it
+    threshold: no source validation, redirection or forwarding upstream
+    source: NCCL's manual: troubleshooting, PCI Access Control Services
+    fix: sudo setpci -s BRIDGE ECAP_ACS+0x6.w=0000, or switch ACS off in the BIOS
+    needs: root; two GPUs, or a GPU and an RDMA adapter
+    why: Traffic between GPUs and adapters goes up to the processor and is slow.
+    """,
+    "gpu.acs",
+    COUNT,
+    _DIRECT,
+)
+def _gpu_acs(values: Values, _: Fleet) -> Iterator[Problem]:
+    bridges = values["gpu.acs"]
+    # One device has nobody to send to.
+    if bridges and (values[COUNT] or 0) + values[_DIRECT]["adapters"] > 1:
+        fix = f"sudo setpci -s {bridges[0]} ECAP_ACS+0x6.w=0000"
+        fix += ", and so on, or switch ACS off in the BIOS" * (len(bridges) > 1)
+        yield Problem(f"ACS is on in {len(bridges)} PCI bridges above GPUs", fix=fix)

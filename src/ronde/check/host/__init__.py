@@ -1,0 +1,1 @@
+"""The host itself: limits, memory, kernel, software and scheduler."""

@@ -1,0 +1,1 @@
+"""The agent: owns the ranks of one host."""

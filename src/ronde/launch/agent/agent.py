@@ -1,0 +1,380 @@
+"""The agent: owns the ranks of one host and obeys its controller.
+
+It runs under ``python -I -S`` with nothing but the standard library, has one thread
+and one loop, and speaks frames over its standard input and output. Its parent, the
+*reaper*, kills what an agent that died left behind.
+"""
+
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from ronde.addresses import read_interfaces
+from ronde.errors import LaunchError
+from ronde.launch.agent.local_job import JobPhase, LocalJob
+from ronde.launch.agent.mpi_world import remove_directory
+from ronde.launch.agent.relay import OutputReader, OutputSender, name_directory
+from ronde.launch.environments import own_environment
+from ronde.launch.frames import FrameDecoder, Output, Relayed
+from ronde.launch.limits import EXIT_NO_FORK, explain_shortage
+from ronde.launch.messages import (
+    PROTOCOL,
+    TO_AGENT,
+    Credit,
+    Forward,
+    Hello,
+    HostEnding,
+    Kill,
+    Leave,
+    Locate,
+    Located,
+    Ping,
+    Pong,
+    Prepare,
+    ProgramExited,
+    Start,
+    StartProgram,
+    StopRanks,
+    TakeStacks,
+    ToAgent,
+    WriteLine,
+    decode_message,
+)
+from ronde.launch.process_tree import (
+    adopt_orphans,
+    die_with_parent,
+    has_children,
+    sweep,
+)
+from ronde.launch.signals import notice_signals, reset_signals, signal_pipe
+from ronde.store.local_socket import remove
+from ronde.topology.sysfs import read_machine
+from ronde.world.machine import network_identity
+
+if TYPE_CHECKING:
+    from ronde.launch.agent.remote_program import RemoteProgram
+
+_READ_BYTES = 64 << 10
+_LOCATE_S = 2.0
+_NEVER = float("inf")
+
+
+def introduce() -> Hello:
+    """Look at this host and return what the controller must know of it."""
+    return Hello(
+        protocol=PROTOCOL,
+        host=os.uname().nodename,
+        identity=network_identity(),
+        pid=os.getpid(),
+        directory=_directory(),
+        machine=read_machine(environ=own_environment()),
+        interfaces=read_interfaces(),
+    )
+
+
+def _directory() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return ""
+
+
+def run_reaped(work: Callable[[], int], directory: Path) -> NoReturn:
+    """Fork; run ``work`` in the child; outlive it and sweep what it leaves.
+
+    Both processes adopt orphans, so any one of the two may be killed: the child gets
+    SIGTERM when this process ends, and this process kills every descendant when the
+    child has ended. A child that is stopped is continued at once, and so is this
+    process when the child ends. Must be called from a process with one thread and no
+    children.
+
+    Both end here, past the interpreter's own end, which adds nothing and takes time:
+    the child with what ``work`` returns, and this process with the child's exit code,
+    128 plus the signal that ended it, or EXIT_NO_FORK.
+
+    Args:
+        work: Returns the child's exit code.
+    """
+    reset_signals()
+    parent = os.getpid()
+    adopt_orphans()
+    try:
+        child = os.fork()
+    except OSError as error:
+        print(explain_shortage(error) or str(error), file=sys.stderr)  # noqa: T201
+        sys.exit(EXIT_NO_FORK)
+    if child == 0:
+        code = 1
+        try:
+            adopt_orphans()
+            if die_with_parent(parent, signal.SIGTERM):
+                code = work()
+        except BaseException as error:  # noqa: BLE001 - the process's outermost line
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            # Somebody may have stopped it, and it has to see this end.
+            if os.getppid() == parent:
+                os.kill(parent, signal.SIGCONT)
+            os._exit(code)
+    for fd in (0, 1):
+        os.close(fd)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    # This host wants its ranks to end: the child does that.
+    signal.signal(
+        signal.SIGTERM, lambda _number, _frame: os.kill(child, signal.SIGTERM)
+    )
+    status = _wait_for_child(child)
+    sweep()
+    remove_directory(child)
+    remove(directory)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _wait_for_child(child: int) -> int:
+    """Return the child's wait status, reaping the orphans that end before it."""
+    look = os.WEXITED | os.WSTOPPED | os.WNOWAIT
+    while True:
+        news = os.waitid(os.P_ALL, 0, look)
+        if news is None:
+            continue
+        if news.si_code == os.CLD_STOPPED:
+            os.waitid(os.P_PID, news.si_pid, os.WSTOPPED | os.WNOHANG)
+            if news.si_pid == child:
+                os.kill(child, signal.SIGCONT)
+        elif news.si_pid == child:
+            # Its number is its own until it is reaped.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            return os.waitpid(child, 0)[1]
+        else:
+            os.waitpid(news.si_pid, 0)
+
+
+def main(first_word_s: float = _NEVER) -> NoReturn:
+    """Run an agent on standard input and output; end the process with its exit code.
+
+    Args:
+        first_word_s: Seconds after which an agent that was told nothing ends: the end
+            of a connection that broke silently is never seen.
+    """
+    directory = name_directory()  # the reaper must know it as well
+    run_reaped(lambda: _run_agent(first_word_s, directory), directory)
+
+
+def _run_agent(first_word_s: float, directory: Path) -> int:
+    control_in, control_out = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(null, fd)
+    os.close(null)
+    agent = Agent(control_in, control_out, first_word_s, directory)
+    try:
+        agent.run()
+    except (BrokenPipeError, EOFError):
+        pass
+    finally:
+        # Whatever happened: nothing outlives the agent.
+        if has_children():
+            sweep()
+        remove(directory)
+    return 0 if agent.is_leaving else 1
+
+
+class Agent:
+    """Runs one job after another on its host, as long as its controller is there.
+
+    Args:
+        directory: Where to make sockets; it is not there yet.
+    """
+
+    def __init__(
+        self, control_in: int, control_out: int, first_word_s: float, directory: Path
+    ) -> None:
+        self.is_leaving = False
+        self._control_in = control_in
+        self._decoder = FrameDecoder()
+        self._sender = OutputSender(control_out)
+        self._selector = selectors.DefaultSelector()
+        self._reader = OutputReader(self._selector, self._sender)
+        self._directory = directory
+        self._job: LocalJob | None = None
+        self._program: RemoteProgram | None = None
+        self._lease_s = first_word_s
+        self._controller_addresses: tuple[str, ...] = ()
+        self._heard_at = time.monotonic()
+        self._reaper = os.getppid()
+
+    def run(self) -> None:
+        """Do what the controller says until there is nothing more to do."""
+        os.set_blocking(self._control_in, False)
+        self._selector.register(
+            self._control_in, selectors.EVENT_READ, self._read_control
+        )
+        self._selector.register(
+            _watch_signals(), selectors.EVENT_READ, self._read_signal
+        )
+        self._sender.tell(introduce())
+        while not (self.is_leaving and self._sender.is_empty):
+            for key, _ in self._selector.select(self._timeout_s()):
+                if key.data is not None:
+                    key.data(key.fd)
+            if time.monotonic() > self._heard_at + self._lease_s:
+                self._doubt_controller()
+            if self._job is not None:
+                self._job.advance()
+                if self._job.phase is JobPhase.OVER:
+                    self._job = None
+                elif self._job.store is not None:
+                    self._job.store.pace()
+            self._sender.flush()
+            self._watch_writing()
+            self._reader.pace()
+
+    def _doubt_controller(self) -> None:
+        """Wait for the controller as long again, if its host answers."""
+        # Imported where it is needed: most agents hear of their controller.
+        from ronde.launch.placement.network import find_answering
+
+        addresses, self._controller_addresses = self._controller_addresses, ()
+        if not find_answering({"": addresses}):
+            raise EOFError("the controller is silent")
+        self._lease_s *= 2
+
+    def _timeout_s(self) -> float | None:
+        due_s = self._heard_at + self._lease_s
+        if self._job is not None:
+            due_s = min(due_s, self._job.due_s)
+        return None if due_s == _NEVER else max(0.0, due_s - time.monotonic())
+
+    def _watch_writing(self) -> None:
+        is_watched = self._sender.fd in self._selector.get_map()
+        if self._sender.is_writing and not is_watched:
+            # Without a function: the loop writes what it has after every wake.
+            self._selector.register(self._sender.fd, selectors.EVENT_WRITE)
+        elif is_watched and not self._sender.is_writing:
+            self._selector.unregister(self._sender.fd)
+
+    def _read_control(self, fd: int) -> None:
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            raise EOFError("the controller is gone")
+        self._heard_at = time.monotonic()
+        for frame in self._decoder.feed(data):
+            if isinstance(frame, Output):
+                raise LaunchError("an agent takes no output.")
+            if isinstance(frame, Relayed):
+                if self._job is not None and self._job.store is not None:
+                    self._job.store.deliver(frame)
+                continue
+            self._obey(decode_message(frame, TO_AGENT))
+            # What takes long here is no silence of the controller's.
+            self._heard_at = max(self._heard_at, time.monotonic())
+
+    def _read_signal(self, fd: int) -> None:
+        if signal.SIGTERM in os.read(fd, _READ_BYTES):
+            self._take_leave()
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            if self._program is not None and self._program.pid == pid:
+                self._end_program(os.waitstatus_to_exitcode(status))
+            elif self._job is not None:
+                self._job.note_end(pid, status)
+
+    def _take_leave(self) -> None:
+        """Let the ranks end in their grace; without ranks or reaper, end at once."""
+        if os.getppid() != self._reaper:
+            raise EOFError("the reaper is gone")
+        if self._job is None:
+            raise EOFError("there is nothing to end but this")
+        self._sender.tell(HostEnding(signal.SIGTERM))
+
+    def _obey(self, order: ToAgent) -> None:
+        match order:
+            case Credit():
+                self._sender.grant(order.num_bytes)
+            case Ping():
+                self._lease_s = order.lease_s or _NEVER
+                self._controller_addresses = order.addresses
+                self._sender.tell(Pong(order.sent_at_s, time.monotonic()))
+            case Locate():
+                self._locate(order)
+            case StartProgram() | WriteLine():
+                self._run_program(order)
+            case Prepare():
+                if self._job is not None:
+                    # A host was lost meanwhile, and its controller tries again.
+                    self._job.call_off()
+                self._job = LocalJob(order.job, self._sender, self._reader)
+                self._job.prepare(self._directory, self._selector)
+            case Leave():
+                self.is_leaving = True
+            case Start() | StopRanks() | Kill() | Forward() | TakeStacks():
+                self._run_on(order)
+
+    def _run_on(self, order: Start | StopRanks | Kill | Forward | TakeStacks) -> None:
+        if isinstance(order, Forward) and order.signal == signal.SIGSTOP:
+            # The controller stops as well: no word of it is missed until the next.
+            self._heard_at = _NEVER
+        if self._job is None:
+            # It is over: Finished has crossed the order.
+            return
+        match order:
+            case Start():
+                self._job.start(order)
+            case StopRanks():
+                self._job.stop(order.signal)
+            case Kill():
+                self._job.kill()
+            case Forward():
+                self._job.ranks.send(order.signal)
+            case TakeStacks():
+                self._job.take_stacks()
+
+    def _run_program(self, order: StartProgram | WriteLine) -> None:
+        if isinstance(order, WriteLine):
+            if self._program is not None:
+                self._program.tell(order.line)
+            return
+        # Imported where it is needed, like what is below: no job asks for it.
+        from ronde.launch.agent.remote_program import RemoteProgram
+
+        try:
+            self._program = RemoteProgram(order.module, self._selector, self._sender)
+        except OSError as error:
+            reason = f"its program does not start: {error.strerror}"
+            self._sender.tell(ProgramExited(reason))
+
+    def _end_program(self, code: int) -> None:
+        if self._program is not None:
+            self._program.close()
+            self._program = None
+            self._sender.tell(ProgramExited(f"its program ended with exit code {code}"))
+
+    def _locate(self, order: Locate) -> None:
+        # Imported where it is needed: a job on one host has nothing to locate.
+        from ronde.launch.placement.network import locate
+
+        sources = locate(order.addresses, order.port, _LOCATE_S)
+        self._sender.tell(Located(sources))
+
+
+def _watch_signals() -> int:
+    """Return a descriptor that reads the numbers of the signals that come in."""
+    read_fd, write_fd = signal_pipe()
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    notice_signals((signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    return read_fd

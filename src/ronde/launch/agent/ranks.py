@@ -1,0 +1,383 @@
+"""The ranks of one agent: bound, started, signalled, reaped."""
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from ronde.launch.agent.diagnostics import StackTaker
+from ronde.launch.agent.mpi_world import MpiWorld
+from ronde.launch.environments import (
+    base_environment,
+    malloc_environment,
+    own_environment,
+)
+from ronde.launch.frames import Stream
+from ronde.launch.limits import (
+    LEAST_OPEN_FILES,
+    raise_open_files_limit,
+    require_open_files,
+)
+from ronde.launch.messages import NodeJob
+from ronde.launch.process_tree import (
+    descendants,
+    die_with_parent,
+    is_dumping_core,
+    read_process,
+)
+from ronde.store.protocol import max_connections
+from ronde.topology.cpu_sets import format_list
+from ronde.topology.machine import UNKNOWN_NODE
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+# Numbers of get_mempolicy and set_mempolicy, which the C library does not wrap.
+_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}
+_DEFAULT, _PREFERRED = 0, 1
+_BITS = 64
+_READ_BYTES = 64 << 10
+_TRACEBACK = b"Traceback (most recent call last):"
+_FDS_PER_RANK = 3
+_OTHER_FDS = 40
+_LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
+_NOTICES_BYTES = 64 << 10
+
+
+@contextmanager
+def inherited_binding(cpus: Sequence[int], memory_node: int) -> Generator[str]:
+    """Bind this process, and so what it starts meanwhile; then undo it.
+
+    Gives what could not be done, else an empty text.
+
+    Args:
+        cpus: Those to run on; none leaves them as they are.
+    """
+    before = os.sched_getaffinity(0)
+    had_policy = memory_node == UNKNOWN_NODE or _policy() != _DEFAULT
+    try:
+        yield bind_self(cpus, memory_node)
+    finally:
+        if cpus:
+            with suppress(OSError):
+                os.sched_setaffinity(0, before)
+        if not had_policy:
+            _set_policy(_DEFAULT, UNKNOWN_NODE)
+
+
+def bind_self(cpus: Sequence[int], memory_node: int) -> str:
+    """Bind this process for good; return what could not be done, else an empty text.
+
+    Args:
+        cpus: Those to run on; none leaves them as they are.
+    """
+    refused = [_run_on(cpus)] if cpus else []
+    if memory_node != UNKNOWN_NODE and _policy() == _DEFAULT:
+        number = _set_policy(_PREFERRED, memory_node)
+        refused += [f"memory node {memory_node}: {os.strerror(number)}"] * bool(number)
+    return "; ".join(filter(None, refused))
+
+
+def _run_on(cpus: Sequence[int]) -> str:
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        return f"CPUs {format_list(cpus)}: {error.strerror}"
+    # What the cpuset does not hold, the kernel leaves out and says nothing.
+    missing = set(cpus) - os.sched_getaffinity(0)
+    return f"CPUs {format_list(missing)}: not in the cpuset" if missing else ""
+
+
+def _policy() -> int:
+    """Return this process's memory policy, also the default where that is not told."""
+    mode = ctypes.c_int(_DEFAULT)
+    get, _ = _CALLS.get(os.uname().machine, (0, 0))
+    if get:
+        none = ctypes.c_void_p()
+        _LIBC.syscall(
+            *(ctypes.c_long(get), ctypes.byref(mode), none, ctypes.c_ulong(0)),
+            *(none, ctypes.c_ulong(0)),
+        )
+    return mode.value
+
+
+def _set_policy(mode: int, node: int) -> int:
+    """Set the memory policy; return the number of the error, 0 when it is done."""
+    _, call = _CALLS.get(os.uname().machine, (0, 0))
+    if not call:
+        return 0
+    words = node // _BITS + 1 if node >= 0 else 0
+    mask = (ctypes.c_uint64 * max(1, words))()
+    if words:
+        mask[-1] = 1 << node % _BITS
+    # The kernel takes one bit less than it is told.
+    num_bits = words * _BITS + 1
+    done = _LIBC.syscall(
+        *(ctypes.c_long(call), ctypes.c_int(mode), mask, ctypes.c_ulong(num_bits))
+    )
+    return ctypes.get_errno() if done != 0 else 0
+
+
+@dataclass(slots=True)
+class OutputPipe:
+    """The agent's end of one of a rank's output streams."""
+
+    rank: int
+    stream: Stream
+    fd: int  # non-blocking, open for reading
+    is_open: bool = True  # false once all writers are gone and all is read
+    # when the last Python traceback was read from stderr, on the monotonic clock; 0 for
+    # never
+    traceback_s: float = 0.0
+    _before: bytes = b""
+
+    def read(self) -> bytes | None:
+        """Return what is there, None when nothing is now; closes at the end."""
+        try:
+            data = os.read(self.fd, _READ_BYTES)
+        except BlockingIOError:
+            return None
+        if not data:
+            self.close()
+            return None
+        if self.stream is Stream.STDERR:
+            text = self._before + data
+            if _TRACEBACK in text:
+                self.traceback_s = time.monotonic()
+            self._before = text[1 - len(_TRACEBACK) :]
+        return data
+
+    def close(self) -> None:
+        """Close the pipe; may be called again."""
+        if self.is_open:
+            self.is_open = False
+            os.close(self.fd)
+
+
+@dataclass(slots=True)
+class RankProcess:
+    """A rank that was started; ``is_running`` until it was reaped."""
+
+    rank: int
+    process: "subprocess.Popen[bytes]"
+    pipes: tuple[OutputPipe, OutputPipe]
+    is_running: bool = field(default=True)
+    # when it was seen to end by itself, on the monotonic clock; 0 for not before it was
+    # reaped
+    began_s: float = 0.0
+
+    @property
+    def pid(self) -> int:
+        """The rank's process, which is also the number of its process group."""
+        return self.process.pid
+
+    def noticed(self, at_s: float, pid: int) -> None:
+        """Take note that a process of the rank said that it exits.
+
+        Where that is gone and the rank is not, a wrapper goes on with something else.
+        """
+        process = read_process(pid)
+        is_there = pid == self.pid or (process is not None and not process.is_zombie)
+        if not self.began_s and (is_there or not self.is_running):
+            self.began_s = at_s
+
+    def reaped(self, status: int) -> int:
+        """Take note of the end; return the exit code, or minus the signal."""
+        self.is_running = False
+        # Popen must know: only the agent's own waitpid saw it.
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        return self.process.returncode
+
+
+def start_rank(
+    rank: int,
+    command: Sequence[str],
+    env: dict[str, str],
+    *,
+    inherited_fds: Sequence[int],
+) -> RankProcess:
+    """Start one rank in a session of its own, which dies with this process.
+
+    Must be called from a process with one thread.
+    """
+    pipes: list[OutputPipe] = []
+    write_fds: list[int] = []
+    try:
+        for stream in Stream:
+            read_fd, write_fd = os.pipe()
+            write_fds.append(write_fd)
+            os.set_blocking(read_fd, False)
+            pipes.append(OutputPipe(rank, stream, read_fd))
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=write_fds[0],
+            stderr=write_fds[1],
+            start_new_session=True,
+            pass_fds=inherited_fds,
+            # The agent has one thread, so that code between fork and exec is safe.
+            preexec_fn=_before_exec(os.getpid()),  # noqa: PLW1509
+        )
+    except OSError:
+        for pipe in pipes:
+            pipe.close()
+        raise
+    finally:
+        for fd in write_fds:
+            os.close(fd)
+    return RankProcess(rank, process, (pipes[0], pipes[1]))
+
+
+def allow_ranks(num_ranks: int) -> None:
+    """Let this process have the pipes of so many ranks.
+
+    The ranks themselves get the limit that was there before.
+    """
+    least = num_ranks * _FDS_PER_RANK + LEAST_OPEN_FILES
+    require_open_files(least, _LIMIT_BEFORE[1], f"for {num_ranks} ranks on a host")
+    raise_open_files_limit(least + max_connections(num_ranks) + _OTHER_FDS)
+
+
+def _before_exec(agent_pid: int) -> Callable[[], None]:
+    def before_exec() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, _LIMIT_BEFORE)
+        if not die_with_parent(agent_pid, signal.SIGKILL):
+            os._exit(1)
+
+    return before_exec
+
+
+class RankGroup:
+    """The ranks of one agent, which must be their parent and adopt orphans."""
+
+    def __init__(self, stacks: StackTaker) -> None:
+        self._by_pid: dict[int, RankProcess] = {}
+        self._mpi: MpiWorld | None = None
+        self._notices = -1
+        self._spared: set[int] = set()
+        self._stacks = stacks
+        self.complaints: list[str] = []  # what of the ranks' binding the kernel refused
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any rank has not ended."""
+        return any(rank.is_running for rank in self._by_pid.values())
+
+    def prepare(self, job: NodeJob) -> None:
+        """Start what the ranks of the job need before them."""
+        if job.is_mpi:
+            self._mpi = MpiWorld(len(job.ranks), _environment(job))
+
+    def start(
+        self,
+        job: NodeJob,
+        command: Sequence[str],
+        whereabouts: dict[str, str],
+    ) -> list[RankProcess]:
+        """Start all ranks of the job."""
+        base = _environment(job) | whereabouts
+        self._notices, notices = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        inode = os.fstat(notices).st_ino
+        try:
+            for plan in job.ranks:
+                env = base | plan.env
+                env |= malloc_environment(env, len(job.ranks))
+                env |= self._stacks.environment(plan.rank, env)
+                env["RONDE_EXIT_PIPE"] = f"{notices}:{inode}:{plan.rank}"
+                if self._mpi is not None:
+                    env |= self._mpi.environment(plan.rank)
+                with inherited_binding(plan.cpus, plan.memory_node) as refused:
+                    rank = start_rank(plan.rank, command, env, inherited_fds=[notices])
+                self._by_pid[rank.pid] = rank
+                if refused:
+                    self.complaints.append(f"rank {plan.rank} is not bound: {refused}")
+        finally:
+            os.close(notices)
+        return list(self._by_pid.values())
+
+    def ask_for_stacks(self) -> None:
+        """Ask all ranks that run where they are."""
+        ranks = self._by_pid.values()
+        self._stacks.ask({rank.rank: rank.pid for rank in ranks if rank.is_running})
+
+    def close(self) -> None:
+        """End what ``prepare`` started; the ranks need it no more."""
+        if self._mpi is not None:
+            self._mpi.close()
+            self._mpi = None
+        if self._notices >= 0:
+            os.close(self._notices)
+            self._notices = -1
+
+    def look_for_ends(self) -> None:
+        """Take note of ranks that have begun to end and are not reaped yet.
+
+        They say so themselves (``world.exit_notice``), or dump core.
+        """
+        now_s = time.monotonic()
+        by_rank = {rank.rank: rank for rank in self._by_pid.values()}
+        with suppress(BlockingIOError):
+            for line in os.read(self._notices, _NOTICES_BYTES).splitlines():
+                # Whoever has the pipe may write anything.
+                with suppress(ValueError, KeyError):
+                    number, at_s, pid = line.split()
+                    # What is in a time namespace has a clock of its own.
+                    by_rank[int(number)].noticed(min(float(at_s), now_s), int(pid))
+        for rank in by_rank.values():
+            if rank.is_running and not rank.began_s and is_dumping_core(rank.pid):
+                rank.began_s = now_s
+
+    def find(self, pid: int) -> RankProcess | None:
+        """Return the rank that was this child; None for an adopted orphan.
+
+        One that was reaped already is not looked for: its number may be an orphan's.
+        """
+        rank = self._by_pid.get(pid)
+        return rank if rank is not None and rank.is_running else None
+
+    def send(self, number: int, spared: Collection[int] = ()) -> None:
+        """Signal every process group of a rank that has members left, but the spared.
+
+        A rank that has ended is no reason to forget what it left in its group: while a
+        member lives, the kernel gives the group's number to nobody else.
+        """
+        groups = {pid for pid, rank in self._by_pid.items() if rank.is_running}
+        for group in (groups | self._groups_left()).difference(spared):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, number)
+
+    def stop(self, number: int) -> None:
+        """Signal every group, and wake what is stopped so that it takes notice.
+
+        A rank that ends by itself already may do so, for its exit code; SIGKILL spares
+        none. What it leaves in its group is signalled after its end: ``stop_rest``.
+        """
+        self.look_for_ends()
+        if number != signal.SIGKILL:
+            ranks = self._by_pid.values()
+            self._spared = {r.pid for r in ranks if r.is_running and r.began_s}
+        self.send(number, self._spared if number != signal.SIGKILL else ())
+        self.send(signal.SIGCONT)
+
+    def stop_rest(self, rank: RankProcess, number: int) -> None:
+        """Signal what a rank that was spared left in its group."""
+        if rank.pid in self._spared and rank.pid in self._groups_left():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.pid, number)
+
+    def has_members(self) -> bool:
+        """Whether any process is left in the process group of any rank."""
+        return self.is_running or bool(self._groups_left())
+
+    def _groups_left(self) -> set[int]:
+        below = descendants(os.getpid())
+        return {p.group for p in below if not p.is_zombie} & self._by_pid.keys()
+
+
+def _environment(job: NodeJob) -> dict[str, str]:
+    """Return what all ranks of a job have here."""
+    return base_environment(own_environment()) | job.env

@@ -1,0 +1,346 @@
+"""What goes from the ranks to the controller: output, and bytes for the store."""
+
+import os
+import selectors
+import socket
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ronde.launch.agent.ranks import OutputPipe
+from ronde.launch.frames import (
+    FIRST_CREDIT_BYTES,
+    FrameWriter,
+    Output,
+    Relayed,
+    encode_control,
+    encode_output,
+    encode_relayed,
+    pipe_writer,
+)
+from ronde.launch.messages import FromAgent, encode_message
+from ronde.store.local_socket import (
+    is_own,
+    listen,
+    own_directories,
+    remove,
+    remove_stale,
+    temporary_directory,
+)
+from ronde.store.protocol import max_connections
+
+_FULL_BYTES = 64 << 10
+_DRAIN_READS = 32
+_READ_BYTES = 32 << 10
+"""A frame's worth: little enough not to hold up what is more urgent."""
+_MAX_UNSENT_BYTES = 32 << 20
+_PREFIX = "ronde-agent-"
+
+
+class OutputSender:
+    """Messages at once, then what goes to the store, then output for which is credit.
+
+    A terminal that takes nothing more uses up the credit and so, in the end, blocks
+    the ranks that write to it. Messages overtake the output that waits: that a rank
+    failed is known all the same.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._writer = FrameWriter(pipe_writer(fd))
+        self._waiting: deque[Output] = deque()
+        self._relayed: deque[Relayed] = deque()
+        self._last_message: FromAgent | None = None
+        self._is_discarding = False
+        self._waiting_bytes = 0
+        self._relayed_bytes = 0
+        self._credit_bytes = FIRST_CREDIT_BYTES
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether ``flush`` should be called when the descriptor takes more."""
+        return self._writer.waiting_bytes > 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the ranks should not be read for now."""
+        return self._waiting_bytes >= _FULL_BYTES
+
+    @property
+    def is_store_full(self) -> bool:
+        """Whether the ranks' connections to the store should not be read for now."""
+        return self._relayed_bytes >= _FULL_BYTES
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything was handed over."""
+        is_all_sent = (
+            not self._waiting and not self._relayed and self._last_message is None
+        )
+        return is_all_sent and not self.is_writing
+
+    def tell(self, message: FromAgent) -> None:
+        """Send a message ahead of all output that waits."""
+        self._writer.send(encode_control(encode_message(message)))
+
+    def tell_last(self, message: FromAgent) -> None:
+        """Send a message when all output is sent; the last word of this agent."""
+        self._last_message = message
+        self.flush()
+
+    def put(self, output: Output) -> None:
+        """Send output when there is credit for it."""
+        if self._is_discarding:
+            return
+        self._waiting.append(output)
+        self._waiting_bytes += len(output.data)
+        self.flush()
+
+    def discard(self) -> None:
+        """Forget the output that waits, and what comes."""
+        self._is_discarding = True
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def relay(self, relayed: Relayed) -> None:
+        """Send what goes to the store, ahead of all output."""
+        self._relayed.append(relayed)
+        self._relayed_bytes += len(relayed.data)
+        self.flush()
+
+    def grant(self, num_bytes: int) -> None:
+        """Take note of the controller's credit."""
+        self._credit_bytes += num_bytes
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what credit and descriptor allow now."""
+        self._writer.flush()
+        while self._relayed and not self.is_writing:
+            relayed = self._relayed.popleft()
+            self._relayed_bytes -= len(relayed.data)
+            self._writer.send(encode_relayed(relayed))
+        while self._waiting and self._credit_bytes > 0 and not self.is_writing:
+            output = self._waiting.popleft()
+            # What is handed over can be overtaken by nothing any more.
+            now, later = (
+                output.data[: self._credit_bytes],
+                output.data[self._credit_bytes :],
+            )
+            if later:
+                self._waiting.appendleft(output._replace(data=later))
+            self._waiting_bytes -= len(now)
+            self._credit_bytes -= len(now)
+            self._writer.send(encode_output(output._replace(data=now)))
+        if self._last_message is not None and not self._waiting:
+            message, self._last_message = self._last_message, None
+            self.tell(message)
+
+
+class OutputReader:
+    """Reads the ranks' pipes, as long as the sender has room."""
+
+    def __init__(self, selector: selectors.BaseSelector, sender: OutputSender) -> None:
+        self._selector = selector
+        self._sender = sender
+        self._pipes: dict[int, OutputPipe] = {}
+        self._is_reading = True
+
+    def add(self, pipe: OutputPipe) -> None:
+        """Read this pipe from now on."""
+        self._pipes[pipe.fd] = pipe
+        if self._is_reading:
+            self._selector.register(pipe.fd, selectors.EVENT_READ, self._read)
+
+    def pace(self) -> None:
+        """Stop or go on reading, as the sender is full or not."""
+        is_reading = not self._sender.is_full
+        if is_reading is self._is_reading:
+            return
+        self._is_reading = is_reading
+        for fd in self._pipes:
+            if is_reading:
+                self._selector.register(fd, selectors.EVENT_READ, self._read)
+            else:
+                self._selector.unregister(fd)
+
+    def drain(self, pipe: OutputPipe) -> None:
+        """Read what is in the pipe now, but no flood that somebody keeps up."""
+        for _ in range(_DRAIN_READS):
+            if not pipe.is_open or not self._read(pipe.fd):
+                return
+
+    def close(self) -> None:
+        """Drain and close all pipes; nobody is left to write to them."""
+        for pipe in list(self._pipes.values()):
+            self.drain(pipe)
+            self._forget(pipe)
+
+    def _read(self, fd: int) -> bool:
+        """Pass on one piece of output; False when there is none now."""
+        pipe = self._pipes.get(fd)
+        if pipe is None:
+            # It was drained to its end after the selector had seen it ready.
+            return False
+        data = pipe.read()
+        if data is None:
+            if not pipe.is_open:
+                self._forget(pipe)
+            return False
+        self._sender.put(Output(pipe.rank, pipe.stream, data))
+        return True
+
+    def _forget(self, pipe: OutputPipe) -> None:
+        if self._pipes.pop(pipe.fd, None) is not None and self._is_reading:
+            self._selector.unregister(pipe.fd)
+        pipe.close()
+
+
+def name_directory() -> Path:
+    """Return where an agent may make its sockets; nobody can guess it before."""
+    return temporary_directory() / f"{_PREFIX}{os.urandom(8).hex()}"
+
+
+def _remove_left_behind() -> None:
+    """Remove the sockets of agents that were killed together with their reapers."""
+    for directory in own_directories(_PREFIX):
+        if remove_stale(directory):
+            remove(directory)
+
+
+@dataclass(slots=True)
+class _Connection:
+    number: int
+    sock: socket.socket
+    unsent: bytearray = field(default_factory=bytearray)
+    events: int = 0
+
+
+class StoreRelay:
+    """Takes the connections of one generation's ranks and passes on what they say.
+
+    Args:
+        directory: Nobody else's; made if it is not there.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        epoch: int,
+        num_ranks: int,
+        selector: selectors.BaseSelector,
+        sender: OutputSender,
+    ) -> None:
+        self._epoch = epoch
+        self._max_connections = max_connections(num_ranks)
+        self._selector = selector
+        self._sender = sender
+        self._by_fd: dict[int, _Connection] = {}
+        self._by_number: dict[int, _Connection] = {}
+        self._count = 0
+        self._is_reading = True
+        if not directory.exists():
+            _remove_left_behind()
+            directory.mkdir(mode=0o700)
+        self.path = directory / f"store.{epoch}"
+        self._listener = listen(self.path)
+        self._listener.setblocking(False)  # noqa: FBT003  the socket's own method
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def deliver(self, relayed: Relayed) -> None:
+        """Pass on what the store says; what is of an older generation is dropped."""
+        connection = self._by_number.get(relayed.connection)
+        if connection is None or relayed.epoch != self._epoch:
+            return
+        connection.unsent += relayed.data
+        if not relayed.data or len(connection.unsent) > _MAX_UNSENT_BYTES:
+            self._close(connection)
+        else:
+            self._write(connection)
+
+    def pace(self) -> None:
+        """Stop or go on reading, as the sender is full or not."""
+        is_reading = not self._sender.is_store_full
+        if is_reading is not self._is_reading:
+            self._is_reading = is_reading
+            for connection in self._by_fd.values():
+                self._watch(connection)
+
+    def close(self) -> None:
+        """End all connections: the generation is over."""
+        if self._listener.fileno() >= 0:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self.path.unlink(missing_ok=True)
+        for connection in list(self._by_fd.values()):
+            self._close(connection)
+
+    def _accept(self, _fd: int) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            # It has gone again, or no descriptor is free: then it waits.
+            return
+        if not is_own(sock) or len(self._by_fd) >= self._max_connections:
+            sock.close()
+            return
+        sock.setblocking(False)  # noqa: FBT003  the socket's own method
+        self._count += 1
+        connection = _Connection(self._count, sock)
+        self._by_fd[sock.fileno()] = self._by_number[self._count] = connection
+        self._watch(connection)
+
+    def _serve(self, fd: int) -> None:
+        connection = self._by_fd.get(fd)
+        if connection is None:
+            # It was closed after the selector had seen it ready.
+            return
+        self._write(connection)
+        if connection.number not in self._by_number or not self._is_reading:
+            return
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._tell(connection, data)
+        else:
+            self._close(connection)
+
+    def _write(self, connection: _Connection) -> None:
+        try:
+            while connection.unsent:
+                del connection.unsent[: connection.sock.send(connection.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._close(connection)
+            return
+        self._watch(connection)
+
+    def _watch(self, connection: _Connection) -> None:
+        """Have the loop look for what this connection needs now."""
+        events = selectors.EVENT_READ if self._is_reading else 0
+        events |= selectors.EVENT_WRITE if connection.unsent else 0
+        if events == connection.events:
+            return
+        if not connection.events:
+            self._selector.register(connection.sock, events, self._serve)
+        elif events:
+            self._selector.modify(connection.sock, events, self._serve)
+        else:
+            self._selector.unregister(connection.sock)
+        connection.events = events
+
+    def _tell(self, connection: _Connection, data: bytes) -> None:
+        self._sender.relay(Relayed(self._epoch, connection.number, data))
+
+    def _close(self, connection: _Connection) -> None:
+        if self._by_number.pop(connection.number, None) is not None:
+            if connection.events:
+                self._selector.unregister(connection.sock)
+            del self._by_fd[connection.sock.fileno()]
+            connection.sock.close()
+            self._tell(connection, b"")

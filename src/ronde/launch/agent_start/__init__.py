@@ -1,0 +1,1 @@
+"""Agents on all hosts: started, met, refused with a reason."""

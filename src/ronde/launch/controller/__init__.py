@@ -1,0 +1,1 @@
+"""The controller: from what the user wants to how the job ended."""

@@ -1,0 +1,363 @@
+"""One generation of ranks, from their start to the result."""
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ronde.errors import LaunchError
+from ronde.launch.agent.diagnostics import ANSWER_S
+from ronde.launch.controller.starting import refusal
+from ronde.launch.event_loop import EventLoop, Handler, StoreService
+from ronde.launch.failure import (
+    JobResult,
+    LostHost,
+    RankEnd,
+    Tail,
+    find_awaited,
+    has_lost_peer,
+    judge,
+    signal_name,
+)
+from ronde.launch.frames import Output, Stream
+from ronde.launch.messages import (
+    Exited,
+    Finished,
+    Forward,
+    FromAgent,
+    HostEnding,
+    Kill,
+    NodeJob,
+    Notice,
+    Refused,
+    Stacks,
+    Start,
+    Started,
+    StopRanks,
+    TakeStacks,
+)
+from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss
+from ronde.launch.output.sink import RankStacks
+from ronde.launch.signals import ASKING, FORWARDED, STOPPING, TIMED_OUT, interrupter
+
+_SWEEP_S = 10.0
+_CAUSE_WITHIN_S = 5.0
+"""For so long ranks are not stopped while who lost its peer has ended, and the peer has
+not: stopped, it could not say with its exit code why."""
+_STOP_SIGNALS = STOPPING | {signal.SIGKILL}
+_ALL_CREDIT_BYTES = 32 << 20
+
+
+@dataclass(slots=True)
+class _Rank:
+    node: AgentNode
+    pid: int = 0
+    tail: Tail = field(default_factory=Tail)
+    exited: Exited | None = None
+
+
+class Running(Handler):
+    """One run of all ranks; a handler of the event loop.
+
+    Args:
+        on_started: Called when all ranks run, with the seconds that took.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        nodes: Sequence[AgentNode],
+        jobs: Sequence[NodeJob],
+        on_started: Callable[[float], None],
+    ) -> None:
+        self._on_started = on_started
+        super().__init__(loop)
+        self._nodes = list(nodes)
+        self._grace_s = jobs[0].grace_s
+        self._epoch = jobs[0].epoch
+        self._ranks = {
+            plan.rank: _Rank(node)
+            for node, job in zip(nodes, jobs, strict=True)
+            for plan in job.ranks
+        }
+        for node, job in zip(nodes, jobs, strict=True):
+            node.ranks = frozenset(plan.rank for plan in job.ranks)
+        self._num_started = 0
+        self._finished: dict[str, Finished] = {}
+        self._lost: list[LostHost] = []
+        self._is_stopping = False
+        self._is_killing = False
+        self._interrupted_by: int | None = None
+        self._answer_by_s = float("inf")
+        self._cause_by_s = float("inf")
+        self._awaited: set[int] = set()
+        self._stacks: dict[int, Stacks] = {}
+        self._stacks_by_s = float("inf")
+        self._is_asking = False
+        self._started_at_s = 0.0
+
+    def run(self, address: str, port: int) -> JobResult:
+        """Start all ranks; return when nothing is left of them on any host.
+
+        Args:
+            port: Held by the agent of rank 0.
+        """
+        self._started_at_s = time.monotonic()
+        self._loop.progress.begin("to start their ranks", self._starting)
+        self._loop.store = StoreService(self._epoch)
+        for node in self._nodes:
+            node.watch(is_watched=False)
+            node.limit_credit(_ALL_CREDIT_BYTES // len(self._nodes))
+            node.link.send(Start(address, port))
+        while not self._loop.serve(self, self._is_over, self._deadline):
+            if self._is_asking and time.monotonic() > self._stacks_by_s:
+                self._show_stacks()
+                continue
+            if not self._is_stopping:
+                self._stop(signal.SIGTERM)
+                continue
+            for node in self._unfinished():
+                node.link.transport.kill()
+                self._loop.lose(
+                    self, node, HostLoss("it does not answer", EXIT_INTERNAL)
+                )
+        for node in self._nodes:
+            node.watch(is_watched=False)
+        self._tell_leftovers()
+        return judge(self._ends(), self._interrupted_by, self._lost)
+
+    def _starting(self) -> list[str]:
+        waiting = (rank.node.name for rank in self._ranks.values() if not rank.pid)
+        return list(dict.fromkeys(waiting))
+
+    def _unfinished(self) -> list[AgentNode]:
+        return [
+            n for n in self._nodes if not n.is_over and n.name not in self._finished
+        ]
+
+    def _is_over(self) -> bool:
+        return not self._unfinished()
+
+    def _deadline(self) -> float:
+        if self._loop.is_held_back:
+            # The end of a job comes after its output, which nobody takes now.
+            self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
+        end_by_s = self._answer_by_s if self._is_stopping else self._cause_by_s
+        return min(end_by_s, self._stacks_by_s)
+
+    def take(self, node: AgentNode, message: FromAgent) -> None:
+        """Follow what an agent tells of its ranks."""
+        match message:
+            case Started():
+                node.require_own(message.rank)
+                self._ranks[message.rank].pid = message.pid
+                self._num_started += 1
+                if self._num_started == len(self._ranks):
+                    self._note_all_run()
+            case Exited():
+                node.require_own(message.rank)
+                self._take_end(message)
+            case HostEnding():
+                if not self._is_stopping:
+                    self._tell(node, f"{signal_name(message.signal)}: the job ends")
+                    self._interrupted_by = message.signal
+                    self._stop(message.signal)
+            case Stacks():
+                node.require_own(message.rank)
+                self._stacks[message.rank] = message
+                self._show_stacks_when_all()
+            case Notice():
+                self._tell(node, message.text)
+            case Finished():
+                self._finished[node.name] = message
+                node.watch(is_watched=False)
+            case Refused():
+                raise refusal([(node.name, message)], num_hosts=len(self._nodes))
+            case _:
+                said = type(message).__name__
+                raise LaunchError(f"agent of {node.name} must not say {said} now.")
+
+    def _take_end(self, message: Exited) -> None:
+        self._ranks[message.rank].exited = message
+        if not self._is_stopping:
+            self._stop_if_caused(message.rank, message)
+        self._show_stacks_when_all()
+
+    def _note_all_run(self) -> None:
+        for node in self._nodes:
+            node.watch(is_watched=True)
+        count = len(self._ranks)
+        self._loop.progress.end(f"{count} rank{'s' if count > 1 else ''} started")
+        self._on_started(time.monotonic() - self._started_at_s)
+
+    def take_output(self, output: Output) -> None:
+        """Remember the end of what a rank wrote; a host that sends it is there."""
+        if self._is_stopping and not self._is_killing:
+            self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
+        if output.stream is Stream.STDERR:
+            self._ranks[output.rank].tail.add(output.data)
+
+    def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
+        """End the job: its ranks cannot go on without those of a lost host."""
+        ranks = tuple(n for n, rank in self._ranks.items() if rank.node is node)
+        at_s = node.heard_at_s - self._started_at_s
+        self._lost.append(LostHost(node.name, ranks, loss.reason, loss.exit_code, at_s))
+        if not self._is_stopping:
+            self._stop(signal.SIGTERM)
+
+    def take_signal(self, number: int) -> None:
+        """Pass it on, or end the job; a second one ends it now."""
+        if number in FORWARDED:
+            for node in self._unfinished():
+                node.link.send(Forward(number))
+        elif number == ASKING:
+            self._ask_for_stacks()
+        elif number == TIMED_OUT:
+            is_ending = self._is_stopping or self._cause_by_s != float("inf")
+            if not is_ending:
+                self._interrupted_by = number
+                self._ask_for_stacks()
+        elif number in STOPPING and not self._is_stopping:
+            self._interrupt(number, number)
+        elif number in STOPPING and number != signal.SIGHUP:
+            # A terminal that closes may send several of those. No output holds the end
+            # back: who asks twice does not read any more.
+            self._is_killing = True
+            for node in self._unfinished():
+                node.link.send(Kill())
+            self._loop.output.discard()
+            self._answer_by_s = time.monotonic() + _SWEEP_S
+
+    def _interrupt(self, by: int, number: int) -> None:
+        self._interrupted_by = by
+        self._loop.is_hurried = True
+        self._stop(number)
+        self._loop.output.notice(
+            f"{interrupter(by)}: the ranks have {self._grace_s:g} s to end; Ctrl-C "
+            "kills them now"
+        )
+
+    def _ask_for_stacks(self) -> None:
+        if not self._is_asking:
+            self._is_asking = True
+            self._stacks.clear()
+            self._stacks_by_s = time.monotonic() + ANSWER_S
+            for node in self._unfinished():
+                node.link.send(TakeStacks())
+
+    def _unheard(self) -> list[int]:
+        """Return the ranks whose stacks are still waited for."""
+        return [
+            number
+            for number, rank in self._ranks.items()
+            if not (number in self._stacks or rank.exited or rank.node.is_over)
+        ]
+
+    def _show_stacks_when_all(self) -> None:
+        if self._is_asking and not self._unheard():
+            self._show_stacks()
+
+    def _show_stacks(self) -> None:
+        self._is_asking, self._stacks_by_s = False, float("inf")
+        unheard = {number: Stacks(number, ()) for number in self._unheard()}
+        self._loop.output.stacks(
+            [
+                RankStacks(number, self._ranks[number].node.name, each.processes)
+                for number, each in (self._stacks | unheard).items()
+            ]
+        )
+        if self._interrupted_by == TIMED_OUT and not self._is_stopping:
+            self._interrupt(TIMED_OUT, signal.SIGTERM)
+
+    def take_broken_output(self, number: int) -> None:
+        """End a job that nobody listens to."""
+        if not self._is_stopping:
+            self._interrupted_by = number
+            self._loop.is_hurried = True
+            self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
+
+    def _stop_if_caused(self, number: int, exited: Exited) -> None:
+        """End the job if a rank failed, unless the cause is still about to end."""
+        was_awaited = number in self._awaited
+        self._awaited.discard(number)
+        if exited.status:
+            end = self._end(number, self._ranks[number], exited)
+            if was_awaited and not end.is_secondary:
+                self._awaited.clear()
+            else:
+                self._awaited |= self._find_awaited(end)
+            limit_s = time.monotonic() + min(self._grace_s, _CAUSE_WITHIN_S)
+            self._cause_by_s = min(self._cause_by_s, limit_s)
+        if self._cause_by_s < float("inf") and not self._awaited:
+            self._stop(signal.SIGTERM)
+
+    def _find_awaited(self, end: RankEnd) -> set[int]:
+        running = {n: rank for n, rank in self._ranks.items() if rank.exited is None}
+        if end.is_secondary or end.status < 0 or end.traceback:
+            return find_awaited(end, running.keys())
+        # It does not say why. Another one's exception, of a moment ago, may be the
+        # cause; unless it was handled, that one ends, too.
+        after_s = time.monotonic() - _CAUSE_WITHIN_S
+        return {
+            number
+            for number, rank in running.items()
+            if rank.tail.written_at_s > after_s
+            and (traceback := rank.tail.traceback())
+            and not has_lost_peer(traceback)
+        }
+
+    def _stop(self, number: int) -> None:
+        self._is_stopping = True
+        for node in self._unfinished():
+            node.link.send(StopRanks(number))
+        self._answer_by_s = time.monotonic() + self._grace_s + _SWEEP_S
+
+    def _tell(self, node: AgentNode, text: str) -> None:
+        where = f"{node.name}: " if len(self._nodes) > 1 else ""
+        self._loop.output.notice(where + text)
+
+    def _tell_leftovers(self) -> None:
+        for node in self._nodes:
+            finished = self._finished.get(node.name)
+            if finished is None:
+                continue
+            if finished.num_swept and not self._is_stopping:
+                self._tell(
+                    node,
+                    f"{finished.num_swept} processes that outlived their ranks were "
+                    "killed",
+                )
+            for text in finished.stuck:
+                self._tell(node, f"{text} does not end even when killed; it is left")
+
+    def _ends(self) -> list[RankEnd]:
+        return [
+            self._end(number, rank, rank.exited)
+            for number, rank in self._ranks.items()
+            if rank.exited is not None
+        ]
+
+    def _end(self, number: int, rank: _Rank, exited: Exited) -> RankEnd:
+        traceback, stopped_s = rank.tail.traceback(), exited.stopped_s
+        is_ours = -exited.status in _STOP_SIGNALS
+        began_s, was_leaving = exited.began_s, False
+        if traceback and exited.status > 0 and not stopped_s:
+            began_s = min(began_s, exited.traceback_s)
+        was_stopped = stopped_s > 0 and (is_ours or began_s >= stopped_s)
+        if was_stopped:
+            shown_s = exited.traceback_s if traceback else began_s
+            first_s = min(began_s, shown_s)
+            was_leaving = stopped_s - 2 * _CAUSE_WITHIN_S < first_s < stopped_s
+            began_s = first_s if was_leaving else began_s
+        return RankEnd(
+            rank=number,
+            host=rank.node.name,
+            pid=rank.pid,
+            status=exited.status,
+            at_s=max(0.0, rank.node.to_our_clock(began_s) - self._started_at_s),
+            was_stopped=was_stopped,
+            stderr_tail=rank.tail.lines(),
+            traceback=traceback,
+            evidence=exited.evidence,
+            was_leaving=was_leaving,
+        )

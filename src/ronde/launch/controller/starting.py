@@ -1,0 +1,138 @@
+"""From agents that are there to ranks that may start: checked on every host."""
+
+import time
+from collections.abc import Sequence
+
+from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
+from ronde.launch.event_loop import EventLoop, Handler
+from ronde.launch.messages import (
+    FromAgent,
+    HostEnding,
+    Locate,
+    Located,
+    NodeJob,
+    Notice,
+    Prepare,
+    Ready,
+    Refused,
+)
+from ronde.launch.node import EXIT_UNREACHABLE, AgentNode, HostLoss
+from ronde.launch.signals import InterruptedStartError
+
+
+class Starting(Handler):
+    """Asks agents and waits for the answers of all.
+
+    Where a host is lost the others are heard all the same: what they answered does not
+    come when they are asked again.
+    """
+
+    def __init__(self, loop: EventLoop) -> None:
+        super().__init__(loop)
+        self._answers: dict[str, FromAgent] = {}
+        self._lost: list[tuple[AgentNode, HostLoss]] = []
+
+    def locate(
+        self, nodes: Sequence[AgentNode], addresses: Sequence[str], port: int
+    ) -> list[tuple[str, ...]]:
+        """Return each node's own addresses towards some others: see ``Locate``."""
+        for node in nodes:
+            node.link.send(Locate(tuple(addresses), port))
+        step = ("to reach rank 0's port", "port reached")
+        if not port:
+            step = ("to look for routes", "routes found")
+        answers = self._await(nodes, *step)
+        return [a.sources if isinstance(a, Located) else () for a in answers]
+
+    def prepare(self, nodes: Sequence[AgentNode], jobs: Sequence[NodeJob]) -> int:
+        """Have each agent check its part; return the port held for rank 0."""
+        for node, job in zip(nodes, jobs, strict=True):
+            node.link.send(Prepare(job))
+        step = ("to check program and directory", "program and directory checked")
+        answers = self._await(nodes, *step)
+        refusals = [
+            (node.name, answer)
+            for node, answer in zip(nodes, answers, strict=True)
+            if isinstance(answer, Refused)
+        ]
+        if refusals:
+            raise refusal(refusals, num_hosts=len(nodes))
+        return max(a.master_port for a in answers if isinstance(a, Ready))
+
+    def await_output(self) -> None:
+        """Wait until all is there that the ranks' output goes to."""
+        loop = self._loop
+        loop.progress.begin("to be ready", lambda: ["the output"])
+        loop.serve(self, lambda: loop.output.is_settled, lambda: float("inf"))
+        loop.progress.end("output ready")
+        if self._lost:
+            raise _loss_error(self._lost)
+
+    def _await(
+        self, nodes: Sequence[AgentNode], what: str, done: str
+    ) -> list[FromAgent]:
+        self._answers = {}
+
+        def awaited() -> list[AgentNode]:
+            return [n for n in nodes if not n.is_over and n.name not in self._answers]
+
+        progress = self._loop.progress
+        progress.begin(what, lambda: [node.name for node in awaited()])
+        limit_s = self._loop.timeouts.answer_s
+        due_s = time.monotonic() + limit_s
+        self._loop.serve(self, lambda: not awaited(), lambda: due_s)
+        for node in awaited():
+            reason = f"its agent did not answer within {limit_s:g} s"
+            node.link.transport.kill()
+            self._loop.lose(self, node, HostLoss(reason, EXIT_UNREACHABLE))
+        if self._lost:
+            raise _loss_error(self._lost)
+        progress.end(done)
+        return [self._answers[node.name] for node in nodes]
+
+    def take(self, node: AgentNode, message: FromAgent) -> None:
+        """Keep an answer."""
+        if isinstance(message, Notice):
+            self._loop.output.notice(message.text)
+        elif isinstance(message, Ready | Refused | Located):
+            self._answers[node.name] = message
+        elif isinstance(message, HostEnding):
+            raise InterruptedStartError(message.signal)
+        else:
+            said = type(message).__name__
+            raise LaunchError(f"agent of {node.name} must answer, but it said {said}.")
+
+    def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
+        """Take note: nothing runs yet, and without it nothing will."""
+        self._lost.append((node, loss))
+
+
+def _loss_error(lost: Sequence[tuple[AgentNode, HostLoss]]) -> LaunchError:
+    for node, loss in lost:
+        if node.is_here:
+            return LaunchError(
+                f"agent must run until the job is over, but {loss.reason}."
+            )
+    hosts = "1 host was" if len(lost) == 1 else f"{len(lost)} hosts were"
+    return HostError(
+        f"{hosts} lost before the ranks ran.",
+        [
+            HostFailure(node.name, Failure(loss.reason, f"ssh {node.name}"))
+            for node, loss in lost
+        ],
+    )
+
+
+def refusal(
+    refusals: Sequence[tuple[str, Refused]], num_hosts: int
+) -> UsageError | LaunchError:
+    """Return the error that says why agents refused; the same reason is said once."""
+    by_reason: dict[str, list[str]] = {}
+    for host, refused in refusals:
+        by_reason.setdefault(refused.reason, []).append(host)
+    told = [
+        reason if num_hosts == 1 else f"{', '.join(hosts)}: {reason}"
+        for reason, hosts in by_reason.items()
+    ]
+    is_usage = all(refused.is_usage for _, refused in refusals)
+    return (UsageError if is_usage else LaunchError)("\n".join(told))

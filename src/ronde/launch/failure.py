@@ -1,0 +1,373 @@
+"""Which rank broke the job, what it wrote last, and the exit code."""
+
+import re
+import signal
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from ronde.launch.signals import interruption_code
+
+_KEPT_BYTES = 32 << 10
+_MAX_MESSAGE_LINES = 12
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+_NOT_FATAL = re.compile(r"^(Exception ignored |Exception in thread |Error in atexit)")
+"""What Python puts before a traceback that ends no process."""
+_FAREWELL = re.compile(
+    r"^(\[(rank\d+\]:\[)?[WEIF]\d{4} |wandb: |terminate called|Aborted|Thread 0x"
+    r"|Extension modules: |Fatal Python error|Current thread )"
+    r"|Warning: |resource_tracker"
+)
+"""How lines begin, or what is in them, that follow a traceback while a process ends:
+what Python, torch's C++ parts and trackers of experiments write then."""
+_COLOUR = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]")
+_PEER_LOST = re.compile(
+    r"connection (was )?(likely )?(closed|refused|reset|aborted)|socket closed"
+    r"|closed by (remote )?peer|reset by peer|broken pipe|remote process exit"
+    r"|failed to recv|sendbytes failed|recvvector failed|recvvalue failed"
+    r"|connectfullmesh|no route to host|process failure|err_proc_failed"
+    r"|ncclremoteerror|heartbeatmonitor.*tcpstore|peerlosterror"
+)
+"""What a rank writes, in lower case, that ends because another one is gone: words of
+ronde's, Gloo's, NCCL's, torch's store's, MPI's and the kernel's."""
+_TIMED_OUT = re.compile(
+    r"timed out waiting|collective operation timeout|timeout caused pair closure"
+    r"|wait timeout|some nccl operations have failed or timed out"
+    r"|dump signal .*from (rank \d+|another rank)|horovod has been shut down"
+)
+"""Likewise, of one that another did not answer in time."""
+_IS_STOPPED = "is stopped; kill -cont"
+"""Likewise, of one that found another stopped, which will not end soon."""
+_LOST_RANK = re.compile(
+    r"\brank (\d+),?( process \d+,)? (is gone|has shut down|ended|said goodbye"
+    r"|closed its communicator)"
+)
+"""How ronde's errors name who is gone."""
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+"""Signals that no stop order brings about."""
+
+
+class Tail:
+    """Remembers the end of what a rank wrote."""
+
+    def __init__(self, num_lines: int = 20) -> None:
+        self._num_lines = num_lines
+        self._kept = bytearray()
+        self.written_at_s = 0.0  # when the last came, on the monotonic clock
+
+    def add(self, data: bytes) -> None:
+        """Take more of the stream."""
+        self.written_at_s = time.monotonic()
+        self._kept += data
+        if len(self._kept) > 2 * _KEPT_BYTES:
+            del self._kept[:-_KEPT_BYTES]
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the last lines, of each what a progress bar left on the screen.
+
+        What sets colours is taken away.
+        """
+        return tuple(self._lines()[-self._num_lines :])
+
+    def traceback(self) -> str:
+        """Return the Python traceback that is the last word, or an empty text.
+
+        An older one, after which more was written, is none; what is written while a
+        process ends does not count, nor do exceptions that Python ignores.
+
+        With it come the exceptions that it was raised for, and the lines that belong
+        to its message, as far as a text tells. A prefix of every line, such as
+        torch's ``[rank0]: ``, is taken away.
+        """
+        if _TRACEBACK.encode() not in self._kept:
+            return ""
+        return find_traceback(self._lines())
+
+    def _lines(self) -> list[str]:
+        lines = bytes(self._kept[-_KEPT_BYTES:]).split(b"\n")
+        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+        if not shown[-1]:
+            shown.pop()
+        return [
+            _COLOUR.sub("", line.decode("utf-8", "backslashreplace")) for line in shown
+        ]
+
+
+def find_traceback(lines: Sequence[str]) -> str:
+    """Return the traceback that ``lines`` end with, or an empty text."""
+    heads = [i for i in range(len(lines)) if _is_head(lines, i)]
+    if not heads:
+        return ""
+    prefix = _prefix(lines[heads[-1]])
+    first = heads[-1]
+    for head in reversed(heads[:-1]):
+        if not _is_chained(lines, first, prefix):
+            break
+        first = head
+    rest = [line.removeprefix(prefix) for line in lines[heads[-1] :]]
+    before = [line.removeprefix(prefix) for line in lines[first : heads[-1]]]
+    length = _length(rest)
+    if not _is_farewell(rest[length:]):
+        return ""
+    return "\n".join(before + rest[:length])
+
+
+def _is_farewell(lines: Sequence[str]) -> bool:
+    """Whether these are but what is written while a process ends."""
+    is_ignored = False
+    for line in lines:
+        if _NOT_FATAL.search(line):
+            is_ignored = True
+        elif is_ignored:
+            # Its last line is the exception, which may be called anything.
+            is_ignored = line[:1] in {" ", "\t"} or line.endswith(_TRACEBACK)
+        elif line[:1].strip() and not _FAREWELL.search(line):
+            return False
+    return True
+
+
+def _is_head(lines: Sequence[str], index: int) -> bool:
+    """Whether a traceback begins here that may end a process.
+
+    One within an exception group does not, nor one that Python ignores.
+    """
+    before = lines[index].removesuffix(_TRACEBACK)
+    if before == lines[index] or before.rstrip().endswith("|"):
+        return False
+    above = lines[index - 1].removeprefix(before) if index else ""
+    return not _NOT_FATAL.search(above)
+
+
+def _prefix(head: str) -> str:
+    """Return what a wrapper put before a traceback's first line."""
+    before = head.removesuffix(_TRACEBACK)
+    # The border of an exception group is Python's own.
+    return before.removesuffix("  + Exception Group ")
+
+
+def _is_chained(lines: Sequence[str], head: int, prefix: str) -> bool:
+    """Whether the traceback that begins at ``head`` goes on from one before."""
+    before = [line.removeprefix(prefix) for line in lines[max(0, head - 2) : head]]
+    return len(before) == 2 and before[0] in _CHAINED and not before[1].strip()
+
+
+def _length(lines: Sequence[str]) -> int:
+    """Return how many of the lines are the traceback that the first of them begins."""
+    end = 1
+    while end < len(lines) and lines[end][:1] in {" ", "\t"}:
+        end += 1
+    # What follows the calls is the exception, whose message may have several lines.
+    limit = min(len(lines), end + _MAX_MESSAGE_LINES)
+    while end < limit and lines[end].strip() and not _is_own_word(lines[end]):
+        end += 1
+    return end
+
+
+def _is_own_word(line: str) -> bool:
+    """Whether this is no part of an exception's message."""
+    return bool(_NOT_FATAL.search(line) or _FAREWELL.search(line))
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank ended."""
+
+    rank: int
+    host: str
+    pid: int
+    status: int  # exit code, or minus the number of the signal that ended it
+    # when it began to end, as far as that was seen, in seconds since the ranks were
+    # started
+    at_s: float
+    # true when the job was being ended already, or when that ended it
+    was_stopped: bool
+    stderr_tail: tuple[str, ...] = ()  # the last lines it wrote to stderr
+    # the Python traceback that is its last word on stderr, or empty
+    traceback: str = ""
+    # what the kernel says of its end, a core file or a lack of memory, in half a
+    # sentence, or empty
+    evidence: str = ""
+    # true when it was stopped, but seemed to end by itself before
+    was_leaving: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """The code that a shell would give: 128 plus the signal's number."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+    @property
+    def is_crash(self) -> bool:
+        """Whether a signal ended it that only its own doing sends."""
+        return -self.status in _CRASHES
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether it gave up, saying that a peer was gone or did not answer."""
+        last_words = self.last_words
+        return has_lost_peer(last_words) or bool(_TIMED_OUT.search(last_words))
+
+    @property
+    def lost_ranks(self) -> frozenset[int]:
+        """Those of which it said that they were gone."""
+        found = _LOST_RANK.finditer(self.last_words)
+        return frozenset(int(each[1]) for each in found) - {self.rank}
+
+    @property
+    def last_words(self) -> str:
+        """What may say why it ended, in lower case; nothing of one that was killed.
+
+        Of one that an exception ended the traceback counts and nothing it said before.
+        """
+        if self.status <= 0 and self.status != -signal.SIGABRT:
+            return ""
+        said = self.traceback if self.status == 1 else ""
+        return (said or "\n".join(self.stderr_tail)).lower()
+
+
+def has_lost_peer(last_words: str) -> bool:
+    """Whether these last words are those of who ends because a peer is gone."""
+    return bool(_PEER_LOST.search(last_words.lower()))
+
+
+@dataclass(frozen=True, slots=True)
+class LostHost:
+    """A host that went away while its ranks ran."""
+
+    host: str
+    ranks: tuple[int, ...]  # those that ran there
+    reason: str  # what was seen of it: ``nothing was heard of it for 8 s``
+    exit_code: int  # what the job ends with if this is its cause
+    # when it went, in seconds since the ranks were started; of one that fell silent,
+    # when it was last heard of
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """Why a job ended as it did."""
+
+    exit_code: int  # of the whole job
+    # the rank that failed first and by itself, or the host that was lost before; None
+    # when all went well or the user ended the job
+    cause: RankEnd | LostHost | None
+    # other ranks that failed before the job was being ended
+    also_failed: tuple[RankEnd, ...]
+    # ranks that were ended because of the cause, or of the user
+    ended: tuple[RankEnd, ...]
+    interrupted_by: int | None  # the signal by which the user ended the job, or None
+    also_lost: tuple[LostHost, ...] = ()  # hosts that were lost and are not the cause
+    # how every rank ended, by rank, but those of lost hosts
+    ends: tuple[RankEnd, ...] = ()
+
+    def is_worth_restart(self, barred_codes: Collection[int]) -> bool:
+        """Whether another start may do better.
+
+        It may not where the user ended the job, where all went well, or where a rank
+        that failed by itself says with its exit code that it would again.
+        """
+        if self.interrupted_by is not None or self.exit_code == 0:
+            return False
+        failed = [e for e in (self.cause, *self.also_failed) if isinstance(e, RankEnd)]
+        return not any(each.exit_code in barred_codes for each in failed)
+
+
+def judge(
+    ends: Sequence[RankEnd],
+    interrupted_by: int | None = None,
+    lost: Sequence[LostHost] = (),
+) -> JobResult:
+    """Say what failed first and by itself, and derive the exit code.
+
+    A rank that ended after the stop order is a consequence, and so is one that says
+    that its peer was gone while another rank failed by itself or a host was lost. Of
+    the others the one that began to end first is the cause, and a rank did so before
+    those that name it as lost; where two are equally early, one that a signal ended
+    comes before one that exited with a code, and that before a host.
+
+    Where all that failed lost their peer, the cause is one that was stopped before it
+    had ended: one that crashed, seemed to end by itself, or is named by the others. If
+    the stop order ended it, its own exit code is not known, and theirs is the job's.
+    """
+    ends = _dated(ends)
+    failed = [end for end in ends if end.status != 0 and not end.was_stopped]
+    by_itself = [*(end for end in failed if not end.is_secondary), *lost]
+    suspects = by_itself or (failed and _late_suspects(ends, failed)) or failed
+    cause = min(suspects, key=_priority, default=None)
+    by_rank = sorted(ends, key=lambda end: end.rank)
+    ended = tuple(e for e in by_rank if e.was_stopped and e is not cause)
+    if interrupted_by is not None:
+        exit_code = interruption_code(interrupted_by)
+    elif isinstance(cause, RankEnd) and cause.was_stopped and not cause.is_crash:
+        exit_code = min(failed, key=_priority).exit_code
+    elif cause is not None:
+        exit_code = cause.exit_code
+    else:
+        exit_code = _last_resort(ended)
+    return JobResult(
+        exit_code,
+        cause,
+        tuple(sorted((e for e in failed if e is not cause), key=_priority)),
+        ended,
+        interrupted_by,
+        also_lost=tuple(sorted((e for e in lost if e is not cause), key=_priority)),
+        ends=tuple(by_rank),
+    )
+
+
+def find_awaited(end: RankEnd, running: Collection[int]) -> set[int]:
+    """Return the ranks of which one may have made this one fail, and has not ended."""
+    if _IS_STOPPED in end.last_words:
+        return set()
+    if end.lost_ranks:
+        return set(end.lost_ranks.intersection(running))
+    return set(running) if has_lost_peer(end.last_words) else set()
+
+
+def _dated(ends: Sequence[RankEnd]) -> list[RankEnd]:
+    """Return the ends, none of which began later than others took note of it."""
+    noted: dict[int, float] = {}
+    for end in ends:
+        for rank in end.lost_ranks:
+            noted[rank] = min(end.at_s, noted.get(rank, end.at_s))
+    return [
+        replace(end, at_s=noted[end.rank])
+        if end.at_s > noted.get(end.rank, end.at_s)
+        else end
+        for end in ends
+    ]
+
+
+def _late_suspects(ends: Sequence[RankEnd], failed: Sequence[RankEnd]) -> list[RankEnd]:
+    """Return who may have made the others lose their peer, but was stopped then."""
+    named = {rank for end in failed for rank in end.lost_ranks}
+    return [
+        end
+        for end in ends
+        if end.was_stopped
+        and end.status != 0
+        and (end.is_crash or end.was_leaving or end.rank in named)
+    ]
+
+
+def _priority(failure: RankEnd | LostHost) -> tuple[float, int, int]:
+    """Order failures: the earliest first, and the surest where two are as early."""
+    if isinstance(failure, LostHost):
+        return failure.at_s, 2, min(failure.ranks, default=0)
+    return failure.at_s, int(failure.status > 0), failure.rank
+
+
+def _last_resort(ended: Sequence[RankEnd]) -> int:
+    codes = [end.exit_code for end in ended if end.status != 0]
+    return codes[0] if codes else 0
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, as ``SIGSEGV``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,357 @@
+"""A node: finds the head, and carries its agent's bytes there and back."""
+
+import errno
+import os
+import random
+import select
+import signal
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ronde.errors import HostError, LaunchError
+from ronde.launch.frames import wait_for
+from ronde.launch.joining.channel import TlsChannel, make_node_context, with_port
+from ronde.launch.joining.mutual_auth import NodeInfo, Token, authenticate_head
+from ronde.launch.node import ProcessTransport
+from ronde.launch.process_tree import children, sweep
+from ronde.launch.signals import STOPPING, raise_if_stopped, read_signals
+
+LAST_ATTEMPT_S = 1.0  # what the last attempt has at least, to find out what is wrong
+_ATTEMPT_S = 10.0
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+_REASONS = (
+    (
+        (EOFError, ConnectionResetError, BrokenPipeError),
+        "it ended the connection: its token is another, or it waits for nobody more",
+    ),
+    ((socket.gaierror,), "its name is not known"),
+    ((ConnectionRefusedError,), "nothing listens there"),
+    ((TimeoutError,), "it does not answer"),
+    ((ssl.SSLError,), "what answers there does not speak TLS 1.3"),
+)
+_AGENT_END_S = 10.0
+_UNANSWERED_S = 10.0
+_COMPLAINT_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """How a node looks for its head."""
+
+    host: str  # name or numeric address of the head
+    port: int
+    token: Token  # what both sides must know
+    node_info: NodeInfo  # what the node says of itself
+    timeout_s: float  # how long it looks
+
+
+def join_head(
+    request: JoinRequest, signal_fd: int, notice: Callable[[str], None]
+) -> TlsChannel:
+    """Return the connection to the head, once both sides have proven themselves.
+
+    The head may start later, and its name be unknown until then.
+
+    Raises:
+        HostError: The head was not there, or did not let this node in, in time.
+    """
+    where = with_port(request.host, request.port)
+    ends_at = time.monotonic() + request.timeout_s
+    pause_s = _FIRST_PAUSE_S
+    told = ""
+    while True:
+        try:
+            due_s = max(min(_soon(_ATTEMPT_S), ends_at), _soon(LAST_ATTEMPT_S))
+            return _try_all(request, signal_fd, due_s)
+        except (OSError, EOFError, LaunchError) as error:
+            reason = _explain(error)
+        left_s = ends_at - time.monotonic()
+        if left_s <= 0:
+            raise HostError(
+                f"head at {where} must let this node in within {request.timeout_s:g} "
+                f"s, but {reason}."
+            )
+        if reason != told:
+            notice(f"waits for the head at {where}: {reason}")
+            told = reason
+        # Not all at once again: many nodes are started together.
+        wait_s = min(left_s, pause_s * (0.5 + random.random()))  # noqa: S311
+        _wait(signal_fd, -1, 0, _soon(wait_s))
+        pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
+
+
+def _soon(after_s: float) -> float:
+    return time.monotonic() + after_s
+
+
+def _explain(error: Exception) -> str:
+    """Say in half a sentence why there is no connection."""
+    for kinds, reason in _REASONS:
+        if isinstance(error, kinds):
+            return reason
+    text = error.strerror if isinstance(error, OSError) else None
+    return (text or str(error)).rstrip(".")
+
+
+def _try_all(request: JoinRequest, signal_fd: int, ends_at: float) -> TlsChannel:
+    """Try each address of the head's name; raise the last failure."""
+    found = socket.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
+    failure: Exception = TimeoutError()
+    for family, _, _, _, address in found:
+        try:
+            return _try_one(request, (family, address), signal_fd, ends_at)
+        except (OSError, EOFError, LaunchError) as error:
+            failure = error
+    raise failure
+
+
+def _try_one(
+    request: JoinRequest,
+    where: tuple[socket.AddressFamily, tuple[object, ...]],
+    signal_fd: int,
+    ends_at: float,
+) -> TlsChannel:
+    family, address = where
+    raw = socket.socket(family, socket.SOCK_STREAM)
+    raw.settimeout(0)
+    sock = None
+    try:
+        _connect(raw, address, signal_fd, ends_at)
+        sock = make_node_context().wrap_socket(raw, do_handshake_on_connect=False)
+        for wanted in authenticate_head(sock, request.token, request.node_info):
+            _wait(signal_fd, sock.fileno(), wanted, ends_at, is_needed=True)
+    except BaseException:
+        (sock or raw).close()
+        raise
+    return TlsChannel(sock)
+
+
+def _connect(
+    raw: socket.socket, address: tuple[object, ...], signal_fd: int, ends_at: float
+) -> None:
+    code = raw.connect_ex(address)
+    if code == errno.EINPROGRESS:
+        _wait(signal_fd, raw.fileno(), select.POLLOUT, ends_at, is_needed=True)
+        code = raw.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def _wait(
+    signal_fd: int, fd: int, wanted: int, ends_at: float, *, is_needed: bool = False
+) -> None:
+    """Wait for a descriptor, or for the time where there is none."""
+    poll = select.poll()
+    poll.register(signal_fd, select.POLLIN)
+    if fd >= 0:
+        poll.register(fd, wanted)
+    while True:
+        left_s = ends_at - time.monotonic()
+        ready = poll.poll(left_s * 1000 + 1) if left_s > 0 else []
+        if not ready and is_needed:
+            raise TimeoutError("no answer")
+        if not ready or any(each == fd for each, _ in ready):
+            return
+        raise_if_stopped(signal_fd)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayEnd:
+    """Why a node has nothing more to do."""
+
+    # the job's exit code as the head told it; None where it told none
+    result: int | None
+    interrupted_by: int  # the signal that ended this node, 0 for none
+
+
+def relay(
+    channel: TlsChannel,
+    agent: "subprocess.Popen[bytes]",
+    signal_fd: int,
+    complain: Callable[[bytes], object],
+) -> RelayEnd:
+    """Carry bytes between head and agent until the head has said how the job ended.
+
+    Guarantees that when it returns no process is left that the agent has started, but
+    those that the kernel does not let die. For the case that the agent is killed this
+    process should adopt orphans (``process_tree.adopt_orphans``).
+    """
+    others = children() - {agent.pid}
+    transport = ProcessTransport(agent)
+    try:
+        return _Relay(channel, transport, signal_fd, complain).run()
+    finally:
+        transport.close()
+        if transport.wait(_AGENT_END_S) is None:
+            transport.kill()
+            transport.wait(_AGENT_END_S)
+        sweep(spared=others)
+        # Last: who sees the connection end may believe that nothing is left here.
+        channel.close()
+
+
+class _Relay:
+    """One relay: at most one piece of data in hand for each direction."""
+
+    def __init__(
+        self,
+        channel: TlsChannel,
+        transport: ProcessTransport,
+        signal_fd: int,
+        complain: Callable[[bytes], object],
+    ) -> None:
+        self._channel = channel
+        self._transport = transport
+        self._signal_fd = signal_fd
+        self._complain = complain
+        self._to_agent = memoryview(b"")
+        self._to_head = memoryview(b"")
+        self._is_head_here = True
+        self._is_agent_here = True
+        self._has_errors = True
+        self._is_hurried = False
+        self._interrupted_by = 0
+        self._is_asked = False
+
+    def run(self) -> RelayEnd:
+        """Relay to the end."""
+        while self._is_head_here and not self._interrupted_by:
+            for fd, events in self._poll():
+                self._serve(fd, events)
+            if self._is_agent_here and self._channel.is_ended:
+                self._end_agent()
+        return RelayEnd(self._channel.result, self._interrupted_by)
+
+    def _poll(self) -> list[tuple[int, int]]:
+        # Nothing more is read for a side that has not taken what there is.
+        wanted = {self._signal_fd: select.POLLIN}
+        wanted[self._channel.fd] = 0 if self._to_agent else select.POLLIN
+        if self._to_head:
+            wanted[self._channel.fd] |= select.POLLOUT
+        if self._is_agent_here:
+            if not self._to_head:
+                wanted[self._transport.read_fd] = select.POLLIN
+            elif not self._is_hurried:
+                wanted[self._transport.read_fd] = 0
+            if self._to_agent:
+                wanted[self._transport.write_fd] = select.POLLOUT
+            if self._has_errors:
+                wanted[self._transport.error_fd] = select.POLLIN
+        poll = select.poll()
+        for fd, events in wanted.items():
+            poll.register(fd, events)
+        return poll.poll()
+
+    def _serve(self, fd: int, events: int) -> None:
+        if fd == self._signal_fd:
+            self._take_signals()
+        elif fd == self._channel.fd:
+            self._serve_head(events)
+        elif not self._is_agent_here:
+            return
+        elif fd == self._transport.error_fd:
+            self._pass_on_complaints()
+        elif fd == self._transport.read_fd and self._to_head:
+            # The agent has ended while the head takes nothing.
+            self._hurry()
+        elif fd == self._transport.read_fd:
+            self._read_agent()
+        else:
+            self._write_agent()
+
+    def _hurry(self) -> None:
+        """Wait no longer than 10 s for a head that may be gone for good.
+
+        While the agent is here its lease sees to that.
+        """
+        self._is_hurried = True
+        self._channel.require_answers(_UNANSWERED_S)
+
+    def _take_signals(self) -> None:
+        for number in read_signals(self._signal_fd):
+            if signal.Signals(number) not in STOPPING:
+                continue
+            if self._is_asked or not self._is_agent_here:
+                self._interrupted_by = number
+            else:
+                # The agent tells the head, which ends all ranks, here in their grace.
+                self._is_asked = True
+                os.kill(self._transport.pid, signal.SIGTERM)
+
+    def _serve_head(self, events: int) -> None:
+        if self._to_head:
+            self._write_head()
+        if not self._to_agent:
+            self._read_head()
+        elif events & (select.POLLHUP | select.POLLERR):
+            self._is_head_here = False
+
+    def _read_head(self) -> None:
+        data = self._channel.read()
+        if data is None:
+            return
+        if not data:
+            self._is_head_here = False
+        elif self._is_agent_here:
+            self._to_agent = memoryview(data)
+            self._write_agent()
+
+    def _write_agent(self) -> None:
+        try:
+            taken = self._transport.write(self._to_agent)
+        except BrokenPipeError:
+            # Its last words may still be on their way.
+            taken = len(self._to_agent)
+        self._to_agent = self._to_agent[taken:]
+
+    def _read_agent(self) -> None:
+        data = self._transport.read()
+        if data is None:
+            return
+        if not data:
+            self._end_agent()
+            return
+        self._to_head = memoryview(data)
+        self._write_head()
+
+    def _write_head(self) -> None:
+        try:
+            while self._to_head:
+                taken = self._channel.write(self._to_head)
+                if not taken:
+                    return
+                self._to_head = self._to_head[taken:]
+        except BrokenPipeError:
+            self._is_head_here = False
+
+    def _pass_on_complaints(self) -> None:
+        try:
+            data = os.read(self._transport.error_fd, _COMPLAINT_BYTES)
+        except BlockingIOError:
+            return
+        self._has_errors = bool(data)
+        if data:
+            self._complain(data)
+
+    def _end_agent(self) -> None:
+        """Tell the head the agent's exit code; the job's is still to come."""
+        while self._has_errors and wait_for([self._transport.error_fd], [], 0):
+            self._pass_on_complaints()
+        self._hurry()
+        self._is_agent_here = False
+        self._to_agent = memoryview(b"")
+        self._transport.close()
+        code = self._transport.wait(_AGENT_END_S)
+        if self._is_head_here:
+            self._channel.tell_result(_exit_code(code))
+
+
+def _exit_code(code: int | None) -> int:
+    if code is None:
+        return 128 + signal.SIGKILL
+    return code if code >= 0 else 128 - code

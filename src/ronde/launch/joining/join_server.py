@@ -1,0 +1,293 @@
+"""The head: listens until all nodes have joined, and then no longer."""
+
+import errno
+import re
+import select
+import socket
+import ssl
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ronde.errors import Failure, HostError, LaunchError
+from ronde.launch.agent_start.starter import AgentStarter
+from ronde.launch.hosts.host import Host
+from ronde.launch.joining.channel import (
+    TlsTransport,
+    is_wildcard,
+    listen,
+    make_head_tls,
+    with_port,
+)
+from ronde.launch.joining.mutual_auth import (
+    AuthenticationError,
+    NodeInfo,
+    Steps,
+    Token,
+    authenticate_node,
+)
+from ronde.launch.node import AgentConnection, AgentNode
+from ronde.launch.signals import raise_if_stopped
+from ronde.launch.timeouts import Timeouts
+
+MAX_UNPROVEN = 64  # connections at a time that have not proven themselves
+PROOF_S = 10.0  # what one of them has for it
+_CROWDED_S = 1.0  # what it has for it while others cannot get in
+_BACKLOG = 512
+_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+
+@dataclass(frozen=True, slots=True)
+class JoinConfig:
+    """Who may join, where, and how long is waited for it."""
+
+    address: str  # numeric address to listen on
+    port: int  # its port, 0 for any
+    token: Token  # what a node must know
+    head: str  # name of this node, which no other gets
+    num_nodes: int  # nodes to wait for, this one not counted
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class _PendingConnection:
+    """A connection that has proven nothing yet."""
+
+    sock: ssl.SSLSocket
+    address: str
+    steps: Steps[NodeInfo]
+    since_s: float
+    wanted: int = select.POLLIN
+
+
+def wait_for_nodes(
+    config: JoinConfig, signal_fd: int, notice: Callable[[str], None]
+) -> list[tuple[Host, TlsTransport]]:
+    """Return all nodes that have joined, by name; from then on nothing listens.
+
+    Raises:
+        UsageError: It cannot be listened there.
+        HostError: Not all have come in time.
+    """
+    with listen(config.address, config.port, _BACKLOG) as listener:
+        server = JoinServer(config, listener, notice)
+        try:
+            server.run(signal_fd)
+        except BaseException:
+            server.close_joined()
+            raise
+        finally:
+            server.close()
+        return server.nodes()
+
+
+class JoinServer:
+    """One wait for nodes.
+
+    Args:
+        listener: Non-blocking, listening.
+    """
+
+    def __init__(
+        self,
+        config: JoinConfig,
+        listener: socket.socket,
+        notice: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._notice = notice
+        self._tls = make_head_tls()
+        self._pending: dict[int, _PendingConnection] = {}
+        self._joined: dict[int, tuple[Host, TlsTransport]] = {}
+        self._refused: Counter[str] = Counter()
+
+    def nodes(self) -> list[tuple[Host, TlsTransport]]:
+        """Return those that have joined, ``node2`` before ``node10``."""
+        return sorted(self._joined.values(), key=lambda node: _natural(node[0].name))
+
+    def run(self, signal_fd: int) -> None:
+        """Wait until all have joined."""
+        address, port = self._listener.getsockname()[:2]
+        self._tell_where(address, port)
+        ends_at = time.monotonic() + self._config.timeout_s
+        while len(self._joined) < self._config.num_nodes:
+            if time.monotonic() >= ends_at:
+                raise HostError(self._missing(with_port(address, port)))
+            for fd, events in self._poll(signal_fd, ends_at):
+                if fd == signal_fd:
+                    raise_if_stopped(signal_fd)
+                elif fd == self._listener.fileno():
+                    self._accept()
+                elif fd in self._pending:
+                    self._go_on(self._pending[fd])
+                elif events & _GONE:
+                    self._lose(fd)
+            self._turn_out_late()
+
+    def close(self) -> None:
+        """Close what has not proven itself, and tell how many that were."""
+        for pending in self._pending.values():
+            pending.sock.close()
+        self._pending.clear()
+        for kind, count in self._refused.items():
+            if count > 1:
+                self._notice(f"in all {count} connections: each {kind}")
+
+    def close_joined(self) -> None:
+        """Close the connections of those that have joined."""
+        for _, transport in self._joined.values():
+            transport.kill()
+
+    def _tell_where(self, address: str, port: int) -> None:
+        if is_wildcard(address):
+            self._notice(
+                f"listens on all networks of this machine ({address}), as was asked; "
+                "name one address to listen only there"
+            )
+        host = self._config.head if is_wildcard(address) else address
+        self._notice(
+            f"waits for {_nodes(self._config.num_nodes)}; start on each: "
+            f"ronde run --agent {with_port(host, port)} --token-file FILE"
+        )
+
+    def _missing(self, where: str) -> str:
+        here = ", ".join(host.name for host, _ in self.nodes()) or "none"
+        return (
+            f"nodes that join must be {self._config.num_nodes}, got "
+            f"{len(self._joined)} within {self._config.timeout_s:g} s: {here}. "
+            f"Start on each: ronde run --agent {where}, or wait longer: --join-timeout"
+        )
+
+    def _poll(self, signal_fd: int, ends_at: float) -> list[tuple[int, int]]:
+        poll = select.poll()
+        poll.register(signal_fd, select.POLLIN)
+        if len(self._pending) < MAX_UNPROVEN:
+            poll.register(self._listener, select.POLLIN)
+        for fd, pending in self._pending.items():
+            poll.register(fd, pending.wanted)
+            ends_at = min(ends_at, pending.since_s + self._patience_s)
+        for fd in self._joined:
+            poll.register(fd, select.POLLRDHUP)
+        return poll.poll(max(0.0, ends_at - time.monotonic()) * 1000 + 1)
+
+    @property
+    def _patience_s(self) -> float:
+        """Who has nothing to prove must not keep out by sheer number who has."""
+        return _CROWDED_S if len(self._pending) >= MAX_UNPROVEN else PROOF_S
+
+    def _accept(self) -> None:
+        try:
+            raw, address = self._listener.accept()
+        except OSError:
+            # It has gone again.
+            return
+        raw.settimeout(0)
+        try:
+            sock = self._tls.context.wrap_socket(
+                raw, server_side=True, do_handshake_on_connect=False
+            )
+        except OSError:
+            raw.close()
+            return
+        steps = authenticate_node(sock, self._config.token, self._tls.certificate)
+        pending = _PendingConnection(sock, address[0], steps, time.monotonic())
+        self._pending[sock.fileno()] = pending
+        self._go_on(pending)
+
+    def _go_on(self, pending: _PendingConnection) -> None:
+        try:
+            pending.wanted = next(pending.steps)
+        except StopIteration as end:
+            self._let_in(pending, end.value)
+        except AuthenticationError:
+            self._refuse(pending, "does not know the token")
+        except LaunchError as error:
+            self._refuse(pending, f"knows the token but is no node: {error}")
+        except (OSError, EOFError):
+            self._refuse(pending, "did not prove that it knows the token")
+
+    def _refuse(self, pending: _PendingConnection, kind: str) -> None:
+        del self._pending[pending.sock.fileno()]
+        pending.sock.close()
+        self._refused[kind] += 1
+        if self._refused[kind] == 1:
+            self._notice(f"a connection from {pending.address} {kind}; it was closed")
+
+    def _let_in(self, pending: _PendingConnection, node_info: NodeInfo) -> None:
+        fd = pending.sock.fileno()
+        del self._pending[fd]
+        name = self._free_name(node_info.host)
+        self._joined[fd] = (Host(name, node_info.slots), TlsTransport(pending.sock))
+        wanted = self._config.num_nodes
+        self._notice(f"{name} has joined ({len(self._joined)} of {wanted})")
+
+    def _free_name(self, name: str) -> str:
+        """Return a name that no other node has: containers may share one."""
+        taken = {host.name for host, _ in self._joined.values()}
+        taken.add(self._config.head)
+        names = [name, *(f"{name}-{i}" for i in range(2, len(taken) + 2))]
+        return next(each for each in names if each not in taken)
+
+    def _lose(self, fd: int) -> None:
+        host, transport = self._joined.pop(fd)
+        transport.kill()
+        self._notice(f"{host.name} is gone again before the job began")
+
+    def _turn_out_late(self) -> None:
+        due = time.monotonic() - self._patience_s
+        for pending in list(self._pending.values()):
+            if pending.since_s <= due:
+                self._refuse(pending, "did not prove that it knows the token")
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return what sorts by the numbers in a name."""
+    pieces = re.split(r"(\d+)", name, flags=re.ASCII)
+    return [(int(p), "") if p.isdigit() else (-1, p) for p in pieces if p]
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
+
+
+class JoinedAgents(AgentStarter):
+    """Gives each host the agent that it has brought along."""
+
+    def __init__(
+        self,
+        local: "subprocess.Popen[bytes]",
+        nodes: Sequence[tuple[Host, TlsTransport]],
+        timeouts: Timeouts,
+    ) -> None:
+        super().__init__(local, timeouts=timeouts)
+        self._brought = {host.name: transport for host, transport in nodes}
+        self._names = frozenset(self._brought)
+
+    def start(self, host: Host) -> AgentNode:
+        """Return the host's node; a host that was lost has none any more.
+
+        Raises:
+            OSError: It had joined, and is gone.
+        """
+        if host.name not in self._names:
+            return super().start(host)
+        transport = self._brought.pop(host.name, None)
+        if transport is None:
+            raise OSError(
+                errno.ENOTCONN, "it had joined by itself, and nothing waits for it now"
+            )
+        return AgentNode(
+            host, AgentConnection(transport), is_here=False, timeouts=self.timeouts
+        )
+
+    def explain(self, node: AgentNode, exit_code: int, said: str) -> Failure:
+        """Say why the connection to a node ended before its agent spoke."""
+        if node.is_here:
+            return super().explain(node, exit_code, said)
+        return Failure(
+            "it has joined and is gone again",
+            "look at what ronde run --agent says there",
+        )

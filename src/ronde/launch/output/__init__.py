@@ -1,0 +1,1 @@
+"""Where the output and the events of a job go."""

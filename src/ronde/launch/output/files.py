@@ -1,0 +1,423 @@
+"""What a job writes: logs of the ranks, the report of its end, its records."""
+
+import json
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ronde.errors import UsageError
+from ronde.launch.failure import JobResult, LostHost, RankEnd, signal_name
+from ronde.launch.frames import Output, Stream
+from ronde.launch.messages import RankSpec
+from ronde.launch.output.sink import Generation, OutputSink, SinkWrapper
+from ronde.launch.program import absolute_path
+from ronde.launch.signals import interrupter
+from ronde.topology.machine import UNKNOWN_NODE
+
+SCHEMA = 1  # version of the reports' form
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+_MAX_OPEN = 128
+_OPEN = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+_CREATE = _OPEN | os.O_CREAT | os.O_EXCL
+_INDEX = "index.json"
+
+
+def describe_result(result: JobResult) -> dict[str, object]:
+    """Return a verdict in JSON's types; ``docs/output.md`` has the fields."""
+    number = result.interrupted_by
+    cause = result.cause
+    return {
+        "exit_code": result.exit_code,
+        "interrupted_by": None if number is None else interrupter(number),
+        "cause": None if cause is None else _describe_failure(cause),
+        "also_failed": [_describe_failure(end) for end in result.also_failed],
+        "also_lost": [_describe_failure(lost) for lost in result.also_lost],
+        "ended": [describe_end(end) for end in result.ended],
+    }
+
+
+def describe_end(end: RankEnd) -> dict[str, object]:
+    """Return how one rank ended in JSON's types, without what it said."""
+    return {
+        "rank": end.rank,
+        "host": end.host,
+        "pid": end.pid,
+        "exit_code": end.exit_code,
+        "signal": signal_name(-end.status) if end.status < 0 else None,
+        "at_s": round(end.at_s, 6),
+        "was_stopped": end.was_stopped,
+    }
+
+
+def describe_lost(lost: LostHost) -> dict[str, object]:
+    """Return what is known of a host that went away, in JSON's types."""
+    return {
+        "host": lost.host,
+        "ranks": list(lost.ranks),
+        "reason": lost.reason,
+        "exit_code": lost.exit_code,
+        "at_s": round(lost.at_s, 6),
+    }
+
+
+def _describe_failure(failure: RankEnd | LostHost) -> dict[str, object]:
+    if isinstance(failure, LostHost):
+        return {"kind": "host", **describe_lost(failure)}
+    return {
+        "kind": "rank",
+        **describe_end(failure),
+        "evidence": failure.evidence,
+        "lost_its_peer": failure.is_secondary,
+        "traceback": failure.traceback,
+        "stderr_tail": list(failure.stderr_tail),
+    }
+
+
+def replace_json(path: str, content: Mapping[str, object]) -> None:
+    """Write a file that only its owner can read; nobody ever sees half of it."""
+    beside = f"{path}.{os.getpid()}.new"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    fd = os.open(beside, flags, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            # What no UTF-8 stands for is written as JSON's escapes.
+            file.write(json.dumps(content, indent=1).encode() + b"\n")
+        Path(beside).replace(path)
+    except OSError:
+        Path(beside).unlink(missing_ok=True)
+        raise
+
+
+class ErrorFile(SinkWrapper):
+    """Writes how the job ended, whether well or not, to a file.
+
+    A later generation's report takes the place of an earlier one's.
+
+    Raises:
+        UsageError: No file can be made there.
+    """
+
+    def __init__(self, inner: OutputSink, path: str) -> None:
+        super().__init__(inner)
+        self._path = path
+        self._generation: Generation | None = None
+        directory = absolute_path(path).parent
+        if not os.access(directory, os.W_OK | os.X_OK) or Path(path).is_dir():
+            raise UsageError(
+                f"--error-file must be a file in a directory that can be written, got "
+                f"{path!r}. Create {str(directory)!r} or name another."
+            )
+
+    def begin(self, generation: Generation) -> None:
+        """Take note of which start it is."""
+        self._generation = generation
+        super().begin(generation)
+
+    def finished(self, result: JobResult) -> None:
+        """Write the report."""
+        try:
+            write_report(self._path, result.exit_code, "", result, self._generation)
+        except OSError as error:
+            self.notice(f"--error-file {self._path} was not written: {error.strerror}")
+        super().finished(result)
+
+
+def write_report(
+    path: str,
+    exit_code: int,
+    message: str,
+    result: JobResult | None = None,
+    generation: Generation | None = None,
+) -> None:
+    """Write the file of ``--error-file``.
+
+    Args:
+        message: Why nothing was started, or how the launcher failed, or empty.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    content = {
+        "schema": SCHEMA,
+        "job_id": None if generation is None else generation.job_id,
+        "epoch": None if generation is None else generation.epoch,
+        "exit_code": exit_code,
+        "message": message,
+        "verdict": None if result is None else describe_result(result),
+    }
+    replace_json(path, content)
+
+
+class JobRecords:
+    """Appends a job's records to a file; one without a file does nothing.
+
+    A record that cannot be written is told once, and the job goes on without.
+
+    Args:
+        path: The file, or empty.
+        notice: Takes one sentence for the user.
+    """
+
+    def __init__(self, path: str, notice: Callable[[str], None]) -> None:
+        self._path = path
+        self._notice = notice
+        self._began_at_s = 0.0
+        self._generation: Generation | None = None
+
+    def planned(
+        self, job_id: str, argv: Sequence[str], places: Sequence[tuple[str, RankSpec]]
+    ) -> None:
+        """Record the job and what each rank has.
+
+        Args:
+            places: The host and plan of each rank, by rank. Of a rank's environment
+                only the GPUs are recorded: the rest may hold secrets.
+
+        Raises:
+            UsageError: The file cannot be written.
+        """
+        if not self._path:
+            return
+        plan = [_describe_rank(host, plan) for host, plan in places]
+        values = {"job_id": job_id, "argv": list(argv), "size": len(plan)}
+        hosts = list(dict.fromkeys(host for host, _ in places))
+        try:
+            self._append([("job", {**values, "hosts": hosts, "plan": plan})])
+        except OSError as error:
+            raise UsageError(
+                f"--record must be a file that can be written, got {self._path!r} "
+                f"({error.strerror}). Name another."
+            ) from None
+
+    def began(self, generation: Generation, timings: Mapping[str, float]) -> None:
+        """Record that all ranks of a generation run.
+
+        Args:
+            timings: How long each step of the start took, in seconds, by name:
+                ``agents_s``, ``ready_s``, ``ranks_s``.
+        """
+        self._generation = generation
+        self._began_at_s = time.monotonic()
+        values = {
+            "job_id": generation.job_id,
+            "epoch": generation.epoch,
+            "hosts": list(generation.hosts),
+            "timings": {name: round(value, 6) for name, value in timings.items()},
+        }
+        self._try_append([("generation", values)])
+
+    def ended(self, result: JobResult) -> None:
+        """Record how the ranks of the generation that began last ended, and why."""
+        generation, self._generation = self._generation, None
+        if generation is None or not self._path:
+            return
+        # Most jobs start without a record, and at once.
+
+        which = {"job_id": generation.job_id, "epoch": generation.epoch}
+        lost = [
+            each
+            for each in (result.cause, *result.also_lost)
+            if isinstance(each, LostHost)
+        ]
+        ran_s = round(time.monotonic() - self._began_at_s, 6)
+        self._try_append(
+            [
+                *(("rank_end", which | describe_end(end)) for end in result.ends),
+                *(("host_lost", which | describe_lost(host)) for host in lost),
+                (
+                    "generation_end",
+                    which | {"ran_s": ran_s} | describe_result(result),
+                ),
+            ]
+        )
+
+    def _try_append(self, entries: Sequence[tuple[str, Mapping[str, object]]]) -> None:
+        try:
+            self._append(entries)
+        except OSError as error:
+            self._notice(f"--record {self._path} is not written on: {error.strerror}")
+            self._path = ""
+
+    def _append(self, entries: Sequence[tuple[str, Mapping[str, object]]]) -> None:
+        if not self._path:
+            return
+        from ronde.records import Machine, Record, append_record
+
+        machine = Machine.here()
+        for kind, values in entries:
+            record = Record(kind, values, machine=machine)
+            # Commands may hold secrets.
+            append_record(Path(self._path), record, is_private=True)
+
+
+def _describe_rank(host: str, plan: RankSpec) -> dict[str, object]:
+    is_known = plan.memory_node != UNKNOWN_NODE
+    return {
+        "rank": plan.rank,
+        "host": host,
+        "cpus": list(plan.cpus),
+        "memory_node": plan.memory_node if is_known else None,
+        "gpus": plan.env.get(_DEVICES),
+    }
+
+
+def attempt_dir(directory: str, generation: Generation) -> str:
+    """Return where the files of one start of all ranks are."""
+    return f"{directory}/{generation.job_id}/attempt_{generation.epoch}"
+
+
+class RankLogs(SinkWrapper):
+    """Writes what each rank says to files of its own before it is shown.
+
+    ``DIR/<job id>/attempt_<epoch>/<rank>/{stdout,stderr}.log`` have the bytes as they
+    are, ``index.json`` beside them says what is whose and, in the end, how it ended. A
+    file that takes nothing more is given up with one notice for its rank; the job and
+    the other files go on. Only the user can read them.
+
+    Args:
+        directory: DIR; made where it is not there.
+    """
+
+    def __init__(self, inner: OutputSink, directory: str) -> None:
+        super().__init__(inner)
+        self._directory = directory
+        self._generation: Generation | None = None
+        self._started_at_s = 0.0
+        self._files = _LogFiles("")
+        self._complained: set[int] = set()
+
+    def begin(self, generation: Generation) -> None:
+        """Make the files of a generation.
+
+        Raises:
+            UsageError: They cannot be made. Of a later generation that is only told.
+        """
+        self._files.close()
+        self._generation = generation
+        self._started_at_s = time.time()
+        self._complained.clear()
+        path = attempt_dir(self._directory, generation)
+        self._files = _LogFiles(path)
+        try:
+            Path(self._directory).mkdir(parents=True, exist_ok=True)
+            Path(path).parent.mkdir(mode=0o700, exist_ok=True)
+            self._files.create(len(generation.hosts))
+            self._write_index(None)
+        except OSError as error:
+            if generation.epoch == 0:
+                raise UsageError(
+                    "--log-dir must be a directory that can be written, got "
+                    f"{self._directory!r} ({error.strerror}). "
+                    "Create it or name another."
+                ) from None
+            self._files.give_up(range(len(generation.hosts)))
+            self.notice(f"no log files are written any more: {error.strerror}")
+        super().begin(generation)
+
+    def output(self, output: Output, now_s: float) -> None:
+        """Write output of a rank, and hand it on."""
+        try:
+            self._files.write(output)
+        except OSError as error:
+            if output.rank not in self._complained:
+                self._complained.add(output.rank)
+                self.notice(
+                    f"{output.stream.name.lower()}.log of rank {output.rank} takes "
+                    f"nothing more ({error.strerror}); it is shown here only"
+                )
+        super().output(output, now_s)
+
+    def finished(self, result: JobResult) -> None:
+        """Close the files and complete the index."""
+        self._files.close()
+        try:
+            self._write_index(result)
+        except OSError as error:
+            self.notice(f"{_INDEX} of the log files lacks the end: {error.strerror}")
+        super().finished(result)
+
+    def _write_index(self, result: JobResult | None) -> None:
+        generation = self._generation
+        if generation is None:
+            return
+        ends = {} if result is None else {end.rank: end for end in result.ends}
+        ranks = [
+            {
+                "rank": rank,
+                "host": host,
+                **{s.name.lower(): _file_name(rank, s) for s in Stream},
+                "end": describe_end(ends[rank]) if rank in ends else None,
+            }
+            for rank, host in enumerate(generation.hosts)
+        ]
+        content = {
+            "schema": SCHEMA,
+            "job_id": generation.job_id,
+            "epoch": generation.epoch,
+            "started_at": _utc(self._started_at_s),
+            "ended_at": None if result is None else _utc(time.time()),
+            "ranks": ranks,
+            "verdict": None if result is None else describe_result(result),
+        }
+        replace_json(f"{attempt_dir(self._directory, generation)}/{_INDEX}", content)
+
+
+class _LogFiles:
+    """The files of one generation, some of them open."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._open: OrderedDict[tuple[int, Stream], int] = OrderedDict()
+        self._given_up: set[tuple[int, Stream]] = set()
+
+    def create(self, num_ranks: int) -> None:
+        """Make all files, empty, in directories that are not there yet."""
+        Path(self._directory).mkdir(mode=0o700)
+        for rank in range(num_ranks):
+            Path(self._directory, str(rank)).mkdir(mode=0o700)
+            for stream in Stream:
+                os.close(os.open(self._path(rank, stream), _CREATE, 0o600))
+
+    def write(self, output: Output) -> None:
+        """Append to a rank's file, if it was not given up."""
+        key = (output.rank, output.stream)
+        if key in self._given_up:
+            return
+        try:
+            rest = memoryview(output.data)
+            while rest:
+                rest = rest[os.write(self._fd(key), rest) :]
+        except OSError:
+            self._given_up.add(key)
+            raise
+
+    def give_up(self, ranks: range) -> None:
+        """Write nothing of these ranks any more."""
+        self._given_up.update((rank, stream) for rank in ranks for stream in Stream)
+
+    def close(self) -> None:
+        """Close what is open."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _fd(self, key: tuple[int, Stream]) -> int:
+        fd = self._open.get(key)
+        if fd is None:
+            if len(self._open) >= _MAX_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            fd = self._open[key] = os.open(self._path(*key), _OPEN)
+        self._open.move_to_end(key)
+        return fd
+
+    def _path(self, rank: int, stream: Stream) -> str:
+        return f"{self._directory}/{_file_name(rank, stream)}"
+
+
+def _file_name(rank: int, stream: Stream) -> str:
+    return f"{rank}/{stream.name.lower()}.log"
+
+
+def _utc(at_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s))

@@ -1,0 +1,348 @@
+"""Output is shown and written by a process of its own.
+
+A file system, a terminal or whoever reads the job's output may stall for minutes. The
+controller must answer its agents and its user meanwhile, so it writes to nothing but
+a pipe that leads to this process, which alone may wait.
+"""
+
+import errno
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple, NoReturn, cast, get_args
+
+from ronde.errors import LaunchError, UsageError
+from ronde.launch.failure import JobResult
+from ronde.launch.frames import (
+    FrameDecoder,
+    FrameWriter,
+    Output,
+    encode_control,
+    encode_output,
+    pipe_writer,
+    wait_for,
+)
+from ronde.launch.messages import Notice, RankSpec, decode_message, encode_message
+from ronde.launch.output.files import JobRecords
+from ronde.launch.output.sink import Generation, OutputSink, RankStacks
+from ronde.launch.process_tree import die_with_parent
+from ronde.launch.signals import is_kept_ignored
+
+_PIPE_BYTES = 1 << 20
+_READ_BYTES = 256 << 10
+_MAX_BACKLOG_BYTES = 256 << 10
+_MAX_UNWRITTEN_BYTES = 512 << 20
+_MAX_DISCARDED_BYTES = 16 << 20
+_KILLED_S = 0.2
+_IGNORED = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGTTOU),
+)
+
+
+class Planned(NamedTuple):
+    """To the process: see ``JobRecords.planned``; it answers."""
+
+    job_id: str
+    argv: tuple[str, ...]
+    places: tuple[tuple[str, RankSpec], ...]
+
+
+class Begin(NamedTuple):
+    """To the process: see ``OutputSink.begin``; it answers."""
+
+    generation: Generation
+
+
+class Began(NamedTuple):
+    """To the process: see ``JobRecords.began``."""
+
+    timings: dict[str, float]
+
+
+class Finish(NamedTuple):
+    """To the process: see ``OutputSink.finished``."""
+
+    result: JobResult
+
+
+class EndOfStacks(NamedTuple):
+    """To the process: after one ``RankStacks`` a rank; see ``OutputSink.stacks``."""
+
+
+class OutputDone(NamedTuple):
+    """From the process: what was asked is done; where not, ``problem`` says why."""
+
+    problem: str
+
+
+class OutputUnread(NamedTuple):
+    """From the process: nobody reads the ranks' standard output any more."""
+
+    signal: int  # what a program gets then: SIGPIPE, or SIGHUP of a closed terminal
+
+
+_Order = Planned | Begin | Began | Notice | RankStacks | EndOfStacks | Finish
+_ORDERS: tuple[type[_Order], ...] = get_args(_Order)
+
+
+class OutputProcess:
+    """The controller's end: takes everything at once, and never waits for a write.
+
+    Must be made in a process with one thread, before that starts others: the process
+    is a fork of this one. It ends with this process, however that ends.
+    """
+
+    def __init__(self, sink: OutputSink, records: JobRecords) -> None:
+        orders, orders_fd = os.pipe()
+        self.read_fd, replies = os.pipe()
+        discard, self._discard_fd = os.pipe()
+        parent = os.getpid()
+        # A signal that came between fork and its being ignored would count twice.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        self._pid = os.fork()
+        if not self._pid:
+            _run_output(sink, records, (orders, discard, replies), parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+        for fd in (orders, replies, discard):
+            os.close(fd)
+        with suppress(OSError):
+            fcntl.fcntl(orders_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        os.set_blocking(self.read_fd, False)
+        self._orders_fd = orders_fd
+        self._writer = FrameWriter(pipe_writer(orders_fd), _MAX_UNWRITTEN_BYTES)
+        self._decoder = FrameDecoder()
+        self._num_unanswered = 0
+        self._is_closing = False
+        self.has_ended = False  # whether all was written that will be
+
+    def planned(
+        self, job_id: str, argv: Sequence[str], places: Sequence[tuple[str, RankSpec]]
+    ) -> None:
+        """Have the plan recorded; it is when ``is_settled``."""
+        self._num_unanswered += 1
+        self._send(Planned(job_id, tuple(argv), tuple(places)))
+
+    def begin(self, generation: Generation) -> None:
+        """Have everything prepared for new ranks; it is when ``is_settled``."""
+        self._num_unanswered += 1
+        self._send(Begin(generation))
+
+    def began(self, timings: Mapping[str, float]) -> None:
+        """Have it recorded that all ranks run."""
+        self._send(Began(dict(timings)))
+
+    def output(self, output: Output) -> None:
+        """Take output of a rank."""
+        # What is to be discarded comes without end, and files may take nothing.
+        is_discarding = self._discard_fd < 0
+        if not (is_discarding and self.backlog_bytes >= _MAX_DISCARDED_BYTES):
+            self._hand_over(encode_output(output))
+
+    def notice(self, text: str) -> None:
+        """Take one sentence of the launcher's own."""
+        self._send(Notice(text))
+
+    def stacks(self, taken: Sequence[RankStacks]) -> None:
+        """Have it shown where the ranks are."""
+        for each in taken:
+            self._send(each)
+        self._send(EndOfStacks())
+
+    def finished(self, result: JobResult) -> None:
+        """Have it shown and recorded how all ranks of a generation ended."""
+        self._send(Finish(result))
+
+    def discard(self) -> None:
+        """Have what waits to be shown forgotten; files get all they can."""
+        if self._discard_fd >= 0:
+            os.close(self._discard_fd)
+            self._discard_fd = -1
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is waited for that must be known before ranks start."""
+        return not self._num_unanswered
+
+    @property
+    def write_fd(self) -> int:
+        """Descriptor that ``flush`` writes to; -1 where nothing waits."""
+        return self._orders_fd if self._writer.waiting_bytes else -1
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that wait to be handed over."""
+        return self._writer.waiting_bytes
+
+    def flush(self) -> None:
+        """Hand over what is taken now."""
+        self._hand_over(b"")
+
+    def read(self) -> int:
+        """Read the answers that have come.
+
+        Returns:
+            The signal as which it counts that nobody reads the ranks' standard output
+            any more: SIGPIPE, or SIGHUP where a terminal was closed. Else 0, also where
+            SIGHUP is ignored: then the output is lost, and the job goes on.
+        """
+        data = os.read(self.read_fd, _READ_BYTES)
+        if not data:
+            self.has_ended = True
+            os.waitpid(self._pid, 0)
+            if not self._is_closing:
+                raise LaunchError(
+                    "the process that writes the output must run as long as the job, "
+                    "but it is gone. Start the job again."
+                )
+            return 0
+        unread_signal, problems = 0, list[str]()
+        for frame in self._decoder.feed(data):
+            answer = decode_message(cast("bytes", frame), (OutputDone, OutputUnread))
+            if isinstance(answer, OutputDone):
+                self._num_unanswered -= 1
+                problems += [answer.problem] if answer.problem else []
+            elif not is_kept_ignored(answer.signal):
+                unread_signal = answer.signal
+        if problems:
+            raise UsageError(problems[0])
+        return unread_signal
+
+    def close(self) -> None:
+        """Say that nothing follows; ``has_ended`` says when all is written."""
+        self._is_closing = True
+        self._hand_over(b"")
+        if not self.has_ended:
+            # Somebody may have stopped it, and it has to see this end.
+            os.kill(self._pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End the process; what it has not written is lost.
+
+        One that the kernel does not let die is left, and ends when it can.
+        """
+        if not self.has_ended:
+            os.kill(self._pid, signal.SIGKILL)
+            if wait_for([self.read_fd], [], _KILLED_S):
+                os.waitpid(self._pid, 0)
+
+    def _send(self, message: _Order) -> None:
+        self._hand_over(encode_control(encode_message(message)))
+
+    def _hand_over(self, frames: bytes) -> None:
+        # Why nobody takes them is told by ``read``.
+        with suppress(BrokenPipeError):
+            if frames and self._orders_fd >= 0:
+                self._writer.send(frames)
+            else:
+                self._writer.flush()
+        if self._is_closing and self._orders_fd >= 0 and not self.backlog_bytes:
+            os.close(self._orders_fd)
+            self._orders_fd = -1
+
+
+def _run_output(
+    sink: OutputSink, records: JobRecords, fds: tuple[int, int, int], parent: int
+) -> NoReturn:
+    """Be the process, which has just been forked; end it."""
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        # An agent must see the end of its input when the controller ends.
+        for kept, fd in enumerate(sorted(fds), start=3):
+            os.dup2(fd, kept, inheritable=False)
+        os.closerange(3 + len(fds), os.sysconf("SC_OPEN_MAX"))
+        orders, discard, replies = (3 + sorted(fds).index(fd) for fd in fds)
+        if die_with_parent(parent, signal.SIGKILL):
+            _Writer(sink, records, replies).run(orders, discard)
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - the outermost line of a process
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)
+
+
+class _Writer:
+    """What the process does: all of it may wait."""
+
+    def __init__(self, sink: OutputSink, records: JobRecords, replies_fd: int) -> None:
+        self._sink = sink
+        self._records = records
+        self._replies_fd = replies_fd
+        self._decoder = FrameDecoder()
+        self._generation = Generation("", 0, ())
+        self._stacks: list[RankStacks] = []
+
+    def run(self, orders_fd: int, discard_fd: int) -> None:
+        """Write until there are no more orders and nothing waits."""
+        sink, is_told, is_discarding = self._sink, True, False
+        while is_told or sink.pending_fds:
+            readable = [] if is_discarding else [discard_fd]
+            if is_told and sink.backlog_bytes < _MAX_BACKLOG_BYTES:
+                readable.append(orders_fd)
+            now_s = time.monotonic()
+            tick_at_s = sink.tick(now_s)
+            limit_s = None if tick_at_s is None else max(0.0, tick_at_s - now_s)
+            for fd in wait_for(readable, sink.pending_fds, limit_s):
+                if fd == discard_fd:
+                    is_discarding = True
+                    sink.discard()
+                elif fd == orders_fd:
+                    is_told = self._read_orders(fd)
+                else:
+                    self._write_to(fd)
+
+    def _write_to(self, fd: int) -> None:
+        try:
+            self._sink.write_to(fd)
+        except BrokenPipeError as error:
+            is_hangup = error.errno == errno.EIO
+            self._answer(OutputUnread(signal.SIGHUP if is_hangup else signal.SIGPIPE))
+
+    def _read_orders(self, fd: int) -> bool:
+        """Do what the controller says next; False at the end."""
+        data = os.read(fd, _READ_BYTES)
+        for frame in self._decoder.feed(data):
+            if isinstance(frame, Output):
+                self._sink.output(frame, time.monotonic())
+            elif isinstance(frame, bytes):
+                self._obey(frame)
+        return bool(data)
+
+    def _obey(self, frame: bytes) -> None:
+        match decode_message(frame, _ORDERS):
+            case Planned() as plan:
+                self._try(lambda: self._records.planned(*plan))
+            case Begin() as order:
+                self._generation = order.generation
+                self._try(lambda: self._sink.begin(order.generation))
+            case Began() as news:
+                self._records.began(self._generation, news.timings)
+            case Notice() as notice:
+                self._sink.notice(notice.text)
+            case RankStacks() as each:
+                self._stacks.append(each)
+            case EndOfStacks():
+                self._sink.stacks(self._stacks)
+                self._stacks = []
+            case Finish() as end:
+                self._records.ended(end.result)
+                self._sink.finished(end.result)
+
+    def _try(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except UsageError as error:
+            self._answer(OutputDone(str(error)))
+        else:
+            self._answer(OutputDone(""))
+
+    def _answer(self, message: OutputDone | OutputUnread) -> None:
+        # The controller is gone: so is this, at once.
+        with suppress(BrokenPipeError):
+            os.write(self._replies_fd, encode_control(encode_message(message)))

@@ -1,0 +1,385 @@
+"""Where ranks of several hosts meet: the port, the routes, the address.
+
+The controller brings what the agents reported: choosing an address asks nobody.
+"""
+
+import errno
+import os
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ronde.addresses import (
+    InterfaceAddress,
+    choose_address,
+    family_of,
+    is_loopback,
+    source_towards,
+)
+from ronde.errors import HostError, LaunchError, UsageError
+
+_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_DEFAULT_FIRST_EPHEMERAL = 32768
+_NUM_BELOW = 16384
+_NUM_TRIES = 64
+DEADLINE_S = 2.0
+_ANSWER_S = 1.5
+_ASK_AGAIN_S = 0.25
+_SSH_PORT = 22  # any port will do: where nothing listens, the kernel answers that
+_NUM_NAMED = 8
+
+
+def hold_port(address: str, port: int = 0) -> socket.socket:
+    """Bind a TCP port, not listening, so that nobody else gets it.
+
+    The socket has ``SO_REUSEADDR``, so a program that binds the same port itself, with
+    that option as servers do, still can, while no program that asks the kernel for any
+    port gets this one. Another user's that wants this very one can have it too: torch
+    offers no way to keep him off, and ``ronde.torch`` does not use it.
+
+    A port chosen here lies below the kernel's ephemeral range, out of the way of
+    outgoing connections.
+
+    Args:
+        address: Numeric IPv4 or IPv6 address to bind; never a wildcard.
+        port: Port wanted, or 0 for any.
+
+    Raises:
+        UsageError: The port wanted is in use or may not be bound, or the address is
+            none of this host's.
+        LaunchError: No free port was found.
+    """
+    _require_own(address)
+    if port:
+        try:
+            return _bind_wanted(address, port)
+        except OSError as error:
+            raise UsageError(
+                f"--master-port must be a port that is free on {address}, got {port} "
+                f"({os.strerror(error.errno or 0).lower()}). "
+                "Choose another, or leave the option out."
+            ) from None
+    first_ephemeral = _first_ephemeral_port()
+    lowest = max(1024, first_ephemeral - _NUM_BELOW)
+    for _ in range(_NUM_TRIES):
+        held = None
+        if lowest < first_ephemeral:
+            offset = int.from_bytes(os.urandom(4), "big") % (first_ephemeral - lowest)
+            held = _bind_alone(address, lowest + offset)
+        held = held or _bind_alone(address, 0)
+        if held is not None:
+            return held
+    raise LaunchError(
+        f"a free TCP port must exist on {address}, got none in {_NUM_TRIES} tries. "
+        "Name one with --master-port."
+    )
+
+
+def _require_own(address: str) -> None:
+    """Refuse names, and the wildcards, on which every network could connect."""
+    if not address or source_towards(address) != address:
+        raise UsageError(
+            "address to meet at must be one address of this host, in numbers, got "
+            f"{address!r}. Name one with addr= in the host file, or its network with "
+            "--interface."
+        )
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(_RANGE_FILE.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return _DEFAULT_FIRST_EPHEMERAL
+
+
+def _bind_alone(address: str, port: int) -> socket.socket | None:
+    """Bind while nobody else has the port bound, then let rank 0 bind it too.
+
+    With the option set before, two jobs could bind one port at the same time.
+    """
+    held = socket.socket(family_of(address))
+    try:
+        held.bind((address, port))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError as error:
+        held.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
+    return held
+
+
+def _bind_wanted(address: str, port: int) -> socket.socket:
+    held = _bind_alone(address, port)
+    if held is not None:
+        return held
+    # Perhaps only connections of an earlier job that are not forgotten yet.
+    held = socket.socket(family_of(address))
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((address, port))
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def locate(
+    addresses: Sequence[str], port: int, deadline_s: float = DEADLINE_S
+) -> tuple[str, ...]:
+    """Return this host's own address towards each of some hosts' addresses.
+
+    Empty stands for an address that no route leads to, or that is this host's own. A
+    network that several hosts have, each for itself, is found out so: see also
+    ``choose_meeting_point``.
+
+    Args:
+        addresses: Numeric addresses; one that is no address counts as not reached.
+        port: Where not 0, it must answer there within the deadline: by a connection,
+            or by refusing one, since what is bound and does not listen yet refuses.
+    """
+    sources = [_source(address) for address in addresses]
+    if not port:
+        return tuple(sources)
+    routed = {a for a, source in zip(addresses, sources, strict=True) if source}
+    reached = _reached(routed, port, deadline_s)
+    return tuple(
+        source if address in reached else ""
+        for address, source in zip(addresses, sources, strict=True)
+    )
+
+
+def find_answering(hosts: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Return the names of the hosts that answer at any of their addresses.
+
+    They are asked again and again: of a line that was cut, only what is sent after its
+    end arrives.
+    """
+    ends_at = time.monotonic() + _ANSWER_S
+    found: set[str] = set()
+    hosts = {name: own for name, own in hosts.items() if own}
+    while time.monotonic() < ends_at and len(found) < len(hosts):
+        asked_until = time.monotonic() + _ASK_AGAIN_S
+        asked = [a for name, own in hosts.items() if name not in found for a in own]
+        answers = zip(asked, locate(asked, _SSH_PORT, _ASK_AGAIN_S), strict=True)
+        reached = {address for address, source in answers if source}
+        found |= {name for name, own in hosts.items() if reached & {*own}}
+        if len(found) < len(hosts):
+            time.sleep(max(0.0, asked_until - time.monotonic()))
+    return frozenset(found)
+
+
+def _source(address: str) -> str:
+    source = source_towards(address)
+    return "" if source == address or is_loopback(source) else source
+
+
+def _reached(addresses: Iterable[str], port: int, deadline_s: float) -> set[str]:
+    """Return the addresses that answer on a port, asked all at once."""
+    ends_at = time.monotonic() + deadline_s
+    reached: set[str] = set()
+    with ExitStack() as sockets, selectors.DefaultSelector() as selector:
+        for address in addresses:
+            trying = sockets.enter_context(socket.socket(family_of(address)))
+            trying.setblocking(False)  # noqa: FBT003  the socket's own method
+            error = trying.connect_ex((address, port))
+            if error == errno.EINPROGRESS:
+                selector.register(trying, selectors.EVENT_WRITE, (trying, address))
+            elif _is_answer(error):
+                reached.add(address)
+        while selector.get_map() and (left_s := ends_at - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                trying, address = key.data
+                selector.unregister(trying)
+                if _is_answer(trying.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+                    reached.add(address)
+    return reached
+
+
+def _is_answer(error: int) -> bool:
+    return error in (0, errno.ECONNREFUSED)
+
+
+class HostNetwork(NamedTuple):
+    """A host's network as its own agent and the user see it."""
+
+    name: str  # as it is shown
+    # all addresses that other hosts might reach it by
+    interfaces: tuple[InterfaceAddress, ...]
+    address: str = ""  # the one that the user named for it, or empty
+    # rates of its interfaces, by name, as far as they are known
+    mbit_per_s: Mapping[str, int] = MappingProxyType({})
+
+
+class MeetingPoint(NamedTuple):
+    """Where the ranks meet."""
+
+    address: str  # an address of rank 0's host
+    # by which interface each host takes part, in the order of the hosts
+    interfaces: tuple[str, ...]
+
+    def environment(self, host: int, user: Mapping[str, str]) -> dict[str, str]:
+        """Return what tells the ranks of a host which interface is theirs."""
+        if len(self.interfaces) == 1:
+            return {}
+        interface = self.interfaces[host]
+        # NCCL takes a name for the beginning of one, unless "=" is put before it.
+        told = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+        return {name: value for name, value in told.items() if name not in user}
+
+
+def find_candidates(
+    hosts: Sequence[HostNetwork], interfaces: Sequence[str] = ()
+) -> tuple[InterfaceAddress, ...]:
+    """Return the addresses of the first host that the others might meet it at.
+
+    An address that another host has as well, as of a bridge that containers use, leads
+    everybody to themselves and is left out.
+
+    Args:
+        hosts: All hosts of the job, rank 0's first; at least two.
+        interfaces: Names that the user allows, or none for any.
+    """
+    head = hosts[0]
+    _require_own_addresses(hosts)
+    if head.address:
+        named = _plain(head.address)
+        return tuple(each for each in head.interfaces if each.address == named)
+    if interfaces:
+        _require_interfaces(hosts, interfaces)
+    owners = Counter(
+        address for host in hosts for address in {i.address for i in host.interfaces}
+    )
+    found = tuple(
+        each
+        for each in head.interfaces
+        if owners[each.address] == 1
+        and (not interfaces or each.interface in interfaces)
+    )
+    if not found:
+        raise UsageError(
+            f"{head.name} must have a network address of its own that other hosts can "
+            f"reach, got {_listed(head.interfaces)}. Name one with addr= in the host "
+            "file, or let another host come first."
+        )
+    return found
+
+
+def choose_meeting_point(
+    hosts: Sequence[HostNetwork],
+    candidates: Sequence[InterfaceAddress],
+    sources: Sequence[Sequence[str]],
+    interfaces: Sequence[str] = (),
+) -> MeetingPoint:
+    """Return the candidate that all hosts reach best: see ``choose_address``.
+
+    Args:
+        sources: For every host but the first, its own address towards each candidate,
+            empty where it has no route there.
+    """
+    best = choose_address(candidates, sources, hosts[0].mbit_per_s)
+    if best is None:
+        raise _no_route(hosts, candidates, sources)
+    others = (
+        _interface_of(host, own[best], interfaces)
+        for host, own in zip(hosts[1:], sources, strict=True)
+    )
+    chosen = candidates[best]
+    return MeetingPoint(chosen.address, (chosen.interface, *others))
+
+
+def require_answers(
+    hosts: Sequence[HostNetwork],
+    point: MeetingPoint,
+    port: int,
+    sources: Sequence[str],
+) -> None:
+    """Refuse a meeting point that does not answer everybody."""
+    silent = [h.name for h, own in zip(hosts[1:], sources, strict=True) if not own]
+    if silent:
+        where = f"{point.address} port {port}"
+        raise HostError(
+            f"{hosts[0].name} must answer all hosts at {where}, but does not answer "
+            f"{_named(silent)}. A firewall may be between them: open it, or choose a "
+            "port with --master-port or a network with --interface.",
+        )
+
+
+def _require_own_addresses(hosts: Sequence[HostNetwork]) -> None:
+    for host in hosts:
+        own = {i.address for i in host.interfaces}
+        if host.address and _plain(host.address) not in own:
+            raise UsageError(
+                f"addr= of {host.name} must be an address of that host, got "
+                f"{host.address!r}. It has {_listed(host.interfaces)}."
+            )
+
+
+def _require_interfaces(
+    hosts: Sequence[HostNetwork], interfaces: Sequence[str]
+) -> None:
+    lacking = [
+        host
+        for host in hosts
+        if not host.address
+        and not {i.interface for i in host.interfaces} & {*interfaces}
+    ]
+    if lacking:
+        first = lacking[0]
+        raise UsageError(
+            "--interface must name one that is up and has an address on every host, "
+            f"got {','.join(interfaces)}, which {_named([h.name for h in lacking])} "
+            f"lacks. {first.name} has {_listed(first.interfaces)}."
+        )
+
+
+def _no_route(
+    hosts: Sequence[HostNetwork],
+    candidates: Sequence[InterfaceAddress],
+    sources: Sequence[Sequence[str]],
+) -> HostError:
+    lost = [
+        [h.name for h, own in zip(hosts[1:], sources, strict=True) if not own[index]]
+        for index in range(len(candidates))
+    ]
+    index = min(range(len(candidates)), key=lambda i: len(lost[i]))
+    head, tried = hosts[0].name, _listed(candidates)
+    return HostError(
+        f"all hosts must have a route to {head}, but {_named(lost[index])} has none to "
+        f"{candidates[index].address}. Tried: {tried}. Name an address of {head} that "
+        "all reach with addr= in the host file, or let another host come first.",
+    )
+
+
+def _interface_of(host: HostNetwork, source: str, interfaces: Sequence[str]) -> str:
+    """Return the name of a host's interface: the user's word, else its route's."""
+    by_address = {each.address: each.interface for each in host.interfaces}
+    if host.address:
+        return by_address[_plain(host.address)]
+    named = [n for n in interfaces if n in by_address.values()]
+    return named[0] if named else by_address.get(source, "")
+
+
+def _plain(address: str) -> str:
+    """Return a numeric address as the kernel writes it; what is none stays."""
+    family = family_of(address)
+    try:
+        return socket.inet_ntop(family, socket.inet_pton(family, address))
+    except OSError:
+        return address
+
+
+def _listed(interfaces: Sequence[InterfaceAddress]) -> str:
+    return ", ".join(f"{i.address} ({i.interface})" for i in interfaces) or "none"
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - _NUM_NAMED
+    named = ", ".join(names[:_NUM_NAMED])
+    return f"{named} and {more} more" if more > 0 else named

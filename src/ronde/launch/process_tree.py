@@ -1,0 +1,328 @@
+"""Processes and their descendants, as the kernel shows and ends them.
+
+Linux gives three tools, used together here: a *child subreaper* becomes the parent of
+every orphan below it, so no descendant can hide by forking twice or by a session of
+its own; a *parent-death signal* ends a child whose parent was killed; a *pidfd* names
+one process for good, so that a recycled number is never signalled. Where the kernel, or
+a container, refuses pidfds, start times are checked before and after a process was
+stopped, and one that is stopped keeps its number.
+"""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+_PAUSE_S = 0.002
+_MAX_FREEZE_PASSES = 50
+# Loaded at import: a child between fork and exec must not load libraries.
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_POLL_S = 0.05
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), f"prctl({option})")
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every orphan among its descendants.
+
+    It has to reap them, then, to its end: ``adopting_orphans`` is for a while only.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+@contextmanager
+def adopting_orphans() -> Generator[None]:
+    """Do so for as long as this is open, and not longer than it was so before."""
+    was_reaper = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(was_reaper))
+    adopt_orphans()
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, was_reaper.value)
+
+
+def die_with_parent(parent_pid: int, death_signal: int) -> bool:
+    """Ask for a signal when the parent ends; False if it has ended already.
+
+    The kernel forgets this on fork and on exec of a set-id program.
+    """
+    _prctl(_PR_SET_PDEATHSIG, death_signal)
+    return os.getppid() == parent_pid
+
+
+def end_with(parent_pid: int, death_signal: int) -> Callable[[], None]:
+    """Return what a child does between fork and exec, so that it ends with its parent.
+
+    Only for a process with one thread.
+    """
+
+    def before_exec() -> None:
+        if not die_with_parent(parent_pid, death_signal):
+            os._exit(1)
+
+    return before_exec
+
+
+class ProcessStat(NamedTuple):
+    """One line of the process table.
+
+    ``started`` is the start time in clock ticks since boot: with ``pid`` it names a
+    process for good.
+    """
+
+    pid: int
+    parent: int
+    group: int
+    state: str
+    started: int
+    name: str
+
+    @property
+    def is_zombie(self) -> bool:
+        """Whether it has ended and only waits to be reaped."""
+        return self.state in "ZX"
+
+
+def read_processes() -> dict[int, ProcessStat]:
+    """Return all processes that can be seen now, by pid."""
+    found: dict[int, ProcessStat] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            process = read_process(int(entry.name))
+            if process is not None:
+                found[process.pid] = process
+    return found
+
+
+def read_process(pid: int) -> ProcessStat | None:
+    """Return one process, or None when it is gone."""
+    text = _read(f"/proc/{pid}/stat")
+    if not text:
+        return None
+    # The name may hold anything, also spaces and parentheses: split at the last one.
+    head, _, tail = text.rpartition(")")
+    values = tail.split()
+    return ProcessStat(
+        pid=pid,
+        parent=int(values[1]),
+        group=int(values[2]),
+        state=values[0],
+        started=int(values[19]),
+        name=head.partition("(")[2],
+    )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def is_dumping_core(pid: int) -> bool:
+    """Whether a crash ended this process and the kernel still writes its core file."""
+    return "\nCoreDumping:\t1\n" in _read(f"/proc/{pid}/status")
+
+
+def descendants(
+    pid: int,
+    spared: frozenset[int] = frozenset(),
+    table: Mapping[int, ProcessStat] | None = None,
+) -> list[ProcessStat]:
+    """Return every process below ``pid`` now; it is no snapshot, so ask again.
+
+    Args:
+        table: From ``read_processes``; None reads it now.
+    """
+    table = read_processes() if table is None else table
+    children: dict[int, list[ProcessStat]] = {}
+    for process in table.values():
+        children.setdefault(process.parent, []).append(process)
+    below: list[ProcessStat] = []
+    waiting = [pid]
+    while waiting:
+        born = [p for p in children.get(waiting.pop(), []) if p.pid not in spared]
+        below += born
+        waiting += [p.pid for p in born]
+    return below
+
+
+def children() -> frozenset[int]:
+    """Return the pids of this process's children, ended ones included."""
+    me = os.getpid()
+    pids = _read(f"/proc/{me}/task/{me}/children")
+    if pids or not has_children():
+        return frozenset(map(int, pids.split()))
+    # A kernel without CONFIG_PROC_CHILDREN.
+    return frozenset(p.pid for p in read_processes().values() if p.parent == me)
+
+
+def has_children() -> bool:
+    """Whether this process has any child, ended or not; it reaps none."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def signal_process(process: ProcessStat, number: int) -> None:
+    """Send a signal to exactly this process, or to nobody when it is gone."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    except OSError:
+        _stop_and_signal(process, number)
+        return
+    try:
+        if _is_same(process):
+            signal.pidfd_send_signal(fd, number)
+    except ProcessLookupError:
+        return
+    except OSError:
+        _stop_and_signal(process, number)
+    finally:
+        os.close(fd)
+
+
+def _stop_and_signal(process: ProcessStat, number: int) -> None:
+    """Do the same without a pidfd: stop it, see that it was the one, then signal."""
+    with suppress(ProcessLookupError, PermissionError):
+        if not _is_same(process):
+            return
+        os.kill(process.pid, signal.SIGSTOP)
+        if not _is_same(process):
+            os.kill(process.pid, signal.SIGCONT)
+        elif number != signal.SIGSTOP:
+            os.kill(process.pid, number)
+
+
+def _is_same(process: ProcessStat) -> bool:
+    now = read_process(process.pid)
+    return now is not None and now.started == process.started
+
+
+class Swept(NamedTuple):
+    """What a sweep did."""
+
+    num_killed: int  # processes that were still running
+    # those the kernel did not let die before the deadline, each named with its state
+    # and what it waits for
+    stuck: tuple[str, ...]
+
+
+def sweep(
+    on_reaped: Callable[[int, int], object] = lambda _pid, _status: None,
+    spared: frozenset[int] = frozenset(),
+    deadline_s: float = 5.0,
+) -> Swept:
+    """Kill every descendant of this process, and reap those that become its children.
+
+    First all are stopped, until no new one appears, so that nobody can fork away; then
+    all are killed. When this returns with nothing stuck, this process has no
+    descendant left but the spared, given that it adopts orphans.
+
+    Args:
+        on_reaped: Called with pid and wait status of each child reaped.
+        deadline_s: Seconds after which what does not die is reported instead.
+    """
+    me = os.getpid()
+    ends_at = time.monotonic() + deadline_s
+    killed: set[tuple[int, int]] = set()
+    while spared or has_children():
+        below = _freeze(me, spared)
+        for process in below:
+            if process.is_zombie:
+                _reap(process, me, on_reaped)
+            else:
+                killed.add((process.pid, process.started))
+                signal_process(process, signal.SIGKILL)
+        if not below and spared:
+            break
+        if time.monotonic() > ends_at:
+            left = descendants(me, spared)
+            stuck = [describe(p) for p in left if not p.is_zombie]
+            # With hidepid, /proc hides a set-id program from the user who started it.
+            hidden = [] if left else ["a process that /proc hides"]
+            return Swept(len(killed), (*stuck, *hidden))
+        time.sleep(_PAUSE_S)
+    return Swept(len(killed), ())
+
+
+def _freeze(me: int, spared: frozenset[int]) -> list[ProcessStat]:
+    frozen: set[tuple[int, int]] = set()
+    below = descendants(me, spared)
+    for _ in range(_MAX_FREEZE_PASSES):
+        new = [p for p in below if not p.is_zombie and (p.pid, p.started) not in frozen]
+        if not new:
+            break
+        for process in new:
+            signal_process(process, signal.SIGSTOP)
+            frozen.add((process.pid, process.started))
+        below = descendants(me, spared)
+    return below
+
+
+def _reap(
+    process: ProcessStat, me: int, on_reaped: Callable[[int, int], object]
+) -> None:
+    if process.parent != me:
+        return
+    try:
+        pid, status = os.waitpid(process.pid, os.WNOHANG)
+    except ChildProcessError:
+        return
+    if pid:
+        on_reaped(pid, status)
+
+
+def describe(process: ProcessStat) -> str:
+    """Name a process that does not end, with what it waits for in the kernel."""
+    where = _read(f"/proc/{process.pid}/wchan")
+    waits = f" in {where}" if where not in {"", "0"} else ""
+    return f"{process.name} (pid {process.pid}, state {process.state}{waits})"
+
+
+def await_empty(job_marker: str, deadline_s: float) -> list[int]:
+    """Wait until no process of a job is left on this host.
+
+    The agent of an earlier generation that lost its controller ends its ranks by
+    itself; how soon, depends on when it noticed.
+
+    Returns:
+        Processes that are left then.
+    """
+    ends_at = time.monotonic() + deadline_s
+    while True:
+        left = list(find_members(job_marker))
+        if not left or time.monotonic() > ends_at:
+            return left
+        time.sleep(_POLL_S)
+
+
+def find_members(job_marker: str) -> Iterator[int]:
+    """Yield the processes of this host that carry a job's marker."""
+    mark = b"RONDE_COOKIE=" + os.fsencode(job_marker)
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environ = (entry / "environ").read_bytes()
+        except OSError:
+            # Somebody else's, or gone.
+            continue
+        if mark in environ.split(b"\0"):
+            yield int(entry.name)

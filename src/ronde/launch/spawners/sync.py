@@ -1,0 +1,235 @@
+"""The program's folder, copied to hosts that share no file system with this one.
+
+By rsync where both sides have it, which sends only what has changed; else as a tar
+archive, which the host unpacks. Nothing is ever deleted there.
+"""
+
+import os
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from ronde.errors import Failure, HostError, HostFailure, UsageError
+from ronde.launch.hosts.host import Host
+from ronde.launch.process_tree import end_with
+from ronde.launch.program import absolute_path
+from ronde.launch.signals import (
+    raise_if_stopped,
+)
+from ronde.launch.spawners.base import Spawner, last_line
+from ronde.launch.spawners.ssh import SshSpawner
+
+EXCLUDED = frozenset({".git", "__pycache__", ".venv"})
+"""Files and folders of these names stay here, wherever they are."""
+MAX_COPYING = 16  # hosts that are copied to at a time
+_SAID_BYTES = 64 << 10
+_SSH_FAILED = 255
+_RSYNC_VANISHED = 24
+_RSYNC_SETTLED = frozenset({0, _RSYNC_VANISHED, _SSH_FAILED})
+_TAR_SUMMARIES = ("tar: Exiting", "tar: Error")
+_UNPACK = 'mkdir -p "$0" && cd "$0" && exec tar -xof -'
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """What a copy to all hosts was."""
+
+    num_files: int  # files of the folder
+    size_bytes: int  # of all of them
+    num_hosts: int  # hosts that have them now
+    took_s: float
+
+
+def sync_folder(
+    folder: str, hosts: Sequence[Host], spawner: Spawner, signal_fd: int
+) -> Synced:
+    """Copy a folder to the same path on other hosts, and wait until it is there.
+
+    Raises:
+        UsageError: It is no folder that can be read.
+        HostError: It could not be copied to some hosts; all of them are listed.
+    """
+    began_s = time.monotonic()
+    path = absolute_path(folder)
+    if not path.is_dir():
+        raise UsageError(
+            f"--sync must be a folder, got {folder!r}. Name that of the program."
+        )
+    try:
+        sizes = [entry.lstat().st_size for entry in _files(path)]
+        failures = _copy_to_all(path, hosts, spawner, signal_fd)
+    except OSError as error:
+        raise UsageError(
+            f"--sync must be a folder that can be read, got {folder!r} ({error}). "
+            "Name that of the program."
+        ) from None
+    if failures:
+        message = f"{len(failures)} of {len(hosts)} hosts did not get {path}."
+        failed = {failure.host for failure in failures}
+        raise HostError(
+            message, failures, [h.name for h in hosts if h.name not in failed]
+        )
+    took_s = time.monotonic() - began_s
+    return Synced(len(sizes), sum(sizes), len(hosts), took_s)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Yield all that is no folder."""
+    for entry in path.iterdir():
+        if entry.name in EXCLUDED:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _files(entry)
+        else:
+            yield entry
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """How the copy to a host ended."""
+
+    host: Host
+    exit_code: int
+    said: str
+
+
+def _copy_to_all(
+    path: Path, hosts: Sequence[Host], spawner: Spawner, signal_fd: int
+) -> list[HostFailure]:
+    """Return the hosts that did not get it."""
+    tried: list[_Tried] = []
+    if isinstance(spawner, SshSpawner) and shutil.which("rsync"):
+        commands = [(h, _rsync(path, h, spawner.client(h))) for h in hosts]
+        tried = _run_all(commands, None, signal_fd)
+    # With any other code rsync may not be there, or a login's noise was no answer to
+    # it: a tar archive does without both. And of a full disk rsync may say nothing.
+    settled = [each for each in tried if each.exit_code in _RSYNC_SETTLED]
+    has_settled = {each.host.name for each in settled}
+    rest = [host for host in hosts if host.name not in has_settled]
+    if rest:
+        with tempfile.TemporaryFile() as archive:
+            _pack(path, archive, signal_fd)
+            words = ["sh", "-c", _UNPACK, str(path)]
+            commands = [(h, spawner.command(h, words)) for h in rest]
+            settled += _run_all(commands, archive, signal_fd)
+    return [
+        HostFailure(each.host.name, _explain(each, spawner))
+        for each in settled
+        if each.exit_code not in {0, _RSYNC_VANISHED}
+    ]
+
+
+def _explain(tried: _Tried, spawner: Spawner) -> Failure:
+    if tried.exit_code == _SSH_FAILED:
+        return spawner.explain(tried.host, tried.exit_code, tried.said)
+    lines = tried.said.splitlines()
+    told = "\n".join(line for line in lines if not line.startswith(_TAR_SUMMARIES))
+    last = last_line(told) or f"exit code {tried.exit_code}"
+    return Failure(f"not copied: {last}", "see the space and the rights there")
+
+
+def _rsync(path: Path, host: Host, client: Sequence[str]) -> list[str]:
+    there = f"[{host.name}]" if ":" in host.name else host.name
+    return [
+        *("rsync", "--archive", "--protect-args", "--rsh", shlex.join(client)),
+        # By itself it makes no more than the last folder of a path.
+        *("--rsync-path", f"mkdir -p {shlex.quote(str(path))} && rsync"),
+        *(f"--exclude={name}" for name in sorted(EXCLUDED)),
+        *("--", f"{path}/", f"{there}:{path}/"),
+    ]
+
+
+def _pack(path: Path, archive: IO[bytes], signal_fd: int) -> None:
+    def keep(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        raise_if_stopped(signal_fd)
+        return None if Path(entry.name).name in EXCLUDED else entry
+
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        tar.add(path, arcname=".", filter=keep)
+    archive.flush()
+
+
+class _Copying:
+    """A command that brings the folder to a host.
+
+    Args:
+        archive: What it reads, from its beginning; None for nothing.
+    """
+
+    def __init__(
+        self, host: Host, words: Sequence[str], archive: IO[bytes] | None
+    ) -> None:
+        self._host = host
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - finish() closes it
+        # Opened anew, for each reads at a place of its own.
+        source = f"/proc/self/fd/{archive.fileno()}" if archive else os.devnull
+        with Path(source).open("rb") as given:
+            self._process = subprocess.Popen(
+                words,
+                stdin=given,
+                stdout=self._said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # The controller has one thread: code after the fork is safe.
+                preexec_fn=end_with(os.getpid(), signal.SIGTERM),  # noqa: PLW1509
+            )
+        try:
+            self.fd = os.pidfd_open(self._process.pid)
+        except OSError as error:
+            self._process.kill()
+            raise UsageError(
+                "--sync must be used where pidfd_open works (Linux 5.3 and newer, no "
+                f"seccomp filter), got {error.strerror}. Copy the files yourself."
+            ) from None
+
+    def finish(self) -> _Tried:
+        """Wait for its end."""
+        exit_code = self._process.wait()
+        os.close(self.fd)
+        with self._said as said:
+            said.seek(max(0, said.seek(0, os.SEEK_END) - _SAID_BYTES))
+            text = said.read().decode("utf-8", "backslashreplace")
+        return _Tried(self._host, exit_code, text)
+
+    def end(self) -> None:
+        """End it now."""
+        os.killpg(self._process.pid, signal.SIGTERM)
+        self.finish()
+
+
+def _run_all(
+    commands: Sequence[tuple[Host, Sequence[str]]],
+    archive: IO[bytes] | None,
+    signal_fd: int,
+) -> list[_Tried]:
+    """Run all, some at a time, until each has ended."""
+    waiting = list(reversed(commands))
+    running: dict[int, _Copying] = {}
+    done: list[_Tried] = []
+    poll = select.poll()
+    poll.register(signal_fd, select.POLLIN)
+    try:
+        while waiting or running:
+            while waiting and len(running) < MAX_COPYING:
+                copying = _Copying(*waiting.pop(), archive)
+                running[copying.fd] = copying
+                poll.register(copying.fd, select.POLLIN)
+            for fd, _ in poll.poll():
+                if fd == signal_fd:
+                    raise_if_stopped(signal_fd)
+                else:
+                    poll.unregister(fd)
+                    done.append(running.pop(fd).finish())
+    finally:
+        for copying in running.values():
+            copying.end()
+    return done
