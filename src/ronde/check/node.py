@@ -41,18 +41,18 @@ def main() -> None:
         site = Site({}, closing)
         for line in sys.stdin:
             answer = _answer(site, line)
-            if not answer:
+            if answer is None:
                 return
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
 
 
-def _answer(site: Site, line: str) -> dict[str, Value]:
+def _answer(site: Site, line: str) -> dict[str, Value] | None:
     try:
         question: Any = json.loads(line)
         name = question["do"]
         if name == "end":
-            return {}
+            return None
         if name == "probe":
             return _probe(question)
         if name not in _MODULES:
