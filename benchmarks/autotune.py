@@ -25,7 +25,7 @@ from ronde.data_parallel import (
     ReducerOptions,
 )
 from ronde.tuning import TuningLog, TuningOptions
-from ronde.world import read_claim
+from ronde.world import read_rank_info
 
 
 class Replica:
@@ -106,7 +106,7 @@ def main() -> None:
     amount = TuningOptions(
         steps_per_sample=options.steps_per_sample, max_samples=options.max_samples
     )
-    communicator = connect(read_claim())
+    communicator = connect(read_rank_info())
     if communicator.rank == 0:
         print(f"{communicator.size} ranks, {torch.get_num_threads()} thread(s) each")
         print(f"{'model':10}{'steps':>7}{'first, others (MiB)':>22}"

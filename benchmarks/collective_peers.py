@@ -66,10 +66,10 @@ def _ronde(name: str, max_numel: int) -> Made:
     import torch
 
     from ronde.collectives import connect
-    from ronde.world import read_claim
+    from ronde.world import read_rank_info
 
     engine, _, is_foreign = name.partition("-")
-    communicator = connect(read_claim(), engine=engine, timeout_s=WAIT_S)
+    communicator = connect(read_rank_info(), engine=engine, timeout_s=WAIT_S)
     if is_foreign:
         tensor = torch.zeros(max_numel)
     else:

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from ronde.collectives import Communicator, connect
 from ronde.data_parallel import Bond, Compression, Reducer, ReducerOptions
 from ronde.records import Record, append_record
-from ronde.world import read_claim
+from ronde.world import read_rank_info
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from fashion_mnist import make_model, read_fashion
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append a record to this file")
     options = parser.parse_args()
     images = read_fashion(options.data)
-    communicator = connect(read_claim())
+    communicator = connect(read_rank_info())
     is_root = communicator.rank == 0
     if is_root:
         print(f"{communicator.size} ranks, seed {options.seed}, {options.epochs} "

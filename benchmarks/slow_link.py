@@ -30,7 +30,7 @@ from two_namespaces import LineError, Side, ended, joined_namespaces
 from ronde.collectives import Communicator, ReduceOp, connect
 from ronde.launch.environments import own_environment
 from ronde.records import Record, append_record
-from ronde.world import read_claim
+from ronde.world import read_rank_info
 
 ENGINES = {
     1: {"gloo": ("gloo", ""), "ring": ("scheduled", "ring")},
@@ -159,7 +159,7 @@ def _free_port() -> int:
 def measure_as_rank(plan: Plan) -> None:
     """Measure all engines and sizes; rank 0 prints what it found, as JSON."""
     torch.set_num_threads(1)
-    claim = read_claim()
+    claim = read_rank_info()
     names = ENGINES[plan.per_side]
     communicators = {
         name: connect(claim, engine=engine, algorithm=algorithm, timeout_s=60.0)

@@ -31,7 +31,7 @@ from ronde.collectives import Communicator, connect
 from ronde.errors import PeerLostError
 from ronde.store.local_socket import listen
 from ronde.store.server import serve_locally
-from ronde.world.value import Claim, Launcher, Meeting
+from ronde.world.value import Launcher, Meeting, RankInfo
 
 PRELOAD = [
     *("torch", "torch._dynamo", "numpy", "cloudpickle", "pytest", "ronde.torch"),
@@ -56,8 +56,8 @@ class Order:
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
-    claim: Claim | None = None
-    connecting: Callable[[Claim], Communicator] | None = None
+    claim: RankInfo | None = None
+    connecting: Callable[[RankInfo], Communicator] | None = None
     environment: dict[str, str] | None = None
 
 
@@ -80,7 +80,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60.0,
     dying: Collection[int] = (),
-    connecting: Callable[[Claim], Communicator] | None = None,
+    connecting: Callable[[RankInfo], Communicator] | None = None,
 ) -> list[Any]:
     """Call ``fn(communicator, *args)`` on ``size`` ranks.
 
@@ -169,10 +169,10 @@ def hosted_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def claim_of(rank: int, size: int, store: TCPStore) -> Claim:
+def claim_of(rank: int, size: int, store: TCPStore) -> RankInfo:
     """Claim a place on this host, meeting at ``store``."""
     meeting = Meeting("127.0.0.1", store.port, is_hosted=True)
-    return Claim(Launcher.PLAIN, rank, size, rank, size, 0, 1, meeting, "tests")
+    return RankInfo(Launcher.PLAIN, rank, size, rank, size, 0, 1, meeting, "tests")
 
 
 def _environment(launcher: str, rank: int, size: int, port: int) -> dict[str, str]:
@@ -341,7 +341,7 @@ def _obey(connection: Connection) -> bytes:
         return reply
 
 
-def _connect(claim: Claim) -> Communicator:
+def _connect(claim: RankInfo) -> Communicator:
     return connect(claim, timeout_s=60.0)
 
 
@@ -354,7 +354,7 @@ def _call(order: Order) -> Any:
         result = order.fn(communicator, *order.args)
         communicator.close()
         return result
-    from ronde.world import read_claim
+    from ronde.world import read_rank_info
 
     os.environ.update(order.environment)  # noqa: TID251  what a launcher does before exec
-    return order.fn(read_claim(), *order.args)
+    return order.fn(read_rank_info(), *order.args)

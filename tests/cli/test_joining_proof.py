@@ -61,10 +61,10 @@ def test_another_certificate_makes_another_proof():
 
 @given(st.binary())
 @example(NodeInfo("node1", 2).encode()[:-1])
-@example(b'{"is": "Claim", "host": "node1", "slots": true}')
-@example(b'{"is": "Claim", "host": "node1", "slots": 0}')
-@example(b'{"is": "Claim", "host": "a\\u001b[2J", "slots": 1}')
-@example(b'{"is": "Claim", "host": "-oProxyCommand=x", "slots": 1}')
+@example(b'{"is": "NodeInfo", "host": "node1", "slots": true}')
+@example(b'{"is": "NodeInfo", "host": "node1", "slots": 0}')
+@example(b'{"is": "NodeInfo", "host": "a\\u001b[2J", "slots": 1}')
+@example(b'{"is": "NodeInfo", "host": "-oProxyCommand=x", "slots": 1}')
 @example(b'{"is": "Leave"}')
 def test_what_is_no_claim_is_refused_by_a_sentence(raw):
     with pytest.raises(LaunchError):

@@ -11,7 +11,7 @@ from ronde.launch.environments import (
     rank_environment,
 )
 from ronde.launch.placement.place import count_cores
-from ronde.world import Launcher, World, read_claim
+from ronde.world import Launcher, World, read_rank_info
 
 DUMP = """
 import json, os
@@ -79,7 +79,7 @@ def test_each_rank_gets_the_whole_contract(ronde):
         assert "TORCHELASTIC_ERROR_FILE" not in env
         # Its own session: the terminal's signals come through the launcher only.
         assert rank["sid"] == rank["pid"]
-        node_info = read_claim(env)
+        node_info = read_rank_info(env)
         assert (node_info.launcher, node_info.rank, node_info.size) == (
             Launcher.RONDE,
             number,
@@ -139,7 +139,7 @@ def test_other_launchers_words_are_taken_away():
 def test_a_rank_on_the_second_node_reads_as_one():
     world = World(5, 6, 1, 2, 2, 3, ("a", "b", "c"))
     env = rank_environment(world, JobFacts("j", 4, "c"), NodeFacts("c", 2, 3))
-    node_info = read_claim(env)
+    node_info = read_rank_info(env)
     assert (
         node_info.rank,
         node_info.size,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import ronde.torch as rd
-from ronde.world import read_claim
+from ronde.world import read_rank_info
 
 SIZES = (64, 7)
 
@@ -26,7 +26,7 @@ def wait_for(path):
 
 def main():
     """Train, compare with the others, and write down what came of it."""
-    folder, claim = Path(sys.argv[1]), read_claim()
+    folder, claim = Path(sys.argv[1]), read_rank_info()
     names = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
     draft = folder / f"started.{claim.rank}.draft"
     draft.write_text(json.dumps({name: os.environ.get(name) for name in names}))  # noqa: TID251  a test's own program

@@ -10,7 +10,7 @@ from ronde.collectives.engines.scheduled import ScheduledCommunicator
 from ronde.collectives.engines.solo import SoloCommunicator
 from ronde.collectives.engines.torch_distributed import TorchDistributedCommunicator
 from ronde.collectives.makers import two_levels
-from ronde.world import Claim
+from ronde.world import RankInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Setting:
         words = [self.engine, self.algorithm, self.hosts, str(self.size)]
         return "-".join(filter(None, words))
 
-    def __call__(self, claim: Claim) -> Communicator:
+    def __call__(self, claim: RankInfo) -> Communicator:
         """Connect a rank."""
         if self.engine == "solo":
             return SoloCommunicator()
@@ -51,7 +51,7 @@ class Setting:
         return connect(claim, timeout_s=self.timeout_s, engine=self.engine)
 
 
-def gloo(claim: Claim, timeout_s: float) -> Communicator:
+def gloo(claim: RankInfo, timeout_s: float) -> Communicator:
     """Connect by torch_distributed at any size."""
     if claim.size == 1:
         return TorchDistributedCommunicator(

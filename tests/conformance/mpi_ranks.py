@@ -18,7 +18,7 @@ from ronde.collectives.engines.mpi import MpiCommunicator, connect_world
 from ronde.collectives.engines.mpi.library import MPI
 from ronde.collectives.engines.mpi.wire import Wire
 from ronde.errors import CollectiveError
-from ronde.world import read_claim
+from ronde.world import read_rank_info
 
 TIMEOUT_S = 60.0
 
@@ -98,7 +98,7 @@ def fail(communicator):
 
 def main() -> None:
     """Connect as every program does, but check that size 1 works too."""
-    claim = read_claim()
+    claim = read_rank_info()
     if sys.argv[1] == "turns":
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
     if claim.size == 1:

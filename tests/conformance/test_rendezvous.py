@@ -17,7 +17,7 @@ from ronde.collectives.store import store_at
 from ronde.errors import CollectiveError, WorldError
 from ronde.store.local_socket import own_directories, remove
 from ronde.store.server import serve_locally
-from ronde.world import Claim, Launcher, Meeting
+from ronde.world import Launcher, Meeting, RankInfo
 
 
 def sum_of_ranks(claim):
@@ -89,7 +89,7 @@ def test_generations_do_not_share_keys(run_ranks_bare, variable):
 def unmet(claim, job_id, size):
     """Return the claim of a launcher that says ranks and sizes, but no port."""
     rank = claim.rank % size
-    return Claim(Launcher.OPEN_MPI, rank, size, rank, size, job_id=job_id)
+    return RankInfo(Launcher.OPEN_MPI, rank, size, rank, size, job_id=job_id)
 
 
 def own_entries(name):
@@ -187,7 +187,7 @@ def test_an_absent_rank_zero_is_named(run_ranks_bare):
 
 
 def say_what_several_hosts_need(_claim):
-    spread = Claim(Launcher.OPEN_MPI, 0, 4, 0, 2, job_id="spread")
+    spread = RankInfo(Launcher.OPEN_MPI, 0, 4, 0, 2, job_id="spread")
     with pytest.raises(WorldError) as caught:
         connect(spread)
     return str(caught.value)
@@ -206,13 +206,13 @@ def test_a_port_in_use_is_named():
         taken.listen()
         port = taken.getsockname()[1]
         meeting = Meeting("127.0.0.1", port)
-        claim = Claim(Launcher.PLAIN, 0, 2, 0, 2, 0, 1, meeting)
+        claim = RankInfo(Launcher.PLAIN, 0, 2, 0, 2, 0, 1, meeting)
         with pytest.raises(CollectiveError, match=f"MASTER_PORT must be free.* {port}"):
             connect(claim, timeout_s=5.0)
 
 
 def test_alone_needs_nobody():
-    communicator = connect(Claim(Launcher.NONE, 0, 1, 0, 1, 0, 1))
+    communicator = connect(RankInfo(Launcher.NONE, 0, 1, 0, 1, 0, 1))
     before = len(list(Path("/proc/self/fd").iterdir()))
     ones = torch.ones(3)
     assert communicator.all_reduce(ones).wait() is ones

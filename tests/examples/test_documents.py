@@ -9,7 +9,7 @@ import pytest
 
 from ronde.launch.environments import JobFacts, NodeFacts, rank_environment
 from ronde.world import World
-from ronde.world.dialects import HOROVOD, OPEN_MPI, PMI, RONDE
+from ronde.world.launcher_env import HOROVOD, OPEN_MPI, PMI, RONDE
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]

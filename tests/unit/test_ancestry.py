@@ -9,9 +9,9 @@ from ronde.launch.environments import own_environment
 WRAPPERS_THAT_END = """
 import ctypes, os, random, signal
 from ronde.collectives.ancestry import find_launcher
-from ronde.world.value import Claim, Launcher
+from ronde.world.value import RankInfo, Launcher
 
-claim = Claim(Launcher.PLAIN, 7, 8, 7, 8)
+claim = RankInfo(Launcher.PLAIN, 7, 8, 7, 8)
 launcher = find_launcher(claim)
 ctypes.CDLL(None).prctl(36, 1)  # a subreaper: orphans stay below this process
 first, wrappers = os.getpid(), []

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from ronde.errors import WorldError
 from ronde.launch.environments import JobFacts, NodeFacts, rank_environment
-from ronde.world import Claim, Launcher, Meeting, World, read_claim
+from ronde.world import Launcher, Meeting, RankInfo, World, read_rank_info
 from ronde.world.engines import ENGINES
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
@@ -88,7 +88,7 @@ def mpi(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str
 )
 def test_variables_captured_from_real_launchers(name: str, launcher: Launcher) -> None:
     ranks = json.loads((ENVIRONMENTS / f"{name}.json").read_text())
-    claims = [read_claim(environ) for environ in ranks]
+    claims = [read_rank_info(environ) for environ in ranks]
     size = len(ranks)
     assert [claim.launcher for claim in claims] == [launcher] * size
     worlds = [claim.world for claim in claims]
@@ -103,15 +103,17 @@ def test_variables_captured_from_real_launchers(name: str, launcher: Launcher) -
 
 def test_torchrun_hosts_the_meeting() -> None:
     ranks = json.loads((ENVIRONMENTS / "torchrun_2_13_static.json").read_text())
-    assert read_claim(ranks[0]).meeting == Meeting("127.0.0.1", 29712, is_hosted=True)
+    assert read_rank_info(ranks[0]).meeting == Meeting(
+        "127.0.0.1", 29712, is_hosted=True
+    )
     restarted = ranks[0] | {"TORCHELASTIC_RESTART_COUNT": "2"}
     meeting = Meeting("127.0.0.1", 29712, is_hosted=True, attempt=2)
-    assert read_claim(restarted).meeting == meeting
-    assert read_claim(TORCHRUN_ON_NODE_1_OF_2).meeting == Meeting("n1", 29500)
+    assert read_rank_info(restarted).meeting == meeting
+    assert read_rank_info(TORCHRUN_ON_NODE_1_OF_2).meeting == Meeting("n1", 29500)
 
 
 def test_ronde() -> None:
-    assert read_claim(RONDE) == Claim(
+    assert read_rank_info(RONDE) == RankInfo(
         Launcher.RONDE,
         rank=0,
         size=2,
@@ -124,18 +126,18 @@ def test_ronde() -> None:
         job_id="j1",
         hosts=("n1",),
     )
-    assert read_claim(TORCHRUN_ON_NODE_1_OF_2 | {"RONDE_STORE": "/x"}).store == ""
+    assert read_rank_info(TORCHRUN_ON_NODE_1_OF_2 | {"RONDE_STORE": "/x"}).store == ""
 
 
 def test_horovod_says_all_numbers_and_no_meeting() -> None:
-    claim = read_claim(HOROVOD)
+    claim = read_rank_info(HOROVOD)
     assert claim.launcher is Launcher.HOROVOD
     assert claim.world == World(3, 4, 1, 2, 1, 2)
     assert claim.meeting is None
 
 
 def test_slurm_step_with_unequal_nodes() -> None:
-    claim = read_claim(SLURM)
+    claim = read_rank_info(SLURM)
     assert claim.launcher is Launcher.SLURM
     assert claim.world == World(9, 11, 1, 3, 2, 3)
     assert claim.job_id == "77.0"
@@ -143,42 +145,44 @@ def test_slurm_step_with_unequal_nodes() -> None:
 
 def test_slurm_counts_only_hosts_that_have_the_local_rank() -> None:
     step = SLURM | {"SLURM_TASKS_PER_NODE": "4,1,6", "SLURM_LOCALID": "3"}
-    assert read_claim(step).world == World(9, 11, 3, 6, 1, 2)
+    assert read_rank_info(step).world == World(9, 11, 3, 6, 1, 2)
 
 
 @pytest.mark.parametrize("step", ["4294967290", "4294967291", "4294967292"])
 def test_slurm_pseudo_step_is_no_claim(step: str) -> None:
-    assert read_claim(SLURM | {"SLURM_STEP_ID": step}).launcher is Launcher.NONE
+    assert read_rank_info(SLURM | {"SLURM_STEP_ID": step}).launcher is Launcher.NONE
 
 
 def test_slurm_allocation_is_no_claim() -> None:
     environ = {name: v for name, v in SLURM.items() if name != "SLURM_STEP_ID"}
-    assert read_claim(environ) == Claim(Launcher.NONE, 0, 1, 0, 1, 0, 1)
+    assert read_rank_info(environ) == RankInfo(Launcher.NONE, 0, 1, 0, 1, 0, 1)
 
 
 def test_open_mpi_over_nodes_leaves_the_node_open() -> None:
-    claim = read_claim(mpi(2, 4, 0, 2) | {"MASTER_ADDR": "n1", "MASTER_PORT": "5000"})
+    claim = read_rank_info(
+        mpi(2, 4, 0, 2) | {"MASTER_ADDR": "n1", "MASTER_PORT": "5000"}
+    )
     assert claim.world is None
     assert (claim.local_rank, claim.local_size) == (0, 2)
     assert claim.meeting == Meeting("n1", 5000)
 
 
 def test_plain_without_local_numbers_leaves_them_open() -> None:
-    claim = read_claim({"RANK": "2", "WORLD_SIZE": "4"})
-    assert claim == Claim(Launcher.PLAIN, 2, 4, 0, 1)
+    claim = read_rank_info({"RANK": "2", "WORLD_SIZE": "4"})
+    assert claim == RankInfo(Launcher.PLAIN, 2, 4, 0, 1)
     assert claim.world is None
-    assert read_claim({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}) == Claim(
-        Launcher.PLAIN, 2, 4, 2, 3
-    )
+    assert read_rank_info(
+        {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
+    ) == RankInfo(Launcher.PLAIN, 2, 4, 2, 3)
 
 
 def test_plain_world_of_one_is_whole() -> None:
-    claim = read_claim({"RANK": "0", "WORLD_SIZE": "1"})
+    claim = read_rank_info({"RANK": "0", "WORLD_SIZE": "1"})
     assert claim.world == World(0, 1, 0, 1, 0, 1)
 
 
 def test_torchrun_over_nodes_leaves_the_hosts_to_an_exchange() -> None:
-    claim = read_claim(TORCHRUN_ON_NODE_1_OF_2)
+    claim = read_rank_info(TORCHRUN_ON_NODE_1_OF_2)
     assert (claim.rank, claim.local_rank, claim.local_size) == (3, 1, 2)
     assert claim.world is None
 
@@ -189,30 +193,30 @@ def test_torchrun_over_nodes_leaves_the_hosts_to_an_exchange() -> None:
     ids=["openmpi", "pmi"],
 )
 def test_one_torchrun_a_node_is_the_inner_world(outer: dict[str, str]) -> None:
-    claim = read_claim(TORCHRUN_ON_NODE_1_OF_2 | outer)
+    claim = read_rank_info(TORCHRUN_ON_NODE_1_OF_2 | outer)
     assert (claim.launcher, claim.rank, claim.size) == (Launcher.TORCHRUN, 3, 4)
 
 
 def test_slurm_left_over_from_starting_mpi_does_not_count() -> None:
     daemon = SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
-    assert read_claim(daemon | mpi(1, 2, 1, 2)).rank == 1
+    assert read_rank_info(daemon | mpi(1, 2, 1, 2)).rank == 1
 
 
 def test_pmi_under_srun_takes_the_local_numbers_of_the_step() -> None:
-    claim = read_claim(SLURM | {"PMI_RANK": "9", "PMI_SIZE": "11"})
+    claim = read_rank_info(SLURM | {"PMI_RANK": "9", "PMI_SIZE": "11"})
     assert (claim.launcher, claim.local_rank, claim.local_size) == (Launcher.PMI, 1, 3)
     assert claim.cross_size == 3
 
 
 def test_world_size_exported_beside_srun_agrees() -> None:
-    claim = read_claim(SLURM | {"WORLD_SIZE": "11"})
+    claim = read_rank_info(SLURM | {"WORLD_SIZE": "11"})
     assert (claim.launcher, claim.rank) == (Launcher.SLURM, 9)
     with pytest.raises(WorldError, match=r"WORLD_SIZE=8.*SLURM_NTASKS=11.*no RANK"):
-        read_claim(SLURM | {"WORLD_SIZE": "8"})
+        read_rank_info(SLURM | {"WORLD_SIZE": "8"})
 
 
 def test_rank_from_procid_by_hand_agrees() -> None:
-    claim = read_claim(SLURM | {"RANK": "9", "WORLD_SIZE": "11"})
+    claim = read_rank_info(SLURM | {"RANK": "9", "WORLD_SIZE": "11"})
     assert (claim.launcher, claim.local_rank) == (Launcher.PLAIN, 1)
 
 
@@ -273,13 +277,13 @@ CONTRADICTIONS = {
 )
 def test_contradictions_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(WorldError, match=message):
-        read_claim(environ)
+        read_rank_info(environ)
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.0", "0x1", "1_0", "٣", "9" * 30])
 def test_a_rank_is_a_plain_integer(text: str) -> None:
     with pytest.raises(WorldError, match="RANK must be an integer of at least 0, got"):
-        read_claim({"RANK": text, "WORLD_SIZE": "4"})
+        read_rank_info({"RANK": text, "WORLD_SIZE": "4"})
 
 
 @pytest.mark.parametrize(
@@ -291,10 +295,10 @@ def test_a_rank_is_a_plain_integer(text: str) -> None:
 )
 def test_half_a_meeting_is_refused(half: dict[str, str], message: str) -> None:
     with pytest.raises(WorldError, match=message):
-        read_claim({"RANK": "0", "WORLD_SIZE": "2"} | half)
-    alone = Claim(Launcher.NONE, 0, 1, 0, 1, 0, 1)
+        read_rank_info({"RANK": "0", "WORLD_SIZE": "2"} | half)
+    alone = RankInfo(Launcher.NONE, 0, 1, 0, 1, 0, 1)
     stray = tuple("=".join(item) for item in half.items())
-    assert read_claim(half) == replace(alone, stray=stray)
+    assert read_rank_info(half) == replace(alone, stray=stray)
 
 
 STRAYS = [
@@ -309,9 +313,9 @@ STRAYS = [
 def test_what_is_left_over_does_not_count_and_is_listed(stray: dict[str, str]) -> None:
     said = {"=".join(item) for item in stray.items()}
     for launcher in ({}, SLURM, HOROVOD, mpi(1, 2, 1, 2)):
-        claim = read_claim(launcher | stray)
+        claim = read_rank_info(launcher | stray)
         assert set(claim.stray) == said
-        assert replace(claim, stray=()) == read_claim(launcher)
+        assert replace(claim, stray=()) == read_rank_info(launcher)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +336,7 @@ def test_what_is_left_over_does_not_count_and_is_listed(stray: dict[str, str]) -
 )
 def test_what_may_be_a_launchers_is_not_left_over(part: dict[str, str]) -> None:
     with pytest.raises(WorldError) as refusal:
-        read_claim(part)
+        read_rank_info(part)
     ranks = [name for name in part if not name.startswith("MASTER_")]
     assert all(name in str(refusal.value) for name in ranks)
 
@@ -340,13 +344,13 @@ def test_what_may_be_a_launchers_is_not_left_over(part: dict[str, str]) -> None:
 @pytest.mark.parametrize("port", ["0", "65536", "ssh"])
 def test_a_port_is_a_port(port: str) -> None:
     with pytest.raises(WorldError, match="MASTER_PORT must be"):
-        read_claim(RONDE | {"MASTER_PORT": port})
+        read_rank_info(RONDE | {"MASTER_PORT": port})
 
 
 def test_no_launcher_is_a_world_of_one() -> None:
     meeting_only = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
     for environ in ({}, {"PATH": "/bin", "OMP_NUM_THREADS": "2"}, meeting_only):
-        assert read_claim(environ) == Claim(Launcher.NONE, 0, 1, 0, 1, 0, 1)
+        assert read_rank_info(environ) == RankInfo(Launcher.NONE, 0, 1, 0, 1, 0, 1)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
@@ -361,7 +365,7 @@ def test_what_our_launcher_sets_is_read_back(
         JobFacts("job", 0, "cookie"),
         NodeFacts(hosts[world.rank], node_rank, len(nodes)),
     )
-    claim = read_claim(environ | {"MASTER_ADDR": "n0", "MASTER_PORT": "4242"})
+    claim = read_rank_info(environ | {"MASTER_ADDR": "n0", "MASTER_PORT": "4242"})
     assert (claim.launcher, claim.job_id) == (Launcher.RONDE, "job")
     assert claim.world is not None
     assert replace(claim.world, hosts=world.hosts) == world
@@ -369,19 +373,21 @@ def test_what_our_launcher_sets_is_read_back(
 
 @pytest.mark.parametrize("environ", [{}, RONDE, SLURM, TORCHRUN_ON_NODE_1_OF_2])
 def test_any_launchers_ranks_are_told_the_engine(environ):
-    claim = read_claim(environ)
+    claim = read_rank_info(environ)
     assert (claim.engine, claim.algorithm) == ("auto", "")
     said = {"RONDE_ENGINE": "scheduled", "RONDE_ALGORITHM": "ring"}
-    assert read_claim(environ | said) == replace(
+    assert read_rank_info(environ | said) == replace(
         claim, engine="scheduled", algorithm="ring"
     )
-    assert read_claim(environ | {"RONDE_ENGINE": "", "RONDE_ALGORITHM": ""}) == claim
+    assert (
+        read_rank_info(environ | {"RONDE_ENGINE": "", "RONDE_ALGORITHM": ""}) == claim
+    )
 
 
 @pytest.mark.parametrize("name", ["RONDE_ENGINE", "RONDE_ALGORITHM"])
 def test_an_engine_that_is_not_there_is_refused(name):
     with pytest.raises(WorldError, match=f"{name} must be one of .*, got 'gluu'"):
-        read_claim({name: "gluu"})
+        read_rank_info({name: "gluu"})
 
 
 def test_every_engine_that_can_be_named_can_be_connected_by():

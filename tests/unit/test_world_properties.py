@@ -2,8 +2,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import WorldError
-from ronde.world import Launcher, World, read_claim
-from ronde.world.dialects import HOROVOD, OPEN_MPI, PLAIN, PMI, RONDE, TORCHRUN, Dialect
+from ronde.world import Launcher, World, read_rank_info
+from ronde.world.launcher_env import (
+    HOROVOD,
+    OPEN_MPI,
+    PLAIN,
+    PMI,
+    RONDE,
+    TORCHRUN,
+    LauncherEnv,
+)
 from ronde.world.slurm import parse_tasks_per_node
 
 DIALECTS = [RONDE, TORCHRUN, HOROVOD, OPEN_MPI, PMI, PLAIN]
@@ -27,16 +35,16 @@ def places(draw: st.DrawFn) -> dict[str, int]:
     }
 
 
-def environment(dialect: Dialect, place: dict[str, int]) -> dict[str, str]:
+def environment(dialect: LauncherEnv, place: dict[str, int]) -> dict[str, str]:
     environ = {name: str(place[key]) for key, name in dialect.names.items()}
     return environ | ({dialect.job_id: "job"} if dialect.is_marked else {})
 
 
 @given(st.sampled_from(DIALECTS), places())
 def test_what_a_launcher_says_is_what_is_read(
-    dialect: Dialect, place: dict[str, int]
+    dialect: LauncherEnv, place: dict[str, int]
 ) -> None:
-    claim = read_claim(environment(dialect, place))
+    claim = read_rank_info(environment(dialect, place))
     assert claim.launcher is dialect.launcher
     for name in ("rank", "size", "local_rank", "local_size"):
         assert getattr(claim, name) == place[name]
@@ -51,7 +59,7 @@ def test_what_a_launcher_says_is_what_is_read(
 
 @given(st.sampled_from(DIALECTS), places(), st.data())
 def test_a_part_of_an_environment_is_a_world_of_one_only_where_it_says_so(
-    dialect: Dialect, place: dict[str, int], data: st.DataObject
+    dialect: LauncherEnv, place: dict[str, int], data: st.DataObject
 ) -> None:
     environ = environment(dialect, place)
     kept = data.draw(
@@ -68,16 +76,16 @@ def test_a_part_of_an_environment_is_a_world_of_one_only_where_it_says_so(
                 value == str(int(name.endswith("SIZE"))) for name, value in part.items()
             )
         ):
-            claim = read_claim(part)
+            claim = read_rank_info(part)
             assert (claim.size, len(claim.stray)) == (1, len(part))
             return
         with pytest.raises(WorldError) as refusal:
-            read_claim(part)
+            read_rank_info(part)
         # The message shows all that was there.
         assert all(name in str(refusal.value) for name in kept)
         return
     try:
-        claim = read_claim(part)
+        claim = read_rank_info(part)
     except WorldError:
         return
     assert claim.launcher is not Launcher.NONE
@@ -95,7 +103,7 @@ def test_ranks_that_lack_a_variable_do_not_all_go_on_alone(
     sizes: list[int] = []
     for rank in ranks:
         try:
-            sizes.append(read_claim({name: rank[name] for name in kept}).size)
+            sizes.append(read_rank_info({name: rank[name] for name in kept}).size)
         except WorldError:
             sizes.append(0)
     assert sizes == [size] * size or 0 in sizes
@@ -103,11 +111,11 @@ def test_ranks_that_lack_a_variable_do_not_all_go_on_alone(
 
 @given(st.sampled_from(DIALECTS[1:]), st.sampled_from(DIALECTS[1:]), places(), places())
 def test_two_launchers_agree_nest_or_are_refused(
-    first: Dialect, second: Dialect, one: dict[str, int], other: dict[str, int]
+    first: LauncherEnv, second: LauncherEnv, one: dict[str, int], other: dict[str, int]
 ) -> None:
     environ = environment(first, one) | environment(second, other)
     try:
-        claim = read_claim(environ)
+        claim = read_rank_info(environ)
     except WorldError:
         return
     assert (claim.rank, claim.size) in {
@@ -126,7 +134,7 @@ def test_any_values_give_a_sound_claim_or_a_world_error(
     environ: dict[str, str],
 ) -> None:
     try:
-        claim = read_claim(environ)
+        claim = read_rank_info(environ)
     except WorldError:
         return
     assert 0 <= claim.rank < claim.size

@@ -17,7 +17,7 @@ from ronde.collectives.connection import DEFAULT_TIMEOUT_S
 from ronde.errors import UsageError
 from ronde.plain_values import from_plain, to_plain
 from ronde.records import Machine
-from ronde.world import Claim
+from ronde.world import RankInfo
 
 _AFTER_WATCHDOG_S = 5.0
 _CUDA_ENGINES = frozenset({"auto", "nccl"})
@@ -66,7 +66,7 @@ class Ranks:
             communicator.close()
 
 
-def meet_ranks(claim: Claim, options: Options, variables: Variables) -> Ranks:
+def meet_ranks(claim: RankInfo, options: Options, variables: Variables) -> Ranks:
     """Connect to the other ranks by every engine that is asked for; collective.
 
     Raises:
@@ -117,7 +117,9 @@ def _timeout_s(options: Options) -> float:
     return limit_s + _AFTER_WATCHDOG_S if limit_s else DEFAULT_TIMEOUT_S
 
 
-def _connect(claim: Claim, name: str, algorithm: str, timeout_s: float) -> Communicator:
+def _connect(
+    claim: RankInfo, name: str, algorithm: str, timeout_s: float
+) -> Communicator:
     engine, _, own_algorithm = name.partition("/")
     return connect(
         claim,
@@ -134,7 +136,9 @@ def _colours(split: Split, size: int) -> list[int]:
     return [order.index(colour) for colour in colours]
 
 
-def _group_claim(claim: Claim, colours: Sequence[int], hosts: Sequence[str]) -> Claim:
+def _group_claim(
+    claim: RankInfo, colours: Sequence[int], hosts: Sequence[str]
+) -> RankInfo:
     """Return a claim of this rank's group alone, to meet where all have met."""
     mine = colours[claim.rank]
     members = [rank for rank, colour in enumerate(colours) if colour == mine]
@@ -154,7 +158,7 @@ def _group_claim(claim: Claim, colours: Sequence[int], hosts: Sequence[str]) -> 
     )
 
 
-def _device(claim: Claim, options: Options, variables: Variables) -> torch.device:
+def _device(claim: RankInfo, options: Options, variables: Variables) -> torch.device:
     asked = options.engines.device
     is_cuda_engine = _CUDA_ENGINES.issuperset(options.engines.names)
     if asked == "auto":

@@ -28,7 +28,7 @@ from ronde.bench.watchdog import Expired, Watchdog
 from ronde.collectives import Communicator
 from ronde.errors import UsageError
 from ronde.topology.limits.bounds import Limit
-from ronde.world import Claim
+from ronde.world import RankInfo
 from ronde.world.variables import select_variables
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -126,7 +126,7 @@ class Session:
 
 
 def open_session(
-    claim: Claim, options: Options, variables: Variables, on_expired: Expired
+    claim: RankInfo, options: Options, variables: Variables, on_expired: Expired
 ) -> Session:
     """Connect, find room, allocate; collective.
 

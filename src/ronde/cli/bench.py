@@ -15,7 +15,7 @@ from ronde.cli.standard_output import give_up_output, is_unwritten
 from ronde.errors import CollectiveError, RondeError, UsageError
 from ronde.launch.program import absolute_path
 from ronde.render.bench_plot import check_path
-from ronde.world import Claim, Launcher, read_claim
+from ronde.world import Launcher, RankInfo, read_rank_info
 from ronde.world.engines import require_algorithm, require_engine
 
 
@@ -76,7 +76,7 @@ def _bench(words: list[str]) -> int:
         print(help_text(), end="")
         return Exit.OK
     options, variables = parse(words), read_variables()
-    claim = read_claim()
+    claim = read_rank_info()
     if not options.parent:
         _require_possible(options)
     if claim.launcher is Launcher.NONE and options.num_own_ranks > 1:
@@ -137,7 +137,7 @@ def _as_a_host(rank: int) -> dict[str, str]:
     return {"NCCL_HOSTID": f"ronde-{rank}", "NCCL_P2P_DISABLE": "1"}
 
 
-def _join(options: Options, claim: Claim) -> Options:
+def _join(options: Options, claim: RankInfo) -> Options:
     """Take part in the world that is here; refuse what only its launcher could do."""
     if claim.launcher is Launcher.NONE:
         return options

@@ -15,10 +15,10 @@ from ronde.cli.bench_teller import Teller
 from ronde.cli.bench_tune import explained, run_explaining, run_tuning
 from ronde.errors import CollectiveError, UsageError
 from ronde.units import format_size
-from ronde.world import Claim
+from ronde.world import RankInfo
 
 
-def run_rank(options: Options, variables: Variables, claim: Claim) -> int:
+def run_rank(options: Options, variables: Variables, claim: RankInfo) -> int:
     """Take part in a benchmark; return the exit code, alike on all ranks.
 
     Raises:

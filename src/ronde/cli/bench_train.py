@@ -22,7 +22,7 @@ from ronde.errors import UsageError
 from ronde.launch.environments import own_environment
 from ronde.launch.placement.place import count_cores, count_slots
 from ronde.launch.program import absolute_path
-from ronde.world import Claim, Launcher, read_claim
+from ronde.world import Launcher, RankInfo, read_rank_info
 from ronde.world.engines import ENGINES, require_engine
 
 _BAR = 24
@@ -60,7 +60,7 @@ def run(words: Sequence[str]) -> int:
     given = _parser().parse_args(words)
     options = _options(given)
     _require_writable(given.json)
-    claim = read_claim()
+    claim = read_rank_info()
     if claim.launcher is Launcher.NONE:
         own_words = ["bench", "train", *words]
         if sys.stderr.isatty():
@@ -71,7 +71,7 @@ def run(words: Sequence[str]) -> int:
     return _be_rank(options, claim, given)
 
 
-def _be_rank(options: TrainOptions, claim: Claim, given: argparse.Namespace) -> int:
+def _be_rank(options: TrainOptions, claim: RankInfo, given: argparse.Namespace) -> int:
     import ronde.torch as hvd
     from ronde.bench.training.measurement import measure
     from ronde.bench.training.outcome import KIND, record_values
@@ -218,7 +218,7 @@ def _size(given: argparse.Namespace) -> int:
     return given.num_proc
 
 
-def _require_size(size: int | None, claim: Claim) -> None:
+def _require_size(size: int | None, claim: RankInfo) -> None:
     if size not in (None, claim.size):
         raise UsageError(
             f"-n must be the ranks that {claim.launcher} has started, {claim.size}, "

@@ -10,7 +10,7 @@ from ronde.bench.tuning import tune
 from ronde.bench.variables import Variables
 from ronde.collectives.choice import explain
 from ronde.collectives.tuned import Key, find_table, save
-from ronde.world import Claim
+from ronde.world import RankInfo
 from ronde.world.environment import read_cache_directory
 
 _ONE_HOST = ("shared_memory", "gloo")
@@ -22,7 +22,7 @@ _SEVERAL_HOSTS = (
 )
 
 
-def candidates(options: Options, claim: Claim) -> tuple[str, ...]:
+def candidates(options: Options, claim: RankInfo) -> tuple[str, ...]:
     """Return the engines to measure: those of ``--compare``, else the likely ones."""
     if options.is_compared:
         return options.engines.names
@@ -30,7 +30,7 @@ def candidates(options: Options, claim: Claim) -> tuple[str, ...]:
     return _ONE_HOST if is_one_host else _SEVERAL_HOSTS
 
 
-def run_tuning(options: Options, variables: Variables, claim: Claim) -> None:
+def run_tuning(options: Options, variables: Variables, claim: RankInfo) -> None:
     """Measure, keep the table and say what is in it; collective."""
     names = candidates(options, claim)
     engines = replace(options.engines, names=names, device="cpu")
@@ -45,7 +45,7 @@ def run_tuning(options: Options, variables: Variables, claim: Claim) -> None:
     ranks.close()
 
 
-def run_explaining(options: Options, variables: Variables, claim: Claim) -> None:
+def run_explaining(options: Options, variables: Variables, claim: RankInfo) -> None:
     """Say what ``auto`` takes; collective."""
     ranks = meet_ranks(claim, options, variables)
     if ranks.is_speaker:

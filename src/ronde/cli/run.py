@@ -51,14 +51,14 @@ from ronde.launch.signals import (
 )
 from ronde.launch.spawners.base import Spawner
 from ronde.launch.timeouts import Timeouts
-from ronde.world import Launcher, read_claim
+from ronde.world import Launcher, read_rank_info
 from ronde.world.engines import require_algorithm, require_engine
 from ronde.world.environment import (
     read_algorithm,
     read_engine,
     read_malloc_tuning,
 )
-from ronde.world.knobs import read_knobs
+from ronde.world.horovod_config import read_horovod_config
 
 
 class RunRequest(NamedTuple):
@@ -152,7 +152,7 @@ def _rank_env(
     env |= alias_environment(known, is_wanted=options.horovod_alias)
     read_engine(known)
     read_algorithm(known)
-    read_knobs(known)
+    read_horovod_config(known)
     read_malloc_tuning(known)
     return env
 
@@ -208,7 +208,7 @@ def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
         size: Ranks that are to be started; None for one a slot.
     """
     try:
-        claim = read_claim(environ)
+        claim = read_rank_info(environ)
     except WorldError as error:
         raise UsageError(
             f"{error} Or give --nested to start a world of its own."

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ronde.world.value import Claim, Launcher
+from ronde.world.value import Launcher, RankInfo
 
 _RANK_VARIABLES = {
     Launcher.RONDE: "RANK",
@@ -38,7 +38,7 @@ class Process:
     started_at: int
 
 
-def find_launcher(claim: Claim) -> Process:
+def find_launcher(claim: RankInfo) -> Process:
     """Return the nearest ancestor that is not part of this rank.
 
     Shells and wrappers between launcher and rank have the rank's environment; the
@@ -58,7 +58,7 @@ def find_launcher(claim: Claim) -> Process:
             os.sched_yield()
 
 
-def _find_launcher(claim: Claim, *, is_late: bool) -> Process:
+def _find_launcher(claim: RankInfo, *, is_late: bool) -> Process:
     pid = os.getppid()
     while pid > 1 and _is_of_rank(pid, claim):
         pid = int(_stat(pid)[1])
@@ -70,7 +70,7 @@ def _find_launcher(claim: Claim, *, is_late: bool) -> Process:
     return Process(pid, int(fields[18]))
 
 
-def _is_of_rank(pid: int, claim: Claim) -> bool:
+def _is_of_rank(pid: int, claim: RankInfo) -> bool:
     """Say whether a process was given this rank's place in this very job."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from torch.distributed import PrefixStore, Store
 
 from ronde.collectives.rendezvous import meet
-from ronde.world.value import Claim
+from ronde.world.value import RankInfo
 
 _MEETING_TIMEOUT_S = 300.0
 
@@ -22,7 +22,7 @@ class Asked:
         ranks: Which of the job's ranks they are; empty for all.
     """
 
-    claim: Claim
+    claim: RankInfo
     timeout_s: float
     algorithm: str = ""
     store: Store | None = None

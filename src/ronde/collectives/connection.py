@@ -9,14 +9,14 @@ from ronde.collectives.automatic import connect_automatically
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.engines.solo import SoloCommunicator
 from ronde.errors import UsageError
-from ronde.world.value import Claim
+from ronde.world.value import RankInfo
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long a collective waits: rank 0 may evaluate or save meanwhile."""
 
 
 def connect(
-    claim: Claim,
+    claim: RankInfo,
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     engine: str = "",
@@ -46,7 +46,7 @@ def connect(
 
 
 def ask(
-    claim: Claim, *, timeout_s: float, engine: str, algorithm: str
+    claim: RankInfo, *, timeout_s: float, engine: str, algorithm: str
 ) -> tuple[str, Asked]:
     """Return the name of an engine and what it is asked for: see ``connect``."""
     name = engine or claim.engine

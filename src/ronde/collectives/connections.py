@@ -11,7 +11,7 @@ from ronde.collectives.asked import Asked
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.connection import DEFAULT_TIMEOUT_S, ENGINES, ask
 from ronde.collectives.engines.solo import SoloCommunicator
-from ronde.world.value import Claim
+from ronde.world.value import RankInfo
 
 
 class Connections:
@@ -23,7 +23,7 @@ class Connections:
 
     def __init__(
         self,
-        claim: Claim,
+        claim: RankInfo,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         engine: str = "",

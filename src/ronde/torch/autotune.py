@@ -6,10 +6,10 @@ from ronde.coordination.fusion_tuning import FusionTuningOptions
 from ronde.data_parallel import BucketTuningOptions
 from ronde.errors import UsageError
 from ronde.tuning import TuningLog, TuningOptions
-from ronde.world.knobs import Knobs
+from ronde.world.horovod_config import HorovodConfig
 
 
-def tuning_options(knobs: Knobs, rank: int) -> BucketTuningOptions | None:
+def tuning_options(knobs: HorovodConfig, rank: int) -> BucketTuningOptions | None:
     """Return how reducers are to find their bucket sizes; None if they are not to.
 
     Args:
@@ -39,7 +39,7 @@ def tuning_options(knobs: Knobs, rank: int) -> BucketTuningOptions | None:
 
 
 def fusion_options(
-    knobs: Knobs, tuning: BucketTuningOptions | None
+    knobs: HorovodConfig, tuning: BucketTuningOptions | None
 ) -> FusionTuningOptions | None:
     """Return how coordinators are to find their fusion threshold, if they are to.
 

@@ -30,10 +30,14 @@ from ronde.torch.session import (
     is_initialized,
 )
 from ronde.torch.timeline import close_timeline, open_timeline
-from ronde.world import Claim, World, read_claim
+from ronde.world import RankInfo, World, read_rank_info
 from ronde.world.environment import read_malloc_tuning
 from ronde.world.exit_notice import send_exit_notice
-from ronde.world.knobs import Knobs, read_knobs, report_ignored
+from ronde.world.horovod_config import (
+    HorovodConfig,
+    read_horovod_config,
+    report_ignored,
+)
 
 _START_TIMEOUT_S = 300.0
 _DYNAMIC = "dynamic"
@@ -94,9 +98,9 @@ def _leave(pid: int) -> None:
 
 
 def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi4py's
-    knobs = read_knobs()
+    knobs = read_horovod_config()
     _set_log_level(knobs)
-    claim = read_claim()
+    claim = read_rank_info()
     if claim.rank == 0:
         report_ignored(knobs)
         _report_stray(claim)
@@ -149,13 +153,13 @@ def _tune_malloc(local_size: int) -> None:
         thresholds.apply()
 
 
-def _set_log_level(knobs: Knobs) -> None:
+def _set_log_level(knobs: HorovodConfig) -> None:
     """Have ronde say as much as ``HOROVOD_LOG_LEVEL`` asks for; nobody else."""
     if knobs.log_level is not None:
         logging.getLogger("ronde").setLevel(knobs.log_level)
 
 
-def _report_stray(claim: Claim) -> None:
+def _report_stray(claim: RankInfo) -> None:
     if claim.stray:
         logging.getLogger("ronde").warning(
             "Ignored %s: no launcher sets so little. This is rank %s of %s. Unset it, "
@@ -213,7 +217,7 @@ def _register_all(session: Session, sets: list[ProcessSet]) -> None:
             )
 
 
-def _check_comm(comm: Sequence[int] | Any, claim: Claim) -> None:  # noqa: ANN401  mpi4py's
+def _check_comm(comm: Sequence[int] | Any, claim: RankInfo) -> None:  # noqa: ANN401  mpi4py's
     if comm is None:
         return
     every = list(range(claim.size))
@@ -229,13 +233,13 @@ def _check_comm(comm: Sequence[int] | Any, claim: Claim) -> None:  # noqa: ANN40
     )
 
 
-def _hierarchical(claim: Claim, knobs: Knobs) -> str:
+def _hierarchical(claim: RankInfo, knobs: HorovodConfig) -> str:
     """Return the engine that ``HOROVOD_HIERARCHICAL_*`` asks for, or empty."""
     is_asked = knobs.is_hierarchical and claim.engine == "auto"
     return "hierarchical" if is_asked and claim.local_size < claim.size else ""
 
 
-def _hosts(claim: Claim, communicator: Communicator) -> tuple[str, ...]:
+def _hosts(claim: RankInfo, communicator: Communicator) -> tuple[str, ...]:
     """Return the host of every rank; collective where they may be on several."""
     host = socket.gethostname()
     if claim.local_size == claim.size:
@@ -243,7 +247,9 @@ def _hosts(claim: Claim, communicator: Communicator) -> tuple[str, ...]:
     return tuple(exchange_hosts(communicator, host))
 
 
-def _options(knobs: Knobs, tuning: BucketTuningOptions | None) -> CoordinationOptions:
+def _options(
+    knobs: HorovodConfig, tuning: BucketTuningOptions | None
+) -> CoordinationOptions:
     return CoordinationOptions(
         fusion_threshold_bytes=knobs.fusion_threshold_bytes,
         tuning=fusion_options(knobs, tuning),

@@ -10,8 +10,8 @@ from ronde.errors import CollectiveError, NotInitializedError
 from ronde.torch.handles import Handles
 from ronde.torch.members import Job, Member
 from ronde.torch.recordings import Recordings
-from ronde.world import Claim, World
-from ronde.world.knobs import Knobs
+from ronde.world import RankInfo, World
+from ronde.world.horovod_config import HorovodConfig
 
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -36,8 +36,8 @@ class Session:
     """
 
     world: World
-    claim: Claim
-    knobs: Knobs
+    claim: RankInfo
+    knobs: HorovodConfig
     job: Job
     is_dynamic: bool
     sets: dict[int, tuple[int, ...]]

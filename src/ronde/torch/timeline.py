@@ -6,7 +6,7 @@ from pathlib import Path
 from ronde.collectives.compiler import outside_compiler
 from ronde.errors import UsageError
 from ronde.torch.session import Session, current_session, current_world
-from ronde.world.knobs import DYNAMIC
+from ronde.world.horovod_config import DYNAMIC
 
 
 @outside_compiler

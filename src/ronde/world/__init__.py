@@ -1,6 +1,6 @@
 """Who am I, how many are we, where do we meet: read once from the environment."""
 
-from ronde.world.environment import read_claim
-from ronde.world.value import Claim, Launcher, Meeting, World
+from ronde.world.environment import read_rank_info
+from ronde.world.value import Launcher, Meeting, RankInfo, World
 
-__all__ = ["Claim", "Launcher", "Meeting", "World", "read_claim"]
+__all__ = ["Launcher", "Meeting", "RankInfo", "World", "read_rank_info"]

@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from ronde.errors import WorldError
-from ronde.world.dialects import read_dialects
+from ronde.world.conflicts import resolve_conflicts
 from ronde.world.engines import read_cpu_engine, require_algorithm, require_engine
+from ronde.world.launcher_env import read_launcher_env
 from ronde.world.reading import Place, Reading, integer
-from ronde.world.settlement import settle
-from ronde.world.value import Claim, Launcher, Meeting
+from ronde.world.value import Launcher, Meeting, RankInfo
 
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
-def read_claim(environ: Mapping[str, str] | None = None) -> Claim:
+def read_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
     """Read who this process is among how many from the launcher's variables.
 
     Understands ronde, torchrun, Horovod, Open MPI, PMI (MPICH), Slurm steps and
@@ -42,7 +42,7 @@ def read_claim(environ: Mapping[str, str] | None = None) -> Claim:
     if environ is None:
         # Reading it here is this module's purpose; everybody else is given a mapping.
         environ = os.environ  # noqa: TID251
-    found = read_dialects(environ)
+    found = read_launcher_env(environ)
     readings = [reading for reading in found if not reading.is_stray]
     meeting = [f"{name}={environ[name]}" for name in _MEETING if name in environ]
     if not readings and meeting:
@@ -50,9 +50,9 @@ def read_claim(environ: Mapping[str, str] | None = None) -> Claim:
         readings = found
     stray = [said for each in found if each not in readings for said in each.said]
     if readings:
-        claim = _claim(environ, settle(readings), _read_meeting(environ))
+        claim = _claim(environ, resolve_conflicts(readings), _read_meeting(environ))
     else:
-        claim = Claim(Launcher.NONE, 0, 1, 0, 1, 0, 1)
+        claim = RankInfo(Launcher.NONE, 0, 1, 0, 1, 0, 1)
         stray += meeting if len(meeting) < len(_MEETING) else []
     return replace(
         claim,
@@ -147,12 +147,12 @@ def _home(environ: Mapping[str, str]) -> Path:
 
 def _claim(
     environ: Mapping[str, str], reading: Reading, meeting: Meeting | None
-) -> Claim:
+) -> RankInfo:
     place = reading.place
     if place.rank is None or place.size is None:
         raise AssertionError("settle() returned a partial reading")
     local_rank, local_size, cross_rank, cross_size = _local_and_cross(place)
-    return Claim(
+    return RankInfo(
         launcher=reading.launcher,
         rank=place.rank,
         size=place.size,

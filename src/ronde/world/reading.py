@@ -62,8 +62,8 @@ class Reading:
         place: What they say.
         said: The variables that were there, as ``NAME=value``.
         missing: The variables that this launcher always sets and that are not there.
-        job_id: As in ``Claim``.
-        hosts: As in ``Claim``.
+        job_id: As in ``RankInfo``.
+        hosts: As in ``RankInfo``.
     """
 
     launcher: Launcher

@@ -1,4 +1,4 @@
-"""Slurm's dialect: what ``srun`` tells the tasks of a step.
+"""Slurm's variables: what ``srun`` gives the tasks of a step.
 
 In an allocation without a step (``salloc``, a batch script) nobody is a rank yet, and
 Slurm's numbers describe what could be started: they are no claim.

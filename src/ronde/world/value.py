@@ -105,7 +105,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class RankInfo:
     """What one launcher's environment says of this process.
 
     MPI's and PMI's environments do not say which node this is; ``cross_rank`` and

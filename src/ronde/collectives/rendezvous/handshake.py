@@ -5,12 +5,12 @@ from datetime import timedelta
 
 from ronde.collectives.store import JobStore
 from ronde.errors import CollectiveError, StoreError
-from ronde.world.value import Claim
+from ronde.world.value import RankInfo
 
 _NUM_NAMED = 8
 
 
-def join(store: JobStore, claim: Claim) -> bool:
+def join(store: JobStore, claim: RankInfo) -> bool:
     """Take this rank's place in a store; False if another process has it.
 
     That is then the store of a program that the same launcher has started before, and
@@ -20,7 +20,7 @@ def join(store: JobStore, claim: Claim) -> bool:
     return store.compare_set(_place(claim.rank), b"", own) == own
 
 
-def await_all(store: JobStore, claim: Claim, timeout_s: float) -> None:
+def await_all(store: JobStore, claim: RankInfo, timeout_s: float) -> None:
     """Wait until all ranks have taken their places; on rank 0.
 
     Raises:

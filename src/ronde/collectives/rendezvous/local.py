@@ -26,13 +26,13 @@ from ronde.store.local_socket import (
 from ronde.store.protocol import max_connections
 from ronde.store.server import StoreServer, serve_locally
 from ronde.world.machine import boot_identity
-from ronde.world.value import Claim
+from ronde.world.value import RankInfo
 
 _POLL_S = 0.02
 _SOCKET = "ronde/socket"
 
 
-def meet_on_host(claim: Claim, timeout_s: float) -> JobStore:
+def meet_on_host(claim: RankInfo, timeout_s: float) -> JobStore:
     """Return a store that all ranks of ``claim`` on this host share.
 
     Args:
@@ -59,7 +59,7 @@ def meet_on_host(claim: Claim, timeout_s: float) -> JobStore:
     )
 
 
-def meeting_name(claim: Claim) -> str:
+def meeting_name(claim: RankInfo) -> str:
     """Name the socket after the launcher's process, which all ranks descend from."""
     launcher = find_launcher(claim)
     identity = f"{boot_identity()} {launcher.pid} {launcher.started_at} {claim.job_id}"
@@ -75,7 +75,7 @@ def _prefix() -> str:
     return f"ronde-ranks-{os.geteuid()}-"
 
 
-def _enter(path: str, claim: Claim, timeout_s: float) -> JobStore | None:
+def _enter(path: str, claim: RankInfo, timeout_s: float) -> JobStore | None:
     """Join the store behind a socket; None where there is none, or another's."""
     try:
         dial(path, timeout_s).close()
@@ -88,7 +88,7 @@ def _enter(path: str, claim: Claim, timeout_s: float) -> JobStore | None:
     return store_at(store.get(_SOCKET).decode(), timeout_s)
 
 
-def _host(claim: Claim, name: str, timeout_s: float) -> JobStore:
+def _host(claim: RankInfo, name: str, timeout_s: float) -> JobStore:
     """Answer for a store until this process ends; wait until all have joined."""
     for stale in own_directories(_prefix()):
         if remove_stale(stale):

@@ -14,12 +14,12 @@ from ronde.collectives.rendezvous.slurm import meet_in_step
 from ronde.collectives.store import store_at, store_beyond
 from ronde.errors import CollectiveError, WorldError
 from ronde.store.secret import SharedKey
-from ronde.world.value import Claim, Launcher, Meeting
+from ronde.world.value import Launcher, Meeting, RankInfo
 
 _calls = itertools.count()
 
 
-def meet(claim: Claim, timeout_s: float) -> Store:
+def meet(claim: RankInfo, timeout_s: float) -> Store:
     """Return a store that all ranks of ``claim`` share, empty under the keys used here.
 
     Collective: the n-th call of one rank meets the n-th call of all others.
@@ -40,7 +40,7 @@ def meet(claim: Claim, timeout_s: float) -> Store:
 
 
 @functools.cache
-def _store_of(claim: Claim, timeout_s: float) -> Store:
+def _store_of(claim: RankInfo, timeout_s: float) -> Store:
     """Open the store of a claim, once in a process.
 
     It stays open: a rank that meets again must not find the last server still closing.
@@ -62,7 +62,7 @@ def _store_of(claim: Claim, timeout_s: float) -> Store:
     )
 
 
-def _open_launchers(claim: Claim, timeout_s: float) -> Store:
+def _open_launchers(claim: RankInfo, timeout_s: float) -> Store:
     """Open what the launcher answers for: a socket here, or a port that wants a key."""
     place, _, key_file = claim.store.partition(" ")
     if not key_file:

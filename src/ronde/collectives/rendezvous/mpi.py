@@ -23,12 +23,12 @@ from ronde.store.protocol import max_connections
 from ronde.store.secret import SharedKey
 from ronde.store.server import serve_network
 from ronde.world.machine import network_identity
-from ronde.world.value import Claim
+from ronde.world.value import RankInfo
 
 _CURE = "Set them on all ranks, to rank 0's host and a free port there"
 
 
-def meet_by_mpi(claim: Claim, timeout_s: float) -> JobStore:
+def meet_by_mpi(claim: RankInfo, timeout_s: float) -> JobStore:
     """Return a store that all ranks share, which MPI told them the address of.
 
     MPI is initialised by this, if the program has not done so before.

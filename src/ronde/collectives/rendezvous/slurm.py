@@ -25,7 +25,7 @@ from ronde.store.secret import SameUser, dial_network
 from ronde.store.server import serve_network
 from ronde.world.environment import read_config_directory
 from ronde.world.host_lists import expand_list
-from ronde.world.value import Claim
+from ronde.world.value import RankInfo
 from ronde.world.variables import select_variables
 
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
@@ -41,7 +41,7 @@ _Place = tuple[str, int]
 _CURE = "Set MASTER_ADDR and MASTER_PORT on all ranks."
 
 
-def meet_in_step(claim: Claim, timeout_s: float) -> JobStore:
+def meet_in_step(claim: RankInfo, timeout_s: float) -> JobStore:
     """Return a store that all ranks of a step of Slurm's share.
 
     Args:
@@ -71,7 +71,7 @@ def meet_in_step(claim: Claim, timeout_s: float) -> JobStore:
     return _find(addresses, trust, claim, timeout_s)
 
 
-def _first_nodes(claim: Claim) -> tuple[str, str]:
+def _first_nodes(claim: RankInfo) -> tuple[str, str]:
     """Return the names of rank 0's host and of another."""
     said = select_variables(_NODE_LISTS)
     text = next((said[name] for name in _NODE_LISTS if said.get(name)), "")
@@ -107,7 +107,7 @@ def step_ports(job_id: str) -> list[int]:
     return drawing.sample(range(_FIRST_PORT, _END_PORT), _NUM_PORTS)
 
 
-def _host(address: str, trust: SameUser, claim: Claim, timeout_s: float) -> JobStore:
+def _host(address: str, trust: SameUser, claim: RankInfo, timeout_s: float) -> JobStore:
     """Answer on the first port that is free, and wait until all others have joined."""
     listener = _bind_first(address, step_ports(claim.job_id))
     port = listener.getsockname()[1]
@@ -134,7 +134,7 @@ def _bind_first(address: str, ports: Sequence[int]) -> socket.socket:
 
 
 def _find(
-    addresses: Sequence[str], trust: SameUser, claim: Claim, timeout_s: float
+    addresses: Sequence[str], trust: SameUser, claim: RankInfo, timeout_s: float
 ) -> JobStore:
     """Try until somebody at a port of rank 0's host proves to be of this step."""
     ends_at = time.monotonic() + timeout_s

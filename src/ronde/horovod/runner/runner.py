@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from ronde.errors import UsageError
 from ronde.horovod.runner.calls import Outcome, collect_outcomes, leave_call
-from ronde.world import read_claim
+from ronde.world import read_rank_info
 
 _USAGE_EXIT_CODE = 64
 _TAIL_LINES = 20
@@ -160,7 +160,7 @@ def _words(asked: Mapping[str, Any]) -> list[str]:
     """Return the command that starts the ranks, up to their program."""
     # The call lies in a folder of this machine.
     words = [sys.executable, "-m", "ronde", "run", "--standalone", "--horovod-alias"]
-    if read_claim().size == 1:
+    if read_rank_info().size == 1:
         # A program that is a world of its own may well have been started as one.
         words.append("--nested")
     for name, option in _OPTIONS.items():

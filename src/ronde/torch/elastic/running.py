@@ -10,7 +10,7 @@ from ronde.errors import CollectiveError
 from ronde.torch.elastic.objects import State
 from ronde.torch.elastic.updates import HostsUpdatedInterrupt, notification_manager
 from ronde.torch.lifetime import init, shutdown
-from ronde.world.knobs import read_knobs
+from ronde.world.horovod_config import read_horovod_config
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
@@ -63,7 +63,7 @@ def run_fn(
 
 
 def _until_done(train: Callable[[], R], state: State, reset: Callable[[], None]) -> R:
-    resets = _Resets(read_knobs().reset_limit)
+    resets = _Resets(read_horovod_config().reset_limit)
     is_met, is_synchronized = True, False
     while True:
         try:

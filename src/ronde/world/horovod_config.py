@@ -26,7 +26,7 @@ _LEVELS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Knobs:
+class HorovodConfig:
     """What the variables say; what they leave open is Horovod's default.
 
     Attributes:
@@ -85,7 +85,7 @@ class Knobs:
     remarks: tuple[str, ...] = ()
 
 
-def read_knobs(environ: Mapping[str, str] | None = None) -> Knobs:
+def read_horovod_config(environ: Mapping[str, str] | None = None) -> HorovodConfig:
     """Read Horovod's variables; one that is empty counts as not set.
 
     Booleans are true as Horovod has it, for a number above 0, and for true, yes and
@@ -114,7 +114,7 @@ def read_knobs(environ: Mapping[str, str] | None = None) -> Knobs:
     remarks = _remarks(said)
     if _boolean(_NO_STALL_CHECK, said.get(_NO_STALL_CHECK, "")):
         values |= {"stall_warning_s": 0.0, "stall_shutdown_s": 0.0}
-    warning_s = values.get("stall_warning_s", Knobs().stall_warning_s)
+    warning_s = values.get("stall_warning_s", HorovodConfig().stall_warning_s)
     if 0 < values.get("stall_shutdown_s", 0) < warning_s:
         values["stall_shutdown_s"] = 0.0
         remarks.append(
@@ -122,7 +122,7 @@ def read_knobs(environ: Mapping[str, str] | None = None) -> Knobs:
             f"{warning_s:g}, got {said['STALL_SHUTDOWN_TIME_SECONDS']}. No stall will "
             "end the job."
         )
-    return Knobs(
+    return HorovodConfig(
         **values,
         is_hierarchical=any(hierarchical),
         explicit=frozenset(said),
@@ -131,11 +131,11 @@ def read_knobs(environ: Mapping[str, str] | None = None) -> Knobs:
     )
 
 
-def report_ignored(knobs: Knobs) -> None:
+def report_ignored(knobs: HorovodConfig) -> None:
     """Log, once a process, which variables have no effect.
 
     Args:
-        knobs: From ``read_knobs``.
+        knobs: From ``read_horovod_config``.
     """
     _report(knobs.without_effect, knobs.remarks)
 

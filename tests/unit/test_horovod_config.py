@@ -7,7 +7,11 @@ from hypothesis import given, strategies as st
 from ronde.errors import WorldError
 from ronde.world.engines import read_cpu_engine
 from ronde.world.environment import read_engine
-from ronde.world.knobs import Knobs, read_knobs, report_ignored
+from ronde.world.horovod_config import (
+    HorovodConfig,
+    read_horovod_config,
+    report_ignored,
+)
 
 # Values and what comes of them: attribute, value.
 HEARD = {
@@ -43,13 +47,13 @@ def horovod(**variables: str) -> dict[str, str]:
 
 
 def test_nothing_set_is_the_default() -> None:
-    assert read_knobs({"PATH": "/bin"}) == Knobs()
+    assert read_horovod_config({"PATH": "/bin"}) == HorovodConfig()
 
 
 @pytest.mark.parametrize("name", HEARD)
 def test_each_variable_is_heard(name: str) -> None:
     text, attribute, value = HEARD[name]
-    knobs = read_knobs(horovod(**{name: text}))
+    knobs = read_horovod_config(horovod(**{name: text}))
     assert getattr(knobs, attribute) == value
     assert knobs.explicit == {name}
     assert not knobs.remarks
@@ -59,22 +63,22 @@ def test_each_variable_is_heard(name: str) -> None:
 def test_every_attribute_has_its_variable() -> None:
     about_them = {"explicit", "without_effect", "remarks"}
     heard = {attribute for _, attribute, _ in HEARD.values()}
-    assert heard | about_them == {field.name for field in fields(Knobs)}
+    assert heard | about_them == {field.name for field in fields(HorovodConfig)}
 
 
 @pytest.mark.parametrize("name", HEARD)
 def test_empty_is_not_set(name: str) -> None:
-    assert read_knobs(horovod(**{name: " "})) == Knobs()
+    assert read_horovod_config(horovod(**{name: " "})) == HorovodConfig()
 
 
 @pytest.mark.parametrize("text", ["1", "2", "true", "Yes", "on"])
 def test_true(text: str) -> None:
-    assert read_knobs(horovod(AUTOTUNE=text)).is_autotuning
+    assert read_horovod_config(horovod(AUTOTUNE=text)).is_autotuning
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "false", "No", "off"])
 def test_false(text: str) -> None:
-    assert not read_knobs(horovod(AUTOTUNE=text)).is_autotuning
+    assert not read_horovod_config(horovod(AUTOTUNE=text)).is_autotuning
 
 
 @pytest.mark.parametrize(
@@ -95,26 +99,26 @@ def test_false(text: str) -> None:
 )
 def test_bad_values_name_variable_and_value(name: str, text: str) -> None:
     with pytest.raises(WorldError, match=rf"HOROVOD_{name} must be .*, got '{text}'"):
-        read_knobs(horovod(**{name: text}))
+        read_horovod_config(horovod(**{name: text}))
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8))
 def test_any_text_is_read_or_refused(text: str) -> None:
     for name in HEARD:
         try:
-            read_knobs(horovod(**{name: text}))
+            read_horovod_config(horovod(**{name: text}))
         except WorldError as error:
             assert f"HOROVOD_{name}" in str(error)  # noqa: PT017
 
 
 def test_a_shutdown_before_the_warning_is_none_and_said() -> None:
-    knobs = read_knobs(horovod(STALL_SHUTDOWN_TIME_SECONDS="5"))
+    knobs = read_horovod_config(horovod(STALL_SHUTDOWN_TIME_SECONDS="5"))
     assert knobs.stall_shutdown_s == 0
     assert "must be at least the warning time, 60, got 5." in knobs.remarks[0]
 
 
 def test_what_does_nothing_is_sorted_by_how_bad_that_is() -> None:
-    knobs = read_knobs(
+    knobs = read_horovod_config(
         horovod(
             NUM_NCCL_STREAMS="2",
             WITH_PYTORCH="1",
@@ -132,10 +136,10 @@ def test_what_does_nothing_is_sorted_by_how_bad_that_is() -> None:
 
 
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    knobs = read_knobs(horovod(NO_SUCH_KNOB="1", CCL_CACHE="1"))
+    knobs = read_horovod_config(horovod(NO_SUCH_KNOB="1", CCL_CACHE="1"))
     with caplog.at_level(logging.DEBUG, "ronde"):
         report_ignored(knobs)
-        report_ignored(read_knobs(horovod(NO_SUCH_KNOB="1", CCL_CACHE="1")))
+        report_ignored(read_horovod_config(horovod(NO_SUCH_KNOB="1", CCL_CACHE="1")))
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.DEBUG, logging.WARNING]
     assert "HOROVOD_CCL_CACHE" in caplog.messages[0]

@@ -1,4 +1,4 @@
-"""The launchers' dialects: which variable says what, one table row a launcher."""
+"""Each launcher's variables: which one says what, one table row a launcher."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from ronde.world.value import Launcher
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class LauncherEnv:
     """How one launcher says a process's place.
 
     Attributes:
-        launcher: Whose dialect it is.
+        launcher: Whose variables they are.
         names: The variable for each attribute of ``Place`` that it can say.
         required: The attributes that it always says.
         job_id: The variable that names the job, or empty.
@@ -28,7 +28,7 @@ class Dialect:
     is_marked: bool = False
 
     def read(self, environ: Mapping[str, str]) -> Reading | None:
-        """Read this dialect's variables; None when there are none.
+        """Read this launcher's variables; None when there are none.
 
         Raises:
             WorldError: They are not numbers, or not all of them can be true.
@@ -73,22 +73,22 @@ _TORCH_NAMES = {
 # torchrun does not write CROSS_*: what stands there is somebody else's.
 _TORCHRUN_NAMES = {k: v for k, v in _TORCH_NAMES.items() if not k.startswith("cross")}
 
-RONDE = Dialect(
+RONDE = LauncherEnv(
     Launcher.RONDE,
     _TORCH_NAMES,
     tuple(_TORCH_NAMES),
     job_id="RONDE_JOB_ID",
     is_marked=True,
 )
-TORCHRUN = Dialect(
+TORCHRUN = LauncherEnv(
     Launcher.TORCHRUN,
     _TORCHRUN_NAMES,
     tuple(_TORCHRUN_NAMES),
     job_id="TORCHELASTIC_RUN_ID",
     is_marked=True,
 )
-PLAIN = Dialect(Launcher.PLAIN, _TORCH_NAMES)
-HOROVOD = Dialect(
+PLAIN = LauncherEnv(Launcher.PLAIN, _TORCH_NAMES)
+HOROVOD = LauncherEnv(
     Launcher.HOROVOD,
     {
         "rank": "HOROVOD_RANK",
@@ -99,7 +99,7 @@ HOROVOD = Dialect(
         "cross_size": "HOROVOD_CROSS_SIZE",
     },
 )
-OPEN_MPI = Dialect(
+OPEN_MPI = LauncherEnv(
     Launcher.OPEN_MPI,
     {
         "rank": "OMPI_COMM_WORLD_RANK",
@@ -112,7 +112,7 @@ OPEN_MPI = Dialect(
     ("rank", "size", "local_rank", "local_size"),
     job_id="PMIX_NAMESPACE",
 )
-PMI = Dialect(
+PMI = LauncherEnv(
     Launcher.PMI,
     {
         "rank": "PMI_RANK",
@@ -123,8 +123,8 @@ PMI = Dialect(
 )
 
 
-def read_dialects(environ: Mapping[str, str]) -> list[Reading]:
-    """Read every dialect that ``environ`` speaks, the one that counts most first.
+def read_launcher_env(environ: Mapping[str, str]) -> list[Reading]:
+    """Read the variables of every launcher, the one that counts most first.
 
     MPI comes before Slurm: ``mpirun`` inside a Slurm job starts its daemons with
     ``srun``, and the ranks inherit the daemon's ``SLURM_PROCID``.
@@ -133,10 +133,10 @@ def read_dialects(environ: Mapping[str, str]) -> list[Reading]:
         WorldError: One of them is not of numbers, or contradicts itself.
     """
     family = _torch_family(environ)
-    dialects = [HOROVOD, OPEN_MPI, PMI]
+    known = [HOROVOD, OPEN_MPI, PMI]
     # By hand counts least: of equal claims the launcher's knows more.
-    dialects.insert(len(dialects) if family is PLAIN else 0, family)
-    found = [dialect.read(environ) for dialect in dialects]
+    known.insert(len(known) if family is PLAIN else 0, family)
+    found = [each.read(environ) for each in known]
     readings = [reading for reading in found if reading is not None]
     # Left over from another launcher's start they may well be at odds: do not look.
     if not any(r.is_above_slurm and r.place.local_rank is not None for r in readings):
@@ -145,7 +145,7 @@ def read_dialects(environ: Mapping[str, str]) -> list[Reading]:
     return readings
 
 
-def _torch_family(environ: Mapping[str, str]) -> Dialect:
+def _torch_family(environ: Mapping[str, str]) -> LauncherEnv:
     """Choose who wrote ``RANK`` and its kin, which three launchers share."""
     ours = environ.get(RONDE.job_id)
     theirs = environ.get(TORCHRUN.job_id)

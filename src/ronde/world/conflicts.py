@@ -7,7 +7,7 @@ from ronde.world.reading import Reading
 from ronde.world.value import Launcher
 
 
-def settle(readings: list[Reading]) -> Reading:
+def resolve_conflicts(readings: list[Reading]) -> Reading:
     """Choose the one reading that all others agree with or explain.
 
     Slurm's variables under another launcher tell of that launcher's daemon, not of the
