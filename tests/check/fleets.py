@@ -2,8 +2,7 @@
 
 from ronde.check.catalogue import all_checks
 from ronde.check.check import Check, Family, Finding, Severity, alike
-from ronde.check.facts import HostFacts
-from ronde.check.fleet import Fleet
+from ronde.check.facts import Fleet, HostFacts
 
 
 def make_check(name, family, severity, judge, *facts, fix="do the right thing"):

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from ronde.check.facts import HostFacts
-from ronde.check.fleet import Fleet
+from ronde.check.facts import Fleet, HostFacts
 
 GIB = 1 << 30
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
-from ronde.check.steps.panel import Panel
+from ronde.check.hosts import HostSet as Panel
 from ronde.launch.controller.remote_programs import Answer
 
 WORDS = [sys.executable, "-c", "from ronde.check.node import main; main()"]
@@ -18,7 +18,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 class PipedInterview:
-    """Asks like ``ronde.launch`` does; all hosts at once."""
+    """Asks like ``ronde.launch``; all hosts at once."""
 
     def __init__(self, programs: Mapping[str, "subprocess.Popen[str]"]) -> None:
         self.programs = programs

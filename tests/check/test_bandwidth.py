@@ -11,15 +11,13 @@ from hypothesis import given, strategies as st
 
 from ronde.check.bandwidth import judge_pairs, rounds
 from ronde.check.check import Severity
-from ronde.check.facts import HostFacts
+from ronde.check.facts import Fleet, HostFacts
 from ronde.check.families.bandwidth import CHECKS
-from ronde.check.fleet import Fleet
+from ronde.check.hosts import HostSet as Panel, NodeContext as Site
 from ronde.check.judging import judge
 from ronde.check.operations import bandwidth as operations
-from ronde.check.operations.site import Site
 from ronde.check.steps import bandwidth as steps
 from ronde.check.steps.pair_ways import Streams
-from ronde.check.steps.panel import Panel
 from ronde.launch.controller.remote_programs import Answer
 
 KNOWN_TO_BOTH = "00112233445566778899aabbccddeeff"

@@ -14,19 +14,17 @@ from hypothesis import given, settings, strategies as st
 from tests.check.copies_suite import check_copies
 from tests.check.programs import WORDS, panel_of
 
-from ronde.check.families.cluster_pace import PACE, PACE_CPU, find_slow
-from ronde.check.families.cluster_product import PRODUCTS
-from ronde.check.gpu.copies import COPIES, LOADED_LINKS
-from ronde.check.operations import burning as operations
-from ronde.check.operations.product import (
+from ronde.check.cluster import compute as operations
+from ronde.check.cluster.compute import PACE, PACE_CPU, PRODUCTS, find_slow
+from ronde.check.cluster.product import (
     MAX_SIZE,
     NUM_IN_ROUND,
     make_factor,
     multiply,
     sum_up,
 )
-from ronde.check.operations.site import Site
-from ronde.check.steps import burning, pacing
+from ronde.check.gpu.copies import COPIES, LOADED_LINKS
+from ronde.check.hosts import NodeContext as Site
 
 torch = pytest.importorskip("torch")
 
@@ -238,7 +236,7 @@ def burn_answering(answer, num_gpus=None):
     with panel_of({"a": ""}, {"burn_s": 0.01}, start=start) as panel:
         if num_gpus is not None:
             panel.note("a", "gpu.count", num_gpus)
-        burning.run(panel)
+        operations.BURN_STEP.run(panel)
     return panel.facts["a"]
 
 
@@ -319,7 +317,7 @@ def test_one_slow_cpu_is_no_slow_processor(site, monkeypatch):
 
 def test_hosts_that_share_this_machine_are_alike():
     with panel_of({"a": "", "b": "", "c": ""}) as panel:
-        pacing.run(panel)
+        operations.PACE_STEP.run(panel)
     facts = {host: facts.values for host, facts in panel.facts.items()}
     assert all(0 < values[PACE_CPU] <= values[PACE] for values in facts.values())
     # Wall time is as even as this machine is idle; CPU time is even always.
@@ -342,7 +340,7 @@ def test_a_host_that_goes_behind_another_program_is_the_slowest():
         panel.ask_all({"do": "spin", "seconds": 0.0}, 60.0)
         hog = subprocess.Popen([*on_cpu, sys.executable, "-c", "while True: pass"])
         try:
-            pacing.run(panel)
+            operations.PACE_STEP.run(panel)
         finally:
             hog.kill()
             hog.wait()
@@ -352,7 +350,7 @@ def test_a_host_that_goes_behind_another_program_is_the_slowest():
 
 def test_all_hosts_compute_the_same_when_asked_to():
     with panel_of({"a": "", "b": ""}, {"burn_s": 0.01}) as panel:
-        burning.run(panel)
+        operations.BURN_STEP.run(panel)
     told = [facts.values[PRODUCTS]["cpu"]["checksum"] for facts in panel.facts.values()]
     assert len(told) == 2
     assert len(set(told)) == 1
@@ -363,7 +361,7 @@ def test_a_host_that_is_gone_is_not_known():
         return subprocess.Popen([sys.executable, "-c", "input()"], **popen)
 
     with panel_of({"a": ""}, {"burn_s": 0.01}, start=start) as panel:
-        pacing.run(panel)
-        burning.run(panel)
+        operations.PACE_STEP.run(panel)
+        operations.BURN_STEP.run(panel)
     assert panel.facts["a"].values == {}
     assert panel.facts["a"].unreadable.keys() == {PACE, PRODUCTS}

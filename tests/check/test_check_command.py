@@ -13,9 +13,9 @@ import pytest
 from tests.cli.conftest import Ronde, clean_environment
 
 from ronde.check.catalogue import all_checks
-from ronde.check.fleet import Fleet
+from ronde.check.facts import Fleet
+from ronde.check.history import load_last
 from ronde.check.judging import judge
-from ronde.check.keeping import load_last
 from ronde.cli.check_options import make_parser, read_request
 from ronde.errors import UsageError
 from ronde.launch.hosts.hostfile import parse_hostfile, parse_hosts

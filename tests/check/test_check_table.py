@@ -9,8 +9,8 @@ from tests.check.fleets import CHECKS, NO_GPU, make_check, make_fleet
 
 from ronde import __version__
 from ronde.check.check import Check, Family, Finding, Severity, name_pair
+from ronde.check.history import Changes
 from ronde.check.judging import Judgement, Unread, decide, fit_together, judge
-from ronde.check.keeping import Changes
 from ronde.render.check_findings import tell_findings, tell_unread, tell_verdict
 from ronde.render.check_json import checked_as_json
 from ronde.render.check_table import tabulate_hosts

@@ -6,8 +6,8 @@ import time
 from hypothesis import given, strategies as st
 from tests.check.programs import panel_of
 
-from ronde.check.steps import clock
-from ronde.check.steps.panel import Reply
+from ronde.check.cluster import hosts as clock
+from ronde.check.hosts import Reply
 
 
 def test_an_answer_in_the_middle_of_the_round_trip_gives_the_offset():
@@ -34,7 +34,7 @@ def test_the_true_offset_lies_within_the_error(offset_s, going_s, coming_s, aske
 def test_programs_on_one_machine_have_one_clock():
     with panel_of({"a": "", "b": ""}) as panel:
         begun_s = time.monotonic()
-        clock.run(panel)
+        clock.STEP.run(panel)
         took_s = time.monotonic() - begun_s
     for facts in panel.facts.values():
         offset_s, error_s = facts.values[clock.OFFSET], facts.values[clock.ERROR]
@@ -47,7 +47,7 @@ def test_a_host_that_does_not_answer_has_no_offset():
     with panel_of({"a": "", "b": ""}) as panel:
         panel._interview.programs["b"].kill()
         panel._interview.programs["b"].wait()
-        clock.run(panel)
+        clock.STEP.run(panel)
     assert clock.OFFSET in panel.facts["a"].values
     assert clock.OFFSET not in panel.facts["b"].values
     assert clock.OFFSET in panel.facts["b"].unreadable

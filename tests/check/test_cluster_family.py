@@ -2,12 +2,11 @@
 
 import pytest
 from hypothesis import given, strategies as st
+from tests.check.fleets import of_family
 from tests.check.host_values import GIB, make_fleet
 
-from ronde.check.check import Severity
-from ronde.check.facts import HostFacts
-from ronde.check.families.cluster import CHECKS
-from ronde.check.fleet import Fleet
+from ronde.check.check import Family, Severity
+from ronde.check.facts import Fleet, HostFacts
 from ronde.check.judging import judge
 from ronde.check.probing import ProbeEntry, run_probes
 
@@ -17,7 +16,7 @@ HUNG = "it hung and was killed after 15 s"
 
 
 def find(fleet):
-    return judge(fleet, CHECKS).findings
+    return judge(fleet, of_family(Family.CLUSTER)).findings
 
 
 def hosts_with(fact, **values):
@@ -65,7 +64,7 @@ def test_hosts_that_are_alike_are_healthy(names):
                 "cluster.products": {"cpu": product(gflop_per_s=100.0 - 9 * number)},
             }
         )
-    judged = judge(fleet, CHECKS)
+    judged = judge(fleet, of_family(Family.CLUSTER))
     assert judged.findings == ()
     assert judged.unread == ()
 

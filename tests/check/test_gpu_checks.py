@@ -5,8 +5,7 @@ from tests.check.fleets import of_family
 from tests.check.nvml_fake import GIB, SavedNvml, asking, healthy, refusal
 
 from ronde.check.check import Family, Severity
-from ronde.check.facts import HostFacts, Reading
-from ronde.check.fleet import Fleet
+from ronde.check.facts import Fleet, HostFacts, Reading
 from ronde.check.gpu.answers import keep_answers
 from ronde.check.judging import judge
 

@@ -5,9 +5,8 @@ from hypothesis import given, strategies as st
 
 from ronde.check.catalogue import all_checks
 from ronde.check.check import Severity
-from ronde.check.facts import HostFacts
-from ronde.check.families.cluster_product import PRODUCTS
-from ronde.check.fleet import Fleet
+from ronde.check.cluster.compute import PRODUCTS
+from ronde.check.facts import Fleet, HostFacts
 from ronde.check.gpu.copies import COPIES, LOADED_LINKS
 from ronde.check.gpu.judges import name_devices
 from ronde.check.judging import judge

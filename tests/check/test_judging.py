@@ -3,8 +3,7 @@
 from tests.check.fleets import make_check
 
 from ronde.check.check import Family, Finding, Severity
-from ronde.check.facts import HostFacts
-from ronde.check.fleet import Fleet
+from ronde.check.facts import Fleet, HostFacts
 from ronde.check.judging import Unread, judge
 
 HOSTS = (

@@ -6,8 +6,8 @@ from tests.check.fleets import CHECKS, make_fleet
 
 from ronde.check.check import Finding, Severity, name_pair
 from ronde.check.facts import HostFacts
+from ronde.check.history import Change, Kept, compare, load_last, save
 from ronde.check.judging import judge
-from ronde.check.keeping import Change, Kept, compare, load_last, save
 from ronde.errors import UsageError
 from ronde.render.check_changes import tell_changes
 

@@ -3,15 +3,19 @@
 from hypothesis import given, strategies as st
 from tests.check.programs import panel_of
 
+from ronde.check.catalogue import all_checks
 from ronde.check.check import Severity
-from ronde.check.facts import HostFacts
-from ronde.check.families.link_errors import CHECKS, RDMA_GROWTH
-from ronde.check.fleet import Fleet
+from ronde.check.facts import Fleet, HostFacts
 from ronde.check.judging import judge
-from ronde.check.probes.counters import RDMA_ERRORS
-from ronde.check.probes.network_rdma import read_errors
-from ronde.check.steps.counting import PORTS_STEP, compare_ports
+from ronde.check.network.rdma import (
+    RDMA_ERRORS,
+    RDMA_GROWTH,
+    STEP,
+    compare_counts,
+    read_errors,
+)
 
+CHECKS = tuple(each for each in all_checks() if each.id == "rdma-errors")
 PORT = "sys/class/infiniband/mlx5_0/ports/1"
 
 
@@ -47,19 +51,19 @@ def test_what_grows_between_two_looks_is_told_and_what_was_there_is_not(tmp_path
     with panel_of({"a": ""}, {"root": str(tmp_path)}) as panel:
         panel.note("a", RDMA_ERRORS, read_errors(str(tmp_path)))
         count(tmp_path, counters__symbol_error=9)
-        PORTS_STEP.run(panel)
+        STEP.run(panel)
     (facts,) = panel.facts.values()
     assert facts.values[RDMA_GROWTH] == {"mlx5_0:1": {"symbol_error": 2}}
     (finding,) = judged(facts.values).findings
     assert (finding.check, finding.severity) == ("rdma-errors", Severity.WARN)
-    assert finding.what == "mlx5_0:1: symbol_error by 2 more while it was looked at"
+    assert finding.what == "mlx5_0:1: symbol_error by 2 more during the check"
 
 
 def test_a_host_without_adapters_is_not_asked_again(tmp_path):
     with panel_of({"a": ""}, {"root": str(tmp_path)}) as panel:
         panel.note("a", RDMA_ERRORS, {})
         panel._interview.programs["a"].kill()
-        PORTS_STEP.run(panel)
+        STEP.run(panel)
         assert panel.facts["a"].unreadable == {}
 
 
@@ -68,7 +72,7 @@ def test_what_cannot_be_read_again_says_why():
         panel.note("a", RDMA_ERRORS, {"mlx5_0:1": {"symbol_error": 1}})
         panel._interview.programs["a"].kill()
         panel._interview.programs["a"].wait()
-        PORTS_STEP.run(panel)
+        STEP.run(panel)
     (facts,) = panel.facts.values()
     assert facts.unreadable == {RDMA_GROWTH: "its program has ended"}
 
@@ -80,12 +84,12 @@ COUNTS = st.dictionaries(
 
 @given(COUNTS, COUNTS)
 def test_only_what_grew_of_what_was_counted_before_has_grown(before, after):
-    for port, counts in compare_ports(before, after).items():
+    for port, counts in compare_counts(before, after).items():
         for name, grown in counts.items():
             assert grown == after[port][name] - before[port][name] > 0
-    assert compare_ports(before, before) == {}
+    assert compare_counts(before, before) == {}
 
 
 def test_a_counter_that_is_reset_has_not_grown():
     before = {"mlx5_0:1": {"symbol_error": 9}}
-    assert compare_ports(before, {"mlx5_0:1": {"symbol_error": 1}}) == {}
+    assert compare_counts(before, {"mlx5_0:1": {"symbol_error": 1}}) == {}

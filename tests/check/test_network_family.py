@@ -2,13 +2,12 @@
 
 import pytest
 from hypothesis import given, strategies as st
+from tests.check.fleets import of_family
 
 from ronde.check.check import Family, Severity
-from ronde.check.facts import HostFacts
-from ronde.check.families import network
-from ronde.check.families.network_names import chooses
-from ronde.check.fleet import Fleet
+from ronde.check.facts import Fleet, HostFacts
 from ronde.check.judging import judge
+from ronde.check.network.interfaces import chooses
 
 ETH0 = {
     "kind": "physical", "state": "up", "mtu": 1500, "mbit_per_s": 10000,
@@ -59,6 +58,8 @@ WITH_IB = {
     "network.has_rdma_library": True,
 }
 
+CHECKS = of_family(Family.NETWORK)
+
 
 def fleet_of(num, changed=None, usual=PLAIN):
     """Return hosts ``n1`` .. with usual facts; ``n2`` has some changed."""
@@ -70,7 +71,7 @@ def fleet_of(num, changed=None, usual=PLAIN):
 
 
 def found(fleet):
-    told = judge(fleet, network.CHECKS).findings
+    told = judge(fleet, CHECKS).findings
     return {(each.check, each.host): each for each in told}
 
 
@@ -233,17 +234,6 @@ def test_flaps_are_counted_a_day_and_at_rdma_ports():
     assert finding.what == "mlx5_0:1 went down 36 times in 7 days or less"
 
 
-def test_small_packets_on_a_fast_link_are_worth_knowing():
-    fast = INTERFACES | {"eth0": ETH0 | {"mbit_per_s": 100000}}
-    told = {"n9": {"error": "", "interface": "eth0", "own_mtu": 1500, "lost_bytes": 0}}
-    changed = {"network.interfaces": fast, "network.reach": told}
-    finding = only(fleet_of(1, usual=PLAIN | changed))
-    assert (finding.check, finding.severity) == ("jumbo-frames", Severity.INFORM)
-    large = {"eth0": fast["eth0"] | {"mtu": 8500}}
-    changed["network.interfaces"] = large
-    assert not found(fleet_of(1, usual=PLAIN | changed))
-
-
 def test_a_port_that_is_up_elsewhere_is_told():
     finding = only(fleet_of(3, port(DOWN), PLAIN | WITH_IB))
     assert (finding.check, finding.host) == ("rdma-port", "n2")
@@ -398,13 +388,13 @@ def test_other_firmware_is_told():
 
 def test_unreadable_is_not_bad():
     nothing = HostFacts("n1", {}, {"network.interfaces": "no"}, {})
-    assert not judge(Fleet((nothing, nothing), {}), network.CHECKS).findings
+    assert not judge(Fleet((nothing, nothing), {}), CHECKS).findings
 
 
 def test_every_check_says_what_people_need():
-    ids = [check.id for check in network.CHECKS]
+    ids = [check.id for check in CHECKS]
     assert len(set(ids)) == len(ids)
-    for check in network.CHECKS:
+    for check in CHECKS:
         assert check.family == Family.NETWORK
         told = (check.title, check.reads, check.threshold, check.source, check.fix)
         assert all(told)

@@ -4,8 +4,8 @@ import threading
 import time
 
 from ronde.check.facts import Reading
-from ronde.check.probes import network
-from ronde.check.probes.network_names import OwnName
+from ronde.check.network import interfaces, rdma
+from ronde.check.network.interfaces import OwnName
 
 
 def write(root, files):
@@ -14,9 +14,14 @@ def write(root, files):
         (root / path).write_text(text)
 
 
+def read(reading):
+    interfaces.read(reading)
+    rdma.read(reading)
+
+
 def facts_of(root):
     reading = Reading({"root": str(root)})
-    network.read(reading)
+    read(reading)
     return reading
 
 
@@ -87,7 +92,7 @@ def test_what_ronde_run_would_forward_comes_on_top(tmp_path):
     write(tmp_path, BASE)
     given = {"NCCL_SOCKET_IFNAME": "ib", "NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "1"}
     reading = Reading({"root": str(tmp_path), "environment": given})
-    network.read(reading)
+    read(reading)
     assert reading.values["network.variables"] == {
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_IB_DISABLE": "1",
@@ -179,7 +184,7 @@ def test_an_empty_tree_is_unreadable_and_no_fault(tmp_path):
 def test_this_machine_is_read_quickly():
     begun_s = time.monotonic()
     facts = Reading({})
-    network.read(facts)
+    read(facts)
     assert time.monotonic() - begun_s < 3
     assert facts.values["network.interfaces"]["lo"]["kind"] == "loopback"
     assert facts.values["network.own_name"]["name"]

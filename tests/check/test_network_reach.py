@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.check.check import Severity
-from ronde.check.facts import HostFacts
+from ronde.check.facts import Fleet, HostFacts
 from ronde.check.families.network_reach import CHECKS
-from ronde.check.fleet import Fleet
 from ronde.check.judging import judge
 from ronde.check.reachability import blame, lost_pairs, slow_pairs, usual_speed
 

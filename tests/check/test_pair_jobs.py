@@ -14,12 +14,11 @@ from ronde.bench.bench_record import to_record
 from ronde.bench.rows import Row, Side
 from ronde.bench.runs import RankCount, RankSource, Run
 from ronde.check.check import Severity
-from ronde.check.facts import HostFacts
+from ronde.check.facts import Fleet, HostFacts
 from ronde.check.families.bandwidth import CHECKS
-from ronde.check.fleet import Fleet
+from ronde.check.hosts import NodeContext as Site
 from ronde.check.judging import judge
 from ronde.check.operations import benching
-from ronde.check.operations.site import Site
 from ronde.check.steps import bandwidth as steps
 from ronde.check.steps.pair_ways import busbw_of, judge_logs
 from ronde.errors import UsageError

@@ -7,10 +7,9 @@ from tests.cli.conftest import Ronde
 
 from ronde.check.catalogue import PROBES, all_checks
 from ronde.check.check import Check
-from ronde.check.facts import HostFacts
-from ronde.check.fleet import Fleet
+from ronde.check.cluster.hosts import FAILED
+from ronde.check.facts import Fleet, HostFacts
 from ronde.check.planning import STEPS, plan_for
-from ronde.check.steps.probing import FAILED
 from ronde.cli.check_options import make_parser, read_request
 
 ronde = Ronde()

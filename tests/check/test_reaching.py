@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from tests.check.programs import panel_of
 
 from ronde.check.collect import choose_addresses
+from ronde.check.hosts import NodeContext as Site
 from ronde.check.operations import path_mtu
 from ronde.check.operations.path_mtu import measure_mtu, own_end
 from ronde.check.operations.reaching import (
@@ -20,7 +21,6 @@ from ronde.check.operations.reaching import (
     reach,
 )
 from ronde.check.operations.receiving import ECHO, FRAME, SINK, receive_exactly
-from ronde.check.operations.site import Site
 from ronde.check.steps import reaching
 
 TOKEN = "0123456789abcdef"  # noqa: S105

@@ -10,8 +10,7 @@ from tests.topology.saved_trees import Tree
 
 from ronde.check.catalogue import PROBES, all_checks
 from ronde.check.check import Severity
-from ronde.check.facts import HostFacts, Reading, Value
-from ronde.check.fleet import Fleet
+from ronde.check.facts import Fleet, HostFacts, Reading, Value
 from ronde.check.host import scheduler
 from ronde.check.judging import Judgement, judge
 from ronde.check.probing import run_probes

@@ -12,17 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from ronde.check.catalogue import all_checks
 from ronde.check.check import Check, Finding, Severity
-from ronde.check.errands import NUM_SAMPLES, SAMPLE_BYTES, sample
-from ronde.check.facts import HostFacts, Value
-from ronde.check.families.storage import CHECKS
-from ronde.check.families.storage_sharing import group
-from ronde.check.fleet import Fleet
-from ronde.check.operations import sharing as operations
-from ronde.check.operations.site import Site
-from ronde.check.paths import run_errands
-from ronde.check.steps import sharing
-from ronde.check.steps.panel import Panel
+from ronde.check.facts import Fleet, HostFacts, Value
+from ronde.check.hosts import HostSet as Panel, NodeContext as Site
+from ronde.check.path_tasks import NUM_SAMPLES, SAMPLE_BYTES, run_tasks, sample
+from ronde.check.storage import sharing, sharing as operations
+from ronde.check.storage.sharing import group
 from ronde.launch.controller.remote_programs import Answer
 
 
@@ -82,11 +78,11 @@ def shared_of(panel: Panel) -> dict[str, dict[str, dict[str, bool]]]:
 
 def findings_of(panel: Panel) -> list[Finding]:
     fleet = Fleet(tuple(panel.facts.values()), panel.settings)
-    return [finding for check in sharing_checks() for finding in check.judge(fleet)]
+    return [finding for check in sharing_checks() for finding in check.find(fleet)]
 
 
 def sharing_checks() -> Iterator[Check]:
-    return (check for check in CHECKS if check.id.startswith("shared-folder"))
+    return (check for check in all_checks() if check.id.startswith("shared-folder"))
 
 
 def test_hosts_that_share_a_folder_see_each_other_and_leave_nothing(
@@ -180,7 +176,7 @@ def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     timer = threading.Timer(0.2, lambda: (tmp_path / "x").write_text("x"))
     timer.start()
     errand = {"do": "find", "path": str(tmp_path), "names": ["x"], "patience_s": 20.0}
-    [[told]] = run_errands([[errand]], 30.0)
+    [[told]] = run_tasks([[errand]], 30.0)
     timer.join()
     assert set(told["seen_s"]) == {"x"}
     assert told["seen_s"]["x"] < 20.0
@@ -189,7 +185,7 @@ def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
 def test_a_file_of_another_content_is_not_taken_for_it(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("y")
     errand = {"do": "find", "path": str(tmp_path), "names": ["x"], "patience_s": 0.0}
-    assert run_errands([[errand]], 20.0) == [[{"seen_s": {}}]]
+    assert run_tasks([[errand]], 20.0) == [[{"seen_s": {}}]]
 
 
 def test_what_hangs_costs_its_deadline_and_nothing_else(tmp_path: Path) -> None:
@@ -199,7 +195,7 @@ def test_what_hangs_costs_its_deadline_and_nothing_else(tmp_path: Path) -> None:
     file.write_text("data")
     begun_s = time.monotonic()
     hanging = [{"do": "sample", "path": str(each)} for each in (file, pipe, file)]
-    first, second = run_errands(
+    first, second = run_tasks(
         [hanging, [{"do": "sample", "path": str(file)}]], deadline_s=2.0
     )
     assert time.monotonic() - begun_s < 10
@@ -210,7 +206,7 @@ def test_what_hangs_costs_its_deadline_and_nothing_else(tmp_path: Path) -> None:
 
 def test_what_is_not_there_says_so() -> None:
     errands = [{"do": do, "path": "/nowhere"} for do in ("look", "sample")]
-    assert run_errands([errands], 20.0) == [
+    assert run_tasks([errands], 20.0) == [
         [{"error": "No such file or directory"}, {"error": "No such file or directory"}]
     ]
 
@@ -227,7 +223,7 @@ def test_an_errand_imports_little() -> None:
     import subprocess
 
     program = (
-        "import sys; sys.path.append(sys.argv[1]); import ronde.check.errands;"
+        "import sys; sys.path.append(sys.argv[1]); import ronde.check.path_tasks;"
         "print(*{'subprocess', 'typing', 'hashlib', 'torch'} & set(sys.modules))"
     )
     source = str(Path(sharing.__file__).parents[3])
@@ -263,7 +259,7 @@ def judged(*hosts: HostFacts) -> list[tuple[str, str, str, str]]:
     return [
         (f.check, f.host, f.what, f.usual)
         for check in sharing_checks()
-        for f in check.judge(fleet)
+        for f in check.find(fleet)
     ]
 
 
@@ -306,7 +302,7 @@ def test_a_folder_that_nobody_may_write_to_cannot_be_told() -> None:
         ("shared-folder", "a"),
         ("shared-folder", "b"),
     ]
-    assert "cannot tell" in found[0][2]
+    assert "unknown whether" in found[0][2]
     assert judged(host("a", "/d", {})) == []
 
 

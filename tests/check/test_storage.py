@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
+from tests.check.fleets import of_family
 
 from ronde.check.catalogue import PROBES
-from ronde.check.check import Finding, Severity
-from ronde.check.facts import HostFacts, Value
-from ronde.check.families.storage import CHECKS
-from ronde.check.fleet import Fleet
-from ronde.check.probes.storage import find_mount, read_mounts
+from ronde.check.check import Family, Finding, Severity
+from ronde.check.facts import Fleet, HostFacts, Value
 from ronde.check.probing import run_probes
+from ronde.check.storage.folders import find_mount, read_mounts
 
 GIB = 1 << 30
 
@@ -193,8 +192,11 @@ def fleet(*each: dict[str, Any]) -> Fleet:
     return Fleet(tuple(hosts), {})
 
 
+CHECKS = of_family(Family.STORAGE)
+
+
 def found(of: Fleet) -> list[Finding]:
-    return [finding for check in CHECKS for finding in check.judge(of)]
+    return [finding for check in CHECKS for finding in check.find(of)]
 
 
 def one_folder(**changes: Value) -> Fleet:
@@ -226,7 +228,6 @@ def test_a_missing_folder_is_found_though_it_is_for_temporary_files(role: str) -
     findings = found(fleet(facts(paths={"/data": missed})))
     assert {(each.check, each.severity) for each in findings} == {
         ("folder-missing", Severity.FAIL),
-        ("temporary-folder", Severity.WARN),
     }
 
 
@@ -244,21 +245,7 @@ def test_what_cannot_be_entered_is_found(change: dict[str, Any], why: str) -> No
 )
 def test_a_temporary_folder_that_cannot_be_used_is_found(told: dict[str, Any]) -> None:
     (finding,) = found(fleet(facts(paths={"/scratch": told})))
-    assert (finding.check, finding.severity) == ("temporary-folder", Severity.WARN)
-
-
-def test_a_mount_that_is_missing_shows_by_its_kind() -> None:
-    other = facts(paths={"/data": folder(["shared"], mount="/", kind="ext4")})
-    (finding,) = found(fleet(facts(), facts(), other))
-    assert (finding.check, finding.host) == ("folder-kind", "node3")
-    assert finding.what == "/data is on ext4"
-    assert finding.usual == "nfs4 on 2 hosts"
-
-
-def test_kinds_of_what_is_not_shared_may_differ() -> None:
-    other = facts()
-    other["storage.paths"]["/scratch"]["kind"] = "tmpfs"
-    assert found(fleet(facts(), facts(), other)) == []
+    assert (finding.check, finding.severity) == ("folder-missing", Severity.WARN)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +306,7 @@ def test_room_for_files_is_judged(
     free: int, num: int, severity: Severity | None
 ) -> None:
     findings = found(one_folder(free_inodes=free, num_inodes=num))
-    expected = [] if severity is None else [("free-inodes", severity)]
+    expected = [] if severity is None else [("disk-space", severity)]
     assert [(f.check, f.severity) for f in findings] == expected
 
 

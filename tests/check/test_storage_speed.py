@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from tests.check.programs import panel_of as panel_of_programs
 
-from ronde.check import errands
+from ronde.check import path_tasks
+from ronde.check.catalogue import all_checks
 from ronde.check.check import Severity
-from ronde.check.facts import HostFacts, Value
-from ronde.check.families.storage_speed import CHECKS, LEFT, SPEED
-from ronde.check.fleet import Fleet
+from ronde.check.facts import Fleet, HostFacts, Value
+from ronde.check.hosts import HostSet as Panel, NodeContext as Site
 from ronde.check.judging import judge
-from ronde.check.operations import storing as operations
-from ronde.check.operations.site import Site
-from ronde.check.steps import sharing, storing
-from ronde.check.steps.panel import Panel
+from ronde.check.storage import sharing, speed as operations, speed as storing
+from ronde.check.storage.speed import LEFT, SPEED
 from ronde.launch.controller.remote_programs import Answer
+
+CHECKS = tuple(each for each in all_checks() if each.id == "storage-speed")
 
 SITE = Site({}, ExitStack())
 LIMIT_S = 60.0
@@ -54,10 +54,10 @@ def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 def test_all_bytes_and_files_are_there_when_they_are_timed(tmp_path: Path) -> None:
     """The seconds are those of what was asked for."""
     data = memoryview(os.urandom((3 << 20) + 5))
-    assert errands._time_writing(f"{tmp_path}/data", data) > 0
+    assert path_tasks._time_writing(f"{tmp_path}/data", data) > 0
     assert (tmp_path / "data").read_bytes() == data
-    assert errands._time_small_files(str(tmp_path), 7, LIMIT_S)[0] == 7
-    assert errands._time_small_files(str(tmp_path), 7, 0.0)[0] == 0
+    assert path_tasks._time_small_files(str(tmp_path), 7, LIMIT_S)[0] == 7
+    assert path_tasks._time_small_files(str(tmp_path), 7, 0.0)[0] == 0
 
 
 @pytest.mark.parametrize("is_file", [True, False])
@@ -83,7 +83,10 @@ def test_where_files_cannot_be_made_none_are(tmp_path: Path) -> None:
     room = os.statvfs(tmp_path)
     wanted = room.f_favail // 2 + 1
     free = room.f_bavail * room.f_frsize
-    if not room.f_files or wanted * errands.SMALL_BYTES + errands.SPARE_BYTES > free:
+    if (
+        not room.f_files
+        or wanted * path_tasks.SMALL_BYTES + path_tasks.SPARE_BYTES > free
+    ):
         pytest.skip("here the number of files is limited by nothing, or by their sizes")
     told = operations.fill_folder(SITE, question(tmp_path, num_files=wanted))
     assert "more files, not" in told["error"]
@@ -100,9 +103,9 @@ def test_what_was_killed_in_between_is_taken_away(tmp_path: Path) -> None:
     """Its process is gone, with all it would have done at its end."""
     endless = question(tmp_path, num_bytes=1 << 20, num_files=2000)
     del endless["deadline_s"]
-    program = "import json, sys; from ronde.check import errands; "
-    program += "errands._time_small_files = lambda *_: sys.stdin.read(); "
-    program += "errands.fill(**json.loads(sys.argv[1]))"
+    program = "import json, sys; from ronde.check import path_tasks; "
+    program += "path_tasks._time_small_files = lambda *_: sys.stdin.read(); "
+    program += "path_tasks.fill(**json.loads(sys.argv[1]))"
     with subprocess.Popen(
         [sys.executable, "-c", program, json.dumps(endless)], stdin=subprocess.PIPE
     ) as process:
@@ -347,10 +350,10 @@ def judged(*speeds: tuple[float, float]) -> list[tuple[str, str, Severity]]:
     [
         ([(30, 50)], []),
         ([(29.9, 50)], ["storage-speed n0"]),
-        ([(30, 49)], ["storage-metadata n0"]),
+        ([(30, 49)], ["storage-speed n0"]),
         ([(100, 100), (50, 50), (100, 100)], []),
         ([(100, 100), (49, 100), (100, 100)], ["storage-speed n1"]),
-        ([(100, 200), (100, 99), (100, 200)], ["storage-metadata n1"]),
+        ([(100, 200), (100, 99), (100, 200)], ["storage-speed n1"]),
         # Of two nobody is to blame, and both are told.
         ([(100, 100), (49, 100)], ["storage-speed n0", "storage-speed n1"]),
         # All are slow.

@@ -14,8 +14,7 @@ from tests.check.fleets import of_family
 import ronde
 from ronde.check.catalogue import PROBES
 from ronde.check.check import Family, Finding, Severity
-from ronde.check.facts import HostFacts, UnreadableError
-from ronde.check.fleet import Fleet
+from ronde.check.facts import Fleet, HostFacts, UnreadableError
 from ronde.check.host.software import (
     ABSENT,
     count_cpus,

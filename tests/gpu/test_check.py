@@ -11,12 +11,12 @@ from tests.cli.conftest import Ronde
 
 from ronde.check.catalogue import all_checks
 from ronde.check.check import Family
+from ronde.check.cluster.compute import burn
 from ronde.check.facts import Reading
 from ronde.check.gpu.answers import ALL_ANSWERS, keep_answers
 from ronde.check.gpu.copies import address_of, examine_gpu, find_gpu
 from ronde.check.gpu.nvml import GpuQuestion, HostQuestion, NvmlDriver
-from ronde.check.operations.burning import burn
-from ronde.check.operations.site import Site
+from ronde.check.hosts import NodeContext as Site
 from ronde.check.probing import ProbeEntry, run_probes
 from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 

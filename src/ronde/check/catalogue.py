@@ -17,14 +17,17 @@ PROBES = {
         5.0,
         "host.",
     ),
-    "network": ProbeEntry(("ronde.check.probes.network",), 5.0, "network."),
-    "storage": ProbeEntry(("ronde.check.probes.storage",), 10.0, "storage."),
+    "network": ProbeEntry(
+        ("ronde.check.network.interfaces", "ronde.check.network.rdma"), 5.0, "network."
+    ),
+    "storage": ProbeEntry(("ronde.check.storage.folders",), 10.0, "storage."),
     "scheduler": ProbeEntry(("ronde.check.host.scheduler",), 5.0, "scheduler."),
 }
 """By name; each runs in a process of its own."""
 
 _SUBJECTS = (
-    "families.taking_part",
+    "cluster.hosts",
+    "cluster.compute",
     "host.software",
     "gpu.presence",
     "gpu.software",
@@ -37,11 +40,13 @@ _SUBJECTS = (
     "host.memory",
     "host.kernel",
     "host.scheduler",
-    "families.network",
+    "network.interfaces",
+    "families.network_reach",
+    "network.rdma",
     "families.bandwidth",
-    "families.link_errors",
-    "families.storage",
-    "families.cluster",
+    "storage.folders",
+    "storage.sharing",
+    "storage.speed",
 )
 """Modules with checks."""
 

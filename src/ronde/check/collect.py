@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from ronde.addresses import is_loopback
 from ronde.check.facts import HostFacts, Value
+from ronde.check.hosts import HostSet
 from ronde.check.planning import Plan
 from ronde.check.steps import probing
-from ronde.check.steps.panel import Panel
 from ronde.errors import HostError, HostFailure
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller.controller import Controller
@@ -73,7 +73,7 @@ def collect_from(
 ) -> Collected:
     """Collect facts of hosts whose agents have said hello, and leave the agents."""
     nodes, addresses, lost = _locate(controller, nodes)
-    panel = Panel(
+    panel = HostSet(
         controller.start_programs(nodes, "ronde.check.node"), addresses, settings
     )
     if plan.probes:

@@ -12,25 +12,25 @@ from typing import Any
 
 from ronde.check.catalogue import PROBES
 from ronde.check.facts import Value
-from ronde.check.operations.site import Operation, Site
+from ronde.check.hosts import NodeContext, Operation
 from ronde.check.probing import run_probes
 
 _MODULES = {
-    "listen": "ronde.check.operations.reaching",
-    "reach": "ronde.check.operations.reaching",
-    "clock": "ronde.check.operations.clock",
-    "count_errors": "ronde.check.operations.counting",
-    "leave_nonce": "ronde.check.operations.sharing",
-    "find_nonces": "ronde.check.operations.sharing",
-    "remove_nonce": "ronde.check.operations.sharing",
-    "fill_folder": "ronde.check.operations.storing",
-    "clear_folders": "ronde.check.operations.storing",
-    "burn": "ronde.check.operations.burning",
-    "spin": "ronde.check.operations.burning",
-    "offer_streams": "ronde.check.operations.bandwidth",
-    "stream": "ronde.check.operations.bandwidth",
-    "hold_rendezvous": "ronde.check.operations.benching",
-    "bench": "ronde.check.operations.benching",
+    "bench": "operations.benching",
+    "burn": "cluster.compute",
+    "clear_folders": "storage.speed",
+    "clock": "cluster.hosts",
+    "count_errors": "network.rdma",
+    "fill_folder": "storage.speed",
+    "find_nonces": "storage.sharing",
+    "hold_rendezvous": "operations.benching",
+    "leave_nonce": "storage.sharing",
+    "listen": "operations.reaching",
+    "offer_streams": "operations.bandwidth",
+    "reach": "operations.reaching",
+    "remove_nonce": "storage.sharing",
+    "spin": "cluster.compute",
+    "stream": "operations.bandwidth",
 }
 """Where each operation is; the function has the operation's name."""
 
@@ -38,16 +38,16 @@ _MODULES = {
 def main() -> None:
     """Answer until the question is ``end``, or nobody asks any more."""
     with ExitStack() as closing:
-        site = Site({}, closing)
+        context = NodeContext({}, closing)
         for line in sys.stdin:
-            answer = _answer(site, line)
+            answer = _answer(context, line)
             if answer is None:
                 return
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
 
 
-def _answer(site: Site, line: str) -> dict[str, Value] | None:
+def _answer(context: NodeContext, line: str) -> dict[str, Value] | None:
     try:
         question: Any = json.loads(line)
         name = question["do"]
@@ -57,8 +57,10 @@ def _answer(site: Site, line: str) -> dict[str, Value] | None:
             return _probe(question)
         if name not in _MODULES:
             return {"error": f"there is no operation {name!r}"}
-        operation: Operation = getattr(import_module(_MODULES[name]), name)
-        return operation(site, question)
+        operation: Operation = getattr(
+            import_module(f"ronde.check.{_MODULES[name]}"), name
+        )
+        return operation(context, question)
     except (OSError, ValueError, KeyError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

@@ -5,29 +5,23 @@ from typing import NamedTuple
 
 from ronde.check.catalogue import PROBES
 from ronde.check.check import Check
+from ronde.check.cluster import compute, hosts
+from ronde.check.cluster.hosts import FAILED
 from ronde.check.facts import Value
-from ronde.check.steps import (
-    bandwidth,
-    burning,
-    clock,
-    counting,
-    pacing,
-    probing,
-    reaching,
-    sharing,
-    storing,
-)
-from ronde.check.steps.base import Step
+from ronde.check.hosts import Step
+from ronde.check.network import rdma
+from ronde.check.steps import bandwidth, reaching
+from ronde.check.storage import sharing, speed
 
 STEPS = (
-    clock.STEP,
+    hosts.STEP,
     reaching.STEP,
     sharing.STEP,
-    storing.STEP,
-    pacing.STEP,
-    burning.STEP,
+    speed.STEP,
+    compute.PACE_STEP,
+    compute.BURN_STEP,
     bandwidth.STEP,
-    counting.PORTS_STEP,
+    rdma.STEP,
 )
 """In their order, behind the probes."""
 
@@ -67,6 +61,6 @@ def plan_for(checks: Sequence[Check], settings: Mapping[str, Value]) -> Plan:
         for name, entry in PROBES.items()
         if any(fact.startswith(entry.facts) for fact in of_probes)
     )
-    if not probes and probing.FAILED in wanted:
+    if not probes and FAILED in wanted:
         probes = tuple(PROBES)
     return Plan(probes, tuple(steps))

@@ -17,9 +17,6 @@ REACH = "network.reach"
 Where connecting failed, ``is_heard`` says whether datagrams arrived there.
 """
 
-ADDRESS = "network.address"
-"""Fact: the address by which others reach this host; empty if they have no route."""
-
 MTU = "network.peer_mtu"
 """Fact: of the interface that leads to most other hosts, in bytes."""
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from ronde.arguments import Parser
 from ronde.check.check import Check, Family
+from ronde.check.cluster.hosts import TAKING_PART
 from ronde.check.facts import ENVIRONMENT, Value
-from ronde.check.families.taking_part import TAKING_PART
 from ronde.cli.host_options import add_host_options, find_hosts
 from ronde.cli.ssh_options import add_ssh_options
 from ronde.errors import UsageError

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from ronde.check.check import Finding
-from ronde.check.keeping import Changes
+from ronde.check.history import Changes
 from ronde.render.check_findings import shorten
 from ronde.render.check_hosts import fold_hosts
 from ronde.render.wrapping import WIDTH, wrap

@@ -7,8 +7,8 @@ from typing import Any
 from ronde import __version__
 from ronde.check.check import Check, Finding
 from ronde.check.facts import HostFacts
+from ronde.check.history import Changes
 from ronde.check.judging import Judgement, Readiness
-from ronde.check.keeping import Changes
 from ronde.plain_values import to_plain
 from ronde.render.check_findings import fix_of
 

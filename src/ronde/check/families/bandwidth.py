@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 from ronde.check.bandwidth import SLOW_SHARE, SlowHost, judge_pairs
 from ronde.check.check import Check, Family, Finding, Severity, name_pair
-from ronde.check.facts import Value
+from ronde.check.facts import Fleet, Value
 from ronde.check.families import pair_jobs
-from ronde.check.fleet import Fleet
 
 _RATES = "network.bandwidth"
 _CRAWL_SHARE = 0.3

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from ronde.check.check import Check, Family, Finding, Severity, alike
-from ronde.check.fleet import Fleet
+from ronde.check.facts import Fleet
+from ronde.check.network.interfaces import ADDRESS
 from ronde.check.reachability import (
-    ADDRESS,
     BUSY,
     MIN_HOSTS,
     MIN_TAIL_S,

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from ronde.check.check import Check, Family, Finding, Severity, name_pair
-from ronde.check.facts import Value
-from ronde.check.fleet import Fleet
+from ronde.check.facts import Fleet, Value
 
 _RATES = "network.bandwidth"
 _FAILURES = "network.bandwidth_failures"

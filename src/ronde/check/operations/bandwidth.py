@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from ronde.check.facts import Value
-from ronde.check.operations.site import Site
+from ronde.check.hosts import NodeContext
 
 NUM_STREAMS = 4
 """Each way: clouds let one stream alone have only a part of a link."""
@@ -33,7 +33,7 @@ _CHUNK_BYTES = 1 << 20
 _SLACK_S = 0.2
 
 
-def offer_streams(site: Site, question: dict[str, Value]) -> dict[str, Value]:
+def offer_streams(site: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Listen for streams until the program ends.
 
     Args:
@@ -50,7 +50,7 @@ def offer_streams(site: Site, question: dict[str, Value]) -> dict[str, Value]:
     return {"port": listener.getsockname()[1]}
 
 
-def stream(site: Site, question: dict[str, Value]) -> dict[str, Value]:
+def stream(site: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Send to one host and receive from it, both for a fixed time.
 
     Args:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from ronde.check.facts import Value
-from ronde.check.operations.site import Site
+from ronde.check.hosts import NodeContext
 from ronde.launch.environments import (
     JobFacts,
     NodeFacts,
@@ -54,7 +54,7 @@ sys.exit(main())
 """
 
 
-def hold_rendezvous(site: Site, question: dict[str, Value]) -> dict[str, Value]:
+def hold_rendezvous(site: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Answer for a store at ``address`` for one job; return ``port`` and ``key``."""
     held, key = hold_port(question["address"]), secrets.token_bytes(_KEY_BYTES)
     port = held.getsockname()[1]
@@ -65,7 +65,7 @@ def hold_rendezvous(site: Site, question: dict[str, Value]) -> dict[str, Value]:
     return {"port": port, "key": key.hex()}
 
 
-def bench(site: Site, question: dict[str, Value]) -> dict[str, Value]:
+def bench(site: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Run this host's half of the ranks of a job of two hosts, to their end.
 
     Args:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ronde.check.facts import Value
+from ronde.check.hosts import NodeContext
 from ronde.check.operations.path_mtu import measure_mtu, own_end
 from ronde.check.operations.receiving import (
     ECHO,
@@ -18,7 +19,6 @@ from ronde.check.operations.receiving import (
     receive,
     receive_exactly,
 )
-from ronde.check.operations.site import Site
 
 LARGE_BYTES = 64 << 10
 """A message of many packets: what loses large packets loses it."""
@@ -63,7 +63,7 @@ class _Visit(NamedTuple):
     connection: socket.socket | None
 
 
-def listen(site: Site, question: dict[str, Value]) -> dict[str, Value]:
+def listen(site: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Open ports for others, once; tell which, and who was heard there since.
 
     The question has a ``token``, which others have to know, and ``ports`` to try
@@ -84,7 +84,7 @@ def listen(site: Site, question: dict[str, Value]) -> dict[str, Value]:
     }
 
 
-def reach(site: Site, question: dict[str, Value]) -> dict[str, Value]:  # noqa: ARG001
+def reach(site: NodeContext, question: dict[str, Value]) -> dict[str, Value]:  # noqa: ARG001
     """Reach other hosts, all at once, and time what goes there.
 
     The question has ``name`` (this host's), ``token`` and ``targets``, each with what

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from ronde.check.bandwidth import judge_pairs, rounds
 from ronde.check.facts import Value
-from ronde.check.steps.base import Step
+from ronde.check.hosts import HostSet, Step
 from ronde.check.steps.pair_ways import Benches, Pair, Streams, Way
-from ronde.check.steps.panel import Panel
 
 RATES = "network.bandwidth"
 """Fact: by the name of each other host, what comes from it, in GB/s (1e9)."""
@@ -23,7 +22,7 @@ REMARKS = "network.nccl_remarks"
 _GPUS = ("gpu.count", "versions.torch_build")
 
 
-def run(panel: Panel) -> None:
+def run(panel: HostSet) -> None:
     """Have the hosts meet in pairs, where there are several.
 
     All pairs of a round are measured at the same time, as a job would load the network.
@@ -52,7 +51,7 @@ def run(panel: Panel) -> None:
     _tell_unmet(panel)
 
 
-def _choose_engine(panel: Panel) -> str:
+def _choose_engine(panel: HostSet) -> str:
     """Return what the user asked for; ``auto`` is NCCL where all hosts have it."""
     asked = str(panel.settings["bandwidth"])
     if asked != "auto":
@@ -66,11 +65,11 @@ def _choose_engine(panel: Panel) -> str:
     return "nccl" if is_nccl else "tcp"
 
 
-def _way(panel: Panel, engine: str) -> Way:
+def _way(panel: HostSet, engine: str) -> Way:
     return Streams() if engine == "tcp" else Benches(engine, _num_ranks(panel, engine))
 
 
-def _num_ranks(panel: Panel, engine: str) -> int:
+def _num_ranks(panel: HostSet, engine: str) -> int:
     """Return how many ranks a host has in a job of two: of NCCL one a GPU at most."""
     wanted = int(panel.settings.get("num_ranks") or 0)
     if engine == "gloo":
@@ -79,7 +78,7 @@ def _num_ranks(panel: Panel, engine: str) -> int:
     return max(1, min(wanted or fewest, fewest))
 
 
-def _suspected(panel: Panel) -> list[set[str]]:
+def _suspected(panel: HostSet) -> list[set[str]]:
     rates = {name: facts.values[RATES] for name, facts in panel.facts.items()}
     slow, links = judge_pairs(rates)
     return [
@@ -88,7 +87,7 @@ def _suspected(panel: Panel) -> list[set[str]]:
     ]
 
 
-def _tell_unmet(panel: Panel) -> None:
+def _tell_unmet(panel: HostSet) -> None:
     for name, facts in panel.facts.items():
         if not facts.values[RATES]:
             del facts.values[RATES]
@@ -96,7 +95,7 @@ def _tell_unmet(panel: Panel) -> None:
             panel.note_unread(name, RATES, facts.unreadable.get(RATES, reasons[0]))
 
 
-def _open(panel: Panel, way: Way) -> list[str]:
+def _open(panel: HostSet, way: Way) -> list[str]:
     """Return the hosts that can be measured, in the user's order."""
     failures = {
         **dict.fromkeys(panel.names, ""),
@@ -113,7 +112,7 @@ def _open(panel: Panel, way: Way) -> list[str]:
     return [name for name, failure in failures.items() if not failure]
 
 
-def _play(panel: Panel, way: Way, pairs: Sequence[Pair]) -> None:
+def _play(panel: HostSet, way: Way, pairs: Sequence[Pair]) -> None:
     """Measure disjoint pairs; the better of two measurements stays."""
     if not pairs:
         return

@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 from ronde.bench.bench_record import from_record
 from ronde.bench.runs import Run
 from ronde.check.facts import ENVIRONMENT, Value
+from ronde.check.hosts import HostSet, Reply
 from ronde.check.operations.bandwidth import MEET_S, WARM_S
 from ronde.check.operations.benching import unpack_log
-from ronde.check.steps.panel import Panel, Reply
 from ronde.errors import UsageError
 from ronde.records import Record
 from ronde.topology.findings import Severity
@@ -50,11 +50,11 @@ class Way(Protocol):
 
     max_rounds: int
 
-    def open(self, panel: Panel) -> Mapping[str, str]:
+    def open(self, panel: HostSet) -> Mapping[str, str]:
         """Make hosts ready; return those that cannot take part, and why."""
         ...
 
-    def measure(self, panel: Panel, pairs: Sequence[Pair]) -> dict[Pair, Measured]:
+    def measure(self, panel: HostSet, pairs: Sequence[Pair]) -> dict[Pair, Measured]:
         """Measure disjoint pairs at the same time."""
         ...
 
@@ -67,7 +67,7 @@ class Streams:
     def __init__(self) -> None:
         self._ports: dict[str, int] = {}
 
-    def open(self, panel: Panel) -> Mapping[str, str]:
+    def open(self, panel: HostSet) -> Mapping[str, str]:
         """Have the hosts listen for streams."""
         questions: dict[str, dict[str, Value]] = {
             name: {"do": "offer_streams", "address": address}
@@ -82,7 +82,7 @@ class Streams:
                 self._ports[name] = reply.values["port"]
         return failures
 
-    def measure(self, panel: Panel, pairs: Sequence[Pair]) -> dict[Pair, Measured]:
+    def measure(self, panel: HostSet, pairs: Sequence[Pair]) -> dict[Pair, Measured]:
         """Have each pair send to each other for a fixed time."""
         questions: dict[str, dict[str, Value]] = {}
         for caller, called in pairs:
@@ -123,12 +123,12 @@ class Benches:
             *("--no-limit", "-T", f"{_RANKS_S / 2:g}"),
         ]
 
-    def open(self, panel: Panel) -> Mapping[str, str]:
+    def open(self, panel: HostSet) -> Mapping[str, str]:
         """Do nothing: each pair meets at a port of its own."""
         del panel
         return {}
 
-    def measure(self, panel: Panel, pairs: Sequence[Pair]) -> dict[Pair, Measured]:
+    def measure(self, panel: HostSet, pairs: Sequence[Pair]) -> dict[Pair, Measured]:
         """Start a job for each pair, and read what it measured."""
         holds: dict[str, dict[str, Value]] = {
             first: {"do": "hold_rendezvous", "address": panel.addresses[first]}
@@ -147,7 +147,7 @@ class Benches:
         }
 
     def _questions(
-        self, panel: Panel, pair: Pair, held: Mapping[str, Value]
+        self, panel: HostSet, pair: Pair, held: Mapping[str, Value]
     ) -> dict[str, dict[str, Value]]:
         common: dict[str, Value] = {
             "do": "bench",

@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 
 from ronde.check.catalogue import PROBES
-from ronde.check.steps.panel import Panel
-
-FAILED = "probe.failed"
-"""Fact: by the name of each probe that gave none, why."""
+from ronde.check.cluster.hosts import FAILED
+from ronde.check.hosts import HostSet
 
 _SLACK_S = 5.0
 
 
-def run(panel: Panel, names: Sequence[str]) -> None:
+def run(panel: HostSet, names: Sequence[str]) -> None:
     """Have all hosts run the probes of some names; write down what they found."""
     question = {"do": "probe", "names": list(names), "settings": panel.settings}
     longest_s = max(PROBES[name].deadline_s for name in names)

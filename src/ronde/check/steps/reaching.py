@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ronde.check.facts import Value
+from ronde.check.hosts import HostSet, Reply, Step
+from ronde.check.network.interfaces import ADDRESS
 from ronde.check.operations.receiving import TOKEN_BYTES
 from ronde.check.reachability import (
-    ADDRESS,
     BUSY,
     MTU,
     REACH,
@@ -18,8 +19,6 @@ from ronde.check.reachability import (
     own_mtu,
     slow_pairs,
 )
-from ronde.check.steps.base import Step
-from ronde.check.steps.panel import Panel, Reply
 
 MAX_ALL_PAIRS = 32
 """Of more hosts, each reaches its neighbours in a ring, and some at random."""
@@ -32,7 +31,7 @@ Doors = Mapping[str, Reply]
 """By the host's name, what ``listen`` answers."""
 
 
-def run(panel: Panel) -> None:
+def run(panel: HostSet) -> None:
     """Have the hosts reach each other; what looks bad gets a second try.
 
     One host alone tries the ports that the user named.
@@ -67,7 +66,7 @@ def run(panel: Panel) -> None:
             panel.note(host, MTU, mtu)
 
 
-def _note_busy(panel: Panel, doors: Doors) -> None:
+def _note_busy(panel: HostSet, doors: Doors) -> None:
     for host, door in doors.items():
         if not door.failure:
             panel.note(host, BUSY, door.values["busy"])
@@ -129,7 +128,7 @@ def _pick(
 
 
 def _reach(
-    panel: Panel, doors: Doors, plan: Mapping[str, Sequence[str]], token: str
+    panel: HostSet, doors: Doors, plan: Mapping[str, Sequence[str]], token: str
 ) -> dict[str, dict[str, Any]]:
     """Return what hosts tell of those they are to reach; note who could not answer."""
     questions: dict[str, dict[str, Value]] = {}
@@ -148,7 +147,7 @@ def _reach(
     return reached
 
 
-def _target(panel: Panel, doors: Doors, name: str) -> dict[str, Value]:
+def _target(panel: HostSet, doors: Doors, name: str) -> dict[str, Value]:
     values = doors[name].values
     return {
         "name": name,

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ronde.check.check import Finding
-from ronde.check.facts import HostFacts, Value
-from ronde.check.fleet import spell
+from ronde.check.facts import HostFacts, Value, spell
 from ronde.errors import UsageError
 from ronde.plain_values import PlainValueError, from_plain, to_plain
 from ronde.records import Record, append_record, read_records

@@ -1,0 +1,1 @@
+"""What shows only when hosts are compared."""

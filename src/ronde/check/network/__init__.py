@@ -1,0 +1,1 @@
+"""The network between hosts: interfaces, RDMA ports, reachability, bandwidth."""

@@ -1,0 +1,495 @@
+"""RDMA adapters, InfiniBand's and RoCE's: up, as fast as elsewhere, within reach."""
+
+import ctypes
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ronde.check.check import (
+    FAIL,
+    INFORM,
+    WARN,
+    Family,
+    Problem,
+    Severity,
+    check,
+    each_host,
+)
+from ronde.check.facts import Fleet, HostFacts, Reading, Value, Values, find_odd
+from ronde.check.hosts import HostSet, NodeContext, Step
+from ronde.check.network.interfaces import chooses, find_slower
+from ronde.check.probing import ProbeEntry, run_probes
+from ronde.topology.kernel_files import list_names, read_number, read_text
+from ronde.topology.machine import parse_rate
+
+RDMA_ERRORS = "network.rdma_errors"
+"""Fact: by RDMA port the errors that it has counted."""
+
+RDMA_GROWTH = "network.rdma_error_growth"
+"""Fact: by RDMA port and counter how many errors came; without those that did not."""
+
+_PORTS, _ADAPTERS = "network.rdma_ports", "network.rdma_adapters"
+_FILES, _LIBRARY = "network.rdma_device_files", "network.has_rdma_library"
+_VARIABLES, _NUM_GPUS = "network.variables", "host.num_gpus"
+_CHOICE, _INDEX = "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"
+_UP = ("ACTIVE", "LinkUp")
+_MEANT_DOWN = ("Disabled", "Sleep")
+_ROCE_2 = "RoCE v2"
+_LINK_LOCAL, _IPV4_LOCAL = "fe80:", ":ffff:a9fe:"
+
+_IBVERBS = "libibverbs.so.1"
+_LIBRARY_DIRS = ("lib", "lib64", "usr/lib", "usr/lib64", "usr/local/lib")
+_MAX_GIDS = 64
+_NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+_FLAPS = "link_downed"
+_ERRORS = {
+    "counters": (
+        "symbol_error",
+        "link_error_recovery",
+        _FLAPS,
+        "port_rcv_errors",
+        "local_link_integrity_errors",
+    ),
+    "hw_counters": (
+        "out_of_sequence",
+        "packet_seq_err",
+        "local_ack_timeout_err",
+        "rnr_nak_retry_err",
+    ),
+}
+"""By directory of a port, what counts what should not be."""
+
+_COUNTING_S, _SLACK_S = 15.0, 5.0
+
+Port = Mapping[str, Any]
+
+
+def read(reading: Reading) -> None:
+    """Read adapters and ports, as the kernel shows them in /sys."""
+    root = reading.root
+    top = f"{root}/sys/class/infiniband"
+    adapters = {
+        name: {
+            "firmware": read_text(f"{top}/{name}/fw_ver"),
+            "model": read_text(f"{top}/{name}/hca_type"),
+            "board": read_text(f"{top}/{name}/board_id"),
+        }
+        for name in list_names(top)
+    }
+    reading.values[_ADAPTERS] = adapters
+    reading.keep(_PORTS, lambda: read_ports(root))
+    reading.keep(RDMA_ERRORS, lambda: read_errors(root))
+    files = f"{root}/dev/infiniband"
+    reading.values[_FILES] = {
+        name: os.access(f"{files}/{name}", os.R_OK | os.W_OK)
+        for name in list_names(files)
+        if name.startswith("uverbs")
+    }
+    if adapters:
+        reading.keep(_LIBRARY, lambda: _has_library(root))
+
+
+def _list_ports(root: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield name and folder of each port, and whether it is a virtual function's.
+
+    Of these some drivers fill the kernel's log when a counter is read.
+    """
+    top = f"{root}/sys/class/infiniband"
+    for adapter in list_names(top):
+        is_function = Path(f"{top}/{adapter}/device/physfn").exists()
+        for port in list_names(f"{top}/{adapter}/ports"):
+            yield f"{adapter}:{port}", f"{top}/{adapter}/ports/{port}", is_function
+
+
+def read_ports(root: str) -> dict[str, Value]:
+    """Return the ports of all adapters, by names such as ``mlx5_0:1``.
+
+    Each has ``state`` and ``physical_state`` as the kernel calls them, such as
+    ``ACTIVE`` and ``LinkUp``, ``mbit_per_s``, ``layer`` (``InfiniBand`` or
+    ``Ethernet``), ``lid``, ``manager_lid`` (0: none), ``gids`` and ``downs``: how often
+    the link went down (-1: unknown). A GID has ``address``, ``type`` and ``interface``;
+    empty ones are left out.
+
+    Raises:
+        OSError: A port cannot be read.
+    """
+    found: dict[str, Value] = {}
+    for name, own, is_function in _list_ports(root):
+        downs = -1 if is_function else read_number(f"{own}/counters/{_FLAPS}", -1)
+        found[name] = {
+            "state": _behind_colon(own, "state"),
+            "physical_state": _behind_colon(own, "phys_state"),
+            "mbit_per_s": parse_rate(read_text(f"{own}/rate")),
+            "layer": read_text(f"{own}/link_layer"),
+            "lid": _hex(read_text(f"{own}/lid")),
+            "manager_lid": _hex(read_text(f"{own}/sm_lid")),
+            "gids": _read_gids(own),
+            "downs": downs,
+        }
+    return found
+
+
+def read_errors(root: str) -> dict[str, dict[str, int]]:
+    """Return by port the errors that it has counted, as far as it does so, by name.
+
+    Counters may start anew, and some stop at their highest number. Virtual functions
+    are left out.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for port, own, is_function in _list_ports(root):
+        if is_function:
+            continue
+        counts = {
+            name: read_number(f"{own}/{directory}/{name}", -1)
+            for directory, names in _ERRORS.items()
+            for name in names
+        }
+        if known := {name: count for name, count in counts.items() if count >= 0}:
+            found[port] = known
+    return found
+
+
+def _behind_colon(own: str, name: str) -> str:
+    """Return ``ACTIVE`` of ``4: ACTIVE``."""
+    return Path(f"{own}/{name}").read_text(encoding="ascii").partition(":")[2].strip()
+
+
+def _hex(text: str) -> int:
+    try:
+        return int(text, 16)
+    except ValueError:
+        return 0
+
+
+def _read_gids(own: str) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    indices = sorted(int(n) for n in list_names(f"{own}/gids") if n.isdecimal())
+    for index in indices[:_MAX_GIDS]:
+        address = read_text(f"{own}/gids/{index}")
+        if address and address != _NO_GID:
+            found[str(index)] = {
+                "address": address,
+                "type": read_text(f"{own}/gid_attrs/types/{index}"),
+                "interface": read_text(f"{own}/gid_attrs/ndevs/{index}"),
+            }
+    return found
+
+
+def _has_library(root: str) -> bool:
+    """Say whether NCCL would find the library by which it uses adapters."""
+    if not root:
+        try:
+            ctypes.CDLL(_IBVERBS)
+        except OSError:
+            return False
+        return True
+    places = (Path(root) / directory for directory in _LIBRARY_DIRS)
+    return any(
+        (place / _IBVERBS).exists() or any(place.glob(f"*-linux-gnu/{_IBVERBS}"))
+        for place in places
+    )
+
+
+def count_errors(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Read the adapters again, in a process of its own; return ``counts``."""
+    probe = ProbeEntry(("ronde.check.network.rdma",), _COUNTING_S, "")
+    outcome = run_probes({"rdma": probe}, question["settings"])["rdma"]
+    if outcome.failure or RDMA_ERRORS not in outcome.values:
+        return {"error": outcome.failure or outcome.unreadable[RDMA_ERRORS]}
+    return {"counts": outcome.values[RDMA_ERRORS]}
+
+
+def count_growth(hosts: HostSet) -> None:
+    """Store the errors that have come since the probes ran."""
+    counting = [h for h, each in hosts.facts.items() if each.values.get(RDMA_ERRORS)]
+    question = {"do": "count_errors", "settings": hosts.settings}
+    questions = dict.fromkeys(counting, question)
+    for host, reply in hosts.ask(questions, _COUNTING_S + _SLACK_S).items():
+        if reply.failure:
+            hosts.note_unread(host, RDMA_GROWTH, reply.failure)
+        else:
+            before = hosts.facts[host].values[RDMA_ERRORS]
+            growth = compare_counts(before, reply.values["counts"])
+            hosts.note(host, RDMA_GROWTH, growth)
+
+
+def compare_counts(
+    before: Mapping[str, Mapping[str, int]], after: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, int]]:
+    """Return by port and counter what has come; nothing of what was reset meanwhile."""
+    grown = {
+        port: {
+            counter: count - before[port][counter]
+            for counter, count in counts.items()
+            if count > before.get(port, {}).get(counter, count)
+        }
+        for port, counts in after.items()
+    }
+    return {port: counts for port, counts in grown.items() if counts}
+
+
+STEP = Step("counting RDMA errors", count_growth, (RDMA_GROWTH,), (RDMA_ERRORS,))
+
+
+def _chosen(values: Values) -> dict[str, Port]:
+    """Return the ports that NCCL would look at."""
+    variables: Mapping[str, str] = values[_VARIABLES]
+    is_off = variables.get("NCCL_IB_DISABLE") == "1"
+    if is_off or variables.get("NCCL_NET", "").lower() == "socket":
+        return {}
+    setting = variables.get(_CHOICE, "")
+    ports: dict[str, Port] = values[_PORTS]
+    return {n: p for n, p in ports.items() if not setting or chooses(setting, n)}
+
+
+def _is_up(port: Port) -> bool:
+    return (port["state"], port["physical_state"]) == _UP
+
+
+def _has_gpus(values: Values) -> bool:
+    """Say whether NCCL may run there: without GPUs nobody else needs an adapter."""
+    return values.get(_NUM_GPUS) != 0
+
+
+@check(
+    Family.NETWORK,
+    FAIL,
+    f"""rdma-port: RDMA ports are up
+    reads: state and phys_state in /sys/class/infiniband, of ports that {_CHOICE}
+        chooses
+    threshold: ACTIVE and LinkUp; Disabled and Sleep are meant so
+    source: the states of the InfiniBand specification; fatal where the port is up on
+        most other hosts, or is chosen by name
+    fix: ibstat; then cable and transceiver. INIT: no subnet manager answers. If nothing
+        is plugged in, leave it out: {_CHOICE}.
+    needs: an RDMA adapter
+    why: NCCL leaves the port out: half the bandwidth, or sockets, without a word.
+    """,
+    _PORTS,
+    _VARIABLES,
+)
+def _rdma_port(fleet: Fleet) -> Iterator[Problem]:
+    hosts = list(fleet.having(_PORTS, _VARIABLES))
+    for facts in hosts:
+        for name, port in _chosen(facts.values).items():
+            if _is_up(port) or port["physical_state"] in _MEANT_DOWN:
+                continue
+            others = [
+                each.values[_PORTS][name]
+                for each in hosts
+                if each is not facts and name in each.values[_PORTS]
+            ]
+            num_up = sum(map(_is_up, others))
+            usual = f"ACTIVE/LinkUp on {num_up} host{'s' * (num_up > 1)}"
+            yield Problem(
+                f"{name} is {port['state']}/{port['physical_state']}",
+                _weigh_port(facts.values, port, num_up, len(others)),
+                usual if num_up else "",
+                host=facts.host,
+            )
+
+
+def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Severity:
+    """Return how bad a port is that is not up: many have one without a cable."""
+    is_named = values[_VARIABLES].get(_CHOICE, "").startswith("=")
+    if 2 * num_up > num_others or (is_named and num_others):
+        return FAIL
+    has_another = any(_is_up(each) for each in values[_PORTS].values())
+    return INFORM if has_another or port["layer"] != "InfiniBand" else WARN
+
+
+@check(
+    Family.NETWORK,
+    FAIL,
+    """rdma-rate: RDMA ports run at the rate that they have elsewhere
+    reads: rate in /sys/class/infiniband, of ports that are up
+    threshold: what the port of the same name has on most hosts
+    source: most hosts' rate; where two rates are equally many, the faster one
+    fix: ibstat; ibdiagnet: reseat the cable or transceiver, look at the switch.
+    needs: several hosts with RDMA adapters
+    why: The slowest port sets the pace of every reduction.
+    """,
+    _PORTS,
+)
+def _rdma_rate(fleet: Fleet) -> Iterator[Problem]:
+    def pick(port: dict[str, Any]) -> int:
+        return port["mbit_per_s"] if _is_up(port) else 0
+
+    return (problem for _, problem in find_slower(fleet, _PORTS, pick))
+
+
+@check(
+    Family.NETWORK,
+    FAIL,
+    f"""roce-gid: every RoCE port has an address that others can reach
+    reads: gids and gid_attrs in /sys/class/infiniband, and {_INDEX}
+    threshold: a GID of RoCE v2 that is not link-local; the chosen one is such. A port
+        that has none on most hosts, beside one that has, is only shown
+    source: NCCL's documentation of the variable; RoCE v2 is routed, v1 is not
+    fix: Give the port's interface an IP address; unset {_INDEX}: NCCL finds it. Or
+        leave the port out: {_CHOICE}=^NAME; if it is the only one, NCCL_IB_DISABLE=1.
+    needs: several hosts with RoCE adapters
+    why: Queue pairs do not connect: the run hangs, or ends in error 12.
+    """,
+    _PORTS,
+    _VARIABLES,
+    besides=(_NUM_GPUS,),
+)
+def _roce_gid(fleet: Fleet) -> Iterator[Problem]:
+    hosts = list(fleet.having(_PORTS, _VARIABLES)) if len(fleet.hosts) > 1 else []
+    for facts in hosts:
+        index = facts.values[_VARIABLES].get(_INDEX, "")
+        for name, port in _chosen(facts.values).items():
+            if port["layer"] != "Ethernet" or not _is_up(port):
+                continue
+            severity, what = FAIL, _wrong_index(name, port["gids"], index)
+            if not _is_usable(port):
+                severity = _weigh_gids(facts, name, hosts)
+                what = f"{name} has no GID of RoCE v2 that is routable"
+            if what:
+                yield Problem(what, severity, host=facts.host)
+
+
+def _is_usable(port: Port) -> bool:
+    """Say whether other hosts can be reached by a port."""
+    is_roce = port["layer"] == "Ethernet"
+    is_routable = any(map(_is_routable, port["gids"].values()))
+    return _is_up(port) and (is_routable or not is_roce)
+
+
+def _weigh_gids(facts: HostFacts, name: str, hosts: Iterable[HostFacts]) -> Severity:
+    """Return how bad a port without an address is.
+
+    One for storage, or that a cloud gives to every machine, has none anywhere; NCCL
+    takes the faster ones if there are any.
+    """
+    others = [each.values[_PORTS].get(name) for each in hosts if each is not facts]
+    num_usable = sum(other is not None and _is_usable(other) for other in others)
+    has_another = any(map(_is_usable, _chosen(facts.values).values()))
+    is_needed = _has_gpus(facts.values) and not has_another
+    return FAIL if 2 * num_usable > len(others) or is_needed else INFORM
+
+
+def _wrong_index(name: str, gids: Mapping[str, Port], index: str) -> str:
+    if index in ("", "-1"):
+        return ""
+    if index not in gids:
+        return f"{_INDEX}={index} is an empty GID of {name}"
+    if not _is_routable(gids[index]):
+        kind = gids[index]["type"] or "of unknown type"
+        return f"{_INDEX}={index} is {gids[index]['address']} of {name}, {kind}"
+    return ""
+
+
+def _is_routable(gid: Port) -> bool:
+    is_local = gid["address"].startswith(_LINK_LOCAL) or _IPV4_LOCAL in gid["address"]
+    return gid["type"] == _ROCE_2 and not is_local
+
+
+@each_host(
+    Family.NETWORK,
+    FAIL,
+    """subnet-manager: a subnet manager knows every InfiniBand port
+    reads: lid and sm_lid in /sys/class/infiniband
+    threshold: neither is 0
+    source: the InfiniBand specification: LIDs from 1 on are given by the manager
+    fix: sminfo; start opensm on one host, or repair the switch's.
+    needs: several hosts with InfiniBand
+    why: Without an address no packet is routed; the port stays in INIT.
+    """,
+    _PORTS,
+    _VARIABLES,
+)
+def _subnet_manager(values: Values, fleet: Fleet) -> Iterator[Problem]:
+    for name, port in _chosen(values).items() if len(fleet.hosts) > 1 else ():
+        is_linked = port["physical_state"] == "LinkUp"
+        lid, manager = port["lid"], port["manager_lid"]
+        if port["layer"] == "InfiniBand" and is_linked and not (lid and manager):
+            yield Problem(f"{name} has LID {lid}, its subnet manager's is {manager}")
+
+
+@each_host(
+    Family.NETWORK,
+    FAIL,
+    """rdma-devices: ranks may use the RDMA adapters
+    reads: /dev/infiniband/uverbs* and libibverbs.so.1, where a port is up
+    threshold: one may be opened, and the library is there; a warning where there are no
+        GPUs
+    source: what NCCL needs for its InfiniBand transport; no tool's number
+    fix: In a container: --device=/dev/infiniband --ulimit memlock=-1, and install
+        rdma-core (Debian: libibverbs1, ibverbs-providers) in it.
+    needs: several hosts with RDMA adapters
+    why: NCCL takes TCP sockets instead, several times slower, without a word.
+    """,
+    _PORTS,
+    _VARIABLES,
+    _FILES,
+    _LIBRARY,
+    besides=(_NUM_GPUS,),
+)
+def _rdma_devices(values: Values, fleet: Fleet) -> Iterator[Problem]:
+    up = [name for name, port in _chosen(values).items() if _is_usable(port)]
+    files: dict[str, bool] = values[_FILES]
+    missing: list[str] = []
+    if not any(files.values()):
+        how = "may be opened" if files else "is to be seen"
+        missing.append(f"no /dev/infiniband/uverbs* {how}")
+    if not values[_LIBRARY]:
+        missing.append(f"{_IBVERBS} is not installed")
+    if len(fleet.hosts) > 1 and up and missing:
+        what = f"{', '.join(up)} up, but {' and '.join(missing)}"
+        yield Problem(what, FAIL if _has_gpus(values) else WARN)
+
+
+@check(
+    Family.NETWORK,
+    WARN,
+    """rdma-firmware: RDMA adapters have the same model and firmware everywhere
+    reads: fw_ver, hca_type and board_id in /sys/class/infiniband
+    threshold: what the adapter of the same name has on most hosts
+    source: most hosts'
+    fix: mlxfwmanager --query; bring all to one release.
+    needs: several hosts with RDMA adapters
+    why: Adapters may differ in features and faults; slow hosts are hard to find.
+    """,
+    _ADAPTERS,
+)
+def _rdma_firmware(fleet: Fleet) -> Iterator[Problem]:
+    known = fleet.known(_ADAPTERS)
+    for name in dict.fromkeys(name for each in known.values() for name in each):
+        shown = {h: _spell(each[name]) for h, each in known.items() if name in each}
+        for host, value, usual in find_odd(shown):
+            yield Problem(f"{name}: {value}", usual=usual, host=host)
+
+
+def _spell(adapter: Mapping[str, str]) -> str:
+    firmware = f"firmware {adapter['firmware'] or '?'}"
+    return " ".join(filter(None, [adapter["model"], adapter["board"], firmware]))
+
+
+@each_host(
+    Family.NETWORK,
+    WARN,
+    """rdma-errors: RDMA ports count no errors
+    reads: symbol_error, link_error_recovery, link_downed, port_rcv_errors and
+        local_link_integrity_errors of counters, and out_of_sequence, packet_seq_err,
+        local_ack_timeout_err and rnr_nak_retry_err of hw_counters, in
+        /sys/class/infiniband/*/ports/*, by the probes, and again at the end, after
+        --bandwidth and --burn; not of virtual functions
+    threshold: none grows meanwhile; with --since, growth since then is among the facts
+        that have changed
+    source: ronde's own: a link in order counts none in seconds
+    fix: The first five: clean or replace cable and transceiver (ibdiagnet, mlxlink -d
+        ADAPTER -c). The others, with RoCE: look at PFC and ECN of the adapter and of
+        the switches: packets are lost.
+    needs: an RDMA adapter
+    why: What is lost is sent again after a time-out: single steps take long.
+    """,
+    RDMA_ERRORS,
+    RDMA_GROWTH,
+)
+def _rdma_errors(values: Values, _: Fleet) -> Iterator[Problem]:
+    for port, counts in values[RDMA_GROWTH].items():
+        grown = ", ".join(f"{name} by {count}" for name, count in counts.items())
+        yield Problem(f"{port}: {grown} more during the check")

@@ -1,0 +1,280 @@
+"""Tasks on paths, in processes that may hang: a mount that hangs holds up no other.
+
+A thread would not do: while it hangs in the kernel, its process cannot end. Run as a
+program it is one such process: tasks come in as an argument, and an answer a line goes
+out. Many are started, so it imports little, and nothing but the standard library.
+"""
+
+import json
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+SAMPLE_BYTES = 64 << 10
+NUM_SAMPLES = 16
+"""So many pieces of a large file are read, from its first byte to its last."""
+
+SPARE_BYTES = 256 << 20
+"""So much is to be left free where much is written: others write there, too."""
+
+SMALL_BYTES = 4 << 10
+"""What a small file has."""
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    # The module typing takes longer to import than most tasks take.
+    import subprocess
+    from typing import Any
+
+Task = Mapping[str, object]
+"""``do`` names a function below; the rest are its arguments."""
+
+Outcome = dict[str, "Any"]
+"""What came of it. ``error`` is why nothing did, ``has_hung``: time was up."""
+
+_PIECE_BYTES = 1 << 20
+_PAUSE_S = 0.02
+_KILLED_S = 0.2
+_PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
+_BOOT = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from ronde.check.path_tasks import main; main(sys.argv[2])"
+)
+
+
+def run_tasks(
+    groups: Sequence[Sequence[Task]], deadline_s: float
+) -> list[list[Outcome]]:
+    """Run tasks, those of a group one after the other, groups side by side.
+
+    Args:
+        groups: What lies on one mount belongs into one group.
+        deadline_s: For all; what is not done then has hung, and is killed.
+
+    Returns:
+        Of each group, what came of each task.
+    """
+    # Imported here: the program does without.
+    import subprocess
+    from concurrent.futures import ThreadPoolExecutor
+
+    ends_s = time.monotonic() + deadline_s
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BOOT, _PACKAGE_DIR, json.dumps(group)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        for group in (list(map(dict, each)) for each in groups)
+    ]
+    late = {"error": f"no answer within {deadline_s:g} s", "has_hung": True}
+    # One after the other, those behind one that hangs would be taken to hang too.
+    with ThreadPoolExecutor(len(groups) or 1) as pool:
+        collected = [
+            pool.submit(_collect, process, len(group), ends_s, late)
+            for process, group in zip(running, groups, strict=True)
+        ]
+        return [each.result() for each in collected]
+
+
+def run_task(task: Task, deadline_s: float) -> Outcome:
+    """Run one task in a process of its own."""
+    [[outcome]] = run_tasks([[task]], deadline_s)
+    return outcome
+
+
+def _collect(
+    process: "subprocess.Popen[bytes]", num: int, ends_s: float, late: Outcome
+) -> list[Outcome]:
+    import subprocess
+
+    lost: Outcome = {"error": "it died"}
+    try:
+        output, _ = process.communicate(timeout=max(0.0, ends_s - time.monotonic()))
+    except subprocess.TimeoutExpired as error:
+        output, lost = error.output or b"", late
+        process.kill()
+        # What hangs in the kernel dies when that lets go of it; nobody waits for it.
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=_KILLED_S)
+    # What follows the last end of a line was cut off.
+    outcomes = [json.loads(line) for line in output.split(b"\n")[:-1]]
+    return outcomes + [lost] * (num - len(outcomes))
+
+
+def main(tasks: str) -> None:
+    """Run tasks; write what comes of each as soon as it does."""
+    for task in json.loads(tasks):
+        do = _TASKS[str(task.pop("do"))]
+        try:
+            outcome = do(**task)
+        except OSError as error:
+            outcome = {"error": error.strerror or str(error)}
+        sys.stdout.write(json.dumps(outcome) + "\n")
+        sys.stdout.flush()
+
+
+def look(path: str) -> Outcome:
+    """Look at a directory: whether it is one, may be written to, and has room."""
+    room = os.statvfs(path)
+    return {
+        "real_path": str(Path(path).resolve()),
+        "is_directory": Path(path).is_dir(),
+        "is_enterable": os.access(path, os.X_OK),
+        "is_writable": os.access(path, os.W_OK | os.X_OK),
+        "free_bytes": room.f_bavail * room.f_frsize,
+        "size_bytes": room.f_blocks * room.f_frsize,
+        "free_inodes": room.f_favail,
+        "num_inodes": room.f_files,
+    }
+
+
+def sample(path: str) -> Outcome:
+    """Return a file's size and the beginning of a hash of it.
+
+    Of a file that is larger than all samples together, these are spread evenly from its
+    beginning to its end.
+    """
+    # Imported where it is needed: it takes longer than most tasks.
+    import hashlib
+
+    with Path(path).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return {"error": "it is no file"}
+        digest = hashlib.sha256()
+        if size <= NUM_SAMPLES * SAMPLE_BYTES:
+            digest.update(file.read())
+        else:
+            for number in range(NUM_SAMPLES):
+                file.seek(number * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return {"size_bytes": size, "digest": digest.hexdigest()[:16]}
+
+
+def leave(path: str, name: str) -> Outcome:
+    """Leave a small file, so that it appears by a renaming."""
+    part = Path(path, f"{name}.part")
+    part.write_text(name, encoding="utf-8")
+    part.replace(Path(path, name))
+    return {}
+
+
+def find(path: str, names: Sequence[str], patience_s: float) -> Outcome:
+    """Wait for files that others leave; return after how many seconds each is seen."""
+    begun_s = time.monotonic()
+    seen: dict[str, float] = {}
+    Path(path).stat()
+    while True:
+        for name in names:
+            if name not in seen and _holds(Path(path, name), name):
+                seen[name] = time.monotonic() - begun_s
+        if len(seen) == len(names) or time.monotonic() - begun_s > patience_s:
+            return {"seen_s": seen}
+        time.sleep(_PAUSE_S)
+
+
+def _holds(place: Path, text: str) -> bool:
+    try:
+        return place.read_bytes() == text.encode()
+    except OSError:
+        return False
+
+
+def remove(path: str, names: Sequence[str]) -> Outcome:
+    """Remove files that were left, where they still are."""
+    for name in names:
+        for place in (Path(path, name), Path(path, f"{name}.part")):
+            place.unlink(missing_ok=True)
+    return {}
+
+
+def fill(
+    path: str, name: str, num_bytes: int, num_files: int, patience_s: float
+) -> Outcome:
+    """Write a file, flush it to disk, make small files; return the seconds of each.
+
+    All is in a folder that is new and removed again. Nothing is begun where it would
+    fill the file system. After ``patience_s`` no more small files are made.
+    """
+    if refusal := _lacks_room(path, num_bytes, num_files):
+        return {"error": refusal, "is_cleared": True}
+    own = f"{path}/{name}"
+    # What is random can be neither compressed nor found twice.
+    data = memoryview(os.urandom(num_bytes))
+    os.mkdir(own, 0o700)  # noqa: PTH102 - many paths are made here, and timed
+    try:
+        write_s = _time_writing(f"{own}/data", data)
+        num_made, files_s = _time_small_files(own, num_files, patience_s)
+    finally:
+        clear(path, [name])
+    times = {"write_s": write_s, "num_files": num_made, "files_s": files_s}
+    return {**times, "is_cleared": True}
+
+
+def _lacks_room(path: str, num_bytes: int, num_files: int) -> str:
+    room = os.statvfs(path)
+    free = room.f_bavail * room.f_frsize
+    wanted = num_bytes + num_files * SMALL_BYTES + SPARE_BYTES
+    # Some file systems have no size, or no limit on the number of files.
+    if room.f_blocks and free < wanted:
+        return f"it has {free >> 20}MiB free, and {wanted >> 20}MiB are wanted"
+    if room.f_files and room.f_favail < 2 * num_files:
+        return f"it has room for {room.f_favail} more files, not {2 * num_files}"
+    return ""
+
+
+def _write_new(place: str, data: memoryview, *, is_flushed: bool = False) -> None:
+    fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        while data:
+            data = data[os.write(fd, data[:_PIECE_BYTES]) :]
+        if is_flushed:
+            os.fsync(fd)
+    finally:
+        # Some file systems write only now.
+        os.close(fd)
+
+
+def _time_writing(place: str, data: memoryview) -> float:
+    begun_s = time.monotonic()
+    _write_new(place, data, is_flushed=True)
+    return time.monotonic() - begun_s
+
+
+def _time_small_files(
+    folder: str, num_files: int, patience_s: float
+) -> tuple[int, float]:
+    """Make files and remove them; return how many, and the seconds for all."""
+    data = memoryview(os.urandom(SMALL_BYTES))
+    num_made, begun_s = 0, time.monotonic()
+    while num_made < num_files and time.monotonic() - begun_s < patience_s:
+        _write_new(f"{folder}/{num_made}", data)
+        num_made += 1
+    for number in range(num_made):
+        os.unlink(f"{folder}/{number}")  # noqa: PTH108 - see ``fill``
+    return num_made, time.monotonic() - begun_s
+
+
+def clear(path: str, names: Sequence[str]) -> Outcome:
+    """Remove folders with the files in them, where they still are; return which."""
+    found: list[str] = []
+    for name in names:
+        own = Path(path, name)
+        # Another host may do the same at the same time.
+        with suppress(FileNotFoundError):
+            for place in list(own.iterdir()):
+                place.unlink(missing_ok=True)
+            own.rmdir()
+            found.append(name)
+    return {"found": found}
+
+
+_TASKS: dict[str, Callable[..., Outcome]] = {
+    each.__name__: each for each in (look, sample, leave, find, remove, fill, clear)
+}

@@ -1,0 +1,1 @@
+"""Folders and files: there, shared, and fast."""

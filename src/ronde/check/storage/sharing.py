@@ -1,0 +1,239 @@
+"""Whether folders are the same on all hosts: each leaves a file, all look for it."""
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, check, name_some
+from ronde.check.facts import MIN_MAJORITY, Fleet, Value
+from ronde.check.hosts import HostSet, NodeContext, Step
+from ronde.check.path_tasks import run_task
+
+PATIENCE_S = 3.0
+"""How long a host looks for what another has written."""
+
+LATE_S = 1.0
+"""A file that another host has written is to be seen by then."""
+
+SHARED = "storage.shared"
+"""Fact: by path, by each other host that left a file there, whether it is seen here."""
+
+SHARED_S = "storage.shared_s"
+"""Fact: by path, the seconds until the last of those that are seen was seen."""
+
+DEADLINE_S = 5.0
+"""For a file system to answer."""
+
+_SLACK_S = 5.0
+
+Sight = Mapping[str, Mapping[str, bool]]
+"""Of each host: whether it sees the file of each other host that left one."""
+
+
+def leave_nonce(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Leave the file ``nonce`` in the directory ``path``."""
+    task = {"do": "leave", "path": question["path"], "name": question["nonce"]}
+    return run_task(task, DEADLINE_S)
+
+
+def find_nonces(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Look for the files ``nonces``, for ``patience_s`` at most.
+
+    The answer's ``seen_s`` has the seconds until each that is there was seen.
+    """
+    path, patience_s = question["path"], question["patience_s"]
+    task = {"do": "find", "path": path, "names": question["nonces"]}
+    return run_task(task | {"patience_s": patience_s}, patience_s + DEADLINE_S)
+
+
+def remove_nonce(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Remove the files ``nonces``, whoever left them."""
+    task = {"do": "remove", "path": question["path"], "names": question["nonces"]}
+    return run_task(task, DEADLINE_S)
+
+
+def run(hosts: HostSet) -> None:
+    """Try all folders of the setting ``paths``, where there are several hosts."""
+    if len(hosts.names) < 2:
+        return
+    facts: dict[str, tuple[dict[str, dict[str, bool]], dict[str, float]]]
+    facts = {host: ({}, {}) for host in hosts.names}
+    for path in hosts.settings.get("paths", ()):
+        for host, seen_s in _try_path(hosts, path).items():
+            shared, shared_s = facts[host]
+            shared[path] = {other: s is not None for other, s in seen_s.items()}
+            known_s = [s for s in seen_s.values() if s is not None]
+            shared_s[path] = max(known_s, default=0.0)
+    for host, (shared, shared_s) in facts.items():
+        hosts.note(host, SHARED, shared)
+        hosts.note(host, SHARED_S, shared_s)
+
+
+def _try_path(hosts: HostSet, path: str) -> dict[str, dict[str, float | None]]:
+    """Return after how long each host sees each other's file; None if it does not.
+
+    A host that cannot look there is left out.
+    """
+    token = secrets.token_hex(8)
+    nonces = {h: f".ronde-check-{token}.{n}" for n, h in enumerate(hosts.names)}
+    try:
+        questions = {
+            host: {"do": "leave_nonce", "path": path, "nonce": nonce}
+            for host, nonce in nonces.items()
+        }
+        replies = hosts.ask(questions, DEADLINE_S + _SLACK_S)
+        left = {host: nonces[host] for host in nonces if not replies[host].failure}
+        asked = [h for h in nonces if not replies[h].values.get("has_hung")]
+        return _find(hosts, path, left, asked) if left else {}
+    finally:
+        _remove(hosts, path, nonces)
+
+
+def _find(
+    hosts: HostSet, path: str, left: Mapping[str, str], asked: Iterable[str]
+) -> dict[str, dict[str, float | None]]:
+    question = {
+        "do": "find_nonces",
+        "path": path,
+        "nonces": list(left.values()),
+        "patience_s": PATIENCE_S,
+    }
+    questions = dict.fromkeys(asked, question)
+    replies = hosts.ask(questions, PATIENCE_S + DEADLINE_S + _SLACK_S)
+    return {
+        host: {
+            other: reply.values["seen_s"].get(nonce)
+            for other, nonce in left.items()
+            if other != host
+        }
+        for host, reply in replies.items()
+        if not reply.failure
+    }
+
+
+def _remove(hosts: HostSet, path: str, nonces: Mapping[str, str]) -> None:
+    """Have each host remove its own file; of a host that is gone, have all try."""
+
+    def ask(asked: Mapping[str, Iterable[str]]) -> list[str]:
+        questions = {
+            host: {"do": "remove_nonce", "path": path, "nonces": list(each)}
+            for host, each in asked.items()
+        }
+        replies = hosts.ask(questions, DEADLINE_S + _SLACK_S)
+        return [host for host, reply in replies.items() if reply.failure]
+
+    lost = ask({host: [nonce] for host, nonce in nonces.items()})
+    if lost:
+        left = [nonces[host] for host in lost]
+        ask({host: left for host in nonces if host not in lost})
+
+
+STEP = Step("sharing", run, (SHARED, SHARED_S))
+
+
+def group(sight: Sight) -> list[list[str]]:
+    """Return groups of hosts that share a folder, the largest first.
+
+    Two hosts share it if each sees what the other left there, as far as it left
+    something; and so do two that share it with a third.
+    """
+    left = list(sight)
+    groups: list[list[str]] = []
+    while left:
+        members = [left.pop(0)]
+        for member in members:
+            near = [other for other in left if _share(sight, member, other)]
+            members += near
+            left = [other for other in left if other not in near]
+        groups.append([host for host in sight if host in members])
+    return sorted(groups, key=len, reverse=True)
+
+
+def _share(sight: Sight, one: str, other: str) -> bool:
+    seen = [sight[one].get(other), sight[other].get(one)]
+    return False not in seen and True in seen
+
+
+def by_path(fleet: Fleet, fact: str) -> dict[str, dict[str, Value]]:
+    """Return a fact by path and then by host, where hosts have it by path."""
+    found: dict[str, dict[str, Value]] = {}
+    for host, paths in fleet.known(fact).items():
+        for path, value in paths.items():
+            found.setdefault(path, {})[host] = value
+    return found
+
+
+@check(
+    Family.STORAGE,
+    FAIL,
+    f"""shared-folder: a shared folder is the same one on all hosts
+    reads: files that each host leaves in the folders given with --path, and that all
+        hosts look for; they are removed again
+    threshold: each host sees those of all others within {PATIENCE_S:g} s
+    source: ronde's own; what most hosts share, of three or more
+    fix: findmnt -T FOLDER on each host; mount the same file system there
+    needs: several hosts, --path, and permission to write there
+    why: A checkpoint is not found where a rank is started anew, or half of it is; where
+        a mount is missing, ranks write to the disk below its mount point.
+    """,
+    SHARED,
+)
+def _shared_folder(fleet: Fleet) -> Iterator[Problem]:
+    for path, sight in by_path(fleet, SHARED).items():
+        if not any(sight.values()):
+            for host in sight if len(sight) > 1 else ():
+                what = f"unknown whether {path} is shared: no host can write there"
+                yield Problem(what, INFORM, host=host)
+            continue
+        for host, usual in _outside(group(sight)):
+            seen = [other for other, is_seen in sight[host].items() if is_seen]
+            sees = (
+                f"files of {name_some(seen)} only" if seen else "no other host's files"
+            )
+            yield Problem(f"{path} shows {sees}", usual=usual, host=host)
+
+
+def _outside(groups: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """Yield each host that differs, and what most others have; of a draw, all."""
+    if len(groups) < 2:
+        return
+    first, second = groups[:2]
+    is_draw = len(first) == len(second) or sum(map(len, groups)) < MIN_MAJORITY
+    for each in groups:
+        usual = f"shared by {name_some(list(first))}"
+        if is_draw:
+            others = [o for o in groups if o is not each and len(o) > 1]
+            shares = " and by ".join(name_some(list(other)) for other in others)
+            usual = f"shared by {shares or 'none'}"
+        if is_draw or each is not first:
+            for host in each:
+                yield host, usual
+
+
+@check(
+    Family.STORAGE,
+    WARN,
+    f"""shared-folder-late: a shared folder shows soon what others write
+    reads: when each host sees the files that the others leave there
+    threshold: within {LATE_S:g} s
+    source: ronde's own; NFS clients may keep what they know of a folder for 30 s and
+        more (acdirmin and acdirmax in nfs(5))
+    fix: mount it with actimeo=1, or have ranks wait for each other by a barrier
+    needs: several hosts, --path, and permission to write there
+    why: A rank does not find the file that another has just written.
+    """,
+    SHARED,
+    SHARED_S,
+)
+def _shared_folder_late(fleet: Fleet) -> Iterator[Problem]:
+    seconds = fleet.known(SHARED_S)
+    for path, sight in by_path(fleet, SHARED).items():
+        for own in group(sight):
+            for host in own:
+                missing = [other for other in own if not sight[host].get(other, True)]
+                late_s = seconds.get(host, {}).get(path, 0.0)
+                if missing:
+                    what = f"{path} does not show yet what {name_some(missing)} wrote"
+                    yield Problem(what, host=host)
+                elif late_s > LATE_S:
+                    what = f"{path} shows what others wrote after {late_s:.1f} s"
+                    yield Problem(what, host=host)
