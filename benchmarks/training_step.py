@@ -7,7 +7,7 @@ medians of the rounds' ratios. Everything is built anew several times: where its
 memory happens to lie makes one copy of the same code some percent faster than another.
 "none" is the ceiling: the same ranks, not reducing. A single rank has nobody to reduce
 with, and ronde leaves the process group out; "ronde_group" has it take part all the
-same, as DDP's does.
+same, as DDP's does. "ronde_copied" has every gradient copied into its bucket.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from ronde.records import Record, append_record
 
 VARIANTS = ("none", "ronde", "ddp", "ddp_tuned")
 OF_ONE_RANK = "ronde_group"
+WITHOUT_FUSION = "ronde_copied"
 STEPS_PER_ROUND = {"mnist_cnn": 20, "mlp": 5, "cnn": 3}
 CPU = torch.device("cpu")
 
@@ -95,8 +96,12 @@ def make_step(
             model, gradient_as_bucket_view=True, static_graph=True
         )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    if variant == "ronde":
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    if variant in ("ronde", WITHOUT_FUSION):
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            model.named_parameters(),
+            gradient_accumulation_fusion=variant == "ronde",
+        )
     elif variant == OF_ONE_RANK:
         group = TorchDistributedCommunicator(
             HashStore(), 0, 1, timeout_s=60.0, is_one_host=True
@@ -153,7 +158,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds a build")
     parser.add_argument("--steps", type=int, default=0, help="steps a round")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    choices = (*VARIANTS, OF_ONE_RANK)
+    choices = (*VARIANTS, OF_ONE_RANK, WITHOUT_FUSION)
     parser.add_argument("--variants", nargs="+", choices=choices, default=VARIANTS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="append a record to this file")

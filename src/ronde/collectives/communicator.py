@@ -116,7 +116,8 @@ class Communicator(ABC):
         Args:
             tensor: Any shape, equal on all ranks.
             op: AVERAGE divides the sum by ``size``; integers truncate toward zero.
-            prescale: Multiplies each rank's input; for integers in float64, truncated.
+            prescale: Multiplies each rank's input, and is equal on all ranks; for
+                integers in float64, truncated.
             postscale: Multiplies the result; for integers in float64, truncated.
 
         Returns:

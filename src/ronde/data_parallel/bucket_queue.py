@@ -230,12 +230,12 @@ class BucketQueue:
         is_near = bool(self._buckets) and self._buckets[0].notes.is_cpu
         return self._buckets[0].count(_JOINED) if is_near else 0
 
-    def keep_up(self, reduction: BucketReduction) -> Others:
+    def keep_up(self, scaling: Scaling, reduction: BucketReduction) -> Others:
         """Take part in a round of the others without adding anything; collective."""
         self.open()
         first, *others = self._buckets
         first.silent = (_JOINED,)
-        first.launch_nothing(self._communicator, reduction)
+        first.launch_nothing(self._communicator, scaling, reduction)
         notes = first.read_notes()
         is_anyone_left, is_settled = notes[:2]
         are_reduced = [bool(note) for note in notes[_NUM_OWN_NOTES:]]
@@ -243,7 +243,7 @@ class BucketQueue:
             first.pending = None
             return Others.HAVE_JOINED
         for bucket in compress(others, are_reduced):
-            bucket.launch_nothing(self._communicator, reduction)
+            bucket.launch_nothing(self._communicator, scaling, reduction)
         for bucket in self._buckets:
             bucket.advance()
         for bucket in self._buckets:

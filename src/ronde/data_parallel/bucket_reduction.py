@@ -28,6 +28,9 @@ class BucketContent:
         control: What ranks tell each other; is summed as it is, in small numbers.
         slots: Each gradient's place in ``values``; what lies between is padding.
         gradients: One a slot; ``was_used`` tells which this rank has.
+        prescale: Multiplies the values in their sum: backward writes gradients to their
+            places, and nothing should touch them again. None where they are scaled when
+            they get there. Whether it is None is the same on all ranks.
     """
 
     memory: Tensor
@@ -35,6 +38,7 @@ class BucketContent:
     control: Tensor
     slots: Sequence[Slot]
     gradients: Sequence[Gradient]
+    prescale: float | None = None
 
 
 class PendingSum(ABC):
@@ -87,7 +91,7 @@ class CompressingReduction(BucketReduction):
 
     The control numbers travel with the values where the compressor is one of ours,
     which keep small integers. What a user's own makes of them nobody knows: they travel
-    by themselves then.
+    by themselves then, and also where only the values are to be scaled.
     """
 
     def __init__(self, compressor: type[Compressor]) -> None:
@@ -96,12 +100,15 @@ class CompressingReduction(BucketReduction):
 
     def launch(self, content: BucketContent, communicator: Communicator) -> PendingSum:
         """Compress the values and start the sum."""
-        if self._is_ours:
+        prescale = content.prescale
+        if self._is_ours and prescale is None:
             return _CompressedSum(self._compressor, content.memory, communicator)
         control = communicator.all_reduce(content.control, ReduceOp.SUM)
         if not content.values.numel():
             return _CompressedSum(NoneCompressor, content.values, communicator, control)
-        return _CompressedSum(self._compressor, content.values, communicator, control)
+        return _CompressedSum(
+            self._compressor, content.values, communicator, control, prescale or 1.0
+        )
 
 
 class _CompressedSum(PendingSum):
@@ -111,12 +118,15 @@ class _CompressedSum(PendingSum):
         values: Tensor,
         communicator: Communicator,
         control: Work[Tensor] | None = None,
+        prescale: float = 1.0,
     ) -> None:
         self._compressor = compressor
         self._values = values
         self._control = control
         wire, self._context = compressor.compress(values)
-        self._work: Work[Tensor] | None = communicator.all_reduce(wire, ReduceOp.SUM)
+        self._work: Work[Tensor] | None = communicator.all_reduce(
+            wire, ReduceOp.SUM, prescale=prescale
+        )
 
     def works(self) -> Iterable[Work[Any]]:
         if self._work is None or not self._values.is_cpu:

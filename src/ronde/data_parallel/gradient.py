@@ -67,6 +67,14 @@ class Gradient:
             where ``Scaling.keep`` is not 1.
         was_used: Whether this rank contributed something in the round under way.
         was_sparse: Whether what it contributed was sparse.
+        is_fusible: Whether backward may write it to ``view``, in some passes: see
+            ``fusion``. Equal on all ranks.
+        is_scaled_in_sum: Whether the factor before the sum is the bucket's to apply.
+        is_open: Whether a round is under way that waits for its value.
+        is_written: Whether backward has written its value to ``view`` and is about to
+            hand it over.
+        num_hooks: Hooks of ours on the parameter.
+        num_fused: Values that backward wrote to ``view`` until now.
     """
 
     name: str
@@ -78,6 +86,12 @@ class Gradient:
     is_reduced: bool = False
     was_used: bool = False
     was_sparse: bool = False
+    is_fusible: bool = False
+    is_scaled_in_sum: bool = False
+    is_open: bool = False
+    is_written: bool = False
+    num_hooks: int = 0
+    num_fused: int = 0
 
     @property
     def is_planned(self) -> bool:
@@ -85,16 +99,18 @@ class Gradient:
         return self.view is not None or self.sparse_dims > 0
 
     def factor(self, scaling: Scaling) -> float:
-        """Return what ``parameter.grad`` is to be multiplied by before the sum."""
+        """Return what ``parameter.grad`` is to be multiplied by where it is moved."""
+        before = 1.0 if self.is_scaled_in_sum else scaling.before
         if self.is_reduced and self.parameter.grad is self.result:
-            return scaling.before * scaling.keep
-        return scaling.before
+            return before * scaling.keep
+        return before
 
     def move(self, scaling: Scaling) -> None:
         """Move ``parameter.grad`` into the bucket, scaled for the sum, and detach it.
 
         From here to the end of the round ``parameter.grad`` is None: whatever backward
-        adds meanwhile goes to a tensor of its own and is not lost.
+        adds meanwhile goes to a tensor of its own and is not lost. What backward wrote
+        into the bucket itself stays where it is.
         """
         grad, view = self.parameter.grad, self.view
         if grad is None or view is None:
@@ -102,11 +118,14 @@ class Gradient:
         factor = self.factor(scaling)
         if self.was_used:
             view.add_(dense(grad), alpha=factor)
-        elif grad is not view:
+        elif grad.is_sparse or grad.data_ptr() != view.data_ptr():
             torch.mul(dense(grad), factor, out=view)
-        elif factor != 1.0:
-            view.mul_(factor)
+        else:
+            self.num_fused += self.is_written
+            if factor != 1.0:
+                view.mul_(factor)
         self.was_used = True
+        self.is_written = False
         self.was_sparse |= grad.is_sparse
         self.parameter.grad = None
 
@@ -118,7 +137,7 @@ class Gradient:
         """Go back to before the first round; ``parameter.grad`` stays."""
         self.view = self.result = None
         self.sparse_dims = self.num_passes = 0
-        self.is_reduced = False
+        self.is_reduced = self.is_scaled_in_sum = self.is_open = False
 
 
 def dense(grad: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """One bucket at run time: a flat buffer, the views into it, and its reduction."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from ronde.data_parallel.bucket_reduction import (
 )
 from ronde.data_parallel.buckets import Bucket
 from ronde.data_parallel.gradient import Gradient, Scaling, dense
+from ronde.errors import UsageError
 
 _SPARSE = 4
 
@@ -72,7 +73,8 @@ class GradientBucket:
             for s, g in zip(plan.slots, members, strict=True)
         ]
         values, control = buffer[: plan.numel], buffer[plan.numel :]
-        content = BucketContent(buffer, values, control, plan.slots, members)
+        prescale = 1.0 if any(gradient.is_fusible for gradient in members) else None
+        content = BucketContent(buffer, values, control, plan.slots, members, prescale)
         return cls(content, views, control, buffer[end:])
 
     @property
@@ -85,6 +87,7 @@ class GradientBucket:
         for gradient, view in zip(self.gradients, self.views, strict=True):
             old = gradient.view
             gradient.view = view
+            gradient.is_scaled_in_sum = self.content.prescale is not None
             if old is not None and gradient.parameter.grad is old:
                 view.copy_(old)
                 gradient.give(view)
@@ -93,7 +96,8 @@ class GradientBucket:
         """Get ready for a round: count the gradients to wait for."""
         self.num_pending = 0
         for gradient in self.gradients:
-            gradient.was_used = gradient.was_sparse = False
+            gradient.was_used = gradient.was_sparse = gradient.is_written = False
+            gradient.is_open = gradient.parameter.requires_grad
             self.num_pending += gradient.parameter.requires_grad
         # Nothing trainable: a frozen part of the model costs nothing, on any rank. But
         # a round begins with the notes.
@@ -113,6 +117,12 @@ class GradientBucket:
         for slot, gradient in enumerate(self.gradients):
             gradient.move(scaling)
             gradient.num_passes = 0
+            gradient.is_open = False
+            if gradient.is_written:
+                raise UsageError(
+                    "synchronize() must be called outside of backward(), got a call "
+                    f"while backward makes {gradient.name}. Call it after backward()."
+                )
             if not gradient.was_used:
                 self.views[slot].zero_()
                 self.flags[slot] = 0
@@ -120,17 +130,33 @@ class GradientBucket:
                 self.flags[slot] = _SPARSE * scaling.size
         for note in self.silent:
             self.notes[note] = 0
-        self.pending = reduction.launch(self.content, communicator)
+        self._launch(communicator, scaling, reduction)
 
     def launch_nothing(
-        self, communicator: Communicator, reduction: BucketReduction
+        self,
+        communicator: Communicator,
+        scaling: Scaling,
+        reduction: BucketReduction,
     ) -> None:
         """Take part in the others' sum without adding anything; open it before."""
         self.is_launched = True
+        for gradient in self.gradients:
+            gradient.is_open = False
         self.content.memory.zero_()
         for note in self.silent:
             self.notes[note] = 1
-        self.pending = reduction.launch(self.content, communicator)
+        self._launch(communicator, scaling, reduction)
+
+    def _launch(
+        self,
+        communicator: Communicator,
+        scaling: Scaling,
+        reduction: BucketReduction,
+    ) -> None:
+        content = self.content
+        if content.prescale is not None:
+            content = replace(content, prescale=scaling.before)
+        self.pending = reduction.launch(content, communicator)
 
     def works(self) -> Iterable[Work[Any]]:
         """Return what the next ``advance`` or ``finish`` waits for."""

@@ -19,6 +19,8 @@ class ReducerOptions:
         is_passes_average: Divide by ``passes`` too.
         compressor: What travels.
         limits: Bucket sizes.
+        is_fusing: Have backward write large weight gradients into their buckets, where
+            nobody can see a difference: see ``fusion``.
         tuning: How to find better ones than ``limits``; None keeps those.
         groups: Indices of gradients that must be reduced together.
         is_sparse_densified: Reduce sparse gradients as dense ones.
@@ -32,6 +34,7 @@ class ReducerOptions:
     limits: BucketLimits = field(default_factory=BucketLimits)
     groups: tuple[tuple[int, ...], ...] = ()
     is_sparse_densified: bool = False
+    is_fusing: bool = True
     tuning: BucketTuningOptions | None = None
 
     def scaling(self, size: int) -> Scaling:

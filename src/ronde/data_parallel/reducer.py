@@ -42,6 +42,8 @@ from ronde.collectives.compiler import outside_compiler
 from ronde.coordination.waits import Waits
 from ronde.data_parallel.bond import Bond, Key
 from ronde.data_parallel.buckets import BucketLimits
+from ronde.data_parallel.compressor import NoneCompressor
+from ronde.data_parallel.fusion import fuse, is_fusible
 from ronde.data_parallel.gradient import Gradient
 from ronde.data_parallel.hooks import (
     call_at_end_of_backward,
@@ -101,6 +103,7 @@ class Reducer:
         self._waits: Waits | None = None
         self._lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
+        self._fused: list[RemovableHandle] = []
         self._communicators: list[Communicator] = []
         self._rounds: Rounds | None = self._bind(bond)
         self.add(named_parameters)
@@ -111,18 +114,27 @@ class Reducer:
 
     def add(self, named_parameters: Sequence[tuple[str, Tensor]]) -> None:
         """Take more parameters in, from the next round on; collective."""
+        is_plain = self._options.compressor is NoneCompressor
         for name, parameter in named_parameters:
             index = len(self._gradients)
-            self._gradients.append(Gradient(name, parameter))
+            # Whether it happens or not is no matter for the bits: the sum is the same.
+            can_fuse = is_plain and is_fusible(parameter)
+            self._gradients.append(Gradient(name, parameter, is_fusible=can_fuse))
             if parameter.is_floating_point() or parameter.is_complex():
                 hook = call_on_gradient(parameter, index, self._on_gradient)
                 self._hooks.append(hook)
+                self._gradients[index].num_hooks += 1
         self._prepare_additions()
 
     @property
     def num_buckets(self) -> int:
         """Collectives a round; 0 before the first."""
         return 0 if self._rounds is None else self._rounds.num_buckets
+
+    @property
+    def num_fused(self) -> int:
+        """Gradients that backward wrote straight into buckets until now."""
+        return sum(gradient.num_fused for gradient in self._gradients)
 
     @property
     def last_round(self) -> int:
@@ -265,6 +277,7 @@ class Reducer:
             if parameter.is_floating_point() or parameter.is_complex():
                 hook = call_before_gradient(parameter, index, self._before_gradient)
                 self._hooks.append(hook)
+                self._gradients[index].num_hooks += 1
         self._num_prepared = len(self._gradients)
 
     @torch.no_grad()
@@ -297,14 +310,23 @@ class Reducer:
         if backward != self._armed_backward:
             self._armed_backward = backward
             call_at_end_of_backward(self._on_backward_end, self._keep_failure)
+            self._unfuse()
+            if self._options.is_fusing:
+                self._fused = fuse([g for g in self._gradients if g.is_fusible])
 
     def _keep_failure(self, error: BaseException) -> None:
         self._failure = error
+
+    def _unfuse(self) -> None:
+        for handle in self._fused:
+            handle.remove()
+        self._fused = []
 
     @torch.no_grad()
     @outside_compiler
     def _on_backward_end(self) -> None:
         with self._lock:
+            self._unfuse()
             rounds = self._bound()
             if not rounds.is_open:
                 return

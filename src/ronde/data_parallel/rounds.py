@@ -148,7 +148,7 @@ class Rounds:
                 run(self._admit(has_joined=True))
             if not len(self._queue):
                 return  # all had joined before anything was to be reduced
-            others = self._queue.keep_up(self._reduction)
+            others = self._queue.keep_up(self._all_scaling, self._reduction)
             if others is not Others.HAVE_JOINED:
                 run(self._tune())
 
@@ -217,7 +217,7 @@ class Rounds:
         if not len(queue):
             return False
         if has_joined:
-            queue.keep_up(self._reduction)
+            queue.keep_up(self._all_scaling, self._reduction)
             return False
         queue.open()
         queue.launch_rest(self._launch)

@@ -74,6 +74,9 @@ class DistributedOptimizer(StandIn):
         sparse_as_dense: Reduce sparse gradients as dense ones; the results are sparse.
         process_set: The ranks.
         average_aggregated_gradients: Divide by ``backward_passes_per_step`` as well.
+        gradient_accumulation_fusion: Where nobody can see a difference, have backward
+            write a large weight's gradient where it is reduced; not a copy of it. For
+            CPU tensors.
 
     Raises:
         UsageError: A value is out of range, or names and parameters do not fit.
@@ -95,6 +98,7 @@ class DistributedOptimizer(StandIn):
         process_set: ProcessSet = global_process_set,
         *,
         average_aggregated_gradients: bool = False,
+        gradient_accumulation_fusion: bool = True,
     ) -> None:
         _check(op, backward_passes_per_step, gradient_predivide_factor)
         named = name_parameters(optimizer, named_parameters)
@@ -106,6 +110,7 @@ class DistributedOptimizer(StandIn):
             compressor=compression,
             groups=group_indices(named, groups, num_groups),
             is_sparse_densified=sparse_as_dense,
+            is_fusing=gradient_accumulation_fusion,
             tuning=current_session().tuning,
         )
         self.wrapped = optimizer

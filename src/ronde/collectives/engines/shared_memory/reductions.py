@@ -121,10 +121,7 @@ def _reduce_large(
     location = ground.heap.locate(flat) if source is flat else 0
     slot = ground.stage.take()
     prescale, views, is_shown = what.prescale, [], False
-    if location:
-        scale_(flat, prescale)
-        prescale = 1.0
-    else:
+    if not location:
         step = ground.stage.slot_bytes // flat.element_size()
         is_shown = flat.numel() <= step
         views = _show(ground, slot, source if is_shown else source[:step], prescale)
@@ -166,19 +163,17 @@ def _show(
 
 def _reduce_in_place(ground: Ground, what: Reduction, plan: list[Pieces]) -> None:
     """Reduce this rank's share of all ranks' tensors where they lie."""
-    combine = what.combiner.combine
-    if ground.size == 2:
-        # One's own is the nearest, and two can be combined in place of either.
-        own = ground.rank
-        for pieces in plan:
-            result = pieces[own]
-            combine(pieces, result)
-            pieces[1 - own].copy_(result)
-    else:
-        for pieces in plan:
-            combine(pieces, pieces[0])
-            for piece in pieces[1:]:
-                piece.copy_(pieces[0])
+    # One's own is the nearest, and two can be combined in place of either.
+    at = ground.rank if ground.size == 2 else 0
+    for pieces in plan:
+        if what.prescale != 1.0:
+            for piece in pieces:
+                scale_(piece, what.prescale)
+        result = pieces[at]
+        what.combiner.combine(pieces, result)
+        for piece in pieces:
+            if piece is not result:
+                piece.copy_(result)
     # The next time the other way round: what came last is still in the cache.
     plan.reverse()
 
