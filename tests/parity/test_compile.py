@@ -178,11 +178,11 @@ def rows() -> Tensor:
 FEW = ("allreduce named", "allreduce_async", "allgather", "alltoall", "broadcast_")
 
 
-def compare_collectives(names: Collection[str]) -> None:
+def compare_collectives(names: Collection[str], backend: str) -> None:
     for name in names:
         function = FUNCTIONS[name]
         expected = plain(function(rows()))
-        result = plain(compiled(function)(rows()))
+        result = plain(compiled(function, backend=backend)(rows()))
         assert result == expected, name
         assert num_graphs() >= NUM_GRAPHS, name
 
@@ -194,14 +194,19 @@ def test_every_collective_is_among_the_functions():
 
 
 @pytest.mark.parametrize(
-    ("size", "engine", "names"),
-    [(2, "shared_memory", FUNCTIONS), (3, "gloo", FEW), (4, "hierarchical", FEW)],
+    ("size", "engine", "names", "backend"),
+    [
+        (2, "shared_memory", FUNCTIONS, "inductor"),
+        (3, "gloo", FEW, "aot_eager"),
+        (4, "hierarchical", FEW, "aot_eager"),
+    ],
 )
-def test_collectives(environment, size, engine, names):
+def test_collectives(environment, size, engine, names, backend):
     run_sessions(
         size,
         compare_collectives,
         list(names),
+        backend,
         engine=engine,
         environment=environment,
         timeout_s=LIMIT_S,
@@ -328,15 +333,17 @@ def compare_training(*, is_synchronized: bool) -> None:
     assert torch.equal(hvd.broadcast(weights, 0), weights)  # the same on all ranks
 
 
-@pytest.mark.parametrize("is_synchronized", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-def test_training(environment, size, is_synchronized):
-    run_sessions(
-        size,
-        partial(compare_training, is_synchronized=is_synchronized),
-        environment=environment,
-        timeout_s=LIMIT_S,
-    )
+def compare_both_trainings() -> None:
+    compare_training(is_synchronized=False)
+    compare_training(is_synchronized=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "work"),
+    [(2, compare_both_trainings), (3, partial(compare_training, is_synchronized=True))],
+)
+def test_training(environment, size, work):
+    run_sessions(size, work, environment=environment, timeout_s=LIMIT_S)
 
 
 def refuse_one_graph() -> None:
@@ -344,10 +351,6 @@ def refuse_one_graph() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match="other ranks"):
         compiled(lambda t: hvd.allreduce(t * 2) + 1, fullgraph=True)(tensor)
     assert torch.equal(hvd.allreduce(tensor, op=hvd.Max), rows() - hvd.rank() + 1)
-
-
-def test_one_graph_is_refused_and_the_session_goes_on(environment):
-    run_sessions(2, refuse_one_graph, environment=environment)
 
 
 class PlainDescent(torch.optim.Optimizer):
@@ -453,8 +456,13 @@ def share_of_a_compiled_model() -> None:
     assert torch.equal(hvd.broadcast(weights, 0), weights)
 
 
-def test_ranks_may_differ_in_what_is_compiled(environment):
-    run_sessions(2, share_of_a_compiled_model, environment=environment)
+def refuse_and_share() -> None:
+    refuse_one_graph()
+    share_of_a_compiled_model()
+
+
+def test_one_graph_is_refused_and_ranks_may_differ_in_what_is_compiled(environment):
+    run_sessions(2, refuse_and_share, environment=environment)
 
 
 def test_importing_imports_no_compiler():
