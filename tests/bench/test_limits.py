@@ -16,7 +16,7 @@ from ronde.bench.memory_bandwidth import (
 )
 from ronde.collectives import Communicator
 from ronde.topology.graph import GpuDevice, HostTopology, Link, LinkKind
-from ronde.topology.limits.bounds import Layout, Limit, World
+from ronde.topology.limits.bounds import Limit, LimitWorld, RankLayout
 from ronde.topology.sources import Detected
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_gpus_that_have_a_rank_count_and_no_others() -> None:
             for one, other in permutations(names, 2)
         ),
     )
-    world = World(Layout(2, 1, 2), has_gpus=True)
+    world = LimitWorld(RankLayout(2, 1, 2), has_gpus=True)
     found = with_gpus_at({names[1], names[3]}, world, Detected(host, ()))
     assert found.gpu == ("4 NVLinks, 100 GB/s a GPU", 100, 80, "")
     found = with_gpus_at({*names}, world, Detected(host, ()))
@@ -133,7 +133,7 @@ def test_gpus_that_have_a_rank_count_and_no_others() -> None:
 def test_without_nvml_nobody_knows_of_nvlinks() -> None:
     gpus = tuple(GpuDevice(f"0000:{n}0:00.0", n, sm=90) for n in (1, 2))
     host = HostTopology(sources=("sysfs of this machine",), gpus=gpus)
-    world = World(Layout(2, 1, 2), has_gpus=True)
+    world = LimitWorld(RankLayout(2, 1, 2), has_gpus=True)
     silent = Detected(host, ("NVML does not answer: it is old. More.",))
     found = with_gpus_at({gpu.bus_id for gpu in gpus}, world, silent)
     assert found.gpu is None

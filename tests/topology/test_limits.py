@@ -7,10 +7,10 @@ from ronde.bench.catalog import COLLECTIVES as MEASURED
 from ronde.topology.limits.bounds import (
     COLLECTIVES,
     Islands,
-    Layout,
     Limit,
+    LimitWorld,
+    RankLayout,
     Rate,
-    World,
     bound_of,
     bounds_of,
     gpu_bound,
@@ -19,24 +19,24 @@ from ronde.topology.limits.bounds import (
     nvls_bound,
 )
 
-TWO_H100 = Layout(16, 2, 8)
+TWO_H100 = RankLayout(16, 2, 8)
 NVLINK = Rate("NVLink", 450, 18 * 20.6)
 PORTS = Rate("8 ports", 400)
-TWO_NODES = World(
+TWO_NODES = LimitWorld(
     TWO_H100, PORTS, Rate("1 port", 50), NVLINK, has_gpus=True, has_nvls=True
 )
 
 
-def limit(world: World, collective: str = "all_reduce") -> Limit:
+def limit(world: LimitWorld, collective: str = "all_reduce") -> Limit:
     found = bound_of(world, collective).limit
     assert found is not None
     return found
 
 
-def nodes(num_nodes: int, gb_per_s: float) -> World:
+def nodes(num_nodes: int, gb_per_s: float) -> LimitWorld:
     """Return nodes with a rank on each of 8 GPUs, by their network alone."""
-    layout = Layout(8 * num_nodes, num_nodes, 8)
-    return World(layout, Rate("network", gb_per_s), has_gpus=True)
+    layout = RankLayout(8 * num_nodes, num_nodes, 8)
+    return LimitWorld(layout, Rate("network", gb_per_s), has_gpus=True)
 
 
 # By hand, for all_reduce unless said otherwise: what binds, and how much that is.
@@ -59,19 +59,19 @@ def nodes(num_nodes: int, gb_per_s: float) -> World:
         ),
         pytest.param(nodes(8, 400), "all_reduce", 450, "network", id="8x8"),
         pytest.param(
-            World(Layout(8, 1, 8), gpu=Rate("NVLink", 12 * 25), has_gpus=True),
+            LimitWorld(RankLayout(8, 1, 8), gpu=Rate("NVLink", 12 * 25), has_gpus=True),
             *("all_reduce", 300, "NVLink"),
             id="8 A100",
         ),
         pytest.param(
-            World(Layout(4, 4, 1), Rate("eth0", 3.125)),
+            LimitWorld(RankLayout(4, 4, 1), Rate("eth0", 3.125)),
             *("all_reduce", 3.125, "eth0"),
             id="4 hosts at 25 Gbit/s",
         ),
     ],
 )
 def test_worked_examples(
-    world: World, collective: str, gb_per_s: float, link: str
+    world: LimitWorld, collective: str, gb_per_s: float, link: str
 ) -> None:
     found = limit(world, collective)
     assert found.bus_bandwidth_gb_per_s == pytest.approx(gb_per_s, rel=1e-12)
@@ -98,7 +98,7 @@ def test_what_switches_and_rings_change_is_noted() -> None:
         "switches that reduce (NVLS) allow 750 GB/s, set by 8 ports",
         "a pure ring reaches at most 400 GB/s",
     ]
-    eight = TWO_NODES._replace(layout=Layout(64, 8, 8))
+    eight = TWO_NODES._replace(layout=RankLayout(64, 8, 8))
     assert limit(eight).note.split("; ") == [
         # 450 * 63/64 * 8/7; and with both 400 * 2 * 63/64, NVLink just as much.
         "switches that reduce (SHARP) allow 506.2 GB/s, set by NVLink",
@@ -113,7 +113,7 @@ def test_what_switches_and_rings_change_is_noted() -> None:
 
 def test_switches_of_the_network_that_reduce() -> None:
     bound = network_bound(
-        "all_reduce", Layout(64, 8, 8), 400, is_reduced_in_network=True
+        "all_reduce", RankLayout(64, 8, 8), 400, is_reduced_in_network=True
     )
     assert bound == 787.5
 
@@ -127,14 +127,14 @@ def test_what_nccl_counts_on_stands_beside() -> None:
     assert limit(slow_bus).link == "NVLink"
     assert limit(slow_bus).practical_gb_per_s == 8 * 24 * 2 * 15 / 16
     assert limit(slow_bus).practical_link == "ports"
-    on_cpus = World(Layout(4, 4, 1), Rate("eth0", 3.125, 3))
+    on_cpus = LimitWorld(RankLayout(4, 4, 1), Rate("eth0", 3.125, 3))
     assert limit(on_cpus).practical_gb_per_s is None
 
 
 def test_islands_of_gpus() -> None:
     """Two pairs with NVLink: what a pair cannot add up itself crosses PCIe."""
-    world = World(
-        Layout(4, 1, 4), islands=Islands(2, Rate("PCIe", 2 * 31.5)), has_gpus=True
+    world = LimitWorld(
+        RankLayout(4, 1, 4), islands=Islands(2, Rate("PCIe", 2 * 31.5)), has_gpus=True
     )
     assert limit(world).bus_bandwidth_gb_per_s == 2 * 31.5 * 2 * 3 / 4
     assert limit(world, "alltoall").bus_bandwidth_gb_per_s == 31.5 * 2 * 3 / 4
@@ -142,20 +142,20 @@ def test_islands_of_gpus() -> None:
 
 
 def test_no_bound_has_a_reason() -> None:
-    one = World(Layout(1, 1, 1), PORTS)
+    one = LimitWorld(RankLayout(1, 1, 1), PORTS)
     assert bound_of(one, "all_reduce") == (
         "all_reduce",
         None,
         "one rank exchanges nothing",
     )
     assert bound_of(TWO_NODES, "allreduce").reason == "allreduce has no formula"
-    unknown = World(TWO_H100, unknown=("nobody tells the network",))
+    unknown = LimitWorld(TWO_H100, unknown=("nobody tells the network",))
     assert bound_of(unknown, "broadcast").reason == "nobody tells the network"
-    assert bound_of(World(Layout(2, 1, 2)), "broadcast").reason
+    assert bound_of(LimitWorld(RankLayout(2, 1, 2)), "broadcast").reason
 
 
 def test_nvls_on_one_node() -> None:
-    eight = Layout(8, 1, 8)
+    eight = RankLayout(8, 1, 8)
     assert nvls_bound(eight, 1, counts_write_back=False) == 1.75
     assert nvls_bound(eight, 1) == pytest.approx(1.56, abs=0.005)
 
@@ -189,13 +189,13 @@ def test_other_tests_over_the_network() -> None:
 def test_memory_reads_and_writes_every_byte_once(
     test: str, num_read: float, num_written: float, factor: float
 ) -> None:
-    bound = memory_bound(test, Layout(4, 1, 4), 40)
+    bound = memory_bound(test, RankLayout(4, 1, 4), 40)
     assert bound == pytest.approx(40 / (num_read + num_written) * factor)
 
 
 def test_memory_of_several_hosts() -> None:
-    assert memory_bound("all_reduce", Layout(2, 1, 2), 40) == 40 * 1 / 4
-    assert memory_bound("all_reduce", Layout(4, 2, 2), 40) == 40 * 3 / 8
+    assert memory_bound("all_reduce", RankLayout(2, 1, 2), 40) == 40 * 1 / 4
+    assert memory_bound("all_reduce", RankLayout(4, 2, 2), 40) == 40 * 3 / 8
 
 
 def test_other_tests_within_a_node() -> None:
@@ -209,9 +209,9 @@ def test_other_tests_within_a_node() -> None:
 def test_every_collective_has_its_formulas(test: str) -> None:
     for n in (2, 3, 8, 64):
         for bound in (
-            memory_bound(test, Layout(n, 1, n), 100),
-            network_bound(test, Layout(n, n, 1), 100),
-            gpu_bound(test, Layout(n, 1, n), 100),
+            memory_bound(test, RankLayout(n, 1, n), 100),
+            network_bound(test, RankLayout(n, n, 1), 100),
+            gpu_bound(test, RankLayout(n, 1, n), 100),
         ):
             assert 0 < bound <= 200
 
@@ -239,11 +239,11 @@ rates = st.floats(0.1, 1e4).flatmap(
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
+def worlds(draw: st.DrawFn) -> LimitWorld:
     num_nodes, g = draw(st.integers(1, 64)), draw(st.integers(1, 16))
-    layout = Layout(num_nodes * g, num_nodes, g)
+    layout = RankLayout(num_nodes * g, num_nodes, g)
     network, gpu, memory = (draw(st.none() | rates) for _ in range(3))
-    return World(
+    return LimitWorld(
         layout,
         network,
         None,
@@ -259,7 +259,9 @@ collectives = st.sampled_from(COLLECTIVES)
 
 
 @given(worlds(), collectives)
-def test_one_rank_has_none_and_the_least_binds(world: World, collective: str) -> None:
+def test_one_rank_has_none_and_the_least_binds(
+    world: LimitWorld, collective: str
+) -> None:
     found = bound_of(world, collective)
     assert (found.limit is None) == bool(found.reason)
     if world.layout.num_ranks == 1:
@@ -277,7 +279,7 @@ def test_one_rank_has_none_and_the_least_binds(world: World, collective: str) ->
 
 @given(worlds(), collectives, st.sampled_from(["network", "gpu", "memory"]))
 def test_faster_links_never_lower_a_bound(
-    world: World, collective: str, which: str
+    world: LimitWorld, collective: str, which: str
 ) -> None:
     rate: Rate | None = getattr(world, which)
     before = bound_of(world, collective).limit
@@ -290,7 +292,7 @@ def test_faster_links_never_lower_a_bound(
 
 
 @given(worlds())
-def test_what_nccl_counts_on_is_never_above(world: World) -> None:
+def test_what_nccl_counts_on_is_never_above(world: LimitWorld) -> None:
     for found in bounds_of(world):
         if found.limit is None or found.limit.practical_gb_per_s is None:
             continue
@@ -303,6 +305,6 @@ def test_more_nodes_come_near_to_the_network(
     num_nodes: int, ranks_per_node: int, network: Rate
 ) -> None:
     """A pure ring's bound is below all of them, and twice it above."""
-    layout = Layout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
-    found = limit(World(layout, network)).bus_bandwidth_gb_per_s
+    layout = RankLayout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
+    found = limit(LimitWorld(layout, network)).bus_bandwidth_gb_per_s
     assert network.gb_per_s * (1 - 1e-12) <= found < 2 * network.gb_per_s

@@ -13,7 +13,7 @@ from ronde.topology.graph import (
     NetPort,
     PciDevice,
 )
-from ronde.topology.limits.bounds import Limit, World, bound_of
+from ronde.topology.limits.bounds import Limit, LimitWorld, bound_of
 from ronde.topology.limits.host import network_rates, world_of
 from ronde.topology.probes.base import Saved
 from ronde.topology.probes.nccl import NcclTopologyProbe
@@ -30,7 +30,7 @@ def host_of(name: str) -> HostTopology:
     return host
 
 
-def limit(world: World, collective: str = "all_reduce") -> Limit:
+def limit(world: LimitWorld, collective: str = "all_reduce") -> Limit:
     found = bound_of(world, collective).limit
     assert found is not None
     return found

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from ronde.cli.topo_lint import run
 from ronde.errors import UsageError
 from ronde.render.topo_findings import count_findings, tell_findings
-from ronde.topology.findings import Finding, Severity
+from ronde.topology.findings import Diagnostic, Level
 from ronde.topology.graph import (
     NVSWITCH,
     GpuDevice,
@@ -96,7 +96,7 @@ def read(name: str) -> HostTopology:
     return topology.hosts[0]
 
 
-def one(findings: tuple[Finding, ...], rule: str) -> Finding:
+def one(findings: tuple[Diagnostic, ...], rule: str) -> Diagnostic:
     return next(finding for finding in findings if finding.rule == rule)
 
 
@@ -110,7 +110,7 @@ def test_samples_have_the_findings_that_their_files_show(name: str) -> None:
     findings = lint_host(read(name))
     assert Counter(finding.rule for finding in findings) == FOUND[name]
     if any(word in name for word in HEALTHY):
-        assert all(finding.severity is Severity.NOTE for finding in findings)
+        assert all(finding.severity is Level.NOTE for finding in findings)
     assert all(0 <= f.has_gb_per_s < 1e4 for f in findings)
 
 
@@ -133,7 +133,7 @@ def test_the_figures_of_real_defects_follow_from_the_files() -> None:
         16 * 30 / 80,
         16 * 240 / 80,
     )
-    assert bridge.severity is Severity.ERROR
+    assert bridge.severity is Level.ERROR
     assert (port.has_gb_per_s, port.should_gb_per_s) == (22.5, 25.0)
 
 
@@ -243,40 +243,40 @@ def far() -> HostTopology:
 BRIDGE, NIC = "0000:00:00.0", "0000:02:00.0"
 
 # One change to the sound host each, and what it must bring: rule, severity, elements.
-UNSOUND: dict[str, tuple[Callable[[], HostTopology], Severity, list[str]]] = {
+UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
     "slow-bridge": (
         lambda: with_device(BRIDGE, width=8),
-        Severity.WARNING,
+        Level.WARNING,
         [BRIDGE],
     ),
     "tiny-link": (
         lambda: with_device(gpu(0), speed="2.5 GT/s PCIe", width=1),
-        Severity.ERROR,
+        Level.ERROR,
         [gpu(0)],
     ),
     "unknown-link-speed": (
         lambda: with_device(gpu(0), speed="", width=0),
-        Severity.WARNING,
+        Level.WARNING,
         [gpu(0)],
     ),
     "speed-spelling": (
         lambda: with_device(gpu(1), speed="32.0 GT/s"),
-        Severity.ERROR,
+        Level.ERROR,
         [gpu(1)],
     ),
     "trained-down": (
         lambda: with_device(gpu(2), speed_now=SPEED, width_now=4),
-        Severity.ERROR,
+        Level.ERROR,
         [gpu(2)],
     ),
     "old-slot": (
         lambda: with_device(gpu(3), speed="16.0 GT/s PCIe"),
-        Severity.NOTE,
+        Level.NOTE,
         [gpu(3)],
     ),
     "link-to-itself": (
         lambda: with_links(nvlink(0, gpu(0), 2), nvlink(0, NVSWITCH)),
-        Severity.ERROR,
+        Level.ERROR,
         [gpu(0)],
     ),
     "gpu-told-as-switch": (
@@ -284,24 +284,24 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Severity, list[str]]] = {
             nvlink(0, gpu(1), target_class=0x068000),
             nvlink(1, gpu(0)),
         ),
-        Severity.ERROR,
+        Level.ERROR,
         [gpu(0)],
     ),
     "too-many-nvlinks": (
         lambda: sound()._replace(
             links=tuple(link._replace(num_links=19) for link in sound().links)
         ),
-        Severity.ERROR,
+        Level.ERROR,
         [gpu(n) for n in range(4)],
     ),
     "gpu-without-links": (
         lambda: sound()._replace(links=sound().links[1:]),
-        Severity.ERROR,
+        Level.ERROR,
         [gpu(0)],
     ),
     "uneven-nvlinks": (
         lambda: with_links(nvlink(2, NVSWITCH, 17)),
-        Severity.WARNING,
+        Level.WARNING,
         [gpu(2)],
     ),
     "one-way-link": (
@@ -311,60 +311,60 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Severity, list[str]]] = {
             nvlink(1, gpu(0), 10),
             nvlink(1, NVSWITCH, 8),
         ),
-        Severity.WARNING,
+        Level.WARNING,
         [gpu(0)],
     ),
     "link-to-hidden-gpu": (
         lambda: with_links(nvlink(0, "0000:77:00.0")),
-        Severity.NOTE,
+        Level.NOTE,
         [gpu(0)],
     ),
     "no-peer-access": (
         lambda: sound()._replace(relations=(Relation(gpu(0), gpu(1), "NV18", "CNS"),)),
-        Severity.WARNING,
+        Level.WARNING,
         [gpu(0)],
     ),
     "nic-faster-than-link": (
         lambda: with_device(NIC, speed="16.0 GT/s PCIe"),
-        Severity.WARNING,
+        Level.WARNING,
         [NIC],
     ),
     "odd-nic-speed": (
         lambda: with_port(1, mbit_per_s=380_000),
-        Severity.WARNING,
+        Level.WARNING,
         ["net/mlx5_1"],
     ),
     "nic-without-speed": (
         lambda: sound()._replace(
             ports=(*sound().ports, NetPort("eth1", mbit_per_s=-1, is_up=False))
         ),
-        Severity.NOTE,
+        Level.NOTE,
         ["net/eth1"],
     ),
     "nic-down": (
         lambda: with_port(3, is_up=False),
-        Severity.WARNING,
+        Level.WARNING,
         ["net/mlx5_3"],
     ),
     "virtual-nic": (
         lambda: sound()._replace(ports=(*sound().ports, NetPort("docker0"))),
-        Severity.NOTE,
+        Level.NOTE,
         ["net/docker0"],
     ),
     "no-gpudirect": (
         lambda: with_gpu(1, gdr=0),
-        Severity.WARNING,
+        Level.WARNING,
         [gpu(1)],
     ),
-    "far-nic": (far, Severity.WARNING, [gpu(0)]),
+    "far-nic": (far, Level.WARNING, [gpu(0)]),
     "nic-behind-processor": (
         lambda: with_device(gpu(0), parent=""),
-        Severity.NOTE,
+        Level.NOTE,
         [gpu(0)],
     ),
     "nic-without-gpu": (
         lambda: with_device(NIC, parent=""),
-        Severity.NOTE,
+        Level.NOTE,
         ["net/mlx5_0"],
     ),
     "no-numa-node": (
@@ -374,41 +374,41 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Severity, list[str]]] = {
                 for d in sound().devices
             )
         ),
-        Severity.WARNING,
+        Level.WARNING,
         [gpu(0)],
     ),
     "empty-affinity": (
         lambda: with_node(1, cpus=()),
-        Severity.WARNING,
+        Level.WARNING,
         ["numa/1"],
     ),
     "shared-cores": (
         lambda: with_node(1, cpus=tuple(range(7, 15))),
-        Severity.WARNING,
+        Level.WARNING,
         ["numa/0", "numa/1"],
     ),
-    "uneven-cores": (three_nodes, Severity.NOTE, ["numa/2"]),
+    "uneven-cores": (three_nodes, Level.NOTE, ["numa/2"]),
     "implausible-processor": (
         lambda: with_node(0, model=85),
-        Severity.WARNING,
+        Level.WARNING,
         ["numa/0"],
     ),
-    "one-sided-host": (one_sided, Severity.NOTE, ["numa/0"]),
+    "one-sided-host": (one_sided, Level.NOTE, ["numa/0"]),
     "odd-source": (
         lambda: sound()._replace(remarks=("Line 3: nic is listed twice.",)),
-        Severity.NOTE,
+        Level.NOTE,
         ["source"],
     ),
     "repeated-rank": (
         lambda: with_gpu(1, rank=0),
-        Severity.ERROR,
+        Level.ERROR,
         [gpu(0), gpu(1)],
     ),
     "mixed-gpus": (
         lambda: sound()._replace(
             gpus=(*sound().gpus[:3], sound().gpus[3]._replace(sm=100))
         ),
-        Severity.NOTE,
+        Level.NOTE,
         [gpu(3)],
     ),
 }
@@ -452,10 +452,10 @@ def test_a_speed_that_is_low_at_rest_is_a_note_for_gpus_alone() -> None:
     slow = {"speed_now": "2.5 GT/s PCIe", "width_now": 16}
     for bus_id in (gpu(0), BRIDGE):
         found = one(lint_host(with_device(bus_id, **slow)), "trained-down")
-        assert found.severity is Severity.NOTE
+        assert found.severity is Level.NOTE
         assert "under load" in found.remedy
     found = one(lint_host(with_device(NIC, **slow)), "trained-down")
-    assert found.severity is Severity.ERROR
+    assert found.severity is Level.ERROR
     assert found.has_gb_per_s == 2.5 / 8 * 0.8 * 16
 
 
@@ -478,18 +478,18 @@ def with_slots(speed: str, **fields: object) -> HostTopology:
     ("host", "severity"),
     [
         # Cards of the next generation in a host whose slots are all of this one.
-        (with_slots("16.0 GT/s PCIe"), Severity.NOTE),
+        (with_slots("16.0 GT/s PCIe"), Level.NOTE),
         # Below half it is no matter of generations, nor with fewer lanes.
-        (with_slots("5.0 GT/s PCIe"), Severity.ERROR),
-        (with_slots("16.0 GT/s PCIe", width=8), Severity.ERROR),
-        (with_slots(SPEED, width=8), Severity.WARNING),
+        (with_slots("5.0 GT/s PCIe"), Level.ERROR),
+        (with_slots("16.0 GT/s PCIe", width=8), Level.ERROR),
+        (with_slots(SPEED, width=8), Level.WARNING),
         # One slot below the others.
-        (with_device(BRIDGE, speed="16.0 GT/s PCIe"), Severity.WARNING),
+        (with_device(BRIDGE, speed="16.0 GT/s PCIe"), Level.WARNING),
     ],
     ids=["as built", "far below", "half the lanes of it", "half the lanes", "one"],
 )
 def test_bridges_of_a_host_that_is_older_than_its_cards(
-    host: HostTopology, severity: Severity
+    host: HostTopology, severity: Level
 ) -> None:
     assert one(lint_host(host), "slow-bridge").severity is severity
 
@@ -531,7 +531,7 @@ def test_a_second_port_without_cable_is_a_note() -> None:
     host = sound()
     second = host.ports[0]._replace(title="mlx5_9", port=2, is_up=False)
     found = one(lint_host(host._replace(ports=(*host.ports, second))), "nic-down")
-    assert found.severity is Severity.NOTE
+    assert found.severity is Level.NOTE
 
 
 def fleet(odd: HostTopology) -> list[HostTopology]:
@@ -807,7 +807,7 @@ def test_the_odd_one_of_a_fleet_may_be_the_better_one() -> None:
     odd, other, third = fleet(sound()._replace(gpus=sound().gpus[1:]))
     few = [odd, odd._replace(name="b"), odd._replace(name="c"), other]
     findings = lint_fleet(few)
-    assert [(f.element, f.severity) for f in findings] == [("n1", Severity.WARNING)]
+    assert [(f.element, f.severity) for f in findings] == [("n1", Level.WARNING)]
     # With as many of either, more is right.
     draw = lint_fleet([odd, odd._replace(name="b"), other, third])
     assert [f.element for f in draw] == ["odd", "b"]
@@ -824,7 +824,7 @@ def test_a_node_that_tells_links_its_chip_lacks_is_no_model_for_others() -> None
 def test_a_host_bridge_limits_no_adapter_and_nccls_plan_is_told() -> None:
     host = read("nccl_topo/modal_gvisor_b200_vm_topo.xml")
     found = [f for f in lint_host(host) if f.rule == "nic-faster-than-link"]
-    assert {each.severity for each in found} == {Severity.WARNING}
+    assert {each.severity for each in found} == {Level.WARNING}
     # 75, 200 and 200 GB/s of ports; PCIe 5 x16 is 48 with NCCL.
     figures = sorted((each.has_gb_per_s, each.should_gb_per_s) for each in found)
     assert figures == [(48.0, 75.0), (48.0, 200.0), (48.0, 200.0)]

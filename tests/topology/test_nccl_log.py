@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given, strategies as st
 from tests.topology.nccl_job import BUS_IDS, JobLog, interleave, text_of
 
-from ronde.topology.nccl_log import Job, NcclLog, read_nccl_log
+from ronde.topology.nccl_log import NcclJob, NcclLog, read_nccl_log
 from ronde.topology.nccl_log.log import ChannelCounts, GraphSeen
-from ronde.topology.nccl_log.messages import Message, MessageReader
+from ronde.topology.nccl_log.messages import MessageReader, NcclMessage
 
 SAMPLE = (
     Path(__file__).parent
@@ -26,7 +26,7 @@ def read(*texts: bytes | str) -> NcclLog:
     )
 
 
-def one_job(*texts: bytes | str) -> Job:
+def one_job(*texts: bytes | str) -> NcclJob:
     log = read(*texts)
     assert len(log.jobs) == 1
     return log.jobs[0]
@@ -316,7 +316,7 @@ def test_a_split_communicator_is_one_of_its_own() -> None:
 # ---- lines that broke
 
 
-def messages_of(text: str) -> list[Message]:
+def messages_of(text: str) -> list[NcclMessage]:
     reader = MessageReader()
     found = [message for line in text.split("\n") for message in reader.feed(line)]
     return [message for message in found if message.host]

@@ -11,7 +11,7 @@ from tests.topology.nccl_job import JobLog, text_of
 
 from ronde.errors import UsageError
 from ronde.render.topo_log import tell_log
-from ronde.topology.nccl_log import Job, NcclLog, judge_nccl_log, read_nccl_log
+from ronde.topology.nccl_log import NcclJob, NcclLog, judge_nccl_log, read_nccl_log
 from ronde.topology.nccl_log.log import ChannelCounts
 
 P = "node0:10:20 [0] NCCL INFO "
@@ -23,7 +23,7 @@ def read(*texts: bytes | str) -> NcclLog:
     )
 
 
-def one_job(text: bytes | str) -> Job:
+def one_job(text: bytes | str) -> NcclJob:
     (job,) = read(text).jobs
     return job
 

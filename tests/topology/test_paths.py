@@ -35,9 +35,9 @@ from ronde.topology.paths.detours import (
     read_transports,
 )
 from ronde.topology.paths.network import (
-    HostNetwork,
     Path,
     PathKind,
+    PathNetwork,
     VertexKind,
     build_network,
     join_switches,
@@ -191,7 +191,7 @@ def check_route(paths: Paths, source: str, target: str, path: Path) -> None:
     assert path == follow(paths.network, path.route)
 
 
-def follow(network: HostNetwork, route: tuple[str, ...]) -> Path:
+def follow(network: PathNetwork, route: tuple[str, ...]) -> Path:
     """Return the path of a route, as its target sees it."""
     kind, speed = PathKind.LOC, 5000.0
     holder = VertexKind.GPU if network.release == OLD else VertexKind.DEV
@@ -209,7 +209,7 @@ def follow(network: HostNetwork, route: tuple[str, ...]) -> Path:
     return Path(kind, speed, len(route) - 1, route)
 
 
-def all_routes(network: HostNetwork, target: str, source: str) -> list[Path]:
+def all_routes(network: PathNetwork, target: str, source: str) -> list[Path]:
     """Return every route without a circle that NCCL lets pass, by brute force."""
     found: list[Path] = []
     is_old = network.release == OLD

@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
-from ronde.topology.findings import Severity
+from ronde.topology.findings import Level
 from ronde.topology.probes.base import Saved
 from ronde.topology.search_graph import (
     SearchGraph,
@@ -134,7 +134,7 @@ def test_what_nccl_would_follow_into_an_error(inside: str, rule: str, what: str)
     (finding,) = check_search_graphs(graph(inside))
 
     assert finding.rule == rule
-    assert finding.severity is Severity.ERROR
+    assert finding.severity is Level.ERROR
     assert finding.element == "line 1"
     assert what in finding.what
 

@@ -12,14 +12,18 @@ from ronde.cli.topo_log import run
 from ronde.errors import UsageError
 from ronde.plain_values import from_plain
 from ronde.render.topo_log import tell_log
-from ronde.topology.findings import Finding, Severity
+from ronde.topology.findings import Diagnostic, Level
 from ronde.topology.nccl_log import NcclLog, judge_nccl_log, read_nccl_log
 
 SAMPLE = (
     Path(__file__).parent
     / "samples/nccl_debug_logs/hgx_h200_b200_nccl2.27.3_selected_lines.log"
 )
-ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
+ERROR, WARNING, NOTE = (
+    Level.ERROR,
+    Level.WARNING,
+    Level.NOTE,
+)
 NVLS_LOST = (
     "Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error "
     "401 'the operation cannot be performed in the present state'. Proceeding without "
@@ -32,11 +36,11 @@ def read(text: bytes) -> NcclLog:
     return read_nccl_log([io.BytesIO(text)])
 
 
-def found(text: bytes) -> dict[str, Severity]:
+def found(text: bytes) -> dict[str, Level]:
     return {finding.rule: finding.severity for finding in judge_nccl_log(read(text))}
 
 
-def find(text: bytes, rule: str) -> Finding:
+def find(text: bytes, rule: str) -> Diagnostic:
     (finding,) = (each for each in judge_nccl_log(read(text)) if each.rule == rule)
     return finding
 
@@ -136,7 +140,7 @@ def test_where_lines_were_lost_a_start_may_have_been_said_to_be_complete() -> No
     ],
 )
 def test_each_fault_is_found_and_no_other(
-    changes: dict[str, object], rules: dict[str, Severity]
+    changes: dict[str, object], rules: dict[str, Level]
 ) -> None:
     assert found(text_of(JobLog(), **changes)) == rules
 
@@ -187,7 +191,7 @@ def test_what_the_log_does_not_show_is_no_fault() -> None:
         ("GPU/0-2 (1/40.0/NVL) GPU/0-3 (3/10.0/SYS) ", NOTE),
     ],
 )
-def test_shared_memory_beside_peers(paths: str, severity: Severity) -> None:
+def test_shared_memory_beside_peers(paths: str, severity: Level) -> None:
     text = without(text_of(JobLog(num_hosts=1)), "NVL")
     text = text.replace(b"3[3] via P2P/CUMEM", b"3[3] via SHM/direct")
     if paths:
@@ -340,7 +344,7 @@ def test_a_slow_start_is_told_with_its_phase() -> None:
     ],
 )
 def test_slow_pci(
-    old: str, new: str, severity: Severity, has: float, should: float
+    old: str, new: str, severity: Level, has: float, should: float
 ) -> None:
     # What hangs below a shorter link begins further left, as NCCL prints it.
     text = text_of(JobLog(num_hosts=1)).decode().replace(old, new)
@@ -590,7 +594,7 @@ def test_errors_come_first() -> None:
     text = text_of(JobLog(num_nodes=1, extra=(NVLS_LOST,), inter="NET/IB/0"))
     severities = [finding.severity for finding in judge_nccl_log(read(text))]
 
-    assert severities == sorted(severities, key=list(Severity).index)
+    assert severities == sorted(severities, key=list(Level).index)
     assert severities[0] is ERROR
 
 
@@ -665,7 +669,7 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert (value["form"], value["version"]) == ("ronde-nccl-log", 1)
     log = read(SAMPLE.read_bytes())
     assert from_plain(NcclLog, value["log"]) == log
-    findings = [from_plain(Finding, each) for each in value["findings"]]
+    findings = [from_plain(Diagnostic, each) for each in value["findings"]]
     assert findings == list(judge_nccl_log(log))
 
 

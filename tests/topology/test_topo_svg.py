@@ -13,7 +13,7 @@ from tests.topology.sample_hosts import B200, FILES, OCI_H100, PERLMUTTER, sampl
 
 from ronde.render.topo_svg import draw_svg
 from ronde.render.topo_svg_shapes import fit, width_of
-from ronde.topology.findings import Finding, Severity
+from ronde.topology.findings import Diagnostic, Level
 from ronde.topology.graph import (
     NVSWITCH,
     GpuDevice,
@@ -236,15 +236,15 @@ def test_pairs_without_links_are_told() -> None:
 # ---- findings
 
 
-def finding(element: str, severity: Severity = Severity.ERROR) -> Finding:
-    return Finding("slow-bridge", severity, element, "It is slow.", "So.", "Do.")
+def finding(element: str, severity: Level = Level.ERROR) -> Diagnostic:
+    return Diagnostic("slow-bridge", severity, element, "It is slow.", "So.", "Do.")
 
 
 def test_findings_are_marked_at_their_elements() -> None:
     host = sample_host(PERLMUTTER)
     found = [
-        finding("numa/2", Severity.NOTE),
-        finding("net/cxi1", Severity.WARNING),
+        finding("numa/2", Level.NOTE),
+        finding("net/cxi1", Level.WARNING),
         finding("0000:41:00.0"),
         finding("line 12"),
     ]

@@ -26,14 +26,14 @@ from ronde.plain_values import from_plain, to_plain
 from ronde.topology.graph import HostTopology
 from ronde.topology.limits.bounds import (
     COLLECTIVES,
-    Layout,
     Limit,
+    LimitWorld,
+    RankLayout,
     Rate,
-    World,
     bound_of,
 )
 from ronde.topology.limits.host import (
-    Given,
+    KnownRates,
     find_rdma_ports,
     slowest,
     with_gpus,
@@ -110,28 +110,28 @@ def _world(
     hosts: Sequence[str],
     device: torch.device,
     wires: Wires,
-) -> World:
+) -> LimitWorld:
     """Return what carries the bytes of these ranks; collective."""
     counts = Counter(hosts)
-    layout = Layout(communicator.size, len(counts), max(counts.values()))
-    own = World(layout, has_gpus=device.type == "cuda")
+    layout = RankLayout(communicator.size, len(counts), max(counts.values()))
+    own = LimitWorld(layout, has_gpus=device.type == "cuda")
     if layout.num_nodes > 1:
         own = _with_network(own, communicator, hosts, wires)
     if own.has_gpus and layout.ranks_per_node > 1:
         own = _with_gpus(own, communicator, hosts, device)
     everyone = all_gather_json(communicator, to_plain(own))
-    world = slowest([from_plain(World, each) for each in everyone])
+    world = slowest([from_plain(LimitWorld, each) for each in everyone])
     if world.unknown or world.has_gpus:
         return world
     return _with_memory(world, communicator, hosts)
 
 
 def _with_network(
-    world: World, communicator: Communicator, hosts: Sequence[str], wires: Wires
-) -> World:
+    world: LimitWorld, communicator: Communicator, hosts: Sequence[str], wires: Wires
+) -> LimitWorld:
     """Return a world with the links of this host that carry the bytes; collective."""
     if wires.gb_per_s is not None:
-        return with_network(world, HostTopology(), Given(wires.gb_per_s))
+        return with_network(world, HostTopology(), KnownRates(wires.gb_per_s))
     found = _interface_between(communicator, hosts)
     host = read_host()
     if not world.has_gpus:
@@ -139,12 +139,12 @@ def _with_network(
         host = host._replace(gpus=())
     # Gloo speaks TCP; NCCL and MPI take RDMA adapters where there are any.
     if (world.has_gpus or communicator.engine == "mpi") and find_rdma_ports(host):
-        return with_network(world, host, Given())
+        return with_network(world, host, KnownRates())
     interface = wires.interface or found
     if not interface:
         why = "no interface of a host leads to where the ranks meet"
         return world.lacking(_NO_RATE.format(why))
-    return with_network(world, host, Given(interface=interface))
+    return with_network(world, host, KnownRates(interface=interface))
 
 
 def _interface_between(communicator: Communicator, hosts: Sequence[str]) -> str:
@@ -161,8 +161,11 @@ def _interface_between(communicator: Communicator, hosts: Sequence[str]) -> str:
 
 
 def _with_gpus(
-    world: World, communicator: Communicator, hosts: Sequence[str], device: torch.device
-) -> World:
+    world: LimitWorld,
+    communicator: Communicator,
+    hosts: Sequence[str],
+    device: torch.device,
+) -> LimitWorld:
     """Return a world with the links of this host's GPUs; collective."""
     own = (hosts[communicator.rank], _bus_id(device))
     everyone = [(str(h), str(b)) for h, b in all_gather_json(communicator, own)]
@@ -172,7 +175,9 @@ def _with_gpus(
     return with_gpus_at(here, world, detect_host(Path("/"), {}))
 
 
-def with_gpus_at(bus_ids: Collection[str], world: World, here: Detected) -> World:
+def with_gpus_at(
+    bus_ids: Collection[str], world: LimitWorld, here: Detected
+) -> LimitWorld:
     """Return a world with the links of some of this host's GPUs.
 
     Args:
@@ -198,8 +203,8 @@ def _bus_id(device: torch.device) -> str:
 
 
 def _with_memory(
-    world: World, communicator: Communicator, hosts: Sequence[str]
-) -> World:
+    world: LimitWorld, communicator: Communicator, hosts: Sequence[str]
+) -> LimitWorld:
     measured = measure_memory(communicator, hosts[communicator.rank])
     rate = min(measured.gb_per_s.values())
     link = f"memory, {rate:.4g} GB/s read and written by a copy"

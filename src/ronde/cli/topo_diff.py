@@ -9,7 +9,7 @@ from pathlib import Path
 from ronde.cli.topo_input import TopoParser, load_host
 from ronde.plain_values import to_plain
 from ronde.render.topo_diff import tell_comparison
-from ronde.topology.comparison import Comparison, compare_hosts
+from ronde.topology.comparison import HostComparison, compare_hosts
 from ronde.topology.graph import HostTopology
 
 EXIT_DIFFERENT = 1
@@ -75,6 +75,6 @@ def _load(name: str) -> HostTopology:
     return host
 
 
-def _to_json(comparison: Comparison) -> str:
+def _to_json(comparison: HostComparison) -> str:
     plain = {"form": FORM, "version": VERSION, "comparison": to_plain(comparison)}
     return json.dumps(plain, indent=1)

@@ -64,7 +64,7 @@ class TopoParser(Parser):
         return self.parse_args(words)
 
 
-class Loaded(NamedTuple):
+class LoadedTopology(NamedTuple):
     """What is to be looked at.
 
     Attributes:
@@ -100,7 +100,7 @@ def read_sources(options: argparse.Namespace) -> tuple[Saved, ...]:
 
 def load_topology(
     options: argparse.Namespace, saved: Sequence[Saved] | None = None
-) -> Loaded:
+) -> LoadedTopology:
     """Read what the arguments say.
 
     Args:
@@ -118,7 +118,7 @@ def load_topology(
         environ = {} if options.root else select_variables(_VISIBILITY)
         tree, notices = read_tree(root, environ)
         parts.append(Topology((tree,)))
-    return Loaded(join_topologies(parts), notices, saved)
+    return LoadedTopology(join_topologies(parts), notices, saved)
 
 
 def load_host(options: argparse.Namespace) -> tuple[HostTopology, tuple[str, ...]]:

@@ -15,8 +15,14 @@ from ronde.cli.topo_input import (
 from ronde.errors import UsageError
 from ronde.render.topo_limit import judge, tabulate_limits
 from ronde.topology.graph import HostTopology
-from ronde.topology.limits.bounds import COLLECTIVES, Bound, Limit, World, bounds_of
-from ronde.topology.limits.host import Given, slowest, world_of
+from ronde.topology.limits.bounds import (
+    COLLECTIVES,
+    Bound,
+    Limit,
+    LimitWorld,
+    bounds_of,
+)
+from ronde.topology.limits.host import KnownRates, slowest, world_of
 
 EXIT_BELOW = 1
 """What was measured is less than --threshold allows."""
@@ -170,7 +176,7 @@ def _collectives(options: argparse.Namespace) -> Sequence[str]:
     return names or [_MEASURED]
 
 
-def _world(hosts: Sequence[HostTopology], options: argparse.Namespace) -> World:
+def _world(hosts: Sequence[HostTopology], options: argparse.Namespace) -> LimitWorld:
     """Return the world that the options tell of.
 
     Raises:
@@ -181,7 +187,7 @@ def _world(hosts: Sequence[HostTopology], options: argparse.Namespace) -> World:
     num_gpus = min(len(host.gpus) for host in hosts)
     num_nodes = options.nodes or len(hosts)
     ranks_per_node = options.ranks_per_node or num_gpus or 1
-    given = Given(options.link_rate, options.gpu_rate)
+    given = KnownRates(options.link_rate, options.gpu_rate)
     return slowest([world_of(host, num_nodes, ranks_per_node, given) for host in hosts])
 
 
@@ -204,7 +210,9 @@ def _limit_to_judge(
     return bound.limit
 
 
-def _to_json(world: World, bounds: Sequence[Bound], options: argparse.Namespace) -> str:
+def _to_json(
+    world: LimitWorld, bounds: Sequence[Bound], options: argparse.Namespace
+) -> str:
     entries: list[dict[str, object]] = []
     for each in bounds:
         limit = each.limit

@@ -17,7 +17,7 @@ from ronde.errors import UsageError
 from ronde.plain_values import to_plain
 from ronde.render.topo_findings import count_findings, tell_findings
 from ronde.render.wrapping import wrap
-from ronde.topology.findings import Finding, Severity
+from ronde.topology.findings import Diagnostic, Level
 from ronde.topology.graph import HostTopology
 from ronde.topology.lint.fleet import lint_fleet
 from ronde.topology.lint.host import CATALOGUE, lint_host
@@ -52,7 +52,7 @@ class _Checked(NamedTuple):
     """What was looked at, and what was found."""
 
     subject: str
-    findings: tuple[Finding, ...]
+    findings: tuple[Diagnostic, ...]
     notices: tuple[str, ...]
 
 
@@ -81,7 +81,7 @@ def run(words: Sequence[str]) -> int:
         print("\n" + tell_findings(findings) if findings else "", end="")
     for notice in checked.notices:
         print(f"ronde: {notice}", file=sys.stderr)
-    is_clean = all(finding.severity is Severity.NOTE for finding in findings)
+    is_clean = all(finding.severity is Level.NOTE for finding in findings)
     return 0 if is_clean else EXIT_FOUND
 
 
@@ -146,7 +146,7 @@ def _check(options: argparse.Namespace) -> _Checked:
     return _Checked(_subject(hosts, names), tuple(findings), loaded.notices)
 
 
-def _at(place: str, finding: Finding) -> Finding:
+def _at(place: str, finding: Diagnostic) -> Diagnostic:
     return finding._replace(element=f"{place} {finding.element}".strip())
 
 
@@ -175,6 +175,6 @@ def _tell_rules() -> str:
     return text
 
 
-def _to_json(findings: Sequence[Finding]) -> str:
+def _to_json(findings: Sequence[Diagnostic]) -> str:
     plain = [to_plain(finding) for finding in findings]
     return json.dumps({"form": FORM, "version": VERSION, "findings": plain}, indent=1)

@@ -10,7 +10,7 @@ from ronde.cli.topo_input import TopoParser
 from ronde.errors import UsageError
 from ronde.plain_values import to_plain
 from ronde.render.topo_log import tell_log
-from ronde.topology.findings import Finding, Severity
+from ronde.topology.findings import Diagnostic, Level
 from ronde.topology.nccl_log import NcclLog, judge_nccl_log, read_nccl_log
 
 EXIT_FOUND = 1
@@ -48,7 +48,7 @@ def run(words: Sequence[str]) -> int:
     log = _read(options.files)
     findings = judge_nccl_log(log)
     print(_to_json(log, findings) if options.json else tell_log(log, findings), end="")
-    is_clean = all(finding.severity is Severity.NOTE for finding in findings)
+    is_clean = all(finding.severity is Level.NOTE for finding in findings)
     return 0 if is_clean else EXIT_FOUND
 
 
@@ -93,7 +93,7 @@ def _open(names: Sequence[str]) -> Iterator[BinaryIO]:
                 yield file
 
 
-def _to_json(log: NcclLog, findings: Sequence[Finding]) -> str:
+def _to_json(log: NcclLog, findings: Sequence[Diagnostic]) -> str:
     value = {
         "form": FORM,
         "version": VERSION,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from ronde.render.wrapping import list_some, wrap
 from ronde.topology.comparison import (
-    Comparison,
     Difference,
+    HostComparison,
     PathChange,
     PathComparison,
 )
@@ -18,7 +18,7 @@ _MAX_VALUE = 60
 _NAMES = ("bus address", "port")
 
 
-def tell_comparison(first: str, second: str, comparison: Comparison) -> str:
+def tell_comparison(first: str, second: str, comparison: HostComparison) -> str:
     """Return what differs from one host to another as text, the cost first.
 
     Args:
@@ -43,7 +43,7 @@ def tell_comparison(first: str, second: str, comparison: Comparison) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _head(first: str, second: str, comparison: Comparison) -> str:
+def _head(first: str, second: str, comparison: HostComparison) -> str:
     num, num_same = comparison.num_matched, comparison.num_by_address
     text = f"A: {first}\nB: {second}\n"
     if num_same < num:
@@ -133,7 +133,7 @@ def _value(value: str, gb_per_s: float) -> str:
     return f"{short} ({gb_per_s:g} GB/s)" if gb_per_s else short
 
 
-def _left_out(comparison: Comparison) -> str:
+def _left_out(comparison: HostComparison) -> str:
     """Return what is not compared as one host tells of none."""
     sides = ("A", comparison.untold_first), ("B", comparison.untold_second)
     return "".join(

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 
 from ronde.render.wrapping import WIDTH, wrap
-from ronde.topology.limits.bounds import Bound, Limit, Rate, World
+from ronde.topology.limits.bounds import Bound, Limit, LimitWorld, Rate
 
 _NONE = "-"
 _LARGE = 10_000
 
 
-def tabulate_limits(world: World, bounds: Sequence[Bound], width: int = WIDTH) -> str:
+def tabulate_limits(
+    world: LimitWorld, bounds: Sequence[Bound], width: int = WIDTH
+) -> str:
     """Return the links, a line for each collective, and what is to be said of them.
 
     Args:
@@ -37,7 +39,7 @@ def judge(limit: Limit, measured_gb_per_s: float, width: int = WIDTH) -> str:
     return wrap("", f"{text}.", width) + (wrap("", f"{doubt}.", width) if doubt else "")
 
 
-def _place(world: World) -> str:
+def _place(world: LimitWorld) -> str:
     layout = world.layout
     nodes, ranks = layout.num_nodes, layout.ranks_per_node
     unit = "GPU" if world.has_gpus else "rank"
@@ -47,7 +49,7 @@ def _place(world: World) -> str:
     )
 
 
-def _links(world: World) -> list[str]:
+def _links(world: LimitWorld) -> list[str]:
     rates = [
         ("network", world.network),
         ("GPU", world.gpu),
@@ -57,7 +59,7 @@ def _links(world: World) -> list[str]:
     return [f"  {name:<8} {_tell(rate, world)}\n" for name, rate in known]
 
 
-def _tell(rate: Rate, world: World) -> str:
+def _tell(rate: Rate, world: LimitWorld) -> str:
     practical = rate.practical_gb_per_s
     if practical is None or practical >= rate.gb_per_s or not world.has_gpus:
         return rate.link
@@ -96,7 +98,7 @@ def _line(row: tuple[str, str, str, str], *, has_practical: bool) -> str:
     return f"{collective:<15}{bound:>9}{middle}  {link}\n"
 
 
-def _notes(world: World, bounds: Sequence[Bound], width: int) -> str:
+def _notes(world: LimitWorld, bounds: Sequence[Bound], width: int) -> str:
     by_note: dict[str, list[str]] = {}
     for each in bounds:
         for note in each.limit.note.split("; ") if each.limit else ():

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 
 from ronde.render.topo_findings import count_findings, tell_findings
 from ronde.render.wrapping import WIDTH, wrap
-from ronde.topology.findings import Finding
+from ronde.topology.findings import Diagnostic
 from ronde.topology.graph import UNKNOWN
-from ronde.topology.nccl_log import Job, NcclLog
-from ronde.topology.nccl_log.log import Communicator, EdgesSeen, RankSeen, Said
+from ronde.topology.nccl_log import NcclJob, NcclLog
+from ronde.topology.nccl_log.log import EdgesSeen, NcclCommunicator, RankSeen, Reported
 from ronde.units import format_size
 
 _LABEL = 16
@@ -18,7 +18,7 @@ _PATTERNS = {1: "trees", 2: "trees", 3: "trees", 4: "rings", 5: "NVLS"}
 _SUBSYSTEMS = "NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
 
 
-def tell_log(log: NcclLog, findings: Sequence[Finding], width: int = WIDTH) -> str:
+def tell_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
     """Return a log in words: what NCCL chose, then what looks wrong.
 
     Args:
@@ -35,7 +35,7 @@ def tell_log(log: NcclLog, findings: Sequence[Finding], width: int = WIDTH) -> s
     return "\n".join(parts)
 
 
-def _job(job: Job, log: NcclLog, width: int) -> str:
+def _job(job: NcclJob, log: NcclLog, width: int) -> str:
     lines = (
         ("ranks meet on", _names(job.bootstrap)),
         ("between nodes", _between(job)),
@@ -56,7 +56,7 @@ def _job(job: Job, log: NcclLog, width: int) -> str:
     return text
 
 
-def _head(job: Job, log: NcclLog) -> str:
+def _head(job: NcclJob, log: NcclLog) -> str:
     largest = job.communicators[0] if job.communicators else None
     num_ranks = largest.num_ranks if largest else 0
     ranks = _count(num_ranks, "rank") if num_ranks else "ranks not said"
@@ -79,7 +79,7 @@ def _driver(number: str) -> str:
     return f"{major}.{minor // 10}"
 
 
-def _between(job: Job) -> str:
+def _between(job: NcclJob) -> str:
     nodes = max((comm.num_nodes for comm in job.communicators), default=UNKNOWN)
     parts = [_names(job.networks)] if job.networks else []
     found = [
@@ -101,7 +101,7 @@ def _between(job: Job) -> str:
     return "; ".join(parts)
 
 
-def _inside(job: Job) -> str:
+def _inside(job: NcclJob) -> str:
     parts = _edges(edges for edges in job.edges if not edges.is_between_nodes)
     for kind, name in (("NVL", "NVLink"), ("XGMI", "xGMI")):
         links = [link.gb_per_s for link in job.trees if link.kind == kind]
@@ -116,7 +116,7 @@ def _edges(edges: Iterable[EdgesSeen]) -> list[str]:
     ]
 
 
-def _graphs(job: Job) -> str:
+def _graphs(job: NcclJob) -> str:
     told: dict[str, None] = {}
     for graph in job.graphs:
         if graph.num_channels:
@@ -127,14 +127,14 @@ def _graphs(job: Job) -> str:
     return _some(list(told), sign="; ")
 
 
-def _nvls(job: Job) -> str:
+def _nvls(job: NcclJob) -> str:
     states = {said.value.split(" on dev")[0].split(":")[0] for said in job.nvls}
     if "lost" in states:
         return "found and given up"
     return " on some GPUs, ".join(sorted(states, reverse=True))
 
 
-def _channels(job: Job) -> str:
+def _channels(job: NcclJob) -> str:
     counts = job.communicators[0].channels if job.communicators else ()
     return "; ".join(
         f"{each.coll} for collectives, {each.nvls} for NVLS, {each.p2p} for sends"
@@ -142,7 +142,7 @@ def _channels(job: Job) -> str:
     )
 
 
-def _tunings(job: Job) -> str:
+def _tunings(job: NcclJob) -> str:
     told = [
         f"{each.collective or 'collectives'} {_sizes(each.min_bytes, each.max_bytes)} "
         f"{each.algorithm} {each.protocol}"
@@ -157,7 +157,7 @@ def _sizes(least: int, most: int) -> str:
     return f"{format_size(least)} to {format_size(most)}"
 
 
-def _start(job: Job) -> str:
+def _start(job: NcclJob) -> str:
     ranks = [(rank, comm) for comm in job.communicators for rank in comm.ranks]
     slowest = max(ranks, key=lambda pair: pair[0].init_s, default=None)
     if slowest is None or not slowest[0].init_s:
@@ -168,7 +168,7 @@ def _start(job: Job) -> str:
     return f"{rank.init_s:.2f} s at most, rank {rank.rank}{phases}; {_complete(job)}"
 
 
-def _complete(job: Job) -> str:
+def _complete(job: NcclJob) -> str:
     largest = job.communicators[0] if job.communicators else None
     if largest is None or not any(_has_ended(rank) for rank in largest.ranks):
         return ""
@@ -180,14 +180,14 @@ def _has_ended(rank: RankSeen) -> bool:
     return rank.has_started or rank.is_complete
 
 
-def _end(job: Job) -> str:
+def _end(job: NcclJob) -> str:
     if not job.aborts:
         return ""
     count = _count(sum(said.num_processes for said in job.aborts), "rank")
     return f"{count} gave up a communicator (torch does so at its end, too)"
 
 
-def _not_said(job: Job) -> str:
+def _not_said(job: NcclJob) -> str:
     """Return what the log leaves out, and how to have it said."""
     absent = [
         name
@@ -203,11 +203,11 @@ def _not_said(job: Job) -> str:
     return f"{', '.join(absent)}; {_SUBSYSTEMS} has it said" if absent else ""
 
 
-def _ranks(communicators: Iterable[Communicator]) -> tuple[RankSeen, ...]:
+def _ranks(communicators: Iterable[NcclCommunicator]) -> tuple[RankSeen, ...]:
     return tuple(rank for comm in communicators for rank in comm.ranks)
 
 
-def _found(findings: Sequence[Finding]) -> str:
+def _found(findings: Sequence[Diagnostic]) -> str:
     return count_findings(findings) if findings else "nothing that looks wrong"
 
 
@@ -221,7 +221,7 @@ def _reading(log: NcclLog, width: int) -> str:
     return wrap("", f"{text}.", width, indent=0)
 
 
-def _names(said: Iterable[Said]) -> str:
+def _names(said: Iterable[Reported]) -> str:
     return _some([each.value for each in said])
 
 

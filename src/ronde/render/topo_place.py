@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ronde.topology.cpu_sets import format_list
-from ronde.topology.placement.plan import HostPlan, NicChoice, RankPlan
+from ronde.topology.placement.plan import HostPlan, NicChoice, PlannedRank
 
 _HEAD = ("rank", "GPU", "bus", "cores", "CPUs", "memory", "adapter", "aligned")
 _BUS = _HEAD.index("bus")
@@ -38,7 +38,7 @@ def tabulate_plan(plan: HostPlan) -> str:
     return text
 
 
-def _row(rank: RankPlan, *, is_judged: bool) -> tuple[str, ...]:
+def _row(rank: PlannedRank, *, is_judged: bool) -> tuple[str, ...]:
     aligned = "yes" if rank.is_preferred else "no"
     return (
         str(rank.rank),
@@ -56,7 +56,7 @@ def _adapter(nic: NicChoice) -> str:
     return f"{nic.name} ({nic.path})" if nic.path else nic.name
 
 
-def _reasons(ranks: Sequence[RankPlan]) -> list[str]:
+def _reasons(ranks: Sequence[PlannedRank]) -> list[str]:
     """Return why ranks are not aligned, those of the same reasons in one sentence."""
     by_reasons: dict[tuple[str, ...], list[int]] = {}
     for rank in ranks:
@@ -69,7 +69,7 @@ def _reasons(ranks: Sequence[RankPlan]) -> list[str]:
     ]
 
 
-def _by_hand(rank: RankPlan) -> str:
+def _by_hand(rank: PlannedRank) -> str:
     words = [f"{name}={value}" for name, value in rank.env.items()]
     return " ".join([*words, rank.command] if rank.command else words)
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ronde.render.topo_svg_fabric import draw_fabrics
-from ronde.render.topo_svg_items import Item, Place, find_places
-from ronde.render.topo_svg_layout import GAP, LINE, PAD, Block, flow, lay_out_places
-from ronde.render.topo_svg_shapes import Box, Shape, Words, fit, to_svg, width_of
+from ronde.render.topo_svg_items import SvgItem, SvgPlace, find_places
+from ronde.render.topo_svg_layout import GAP, LINE, PAD, SvgBlock, flow, lay_out_places
+from ronde.render.topo_svg_shapes import Shape, SvgBox, Words, fit, to_svg, width_of
 from ronde.render.wrapping import list_some
-from ronde.topology.findings import Finding, Severity
+from ronde.topology.findings import Diagnostic, Level
 from ronde.topology.graph import HostTopology
 
 _MARGIN = 16.0
@@ -29,7 +29,7 @@ _LEGEND = (
 )
 
 
-def draw_svg(host: HostTopology, findings: Sequence[Finding] = ()) -> str:
+def draw_svg(host: HostTopology, findings: Sequence[Diagnostic] = ()) -> str:
     """Return a host as SVG for people.
 
     Args:
@@ -60,12 +60,12 @@ def draw_svg(host: HostTopology, findings: Sequence[Finding] = ()) -> str:
     return to_svg(shapes, width + 2 * _MARGIN, y - GAP + _MARGIN, title)
 
 
-def _heading(title: str, counts: str, width: float) -> Block:
+def _heading(title: str, counts: str, width: float) -> SvgBlock:
     shapes = (
         Words(0, 18, fit(title, width, "title"), "title"),
         Words(0, 38, fit(counts, width, "subtitle"), "subtitle"),
     )
-    return Block(width, 44, shapes)
+    return SvgBlock(width, 44, shapes)
 
 
 def _counts(host: HostTopology, num_left_out: int) -> str:
@@ -82,25 +82,25 @@ def _counts(host: HostTopology, num_left_out: int) -> str:
 class _Told(NamedTuple):
     """What is said of one element or of several."""
 
-    finding: Finding
+    finding: Diagnostic
     elements: tuple[str, ...]
 
 
-def _fold(findings: Sequence[Finding]) -> list[_Told]:
+def _fold(findings: Sequence[Diagnostic]) -> list[_Told]:
     """Return findings, the most severe first, those that say the same as one."""
-    order = list(Severity)
-    elements: dict[Finding, list[str]] = {}
+    order = list(Level)
+    elements: dict[Diagnostic, list[str]] = {}
     for finding in sorted(findings, key=lambda f: order.index(f.severity)):
         elements.setdefault(finding._replace(element=""), []).append(finding.element)
     folded = [_Told(each, tuple(own)) for each, own in elements.items()]
     return folded[:_MAX_FINDINGS]
 
 
-def _marked(body: Block, told: Sequence[_Told]) -> Block:
+def _marked(body: SvgBlock, told: Sequence[_Told]) -> SvgBlock:
     """Return the places with a frame and a number at what findings are about."""
     shapes = list(body.shapes)
     boxes = dict(body.marks)
-    num_marks: dict[Box, int] = {}
+    num_marks: dict[SvgBox, int] = {}
     for number, (finding, elements) in enumerate(told, 1):
         words = [word for e in elements for word in e.replace(",", " ").split()]
         for box in dict.fromkeys(boxes[word] for word in words if word in boxes):
@@ -114,42 +114,42 @@ def _marked(body: Block, told: Sequence[_Told]) -> Block:
     return body._replace(shapes=tuple(shapes))
 
 
-def _badge(x: float, y: float, number: int, severity: Severity) -> list[Shape]:
+def _badge(x: float, y: float, number: int, severity: Level) -> list[Shape]:
     return [
-        Box(x, y, _BADGE, 14, f"{severity}badge"),
+        SvgBox(x, y, _BADGE, 14, f"{severity}badge"),
         Words(x + _BADGE / 2, y + 11, str(number), "badgetext", "middle"),
     ]
 
 
-def _list(told: Sequence[_Told], width: float) -> Block:
+def _list(told: Sequence[_Told], width: float) -> SvgBlock:
     shapes: list[Shape] = []
     for place, (finding, elements) in enumerate(told):
         y = place * (LINE + 3)
         shapes += _badge(0, y, place + 1, finding.severity)
         text = f"{finding.rule}, {list_some(elements, 4)}: {finding.what}"
         shapes.append(Words(_BADGE + PAD, y + 11, fit(text, width - _BADGE - PAD)))
-    return Block(width, len(told) * (LINE + 3), tuple(shapes))
+    return SvgBlock(width, len(told) * (LINE + 3), tuple(shapes))
 
 
-def _legend(places: Sequence[Place], width: float, *, has_fabric: bool) -> Block:
+def _legend(places: Sequence[SvgPlace], width: float, *, has_fabric: bool) -> SvgBlock:
     kinds = {"numa"} | {kind for place in places for kind in _kinds(place.items)}
     if has_fabric:
         kinds.add("fabric")
     blocks = [
-        Block(
+        SvgBlock(
             22 + width_of(text),
             LINE,
-            (Box(0, 1, 14, 12, f"{kind} key"), Words(20, 11, text, "dim")),
+            (SvgBox(0, 1, 14, 12, f"{kind} key"), Words(20, 11, text, "dim")),
         )
         for kind, text in _LEGEND
         if kind in kinds
     ]
     note = "GB/s of one direction, as NCCL counts"
-    blocks.append(Block(width_of(note), LINE, (Words(0, 11, note, "dim"),)))
+    blocks.append(SvgBlock(width_of(note), LINE, (Words(0, 11, note, "dim"),)))
     return flow(blocks, width)
 
 
-def _kinds(items: Sequence[Item]) -> set[str]:
+def _kinds(items: Sequence[SvgItem]) -> set[str]:
     found: set[str] = set()
     stack = list(items)
     while stack:

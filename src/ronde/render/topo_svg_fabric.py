@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ronde.render.topo_svg_layout import GAP, LINE, PAD, Block
-from ronde.render.topo_svg_shapes import Box, Shape, Words, fit, width_of
+from ronde.render.topo_svg_layout import GAP, LINE, PAD, SvgBlock
+from ronde.render.topo_svg_shapes import Shape, SvgBox, Words, fit, width_of
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import (
     NVSWITCH,
@@ -21,7 +21,7 @@ _CELL_WIDTH = 64.0
 _CELL_HEIGHT = 22.0
 
 
-def draw_fabrics(host: HostTopology, width: float) -> list[Block]:
+def draw_fabrics(host: HostTopology, width: float) -> list[SvgBlock]:
     """Return what joins NUMA nodes, and what joins GPUs, a block each.
 
     Args:
@@ -101,16 +101,16 @@ def _told_pairs(host: HostTopology) -> list[str]:
     return [f"between GPUs as nvidia-smi tells: {', '.join(sorted(words)[:8])}"]
 
 
-def _bar(text: str, width: float) -> Block:
+def _bar(text: str, width: float) -> SvgBlock:
     height = LINE + PAD
     shapes = (
-        Box(0, 0, width, height, "fabric", text),
+        SvgBox(0, 0, width, height, "fabric", text),
         Words(PAD, PAD + 8, fit(text, width - 2 * PAD, "name"), "name"),
     )
-    return Block(width, height, shapes)
+    return SvgBlock(width, height, shapes)
 
 
-def _table(host: HostTopology, title: str, pairs: Pairs) -> Block:
+def _table(host: HostTopology, title: str, pairs: Pairs) -> SvgBlock:
     """Return a table of GPUs: from those at the left to those above."""
     gpus = host.gpus[:_MAX_GPUS]
     others = sorted({b for _, b in pairs} - {gpu.name for gpu in host.gpus})[:4]
@@ -124,7 +124,7 @@ def _table(host: HostTopology, title: str, pairs: Pairs) -> Block:
     width = max(width, width_of(head, "name") + 2 * PAD)
     height = top + _CELL_HEIGHT * (len(gpus) + 1) + PAD
     shapes: list[Shape] = [
-        Box(0, 0, width, height, "fabric", head),
+        SvgBox(0, 0, width, height, "fabric", head),
         Words(PAD, PAD + 9, head, "name"),
     ]
     for place, (_, name) in enumerate(columns):
@@ -138,19 +138,19 @@ def _table(host: HostTopology, title: str, pairs: Pairs) -> Block:
             is_own = name == gpu.name and cell is None
             x = left + _CELL_WIDTH * place
             shapes += _cell(x, y, cell, most) if not is_own else []
-    return Block(width, height, tuple(shapes))
+    return SvgBlock(width, height, tuple(shapes))
 
 
 def _cell(
     x: float, y: float, value: tuple[int, float] | None, most: float
 ) -> list[Shape]:
     if value is None:
-        return [Box(x, y, _CELL_WIDTH, _CELL_HEIGHT, "cell")]
+        return [SvgBox(x, y, _CELL_WIDTH, _CELL_HEIGHT, "cell")]
     count, rate = value
     shade = 1 + min(2, int(3 * rate / most)) if most > 0 else 1
     text = fit(f"{count} · {rate:.4g}" if rate else f"{count}", _CELL_WIDTH - 4)
     return [
-        Box(x, y, _CELL_WIDTH, _CELL_HEIGHT, f"cell{shade}"),
+        SvgBox(x, y, _CELL_WIDTH, _CELL_HEIGHT, f"cell{shade}"),
         Words(x + _CELL_WIDTH / 2, y + 15, text, "", "middle"),
     ]
 

@@ -42,7 +42,7 @@ _LINK_TITLES = {
 }
 
 
-class Item(NamedTuple):
+class SvgItem(NamedTuple):
     """A box of a drawing, and what hangs below it.
 
     Attributes:
@@ -59,10 +59,10 @@ class Item(NamedTuple):
     title: str
     aside: str = ""
     lines: tuple[str, ...] = ()
-    below: "tuple[Item, ...]" = ()
+    below: "tuple[SvgItem, ...]" = ()
 
 
-class Place(NamedTuple):
+class SvgPlace(NamedTuple):
     """A NUMA node, or where none is told, and what is at it.
 
     Attributes:
@@ -77,10 +77,10 @@ class Place(NamedTuple):
     package: int
     title: str
     lines: tuple[str, ...]
-    items: tuple[Item, ...]
+    items: tuple[SvgItem, ...]
 
 
-def find_places(host: HostTopology) -> tuple[tuple[Place, ...], int]:
+def find_places(host: HostTopology) -> tuple[tuple[SvgPlace, ...], int]:
     """Return the NUMA nodes with their devices, and how many devices are not drawn.
 
     GPUs, network adapters and NVSwitches are drawn, and bridges where they part.
@@ -91,21 +91,21 @@ def find_places(host: HostTopology) -> tuple[tuple[Place, ...], int]:
     places = [_place(node, tree.at({node.number}, is_known=True)) for node in nodes]
     if lost := tree.at(known, is_known=False):
         title = "NUMA node not told" if nodes else "This host"
-        places.append(Place((), UNKNOWN, title, (), lost))
+        places.append(SvgPlace((), UNKNOWN, title, (), lost))
     num_left = sum(tree.is_useless(device) for device in host.devices)
     return _join_alike(places), num_left
 
 
-def _join_alike(places: Sequence[Place]) -> tuple[Place, ...]:
+def _join_alike(places: Sequence[SvgPlace]) -> tuple[SvgPlace, ...]:
     """Return places, those at the end counted only where they are too many."""
     if len(places) <= _MAX_PLACES:
         return tuple(places)
     left = len(places) - _MAX_PLACES
-    rest = Place((), UNKNOWN, f"{left} more nodes", (), ())
+    rest = SvgPlace((), UNKNOWN, f"{left} more nodes", (), ())
     return (*places[:_MAX_PLACES], rest)
 
 
-def _place(node: NumaNode, items: tuple[Item, ...]) -> Place:
+def _place(node: NumaNode, items: tuple[SvgItem, ...]) -> SvgPlace:
     lines = [f"{node.vendor} {node.arch}".strip()] if node.vendor or node.arch else []
     if node.cpus:
         cores = len(node.cores)
@@ -116,7 +116,7 @@ def _place(node: NumaNode, items: tuple[Item, ...]) -> Place:
     if node.memory_bytes > 0:
         lines.append(f"{format_size(node.memory_bytes)} of memory")
     title = f"NUMA node {node.number}" if node.number != UNKNOWN else "NUMA node"
-    return Place((node.name,), node.package, title, tuple(lines), items)
+    return SvgPlace((node.name,), node.package, title, tuple(lines), items)
 
 
 def _cpus_words(cpus: Sequence[int]) -> str:
@@ -146,7 +146,7 @@ class _Tree:
         for port in host.ports:
             self._ports.setdefault(port.bus_id, []).append(port)
 
-    def at(self, nodes: set[int], *, is_known: bool) -> tuple[Item, ...]:
+    def at(self, nodes: set[int], *, is_known: bool) -> tuple[SvgItem, ...]:
         """Return what is at some NUMA nodes, or at none of them."""
         tops = [d for d in self._children.get("", []) if (d.node in nodes) is is_known]
         items = [item for top in tops for item in self._items(top, 0)]
@@ -166,7 +166,7 @@ class _Tree:
         """Return whether a device is at the end of the tree, and not drawn."""
         return not self._children.get(device.bus_id) and not self._own(device)
 
-    def _own(self, device: PciDevice) -> list[Item]:
+    def _own(self, device: PciDevice) -> list[SvgItem]:
         """Return what a device is itself."""
         items = [self._gpu(gpu, device) for gpu in self._gpus.get(device.bus_id, [])]
         if ports := self._ports.get(device.bus_id):
@@ -174,10 +174,10 @@ class _Tree:
         if is_nvswitch(device.class_code, device.vendor):
             lines = (_pci_words(device),) if is_speed_told(device) else ()
             title, aside = "NVSwitch", device.bus_id
-            items.append(Item("other", (device.bus_id,), title, aside, lines))
+            items.append(SvgItem("other", (device.bus_id,), title, aside, lines))
         return items
 
-    def _items(self, device: PciDevice, depth: int) -> list[Item]:
+    def _items(self, device: PciDevice, depth: int) -> list[SvgItem]:
         """Return a device with what is below; bridges to one thing are left out."""
         below = [
             item
@@ -192,9 +192,9 @@ class _Tree:
             return []
         lines = (_pci_words(device),)
         names, title = (device.bus_id,), "PCI switch"
-        return [Item("switch", names, title, device.bus_id, lines, _limited(below))]
+        return [SvgItem("switch", names, title, device.bus_id, lines, _limited(below))]
 
-    def _behind(self, bridge: PciDevice, item: Item) -> Item:
+    def _behind(self, bridge: PciDevice, item: SvgItem) -> SvgItem:
         """Return the one thing behind a bridge; said where the bridge is narrower."""
         children = self._children.get(bridge.bus_id, [])
         rates = [pci_gb_per_s(child) for child in children]
@@ -204,7 +204,7 @@ class _Tree:
         lines = (*item.lines, f"behind {bridge.bus_id}:", _pci_words(bridge))
         return item._replace(names=names, lines=lines)
 
-    def _gpu(self, gpu: GpuDevice, device: PciDevice | None) -> Item:
+    def _gpu(self, gpu: GpuDevice, device: PciDevice | None) -> SvgItem:
         kind = gpu.title or (f"gfx{gpu.gcn.removeprefix('gfx')}" if gpu.gcn else "")
         if not kind and gpu.sm > 0:
             kind = f"sm {gpu.sm}"
@@ -214,7 +214,7 @@ class _Tree:
             if links:
                 lines.append(f"{title} {_links_words(gpu, links)}")
         said = tuple(line for line in lines if line)
-        return Item("gpu", (gpu.name,), f"GPU {gpu.number}", gpu.bus_id, said)
+        return SvgItem("gpu", (gpu.name,), f"GPU {gpu.number}", gpu.bus_id, said)
 
 
 def _links_words(gpu: GpuDevice, links: Sequence[Link]) -> str:
@@ -226,7 +226,7 @@ def _links_words(gpu: GpuDevice, links: Sequence[Link]) -> str:
     return f"{told}{rate:.4g} GB/s"
 
 
-def _nic(ports: Sequence[NetPort], pci_words: str) -> Item:
+def _nic(ports: Sequence[NetPort], pci_words: str) -> SvgItem:
     rates = [rate_words(port) for port in ports]
     kinds = sorted({port.kind for port in ports if port.kind})
     lines = [format_runs(rates), " ".join(kinds), pci_words]
@@ -235,7 +235,7 @@ def _nic(ports: Sequence[NetPort], pci_words: str) -> Item:
     title = "NIC" if title == bus_id else title
     names = (*(port.name for port in ports), *([bus_id] if bus_id else []))
     said = tuple(line for line in lines if line)
-    return Item("nic", names, title, bus_id, said)
+    return SvgItem("nic", names, title, bus_id, said)
 
 
 def _pci_words(device: PciDevice) -> str:
@@ -252,10 +252,10 @@ def _pci_words(device: PciDevice) -> str:
     return f"PCI {lanes}{speed} GT/s: {rate}"
 
 
-def _limited(items: Sequence[Item]) -> tuple[Item, ...]:
+def _limited(items: Sequence[SvgItem]) -> tuple[SvgItem, ...]:
     if len(items) <= MAX_ITEMS:
         return tuple(items)
     rest = items[MAX_ITEMS - 1 :]
     names = tuple(name for item in rest for name in item.names)
-    more = Item("other", names, f"and {len(rest)} more")
+    more = SvgItem("other", names, f"and {len(rest)} more")
     return (*items[: MAX_ITEMS - 1], more)

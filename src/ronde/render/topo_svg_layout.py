@@ -8,8 +8,16 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from ronde.render.topo_svg_items import Item, Place
-from ronde.render.topo_svg_shapes import Box, Shape, Stroke, Words, clean, fit, width_of
+from ronde.render.topo_svg_items import SvgItem, SvgPlace
+from ronde.render.topo_svg_shapes import (
+    Shape,
+    Stroke,
+    SvgBox,
+    Words,
+    clean,
+    fit,
+    width_of,
+)
 from ronde.topology.graph import UNKNOWN
 
 ITEM_WIDTH = 190.0
@@ -23,7 +31,7 @@ _HEAD_LINES = 18.0
 _SOCKET_HEAD = 20.0
 
 
-class Block(NamedTuple):
+class SvgBlock(NamedTuple):
     """Something drawn at the origin, and its size.
 
     Attributes:
@@ -36,20 +44,20 @@ class Block(NamedTuple):
     width: float
     height: float
     shapes: tuple[Shape, ...] = ()
-    marks: tuple[tuple[str, Box], ...] = ()
+    marks: tuple[tuple[str, SvgBox], ...] = ()
 
-    def moved(self, x: float, y: float) -> "Block":
+    def moved(self, x: float, y: float) -> "SvgBlock":
         """Return it at another place."""
         shapes = tuple(_moved(shape, x, y) for shape in self.shapes)
         marks = tuple(
             (name, box._replace(x=box.x + x, y=box.y + y)) for name, box in self.marks
         )
-        return Block(self.width, self.height, shapes, marks)
+        return SvgBlock(self.width, self.height, shapes, marks)
 
 
-def lay_out_places(places: Sequence[Place]) -> Block:
+def lay_out_places(places: Sequence[SvgPlace]) -> SvgBlock:
     """Return NUMA nodes side by side, sockets around them, in rows."""
-    blocks: list[Block] = []
+    blocks: list[SvgBlock] = []
     for package, group in groupby(places, key=lambda place: place.package):
         own = [_lay_out_place(place) for place in group]
         blocks += own if package == UNKNOWN else [_socket(package, own)]
@@ -62,17 +70,17 @@ def lay_out_places(places: Sequence[Place]) -> Block:
     return flow(even, width)
 
 
-def _stretched(block: Block, height: float) -> Block:
+def _stretched(block: SvgBlock, height: float) -> SvgBlock:
     """Return a block whose outermost box, its first shape, is higher."""
     box, *rest = block.shapes
-    if not isinstance(box, Box):
+    if not isinstance(box, SvgBox):
         return block
     higher = box._replace(height=height)
     marks = tuple((name, higher if own == box else own) for name, own in block.marks)
-    return Block(block.width, height, (higher, *rest), marks)
+    return SvgBlock(block.width, height, (higher, *rest), marks)
 
 
-def _even_width(blocks: Sequence[Block]) -> float:
+def _even_width(blocks: Sequence[SvgBlock]) -> float:
     """Return the least width that needs no more rows than the most allowed."""
     num_rows = len(_rows(blocks, MAX_WIDTH))
     total = sum(block.width + GAP for block in blocks)
@@ -82,9 +90,9 @@ def _even_width(blocks: Sequence[Block]) -> float:
     return min(width, MAX_WIDTH)
 
 
-def _rows(blocks: Sequence[Block], max_width: float) -> list[list[Block]]:
+def _rows(blocks: Sequence[SvgBlock], max_width: float) -> list[list[SvgBlock]]:
     """Return blocks in rows, as many in each as fit."""
-    rows: list[list[Block]] = []
+    rows: list[list[SvgBlock]] = []
     x = 0.0
     for block in blocks:
         if not rows or x + block.width > max_width:
@@ -95,10 +103,10 @@ def _rows(blocks: Sequence[Block], max_width: float) -> list[list[Block]]:
     return rows
 
 
-def flow(blocks: Sequence[Block], max_width: float) -> Block:
+def flow(blocks: Sequence[SvgBlock], max_width: float) -> SvgBlock:
     """Return blocks side by side, in a new row where they would be too wide."""
     y = width = 0.0
-    placed: list[Block] = []
+    placed: list[SvgBlock] = []
     for row in _rows(blocks, max_width):
         x = 0.0
         for block in row:
@@ -109,23 +117,23 @@ def flow(blocks: Sequence[Block], max_width: float) -> Block:
     return _joined(placed, width, max(0.0, y - GAP))
 
 
-def _socket(package: int, blocks: Sequence[Block]) -> Block:
+def _socket(package: int, blocks: Sequence[SvgBlock]) -> SvgBlock:
     inner = flow(blocks, MAX_WIDTH - 2 * PAD).moved(PAD, _SOCKET_HEAD)
     width, height = inner.width + 2 * PAD, inner.height + _SOCKET_HEAD + PAD
     shapes = (
-        Box(0, 0, width, height, "socket"),
+        SvgBox(0, 0, width, height, "socket"),
         Words(PAD, _SOCKET_HEAD - 6, f"Socket {package}", "dim"),
     )
-    return Block(width, height, shapes + inner.shapes, inner.marks)
+    return SvgBlock(width, height, shapes + inner.shapes, inner.marks)
 
 
-def _lay_out_place(place: Place) -> Block:
+def _lay_out_place(place: SvgPlace) -> SvgBlock:
     body = flow([_lay_out_item(item) for item in place.items], MAX_WIDTH - 4 * PAD)
     width = max(body.width, ITEM_WIDTH) + 2 * PAD
     head = PAD + _HEAD_LINES + LINE * len(place.lines)
     height = head + (body.height + GAP if place.items else 0) + PAD
     whole = clean("\n".join((place.title, *place.lines)))
-    box = Box(0, 0, width, height, "numa", whole)
+    box = SvgBox(0, 0, width, height, "numa", whole)
     shapes: list[Shape] = [
         box,
         Words(PAD, PAD + 12, fit(place.title, width - 2 * PAD, "head"), "head"),
@@ -135,10 +143,10 @@ def _lay_out_place(place: Place) -> Block:
         shapes.append(Words(PAD, y, fit(line, width - 2 * PAD), "dim"))
     inner = body.moved(PAD, head + GAP)
     marks = tuple((name, box) for name in place.names)
-    return Block(width, height, (*shapes, *inner.shapes), (*marks, *inner.marks))
+    return SvgBlock(width, height, (*shapes, *inner.shapes), (*marks, *inner.marks))
 
 
-def _lay_out_item(item: Item) -> Block:
+def _lay_out_item(item: SvgItem) -> SvgBlock:
     """Return an item with what is below it."""
     columns = _columns(item.below)
     below = _joined_in_row(columns)
@@ -155,17 +163,17 @@ def _lay_out_item(item: Item) -> Block:
         marks += moved.marks
         x += column.width + GAP
     total = height + (below.height + GAP if columns else 0.0)
-    return Block(width, total, tuple(shapes), tuple(marks))
+    return SvgBlock(width, total, tuple(shapes), tuple(marks))
 
 
-def _columns(items: Sequence[Item]) -> list[tuple[Block, tuple[float, ...]]]:
+def _columns(items: Sequence[SvgItem]) -> list[tuple[SvgBlock, tuple[float, ...]]]:
     """Return columns, each with where its boxes begin: one of ends, one a switch."""
     ends = [_lay_out_item(item) for item in items if not item.below]
     forks = [_lay_out_item(item) for item in items if item.below]
-    columns: list[tuple[Block, tuple[float, ...]]] = []
+    columns: list[tuple[SvgBlock, tuple[float, ...]]] = []
     if ends:
         y = 0.0
-        placed: list[Block] = []
+        placed: list[SvgBlock] = []
         heads: list[float] = []
         for end in ends:
             placed.append(end.moved(0, y))
@@ -176,10 +184,10 @@ def _columns(items: Sequence[Item]) -> list[tuple[Block, tuple[float, ...]]]:
     return columns
 
 
-def _joined_in_row(columns: Sequence[tuple[Block, object]]) -> Block:
+def _joined_in_row(columns: Sequence[tuple[SvgBlock, object]]) -> SvgBlock:
     width = sum(column.width + GAP for column, _ in columns) - GAP
     height = max((column.height for column, _ in columns), default=0.0)
-    return Block(max(0.0, width), height)
+    return SvgBlock(max(0.0, width), height)
 
 
 def _spine(x: float, above: float, heads: Sequence[float]) -> list[Shape]:
@@ -190,7 +198,7 @@ def _spine(x: float, above: float, heads: Sequence[float]) -> list[Shape]:
     return lines
 
 
-def _with_room(item: Item, width: float) -> Item:
+def _with_room(item: SvgItem, width: float) -> SvgItem:
     """Return an item whose first line fits: its end goes below where it does not."""
     first = width_of(item.title, "name") + width_of(item.aside)
     if not item.aside or first + 3 * PAD <= width:
@@ -198,9 +206,9 @@ def _with_room(item: Item, width: float) -> Item:
     return item._replace(aside="", lines=(item.aside, *item.lines))
 
 
-def _draw_box(item: Item, width: float, height: float) -> tuple[list[Shape], Box]:
+def _draw_box(item: SvgItem, width: float, height: float) -> tuple[list[Shape], SvgBox]:
     whole = clean("\n".join((f"{item.title} {item.aside}".strip(), *item.lines)))
-    box = Box(0, 0, width, height, item.kind, whole)
+    box = SvgBox(0, 0, width, height, item.kind, whole)
     inner = width - 2 * PAD
     shapes: list[Shape] = [box]
     shapes.append(Words(PAD, PAD + 10, fit(item.title, inner, "name"), "name"))
@@ -213,8 +221,8 @@ def _draw_box(item: Item, width: float, height: float) -> tuple[list[Shape], Box
     return shapes, box
 
 
-def _joined(blocks: Sequence[Block], width: float, height: float) -> Block:
-    return Block(
+def _joined(blocks: Sequence[SvgBlock], width: float, height: float) -> SvgBlock:
+    return SvgBlock(
         width,
         height,
         tuple(shape for block in blocks for shape in block.shapes),

@@ -33,7 +33,7 @@ text{font-family:Helvetica,Arial,"Liberation Sans",sans-serif;font-size:11px;fil
 .badgetext{fill:#fff;font-weight:bold}"""
 
 
-class Box(NamedTuple):
+class SvgBox(NamedTuple):
     """A rectangle.
 
     Attributes:
@@ -80,7 +80,7 @@ class Stroke(NamedTuple):
     to_y: float
 
 
-Shape = Box | Words | Stroke
+Shape = SvgBox | Words | Stroke
 
 
 def width_of(text: str, kind: str = "") -> float:
@@ -127,7 +127,7 @@ def to_svg(shapes: list[Shape], width: float, height: float, title: str) -> str:
 
 def _shape(shape: Shape) -> str:
     match shape:
-        case Box():
+        case SvgBox():
             attributes = (
                 f'class="{shape.kind}" x="{shape.x:g}" y="{shape.y:g}" '
                 f'width="{shape.width:g}" height="{shape.height:g}" rx="4"'

@@ -214,7 +214,7 @@ class PathComparison(NamedTuple):
     changes: tuple[PathChange, ...]  # Those that differ in kind or bandwidth.
 
 
-class Comparison(NamedTuple):
+class HostComparison(NamedTuple):
     """What two hosts have in common and what not."""
 
     num_matched: int  # Elements that both have.
@@ -245,7 +245,7 @@ class _Pairs(NamedTuple):
     only_second: tuple[str, ...]
 
 
-def compare_hosts(first: HostTopology, second: HostTopology) -> Comparison:
+def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
     """Return what differs from one host to another.
 
     What one of them does not tell is no difference. A host compared with itself has
@@ -262,7 +262,7 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> Comparison:
         *_differences(ports.names, port_facts(first), port_facts(second)),
         *_differences(nodes.names, node_facts(first), node_facts(second)),
     ]
-    return Comparison(
+    return HostComparison(
         num_matched=sum(len(role.names) for role in told),
         num_by_address=sum(role.num_same for role in told),
         only_first=tuple(name for role in told for name in role.only_first),

@@ -4,7 +4,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class Severity(StrEnum):
+class Level(StrEnum):
     """How bad a finding is."""
 
     ERROR = "error"
@@ -17,11 +17,11 @@ class Severity(StrEnum):
     """Worth knowing; nothing need be lost."""
 
 
-class Finding(NamedTuple):
+class Diagnostic(NamedTuple):
     """One thing that is wrong, or looks wrong."""
 
     rule: str  # Its name, in words joined by hyphens: ``slow-bridge``.
-    severity: Severity  # How bad it is.
+    severity: Level  # How bad it is.
     element: str  # What it is about, by name; for files also the line: ``line 12``.
     what: str  # What is seen, one sentence.
     consequence: str  # What comes of it, one sentence, in GB/s where that follows.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
-from ronde.topology.findings import Finding, Severity
+from ronde.topology.findings import Diagnostic, Level
 from ronde.topology.probes.base import Saved
 from ronde.topology.xml_tree import Element, outermost_tag, parse_xml
 
@@ -130,7 +130,7 @@ def _read(
     return found
 
 
-def check_search_graphs(graphs: tuple[SearchGraph, ...]) -> tuple[Finding, ...]:
+def check_search_graphs(graphs: tuple[SearchGraph, ...]) -> tuple[Diagnostic, ...]:
     """Return what NCCL would follow into an error, or what contradicts itself."""
     gpus = {
         name
@@ -140,9 +140,9 @@ def check_search_graphs(graphs: tuple[SearchGraph, ...]) -> tuple[Finding, ...]:
         if name.startswith("gpu/")
     }
     return tuple(
-        Finding(
+        Diagnostic(
             rule,
-            Severity.ERROR,
+            Level.ERROR,
             f"line {graph.line}",
             f"Graph {graph.id} ({graph.pattern_name}): {what}",
             consequence,

@@ -13,7 +13,7 @@ from ronde.check.operations.bandwidth import MEET_S, WARM_S
 from ronde.check.operations.benching import unpack_log
 from ronde.errors import UsageError
 from ronde.records import Record
-from ronde.topology.findings import Severity
+from ronde.topology.findings import Level
 from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
 
 Pair = tuple[str, str]
@@ -210,10 +210,10 @@ def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
     log = read_nccl_log(io.BytesIO(text) for text in logs)
     return {
         finding.rule: {
-            "is_error": finding.severity is Severity.ERROR,
+            "is_error": finding.severity is Level.ERROR,
             "what": finding.what,
             "remedy": finding.remedy,
         }
         for finding in judge_nccl_log(log)
-        if finding.severity is not Severity.NOTE
+        if finding.severity is not Level.NOTE
     }

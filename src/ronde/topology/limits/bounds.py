@@ -30,7 +30,7 @@ COLLECTIVES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RankLayout:
     """Where the ranks are."""
 
     num_ranks: int  # n, at least 2.
@@ -50,7 +50,7 @@ class Layout:
 
 def network_bound(
     test: str,
-    layout: Layout,
+    layout: RankLayout,
     node_gb_per_s: float,
     *,
     is_reduced_in_network: bool = False,
@@ -79,7 +79,7 @@ def ring_bound(node_gb_per_s: float) -> float:
     return node_gb_per_s
 
 
-def gpu_bound(test: str, layout: Layout, gpu_gb_per_s: float) -> float:
+def gpu_bound(test: str, layout: RankLayout, gpu_gb_per_s: float) -> float:
     """Return what the way out of each GPU allows within a node, without NVLS.
 
     Raises:
@@ -98,7 +98,7 @@ def gpu_bound(test: str, layout: Layout, gpu_gb_per_s: float) -> float:
 
 
 def nvls_bound(
-    layout: Layout, gpu_gb_per_s: float, *, counts_write_back: bool = True
+    layout: RankLayout, gpu_gb_per_s: float, *, counts_write_back: bool = True
 ) -> float:
     """Return what all_reduce may reach when the NVLink switches reduce (NVLS)."""
     g = layout.ranks_per_node
@@ -106,7 +106,7 @@ def nvls_bound(
     return bound * g / (g + 1) if counts_write_back else bound
 
 
-def memory_bound(test: str, layout: Layout, memory_gb_per_s: float) -> float:
+def memory_bound(test: str, layout: RankLayout, memory_gb_per_s: float) -> float:
     """Return what a node's memory allows.
 
     Every byte of input is read at least once and every byte of result written, on the
@@ -188,14 +188,14 @@ class Islands(NamedTuple):
     way_out: Rate  # PCIe links of an island together.
 
 
-class World(NamedTuple):
+class LimitWorld(NamedTuple):
     """Ranks on nodes that are alike.
 
     What a field does not have, None, either is not there or does not count; what
     counts and is not known is named in ``unknown``.
     """
 
-    layout: Layout  # Where the ranks are.
+    layout: RankLayout  # Where the ranks are.
     network: Rate | None = None  # All network links of a node together.
     path: Rate | None = None  # The best one of them.
     gpu: Rate | None = None  # The way out of each GPU to the others of its node.
@@ -206,7 +206,7 @@ class World(NamedTuple):
     # What may bind and has no known rate, each as a clause.
     unknown: tuple[str, ...] = ()
 
-    def lacking(self, reason: str) -> "World":
+    def lacking(self, reason: str) -> "LimitWorld":
         """Return the same world, of which one thing more is not known, if any."""
         return self._replace(unknown=(*self.unknown, reason)) if reason else self
 
@@ -241,13 +241,13 @@ _REDUCING = (
 
 
 def bounds_of(
-    world: World, collectives: Sequence[str] = COLLECTIVES
+    world: LimitWorld, collectives: Sequence[str] = COLLECTIVES
 ) -> tuple[Bound, ...]:
     """Return what each collective can reach, in the order given."""
     return tuple(bound_of(world, collective) for collective in collectives)
 
 
-def bound_of(world: World, collective: str) -> Bound:
+def bound_of(world: LimitWorld, collective: str) -> Bound:
     """Return what one collective can reach.
 
     Where a link of ``world.unknown`` may bind the bound still holds; it is only not
@@ -275,14 +275,14 @@ def bound_of(world: World, collective: str) -> Bound:
 
 
 def _least(
-    world: World, test: str, switches: _Switches, *, is_practical: bool = False
+    world: LimitWorld, test: str, switches: _Switches, *, is_practical: bool = False
 ) -> _Candidate | None:
     candidates = _candidates(world, test, switches, is_practical=is_practical)
     return min(candidates, key=lambda each: each.gb_per_s, default=None)
 
 
 def _candidates(
-    world: World, test: str, switches: _Switches, *, is_practical: bool
+    world: LimitWorld, test: str, switches: _Switches, *, is_practical: bool
 ) -> Iterable[_Candidate]:
     layout = world.layout
 
@@ -304,7 +304,7 @@ def _candidates(
         # Between islands PCIe is what the network is between nodes.
         num_gpus, way_out = world.islands
         num_islands = layout.num_ranks // num_gpus
-        among = Layout(layout.num_ranks, num_islands, num_gpus)
+        among = RankLayout(layout.num_ranks, num_islands, num_gpus)
         bound = network_bound(test, among, rate(way_out))
         yield _Candidate(bound, way_out)
     if world.memory is not None:
@@ -312,7 +312,7 @@ def _candidates(
         yield _Candidate(bound, world.memory)
 
 
-def _notes(world: World, test: str, least: _Candidate) -> Iterable[str]:
+def _notes(world: LimitWorld, test: str, least: _Candidate) -> Iterable[str]:
     if least.rate.note:
         yield least.rate.note
     if world.has_gpus and test == "all_reduce":
@@ -323,7 +323,7 @@ def _notes(world: World, test: str, least: _Candidate) -> Iterable[str]:
             yield f"a pure ring reaches at most {ring:.4g} GB/s"
 
 
-def _notes_of_switches(world: World, least: _Candidate) -> Iterable[str]:
+def _notes_of_switches(world: LimitWorld, least: _Candidate) -> Iterable[str]:
     best = least.gb_per_s
     for switches in _REDUCING:
         if switches.nvls and not world.has_nvls:

@@ -14,7 +14,7 @@ from ronde.topology.graph import (
     NetPort,
     PciDevice,
 )
-from ronde.topology.limits.bounds import Islands, Layout, Rate, World
+from ronde.topology.limits.bounds import Islands, LimitWorld, RankLayout, Rate
 from ronde.topology.paths.speeds import (
     link_gb_per_s,
     max_nvlinks,
@@ -111,7 +111,7 @@ _MBIT_PER_GB = 8000.0
 _NOT_SHARING = ("active-backup", "broadcast")
 
 
-class Way(NamedTuple):
+class NetworkRoute(NamedTuple):
     """A port or interface by which bytes leave."""
 
     name: str  # With what it stands on: ``bond0 over eth0+eth1``.
@@ -119,10 +119,10 @@ class Way(NamedTuple):
     ports: tuple[NetPort, ...]
 
 
-def find_ways(host: HostTopology) -> dict[str, Way]:
+def find_ways(host: HostTopology) -> dict[str, NetworkRoute]:
     """Return all ways that are up and told a speed, by title."""
     ways = {
-        port.title: Way(port.title, (port,))
+        port.title: NetworkRoute(port.title, (port,))
         for port in host.ports
         if port.is_up and port.mbit_per_s > 0
     }
@@ -130,7 +130,7 @@ def find_ways(host: HostTopology) -> dict[str, Way]:
         lower = [ways[title] for title in each.lower if title in ways]
         if lower:
             name = f"{each.title} over {_join([way.name for way in lower])}"
-            ways[each.title] = Way(name, _used_together(each, lower))
+            ways[each.title] = NetworkRoute(name, _used_together(each, lower))
     return ways
 
 
@@ -167,7 +167,9 @@ def _join(names: Sequence[str]) -> str:
     return (" + " if any(" " in name for name in names) else "+").join(names)
 
 
-def _used_together(interface: Interface, lower: Sequence[Way]) -> tuple[NetPort, ...]:
+def _used_together(
+    interface: Interface, lower: Sequence[NetworkRoute]
+) -> tuple[NetPort, ...]:
     """Return all ports below a bond that shares its load, else the best way's."""
     if interface.bonding and interface.bonding not in _NOT_SHARING:
         return tuple(dict.fromkeys(port for way in lower for port in way.ports))
@@ -348,7 +350,7 @@ def _islands(gpus: set[str], links: Sequence[Link]) -> tuple[frozenset[str], ...
 _SM_OF_NVLS = 90
 
 
-class Given(NamedTuple):
+class KnownRates(NamedTuple):
     """Rates that the user knows better than the source."""
 
     # All network links of a node together; None looks at the host.
@@ -359,22 +361,24 @@ class Given(NamedTuple):
     interface: str = ""
 
 
-_NOTHING_GIVEN = Given()
+_NOTHING_GIVEN = KnownRates()
 
 
 def world_of(
     host: HostTopology,
     num_nodes: int,
     ranks_per_node: int,
-    given: Given = _NOTHING_GIVEN,
-) -> World:
+    given: KnownRates = _NOTHING_GIVEN,
+) -> LimitWorld:
     """Return the world of ranks on nodes that are like a host.
 
     Where a node has GPUs, rank i of it has GPU i; more ranks than GPUs share them, and
     what carries the bytes between those is not known.
     """
-    layout = Layout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
-    world = World(layout, has_gpus=bool(host.gpus) or given.gpu_gb_per_s is not None)
+    layout = RankLayout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
+    world = LimitWorld(
+        layout, has_gpus=bool(host.gpus) or given.gpu_gb_per_s is not None
+    )
     if num_nodes > 1:
         world = with_network(world, host, given)
     if ranks_per_node == 1:
@@ -391,7 +395,7 @@ def world_of(
     return with_gpus(world, host, host.gpus[:ranks_per_node])
 
 
-def slowest(worlds: Sequence[World]) -> World:
+def slowest(worlds: Sequence[LimitWorld]) -> LimitWorld:
     """Return the world where each link is the slowest of all nodes'."""
     first = worlds[0]
     rates = {
@@ -414,7 +418,9 @@ def _gb_per_s(of: Rate | Islands) -> float:
     return of.way_out.gb_per_s if isinstance(of, Islands) else of.gb_per_s
 
 
-def with_network(world: World, host: HostTopology, given: Given) -> World:
+def with_network(
+    world: LimitWorld, host: HostTopology, given: KnownRates
+) -> LimitWorld:
     """Return a world with the network links of its nodes, which are like a host."""
     if given.network_gb_per_s is not None:
         link = f"as given, {given.network_gb_per_s:.4g} GB/s"
@@ -424,7 +430,9 @@ def with_network(world: World, host: HostTopology, given: Given) -> World:
     return world.lacking(rates.remark)
 
 
-def with_gpus(world: World, host: HostTopology, used: Sequence[GpuDevice]) -> World:
+def with_gpus(
+    world: LimitWorld, host: HostTopology, used: Sequence[GpuDevice]
+) -> LimitWorld:
     """Return a world with the links of its nodes' GPUs, which are like a host's."""
     mesh = mesh_of(host, used)
     if len(mesh.islands) > 1:
@@ -437,11 +445,11 @@ def with_gpus(world: World, host: HostTopology, used: Sequence[GpuDevice]) -> Wo
 
 
 def _with_pcie(
-    world: World,
+    world: LimitWorld,
     host: HostTopology,
     used: Sequence[GpuDevice],
     islands: Sequence[Collection[str]],
-) -> World:
+) -> LimitWorld:
     """Return a world where PCIe alone joins some GPUs."""
     sizes = sorted(len(island) for island in islands)
     least = _slowest_pcie(host, used)

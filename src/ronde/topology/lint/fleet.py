@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from ronde.topology.findings import Finding, Severity
+from ronde.topology.findings import Diagnostic, Level
 from ronde.topology.graph import HostTopology, LinkKind
 from ronde.topology.lint.view import known_gb_per_s, rate_loss
 from ronde.topology.paths.speeds import max_nvlinks, nvlink_gb_per_s, port_gb_per_s
@@ -23,7 +23,7 @@ class FleetRule(NamedTuple):
     rate: Callable[[HostTopology], float] | None = None
 
 
-def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Finding, ...]:
+def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
     """Return in what hosts differ from what most of them are.
 
     Hosts whose number is unknown are left aside; fewer than two have no fleet.
@@ -31,7 +31,7 @@ def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Finding, ...]:
     return tuple(finding for rule in FLEET_RULES for finding in _compare(rule, hosts))
 
 
-def _compare(rule: FleetRule, hosts: Sequence[HostTopology]) -> Iterator[Finding]:
+def _compare(rule: FleetRule, hosts: Sequence[HostTopology]) -> Iterator[Diagnostic]:
     known = [(host, num) for host in hosts if (num := rule.measure(host)) >= 0]
     numbers = Counter(num for _, num in known)
     if len(numbers) < 2:
@@ -47,9 +47,9 @@ def _compare(rule: FleetRule, hosts: Sequence[HostTopology]) -> Iterator[Finding
             continue
         has, is_less = num * rate, num < usual
         has_rate = bool(should) and is_less
-        yield Finding(
+        yield Diagnostic(
             rule=rule.name,
-            severity=rate_loss(has, should) if has_rate else Severity.WARNING,
+            severity=rate_loss(has, should) if has_rate else Level.WARNING,
             element=host.name,
             what=f"It has {num:g} {rule.subject}, and {numbers[usual]} of "
             f"{len(known)} nodes have {usual:g}.",

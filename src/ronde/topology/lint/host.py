@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ronde.topology.findings import Finding
+from ronde.topology.findings import Diagnostic
 from ronde.topology.graph import HostTopology
 from ronde.topology.lint import network, numa, nvlink, pci
 from ronde.topology.lint.fleet import FLEET_RULES
@@ -28,7 +28,7 @@ CATALOGUE = (
 """All rules, by what they look at."""
 
 
-def lint_host(host: HostTopology) -> tuple[Finding, ...]:
+def lint_host(host: HostTopology) -> tuple[Diagnostic, ...]:
     """Return what is wrong with a host, or looks so, in the order of the rules."""
     view = view_of(host)
     return tuple(finding for rule in HOST_RULES for finding in rule.find(view))

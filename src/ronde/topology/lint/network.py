@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ronde.topology.findings import Severity
+from ronde.topology.findings import Level
 from ronde.topology.graph import NetPort
 from ronde.topology.limits.host import pci_figures
 from ronde.topology.lint.view import Hit, HostView, known_gb_per_s, rate_loss, rule
@@ -45,7 +45,7 @@ def _faster_than_link(view: HostView) -> Iterator[Hit]:
             # A link that is none, as virtual machines report it.
             yield Hit(
                 device.name,
-                Severity.WARNING,
+                Level.WARNING,
                 f"{rates} counts for {has:g} with NCCL, and is none that limits them: "
                 "the adapter is listed as a host bridge, or with the slowest link "
                 "there is.",
@@ -73,7 +73,7 @@ def _odd_speeds(view: HostView) -> Iterator[Hit]:
             has, should = port_gb_per_s(port), nearest / 8000
             yield Hit(
                 port.name,
-                Severity.WARNING,
+                Level.WARNING,
                 f"Its speed is given as {port.mbit_per_s} Mb/s, which no port has"
                 + (": it looks like kb/s." if is_huge else "."),
                 f"NCCL plans with {has:g} GB/s for the port, whatever it has; "
@@ -93,7 +93,7 @@ def _no_speed(view: HostView) -> Iterator[Hit]:
         if port.mbit_per_s < 0:
             yield Hit(
                 port.name,
-                Severity.WARNING if port.is_up else Severity.NOTE,
+                Level.WARNING if port.is_up else Level.NOTE,
                 f"Its speed is given as {port.mbit_per_s}.",
                 "NCCL takes it for 10000 Mb/s, 1.25 GB/s.",
                 port_gb_per_s(port),
@@ -115,7 +115,7 @@ def _down(view: HostView) -> Iterator[Hit]:
         rate = f"{port_gb_per_s(port):g} GB/s" if port.mbit_per_s > 0 else "its rate"
         yield Hit(
             port.name,
-            Severity.WARNING if is_loss else Severity.NOTE,
+            Level.WARNING if is_loss else Level.NOTE,
             "The port has no link.",
             f"NCCL does not use it: the node has {rate} less.",
         )
@@ -131,7 +131,7 @@ def _virtual(view: HostView) -> Iterator[Hit]:
         if not port.bus_id and port.title.startswith(_VIRTUAL):
             yield Hit(
                 port.name,
-                Severity.NOTE,
+                Level.NOTE,
                 "A virtual interface is among the network adapters.",
                 "NCCL may choose it, and other hosts cannot be reached over it.",
             )
@@ -149,7 +149,7 @@ def _no_gpudirect(view: HostView) -> Iterator[Hit]:
         if has_any and gpu.gdr == 0:
             yield Hit(
                 gpu.name,
-                Severity.WARNING,
+                Level.WARNING,
                 "GPUDirect RDMA is off for the GPU (gdr 0), and on for adapters.",
                 "Every byte to and from the network is copied through the host's "
                 "memory and crosses the PCI bus twice.",
@@ -208,7 +208,7 @@ def _through_processor(view: HostView) -> Iterator[Hit]:
         place = "another socket's" if way.kind > PathKind.PHB else "its own"
         yield Hit(
             gpu,
-            Severity.NOTE,
+            Level.NOTE,
             f"Its nearest network adapter is behind {place} processor "
             f"({way.kind.name}).",
             f"Up to {way.gb_per_s:g} GB/s (NCCL's figure), and by default NCCL uses "
@@ -232,7 +232,7 @@ def _without_gpus(view: HostView) -> Iterator[Hit]:
         if not is_near and any(near.values()):
             yield Hit(
                 name,
-                Severity.NOTE,
+                Level.NOTE,
                 "No GPU is near the adapter (PIX or PXB), and other adapters have one.",
                 "NCCL uses it for no GPU, or without GPUDirect RDMA.",
             )

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ronde.topology.cpu_sets import format_list
-from ronde.topology.findings import Severity
+from ronde.topology.findings import Level
 from ronde.topology.graph import UNKNOWN
 from ronde.topology.lint.view import Hit, HostView, gt_per_s, node_of, rule
 from ronde.topology.paths.speeds import smp_gb_per_s
@@ -29,12 +29,12 @@ def _no_node(view: HostView) -> Iterator[Hit]:
     for node in nodes:
         if node.number < 0:
             what = "The node's own number is -1."
-            yield Hit(node.name, Severity.WARNING, what, consequence)
+            yield Hit(node.name, Level.WARNING, what, consequence)
     for bus_id in [*view.gpus, *view.ports]:
         is_lost = bus_id in view.devices and node_of(view, bus_id) == UNKNOWN
         if is_lost and sum(1 for node in nodes if node.cpus) > 1:
             what = "The device's NUMA node is unknown (-1)."
-            yield Hit(bus_id, Severity.WARNING, what, consequence)
+            yield Hit(bus_id, Level.WARNING, what, consequence)
 
 
 @rule(
@@ -49,7 +49,7 @@ def _no_cores(view: HostView) -> Iterator[Hit]:
         if node.number in used and not node.cpus:
             yield Hit(
                 node.name,
-                Severity.WARNING,
+                Level.WARNING,
                 "Devices are near the node, and it has no cores.",
                 "NCCL's threads for these devices run anywhere, on another socket too.",
             )
@@ -67,7 +67,7 @@ def _shared_cores(view: HostView) -> Iterator[Hit]:
         if own := shared.intersection(node.cpus):
             yield Hit(
                 node.name,
-                Severity.WARNING,
+                Level.WARNING,
                 f"Its CPUs {format_list(own)} are another node's, too.",
                 "The threads of all these nodes' devices are bound to the same CPUs, "
                 "far from most of the devices.",
@@ -88,7 +88,7 @@ def _uneven_cores(view: HostView) -> Iterator[Hit]:
     (node,) = (node for node in nodes if len(node.cpus) != usual)
     yield Hit(
         node.name,
-        Severity.NOTE,
+        Level.NOTE,
         f"It has {len(node.cpus)} CPUs ({format_list(node.cpus)}), and every other "
         f"node has {usual}.",
         "Its devices have another share of CPUs; in a file it is mostly a digit too "
@@ -120,7 +120,7 @@ def _old_processors(view: HostView) -> Iterator[Hit]:
         between = f" {rate:g} GB/s between sockets and" if rate else ""
         yield Hit(
             node.name,
-            Severity.WARNING,
+            Level.WARNING,
             f"The processor is given as Intel family {node.family} model {node.model}, "
             f"{why}.",
             f"One of both is wrong, and NCCL believes both:{between} the given speed.",
@@ -145,7 +145,7 @@ def _one_sided(view: HostView) -> Iterator[Hit]:
         return
     yield Hit(
         f"numa/{nodes.pop()}",
-        Severity.NOTE,
+        Level.NOTE,
         f"All GPUs and network adapters are near one of {len(packages)} sockets.",
         "The other sockets' memory and cores reach them over the link between sockets "
         "alone.",
@@ -161,7 +161,7 @@ def _remarks(view: HostView) -> Iterator[Hit]:
     for remark in view.host.remarks:
         yield Hit(
             "source",
-            Severity.NOTE,
+            Level.NOTE,
             remark,
             "It was read all the same; what is shown here may not be what the source "
             "meant.",
@@ -179,7 +179,7 @@ def _repeated_ranks(view: HostView) -> Iterator[Hit]:
         if counts[gpu.rank] > 1:
             yield Hit(
                 gpu.name,
-                Severity.ERROR,
+                Level.ERROR,
                 f"{counts[gpu.rank]} GPUs have rank {gpu.rank}.",
                 "NCCL refuses duplicate GPUs, or loses one of them.",
             )
@@ -200,7 +200,7 @@ def _mixed_gpus(view: HostView) -> Iterator[Hit]:
         if (gpu.gcn, gpu.sm) != usual:
             yield Hit(
                 gpu.name,
-                Severity.NOTE,
+                Level.NOTE,
                 f"It is {kinds[gpu.name]}, and most GPUs of the host are {usual_kind}.",
                 "A job over all runs at the slowest GPU's rate.",
             )

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 
-from ronde.topology.findings import Severity
+from ronde.topology.findings import Level
 from ronde.topology.graph import NVSWITCH, GpuDevice
 from ronde.topology.lint.view import Hit, HostView, rate_loss, rule
 from ronde.topology.paths.speeds import (
@@ -33,7 +33,7 @@ def _to_itself(view: HostView) -> Iterator[Hit]:
             has, should = _bus_rate(view, name), num * _link_rate(view, name)
             yield Hit(
                 name,
-                Severity.ERROR,
+                Level.ERROR,
                 f"{num} links between GPUs lead from the GPU to itself.",
                 f"They connect it to no other GPU{_rates(has, should)}.",
                 has,
@@ -58,7 +58,7 @@ def _as_switches(view: HostView) -> Iterator[Hit]:
             num = sum(link.num_links for link in wrong)
             yield Hit(
                 name,
-                Severity.ERROR,
+                Level.ERROR,
                 f"NVLinks lead to {len(wrong)} GPUs whose class is given as that of an "
                 "NVLink switch (0x068000).",
                 f"NCCL takes all {num} for links into one switch and adds them up.",
@@ -82,7 +82,7 @@ def _too_many(view: HostView) -> Iterator[Hit]:
         cap = f", over its cap of {LOCAL_GB_PER_S:g}" if has > LOCAL_GB_PER_S else ""
         yield Hit(
             gpu.name,
-            Severity.ERROR,
+            Level.ERROR,
             f"{num} NVLinks are listed, and the chip (sm {gpu.sm}) has {most}.",
             f"NCCL plans with {has:.1f} GB/s{cap}, where {should:.1f} exist, and "
             "chooses channels and algorithms by that.",
@@ -105,7 +105,7 @@ def _missing(view: HostView) -> Iterator[Hit]:
             has = _bus_rate(view, gpu.name)
             yield Hit(
                 gpu.name,
-                Severity.ERROR,
+                Level.ERROR,
                 "The GPU has no links to other GPUs, and others of this host have.",
                 "Every ring through it falls back to the PCI bus"
                 f"{_rates(has, should)}.",
@@ -157,7 +157,7 @@ def _one_way(view: HostView) -> Iterator[Hit]:
         if back < num:
             yield Hit(
                 source,
-                Severity.WARNING,
+                Level.WARNING,
                 f"{num} links lead to {target}, and {back} lead back.",
                 "What comes back has less bandwidth, or none of its own.",
             )
@@ -179,7 +179,7 @@ def _to_hidden(view: HostView) -> Iterator[Hit]:
         if hidden:
             yield Hit(
                 name,
-                Severity.NOTE,
+                Level.NOTE,
                 f"Links lead to {len(hidden)} GPUs that are not listed, such as "
                 f"{hidden[0]}.",
                 "NCCL drops these links.",
@@ -202,7 +202,7 @@ def _no_peer_access(view: HostView) -> Iterator[Hit]:
         counts = ", ".join(f"{word} for {num}" for word, num in sorted(words.items()))
         yield Hit(
             name,
-            Severity.WARNING,
+            Level.WARNING,
             f"The driver does not let it reach the memory of other GPUs ({counts}).",
             "NCCL copies through the host's shared memory instead.",
         )

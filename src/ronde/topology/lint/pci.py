@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from ronde.topology.findings import Severity
+from ronde.topology.findings import Level
 from ronde.topology.graph import LinkKind, PciDevice
 from ronde.topology.lint.view import (
     Hit,
@@ -41,7 +41,7 @@ def _slow_bridges(view: HostView) -> Iterator[Hit]:
             is_as_built = 2 * has >= should and _is_of_its_host(view, bridge, farther)
             yield Hit(
                 bridge.name,
-                Severity.NOTE if is_as_built else rate_loss(has, should),
+                Level.NOTE if is_as_built else rate_loss(has, should),
                 f"The link above the bridge is slower ({link_words(bridge)}) than the "
                 "link of a device below it.",
                 "What leaves the bridge upwards, to the processor and to other "
@@ -79,7 +79,7 @@ def _tiny_links(view: HostView) -> Iterator[Hit]:
             has = known_gb_per_s(device)
             yield Hit(
                 device.name,
-                Severity.ERROR,
+                Level.ERROR,
                 f"The link is reported as {link_words(device)}, as by virtual machines "
                 "that pass none of the real one on.",
                 f"NCCL plans with {has:.1f} GB/s and leaves the device aside as far as "
@@ -108,7 +108,7 @@ def _unknown_speeds(view: HostView) -> Iterator[Hit]:
             has = pci_gb_per_s(device)
             yield Hit(
                 device.name,
-                Severity.WARNING,
+                Level.WARNING,
                 f"The link speed is unknown ({link_words(device)}).",
                 f"NCCL takes it for {has:g} GB/s, PCIe 3 where the speed is missing "
                 "and 16 lanes where the width is; PCIe 4 x16 would be 24, PCIe 5 x16 "
@@ -163,7 +163,7 @@ def _trained_down(view: HostView) -> Iterator[Hit]:
         may_rest = now.width >= device.width and leads_to_gpu
         yield Hit(
             device.name,
-            Severity.NOTE if may_rest else rate_loss(has, should),
+            Level.NOTE if may_rest else rate_loss(has, should),
             f"The link runs at {link_words(now)} and both ends can do "
             f"{link_words(device)}.",
             f"It carries {has:.4g} of {should:.4g} GB/s (PCIe's limit one way).",
@@ -191,7 +191,7 @@ def _old_slots(view: HostView) -> Iterator[Hit]:
             should = has * chip / speed
             yield Hit(
                 device.name,
-                Severity.NOTE,
+                Level.NOTE,
                 f"The link is reported as {link_words(device)}, and the chip (sm "
                 f"{gpu.sm}) can do {chip} GT/s.",
                 f"It has {has:g} GB/s where {should:g} are possible (NCCL's figures).",

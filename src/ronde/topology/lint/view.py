@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ronde.topology.findings import Finding, Severity
+from ronde.topology.findings import Diagnostic, Level
 from ronde.topology.graph import (
     UNKNOWN,
     GpuDevice,
@@ -35,7 +35,7 @@ class Hit(NamedTuple):
     """One element that a rule found to be wrong."""
 
     element: str
-    severity: Severity
+    severity: Level
     what: str  # What is seen, one sentence.
     consequence: str
     has_gb_per_s: float = 0.0  # 0 where that does not follow.
@@ -51,11 +51,11 @@ class Rule(NamedTuple):
     remedy: str  # What to do, one sentence.
     hits: Callable[[HostView], Iterator[Hit]]
 
-    def find(self, view: HostView) -> Iterator[Finding]:
+    def find(self, view: HostView) -> Iterator[Diagnostic]:
         """Yield a finding for every element that is wrong."""
         for hit in self.hits(view):
             element, severity, what, consequence, has, should, remedy = hit
-            yield Finding(
+            yield Diagnostic(
                 self.name,
                 severity,
                 element,
@@ -74,10 +74,10 @@ def rule(
     return lambda hits: Rule(name, meaning, remedy, hits)
 
 
-def rate_loss(has_gb_per_s: float, should_gb_per_s: float) -> Severity:
+def rate_loss(has_gb_per_s: float, should_gb_per_s: float) -> Level:
     """Return how bad it is that bandwidth is lost: an error where most of it is."""
     is_most = has_gb_per_s < should_gb_per_s / 2
-    return Severity.ERROR if is_most else Severity.WARNING
+    return Level.ERROR if is_most else Level.WARNING
 
 
 def view_of(host: HostTopology) -> HostView:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ronde.topology.graph import UNKNOWN
 from ronde.topology.nccl_log.log import ChannelCounts
-from ronde.topology.nccl_log.messages import Message
+from ronde.topology.nccl_log.messages import NcclMessage
 from ronde.topology.nccl_log.patterns import Topic, recognise, split_paths
 
 _MAX_COMMUNICATORS = 1 << 17
@@ -21,7 +21,7 @@ _MAX_RANKS_OF_OLD_RING = 20
 
 
 @dataclass(slots=True)
-class Process:
+class NcclProcess:
     """A process that the log speaks of."""
 
     number: int  # In the order in which they appear.
@@ -34,7 +34,7 @@ class Process:
 class RankTally:
     """A rank of a communicator; the fields are those of ``RankSeen``."""
 
-    process: Process
+    process: NcclProcess
     device: int = UNKNOWN
     bus_id: str = ""
     has_started: bool = False
@@ -60,7 +60,7 @@ class CommTally:
     # Counts that its ranks said.
     channels: set[ChannelCounts] = field(default_factory=set[ChannelCounts])
     # All that spoke of it.
-    processes: dict[int, Process] = field(default_factory=dict[int, Process])
+    processes: dict[int, NcclProcess] = field(default_factory=dict[int, NcclProcess])
 
     def absorb(self, draft: "CommTally") -> None:
         """Take over what a draft holds; what is here already stays."""
@@ -101,7 +101,7 @@ class Starts:
         self._num_ranks = 0
 
     def take_init(
-        self, process: Process, message: Message, match: re.Match[str]
+        self, process: NcclProcess, message: NcclMessage, match: re.Match[str]
     ) -> None:
         """Note that the start of a rank began or is complete."""
         _, pointer, rank, num_ranks, device, bus_id, *split, name, word = match.groups()
@@ -125,7 +125,7 @@ class Starts:
             seen.is_complete |= word == "COMPLETE"
 
     def take_layout(
-        self, process: Process, message: Message, match: re.Match[str]
+        self, process: NcclProcess, message: NcclMessage, match: re.Match[str]
     ) -> None:
         """Note on how many nodes a communicator is."""
         pointer, rank, num_ranks, num_nodes, _, mnnvl = match.groups()
@@ -139,7 +139,7 @@ class Starts:
         self._rank(comm, int(rank), process)
 
     def take_ring(
-        self, process: Process, message: Message, match: re.Match[str]
+        self, process: NcclProcess, message: NcclMessage, match: re.Match[str]
     ) -> None:
         """Note in what order the ranks of a channel stand."""
         order = tuple(map(int, match.group(3).split()))
@@ -151,14 +151,14 @@ class Starts:
         comm.rings[int(match.group(1))] = order
 
     def take_channels(
-        self, process: Process, message: Message, match: re.Match[str]
+        self, process: NcclProcess, message: NcclMessage, match: re.Match[str]
     ) -> None:
         """Note how many channels a communicator has."""
         if comm := self._current(process, message, 0):
             comm.channels.add(ChannelCounts(*map(int, match.groups())))
 
     def take_timings(
-        self, process: Process, message: Message, match: re.Match[str]
+        self, process: NcclProcess, message: NcclMessage, match: re.Match[str]
     ) -> None:
         """Note how long the start of a rank took."""
         comm = self._current(process, message, int(match.group(2)))
@@ -190,7 +190,7 @@ class Starts:
         return [*named, *loose.values()]
 
     def _split_name(
-        self, process: Process, pointer: str, split: Iterable[str | None]
+        self, process: NcclProcess, pointer: str, split: Iterable[str | None]
     ) -> str:
         """Return a name of our own for one that was split off without a number."""
         parent_pointer, split_count, color = split
@@ -200,7 +200,7 @@ class Starts:
         return f"#{parent.name}/{split_count or '-'}/{color or '-'}"
 
     def _current(
-        self, process: Process, message: Message, num_ranks: int
+        self, process: NcclProcess, message: NcclMessage, num_ranks: int
     ) -> CommTally | None:
         """Return what a thread starts, or its draft; None where it is another."""
         thread = (process.number, message.thread)
@@ -215,7 +215,9 @@ class Starts:
         comm.processes[process.number] = process
         return comm if num_ranks in (0, comm.num_ranks) else None
 
-    def _rank(self, comm: CommTally, rank: int, process: Process) -> RankTally | None:
+    def _rank(
+        self, comm: CommTally, rank: int, process: NcclProcess
+    ) -> RankTally | None:
         """Return a rank, new where it is; None where another process has it."""
         comm.processes[process.number] = process
         seen = comm.ranks.get(rank)
@@ -306,7 +308,7 @@ class Collector:
     """
 
     def __init__(self) -> None:
-        self.processes: dict[tuple[str, int], Process] = {}
+        self.processes: dict[tuple[str, int], NcclProcess] = {}
         self.said: dict[Topic, dict[Value, set[int]]] = {}
         self.starts = Starts()
         self.edges: dict[str, dict[int, EdgeTally]] = {}
@@ -318,7 +320,9 @@ class Collector:
         self._branches: dict[tuple[int, int], list[_Branch]] = {}
         # The number of one process stands for its host where all see the same.
         self._number_of_host: dict[str, int] = {}
-        self._takers: dict[Topic, Callable[[Process, Message, re.Match[str]], None]] = {
+        self._takers: dict[
+            Topic, Callable[[NcclProcess, NcclMessage, re.Match[str]], None]
+        ] = {
             Topic.IB_FOUND: self._take_found,
             Topic.SOCKET_FOUND: self._take_found,
             Topic.SYSTEM: self._take_system,
@@ -335,7 +339,7 @@ class Collector:
             Topic.CHANNELS: self.starts.take_channels,
         }
 
-    def take(self, message: Message) -> None:
+    def take(self, message: NcclMessage) -> None:
         """Note what a message says."""
         self.num_messages += 1
         if not message.host:
@@ -355,13 +359,13 @@ class Collector:
         else:
             self._note(topic, match.groups(), process.number)
 
-    def _process(self, host: str, pid: int) -> Process | None:
+    def _process(self, host: str, pid: int) -> NcclProcess | None:
         process = self.processes.get((host, pid))
         if process is None:
             if len(self.processes) >= _MAX_PROCESSES:
                 self.num_left_out += 1
                 return None
-            process = Process(len(self.processes), host, pid)
+            process = NcclProcess(len(self.processes), host, pid)
             self.processes[host, pid] = process
             self._number_of_host.setdefault(host, process.number)
         return process
@@ -381,7 +385,7 @@ class Collector:
         if version not in self.loose_versions and len(self.loose_versions) < 100:
             self.loose_versions.append(version)
 
-    def _take_warning(self, process: Process, message: Message) -> None:
+    def _take_warning(self, process: NcclProcess, message: NcclMessage) -> None:
         like = _NUMBER.sub("#", message.text[:_MAX_KEPT_TEXT])
         tally = self.warnings.get(like)
         if tally is None:
@@ -393,26 +397,30 @@ class Collector:
         times = tally.num_times
         times[process.number] = times.get(process.number, 0) + 1
 
-    def _take_found(self, process: Process, _: Message, match: re.Match[str]) -> None:
+    def _take_found(
+        self, process: NcclProcess, _: NcclMessage, match: re.Match[str]
+    ) -> None:
         topic = Topic.IB_FOUND if match.group(1) != "Socket" else Topic.SOCKET_FOUND
         for device in _DEVICE.findall(match.group(2)):
             # Sockets have an address behind their names, which tells nothing.
             name = device if topic is Topic.IB_FOUND else device.partition(":")[0]
             self._note(topic, (match.group(1), name), process.number)
 
-    def _take_system(self, process: Process, message: Message, _: object) -> None:
+    def _take_system(
+        self, process: NcclProcess, message: NcclMessage, _: object
+    ) -> None:
         if len(self._branches) < _MAX_PROCESSES:
             self._branches[process.number, message.thread] = []
 
     def _take_root(
-        self, process: Process, message: Message, match: re.Match[str]
+        self, process: NcclProcess, message: NcclMessage, match: re.Match[str]
     ) -> None:
         branches = self._branches.get((process.number, message.thread))
         if branches is not None:
             branches[:] = [_Branch(0, match.group(1))]
 
     def _take_link(
-        self, process: Process, message: Message, match: re.Match[str]
+        self, process: NcclProcess, message: NcclMessage, match: re.Match[str]
     ) -> None:
         blanks, kind, gb_per_s, target, port = match.groups()
         branches = self._branches.get((process.number, message.thread), [])
@@ -427,12 +435,16 @@ class Collector:
         value = (kind, _number(gb_per_s), source, target, port_gb_per_s)
         self._note(Topic.TREE_LINK, value, self._number_of_host[process.host])
 
-    def _take_paths(self, process: Process, _: Message, match: re.Match[str]) -> None:
+    def _take_paths(
+        self, process: NcclProcess, _: NcclMessage, match: re.Match[str]
+    ) -> None:
         number = self._number_of_host[process.host]
         for item in split_paths(match.group(2)):
             self._note(Topic.PATHS, (match.group(1), *item), number)
 
-    def _take_edge(self, process: Process, _: Message, match: re.Match[str]) -> None:
+    def _take_edge(
+        self, process: NcclProcess, _: NcclMessage, match: re.Match[str]
+    ) -> None:
         source, target, transport = match.groups()
         if transport.startswith("NET/"):
             transport = _NIC.sub("", transport, count=1)
@@ -449,18 +461,20 @@ class Collector:
             tally = tallies[process.number] = EdgeTally(ends)
         tally.num_edges += 1
 
-    def _take_tuning(self, process: Process, _: Message, match: re.Match[str]) -> None:
+    def _take_tuning(
+        self, process: NcclProcess, _: NcclMessage, match: re.Match[str]
+    ) -> None:
         collective, size, algorithm, protocol = match.groups()
         self._tally(process, (collective, algorithm, protocol), int(size))
 
     def _take_old_tuning(
-        self, process: Process, _: Message, match: re.Match[str]
+        self, process: NcclProcess, _: NcclMessage, match: re.Match[str]
     ) -> None:
         size, algorithm, protocol = map(int, match.groups())
         names = (_named(algorithm, _ALGORITHMS), _named(protocol, _PROTOCOLS))
         self._tally(process, ("", *names), size)
 
-    def _tally(self, process: Process, kind: Kind, size: int) -> None:
+    def _tally(self, process: NcclProcess, kind: Kind, size: int) -> None:
         tallies = self.tunings.get(kind)
         if tallies is None:
             if len(self.tunings) >= _MAX_VALUES:

@@ -13,20 +13,20 @@ from ronde.topology.nccl_log.collector import (
     CommTally,
     EdgeTally,
     Kind,
-    Process,
+    NcclProcess,
     RankTally,
     SizeTally,
     Value,
     WarningTally,
 )
 from ronde.topology.nccl_log.log import (
-    Communicator,
     EdgesSeen,
     GraphSeen,
-    Job,
+    NcclCommunicator,
+    NcclJob,
     PathSeen,
     RankSeen,
-    Said,
+    Reported,
     TreeLink,
     Tuning,
     WarningSeen,
@@ -36,10 +36,10 @@ from ronde.topology.nccl_log.patterns import Topic
 _MAX_MISREAD = 3
 
 
-def mend_hosts(processes: Iterable[Process]) -> None:
+def mend_hosts(processes: Iterable[NcclProcess]) -> None:
     """Give processes that were named a few times alone the host that they are of."""
     sure: dict[int, list[str]] = {}
-    rare: dict[int, list[Process]] = {}
+    rare: dict[int, list[NcclProcess]] = {}
     for process in processes:
         if process.num_messages > _MAX_MISREAD:
             sure.setdefault(process.pid, []).append(process.host)
@@ -74,7 +74,7 @@ class _Part:
     """What a collector took of one job."""
 
     def __init__(self) -> None:
-        self.processes: dict[int, Process] = {}
+        self.processes: dict[int, NcclProcess] = {}
         self.communicators: list[CommTally] = []
         self.edges: dict[str, dict[int, EdgeTally]] = {}
         self.tunings: dict[Kind, dict[int, SizeTally]] = {}
@@ -90,14 +90,14 @@ class _Part:
         """Return values with the numbers of the processes that said them."""
         return self._said.get(topic, {}).items()
 
-    def said(self, topic: Topic, words: str = "{}") -> tuple[Said, ...]:
+    def said(self, topic: Topic, words: str = "{}") -> tuple[Reported, ...]:
         """Return what was said on a topic, with its parts put into words."""
         merged: dict[str, set[int]] = {}
         for value, numbers in self.values(topic):
             text = words.format(*("" if part is None else part for part in value))
             merged.setdefault(text, set()).update(numbers)
         return tuple(
-            Said(text, self.places(numbers), len(numbers))
+            Reported(text, self.places(numbers), len(numbers))
             for text, numbers in sorted(merged.items())
         )
 
@@ -106,7 +106,7 @@ class _Part:
         return tuple(sorted({self.processes[number].host for number in numbers}))
 
 
-def make_jobs(collector: Collector) -> tuple[tuple[Job, ...], int]:
+def make_jobs(collector: Collector) -> tuple[tuple[NcclJob, ...], int]:
     """Return the jobs, the one with most processes first, and how many are left out."""
     parts = _divide(collector)
     largest = sorted(parts, key=lambda part: -len(part.processes))[:_MAX_JOBS]
@@ -152,7 +152,7 @@ def _deal(
 
 
 def _number_jobs(
-    processes: Iterable[Process], communicators: Iterable[CommTally]
+    processes: Iterable[NcclProcess], communicators: Iterable[CommTally]
 ) -> dict[int, int]:
     """Return the number of each process's job, by the process's number."""
     above = {process.number: process.number for process in processes}
@@ -182,9 +182,9 @@ def _number_jobs(
     return {number: top(number) for number in above}
 
 
-def _job(part: _Part, warnings: Mapping[str, WarningTally]) -> Job:
+def _job(part: _Part, warnings: Mapping[str, WarningTally]) -> NcclJob:
     said = part.said
-    return Job(
+    return NcclJob(
         hosts=part.places(part.processes),
         num_processes=len({(p.host, p.pid) for p in part.processes.values()}),
         communicators=_communicators(part.communicators),
@@ -211,9 +211,9 @@ def _job(part: _Part, warnings: Mapping[str, WarningTally]) -> Job:
     )
 
 
-def _communicators(tallies: Iterable[CommTally]) -> tuple[Communicator, ...]:
+def _communicators(tallies: Iterable[CommTally]) -> tuple[NcclCommunicator, ...]:
     found = [
-        Communicator(
+        NcclCommunicator(
             name=tally.name,
             num_ranks=tally.num_ranks,
             num_nodes=tally.num_nodes,
@@ -241,7 +241,7 @@ def _rank(rank: int, seen: RankTally) -> RankSeen:
     )
 
 
-def _candidates(part: _Part) -> tuple[Said, ...]:
+def _candidates(part: _Part) -> tuple[Reported, ...]:
     return (
         *part.said(Topic.IB_FOUND, "{} {}"),
         *part.said(Topic.NONE_FOUND, "{} none"),
@@ -250,7 +250,7 @@ def _candidates(part: _Part) -> tuple[Said, ...]:
     )
 
 
-def _nvls(part: _Part) -> tuple[Said, ...]:
+def _nvls(part: _Part) -> tuple[Reported, ...]:
     return (
         *part.said(Topic.NVLS, "{}available on dev {}"),
         *part.said(Topic.NVLS_LOST, "lost: {}"),

@@ -5,13 +5,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ronde.topology.findings import Finding, Severity
+from ronde.topology.findings import Diagnostic, Level
 from ronde.topology.graph import UNKNOWN
 from ronde.topology.nccl_log.log import (
-    Communicator,
-    Job,
+    NcclCommunicator,
+    NcclJob,
     NcclLog,
-    Said,
+    Reported,
     TreeLink,
     name_some,
 )
@@ -54,7 +54,7 @@ _PHASES = {
 }
 
 
-def judge_nccl_log(log: NcclLog) -> tuple[Finding, ...]:
+def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
     """Return what looks wrong in a log, the most severe first.
 
     What is not in the log is never taken for a fault.
@@ -64,9 +64,9 @@ def judge_nccl_log(log: NcclLog) -> tuple[Finding, ...]:
         found = [_doubt(finding, log.num_lost) for finding in found]
     if len(log.loose_versions) > 1:
         found.append(
-            Finding(
+            Diagnostic(
                 "several-versions",
-                Severity.NOTE,
+                Level.NOTE,
                 "log",
                 f"Several versions are named: {', '.join(log.loose_versions[:5])}.",
                 "If they are of one job, its ranks do not fit together.",
@@ -75,9 +75,9 @@ def judge_nccl_log(log: NcclLog) -> tuple[Finding, ...]:
         )
     if log.num_lost or log.num_left_out:
         found.append(
-            Finding(
+            Diagnostic(
                 "log-incomplete",
-                Severity.NOTE,
+                Level.NOTE,
                 "log",
                 f"{log.num_lost} lines were broken and could not be put together; "
                 f"{log.num_left_out} things were too many to keep.",
@@ -85,31 +85,31 @@ def judge_nccl_log(log: NcclLog) -> tuple[Finding, ...]:
                 "Let every rank write a file of its own: NCCL_DEBUG_FILE=nccl.%h.%p.",
             )
         )
-    order = tuple(Severity)
+    order = tuple(Level)
     return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
 
 
-def _doubt(finding: Finding, num_lost: int) -> Finding:
+def _doubt(finding: Diagnostic, num_lost: int) -> Diagnostic:
     """Return what is found by a missing line, where lines were lost."""
     if finding.rule != "init-incomplete":
         return finding
     lines = "line was" if num_lost == 1 else "lines were"
     what = f"{finding.what} {num_lost} {lines} lost where the log broke."
-    return finding._replace(severity=Severity.WARNING, what=what)
+    return finding._replace(severity=Level.WARNING, what=what)
 
 
-def _spans_nodes(job: Job) -> bool:
+def _spans_nodes(job: NcclJob) -> bool:
     """Return whether data goes between nodes, as far as the log shows."""
     return any(edges.is_between_nodes for edges in job.edges) or any(
         comm.num_nodes > 1 or len(_hosts_of(comm)) > 1 for comm in job.communicators
     )
 
 
-def _hosts_of(comm: Communicator) -> list[str]:
+def _hosts_of(comm: NcclCommunicator) -> list[str]:
     return sorted({rank.host for rank in comm.ranks})
 
 
-def _setting_of(job: Job, *names: str) -> str:
+def _setting_of(job: NcclJob, *names: str) -> str:
     """Return the first of these settings that is there, ``NAME=value``, or nothing."""
     settings = {
         each.partition("=")[0]: each for each in reversed(_values(job.settings))
@@ -117,20 +117,20 @@ def _setting_of(job: Job, *names: str) -> str:
     return next((settings[name] for name in names if name in settings), "")
 
 
-def _values(reported: Iterable[Said]) -> list[str]:
+def _values(reported: Iterable[Reported]) -> list[str]:
     return [each.value for each in reported]
 
 
-def _hosts(reported: Iterable[Said]) -> list[str]:
+def _hosts(reported: Iterable[Reported]) -> list[str]:
     return sorted({host for each in reported for host in each.hosts})
 
 
-def _by_host(reported: Iterable[Said]) -> str:
+def _by_host(reported: Iterable[Reported]) -> str:
     """Return values with their hosts: ``IB on a, b; Socket on c``."""
     return "; ".join(f"{each.value} on {name_some(each.hosts)}" for each in reported)
 
 
-def _sockets_used(job: Job) -> Iterator[Finding]:
+def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
     """Find data that goes over TCP where an adapter with RDMA is, or may be."""
     chosen = {h for each in job.networks if each.value == "Socket" for h in each.hosts}
     edges = [each for each in job.edges if each.transport.startswith("NET/Socket")]
@@ -157,9 +157,9 @@ def _sockets_used(job: Job) -> Iterator[Finding]:
         remedy = "Set NCCL_DEBUG_SUBSYS=INIT,NET,ENV to see what is looked for."
     if not adapters and any("libibverbs" in each for each in _values(job.plugins)):
         remedy = "Install libibverbs (package rdma-core) where the ranks run."
-    yield Finding(
+    yield Diagnostic(
         "sockets-despite-infiniband" if adapters else "sockets-between-nodes",
-        Severity.ERROR if adapters else Severity.WARNING,
+        Level.ERROR if adapters else Level.WARNING,
         name_some(sorted(hosts)),
         f"Data between nodes goes over TCP sockets, {seen}.",
         f"Of each adapter {_LOST}"
@@ -169,13 +169,13 @@ def _sockets_used(job: Job) -> Iterator[Finding]:
     )
 
 
-def _libfabric_over_tcp(job: Job) -> Iterator[Finding]:
+def _libfabric_over_tcp(job: NcclJob) -> Iterator[Diagnostic]:
     """Find the plugin for libfabric where it drives no adapter."""
     for each in job.candidates:
         if (match := _BY_TCP.match(each.value)) and _spans_nodes(job):
-            yield Finding(
+            yield Diagnostic(
                 "libfabric-over-tcp",
-                Severity.WARNING,
+                Level.WARNING,
                 name_some(each.hosts),
                 f"libfabric carries the data with its provider {match[1]}, not with "
                 "that of an adapter (efa, cxi, verbs, psm3, opx).",
@@ -185,12 +185,12 @@ def _libfabric_over_tcp(job: Job) -> Iterator[Finding]:
             )
 
 
-def _networks_differ(job: Job) -> Iterator[Finding]:
+def _networks_differ(job: NcclJob) -> Iterator[Diagnostic]:
     """Find hosts of one job that chose different networks."""
     if len(job.networks) > 1 and _spans_nodes(job):
-        yield Finding(
+        yield Diagnostic(
             "networks-differ",
-            Severity.ERROR,
+            Level.ERROR,
             name_some(_hosts(job.networks)),
             f"Ranks of one job chose different networks: {_by_host(job.networks)}.",
             "They cannot connect to each other: the job hangs or ends.",
@@ -199,7 +199,7 @@ def _networks_differ(job: Job) -> Iterator[Finding]:
         )
 
 
-def _no_gpudirect(job: Job) -> Iterator[Finding]:
+def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
     """Find data that goes through the hosts' memory between GPU and adapter."""
     if not _spans_nodes(job):
         return
@@ -247,9 +247,9 @@ def _no_gpudirect(job: Job) -> Iterator[Finding]:
             "See with ronde topo --matrix how far GPUs and adapters are apart: farther "
             "than PXB it is off, and NCCL_NET_GDR_LEVEL=SYS forces it."
         )
-    yield Finding(
+    yield Diagnostic(
         "no-gpudirect-rdma",
-        Severity.NOTE if plugin else Severity.WARNING,
+        Level.NOTE if plugin else Level.WARNING,
         name_some(sorted(hosts)),
         f"{seen} do without GPUDirect RDMA{why}{plugin}.",
         "Data between GPU and adapter goes through the host's memory, which costs "
@@ -258,7 +258,7 @@ def _no_gpudirect(job: Job) -> Iterator[Finding]:
     )
 
 
-def _virtual_interfaces(job: Job) -> Iterator[Finding]:
+def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
     """Find interfaces of containers and of the host itself that carry traffic."""
     used = [("ranks meet on", each.value, each) for each in job.bootstrap]
     if "Socket" in _values(job.networks):
@@ -271,9 +271,9 @@ def _virtual_interfaces(job: Job) -> Iterator[Finding]:
     change = f"Change {choice}" if choice else "Set NCCL_SOCKET_IFNAME"
     for use, name, each in used:
         if len(job.hosts) > 1 and _VIRTUAL.match(name):
-            yield Finding(
+            yield Diagnostic(
                 "virtual-interface",
-                Severity.ERROR,
+                Level.ERROR,
                 name_some(each.hosts),
                 f"Of a job on {len(job.hosts)} hosts, {use} {name}, an interface "
                 "inside one host.",
@@ -284,7 +284,7 @@ def _virtual_interfaces(job: Job) -> Iterator[Finding]:
             )
 
 
-def _kinds_between_gpus(job: Job) -> set[str]:
+def _kinds_between_gpus(job: NcclJob) -> set[str]:
     return {
         path.kind
         for path in job.paths
@@ -292,7 +292,7 @@ def _kinds_between_gpus(job: Job) -> set[str]:
     }
 
 
-def _shared_memory_used(job: Job) -> Iterator[Finding]:
+def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
     """Find GPUs that pass data through the host's memory and need not."""
     staged = [edges for edges in job.edges if edges.transport.startswith("SHM/")]
     has_direct = any(edges.transport.startswith("P2P/") for edges in job.edges)
@@ -309,13 +309,13 @@ def _shared_memory_used(job: Job) -> Iterator[Finding]:
     has_nvswitch = any(link.target.startswith("NVS/") for link in job.trees)
     # Of GPUs at different processors it is right, and some others do without.
     is_usual = has_direct and (not between or between & {"PHB", "SYS"})
-    severity = Severity.NOTE if is_usual else Severity.WARNING
+    severity = Level.NOTE if is_usual else Level.WARNING
     if links and (has_nvswitch or not has_direct):
-        severity = Severity.ERROR
+        severity = Level.ERROR
     num_edges = sum(edges.num_edges for edges in staged)
     first, second = staged[0].example
     choice = _setting_of(job, "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
-    yield Finding(
+    yield Diagnostic(
         "shm-where-p2p-was-possible",
         severity,
         name_some(sorted({host for e in staged for host in e.hosts})),
@@ -330,12 +330,12 @@ def _shared_memory_used(job: Job) -> Iterator[Finding]:
     )
 
 
-def _peers_refused(job: Job) -> Iterator[Finding]:
+def _peers_refused(job: NcclJob) -> Iterator[Diagnostic]:
     """Find GPUs that may not reach each other's memory."""
     if job.p2p:
-        yield Finding(
+        yield Diagnostic(
             "p2p-refused",
-            Severity.WARNING,
+            Level.WARNING,
             name_some(_hosts(job.p2p)),
             f"The driver refuses GPUs each other's memory: {job.p2p[0].value}.",
             "Data between them goes through the host's memory.",
@@ -344,7 +344,7 @@ def _peers_refused(job: Job) -> Iterator[Finding]:
         )
 
 
-def _has_neighbours(comm: Communicator) -> bool | None:
+def _has_neighbours(comm: NcclCommunicator) -> bool | None:
     """Return whether a node has several ranks of a communicator; none if unknown."""
     counts = Counter(rank.host for rank in comm.ranks)
     if comm.num_nodes > 0 and comm.num_ranks > 0:
@@ -354,7 +354,7 @@ def _has_neighbours(comm: Communicator) -> bool | None:
     return False if counts.total() == comm.num_ranks else None
 
 
-def _has_much_nvlink(job: Job) -> bool:
+def _has_much_nvlink(job: NcclJob) -> bool:
     """Return whether NVLinks carry too much for two channels."""
     # Multicast is in switches alone, and these have links enough.
     return any(value.startswith("available") for value in _values(job.nvls)) or any(
@@ -365,7 +365,7 @@ def _has_much_nvlink(job: Job) -> bool:
     )
 
 
-def _few_channels(job: Job) -> Iterator[Finding]:
+def _few_channels(job: NcclJob) -> Iterator[Diagnostic]:
     """Find communicators that NCCL found next to no ways for.
 
     Where each node has one rank, two channels are what there is to one adapter.
@@ -384,9 +384,9 @@ def _few_channels(job: Job) -> Iterator[Finding]:
     count = max(each.coll for each in worst.channels)
     is_fast = bool(_has_neighbours(worst)) and _has_much_nvlink(job)
     limit = _setting_of(job, *_CHANNEL_LIMITS)
-    yield Finding(
+    yield Diagnostic(
         "few-channels",
-        Severity.ERROR if is_fast else Severity.NOTE,
+        Level.ERROR if is_fast else Level.NOTE,
         name_some(_hosts_of(worst) or job.hosts),
         f"A communicator of {worst.num_ranks or 'some'} ranks has {count} "
         f"channel{'' if count == 1 else 's'}"
@@ -401,7 +401,7 @@ def _few_channels(job: Job) -> Iterator[Finding]:
     )
 
 
-def _nvls_lost(job: Job) -> Iterator[Finding]:
+def _nvls_lost(job: NcclJob) -> Iterator[Diagnostic]:
     """Find reductions in the NVLink switches that were there and are not used."""
     lost = [each for each in job.nvls if each.value.startswith("lost: ")]
     absent = [each for each in job.nvls if each.value.startswith("not available")]
@@ -427,9 +427,9 @@ def _nvls_lost(job: Job) -> Iterator[Finding]:
         return
     choice = _setting_of(job, "NCCL_NVLS_ENABLE")
     is_off = choice.endswith("=0")
-    yield Finding(
+    yield Diagnostic(
         "nvls-lost",
-        Severity.NOTE if is_off else Severity.WARNING,
+        Level.NOTE if is_off else Level.WARNING,
         name_some(_hosts(lost or absent)),
         what,
         "AllReduce inside a node is limited to what rings reach; on eight GPUs NVLS "
@@ -441,14 +441,14 @@ def _nvls_lost(job: Job) -> Iterator[Finding]:
     )
 
 
-def _fabric_not_ready(job: Job) -> Iterator[Finding]:
+def _fabric_not_ready(job: NcclJob) -> Iterator[Diagnostic]:
     """Find NVLink fabrics whose start is not over."""
     words = {"state 1": "not started", "state 2": "still starting"}
     waiting = [each for each in job.mnnvl if each.value[:7] in words]
     if waiting:
-        yield Finding(
+        yield Diagnostic(
             "fabric-not-ready",
-            Severity.WARNING,
+            Level.WARNING,
             name_some(_hosts(waiting)),
             f"The NVLink fabric of some GPUs is {words[waiting[0].value[:7]]}.",
             "NVLink between them is not used, or fails.",
@@ -466,7 +466,7 @@ class _Narrow(NamedTuple):
     should_gb_per_s: float  # What it should; 0 where that does not follow.
 
 
-def _slow_pci(job: Job) -> Iterator[Finding]:
+def _slow_pci(job: NcclJob) -> Iterator[Diagnostic]:
     """Find GPUs and adapters behind a PCI link that is narrower than it should be."""
     links: defaultdict[str, list[TreeLink]] = defaultdict(list)
     for link in job.trees:
@@ -480,9 +480,9 @@ def _slow_pci(job: Job) -> Iterator[Finding]:
     for (name, below, has, should), where in hosts.items():
         is_tiny = has <= _TINY_PCI_GB_PER_S
         instead = f" instead of {should:.1f}" if should else ""
-        yield Finding(
+        yield Diagnostic(
             "slow-pci",
-            Severity.ERROR if is_tiny else Severity.WARNING,
+            Level.ERROR if is_tiny else Level.WARNING,
             f"{name} on {name_some(where)}",
             f"The PCI link above {below} carries {has:.1f} GB/s{instead} by NCCL's "
             "count.",
@@ -542,14 +542,14 @@ def _bus_address(name: str) -> str:
     return f"{digits[:-5]}:{digits[-5:-3]}:{digits[-3:-1]}.{digits[-1]}"
 
 
-def _versions_differ(job: Job) -> Iterator[Finding]:
+def _versions_differ(job: NcclJob) -> Iterator[Diagnostic]:
     """Find ranks of one job with different libraries."""
     for what, versions in (("NCCL", job.versions), ("the CUDA driver", job.drivers)):
         if len(versions) > 1:
             is_nccl = versions is job.versions
-            yield Finding(
+            yield Diagnostic(
                 "versions-differ",
-                Severity.ERROR if is_nccl else Severity.WARNING,
+                Level.ERROR if is_nccl else Level.WARNING,
                 name_some(_hosts(versions)),
                 f"Ranks have different versions of {what}: {_by_host(versions)}.",
                 "The start fails, or ranks choose differently and hang."
@@ -560,26 +560,26 @@ def _versions_differ(job: Job) -> Iterator[Finding]:
             )
 
 
-def _settings_differ(job: Job) -> Iterator[Finding]:
+def _settings_differ(job: NcclJob) -> Iterator[Diagnostic]:
     """Find settings that are not the same for all ranks."""
-    by_name: dict[str, list[Said]] = {}
+    by_name: dict[str, list[Reported]] = {}
     for each in job.settings:
         by_name.setdefault(each.value.partition("=")[0], []).append(each)
     for name, choices in by_name.items():
         absent = sorted({*_hosts(job.settings)} - {*_hosts(choices)})
         if len(choices) > 1:
-            yield Finding(
+            yield Diagnostic(
                 "settings-differ",
-                Severity.NOTE if name in _OWN_PER_HOST else Severity.WARNING,
+                Level.NOTE if name in _OWN_PER_HOST else Level.WARNING,
                 name_some(_hosts(choices)),
                 f"{name} is not the same for all ranks: {_by_host(choices)}.",
                 "Ranks may choose differently, which hangs or slows down.",
                 "Set it alike for all ranks, or for none.",
             )
         elif absent and name not in _REPORTED_BY_ONE:
-            yield Finding(
+            yield Diagnostic(
                 "settings-differ",
-                Severity.NOTE,
+                Level.NOTE,
                 name_some(absent),
                 f"{choices[0].value} is reported on other hosts and not here.",
                 "Ranks may choose differently, if it is not set here.",
@@ -587,7 +587,7 @@ def _settings_differ(job: Job) -> Iterator[Finding]:
             )
 
 
-def _nodes_unlike_hosts(job: Job) -> Iterator[Finding]:
+def _nodes_unlike_hosts(job: NcclJob) -> Iterator[Diagnostic]:
     """Find communicators whose nodes NCCL counts differently from the log's hosts."""
     for comm in job.communicators:
         hosts = _hosts_of(comm)
@@ -595,9 +595,9 @@ def _nodes_unlike_hosts(job: Job) -> Iterator[Finding]:
         if comm.is_mnnvl or not is_whole or comm.num_nodes in (UNKNOWN, len(hosts)):
             continue
         is_cloned = comm.num_nodes < len(hosts)
-        yield Finding(
+        yield Diagnostic(
             "nodes-unlike-hosts",
-            Severity.ERROR if is_cloned else Severity.WARNING,
+            Level.ERROR if is_cloned else Level.WARNING,
             name_some(hosts),
             f"NCCL counts {comm.num_nodes} as the number of nodes of {comm.num_ranks} "
             f"ranks, and the log names {len(hosts)} as hosts.",
@@ -613,7 +613,7 @@ def _nodes_unlike_hosts(job: Job) -> Iterator[Finding]:
         return
 
 
-def _init_incomplete(job: Job) -> Iterator[Finding]:
+def _init_incomplete(job: NcclJob) -> Iterator[Diagnostic]:
     """Find ranks whose start began and is not reported as complete."""
     for comm in job.communicators:
         # How long the start took is reported at its end.
@@ -634,9 +634,9 @@ def _init_incomplete(job: Job) -> Iterator[Finding]:
             f"; on {name_some(_hosts(job.retries))} they try to connect: "
             f"{name_some(_values(job.retries))}"
         )
-        yield Finding(
+        yield Diagnostic(
             "init-incomplete",
-            Severity.ERROR,
+            Level.ERROR,
             name_some([f"rank {rank.rank} on {rank.host}" for rank in waiting]),
             f"{len(waiting)} of {comm.num_ranks} ranks began their start and did not "
             f"complete it{others}{retries if job.retries else ''}.",
@@ -647,13 +647,13 @@ def _init_incomplete(job: Job) -> Iterator[Finding]:
         return
 
 
-def _ranks_not_in_log(job: Job) -> Iterator[Finding]:
+def _ranks_not_in_log(job: NcclJob) -> Iterator[Diagnostic]:
     """Find that a part of the ranks is not in the log."""
     comm = max(job.communicators, key=lambda c: c.num_ranks, default=None)
     if comm and 0 < len(comm.ranks) < comm.num_ranks:
-        yield Finding(
+        yield Diagnostic(
             "ranks-not-in-log",
-            Severity.NOTE,
+            Level.NOTE,
             name_some(job.hosts),
             f"{len(comm.ranks)} of {comm.num_ranks} ranks are in the log.",
             "Everything here holds for these alone.",
@@ -662,7 +662,7 @@ def _ranks_not_in_log(job: Job) -> Iterator[Finding]:
         )
 
 
-def _slow_init(job: Job) -> Iterator[Finding]:
+def _slow_init(job: NcclJob) -> Iterator[Diagnostic]:
     """Find a start that took long."""
     ranks = ((rank, comm) for comm in job.communicators for rank in comm.ranks)
     slowest = max(ranks, key=lambda pair: pair[0].init_s, default=None)
@@ -670,9 +670,9 @@ def _slow_init(job: Job) -> Iterator[Finding]:
         return
     rank, comm = slowest
     phase, phase_s = rank.init_phases[0] if rank.init_phases else ("", 0.0)
-    yield Finding(
+    yield Diagnostic(
         "slow-init",
-        Severity.NOTE,
+        Level.NOTE,
         f"rank {rank.rank} on {rank.host}",
         f"The start of {comm.num_ranks} ranks took {rank.init_s:.1f} s"
         + (f", of which {phase} {phase_s:.1f} s." if phase else "."),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ronde.topology.graph import UNKNOWN
 
 
-class Said(NamedTuple):
+class Reported(NamedTuple):
     """One thing that some processes of a job said."""
 
     value: str  # What they said: a version, a device, a setting.
@@ -42,7 +42,7 @@ class ChannelCounts(NamedTuple):
     p2p_per_peer: int  # Of these, to one other rank.
 
 
-class Communicator(NamedTuple):
+class NcclCommunicator(NamedTuple):
     """Ranks that communicate."""
 
     name: str  # NCCL's number of it, or one of the log's own that begins with ``#``.
@@ -126,35 +126,37 @@ class WarningSeen(NamedTuple):
     hosts: tuple[str, ...]  # Where.
 
 
-class Job(NamedTuple):
+class NcclJob(NamedTuple):
     """Hosts that communicators join, and what their processes said."""
 
     hosts: tuple[str, ...] = ()  # Names, in order.
     num_processes: int = 0  # How many processes the log speaks of.
-    communicators: tuple[Communicator, ...] = ()  # The one with most ranks first.
-    versions: tuple[Said, ...] = ()  # Of NCCL.
-    drivers: tuple[Said, ...] = ()  # Of CUDA's driver: ``13020`` is 13.2.
-    bootstrap: tuple[Said, ...] = ()  # Interfaces that the processes meet on: ``eth0``.
+    communicators: tuple[NcclCommunicator, ...] = ()  # The one with most ranks first.
+    versions: tuple[Reported, ...] = ()  # Of NCCL.
+    drivers: tuple[Reported, ...] = ()  # Of CUDA's driver: ``13020`` is 13.2.
+    # Interfaces that the processes meet on: ``eth0``.
+    bootstrap: tuple[Reported, ...] = ()
     # What carries data between nodes: ``IB``, ``Socket``, a plugin's name.
-    networks: tuple[Said, ...] = ()
+    networks: tuple[Reported, ...] = ()
     # What each network found: ``IB mlx5_0:1/IB``, ``IB none``, ``Libfabric efa (32
     # adapters)``.
-    candidates: tuple[Said, ...] = ()
-    plugins: tuple[Said, ...] = ()  # What was said of plugins for the network.
-    gdr: tuple[Said, ...] = ()  # Adapters with GPUDirect RDMA: ``IB mlx5_0 Enabled``.
-    uses: tuple[Said, ...] = ()  # Of rings: ``PXN 1 GDR 1``.
+    candidates: tuple[Reported, ...] = ()
+    plugins: tuple[Reported, ...] = ()  # What was said of plugins for the network.
+    # Adapters with GPUDirect RDMA: ``IB mlx5_0 Enabled``.
+    gdr: tuple[Reported, ...] = ()
+    uses: tuple[Reported, ...] = ()  # Of rings: ``PXN 1 GDR 1``.
     # Of reductions in NVLink switches: ``available on dev 0``, ``lost: CUDA error
     # ...``.
-    nvls: tuple[Said, ...] = ()
-    mnnvl: tuple[Said, ...] = ()  # Of NVLink between nodes: ``state 3 uuid 0.0``.
+    nvls: tuple[Reported, ...] = ()
+    mnnvl: tuple[Reported, ...] = ()  # Of NVLink between nodes: ``state 3 uuid 0.0``.
     # Of GPUs' access to each other's memory, where it is refused.
-    p2p: tuple[Said, ...] = ()
-    settings: tuple[Said, ...] = ()  # ``NCCL_IB_HCA=mlx5``.
+    p2p: tuple[Reported, ...] = ()
+    settings: tuple[Reported, ...] = ()  # ``NCCL_IB_HCA=mlx5``.
     # What did not answer when a rank wanted to connect, by its address where that is
     # said: ``10.0.0.1<4567> returned Connection refused``.
-    retries: tuple[Said, ...] = ()
+    retries: tuple[Reported, ...] = ()
     # Processes that gave a communicator up; one value at most.
-    aborts: tuple[Said, ...] = ()
+    aborts: tuple[Reported, ...] = ()
     trees: tuple[TreeLink, ...] = ()  # Links of the topology.
     paths: tuple[PathSeen, ...] = ()  # Paths of the topology.
     graphs: tuple[GraphSeen, ...] = ()  # What the searches came to.
@@ -166,7 +168,7 @@ class Job(NamedTuple):
 class NcclLog(NamedTuple):
     """What a log says."""
 
-    jobs: tuple[Job, ...]  # The one with most processes first.
+    jobs: tuple[NcclJob, ...]  # The one with most processes first.
     loose_versions: tuple[str, ...] = ()  # Versions that stand in no process's name.
     num_lines: int = 0  # Of the log in all.
     num_messages: int = 0  # Of NCCL's, those put together from pieces included.

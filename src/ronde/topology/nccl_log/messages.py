@@ -50,7 +50,7 @@ _HEAD_LASTS_LINES = 200
 _MAX_HEAD_CHARS = 2048
 
 
-class Message(NamedTuple):
+class NcclMessage(NamedTuple):
     """What one process said at once."""
 
     host: str  # Name of its host; empty for a version that names none.
@@ -81,7 +81,7 @@ class MessageReader:
         # Heads of messages that were cut, each with the line where it stood.
         self._heads: list[tuple[int, str]] = []
 
-    def feed(self, line: str) -> list[Message]:
+    def feed(self, line: str) -> list[NcclMessage]:
         """Return the messages that a line makes whole."""
         self.num_lines += 1
         if "\x1b" in line:
@@ -94,16 +94,16 @@ class MessageReader:
             message for part in line.split("\r") for message in self._feed_part(part)
         ]
 
-    def _feed_part(self, line: str) -> list[Message]:
+    def _feed_part(self, line: str) -> list[NcclMessage]:
         # Most lines begin like one before them, and looking that up is far cheaper.
         prefix, mark, text = line.partition(_INFO)
         known = self._prefixes.get(prefix)
         if known is not None and _INFO not in text and _WARN not in text:
             host, pid, thread = known
-            return [Message(host, pid, thread, False, "", _plain(text))]  # noqa: FBT003
+            return [NcclMessage(host, pid, thread, False, "", _plain(text))]  # noqa: FBT003
         return self._feed_new(line, prefix if mark else "")
 
-    def _feed_new(self, line: str, prefix: str) -> list[Message]:
+    def _feed_new(self, line: str, prefix: str) -> list[NcclMessage]:
         """Return the messages of a line that does not begin like one before it."""
         match = _CLEAN.match(line)
         if match is not None and not _has_mark(line, match.end()):
@@ -124,14 +124,14 @@ class MessageReader:
         """Count the heads that are left as lost."""
         self._forget(len(self._heads))
 
-    def _learn(self, prefix: str, message: Message) -> None:
+    def _learn(self, prefix: str, message: NcclMessage) -> None:
         if prefix and not message.is_warning:
             if len(self._prefixes) >= _MAX_PREFIXES:
                 # Times of day stand in them: no two are alike.
                 self._prefixes.clear()
             self._prefixes[prefix] = (message.host, message.pid, message.thread)
 
-    def _is_known(self, message: Message) -> bool:
+    def _is_known(self, message: NcclMessage) -> bool:
         return message.host in self._hosts_of_pid.get(message.pid, ())
 
     def _is_own(self, host: str, pid: int) -> bool:
@@ -164,7 +164,7 @@ class MessageReader:
                 return end
         return token
 
-    def _split(self, line: str) -> Iterator[Message]:
+    def _split(self, line: str) -> Iterator[NcclMessage]:
         """Yield what a line is made of that broke, or that another broke into."""
         marks = list(_ANYWHERE.finditer(line))
         starts: list[int] = []
@@ -189,19 +189,21 @@ class MessageReader:
             else:
                 yield _message(host, mark, line[mark.end() :], 1)
 
-    def _lead(self, lead: str, *, is_cut: bool) -> Iterator[Message]:
+    def _lead(self, lead: str, *, is_cut: bool) -> Iterator[NcclMessage]:
         """Yield what a piece without a prefix of its own completes."""
         lead = _without_prefix(lead) if is_cut else lead
         if not lead.strip():
             return
         if version := _LOOSE_VERSION.fullmatch(lead):
-            yield Message("", 0, 0, is_warning=False, place="", text=version.group(1))
+            yield NcclMessage(
+                "", 0, 0, is_warning=False, place="", text=version.group(1)
+            )
         elif message := self._join(lead):
             yield message
         elif is_cut:
             self._hold(lead)
 
-    def _join(self, tail: str) -> Message | None:
+    def _join(self, tail: str) -> NcclMessage | None:
         """Return the message that a tail completes, if it is one and no other."""
         self._forget(self._num_old())
         wholes = [
@@ -216,7 +218,7 @@ class MessageReader:
         self.num_mended += 1
         return message
 
-    def _join_host(self, line: str) -> Message | None:
+    def _join_host(self, line: str) -> NcclMessage | None:
         """Return the message of a line that lacks the beginning of its host."""
         wholes = {
             message
@@ -260,15 +262,15 @@ def _has_mark(line: str, start: int) -> bool:
     return line.find(_INFO, start) >= 0 or line.find(_WARN, start) >= 0
 
 
-def _message(host: str, mark: re.Match[str], text: str, first: int) -> Message:
+def _message(host: str, mark: re.Match[str], text: str, first: int) -> NcclMessage:
     """Return a message; ``first`` is the number of the group with the pid."""
     pid, thread, _, place, level = mark.group(*range(first, first + 5))
-    return Message(
+    return NcclMessage(
         host, int(pid), int(thread), level == "WARN", place or "", _plain(text)
     )
 
 
-def _read_whole(text: str) -> Message | None:
+def _read_whole(text: str) -> NcclMessage | None:
     """Return the one message that a line is, as far as its prefix goes."""
     match = _CLEAN.match(text)
     if match is None or _has_mark(text, match.end()):
@@ -276,7 +278,7 @@ def _read_whole(text: str) -> Message | None:
     return _message(match.group(1), match, text[match.end() :], 2)
 
 
-def _whole(text: str) -> Message | None:
+def _whole(text: str) -> NcclMessage | None:
     """Return the message that a head and a tail make; None where they make none."""
     message = _read_whole(text)
     if message is None or message.is_warning or recognise(message.text) is None:

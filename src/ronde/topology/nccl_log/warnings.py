@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ronde.topology.findings import Finding, Severity
-from ronde.topology.nccl_log.log import Job, WarningSeen, name_some
+from ronde.topology.findings import Diagnostic, Level
+from ronde.topology.nccl_log.log import NcclJob, WarningSeen, name_some
 
 _MAX_TEXT = 160
 
@@ -20,7 +20,7 @@ class _Known(NamedTuple):
     rule: str
     consequence: str
     remedy: str
-    severity: Severity = Severity.ERROR
+    severity: Level = Level.ERROR
 
 
 _FAILS = "The collective fails, and with it the job."
@@ -68,35 +68,35 @@ _KNOWN = tuple(
             "warned-link-event",
             "A port of the network changed while the job ran.",
             "Look at the port's errors and cable: ibstat, mlxlink, dmesg.",
-            Severity.WARNING,
+            Level.WARNING,
         ),
         _Known(
             r"failed to open libibverbs",
             "warned-no-libibverbs",
             "No InfiniBand and no RoCE is used, which is right where there is none.",
             "Where there is, install libibverbs (package rdma-core).",
-            Severity.NOTE,
+            Level.NOTE,
         ),
         _Known(
             r"numa auto balancing",
             "warned-numa-balancing",
             "The kernel moves memory while the job runs: times vary.",
             "Turn it off: sysctl kernel.numa_balancing=0.",
-            Severity.WARNING,
+            Level.WARNING,
         ),
         _Known(
             r"iommu=(pt|on)",
             "warned-iommu",
             "Transfers between devices may be slow, fail or hang.",
             "Start the kernel with what it names.",
-            Severity.WARNING,
+            Level.WARNING,
         ),
         _Known(
             r"HSA_FORCE_FINE_GRAIN_PCIE",
             "warned-fine-grain",
             "GPUs that PCI alone connects may be slow, fail or hang.",
             "Set HSA_FORCE_FINE_GRAIN_PCIE=1 for all ranks.",
-            Severity.WARNING,
+            Level.WARNING,
         ),
         _Known(
             r"call to ibv_|NET/IB : unable to open",
@@ -224,7 +224,7 @@ _KNOWN = tuple(
             "warned-follows",
             "It follows from an error before it, mostly of another rank.",
             "Look for the first warning of the job.",
-            Severity.WARNING,
+            Level.WARNING,
         ),
         _Known(
             r"xml|topology|could not find (any local path|cpu close)|too many .*nodes",
@@ -239,13 +239,13 @@ _UNKNOWN = _Known(
     "warned",
     "The log does not say what comes of it.",
     "Look at what the same rank says next, and for these words in NCCL's issues.",
-    Severity.WARNING,
+    Level.WARNING,
 )
 # Told with what else shows it.
 _TOLD_ELSEWHERE = re.compile(r"Failed to bind NVLink SHARP")
 
 
-def marked_warnings(job: Job) -> Iterator[Finding]:
+def marked_warnings(job: NcclJob) -> Iterator[Diagnostic]:
     """Tell NCCL's own warnings, with what is known of them."""
     for warning in job.warnings:
         if not _TOLD_ELSEWHERE.match(warning.text):
@@ -256,13 +256,13 @@ def marked_warnings(job: Job) -> Iterator[Finding]:
             yield _tell(warning, known)
 
 
-def _tell(warning: WarningSeen, known: _Known) -> Finding:
+def _tell(warning: WarningSeen, known: _Known) -> Diagnostic:
     text = warning.text
     if len(text) > _MAX_TEXT:
         text = text[: _MAX_TEXT - 3] + "..."
     times = "once" if warning.num_times == 1 else f"{warning.num_times} times"
     place = f" ({warning.place})" if warning.place else ""
-    return Finding(
+    return Diagnostic(
         rule=known.rule,
         severity=known.severity,
         element=name_some(warning.hosts),

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from ronde.errors import UsageError
 from ronde.topology.graph import UNKNOWN, GpuDevice, NetPort, NumaNode
-from ronde.topology.paths.network import HostNetwork, Path, PathKind, VertexKind
+from ronde.topology.paths.network import Path, PathKind, PathNetwork, VertexKind
 from ronde.topology.paths.search import Paths
 from ronde.topology.paths.speeds import NcclRelease
 
@@ -161,7 +161,7 @@ def _mirror(value: int, power: int) -> int:
     return sum(1 << (num_bits - 1 - bit) for bit in range(num_bits) if value >> bit & 1)
 
 
-def default_peer_level(network: HostNetwork) -> PathKind:
+def default_peer_level(network: PathNetwork) -> PathKind:
     """Return NCCL's choice of the farthest path by which GPUs reach one another.
 
     Farther ones exchange by the processor's memory. The first processor decides: only

@@ -129,7 +129,7 @@ class Vertex(NamedTuple):
         return next(found, None)
 
 
-class HostNetwork(NamedTuple):
+class PathNetwork(NamedTuple):
     """A host's vertices."""
 
     host: HostTopology
@@ -213,7 +213,7 @@ def adapter_name(port: NetPort) -> str:
     return port.bus_id or f"nic/{port.node}"
 
 
-def build_network(host: HostTopology, release: NcclRelease = LATEST) -> HostNetwork:
+def build_network(host: HostTopology, release: NcclRelease = LATEST) -> PathNetwork:
     """Return the network of a host, put together in NCCL's order.
 
     What has no PCI device hangs at its NUMA node, as if by PCIe 3. PCI devices without
@@ -284,10 +284,10 @@ class _Builder:
                     speed = smp_gb_per_s(node, other)
                     self._connect(node.name, other.name, PathKind.SYS, speed)
 
-    def finish(self) -> HostNetwork:
+    def finish(self) -> PathNetwork:
         vertices = {n: Vertex(n, k, self._sorted(n)) for n, k in self._kinds.items()}
         guessed = frozenset(self._guessed)
-        return HostNetwork(self._host, self._release, vertices, guessed)
+        return PathNetwork(self._host, self._release, vertices, guessed)
 
     def _sorted(self, name: str) -> tuple[Edge, ...]:
         """Return a vertex's edges with the first one to the vertex above it last."""

@@ -6,9 +6,9 @@ from typing import NamedTuple
 from ronde.topology.graph import HostTopology
 from ronde.topology.paths.network import (
     Edge,
-    HostNetwork,
     Path,
     PathKind,
+    PathNetwork,
     VertexKind,
     build_network,
 )
@@ -30,7 +30,7 @@ _KINDS_OF_WORDS["NODE"] = PathKind.PHB
 class Paths(NamedTuple):
     """The paths of a host."""
 
-    network: HostNetwork  # What they lead through.
+    network: PathNetwork  # What they lead through.
     table: dict[tuple[str, str], Path]  # By the names of source and target.
 
     def between(self, source: str, target: str) -> Path | None:
@@ -109,7 +109,7 @@ class _Found(NamedTuple):
 class _Search:
     """Breadth-first, from a target to all that lead to it."""
 
-    def __init__(self, network: HostNetwork) -> None:
+    def __init__(self, network: PathNetwork) -> None:
         self._network = network
         self._is_2_30 = network.release is NcclRelease.V2_30
         self._holder_kind = VertexKind.DEV if self._is_2_30 else VertexKind.GPU

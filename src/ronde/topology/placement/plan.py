@@ -35,7 +35,7 @@ class NicChoice(NamedTuple):
     gb_per_s: float  # What that way carries by NCCL's figures; 0 if unknown.
 
 
-class RankPlan(NamedTuple):
+class PlannedRank(NamedTuple):
     """What one rank gets."""
 
     rank: int  # Local rank.
@@ -58,7 +58,7 @@ class HostPlan(NamedTuple):
     host: str  # Its name; empty if unknown.
     policy: str
     scope: str
-    ranks: tuple[RankPlan, ...]  # By local rank.
+    ranks: tuple[PlannedRank, ...]  # By local rank.
     env: dict[str, str]  # Variables for all ranks.
     notices: tuple[str, ...]  # What the user should know, a sentence each.
 
@@ -265,7 +265,7 @@ class _Planner:
             host.name,
         )
 
-    def rank_plan(self, rank: RankPlace) -> RankPlan:
+    def rank_plan(self, rank: RankPlace) -> PlannedRank:
         """Return what one rank gets, with names."""
         memory_nodes: tuple[int, ...] = ()
         if len(self.inventory.nodes) > 1 and len({c.node for c in rank.cores}) == 1:
@@ -274,7 +274,7 @@ class _Planner:
         devices = [_verbs_name(port, is_port_needed=True) for port in ports]
         words = [f"--physcpubind={format_list(rank.cpus)}"] if rank.cpus else []
         words += [f"--preferred={node}" for node in memory_nodes]
-        return RankPlan(
+        return PlannedRank(
             rank=rank.rank,
             gpus=tuple(self._numbers[gpu] for gpu in rank.gpus),
             gpu_bus_ids=tuple(self._gpus[gpu].bus_id for gpu in rank.gpus),
