@@ -617,13 +617,13 @@ def test_adapters_known_from_text_have_a_device_that_is_not_told():
     lines = draw_tree(Topology((host,))).splitlines()
     # The last is near no node that is told.
     for line in (lines[4], lines[5], lines[9], lines[-2]):
-        assert line.endswith("rate not told, PCI device not told")
+        assert line.endswith("rate unknown, PCI device unknown")
     assert lines[-1] == "NVLink: every GPU: 18 to NVSwitch"
     speeds = tabulate_speeds(find_paths(host), classify(host)).splitlines()
     assert speeds[1].split() == [
         *("GPU0", "X", "NVL", "NVL", "NVL", "PXB", "PHB", "SYS", "SYS"),
     ]
-    assert speeds[-1].endswith("as NCCL counts; none where no source tells it")
+    assert speeds[-1].endswith("as NCCL counts; none where unknown")
 
 
 def test_ranks_are_aligned_with_adapters_known_from_text():

@@ -185,7 +185,7 @@ def test_two_sources_of_one_machine_are_alike(
     assert there.untold_second == back.untold_first == untold
     assert there.untold_first == back.untold_second == ()
     said = tell_comparison("a", "b", there).splitlines()
-    assert said[1] == f"B tells of no {' and no '.join(untold)}: not compared."
+    assert said[1] == f"B has no {' and no '.join(untold)}: not compared."
 
 
 def test_what_is_left_over_is_matched_by_number_and_name() -> None:

@@ -611,9 +611,9 @@ def test_the_words_name_what_was_chosen() -> None:
     assert "IB over mlx5_0:1/IB, mlx5_1:1/IB; GPUDirect RDMA enabled" in text
     assert "14 connections by P2P/CUMEM; NVLink up to 370.8 GB/s from a GPU" in text
     assert "rings: 16 x 40.0 GB/s inside (NVL), 25.0 between (PIX)" in text
-    assert "16 of 16 ranks said that it was complete" in text
+    assert "16 of 16 ranks completed it" in text
     assert "nothing that looks wrong" in text
-    assert "not said" not in text
+    assert "missing  " not in text
 
 
 def test_a_job_that_was_aborted_is_told_so_and_not_blamed() -> None:
@@ -628,8 +628,8 @@ def test_a_job_that_was_aborted_is_told_so_and_not_blamed() -> None:
 def test_what_is_not_said_is_named() -> None:
     text = tell_log(read(b"node0:1:1 [0] NCCL INFO Using network IB\n"), ())
 
-    assert "not said" in text
-    assert "ranks not said on 1 host" in text
+    assert "missing  " in text
+    assert "number of ranks unknown on 1 host" in text
     assert "NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING" in text
 
 

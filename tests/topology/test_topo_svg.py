@@ -230,7 +230,7 @@ def test_pairs_without_links_are_told() -> None:
     pairs = (Relation("gpu/0", "gpu/1", path="NV12"),)
     said = texts(draw_svg(HostTopology(gpus=gpus, relations=pairs)))
 
-    assert "NVLink: between GPUs as nvidia-smi tells: NV12" in said
+    assert "NVLink: between GPUs by nvidia-smi: NV12" in said
 
 
 # ---- findings

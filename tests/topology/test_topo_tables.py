@@ -75,7 +75,7 @@ NIC3 SYS  PHB  SYS  SYS  SYS  SYS  SYS  X    32-47,96-111  2
         assert "NV# " in text
         for word in ("SYS", "NODE", "PHB", "PXB", "PIX", "XGMI", "?"):
             assert f"{word:<4} =" not in text
-        assert "?    = told by no source" in tabulate_classes(
+        assert "?    = unknown" in tabulate_classes(
             classify(HostTopology(gpus=(GpuDevice("", 0), GpuDevice("", 1))))
         )
 

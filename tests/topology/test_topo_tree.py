@@ -24,7 +24,7 @@ SAMPLES = Path(__file__).parent / "samples"
 NDV5_END = """\
    └─ PCI switch ffff:ff:08.0  PCI 32.0 GT/s x16, 48 GB/s
       ├─ GPU 7  000c:00:00.0   PCI 32.0 GT/s x16, 48 GB/s
-      └─ NIC 0108:00:00.0      rate not told, PCI 32.0 GT/s x16, 48 GB/s
+      └─ NIC 0108:00:00.0      rate unknown, PCI 32.0 GT/s x16, 48 GB/s
 """
 
 PERLMUTTER_END = """\
@@ -120,10 +120,10 @@ def test_what_is_near_no_node_and_what_is_down_is_said():
         "a: 2 NUMA nodes, 2 hardware threads, 3GiB of memory, no GPUs, 2 network ports"
     )
     assert lines[1].split("  ")[0] == "├─ NUMA node 0"
-    assert lines[2].endswith("rate not told, no PCI device")
+    assert lines[2].endswith("rate unknown, no PCI device")
     assert lines[3].endswith("no CPUs")
-    assert lines[4] == "└─ near no NUMA node that is told"
-    assert lines[5].endswith("down, PCI link not told, taken for 12 GB/s")
+    assert lines[4] == "└─ NUMA node unknown"
+    assert lines[5].endswith("down, PCI link speed unknown, counted as 12 GB/s")
     assert lines[6] == "note: it is odd"
 
 
@@ -166,7 +166,7 @@ GPU = "0000:02:00.0"
 
 def test_of_a_device_that_is_only_named_no_bandwidth_is_guessed():
     text = draw(gpus=(GpuDevice(GPU, 0),), devices=(PciDevice(GPU),))
-    assert text.splitlines()[-1].endswith("PCI link not told")
+    assert text.splitlines()[-1].endswith("PCI link speed unknown")
 
 
 def test_links_of_an_unknown_chip_are_counted_only():

@@ -137,7 +137,7 @@ def _left_out(comparison: HostComparison) -> str:
     """Return what is not compared as one host tells of none."""
     sides = ("A", comparison.untold_first), ("B", comparison.untold_second)
     return "".join(
-        wrap("", f"{side} tells of no {' and no '.join(roles)}: not compared.")
+        wrap("", f"{side} has no {' and no '.join(roles)}: not compared.")
         for side, roles in sides
         if roles
     )

@@ -47,7 +47,7 @@ def _job(job: NcclJob, log: NcclLog, width: int) -> str:
         ("settings", _some([said.value for said in job.settings], 12)),
         ("start", _start(job)),
         ("end", _end(job)),
-        ("not said", _not_said(job)),
+        ("missing", _not_said(job)),
     )
     text = wrap("", _head(job, log), width, indent=2)
     for label, said in lines:
@@ -59,13 +59,13 @@ def _job(job: NcclJob, log: NcclLog, width: int) -> str:
 def _head(job: NcclJob, log: NcclLog) -> str:
     largest = job.communicators[0] if job.communicators else None
     num_ranks = largest.num_ranks if largest else 0
-    ranks = _count(num_ranks, "rank") if num_ranks else "ranks not said"
+    ranks = _count(num_ranks, "rank") if num_ranks else "number of ranks unknown"
     versions = [said.value for said in job.versions]
     if not versions and len(log.jobs) == 1:
         versions = list(log.loose_versions)
     parts = [
         f"{ranks} on {_count(len(job.hosts), 'host')} ({_some(job.hosts)})",
-        f"NCCL {' and '.join(versions) or 'of a version not said'}",
+        f"NCCL {' and '.join(versions) or 'of unknown version'}",
         *(f"CUDA driver {_driver(said.value)}" for said in job.drivers[:2]),
     ]
     if len(job.communicators) > 1:
@@ -173,7 +173,7 @@ def _complete(job: NcclJob) -> str:
     if largest is None or not any(_has_ended(rank) for rank in largest.ranks):
         return ""
     num_complete = sum(rank.is_complete for rank in largest.ranks)
-    return f"{num_complete} of {largest.num_ranks} ranks said that it was complete"
+    return f"{num_complete} of {largest.num_ranks} ranks completed it"
 
 
 def _has_ended(rank: RankSeen) -> bool:
@@ -200,7 +200,7 @@ def _not_said(job: NcclJob) -> str:
         )
         if not said
     ]
-    return f"{', '.join(absent)}; {_SUBSYSTEMS} has it said" if absent else ""
+    return f"{', '.join(absent)}; {_SUBSYSTEMS} adds it" if absent else ""
 
 
 def _ranks(communicators: Iterable[NcclCommunicator]) -> tuple[RankSeen, ...]:

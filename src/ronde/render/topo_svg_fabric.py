@@ -98,7 +98,7 @@ def _told_pairs(host: HostTopology) -> list[str]:
     words = {r.path for r in host.relations if r.path[:2] == "NV"}
     if not words:
         return []
-    return [f"between GPUs as nvidia-smi tells: {', '.join(sorted(words)[:8])}"]
+    return [f"between GPUs by nvidia-smi: {', '.join(sorted(words)[:8])}"]
 
 
 def _bar(text: str, width: float) -> SvgBlock:

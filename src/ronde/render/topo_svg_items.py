@@ -90,7 +90,7 @@ def find_places(host: HostTopology) -> tuple[tuple[SvgPlace, ...], int]:
     known = {node.number for node in nodes}
     places = [_place(node, tree.at({node.number}, is_known=True)) for node in nodes]
     if lost := tree.at(known, is_known=False):
-        title = "NUMA node not told" if nodes else "This host"
+        title = "NUMA node unknown" if nodes else "This host"
         places.append(SvgPlace((), UNKNOWN, title, (), lost))
     num_left = sum(tree.is_useless(device) for device in host.devices)
     return _join_alike(places), num_left
@@ -246,9 +246,9 @@ def _pci_words(device: PciDevice) -> str:
     lanes = f"x{device.width} " if device.width > 0 else ""
     speed = device.speed.removesuffix(" PCIe").removesuffix(" GT/s").removesuffix(".0")
     if not is_pci_known(device):
-        return "PCI not told"
+        return "PCI unknown"
     if not speed:
-        return f"PCI {lanes}not told: {rate}"
+        return f"PCI {lanes}unknown: {rate}"
     return f"PCI {lanes}{speed} GT/s: {rate}"
 
 

@@ -20,7 +20,7 @@ _LEGEND = {
     "PIX": "over one PCIe switch at most",
     "NV#": "over so many NVLinks",
     "XGMI": "over xGMI",
-    UNKNOWN_WORD: "told by no source",
+    UNKNOWN_WORD: "unknown",
 }
 _LOCAL_BITS = (1 << 56) - 1
 _NOTHING = "no GPU and no network adapter\n"
@@ -91,7 +91,7 @@ def tabulate_speeds(
     told = _fold(table.labels, table.labels[rows], cells, num_chars)
     figures = [cell for row in cells for cell in row if cell != "X"]
     is_lacking = any(" " not in cell for cell in figures)
-    note = "; none where no source tells it" if is_lacking else ""
+    note = "; none where unknown" if is_lacking else ""
     return told + f"\nGB/s in one direction, as NCCL counts{note}\n"
 
 

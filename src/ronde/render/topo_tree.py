@@ -78,7 +78,7 @@ def _draw_host(host: HostTopology) -> str:
     known = {node.number for node in host.numa_nodes}
     lost = _below_node(host, known, is_known=False)
     if lost:
-        branches.append(_Branch("near no NUMA node that is told", "", lost))
+        branches.append(_Branch("NUMA node unknown", "", lost))
     lines = [_summary(host), *_lines(branches), *_fabric(host), *_bonds(host)]
     lines += [f"note: {remark}" for remark in host.remarks]
     return "\n".join(lines) + "\n"
@@ -219,11 +219,11 @@ def _pci_words(device: PciDevice) -> str:
     if device.gb_per_s > 0 and not device.speed:
         return f"PCI {rate}"
     if not is_pci_known(device):
-        return "PCI link not told"
+        return "PCI link speed unknown"
     if not is_speed_told(device):
-        return f"PCI link not told, taken for {rate}"
+        return f"PCI link speed unknown, counted as {rate}"
     lanes = f" x{device.width}" if device.width > 0 else ""
-    speed = device.speed.removesuffix(" PCIe") or "speed not told"
+    speed = device.speed.removesuffix(" PCIe") or "speed unknown"
     return f"PCI {speed}{lanes}, {rate}"
 
 

@@ -8,13 +8,13 @@ def rate_words(port: NetPort) -> str:
     if not port.is_up:
         return "down"
     rate = port.mbit_per_s / 1000
-    return f"{rate:g} Gb/s" if rate > 0 else "rate not told"
+    return f"{rate:g} Gb/s" if rate > 0 else "rate unknown"
 
 
 def words_without_device(host: HostTopology, port: NetPort) -> str:
     """Return what to say of a port whose PCI device is not listed: hardware has one."""
     is_hardware = port.bus_id or port.name in host.paired
-    return "PCI device not told" if is_hardware else "no PCI device"
+    return "PCI device unknown" if is_hardware else "no PCI device"
 
 
 def is_speed_told(device: PciDevice) -> bool:
