@@ -1,7 +1,7 @@
 """Hosts and checks made by hand."""
 
 from ronde.check.catalogue import all_checks
-from ronde.check.check import Check, Family, Finding, Severity, alike
+from ronde.check.check import Check, Family, Problem, Severity, differing
 from ronde.check.facts import Fleet, HostFacts
 
 
@@ -22,14 +22,19 @@ def make_check(name, family, severity, judge, *facts, fix="do the right thing"):
     )
 
 
-def each_host(name, severity, fact, tell):
+def alike(fact, title):
+    """Return a judge that finds hosts in which a fact is not what most have."""
+    return lambda fleet: differing(fleet, fact, title)
+
+
+def each_host(fact, tell):
     """Return a judge that looks at one fact of each host by itself."""
 
     def judge(fleet):
         for facts in fleet.having(fact):
             what = tell(facts.values[fact])
             if what:
-                yield Finding(name, severity, facts.host, what)
+                yield Problem(what, host=facts.host)
 
     return judge
 
@@ -48,7 +53,7 @@ CHECKS = (
         "locked-memory",
         Family.HOST,
         Severity.FAIL,
-        each_host("locked-memory", Severity.FAIL, "host.memlock_gib", _tell_small),
+        each_host("host.memlock_gib", _tell_small),
         "host.memlock_gib",
         fix="ulimit -l unlimited",
     ),
@@ -56,28 +61,28 @@ CHECKS = (
         "governor",
         Family.HOST,
         Severity.WARN,
-        alike("governor", Severity.WARN, "host.governor", "governor"),
+        alike("host.governor", "governor"),
         "host.governor",
     ),
     make_check(
         "torch",
         Family.VERSIONS,
         Severity.FAIL,
-        alike("torch", Severity.FAIL, "versions.torch", "torch"),
+        alike("versions.torch", "torch"),
         "versions.torch",
     ),
     make_check(
         "gpu-heat",
         Family.GPU,
         Severity.FAIL,
-        each_host("gpu-heat", Severity.FAIL, "gpu.heat", lambda _: ""),
+        each_host("gpu.heat", lambda _: ""),
         "gpu.heat",
     ),
     make_check(
         "latency",
         Family.NETWORK,
         Severity.WARN,
-        each_host("latency", Severity.WARN, "network.reach", lambda _: ""),
+        each_host("network.reach", lambda _: ""),
         "network.reach",
     ),
 )

@@ -8,16 +8,15 @@ from itertools import combinations
 
 import pytest
 from hypothesis import given, strategies as st
+from tests.check.fleets import of_family
 
-from ronde.check.bandwidth import judge_pairs, rounds
-from ronde.check.check import Severity
+from ronde.check.check import Family, Severity
 from ronde.check.facts import Fleet, HostFacts
-from ronde.check.families.bandwidth import CHECKS
 from ronde.check.hosts import HostSet as Panel, NodeContext as Site
 from ronde.check.judging import judge
-from ronde.check.operations import bandwidth as operations
-from ronde.check.steps import bandwidth as steps
-from ronde.check.steps.pair_ways import Streams
+from ronde.check.network import bandwidth as steps, streams as operations
+from ronde.check.network.bandwidth import judge_pairs, rounds
+from ronde.check.network.streams import Streams
 from ronde.launch.controller.remote_programs import Answer
 
 KNOWN_TO_BOTH = "00112233445566778899aabbccddeeff"
@@ -43,7 +42,7 @@ def fleet_of(rates):
 
 
 def findings_of(rates):
-    return judge(fleet_of(rates), CHECKS).findings
+    return judge(fleet_of(rates), of_family(Family.NETWORK)).findings
 
 
 @given(st.integers(0, 40))
@@ -162,7 +161,7 @@ def test_a_slow_link_is_told_on_no_host():
 
 def test_what_was_not_asked_for_is_not_missed():
     hosts = tuple(HostFacts(name, {}, {}, {}) for name in hosts_of(3))
-    judgement = judge(Fleet(hosts, {}), CHECKS)
+    judgement = judge(Fleet(hosts, {}), of_family(Family.NETWORK))
     assert (judgement.findings, judgement.unread) == ((), ())
 
 
@@ -330,7 +329,7 @@ def test_a_host_that_nobody_meets_is_unread_with_its_reason():
     assert panel.facts["h2"].unreadable == {steps.RATES: "refused"}
     assert panel.facts["h0"].values[steps.RATES] == {"h1": 10.0}
     assert panel.facts["h0"].values[steps.FAILURES] == {"h2": "refused"}
-    judgement = judge(Fleet(tuple(panel.facts.values()), {}), CHECKS)
+    judgement = judge(Fleet(tuple(panel.facts.values()), {}), of_family(Family.NETWORK))
     assert {each.host for each in judgement.unread} == {"h2"}
 
 

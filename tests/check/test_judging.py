@@ -2,7 +2,7 @@
 
 from tests.check.fleets import make_check
 
-from ronde.check.check import Family, Finding, Severity
+from ronde.check.check import Family, Problem, Severity
 from ronde.check.facts import Fleet, HostFacts
 from ronde.check.judging import Unread, judge
 
@@ -26,7 +26,7 @@ def test_a_check_counts_where_its_facts_are_and_is_unread_elsewhere():
 
 def test_a_check_that_meets_facts_it_does_not_know_was_not_made():
     def misread(fleet):
-        yield Finding("one", Severity.FAIL, "a", fleet.hosts[0].values["host.y"])
+        yield Problem(fleet.hosts[0].values["host.y"], host="a")
 
     found = judge(FLEET, [check("one", Severity.FAIL, misread)])
     assert found.made == {}
@@ -37,9 +37,9 @@ def test_a_check_that_meets_facts_it_does_not_know_was_not_made():
 
 def test_the_worst_comes_first_and_what_differs_before_what_is_too_little():
     told = [
-        Finding("two", Severity.WARN, "a", "little"),
-        Finding("two", Severity.WARN, "c", "other", "usual"),
-        Finding("two", Severity.FAIL, "c", "less"),
+        Problem("little", Severity.WARN, host="a"),
+        Problem("other", Severity.WARN, "usual", host="c"),
+        Problem("less", host="c"),
     ]
     found = judge(FLEET, [check("two", Severity.FAIL, lambda _: iter(told))])
     assert [each.what for each in found.findings] == ["less", "other", "little"]

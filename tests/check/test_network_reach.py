@@ -2,12 +2,12 @@
 
 import pytest
 from hypothesis import given, strategies as st
+from tests.check.fleets import of_family
 
-from ronde.check.check import Severity
+from ronde.check.check import Family, Severity
 from ronde.check.facts import Fleet, HostFacts
-from ronde.check.families.network_reach import CHECKS
 from ronde.check.judging import judge
-from ronde.check.reachability import blame, lost_pairs, slow_pairs, usual_speed
+from ronde.check.network.reach import blame, lost_pairs, slow_pairs, usual_speed
 
 FINE = {
     "error": "", "is_refused": False, "lost_bytes": 0, "interface": "eth0",
@@ -47,7 +47,10 @@ def fleet_of(num, changed, **facts):
 
 
 def found(fleet):
-    return {(each.check, each.host): each for each in judge(fleet, CHECKS).findings}
+    return {
+        (each.check, each.host): each
+        for each in judge(fleet, of_family(Family.NETWORK)).findings
+    }
 
 
 def pairs_with(host, num):

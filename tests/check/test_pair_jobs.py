@@ -7,20 +7,19 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from tests.check.fleets import of_family
 from tests.check.programs import panel_of
 from tests.topology.nccl_job import JobLog
 
 from ronde.bench.bench_record import to_record
 from ronde.bench.rows import Row, Side
 from ronde.bench.runs import RankCount, RankSource, Run
-from ronde.check.check import Severity
+from ronde.check.check import Family, Severity
 from ronde.check.facts import Fleet, HostFacts
-from ronde.check.families.bandwidth import CHECKS
 from ronde.check.hosts import NodeContext as Site
 from ronde.check.judging import judge
-from ronde.check.operations import benching
-from ronde.check.steps import bandwidth as steps
-from ronde.check.steps.pair_ways import busbw_of, judge_logs
+from ronde.check.network import bandwidth as steps, pair_jobs as benching
+from ronde.check.network.pair_jobs import busbw_of, judge_logs
 from ronde.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -30,7 +29,7 @@ WORDS = ["all_reduce", "-b", "1K", "-e", "1K", "-n", "1", "--engine", "gloo"]
 
 def findings_of(facts):
     told = tuple(HostFacts(name, values, {}, {}) for name, values in facts.items())
-    findings = judge(Fleet(told, {}), CHECKS).findings
+    findings = judge(Fleet(told, {}), of_family(Family.NETWORK)).findings
     return [(each.check, each.host, each.severity, each.what) for each in findings]
 
 

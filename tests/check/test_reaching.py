@@ -12,16 +12,15 @@ from tests.check.programs import panel_of
 
 from ronde.check.collect import choose_addresses
 from ronde.check.hosts import NodeContext as Site
-from ronde.check.operations import path_mtu
-from ronde.check.operations.path_mtu import measure_mtu, own_end
-from ronde.check.operations.reaching import (
+from ronde.check.network import path_mtu, reach as reaching
+from ronde.check.network.path_mtu import measure_mtu, own_end
+from ronde.check.network.receiving import ECHO, FRAME, SINK, receive_exactly
+from ronde.check.network.visits import (
     LARGE_BYTES,
     listen,
     nearest_rank,
     reach,
 )
-from ronde.check.operations.receiving import ECHO, FRAME, SINK, receive_exactly
-from ronde.check.steps import reaching
 
 TOKEN = "0123456789abcdef"  # noqa: S105
 LOOPBACK_MTU = 65536

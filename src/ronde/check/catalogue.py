@@ -41,9 +41,10 @@ _SUBJECTS = (
     "host.kernel",
     "host.scheduler",
     "network.interfaces",
-    "families.network_reach",
+    "network.reach",
     "network.rdma",
-    "families.bandwidth",
+    "network.bandwidth",
+    "network.pair_jobs",
     "storage.folders",
     "storage.sharing",
     "storage.speed",
@@ -56,6 +57,5 @@ def all_checks() -> tuple[Check, ...]:
     found: list[Check] = []
     for name in _SUBJECTS:
         names = vars(import_module(f"ronde.check.{name}"))
-        found += names.get("CHECKS", ())
         found += (each for each in names.values() if isinstance(each, Check))
     return tuple(found)

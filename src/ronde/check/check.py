@@ -103,7 +103,7 @@ class Problem(NamedTuple):
     host: str = ""
 
 
-Judge = Callable[[Fleet], Iterator[Problem] | Iterator[Finding]]
+Judge = Callable[[Fleet], Iterator[Problem]]
 
 
 class Check(NamedTuple):
@@ -143,9 +143,6 @@ class Check(NamedTuple):
     def find(self, fleet: Fleet) -> Iterator[Finding]:
         """Yield what is found on all hosts."""
         for each in self.judge(fleet):
-            if isinstance(each, Finding):
-                yield each
-                continue
             what, severity, usual, fix, host = each
             yield Finding(self.id, severity or self.severity, host, what, usual, fix)
 
@@ -276,19 +273,3 @@ def why_unread(facts: HostFacts, names: tuple[str, ...]) -> str | None:
             unread = facts.unreadable
             return unread.get(name) or unread.get(of_probe, "")
     return None
-
-
-def alike(
-    name: str,
-    severity: Severity,
-    fact: str,
-    title: str,
-    show: Callable[[Value], str] = spell,
-) -> Callable[[Fleet], Iterator[Finding]]:
-    """Return a judge that finds hosts in which a fact is not what most have."""
-
-    def judge(fleet: Fleet) -> Iterator[Finding]:
-        for host, value, usual in fleet.odd_ones(fact, show):
-            yield Finding(name, severity, host, f"{title} {value}", usual)
-
-    return judge

@@ -4,10 +4,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ronde.addresses import is_loopback
+from ronde.check.catalogue import PROBES
+from ronde.check.cluster.hosts import FAILED
 from ronde.check.facts import HostFacts, Value
 from ronde.check.hosts import HostSet
 from ronde.check.planning import Plan
-from ronde.check.steps import probing
 from ronde.errors import HostError, HostFailure
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller.controller import Controller
@@ -15,6 +16,8 @@ from ronde.launch.hosts.host import Host
 from ronde.launch.node import AgentNode
 from ronde.launch.output.sink import NoOutput
 from ronde.launch.process_tree import adopt_orphans
+
+_SLACK_S = 5.0
 
 
 class Collected(NamedTuple):
@@ -73,17 +76,37 @@ def collect_from(
 ) -> Collected:
     """Collect facts of hosts whose agents have said hello, and leave the agents."""
     nodes, addresses, lost = _locate(controller, nodes)
-    panel = HostSet(
+    host_set = HostSet(
         controller.start_programs(nodes, "ronde.check.node"), addresses, settings
     )
     if plan.probes:
         report("probing")
-        probing.run(panel, plan.probes)
+        _run_probes(host_set, plan.probes)
     for step in plan.steps:
         report(step.name)
-        step.run(panel)
-    panel.end()
-    return Collected(tuple(panel.facts.values()), lost)
+        step.run(host_set)
+    host_set.end()
+    return Collected(tuple(host_set.facts.values()), lost)
+
+
+def _run_probes(hosts: HostSet, names: Sequence[str]) -> None:
+    """Have all hosts run the probes of some names; write down what they found."""
+    question = {"do": "probe", "names": list(names), "settings": hosts.settings}
+    longest_s = max(PROBES[name].deadline_s for name in names)
+    replies = hosts.ask_all(question, longest_s + _SLACK_S)
+    for host, reply in replies.items():
+        failed: dict[str, str] = {}
+        for name in names:
+            outcome = reply.values.get(name, {"failure": reply.failure})
+            if outcome["failure"]:
+                failed[name] = outcome["failure"]
+                hosts.note_unread(host, PROBES[name].facts, outcome["failure"])
+                continue
+            facts = hosts.facts[host]
+            facts.values.update(outcome["values"])
+            facts.unreadable.update(outcome["unreadable"])
+            facts.seconds[name] = outcome["seconds"]
+        hosts.note(host, FAILED, failed)
 
 
 def _locate(

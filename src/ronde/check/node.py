@@ -16,21 +16,21 @@ from ronde.check.hosts import NodeContext, Operation
 from ronde.check.probing import run_probes
 
 _MODULES = {
-    "bench": "operations.benching",
+    "bench": "network.pair_jobs",
     "burn": "cluster.compute",
     "clear_folders": "storage.speed",
     "clock": "cluster.hosts",
     "count_errors": "network.rdma",
     "fill_folder": "storage.speed",
     "find_nonces": "storage.sharing",
-    "hold_rendezvous": "operations.benching",
+    "hold_rendezvous": "network.pair_jobs",
     "leave_nonce": "storage.sharing",
-    "listen": "operations.reaching",
-    "offer_streams": "operations.bandwidth",
-    "reach": "operations.reaching",
+    "listen": "network.visits",
+    "offer_streams": "network.streams",
+    "reach": "network.visits",
     "remove_nonce": "storage.sharing",
     "spin": "cluster.compute",
-    "stream": "operations.bandwidth",
+    "stream": "network.streams",
 }
 """Where each operation is; the function has the operation's name."""
 

@@ -9,13 +9,12 @@ from ronde.check.cluster import compute, hosts
 from ronde.check.cluster.hosts import FAILED
 from ronde.check.facts import Value
 from ronde.check.hosts import Step
-from ronde.check.network import rdma
-from ronde.check.steps import bandwidth, reaching
+from ronde.check.network import bandwidth, rdma, reach
 from ronde.check.storage import sharing, speed
 
 STEPS = (
     hosts.STEP,
-    reaching.STEP,
+    reach.STEP,
     sharing.STEP,
     speed.STEP,
     compute.PACE_STEP,

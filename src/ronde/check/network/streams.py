@@ -1,21 +1,29 @@
 """Streams between two hosts: as much as goes through in a fixed time, both ways.
 
-Plain TCP through this program, several streams each way at the same time. It shows
-links, switches and hosts that are slower than the others; it does not show what NCCL or
-an RDMA adapter reaches, and on fast links one processor's copying may be the limit.
+Plain TCP through ``ronde.check.node``, several streams each way at the same time. It
+shows links, switches and hosts that are slower than the others; it does not show what
+NCCL or an RDMA adapter reaches, and on fast links one processor's copying may be the
+limit.
 """
 
 import hmac
+import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
+from typing import NamedTuple
 
 from ronde.check.facts import Value
-from ronde.check.hosts import NodeContext
+from ronde.check.hosts import HostSet, NodeContext, Reply
+
+Pair = tuple[str, str]
+
+STREAM_S = 0.3
+"""How long a pair's streams are measured."""
 
 NUM_STREAMS = 4
 """Each way: clouds let one stream alone have only a part of a link."""
@@ -30,31 +38,23 @@ _LISTENER = "bandwidth.listener"
 _TOKEN_BYTES = 16
 _GREETING_BYTES = _TOKEN_BYTES + 1
 _CHUNK_BYTES = 1 << 20
-_SLACK_S = 0.2
+_SLACK_S, _OFFER_S, _REPLY_S = 0.2, 5.0, 5.0
 
 
-def offer_streams(site: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Listen for streams until the program ends.
-
-    Args:
-        site: Keeps the listener.
-        question: ``address``: where to listen.
-
-    Returns:
-        ``port``.
-    """
+def offer_streams(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Listen for streams at ``address`` until the program ends; return ``port``."""
     address = question["address"]
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
-    site.memory[_LISTENER] = site.closing.enter_context(listener)
+    context.memory[_LISTENER] = context.closing.enter_context(listener)
     return {"port": listener.getsockname()[1]}
 
 
-def stream(site: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+def stream(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Send to one host and receive from it, both for a fixed time.
 
     Args:
-        site: Has the listener.
+        context: Has the listener.
         question: ``token``: in hexadecimal, known to both hosts alone; ``seconds``: how
             long it counts, once the streams run; ``address`` and ``port``: of the
             other, unless that one connects.
@@ -70,7 +70,7 @@ def stream(site: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
             lines = _connect(place, token, closing)
             sending, receiving = lines[:NUM_STREAMS], lines[NUM_STREAMS:]
         else:
-            lines = _accept(site.memory[_LISTENER], token, closing)
+            lines = _accept(context.memory[_LISTENER], token, closing)
             receiving, sending = lines[:NUM_STREAMS], lines[NUM_STREAMS:]
         rates = _run(sending, receiving, question["seconds"])
     return {"gb_per_s": sum(rates) / 1e9}
@@ -164,3 +164,60 @@ def _receive(line: socket.socket, seconds: float) -> float:
     line.close()
     # The sender ends a little earlier where it began earlier.
     return num_bytes / max(seconds / 2, time.monotonic() - counted_from_s)
+
+
+class Measured(NamedTuple):
+    """What came of a pair.
+
+    Attributes:
+        rates: In GB/s, what the first and what the second of the pair receives.
+        failure: Why there is none; empty where there is one.
+        remarks: What looks wrong in NCCL's log, by rule.
+    """
+
+    rates: tuple[float, float] = (0.0, 0.0)
+    failure: str = ""
+    remarks: Mapping[str, Value] = {}
+
+
+class Streams:
+    """Plain TCP, both ways at the same time; needs nothing but Python."""
+
+    max_rounds = 32
+
+    def __init__(self) -> None:
+        self._ports: dict[str, int] = {}
+
+    def open(self, hosts: HostSet) -> Mapping[str, str]:
+        """Have the hosts listen; return those that cannot take part, and why."""
+        questions: dict[str, dict[str, Value]] = {
+            name: {"do": "offer_streams", "address": address}
+            for name, address in hosts.addresses.items()
+            if address
+        }
+        failures: dict[str, str] = {}
+        for name, reply in hosts.ask(questions, _OFFER_S).items():
+            if reply.failure:
+                failures[name] = reply.failure
+            else:
+                self._ports[name] = reply.values["port"]
+        return failures
+
+    def measure(self, hosts: HostSet, pairs: Sequence[Pair]) -> dict[Pair, Measured]:
+        """Have each pair send to each other for a fixed time."""
+        questions: dict[str, dict[str, Value]] = {}
+        for caller, called in pairs:
+            token = secrets.token_hex(16)
+            common = {"do": "stream", "token": token, "seconds": STREAM_S}
+            place = {"address": hosts.addresses[called], "port": self._ports[called]}
+            questions |= {caller: common | place, called: common}
+        replies = hosts.ask(questions, 2 * (MEET_S + WARM_S + STREAM_S) + _REPLY_S)
+        return {pair: _stream_rates([replies[host] for host in pair]) for pair in pairs}
+
+
+def _stream_rates(replies: Sequence[Reply]) -> Measured:
+    failure = next((reply.failure for reply in replies if reply.failure), "")
+    if failure:
+        return Measured(failure=failure)
+    first, second = (reply.values["gb_per_s"] for reply in replies)
+    return Measured((first, second))

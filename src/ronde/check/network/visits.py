@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from ronde.check.facts import Value
 from ronde.check.hosts import NodeContext
-from ronde.check.operations.path_mtu import measure_mtu, own_end
-from ronde.check.operations.receiving import (
+from ronde.check.network.path_mtu import measure_mtu, own_end
+from ronde.check.network.receiving import (
     ECHO,
     FRAME,
     SINK,
@@ -63,19 +63,19 @@ class _Visit(NamedTuple):
     connection: socket.socket | None
 
 
-def listen(site: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+def listen(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Open ports for others, once; tell which, and who was heard there since.
 
     The question has a ``token``, which others have to know, and ``ports`` to try
     besides those that the kernel chooses. The answer has ``ports``, ``udp_port``,
     ``busy`` (ports that were in use) and ``heard``: datagrams, by the sender's name.
     """
-    reception: Reception | None = site.memory.get("reception")
+    reception: Reception | None = context.memory.get("reception")
     if reception is None:
         token = question["token"].encode()
         reception = receive(token, _NUM_PORTS, question["ports"])
-        site.memory["reception"] = reception
-        site.closing.callback(reception.close)
+        context.memory["reception"] = reception
+        context.closing.callback(reception.close)
     return {
         "ports": reception.ports,
         "udp_port": reception.udp_port,
@@ -84,7 +84,7 @@ def listen(site: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     }
 
 
-def reach(site: NodeContext, question: dict[str, Value]) -> dict[str, Value]:  # noqa: ARG001
+def reach(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:  # noqa: ARG001
     """Reach other hosts, all at once, and time what goes there.
 
     The question has ``name`` (this host's), ``token`` and ``targets``, each with what

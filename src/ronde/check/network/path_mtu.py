@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ronde.addresses import family_of, is_loopback, read_interfaces, source_towards
-from ronde.check.operations.receiving import ACK, TOKEN_BYTES
+from ronde.check.network.receiving import ACK, TOKEN_BYTES
 
 _SIOCGIFMTU = 0x8921
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER = 10, 23

@@ -1,0 +1,339 @@
+"""Each host against each other: what goes through, and which host or link is slow.
+
+Hosts meet in pairs, as in a tournament; the pairs of a round are disjoint, so that all
+of them can be measured at the same time.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from statistics import median
+from typing import NamedTuple
+
+from ronde.check.check import (
+    FAIL,
+    WARN,
+    Family,
+    Problem,
+    Severity,
+    check,
+    name_pair,
+    name_some,
+)
+from ronde.check.facts import Fleet, Value
+from ronde.check.hosts import HostSet, Step
+from ronde.check.network.pair_jobs import FAILURES, RATES, REMARKS, WAY, Benches
+from ronde.check.network.streams import Pair, Streams
+
+Rates = Mapping[str, Mapping[str, float]]
+"""By receiver, then by sender: what came through, in gigabytes (1e9) per second."""
+
+SLOW_SHARE, _CRAWL_SHARE = 0.7, 0.3
+"""Below these shares of the median a host or a link is slow, and crawls."""
+
+
+class SlowHost(NamedTuple):
+    """A host that is slow with most others.
+
+    Attributes:
+        host: Its name.
+        rate: Median over its partners of the lower of both directions, GB/s.
+        sent: Median over its partners of what it sends, GB/s.
+        received: Median over its partners of what it receives, GB/s.
+        usual: What pairs without a slow host have, GB/s.
+        partners: With whom it is slow, the slowest first.
+    """
+
+    host: str
+    rate: float
+    sent: float
+    received: float
+    usual: float
+    partners: tuple[str, ...]
+
+
+class SlowLink(NamedTuple):
+    """Two hosts that are slow with each other alone.
+
+    Attributes:
+        host: The one.
+        other: The other.
+        rate: The lower of both directions, GB/s.
+        usual: What pairs without a slow host have, GB/s.
+    """
+
+    host: str
+    other: str
+    rate: float
+    usual: float
+
+
+class SlowHosts(NamedTuple):
+    """The result of a tournament.
+
+    Attributes:
+        hosts: Slow ones.
+        links: Slow ones between hosts that are not slow.
+    """
+
+    hosts: tuple[SlowHost, ...]
+    links: tuple[SlowLink, ...]
+
+
+def rounds(hosts: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
+    """Yield rounds of disjoint pairs, in which each host meets each other once.
+
+    There is one round less than hosts, and as many as hosts where their number is odd:
+    each sits one out.
+
+    Source: the circle method of round-robin tournaments: one place stays, and the
+        others move on by one from round to round.
+    """
+    places: list[str | None] = [*hosts]
+    if len(places) % 2:
+        places.append(None)
+    half = len(places) // 2
+    for _ in range(len(places) - 1):
+        facing = zip(places[:half], reversed(places[half:]), strict=True)
+        yield tuple((a, b) for a, b in facing if a is not None and b is not None)
+        places.insert(1, places.pop())
+
+
+def judge_pairs(rates: Rates, share: float = SLOW_SHARE) -> SlowHosts:
+    """Return who is slow.
+
+    A pair is as fast as the slower of its directions. A host is slow where the median
+    over its partners is below ``share`` of the median of all hosts' medians: one slow
+    link does not make it that, as long as it has three partners. The links of slow
+    hosts are not listed again; each other link is compared with what is usual then.
+
+    With only two hosts neither is slow: there is nothing to compare them with.
+
+    Args:
+        rates: What was measured; pairs of which one direction is missing do not count.
+        share: Above zero, at most one.
+    """
+    pairs = _pairs_of(rates)
+    met: dict[str, dict[str, float]] = {}
+    for (a, b), rate in pairs.items():
+        met.setdefault(a, {})[b] = rate
+        met.setdefault(b, {})[a] = rate
+    if not met:
+        return SlowHosts((), ())
+    medians = {host: median(partners.values()) for host, partners in met.items()}
+    middle = median(medians.values())
+    slow = {host for host, rate in medians.items() if rate < share * middle}
+    others = {pair: rate for pair, rate in pairs.items() if not slow & {*pair}}
+    # Slow hosts draw down the medians of the others, all the more the fewer they are.
+    usual = max(middle, median(others.values())) if others else middle
+    limit = share * usual
+    described = (_describe(h, rates, met[h], usual, limit) for h in met if h in slow)
+    links = (
+        SlowLink(*pair, rate, usual) for pair, rate in others.items() if rate < limit
+    )
+    return SlowHosts(tuple(described), tuple(links))
+
+
+def _pairs_of(rates: Rates) -> dict[tuple[str, str], float]:
+    return {
+        (a, b): min(rates[a][b], rates[b][a])
+        for a, b in combinations(rates, 2)
+        if b in rates[a] and a in rates[b]
+    }
+
+
+def _describe(
+    host: str, rates: Rates, met: Mapping[str, float], usual: float, limit: float
+) -> SlowHost:
+    sent = median(rates[other][host] for other in met)
+    received = median(rates[host][other] for other in met)
+    partners = sorted((o for o in met if met[o] < limit), key=met.__getitem__)
+    rate = median(met.values())
+    return SlowHost(host, rate, sent, received, usual, tuple(partners))
+
+
+_GPUS = ("gpu.count", "versions.torch_build")
+
+
+def run(hosts: HostSet) -> None:
+    """Have the hosts meet in pairs, where there are several.
+
+    All pairs of a round are measured at the same time, as a job would load the network.
+    Who is slow is measured once more: a busy moment is no slow link.
+    """
+    if len(hosts.names) < 2:
+        return
+    engine = _choose_engine(hosts)
+    way = _way(hosts, engine)
+    for name in hosts.names:
+        hosts.note(name, RATES, {})
+        hosts.note(name, FAILURES, {})
+        hosts.note(name, WAY, engine)
+        if engine == "nccl":
+            hosts.note(name, REMARKS, {})
+    ready = _open(hosts, way)
+    schedule = list(rounds(ready))
+    # What is left out is spread over the schedule.
+    stride = max(1, -(-len(schedule) // way.max_rounds))
+    played = schedule[::stride]
+    for pairs in played:
+        _play(hosts, way, pairs)
+    suspected = _suspected(hosts)
+    for pairs in played:
+        _play(hosts, way, [pair for pair in pairs if {*pair} in suspected])
+    _note_unmet(hosts)
+
+
+def _choose_engine(hosts: HostSet) -> str:
+    """Return what the user asked for; ``auto`` is NCCL where all hosts have it."""
+    asked = str(hosts.settings["bandwidth"])
+    if asked != "auto":
+        return asked
+    facts = [each.values for each in hosts.facts.values()]
+    is_nccl = all(
+        int(values.get(_GPUS[0]) or 0) > 0
+        and str(values.get(_GPUS[1])).startswith(("CUDA", "HIP"))
+        for values in facts
+    )
+    return "nccl" if is_nccl else "tcp"
+
+
+def _way(hosts: HostSet, engine: str) -> Streams | Benches:
+    return Streams() if engine == "tcp" else Benches(engine, _num_ranks(hosts, engine))
+
+
+def _num_ranks(hosts: HostSet, engine: str) -> int:
+    """Return how many ranks a host has in a job of two: of NCCL one a GPU at most."""
+    wanted = int(hosts.settings.get("num_ranks") or 0)
+    if engine == "gloo":
+        return wanted or 1
+    fewest = min(int(f.values.get(_GPUS[0]) or 0) for f in hosts.facts.values())
+    return max(1, min(wanted or fewest, fewest))
+
+
+def _suspected(hosts: HostSet) -> list[set[str]]:
+    rates = {name: facts.values[RATES] for name, facts in hosts.facts.items()}
+    slow, links = judge_pairs(rates)
+    return [
+        *({each.host, partner} for each in slow for partner in each.partners),
+        *({each.host, each.other} for each in links),
+    ]
+
+
+def _note_unmet(hosts: HostSet) -> None:
+    for name, facts in hosts.facts.items():
+        if not facts.values[RATES]:
+            del facts.values[RATES]
+            reasons = [*facts.values[FAILURES].values(), "no other host was met"]
+            hosts.note_unread(name, RATES, facts.unreadable.get(RATES, reasons[0]))
+
+
+def _open(hosts: HostSet, way: Streams | Benches) -> list[str]:
+    """Return the hosts that can be measured, in the user's order."""
+    failures = {
+        **dict.fromkeys(hosts.names, ""),
+        **way.open(hosts),
+        **{
+            name: "no other host has a route to it"
+            for name, address in hosts.addresses.items()
+            if not address
+        },
+    }
+    for name, failure in failures.items():
+        if failure:
+            hosts.note_unread(name, RATES, failure)
+    return [name for name, failure in failures.items() if not failure]
+
+
+def _play(hosts: HostSet, way: Streams | Benches, pairs: Sequence[Pair]) -> None:
+    """Measure disjoint pairs; the better of two measurements stays."""
+    if not pairs:
+        return
+    for pair, measured in way.measure(hosts, pairs).items():
+        ends = zip(pair, pair[::-1], measured.rates, strict=True)
+        for one, other, rate in ends:
+            known: dict[str, Value] = hosts.facts[one].values
+            if measured.remarks:
+                known[REMARKS] = {**measured.remarks, **known[REMARKS]}
+            if measured.failure:
+                known[FAILURES][other] = measured.failure
+            else:
+                known[RATES][other] = max(rate, known[RATES].get(other, 0.0))
+
+
+STEP = Step(
+    "bandwidth", run, (RATES, FAILURES, WAY, REMARKS), _GPUS, setting="bandwidth"
+)
+
+
+def _grade(rate: float, usual: float) -> Severity:
+    return FAIL if rate < _CRAWL_SHARE * usual else WARN
+
+
+def _show(gb_per_s: float) -> str:
+    return f"{gb_per_s:.3g} GB/s"
+
+
+@check(
+    Family.NETWORK,
+    FAIL,
+    """slow-host-link: a host exchanges as much with the others as they do
+    reads: what comes through between each two hosts, each host's median: TCP streams
+        both ways, or ronde bench all_reduce among the ranks of both
+    threshold: at least 70 % of the median of all hosts; below 30 % it fails; two hosts
+        are not compared
+    source: NCCL's advice: more than 30 % off the median is an outlier; ronde's own:
+        below 30 % of it, training crawls
+    fix: ethtool and ip -s link show rate and errors there: see its cable, its port of
+        the switch, and what the cloud grants its kind of machine. ronde run -H
+        HOST,OTHER ronde bench sendrecv -b 64M -e 64M shows what an engine reaches.
+    needs: several hosts, and --bandwidth
+    why: Gradients go through all hosts: the slowest sets the pace of every step.
+    """,
+    RATES,
+)
+def _slow_host_link(fleet: Fleet) -> Iterator[Problem]:
+    for slow in judge_pairs(fleet.known(RATES)).hosts:
+        limit = SLOW_SHARE * slow.usual
+        if slow.sent < limit <= slow.received:
+            what = f"it sends only {_show(slow.sent)} to"
+        elif slow.received < limit <= slow.sent:
+            what = f"it receives only {_show(slow.received)} from"
+        else:
+            what = f"only {_show(slow.rate)} with"
+        yield Problem(
+            f"{what} {name_some(list(slow.partners))}",
+            _grade(slow.rate, slow.usual),
+            f"{_show(slow.usual)} between other hosts",
+            host=slow.host,
+        )
+
+
+@check(
+    Family.NETWORK,
+    FAIL,
+    """slow-pair: no two hosts exchange less than either does with the others
+    reads: what comes through between each two hosts: TCP streams both ways, or ronde
+        bench all_reduce among the ranks of both
+    threshold: at least 70 % of the median of all pairs without a slow host; below 30 %
+        it fails
+    source: as for slow-host-link
+    fix: See the way between the two: traceroute, and the switches on it. ronde run -H
+        ONE,OTHER ronde bench sendrecv -b 64M -e 64M shows what an engine reaches.
+    needs: several hosts, and --bandwidth
+    why: A ring that has the two as neighbours is as slow as they are.
+    """,
+    RATES,
+)
+def _slow_pair(fleet: Fleet) -> Iterator[Problem]:
+    for link in judge_pairs(fleet.known(RATES)).links:
+        fix = (
+            f"ronde run -H {link.host},{link.other} ronde bench sendrecv -b 64M -e 64M "
+            "shows what an engine reaches; see the cables and switches between the two."
+        )
+        yield Problem(
+            f"only {_show(link.rate)} go through",
+            _grade(link.rate, link.usual),
+            f"{_show(link.usual)} between other hosts",
+            fix,
+            name_pair(link.host, link.other),
+        )

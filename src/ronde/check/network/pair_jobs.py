@@ -1,0 +1,437 @@
+"""Small jobs of two hosts: ``ronde bench`` among all their ranks, and NCCL's log of it.
+
+The ranks are started as ``ronde run`` starts them, with the same environment, but by
+the program that is on the host already. Nothing is written to a disk: their output goes
+into memory, through descriptors that they inherit.
+"""
+
+import base64
+import io
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import NamedTuple
+
+from ronde.bench.bench_record import from_record
+from ronde.bench.runs import Run
+from ronde.check.check import (
+    FAIL,
+    WARN,
+    Family,
+    Problem,
+    check,
+    each_host,
+    name_pair,
+    name_some,
+)
+from ronde.check.facts import ENVIRONMENT, Fleet, Value, Values
+from ronde.check.hosts import HostSet, NodeContext, Reply
+from ronde.check.network.streams import Measured, Pair
+from ronde.errors import UsageError
+from ronde.launch.environments import (
+    JobFacts,
+    NodeFacts,
+    base_environment,
+    default_environment,
+    own_environment,
+    rank_environment,
+)
+from ronde.launch.placement.network import hold_port
+from ronde.records import Record
+from ronde.store.secret import SharedKey
+from ronde.store.server import serve_network
+from ronde.topology.findings import Level
+from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
+from ronde.world import World
+
+RATES = "network.bandwidth"
+"""Fact: by the name of each other host, what comes from it, in GB/s (1e9)."""
+
+FAILURES = "network.bandwidth_failures"
+"""Fact: by the name of each other host with which it could not be measured, why."""
+
+WAY = "network.bandwidth_way"
+"""Fact: what was measured: ``tcp``, ``gloo`` or ``nccl``."""
+
+REMARKS = "network.nccl_remarks"
+"""Fact: by rule of ``ronde topo log``, what looks wrong in NCCL's log."""
+
+_OFFER_S, _SLACK_S = 5.0, 5.0
+_RANKS_S = 90.0
+"""For ranks to start, which import torch, to meet and to measure."""
+
+_PORTS = "network.rdma_ports"
+_SOCKETS = "sockets-between-nodes"
+_STREAMS = "tcp"
+
+_HELD = "benching.rendezvous"
+_KEY_BYTES = 32
+_MAX_CLIENTS = 4096
+_POLL_S = 0.02
+_GRACE_S = 3.0
+"""Once a rank has failed, so long the others have to say what they saw."""
+
+_MAX_LOG_BYTES = 4 << 20
+_MAX_SAID_CHARS = 300
+_PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
+_BOOT = """\
+import os, signal, sys
+package, parent = sys.argv.pop(1), int(sys.argv.pop(1))
+sys.path.append(package)
+from ronde.launch.process_tree import die_with_parent
+if not die_with_parent(parent, signal.SIGKILL):
+    os._exit(1)
+from ronde.cli import main
+sys.exit(main())
+"""
+
+
+def hold_rendezvous(
+    context: NodeContext, question: dict[str, Value]
+) -> dict[str, Value]:
+    """Answer for a store at ``address`` for one job; return ``port`` and ``key``."""
+    held, key = hold_port(question["address"]), secrets.token_bytes(_KEY_BYTES)
+    port = held.getsockname()[1]
+    held.listen()
+    server = serve_network(held, SharedKey(key), _MAX_CLIENTS)
+    context.memory[_HELD] = server.close
+    context.closing.callback(server.close)
+    return {"port": port, "key": key.hex()}
+
+
+def bench(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Run this host's half of the ranks of a job of two hosts, to their end.
+
+    Args:
+        context: Has the store, on the host of rank 0.
+        question: ``words``: what stands after ``ronde bench``; ``half``: 0 on the host
+            of rank 0, else 1; ``num_ranks``: on each host; ``address`` and ``port``:
+            where they meet; ``key``: opens the store there; ``token``: names the job;
+            ``environment``: what the user's jobs take along; ``limit_s``: after it they
+            are killed; ``has_log``: whether NCCL is to say what it does.
+
+    Returns:
+        ``record``: what rank 0 has written with ``--json``, empty elsewhere; ``log``:
+        what NCCL said, packed; ``failure``: why it did not go well, or empty.
+    """
+    half = int(question["half"])
+    held = context.memory.pop(_HELD, None) if half == 0 else None
+    with ExitStack() as closing:
+        if held is not None:
+            closing.callback(held)
+        ranks = [
+            _start(question, place, closing)
+            for place in range(int(question["num_ranks"]))
+        ]
+        failure = _follow(ranks, float(question["limit_s"]))
+        logs = b"".join(_read(rank.log_fd) for rank in ranks)
+        record = _read(ranks[0].record_fd).decode(errors="replace")
+    return {
+        "record": record if half == 0 else "",
+        "log": base64.b64encode(zlib.compress(logs)).decode() if logs else "",
+        "failure": failure,
+    }
+
+
+def unpack_log(text: str) -> bytes:
+    """Return what NCCL said, from an answer's ``log``."""
+    return zlib.decompress(base64.b64decode(text)) if text else b""
+
+
+class _Rank(NamedTuple):
+    process: "subprocess.Popen[bytes]"
+    said_fd: int
+    record_fd: int
+    log_fd: int
+
+
+def _start(question: Mapping[str, Value], local_rank: int, closing: ExitStack) -> _Rank:
+    """Start one rank; when ``closing`` ends it has ended and nothing is left of it."""
+    fds = [os.memfd_create("ronde") for _ in range(4)]
+    said_fd, record_fd, log_fd, key_fd = fds
+    os.write(key_fd, bytes.fromhex(question["key"]))
+    for fd in fds:
+        closing.callback(os.close, fd)
+    env = _environment(question, local_rank)
+    if question["has_log"]:
+        env |= _log_environment(log_fd)
+    place = f"{question['address']}:{question['port']}"
+    env["RONDE_STORE"] = f"{place} /dev/fd/{key_fd}"
+    boot = [sys.executable, "-c", _BOOT, _PACKAGE_DIR, str(os.getpid())]
+    process = subprocess.Popen(
+        [*boot, "bench", *question["words"], "--json", f"/dev/fd/{record_fd}"],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=said_fd,
+        stderr=said_fd,
+        start_new_session=True,
+        pass_fds=(record_fd, log_fd, key_fd),
+    )
+    closing.callback(_end, process)
+    return _Rank(process, said_fd, record_fd, log_fd)
+
+
+def _environment(question: Mapping[str, Value], local_rank: int) -> dict[str, str]:
+    half, num_ranks = int(question["half"]), int(question["num_ranks"])
+    world = World(
+        rank=half * num_ranks + local_rank,
+        size=2 * num_ranks,
+        local_rank=local_rank,
+        local_size=num_ranks,
+        cross_rank=half,
+        cross_size=2,
+    )
+    job = JobFacts(f"check-{question['token']}", 0, question["token"])
+    node = NodeFacts(os.uname().nodename, half, 2)
+    return (
+        base_environment(own_environment())
+        | default_environment(1)
+        | question["environment"]
+        | rank_environment(world, job, node)
+        | {"MASTER_ADDR": question["address"], "MASTER_PORT": str(question["port"])}
+    )
+
+
+def _log_environment(fd: int) -> dict[str, str]:
+    return {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING",
+        "NCCL_DEBUG_FILE": f"/dev/fd/{fd}",
+    }
+
+
+def _follow(ranks: Sequence[_Rank], limit_s: float) -> str:
+    """Wait until all ranks have ended; return why they did not end well, or nothing.
+
+    Those that wait for one that has failed are killed soon after it.
+    """
+    due_s = time.monotonic() + limit_s
+    failure = ""
+    while any(rank.process.poll() is None for rank in ranks):
+        now_s = time.monotonic()
+        if not failure:
+            failure = _first_failure(ranks)
+            if failure:
+                due_s = min(due_s, now_s + _GRACE_S)
+        if now_s >= due_s:
+            return failure or f"the ranks did not end within {limit_s:g} s"
+        time.sleep(_POLL_S)
+    return failure or _first_failure(ranks)
+
+
+def _first_failure(ranks: Sequence[_Rank]) -> str:
+    return next(_failures(ranks), "")
+
+
+def _failures(ranks: Sequence[_Rank]) -> Iterator[str]:
+    for rank in ranks:
+        code = rank.process.poll()
+        if code:
+            lines = _read(rank.said_fd).decode(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else "it said nothing"
+            how = f"code {code}" if code > 0 else signal.Signals(-code).name
+            yield f"ronde bench ended with {how}: {last}"[:_MAX_SAID_CHARS]
+
+
+def _read(fd: int) -> bytes:
+    return os.pread(fd, _MAX_LOG_BYTES, 0)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill what is left of a rank and of what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+class Benches:
+    """``ronde bench all_reduce`` among all ranks of two hosts.
+
+    Args:
+        engine: ``gloo`` or ``nccl``.
+        num_ranks: On each host.
+    """
+
+    # A round takes as long as torch's import and the engine's start: seconds.
+    max_rounds = 8
+
+    def __init__(self, engine: str, num_ranks: int) -> None:
+        self._is_nccl = engine == "nccl"
+        self._num_ranks = num_ranks
+        size, num, num_warm = ("256M", "20", "5") if self._is_nccl else ("8M", "3", "1")
+        self._words = [
+            *("all_reduce", "-b", size, "-e", size, "-n", num, "-w", num_warm),
+            *("--engine", engine, "--device", "cuda" if self._is_nccl else "cpu"),
+            *("--no-limit", "-T", f"{_RANKS_S / 2:g}"),
+        ]
+
+    def open(self, hosts: HostSet) -> Mapping[str, str]:
+        """Do nothing: each pair meets at a port of its own."""
+        del hosts
+        return {}
+
+    def measure(self, hosts: HostSet, pairs: Sequence[Pair]) -> dict[Pair, Measured]:
+        """Start a job for each pair, and read what it measured."""
+        holds: dict[str, dict[str, Value]] = {
+            first: {"do": "hold_rendezvous", "address": hosts.addresses[first]}
+            for first, _ in pairs
+        }
+        held = hosts.ask(holds, _OFFER_S)
+        questions: dict[str, dict[str, Value]] = {}
+        for pair in pairs:
+            reply = held[pair[0]]
+            if not reply.failure:
+                questions |= self._questions(hosts, pair, reply.values)
+        replies = hosts.ask(questions, _RANKS_S + _SLACK_S) if questions else {}
+        return {
+            pair: self._read(pair, [replies.get(h, held[pair[0]]) for h in pair])
+            for pair in pairs
+        }
+
+    def _questions(
+        self, hosts: HostSet, pair: Pair, held: Mapping[str, Value]
+    ) -> dict[str, dict[str, Value]]:
+        common: dict[str, Value] = {
+            "do": "bench",
+            "words": self._words,
+            "num_ranks": self._num_ranks,
+            "address": hosts.addresses[pair[0]],
+            "port": held["port"],
+            "key": held["key"],
+            "token": secrets.token_hex(16),
+            "environment": hosts.settings.get(ENVIRONMENT, {}),
+            "limit_s": _RANKS_S,
+            "has_log": self._is_nccl,
+        }
+        return {host: common | {"half": half} for half, host in enumerate(pair)}
+
+    def _read(self, pair: Pair, replies: Sequence[Reply]) -> Measured:
+        failure = next((reply.failure for reply in replies if reply.failure), "")
+        if failure:
+            return Measured(failure=failure)
+        answers = [reply.values for reply in replies]
+        logs = [unpack_log(answer["log"]) for answer in answers]
+        remarks = judge_logs(logs) if self._is_nccl else {}
+        try:
+            rate = busbw_of(answers[0]["record"])
+        except UsageError as error:
+            # What ranks have complained of says more than that there is no result.
+            complaints = [
+                f"{host} says: {answer['failure']}"
+                for host, answer in zip(pair, answers, strict=True)
+                if answer["failure"]
+            ]
+            return Measured(
+                failure="; ".join(complaints) or str(error), remarks=remarks
+            )
+        return Measured((rate, rate), remarks=remarks)
+
+
+def busbw_of(record: str) -> float:
+    """Return the bus bandwidth in GB/s of the one row that a record has.
+
+    Raises:
+        UsageError: It is no record of a run that ended well.
+    """
+    run: Run = from_record(Record.from_json(record))
+    if run.num_out_of_bounds:
+        raise UsageError(f"{run.num_out_of_bounds} elements of the sums are wrong")
+    rates = [
+        side.busbw_gb_per_s
+        for row in run.rows
+        for side in (row.out_of_place, row.in_place)
+        if side is not None and side.busbw_gb_per_s is not None
+    ]
+    if not rates or not run.is_complete:
+        raise UsageError("ronde bench measured nothing")
+    return max(rates)
+
+
+def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
+    """Return by rule what looks wrong in what NCCL said on the hosts of a pair."""
+    log = read_nccl_log(io.BytesIO(text) for text in logs)
+    return {
+        finding.rule: {
+            "is_error": finding.severity is Level.ERROR,
+            "what": finding.what,
+            "remedy": finding.remedy,
+        }
+        for finding in judge_nccl_log(log)
+        if finding.severity is not Level.NOTE
+    }
+
+
+@check(
+    Family.NETWORK,
+    FAIL,
+    """pair-job: each two hosts can do a collective together
+    reads: exit code and output of ronde bench all_reduce, started on both hosts: a rank
+        for each GPU with NCCL, for each slot with Gloo
+    threshold: each job ends well, and all its sums are right; a host that fails with
+        all others is named alone
+    source: NVIDIA's nccl-tests: a run with a wrong element has failed
+    fix: ronde run -H ONE,OTHER -x NCCL_DEBUG=INFO ronde bench all_reduce shows the same
+        at length.
+    needs: several hosts, torch, and --bandwidth gloo or nccl
+    why: What two hosts cannot do, no job that has both can.
+    """,
+    FAILURES,
+    WAY,
+)
+def _pair_job(fleet: Fleet) -> Iterator[Problem]:
+    failures: dict[str, Mapping[str, str]] = {}
+    able: set[str] = set()
+    way = ""
+    for facts in fleet.having(FAILURES, WAY):
+        way = facts.values[WAY]
+        if way != _STREAMS:
+            failures[facts.host] = facts.values[FAILURES]
+            able |= {facts.host} if facts.values.get(RATES) else set()
+    known: set[frozenset[str]] = set()
+    for host, reasons in failures.items():
+        if reasons and host not in able:
+            among = f"with {name_some(reasons)}"
+            yield _failed(host, way, among, next(iter(reasons.values())))
+    for host, reasons in failures.items():
+        for other, reason in reasons.items():
+            pair = frozenset((host, other))
+            if pair <= able and pair not in known:
+                known.add(pair)
+                yield _failed(name_pair(host, other), way, "between the two", reason)
+
+
+def _failed(where: str, way: str, among: str, reason: str) -> Problem:
+    what = f"no all_reduce by {way} {among}: {reason.rstrip('.')}"
+    return Problem(what, host=where)
+
+
+@each_host(
+    Family.NETWORK,
+    FAIL,
+    """nccl-choice: NCCL chose the fast way between hosts and between GPUs
+    reads: NCCL's log of these jobs, as ronde topo log reads it
+    threshold: an error of ronde topo log fails, and so do sockets where an RDMA port is
+        up; its warnings warn
+    source: NCCL's manual on NCCL_DEBUG=INFO; docs/topology-log.md has the rules
+    fix: See docs/topology-log.md for the rule that is named.
+    needs: several hosts with GPUs, and --bandwidth
+    why: By sockets, or through the host's memory, a tenth of the bandwidth is left, and
+        nothing else shows it.
+    """,
+    REMARKS,
+    besides=(_PORTS,),
+)
+def _nccl_choice(values: Values, _: Fleet) -> Iterator[Problem]:
+    # The kernel has an RDMA port that is up, whatever NCCL found.
+    ports = values.get(_PORTS, {}).values()
+    is_up = any(port["state"] == "ACTIVE" for port in ports)
+    for rule, remark in values[REMARKS].items():
+        is_bad = remark["is_error"] or (rule == _SOCKETS and is_up)
+        what = f"{rule}: {remark['what'].rstrip('.')}"
+        yield Problem(what, FAIL if is_bad else WARN, fix=remark["remedy"])
