@@ -40,6 +40,7 @@ def run(*words, timeout_s):
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(420)
 def test_a_rehearsal_goes_through_every_part(tmp_path):
     ended = run("--rehearse", "--out", str(tmp_path), timeout_s=400)

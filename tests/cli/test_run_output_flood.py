@@ -48,6 +48,7 @@ def peak_memory_mib(pid: int) -> float:
     return int(said[0]) / 1024 if said else 0.0
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_gibibyte_of_four_ranks_comes_out_whole_in_little_memory(ronde):
     numbers = [0] * NUM_RANKS

@@ -209,6 +209,7 @@ def test_a_link_with_a_tenth_of_the_others(cluster, find):
     assert ("slow-host-link", "node2") in checked.found, checked.said
 
 
+@pytest.mark.soak
 def test_a_slow_link_slows_a_collective(cluster, find):
     """The tournament again, by real jobs of two hosts each."""
     with limited(cluster, cluster.hosts[1], "300mbit"):

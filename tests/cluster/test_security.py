@@ -51,11 +51,13 @@ class Job:
         process: The controller.
         processes: All of each host.
         sockets: All of each host that wait for others, but sshd's.
+        folder: Where the ranks say that they are there.
     """
 
     process: subprocess.Popen
     processes: list[list[Process]]
     sockets: list[list[Socket]]
+    folder: Path
 
 
 @contextmanager
@@ -72,7 +74,8 @@ def running_job(cluster, folder, *options):
                 [s for s in cluster.listening(host) if s.port != SSH_PORT]
                 for host in cluster.hosts
             ]
-            yield Job(process, [cluster.processes(h) for h in cluster.hosts], sockets)
+            processes = [cluster.processes(host) for host in cluster.hosts]
+            yield Job(process, processes, sockets, folder)
             (folder / "end").touch()
             output, _ = process.communicate(timeout=60)
             assert process.returncode == 0, output
@@ -89,9 +92,9 @@ def wait_for(process, paths):
         time.sleep(0.02)
 
 
-@pytest.fixture
-def job(cluster, tmp_path):
-    with running_job(cluster, tmp_path) as found:
+@pytest.fixture(scope="class")
+def job(three_hosts, tmp_path_factory):
+    with running_job(three_hosts, tmp_path_factory.mktemp("job")) as found:
         yield found
 
 
@@ -112,22 +115,6 @@ def ranks_by_pid(job):
     found = {pid: rank for pid, rank in ranks.items() if rank is not None}
     assert sorted(found.values()) == [0, 1, 2, 3]
     return found
-
-
-@pytest.mark.timeout(LIMIT_S)
-def test_only_ranks_listen_each_on_the_chosen_address_of_its_host(cluster, job):
-    ranks = ranks_by_pid(job)
-    for host, sockets in zip(cluster.hosts, job.sockets, strict=True):
-        for found in sockets:
-            assert found.protocol == "tcp", found
-            assert found.address == host.address, found
-            assert cluster.hosts[PLACES[ranks[found.pid]]] is host, found
-    # All are Gloo's: one for tensors, and one for what ranks agree on where the rank
-    # speaks for its host. The store has none.
-    per_rank = [0] * 4
-    for found in (each for sockets in job.sockets for each in sockets):
-        per_rank[ranks[found.pid]] += 1
-    assert per_rank == [2, 1, 2, 2]
 
 
 def scan(cluster, addresses):
@@ -157,28 +144,6 @@ def scan(cluster, addresses):
     return found
 
 
-@pytest.mark.timeout(LIMIT_S + SCAN_S)
-def test_a_scan_finds_no_port_open_once_the_ranks_have_met(cluster, job):
-    """Of each host's addresses from another host, and of its loopback from itself."""
-    addresses, expected = {}, {}
-    others = [*cluster.hosts[1:], cluster.hosts[0]]
-    for host, other in zip(cluster.hosts, others, strict=True):
-        tried = (*LOOPBACK, other.address, other.address6)
-        addresses[host.name] = tried
-        expected[host.name] = {(each, SSH_PORT) for each in tried}
-    assert scan(cluster, addresses) == expected
-
-
-@pytest.mark.timeout(LIMIT_S)
-def test_the_ports_that_gloo_has_let_nobody_in(cluster, job):
-    listening = {(found.address, found.port) for each in job.sockets for found in each}
-    places = [f"{address}|{port}" for address, port in listening]
-    words = [sys.executable, "-c", KNOCK, *places]
-    done = cluster.run(cluster.hosts[2], words, timeout_s=60)
-    assert done.returncode == 0, done.stderr
-    assert (len(listening), done.stdout) == (7, "")
-
-
 def has_secret(text, known):
     """Return whether 32 hexadecimal digits stand anywhere but in paths known."""
     for path in sorted(map(str, known), key=len, reverse=True):
@@ -187,28 +152,69 @@ def has_secret(text, known):
 
 
 @pytest.mark.timeout(LIMIT_S)
-def test_no_process_shows_what_it_should_keep(cluster, job, tmp_path):
-    prefixes = (sys.prefix, sys.base_prefix, Path.home())
-    known = (ROOT, *prefixes, cluster.folder, tmp_path)
-    ranks = ranks_by_pid(job)
-    cookies = {variables(p).get("RONDE_COOKIE") for p in job.processes[0]} - {None}
-    for number, processes in enumerate(job.processes):
-        for process in processes:
-            words = " ".join(process.words)
-            for value in (UNNAMED, NAMED, ALLOWED):
-                assert value not in words, process
-            assert not has_secret(words, known), process
-            told = variables(process)
-            random = {v for v in told.values() if has_secret(v, known)}
-            assert random <= cookies, process
-            # What runs on the user's own host has what the user has there.
-            assert number == 0 or UNNAMED not in told.values(), process
-            if process.pid in ranks:
-                assert told["GIVEN_TOKEN"] == NAMED
-                assert told["TORCH_SAID"] == ALLOWED
-            elif number:
-                assert NAMED not in told.values(), process
-    assert len(cookies) == 1
+class TestJob:
+    """One job, whose ranks have met and wait."""
+
+    def test_only_ranks_listen_each_on_the_chosen_address_of_its_host(
+        self, cluster, job
+    ):
+        ranks = ranks_by_pid(job)
+        for host, sockets in zip(cluster.hosts, job.sockets, strict=True):
+            for found in sockets:
+                assert found.protocol == "tcp", found
+                assert found.address == host.address, found
+                assert cluster.hosts[PLACES[ranks[found.pid]]] is host, found
+        # All are Gloo's: one for tensors, and one for what ranks agree on where the
+        # rank speaks for its host. The store has none.
+        per_rank = [0] * 4
+        for found in (each for sockets in job.sockets for each in sockets):
+            per_rank[ranks[found.pid]] += 1
+        assert per_rank == [2, 1, 2, 2]
+
+    @pytest.mark.soak
+    @pytest.mark.timeout(LIMIT_S + SCAN_S)
+    def test_a_scan_finds_no_port_open_once_the_ranks_have_met(self, cluster, job):
+        """Of all addresses from another host, and of loopback from the host itself."""
+        addresses, expected = {}, {}
+        others = [*cluster.hosts[1:], cluster.hosts[0]]
+        for host, other in zip(cluster.hosts, others, strict=True):
+            tried = (*LOOPBACK, other.address, other.address6)
+            addresses[host.name] = tried
+            expected[host.name] = {(each, SSH_PORT) for each in tried}
+        assert scan(cluster, addresses) == expected
+
+    def test_the_ports_that_gloo_has_let_nobody_in(self, cluster, job):
+        listening = {
+            (found.address, found.port) for each in job.sockets for found in each
+        }
+        places = [f"{address}|{port}" for address, port in listening]
+        words = [sys.executable, "-c", KNOCK, *places]
+        done = cluster.run(cluster.hosts[2], words, timeout_s=60)
+        assert done.returncode == 0, done.stderr
+        assert (len(listening), done.stdout) == (7, "")
+
+    def test_no_process_shows_what_it_should_keep(self, cluster, job):
+        prefixes = (sys.prefix, sys.base_prefix, Path.home())
+        known = (ROOT, *prefixes, cluster.folder, job.folder)
+        ranks = ranks_by_pid(job)
+        cookies = {variables(p).get("RONDE_COOKIE") for p in job.processes[0]} - {None}
+        for number, processes in enumerate(job.processes):
+            for process in processes:
+                words = " ".join(process.words)
+                for value in (UNNAMED, NAMED, ALLOWED):
+                    assert value not in words, process
+                assert not has_secret(words, known), process
+                told = variables(process)
+                random = {v for v in told.values() if has_secret(v, known)}
+                assert random <= cookies, process
+                # What runs on the user's own host has what the user has there.
+                assert number == 0 or UNNAMED not in told.values(), process
+                if process.pid in ranks:
+                    assert told["GIVEN_TOKEN"] == NAMED
+                    assert told["TORCH_SAID"] == ALLOWED
+                elif number:
+                    assert NAMED not in told.values(), process
+        assert len(cookies) == 1
 
 
 @pytest.mark.timeout(LIMIT_S)
