@@ -12,7 +12,8 @@
     │   └── HostError                    hosts that cannot take part; each is listed
     ├── StoreError(RuntimeError)         the job's store refuses, or is gone
     └── CollectiveError(RuntimeError)    a collective failed; every rank of it is told
-        └── PeerLostError                another rank is gone
+        ├── PeerLostError                another rank is gone
+        └── UnpairedError                the ranks wait to connect, each with others
 
 Messages follow one form: ``<name> must be <rule>, got <value>.`` and then what to do.
 """
@@ -99,6 +100,10 @@ class CollectiveError(RondeError, RuntimeError):
 
 class PeerLostError(CollectiveError):
     """A rank that the collective needs is gone."""
+
+
+class UnpairedError(CollectiveError):
+    """All ranks of a set wait to connect, and no two sides wait for each other."""
 
 
 def fresh(error: E) -> E:

@@ -20,7 +20,7 @@ from ronde.collectives import Communicator, Look, Work
 from ronde.coordination.control.channel import Channel
 from ronde.coordination.entries import Entry
 from ronde.coordination.listener import Attendance, Listener
-from ronde.coordination.operations import Operation
+from ronde.coordination.operations import Kind, Operation
 from ronde.coordination.options import CoordinationOptions
 from ronde.coordination.proceedings import SHUT_DOWN, Proceedings
 from ronde.coordination.table import Watch
@@ -123,9 +123,35 @@ class Coordinator:
             CollectiveError: The job is shut down, or a rank is gone. From ``wait()``
                 also: the ranks' operations do not fit together.
         """
+        self.waits.add_user()
         entry = self._enter(operation)
         self.stir()
         return entry
+
+    def connect(self, name: str, make: Callable[[int], Communicator]) -> Entry:
+        """Start to make a communicator with an order of calls of its own.
+
+        Args:
+            name: Equal on all ranks.
+            make: See ``Operation.connect``.
+
+        Returns:
+            Work whose result is the communicator and its number.
+
+        Raises:
+            UsageError: See ``submit``.
+            CollectiveError: See ``submit``. From ``wait()`` also: a rank has joined
+                without asking for it.
+            UnpairedError: From ``wait()``: see ``Waits.tell``.
+        """
+        entry = self._enter(Operation(Kind.CONNECT, name=name, connect=make))
+        self.stir()
+        return entry
+
+    def give_up(self, entry: Entry) -> None:
+        """Have a ``connect`` fail here, if it is not over."""
+        if self._table.take(entry.name) is entry:
+            entry.fail(CollectiveError(f"{entry.name} was given up by this rank."))
 
     def run(self, operation: Operation) -> Any:  # noqa: ANN401 - each operation's own
         """Carry an operation out and return its result.
@@ -136,6 +162,7 @@ class Coordinator:
             UsageError: See ``submit``.
             CollectiveError: See ``submit``.
         """
+        self.waits.add_user()
         return self._enter(operation).wait()
 
     def watch(self, name: str) -> Watch:
@@ -207,7 +234,6 @@ class Coordinator:
         self._look(1)
 
     def _enter(self, operation: Operation) -> Entry:
-        self.waits.add_user()
         entry = Entry(self, self._table.name(operation), operation)
         self._table.add(entry)
         self._proceedings.submitted.append(entry)

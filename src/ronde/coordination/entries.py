@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ronde.collectives import Look
@@ -92,6 +93,18 @@ class Entry:
         if not self.is_over:
             self._driver.finish(self, look)
         return self.is_over
+
+    def connect(self, number: int) -> None:
+        """Be over, with what a CONNECT makes and its number.
+
+        Raises:
+            CollectiveError: The ranks could not connect.
+        """
+        make = self.operation.connect
+        if make is None:
+            raise AssertionError(f"{self.name} connects nothing")
+        with torch.inference_mode(False):  # noqa: FBT003 - it outlives the call
+            self.succeed((make(number), number))
 
     def succeed(self, result: object) -> None:
         """Be over, with a result."""

@@ -229,7 +229,7 @@ class Execution:
             case Kind.ALLTOALL:
                 splits = None if entry is None else entry.operation.splits
                 work = communicator.all_to_all(source, splits)
-            case Kind.BARRIER | Kind.JOIN:
+            case Kind.BARRIER | Kind.JOIN | Kind.CONNECT:
                 raise AssertionError(f"{request.kind.name} moves no tensor")
         return work.wait()
 

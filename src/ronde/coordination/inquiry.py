@@ -1,5 +1,8 @@
 """The root's part in finding ranks that wait for each other: asks, and judges.
 
+Where nobody can give way, but all ranks of a set wait to connect, each with others, all
+of them learn that, and compare what they have.
+
 See Note [Ranks that wait for each other] in ``waits``.
 """
 
@@ -84,7 +87,11 @@ class Inquiry:
         if not self._places:
             places = {each.place for waits in self._waits.values() for each in waits}
             self._places = sorted(places)
-            if any(each.can_give_way for w in self._waits.values() for each in w):
+            if any(
+                each.can_give_way or each.place.is_connect
+                for waits in self._waits.values()
+                for each in waits
+            ):
                 self._ask()
             return
         circles = find_circles(self._waits, self._size, self._has_come)
@@ -93,6 +100,7 @@ class Inquiry:
             for rank, waits in circles.items()
         }
         told = {rank: wait_ids for rank, wait_ids in told.items() if wait_ids}
+        told = told or find_unpaired(circles, self._size)
         if told:
             where = [(rank, w[0].place.name) for rank, w in sorted(circles.items())]
             self._root.give_way(list(told.items()), where)
@@ -145,6 +153,30 @@ def find_circles(
         rank: [each for each in waits[rank] if (rank, each) in stuck]
         for rank in circles
     }
+
+
+def find_unpaired(circles: Waits, size: int) -> dict[int, list[int]]:
+    """Return the waits in sets of which every rank waits to connect.
+
+    Args:
+        circles: The waits that keep each other from ending.
+        size: Number of ranks.
+
+    Returns:
+        Numbers of waits, by rank; one a rank and set.
+    """
+    by_set: dict[int, dict[int, Blocked]] = {}
+    for rank, waits in circles.items():
+        for each in waits:
+            if each.place.is_connect:
+                by_set.setdefault(each.place.set_id, {}).setdefault(rank, each)
+    unpaired: dict[int, list[int]] = {}
+    for waits in by_set.values():
+        place = next(iter(waits.values())).place
+        if len(waits) == len(place.ranks or range(size)):
+            for rank, each in waits.items():
+                unpaired.setdefault(rank, []).append(each.wait_id)
+    return unpaired
 
 
 def _reachable(edges: Mapping[int, set[int]], start: int) -> set[int]:

@@ -28,6 +28,7 @@ from ronde.coordination.ranges import bits_of, decode_ranks, encode_ranks
 from ronde.coordination.requests import Request
 from ronde.coordination.steps import (
     Asked,
+    Connect,
     Failed,
     Gone,
     Inquired,
@@ -42,6 +43,7 @@ from ronde.coordination.tally import Tally
 from ronde.coordination.tree import Tree
 
 _STEPS: dict[str, Callable[..., Step]] = {
+    "connect": Connect,
     "failed": Failed,
     "gone": Gone,
     "ask": Asked,

@@ -1,12 +1,12 @@
 """What a rank asks its coordinator for."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from torch import Tensor
 
-from ronde.collectives import ReduceOp
+from ronde.collectives import Communicator, ReduceOp
 
 
 class Kind(IntEnum):
@@ -20,6 +20,7 @@ class Kind(IntEnum):
     REDUCESCATTER = 5
     BARRIER = 6
     JOIN = 7
+    CONNECT = 8
 
     @property
     def word(self) -> str:
@@ -43,6 +44,8 @@ class Operation:
         postscale: See ``Communicator.all_reduce``.
         root: For BROADCAST: the rank in the set to copy from.
         splits: For ALLTOALL: rows for each rank of the set; None splits evenly.
+        connect: For CONNECT: makes a communicator of the set, from a number that is
+            equal on all ranks and used once; collective.
     """
 
     kind: Kind
@@ -55,3 +58,4 @@ class Operation:
     postscale: float = 1.0
     root: int = -1
     splits: Sequence[int] | None = None
+    connect: Callable[[int], Communicator] | None = None

@@ -4,7 +4,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ronde.collectives import Communicator
+import torch
+
+from ronde.collectives import Communicator, ReduceOp
 from ronde.collectives.recent import Recent
 from ronde.coordination.control.channel import Channel
 from ronde.coordination.entries import Entry
@@ -19,10 +21,12 @@ from ronde.coordination.requests import Memory, Request
 from ronde.coordination.root import Root
 from ronde.coordination.steps import (
     Asked,
+    Connect,
     Failed,
     Gone,
     Inquired,
     Joined,
+    Question,
     Run,
     Step,
     Stopped,
@@ -35,11 +39,17 @@ from ronde.errors import CollectiveError, PeerLostError
 _FIND_LOSS_WITHIN_S = 1.5
 """After tensors could not be moved: who is gone, and not only who noticed."""
 JOIN_NAME = "join.noname"
+_HAS_JOINED, _HAS_GIVEN_UP, _ASKS = -1, 0, 1
+"""Whether a rank asks for a communicator that all are said to ask for."""
 SHUT_DOWN = (
     "Horovod has been shut down. This was caused by an exception on one of the ranks "
     "or an attempt to allreduce, allgather or broadcast a tensor after one of the "
     "ranks finished execution. If the shutdown was caused by an exception, you should "
     "see the exception in the log before the first shutdown message."
+)
+_JOINED_WITHOUT = (
+    "%s must be there on every rank before one joins, got one that joins without it. "
+    "Make optimizers before any rank joins."
 )
 
 
@@ -87,6 +97,7 @@ class Proceedings:
         self._inquiry = Inquiry(self._node) if isinstance(self._node, Root) else None
         self._memories = Recent[str, Memory](options.cache_capacity)
         self._lost: set[int] = set()
+        self._num_connected = 0
 
     def carry_on(self) -> bool:
         """Do all that can be done without waiting; say whether something came of it."""
@@ -163,10 +174,10 @@ class Proceedings:
         match step:
             case Run():
                 self._run(step)
+            case Connect():
+                self._connect(step.name)
             case Failed():
-                entry = self._table.take(step.name)
-                if entry is not None:
-                    entry.fail(CollectiveError(step.text))
+                _fail([self._table.take(step.name)], CollectiveError(step.text))
             case Joined():
                 self._table.has_joined = False
                 self._table.restart_numbers()
@@ -182,7 +193,7 @@ class Proceedings:
             case Tuned():
                 self.execution.threshold_bytes = step.fusion_threshold_bytes
 
-    def _obey_inquiry(self, question: Asked | Inquired | ToldToGiveWay) -> None:
+    def _obey_inquiry(self, question: Question) -> None:
         waits, rank = self._waits, self._node.tree.rank
         if isinstance(question, ToldToGiveWay):
             self._give_way(question)
@@ -226,6 +237,38 @@ class Proceedings:
             return
         if self._tuning is not None:
             self._tune(self._tuning, entries)
+
+    def _connect(self, name: str) -> None:
+        """Make a communicator, if every rank still asks for it.
+
+        The root still counts a rank that has given up, and one that has joined.
+        """
+        if self._table.failure is not None:
+            return
+        entry = self._table.find(name)
+        absent = _HAS_JOINED if self._table.has_joined else _HAS_GIVEN_UP
+        vote = torch.tensor([absent if entry is None else _ASKS], device="cpu")
+        try:
+            self._communicator.all_reduce(vote, ReduceOp.MIN).wait()
+        except CollectiveError as error:
+            self._give_up([entry], error)
+            return
+        number, self._num_connected = self._num_connected, self._num_connected + 1
+        if entry is None:
+            return
+        if vote.item() == _HAS_GIVEN_UP:
+            self.submitted.append(entry)  # and it may ask again
+            return
+        self._table.take(name)
+        if vote.item() == _HAS_JOINED:
+            entry.fail(CollectiveError(_JOINED_WITHOUT % name))
+            return
+        try:
+            entry.connect(number)
+        except CollectiveError as error:
+            entry.fail(error)
+        except Exception as error:  # noqa: BLE001 - see ``_run``
+            self._break_down([entry], error)
 
     def _tune(self, tuning: FusionTuning, entries: list[Entry | None]) -> None:
         own = [entry for entry in entries if entry is not None]

@@ -7,6 +7,7 @@ from typing import Any
 from ronde.coordination import messages
 from ronde.coordination.messages import Pending, Report
 from ronde.coordination.node import Node
+from ronde.coordination.operations import Kind
 from ronde.coordination.requests import Request
 from ronde.coordination.tally import Asking
 from ronde.coordination.tree import Tree
@@ -112,6 +113,8 @@ class Root(Node):
             text = find_mismatch(told, has_joined=bool(self._joined))
             if text:
                 verdicts.append(("failed", request.name, text))
+            elif request.kind is Kind.CONNECT:
+                verdicts.append(("connect", request.name))
             else:
                 runs.append(request)
         to_cache = [r for r in runs if r.is_cached][: self._capacity]

@@ -18,6 +18,12 @@ class Run(NamedTuple):
     key: tuple[int, int] | None
 
 
+class Connect(NamedTuple):
+    """Make the communicator that all ranks, or those that have not joined, ask for."""
+
+    name: str
+
+
 class Failed(NamedTuple):
     """Give up a name: the ranks' requests for it do not fit together."""
 
@@ -53,7 +59,7 @@ class Inquired(NamedTuple):
 
 
 class ToldToGiveWay(NamedTuple):
-    """Have waits give way.
+    """Have waits give way, or fail where they cannot: see ``Waits.tell``.
 
     Attributes:
         told: Pairs of a rank and the numbers of its waits.
@@ -76,4 +82,5 @@ class Tuned(NamedTuple):
     fusion_threshold_bytes: int
 
 
-Step = Run | Failed | Joined | Gone | Asked | Inquired | ToldToGiveWay | Stopped | Tuned
+Question = Asked | Inquired | ToldToGiveWay
+Step = Run | Connect | Failed | Joined | Gone | Question | Stopped | Tuned

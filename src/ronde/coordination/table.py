@@ -29,6 +29,12 @@ class Watch:
         self._watches = watches
         watches.add(self)
 
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, *_: object) -> None:
+        self.done()
+
     def done(self) -> None:
         """Say that it came."""
         self._watches.discard(self)
@@ -79,9 +85,9 @@ class Table:
             if self._entries.setdefault(entry.name, entry) is not entry:
                 raise UsageError(_IN_FLIGHT)
 
-    def has(self, name: str) -> bool:
-        """Say whether an operation is under way."""
-        return name in self._entries
+    def find(self, name: str) -> Entry | None:
+        """Return an operation that is under way; None for none."""
+        return self._entries.get(name)
 
     def take(self, name: str) -> Entry | None:
         """Return an operation and let its name be used again; None for none."""
@@ -108,9 +114,14 @@ class Table:
     def waiting(self) -> dict[str, float]:
         """Return for how many seconds each name is waited for, the oldest first."""
         with self._lock:
-            since = {e.name: e.submitted_ns for e in self._entries.values()}
+            entries = list(self._entries.values())
+        now = time.monotonic_ns()
+        # Whoever waits to connect watches that; who has joined does not mind.
+        since = {
+            e.name: now if e.operation.kind is Kind.CONNECT else e.submitted_ns
+            for e in entries
+        }
         # A copy of a set is made in one go, whatever other threads do.
         since |= {watch.name: watch.since_ns for watch in self._watches.copy()}
-        now = time.monotonic_ns()
         oldest_first = sorted(since.items(), key=lambda item: item[1])
         return {name: (now - at_ns) * 1e-9 for name, at_ns in oldest_first}

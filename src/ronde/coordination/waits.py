@@ -27,13 +27,16 @@ from itertools import count
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
+from ronde.coordination.operations import Kind
 from ronde.coordination.table import Table
+from ronde.errors import UnpairedError
 
 _logger = logging.getLogger("ronde")
 _GAVE_WAY = (
-    "backward() returned before %s were reduced, since %s. The gradients are complete "
-    "after optimizer.step() or optimizer.synchronize(); call the latter before you "
-    "look at them or change them. This is not reported again."
+    "backward() returned before its gradients were reduced (it waited in %s), since "
+    "%s. The gradients are complete after optimizer.step() or optimizer.synchronize(); "
+    "call the latter before you look at them or change them. This is not reported "
+    "again."
 )
 _FIRST_PATIENCE_S = 0.25
 _LATER_PATIENCE_S = 0.002
@@ -58,6 +61,11 @@ class Place(NamedTuple):
     name: str
     number: int = 0
     ranks: tuple[int, ...] = ()
+
+    @property
+    def is_connect(self) -> bool:
+        """Whether the ranks meet to connect."""
+        return not self.number and self.name.startswith(f"{Kind.CONNECT.word}.")
 
 
 class Blocked(NamedTuple):
@@ -105,6 +113,11 @@ class Waiting:
         self._ask_at_s = 0.0
         self._answer_by_s = 0.0
 
+    def move(self, place: Place) -> None:
+        """Note that it waits elsewhere from now on."""
+        self._waits.forget(self)
+        self.place = place
+
     def __enter__(self) -> Self:
         return self
 
@@ -114,8 +127,7 @@ class Waiting:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self.number:
-            self._waits.forget(self)
+        self._waits.forget(self)
 
     def __call__(self) -> float | None:
         """See ``Look``: ask when patience is over, and drive what was put off."""
@@ -195,6 +207,7 @@ class Waits:
     def forget(self, waiting: Waiting) -> None:
         """Tell nobody of a wait any more: it is over."""
         self._noted.pop(waiting.number, None)
+        waiting.number = 0
 
     def put_off(self, round_: PutOff, thread: int) -> None:
         """Have a round go on whenever ``thread`` waits for something."""
@@ -236,6 +249,9 @@ class Waits:
     def tell(self, wait_ids: Sequence[int], others: str) -> None:
         """Have waits give way, and look into the next ones sooner.
 
+        One that cannot is of ranks that wait to connect, each with others: what it
+        waits for fails.
+
         Args:
             wait_ids: Numbers of waits of this rank; may be over.
             others: Who waits for what meanwhile, for the log.
@@ -245,10 +261,18 @@ class Waits:
             waiting = self._noted.get(wait_id)
             if waiting is None:
                 continue
+            if not waiting.can_give_way:
+                self._fail_to_connect(waiting.place)
+                continue
             if not self._has_warned:
                 self._has_warned = True
                 _logger.warning(_GAVE_WAY, waiting.place.name, others)
             waiting.is_told = True
+
+    def _fail_to_connect(self, place: Place) -> None:
+        entry = self.table(place.set_id).take(place.name)
+        if entry is not None:
+            entry.fail(UnpairedError(f"{place.name} is not what all ranks wait for."))
 
     def _is_stuck(self, noted: Sequence[Waiting]) -> bool:
         users = frozenset(self._users)
@@ -259,4 +283,4 @@ class Waits:
         if place.number:
             return self._begun.get((place.set_id, place.name), 0) >= place.number
         table = self._tables.get(place.set_id)
-        return table is not None and table.has(place.name)
+        return table is not None and table.find(place.name) is not None

@@ -1,6 +1,6 @@
 """Parameters to buckets to reductions, overlapped with backward."""
 
-from ronde.data_parallel.bond import Bond, Key
+from ronde.data_parallel.bond import Bond, Connector, Key
 from ronde.data_parallel.bucket_tuning import BucketTuningOptions
 from ronde.data_parallel.buckets import BucketLimits, GradientSpec, plan_buckets
 from ronde.data_parallel.compression import (
@@ -19,6 +19,7 @@ __all__ = [
     "BucketTuningOptions",
     "Compression",
     "Compressor",
+    "Connector",
     "Follower",
     "GradientCompression",
     "GradientSpec",

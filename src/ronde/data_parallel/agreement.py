@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from ronde.collectives import Communicator, ReduceOp, all_gather_json
 from ronde.data_parallel.gradient import Gradient
@@ -22,7 +23,7 @@ def check_same_gradients(
     Raises:
         CollectiveError: On every rank, naming the first parameter that differs.
     """
-    mine = [_describe(gradient) for gradient in gradients]
+    mine = [describe(g.name, g.parameter) for g in gradients]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()[:8]
     key = torch.frombuffer(bytearray(digest), dtype=torch.int64) >> 1
     keys = torch.cat([key, -key])
@@ -31,7 +32,7 @@ def check_same_gradients(
     work.wait()
     if not int(keys.sum()):
         return
-    _refuse_differences(communicator, mine)
+    refuse_differences(all_gather_json(communicator, mine))
 
 
 def agree_on_order(
@@ -93,7 +94,7 @@ def agree_on_newcomers(
     highest, lowest, dims = cast("list[list[int]]", says.tolist())
     if any(high == 1 and low == 0 for high, low in zip(highest, lowest, strict=True)):
         mine = None if has_joined else [_describe_use(g) for g in gradients]
-        _refuse_differences(communicator, mine)
+        refuse_differences(all_gather_json(communicator, mine))
     newcomers = [
         index
         for index, gradient in enumerate(gradients)
@@ -109,22 +110,28 @@ def _dims(gradient: Gradient) -> int:
     return grad.sparse_dim() if grad is not None and grad.is_sparse else 0
 
 
-def _describe(gradient: Gradient) -> str:
-    parameter = gradient.parameter
+def describe(name: str, parameter: Tensor) -> str:
+    """Return what must be the same on all ranks."""
     return (
-        f"{gradient.name} {tuple(parameter.shape)} strides {parameter.stride()} "
+        f"{name} {tuple(parameter.shape)} strides {parameter.stride()} "
         f"{parameter.dtype} on {parameter.device.type}"
     )
 
 
 def _describe_use(gradient: Gradient) -> str:
     trained = "trained" if gradient.parameter.requires_grad else "frozen"
-    return f"{_describe(gradient)}, {trained}"
+    return f"{describe(gradient.name, gradient.parameter)}, {trained}"
 
 
-def _refuse_differences(communicator: Communicator, mine: list[str] | None) -> None:
-    """Raise where a rank's descriptions differ from another's; collective."""
-    everyone = all_gather_json(communicator, mine)
+def refuse_differences(everyone: Sequence[list[str] | None]) -> None:
+    """Raise where a rank's descriptions differ from another's.
+
+    Args:
+        everyone: What ``describe`` returned on each rank; None of one without a say.
+
+    Raises:
+        CollectiveError: Naming the first parameter that differs.
+    """
     told = [(rank, theirs) for rank, theirs in enumerate(everyone) if theirs]
     first = told[0]
     for other in told[1:]:

@@ -31,7 +31,7 @@ Note [One round]
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,9 +39,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ronde.collectives import Communicator
 from ronde.collectives.compiler import outside_compiler
-from ronde.coordination.waits import Waits
-from ronde.data_parallel.bond import Bond, Key
+from ronde.coordination.waits import Waiting, Waits
+from ronde.data_parallel.bond import Connector, Key
 from ronde.data_parallel.buckets import BucketLimits
+from ronde.data_parallel.compression import reduction_of
 from ronde.data_parallel.compressor import NoneCompressor
 from ronde.data_parallel.fusion import fuse, is_fusible
 from ronde.data_parallel.gradient import Gradient
@@ -53,9 +54,8 @@ from ronde.data_parallel.hooks import (
     is_nested_backward,
 )
 from ronde.data_parallel.options import ReducerOptions
-from ronde.data_parallel.resumable import Resumable
+from ronde.data_parallel.resumable import Resumable, Steps, run
 from ronde.data_parallel.rounds import Rounds
-from ronde.errors import CollectiveError
 
 _NOT_OVER = (
     "optimizer.step() or optimizer.synchronize() must be called before zero_grad() or "
@@ -67,32 +67,30 @@ _NOT_OVER = (
 class Reducer:
     """Keeps the gradients of some parameters in step with the other ranks'.
 
-    Collective to create and to use: every rank has the same parameters in the same
-    order. Only parameters that require a gradient take part; one that begins to later
-    joins with the next round.
-
-    Attributes:
-        key: Its name, equal on all ranks.
+    Collective to use, not to create: ranks connect in their first round. Every rank has
+    the same parameters in the same order. Only those that require a gradient take part;
+    one that begins to later joins with the next round.
 
     Args:
         named_parameters: The parameters.
-        bond: Ties it to the other ranks.
+        connector: Ties it to the other ranks.
         options: How to reduce.
-        rebind: Makes another bond for the first use after ``unbind()``; collective.
+
+    Raises:
+        UsageError: ``options.compressor`` is no compression.
     """
 
     def __init__(
         self,
         named_parameters: Sequence[tuple[str, Tensor]],
-        bond: Bond,
+        connector: Connector,
         options: ReducerOptions,
-        *,
-        rebind: Callable[[], Bond] | None = None,
     ) -> None:
-        self.key: Key = bond.key
-        self._rebind = rebind
+        reduction_of(options.compressor)  # refuses what is none, before ranks connect
+        self._connector = connector
         self._options = options
         self._gradients: list[Gradient] = []
+        self._arrivals: list[int] = []
         self._armed_backward = -1
         self._has_run = False
         self._num_prepared = 0
@@ -101,11 +99,12 @@ class Reducer:
         self._failure: BaseException | None = None
         self._has_given_way = False
         self._waits: Waits | None = None
+        self._waiting: Waiting | None = None
         self._lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
         self._fused: list[RemovableHandle] = []
         self._communicators: list[Communicator] = []
-        self._rounds: Rounds | None = self._bind(bond)
+        self._rounds: Rounds | None = None
         self.add(named_parameters)
         self._release = weakref.finalize(
             self, _release, self._hooks, self._communicators
@@ -125,6 +124,11 @@ class Reducer:
                 self._hooks.append(hook)
                 self._gradients[index].num_hooks += 1
         self._prepare_additions()
+
+    @property
+    def key(self) -> Key:
+        """Its name, equal on all ranks."""
+        return self._connector.key
 
     @property
     def num_buckets(self) -> int:
@@ -162,12 +166,12 @@ class Reducer:
                 ran backward more often than others since their last step.
         """
         with self._lock:
-            rounds = self._bound()
+            self._raise_failure()
             self._owner = threading.get_ident()
             is_dirty = any(gradient.num_passes for gradient in self._gradients)
-            is_new = rounds.is_open or is_dirty or not self._has_run
+            is_new = self._is_open or is_dirty or not self._has_run
             if self._under_way is not None or is_new:
-                self._finish(rounds)
+                self._finish()
 
     @torch.no_grad()
     def carry_on(self) -> None:
@@ -203,6 +207,11 @@ class Reducer:
         if self._rounds is not None:
             self._rounds.step_done()
 
+    def start_following(self) -> None:
+        """Begin to connect with the other ranks, if they have not; returns at once."""
+        if self._rounds is None:
+            self._connector.start()
+
     @torch.no_grad()
     def keep_up(self) -> None:
         """Take part in the others' rounds, adding nothing, until all ranks do so.
@@ -214,17 +223,20 @@ class Reducer:
             CollectiveError: A reduction failed, or the ranks' models differ.
         """
         with self._lock:
+            self._raise_failure()
             if self._under_way is not None:
-                self._finish(self._bound())
-            self._bound().keep_up()
+                self._finish()
+            rounds = self._rounds or run(self._connect(is_watched=False))
+            rounds.keep_up()
             self._has_run = False
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
-        """Leave the other ranks; the next use binds anew.
+        """Leave the other ranks; the next use connects anew.
 
         Args:
             is_abrupt: Have what is under way fail, here and there.
         """
+        self._connector.give_up()
         for communicator in self._communicators:
             if is_abrupt:
                 communicator.abort()
@@ -233,6 +245,7 @@ class Reducer:
         with self._lock:
             self._communicators.clear()
             self._rounds = self._failure = None
+            self._arrivals = []
             if self._under_way is not None:
                 self._under_way.close()
                 self._under_way = None
@@ -245,32 +258,35 @@ class Reducer:
         """Take the hooks off the parameters and close the communicator."""
         self._release()
 
-    def _bound(self) -> Rounds:
+    def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        if self._rounds is None:
-            if self._rebind is None:
-                raise CollectiveError(
-                    "reducer must be bound to other ranks, got one that left them."
-                )
-            self._rounds = self._bind(self._rebind())
-        return self._rounds
 
-    def _bind(self, bond: Bond) -> Rounds:
-        self.key = bond.key
-        self._waits = None if bond.coordinator is None else bond.coordinator.waits
+    @property
+    def _is_open(self) -> bool:
+        rounds = self._rounds
+        return bool(self._arrivals) if rounds is None else rounds.is_open
+
+    def _steps(self) -> Steps[None]:
+        rounds = self._rounds or (yield from self._connect())
+        yield from rounds.finish()
+
+    def _connect(self, *, is_watched: bool = True) -> Steps[Rounds]:
+        bond = yield from self._connector.connect(is_watched=is_watched)
         self._communicators.append(bond.communicator)
-        return Rounds(self._gradients, self._options, bond)
+        rounds = Rounds(self._gradients, self._options, bond, self._arrivals)
+        rounds.waiting = self._waiting
+        self._rounds, self._arrivals = rounds, []
+        return rounds
 
     def _prepare_additions(self) -> None:
         """Scale results before backward adds to them, where they need it.
 
         And finish first what gave way.
         """
-        if self._rounds is None:
-            return
-        if self._rounds.scaling.keep == 1.0 and not self._has_given_way:
+        is_scaled = self._rounds is not None and self._rounds.scaling.keep != 1.0
+        if not (is_scaled or self._has_given_way):
             return
         for index in range(self._num_prepared, len(self._gradients)):
             parameter = self._gradients[index].parameter
@@ -284,7 +300,7 @@ class Reducer:
     def _before_gradient(self, index: int) -> None:
         if self._under_way is not None:
             with self._lock:
-                self._finish(self._bound(), can_give_way=True)
+                self._finish(can_give_way=True)
             self.refuse_put_off()
         gradient = self._gradients[index]
         grad, rounds = gradient.parameter.grad, self._rounds
@@ -297,12 +313,16 @@ class Reducer:
     @torch.no_grad()
     def _on_gradient(self, index: int) -> None:
         with self._lock:
-            rounds = self._bound()
+            self._raise_failure()
             gradient = self._gradients[index]
             gradient.num_passes += 1
-            if gradient.num_passes >= self._options.passes:
-                self._arm()
-                rounds.arrive(index)
+            if gradient.num_passes < self._options.passes:
+                return
+            self._arm()
+            if self._rounds is not None:
+                self._rounds.arrive(index)
+            elif gradient.num_passes == self._options.passes:
+                self._arrivals.append(index)
 
     def _arm(self) -> None:
         # By number, since a backward that raises never calls back.
@@ -327,17 +347,17 @@ class Reducer:
     def _on_backward_end(self) -> None:
         with self._lock:
             self._unfuse()
-            rounds = self._bound()
-            if not rounds.is_open:
+            if not self._is_open:
                 return
-            if not rounds.is_complete and is_nested_backward():
+            is_complete = self._rounds is not None and self._rounds.is_complete
+            if not is_complete and is_nested_backward():
                 self._armed_backward = -1
                 return
-            self._finish(rounds, can_give_way=True)
+            self._finish(can_give_way=True)
 
-    def _finish(self, rounds: Rounds, *, can_give_way: bool = False) -> None:
-        under_way = self._under_way or Resumable(rounds.finish())
-        waiting = rounds.waiting(self._owner, can_give_way=can_give_way)
+    def _finish(self, *, can_give_way: bool = False) -> None:
+        under_way = self._under_way or Resumable(self._steps())
+        waiting = self._new_waiting(can_give_way=can_give_way)
         if waiting is None or self._waits is None:
             under_way.run(_block)
         else:
@@ -355,6 +375,21 @@ class Reducer:
             raise under_way.failure
         self._has_run = True
         self._prepare_additions()  # from the first round on that somebody misses
+
+    def _new_waiting(self, *, can_give_way: bool) -> Waiting | None:
+        """Return the ``Look`` of a round; None where nobody is to be told of it."""
+        rounds = self._rounds
+        if rounds is None:
+            place, self._waits = self._connector.start(), self._connector.waits
+        else:
+            place = rounds.place
+        if self._waits is None:
+            return None
+        waiting = self._waits.waiting(place, self._owner, can_give_way=can_give_way)
+        self._waiting = waiting
+        if rounds is not None:
+            rounds.waiting = waiting
+        return waiting
 
 
 def _block() -> float:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ronde.coordination.waits import Place, Waiting
+from ronde.coordination.waits import Waiting
 from ronde.data_parallel.agreement import (
     agree_on_newcomers,
     agree_on_order,
@@ -28,22 +28,28 @@ class Rounds:
         gradients: All gradients; the list may grow.
         options: How to reduce.
         bond: Ties them to the other ranks.
+        arrivals: Gradients that backward has made already, as ``arrive`` takes them.
 
     Attributes:
         communicator: The ranks.
+        place: Where they meet.
+        waiting: What ``finish`` is waited for with; None where nobody is to be told.
         is_open: Whether a round is under way.
         last_round: Number of the last round that this rank added something to.
         scaling: The factors.
     """
 
     def __init__(
-        self, gradients: Sequence[Gradient], options: ReducerOptions, bond: Bond
+        self,
+        gradients: Sequence[Gradient],
+        options: ReducerOptions,
+        bond: Bond,
+        arrivals: Sequence[int] = (),
     ) -> None:
         self.communicator = bond.communicator
         self._bond = bond
-        self._place = Place(bond.set_id, bond.name)
-        self._waiting: Waiting | None = None
-        self._waits = None if bond.coordinator is None else bond.coordinator.waits
+        self.place = bond.start()
+        self.waiting: Waiting | None = None
         self.is_open = False
         self.last_round = 0
         self._gradients = gradients
@@ -52,11 +58,13 @@ class Rounds:
         if bond.coordinator is not None:
             self._observed = ObservedReduction(self._reduction, bond, bond.coordinator)
             self._reduction = self._observed
-        self._arrivals: list[int] | None = []
+        self._arrivals: list[int] | None = [*arrivals]
         self._has_newcomers = False
         self._tuning: BucketTuning | None = None
         self.set_options(options)
         self._queue = self._new_queue()
+        if arrivals:
+            self._open()
 
     def set_options(self, options: ReducerOptions) -> None:
         """Count and scale differently from now on."""
@@ -152,29 +160,15 @@ class Rounds:
             if others is not Others.HAVE_JOINED:
                 run(self._tune())
 
-    def waiting(self, thread: int, *, can_give_way: bool) -> Waiting | None:
-        """Return the ``Look`` for ``finish()``; None where nobody is to be told.
-
-        Args:
-            thread: Who cannot do anything else meanwhile.
-            can_give_way: Whether it may be told to stop.
-        """
-        if self._bond.coordinator is None:
-            return None
-        waits, place = self._bond.coordinator.waits, self._place
-        waiting = waits.waiting(place, thread, can_give_way=can_give_way)
-        self._waiting = waiting
-        return waiting
-
     def _begin(self) -> None:
         """Note that this rank has come to the next round, and will see it through."""
         if self._bond.coordinator is None:
             return
         name, number = self._bond.name, self._queue.num_rounds + 1
-        self._place = self._bond.coordinator.place(name, number)
-        self._bond.coordinator.waits.begin(self._place)
-        if self._waiting is not None:
-            self._waiting.place = self._place
+        self.place = self._bond.coordinator.place(name, number)
+        self._bond.coordinator.waits.begin(self.place)
+        if self.waiting is not None:
+            self.waiting.move(self.place)
 
     def _open(self) -> None:
         self._has_newcomers = bool(self._queue.newcomers())
@@ -230,7 +224,7 @@ class Rounds:
             options.limits,
             options.groups,
             self.communicator,
-            self._waits,
+            self._bond.waits,
         )
 
     def _tune(self) -> Steps[None]:

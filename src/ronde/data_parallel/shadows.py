@@ -36,6 +36,10 @@ class Follower(Protocol):
         """Number of the last reduction that this rank added something to."""
         ...
 
+    def start_following(self) -> None:
+        """Begin to connect with the other ranks, if they have not; returns at once."""
+        ...
+
     def keep_up(self) -> None:
         """Take part, adding nothing, until all ranks do so.
 
@@ -65,14 +69,14 @@ class Shadows:
     """
 
     def __init__(self, followers: Iterable[Follower]) -> None:
-        self._shadows = {follower.key: _Shadow(follower) for follower in followers}
+        self._shadows = [_Shadow(follower) for follower in followers]
 
     @property
     def standings(self) -> list[Standing]:
         """How far this rank went with each, without data or with."""
         return [
-            Standing(*key, shadow.follower.last_round)
-            for key, shadow in self._shadows.items()
+            Standing(*shadow.follower.key, shadow.follower.last_round)
+            for shadow in self._shadows
         ]
 
     def end(self, living: Collection[Key]) -> None:
@@ -87,19 +91,23 @@ class Shadows:
             CollectiveError: One of them failed.
         """
         self.abort(keep=living)
-        for key in self._shadows.keys() & set(living):
-            self._shadows[key].wait()
+        for shadow in self._shadows:
+            if shadow.follower.key in living:
+                shadow.wait()
 
     def abort(self, keep: Collection[Key] = ()) -> None:
         """Give up all but ``keep``, and wait for their threads."""
-        for key in self._shadows.keys() - set(keep):
-            self._shadows[key].abort()
+        for shadow in self._shadows:
+            if shadow.follower.key not in keep:
+                shadow.abort()
 
 
 class _Shadow:
     def __init__(self, follower: Follower) -> None:
         self.follower = follower
         self._errors: list[CollectiveError] = []
+        # Before this rank joins: where it asks for nothing, it has nothing to give.
+        follower.start_following()
         self._thread = threading.Thread(
             target=self._keep_up, name="ronde-shadow", daemon=True
         )

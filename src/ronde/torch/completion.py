@@ -88,4 +88,7 @@ def join(device: int = -1) -> int:
             everyone[rank].append(Standing(*standing))
         return everyone
 
-    return keep_up_until(session.reducers, join=wait_for_all, exchange=exchange)
+    followers = [
+        each for member in session.members.values() for each in member.followers
+    ]
+    return keep_up_until(followers, join=wait_for_all, exchange=exchange)

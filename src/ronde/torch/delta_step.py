@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from ronde.collectives import Communicator
 from ronde.collectives.adasum import adasum
-from ronde.data_parallel import Bond, Compressor, Key
+from ronde.data_parallel import Compressor, Connector, Key
+from ronde.data_parallel.resumable import run
 
 Kind = tuple[torch.dtype, torch.device]
 
@@ -24,36 +25,36 @@ Kind = tuple[torch.dtype, torch.device]
 class DeltaStep:
     """Steps of an optimizer whose deltas are combined over all ranks.
 
-    Collective to create and to use: every rank has the same parameters in the same
-    order. Every step begins with the number of ranks that take it, for those that have
-    joined and only keep up.
+    Collective to use, not to create: ranks connect in their first step. Every rank has
+    the same parameters in the same order. Every step begins with the number of ranks
+    that take it, for those that have joined and only keep up.
 
     Attributes:
-        key: Its name, equal on all ranks.
         last_round: Number of the last step that this rank took.
 
     Args:
         parameters: All that may change.
         compressor: What travels.
-        bond: Ties it to the other ranks.
-        rebind: Makes another bond for the first use after ``unbind()``; collective.
+        connector: Ties it to the other ranks.
     """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
         compressor: type[Compressor],
-        bond: Bond,
-        *,
-        rebind: Callable[[], Bond],
+        connector: Connector,
     ) -> None:
-        self.key: Key = bond.key
         self.last_round = 0
         self._num_steps = 0
         self._parameters = [p for p in parameters if p.is_floating_point()]
         self._compressor = compressor
-        self._bond: Bond | None = bond
-        self._rebind = rebind
+        self._connector = connector
+        self._communicator: Communicator | None = None
+
+    @property
+    def key(self) -> Key:
+        """Its name, equal on all ranks."""
+        return self._connector.key
 
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Take more parameters in; collective."""
@@ -70,6 +71,11 @@ class DeltaStep:
         self._go_together(starts)
         return result
 
+    def start_following(self) -> None:
+        """Begin to connect with the other ranks, if they have not; returns at once."""
+        if self._communicator is None:
+            self._connector.start()
+
     @torch.no_grad()
     def keep_up(self) -> None:
         """Take part in the others' steps without one of its own, to the last.
@@ -77,7 +83,7 @@ class DeltaStep:
         Raises:
             CollectiveError: A rank is gone.
         """
-        communicator = self._communicator()
+        communicator = self._connected(is_watched=False)
         while communicator.all_reduce(torch.zeros(1, device="cpu")).wait().item():
             self._num_steps += 1
             for members in self._kinds():
@@ -85,22 +91,23 @@ class DeltaStep:
                 self._combine(communicator, nothing)
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
-        """Leave the other ranks; the next use binds anew.
+        """Leave the other ranks; the next use connects anew.
 
         Args:
             is_abrupt: Have what is under way fail, here and there.
         """
-        if self._bond is not None:
-            communicator = self._bond.communicator
-            self._bond = None
-            if is_abrupt:
-                communicator.abort()
-            else:
-                communicator.close()
+        self._connector.give_up()
+        communicator, self._communicator = self._communicator, None
+        if communicator is None:
+            return
+        if is_abrupt:
+            communicator.abort()
+        else:
+            communicator.close()
 
     @torch.no_grad()
     def _go_together(self, starts: Sequence[Tensor]) -> None:
-        communicator = self._communicator()
+        communicator = self._connected()
         communicator.all_reduce(torch.ones(1, device="cpu")).wait()
         self._num_steps += 1
         self.last_round = self._num_steps
@@ -110,12 +117,12 @@ class DeltaStep:
             for i, delta in zip(members, deltas, strict=True):
                 self._parameters[i].copy_(starts[i].add_(delta))
 
-    def _communicator(self) -> Communicator:
-        if self._bond is None:
-            self._bond = self._rebind()
-            self.key = self._bond.key
+    def _connected(self, *, is_watched: bool = True) -> Communicator:
+        if self._communicator is None:
+            bond = run(self._connector.connect(is_watched=is_watched))
+            self._communicator = bond.communicator
             self.last_round = self._num_steps = 0
-        return self._bond.communicator
+        return self._communicator
 
     def _kinds(self) -> list[list[int]]:
         """Return which parameters can share a message."""

@@ -1,14 +1,17 @@
 """What a rank holds of a process set that it belongs to."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from weakref import WeakSet
 
 from ronde.collectives import Communicator, Connections
 from ronde.coordination.control.connecting import connect_channel
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.options import CoordinationOptions
 from ronde.coordination.waits import Waits
+from ronde.data_parallel import Follower
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +42,17 @@ class Member:
         rank: This one's index in them.
         communicator: Of these ranks; its calls are the coordinator's alone.
         coordinator: Agrees on what the communicator is to do.
+        followers: What reduces over the set outside of it.
     """
 
     ranks: tuple[int, ...]
     rank: int
     communicator: Communicator
     coordinator: Coordinator
-    _numbers: set[int] = field(default_factory=set[int])
+    followers: WeakSet[Follower] = field(default_factory=WeakSet[Follower])
+    _numbers: dict[str, set[int]] = field(
+        default_factory=lambda: defaultdict[str, set[int]](set)
+    )
 
     @classmethod
     def connect(
@@ -86,33 +93,22 @@ class Member:
             raise
         return cls(tuple(ranks), rank, communicator, coordinator)
 
-    def claim_number(self, number: int | None = None) -> int:
-        """Return a number for a duplicate, that none of this set has or had.
+    def claim_number(self, label: str, number: int | None = None) -> int:
+        """Return a number that nothing else of this set and label has or had here.
 
         Args:
+            label: What is numbered.
             number: Taken if it is free; for what had it in an earlier session.
         """
-        if number is None or number in self._numbers:
-            number = next(i for i in count() if i not in self._numbers)
-        self._numbers.add(number)
+        taken = self._numbers[label]
+        if number is None or number in taken:
+            number = next(i for i in count() if i not in taken)
+        taken.add(number)
         return number
-
-    def duplicate(self, job: Job, set_id: int, number: int) -> Communicator:
-        """Make a communicator of the set with an order of calls of its own; collective.
-
-        Not the communicator's own ``duplicate()``, which would come between the calls
-        of the coordinator.
-
-        Args:
-            job: What to make it from.
-            set_id: Number of the set.
-            number: What ``claim_number`` gave, equal on all ranks.
-        """
-        # Nothing below the set's own name, where its communicator makes its duplicates.
-        name = f"set{set_id}.{number}"
-        return job.connections.connect(name, self.ranks, job.hosts)
 
     def close(self) -> None:
         """Tell the others, fail what is under way and give everything back."""
         self.coordinator.close()
+        for follower in list(self.followers):
+            follower.unbind()
         self.communicator.close()

@@ -19,7 +19,7 @@ from ronde.data_parallel import (
 )
 from ronde.errors import UsageError
 from ronde.torch.autograd import require_adasum
-from ronde.torch.bonds import Bonds
+from ronde.torch.connecting import Connector
 from ronde.torch.delta_step import DeltaStep
 from ronde.torch.hooked_optimizer import _DistributedOptimizer  # pyright: ignore[reportPrivateUsage]
 from ronde.torch.naming import group_indices, name_of, name_parameters
@@ -55,9 +55,10 @@ class DistributedOptimizer(StandIn):
     With ``op=Adasum`` gradients stay each rank's own: each steps alone, and the ways
     that they went are combined.
 
-    Collective to create: every rank of the process set makes its optimizers in the same
-    order, over parameters of equal shapes in equal order. On other ranks it is the
-    plain optimizer.
+    Not collective to create: ranks connect at the first use. Every rank of the process
+    set has an optimizer over parameters of equal names and shapes in equal order; of
+    several that are alike, those meet that each rank made first. On other ranks it is
+    the plain optimizer.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
@@ -306,9 +307,9 @@ def _make_reducer(
     # But it may become one of several.
     if size == 1 and not (options.is_passes_average or session.knobs.is_elastic):
         return None
-    bonds = Bonds(process_set)
-    reducer = Reducer(named, bonds.make(), options, rebind=bonds.make)
-    bonds.tie(reducer)
+    connector = Connector(process_set, named)
+    reducer = Reducer(named, connector, options)
+    connector.tie(reducer)
     return reducer
 
 
@@ -323,10 +324,10 @@ def _make_delta_step(
             "compression must be none, fp16 or bf16 with op=Adasum, got "
             f"{compression}: Adasum is not linear."
         )
-    bonds = Bonds(process_set)
+    connector = Connector(process_set, named, ", by Adasum")
     parameters = [parameter for _, parameter in named]
-    delta = DeltaStep(parameters, compression, bonds.make(), rebind=bonds.make)
-    bonds.tie(delta)
+    delta = DeltaStep(parameters, compression, connector)
+    connector.tie(delta)
     return delta
 
 

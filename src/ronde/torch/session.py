@@ -5,7 +5,7 @@ from itertools import count
 from weakref import WeakSet
 
 from ronde.collectives import Communicator
-from ronde.data_parallel import BucketTuningOptions, Follower
+from ronde.data_parallel import BucketTuningOptions
 from ronde.errors import CollectiveError, NotInitializedError
 from ronde.torch.handles import Handles
 from ronde.torch.members import Job, Member
@@ -32,7 +32,6 @@ class Session:
         tuning: How optimizers find their bucket sizes; None leaves those be.
         handles: Collectives under way that the program has numbers for.
         duplicates: Communicators of their own that were made for others.
-        reducers: What a rank that has joined must keep up with.
     """
 
     world: World
@@ -46,7 +45,6 @@ class Session:
     tuning: BucketTuningOptions | None = None
     handles: Handles = field(default_factory=Handles)
     duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
-    reducers: WeakSet[Follower] = field(default_factory=WeakSet[Follower])
     _set_ids: "count[int]" = field(default_factory=lambda: count(1))
 
     @property
@@ -54,16 +52,19 @@ class Session:
         """Of all ranks; its calls are the coordinator's alone."""
         return self.members[0].communicator
 
-    def duplicate(self, set_id: int = 0, number: int | None = None) -> Communicator:
+    def duplicate(self, set_id: int, number: int) -> Communicator:
         """Return a communicator of a set with an order of calls of its own; collective.
 
         Args:
             set_id: A process set that this rank belongs to.
-            number: What the member's ``claim_number`` gave; None claims one.
+            number: Equal on all ranks, used once.
         """
-        member = self.members[set_id]
-        number = member.claim_number() if number is None else number
-        communicator = member.duplicate(self.job, set_id, number)
+        # Not the set's communicator's own duplicate(), which would come between the
+        # calls of the coordinator; and nothing below the set's own name, where that
+        # communicator makes its duplicates.
+        connections, name = self.job.connections.apart(), f"set{set_id}.{number}"
+        ranks = self.members[set_id].ranks
+        communicator = connections.connect(name, ranks, self.job.hosts)
         self.duplicates.add(communicator)
         return communicator
 
@@ -84,12 +85,10 @@ class Session:
         self.handles.clear()
         for member in self.members.values():
             member.coordinator.close()
-        for reducer in list(self.reducers):
-            reducer.unbind()
+        for member in self.members.values():
+            member.close()
         for communicator in self.duplicates:
             communicator.close()
-        for member in self.members.values():
-            member.communicator.close()
 
 
 _sessions: list[Session] = []

@@ -1,0 +1,163 @@
+"""How an optimizer finds its like on the other ranks.
+
+Note [Connecting at first use]
+    Making an optimizer concerns one rank alone. When it is first used, it asks the
+    coordinator for a communicator, by a name: a digest of its parameters' names, shapes
+    and dtypes, and its number among those made here that are alike. The request is like
+    any named one: in any order, watched for stalls, and left where ranks wait for each
+    other. All ranks connect where all have asked.
+
+    Two cases leave all ranks of a set waiting to connect, each with others. Their
+    models differ: then all raise that. Or one rank has made one more that is like the
+    others, say a copy to keep: then what they wait with is connected, since nothing
+    else can be meant.
+"""
+
+import hashlib
+import json
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from ronde.collectives import Communicator
+from ronde.coordination.coordinator import Coordinator
+from ronde.coordination.entries import Entry
+from ronde.coordination.operations import Kind, Operation
+from ronde.coordination.waits import Place, Waits
+from ronde.data_parallel import Bond, Follower, Key
+from ronde.data_parallel.agreement import describe, refuse_differences
+from ronde.data_parallel.resumable import Steps
+from ronde.errors import UnpairedError
+from ronde.torch.members import Member
+from ronde.torch.process_sets import ProcessSet
+from ronde.torch.session import current_session
+from ronde.torch.submission import member_of
+
+
+class Connector:
+    """Connects one optimizer with its like, when it is first used in a session.
+
+    An optimizer outlives a session where ranks start anew after a failure (Horovod's
+    elastic training); it keeps its name then, so that it meets its like.
+
+    Args:
+        process_set: Whose ranks reduce.
+        named_parameters: What is reduced.
+        how: To be added to what messages say of each.
+
+    Attributes:
+        key: Its name, equal on all ranks.
+    """
+
+    key: Key
+
+    def __init__(
+        self,
+        process_set: ProcessSet,
+        named_parameters: Sequence[tuple[str, Tensor]],
+        how: str = "",
+    ) -> None:
+        self._process_set = process_set
+        self._parameters = [describe(*each) + how for each in named_parameters]
+        first = named_parameters[0][0] if named_parameters else "none"
+        digest = _digest("\n".join([how, *self._parameters]))
+        self._label = f"optimizer.{first}.{digest}"
+        self._number: int | None = None
+        self._name = ""
+        self._coordinator: weakref.ref[Coordinator] | None = None
+        self._entry: Entry | None = None
+        self._follower: weakref.ref[Follower] | None = None
+        # This thread may still use it where another one already waits.
+        self._member().coordinator.waits.add_user()
+
+    @property
+    def waits(self) -> Waits:
+        """Those of this process."""
+        return self._member().coordinator.waits
+
+    def tie(self, follower: Follower) -> None:
+        """Have ``join()`` keep up with it, and ``shutdown()`` disconnect it."""
+        self._follower = weakref.ref(follower)
+        self._member().followers.add(follower)
+
+    def start(self) -> Place:
+        """Begin to connect, if that was not done; return where the ranks meet."""
+        return self._member().coordinator.place(self._ask().name)
+
+    def connect(self, *, is_watched: bool = True) -> Steps[Bond]:
+        """Connect; collective: see ``data_parallel.Connector``."""
+        while True:
+            coordinator, entry = self._member().coordinator, self._ask()
+            with coordinator.watch(entry.name) if is_watched else nullcontext():
+                yield entry
+                try:
+                    communicator, number = entry.wait()
+                except UnpairedError:
+                    yield from self._compare()
+                else:
+                    break
+                finally:
+                    self._entry = None
+        return Bond(communicator, coordinator, self.key.set_id, number)
+
+    def give_up(self) -> None:
+        """Have a connection that is under way fail on this rank."""
+        coordinator = self._coordinator and self._coordinator()
+        if coordinator is not None and self._entry is not None:
+            coordinator.give_up(self._entry)
+        self._entry = None
+
+    def _ask(self) -> Entry:
+        coordinator = self._member().coordinator
+        if self._entry is None:
+            session, set_id = current_session(), self.key.set_id
+
+            def make(number: int) -> Communicator:
+                return session.duplicate(set_id, number)
+
+            self._entry = coordinator.connect(self._name, make)
+        return self._entry
+
+    def _member(self) -> Member:
+        """Return this rank's part in the set, which knows of this optimizer."""
+        member = member_of(self._process_set, "Allreduce")
+        known = self._coordinator and self._coordinator()
+        if known is not member.coordinator:
+            self._coordinator = weakref.ref(member.coordinator)
+            self._entry = None
+            self._number = member.claim_number(self._label, self._number)
+            self._set_name(member, str(self._number))
+            follower = self._follower and self._follower()
+            if follower is not None:
+                member.followers.add(follower)
+        return member
+
+    def _set_name(self, member: Member, number: str) -> None:
+        self._name = f"{self._label}.{number}"
+        set_id = self._process_set.process_set_id or 0
+        self.key = Key(set_id, int(_digest(self._name), 16), len(member.ranks))
+
+    def _compare(self) -> Steps[None]:
+        """Find out why the ranks wait for others each, and find a name that all have.
+
+        Raises:
+            CollectiveError: Their parameters differ.
+        """
+        line = json.dumps([self._name, self._parameters]) + "\n"
+        sent = torch.frombuffer(bytearray(line.encode()), dtype=torch.uint8)
+        member = self._member()
+        operation = Operation(Kind.ALLGATHER, (sent,), "optimizer.parameters")
+        work = member.coordinator.submit(operation)
+        yield work
+        (gathered,) = work.wait()
+        lines = bytes(gathered.tolist()).decode().splitlines()
+        names, parameters = zip(*map(json.loads, lines), strict=True)
+        refuse_differences(parameters)
+        self._set_name(member, _digest(" ".join(names)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,0 +1,326 @@
+"""Making an optimizer concerns one rank alone: ranks meet when it is first used."""
+
+import copy
+import re
+
+import pytest
+import torch
+from tests.parity.sessions import run_sessions
+from torch import nn
+
+import ronde.torch as hvd
+
+ENGINES = ["shared_memory", "gloo", "hierarchical"]
+NUM_STEPS = 3
+STALL = {
+    "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "1",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2",
+}
+
+every_engine = pytest.mark.parametrize("engine", ENGINES)
+every_size = pytest.mark.parametrize("size", [2, 3, 4])
+
+
+def build(width):
+    torch.manual_seed(width)
+    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3)).double()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def distributed(model, **options):
+    return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+
+
+def loss_of(model, rank, step):
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    return model(inputs).square().mean()
+
+
+def train(model, optimizer, num_steps=NUM_STEPS):
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+
+
+def weights(*models):
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+def alone(width, ranks, num_steps=NUM_STEPS, num_batches=None):
+    """Return the weights of one process; a rank without a batch adds zeros."""
+    model = build(width)
+    optimizer = sgd(model)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        for rank in ranks:
+            if num_batches is None or step < num_batches[rank]:
+                (loss_of(model, rank, step) / len(ranks)).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def assert_equal(results, expected):
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+
+
+@every_engine
+@every_size
+@pytest.mark.parametrize("widths", [(4, 6), (4, 4, 6)])
+def test_made_in_another_order(size, engine, widths):
+    """Of models that are alike, the first one here is the first one there."""
+
+    def work():
+        order = sorted(set(widths), reverse=hvd.rank() % 2 == 1)
+        models = [build(each) for width in order for each in widths if each == width]
+        optimizers = [distributed(model) for model in models]
+        pairs = sorted(
+            zip(models, optimizers, strict=True),
+            key=lambda pair: pair[0][0].out_features,
+        )
+        for model, optimizer in pairs:
+            train(model, optimizer)
+        return weights(*[model for model, _ in pairs])
+
+    results = run_sessions(size, work, engine=engine)
+    assert_equal(results, [w for width in widths for w in alone(width, range(size))])
+
+
+@every_engine
+@every_size
+def test_made_and_used_in_another_order(size, engine):
+    """``backward()`` gives way where ranks wait for each other to connect."""
+
+    def work():
+        order = [4, 6] if hvd.rank() % 2 == 0 else [6, 4]
+        models = {width: build(width) for width in order}
+        optimizers = {width: distributed(models[width]) for width in order}
+        for step in range(NUM_STEPS):
+            for width in order:
+                optimizers[width].zero_grad()
+                loss_of(models[width], hvd.rank(), step).backward()
+            for width in order:
+                optimizers[width].step()
+        return weights(models[4], models[6])
+
+    results = run_sessions(size, work, engine=engine)
+    assert_equal(results, alone(4, range(size)) + alone(6, range(size)))
+
+
+@every_engine
+def test_made_on_one_rank_and_never_used(engine):
+    def work():
+        model = build(4)
+        if hvd.rank() == 1:
+            distributed(build(6))
+        optimizer = distributed(model)
+        train(model, optimizer)
+        if hvd.rank() == 0:
+            spare = copy.deepcopy((model, optimizer))
+            assert isinstance(spare[1], hvd.DistributedOptimizer)
+        hvd.barrier()
+        train(model, optimizer)
+        return weights(model)
+
+    first, *others = run_sessions(3, work, engine=engine)
+    assert_equal(others, first)
+
+
+@every_engine
+@every_size
+def test_a_spare_copy_on_one_rank_does_not_shift_what_all_make_later(size, engine):
+    """Rank 0's second one is the others' first: they are alike, and none else waits."""
+
+    def work():
+        if hvd.rank() == 0:
+            distributed(build(4))
+        model = build(4)
+        optimizer = distributed(model)
+        train(model, optimizer)
+        copies = copy.deepcopy((model, optimizer))
+        train(*copies)
+        return weights(model)
+
+    results = run_sessions(size, work, engine=engine)
+    assert_equal(results, alone(4, range(size)))
+
+
+@pytest.mark.parametrize("engine", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_used_on_one_rank_alone_is_reported(engine, op):
+    def work():
+        model = build(4)
+        optimizer = distributed(model, op=op)
+        if hvd.rank() == 0:
+            loss_of(model, 0, 0).backward()
+            call = optimizer.step
+        else:
+
+            def call():
+                hvd.allreduce(torch.ones(1), name="metric")
+
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            call()
+        return str(caught.value)
+
+    for text in run_sessions(2, work, engine=engine, environment=STALL):
+        (missing,) = re.findall(r"^1!?: \[(.+)\]$", text, re.MULTILINE)
+        assert "connect.optimizer.0.weight" in missing
+
+
+@every_engine
+@every_size
+@pytest.mark.parametrize("way", ["step", "synchronize"])
+def test_different_models_are_an_error_on_all_ranks(size, engine, way):
+    def work():
+        last = hvd.rank() == size - 1
+        model = build(6 if last else 4)
+        optimizer = distributed(model)
+        loss_of(model, hvd.rank(), 0).backward()
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            getattr(optimizer, way)()
+        return str(caught.value)
+
+    expected = (
+        "parameters must be the same on all ranks, got 0.weight (4, 5) strides (5, 1) "
+        "torch.float64 on cpu on rank 0 and 0.weight (6, 5) strides (5, 1) "
+        f"torch.float64 on cpu on rank {size - 1}. Build the same model everywhere."
+    )
+    assert run_sessions(size, work, engine=engine) == [expected] * size
+
+
+def test_models_of_different_lengths_are_an_error_on_all_ranks():
+    def work():
+        model = build(4)
+        some = model[0] if hvd.rank() else model
+        optimizer = distributed(some)
+        loss_of(model, hvd.rank(), 0).backward()
+        with pytest.raises(hvd.HorovodInternalError, match="num_parameters must be"):
+            optimizer.step()
+        # The session goes on.
+        other = build(4)
+        train(other, distributed(other))
+        return weights(other)
+
+    assert_equal(run_sessions(2, work), alone(4, range(2)))
+
+
+@every_engine
+def test_process_sets_that_overlap(engine):
+    """Rank 1 is in both, and uses them in the other order at every second step."""
+
+    def work():
+        low, high = hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2])
+        sets = {4: low, 6: high, 8: hvd.global_process_set}
+        order = [4, 6, 8] if hvd.rank() != 1 else [8, 6, 4]
+        models = {width: build(width) for width in order}
+        optimizers = {
+            width: distributed(models[width], process_set=sets[width])
+            for width in order
+            if sets[width].included()
+        }
+        for step in range(NUM_STEPS):
+            for width, optimizer in optimizers.items():
+                optimizer.zero_grad()
+                loss_of(models[width], hvd.rank(), step).backward()
+            for optimizer in optimizers.values():
+                optimizer.step()
+        return {width: weights(models[width]) for width in optimizers}
+
+    ranks = {4: [0, 1], 6: [1, 2], 8: [0, 1, 2]}
+    results = run_sessions(3, work, engine=engine)
+    for rank, result in enumerate(results):
+        for width, trained in result.items():
+            assert rank in ranks[width]
+            assert_equal([trained], alone(width, ranks[width]))
+
+
+@every_engine
+@every_size
+def test_a_rank_joins_before_the_first_use(size, engine):
+    """And never uses one; another one is used by nobody."""
+
+    def work():
+        model = build(4)
+        if hvd.rank() == 0:
+            distributed(build(8))
+        optimizer, unused = distributed(model), distributed(build(6))
+        train(model, optimizer, num_steps=0 if hvd.rank() == 1 else NUM_STEPS)
+        last = hvd.join()
+        del unused
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        train(model, optimizer)
+        return weights(model)
+
+    results = run_sessions(size, work, engine=engine)
+    num_batches = [NUM_STEPS, 0, NUM_STEPS, NUM_STEPS]
+    model = build(4)
+    optimizer = sgd(model)
+    for counts in (num_batches, [NUM_STEPS] * 4):
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            for rank in range(size):
+                if step < counts[rank]:
+                    (loss_of(model, rank, step) / size).backward()
+            optimizer.step()
+    assert_equal(results, weights(model))
+
+
+def test_a_rank_that_joined_without_the_optimizer_is_an_error_on_the_others():
+    def work():
+        if hvd.rank() == 1:
+            hvd.join()
+            return None
+        model = build(4)
+        optimizer = distributed(model)
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            train(model, optimizer)
+        hvd.join()
+        return str(caught.value)
+
+    first, _, third = run_sessions(3, work)
+    assert first == third
+    assert "connect.optimizer.0.weight" in first
+    assert "before" in first
+    assert "joins" in first
+
+
+@pytest.mark.parametrize("engine", ["shared_memory", "gloo"])
+def test_adasum_made_in_another_order(engine):
+    def work():
+        order = [4, 6] if hvd.rank() == 0 else [6, 4]
+        models = {width: build(width) for width in order}
+        optimizers = {
+            width: distributed(models[width], op=hvd.Adasum) for width in order
+        }
+        for width in (4, 6):
+            train(models[width], optimizers[width])
+        return weights(models[4], models[6])
+
+    first, second = run_sessions(2, work, engine=engine)
+    assert_equal([first], second)
+
+
+def test_a_session_after_the_first():
+    """An optimizer that was used goes on, in another order than it was made in."""
+
+    def work():
+        order = [4, 6] if hvd.rank() == 0 else [6, 4]
+        models = {width: build(width) for width in order}
+        optimizers = {width: distributed(models[width]) for width in order}
+        for width in (4, 6):
+            train(models[width], optimizers[width])
+        hvd.shutdown()
+        hvd.init()
+        for width in (6, 4):
+            train(models[width], optimizers[width])
+        return weights(models[4], models[6])
+
+    first, second = run_sessions(2, work)
+    assert_equal([first], second)
