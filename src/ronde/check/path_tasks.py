@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Task = Mapping[str, object]
 """``do`` names a function below; the rest are its arguments."""
 
-Outcome = dict[str, "Any"]
+TaskOutcome = dict[str, "Any"]
 """What came of it. ``error`` is why nothing did, ``has_hung``: time was up."""
 
 _PIECE_BYTES = 1 << 20
@@ -48,7 +48,7 @@ _BOOT = (
 
 def run_tasks(
     groups: Sequence[Sequence[Task]], deadline_s: float
-) -> list[list[Outcome]]:
+) -> list[list[TaskOutcome]]:
     """Run tasks, those of a group one after the other, groups side by side.
 
     Args:
@@ -82,18 +82,18 @@ def run_tasks(
         return [each.result() for each in collected]
 
 
-def run_task(task: Task, deadline_s: float) -> Outcome:
+def run_task(task: Task, deadline_s: float) -> TaskOutcome:
     """Run one task in a process of its own."""
     [[outcome]] = run_tasks([[task]], deadline_s)
     return outcome
 
 
 def _collect(
-    process: "subprocess.Popen[bytes]", num: int, ends_s: float, late: Outcome
-) -> list[Outcome]:
+    process: "subprocess.Popen[bytes]", num: int, ends_s: float, late: TaskOutcome
+) -> list[TaskOutcome]:
     import subprocess
 
-    lost: Outcome = {"error": "it died"}
+    lost: TaskOutcome = {"error": "it died"}
     try:
         output, _ = process.communicate(timeout=max(0.0, ends_s - time.monotonic()))
     except subprocess.TimeoutExpired as error:
@@ -119,7 +119,7 @@ def main(tasks: str) -> None:
         sys.stdout.flush()
 
 
-def look(path: str) -> Outcome:
+def look(path: str) -> TaskOutcome:
     """Look at a directory: whether it is one, may be written to, and has room."""
     room = os.statvfs(path)
     return {
@@ -134,7 +134,7 @@ def look(path: str) -> Outcome:
     }
 
 
-def sample(path: str) -> Outcome:
+def sample(path: str) -> TaskOutcome:
     """Return a file's size and the beginning of a hash of it.
 
     Of a file that is larger than all samples together, these are spread evenly from its
@@ -157,7 +157,7 @@ def sample(path: str) -> Outcome:
     return {"size_bytes": size, "digest": digest.hexdigest()[:16]}
 
 
-def leave(path: str, name: str) -> Outcome:
+def leave(path: str, name: str) -> TaskOutcome:
     """Leave a small file, so that it appears by a renaming."""
     part = Path(path, f"{name}.part")
     part.write_text(name, encoding="utf-8")
@@ -165,7 +165,7 @@ def leave(path: str, name: str) -> Outcome:
     return {}
 
 
-def find(path: str, names: Sequence[str], patience_s: float) -> Outcome:
+def find(path: str, names: Sequence[str], patience_s: float) -> TaskOutcome:
     """Wait for files that others leave; return after how many seconds each is seen."""
     begun_s = time.monotonic()
     seen: dict[str, float] = {}
@@ -186,7 +186,7 @@ def _holds(place: Path, text: str) -> bool:
         return False
 
 
-def remove(path: str, names: Sequence[str]) -> Outcome:
+def remove(path: str, names: Sequence[str]) -> TaskOutcome:
     """Remove files that were left, where they still are."""
     for name in names:
         for place in (Path(path, name), Path(path, f"{name}.part")):
@@ -196,7 +196,7 @@ def remove(path: str, names: Sequence[str]) -> Outcome:
 
 def fill(
     path: str, name: str, num_bytes: int, num_files: int, patience_s: float
-) -> Outcome:
+) -> TaskOutcome:
     """Write a file, flush it to disk, make small files; return the seconds of each.
 
     All is in a folder that is new and removed again. Nothing is begun where it would
@@ -261,7 +261,7 @@ def _time_small_files(
     return num_made, time.monotonic() - begun_s
 
 
-def clear(path: str, names: Sequence[str]) -> Outcome:
+def clear(path: str, names: Sequence[str]) -> TaskOutcome:
     """Remove folders with the files in them, where they still are; return which."""
     found: list[str] = []
     for name in names:
@@ -275,6 +275,6 @@ def clear(path: str, names: Sequence[str]) -> Outcome:
     return {"found": found}
 
 
-_TASKS: dict[str, Callable[..., Outcome]] = {
+_TASKS: dict[str, Callable[..., TaskOutcome]] = {
     each.__name__: each for each in (look, sample, leave, find, remove, fill, clear)
 }

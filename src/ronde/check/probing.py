@@ -44,7 +44,7 @@ class ProbeEntry(NamedTuple):
     settings: Mapping[str, Value] = MappingProxyType({})
 
 
-class Outcome(NamedTuple):
+class ProbeOutcome(NamedTuple):
     """What came of a probe.
 
     Attributes:
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
 
 def run_probes(
     entries: Mapping[str, ProbeEntry], settings: dict[str, Value]
-) -> dict[str, Outcome]:
+) -> dict[str, ProbeOutcome]:
     """Run probes side by side; return what each found, by its name.
 
     Args:
@@ -101,7 +101,7 @@ def run_probes(
 
 def _collect(
     process: "subprocess.Popen[bytes]", given: bytes, begun_s: float, deadline_s: float
-) -> Outcome:
+) -> ProbeOutcome:
     left_s = max(0.0, begun_s + deadline_s - time.monotonic())
     try:
         said, complaint = process.communicate(given, timeout=left_s)
@@ -114,15 +114,17 @@ def _collect(
             # What hangs in the kernel dies when that lets go of it.
             how = "cannot even be killed"
         seconds = time.monotonic() - begun_s
-        return Outcome({}, {}, f"it hung and {how} after {deadline_s:g} s", seconds)
+        return ProbeOutcome(
+            {}, {}, f"it hung and {how} after {deadline_s:g} s", seconds
+        )
     seconds = time.monotonic() - begun_s
     try:
         told: Any = json.loads(said)
-        return Outcome(told["values"], told["unreadable"], "", seconds)
+        return ProbeOutcome(told["values"], told["unreadable"], "", seconds)
     except (ValueError, KeyError, TypeError):
         last = complaint.decode(errors="replace").strip().splitlines()[-1:]
         reason = f"{ENDED} {process.returncode}: {''.join(last)}"
-        return Outcome({}, {}, reason[:_MAX_SAID_CHARS], seconds)
+        return ProbeOutcome({}, {}, reason[:_MAX_SAID_CHARS], seconds)
 
 
 def main(modules: Sequence[str]) -> None:

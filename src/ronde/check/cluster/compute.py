@@ -15,7 +15,7 @@ from ronde.check.facts import Fleet, Value, find_few, find_odd, show_usual
 from ronde.check.gpu.copies import COPIES, LOADED_LINKS
 from ronde.check.gpu.judges import (
     CPU,
-    Device,
+    CheckedDevice,
     SpeedMeasure,
     find_slow_devices,
     fold_devices,
@@ -369,12 +369,12 @@ _GPU_SPEED = SpeedMeasure(
     PRODUCTS,
 )
 def _product_speed(fleet: Fleet) -> Iterator[Problem]:
-    cpus: dict[Device, float] = {}
-    gpus: dict[Device, float] = {}
+    cpus: dict[CheckedDevice, float] = {}
+    gpus: dict[CheckedDevice, float] = {}
     for host, products in fleet.known(PRODUCTS).items():
         for name, each in products.items():
             if "failure" not in each:
-                device = Device(host, name, each.get("model", name))
+                device = CheckedDevice(host, name, each.get("model", name))
                 (cpus if name == CPU else gpus)[device] = float(each["gflop_per_s"])
     slow = (
         *find_slow_devices(cpus, _CPU_SPEED),

@@ -45,7 +45,7 @@ def fact_of(question: HostQuestion | GpuQuestion) -> str:
 ALL_ANSWERS = [fact_of(question) for question in (*HostQuestion, *GpuQuestion)] + [LOST]
 
 
-class GpuAnswers(NamedTuple):
+class GpuReport(NamedTuple):
     """What NVML reports of one GPU.
 
     Attributes:
@@ -61,9 +61,9 @@ class GpuAnswers(NamedTuple):
 
 def ask_gpu(
     nvml: NvmlDriver, number: int, questions: Iterable[GpuQuestion] = tuple(GpuQuestion)
-) -> GpuAnswers:
+) -> GpuReport:
     """Ask for one GPU in this process."""
-    found = GpuAnswers({}, {})
+    found = GpuReport({}, {})
     for question in questions:
         try:
             found.answers[question] = nvml.ask_gpu(question, number)
@@ -72,7 +72,7 @@ def ask_gpu(
     return found
 
 
-def ask_apart(count: int) -> list[GpuAnswers]:
+def ask_apart(count: int) -> list[GpuReport]:
     """Ask for this host's GPUs, for each in a process of its own."""
     own = [question for question in GpuQuestion if question != _BETWEEN_GPUS]
     parts = {str(number): ([number], own) for number in range(count)}
@@ -82,7 +82,7 @@ def ask_apart(count: int) -> list[GpuAnswers]:
         for name, (gpus, asked) in parts.items()
     }
     outcomes = run_probes(entries, {}) if count else {}
-    found: list[GpuAnswers] = []
+    found: list[GpuReport] = []
     for number in range(count):
         between, alone = outcomes[_BETWEEN_GPUS], outcomes[str(number)]
         gpu = _answers_of(alone.values, alone.failure, 0, own)
@@ -90,20 +90,20 @@ def ask_apart(count: int) -> list[GpuAnswers]:
         # A hanging question about its peers does not make a GPU one that hangs.
         late = {_BETWEEN_GPUS: (TIMEOUT, peers.hung)} if peers.hung else {}
         refused = {**gpu.refused, **peers.refused, **late}
-        found.append(GpuAnswers(gpu.answers | peers.answers, refused, gpu.hung))
+        found.append(GpuReport(gpu.answers | peers.answers, refused, gpu.hung))
     return found
 
 
 def _answers_of(
     values: Value, failure: str, place: int, questions: Sequence[GpuQuestion]
-) -> GpuAnswers:
+) -> GpuReport:
     """Return what a process found out of the GPU at a place of its list."""
     if not failure:
         answers, refused = values["gpus"][place]
-        return GpuAnswers(answers, {n: (code, w) for n, (code, w) in refused.items()})
+        return GpuReport(answers, {n: (code, w) for n, (code, w) in refused.items()})
     if failure.startswith(ENDED):
-        return GpuAnswers({}, dict.fromkeys(questions, (_FAILED, failure)))
-    return GpuAnswers({}, {}, failure)
+        return GpuReport({}, dict.fromkeys(questions, (_FAILED, failure)))
+    return GpuReport({}, {}, failure)
 
 
 def read(reading: Reading) -> None:
@@ -131,7 +131,7 @@ def ask_driver(reading: Reading) -> None:
 
 
 def keep_answers(
-    reading: Reading, nvml: NvmlDriver, ask_gpus: Callable[[int], Sequence[GpuAnswers]]
+    reading: Reading, nvml: NvmlDriver, ask_gpus: Callable[[int], Sequence[GpuReport]]
 ) -> None:
     """Store the facts ``ALL_ANSWERS``.
 
@@ -169,7 +169,7 @@ def _host_answer(nvml: NvmlDriver, question: HostQuestion) -> Value:
 
 def _keep_gpu_answers(
     reading: Reading,
-    gpus: Sequence[GpuAnswers],
+    gpus: Sequence[GpuReport],
     question: GpuQuestion,
     lost: dict[int, str],
 ) -> None:

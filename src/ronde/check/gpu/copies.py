@@ -10,7 +10,7 @@ from typing import Any
 from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, check
 from ronde.check.facts import Fleet, UnreadableError, Value
 from ronde.check.gpu.judges import (
-    Device,
+    CheckedDevice,
     SpeedMeasure,
     find_slow_devices,
     fold_devices,
@@ -341,11 +341,11 @@ _MEMORY = "device_memory_gb_per_s"
     COPIES,
 )
 def _gpu_copy_speed(fleet: Fleet) -> Iterator[Problem]:
-    known: dict[Device, Value] = {}
-    found: list[tuple[Device, Problem]] = []
+    known: dict[CheckedDevice, Value] = {}
+    found: list[tuple[CheckedDevice, Problem]] = []
     for host, gpus in fleet.known(COPIES).items():
         for name, copies in gpus.items():
-            device = Device(host, name, copies.get("model", ""))
+            device = CheckedDevice(host, name, copies.get("model", ""))
             if "failure" in copies:
                 what = f"could not be measured: {copies['failure']}"
                 found.append((device, Problem(what, INFORM)))
@@ -361,13 +361,13 @@ def _gpu_copy_speed(fleet: Fleet) -> Iterator[Problem]:
 
 
 def _judge_with_host(
-    known: dict[Device, Value],
-    rates: dict[Device, float],
-    slow: dict[Device, Problem],
+    known: dict[CheckedDevice, Value],
+    rates: dict[CheckedDevice, float],
+    slow: dict[CheckedDevice, Problem],
     measure: SpeedMeasure,
-) -> dict[Device, Problem]:
+) -> dict[CheckedDevice, Problem]:
     """Return what is slow or below its model's floor, the worse of the two."""
-    found: dict[Device, Problem] = {}
+    found: dict[CheckedDevice, Problem] = {}
     for device, rate in rates.items():
         problem = slow.get(device)
         floor = _FLOORS_GB_PER_S.get(device.model.removeprefix("NVIDIA "), 0.0)
@@ -409,9 +409,9 @@ def _gpu_pcie_load(fleet: Fleet) -> Iterator[Problem]:
         fix = f"sudo lspci -vv -s {low[0]} | grep Lnk" if low else ""
         fix += ", and so on" * (len(low) > 1)
         fix += "; seat the card or its riser anew; look at the slot in the BIOS"
-        found: list[tuple[Device, Problem]] = []
+        found: list[tuple[CheckedDevice, Problem]] = []
         for name, link in links.items():
-            device = Device(facts.host, name, "")
+            device = CheckedDevice(facts.host, name, "")
             if link and "failure" in link:
                 what = f"link is unknown: {link['failure']}"
                 found.append((device, Problem(what, INFORM)))

@@ -85,7 +85,7 @@ def odd_gpus(
         yield from fold_gpus(host, found)
 
 
-class Device(NamedTuple):
+class CheckedDevice(NamedTuple):
     """One processor of one host.
 
     Attributes:
@@ -116,13 +116,13 @@ class SpeedMeasure(NamedTuple):
 
 
 def find_slow_devices(
-    amounts: Mapping[Device, float], measure: SpeedMeasure
-) -> Iterator[tuple[Device, Problem]]:
+    amounts: Mapping[CheckedDevice, float], measure: SpeedMeasure
+) -> Iterator[tuple[CheckedDevice, Problem]]:
     """Yield the devices that have less of something than most of their model have.
 
     All hosts count alike. In a draw, and with only two devices, all are shown.
     """
-    models: dict[str, dict[str, Device]] = defaultdict(dict)
+    models: dict[str, dict[str, CheckedDevice]] = defaultdict(dict)
     for device in amounts:
         models[device.model][f"{device.host}\n{device.name}"] = device
     for alike in models.values():
@@ -145,7 +145,7 @@ def find_slow_devices(
             yield device, Problem(what, severity, usual)
 
 
-def fold_devices(found: Iterable[tuple[Device, Problem]]) -> Iterator[Problem]:
+def fold_devices(found: Iterable[tuple[CheckedDevice, Problem]]) -> Iterator[Problem]:
     """Yield problems by host; devices whose problem is alike share one."""
     same: dict[Problem, dict[str, list[str]]] = {}
     for device, problem in found:

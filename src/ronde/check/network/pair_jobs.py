@@ -32,7 +32,7 @@ from ronde.check.check import (
 )
 from ronde.check.facts import ENVIRONMENT, Fleet, Value, Values
 from ronde.check.hosts import HostSet, NodeContext, Reply
-from ronde.check.network.streams import Measured, Pair
+from ronde.check.network.streams import Pair, PairRates
 from ronde.errors import UsageError
 from ronde.launch.environments import (
     JobFacts,
@@ -276,7 +276,7 @@ class Benches:
         del hosts
         return {}
 
-    def measure(self, hosts: HostSet, pairs: Sequence[Pair]) -> dict[Pair, Measured]:
+    def measure(self, hosts: HostSet, pairs: Sequence[Pair]) -> dict[Pair, PairRates]:
         """Start a job for each pair, and read what it measured."""
         holds: dict[str, dict[str, Value]] = {
             first: {"do": "hold_rendezvous", "address": hosts.addresses[first]}
@@ -311,10 +311,10 @@ class Benches:
         }
         return {host: common | {"half": half} for half, host in enumerate(pair)}
 
-    def _read(self, pair: Pair, replies: Sequence[Reply]) -> Measured:
+    def _read(self, pair: Pair, replies: Sequence[Reply]) -> PairRates:
         failure = next((reply.failure for reply in replies if reply.failure), "")
         if failure:
-            return Measured(failure=failure)
+            return PairRates(failure=failure)
         answers = [reply.values for reply in replies]
         logs = [unpack_log(answer["log"]) for answer in answers]
         remarks = judge_logs(logs) if self._is_nccl else {}
@@ -327,10 +327,10 @@ class Benches:
                 for host, answer in zip(pair, answers, strict=True)
                 if answer["failure"]
             ]
-            return Measured(
+            return PairRates(
                 failure="; ".join(complaints) or str(error), remarks=remarks
             )
-        return Measured((rate, rate), remarks=remarks)
+        return PairRates((rate, rate), remarks=remarks)
 
 
 def busbw_of(record: str) -> float:

@@ -166,7 +166,7 @@ def _receive(line: socket.socket, seconds: float) -> float:
     return num_bytes / max(seconds / 2, time.monotonic() - counted_from_s)
 
 
-class Measured(NamedTuple):
+class PairRates(NamedTuple):
     """What came of a pair.
 
     Attributes:
@@ -203,7 +203,7 @@ class Streams:
                 self._ports[name] = reply.values["port"]
         return failures
 
-    def measure(self, hosts: HostSet, pairs: Sequence[Pair]) -> dict[Pair, Measured]:
+    def measure(self, hosts: HostSet, pairs: Sequence[Pair]) -> dict[Pair, PairRates]:
         """Have each pair send to each other for a fixed time."""
         questions: dict[str, dict[str, Value]] = {}
         for caller, called in pairs:
@@ -215,9 +215,9 @@ class Streams:
         return {pair: _stream_rates([replies[host] for host in pair]) for pair in pairs}
 
 
-def _stream_rates(replies: Sequence[Reply]) -> Measured:
+def _stream_rates(replies: Sequence[Reply]) -> PairRates:
     failure = next((reply.failure for reply in replies if reply.failure), "")
     if failure:
-        return Measured(failure=failure)
+        return PairRates(failure=failure)
     first, second = (reply.values["gb_per_s"] for reply in replies)
-    return Measured((first, second))
+    return PairRates((first, second))
