@@ -10,6 +10,7 @@ from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_NOTHING = nullcontext()
 
 
 def in_mode_of_caller(work: Callable[P, T]) -> Callable[P, T]:
@@ -32,6 +33,7 @@ def writing_to(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
 
     In it all of them may be written to.
     """
-    if any(tensor.is_inference() for tensor in tensors):
-        return torch.inference_mode()
-    return nullcontext()
+    for tensor in tensors:
+        if tensor.is_inference():
+            return torch.inference_mode()
+    return _NOTHING

@@ -44,6 +44,12 @@ class Cache:
         for number in bits_of(bits):
             self._requests.move_to_end(number)
 
+    def use(self, name: str) -> None:
+        """Note that the request of that name, if there is one, was used just now."""
+        number = self._numbers.get(name)
+        if number is not None:
+            self._requests.move_to_end(number)
+
     def remove(self, number: int) -> None:
         """Forget a request."""
         request = self._requests.pop(number)

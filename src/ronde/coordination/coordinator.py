@@ -31,6 +31,8 @@ from ronde.timeline.events import Recorder
 _LOOK_EVERY_S = 0.25
 """Between two looks at whether neighbours still live, and at what waits for long."""
 _NUM_QUICK_WAITS = 2
+_FAST_S = 0.05
+"""After so long on the fast path, whoever has not come is to refuse."""
 _CLOSE_WITHIN_S = 2.0
 """An operation that is under way may end by itself for so long."""
 
@@ -125,6 +127,7 @@ class Coordinator:
         """
         self.waits.add_user()
         entry = self._enter(operation)
+        self._proceedings.submitted.append(entry)
         self.stir()
         return entry
 
@@ -145,6 +148,7 @@ class Coordinator:
             UnpairedError: From ``wait()``: see ``Waits.tell``.
         """
         entry = self._enter(Operation(Kind.CONNECT, name=name, connect=make))
+        self._proceedings.submitted.append(entry)
         self.stir()
         return entry
 
@@ -163,7 +167,17 @@ class Coordinator:
             CollectiveError: See ``submit``.
         """
         self.waits.add_user()
-        return self._enter(operation).wait()
+        entry = self._enter(operation)
+        proceedings = self._proceedings
+        with self._lock:
+            is_fast = not self._is_closed and proceedings.start_fast(entry)
+            if is_fast:
+                proceedings.finish_fast()
+            else:
+                proceedings.submitted.append(entry)
+        if is_fast and not entry.is_over:
+            self._await_round()
+        return entry.wait()
 
     def watch(self, name: str) -> Watch:
         """Have the stall inspector count something that is waited for elsewhere.
@@ -230,14 +244,25 @@ class Coordinator:
         return entry.is_over
 
     def _await_news(self, timeout_s: float) -> None:
+        fast_path = self._proceedings.fast_path
+        if fast_path is not None and fast_path.rounds.is_awaited():
+            with self._lock:
+                fast_path.refuse()
         self._channel.wait(timeout_s, is_eager=True)
         self._look(1)
 
     def _enter(self, operation: Operation) -> Entry:
         entry = Entry(self, self._table.name(operation), operation)
         self._table.add(entry)
-        self._proceedings.submitted.append(entry)
         return entry
+
+    def _await_round(self) -> None:
+        """Wait for a round; if it does not end, ``finish`` sees to it."""
+        fast_path = self._proceedings.fast_path
+        if fast_path is not None:
+            fast_path.rounds.wait(min(_FAST_S, self.waits.patience_s))
+            with self._lock:
+                self._proceedings.finish_fast(is_late=True)
 
     def _ask(self) -> None:
         with self._lock:

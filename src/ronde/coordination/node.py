@@ -82,6 +82,14 @@ class Node:
         """Return the cached request of a name and its number."""
         return self._cache.find(name)
 
+    def tag(self, number: int) -> int:
+        """Return what tells a cached request from all others, ever; never 0."""
+        return self._cache.epoch << 32 | number + 1
+
+    def used(self, name: str) -> None:
+        """Note that a cached request was run without having been agreed on."""
+        self._cache.use(name)
+
     def hit(self, number: int, request: Request) -> None:
         """Have this rank be ready for a cached request."""
         self._own[number] = request

@@ -1,8 +1,8 @@
 """What a rank asks its coordinator for."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,11 +25,15 @@ class Kind(IntEnum):
     @property
     def word(self) -> str:
         """What names on the wire begin with. Adasum shares its with allreduce."""
-        return "allreduce" if self is Kind.ADASUM else self.name.lower()
+        return _WORDS[self]
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+_WORDS = {
+    kind: "allreduce" if kind is Kind.ADASUM else kind.name.lower() for kind in Kind
+}
+
+
+class Operation(NamedTuple):
     """One submission: a tensor, or a group of tensors that is ready as a whole.
 
     Attributes:

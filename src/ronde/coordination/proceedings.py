@@ -11,6 +11,7 @@ from ronde.collectives.recent import Recent
 from ronde.coordination.control.channel import Channel
 from ronde.coordination.entries import Entry
 from ronde.coordination.execution import Execution
+from ronde.coordination.fast_path import ENGINES, FastPath
 from ronde.coordination.fusion_tuning import FusionTuning
 from ronde.coordination.inquiry import Inquiry
 from ronde.coordination.inspector import Inspector
@@ -95,6 +96,10 @@ class Proceedings:
             self._tuning = FusionTuning(default_bytes, options.tuning, self.tune)
         self._inspector = Inspector(self._node, options)
         self._inquiry = Inquiry(self._node) if isinstance(self._node, Root) else None
+        rounds = channel.rounds if communicator.engine in ENGINES else None
+        self.fast_path: FastPath | None = None
+        if rounds is not None and options.tuning is None:
+            self.fast_path = FastPath(rounds, communicator.rank, communicator.size)
         self._memories = Recent[str, Memory](options.cache_capacity)
         self._lost: set[int] = set()
         self._num_connected = 0
@@ -107,6 +112,38 @@ class Proceedings:
             while self._node.steps:
                 self._take(self._node.steps.popleft())
         return is_news
+
+    def start_fast(self, entry: Entry) -> bool:
+        """Have an operation take the fast path; say whether it is on it.
+
+        A timeline is to show what ranks agree on, and what has given way to wait in
+        the ordinary way; several operations had better travel together.
+        """
+        if (
+            self.fast_path is None
+            or entry.operation.kind is not Kind.ALLREDUCE
+            or self.submitted
+            or self.execution.recorder is not None
+            or self._waits.has_put_off
+            or not self._table.has_one()
+        ):
+            return False
+        known = self._node.find(entry.name)
+        if known is None or not self._fits(entry, known[1]):
+            return False
+        return self.fast_path.start(entry, self._node.tag(known[0]), known[1])
+
+    def finish_fast(self, *, is_late: bool = False) -> None:
+        """End what is on the fast path, if it can be: see ``FastPath.finish``."""
+        ended = self.fast_path and self.fast_path.finish(is_late=is_late)
+        if not ended:
+            return
+        entry, is_over = ended
+        if is_over:
+            self._table.take(entry.name)
+            self._node.used(entry.name)
+        else:
+            self.submitted.append(entry)
 
     def look(self) -> None:
         """Look after neighbours and stalls; ``carry_on`` is to follow."""
@@ -130,6 +167,10 @@ class Proceedings:
         node, channel = self._node, self._channel
         for sender, message in channel.receive():
             node.receive(sender, message)
+        if self.fast_path is not None:
+            self.finish_fast()
+            if self.fast_path.rounds.is_asked():
+                self.fast_path.refuse()
         if self.submitted:
             recorder = self.execution.recorder
             if recorder is not None:
@@ -152,22 +193,23 @@ class Proceedings:
         known = self._node.find(name)
         if known is None:
             self._node.submit(Request.of(operation, name))
-            return
-        number, request = known
+        elif self._fits(entry, known[1]):
+            self._node.hit(*known)
+        else:
+            self._node.change(known[0], Request.of(operation, name))
+
+    def _fits(self, entry: Entry, request: Request) -> bool:
+        """Say whether an operation is what the cached request of its name asks for."""
+        operation, name = entry.operation, entry.name
         memory = self._memories.get(name)
         if memory is None or memory.request is not request:
-            own = Request.of(operation, name)
-            if own.text != request.text:
-                self._node.change(number, own)
-                return
+            if Request.of(operation, name).text != request.text:
+                return False
             if memory is not None:
                 self._memories.remove(name)
-            memory = Memory(request, operation)
-            self._memories.put(name, memory)
-        if memory.fits(operation):
-            self._node.hit(number, request)
-        else:
-            self._node.change(number, Request.of(operation, name))
+            self._memories.put(name, Memory(request, operation))
+            return True
+        return memory.fits(operation)
 
     def _take(self, step: Step) -> None:
         """Carry a step out."""
@@ -235,6 +277,8 @@ class Proceedings:
         except Exception as error:  # noqa: BLE001 - of this rank alone: out of memory
             self._break_down(entries, error)
             return
+        if self.fast_path is not None:
+            self.fast_path.ran()
         if self._tuning is not None:
             self._tune(self._tuning, entries)
 

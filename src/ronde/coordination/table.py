@@ -89,6 +89,10 @@ class Table:
         """Return an operation that is under way; None for none."""
         return self._entries.get(name)
 
+    def has_one(self) -> bool:
+        """Say whether exactly one operation is under way."""
+        return len(self._entries) == 1
+
     def take(self, name: str) -> Entry | None:
         """Return an operation and let its name be used again; None for none."""
         with self._lock:

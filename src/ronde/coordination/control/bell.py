@@ -23,11 +23,8 @@ import threading
 import time
 from itertools import repeat
 
-from ronde.collectives.engines.shared_memory.futex import (
-    sched_yield,
-    sleep_while,
-    wake_all,
-)
+from ronde.collectives.engines.shared_memory.contention import CONTENTION
+from ronde.collectives.engines.shared_memory.futex import sleep_while, wake_all
 from ronde.collectives.engines.shared_memory.words import IS_WEAKLY_ORDERED, fence
 
 NUM_BYTES = 128
@@ -91,6 +88,10 @@ class Bell:
         asleep = words[_ASLEEP]
         if asleep:
             self.wake(asleep)
+
+    def has_sleeper(self) -> bool:
+        """Say whether a thread of the rank sleeps for an answer."""
+        return bool(self.words[_ASLEEP] & _EAGER)
 
     def wake(self, asleep: int) -> None:
         """Wake those who sleep, of the kinds that are given."""
@@ -182,10 +183,11 @@ class Ears:
     def _look(self) -> bool:
         """Look again and again for a short while; say whether it rang."""
         words, heard = self._words, self._heard
-        for _ in repeat(None, self._num_looks):
+        for _ in repeat(None, CONTENTION.num_looks(self._num_looks)):
             if words[_BELL] != heard:
                 return True
-            sched_yield()
+            if not CONTENTION.pause():
+                break
         return False
 
     def _sleep(self, kind: int, timeout_s: float | None) -> None:

@@ -13,6 +13,7 @@ Rules that hold for every channel:
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+from ronde.coordination.control.rounds import Rounds
 from ronde.coordination.tree import Tree
 
 
@@ -35,9 +36,11 @@ class Channel(ABC):
 
     Attributes:
         tree: Who the neighbours are.
+        rounds: What all ranks share, where all of them are on one host; or None.
     """
 
     tree: Tree
+    rounds: Rounds | None = None
 
     @abstractmethod
     def send(self, to: int, message: bytes) -> None:

@@ -119,7 +119,10 @@ class _Connecting:
 
     def channel(self) -> Channel:
         """Return what has been connected."""
-        return LinkedChannel(Ears(self._bell, self._num_looks), self._tree, self._media)
+        ears = Ears(self._bell, self._num_looks)
+        is_one_host = self._local is not None and len(self._places.ranks) == 1
+        rounds = self._local.rounds if self._local and is_one_host else None
+        return LinkedChannel(ears, self._tree, self._media, rounds)
 
     def close(self) -> None:
         """Give back what has been connected."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from ronde.coordination.control.bell import Ears
 from ronde.coordination.control.channel import Channel, Loss
 from ronde.coordination.control.link import Medium
+from ronde.coordination.control.rounds import Rounds
 from ronde.coordination.tree import Tree
 
 
@@ -14,15 +15,23 @@ class LinkedChannel(Channel):
     Whatever happens on a link rings the bell, which is all that a wait looks at.
     """
 
-    def __init__(self, ears: Ears, tree: Tree, media: Sequence[Medium] = ()) -> None:
+    def __init__(
+        self,
+        ears: Ears,
+        tree: Tree,
+        media: Sequence[Medium] = (),
+        rounds: Rounds | None = None,
+    ) -> None:
         """Take media over; they are closed with this one.
 
         Args:
             ears: Hear the bell that the links ring.
             tree: Who the neighbours are.
             media: What carries the links.
+            rounds: See ``Channel``.
         """
         self.tree = tree
+        self.rounds = rounds
         self._ears = ears
         self._media = tuple(media)
         self._links = {link.rank: link for medium in media for link in medium.links}

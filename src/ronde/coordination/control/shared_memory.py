@@ -15,7 +15,7 @@ from ronde.collectives.engines.shared_memory.segment import (
     share_segments,
 )
 from ronde.collectives.engines.shared_memory.words import fence
-from ronde.coordination.control import bell
+from ronde.coordination.control import bell, rounds
 from ronde.coordination.control.bell import NEAR, Bell, Ears
 from ronde.coordination.control.channel import Loss
 from ronde.coordination.control.link import Link, Medium
@@ -25,7 +25,8 @@ from ronde.errors import CollectiveError, PeerLostError
 
 RING_BYTES = 1 << 16
 _HEADER_BYTES = 4096
-_SEGMENT_BYTES = _HEADER_BYTES + 2 * RING_BYTES
+_ROUNDS_AT = _HEADER_BYTES + 2 * RING_BYTES
+_SEGMENT_BYTES = _ROUNDS_AT + rounds.NUM_BYTES
 _LINE = 8
 """Words in a cache line."""
 _STATE = bell.NUM_BYTES // 8
@@ -94,6 +95,7 @@ class SharedMemoryMedium(Medium):
 
     Attributes:
         bell: This rank's.
+        rounds: Those of the host's ranks.
     """
 
     def __init__(self, exchange: Exchange, ranks: Sequence[int], tree: Tree) -> None:
@@ -122,6 +124,7 @@ class SharedMemoryMedium(Medium):
             words = _words(segments[other])
             links.append(RingLink(rank, processes[other], rings, bells[other], words))
         self.bell = bells[own]
+        self.rounds = rounds.Rounds(segments, _ROUNDS_AT, own, bells)
         self._words = _words(segments[own])
         self.links = self._links = links
 

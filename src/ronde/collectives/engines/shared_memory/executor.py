@@ -23,6 +23,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from ronde.collectives.communicator import Look
+from ronde.collectives.engines.shared_memory.contention import CONTENTION
 from ronde.collectives.engines.shared_memory.helper import Helper
 from ronde.collectives.engines.shared_memory.peers import Peers
 from ronde.collectives.engines.shared_memory.waiting import (
@@ -155,6 +156,7 @@ class Executor:
         self._queue: deque[Operation[object]] = deque()
         self._failure: CollectiveError | None = None
         self._lock = threading.Lock()
+        CONTENTION.expect(len(headers))
         self._num_spins = 0 if peers.is_crowded else _NUM_SPINS
         self._helper = Helper(self._own, self.poll)
 
@@ -251,7 +253,8 @@ class Executor:
         This is fastest where every rank has a core. It is written for the time it
         takes.
         """
-        others, num_left = self._other_words, self._num_spins
+        others = self._other_words
+        num_spins = num_left = CONTENTION.num_looks(self._num_spins)
         while not waited.is_over:
             meeting = self._num_meetings
             for words in others:
@@ -264,7 +267,7 @@ class Executor:
                 if IS_WEAKLY_ORDERED:
                     fence()
                 self._resume()
-                num_left = self._num_spins
+                num_left = num_spins
             if num_left < 0:
                 break
         if self.transfers:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ronde.collectives.communicator import Look
-from ronde.collectives.engines.shared_memory.futex import sched_yield, sleep_while
+from ronde.collectives.engines.shared_memory.contention import CONTENTION
+from ronde.collectives.engines.shared_memory.futex import sleep_while
 from ronde.collectives.engines.shared_memory.peers import Peers
 from ronde.collectives.engines.shared_memory.words import Header, Places
 from ronde.errors import CollectiveError, PeerLostError
@@ -78,10 +79,11 @@ class Patience:
         Returns:
             What to give up with; STOPPED; None where there is no reason to.
         """
-        for _ in range(_NUM_YIELDS):
+        for _ in range(CONTENTION.num_looks(_NUM_YIELDS)):
             if waited.is_over or waited.find_lag() is None:
                 return None
-            sched_yield()
+            if not CONTENTION.pause():
+                break
         return self._sleep(waited, look)
 
     def _sleep(self, waited: Waited, look: Look | None) -> CollectiveError | None:

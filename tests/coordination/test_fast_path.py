@@ -1,0 +1,251 @@
+"""Small all-reduces that all ranks ask for at once, and whatever comes between."""
+
+import os
+import random
+import signal
+import threading
+from itertools import count, product
+
+import pytest
+import torch
+from tests.coordination.coordinators import (
+    Kind,
+    Operation,
+    ReduceOp,
+    run_coordinated,
+    summed,
+)
+from torch import Tensor
+
+from ronde.coordination.control import rounds
+from ronde.errors import CollectiveError, PeerLostError
+
+SIZES = [2, 3, 4]
+NEVER_S = 3600.0
+
+
+def count_messages(coordinator) -> list[int]:
+    """Have one more in the list for each message that this rank sends."""
+    sent = []
+    channel = coordinator._channel
+    send = channel.send
+
+    def counted(to: int, message: bytes) -> None:
+        sent.append(to)
+        send(to, message)
+
+    channel.send = counted
+    return sent
+
+
+def reduced(name: str, tensor: Tensor, **more) -> Operation:
+    """Reduce ``tensor`` into a new one."""
+    return Operation(
+        Kind.ALLREDUCE, (tensor,), name, (torch.empty_like(tensor),), **more
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_known_names_take_no_messages(size) -> None:
+    def work(coordinator):
+        for name in "ab":
+            coordinator.run(summed(name, torch.ones(1)))
+        sent = count_messages(coordinator)
+        for step in range(200):
+            own = torch.tensor([float(step + coordinator.rank)])
+            (total,) = coordinator.run(summed("ab"[step % 2], own))
+            assert total.item() == sum(range(size)) + size * step
+        return len(sent)
+
+    # A rank that is kept waiting for long may have the others go the ordinary way.
+    assert max(run_coordinated(size, work)) < 50
+
+
+@pytest.mark.parametrize("engine", ["shared_memory", "gloo", "auto", "hierarchical"])
+def test_results_are_the_engines_own(engine) -> None:
+    """Bit by bit, for all that can be reduced, of any layout."""
+
+    def work(coordinator):
+        rank = coordinator.rank
+        floats = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+        dtypes = [*floats, torch.int8, torch.int64, torch.bool, torch.complex64]
+        shapes = [(), (1,), (3, 5), (0,), (2, 0), (1 << 10,), (5000,)]
+        ops = [*ReduceOp]
+        numbers = count()
+        for dtype, shape, op in product(dtypes, shapes, ops):
+            name = f"t{next(numbers)}"
+            torch.manual_seed(rank)
+            tensor = (torch.randn(shape) * 9).to(dtype)
+            if tensor.dim() == 2:
+                tensor = tensor.t()
+            scales = [(1.0, 1.0), (0.5, 3.0)][dtype in floats]
+            more = {"reduce_op": op, "prescale": scales[0], "postscale": scales[1]}
+            results = []
+            try:
+                for _ in range(3):  # by messages, then not
+                    results += coordinator.run(reduced(name, tensor, **more))
+                    results += coordinator.run(
+                        Operation(
+                            Kind.ALLREDUCE,
+                            (own := tensor.clone(),),
+                            f"{name}.in place",
+                            (own,),
+                            **more,
+                        )
+                    )
+            except ValueError:
+                assert not results  # not defined: always, or never
+                continue
+            for result in results:
+                same = results[0].reshape(-1).view(torch.uint8)
+                assert torch.equal(result.reshape(-1).view(torch.uint8), same)
+                assert result.stride() == tensor.stride()
+
+    run_coordinated(3, work, engine=engine, timeout_s=120)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_calls_of_every_kind_mixed(size) -> None:
+    """Some ranks wait at once, some later, in orders of their own."""
+
+    def work(coordinator):
+        choose = random.Random(coordinator.rank)
+        alike = random.Random(7)
+        for step in range(60):
+            names = [f"n{alike.randrange(6)}" for _ in range(4)]
+            names = list(dict.fromkeys(names))
+            if alike.random() < 0.3:
+                # In any order only for ranks that do not wait for each in turn.
+                choose.shuffle(names)
+                is_async = True
+            else:
+                is_async = choose.random() < 0.3
+            if choose.random() < 0.1:
+                torch.randn(300, 300) @ torch.randn(300, 300)
+            wanted = [
+                summed(name, torch.full((5,), float(step + int(name[1:]))))
+                for name in names
+            ]
+            if is_async:
+                works = [coordinator.submit(each) for each in wanted]
+                results = [each.wait() for each in works]
+            else:
+                results = [coordinator.run(each) for each in wanted]
+            for name, (total,) in zip(names, results, strict=True):
+                expected = float(step + int(name[1:])) * size
+                assert torch.equal(total, torch.full((5,), expected))
+
+    run_coordinated(size, work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_ask_for_other_names_go_the_ordinary_way(size) -> None:
+    """Two threads a rank, in the opposite order on each."""
+
+    def work(coordinator):
+        for name in "ab":
+            coordinator.run(summed(name, torch.ones(1)))
+
+        def ask(name: str) -> None:
+            for step in range(40):
+                (total,) = coordinator.run(summed(name, torch.full((1,), float(step))))
+                assert total.item() == step * size
+
+        names = ["ab", "ba"][coordinator.rank % 2]
+        failures = []
+
+        def guarded(name: str) -> None:
+            try:
+                ask(name)
+            except BaseException as error:  # noqa: BLE001
+                failures.append(error)
+
+        threads = [threading.Thread(target=guarded, args=name) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+    run_coordinated(size, work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_request_that_changed_on_one_rank(size) -> None:
+    def work(coordinator):
+        for _ in range(3):
+            coordinator.run(summed("x", torch.ones(2)))
+        numel = 3 if coordinator.rank == 1 else 2
+        with pytest.raises(CollectiveError, match="Mismatched ALLREDUCE tensor shapes"):
+            coordinator.run(summed("x", torch.ones(numel)))
+        for numel in (3, 3, 2, 2, 2):  # changed on all, and back
+            (total,) = coordinator.run(summed("x", torch.ones(numel)))
+            assert torch.equal(total, torch.full((numel,), float(size)))
+        for op, expected in [(ReduceOp.SUM, size), (ReduceOp.MAX, 1)] * 3:
+            (total,) = coordinator.run(summed("x", torch.ones(2), reduce_op=op))
+            assert total[0] == expected
+
+    run_coordinated(size, work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_joined_count_as_zeros(size) -> None:
+    def work(coordinator):
+        rank, n = coordinator.rank, coordinator.size
+        for _ in range(3):
+            for step in range(5 * (rank + 1)):
+                (total,) = coordinator.run(summed("x", torch.ones(1)))
+                assert total.item() == n - step // 5
+            assert coordinator.run(Operation(Kind.JOIN)) == n - 1
+
+    run_coordinated(size, work)
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 3])
+def test_a_cache_that_forgets(capacity) -> None:
+    from ronde.coordination.options import CoordinationOptions
+
+    def work(coordinator):
+        for step in range(60):
+            name = f"n{step % 4 if step % 7 else 9}"
+            (total,) = coordinator.run(summed(name, torch.full((1,), float(step))))
+            assert total.item() == 3 * step
+
+    run_coordinated(3, work, options=CoordinationOptions(cache_capacity=capacity))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_that_dies_while_others_sleep_for_it_is_named(size) -> None:
+    def work(coordinator):
+        for step in count():
+            if step == 20 and coordinator.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step < 20:
+                coordinator.run(summed("x", torch.ones(1)))
+                continue
+            with pytest.raises(PeerLostError, match=r"[Rr]ank 1\b"):
+                coordinator.run(summed("x", torch.ones(1)))
+            return
+
+    run_coordinated(size, work, dying=[1])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_no_wake_up_is_lost(size) -> None:
+    """Every wait sleeps, and whoever is not woken sleeps on for an hour."""
+    naps = pytest.MonkeyPatch.context
+
+    def work(coordinator):
+        with naps() as patch:
+            patch.setattr(rounds, "_FIRST_NAP_S", NEVER_S)
+            patch.setattr(rounds, "NEAR", 0)
+            choose = random.Random(coordinator.rank)
+            for _ in range(3):
+                coordinator.run(summed("x", torch.ones(1)))
+            for step in range(1000):
+                for _ in range(choose.choice([0, 0, 30, 300])):
+                    pass
+                (total,) = coordinator.run(summed("x", torch.full((1,), float(step))))
+                assert total.item() == size * step
+
+    run_coordinated(size, work, timeout_s=90)

@@ -1,0 +1,31 @@
+"""Waits sleep at once beside programs that want the cores."""
+
+import os
+import subprocess
+import sys
+
+from ronde.collectives.engines.shared_memory.contention import Contention
+
+NUM_LOOKS = 7
+
+
+def test_more_programs_than_cores_are_seen() -> None:
+    num_programs = (os.cpu_count() or 1) + 2
+    programs = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(num_programs)
+    ]
+    try:
+        # They take a moment to start.
+        while Contention().num_looks(NUM_LOOKS) != 0:
+            pass
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def test_the_jobs_own_ranks_are_expected() -> None:
+    contention = Contention()
+    contention.expect(1_000_000)
+    assert contention.num_looks(NUM_LOOKS) == NUM_LOOKS
