@@ -26,7 +26,8 @@ from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import ronde.torch as hvd
-from ronde.collectives.engines.torch_distributed import TorchDistributedCommunicator
+from ronde.collectives import Communicator
+from ronde.collectives.engines.torch_distributed import TorchDistributedEngine
 from ronde.data_parallel import Bond, Reducer, ReducerOptions
 from ronde.records import Record, append_record
 
@@ -103,9 +104,10 @@ def make_step(
             gradient_accumulation_fusion=variant == "ronde",
         )
     elif variant == OF_ONE_RANK:
-        group = TorchDistributedCommunicator(
+        engine = TorchDistributedEngine(
             HashStore(), 0, 1, timeout_s=60.0, is_one_host=True
         )
+        group = Communicator(engine)
         named = list(model.named_parameters())
         reducer = Reducer(named, Bond(group), ReducerOptions())
         optimizer.register_step_post_hook(lambda *_: reducer.step_done())

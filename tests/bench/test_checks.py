@@ -8,8 +8,7 @@ from ronde.bench.catalog import COLLECTIVES
 from ronde.bench.dtypes import DTYPES, OPS
 from ronde.bench.measured import Measured
 from ronde.bench.options import Loop
-from ronde.collectives import Communicator
-from ronde.collectives.communicator import Done, ReduceOp
+from ronde.collectives import ReduceOp, Work
 
 
 def sweep_all(communicator, dtypes, ops, loop):
@@ -94,7 +93,7 @@ class SpoiltLater:
         return self._faulty.spoil(self._tensor, self._before)
 
 
-class Faulty(Communicator):
+class Faulty:
     """A real communicator whose results are spoilt: what a check is there to see."""
 
     def __init__(self, inner, fault):
@@ -106,27 +105,27 @@ class Faulty(Communicator):
         if self._fault == "rank dropped" and self.rank == 1:
             tensor.zero_()
         self._inner.all_reduce(tensor, op, **factors).wait()
-        return Done(self.spoil(tensor, before))
+        return Work(self.spoil(tensor, before))
 
     def all_gather(self, tensor, *, out=None):
         before = out.clone()
         self._inner.all_gather(tensor, out=out).wait()
-        return Done(self.spoil(out, before))
+        return Work(self.spoil(out, before))
 
     def reduce_scatter(self, tensor, op=ReduceOp.SUM, *, out=None, **factors):
         before = out.clone()
         self._inner.reduce_scatter(tensor, op, out=out, **factors).wait()
-        return Done(self.spoil(out, before))
+        return Work(self.spoil(out, before))
 
     def broadcast(self, tensor, root):
         before = tensor.clone()
         self._inner.broadcast(tensor, root).wait()
-        return Done(tensor if self.rank == root else self.spoil(tensor, before))
+        return Work(tensor if self.rank == root else self.spoil(tensor, before))
 
     def all_to_all(self, tensor, splits=None, *, out=None):
         before = None if out is None else out.clone()
         received, counts = self._inner.all_to_all(tensor, splits, out=out).wait()
-        return Done((received if out is None else self.spoil(out, before), counts))
+        return Work((received if out is None else self.spoil(out, before), counts))
 
     def send(self, tensor, to, tag=0):
         return self._inner.send(tensor, to, tag)
@@ -138,6 +137,9 @@ class Faulty(Communicator):
 
     def barrier(self):
         return self._inner.barrier()
+
+    def allocate(self, *args):
+        return self._inner.allocate(*args)
 
     def duplicate(self):
         return self._inner.duplicate()

@@ -7,19 +7,19 @@ import pytest
 from ronde.bench.tuning import Effort, tune
 from ronde.collectives import connect
 from ronde.collectives.choice import COLLECTIVES, SIZED, explain
-from ronde.collectives.engines.torch_distributed import TorchDistributedCommunicator
+from ronde.collectives.engines.torch_distributed import TorchDistributedEngine
 from ronde.errors import UsageError
 
 SHORT = Effort(rounds=1, seconds=0.0, sizes_bytes=(64, 100, 256, 512, 1024))
 DELAY_S = 0.03
 
 
-class Slow(TorchDistributedCommunicator):
+class Slow(TorchDistributedEngine):
     """Gloo with a delay before every all_reduce and barrier."""
 
-    def all_reduce(self, tensor, *args, **options):
+    def all_reduce(self, source, out, what):
         time.sleep(DELAY_S)
-        return super().all_reduce(tensor, *args, **options)
+        return super().all_reduce(source, out, what)
 
     def barrier(self):
         time.sleep(DELAY_S)
@@ -32,7 +32,7 @@ def by_gloo(claim):
 
 def tune_slow_and_fast(communicator):
     slow = communicator.duplicate()
-    slow.__class__ = Slow
+    slow._engine.__class__ = Slow
     seen = []
     table = tune(
         {"gloo": communicator, "scheduled/ring": slow},

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from torch.distributed import HashStore
 
 from ronde.collectives import Communicator, connect
-from ronde.collectives.asked import Asked
-from ronde.collectives.engines.scheduled import ScheduledCommunicator
-from ronde.collectives.engines.solo import SoloCommunicator
-from ronde.collectives.engines.torch_distributed import TorchDistributedCommunicator
-from ronde.collectives.makers import two_levels
+from ronde.collectives.connections import ENGINES, EngineConfig, two_levels
+from ronde.collectives.engine import Engine
+from ronde.collectives.engines.scheduled import ScheduledEngine
+from ronde.collectives.engines.solo import SoloEngine
+from ronde.collectives.engines.torch_distributed import TorchDistributedEngine
 from ronde.world import RankInfo
 
 
@@ -40,24 +40,25 @@ class Setting:
     def __call__(self, claim: RankInfo) -> Communicator:
         """Connect a rank."""
         if self.engine == "solo":
-            return SoloCommunicator()
+            return Communicator(SoloEngine())
         if self.engine == "scheduled":
-            return ScheduledCommunicator(gloo(claim, self.timeout_s), self.algorithm)
+            inner = gloo(claim, self.timeout_s)
+            return Communicator(ScheduledEngine(inner, self.algorithm))
         if self.engine == "hierarchical":
-            asked = Asked(claim, self.timeout_s, self.algorithm)
-            return two_levels(asked, self.hosts[claim.rank])
+            config = EngineConfig(claim, self.timeout_s, self.algorithm)
+            return Communicator(two_levels(config, self.hosts[claim.rank]))
         if self.size == 1:
-            return gloo(claim, self.timeout_s)
+            return Communicator(gloo(claim, self.timeout_s))
         return connect(claim, timeout_s=self.timeout_s, engine=self.engine)
 
 
-def gloo(claim: RankInfo, timeout_s: float) -> Communicator:
+def gloo(claim: RankInfo, timeout_s: float) -> Engine:
     """Connect by torch_distributed at any size."""
     if claim.size == 1:
-        return TorchDistributedCommunicator(
+        return TorchDistributedEngine(
             HashStore(), 0, 1, timeout_s=timeout_s, is_one_host=True
         )
-    return connect(claim, timeout_s=timeout_s, engine="gloo")
+    return ENGINES["gloo"](EngineConfig(claim, timeout_s))
 
 
 SETTINGS = [

@@ -13,10 +13,9 @@ import pytest
 import torch
 from tests.conformance.test_engines import SUITE, run_checks
 
-from ronde.collectives import ReduceOp, connect
-from ronde.collectives.engines.mpi import MpiCommunicator, connect_world
+from ronde.collectives import Communicator, ReduceOp, connect
+from ronde.collectives.engines.mpi import connect_world
 from ronde.collectives.engines.mpi.library import MPI
-from ronde.collectives.engines.mpi.wire import Wire
 from ronde.errors import CollectiveError
 from ronde.world import read_rank_info
 
@@ -34,10 +33,9 @@ def run_suite(communicator):
 
 
 def in_short_calls(communicator):
-    wire = communicator._wire.duplicate()
-    return MpiCommunicator(
-        Wire(wire.library, wire.comm, wire.rank, wire.size, TIMEOUT_S, max_count=5)
-    )
+    copy = communicator.duplicate()
+    copy._engine.max_count = 5
+    return copy
 
 
 def leave_work_alone(communicator):
@@ -55,7 +53,7 @@ def be_late(communicator):
     """Rank 1 makes no call until rank 0 has given up waiting for it."""
     told = Path(sys.argv[2])
     impatient = communicator.duplicate()
-    impatient._wire.timeout_s = 0.5
+    impatient._engine.timeout_s = 0.5
     if communicator.rank == 0:
         with pytest.raises(CollectiveError) as caught:
             impatient.barrier().wait()
@@ -102,7 +100,7 @@ def main() -> None:
     if sys.argv[1] == "turns":
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
     if claim.size == 1:
-        communicator = connect_world(0, 1, timeout_s=TIMEOUT_S)
+        communicator = Communicator(connect_world(0, 1, timeout_s=TIMEOUT_S))
     else:
         communicator = connect(claim, engine="mpi", timeout_s=TIMEOUT_S)
     assert communicator.engine == "mpi"

@@ -10,10 +10,9 @@ import torch
 from tests.ranks import hosted_store
 from torch.distributed import TCPStore
 
-from ronde.collectives import connect
-from ronde.collectives.asked import Asked
+from ronde.collectives import Communicator, connect
+from ronde.collectives.connections import EngineConfig, two_levels
 from ronde.collectives.engines.hierarchical import Places
-from ronde.collectives.makers import two_levels
 from ronde.errors import CollectiveError, PeerLostError, UsageError
 
 SOON_S = 30.0
@@ -24,7 +23,8 @@ NUMEL = 1_300_007
 
 def on(hosts, algorithm=""):
     def connecting(claim):
-        return two_levels(Asked(claim, 60.0, algorithm), hosts[claim.rank])
+        config = EngineConfig(claim, 60.0, algorithm)
+        return Communicator(two_levels(config, hosts[claim.rank]))
 
     return connecting
 

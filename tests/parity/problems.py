@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ronde.torch as hvd
-from ronde.collectives.engines.solo import SoloCommunicator
+from ronde.collectives.engines.solo import SoloEngine
 
 NUM_STEPS = 50
 BATCH = 4
@@ -49,14 +49,14 @@ class OddCnn(nn.Module):
         return self.head(hidden.mean((2, 3)))
 
 
-class Counting(SoloCommunicator):
+class CountingEngine(SoloEngine):
     """Counts its reductions."""
 
     num_reductions = 0
 
-    def all_reduce(self, tensor, *args, **options):
+    def all_reduce(self, source, out, what):
         self.num_reductions += 1
-        return super().all_reduce(tensor, *args, **options)
+        return super().all_reduce(source, out, what)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 
+from ronde.collectives import Communicator
 from ronde.collectives.adasum import CHUNK, adasum
-from ronde.collectives.engines.solo import SoloCommunicator
+from ronde.collectives.engines.solo import SoloEngine
 from ronde.errors import UsageError
 
 LENGTHS = (1, 3, 0, 64, 5, CHUNK + 7)
@@ -121,4 +122,4 @@ def test_three_ranks_are_refused():
 )
 def test_what_cannot_be_is_refused(tensor, lengths, message):
     with pytest.raises(UsageError, match=message):
-        adasum(SoloCommunicator(), tensor, lengths)
+        adasum(Communicator(SoloEngine()), tensor, lengths)

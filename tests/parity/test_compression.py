@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ronde.torch as hvd
 from ronde.collectives import Communicator
-from ronde.collectives.engines.solo import SoloCommunicator
+from ronde.collectives.engines.solo import SoloEngine
 from ronde.data_parallel import (
     Bond,
     BucketLimits,
@@ -122,7 +122,7 @@ def test_powersgd_loses_nothing(size, is_average, layout):
     results = run_ranks(size, check)
     assert_same_bits([totals for totals, _ in results])
     assert any(bool(error.any()) for error in results[0][1])
-    solo = make(SoloCommunicator(), Compression.none)
+    solo = make(Communicator(SoloEngine()), Compression.none)
     for index, total in enumerate(results[0][0]):
         errors = torch.stack([unsent[index] for _, unsent in results]).sum(0)
         sums = torch.zeros_like(total)
@@ -153,7 +153,9 @@ def test_powersgd_keeps_its_memory_in_float32(dtype):
     results = run_ranks(2, check)
     errors = results[0][1] + results[1][1]
     assert errors.dtype == torch.float32
-    solo = make(SoloCommunicator(), Compression.none, dtype=dtype, shapes=[(40, 60)])
+    solo = make(
+        Communicator(SoloEngine()), Compression.none, dtype=dtype, shapes=[(40, 60)]
+    )
     expected = torch.zeros(40, 60)
     for rank in range(2):
         for number in range(NUM_ROUNDS):
@@ -312,7 +314,7 @@ def test_powersgd_loses_nothing_when_ranks_join(num_plain_rounds):
         return parameters.totals, parameters.unsent()
 
     results = run_ranks(3, check)
-    solo = make(SoloCommunicator(), Compression.none)
+    solo = make(Communicator(SoloEngine()), Compression.none)
     for index, total in enumerate(results[1][0]):
         errors = sum(unsent[index] for _, unsent in results)
         expected = torch.zeros_like(total)
@@ -369,7 +371,7 @@ def test_casts_round_and_no_more(compression, dtype, size):
 
     results = run_ranks(size, check)
     assert_same_bits(results)
-    solo = make(SoloCommunicator(), Compression.none)
+    solo = make(Communicator(SoloEngine()), Compression.none)
     everyone = [gradients(solo, rank, 0) for rank in range(size)]
     for index, total in enumerate(results[0]):
         expected = torch.stack([own[index] for own in everyone]).mean(0)
@@ -400,7 +402,7 @@ def test_powersgd_is_for_optimizers():
 @pytest.mark.parametrize("compression", [Compression, Compression.powersgd, "fp16"])
 def test_what_is_no_compression_is_refused(compression):
     with pytest.raises(UsageError, match="compression must be"):
-        make(SoloCommunicator(), compression)
+        make(Communicator(SoloEngine()), compression)
 
 
 class Large:

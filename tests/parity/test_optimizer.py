@@ -5,12 +5,13 @@ import weakref
 
 import pytest
 import torch
-from tests.parity.problems import Counting, OddMlp, mse
+from tests.parity.problems import CountingEngine, OddMlp, mse
 from tests.ranks import run_ranks_bare
 from torch import nn
 
 import ronde.torch as hvd
-from ronde.collectives.engines.solo import SoloCommunicator
+from ronde.collectives import Communicator
+from ronde.collectives.engines.solo import SoloEngine
 from ronde.data_parallel import Bond, BucketLimits, Reducer, ReducerOptions
 from ronde.errors import CollectiveError, UsageError
 
@@ -89,7 +90,7 @@ def test_buckets_change_no_bit_on_one_rank():
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [sgd(model) for model in models]
     named = list(models[1].named_parameters())
-    reducer = Reducer(named, Bond(SoloCommunicator()), ReducerOptions())
+    reducer = Reducer(named, Bond(Communicator(SoloEngine())), ReducerOptions())
     for _ in range(5):
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
@@ -104,17 +105,18 @@ def test_buckets_change_no_bit_on_one_rank():
 
 def test_frozen_buckets_are_not_reduced():
     model = OddMlp()
-    communicator = Counting()
+    engine = CountingEngine()
+    communicator = Communicator(engine)
     named = list(model.named_parameters())
     options = ReducerOptions(limits=BucketLimits(1, 1))
     reducer = Reducer(named, Bond(communicator), options)
     counts = []
     for is_trained in (True, True, False, True):
         model.first.requires_grad_(is_trained)
-        before = communicator.num_reductions
+        before = engine.num_reductions
         model.zero_grad()
         backward(model)
-        counts.append(communicator.num_reductions - before)
+        counts.append(engine.num_reductions - before)
         reducer.step_done()
     # The first plan asks twice more: are models equal, and are some sparse.
     assert counts == [len(named) + 2, len(named), len(named) - 2, len(named)]

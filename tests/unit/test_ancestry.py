@@ -4,11 +4,11 @@ import os
 import subprocess
 import sys
 
-from ronde.launch.environments import own_environment
+from ronde.launch.inherited import own_environment
 
 WRAPPERS_THAT_END = """
 import ctypes, os, random, signal
-from ronde.collectives.ancestry import find_launcher
+from ronde.collectives.rendezvous.launcher_process import find_launcher
 from ronde.world.value import RankInfo, Launcher
 
 claim = RankInfo(Launcher.PLAIN, 7, 8, 7, 8)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ronde.collectives.failures import Scene
+from ronde.collectives.error_context import ErrorContext
 from ronde.errors import CollectiveError, PeerLostError
 
-SCENE = Scene("all_reduce", 0, 2, 60.0)
+SCENE = ErrorContext("all_reduce", 0, 2, 60.0)
 HEAD = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
 VERSION = " (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9\n"
 TWICE = "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 8000"

@@ -6,7 +6,7 @@ from collections import deque
 from hypothesis import given, settings, strategies as st
 from tests.unit.interpreter import Vectors
 
-from ronde.collectives.algorithms import ALGORITHMS, hierarchical
+from ronde.collectives.algorithms import ALGORITHMS
 from ronde.collectives.engines.scheduled.program import Message, compile_program
 from ronde.collectives.schedule import Action, Chunks, Load, Schedule, Step
 
@@ -115,22 +115,6 @@ def test_all_reduce_gets_through(name, size, numel, piece_numel, order):
     network = Network(schedule, vectors, piece_numel)
     network.run(order)
     assert vectors == [[(1 << size) - 1] * numel] * size
-
-
-@many
-@given(
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.integers(0, 60),
-    st.integers(1, 12),
-    st.randoms(),
-)
-def test_two_levels_get_through(num_hosts, per_host, numel, piece_numel, order):
-    grid = hierarchical.Grid(num_hosts, per_host)
-    vectors = [[1 << rank] * numel for rank in range(grid.size)]
-    schedule = hierarchical.all_reduce(grid, numel)
-    Network(schedule, vectors, piece_numel).run(order)
-    assert vectors == [[(1 << grid.size) - 1] * numel] * grid.size
 
 
 @many

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tests.unit.interpreter import heaviest, run
 
-from ronde.collectives.algorithms import ALGORITHMS, find_algorithm, hierarchical
+from ronde.collectives.algorithms import ALGORITHMS, find_algorithm
 from ronde.collectives.schedule import Chunks, Schedule
 from ronde.errors import UsageError
 from ronde.world.engines import ALGORITHMS as NAMES
@@ -172,71 +172,6 @@ def test_chunks_are_the_rows_that_ranks_keep(size, numel):
     assert lengths == [base + 1] * extra + [base] * (size - extra)
     assert chunks.start(size) == numel
     assert chunks.largest() == max(lengths)
-
-
-grids = st.builds(hierarchical.Grid, st.integers(1, 8), st.integers(1, 8))
-
-
-@many
-@given(grids, numels, st.data())
-def test_two_levels_end_right(grid, numel, data):
-    size = grid.size
-    vectors = own(size, numel)
-    run(hierarchical.all_reduce(grid, numel), vectors)
-    assert vectors == [[all_of(size)] * numel] * size
-    root = data.draw(st.integers(0, size - 1))
-    vectors = own(size, numel)
-    run(hierarchical.broadcast(grid, numel, root), vectors)
-    assert vectors == [[1 << root] * numel] * size
-
-
-@many
-@given(grids, st.data())
-def test_two_levels_take_uneven_chunks(grid, data):
-    size = grid.size
-    counts = data.draw(st.lists(st.integers(0, 5), min_size=size, max_size=size))
-    chunks = Chunks.of_sizes(counts)
-    vectors = own(size, chunks.numel)
-    run(hierarchical.reduce_scatter(grid, chunks), vectors)
-    gathered = []
-    for rank in range(size):
-        start, stop = chunks.span(rank)
-        gathered += vectors[rank][start:stop]
-        vectors[rank] = [0] * start + vectors[rank][start:stop]
-        vectors[rank] += [0] * (chunks.numel - stop)
-    assert gathered == [all_of(size)] * chunks.numel
-    run(hierarchical.all_gather(grid, chunks), vectors)
-    assert vectors == [gathered] * size
-
-
-@given(grids, st.integers(0, 300))
-def test_two_levels_are_priced_and_counted(grid, numel):
-    hosts, per_host = grid.num_hosts, grid.per_host
-    chunks = Chunks(grid.size, numel)
-    for schedule, num_rounds in (
-        (hierarchical.all_reduce(grid, numel), 2 * (hosts + per_host - 2)),
-        (hierarchical.reduce_scatter(grid, chunks), hosts + per_host - 2),
-        (hierarchical.all_gather(grid, chunks), hosts + per_host - 2),
-        (hierarchical.broadcast(grid, numel, grid.size - 1), hosts + per_host - 2),
-    ):
-        assert schedule.num_rounds == num_rounds
-        assert loads_of(schedule) == heaviest(schedule), schedule.name
-
-
-@given(grids, st.integers(1, 4))
-def test_hosts_exchange_no_more_than_they_must(grid, per_chunk):
-    """(N-1)/N of the vector, twice, whatever the ranks of a host."""
-    hosts, per_host = grid.num_hosts, grid.per_host
-    numel = grid.size * per_chunk
-    schedule = hierarchical.all_reduce(grid, numel)
-    sent = sum(
-        schedule.numel_of(step)
-        for rank in range(per_host)
-        for steps in schedule.of_rank(rank)
-        for step in steps
-        if not step.is_receive and step.peer >= per_host
-    )
-    assert sent == 2 * (hosts - 1) * numel // hosts
 
 
 def test_unknown_algorithms_are_refused():

@@ -391,6 +391,6 @@ def test_an_engine_that_is_not_there_is_refused(name):
 
 
 def test_every_engine_that_can_be_named_can_be_connected_by():
-    from ronde.collectives.connection import ENGINES as MAKERS
+    from ronde.collectives.connections import ENGINES as MAKERS
 
     assert set(MAKERS) <= set(ENGINES)

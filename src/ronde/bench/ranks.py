@@ -13,7 +13,7 @@ from ronde.bench.measured import Device
 from ronde.bench.options import Options
 from ronde.bench.variables import Split, Variables
 from ronde.collectives import Communicator, all_gather_json, connect, exchange_hosts
-from ronde.collectives.connection import DEFAULT_TIMEOUT_S
+from ronde.collectives.connections import DEFAULT_TIMEOUT_S
 from ronde.errors import UsageError
 from ronde.plain_values import from_plain, to_plain
 from ronde.records import Machine

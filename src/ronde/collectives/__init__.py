@@ -1,15 +1,9 @@
 """Tensors between ranks: the interface, its engines, and how ranks find each other."""
 
-from ronde.collectives.communicator import (
-    Communicator,
-    Done,
-    Look,
-    ReduceOp,
-    Work,
-    rows,
-)
-from ronde.collectives.connection import connect
-from ronde.collectives.connections import Connections
+from ronde.collectives.arguments import rows
+from ronde.collectives.communicator import Communicator
+from ronde.collectives.connections import Connections, connect
+from ronde.collectives.engine import Look, ReduceOp, Work
 from ronde.collectives.objects import (
     all_gather_json,
     all_gather_object,
@@ -20,7 +14,6 @@ from ronde.collectives.objects import (
 __all__ = [
     "Communicator",
     "Connections",
-    "Done",
     "Look",
     "ReduceOp",
     "Work",

@@ -1,10 +1,36 @@
 """Checks of what a collective is given, before anything moves."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
 from ronde.errors import UsageError
+
+
+def require_device(tensor: Tensor, devices: Collection[str], engine: str) -> None:
+    """Refuse what an engine does not move.
+
+    Raises:
+        UsageError: ``tensor`` is on another device.
+    """
+    if tensor.device.type not in devices:
+        raise UsageError(
+            f"device must be {' or '.join(sorted(devices))} for engine {engine}, got "
+            f"{tensor.device}. Copy the tensor to the CPU, or use engine auto or nccl."
+        )
+
+
+def require_dimensions(tensor: Tensor) -> None:
+    """Refuse a scalar where rows are meant.
+
+    Raises:
+        UsageError: ``tensor`` has no dimensions.
+    """
+    if tensor.ndim == 0:
+        raise UsageError(
+            "tensor must have at least one dimension, got a scalar. "
+            "Use tensor.reshape(1)."
+        )
 
 
 def require_root(root: int, size: int) -> None:
@@ -37,11 +63,7 @@ def require_splits(
     Raises:
         UsageError: See ``Communicator.all_to_all``; or ``tensor`` has no dimensions.
     """
-    if tensor.ndim == 0:
-        raise UsageError(
-            "tensor must have at least one dimension, got a scalar. "
-            "Use tensor.reshape(1)."
-        )
+    require_dimensions(tensor)
     num_rows = tensor.shape[0]
     if splits is None:
         if num_rows % size:
@@ -131,3 +153,9 @@ def _end(tensor: Tensor) -> int:
         for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     return tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def rows(num_rows: int, size: int) -> list[int]:
+    """Split ``num_rows`` over ``size`` ranks; the first ranks take the extra rows."""
+    base, extra = divmod(num_rows, size)
+    return [base + (rank < extra) for rank in range(size)]

@@ -8,7 +8,7 @@ reduces what already lies on this rank.
 import torch
 from torch import Tensor
 
-from ronde.collectives.communicator import ReduceOp
+from ronde.collectives.engine import ReduceOp
 from ronde.errors import UsageError
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -64,10 +64,15 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """View a row-major tensor as a vector."""
+    # reshape() would keep the stride of a single element cut out of a larger tensor.
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a row-major tensor as its bytes: every dtype can be moved so."""
-    # reshape() would keep the stride of a single element cut out of a larger tensor.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return flat(tensor).view(torch.uint8)
 
 
 def put_back(values: Tensor, tensor: Tensor) -> Tensor:

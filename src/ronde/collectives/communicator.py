@@ -1,4 +1,4 @@
-"""THE interface of all collectives, which every engine implements.
+"""The interface of all collectives.
 
 Rules that hold for every call:
 
@@ -16,93 +16,81 @@ Rules that hold for every call:
   from ``wait()``.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from enum import StrEnum
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from functools import partial
+from typing import final
 
 import torch
 from torch import Tensor
 
-T_co = TypeVar("T_co", covariant=True)
-Look = Callable[[], float | None]
-"""What a thread calls while it waits: returns for how many seconds it need not be
-called again, or None to have it wait no longer."""
+from ronde.collectives.arguments import (
+    apart_from,
+    require_device,
+    require_dimensions,
+    require_out,
+    require_peer,
+    require_root,
+    require_splits,
+    rows,
+)
+from ronde.collectives.arithmetic import (
+    HALVES,
+    as_bytes,
+    decode,
+    dense,
+    encode,
+    flat,
+    put_back,
+    require_reducible,
+    scale_,
+    scaled,
+)
+from ronde.collectives.engine import (
+    CPU,
+    Engine,
+    Exchange,
+    Gather,
+    Native,
+    ReduceOp,
+    Reduction,
+    Work,
+)
+from ronde.collectives.routing import Routes
+from ronde.collectives.shapes import Layout, Summary, require_out_rows
+from ronde.errors import UsageError
+
+_Key = tuple[Engine, str, torch.dtype, bool | str, ReduceOp, float, float]
+_MAX_KNOWN = 1024
 
 
-class ReduceOp(StrEnum):
-    """How corresponding elements of all ranks become one."""
-
-    # An enum's own is a function in Python, on the path of every call.
-    __hash__ = str.__hash__
-
-    SUM = "sum"
-    AVERAGE = "average"
-    MIN = "min"
-    MAX = "max"
-    PRODUCT = "product"
-
-
-class Work(Protocol[T_co]):
-    """A collective under way."""
-
-    def is_done(self) -> bool:
-        """Say whether ``wait()`` would return without blocking."""
-        ...
-
-    def wait(self) -> T_co:
-        """Block until the result is there and return it; later calls return it again.
-
-        On an accelerator "there" means ordered before whatever the current stream is
-        given next, as torch has it.
-
-        Raises:
-            CollectiveError: The collective failed.
-            PeerLostError: It failed because another rank is gone.
-        """
-        ...
-
-    def wait_watched(self, look: Look) -> bool:
-        """Block until it is over or ``look`` says to stop; say whether it is over.
-
-        A failure counts as over, and is raised by ``wait()``.
-        """
-        ...
-
-
-class Done(Generic[T_co]):
-    """Work that was over before it was returned."""
-
-    def __init__(self, value: T_co) -> None:
-        self._value = value
-
-    def is_done(self) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self) -> T_co:
-        """Return the value."""
-        return self._value
-
-    def wait_watched(self, look: Look) -> bool:  # noqa: ARG002 - the interface's
-        """Return True."""
-        return True
-
-
-class Communicator(ABC):
-    """A fixed group of ranks that can exchange tensors.
+@final
+class Communicator:
+    """A fixed group of ranks that can exchange tensors, whatever moves the bytes.
 
     Attributes:
         engine: Name of what moves the bytes.
+        algorithm: The schedule that it follows; empty where it has none.
         rank: This process in the group, ``0 <= rank < size``.
         size: Number of processes in the group.
+        timeout_s: How long a collective waits for another rank.
     """
 
-    engine: str
-    rank: int
-    size: int
+    def __init__(self, engine: Engine, routes: Routes | None = None) -> None:
+        """Take over engines; they are closed with this.
 
-    @abstractmethod
+        Args:
+            engine: What moves the bytes.
+            routes: Where several engines do, which call goes to which of them.
+        """
+        self.engine = "auto" if routes and routes.are_many else engine.name
+        self.algorithm = engine.algorithm
+        self.rank, self.size = engine.rank, engine.size
+        self.timeout_s = engine.timeout_s
+        self._engine = engine
+        self._routes = routes or Routes(engine)
+        self._only = None if self._routes.are_many else engine
+        self._known: dict[_Key, tuple[Native | None, Reduction]] = {}
+
     def all_reduce(
         self,
         tensor: Tensor,
@@ -126,6 +114,7 @@ class Communicator(ABC):
         Raises:
             UsageError: ``op`` is not defined for the dtype.
         """
+        return self._all_reduce(tensor, tensor, op, prescale, postscale)
 
     def all_reduce_from(
         self,
@@ -136,19 +125,53 @@ class Communicator(ABC):
         prescale: float = 1.0,
         postscale: float = 1.0,
     ) -> Work[Tensor]:
-        """Reduce ``source`` over all ranks into ``tensor``: see ``all_reduce``.
+        """Reduce ``source``, which stays as it was, into ``tensor``.
 
-        Args:
-            source: Any shape, equal on all ranks; it is left as it was.
-            tensor: Of its shape, dtype and device, apart from it.
-            op: As in ``all_reduce``, as are the two factors.
-            prescale: See there.
-            postscale: See there.
+        They have one shape, dtype and device, and no memory in common. See
+        ``all_reduce``.
         """
-        tensor.copy_(source)
-        return self.all_reduce(tensor, op, prescale=prescale, postscale=postscale)
+        return self._all_reduce(source, tensor, op, prescale, postscale)
 
-    @abstractmethod
+    def _all_reduce(
+        self,
+        source: Tensor,
+        tensor: Tensor,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+    ) -> Work[Tensor]:
+        """Reduce. This is on the path of every small call: see its callers."""
+        engine = self._only or self._routes.of_size("all_reduce", tensor)
+        native, what = self._reduction(
+            engine, "all_reduce", tensor, op, prescale, postscale
+        )
+        if not tensor.numel():
+            engine.require_open()
+            return Work(tensor)
+        if native is not None and native.scales:
+            target = _flat(tensor)
+            taken = target if source is tensor else _flat(source)
+            work = engine.all_reduce(taken, target, what)
+            if target is tensor:
+                return work.giving(tensor)
+            return work.then(partial(put_back, target, tensor))
+        values = tensor.detach()
+        if source is not tensor:
+            values.copy_(source)
+        if native is None:
+            values = _widened(values)
+        scale_(values, prescale)
+        encoded = dense(values) if native else encode(values, op)
+        vector = flat(encoded)
+        work = engine.all_reduce(vector, vector, what)
+        left = ReduceOp.SUM if what.op is ReduceOp.AVERAGE else op
+
+        def finish() -> Tensor:
+            result = decode(encoded, values.dtype, left, self.size, postscale)
+            return put_back(result, tensor)
+
+        return work.then(finish)
+
     def all_gather(self, tensor: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
         """Concatenate every rank's ``tensor`` along dimension 0, in rank order.
 
@@ -165,8 +188,32 @@ class Communicator(ABC):
             UsageError: ``out`` cannot hold the result.
             CollectiveError: Dtypes or later dimensions differ; on every rank.
         """
+        call = "all_gather"
+        engine = self._routes.of_any_size(call, tensor)
+        try:
+            require_device(tensor, engine.devices, engine.name)
+            require_out(out, tensor)
+        except UsageError:
+            engine.refuse(Layout.refused(call, tensor))
+            raise
+        own_rows = self.rank * tensor.shape[0] if tensor.ndim else 0
+        results: list[Tensor] = []
 
-    @abstractmethod
+        def place(summaries: Sequence[Summary]) -> Tensor:
+            num_rows = sum(each.num_rows for each in summaries)
+            expected = [num_rows] * self.size
+            require_out_rows(call, summaries, self.rank, expected)
+            results.append(_result(tensor, num_rows, out))
+            return as_bytes(results[0].detach())
+
+        what = Gather(
+            Layout.of(call, tensor, out),
+            as_bytes(dense(apart_from(tensor, out, own_rows))),
+            _row_bytes(tensor),
+            place,
+        )
+        return engine.gather_rows(what).then(results.pop)
+
     def reduce_scatter(
         self,
         tensor: Tensor,
@@ -182,9 +229,9 @@ class Communicator(ABC):
             tensor: At least one dimension, equal shape on all ranks; it is left as it
                 was. When ``size`` does not divide dimension 0, the first ranks take
                 one row more.
-            op: As in ``all_reduce``.
-            prescale: As in ``all_reduce``.
-            postscale: As in ``all_reduce``.
+            op: As in ``all_reduce``, as are both factors.
+            prescale: See there.
+            postscale: See there.
             out: Where the result goes, contiguous and of the result's shape and dtype;
                 it may be this rank's rows of ``tensor``. None makes a new tensor.
 
@@ -195,20 +242,57 @@ class Communicator(ABC):
             UsageError: ``op`` is not defined for the dtype, ``tensor`` has no
                 dimensions, or ``out`` cannot hold the result.
         """
+        engine = self._routes.of_size("reduce_scatter", tensor)
+        native, what = self._reduction(
+            engine, "reduce_scatter", tensor, op, prescale, postscale
+        )
+        require_dimensions(tensor)
+        num_rows = rows(tensor.shape[0], self.size)
+        require_out(out, tensor, num_rows[self.rank])
+        result = _result(tensor, num_rows[self.rank], out)
+        if not tensor.numel():
+            engine.require_open()
+            return Work(result)
+        if native is not None and native.scales:
+            per_row = tensor.shape[1:].numel()
+            first = sum(num_rows[: self.rank])
+            work = engine.reduce_scatter(
+                flat(dense(apart_from(tensor, out, first))),
+                flat(result.detach()),
+                [count * per_row for count in num_rows],
+                what,
+            )
+            return work.giving(result)
+        values = tensor.detach() if native else _widened(tensor.detach())
+        values = scaled(values, prescale)
+        encoded = dense(values) if native else encode(values, op)
+        rest = encoded.shape[1:]
+        reduced = encoded.new_empty((num_rows[self.rank], *rest))
+        counts = [count * rest.numel() for count in num_rows]
+        work = engine.reduce_scatter(flat(encoded), flat(reduced), counts, what)
+        left = ReduceOp.SUM if what.op is ReduceOp.AVERAGE else op
 
-    @abstractmethod
+        def finish() -> Tensor:
+            kept = decode(reduced, values.dtype, left, self.size, postscale)
+            result.detach().copy_(kept)
+            return result
+
+        return work.then(finish)
+
     def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
-        """Copy ``root``'s tensor into every rank's, in place.
+        """Copy ``root``'s tensor into every rank's of equal shape, in place."""
+        require_root(root, self.size)
+        engine = self._routes.of_size("broadcast", tensor)
+        require_device(tensor, engine.devices, engine.name)
+        if not tensor.numel():
+            engine.require_open()
+            return Work(tensor)
+        values = flat(dense(tensor))
+        work = engine.broadcast(values, root)
+        if self.rank == root:
+            return work.giving(tensor)
+        return work.then(partial(put_back, values, tensor))
 
-        Args:
-            tensor: Any shape, equal on all ranks.
-            root: The rank to copy from.
-
-        Returns:
-            Work whose result is ``tensor`` itself.
-        """
-
-    @abstractmethod
     def all_to_all(
         self,
         tensor: Tensor,
@@ -233,34 +317,68 @@ class Communicator(ABC):
                 rows than there are; or it is None and ``size`` does not divide them;
                 or ``out`` cannot hold the result.
         """
+        call = "all_to_all"
+        engine = self._routes.of_any_size(call, tensor)
+        try:
+            require_device(tensor, engine.devices, engine.name)
+            sent = require_splits(tensor, splits, self.size)
+            require_out(out, tensor)
+        except UsageError:
+            engine.refuse(Layout.refused(call, tensor))
+            raise
+        results: list[tuple[Tensor, list[int]]] = []
 
-    @abstractmethod
+        def place(
+            summaries: Sequence[Summary], plan: Sequence[Sequence[int]]
+        ) -> Tensor:
+            received = [sum(column) for column in zip(*plan, strict=True)]
+            require_out_rows(call, summaries, self.rank, received)
+            result = _result(tensor, received[self.rank], out)
+            results.append((result, [row[self.rank] for row in plan]))
+            return as_bytes(result.detach())
+
+        what = Exchange(
+            Layout.of(call, tensor, out),
+            as_bytes(dense(apart_from(tensor[: sum(sent)], out))),
+            sent,
+            _row_bytes(tensor),
+            place,
+        )
+        return engine.exchange_rows(what).then(results.pop)
+
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work[None]:
         """Send ``tensor`` to one rank, which must ``recv`` it."""
+        require_peer("to", to, self.rank, self.size)
+        engine = self._routes.of_pair(tensor)
+        require_device(tensor, engine.devices, engine.name)
+        engine.require_open()
+        if not tensor.numel():
+            return Work(None)
+        return engine.send(flat(dense(tensor)), to, tag).giving(None)
 
-    @abstractmethod
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
         """Receive into ``tensor`` what ``source`` sent: equal shape, dtype and tag."""
+        require_peer("source", source, self.rank, self.size)
+        engine = self._routes.of_pair(tensor)
+        require_device(tensor, engine.devices, engine.name)
+        engine.require_open()
+        if not tensor.numel():
+            return Work(tensor)
+        values = flat(dense(tensor))
+        work = engine.recv(values, source, tag)
+        return work.then(partial(put_back, values, tensor))
 
-    @abstractmethod
     def barrier(self) -> Work[None]:
         """Complete when every rank has called it."""
+        return self._engine.barrier().giving(None)
 
     def allocate(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
+        self, numel: int, dtype: torch.dtype, device: torch.device = CPU
     ) -> Tensor:
-        """Return zeros in memory where this engine's in-place calls are fastest.
+        """Return zeros in memory where in-place calls are fastest.
 
         Collective: every rank asks for the same. Any part of it may be given to any
         collective; where it lies changes speed alone.
-
-        Args:
-            numel: Number of elements.
-            dtype: Their dtype.
-            device: Where they are to lie.
 
         Returns:
             A tensor of shape ``(numel,)``, aligned to 64 bytes, which outlives
@@ -269,30 +387,99 @@ class Communicator(ABC):
         Raises:
             CollectiveError: There is not enough of that memory; on every rank.
         """
-        with torch.inference_mode(mode=False):
-            return torch.zeros(numel, dtype=dtype, device=device)
+        num_bytes = numel * dtype.itemsize
+        engine = self._routes.engine("all_reduce", num_bytes, device.type)
+        return engine.allocate(numel, dtype, device)
 
-    @abstractmethod
     def duplicate(self) -> "Communicator":
         """Make a communicator of the same ranks with an order of calls of its own.
 
         Collective. Calls on the copy may interleave with calls on the original in any
         way, differently on each rank. Source: MPI_Comm_dup.
         """
+        engine = self._engine.clone()
+        return Communicator(engine, self._routes.clone(engine))
 
     def abort(self) -> None:
         """Close at once: what is under way fails, here and on the other ranks.
 
         Not collective. For a rank that failed where others wait for it.
         """
-        self.close()
+        for engine in self._routes.end():
+            engine.abort()
 
-    @abstractmethod
     def close(self) -> None:
-        """Give back threads, sockets and memory; later calls raise CollectiveError."""
+        """Give back threads, sockets and memory; later calls raise CollectiveError.
+
+        Not collective; calls may be repeated.
+        """
+        for engine in self._routes.end():
+            engine.close()
+
+    def _reduction(
+        self,
+        engine: Engine,
+        call: str,
+        tensor: Tensor,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+    ) -> tuple[Native | None, Reduction]:
+        """Return what ``_plan`` does, the same object for equal calls."""
+        place = tensor.is_cpu or tensor.device.type
+        key = (engine, call, tensor.dtype, place, op, prescale, postscale)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            known = _plan(engine, call, tensor, op, prescale, postscale)
+            self._known[key] = known
+        return known
 
 
-def rows(num_rows: int, size: int) -> list[int]:
-    """Split ``num_rows`` over ``size`` ranks; the first ranks take the extra rows."""
-    base, extra = divmod(num_rows, size)
-    return [base + (rank < extra) for rank in range(size)]
+def _plan(
+    engine: Engine,
+    call: str,
+    tensor: Tensor,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+) -> tuple[Native | None, Reduction]:
+    """Return how an engine reduces such tensors, and what to ask it for.
+
+    Raises:
+        UsageError: It moves no such tensors, or ``op`` is not defined for them.
+    """
+    require_device(tensor, engine.devices, engine.name)
+    require_reducible(tensor.dtype, op, prescale, postscale)
+    native = engine.native(call, tensor.dtype, op, tensor.device.type)
+    if native is None:
+        return None, Reduction(ReduceOp.SUM if op is ReduceOp.AVERAGE else op)
+    if native.scales:
+        return native, Reduction(native.op, prescale, postscale)
+    return native, Reduction(native.op)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements as a vector; the tensor itself where it is one."""
+    if tensor.dim() == 1 and not (
+        tensor.requires_grad
+        or not tensor.is_contiguous()
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        return tensor
+    return flat(dense(tensor))
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Return 16-bit floats in 32 bits, so that they are rounded once."""
+    return tensor.to(torch.float32) if tensor.dtype in HALVES else tensor
+
+
+def _result(tensor: Tensor, num_rows: int, out: Tensor | None) -> Tensor:
+    return tensor.new_empty((num_rows, *tensor.shape[1:])) if out is None else out
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor.shape[1:].numel() * tensor.element_size()

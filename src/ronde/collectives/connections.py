@@ -1,17 +1,92 @@
-"""What a rank needs to connect with some of the others of its job, again and again."""
+"""From a rank's place to a communicator: the one place where an engine is chosen."""
 
-from collections.abc import Sequence
+import logging
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch.distributed import PrefixStore, Store
 
-from ronde.collectives.asked import Asked
+from ronde.collectives.choice import Choice, Table
 from ronde.collectives.communicator import Communicator
-from ronde.collectives.connection import DEFAULT_TIMEOUT_S, ENGINES, ask
-from ronde.collectives.engines.solo import SoloCommunicator
+from ronde.collectives.engine import Engine, ReduceOp
+from ronde.collectives.engines.solo import SoloEngine
+from ronde.collectives.objects import broadcast_json, exchange_hosts
+from ronde.collectives.rendezvous import meet
+from ronde.collectives.routing import Routes
+from ronde.collectives.tuned import find_table, table_from_plain, table_to_plain
+from ronde.errors import CollectiveError, UsageError
+from ronde.world.environment import read_cache_directory
 from ronde.world.value import RankInfo
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""How long a collective waits: rank 0 may evaluate or save meanwhile."""
+_MEETING_TIMEOUT_S = 300.0
+_logger = logging.getLogger("ronde")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine is asked for, and where its ranks meet.
+
+    Attributes:
+        claim: This rank's place; ``size`` is at least 2.
+        timeout_s: How long a collective may wait for another rank.
+        algorithm: Name of a schedule, or empty.
+        store: Where the ranks meet; None for the place that the claim names.
+        ranks: Which of the job's ranks they are; empty for all.
+    """
+
+    claim: RankInfo
+    timeout_s: float
+    algorithm: str = ""
+    store: Store | None = None
+    ranks: tuple[int, ...] = ()
+
+    def meet(self) -> Store:
+        """Return a store that all ranks share, empty under the keys used here."""
+        if self.store is not None:
+            return self.store
+        return meet(self.claim, min(self.timeout_s, _MEETING_TIMEOUT_S))
+
+    def at(self, store: Store, name: str) -> "EngineConfig":
+        """Return the same, to meet under a name in a store."""
+        return replace(self, store=PrefixStore(name, store))
+
+
+def connect(
+    claim: RankInfo,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    engine: str = "",
+    algorithm: str = "",
+) -> Communicator:
+    """Connect this rank to all others; collective.
+
+    Args:
+        claim: This rank's place among the others.
+        timeout_s: How long any collective may wait for another rank. The ranks wait at
+            most 300 s for each other here.
+        engine: One of ``ENGINES``, equal on all ranks; empty takes the claim's.
+        algorithm: The schedule to follow, for engines that have several; empty takes
+            the claim's.
+
+    Returns:
+        A communicator of all ranks; of this one alone, with no process group, where
+        ``claim.size`` is 1.
+
+    Raises:
+        UsageError: There is no such engine, or what it needs is not installed.
+        WorldError: The ranks are on several hosts and nobody said where to meet.
+        CollectiveError: Not all ranks came in time, or the port is in use.
+    """
+    name = _engine_name(claim, engine)
+    config = EngineConfig(claim, timeout_s, algorithm or claim.algorithm)
+    return _connect(name, config)
 
 
 class Connections:
@@ -29,20 +104,11 @@ class Connections:
         engine: str = "",
         algorithm: str = "",
     ) -> None:
-        """Meet the other ranks; collective.
-
-        Args:
-            claim: This rank's place among all.
-            timeout_s: How long any collective may wait for another rank.
-            engine: See ``connect``.
-            algorithm: See ``connect``.
-        """
+        """Meet the other ranks; collective. The arguments are those of ``connect``."""
         self.claim = claim
-        self._engine, asked = ask(
-            claim, timeout_s=timeout_s, engine=engine, algorithm=algorithm
-        )
-        self._store = asked.meet() if claim.size > 1 else None
-        self._asked = asked
+        self._engine = _engine_name(claim, engine)
+        self._config = EngineConfig(claim, timeout_s, algorithm or claim.algorithm)
+        self._store = self._config.meet() if claim.size > 1 else None
 
     def connect(
         self, name: str, ranks: Sequence[int], hosts: Sequence[str] = ()
@@ -57,11 +123,23 @@ class Connections:
         Returns:
             A communicator in which ``ranks[i]`` is rank i.
         """
-        if len(ranks) == 1:
-            return SoloCommunicator()
-        return ENGINES[self._engine](self._asked_for(name, ranks, hosts))
+        claim = self.claim
+        is_part = len(ranks) < claim.size
+        if is_part:
+            here = {hosts[claim.rank]} if hosts else set[str]()
+            local = [r for r in ranks if hosts and hosts[r] in here]
+            is_one_host = claim.local_size == claim.size or len(local) == len(ranks)
+            claim = replace(
+                claim,
+                rank=list(ranks).index(claim.rank),
+                size=len(ranks),
+                local_size=len(ranks) if is_one_host else max(len(local), 1),
+            )
+        some = tuple(ranks) if is_part else ()
+        config = replace(self._config, claim=claim, store=self.store(name), ranks=some)
+        return _connect(self._engine, config)
 
-    def apart(self) -> "Connections":
+    def clone(self) -> "Connections":
         """Return the same with a connection to the store of its own.
 
         Whoever waits in a store keeps all others off it that have the same connection:
@@ -77,20 +155,174 @@ class Connections:
         """Return a store that all ranks share under a name; None for a world of one."""
         return None if self._store is None else PrefixStore(name, self._store)
 
-    def _asked_for(
-        self, name: str, ranks: Sequence[int], hosts: Sequence[str]
-    ) -> Asked:
-        claim = self.claim
-        is_part = len(ranks) < claim.size
-        if is_part:
-            here = {hosts[claim.rank]} if hosts else set[str]()
-            local = [r for r in ranks if hosts and hosts[r] in here]
-            is_one_host = claim.local_size == claim.size or len(local) == len(ranks)
-            claim = replace(
-                claim,
-                rank=list(ranks).index(claim.rank),
-                size=len(ranks),
-                local_size=len(ranks) if is_one_host else max(len(local), 1),
-            )
-        some = tuple(ranks) if is_part else ()
-        return replace(self._asked, claim=claim, store=self.store(name), ranks=some)
+
+def _engine_name(claim: RankInfo, engine: str) -> str:
+    name = engine or claim.engine
+    if name not in (*ENGINES, _AUTO):
+        known = ", ".join((_AUTO, *ENGINES))
+        raise UsageError(f"engine must be one of {known}, got {name!r}.")
+    return name
+
+
+def _connect(name: str, config: EngineConfig) -> Communicator:
+    if config.claim.size == 1:
+        return Communicator(SoloEngine())
+    if name == _AUTO:
+        return _connect_by_table(config)
+    return Communicator(ENGINES[name](config))
+
+
+def _connect_by_table(config: EngineConfig) -> Communicator:
+    """Connect by what suits most calls, and by other engines when they are needed.
+
+    The engine for a call comes from rank 0's table: the one that ``ronde bench --tune``
+    has measured for these hosts, ranks and versions, else sane rules.
+    """
+    store = config.meet()
+    is_one_host = config.claim.local_size == config.claim.size
+    make_first = _shared_memory_or_gloo if is_one_host else _torch_distributed
+    first = make_first(config.at(store, "first"))
+    everybody = Communicator(first)
+    table = agree_on_table(everybody)
+
+    def choose(collective: str, num_bytes: int | None, device: str) -> str:
+        label = str(table.choose(collective, num_bytes, device))
+        # Gloo's engine has NCCL too, and stands in where memory is not shared.
+        stands_in = label in ("shared_memory", "nccl")
+        return "gloo" if first.name == "gloo" and stands_in else label
+
+    def connect_other(label: str, communicator: str) -> Engine:
+        choice = Choice.of(label)
+        own = replace(config, algorithm=choice.algorithm)
+        return ENGINES[choice.engine](own.at(store, f"{label}/{communicator}"))
+
+    has_cuda = torch.tensor([float(torch.cuda.is_available())], device="cpu")
+    everybody.all_reduce(has_cuda, ReduceOp.MAX).wait()
+    pairs = [choose("send", None, "cpu")]
+    pairs += [choose("send", None, "cuda")] if has_cuda.item() else []
+    others = {name: connect_other(name, "0") for name in pairs if name != first.name}
+    return Communicator(first, Routes(first, choose, connect_other, others))
+
+
+def agree_on_table(communicator: Communicator) -> Table:
+    """Return rank 0's table on all ranks; collective."""
+    hosts = exchange_hosts(communicator, socket.gethostname())
+
+    def find() -> dict[str, Any]:
+        table, note = find_table(hosts, read_cache_directory())
+        if note:
+            _logger.warning("%s", note)
+        return table_to_plain(table)
+
+    return table_from_plain(broadcast_json(communicator, find, 0))
+
+
+# How a rank connects by each engine. Modules are imported when they are asked for: some
+# need a library that is not always there.
+
+
+def _torch_distributed(config: EngineConfig) -> Engine:
+    from ronde.collectives.engines.torch_distributed import TorchDistributedEngine
+
+    claim = config.claim
+    return TorchDistributedEngine(
+        config.meet(),
+        claim.rank,
+        claim.size,
+        timeout_s=config.timeout_s,
+        is_one_host=claim.local_size == claim.size,
+    )
+
+
+def _shared_memory(config: EngineConfig) -> Engine:
+    from ronde.collectives.engines.shared_memory import SharedMemoryEngine
+
+    claim = config.claim
+    return SharedMemoryEngine(
+        config.meet(), claim.rank, claim.size, timeout_s=config.timeout_s
+    )
+
+
+def _shared_memory_or_gloo(config: EngineConfig) -> Engine:
+    store = config.meet()
+    try:
+        return _shared_memory(config.at(store, "shared_memory"))
+    except CollectiveError as error:  # on all ranks, or none
+        if config.claim.rank == 0:
+            _logger.warning("Gloo moves the tensors, for %s", error)
+        return _torch_distributed(config.at(store, "gloo"))
+
+
+def _mpi(config: EngineConfig) -> Engine:
+    from ronde.collectives.engines.mpi import connect_some, connect_world
+
+    claim = config.claim
+    if config.ranks:
+        return connect_some(config.ranks, timeout_s=config.timeout_s)
+    return connect_world(claim.rank, claim.size, timeout_s=config.timeout_s)
+
+
+def _scheduled(config: EngineConfig) -> Engine:
+    from ronde.collectives.algorithms import find_algorithm
+    from ronde.collectives.engines.scheduled import ScheduledEngine
+
+    algorithm = find_algorithm(config.algorithm or "ring")
+    return ScheduledEngine(_torch_distributed(config), algorithm.name)
+
+
+def _hierarchical(config: EngineConfig) -> Engine:
+    return two_levels(config, socket.gethostname())
+
+
+def two_levels(config: EngineConfig, host: str) -> Engine:
+    """Connect each host's ranks by shared memory, and the hosts by Gloo; collective.
+
+    Args:
+        config: What is asked for; an algorithm is followed between the hosts.
+        host: The name of this rank's host.
+    """
+    from ronde.collectives.algorithms import find_algorithm
+    from ronde.collectives.engines.hierarchical import HierarchicalEngine, Places
+
+    if config.algorithm:
+        find_algorithm(config.algorithm)
+    store = config.meet()
+    world = _torch_distributed(config.at(store, "world"))
+    places = Places.from_hosts(exchange_hosts(Communicator(world), host))
+    index, place = places.of(config.claim.rank)
+    size = len(places.ranks[index])
+    claim = replace(config.claim, rank=place, size=size, local_size=size)
+    own_host = replace(config, claim=claim).at(store, f"host{index}")
+    local = SoloEngine() if size == 1 else _shared_memory_or_gloo(own_host)
+    cross = None
+    if places.is_even or place == 0:
+        column = config.at(store, f"place{place}")
+        cross = Communicator(_connect_hosts(column, index, places.num_hosts))
+    return HierarchicalEngine(world, Communicator(local), cross, places)
+
+
+def _connect_hosts(config: EngineConfig, index: int, size: int) -> Engine:
+    """Connect one rank of each host."""
+    if size == 1:
+        return SoloEngine()
+    is_one_host = config.claim.local_size == config.claim.size
+    claim = replace(
+        config.claim, rank=index, size=size, local_size=size if is_one_host else 1
+    )
+    config = replace(config, claim=claim)
+    return _scheduled(config) if config.algorithm else _torch_distributed(config)
+
+
+_AUTO = "auto"
+ENGINES: Mapping[str, Callable[[EngineConfig], Engine]] = MappingProxyType(
+    {
+        "shared_memory": _shared_memory,
+        "gloo": _torch_distributed,
+        "nccl": _torch_distributed,
+        "mpi": _mpi,
+        "scheduled": _scheduled,
+        "hierarchical": _hierarchical,
+    }
+)
+"""How a rank connects by each engine. ``gloo`` and ``nccl`` are one engine, which takes
+the backend by the tensor's device."""

@@ -12,7 +12,8 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]  it has none
 import torch
 from torch import Tensor
 
-from ronde.collectives.communicator import Communicator, Work
+from ronde.collectives.communicator import Communicator
+from ronde.collectives.engine import Work
 from ronde.errors import CollectiveError
 
 _HEADER_BYTES = 8

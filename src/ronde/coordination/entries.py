@@ -7,10 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ronde.collectives import Look
+from ronde.collectives import Look, Work
 from ronde.coordination.operations import Operation
 from ronde.coordination.streams import Mark, keep_for_current_stream, mark_of
-from ronde.errors import fresh
 
 
 class Driver(Protocol):
@@ -25,8 +24,8 @@ class Driver(Protocol):
         ...
 
 
-class Entry:
-    """One operation under way: a ``Work``.
+class Entry(Work[Any]):
+    """One operation under way.
 
     Attributes:
         name: On the wire.
@@ -34,15 +33,11 @@ class Entry:
         submitted_ns: When, by ``time.monotonic_ns()``.
         ready: From where on the inputs are there, on an accelerator; else None.
         done: From where on the outputs are, likewise.
-        is_over: Whether the result, or the failure, is there.
     """
 
     __slots__ = (
         "_driver",
-        "_failure",
-        "_result",
         "done",
-        "is_over",
         "name",
         "operation",
         "ready",
@@ -50,49 +45,35 @@ class Entry:
     )
 
     def __init__(self, driver: Driver, name: str, operation: Operation) -> None:
+        super().__init__(None, is_over=False)
         self._driver = driver
         self.name = name
         self.operation = operation
         self.submitted_ns = time.monotonic_ns()
         self.ready = mark_of(operation.tensors)
         self.done: Mark | None = None
-        self.is_over = False
-        self._failure: Exception | None = None
-        self._result: Any = None
 
-    def is_done(self) -> bool:
-        """Say whether ``wait()`` would return at once; else have it go on."""
-        if not self.is_over:
-            self._driver.stir()
-            return False
-        return True
+    def _poll(self) -> bool:
+        self._driver.stir()
+        return False
+
+    def _block(self, look: Look | None) -> bool:
+        self._driver.finish(self, look)
+        return self.is_over
 
     def wait(self) -> Any:  # noqa: ANN401 - each operation's own
-        """Block until the result is there and return it; later calls return it again.
-
-        Raises:
-            CollectiveError: The ranks' operations do not fit together, or one is gone.
-        """
-        if not self.is_over:
-            self._driver.finish(self)
-        if self._failure is not None:
-            raise fresh(self._failure)
+        """Block until the result is there and return it: see ``Work``."""
+        result = super().wait()
         if self.done is not None:
             self.done.order()
             if not self.operation.outputs:
                 # New tensors, from the stream of whoever carried it out.
-                made: Sequence[Any] = self._result or ()
+                made: Sequence[Any] = result or ()
                 tensors = [
                     each if isinstance(each, Tensor) else each[0] for each in made
                 ]
                 keep_for_current_stream(tensors)
-        return self._result
-
-    def wait_watched(self, look: Look) -> bool:
-        """Block until it is over or ``look`` says to stop: see ``Work``."""
-        if not self.is_over:
-            self._driver.finish(self, look)
-        return self.is_over
+        return result
 
     def connect(self, number: int) -> None:
         """Be over, with what a CONNECT makes and its number.
@@ -115,5 +96,5 @@ class Entry:
 
     def fail(self, failure: Exception) -> None:
         """Be over, with an error."""
-        self._failure = failure
+        self.failure = failure
         self.is_over = True

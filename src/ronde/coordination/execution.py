@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ronde.collectives import Communicator, Done, Work
+from ronde.collectives import Communicator, Work
 from ronde.collectives.adasum import adasum
 from ronde.collectives.inference import writing_to
 from ronde.collectives.recent import Recent
@@ -221,7 +221,7 @@ class Execution:
                     source, op, prescale=before, postscale=after
                 )
             case Kind.ADASUM:
-                work = Done(_adasum(communicator, output, before, after))
+                work = Work(_adasum(communicator, output, before, after))
             case Kind.BROADCAST:
                 work = communicator.broadcast(output, request.root)
             case Kind.ALLGATHER:

@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 
 from ronde.collectives.arithmetic import require_reducible, scale_
-from ronde.collectives.engines.shared_memory.combining import Combiner, Scratch
+from ronde.collectives.engines.shared_memory.reduce_kernels import (
+    ReduceKernel,
+    Scratch,
+)
 from ronde.collectives.inference import writing_to
 from ronde.coordination.control.rounds import REFUSED, ROUND_BYTES, Rounds
 from ronde.coordination.entries import Entry
@@ -38,12 +41,12 @@ class _Plan(NamedTuple):
     """How a request is reduced.
 
     Attributes:
-        combiner: Makes one tensor of all ranks'.
+        kernel: Makes one tensor of all ranks'.
         prescale: Multiplies this rank's before.
         views: Where all ranks show theirs, in even and odd rounds.
     """
 
-    combiner: Combiner
+    kernel: ReduceKernel
     prescale: float
     views: list[list[Tensor]]
 
@@ -128,7 +131,7 @@ class FastPath:
         output = entry.operation.outputs[0]
         try:
             with writing_to((output,)):
-                plan.combiner.combine(plan.views[number & 1], _flat(output))
+                plan.kernel.combine(plan.views[number & 1], _flat(output))
         except Exception as error:  # noqa: BLE001 - of this rank alone: out of memory
             entry.fail(error)
         if not entry.is_over:
@@ -170,8 +173,8 @@ class FastPath:
             require_reducible(dtype, op, request.prescale, postscale)
         except UsageError:
             return None
-        combiner = Combiner(dtype, op, self._size, postscale, self._scratch)
-        return _Plan(combiner, request.prescale, self.rounds.views(dtype, numel))
+        kernel = ReduceKernel(dtype, op, self._size, postscale, self._scratch)
+        return _Plan(kernel, request.prescale, self.rounds.views(dtype, numel))
 
 
 def _is_plain(tensor: Tensor) -> bool:

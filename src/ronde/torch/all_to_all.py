@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ronde.collectives import Done
+from ronde.collectives import Work
 from ronde.collectives.compiler import outside_compiler
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.operations import Kind, Operation
@@ -77,7 +77,7 @@ class _Exchange:
 
     def carry_out(self, tensor: Tensor, splits: Splits | None) -> tuple[Tensor, Tensor]:
         coordinator, operation = self._prepare(tensor, splits)
-        return Exchanged(Done(coordinator.run(operation)), splits).wait()
+        return Exchanged(Work(coordinator.run(operation)), splits).wait()
 
     def _prepare(
         self, tensor: Tensor, splits: Splits | None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ronde.collectives import ReduceOp, Work
 from ronde.collectives.compiler import outside_compiler
-from ronde.collectives.pages import new_like
+from ronde.collectives.huge_pages import new_like
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.operations import Kind, Operation
 from ronde.errors import CollectiveError, UsageError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ronde.collectives import Done
+from ronde.collectives import Work
 from ronde.collectives.compiler import outside_compiler
 from ronde.torch.autograd import (
     Broadcast,
@@ -69,7 +69,7 @@ def grouped_allgather_async(
 ) -> int:
     """Start ``grouped_allgather``."""
     group = Gather(name or "", process_set, is_group=True)
-    work = start(group, tensors) if tensors else Done[tuple[Tensor, ...]](())
+    work = start(group, tensors) if tensors else Work[tuple[Tensor, ...]](())
     return current_session().handles.add(work)
 
 

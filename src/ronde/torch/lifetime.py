@@ -13,7 +13,7 @@ import torch
 
 from ronde.collectives import Communicator, Connections, exchange_hosts
 from ronde.collectives.compiler import outside_compiler
-from ronde.collectives.connection import DEFAULT_TIMEOUT_S
+from ronde.collectives.connections import DEFAULT_TIMEOUT_S
 from ronde.coordination.options import CoordinationOptions
 from ronde.data_parallel import BucketTuningOptions
 from ronde.errors import UsageError

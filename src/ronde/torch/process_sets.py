@@ -161,7 +161,7 @@ def register(session: Session, process_set: ProcessSet) -> bool:
     word = ".".join(map(str, ranks))
     set_id = _agree(session, f"add.{word}", session.next_set_id())
     if session.world.rank in ranks:
-        job = replace(session.job, connections=session.job.connections.apart())
+        job = replace(session.job, connections=session.job.connections.clone())
         member = Member.connect(job, set_id, ranks)
         member.coordinator.recorder = session.recordings.recorder
         session.members[set_id] = member

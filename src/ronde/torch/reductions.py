@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ronde.collectives import Done
+from ronde.collectives import Work
 from ronde.collectives.compiler import outside_compiler
 from ronde.data_parallel import Compression, Compressor
 from ronde.torch.autograd import (
@@ -221,7 +221,7 @@ def grouped_allreduce_async(
         postscale_factor,
         is_group=True,
     )
-    work = start(group, tensors) if tensors else Done[tuple[Tensor, ...]](())
+    work = start(group, tensors) if tensors else Work[tuple[Tensor, ...]](())
     return current_session().handles.add(work)
 
 
@@ -245,7 +245,7 @@ def grouped_allreduce_async_(
         is_group=True,
     )
     given = tuple(tensors)
-    work = start_in_place(group, given) if given else Done[tuple[Tensor, ...]](())
+    work = start_in_place(group, given) if given else Work[tuple[Tensor, ...]](())
     return current_session().handles.add(work)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ronde.collectives import Done
+from ronde.collectives import Work
 from ronde.collectives.compiler import outside_compiler
 from ronde.data_parallel import Compression, Compressor
 from ronde.torch.autograd import Scatter, carry_out, start
@@ -86,5 +86,5 @@ def grouped_reducescatter_async(
     group = Scatter(
         op, name or "", process_set, prescale_factor, postscale_factor, is_group=True
     )
-    work = start(group, tensors) if tensors else Done[tuple[Tensor, ...]](())
+    work = start(group, tensors) if tensors else Work[tuple[Tensor, ...]](())
     return current_session().handles.add(work)

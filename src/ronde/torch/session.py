@@ -62,7 +62,7 @@ class Session:
         # Not the set's communicator's own duplicate(), which would come between the
         # calls of the coordinator; and nothing below the set's own name, where that
         # communicator makes its duplicates.
-        connections, name = self.job.connections.apart(), f"set{set_id}.{number}"
+        connections, name = self.job.connections.clone(), f"set{set_id}.{number}"
         ranks = self.members[set_id].ranks
         communicator = connections.connect(name, ranks, self.job.hosts)
         self.duplicates.add(communicator)

@@ -1,6 +1,6 @@
 """Works made of other works."""
 
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from ronde.collectives import Look, Work
 T = TypeVar("T")
 
 
-class _OfAnother:
+class _OfAnother(Work[T]):
     """What is over when another work is."""
 
     __slots__ = ("_work",)
@@ -25,10 +25,10 @@ class _OfAnother:
         return self._work.wait_watched(look)
 
 
-class Given(_OfAnother, Generic[T]):
+class Given(_OfAnother[T]):
     """A work whose result was known before it began, such as a tensor in place."""
 
-    __slots__ = ("_result",)
+    __slots__ = ()
 
     def __init__(self, work: Work[Any], result: T) -> None:
         self._work = work
@@ -40,7 +40,7 @@ class Given(_OfAnother, Generic[T]):
         return self._result
 
 
-class Only(_OfAnother, Generic[T]):
+class Only(_OfAnother[T]):
     """A work whose result is the only one of another's."""
 
     __slots__ = ()
@@ -53,7 +53,7 @@ class Only(_OfAnother, Generic[T]):
         return self._work.wait()[0]
 
 
-class Exchanged(_OfAnother):
+class Exchanged(_OfAnother[tuple[Tensor, Tensor]]):
     """An all-to-all, whose counts of rows become a tensor like the splits it got."""
 
     __slots__ = ("_device",)

@@ -11,8 +11,8 @@ import secrets
 import time
 from pathlib import Path
 
-from ronde.collectives.ancestry import find_launcher
 from ronde.collectives.rendezvous.handshake import await_all, join
+from ronde.collectives.rendezvous.launcher_process import find_launcher
 from ronde.collectives.store import JobStore, store_at
 from ronde.errors import CollectiveError
 from ronde.store.local_socket import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from ronde.collectives.failures import Scene
+from ronde.collectives.error_context import ErrorContext
 from ronde.collectives.rendezvous.local import meet_on_host
 from ronde.collectives.rendezvous.mpi import meet_by_mpi
 from ronde.collectives.rendezvous.slurm import meet_in_step
@@ -33,7 +33,7 @@ def meet(claim: RankInfo, timeout_s: float) -> Store:
             helps to find it out.
         CollectiveError: The others did not come in time, or the port is in use.
     """
-    with Scene("meeting", claim.rank, claim.size, timeout_s).guard():
+    with ErrorContext("meeting", claim.rank, claim.size, timeout_s).guard():
         store = _store_of(claim, timeout_s)
     attempt = claim.meeting.attempt if claim.meeting else 0
     return PrefixStore(f"ronde/{claim.job_id}/{attempt}/{next(_calls)}", store)

@@ -44,7 +44,7 @@ def meet_by_mpi(claim: RankInfo, timeout_s: float) -> JobStore:
     try:
         from ronde.collectives.engines.mpi import connect_world
 
-        mpi = connect_world(claim.rank, claim.size, timeout_s=timeout_s)
+        engine = connect_world(claim.rank, claim.size, timeout_s=timeout_s)
     except UsageError as error:
         if find_spec("mpi4py") is None:
             problem, cure = "mpi4py is not installed", "or type: pip install mpi4py"
@@ -55,6 +55,7 @@ def meet_by_mpi(claim: RankInfo, timeout_s: float) -> JobStore:
             f"several hosts and MPI does not tell them where to meet, as {problem}. "
             f"{_CURE}; {cure}"
         ) from error
+    mpi = Communicator(engine)
     address = _agree_on_address(mpi)
     key, port = secrets.token_bytes(32), 0
     if mpi.rank == 0 and address:

@@ -9,7 +9,7 @@ from torch.distributed import PrefixStore, Store
 from ronde.collectives.engines.hierarchical import Places
 from ronde.collectives.engines.shared_memory.exchanges import through_store
 from ronde.collectives.engines.torch_distributed.groups import Groups
-from ronde.collectives.failures import Scene
+from ronde.collectives.error_context import ErrorContext
 from ronde.coordination.control.bell import FAR, NEAR, Bell, Ears
 from ronde.coordination.control.channel import Channel
 from ronde.coordination.control.gloo import GlooMedium
@@ -44,7 +44,7 @@ def connect_channel(
     """
     if store is None or len(hosts) == 1:
         return LinkedChannel(Ears(Bell.of_its_own(), FAR), Tree.flat(0, 1))
-    scene = Scene("connecting", rank, len(hosts), timeout_s)
+    scene = ErrorContext("connecting", rank, len(hosts), timeout_s)
     connecting = _Connecting(store, rank, hosts, timeout_s)
     with ExitStack() as undoing, scene.guard():
         undoing.callback(connecting.close)

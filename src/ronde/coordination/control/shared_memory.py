@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ronde.collectives.engines.shared_memory.peers import Process
 from ronde.collectives.engines.shared_memory.segment import (
-    Exchange,
+    ExchangeBytes,
     Segment,
     share_segments,
 )
@@ -98,7 +98,9 @@ class SharedMemoryMedium(Medium):
         rounds: Those of the host's ranks.
     """
 
-    def __init__(self, exchange: Exchange, ranks: Sequence[int], tree: Tree) -> None:
+    def __init__(
+        self, exchange: ExchangeBytes, ranks: Sequence[int], tree: Tree
+    ) -> None:
         """Share memory among the ranks of a host; collective over them.
 
         Args:

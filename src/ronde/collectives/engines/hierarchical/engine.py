@@ -1,33 +1,29 @@
 """Collectives on two levels: within each host, and between hosts."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ronde.collectives.communicator import Communicator, ReduceOp
+from ronde.collectives.communicator import Communicator
+from ronde.collectives.engine import Engine, ReduceOp
 from ronde.collectives.engines.hierarchical.levels import (
     EvenLevels,
     LeaderLevels,
     Levels,
 )
 from ronde.collectives.engines.hierarchical.places import Places
-from ronde.collectives.lane import Lane
-from ronde.collectives.layered import LayeredCommunicator
-from ronde.collectives.vectors import flat
-
-_CPU = torch.device("cpu")
+from ronde.collectives.lane import Lane, LaneEngine
 
 
-class HierarchicalCommunicator(LayeredCommunicator):
-    """A communicator that does on each host what need not cross the network.
+class HierarchicalEngine(LaneEngine):
+    """Does on each host what need not cross the network."""
 
-    Calls that two levels do not help go over a communicator of all ranks.
-    """
-
-    engine = "hierarchical"
+    name = "hierarchical"
 
     def __init__(
         self,
-        world: Communicator,
+        world: Engine,
         local: Communicator,
         cross: Communicator | None,
         places: Places,
@@ -35,35 +31,30 @@ class HierarchicalCommunicator(LayeredCommunicator):
         """Take communicators over; they are closed with this one.
 
         Args:
-            world: All ranks.
+            world: All ranks; it has the calls that two levels do not help.
             local: The ranks of this host, in order of rank.
             cross: Where all hosts have equally many ranks, those of this rank's place
                 on each, in the order of hosts. Else the first of each host, and None
                 on the others.
             places: The ranks of every host.
         """
+        super().__init__(world, Lane(*([local, cross] if cross else [local])))
         self._local, self._cross = local, cross
         self._places = places
         self._levels: Levels = LeaderLevels(places, world.rank, local, cross)
         if places.is_even and cross is not None:
             self._levels = EvenLevels(places, world.rank, local, cross)
-        lane = Lane(*([local, cross] if cross else [local]))
-        super().__init__(
-            world, lane, lambda own: world.all_gather(own.unsqueeze(0)).wait()
-        )
 
-    def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device = _CPU
-    ) -> Tensor:
-        """Allocate where the host's engine likes it: see ``Communicator``."""
-        self._lane.require_open()
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate where the host's engine likes it: see ``Engine``."""
+        self.require_open()
         return self._local.allocate(numel, dtype, device)
 
-    def duplicate(self) -> "HierarchicalCommunicator":
-        """Make a communicator of the same ranks: see ``Communicator``."""
-        self._lane.require_open()
-        return HierarchicalCommunicator(
-            self._world.duplicate(),
+    def clone(self) -> "HierarchicalEngine":
+        """Make another of the same ranks: see ``Engine``."""
+        self.require_open()
+        return HierarchicalEngine(
+            self._world.clone(),
             self._local.duplicate(),
             self._cross.duplicate() if self._cross else None,
             self._places,
@@ -72,15 +63,13 @@ class HierarchicalCommunicator(LayeredCommunicator):
     def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
         self._levels.all_reduce(vector, op)
 
-    def _reduce_rows(self, encoded: Tensor, counts: list[int], op: ReduceOp) -> Tensor:
-        vector = flat(encoded)
-        per_row = vector.numel() // encoded.shape[0]
-        sizes = [count * per_row for count in counts]
-        own = self._levels.reduce_scatter(vector, sizes, op)
-        return own.view(counts[self.rank], *encoded.shape[1:])
+    def _reduce_parts(
+        self, vector: Tensor, counts: Sequence[int], op: ReduceOp
+    ) -> Tensor:
+        return self._levels.reduce_scatter(vector, counts, op)
 
-    def _gather_rows(self, gathered: Tensor, own: Tensor, counts: list[int]) -> None:
-        self._levels.all_gather(gathered, own, counts)
+    def _gather(self, out: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+        self._levels.all_gather(out, own, counts)
 
-    def _copy(self, vector: Tensor, root: int) -> None:
-        self._levels.broadcast(vector, root)
+    def _copy(self, data: Tensor, root: int) -> None:
+        self._levels.broadcast(data, root)

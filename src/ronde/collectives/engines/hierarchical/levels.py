@@ -14,8 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ronde.collectives.arguments import rows
 from ronde.collectives.arithmetic import put_back
-from ronde.collectives.communicator import Communicator, ReduceOp, Work, rows
+from ronde.collectives.communicator import Communicator
+from ronde.collectives.engine import ReduceOp, Work
 from ronde.collectives.engines.hierarchical.places import Places
 
 PIECE_BYTES = 2 * 1024 * 1024
@@ -55,15 +57,16 @@ class Levels(ABC):
     def reduce_scatter(
         self, vector: Tensor, sizes: Sequence[int], op: ReduceOp
     ) -> Tensor:
-        """Return this rank's part of the reduction; the vector may be overwritten.
+        """Return this rank's part of the reduction.
 
         Args:
             vector: Contiguous, of one dimension.
             sizes: How many elements each rank is to have.
             op: Any but AVERAGE.
         """
-        self.all_reduce(vector, op)
-        return _parts(vector, sizes)[self.rank]
+        copy = vector.clone()
+        self.all_reduce(copy, op)
+        return _parts(copy, sizes)[self.rank]
 
     def all_gather(self, gathered: Tensor, own: Tensor, sizes: Sequence[int]) -> None:
         """Put the vectors of all ranks one after the other.

@@ -1,9 +1,5 @@
-"""Collectives on MPI, through mpi4py: buffers, never pickles."""
+"""Collectives on MPI, through mpi4py."""
 
-from ronde.collectives.engines.mpi.engine import (
-    MpiCommunicator,
-    connect_some,
-    connect_world,
-)
+from ronde.collectives.engines.mpi.engine import MpiEngine, connect_some, connect_world
 
-__all__ = ["MpiCommunicator", "connect_some", "connect_world"]
+__all__ = ["MpiEngine", "connect_some", "connect_world"]

@@ -1,192 +1,360 @@
-"""Collectives on MPI, through mpi4py."""
+"""Collectives on MPI, through mpi4py.
 
-from collections.abc import Sequence
-from functools import partial
+MPI counts in 32 bits: a count, and the place of a rank's part in a whole, must be below
+2**31. What is longer goes in several calls.
+"""
 
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, repeat
+
+import torch
 from torch import Tensor
 
-from ronde.collectives.arguments import apart_from, require_peer, require_root
-from ronde.collectives.arithmetic import as_bytes, dense, put_back
-from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work
-from ronde.collectives.engines.mpi import reductions, requests
-from ronde.collectives.engines.mpi.buffers import Parts
-from ronde.collectives.engines.mpi.library import MPI, load
-from ronde.collectives.engines.mpi.wire import Wire, require_cpu
-from ronde.collectives.layouts import Agreement
-from ronde.errors import UsageError
+from ronde.collectives.engine import (
+    Engine,
+    Look,
+    Native,
+    ReduceOp,
+    Reduction,
+    Work,
+)
+from ronde.collectives.engines.mpi.library import MPI, Library, load
+from ronde.collectives.error_context import ErrorContext
+from ronde.errors import CollectiveError, UsageError
+
+Start = Callable[[MPI.Intracomm], Sequence[MPI.Request]]
+
+MAX_COUNT = 1 << 30
+"""Elements in one of MPI's calls."""
+_SPIN_S = 0.002
+_SPIN_S_PER_BYTE = 4e-9
+_FIRST_SLEEP_S = 50e-6
+_LONGEST_SLEEP_S = 1e-3
+_MPI_OPS = {
+    ReduceOp.SUM: MPI.SUM,
+    ReduceOp.MIN: MPI.MIN,
+    ReduceOp.MAX: MPI.MAX,
+    ReduceOp.PRODUCT: MPI.PROD,
+}
+_DATATYPES = {
+    torch.int8: MPI.INT8_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+"""The dtypes that ``arithmetic.encode`` leaves to be reduced."""
 
 
-class MpiCommunicator(Communicator):
-    """A communicator of MPI's ranks, apart from whatever the program does with MPI.
+class MpiEngine(Engine):
+    """Moves tensors of MPI's ranks, apart from whatever the program does with MPI.
 
     MPI moves bytes only inside of its calls: a collective under way goes on while this
     process waits for it, asks whether it is done, or makes another call.
 
     Attributes:
-        rank: This process in the group.
-        size: Number of processes in the group.
-        timeout_s: How long a collective may wait for the other ranks.
+        max_count: Elements in one of MPI's calls, equal on all ranks.
     """
 
-    engine = "mpi"
+    name = "mpi"
 
-    def __init__(self, wire: Wire) -> None:
-        """Take over a communicator of MPI's that nobody else uses."""
-        self.rank = wire.rank
-        self.size = wire.size
-        self.timeout_s = wire.timeout_s
-        self._wire = wire
-        self._agreement = Agreement(wire.rank, wire.size, wire.gather)
-
-    def all_reduce(
+    def __init__(
         self,
-        tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-    ) -> Work[Tensor]:
-        """Reduce in place: see ``Communicator``."""
-        return reductions.all_reduce(self._wire, tensor, op, prescale, postscale)
+        library: Library,
+        comm: MPI.Intracomm,
+        timeout_s: float,
+        max_count: int = MAX_COUNT,
+    ) -> None:
+        """Take over a communicator of MPI's that nobody else uses."""
+        self.rank, self.size, self.timeout_s = comm.rank, comm.size, timeout_s
+        self.max_count = max_count
+        self._library = library
+        self._comm: MPI.Intracomm | None = comm
 
-    def all_gather(self, tensor: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
-        """Concatenate along dimension 0: see ``Communicator``."""
-        self._require_ready(tensor)
-        counts = self._agreement.on_rows("all_gather", tensor, out)
-        rest = tensor.shape[1:]
-        result = tensor.new_empty((sum(counts), *rest)) if out is None else out
-        if not result.numel():
-            return Done(result)
-        data = as_bytes(result.detach())
-        row_bytes = rest.numel() * tensor.element_size()
-        parts = Parts.of([count * row_bytes for count in counts])
-        first_row = sum(counts[: self.rank])
-        own = as_bytes(dense(apart_from(tensor, out, first_row)))
-        place = parts.of_rank(data, self.rank)
-        if place.data_ptr() != own.data_ptr():
-            place.copy_(own)
-        start = partial(
-            requests.gather, data=data, parts=parts, max_count=self._wire.max_count
-        )
-        return self._wire.begin("all_gather", start, lambda: result, (data,))
+    def require_open(self) -> None:
+        """Refuse once closed: see ``Engine``."""
+        self._open_comm()
+
+    def _open_comm(self) -> MPI.Intracomm:
+        if self._comm is None:
+            raise CollectiveError(
+                "communicator must be open, got a closed one. Connect again."
+            )
+        return self._comm
+
+    def native(
+        self,
+        call: str,  # noqa: ARG002  the interface's
+        dtype: torch.dtype,
+        op: ReduceOp,
+        device_type: str,  # noqa: ARG002
+    ) -> Native | None:
+        """Say what MPI reduces: what has a datatype of its own."""
+        if dtype not in _DATATYPES:
+            return None
+        if op is ReduceOp.AVERAGE:
+            return Native(ReduceOp.SUM) if dtype.is_floating_point else None
+        return None if dtype.is_complex and op is ReduceOp.SUM else Native(op)
+
+    def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
+        """Reduce in place."""
+
+        def start(comm: MPI.Intracomm) -> list[MPI.Request]:
+            kind, op = _DATATYPES[out.dtype], _MPI_OPS[what.op]
+            return [
+                comm.Iallreduce(MPI.IN_PLACE, [_memory(piece), kind], op)
+                for piece in self._pieces(out)
+            ]
+
+        return self._begin("all_reduce", start, (source, out))
 
     def reduce_scatter(
-        self,
-        tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        out: Tensor | None = None,
-    ) -> Work[Tensor]:
-        """Reduce and keep this rank's rows: see ``Communicator``."""
-        scales = prescale, postscale
-        return reductions.reduce_scatter(self._wire, tensor, op, scales, out)
+        self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
+    ) -> Work[None]:
+        """Reduce consecutive parts, one for each rank."""
 
-    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
-        """Copy ``root``'s tensor in place: see ``Communicator``."""
-        require_root(root, self.size)
-        self._require_ready(tensor)
-        if not tensor.numel():
-            return Done(tensor)
-        values = dense(tensor)
-        start = partial(
-            requests.broadcast,
-            data=as_bytes(values),
-            root=root,
-            max_count=self._wire.max_count,
-        )
-        is_new = self.rank != root
-        finish = partial(put_back, values, tensor) if is_new else lambda: tensor
-        return self._wire.begin("broadcast", start, finish, (values,))
+        def start(comm: MPI.Intracomm) -> list[MPI.Request]:
+            kind, op = _DATATYPES[source.dtype], _MPI_OPS[what.op]
+            if source.numel() <= self.max_count:
+                places = [_memory(source), kind], [_memory(out), kind]
+                return [comm.Ireduce_scatter(*places, counts, op)]
+            requests: list[MPI.Request] = []
+            for root, part in enumerate(torch.split(source, list(counts))):
+                targets = self._pieces(out) if root == self.rank else repeat(None)
+                for piece, target in zip(self._pieces(part), targets, strict=False):
+                    place = None if target is None else [_memory(target), kind]
+                    sent = [_memory(piece), kind]
+                    requests.append(comm.Ireduce(sent, place, op, root))
+            return requests
+
+        return self._begin("reduce_scatter", start, (source, out))
+
+    def gather_numbers(self, own: Tensor, call: str) -> Tensor:
+        """Return every rank's vector of numbers; blocks."""
+        gathered = own.new_empty((self.size, own.numel()))
+
+        def start(comm: MPI.Intracomm) -> list[MPI.Request]:
+            places = _memory(own), _memory(gathered)
+            return [comm.Iallgather(*([place, MPI.BYTE] for place in places))]
+
+        self._begin(call, start, (own, gathered)).wait()
+        return gathered
+
+    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[None]:
+        """Concatenate the ranks' bytes."""
+        parts = torch.split(out, list(counts))
+        if parts[self.rank].data_ptr() != own.data_ptr():
+            parts[self.rank].copy_(own)
+
+        def start(comm: MPI.Intracomm) -> list[MPI.Request]:
+            if out.numel() <= self.max_count:
+                place = [_memory(out), (counts, _starts(counts)), MPI.BYTE]
+                return [comm.Iallgatherv(MPI.IN_PLACE, place)]
+            return [
+                comm.Ibcast([_memory(piece), MPI.BYTE], root)
+                for root, part in enumerate(parts)
+                for piece in self._pieces(part)
+            ]
+
+        return self._begin("all_gather", start, (out,))
 
     def all_to_all(
-        self,
-        tensor: Tensor,
-        splits: Sequence[int] | None = None,
-        *,
-        out: Tensor | None = None,
-    ) -> Work[tuple[Tensor, list[int]]]:
-        """Exchange rows: see ``Communicator``."""
-        self._require_ready(tensor)
-        plan = self._agreement.on_splits(tensor, splits, out)
-        sent_rows, counts = plan[self.rank], [row[self.rank] for row in plan]
-        rest = tensor.shape[1:]
-        result = tensor.new_empty((sum(counts), *rest)) if out is None else out
-        row_bytes = rest.numel() * tensor.element_size()
-        if not row_bytes or not any(map(sum, plan)):
-            return Done((result, counts))
-        source = as_bytes(dense(apart_from(tensor[: sum(sent_rows)], out)))
-        target = as_bytes(result.detach())
-        sent = source, Parts.of([count * row_bytes for count in sent_rows])
-        received = target, Parts.of([count * row_bytes for count in counts])
-        max_count = self._wire.max_count
-        start = partial(requests.exchange, sent=sent, received=received)
-        if not requests.is_within(max_count, plan, row_bytes):
-            start = partial(
-                requests.exchange_by_pairs,
-                sent=sent,
-                received=received,
-                max_count=max_count,
-            )
-        return self._wire.begin(
-            "all_to_all", start, lambda: (result, counts), (source, target)
-        )
+        self, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
+    ) -> Work[None]:
+        """Send every rank its part of the bytes."""
+        leaving, arriving = plan[self.rank], [row[self.rank] for row in plan]
+        totals = [sum(row) for row in (*plan, *zip(*plan, strict=True))]
 
-    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work[None]:
-        """Send to one rank: see ``Communicator``."""
-        require_peer("to", to, self.rank, self.size)
-        self._require_ready(tensor)
-        if not tensor.numel():
-            return Done(None)
-        data = as_bytes(dense(tensor))
-        start = partial(
-            requests.send, data=data, to=to, tag=tag, max_count=self._wire.max_count
-        )
-        return self._wire.begin("send", start, lambda: None, (data,))
+        def at_once(comm: MPI.Intracomm) -> list[MPI.Request]:
+            places = [
+                [_memory(data), (counts, _starts(counts)), MPI.BYTE]
+                for data, counts in ((sent, leaving), (received, arriving))
+            ]
+            return [comm.Ialltoallv(*places)]
 
-    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
-        """Receive from one rank: see ``Communicator``."""
-        require_peer("source", source, self.rank, self.size)
-        self._require_ready(tensor)
-        if not tensor.numel():
-            return Done(tensor)
-        values = dense(tensor)
-        start = partial(
-            requests.receive,
-            data=as_bytes(values),
-            source=source,
-            tag=tag,
-            max_count=self._wire.max_count,
-        )
-        return self._wire.begin(
-            "recv", start, partial(put_back, values, tensor), (values,)
-        )
+        def by_pairs(comm: MPI.Intracomm) -> list[MPI.Request]:
+            tag = _max_tag(comm)  # no caller's
+            sources = torch.split(received, arriving)
+            targets = torch.split(sent, list(leaving))
+            requests: list[MPI.Request] = []
+            for step in range(self.size):
+                source = (self.rank - step) % self.size
+                to = (self.rank + step) % self.size
+                requests += [
+                    comm.Irecv([_memory(piece), MPI.BYTE], source, tag)
+                    for piece in self._pieces(sources[source])
+                ]
+                requests += [
+                    comm.Isend([_memory(piece), MPI.BYTE], to, tag)
+                    for piece in self._pieces(targets[to])
+                ]
+            return requests
+
+        start = at_once if max(totals) <= self.max_count else by_pairs
+        return self._begin("all_to_all", start, (sent, received))
+
+    def broadcast(self, data: Tensor, root: int) -> Work[None]:
+        """Copy ``root``'s elements into everybody's."""
+
+        def start(comm: MPI.Intracomm) -> list[MPI.Request]:
+            return [
+                comm.Ibcast([_memory(piece), MPI.BYTE], root)
+                for piece in self._pieces(data.view(torch.uint8))
+            ]
+
+        return self._begin("broadcast", start, (data,))
+
+    def send(self, data: Tensor, to: int, tag: int) -> Work[None]:
+        """Send to one rank."""
+
+        def start(comm: MPI.Intracomm) -> list[MPI.Request]:
+            return [
+                comm.Isend([_memory(piece), MPI.BYTE], to, tag)
+                for piece in self._pieces(data.view(torch.uint8))
+            ]
+
+        return self._begin("send", start, (data,))
+
+    def recv(self, data: Tensor, source: int, tag: int) -> Work[None]:
+        """Receive from one rank."""
+
+        def start(comm: MPI.Intracomm) -> list[MPI.Request]:
+            return [
+                comm.Irecv([_memory(piece), MPI.BYTE], source, tag)
+                for piece in self._pieces(data.view(torch.uint8))
+            ]
+
+        return self._begin("recv", start, (data,))
 
     def barrier(self) -> Work[None]:
-        """Complete when all have called: see ``Communicator``."""
-        return self._wire.begin("barrier", _enter_barrier, lambda: None)
+        """Be over when all have called."""
+        return self._begin("barrier", lambda comm: [comm.Ibarrier()], ())
 
-    def duplicate(self) -> "MpiCommunicator":
-        """Make a communicator of the same ranks: see ``Communicator``."""
-        return MpiCommunicator(self._wire.duplicate())
+    def clone(self) -> "MpiEngine":
+        """Make another of the same ranks: see ``Engine``."""
+        made: list[MPI.Intracomm] = []
+
+        def start(comm: MPI.Intracomm) -> list[MPI.Request]:
+            copy, request = comm.Idup()
+            made.append(copy)
+            return [request]
+
+        self._begin("duplicate", start, ()).wait()
+        return MpiEngine(self._library, made[0], self.timeout_s, self.max_count)
 
     def close(self) -> None:
-        """Give MPI's communicator back; calls may be repeated."""
-        self._wire.close()
+        """Give the communicator back, unless something failed: then MPI may hang."""
+        comm, self._comm = self._comm, None
+        if comm is None or self._library.has_failed or MPI.Is_finalized():
+            return
+        with self._library.calling():
+            comm.Free()
 
-    def _require_ready(self, tensor: Tensor) -> None:
-        self._wire.require_open()
-        require_cpu(tensor)
+    def _begin(self, name: str, start: Start, held: Sequence[Tensor]) -> "MpiWork":
+        """Start a collective; MPI reads and writes what is ``held`` until its end."""
+        comm = self._open_comm()
+        context = ErrorContext(name, self.rank, self.size, self.timeout_s)
+        with context.guard(), self._library.calling():
+            requests = start(comm)
+        return MpiWork(
+            self._library, requests, context, held, lambda: self._comm is None
+        )
+
+    def _pieces(self, vector: Tensor) -> Iterator[Tensor]:
+        """Cut a vector into parts that one call can take."""
+        for first in range(0, vector.numel(), self.max_count):
+            yield vector[first : first + self.max_count]
 
 
-def connect_some(
-    rank: int, ranks: Sequence[int], *, timeout_s: float
-) -> MpiCommunicator:
+class MpiWork(Work[None]):
+    """Requests of MPI's.
+
+    MPI moves bytes only inside of its calls: nothing happens between the call of a
+    collective and ``wait()`` but what other calls of this process drive on.
+    """
+
+    __slots__ = ("_context", "_held", "_is_closed", "_library", "_requests")
+
+    def __init__(
+        self,
+        library: Library,
+        requests: Sequence[MPI.Request],
+        context: ErrorContext,
+        held: Sequence[Tensor],
+        is_closed: Callable[[], bool],
+    ) -> None:
+        """Take note of what is under way.
+
+        Args:
+            library: Whose requests these are.
+            requests: At least one.
+            context: For the sentence that says how it failed.
+            held: What MPI reads and writes meanwhile.
+            is_closed: Whether the communicator was closed; nobody waits any more then.
+        """
+        super().__init__(None, is_over=False)
+        self._library = library
+        self._requests = list(requests)
+        self._context = context
+        self._held = held
+        self._is_closed = is_closed
+        library.hold(self)
+
+    def _poll(self) -> bool:
+        with self._library.calling():
+            try:
+                self.is_over = MPI.Request.Testall(self._requests)
+            except MPI.Exception as error:
+                self._fail(error)
+                return True
+        if self.is_over:
+            self._library.release(self)
+            self._requests, self._held = [], ()
+        return self.is_over
+
+    def _block(self, look: Look | None) -> bool:
+        """Drive MPI until it is done, at first at every turn, then ever more rarely.
+
+        The turns are given to whoever else wants the core. As long as the bytes may
+        take, the rank stays awake: asleep it would move none of them.
+        """
+        started_s = time.monotonic()
+        sleep_s = _FIRST_SLEEP_S
+        num_bytes = sum(tensor.nbytes for tensor in self._held)
+        spin_s = _SPIN_S + _SPIN_S_PER_BYTE * num_bytes
+        while not self.is_done():
+            waited_s = time.monotonic() - started_s
+            if self._is_closed():
+                self._fail(CollectiveError("its communicator was closed meanwhile"))
+            elif waited_s > self._context.timeout_s:
+                self._fail(TimeoutError("MPI request timed out"))
+            elif waited_s < spin_s:
+                os.sched_yield()
+            else:
+                pause_s = sleep_s if look is None else look()
+                if pause_s is None:
+                    return False
+                time.sleep(min(pause_s, sleep_s))
+                sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        """Be over; MPI may go on to read and write the tensors, which are kept."""
+        self._library.has_failed = True
+        self.failure = self._context.explain(error)
+        self.failure.__cause__ = error
+        self.is_over = True
+
+
+def connect_some(ranks: Sequence[int], *, timeout_s: float) -> MpiEngine:
     """Connect some of the ranks that were started with MPI; collective over them.
 
     Args:
-        rank: This process among them.
         ranks: Their numbers among all.
         timeout_s: How long a collective may wait for a rank.
     """
@@ -196,10 +364,10 @@ def connect_some(
         group = world.Get_group().Incl(list(ranks))
         comm = world.Create_group(group)
         group.Free()
-    return MpiCommunicator(Wire(library, comm, rank, len(ranks), timeout_s))
+    return MpiEngine(library, comm, timeout_s)
 
 
-def connect_world(rank: int, size: int, *, timeout_s: float) -> MpiCommunicator:
+def connect_world(rank: int, size: int, *, timeout_s: float) -> MpiEngine:
     """Connect all ranks that were started with MPI; collective.
 
     Args:
@@ -222,8 +390,19 @@ def connect_world(rank: int, size: int, *, timeout_s: float) -> MpiCommunicator:
             "--engine mpi"
         )
     # The world itself is the program's; it is never closed here.
-    return MpiCommunicator(Wire(library, world, rank, size, timeout_s)).duplicate()
+    return MpiEngine(library, world, timeout_s).clone()
 
 
-def _enter_barrier(comm: MPI.Intracomm) -> list[MPI.Request]:
-    return [comm.Ibarrier()]
+def _memory(vector: Tensor) -> MPI.buffer:
+    """Return the memory of a dense vector; the vector must outlive its use."""
+    return MPI.buffer.fromaddress(vector.data_ptr(), vector.nbytes)
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts)][:-1]
+
+
+def _max_tag(comm: MPI.Intracomm) -> int:
+    """Return the highest tag that MPI takes here."""
+    value = comm.Get_attr(MPI.TAG_UB)
+    return 32767 if value is None else int(value)

@@ -1,5 +1,5 @@
 """Collectives by schedules, over another engine's point-to-point calls."""
 
-from ronde.collectives.engines.scheduled.engine import ScheduledCommunicator
+from ronde.collectives.engines.scheduled.engine import ScheduledEngine
 
-__all__ = ["ScheduledCommunicator"]
+__all__ = ["ScheduledEngine"]

@@ -1,33 +1,32 @@
 """Collectives by schedules, over another engine's point-to-point calls."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ronde.collectives.algorithms import find_algorithm
-from ronde.collectives.arithmetic import as_bytes, put_back
-from ronde.collectives.communicator import Communicator, ReduceOp
+from ronde.collectives.engine import Engine, ReduceOp
 from ronde.collectives.engines.scheduled.executor import PIECE_BYTES, Executor
 from ronde.collectives.engines.scheduled.programs import Programs
-from ronde.collectives.lane import Lane
-from ronde.collectives.layered import LayeredCommunicator
-from ronde.collectives.vectors import flat
+from ronde.collectives.lane import Lane, LaneEngine
 
 
-class ScheduledCommunicator(LayeredCommunicator):
-    """A communicator that follows an algorithm's schedules.
+class ScheduledEngine(LaneEngine):
+    """Follows an algorithm's schedules.
 
-    It sends and receives over a duplicate of another communicator, whose own calls do
-    what has no schedule.
+    It sends and receives over a clone of another engine, whose own calls do what has no
+    schedule.
 
     Attributes:
         algorithm: Name of the algorithm.
     """
 
-    engine = "scheduled"
+    name = "scheduled"
 
-    def __init__(self, inner: Communicator, algorithm: str = "ring") -> None:
-        """Take a communicator over; collective.
+    def __init__(self, inner: Engine, algorithm: str = "ring") -> None:
+        """Take an engine over; collective.
 
         Args:
             inner: What moves the messages; closed with this one.
@@ -38,42 +37,42 @@ class ScheduledCommunicator(LayeredCommunicator):
         """
         self.algorithm = find_algorithm(algorithm).name
         self._programs = Programs(algorithm, inner.rank, inner.size, PIECE_BYTES)
-        messages = inner.duplicate()
+        messages = inner.clone()
         self._executor = Executor(messages)
-        super().__init__(inner, Lane(messages), self._gather_numbers)
+        super().__init__(inner, Lane(messages))
 
-    def duplicate(self) -> "ScheduledCommunicator":
-        """Make a communicator of the same ranks: see ``Communicator``."""
-        return ScheduledCommunicator(self._world.duplicate(), self.algorithm)
+    def gather_numbers(self, own: Tensor, call: str) -> Tensor:
+        """Return every rank's vector of numbers; blocks."""
+        gathered = own.new_empty((self.size, own.numel()))
+        gathered[self.rank] = own
+        # So short a message is told in the fewest rounds, whatever the algorithm is.
+        programs = replace(self._programs, algorithm="halving_doubling")
+        program = programs.all_gather((own.nbytes,) * self.size)
+        vector = gathered.view(-1).view(torch.uint8)
+        self._submit(call, lambda: self._executor.run(program, vector)).wait()
+        return gathered
+
+    def clone(self) -> "ScheduledEngine":
+        """Make another of the same ranks: see ``Engine``."""
+        return ScheduledEngine(self._world.clone(), self.algorithm)
 
     def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
         program = self._programs.all_reduce(vector.numel(), vector.element_size())
         self._executor.run(program, vector, op)
 
-    def _reduce_rows(self, encoded: Tensor, counts: list[int], op: ReduceOp) -> Tensor:
-        vector = flat(encoded)
-        per_row = vector.numel() // encoded.shape[0]
-        sizes = tuple(count * per_row for count in counts)
-        program = self._programs.reduce_scatter(sizes, vector.element_size())
-        self._executor.run(program, vector, op)
-        first = sum(counts[: self.rank])
-        return encoded[first : first + counts[self.rank]]
+    def _reduce_parts(
+        self, vector: Tensor, counts: Sequence[int], op: ReduceOp
+    ) -> Tensor:
+        copy = vector.clone()
+        program = self._programs.reduce_scatter(tuple(counts), vector.element_size())
+        self._executor.run(program, copy, op)
+        return torch.split(copy, list(counts))[self.rank]
 
-    def _gather_rows(self, gathered: Tensor, own: Tensor, counts: list[int]) -> None:
-        first = sum(counts[: self.rank])
-        put_back(own, gathered[first : first + counts[self.rank]])
-        self._executor.run(self._programs.all_gather(tuple(counts)), gathered)
+    def _gather(self, out: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+        place = torch.split(out, list(counts))[self.rank]
+        if place.data_ptr() != own.data_ptr():
+            place.copy_(own)
+        self._executor.run(self._programs.all_gather(tuple(counts)), out)
 
-    def _copy(self, vector: Tensor, root: int) -> None:
-        self._executor.run(self._programs.broadcast(vector.numel(), root), vector)
-
-    def _gather_numbers(self, own: Tensor) -> Tensor:
-        """Return every rank's vector of numbers, a row a rank; collective, blocking."""
-        gathered = own.new_empty((self.size, own.numel()))
-        gathered[self.rank] = own
-        # So short a message is told in the fewest rounds, whatever the algorithm is.
-        programs = replace(self._programs, algorithm="halving_doubling")
-        program = programs.all_gather((own.numel() * own.element_size(),) * self.size)
-        vector = as_bytes(gathered)
-        self._submit("agreeing", lambda: self._executor.run(program, vector)).wait()
-        return gathered
+    def _copy(self, data: Tensor, root: int) -> None:
+        self._executor.run(self._programs.broadcast(data.numel(), root), data)

@@ -1,4 +1,4 @@
-"""Programs carried out over a communicator's point-to-point calls."""
+"""Programs carried out over an engine's point-to-point calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ronde.collectives.communicator import Communicator, ReduceOp, Work
+from ronde.collectives.engine import Engine, ReduceOp, Work
 from ronde.collectives.engines.scheduled.program import Message
 from ronde.collectives.schedule import Action
 
@@ -16,10 +16,10 @@ _MAX_FREE = 32
 
 
 class Executor:
-    """Carries out one program at a time, over a communicator that does nothing else."""
+    """Carries out one program at a time, over an engine that does nothing else."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._free: list[Tensor] = []
 
     def run(
@@ -46,8 +46,8 @@ class Executor:
     def post(self, message: Message, tensor: Tensor) -> Work[Any]:
         """Start a message that comes from or goes to ``tensor``."""
         if message.action is Action.SEND:
-            return self._communicator.send(tensor, message.peer, message.tag)
-        return self._communicator.recv(tensor, message.peer, message.tag)
+            return self._engine.send(tensor, message.peer, message.tag)
+        return self._engine.recv(tensor, message.peer, message.tag)
 
     def borrow(self) -> Tensor:
         """Return memory for one message."""

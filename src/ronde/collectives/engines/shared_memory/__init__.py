@@ -1,5 +1,5 @@
 """Collectives of the ranks of one machine, through memory that all of them map."""
 
-from ronde.collectives.engines.shared_memory.engine import SharedMemoryCommunicator
+from ronde.collectives.engines.shared_memory.engine import SharedMemoryEngine
 
-__all__ = ["SharedMemoryCommunicator"]
+__all__ = ["SharedMemoryEngine"]

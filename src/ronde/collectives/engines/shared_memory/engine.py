@@ -1,49 +1,51 @@
 """Collectives of the ranks of one machine, through memory that all of them map."""
 
 import os
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from ronde.collectives.arguments import (
-    require_out,
-    require_peer,
-    require_root,
-    require_splits,
+from ronde.collectives.engine import (
+    Engine,
+    Exchange,
+    Gather,
+    Native,
+    ReduceOp,
+    Reduction,
+    Work,
 )
-from ronde.collectives.arithmetic import dense
-from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work, rows
-from ronde.collectives.engines.shared_memory import movements, reductions
+from ronde.collectives.engines.shared_memory import data_movement, reductions
 from ronde.collectives.engines.shared_memory.exchanges import among, through_store
 from ronde.collectives.engines.shared_memory.executor import Executor
-from ronde.collectives.engines.shared_memory.ground import Call, Ground
-from ronde.collectives.engines.shared_memory.mail import BOX_BYTES, PostOffice
 from ronde.collectives.engines.shared_memory.peers import Peers, Process
-from ronde.collectives.engines.shared_memory.reductions import Asked
-from ronde.collectives.engines.shared_memory.segment import Exchange, share_segments
-from ronde.collectives.engines.shared_memory.stage import Heap, Stage, slot_bytes
+from ronde.collectives.engines.shared_memory.point_to_point import (
+    CHANNEL_BYTES,
+    PointToPoint,
+)
+from ronde.collectives.engines.shared_memory.reductions import KnownReductions
+from ronde.collectives.engines.shared_memory.segment import (
+    ExchangeBytes,
+    share_segments,
+)
+from ronde.collectives.engines.shared_memory.shared_state import SharedState
+from ronde.collectives.engines.shared_memory.staging import (
+    StagingSlots,
+    SymmetricHeap,
+    slot_bytes,
+)
 from ronde.collectives.engines.shared_memory.words import Header, Places
-from ronde.collectives.failures import Scene
-from ronde.collectives.layouts import Layout
-from ronde.errors import UsageError
+from ronde.collectives.error_context import ErrorContext
+from ronde.collectives.shapes import Layout
 
-_CPU = torch.device("cpu")
 _PAGE_BYTES = 4096
 
 
-class SharedMemoryCommunicator(Communicator):
-    """A communicator of ranks that run on one machine. It moves CPU tensors.
+class SharedMemoryEngine(Engine):
+    """Moves CPU tensors between ranks that run on one machine."""
 
-    Attributes:
-        rank: This process in the group.
-        size: Number of processes in the group.
-        timeout_s: How long a collective may wait for the other ranks.
-    """
-
-    engine = "shared_memory"
+    name = "shared_memory"
 
     def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float) -> None:
         """Connect to all other ranks; collective.
@@ -58,12 +60,12 @@ class SharedMemoryCommunicator(Communicator):
             CollectiveError: Not all ranks came in time, they are not all on this
                 machine, or there is not enough memory.
         """
-        with Scene("connecting", rank, size, timeout_s).guard():
+        with ErrorContext("connecting", rank, size, timeout_s).guard():
             exchange = through_store(store, rank, size, timeout_s)
             self._connect(exchange, rank, size, timeout_s)
 
     def _connect(
-        self, exchange: Exchange, rank: int, size: int, timeout_s: float
+        self, exchange: ExchangeBytes, rank: int, size: int, timeout_s: float
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         told = exchange(Process.of(os.getpid()).encode())
@@ -71,181 +73,116 @@ class SharedMemoryCommunicator(Communicator):
         places = Places(size)
         stage_at = places.num_bytes
         room = slot_bytes(size, is_crowded=peers.is_crowded)
-        boxes_at = stage_at + 2 * room
-        num_bytes = -(-(boxes_at + size * BOX_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        channels_at = stage_at + 2 * room
+        num_bytes = (
+            -(-(channels_at + size * CHANNEL_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        )
         segments = share_segments(exchange, rank, num_bytes, is_populated=False)
         headers = [Header(segment, places) for segment in segments]
         self._executor = Executor(headers, rank, peers, timeout_s)
-        self._ground = Ground(rank, headers, Stage(segments, stage_at, room), Heap())
-        self._post = PostOffice(self._executor, headers, segments, boxes_at)
-        self._asked = Asked(size)
+        self._state = SharedState(
+            rank, headers, StagingSlots(segments, stage_at, room), SymmetricHeap()
+        )
+        self._messages = PointToPoint(self._executor, headers, segments, channels_at)
+        self._reductions = KnownReductions(size)
 
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-    ) -> Work[Tensor]:
-        """Reduce in place: see ``Communicator``."""
-        if not tensor.is_cpu:
-            _require_cpu(tensor)
-        what = self._asked.reduction("all_reduce", tensor, op, prescale, postscale)
-        if not what.call.numel:
-            self._executor.require_usable()
-            return Done(tensor)
-        flat = tensor if _is_flat(tensor) else dense(tensor).view(-1)
-        steps = reductions.all_reduce(self._ground, tensor, flat, flat, what)
-        return self._executor.submit("all_reduce", steps)
+    def require_open(self) -> None:
+        """Refuse on what is closed or lost a rank: see ``Engine``."""
+        self._executor.require_usable()
 
-    def all_reduce_from(
+    def native(
         self,
-        source: Tensor,
-        tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-    ) -> Work[Tensor]:
-        """Reduce from one tensor into another: see ``Communicator``."""
-        scaling = {"prescale": prescale, "postscale": postscale}
-        if not (_is_plain(source) and _is_plain(tensor)):
-            return super().all_reduce_from(source, tensor, op, **scaling)
-        what = self._asked.reduction("all_reduce", tensor, op, **scaling)
-        flat, taken = tensor.detach().view(-1), source.detach().view(-1)
-        steps = reductions.all_reduce(self._ground, tensor, flat, taken, what)
+        call: str,  # noqa: ARG002  the interface's
+        dtype: torch.dtype,  # noqa: ARG002
+        op: ReduceOp,
+        device_type: str,  # noqa: ARG002
+    ) -> Native:
+        """Take every dtype as it is: torch's kernels reduce it."""
+        return Native(op, scales=True)
+
+    def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
+        """Reduce from one vector into another, or in place."""
+        known = self._reductions.find("all_reduce", out, what)
+        steps = reductions.all_reduce(self._state, source, out, known)
         return self._executor.submit("all_reduce", steps)
 
     def reduce_scatter(
-        self,
-        tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        out: Tensor | None = None,
-    ) -> Work[Tensor]:
-        """Reduce and keep this rank's rows: see ``Communicator``."""
-        _require_cpu(tensor)
-        what = self._asked.reduction("reduce_scatter", tensor, op, prescale, postscale)
-        if tensor.ndim == 0:
-            raise UsageError(
-                "tensor must have at least one dimension, got a scalar. "
-                "Use tensor.reshape(1)."
-            )
-        num_rows = rows(tensor.shape[0], self.size)
-        require_out(out, tensor, num_rows[self.rank])
-        steps = reductions.reduce_scatter(self._ground, tensor, num_rows, what, out)
+        self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
+    ) -> Work[None]:
+        """Reduce consecutive parts, one for each rank."""
+        known = self._reductions.find("reduce_scatter", source, what)
+        steps = reductions.reduce_scatter(self._state, source, out, counts, known)
         return self._executor.submit("reduce_scatter", steps)
 
-    def all_gather(self, tensor: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
-        """Concatenate along dimension 0: see ``Communicator``."""
-        with self._telling_refusal("all_gather", tensor):
-            require_out(out, tensor)
-        steps = movements.all_gather(self._ground, tensor, out)
+    def gather_numbers(self, own: Tensor, call: str) -> Tensor:
+        """Return every rank's vector of numbers; blocks."""
+        gathered = own.new_empty((self.size, own.numel()))
+        data, out = own.view(torch.uint8), gathered.view(-1).view(torch.uint8)
+        counts = [data.numel()] * self.size
+        steps = data_movement.all_gather(self._state, data, out, counts)
+        self._executor.submit(call, steps).wait()
+        return gathered
+
+    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[None]:
+        """Concatenate the ranks' bytes."""
+        steps = data_movement.all_gather(self._state, own, out, counts)
         return self._executor.submit("all_gather", steps)
 
-    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
-        """Copy ``root``'s tensor in place: see ``Communicator``."""
-        require_root(root, self.size)
-        _require_cpu(tensor)
-        if not tensor.numel():
-            self._executor.require_usable()
-            return Done(tensor)
-        call = Call("broadcast", str(tensor.dtype), tensor.numel(), f" from {root}")
-        steps = movements.broadcast(self._ground, tensor, root, call)
-        return self._executor.submit("broadcast", steps)
-
     def all_to_all(
-        self,
-        tensor: Tensor,
-        splits: Sequence[int] | None = None,
-        *,
-        out: Tensor | None = None,
-    ) -> Work[tuple[Tensor, list[int]]]:
-        """Exchange rows: see ``Communicator``."""
-        with self._telling_refusal("all_to_all", tensor):
-            sent = require_splits(tensor, splits, self.size)
-            require_out(out, tensor)
-        steps = movements.all_to_all(self._ground, tensor, sent, out)
+        self, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
+    ) -> Work[None]:
+        """Send every rank its part of the bytes."""
+        steps = data_movement.all_to_all(self._state, sent, received, plan)
         return self._executor.submit("all_to_all", steps)
 
-    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work[None]:
-        """Send to one rank: see ``Communicator``."""
-        require_peer("to", to, self.rank, self.size)
-        _require_cpu(tensor)
-        self._executor.require_usable()
-        if not tensor.numel():
-            return Done(None)
-        return self._post.send(tensor, to, tag)
+    def refuse(self, layout: Layout) -> None:
+        """Tell the others that this rank's arguments are wrong."""
+        self._executor.submit(layout.call, data_movement.refuse(self._state, layout))
 
-    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
-        """Receive from one rank: see ``Communicator``."""
-        require_peer("source", source, self.rank, self.size)
-        _require_cpu(tensor)
-        self._executor.require_usable()
-        if not tensor.numel():
-            return Done(tensor)
-        return self._post.recv(tensor, source, tag)
+    def gather_rows(self, what: Gather) -> Work[None]:
+        """Gather rows, telling shapes and data at once."""
+        steps = data_movement.gather_rows(self._state, what)
+        return self._executor.submit("all_gather", steps)
+
+    def exchange_rows(self, what: Exchange) -> Work[None]:
+        """Send rows to every rank, telling shapes and data at once."""
+        steps = data_movement.exchange_rows(self._state, what)
+        return self._executor.submit("all_to_all", steps)
+
+    def broadcast(self, data: Tensor, root: int) -> Work[None]:
+        """Copy ``root``'s elements into everybody's."""
+        steps = data_movement.broadcast(self._state, data, root)
+        return self._executor.submit("broadcast", steps)
+
+    def send(self, data: Tensor, to: int, tag: int) -> Work[None]:
+        """Send to one rank."""
+        return self._messages.send(data, to, tag)
+
+    def recv(self, data: Tensor, source: int, tag: int) -> Work[None]:
+        """Receive from one rank."""
+        return self._messages.recv(data, source, tag)
 
     def barrier(self) -> Work[None]:
-        """Complete when all have called: see ``Communicator``."""
-        return self._executor.submit("barrier", movements.barrier(self._ground))
+        """Be over when all have called."""
+        return self._executor.submit("barrier", data_movement.barrier(self._state))
 
-    def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device = _CPU
-    ) -> Tensor:
-        """Return zeros that all ranks map: see ``Communicator``."""
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros that all ranks map: see ``Engine``."""
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
         num_bytes = -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
         segments = share_segments(among(self), self.rank, num_bytes, is_populated=True)
-        own = self._ground.heap.add(segments, self.rank)
+        own = self._state.heap.add(segments, self.rank)
         with torch.inference_mode(mode=False):
             return own[: numel * dtype.itemsize].view(dtype)
 
-    def duplicate(self) -> "SharedMemoryCommunicator":
-        """Make a communicator of the same ranks: see ``Communicator``."""
+    def clone(self) -> "SharedMemoryEngine":
+        """Make another of the same ranks: see ``Engine``."""
         self._executor.require_usable()
-        copy = SharedMemoryCommunicator.__new__(SharedMemoryCommunicator)
+        copy = SharedMemoryEngine.__new__(SharedMemoryEngine)
         copy._connect(among(self), self.rank, self.size, self.timeout_s)  # noqa: SLF001  its own
         return copy
 
     def close(self) -> None:
         """End the helper thread; not collective, and calls may be repeated."""
         self._executor.close()
-
-    @contextmanager
-    def _telling_refusal(self, name: str, tensor: Tensor) -> Generator[None]:
-        """Require what the CPU can move; tell the others of any wrong argument."""
-        try:
-            _require_cpu(tensor)
-            yield
-        except UsageError:
-            refused = Layout.refused(name, tensor)
-            self._executor.submit(name, movements.refuse(self._ground, refused))
-            raise
-
-
-def _is_flat(tensor: Tensor) -> bool:
-    """Say whether a tensor may be read and written as it is."""
-    return tensor.dim() == 1 and not (
-        tensor.requires_grad
-        or not tensor.is_contiguous()
-        or tensor.is_conj()
-        or tensor.is_neg()
-    )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is elements one after the other on the CPU."""
-    return tensor.is_cpu and tensor.is_contiguous() and tensor.numel() > 0
-
-
-def _require_cpu(tensor: Tensor) -> None:
-    if not tensor.is_cpu:
-        raise UsageError(
-            "tensor must be on the CPU for the engine shared_memory, got one on "
-            f"{tensor.device}. Use the engine auto or nccl."
-        )

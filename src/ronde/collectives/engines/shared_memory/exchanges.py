@@ -5,11 +5,17 @@ from datetime import timedelta
 import torch
 from torch.distributed import Store
 
-from ronde.collectives.communicator import Communicator
-from ronde.collectives.engines.shared_memory.segment import Exchange, pack, unpack
+from ronde.collectives.engine import Engine
+from ronde.collectives.engines.shared_memory.segment import (
+    ExchangeBytes,
+    pack,
+    unpack,
+)
 
 
-def through_store(store: Store, rank: int, size: int, timeout_s: float) -> Exchange:
+def through_store(
+    store: Store, rank: int, size: int, timeout_s: float
+) -> ExchangeBytes:
     """Return an exchange by way of a store, for ranks that have nothing else yet.
 
     Args:
@@ -36,12 +42,12 @@ def through_store(store: Store, rank: int, size: int, timeout_s: float) -> Excha
     return exchange
 
 
-def among(communicator: Communicator) -> Exchange:
-    """Return an exchange by way of a communicator of the same ranks."""
+def among(engine: Engine) -> ExchangeBytes:
+    """Return an exchange by way of an engine of the same ranks."""
 
     def exchange(message: bytes) -> list[bytes]:
-        row = torch.frombuffer(pack(message), dtype=torch.uint8).unsqueeze(0)
-        gathered = communicator.all_gather(row).wait()
+        own = torch.frombuffer(pack(message), dtype=torch.int64)
+        gathered = engine.gather_numbers(own, "connecting")
         return [unpack(each.numpy().tobytes()) for each in gathered]
 
     return exchange

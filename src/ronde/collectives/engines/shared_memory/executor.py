@@ -18,11 +18,11 @@ Note [Who carries on]
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
-from ronde.collectives.communicator import Look
+from ronde.collectives.engine import Look, Work
 from ronde.collectives.engines.shared_memory.contention import CONTENTION
 from ronde.collectives.engines.shared_memory.helper import Helper
 from ronde.collectives.engines.shared_memory.peers import Peers
@@ -64,67 +64,35 @@ class Transfer(Waited, Protocol):
         ...
 
 
-class Operation(Generic[T]):
-    """One collective under way: a ``Work``.
+class Operation(Work[None]):
+    """One collective under way.
 
     Attributes:
         name: The collective.
         steps: What is left to do.
         find_lag: Returns the word of a rank that has not come to the meeting.
         is_inference: Whether it was called in ``torch.inference_mode()``.
-        is_over: Whether the result, or the failure, is there.
-        failure: What ``wait()`` raises.
     """
 
-    __slots__ = (
-        "_executor",
-        "_result",
-        "failure",
-        "find_lag",
-        "is_inference",
-        "is_over",
-        "name",
-        "steps",
-    )
-    _result: T
+    __slots__ = ("_executor", "find_lag", "is_inference", "name", "steps")
 
-    def __init__(self, executor: "Executor", name: str, steps: Steps[T]) -> None:
+    def __init__(self, executor: "Executor", name: str, steps: Steps[None]) -> None:
+        # As Work does, without the time of another call.
+        self.is_over, self.failure = False, None
+        self._result, self._finish = None, None
         self._executor = executor
         self.find_lag = executor.find_lag
         self.name = name
         self.steps = steps
         self.is_inference = torch.is_inference_mode_enabled()
-        self.is_over = False
-        self.failure: Exception | None = None
 
-    def is_done(self) -> bool:
-        """Say whether ``wait()`` would return without blocking."""
-        if not self.is_over:
-            self._executor.poll()
+    def _poll(self) -> bool:
+        self._executor.poll()
         return self.is_over
 
-    def wait(self) -> T:
-        """Block until the result is there and return it; later calls return it again.
-
-        Raises:
-            CollectiveError: The collective failed; every later call raises it again.
-        """
-        if not self.is_over:
-            self._executor.finish(self)
-        if self.failure is not None:
-            raise fresh(self.failure)
-        return self._result
-
-    def wait_watched(self, look: Look) -> bool:
-        """Block until it is over or ``look`` says to stop: see ``Work``."""
-        if not self.is_over:
-            self._executor.finish(self, look)
+    def _block(self, look: Look | None) -> bool:
+        self._executor.finish(self, look)
         return self.is_over
-
-    def succeed(self, result: T) -> None:
-        """Be over, with a result."""
-        self._result = result
-        self.is_over = True
 
     def fail(self, error: Exception) -> None:
         """Be over, with an error."""
@@ -153,20 +121,20 @@ class Executor:
         self._other_words = [header.words for _, header in self._others]
         self._patience = Patience(headers, rank, peers, timeout_s)
         self._num_meetings = 0
-        self._queue: deque[Operation[object]] = deque()
+        self._queue: deque[Operation] = deque()
         self._failure: CollectiveError | None = None
         self._lock = threading.Lock()
         CONTENTION.expect(len(headers))
         self._num_spins = 0 if peers.is_crowded else _NUM_SPINS
         self._helper = Helper(self._own, self.poll)
 
-    def submit(self, name: str, steps: Steps[T]) -> Operation[T]:
+    def submit(self, name: str, steps: Steps[None]) -> Operation:
         """Start a collective, or queue it behind those under way."""
         operation = Operation(self, name, steps)
         with self._lock:
             if self._failure is not None:
                 raise fresh(self._failure)
-            self._queue.append(operation)  # pyright: ignore[reportArgumentType]
+            self._queue.append(operation)
             if len(self._queue) == 1:
                 self._resume()
             else:
@@ -292,8 +260,8 @@ class Executor:
                 self._num_meetings += 1
                 self._own.publish(_PROGRESS, self._num_meetings)
                 is_in_step = True
-            except StopIteration as end:
-                operation.succeed(end.value)
+            except StopIteration:
+                operation.is_over = True
                 is_in_step = True
             except (CollectiveError, UsageError) as error:
                 # The frames would keep the tensors, and tell nobody anything.
@@ -309,7 +277,7 @@ class Executor:
             if queue:
                 queue.popleft()
 
-    def _break(self, operation: Operation[object]) -> None:
+    def _break(self, operation: Operation) -> None:
         """Have all ranks give up: this one is out of step."""
         self._own.publish(Places.is_closed, _CLOSED)
         self._fail(

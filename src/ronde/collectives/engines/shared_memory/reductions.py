@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ronde.collectives.arithmetic import dense, put_back, require_reducible, scale_
-from ronde.collectives.communicator import ReduceOp, rows
-from ronde.collectives.engines.shared_memory.combining import Combiner, Scratch
+from ronde.collectives.arguments import rows
+from ronde.collectives.arithmetic import scale_
+from ronde.collectives.engine import Reduction
 from ronde.collectives.engines.shared_memory.executor import Steps
-from ronde.collectives.engines.shared_memory.ground import Call, Ground
-from ronde.collectives.engines.shared_memory.stage import (
+from ronde.collectives.engines.shared_memory.reduce_kernels import ReduceKernel, Scratch
+from ronde.collectives.engines.shared_memory.shared_state import Call, SharedState
+from ronde.collectives.engines.shared_memory.staging import (
     Pieces,
     is_same_region,
     offset_of,
@@ -25,152 +26,136 @@ _MAX_KNOWN = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
-    """What is asked for.
+class KnownReduction:
+    """A reduction of vectors of one length and dtype.
 
     Attributes:
         call: What must be equal on all ranks.
         prescale: Multiplies this rank's input.
-        combiner: Combines the ranks' elements and scales the result.
+        kernel: Combines the ranks' elements and scales the result.
         is_small: Every rank had better reduce everything.
     """
 
     call: Call
     prescale: float
-    combiner: Combiner
+    kernel: ReduceKernel
     is_small: bool
 
 
-class Asked:
+class KnownReductions:
     """The reductions that were asked for before: most calls come again."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._known: dict[tuple[object, ...], Reduction] = {}
+        # Equal reductions of one dtype are one object: see ``Reduction``.
+        self._known: dict[tuple[Reduction, int], KnownReduction] = {}
         self._scratch = Scratch()
 
-    def reduction(
-        self,
-        name: str,
-        tensor: Tensor,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-    ) -> Reduction:
-        """Return what is to be done.
-
-        Raises:
-            UsageError: It is not defined for the dtype.
-        """
-        numel = tensor.numel()
-        key = (name, tensor.dtype, numel, op, prescale, postscale)
-        what = self._known.get(key)
-        if what is None:
-            require_reducible(tensor.dtype, op, prescale, postscale)
-            call = Call(name, str(tensor.dtype), numel, f" by {op}")
-            combiner = Combiner(tensor.dtype, op, self._size, postscale, self._scratch)
+    def find(self, name: str, vector: Tensor, what: Reduction) -> KnownReduction:
+        """Return what is to be done to such vectors."""
+        numel = vector.numel()
+        key = (what, numel)
+        known = self._known.get(key)
+        if known is None:
+            dtype = vector.dtype
+            call = Call(name, str(dtype), numel, f" by {what.op}")
+            kernel = ReduceKernel(
+                dtype, what.op, self._size, what.postscale, self._scratch
+            )
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            is_small = numel * tensor.element_size() <= WHOLE_BYTES
-            what = Reduction(call, prescale, combiner, is_small)
-            self._known[key] = what
-        return what
+            is_small = numel * vector.element_size() <= WHOLE_BYTES
+            known = KnownReduction(call, what.prescale, kernel, is_small)
+            self._known[key] = known
+        return known
 
 
 def all_reduce(
-    ground: Ground, tensor: Tensor, flat: Tensor, source: Tensor, what: Reduction
-) -> Steps[Tensor]:
-    """Reduce into ``flat``, which has the elements of ``tensor``, and put them back.
-
-    Args:
-        ground: All ranks' memory.
-        tensor: What is returned.
-        flat: Takes the result.
-        source: This rank's elements; ``flat`` itself to work in place.
-        what: The reduction.
-    """
+    state: SharedState, source: Tensor, out: Tensor, what: KnownReduction
+) -> Steps[None]:
+    """Reduce ``source``, this rank's elements, into ``out``, which may be the same."""
     reduce = _reduce_small if what.is_small else _reduce_large
-    return reduce(ground, tensor, flat, source, what)
+    return reduce(state, source, out, what)
 
 
 def _reduce_small(
-    ground: Ground, tensor: Tensor, flat: Tensor, source: Tensor, what: Reduction
-) -> Steps[Tensor]:
+    state: SharedState, source: Tensor, flat: Tensor, what: KnownReduction
+) -> Steps[None]:
     """Show all ranks everything; each reduces all of it.
 
     This is written for the time it takes: a few microseconds in all.
     """
     wanted = what.call.signature
-    views = ground.stage.views(ground.stage.take(), flat.dtype, flat.numel())
-    own = views[ground.rank]
+    views = state.staging.views(state.staging.take(), flat.dtype, flat.numel())
+    own = views[state.rank]
     own.copy_(source)
     if what.prescale != 1.0:
         scale_(own, what.prescale)
-    turn = ground.announce(wanted)
+    turn = state.announce(wanted)
     yield
-    if ground.meet(turn, wanted) is None:
-        raise (yield from ground.refusal(what.call))
-    what.combiner.combine(views, flat)
-    return tensor if flat is tensor else put_back(flat, tensor)
+    if state.meet(turn, wanted) is None:
+        raise (yield from state.refusal(what.call))
+    what.kernel.combine(views, flat)
 
 
 def _reduce_large(
-    ground: Ground, tensor: Tensor, flat: Tensor, source: Tensor, what: Reduction
-) -> Steps[Tensor]:
+    state: SharedState, source: Tensor, flat: Tensor, what: KnownReduction
+) -> Steps[None]:
     wanted = what.call.signature
-    location = ground.heap.locate(flat) if source is flat else 0
-    slot = ground.stage.take()
+    location = state.heap.locate(flat) if source is flat else 0
+    slot = state.staging.take()
     prescale, views, is_shown = what.prescale, [], False
     if not location:
-        step = ground.stage.slot_bytes // flat.element_size()
+        step = state.staging.slot_bytes // flat.element_size()
         is_shown = flat.numel() <= step
-        views = _show(ground, slot, source if is_shown else source[:step], prescale)
-    turn = ground.announce(wanted, location)
+        views = _show(state, slot, source if is_shown else source[:step], prescale)
+    turn = state.announce(wanted, location)
     yield
-    locations = ground.meet(turn, wanted)
+    locations = state.meet(turn, wanted)
     if locations is None:
-        raise (yield from ground.refusal(what.call))
-    plan = ground.heap.plans.get((wanted, *locations))
+        raise (yield from state.refusal(what.call))
+    plan = state.heap.plans.get((wanted, *locations))
     if plan is None and is_same_region(locations):
-        plan = _plan(ground, flat, what, locations)
+        plan = _plan(state, flat, what, locations)
     if plan is not None:
-        _reduce_in_place(ground, what, plan)
+        _reduce_in_place(state, what, plan)
         yield
-        return tensor
+        return
     # What was shown already is of use if all ranks have shown something.
     is_of_use = not any(locations)
-    if is_of_use and is_shown and ground.size == 2:
-        what.combiner.combine(views, flat)
+    if is_of_use and is_shown and state.size == 2:
+        what.kernel.combine(views, flat)
     else:
-        reduce = _reduce_by_pairs if ground.size == 2 else _reduce_by_shares
+        reduce = _reduce_by_pairs if state.size == 2 else _reduce_by_shares
         shown = slot if is_of_use else -1
-        lane = Lane(source, flat, what.combiner, prescale)
-        yield from reduce(ground, lane, shown)
-    return put_back(flat, tensor)
+        lane = Lane(source, flat, what.kernel, prescale)
+        yield from reduce(state, lane, shown)
 
 
 def _show(
-    ground: Ground, slot: int, piece: Tensor, prescale: float, offset: int = 0
+    state: SharedState, slot: int, piece: Tensor, prescale: float, offset: int = 0
 ) -> list[Tensor]:
     """Copy a piece into this rank's slot; return all ranks' pieces."""
-    views = ground.stage.views(slot, piece.dtype, piece.numel(), offset)
-    own = views[ground.rank]
+    views = state.staging.views(slot, piece.dtype, piece.numel(), offset)
+    own = views[state.rank]
     own.copy_(piece)
     if prescale != 1.0:
         scale_(own, prescale)
     return views
 
 
-def _reduce_in_place(ground: Ground, what: Reduction, plan: list[Pieces]) -> None:
+def _reduce_in_place(
+    state: SharedState, what: KnownReduction, plan: list[Pieces]
+) -> None:
     """Reduce this rank's share of all ranks' tensors where they lie."""
     # One's own is the nearest, and two can be combined in place of either.
-    at = ground.rank if ground.size == 2 else 0
+    at = state.rank if state.size == 2 else 0
     for pieces in plan:
         if what.prescale != 1.0:
             for piece in pieces:
                 scale_(piece, what.prescale)
         result = pieces[at]
-        what.combiner.combine(pieces, result)
+        what.kernel.combine(pieces, result)
         for piece in pieces:
             if piece is not result:
                 piece.copy_(result)
@@ -179,17 +164,17 @@ def _reduce_in_place(ground: Ground, what: Reduction, plan: list[Pieces]) -> Non
 
 
 def _plan(
-    ground: Ground, flat: Tensor, what: Reduction, locations: Sequence[int]
+    state: SharedState, flat: Tensor, what: KnownReduction, locations: Sequence[int]
 ) -> list[Pieces]:
     """Cut this rank's share of all ranks' tensors into pieces that a cache holds."""
     itemsize = flat.element_size()
-    first, last = share(flat.numel(), itemsize, ground.size, ground.rank)
+    first, last = share(flat.numel(), itemsize, state.size, state.rank)
     step = _PIECE_BYTES // itemsize
-    tensors = _tensors(ground, flat, locations)
+    tensors = _tensors(state, flat, locations)
     columns = [torch.split(tensor[first:last], step) for tensor in tensors]
     plan = list(zip(*columns, strict=True))
     key = (what.call.signature, *locations)
-    ground.heap.plans.put(key, plan, len(plan) * ground.size)
+    state.heap.plans.put(key, plan, len(plan) * state.size)
     return plan
 
 
@@ -200,160 +185,142 @@ class Lane:
     Attributes:
         source: This rank's.
         target: Takes the result; may be ``source`` itself.
-        combiner: Combines the ranks'.
+        kernel: Combines the ranks'.
         prescale: Multiplies this rank's.
     """
 
     source: Tensor
     target: Tensor
-    combiner: Combiner
+    kernel: ReduceKernel
     prescale: float
 
 
-def _reduce_by_pairs(ground: Ground, lane: Lane, shown: int) -> Steps[None]:
+def _reduce_by_pairs(state: SharedState, lane: Lane, shown: int) -> Steps[None]:
     """Show the other rank one slot after the other; both reduce each.
 
     Args:
-        ground: All ranks' memory.
+        state: All ranks' memory.
         lane: The elements.
         shown: The slot that has the first of them already, or -1.
     """
-    stage, rank, dtype = ground.stage, ground.rank, lane.target.dtype
-    step = ground.stage.slot_bytes // lane.target.element_size()
+    staging, rank, dtype = state.staging, state.rank, lane.target.dtype
+    step = state.staging.slot_bytes // lane.target.element_size()
     pieces = zip(
         torch.split(lane.source, step), torch.split(lane.target, step), strict=True
     )
     for piece, target in pieces:
         if shown < 0:
-            views = _show(ground, stage.take(), piece, lane.prescale)
+            views = _show(state, staging.take(), piece, lane.prescale)
             yield
         else:
-            views = stage.views(shown, dtype, piece.numel())
+            views = staging.views(shown, dtype, piece.numel())
             shown = -1
         if lane.prescale == 1.0:
             # The piece itself is nearer than what was shown of it.
             views = (piece, views[1]) if rank == 0 else (views[0], piece)
-        lane.combiner.combine(views, target)
+        lane.kernel.combine(views, target)
 
 
-def _reduce_by_shares(ground: Ground, lane: Lane, shown: int) -> Steps[None]:
+def _reduce_by_shares(state: SharedState, lane: Lane, shown: int) -> Steps[None]:
     """Show the others one slot after the other; each rank reduces its share of it.
 
     The arguments are those of ``_reduce_by_pairs``.
     """
     dtype, itemsize = lane.target.dtype, lane.target.element_size()
-    stage = ground.stage
-    step = stage.slot_bytes // itemsize
+    staging = state.staging
+    step = staging.slot_bytes // itemsize
     for start in range(0, lane.target.numel(), step):
         target = lane.target[start : start + step]
         if start or shown < 0:
-            shown = stage.take()
-            _show(ground, shown, lane.source[start : start + step], lane.prescale)
+            shown = staging.take()
+            _show(state, shown, lane.source[start : start + step], lane.prescale)
             yield
         shares = [
-            share(target.numel(), itemsize, ground.size, rank)
-            for rank in range(ground.size)
+            share(target.numel(), itemsize, state.size, rank)
+            for rank in range(state.size)
         ]
-        first, last = shares[ground.rank]
+        first, last = shares[state.rank]
         if last > first:
-            views = stage.views(shown, dtype, last - first, first * itemsize)
-            lane.combiner.combine(views, views[ground.rank])
+            views = staging.views(shown, dtype, last - first, first * itemsize)
+            lane.kernel.combine(views, views[state.rank])
         yield
         for rank, (first, last) in enumerate(shares):
             if last > first:
-                views = stage.views(shown, dtype, last - first, first * itemsize)
+                views = staging.views(shown, dtype, last - first, first * itemsize)
                 target[first:last].copy_(views[rank])
 
 
 def reduce_scatter(
-    ground: Ground,
-    tensor: Tensor,
-    num_rows: Sequence[int],
-    what: Reduction,
-    out: Tensor | None,
-) -> Steps[Tensor]:
-    """Reduce ``num_rows[r]`` rows for each rank r.
-
-    Args:
-        ground: All ranks' memory.
-        tensor: The rows of all ranks, one after the other.
-        num_rows: How many of them each rank is to get.
-        what: The reduction.
-        out: Takes the result; it may be this rank's rows of ``tensor``.
-    """
-    shape = tensor.shape[1:]
-    counts = [count * shape.numel() for count in num_rows]
-    starts = [sum(counts[:rank]) for rank in range(ground.size)]
-    result = out
-    if result is None:
-        result = tensor.new_empty((num_rows[ground.rank], *shape))
-    target = result.detach().view(-1)
-    flat = _apart_from(dense(tensor).view(-1), starts[ground.rank], target)
+    state: SharedState,
+    flat: Tensor,
+    out: Tensor,
+    counts: Sequence[int],
+    what: KnownReduction,
+) -> Steps[None]:
+    """Reduce ``counts[r]`` elements of ``flat`` for each rank r; see ``Engine``."""
+    start = sum(counts[: state.rank])
     # Scaling where it lies would change the caller's tensor.
-    location = 0 if what.prescale != 1.0 else ground.heap.locate(flat)
-    turn = ground.announce(what.call.signature, location)
+    location = 0 if what.prescale != 1.0 else state.heap.locate(flat)
+    turn = state.announce(what.call.signature, location)
     yield
-    locations = ground.meet(turn, what.call.signature)
+    locations = state.meet(turn, what.call.signature)
     if locations is None:
-        raise (yield from ground.refusal(what.call))
+        raise (yield from state.refusal(what.call))
     if is_same_region(locations):
-        _reduce_part(ground, flat, target, starts[ground.rank], what, locations)
+        _reduce_part(state, flat, out, start, what, locations)
         yield
     else:
-        yield from _reduce_shown(ground, flat, target, counts, what)
-    return result
+        yield from _reduce_shown(state, flat, out, counts, what)
 
 
 def _reduce_shown(
-    ground: Ground, flat: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
+    state: SharedState,
+    flat: Tensor,
+    out: Tensor,
+    counts: Sequence[int],
+    what: KnownReduction,
 ) -> Steps[None]:
     """Show all ranks their parts, one slot after the other."""
     parts = torch.split(flat, list(counts))
-    room = ground.stage.slot_bytes // ground.size // _LINE_BYTES * _LINE_BYTES
+    room = state.staging.slot_bytes // state.size // _LINE_BYTES * _LINE_BYTES
     step = room // flat.element_size()
     for start in range(0, max(counts), step):
-        slot = ground.stage.take()
+        slot = state.staging.take()
         for to, part in enumerate(parts):
             piece = part[start : start + step]
             if piece.numel():
-                _show(ground, slot, piece, what.prescale, to * room)
+                _show(state, slot, piece, what.prescale, to * room)
         yield
         target = out[start : start + step]
         if target.numel():
-            at = ground.rank * room
-            views = ground.stage.views(slot, flat.dtype, target.numel(), at)
-            what.combiner.combine(views, target)
-
-
-def _apart_from(flat: Tensor, start: int, out: Tensor) -> Tensor:
-    """Return ``flat``, or a copy where writing ``out`` would spoil others' parts."""
-    is_shared = flat.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
-    if not is_shared or not out.numel():
-        return flat
-    return flat if flat[start:].data_ptr() == out.data_ptr() else flat.clone()
+            at = state.rank * room
+            views = state.staging.views(slot, flat.dtype, target.numel(), at)
+            what.kernel.combine(views, target)
 
 
 def _reduce_part(
-    ground: Ground,
+    state: SharedState,
     flat: Tensor,
     out: Tensor,
     start: int,
-    what: Reduction,
+    what: KnownReduction,
     locations: Sequence[int],
 ) -> None:
     """Reduce from where all ranks' tensors lie."""
-    tensors = _tensors(ground, flat, locations)
+    tensors = _tensors(state, flat, locations)
     step = max(1, _PIECE_BYTES // flat.element_size())
     for done in range(0, out.numel(), step):
         target = out[done : done + step]
         first = start + done
         pieces = [tensor[first : first + target.numel()] for tensor in tensors]
-        what.combiner.combine(pieces, target)
+        what.kernel.combine(pieces, target)
 
 
-def _tensors(ground: Ground, flat: Tensor, locations: Sequence[int]) -> list[Tensor]:
+def _tensors(
+    state: SharedState, flat: Tensor, locations: Sequence[int]
+) -> list[Tensor]:
     """Return all ranks' tensors where they lie; ``flat`` is like them."""
-    region = ground.heap.region(locations[ground.rank])
+    region = state.heap.region(locations[state.rank])
     return [
         region.view(rank, offset_of(location), flat.dtype, flat.numel())
         for rank, location in enumerate(locations)

@@ -23,7 +23,7 @@ from ronde.errors import CollectiveError
 from ronde.memory import available_memory
 from ronde.units import format_size
 
-Exchange = Callable[[bytes], Sequence[bytes]]
+ExchangeBytes = Callable[[bytes], Sequence[bytes]]
 """Tells all ranks some bytes, at most ``MESSAGE_BYTES``, and returns everybody's."""
 MESSAGE_BYTES = 512
 _RESERVE_BYTES = 64 << 20
@@ -115,7 +115,7 @@ def unpack(packed: bytes) -> bytes:
 
 
 def share_segments(
-    exchange: Exchange, rank: int, num_bytes: int, *, is_populated: bool
+    exchange: ExchangeBytes, rank: int, num_bytes: int, *, is_populated: bool
 ) -> list[Segment]:
     """Make a zeroed segment on each rank and map everybody's; collective.
 
@@ -147,7 +147,7 @@ class _Sharing:
     """The steps to segments that everybody has mapped."""
 
     def __init__(
-        self, exchange: Exchange, rank: int, num_bytes: int, *, is_populated: bool
+        self, exchange: ExchangeBytes, rank: int, num_bytes: int, *, is_populated: bool
     ) -> None:
         self._is_populated = is_populated
         self.segments: list[Segment] = []

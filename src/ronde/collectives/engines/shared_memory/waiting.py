@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ronde.collectives.communicator import Look
+from ronde.collectives.engine import Look
 from ronde.collectives.engines.shared_memory.contention import CONTENTION
 from ronde.collectives.engines.shared_memory.futex import sleep_while
 from ronde.collectives.engines.shared_memory.peers import Peers

@@ -1,7 +1,7 @@
 """Collectives on torch's process groups: Gloo for the CPU, NCCL for CUDA."""
 
 from ronde.collectives.engines.torch_distributed.engine import (
-    TorchDistributedCommunicator,
+    TorchDistributedEngine,
 )
 
-__all__ = ["TorchDistributedCommunicator"]
+__all__ = ["TorchDistributedEngine"]

@@ -2,41 +2,55 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, ReduceOp as TorchOp, Store
 
-from ronde.collectives.arguments import (
-    require_peer,
-    require_root,
+from ronde.collectives.arithmetic import HALVES, reduce_stack, scale_
+from ronde.collectives.engine import (
+    CPU,
+    Engine,
+    Native,
+    ReduceOp,
+    Reduction,
+    Work,
 )
-from ronde.collectives.arithmetic import as_bytes, dense, put_back
-from ronde.collectives.communicator import Communicator, Done, ReduceOp, Work
-from ronde.collectives.engines.torch_distributed import steps
 from ronde.collectives.engines.torch_distributed.groups import (
+    Backend,
     Groups,
     all_gather_even,
     broadcast,
+    reduce_options,
 )
-from ronde.collectives.engines.torch_distributed.reductions import Reductions
-from ronde.collectives.engines.torch_distributed.work import TorchWork
-from ronde.collectives.failures import Scene
-from ronde.collectives.layouts import Agreement
+from ronde.collectives.engines.torch_distributed.work import (
+    Pending,
+    Submitted,
+    TorchWork,
+)
+from ronde.collectives.error_context import ErrorContext
+from ronde.collectives.inference import writing_to
+
+_FLOATS = (torch.float32, torch.float64)
+_INTEGERS = (torch.int32, torch.int64, torch.int8, torch.uint8)
+_TORCH_OPS = {
+    ReduceOp.SUM: TorchOp.SUM,
+    ReduceOp.MIN: TorchOp.MIN,
+    ReduceOp.MAX: TorchOp.MAX,
+    ReduceOp.PRODUCT: TorchOp.PRODUCT,
+    ReduceOp.AVERAGE: TorchOp.AVG,  # NCCL's alone
+}
 
 
-class TorchDistributedCommunicator(Communicator):
-    """A communicator on process groups of its own.
+class TorchDistributedEngine(Engine):
+    """Moves tensors by process groups of its own.
 
     torch's default group (``init_process_group``) is left to the program.
-
-    Attributes:
-        rank: This process in the group.
-        size: Number of processes in the group.
-        timeout_s: How long a collective may wait for the other ranks.
     """
 
-    engine = "gloo"
+    name = "gloo"
+    devices = frozenset({"cpu", "cuda"})
 
     def __init__(
         self, store: Store, rank: int, size: int, *, timeout_s: float, is_one_host: bool
@@ -53,119 +67,179 @@ class TorchDistributedCommunicator(Communicator):
         Raises:
             CollectiveError: Not all ranks came in time.
         """
-        self.rank = rank
-        self.size = size
-        self.timeout_s = timeout_s
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._store = store
         self._is_one_host = is_one_host
-        self._num_duplicates = 0
-        with self._scene("connecting").guard():
+        self._num_clones = 0
+        self._options = {op: reduce_options(_TORCH_OPS[op]) for op in ReduceOp}
+        with self._context("connecting").guard():
             self._groups = Groups(store, rank, size, timeout_s, is_one_host=is_one_host)
-        self._agreement = Agreement(rank, size, self._gather)
-        self._reductions = Reductions(self._groups, rank, size, timeout_s)
+        self._all_reduce_context = self._context("all_reduce")
 
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-    ) -> Work[Tensor]:
-        """Reduce in place: see ``Communicator``."""
-        return self._reductions.all_reduce(tensor, op, prescale, postscale)
+    def require_open(self) -> None:
+        """Refuse once closed: see ``Engine``."""
+        self._groups.of(CPU)
 
-    def all_gather(self, tensor: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
-        """Concatenate along dimension 0: see ``Communicator``."""
-        scene = self._scene("all_gather")
-        with scene.guard():
-            backend = self._groups.of(tensor.device)
-            counts = self._agreement.on_rows(scene.name, tensor, out)
-            pending, gathered = steps.gather_rows(
-                backend, self.rank, tensor, counts, out
+    def native(
+        self, call: str, dtype: torch.dtype, op: ReduceOp, device_type: str
+    ) -> Native | None:
+        """Say what torch reduces: see ``Engine``.
+
+        Gloo rounds a sum of 16-bit floats once a rank, so only two ranks' go that way;
+        their average does not, since the sum of two float16 may overflow where the
+        average fits. NCCL's average of them divides first. The rest goes by shares.
+        """
+        if call == "reduce_scatter":
+            return Native(op, scales=True)
+        is_average = op is ReduceOp.AVERAGE
+        does_round_often = self.size > 2 and op not in (ReduceOp.MIN, ReduceOp.MAX)
+        if dtype in HALVES and device_type == "cuda":
+            native = Native(op)
+        elif (
+            (dtype in HALVES and does_round_often)
+            or (dtype is torch.float16 and is_average)
+            or (dtype.is_complex and op is ReduceOp.PRODUCT)
+        ):
+            native = Native(op, scales=True)
+        elif dtype in (*_FLOATS, *HALVES) or (dtype in _INTEGERS and not is_average):
+            native = Native(ReduceOp.SUM if is_average else op)
+        else:
+            native = None
+        return native
+
+    def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
+        """Reduce as torch does, or by shares. This is on every training step's path."""
+        backend = self._groups.of(out.device)
+        if source is not out or self._goes_by_shares(out, what):
+            return self._all_reduce_by_shares(source, out, what)
+        try:
+            pending = backend.allreduce([out], self._options[what.op])
+        except RuntimeError as error:
+            raise self._all_reduce_context.explain(error) from error
+        return TorchWork((pending,), self._all_reduce_context)
+
+    def _goes_by_shares(self, vector: Tensor, what: Reduction) -> bool:
+        if vector.dtype in _FLOATS or vector.dtype in _INTEGERS:
+            return False
+        native = self.native("all_reduce", vector.dtype, what.op, vector.device.type)
+        return native is not None and native.scales
+
+    def _all_reduce_by_shares(
+        self, source: Tensor, out: Tensor, what: Reduction
+    ) -> Work[None]:
+        with self._all_reduce_context.guard():
+            if out.is_cuda:
+                # The stream keeps the steps in order; the host does not wait.
+                _reduce_by_shares(
+                    self._groups.of(out.device), self.size, source, out, what
+                )
+                return Work(None)
+            outcome = self._groups.lane().submit(
+                lambda backend: _reduce_by_shares(backend, self.size, source, out, what)
             )
-        return TorchWork(pending, lambda: gathered, scene)
+        return TorchWork((Submitted(outcome),), self._all_reduce_context)
 
     def reduce_scatter(
-        self,
-        tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        out: Tensor | None = None,
-    ) -> Work[Tensor]:
-        """Reduce and keep this rank's rows: see ``Communicator``."""
-        return self._reductions.reduce_scatter(tensor, op, prescale, postscale, out)
+        self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
+    ) -> Work[None]:
+        """Send every rank its parts, and reduce what has come."""
+        own = counts[self.rank]
+        received = source.new_empty(self.size * own)
+        if what.prescale != 1.0:
+            source = source.clone()
+            scale_(source, what.prescale)
+        itemsize = source.element_size()
+        context = self._context("reduce_scatter")
+        with context.guard():
+            pending = self._groups.of(source.device).alltoall_base(
+                received.view(torch.uint8),
+                source.view(torch.uint8),
+                [own * itemsize] * self.size,
+                [count * itemsize for count in counts],
+            )
 
-    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
-        """Copy ``root``'s tensor in place: see ``Communicator``."""
-        require_root(root, self.size)
-        scene = self._scene("broadcast")
-        with scene.guard():
-            backend = self._groups.of(tensor.device)
-            if not tensor.numel():
-                return Done(tensor)
-            values = dense(tensor)
-            pending = broadcast(backend, as_bytes(values), root)
-        is_new = self.rank != root
-        return TorchWork(
-            (pending,), lambda: put_back(values, tensor) if is_new else tensor, scene
-        )
+        def finish() -> None:
+            stack = received.view(self.size, own)
+            with writing_to((out, received)):
+                out.copy_(reduce_stack(stack, what.op, what.postscale))
+
+        return TorchWork((pending,), context, finish)
+
+    def gather_numbers(self, own: Tensor, call: str) -> Tensor:
+        """Return every rank's vector of numbers; blocks."""
+        gathered = own.new_empty((self.size, own.numel()))
+        with self._context(call).guard():
+            gloo = self._groups.of(own.device)
+            place = gathered.view(-1).view(torch.uint8)
+            all_gather_even(gloo, place, own.view(torch.uint8)).wait()
+        return gathered
+
+    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[None]:
+        """Concatenate the ranks' bytes."""
+        context = self._context("all_gather")
+        with context.guard():
+            backend = self._groups.of(out.device)
+            if len(set(counts)) == 1:
+                return TorchWork((all_gather_even(backend, out, own),), context)
+            # torch gathers no uneven shares: every rank broadcasts its own into place.
+            parts: tuple[Tensor, ...] = torch.split(out, list(counts))
+            parts[self.rank].copy_(own)
+            pending = [
+                broadcast(backend, part, root)
+                for root, part in enumerate(parts)
+                if part.numel()
+            ]
+        return TorchWork(pending, context)
 
     def all_to_all(
-        self,
-        tensor: Tensor,
-        splits: Sequence[int] | None = None,
-        *,
-        out: Tensor | None = None,
-    ) -> Work[tuple[Tensor, list[int]]]:
-        """Exchange rows: see ``Communicator``."""
-        scene = self._scene("all_to_all")
-        with scene.guard():
-            backend = self._groups.of(tensor.device)
-            plan = self._agreement.on_splits(tensor, splits, out)
-            sent, counts = plan[self.rank], [row[self.rank] for row in plan]
-            has_rows = any(map(sum, plan))
-            pending, received = steps.exchange_rows(
-                backend, tensor, sent, counts, out, is_empty=not has_rows
+        self, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
+    ) -> Work[None]:
+        """Send every rank its part of the bytes."""
+        context = self._context("all_to_all")
+        with context.guard():
+            pending: Pending = self._groups.of(sent.device).alltoall_base(
+                received,
+                sent,
+                [row[self.rank] for row in plan],
+                list(plan[self.rank]),
             )
-        return TorchWork(pending, lambda: (received, counts), scene)
+        return TorchWork((pending,), context)
 
-    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work[None]:
-        """Send to one rank: see ``Communicator``."""
-        require_peer("to", to, self.rank, self.size)
-        scene = self._scene("send")
-        with scene.guard():
-            if not tensor.numel():
-                return Done(None)
-            pending = self._groups.send(as_bytes(dense(tensor)), to, tag)
-        return TorchWork((pending,), lambda: None, scene)
+    def broadcast(self, data: Tensor, root: int) -> Work[None]:
+        """Copy ``root``'s elements into everybody's."""
+        context = self._context("broadcast")
+        with context.guard():
+            backend = self._groups.of(data.device)
+            pending = broadcast(backend, data.view(torch.uint8), root)
+        return TorchWork((pending,), context)
 
-    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
-        """Receive from one rank: see ``Communicator``."""
-        require_peer("source", source, self.rank, self.size)
-        scene = self._scene("recv")
-        with scene.guard():
-            if not tensor.numel():
-                return Done(tensor)
-            values = dense(tensor)
-            pending = self._groups.recv(as_bytes(values), source, tag)
-        return TorchWork((pending,), lambda: put_back(values, tensor), scene)
+    def send(self, data: Tensor, to: int, tag: int) -> Work[None]:
+        """Send to one rank."""
+        context = self._context("send")
+        with context.guard():
+            pending = self._groups.send(data.view(torch.uint8), to, tag)
+        return TorchWork((pending,), context)
+
+    def recv(self, data: Tensor, source: int, tag: int) -> Work[None]:
+        """Receive from one rank."""
+        context = self._context("recv")
+        with context.guard():
+            pending = self._groups.recv(data.view(torch.uint8), source, tag)
+        return TorchWork((pending,), context)
 
     def barrier(self) -> Work[None]:
-        """Complete when all have called: see ``Communicator``."""
-        scene = self._scene("barrier")
-        with scene.guard():
-            pending = self._groups.of(torch.device("cpu")).barrier()
-        return TorchWork((pending,), lambda: None, scene)
+        """Be over when all have called."""
+        context = self._context("barrier")
+        with context.guard():
+            pending = self._groups.of(CPU).barrier()
+        return TorchWork((pending,), context)
 
-    def duplicate(self) -> "TorchDistributedCommunicator":
-        """Make a communicator of the same ranks: see ``Communicator``."""
-        self._groups.of(torch.device("cpu"))
-        self._num_duplicates += 1
-        copy = TorchDistributedCommunicator(
-            PrefixStore(f"duplicate{self._num_duplicates}", self._store),
+    def clone(self) -> "TorchDistributedEngine":
+        """Make another of the same ranks: see ``Engine``."""
+        self.require_open()
+        self._num_clones += 1
+        copy = TorchDistributedEngine(
+            PrefixStore(f"duplicate{self._num_clones}", self._store),
             self.rank,
             self.size,
             timeout_s=self.timeout_s,
@@ -177,7 +251,7 @@ class TorchDistributedCommunicator(Communicator):
         return copy
 
     def abort(self) -> None:
-        """Close at once: see ``Communicator``."""
+        """Close at once: see ``Engine``."""
         with suppress(RuntimeError):
             self._groups.abort()
 
@@ -186,12 +260,25 @@ class TorchDistributedCommunicator(Communicator):
         with suppress(RuntimeError):
             self._groups.close()
 
-    def _scene(self, name: str) -> Scene:
-        return Scene(name, self.rank, self.size, self.timeout_s)
+    def _context(self, name: str) -> ErrorContext:
+        return ErrorContext(name, self.rank, self.size, self.timeout_s)
 
-    def _gather(self, own: Tensor) -> Tensor:
-        """Return every rank's vector of numbers, a row a rank; collective, blocking."""
-        gathered = own.new_empty((self.size, own.numel()))
-        gloo = self._groups.of(own.device)
-        all_gather_even(gloo, as_bytes(gathered), as_bytes(own)).wait()
-        return gathered
+
+def _reduce_by_shares(
+    backend: Backend, size: int, source: Tensor, out: Tensor, what: Reduction
+) -> None:
+    """Have each rank reduce one share of all, then gather the shares.
+
+    As many bytes travel as in a ring. Sums are rounded once, not once a rank.
+    """
+    numel = source.numel()
+    share = -(-numel // size)
+    shares = torch.zeros(size * share, dtype=source.dtype, device=source.device)
+    shares[:numel] = source
+    scale_(shares, what.prescale)
+    received = torch.empty_like(shares)
+    sent: Any = shares.view(torch.uint8)
+    backend.alltoall_base(received.view(torch.uint8), sent, [], []).wait()
+    reduced = reduce_stack(received.view(size, share), what.op, what.postscale)
+    all_gather_even(backend, sent, reduced.view(torch.uint8)).wait()
+    out.copy_(shares[:numel])

@@ -5,13 +5,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
-from ronde.collectives.communicator import Look
-from ronde.collectives.failures import Scene
-from ronde.errors import CollectiveError, fresh
+from ronde.collectives.engine import Look, Work
+from ronde.collectives.error_context import ErrorContext
 
-T_co = TypeVar("T_co", covariant=True)
 _FOR_EVER = timedelta(0)
 """What torch takes for it."""
 _SHORTEST_PAUSE_S = 0.001
@@ -29,56 +27,53 @@ class Pending(Protocol):
         ...
 
 
-class TorchWork(Generic[T_co]):
+class TorchWork(Work[None]):
     """One or more of torch's works and what is left to do after them.
 
     Only one thread at a time may wait for it.
     """
 
-    __slots__ = ("_failure", "_finish", "_pending", "_result", "_scene")
-    _result: T_co
+    __slots__ = ("_after", "_context", "_pending")
 
     def __init__(
-        self, pending: Sequence[Pending], finish: Callable[[], T_co], scene: Scene
+        self,
+        pending: Sequence[Pending],
+        context: ErrorContext,
+        after: Callable[[], None] | None = None,
     ) -> None:
+        super().__init__(None, is_over=False)
         self._pending = pending
-        self._finish: Callable[[], T_co] | None = finish
-        self._scene = scene
-        self._failure: CollectiveError | None = None
+        self._context = context
+        self._after = after
 
-    def is_done(self) -> bool:
-        """Say whether ``wait()`` would return without blocking."""
-        return self._finish is None or all(p.is_completed() for p in self._pending)
+    def _poll(self) -> bool:
+        return all(pending.is_completed() for pending in self._pending)
 
-    def wait(self) -> T_co:
-        """Block until the result is there and return it; later calls return it again.
+    def _block(self, look: Look | None) -> bool:
+        if look is not None:
+            # Only wait() orders the stream that is current then.
+            return self._watch(look)
+        try:
+            for pending in self._pending:
+                pending.wait()
+        except RuntimeError as error:
+            self.failure = self._context.explain(error)
+            self.failure.__cause__ = error
+        else:
+            if self._after is not None:
+                self._after()
+        self.is_over = True
+        self._pending, self._after = (), None
+        return True
 
-        Raises:
-            CollectiveError: The collective failed; every later call raises it again.
-        """
-        if self._finish is not None:
-            if self._failure is not None:
-                raise fresh(self._failure)
-            try:
-                for pending in self._pending:
-                    pending.wait()
-            except RuntimeError as error:
-                self._failure = self._scene.explain(error)
-                self._failure.__cause__ = error
-                raise fresh(self._failure) from error
-            self._result = self._finish()
-            self._finish = None
-            self._pending = ()
-        return self._result
-
-    def wait_watched(self, look: Look) -> bool:
-        """Block until it is over or ``look`` says to stop: see ``Work``."""
+    def _watch(self, look: Look) -> bool:
+        """Wait until all is there or ``look`` says to stop."""
         for pending in self._pending:
             while not pending.is_completed():
                 pause_s = look()
                 if pause_s is None:
                     return False
-                with suppress(RuntimeError):  # also of a failure: wait() raises it
+                with suppress(RuntimeError):  # also of a failure: it is raised later
                     pause_s = max(pause_s, _SHORTEST_PAUSE_S)
                     pending.wait(timedelta(seconds=pause_s))
         return True

@@ -20,7 +20,7 @@ _PEER_LOST = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ErrorContext:
     """Where a collective runs, for the sentence that says how it failed.
 
     Attributes:

@@ -8,15 +8,13 @@ shapes, for the error. What each rank sends to each goes separately, in ``all_to
 import functools
 import hashlib
 import zlib
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ronde.collectives.arguments import require_out, require_splits
 from ronde.errors import CollectiveError, UsageError
 
 _MAX_NDIM = 64
@@ -176,79 +174,8 @@ def require_out_rows(
         raise _refused_elsewhere(call, wrong)
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """How the ranks of one communicator agree on sizes, over whatever engine.
-
-    Attributes:
-        rank: This process in the group.
-        size: Number of processes in the group.
-        gather: Returns every rank's numbers, a row a rank, for one's own; blocks.
-    """
-
-    rank: int
-    size: int
-    gather: Callable[[Tensor], Tensor]
-
-    def on_rows(self, call: str, tensor: Tensor, out: Tensor | None) -> list[int]:
-        """Return how many rows every rank gives; collective.
-
-        Raises:
-            UsageError: ``out`` cannot hold the result of this rank.
-            CollectiveError: The ranks' tensors or places do not fit together.
-        """
-        with self._telling_refusal(call, tensor):
-            require_out(out, tensor)
-        summaries = self.on_call(Layout.of(call, tensor, out))
-        counts = [summary.num_rows for summary in summaries]
-        require_out_rows(call, summaries, self.rank, [sum(counts)] * self.size)
-        return counts
-
-    def on_splits(
-        self, tensor: Tensor, splits: Sequence[int] | None, out: Tensor | None
-    ) -> list[list[int]]:
-        """Return how many rows every rank sends to every other; collective.
-
-        Raises:
-            UsageError: ``splits`` or ``out`` of this rank are wrong.
-            CollectiveError: The ranks' tensors or places do not fit together.
-        """
-        call = "all_to_all"
-        with self._telling_refusal(call, tensor):
-            sent = require_splits(tensor, splits, self.size)
-            require_out(out, tensor)
-        summaries = self.on_call(Layout.of(call, tensor, out))
-        plan = _rows(self.gather(torch.tensor(sent, device="cpu")))
-        received = [sum(column) for column in zip(*plan, strict=True)]
-        require_out_rows(call, summaries, self.rank, received)
-        return plan
-
-    def on_call(self, own: Layout) -> list[Summary]:
-        """Return what every rank was called for; collective.
-
-        Raises:
-            CollectiveError: That does not fit together.
-        """
-        told = _rows(self.gather(torch.tensor(own.summarize(), device="cpu")))
-        summaries = [Summary(*numbers) for numbers in told]
-        if not do_fit(summaries):
-            raise disagreement(
-                [Layout.decode(row) for row in self.gather(own.encode())]
-            )
-        return summaries
-
-    @contextmanager
-    def _telling_refusal(self, call: str, tensor: Tensor) -> Generator[None]:
-        """Tell the others, who wait for this rank's layout, when it raises instead."""
-        try:
-            yield
-        except UsageError:
-            with suppress(CollectiveError):
-                self.on_call(Layout.refused(call, tensor))
-            raise
-
-
-def _rows(numbers: Tensor) -> list[list[int]]:
+def as_rows(numbers: Tensor) -> list[list[int]]:
+    """Return a matrix of integers as lists."""
     return numbers.tolist()  # pyright: ignore[reportUnknownVariableType]
 
 

@@ -30,7 +30,7 @@ def slot_bytes(size: int, *, is_crowded: bool) -> int:
     return max(largest, size * _PART_BYTES)
 
 
-class Stage:
+class StagingSlots:
     """Two slots on each rank, taken in turn.
 
     Note [Two slots]
@@ -114,7 +114,7 @@ class Region:
             return self._tensors[rank][offset:end].view(dtype)
 
 
-class Heap:
+class SymmetricHeap:
     """The regions that are in use.
 
     Attributes:
@@ -173,7 +173,7 @@ class Heap:
 
 
 def offset_of(location: int) -> int:
-    """Return the bytes into its region of what ``Heap.locate`` found."""
+    """Return the bytes into its region of what ``SymmetricHeap.locate`` found."""
     return location & ((1 << _OFFSET_BITS) - 1)
 
 

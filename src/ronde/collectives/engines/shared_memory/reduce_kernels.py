@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives.arithmetic import HALVES, reduce_stack, scale_
-from ronde.collectives.communicator import ReduceOp
+from ronde.collectives.engine import ReduceOp
 
 Kernel = Callable[..., Tensor]
 _KERNELS: dict[ReduceOp, Kernel] = {
@@ -34,7 +34,7 @@ class Scratch:
         return self._memory[:numel]
 
 
-class Combiner:
+class ReduceKernel:
     """One reduction of one dtype over a fixed number of ranks.
 
     The ranks' elements are taken in rank order, so every rank that combines the same

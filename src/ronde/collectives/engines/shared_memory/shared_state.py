@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
-from ronde.collectives.engines.shared_memory.stage import Heap, Stage
+from ronde.collectives.engines.shared_memory.staging import StagingSlots, SymmetricHeap
 from ronde.collectives.engines.shared_memory.words import Header, Places
 from ronde.errors import CollectiveError
 
@@ -37,24 +37,28 @@ class Call:
         return f"{self.name}{of}{self.detail}"
 
 
-class Ground:
+class SharedState:
     """The memory of all ranks, and the turn-taking in it.
 
     Attributes:
         rank: This process.
         size: Number of processes.
         headers: All ranks' words.
-        stage: All ranks' slots.
+        staging: All ranks' slots.
         heap: What was allocated.
     """
 
     def __init__(
-        self, rank: int, headers: Sequence[Header], stage: Stage, heap: Heap
+        self,
+        rank: int,
+        headers: Sequence[Header],
+        staging: StagingSlots,
+        heap: SymmetricHeap,
     ) -> None:
         self.rank = rank
         self.size = len(headers)
         self.headers = headers
-        self.stage = stage
+        self.staging = staging
         self.heap = heap
         self._own = headers[rank].words
         self._words = [header.words for header in headers]
@@ -99,7 +103,7 @@ class Ground:
         self.headers[self.rank].write_text(str(call))
         yield
         # One call has taken a slot where another did not.
-        self.stage.reset()
+        self.staging.reset()
         groups: dict[str, list[int]] = {}
         for rank, header in enumerate(self.headers):
             groups.setdefault(header.read_text(), []).append(rank)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ronde.collectives.arithmetic import as_bytes, dense, put_back
-from ronde.collectives.communicator import Look
+from ronde.collectives.engine import Look, Work
 from ronde.collectives.engines.shared_memory.executor import Executor
 from ronde.collectives.engines.shared_memory.segment import Segment
 from ronde.collectives.engines.shared_memory.waiting import Lag
@@ -24,17 +23,17 @@ from ronde.collectives.engines.shared_memory.words import (
     fence,
 )
 from ronde.collectives.inference import writing_to
-from ronde.errors import CollectiveError, fresh
+from ronde.errors import CollectiveError
 
 PIECE_BYTES = 256 << 10
 _NUM_PIECES = 2
 _HEAD_BYTES = 64
 """Before each piece: the message's tag, length and kind of elements."""
-BOX_BYTES = _NUM_PIECES * (_HEAD_BYTES + PIECE_BYTES)
+CHANNEL_BYTES = _NUM_PIECES * (_HEAD_BYTES + PIECE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class MessageHeader:
     """What a message says of itself.
 
     Attributes:
@@ -48,7 +47,7 @@ class Label:
     kind: int
 
 
-class Box:
+class Channel:
     """The slots of one ordered pair of ranks, as one of the two sees them."""
 
     def __init__(
@@ -65,7 +64,7 @@ class Box:
         Args:
             headers: All ranks' words.
             segments: All ranks' memory.
-            start: Where boxes begin in every segment, in bytes.
+            start: Where channels begin in every segment, in bytes.
             sender: Who writes.
             receiver: Who reads.
         """
@@ -74,7 +73,7 @@ class Box:
         self.sent_at = places.sent + receiver
         self.taken_at = places.taken + sender
         self._sent, self._taken = headers[sender], headers[receiver]
-        first = start + receiver * BOX_BYTES
+        first = start + receiver * CHANNEL_BYTES
         segment = segments[sender]
         self._heads: list[memoryview] = []
         self._pieces: list[Tensor] = []
@@ -100,22 +99,22 @@ class Box:
         """Say whether the receiver has to wait."""
         return self.num_sent() == self.num_taken()
 
-    def put(self, label: Label, data: Tensor) -> None:
+    def put(self, header: MessageHeader, data: Tensor) -> None:
         """Write a piece."""
         if IS_WEAKLY_ORDERED:
             fence()
         number = self.num_sent()
         head = self._heads[number % _NUM_PIECES]
-        head[0], head[1], head[2] = label.tag, label.num_bytes, label.kind
+        head[0], head[1], head[2] = header.tag, header.num_bytes, header.kind
         self._pieces[number % _NUM_PIECES][: data.numel()].copy_(data)
         self._sent.publish(self.sent_at, number + 1)
 
-    def label(self) -> Label:
+    def header(self) -> MessageHeader:
         """Return what the message says of itself that the next piece belongs to."""
         if IS_WEAKLY_ORDERED:
             fence()
         head = self._heads[self.num_taken() % _NUM_PIECES]
-        return Label(head[0], head[1], head[2])
+        return MessageHeader(head[0], head[1], head[2])
 
     def take(self, data: Tensor) -> None:
         """Read a piece."""
@@ -124,213 +123,193 @@ class Box:
         self._taken.publish(self.taken_at, number + 1)
 
 
-class _Message:
-    """A message under way: a ``Work``."""
+class _Message(Work[None]):
+    """A message under way."""
 
-    def __init__(self, executor: Executor, name: str, label: Label) -> None:
+    __slots__ = ("_executor", "header", "name")
+
+    def __init__(self, executor: Executor, name: str, header: MessageHeader) -> None:
+        super().__init__(None, is_over=False)
         self.name = name
-        self.is_over = False
-        self.label = label
+        self.header = header
         self._executor = executor
-        self._failure: Exception | None = None
 
-    def is_done(self) -> bool:
-        """Say whether ``wait()`` would return without blocking."""
-        if not self.is_over:
-            self._executor.poll()
+    def _poll(self) -> bool:
+        self._executor.poll()
         return self.is_over
 
-    def wait_watched(self, look: Look) -> bool:
-        """Block until it is over or ``look`` says to stop: see ``Work``."""
-        if not self.is_over:
-            self._executor.finish(self, look)  # pyright: ignore[reportArgumentType]
+    def _block(self, look: Look | None) -> bool:
+        self._executor.finish(self, look)  # pyright: ignore[reportArgumentType]
         return self.is_over
 
     def fail(self, error: Exception) -> None:
         """Be over, with an error."""
-        self._failure = error
+        self.failure = error
         self.is_over = True
-
-    def finish(self) -> None:
-        """Wait until it is over; raise if it failed."""
-        if not self.is_over:
-            self._executor.finish(self)  # pyright: ignore[reportArgumentType]
-        if self._failure is not None:
-            raise fresh(self._failure)
 
 
 class Sending(_Message):
-    """A message to one rank."""
+    """A message to one rank; over when its tensor may be changed."""
+
+    __slots__ = ("_data", "_num_done", "_queue")
 
     def __init__(
-        self, executor: Executor, outbox: "Outbox", label: Label, data: Tensor
+        self,
+        executor: Executor,
+        send_queue: "SendQueue",
+        header: MessageHeader,
+        data: Tensor,
     ) -> None:
-        super().__init__(executor, "send", label)
-        self._outbox = outbox
+        super().__init__(executor, "send", header)
+        self._queue = send_queue
         self._data = data
         self._num_done = 0
 
     def start(self) -> None:
         """Queue behind earlier messages to the same rank."""
-        self._outbox.turn.append(self)
-
-    def wait(self) -> None:
-        """Block until the tensor may be changed.
-
-        Raises:
-            CollectiveError: The receiver is gone.
-        """
-        self.finish()
+        self._queue.turn.append(self)
 
     def advance(self) -> None:
         """Write what there is room for, when it is this message's turn."""
-        box = self._outbox.box
-        while not self.is_over and self._outbox.turn[0] is self and not box.is_full():
+        channel = self._queue.channel
+        while (
+            not self.is_over and self._queue.turn[0] is self and not channel.is_full()
+        ):
             piece = self._data[self._num_done : self._num_done + PIECE_BYTES]
-            box.put(self.label, piece)
+            channel.put(self.header, piece)
             self._num_done += piece.numel()
-            if self._num_done == self.label.num_bytes:
+            if self._num_done == self.header.num_bytes:
                 self.is_over = True
-                self._outbox.turn.popleft()
+                self._queue.turn.popleft()
 
     def find_lag(self) -> Lag | None:
         """Return the receiver's word while there is no room."""
-        box = self._outbox.box
-        taken = box.num_taken()
-        if box.num_sent() - taken < _NUM_PIECES:
+        channel = self._queue.channel
+        taken = channel.num_taken()
+        if channel.num_sent() - taken < _NUM_PIECES:
             return None
-        return Lag(box.receiver, box.taken_at, taken, taken + 1)
+        return Lag(channel.receiver, channel.taken_at, taken, taken + 1)
 
 
-class Outbox:
+class SendQueue:
     """Messages to one rank, in order."""
 
-    def __init__(self, box: Box) -> None:
-        self.box = box
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
         self.turn: deque[Sending] = deque()
 
 
 class Receiving(_Message):
     """A message from one rank."""
 
+    __slots__ = ("_queue", "data")
+
     def __init__(
         self,
         executor: Executor,
-        inbox: "Inbox",
-        label: Label,
-        tensor: Tensor,
+        receive_queue: "ReceiveQueue",
+        header: MessageHeader,
+        data: Tensor,
     ) -> None:
-        super().__init__(executor, "recv", label)
-        self._inbox = inbox
-        self._tensor = tensor
-        self._values = dense(tensor)
-        self.data = as_bytes(self._values)
+        super().__init__(executor, "recv", header)
+        self._queue = receive_queue
+        self.data = data
 
     def start(self) -> None:
         """Ask for a message of this tag, after earlier requests."""
-        self._inbox.ask(self)
+        self._queue.ask(self)
 
-    def wait(self) -> Tensor:
-        """Block until the message is there and return the tensor.
-
-        Raises:
-            CollectiveError: The sender is gone, or sent something else.
-        """
-        self.finish()
-        return self._tensor
-
-    def accept(self, label: Label, data: Tensor) -> None:
-        """Be over: ``data`` has all bytes of a message so labelled."""
-        if label != self.label:
+    def accept(self, header: MessageHeader, data: Tensor) -> None:
+        """Be over: ``data`` has all bytes of a message with this header."""
+        if header != self.header:
             self.fail(
                 CollectiveError(
                     f"recv must be given as many bytes of the same dtype as were sent, "
-                    f"{label.num_bytes}, got a tensor of {self.label.num_bytes} for "
-                    f"tag {label.tag} from rank {self._inbox.box.sender}."
+                    f"{header.num_bytes}, got a tensor of {self.header.num_bytes} for "
+                    f"tag {header.tag} from rank {self._queue.channel.sender}."
                 )
             )
             return
-        with writing_to((self.data, self._tensor)):
-            if data is not self.data:
+        if data is not self.data:
+            with writing_to((self.data,)):
                 self.data.copy_(data)
-            put_back(self._values, self._tensor)
         self.is_over = True
 
     def advance(self) -> None:
         """Read what has come."""
-        self._inbox.advance()
+        self._queue.advance()
 
     def find_lag(self) -> Lag | None:
         """Return the sender's word while nothing has come."""
-        box = self._inbox.box
-        sent = box.num_sent()
-        if sent != box.num_taken():
+        channel = self._queue.channel
+        sent = channel.num_sent()
+        if sent != channel.num_taken():
             return None
-        return Lag(box.sender, box.sent_at, sent, sent + 1)
+        return Lag(channel.sender, channel.sent_at, sent, sent + 1)
 
 
-class Inbox:
+class ReceiveQueue:
     """Messages from one rank: they come in the order sent, and are asked for by tag.
 
     Whoever advances it reads for all who ask, in whatever inference mode they asked.
     """
 
-    def __init__(self, box: Box) -> None:
-        self.box = box
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
         self._asked: list[Receiving] = []
-        self._kept: list[tuple[Label, Tensor]] = []
-        self._label: Label | None = None
+        self._kept: list[tuple[MessageHeader, Tensor]] = []
+        self._header: MessageHeader | None = None
         self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._num_done = 0
 
     def ask(self, receiving: Receiving) -> None:
         """Hand over a message that has come already, or note who waits for it."""
-        for index, (label, data) in enumerate(self._kept):
-            if label.tag == receiving.label.tag:
+        for index, (header, data) in enumerate(self._kept):
+            if header.tag == receiving.header.tag:
                 del self._kept[index]
-                receiving.accept(label, data)
+                receiving.accept(header, data)
                 return
         self._asked.append(receiving)
 
     def advance(self) -> None:
         """Read pieces as long as somebody asks for a message and some are there."""
         self._asked = [each for each in self._asked if not each.is_over]
-        while self._asked and not self.box.is_empty():
-            label = self._label
-            if label is None:
-                label = self._label = self.box.label()
-                self._begin(label)
+        while self._asked and not self.channel.is_empty():
+            header = self._header
+            if header is None:
+                header = self._header = self.channel.header()
+                self._begin(header)
             piece = self._data[self._num_done : self._num_done + PIECE_BYTES]
             with writing_to((piece,)):
-                self.box.take(piece)
+                self.channel.take(piece)
             self._num_done += piece.numel()
-            if self._num_done == label.num_bytes:
-                self._label = None
-                self._end(label)
+            if self._num_done == header.num_bytes:
+                self._header = None
+                self._end(header)
 
-    def _find(self, label: Label) -> Receiving | None:
-        return next((r for r in self._asked if r.label.tag == label.tag), None)
+    def _find(self, header: MessageHeader) -> Receiving | None:
+        return next((r for r in self._asked if r.header.tag == header.tag), None)
 
-    def _begin(self, label: Label) -> None:
+    def _begin(self, header: MessageHeader) -> None:
         """Choose where a message goes: at once to whoever asks, if it fits there."""
         self._num_done = 0
-        receiving = self._find(label)
-        if receiving is not None and receiving.label == label:
+        receiving = self._find(header)
+        if receiving is not None and receiving.header == header:
             self._data = receiving.data
         else:
-            self._data = torch.empty(label.num_bytes, dtype=torch.uint8, device="cpu")
+            self._data = torch.empty(header.num_bytes, dtype=torch.uint8, device="cpu")
 
-    def _end(self, label: Label) -> None:
-        receiving = self._find(label)
+    def _end(self, header: MessageHeader) -> None:
+        receiving = self._find(header)
         if receiving is None:
-            self._kept.append((label, self._data))
+            self._kept.append((header, self._data))
         else:
             self._asked.remove(receiving)
-            receiving.accept(label, self._data)
+            receiving.accept(header, self._data)
 
 
-class PostOffice:
-    """The boxes between this rank and all others, opened when they are needed."""
+class PointToPoint:
+    """The channels between this rank and all others, opened when they are needed."""
 
     def __init__(
         self,
@@ -339,37 +318,38 @@ class PostOffice:
         segments: Sequence[Segment],
         start: int,
     ) -> None:
-        """Look at the boxes, which begin ``start`` bytes into every segment."""
+        """Look at the channels, which begin ``start`` bytes into every segment."""
         self._executor = executor
         self._headers = headers
         self._segments = segments
         self._start = start
-        self._outboxes: dict[int, Outbox] = {}
-        self._inboxes: dict[int, Inbox] = {}
+        self._send_queues: dict[int, SendQueue] = {}
+        self._receive_queues: dict[int, ReceiveQueue] = {}
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Sending:
         """Send a tensor that has elements."""
-        outbox = self._outboxes.get(to)
-        if outbox is None:
-            box = self._box(self._executor.rank, to)
-            outbox = self._outboxes[to] = Outbox(box)
-        data = as_bytes(dense(tensor))
-        sending = Sending(self._executor, outbox, _label(tensor, tag), data)
+        send_queue = self._send_queues.get(to)
+        if send_queue is None:
+            channel = self._channel(self._executor.rank, to)
+            send_queue = self._send_queues[to] = SendQueue(channel)
+        data = tensor.view(torch.uint8)
+        sending = Sending(self._executor, send_queue, _header(tensor, tag), data)
         self._executor.deliver(sending)
         return sending
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Receiving:
         """Receive into a tensor that has elements."""
-        inbox = self._inboxes.get(source)
-        if inbox is None:
-            box = self._box(source, self._executor.rank)
-            inbox = self._inboxes[source] = Inbox(box)
-        receiving = Receiving(self._executor, inbox, _label(tensor, tag), tensor)
+        receive_queue = self._receive_queues.get(source)
+        if receive_queue is None:
+            channel = self._channel(source, self._executor.rank)
+            receive_queue = self._receive_queues[source] = ReceiveQueue(channel)
+        data = tensor.view(torch.uint8)
+        receiving = Receiving(self._executor, receive_queue, _header(tensor, tag), data)
         self._executor.deliver(receiving)
         return receiving
 
-    def _box(self, sender: int, receiver: int) -> Box:
-        return Box(
+    def _channel(self, sender: int, receiver: int) -> Channel:
+        return Channel(
             self._headers,
             self._segments,
             self._start,
@@ -378,6 +358,6 @@ class PostOffice:
         )
 
 
-def _label(tensor: Tensor, tag: int) -> Label:
+def _header(tensor: Tensor, tag: int) -> MessageHeader:
     kind = zlib.crc32(str(tensor.dtype).encode())
-    return Label(tag, tensor.numel() * tensor.element_size(), kind)
+    return MessageHeader(tag, tensor.numel() * tensor.element_size(), kind)

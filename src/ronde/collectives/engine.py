@@ -1,0 +1,325 @@
+"""What an engine is to a communicator: something that moves flat, contiguous memory.
+
+``Communicator`` checks arguments, encodes dtypes, scales and puts results where they
+belong, once for all engines. To add an engine, implement ``Engine`` in a file of its
+own under ``engines``, and name it in ``connections.ENGINES``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from ronde.collectives.shapes import Layout, Summary, as_rows, disagreement, do_fit
+from ronde.errors import CollectiveError, fresh
+
+T = TypeVar("T")
+S = TypeVar("S")
+Look = Callable[[], float | None]
+"""What a thread calls while it waits: returns for how many seconds it need not be
+called again, or None to have it wait no longer."""
+CPU = torch.device("cpu")
+
+
+class ReduceOp(StrEnum):
+    """How corresponding elements of all ranks become one."""
+
+    # An enum's own is a function in Python, on the path of every call.
+    __hash__ = str.__hash__
+
+    SUM = "sum"
+    AVERAGE = "average"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+class Work(Generic[T]):
+    """A collective under way; made by itself, one that is over.
+
+    An engine derives its own, which sets ``is_over`` and, where it failed, ``failure``.
+    """
+
+    __slots__ = ("_finish", "_result", "failure", "is_over")
+
+    def __init__(self, result: T, *, is_over: bool = True) -> None:
+        self.is_over = is_over
+        self.failure: Exception | None = None
+        self._result = result
+        self._finish: Callable[[], T] | None = None
+
+    def is_done(self) -> bool:
+        """Say whether ``wait()`` would return without blocking."""
+        return self.is_over or self._poll()
+
+    def wait(self) -> T:
+        """Block until the result is there and return it; later calls return it again.
+
+        On an accelerator "there" means ordered before whatever the current stream is
+        given next, as torch has it.
+
+        Raises:
+            CollectiveError: The collective failed; every later call raises it again.
+            PeerLostError: It failed because another rank is gone.
+        """
+        if not self.is_over:
+            self._block(None)
+        if self.failure is not None:
+            raise fresh(self.failure)
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        return self._result
+
+    def wait_watched(self, look: Look) -> bool:
+        """Block until it is over or ``look`` says to stop; say whether it is over.
+
+        A failure counts as over, and is raised by ``wait()``.
+        """
+        return self.is_over or self._block(look)
+
+    def giving(self, result: S) -> "Work[S]":
+        """Return this, with another result."""
+        work: Any = self
+        work._result = result  # noqa: SLF001  this itself
+        work._finish = None  # noqa: SLF001  likewise
+        return work
+
+    def then(self, finish: Callable[[], S]) -> "Work[S]":
+        """Return this, with the result of what the first ``wait()`` is to call."""
+        work: Any = self
+        work._finish = finish  # noqa: SLF001  this itself
+        return work
+
+    def _poll(self) -> bool:
+        """Go as far as it can without waiting; say whether it is over."""
+        raise NotImplementedError
+
+    def _block(self, look: Look | None) -> bool:
+        """Wait until it is over or ``look`` says to stop; say whether it is over."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduction:
+    """What becomes of corresponding elements: one object for one call and dtype.
+
+    Attributes:
+        op: How they become one.
+        prescale: Multiplies each rank's.
+        postscale: Multiplies the result.
+    """
+
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """How an engine reduces elements as they are.
+
+    Attributes:
+        op: What to ask for: SUM for an AVERAGE that is to be divided afterwards.
+        scales: The engine applies both factors and divides averages. Else the factors
+            are 1.
+    """
+
+    op: ReduceOp
+    scales: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """An all_gather of which this rank does not know yet how much the others give.
+
+    Attributes:
+        layout: This rank's tensor, as the others must know it.
+        data: Its bytes.
+        row_bytes: Bytes of a row.
+        place: Returns the bytes of the result, for the layouts of all ranks.
+    """
+
+    layout: Layout
+    data: Tensor
+    row_bytes: int
+    place: Callable[[Sequence[Summary]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An all_to_all of which this rank does not know yet how much it is sent.
+
+    Attributes:
+        layout: This rank's tensor, as the others must know it.
+        data: The bytes that it sends.
+        splits: Rows that it sends to each rank.
+        row_bytes: Bytes of a row.
+        place: Returns the bytes of the result, for the layouts of all ranks and the
+            rows that each sends to each.
+    """
+
+    layout: Layout
+    data: Tensor
+    splits: Sequence[int]
+    row_bytes: int
+    place: Callable[[Sequence[Summary], Sequence[Sequence[int]]], Tensor]
+
+
+class Engine(ABC):
+    """What moves bytes between a fixed group of ranks.
+
+    Every call is collective (but ``send``, ``recv``, ``abort`` and ``close``) and comes
+    in the same order on all ranks. Tensors are flat, contiguous and detached, on one of
+    ``devices``, and have elements; neither input nor output may be touched until the
+    work is over.
+
+    Attributes:
+        name: As ``--engine`` has it.
+        rank: This process in the group, ``0 <= rank < size``.
+        size: Number of processes in the group.
+        timeout_s: How long a call waits for another rank.
+        algorithm: The schedule that it follows, or empty.
+        devices: Types of the devices whose tensors it moves.
+    """
+
+    name: str
+    rank: int
+    size: int
+    timeout_s: float
+    algorithm: str = ""
+    devices: frozenset[str] = frozenset({"cpu"})
+
+    @abstractmethod
+    def require_open(self) -> None:
+        """Refuse to start anything on what is closed or broken.
+
+        Raises:
+            CollectiveError: It is.
+        """
+
+    @abstractmethod
+    def native(
+        self, call: str, dtype: torch.dtype, op: ReduceOp, device_type: str
+    ) -> Native | None:
+        """Say how ``all_reduce`` or ``reduce_scatter`` takes elements of a dtype.
+
+        None where they must travel as another one: 16-bit floats as 32-bit ones, and
+        what ``arithmetic.encode`` makes of the others, which it must take.
+        """
+
+    @abstractmethod
+    def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[Any]:
+        """Reduce every rank's ``source`` into ``out``.
+
+        They are the same tensor but where ``native`` says that the engine scales.
+        """
+
+    @abstractmethod
+    def reduce_scatter(
+        self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
+    ) -> Work[Any]:
+        """Reduce consecutive parts, ``counts[r]`` elements for each rank r.
+
+        ``source`` is left as it was. Where the engine scales, ``out`` may be this
+        rank's part of it.
+        """
+
+    @abstractmethod
+    def gather_numbers(self, own: Tensor, call: str) -> Tensor:
+        """Return every rank's vector of int64 on the CPU, a row a rank; blocks.
+
+        ``call`` names the collective in errors.
+        """
+
+    @abstractmethod
+    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[Any]:
+        """Concatenate the ranks' bytes; ``own`` may lie in its place in ``out``."""
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        sent: Tensor,
+        received: Tensor,
+        plan: Sequence[Sequence[int]],
+    ) -> Work[Any]:
+        """Send ``plan[r][s]`` consecutive bytes from each rank r to each rank s."""
+
+    @abstractmethod
+    def broadcast(self, data: Tensor, root: int) -> Work[Any]:
+        """Copy ``root``'s elements, of any dtype, into everybody's."""
+
+    @abstractmethod
+    def send(self, data: Tensor, to: int, tag: int) -> Work[Any]:
+        """Send elements of any dtype to another rank."""
+
+    @abstractmethod
+    def recv(self, data: Tensor, source: int, tag: int) -> Work[Any]:
+        """Receive as many elements of the same dtype from another rank."""
+
+    @abstractmethod
+    def barrier(self) -> Work[Any]:
+        """Be over when every rank has called it."""
+
+    @abstractmethod
+    def clone(self) -> Self:
+        """Make another of the same ranks, with an order of calls of its own."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back threads, sockets and memory; calls may be repeated."""
+
+    def abort(self) -> None:
+        """Close at once: what is under way fails, here and on the other ranks."""
+        self.close()
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros in memory where calls are fastest."""
+        with torch.inference_mode(mode=False):
+            return torch.zeros(numel, dtype=dtype, device=device)
+
+    # An engine that tells the others shapes and data at once overrides these three.
+
+    def refuse(self, layout: Layout) -> None:
+        """Tell the others, who wait for it, that this rank's arguments are wrong."""
+        with suppress(CollectiveError):
+            self.exchange_shapes(layout)
+
+    def gather_rows(self, what: Gather) -> Work[Any]:
+        """Gather rows of which every rank may have another number."""
+        summaries = self.exchange_shapes(what.layout)
+        result = what.place(summaries)
+        if not result.numel():
+            return Work(None)
+        counts = [each.num_rows * what.row_bytes for each in summaries]
+        return self.all_gather(what.data, result, counts)
+
+    def exchange_rows(self, what: Exchange) -> Work[Any]:
+        """Send rows to every rank."""
+        summaries = self.exchange_shapes(what.layout)
+        splits = torch.tensor(what.splits, device="cpu")
+        plan = as_rows(self.gather_numbers(splits, what.layout.call))
+        result = what.place(summaries, plan)
+        sizes = [[count * what.row_bytes for count in row] for row in plan]
+        if not any(map(any, sizes)):
+            return Work(None)
+        return self.all_to_all(what.data, result, sizes)
+
+    def exchange_shapes(self, own: Layout) -> list[Summary]:
+        """Return what every rank was called for; blocks.
+
+        Raises:
+            CollectiveError: That does not fit together.
+        """
+        numbers = torch.tensor(own.summarize(), device="cpu")
+        told = as_rows(self.gather_numbers(numbers, own.call))
+        summaries = [Summary(*each) for each in told]
+        if not do_fit(summaries):
+            layouts = self.gather_numbers(own.encode(), own.call)
+            raise disagreement([Layout.decode(row) for row in layouts])
+        return summaries
