@@ -89,7 +89,7 @@ class Communicator:
         self._engine = engine
         self._routes = routes or Routes(engine)
         self._only = None if self._routes.are_many else engine
-        self._known: dict[_Key, tuple[Native | None, Reduction]] = {}
+        self._reductions = _Reductions()
 
     def all_reduce(
         self,
@@ -142,7 +142,7 @@ class Communicator:
     ) -> Work[Tensor]:
         """Reduce. This is on the path of every small call: see its callers."""
         engine = self._only or self._routes.of_size("all_reduce", tensor)
-        native, what = self._reduction(
+        native, what = self._reductions.find(
             engine, "all_reduce", tensor, op, prescale, postscale
         )
         if not tensor.numel():
@@ -229,9 +229,8 @@ class Communicator:
             tensor: At least one dimension, equal shape on all ranks; it is left as it
                 was. When ``size`` does not divide dimension 0, the first ranks take
                 one row more.
-            op: As in ``all_reduce``, as are both factors.
-            prescale: See there.
-            postscale: See there.
+            op: As in ``all_reduce``.
+            prescale: As there, as is ``postscale``.
             out: Where the result goes, contiguous and of the result's shape and dtype;
                 it may be this rank's rows of ``tensor``. None makes a new tensor.
 
@@ -243,7 +242,7 @@ class Communicator:
                 dimensions, or ``out`` cannot hold the result.
         """
         engine = self._routes.of_size("reduce_scatter", tensor)
-        native, what = self._reduction(
+        native, what = self._reductions.find(
             engine, "reduce_scatter", tensor, op, prescale, postscale
         )
         require_dimensions(tensor)
@@ -416,7 +415,14 @@ class Communicator:
         for engine in self._routes.end():
             engine.close()
 
-    def _reduction(
+
+class _Reductions:
+    """How engines take reductions: most calls come again."""
+
+    def __init__(self) -> None:
+        self._known: dict[_Key, tuple[Native | None, Reduction]] = {}
+
+    def find(
         self,
         engine: Engine,
         call: str,

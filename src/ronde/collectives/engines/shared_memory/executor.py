@@ -307,6 +307,9 @@ class Executor:
         outcome = self._patience.wait(waited, look)
         if outcome is not None and outcome is not STOPPED:
             with self._lock:
-                if self._failure is None:
+                # Another thread may have been reading the last that the rank sent.
+                self._advance()
+                is_lost = not waited.is_over and waited.find_lag() is not None
+                if is_lost and self._failure is None:
                     self._fail(outcome)
         return outcome is not STOPPED
