@@ -17,6 +17,17 @@ _SIGNED = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 _UNSIGNED = frozenset({torch.uint8, torch.uint16, torch.uint32, torch.uint64})
 INTEGERS = _SIGNED | _UNSIGNED
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
+PLAIN = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+"""What engines reduce as it is, but for the averages of integers."""
 _WIDENED = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
@@ -57,6 +68,17 @@ def require_reducible(
             "dtype must be a float of 16 to 64 bits, an integer, bool or complex to be "
             f"reduced, got {dtype}. Convert the tensor first."
         )
+
+
+def rounds_often(dtype: torch.dtype, op: ReduceOp, size: int) -> bool:
+    """Say whether 16-bit floats may not be combined two by two in their own dtype.
+
+    A sum over more than two ranks would be rounded once a rank, and that of two float16
+    may overflow where their average fits.
+    """
+    if dtype not in HALVES or op in _ORDERED:
+        return False
+    return size > 2 or (op is ReduceOp.AVERAGE and dtype is torch.float16)
 
 
 def dense(tensor: Tensor) -> Tensor:

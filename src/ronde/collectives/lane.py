@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ronde.collectives.arithmetic import HALVES
+from ronde.collectives.arithmetic import HALVES, PLAIN, rounds_often
 from ronde.collectives.engine import (
     Engine,
     Look,
@@ -22,7 +22,6 @@ from ronde.collectives.inference import in_mode_of_caller
 from ronde.errors import CollectiveError, fresh
 
 T = TypeVar("T")
-_INTEGERS = (torch.int32, torch.int64, torch.int8, torch.uint8)
 
 
 class Closable(Protocol):
@@ -197,13 +196,10 @@ class LaneEngine(Engine):
         """Take what torch adds; 16-bit floats where they are rounded once."""
         is_average = op is ReduceOp.AVERAGE
         if dtype in HALVES:
-            is_rounding = op not in (ReduceOp.MIN, ReduceOp.MAX)
-            may_overflow = is_average and dtype is torch.float16
-            if may_overflow or (is_rounding and self.size > 2):
-                return None
-        elif not (dtype.is_floating_point or (dtype in _INTEGERS and not is_average)):
-            return None
-        return Native(ReduceOp.SUM if is_average else op)
+            is_plain = not rounds_often(dtype, op, self.size)
+        else:
+            is_plain = dtype in PLAIN and (dtype.is_floating_point or not is_average)
+        return Native(ReduceOp.SUM if is_average else op) if is_plain else None
 
     def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:  # noqa: ARG002
         """Reduce in place."""

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ReduceOp as TorchOp, Store
 
-from ronde.collectives.arithmetic import HALVES, reduce_stack, scale_
+from ronde.collectives.arithmetic import (
+    HALVES,
+    PLAIN,
+    reduce_stack,
+    rounds_often,
+    scale_,
+)
 from ronde.collectives.engine import (
     CPU,
     Engine,
@@ -32,8 +38,6 @@ from ronde.collectives.engines.torch_distributed.work import (
 from ronde.collectives.error_context import ErrorContext
 from ronde.collectives.inference import writing_to
 
-_FLOATS = (torch.float32, torch.float64)
-_INTEGERS = (torch.int32, torch.int64, torch.int8, torch.uint8)
 _TORCH_OPS = {
     ReduceOp.SUM: TorchOp.SUM,
     ReduceOp.MIN: TorchOp.MIN,
@@ -92,16 +96,13 @@ class TorchDistributedEngine(Engine):
         if call == "reduce_scatter":
             return Native(op, scales=True)
         is_average = op is ReduceOp.AVERAGE
-        does_round_often = self.size > 2 and op not in (ReduceOp.MIN, ReduceOp.MAX)
         if dtype in HALVES and device_type == "cuda":
             native = Native(op)
-        elif (
-            (dtype in HALVES and does_round_often)
-            or (dtype is torch.float16 and is_average)
-            or (dtype.is_complex and op is ReduceOp.PRODUCT)
+        elif rounds_often(dtype, op, self.size) or (
+            dtype.is_complex and op is ReduceOp.PRODUCT
         ):
             native = Native(op, scales=True)
-        elif dtype in (*_FLOATS, *HALVES) or (dtype in _INTEGERS and not is_average):
+        elif dtype.is_floating_point or (dtype in PLAIN and not is_average):
             native = Native(ReduceOp.SUM if is_average else op)
         else:
             native = None
@@ -119,7 +120,7 @@ class TorchDistributedEngine(Engine):
         return TorchWork((pending,), self._all_reduce_context)
 
     def _goes_by_shares(self, vector: Tensor, what: Reduction) -> bool:
-        if vector.dtype in _FLOATS or vector.dtype in _INTEGERS:
+        if vector.dtype in PLAIN:
             return False
         native = self.native("all_reduce", vector.dtype, what.op, vector.device.type)
         return native is not None and native.scales
