@@ -195,6 +195,15 @@ def test_a_slow_pair_is_told_and_a_slow_majority_is_not():
     assert not found(fleet_of(6, {each: {"mb_per_s": 9.0} for each in ring}))
 
 
+def test_links_just_above_the_limit_show_whose_fault_the_slow_one_is():
+    # Of n2's two links, one is below 30 % of 110 MB/s, the other just above it.
+    speeds = {pair: {"mb_per_s": 34.0} for pair in pairs_with("n2", 3)}
+    speeds |= {pair: {"mb_per_s": 32.0} for pair in [("n1", "n2"), ("n2", "n1")]}
+    assert set(found(fleet_of(3, speeds))) == {("slow-link", "n2")}
+    just_above = {pair: {"mb_per_s": 34.0} for pair in pairs_with("n2", 3)}
+    assert not found(fleet_of(3, just_above))
+
+
 def test_of_two_hosts_none_is_slow():
     assert not found(fleet_of(2, {("n1", "n2"): {"mb_per_s": 1.0}}))
 

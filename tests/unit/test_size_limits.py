@@ -61,6 +61,13 @@ def functions() -> list[Definition]:
     return [d for d in definitions() if isinstance(d.node, FUNCTIONS)]
 
 
+def is_api(definition: Definition) -> bool:
+    """Return whether users import it: of the rest, many names say all there is."""
+    return definition.module.relative_to(SOURCE).parts[0] in FOREIGN_SIGNATURES or (
+        definition.module == SOURCE / "collectives" / "communicator.py"
+    )
+
+
 def num_body_lines(definition: Definition) -> int:
     body = definition.node.body
     if ast.get_docstring(definition.node) is not None:
@@ -114,11 +121,12 @@ def test_functions_take_few_parameters() -> None:
     assert not too_many
 
 
-def test_all_that_is_public_is_explained() -> None:
+def test_modules_classes_and_what_users_import_are_explained() -> None:
     unexplained = [
         str(definition)
         for definition in definitions()
         if definition.is_public
+        if isinstance(definition.node, ast.ClassDef) or is_api(definition)
         if ast.get_docstring(definition.node) is None
     ]
     unexplained += [

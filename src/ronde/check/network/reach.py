@@ -273,9 +273,9 @@ def usual_speed(reached: Reached) -> float:
     return statistics.median(fastest.values()) if len(fastest) >= MIN_HOSTS else 0.0
 
 
-def slow_pairs(reached: Reached) -> list[Pair]:
-    """Return the pairs with transfers far slower than usual."""
-    least = SLOW_SHARE * usual_speed(reached)
+def slow_pairs(reached: Reached, share: float = SLOW_SHARE) -> list[Pair]:
+    """Return the pairs with transfers slower than a share of what is usual."""
+    least = share * usual_speed(reached)
     return [pair for pair, speed in _speeds(reached).items() if speed < least]
 
 
@@ -471,7 +471,13 @@ def _latency_tail(fleet: Fleet) -> Iterator[Problem]:
 def _slow_link(fleet: Fleet) -> Iterator[Problem]:
     reached = fleet.known(REACH)
     usual = f"{usual_speed(reached):.3g} MB/s between hosts"
-    blamed = blame(slow_pairs(reached))
+    slow = set(slow_pairs(reached))
+    # A link that is almost slow, too, shows which end of the slow one it is.
+    blamed = {
+        host: own
+        for host, own in blame(slow_pairs(reached, 2 * SLOW_SHARE)).items()
+        if slow.intersection(own)
+    }
     # Nothing stands out where most are slow against a few.
     for host, own in blamed.items() if len(blamed) <= max(2, len(reached) / 2) else ():
         best = max(reached[a][b]["mb_per_s"] for a, b in own)
