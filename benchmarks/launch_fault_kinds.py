@@ -864,7 +864,7 @@ _OUTPUT = (
     ),
 )
 
-_NOTICE = "from ronde.world.exit_notice import send_exit_notice as go; go()"
+_NOTICE = "from ronde.world.environment import send_exit_notice as go; go()"
 
 _FRONT_END = (
     Fault(

@@ -22,7 +22,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineRecord:
     """What a figure depends on. The host's name is not among it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Machine:
     platform: str
 
     @classmethod
-    def here(cls) -> "Machine":
+    def here(cls) -> "MachineRecord":
         """Describe this machine."""
         return cls(
             num_cores=len(os.sched_getaffinity(0)),
@@ -68,7 +68,7 @@ class Record:
     values: Mapping[str, Any]
     created_at: str = field(default_factory=_now)
     ronde: str = __version__
-    machine: Machine = field(default_factory=Machine.here)
+    machine: MachineRecord = field(default_factory=MachineRecord.here)
 
     def to_json(self) -> str:
         """Return the record as one line of JSON.
@@ -82,7 +82,8 @@ class Record:
             "created_at": self.created_at,
             "ronde": self.ronde,
             "machine": {
-                each.name: getattr(self.machine, each.name) for each in fields(Machine)
+                each.name: getattr(self.machine, each.name)
+                for each in fields(MachineRecord)
             },
             "values": dict(self.values),
         }
@@ -128,7 +129,7 @@ class Record:
             )
         machine = cast("dict[str, Any]", entries["machine"])
         try:
-            facts = {each.name: machine[each.name] for each in fields(Machine)}
+            facts = {each.name: machine[each.name] for each in fields(MachineRecord)}
         except KeyError as error:
             raise UsageError(
                 f"machine of a record must have {error}, got {machine!r}."
@@ -138,7 +139,7 @@ class Record:
             values=entries["values"],
             created_at=entries["created_at"],
             ronde=entries["ronde"],
-            machine=Machine(**facts),
+            machine=MachineRecord(**facts),
         )
 
 

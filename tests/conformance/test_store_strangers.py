@@ -14,9 +14,17 @@ from tests.conformance.test_store import HERE, KEY, LIMIT_S, network_store
 
 from ronde.collectives.store import store_beyond
 from ronde.errors import StoreError, UsageError
-from ronde.store.authentication import MAGIC, Offer, ProvenConnection, Seal
+from ronde.store.authentication import (
+    MAGIC,
+    Offer,
+    ProvenConnection,
+    SameUser,
+    Seal,
+    SharedKey,
+    dial_network,
+    read_secret,
+)
 from ronde.store.protocol import Op, encode
-from ronde.store.secret import SameUser, SharedKey, dial_network, read_secret
 from ronde.store.server import _MAX_STRANGERS
 
 NONCE_BYTES = 32

@@ -17,8 +17,7 @@ from ronde.collectives.choice import (
     size_class,
 )
 from ronde.collectives.tuned import Key, from_json, load, save, to_json
-from ronde.world.engines import ENGINES
-from ronde.world.environment import read_cache_directory
+from ronde.world.environment import ENGINES, read_cache_directory
 
 KEY = Key(("a", "b"), (2, 2), (("ronde", "1"), ("torch", "2")))
 SHAPES = [(1,), (4,), (1, 1), (2, 2), (3, 1)]

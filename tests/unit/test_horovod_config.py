@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import WorldError
-from ronde.world.engines import read_cpu_engine
-from ronde.world.environment import read_engine
+from ronde.world.environment import read_cpu_engine, read_engine
 from ronde.world.horovod_config import (
     HorovodConfig,
     read_horovod_config,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.records import SCHEMA, Machine, Record, append_record, read_records
+from ronde.records import SCHEMA, MachineRecord, Record, append_record, read_records
 
 LEAVES = st.one_of(
     st.none(),
@@ -32,7 +32,7 @@ def test_a_record_survives_its_line(kind: str, values: dict[str, object]) -> Non
 def test_a_record_says_when_and_where() -> None:
     record = Record("training", {"images_per_s": 1.5})
     assert datetime.fromisoformat(record.created_at).tzinfo == UTC
-    assert record.machine == Machine.here()
+    assert record.machine == MachineRecord.here()
     assert record.machine.num_cores >= 1
     assert json.loads(record.to_json())["schema"] == SCHEMA
 

@@ -9,7 +9,7 @@ from tests.unit.interpreter import heaviest, run
 from ronde.collectives.algorithms import ALGORITHMS, find_algorithm
 from ronde.collectives.schedule import Chunks, Schedule
 from ronde.errors import UsageError
-from ronde.world.engines import ALGORITHMS as NAMES
+from ronde.world.environment import ALGORITHMS as NAMES
 
 sizes = st.integers(1, 64)
 numels = st.one_of(st.integers(0, 70), st.integers(0, 2000))

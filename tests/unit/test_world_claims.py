@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from ronde.errors import WorldError
 from ronde.launch.environments import JobFacts, NodeFacts, rank_environment
 from ronde.world import Launcher, Meeting, RankInfo, World, read_rank_info
-from ronde.world.engines import ENGINES
+from ronde.world.environment import ENGINES
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 

@@ -11,8 +11,8 @@ from ronde.world.launcher_env import (
     RONDE,
     TORCHRUN,
     LauncherEnv,
+    parse_tasks_per_node,
 )
-from ronde.world.slurm import parse_tasks_per_node
 
 DIALECTS = [RONDE, TORCHRUN, HOROVOD, OPEN_MPI, PMI, PLAIN]
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 from ronde.bench.rows import Row, Side
 from ronde.bench.runs import RankCount, RankSource, Run
 from ronde.errors import UsageError
-from ronde.records import Machine, Record
+from ronde.records import MachineRecord, Record
 
 KIND = "bench"
-_ELSEWHERE = Machine(num_cores=0, cpu="", python="", platform="")
+_ELSEWHERE = MachineRecord(num_cores=0, cpu="", python="", platform="")
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -28,7 +28,7 @@ def to_record(run: Run, *, was_measured_here: bool = True) -> Record:
         UsageError: ``facts`` holds what JSON has no form for; from ``to_json()``.
     """
     values = cast("dict[str, Any]", _finite(asdict(run)))
-    machine = Machine.here() if was_measured_here else _ELSEWHERE
+    machine = MachineRecord.here() if was_measured_here else _ELSEWHERE
     return Record(KIND, values, machine=machine)
 
 

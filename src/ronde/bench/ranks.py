@@ -16,7 +16,7 @@ from ronde.collectives import Communicator, all_gather_json, connect, exchange_h
 from ronde.collectives.connections import DEFAULT_TIMEOUT_S
 from ronde.errors import UsageError
 from ronde.plain_values import from_plain, to_plain
-from ronde.records import Machine
+from ronde.records import MachineRecord
 from ronde.world import RankInfo
 
 _AFTER_WATCHDOG_S = 5.0
@@ -190,7 +190,7 @@ def _device(claim: RankInfo, options: Options, variables: Variables) -> torch.de
 
 
 def _describe(rank: int, group: int, device: torch.device) -> Device:
-    index, bus_id, name = 0, (0, 0, 0), Machine.here().cpu or "CPU"
+    index, bus_id, name = 0, (0, 0, 0), MachineRecord.here().cpu or "CPU"
     if device.type == "cuda":
         # torch gives these properties no type.
         cuda: Any = torch.cuda

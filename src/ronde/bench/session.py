@@ -29,7 +29,7 @@ from ronde.collectives import Communicator
 from ronde.errors import UsageError
 from ronde.topology.limits.bounds import Limit
 from ronde.world import RankInfo
-from ronde.world.variables import select_variables
+from ronde.world.environment import select_variables
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ronde.bench.traffic import Traffic, read_matrix
 from ronde.errors import UsageError
-from ronde.world.variables import select_variables
+from ronde.world.environment import select_variables
 
 SHOWN = (
     "NCCL_*",

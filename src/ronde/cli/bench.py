@@ -16,7 +16,7 @@ from ronde.errors import CollectiveError, RondeError, UsageError
 from ronde.launch.program import absolute_path
 from ronde.render.bench_plot import check_path
 from ronde.world import Launcher, RankInfo, read_rank_info
-from ronde.world.engines import require_algorithm, require_engine
+from ronde.world.environment import require_algorithm, require_engine
 
 
 def run(words: Sequence[str]) -> int:

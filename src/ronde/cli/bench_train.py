@@ -23,7 +23,7 @@ from ronde.launch.environments import own_environment
 from ronde.launch.placement.place import count_cores, count_slots
 from ronde.launch.program import absolute_path
 from ronde.world import Launcher, RankInfo, read_rank_info
-from ronde.world.engines import ENGINES, require_engine
+from ronde.world.environment import ENGINES, require_engine
 
 _BAR = 24
 

@@ -33,7 +33,7 @@ from ronde.render.check_json import checked_as_json
 from ronde.render.check_pages import explain_check, list_checks
 from ronde.render.check_table import tabulate_hosts
 from ronde.render.wrapping import WIDTH
-from ronde.world.variables import select_variables
+from ronde.world.environment import select_variables
 
 EXIT_READY = 0
 EXIT_WARNED = 1

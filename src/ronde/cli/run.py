@@ -52,11 +52,12 @@ from ronde.launch.signals import (
 from ronde.launch.spawners.base import Spawner
 from ronde.launch.timeouts import Timeouts
 from ronde.world import Launcher, read_rank_info
-from ronde.world.engines import require_algorithm, require_engine
 from ronde.world.environment import (
     read_algorithm,
     read_engine,
     read_malloc_tuning,
+    require_algorithm,
+    require_engine,
 )
 from ronde.world.horovod_config import read_horovod_config
 

@@ -16,7 +16,7 @@ from ronde.cli.ssh_options import add_ssh_options
 from ronde.errors import UsageError
 from ronde.launch.hosts.allocation import take_each
 from ronde.launch.hosts.host import SLOTS_CORES, SLOTS_GPUS, Host
-from ronde.world.engines import ALGORITHMS, ENGINES
+from ronde.world.environment import ALGORITHMS, ENGINES
 
 if TYPE_CHECKING:
     from ronde.launch.placement.placement import PlacementRequest

@@ -15,7 +15,7 @@ from ronde.topology.sources import (
     read_saved,
     read_tree,
 )
-from ronde.world.variables import select_variables
+from ronde.world.environment import select_variables
 
 _VISIBILITY = (
     "CUDA_VISIBLE_DEVICES",

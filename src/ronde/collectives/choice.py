@@ -28,7 +28,7 @@ class Choice:
     """What moves the bytes of a collective.
 
     Attributes:
-        engine: One of ``ronde.world.engines.ENGINES``, but not ``auto``.
+        engine: One of ``ronde.world.environment.ENGINES``, but not ``auto``.
         algorithm: The schedule, where the engine has several; or empty.
         reason: Why, in one clause.
     """

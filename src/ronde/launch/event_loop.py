@@ -24,7 +24,7 @@ from ronde.launch.signals import (
 )
 from ronde.launch.timeouts import Timeouts
 from ronde.store.protocol import Splitter, max_connections
-from ronde.store.state import StoreState
+from ronde.store.server import StoreState
 from ronde.units import format_duration
 
 SLOW_S = 10.0  # after so long a step says once what it waits for

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ronde.world.machine import boot_identity
+from ronde.world.environment import boot_identity
 
 DRIFT = 1e-4
 """How fast a clock may run away from another where nobody measured: 100 ppm."""

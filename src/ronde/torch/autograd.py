@@ -27,7 +27,7 @@ Submission = tuple[Coordinator, Operation]
 """Who is to be asked for what."""
 
 
-class Collective(Protocol):
+class CollectiveFunction(Protocol):
     """One or several tensors in, as many out."""
 
     def prepare(self, tensors: Tensors) -> Submission:
@@ -49,7 +49,7 @@ class Collective(Protocol):
         ...
 
 
-def start(collective: Collective, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
+def start(collective: CollectiveFunction, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
     """Submit a collective and return at once.
 
     Raises:
@@ -61,7 +61,7 @@ def start(collective: Collective, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
 
 
 def start_in_place(
-    collective: "Reduction | Broadcast", tensors: tuple[Tensor, ...]
+    collective: "AllreduceFunction | BroadcastFunction", tensors: tuple[Tensor, ...]
 ) -> Work[tuple[Tensor, ...]]:
     """Start a collective whose results are the very tensors it is given."""
     own = detached(tensors)
@@ -70,7 +70,7 @@ def start_in_place(
 
 
 def carry_out_in_place(
-    collective: "Reduction | Broadcast", tensors: tuple[Tensor, ...]
+    collective: "AllreduceFunction | BroadcastFunction", tensors: tuple[Tensor, ...]
 ) -> None:
     """Carry out a collective whose results go where its inputs are."""
     own = detached(tensors)
@@ -78,7 +78,7 @@ def carry_out_in_place(
     coordinator.run(operation)
 
 
-def carry_out(collective: Collective, tensors: Tensors) -> tuple[Tensor, ...]:
+def carry_out(collective: CollectiveFunction, tensors: Tensors) -> tuple[Tensor, ...]:
     """Run a collective, under autograd where a tensor needs that."""
     if torch.is_grad_enabled():
         for tensor in tensors:
@@ -92,7 +92,7 @@ def carry_out(collective: Collective, tensors: Tensors) -> tuple[Tensor, ...]:
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, collective: Collective, *tensors: Tensor) -> Any:  # noqa: ANN401  autograd's
+    def forward(ctx: Any, collective: CollectiveFunction, *tensors: Tensor) -> Any:  # noqa: ANN401  autograd's
         ctx.collective = collective
         ctx.num_rows = [t.shape[0] if t.dim() else 1 for t in tensors]
         coordinator, operation = collective.prepare(tensors)
@@ -105,7 +105,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class AllreduceFunction:
     """All-reduce; its gradient is the same reduction of gradients.
 
     Attributes:
@@ -162,7 +162,7 @@ class Reduction:
         """Reduce the gradients alike."""
         del num_rows
         name = _name_of_gradients(self.name)
-        alike = Reduction(
+        alike = AllreduceFunction(
             self.op,
             name,
             self.process_set,
@@ -174,10 +174,10 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class AllgatherFunction:
     """All-gather; its gradient is this rank's rows of the averaged gradients.
 
-    Attributes: as of ``Reduction``.
+    Attributes: as of ``AllreduceFunction``.
     """
 
     name: str
@@ -185,7 +185,7 @@ class Gather:
     is_group: bool = False
 
     def prepare(self, tensors: Tensors) -> Submission:
-        """Check it: see ``Collective``."""
+        """Check it: see ``CollectiveFunction``."""
         require_dtypes(tensors)
         member = member_of(self.process_set, "Allgather")
         return member.coordinator, Operation(
@@ -196,11 +196,12 @@ class Gather:
         """Average the gradients and take this rank's rows, wherever they lie."""
         name = _name_of_gradients(self.name)
         averaged = carry_out(
-            Reduction(Average, name, self.process_set, is_group=self.is_group),
+            AllreduceFunction(Average, name, self.process_set, is_group=self.is_group),
             gradients,
         )
         (rows,) = carry_out(
-            Gather(name, self.process_set), (torch.tensor([num_rows], device="cpu"),)
+            AllgatherFunction(name, self.process_set),
+            (torch.tensor([num_rows], device="cpu"),),
         )
         rank = member_of(self.process_set, "Allgather").rank
         starts = cast("list[int]", rows[:rank].sum(0).tolist())
@@ -211,13 +212,13 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast:
+class BroadcastFunction:
     """Copy from one rank; its gradient is the average there and zero elsewhere.
 
     Attributes:
         root_rank: Among all ranks, also in a process set.
-        name: As of ``Reduction``.
-        process_set: As of ``Reduction``.
+        name: As of ``AllreduceFunction``.
+        process_set: As of ``AllreduceFunction``.
     """
 
     root_rank: int
@@ -231,7 +232,7 @@ class Broadcast:
     def prepare_into(
         self, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...] | None
     ) -> Submission:
-        """Have the results in ``outputs``: see ``Reduction.prepare_into``."""
+        """Have the results in ``outputs``: see ``AllreduceFunction.prepare_into``."""
         require_dtypes(tensors)
         member = member_of(self.process_set, "Broadcast")
         if self.root_rank not in member.ranks:
@@ -248,7 +249,9 @@ class Broadcast:
         """Average the gradients; they are the root's."""
         del num_rows
         name = _name_of_gradients(self.name)
-        averaged = carry_out(Reduction(Average, name, self.process_set), gradients)
+        averaged = carry_out(
+            AllreduceFunction(Average, name, self.process_set), gradients
+        )
         member = member_of(self.process_set, "Broadcast")
         if member.ranks[member.rank] == self.root_rank:
             return averaged
@@ -256,10 +259,10 @@ class Broadcast:
 
 
 @dataclass(frozen=True, slots=True)
-class Scatter:
+class ReducescatterFunction:
     """Reduce-scatter by sum or average; its gradient is gathered.
 
-    Attributes: as of ``Reduction``.
+    Attributes: as of ``AllreduceFunction``.
     """
 
     op: int
@@ -300,7 +303,7 @@ class Scatter:
         factor = self.prescale * self.postscale
         factor *= len(member.ranks) if self.op == Sum else 1
         name = _name_of_gradients(self.name)
-        gather = Gather(name, self.process_set, self.is_group)
+        gather = AllgatherFunction(name, self.process_set, self.is_group)
         return carry_out(gather, [gradient * factor for gradient in gradients])
 
 

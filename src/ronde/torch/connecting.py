@@ -31,7 +31,7 @@ from ronde.data_parallel import Bond, Follower, Key
 from ronde.data_parallel.agreement import describe, refuse_differences
 from ronde.data_parallel.resumable import Steps
 from ronde.errors import UnpairedError
-from ronde.torch.members import Member
+from ronde.torch.members import ProcessSetState
 from ronde.torch.process_sets import ProcessSet
 from ronde.torch.session import current_session
 from ronde.torch.submission import member_of
@@ -121,7 +121,7 @@ class Connector:
             self._entry = coordinator.connect(self._name, make)
         return self._entry
 
-    def _member(self) -> Member:
+    def _member(self) -> ProcessSetState:
         """Return this rank's part in the set, which knows of this optimizer."""
         member = member_of(self._process_set, "Allreduce")
         known = self._coordinator and self._coordinator()
@@ -135,7 +135,7 @@ class Connector:
                 member.followers.add(follower)
         return member
 
-    def _set_name(self, member: Member, number: str) -> None:
+    def _set_name(self, member: ProcessSetState, number: str) -> None:
         self._name = f"{self._label}.{number}"
         set_id = self._process_set.process_set_id or 0
         self.key = Key(set_id, int(_digest(self._name), 16), len(member.ranks))

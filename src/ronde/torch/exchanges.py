@@ -10,8 +10,8 @@ from torch import Tensor
 from ronde.collectives import Work
 from ronde.collectives.compiler import outside_compiler
 from ronde.torch.autograd import (
-    Broadcast,
-    Gather,
+    AllgatherFunction,
+    BroadcastFunction,
     carry_out,
     carry_out_in_place,
     start,
@@ -35,7 +35,7 @@ def allgather(
         name: As in ``reductions``.
         process_set: As in ``reductions``.
     """
-    return carry_out(Gather(name or "", process_set), (tensor,))[0]
+    return carry_out(AllgatherFunction(name or "", process_set), (tensor,))[0]
 
 
 @outside_compiler
@@ -45,7 +45,7 @@ def allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``allgather``."""
-    work = start(Gather(name or "", process_set), (tensor,))
+    work = start(AllgatherFunction(name or "", process_set), (tensor,))
     return current_session().handles.add(Only(work))
 
 
@@ -58,7 +58,7 @@ def grouped_allgather(
     """Return ``allgather`` of several tensors, which are ready together."""
     if not tensors:
         return ()
-    return carry_out(Gather(name or "", process_set, is_group=True), tensors)
+    return carry_out(AllgatherFunction(name or "", process_set, is_group=True), tensors)
 
 
 @outside_compiler
@@ -68,7 +68,7 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``grouped_allgather``."""
-    group = Gather(name or "", process_set, is_group=True)
+    group = AllgatherFunction(name or "", process_set, is_group=True)
     work = start(group, tensors) if tensors else Work[tuple[Tensor, ...]](())
     return current_session().handles.add(work)
 
@@ -89,7 +89,9 @@ def broadcast(
         name: As in ``reductions``.
         process_set: As in ``reductions``.
     """
-    return carry_out(Broadcast(root_rank, name or "", process_set), (tensor,))[0]
+    return carry_out(BroadcastFunction(root_rank, name or "", process_set), (tensor,))[
+        0
+    ]
 
 
 @outside_compiler
@@ -100,7 +102,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Copy ``root_rank``'s values into ``tensor`` and return it."""
-    broadcast = Broadcast(root_rank, name or "", process_set)
+    broadcast = BroadcastFunction(root_rank, name or "", process_set)
     carry_out_in_place(broadcast, (tensor,))
     return tensor
 
@@ -113,7 +115,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``broadcast``; the handle's result is a new tensor."""
-    work = start(Broadcast(root_rank, name or "", process_set), (tensor,))
+    work = start(BroadcastFunction(root_rank, name or "", process_set), (tensor,))
     return current_session().handles.add(Only(work))
 
 
@@ -125,5 +127,5 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``broadcast_``; the handle's result is ``tensor``."""
-    broadcast = Broadcast(root_rank, name or "", process_set)
+    broadcast = BroadcastFunction(root_rank, name or "", process_set)
     return current_session().handles.add(Only(start_in_place(broadcast, (tensor,))))

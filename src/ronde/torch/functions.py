@@ -16,7 +16,12 @@ from ronde.collectives.objects import (
     broadcast_object as broadcast_object_by,
 )
 from ronde.errors import UsageError
-from ronde.torch.autograd import Broadcast, Gather, start, start_in_place
+from ronde.torch.autograd import (
+    AllgatherFunction,
+    BroadcastFunction,
+    start,
+    start_in_place,
+)
 from ronde.torch.naming import plain_name
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import rank
@@ -45,7 +50,9 @@ def broadcast_parameters(
     named = _named_tensors(params)
     require_whole(tensor for _, tensor in named)
     works = [
-        start_in_place(Broadcast(root_rank, name, global_process_set), (tensor,))
+        start_in_place(
+            BroadcastFunction(root_rank, name, global_process_set), (tensor,)
+        )
         for name, tensor in named
     ]
     for work in works:
@@ -157,12 +164,14 @@ class _Carrier:
 
     def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
         """Copy the length, then the bytes, from ``root``."""
-        part = Broadcast(root, next(self._names), self._process_set)
+        part = BroadcastFunction(root, next(self._names), self._process_set)
         return Only(start_in_place(part, (tensor,)))
 
     def all_gather(self, tensor: Tensor) -> Work[Tensor]:
         """Gather length and bytes in one."""
-        return Only(start(Gather(next(self._names), self._process_set), (tensor,)))
+        return Only(
+            start(AllgatherFunction(next(self._names), self._process_set), (tensor,))
+        )
 
 
 def _to_plain(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree

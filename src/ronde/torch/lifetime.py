@@ -19,7 +19,7 @@ from ronde.data_parallel import BucketTuningOptions
 from ronde.errors import UsageError
 from ronde.memory import malloc_thresholds
 from ronde.torch.autotune import fusion_options, tuning_options
-from ronde.torch.members import Job, Member
+from ronde.torch.members import Job, ProcessSetState
 from ronde.torch.process_sets import ProcessSet, global_process_set, register
 from ronde.torch.recordings import Recordings
 from ronde.torch.session import (
@@ -31,8 +31,7 @@ from ronde.torch.session import (
 )
 from ronde.torch.timeline import close_timeline, open_timeline
 from ronde.world import RankInfo, World, read_rank_info
-from ronde.world.environment import read_malloc_tuning
-from ronde.world.exit_notice import send_exit_notice
+from ronde.world.environment import read_malloc_tuning, send_exit_notice
 from ronde.world.horovod_config import (
     HorovodConfig,
     read_horovod_config,
@@ -120,7 +119,7 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
         timeout_s = knobs.start_timeout_s or _START_TIMEOUT_S
         job = Job(connections, hosts, _options(knobs, tuning), timeout_s)
         with _pinned(knobs.thread_affinity, world.local_rank):
-            member = Member.connect(job, 0, ranks, communicator)
+            member = ProcessSetState.connect(job, 0, ranks, communicator)
         undo.pop_all()
     session = Session(
         world=world,

@@ -34,7 +34,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ProcessSetState:
     """This rank as one of a process set.
 
     Attributes:
@@ -61,7 +61,7 @@ class Member:
         set_id: int,
         ranks: Sequence[int],
         communicator: Communicator | None = None,
-    ) -> "Member":
+    ) -> "ProcessSetState":
         """Connect the ranks of a set; collective over them.
 
         Args:

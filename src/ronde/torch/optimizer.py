@@ -27,7 +27,7 @@ from ronde.torch.operators import Adasum, Average, Sum
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.reductions import allreduce_async_
 from ronde.torch.session import current_session, is_initialized
-from ronde.torch.stand_in import StandIn
+from ronde.torch.stand_in import OptimizerProxy
 from ronde.torch.submission import member_of
 from ronde.torch.wrappers import refuse_averaged, refuse_sharded
 
@@ -41,7 +41,7 @@ _SYNCHRONIZED_TWICE = (
 )
 
 
-class DistributedOptimizer(StandIn):
+class DistributedOptimizer(OptimizerProxy):
     """Stand in for an optimizer, and reduce its gradients over all ranks.
 
     Gradients are reduced while ``backward()`` runs and are complete when it returns,

@@ -10,7 +10,7 @@ import torch
 from ronde.collectives.compiler import outside_compiler
 from ronde.coordination.operations import Kind, Operation
 from ronde.errors import UsageError
-from ronde.torch.members import Member
+from ronde.torch.members import ProcessSetState
 from ronde.torch.session import Session, current_session, current_world
 
 _RULE = "ProcessSet should be initialized with a list of process ranks or an mpi4py"
@@ -162,7 +162,7 @@ def register(session: Session, process_set: ProcessSet) -> bool:
     set_id = _agree(session, f"add.{word}", session.next_set_id())
     if session.world.rank in ranks:
         job = replace(session.job, connections=session.job.connections.clone())
-        member = Member.connect(job, set_id, ranks)
+        member = ProcessSetState.connect(job, set_id, ranks)
         member.coordinator.recorder = session.recordings.recorder
         session.members[set_id] = member
         session.heed(member)

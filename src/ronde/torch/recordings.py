@@ -18,7 +18,7 @@ from ronde.timeline.rank_recording import (
     open_horovod_recording,
 )
 from ronde.units import parse_size_bytes
-from ronde.world.variables import select_variables
+from ronde.world.environment import select_variables
 
 _DIRECTORY = "RONDE_TIMELINE"
 _LIMIT = "RONDE_TIMELINE_LIMIT"

@@ -28,8 +28,8 @@ from ronde.collectives import Work
 from ronde.collectives.compiler import outside_compiler
 from ronde.data_parallel import Compression, Compressor
 from ronde.torch.autograd import (
-    Gather,
-    Reduction,
+    AllgatherFunction,
+    AllreduceFunction,
     carry_out,
     carry_out_in_place,
     start,
@@ -72,7 +72,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Return the reduction of ``tensor`` over all ranks; the input stays as it is."""
-    reduction = Reduction(
+    reduction = AllreduceFunction(
         which_op(op, average),
         name or "",
         process_set,
@@ -94,7 +94,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce ``tensor`` over all ranks in place and return it."""
-    reduction = Reduction(
+    reduction = AllreduceFunction(
         which_op(op, average),
         name or "",
         process_set,
@@ -116,7 +116,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``allreduce``; the handle's result is a new tensor."""
-    reduction = Reduction(
+    reduction = AllreduceFunction(
         which_op(op, average),
         name or "",
         process_set,
@@ -137,7 +137,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``allreduce_``; the handle's result is ``tensor``."""
-    reduction = Reduction(
+    reduction = AllreduceFunction(
         which_op(op, average),
         name or "",
         process_set,
@@ -159,7 +159,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return the reductions of several tensors; the inputs stay as they are."""
-    group = Reduction(
+    group = AllreduceFunction(
         which_op(op, average),
         name or "",
         process_set,
@@ -188,7 +188,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
     """Reduce several tensors in place and return them."""
-    group = Reduction(
+    group = AllreduceFunction(
         which_op(op, average),
         name or "",
         process_set,
@@ -213,7 +213,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``grouped_allreduce``; the handle's result is a tuple of new tensors."""
-    group = Reduction(
+    group = AllreduceFunction(
         which_op(op, average),
         name or "",
         process_set,
@@ -236,7 +236,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``grouped_allreduce_``; the handle's result is the tuple of ``tensors``."""
-    group = Reduction(
+    group = AllreduceFunction(
         which_op(op, average),
         name or "",
         process_set,
@@ -274,7 +274,7 @@ def sparse_allreduce_async(
     indices = tensor._indices().transpose(0, 1).contiguous()  # noqa: SLF001  torch's name
     values = tensor._values()  # noqa: SLF001  torch's name
     gathered = [
-        start(Gather(each, process_set), (part,))
+        start(AllgatherFunction(each, process_set), (part,))
         for each, part in zip(names, (indices, values), strict=True)
     ]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ronde.collectives import Work
 from ronde.collectives.compiler import outside_compiler
 from ronde.data_parallel import Compression, Compressor
-from ronde.torch.autograd import Scatter, carry_out, start
+from ronde.torch.autograd import ReducescatterFunction, carry_out, start
 from ronde.torch.operators import Average
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import current_session
@@ -30,7 +30,9 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Reduce over all ranks and return this rank's rows of dimension 0."""
-    scatter = Scatter(op, name or "", process_set, prescale_factor, postscale_factor)
+    scatter = ReducescatterFunction(
+        op, name or "", process_set, prescale_factor, postscale_factor
+    )
     wire, context = compression.compress(tensor)
     return compression.decompress(carry_out(scatter, (wire,))[0], context)
 
@@ -45,7 +47,9 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start ``reducescatter``."""
-    scatter = Scatter(op, name or "", process_set, prescale_factor, postscale_factor)
+    scatter = ReducescatterFunction(
+        op, name or "", process_set, prescale_factor, postscale_factor
+    )
     return current_session().handles.add(Only(start(scatter, (tensor,))))
 
 
@@ -60,7 +64,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reduce several tensors and return this rank's rows of each."""
-    group = Scatter(
+    group = ReducescatterFunction(
         op, name or "", process_set, prescale_factor, postscale_factor, is_group=True
     )
     compressed = [compression.compress(tensor) for tensor in tensors]
@@ -83,7 +87,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start ``grouped_reducescatter``; the handle's result is a tuple."""
-    group = Scatter(
+    group = ReducescatterFunction(
         op, name or "", process_set, prescale_factor, postscale_factor, is_group=True
     )
     work = start(group, tensors) if tensors else Work[tuple[Tensor, ...]](())

@@ -8,7 +8,7 @@ from ronde.collectives import Communicator
 from ronde.data_parallel import BucketTuningOptions
 from ronde.errors import CollectiveError, NotInitializedError
 from ronde.torch.handles import Handles
-from ronde.torch.members import Job, Member
+from ronde.torch.members import Job, ProcessSetState
 from ronde.torch.recordings import Recordings
 from ronde.world import RankInfo, World
 from ronde.world.horovod_config import HorovodConfig
@@ -40,7 +40,7 @@ class Session:
     job: Job
     is_dynamic: bool
     sets: dict[int, tuple[int, ...]]
-    members: dict[int, Member]
+    members: dict[int, ProcessSetState]
     recordings: Recordings
     tuning: BucketTuningOptions | None = None
     handles: Handles = field(default_factory=Handles)
@@ -68,7 +68,7 @@ class Session:
         self.duplicates.add(communicator)
         return communicator
 
-    def heed(self, member: Member) -> None:
+    def heed(self, member: ProcessSetState) -> None:
         """Have what waits elsewhere end too, if a stall in this set ends the job."""
         member.coordinator.call_on_stop(self._abort_duplicates)
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 
-class StandIn:
+class OptimizerProxy:
     """Is the wrapped optimizer but for what a subclass defines.
 
     Not a subclass made at run time: what is not defined is the wrapped optimizer's, to

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from ronde.errors import UsageError
-from ronde.torch.members import Member
+from ronde.torch.members import ProcessSetState
 from ronde.torch.process_sets import ProcessSet
 from ronde.torch.session import current_session
 from ronde.torch.wrappers import require_whole
 
 
-def member_of(process_set: ProcessSet, word: str) -> Member:
+def member_of(process_set: ProcessSet, word: str) -> ProcessSetState:
     """Return this rank's part in a process set.
 
     Args:

@@ -1,16 +1,220 @@
 """The one place that reads the process's environment to find its world."""
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from ronde.errors import WorldError
-from ronde.world.conflicts import resolve_conflicts
-from ronde.world.engines import read_cpu_engine, require_algorithm, require_engine
-from ronde.world.launcher_env import read_launcher_env
-from ronde.world.reading import Place, Reading, integer
-from ronde.world.value import Launcher, Meeting, RankInfo
+from ronde.world.launcher_env import (
+    KnownPlace,
+    LauncherReading,
+    integer,
+    read_launcher_env,
+)
+from ronde.world.rank_info import Launcher, Meeting, RankInfo
+
+
+def select_variables(
+    names: Sequence[str], environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the variables that are set, sorted, out of those that are asked for.
+
+    Args:
+        names: Names; one that ends in ``*`` stands for all that begin so.
+        environ: The variables; None reads this process's own.
+    """
+    if environ is None:
+        # Reading it here is this module's purpose; everybody else is given a mapping.
+        environ = os.environ  # noqa: TID251
+    prefixes = tuple(name.removesuffix("*") for name in names if name.endswith("*"))
+    return {
+        name: environ[name]
+        for name in sorted(environ)
+        if name in names or name.startswith(prefixes)
+    }
+
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/self/ns/net")
+
+
+def boot_identity() -> str:
+    """Return what is the same for all processes of one boot of one kernel.
+
+    Some sandboxes do not show it; there it is the host's name.
+    """
+    try:
+        return _BOOT.read_text(encoding="ascii").strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def network_identity() -> str:
+    """Return what is the same for two processes on one machine, and else differs.
+
+    A container with a network of its own counts as a machine: it has own addresses.
+    """
+    try:
+        space = str(_NETWORK.stat().st_ino)
+    except OSError:
+        # As above; of such a sandbox the whole is one.
+        space = os.uname().nodename
+    return f"{boot_identity()}/{space}"
+
+
+ENGINES = (
+    "auto",
+    "shared_memory",
+    "gloo",
+    "nccl",
+    "mpi",
+    "scheduled",
+    "hierarchical",
+)
+"""The engines that ``ronde.collectives.connect`` makes, ``auto`` first."""
+ALGORITHMS = ("ring", "tree", "halving_doubling")
+"""The schedules that the engine ``scheduled`` follows."""
+
+
+def require_engine(name: str, said_by: str) -> str:
+    """Return ``name``.
+
+    Args:
+        name: What was asked for.
+        said_by: The option or variable that it came from.
+
+    Raises:
+        WorldError: No engine is called so.
+    """
+    return _require(name, ENGINES, said_by)
+
+
+def require_algorithm(name: str, said_by: str) -> str:
+    """Return ``name``, which may be empty: the engine's own choice.
+
+    Args:
+        name: What was asked for.
+        said_by: The option or variable that it came from.
+
+    Raises:
+        WorldError: No algorithm is called so.
+    """
+    return _require(name, ALGORITHMS, said_by) if name else ""
+
+
+def read_cpu_engine(environ: Mapping[str, str]) -> str:
+    """Return the engine that Horovod's variables ask for; empty where none does.
+
+    ``HOROVOD_CPU_OPERATIONS`` counts before ``HOROVOD_CONTROLLER``. Of the latter gloo
+    only says to do without MPI's launcher, and asks for nothing. Neither counts where
+    horovodrun itself wrote them, as it does for every job.
+
+    Args:
+        environ: The variables.
+
+    Raises:
+        WorldError: A value is none of mpi, gloo and ccl.
+    """
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ:
+        return ""
+    names = ("HOROVOD_CPU_OPERATIONS", "HOROVOD_CONTROLLER")
+    said = {name: environ.get(name, "").strip().lower() for name in names}
+    for name, value in said.items():
+        if value not in ("", "mpi", "gloo", "ccl"):
+            raise WorldError(
+                f"{name} must be mpi or gloo, got {value!r}. Correct it, or unset it."
+            )
+    operations, controller = said.values()
+    if operations in ("mpi", "gloo"):
+        return operations
+    return "mpi" if controller == "mpi" else ""
+
+
+def _require(name: str, known: tuple[str, ...], said_by: str) -> str:
+    if name not in known:
+        raise WorldError(
+            f"{said_by} must be one of {', '.join(known)}, got {name!r}. "
+            "Leave it out to let ronde choose."
+        )
+    return name
+
+
+def resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
+    """Choose the one reading that all others agree with or explain.
+
+    Slurm's variables under another launcher tell of that launcher's daemon, not of the
+    rank, and do not count. One launcher a node, started by another (torchrun under
+    ``mpirun``), is the inner one's world. All else that differs is refused.
+
+    Args:
+        readings: At least one, the one that counts most first.
+
+    Raises:
+        WorldError: All are partial, or two contradict each other.
+    """
+    slurm = next((r for r in readings if r.launcher is Launcher.SLURM), None)
+    if any(reading.is_above_slurm for reading in readings):
+        readings = [r for r in readings if r is not slurm]
+    complete = [reading for reading in readings if reading.is_complete]
+    for reading in complete:
+        if all(_is_explained(other, reading) for other in readings):
+            return _with_local_of(reading, slurm)
+    for reading in readings:
+        if not reading.is_complete:
+            raise _partial(reading, readings)
+    raise _contradiction(readings)
+
+
+def _is_explained(other: LauncherReading, chosen: LauncherReading) -> bool:
+    if other.agrees_with(chosen):
+        return True
+    return other.is_complete and chosen.is_inside(other)
+
+
+def _with_local_of(
+    reading: LauncherReading, slurm: LauncherReading | None
+) -> LauncherReading:
+    """Take the local numbers from Slurm where only Slurm knows them.
+
+    So it is with ``srun --mpi=pmi2`` and with ``RANK=$SLURM_PROCID`` by hand.
+    """
+    place = reading.place
+    if slurm is None or not slurm.is_complete or not slurm.agrees_with(reading):
+        return reading
+    if place.local_rank is not None or place.local_size is not None:
+        return reading
+    return replace(reading, place=slurm.place)
+
+
+def _partial(partial: LauncherReading, readings: list[LauncherReading]) -> WorldError:
+    everything = ", ".join(name for reading in readings for name in reading.said)
+    missing = " and ".join(partial.missing)
+    return WorldError(
+        f"variables of the world must be complete, got {everything} "
+        f"and no {missing}. Set {missing}, start the program with a launcher, or unset "
+        f"them all to run a world of one."
+    )
+
+
+def _contradiction(readings: list[LauncherReading]) -> WorldError:
+    first = readings[0]
+    others = [r for r in readings if not r.agrees_with(first)]
+    claims = " but ".join(
+        f"{r.launcher.value} says {r.place.rank} of {r.place.size} "
+        f"({', '.join(r.said)})"
+        for r in (first, *others)
+    )
+    unset = " or ".join(
+        " ".join(name.partition("=")[0] for name in r.said) for r in (first, *others)
+    )
+    return WorldError(
+        f"rank and size must be the same in every launcher's variables: {claims}. "
+        f"Start the program with one launcher, or unset {unset}."
+    )
+
 
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
@@ -22,7 +226,7 @@ def read_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
     ``RANK`` with ``WORLD_SIZE`` set by hand. Without any of them: a world of one.
 
     Variables that are left over, such as ``LOCAL_RANK=0`` alone, do not count: see
-    ``Reading.is_stray``. The claim lists them.
+    ``LauncherReading.is_stray``. The claim lists them.
 
     What a launcher leaves open stays open: ``cross_rank`` and ``cross_size`` are None
     then, on all ranks alike. Where by hand nothing is said of this host,
@@ -146,7 +350,7 @@ def _home(environ: Mapping[str, str]) -> Path:
 
 
 def _claim(
-    environ: Mapping[str, str], reading: Reading, meeting: Meeting | None
+    environ: Mapping[str, str], reading: LauncherReading, meeting: Meeting | None
 ) -> RankInfo:
     place = reading.place
     if place.rank is None or place.size is None:
@@ -167,7 +371,7 @@ def _claim(
     )
 
 
-def _local_and_cross(place: Place) -> tuple[int, int, int | None, int | None]:
+def _local_and_cross(place: KnownPlace) -> tuple[int, int, int | None, int | None]:
     """Fill in what follows from the rest, and the least that fits where nothing does.
 
     Whether ``cross_rank`` is known must come out alike on all ranks: where it is not,
@@ -182,7 +386,7 @@ def _local_and_cross(place: Place) -> tuple[int, int, int | None, int | None]:
     return place.local_rank, place.local_size, place.cross_rank, place.cross_size
 
 
-def _hosts(environ: Mapping[str, str], reading: Reading) -> tuple[str, ...]:
+def _hosts(environ: Mapping[str, str], reading: LauncherReading) -> tuple[str, ...]:
     host = environ.get("RONDE_HOST")
     is_only = reading.launcher is Launcher.RONDE and reading.place.num_nodes == 1
     return (host,) if host and is_only else ()
@@ -208,13 +412,13 @@ def _read_meeting(environ: Mapping[str, str]) -> Meeting | None:
     return Meeting(address, port)
 
 
-def _store(environ: Mapping[str, str], reading: Reading) -> str:
+def _store(environ: Mapping[str, str], reading: LauncherReading) -> str:
     is_ours = reading.launcher is Launcher.RONDE
     return environ.get("RONDE_STORE", "") if is_ours else ""
 
 
 def _own(
-    environ: Mapping[str, str], reading: Reading, meeting: Meeting | None
+    environ: Mapping[str, str], reading: LauncherReading, meeting: Meeting | None
 ) -> Meeting | None:
     """Add to the meeting what only its own launcher can say of it."""
     if meeting is None:
@@ -233,3 +437,18 @@ def _own(
             attempt=integer(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
         )
     return meeting
+
+
+_PIPE = "RONDE_EXIT_PIPE"
+"""The agent's pipe, as this rank has it: descriptor, inode and rank, with colons."""
+
+
+def send_exit_notice() -> None:
+    """Write rank and time to the agent's pipe, where there is one."""
+    fd, _, rest = select_variables([_PIPE]).get(_PIPE, "").partition(":")
+    inode, _, rank = rest.partition(":")
+    with suppress(OSError, ValueError):
+        # A wrapper may have closed the pipe; the number may be another file's since.
+        if str(os.fstat(int(fd)).st_ino) == inode:
+            notice = f"{int(rank)} {time.monotonic()} {os.getpid()}\n"
+            os.write(int(fd), notice.encode())

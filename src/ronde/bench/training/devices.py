@@ -7,7 +7,7 @@ import torch
 
 from ronde.bench.training.options import DeviceKind
 from ronde.errors import UsageError
-from ronde.records import Machine
+from ronde.records import MachineRecord
 
 
 def choose_device(kind: DeviceKind, local_rank: int) -> torch.device:
@@ -35,7 +35,7 @@ def device_name(device: torch.device) -> str:
     """Return the model of the processor or accelerator."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return Machine.here().cpu
+    return MachineRecord.here().cpu
 
 
 def synchronize(device: torch.device) -> None:

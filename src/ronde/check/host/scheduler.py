@@ -18,7 +18,7 @@ from ronde.launch.hosts.sources import allocated_names
 from ronde.topology.kernel_files import read_number
 from ronde.topology.machine import list_groups, read_cores, read_gpus
 from ronde.units import format_duration, format_size
-from ronde.world.slurm import parse_tasks_per_node
+from ronde.world.launcher_env import parse_tasks_per_node
 
 NAME, CPUS, GPUS = "scheduler.name", "scheduler.cpus", "scheduler.gpus"
 MEMORY, LEFT = "scheduler.memory_bytes", "scheduler.left_s"

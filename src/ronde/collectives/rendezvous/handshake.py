@@ -5,7 +5,7 @@ from datetime import timedelta
 
 from ronde.collectives.store import JobStore
 from ronde.errors import CollectiveError, StoreError
-from ronde.world.value import RankInfo
+from ronde.world.rank_info import RankInfo
 
 _NUM_NAMED = 8
 

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ronde.world.value import Launcher, RankInfo
+from ronde.world.rank_info import Launcher, RankInfo
 
 _RANK_VARIABLES = {
     Launcher.RONDE: "RANK",

@@ -25,8 +25,8 @@ from ronde.store.local_socket import (
 )
 from ronde.store.protocol import max_connections
 from ronde.store.server import StoreServer, serve_locally
-from ronde.world.machine import boot_identity
-from ronde.world.value import RankInfo
+from ronde.world.environment import boot_identity
+from ronde.world.rank_info import RankInfo
 
 _POLL_S = 0.02
 _SOCKET = "ronde/socket"

@@ -13,8 +13,8 @@ from ronde.collectives.rendezvous.mpi import meet_by_mpi
 from ronde.collectives.rendezvous.slurm import meet_in_step
 from ronde.collectives.store import store_at, store_beyond
 from ronde.errors import CollectiveError, WorldError
-from ronde.store.secret import SharedKey
-from ronde.world.value import Launcher, Meeting, RankInfo
+from ronde.store.authentication import SharedKey
+from ronde.world.rank_info import Launcher, Meeting, RankInfo
 
 _calls = itertools.count()
 

@@ -19,11 +19,11 @@ from ronde.collectives.communicator import Communicator
 from ronde.collectives.objects import all_gather_json, broadcast_json
 from ronde.collectives.store import JobStore, store_beyond
 from ronde.errors import UsageError, WorldError
+from ronde.store.authentication import SharedKey
 from ronde.store.protocol import max_connections
-from ronde.store.secret import SharedKey
 from ronde.store.server import serve_network
-from ronde.world.machine import network_identity
-from ronde.world.value import RankInfo
+from ronde.world.environment import network_identity
+from ronde.world.rank_info import RankInfo
 
 _CURE = "Set them on all ranks, to rank 0's host and a free port there"
 

@@ -20,13 +20,12 @@ from ronde.addresses import family_of, is_loopback, source_towards
 from ronde.collectives.rendezvous.handshake import await_all, join
 from ronde.collectives.store import JobStore, store_beyond
 from ronde.errors import CollectiveError, StoreError, WorldError
+from ronde.store.authentication import SameUser, dial_network
 from ronde.store.protocol import max_connections
-from ronde.store.secret import SameUser, dial_network
 from ronde.store.server import serve_network
-from ronde.world.environment import read_config_directory
+from ronde.world.environment import read_config_directory, select_variables
 from ronde.world.host_lists import expand_list
-from ronde.world.value import RankInfo
-from ronde.world.variables import select_variables
+from ronde.world.rank_info import RankInfo
 
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 _NUM_PORTS = 256

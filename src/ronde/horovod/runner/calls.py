@@ -13,7 +13,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """How a call on one rank ended.
 
     Attributes:
@@ -56,15 +56,15 @@ def make_call(directory: Path, rank: int, size: int) -> None:
     sys.path.extend(entry for entry in path if entry not in sys.path)
     try:
         call = pickle.loads((directory / "call").read_bytes())  # noqa: S301  ours
-        outcome = cloudpickle.dumps(Outcome(call(), "", time.monotonic_ns(), size))
+        outcome = cloudpickle.dumps(CallOutcome(call(), "", time.monotonic_ns(), size))
     except BaseException:
-        failure = Outcome(None, traceback.format_exc(), time.monotonic_ns(), size)
+        failure = CallOutcome(None, traceback.format_exc(), time.monotonic_ns(), size)
         _outcome_file(directory, rank).write_bytes(cloudpickle.dumps(failure))
         raise
     _outcome_file(directory, rank).write_bytes(outcome)
 
 
-def collect_outcomes(directory: Path, max_size: int) -> list[Outcome | None]:
+def collect_outcomes(directory: Path, max_size: int) -> list[CallOutcome | None]:
     """Return the outcome of each rank; None for one that left none.
 
     Args:
@@ -72,7 +72,7 @@ def collect_outcomes(directory: Path, max_size: int) -> list[Outcome | None]:
         max_size: Number of ranks that were asked for; fewer may have started.
     """
     files = [_outcome_file(directory, rank) for rank in range(max_size)]
-    outcomes: list[Outcome | None] = [
+    outcomes: list[CallOutcome | None] = [
         pickle.loads(file.read_bytes()) if file.exists() else None  # noqa: S301  ours
         for file in files
     ]

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any, TextIO
 
 from ronde.errors import UsageError
-from ronde.horovod.runner.calls import Outcome, collect_outcomes, leave_call
+from ronde.horovod.runner.calls import CallOutcome, collect_outcomes, leave_call
 from ronde.world import read_rank_info
 
 _USAGE_EXIT_CODE = 64
@@ -213,7 +213,7 @@ def _show(lines: Iterable[str], shown: TextIO, kept: deque[str]) -> None:
         kept.append(line)
 
 
-def _require_success(code: int, outcomes: Sequence[Outcome | None]) -> None:
+def _require_success(code: int, outcomes: Sequence[CallOutcome | None]) -> None:
     """Raise, in Horovod's words, where a rank failed."""
     failures = {
         rank: outcome

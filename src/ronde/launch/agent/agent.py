@@ -54,7 +54,7 @@ from ronde.launch.process_tree import (
 from ronde.launch.signals import notice_signals, reset_signals, signal_pipe
 from ronde.store.local_socket import remove
 from ronde.topology.sysfs import read_machine
-from ronde.world.machine import network_identity
+from ronde.world.environment import network_identity
 
 if TYPE_CHECKING:
     from ronde.launch.agent.remote_program import RemoteProgram

@@ -13,7 +13,7 @@ from ronde.launch.environments import (
 from ronde.launch.hosts.allocation import HostShare
 from ronde.launch.messages import NodeJob, RankSpec
 from ronde.launch.placement.place import RankResources
-from ronde.world.value import World
+from ronde.world.rank_info import World
 
 
 class JobRequest(NamedTuple):

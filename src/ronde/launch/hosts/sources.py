@@ -21,7 +21,7 @@ from ronde.launch.signals import (
     raise_if_stopped,
 )
 from ronde.world.host_lists import expand_list
-from ronde.world.slurm import parse_tasks_per_node
+from ronde.world.launcher_env import parse_tasks_per_node
 
 _CURE = "Name the hosts by -H or --hostfile."
 _LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")

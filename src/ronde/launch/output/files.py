@@ -243,9 +243,9 @@ class JobRecords:
     def _append(self, entries: Sequence[tuple[str, Mapping[str, object]]]) -> None:
         if not self._path:
             return
-        from ronde.records import Machine, Record, append_record
+        from ronde.records import MachineRecord, Record, append_record
 
-        machine = Machine.here()
+        machine = MachineRecord.here()
         for kind, values in entries:
             record = Record(kind, values, machine=machine)
             # Commands may hold secrets.

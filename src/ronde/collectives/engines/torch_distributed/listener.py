@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from ronde.world.variables import select_variables
+from ronde.world.environment import select_variables
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store
 
 from ronde.addresses import is_loopback, read_interfaces, source_towards
 from ronde.collectives.store import JobStore
-from ronde.world.variables import select_variables
+from ronde.world.environment import select_variables
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 

@@ -1,6 +1,6 @@
 """What the environment says of this process."""
 
-from ronde.world.variables import select_variables
+from ronde.world.environment import select_variables
 
 _PAIRS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),

@@ -1,4 +1,4 @@
-"""The world as values: who am I, how many are we, where do we meet."""
+"""This process among the ranks, as values: its numbers, and where the ranks meet."""
 
 from collections import Counter
 from collections.abc import Sequence
