@@ -21,8 +21,7 @@ from training_step import MODELS, make_step
 import ronde.torch as hvd
 from ronde.records import Record, append_record
 from ronde.timeline.events import Recorded
-from ronde.timeline.part import PartHeader
-from ronde.timeline.part_files import PartFiles
+from ronde.timeline.part import PartFiles, PartHeader
 from ronde.timeline.recording import ThreadedRecorder
 from ronde.torch.session import current_session
 

@@ -1,9 +1,12 @@
 """Writes logs as nccl-tests does, for tests of what reads them."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
 
-from ronde.bench.rows import Row, Side
+from ronde.bench.results import Row, Side
 
 NTHREAD = (
     "# nThread 1 nGpus 1 minBytes 8 maxBytes 1024 step: 2(factor) warmup iters: 1 "
@@ -150,3 +153,9 @@ def all_reduce_row(size: int, time_us: float = 100.0, n: int = 2) -> Row:
     algbw = size / time_us / 1e3
     half = side(time_us, algbw, algbw * 2 * (n - 1) / n)
     return Row(size, size // 4, "float", "sum", -1, half, half)
+
+
+def load_schema() -> dict[str, Any]:
+    """Return the schema (draft 2020-12) of what ``ronde bench -J`` writes."""
+    path = files("ronde.bench").joinpath("schema", "bench-result.json")
+    return json.loads(path.read_text(encoding="utf-8"))

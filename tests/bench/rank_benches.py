@@ -2,16 +2,12 @@
 
 import torch
 
-from ronde.bench.buffers import Buffers, allocator
-from ronde.bench.catalog import COLLECTIVES
-from ronde.bench.dtypes import DTYPES
+from ronde.bench.catalog import COLLECTIVES, DTYPES, Traffic
+from ronde.bench.operations import Buffers, allocator
 from ronde.bench.options import Engines, Loop, Options, Shown, Sweep
 from ronde.bench.ranks import Ranks
-from ronde.bench.row_bench import RowBench
-from ronde.bench.sweeping import SweepBench
-from ronde.bench.timing import Clock
-from ronde.bench.traffic import Traffic
-from ronde.bench.watchdog import Watchdog
+from ronde.bench.sweeps import RowBench, SweepBench
+from ronde.bench.timing import Clock, Watchdog
 from ronde.collectives import connect
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from tests.bench.log_writing import load_schema
 from tests.cli.conftest import clean_environment
 
-from ronde.bench.bench_record import from_record
-from ronde.bench.exits import Exit
-from ronde.bench.schema import load_schema
+from ronde.bench.options import Exit
+from ronde.bench.results import from_record
 from ronde.records import read_records
 
 SMALL = ("-b", "64", "-e", "1K", "-f", "4", "-n", "2", "--no-limit")

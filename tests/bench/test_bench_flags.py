@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from ronde.bench.exits import Exit, UnsupportedError
-from ronde.bench.flags import parse
+from ronde.bench.options import Exit, UnsupportedError, parse
 from ronde.bench.variables import read_variables
 from ronde.cli.bench import run
 from ronde.errors import UsageError

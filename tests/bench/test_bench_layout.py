@@ -6,10 +6,17 @@ from datetime import datetime
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.bench.flags import parse
-from ronde.bench.iterations import IterationTimes
-from ronde.bench.measured import Device, Ending, Half, Heading, Measured, Totals
-from ronde.bench.rows import Row, Side
+from ronde.bench.measured import (
+    Device,
+    Ending,
+    Half,
+    Heading,
+    IterationTimes,
+    Measured,
+    Totals,
+)
+from ronde.bench.options import parse
+from ronde.bench.results import Row, Side
 from ronde.render.bench_text import ending_lines, heading_lines, number, row_line
 from ronde.topology.limits.bounds import Limit
 

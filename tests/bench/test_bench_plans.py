@@ -7,20 +7,22 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ronde.bench.buffers import Buffers
-from ronde.bench.capacity import (
-    Memory,
-    free_host_memory,
-    largest_row,
-    require_room,
+from ronde.bench.capacity import FreeMemory, free_host_memory, largest_row, require_room
+from ronde.bench.catalog import (
+    COLLECTIVES,
+    DTYPES,
+    Traffic,
+    base_bytes,
+    find_collective,
+    read_matrix,
+    shape_of,
+    shape_of_matrix,
 )
-from ronde.bench.catalog import COLLECTIVES, base_bytes, find_collective, shape_of
-from ronde.bench.dtypes import DTYPES
-from ronde.bench.iterations import IterationTimes
-from ronde.bench.movement import Place, in_elements, pieces_of
+from ronde.bench.checking import in_elements, pieces_of
+from ronde.bench.measured import IterationTimes
+from ronde.bench.operations import Buffers, Participant
 from ronde.bench.options import Loop
 from ronde.bench.timing import Clock, combine
-from ronde.bench.traffic import Traffic, read_matrix, shape_of_matrix
 from ronde.errors import UsageError
 
 GIB = 1 << 30
@@ -108,7 +110,7 @@ def test_results_are_covered_once(name, size, num_bytes):
     shape = shape_of(test, num_bytes, 4, size)
     matrix = in_elements(Traffic().matrix(num_bytes, size), 4)
     for rank in range(size):
-        place = Place(rank, size, size - 1, matrix if name == "alltoallv" else ())
+        place = Participant(rank, size, size - 1, matrix if name == "alltoallv" else ())
         pieces = pieces_of(test, shape, place)
         for one, following in pairwise(pieces):
             assert one.start + one.count == following.start
@@ -232,5 +234,5 @@ def test_a_reserve_is_kept():
 
 def test_what_does_not_fit_is_told_what_would():
     with pytest.raises(UsageError, match=r"-b must be at most 100 .*got 101\. Give -b"):
-        require_room(101, 100, Memory(200, "the memory"))
-    require_room(100, 100, Memory(200, "the memory"))
+        require_room(101, 100, FreeMemory(200, "the memory"))
+    require_room(100, 100, FreeMemory(200, "the memory"))

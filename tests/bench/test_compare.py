@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from tests.bench.log_writing import Form, all_reduce_row, log
 
-from ronde.bench.comparing import Key, compare
-from ronde.bench.rows import Row, Side
-from ronde.bench.runs import RankCount, RankSource, Run
+from ronde.bench.comparison import RowKey, compare
+from ronde.bench.results import RankCount, RankSource, Row, Run, Side
 from ronde.cli.bench_read import run
 from ronde.errors import UsageError
 from ronde.records import read_records
@@ -62,7 +61,7 @@ def test_what_one_alone_has_is_told() -> None:
     other = replace(row(16), dtype="half")
     found = compare(result(row(8), row(16)), result(row(8), other))
     assert [key.size_bytes for key in found.only_a] == [16]
-    assert found.only_b == (Key("all_reduce", "", "half", "sum", -1, 16),)
+    assert found.only_b == (RowKey("all_reduce", "", "half", "sum", -1, 16),)
 
 
 def test_nothing_is_nothing_by_nothing() -> None:

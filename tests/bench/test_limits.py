@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from ronde.addresses import read_interfaces
-from ronde.bench.limits import Found, Wires, search_limit, with_gpus_at
-from ronde.bench.memory_bandwidth import (
+from ronde.bench.limits import (
+    Found,
+    Wires,
     buffer_bytes,
     cache_bytes,
     copy_gb_per_s,
     measure_memory,
+    search_limit,
+    with_gpus_at,
 )
 from ronde.collectives import Communicator
 from ronde.topology.graph import GpuDevice, HostTopology, Link, LinkKind

@@ -9,12 +9,18 @@ from typing import Any
 import jsonschema
 import pytest
 from hypothesis import given, settings, strategies as st
+from tests.bench.log_writing import load_schema
 
-from ronde.bench.bench_record import from_record, to_record
 from ronde.bench.log_reading import read_log
-from ronde.bench.rows import Row, Side
-from ronde.bench.runs import RankCount, RankSource, Run
-from ronde.bench.schema import load_schema
+from ronde.bench.results import (
+    RankCount,
+    RankSource,
+    Row,
+    Run,
+    Side,
+    from_record,
+    to_record,
+)
 from ronde.errors import UsageError
 from ronde.records import Record
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from tests.bench.log_writing import load_schema
 
-from ronde.bench.comparing import compare
+from ronde.bench.comparison import compare
 from ronde.bench.log_reading import read_log
-from ronde.bench.rows import Row, Side
-from ronde.bench.runs import Run
-from ronde.bench.schema import load_schema
+from ronde.bench.results import Row, Run, Side
 
 
 def bench(folder: Path, *words: str) -> tuple[Run, Run, Run]:

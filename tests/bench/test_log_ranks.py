@@ -5,9 +5,8 @@ from hypothesis import given, strategies as st
 from tests.bench.log_writing import side
 
 from ronde.bench.catalog import COLLECTIVES
-from ronde.bench.log_ranks import agrees, infer_ranks, infer_tests
-from ronde.bench.rows import Row
-from ronde.bench.runs import RankCount, RankSource
+from ronde.bench.log_state import agrees, infer_ranks, infer_tests
+from ronde.bench.results import RankCount, RankSource, Row
 
 
 def rows_of(test: str, num_ranks: int, algbw: float) -> list[Row]:

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from ronde.bench.log_reading import read_log
-from ronde.bench.rows import Side
-from ronde.bench.runs import RankSource, Run
+from ronde.bench.results import RankSource, Run, Side
 
 LOGS = Path(__file__).parent / "logs"
 

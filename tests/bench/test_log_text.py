@@ -8,8 +8,7 @@ from hypothesis import given, settings, strategies as st
 from tests.bench.log_writing import Form, all_reduce_row, log, log_lines, side
 
 from ronde.bench.log_text import read_text
-from ronde.bench.rows import Row, Side
-from ronde.bench.runs import RankSource, Run
+from ronde.bench.results import RankSource, Row, Run, Side
 from ronde.errors import UsageError
 
 ROWS = [all_reduce_row(1 << exponent) for exponent in range(10, 16)]

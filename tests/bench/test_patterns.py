@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from ronde.bench.dtypes import DTYPES, OPS, Kind
-from ronde.bench.patterns import TOLERANCE, Reduction, premultiplier, random_bytes
+from ronde.bench.catalog import DTYPES, OPS, NumberKind, premultiplier
+from ronde.bench.checking import TOLERANCE, ReductionInputs, random_bytes
 
 CPU = torch.device("cpu")
 COUNT = 40
@@ -27,7 +27,7 @@ def numbers(tensor: torch.Tensor) -> list[Fraction]:
 def wrapped(value: int, dtype) -> int:
     modulus = 2 ** (8 * dtype.num_bytes)
     value %= modulus
-    is_negative = dtype.kind is Kind.SIGNED and value >= modulus // 2
+    is_negative = dtype.kind is NumberKind.SIGNED and value >= modulus // 2
     return value - modulus if is_negative else value
 
 
@@ -66,7 +66,7 @@ cases = st.tuples(
 def test_results_are_those_of_exact_arithmetic(case):
     name, op, size, seed, start = case
     dtype = DTYPES[name]
-    reduction = Reduction(dtype, op, size, seed, CPU)
+    reduction = ReductionInputs(dtype, op, size, seed, CPU)
     inputs = [numbers(reduction.input_of(r, start, COUNT)) for r in range(size)]
     result = reduction.result(start, COUNT)
     exact = plain(op, list(zip(*inputs, strict=True)), dtype)
@@ -86,7 +86,7 @@ def test_no_partial_sum_or_product_is_ever_rounded(case):
     dtype = DTYPES[name]
     if not dtype.is_float or op not in ("sum", "prod", "mulsum", "avg"):
         return
-    reduction = Reduction(dtype, op, size, seed, CPU)
+    reduction = ReductionInputs(dtype, op, size, seed, CPU)
     inputs = [numbers(reduction.input_of(r, start, COUNT)) for r in range(size)]
     torch_dtype = getattr(torch, dtype.torch_name)
     for ranks in (range(size), range(size - 1, -1, -1), range(0, size, 2)):
@@ -103,11 +103,11 @@ def test_no_partial_sum_or_product_is_ever_rounded(case):
 @pytest.mark.parametrize("op", OPS)
 def test_every_rank_and_index_matters(name, op):
     """A result of other ranks, or of other indices, is not taken for the right one."""
-    reduction = Reduction(DTYPES[name], op, 4, 1, CPU)
+    reduction = ReductionInputs(DTYPES[name], op, 4, 1, CPU)
     bits = SIGNED[DTYPES[name].num_bytes]
     right = reduction.result(0, 4096).view(bits)
     moved = reduction.result(512, 4096).view(bits)
-    reseeded = Reduction(DTYPES[name], op, 4, 2, CPU).result(0, 4096).view(bits)
+    reseeded = ReductionInputs(DTYPES[name], op, 4, 2, CPU).result(0, 4096).view(bits)
     own = [reduction.input_of(r, 0, 4096).view(bits) for r in range(4)]
     # One byte has few values, and few of them are a fp8's integers.
     least = 0.05 if DTYPES[name].num_bytes == 1 else 0.4
@@ -120,13 +120,13 @@ def test_every_rank_and_index_matters(name, op):
 def test_sums_are_never_zero():
     for name in ("half", "float", "bfloat16", "double", "f8e4m3", "f8e5m2"):
         for size in (1, 2, 3, 64, 200):
-            total = Reduction(DTYPES[name], "sum", size, 0, CPU).result(0, 5000)
+            total = ReductionInputs(DTYPES[name], "sum", size, 0, CPU).result(0, 5000)
             assert bool((total.double() != 0).all())
 
 
 def test_parts_are_equal_to_the_whole():
     for name, op in (("float", "sum"), ("int8", "prod"), ("double", "prod")):
-        reduction = Reduction(DTYPES[name], op, 3, 0, CPU)
+        reduction = ReductionInputs(DTYPES[name], op, 3, 0, CPU)
         for first in (0, 2**32 - 50):
             whole = reduction.result(first, 100)
             parts = [reduction.result(first + s, 25) for s in range(0, 100, 25)]
@@ -148,7 +148,7 @@ def test_bytes_hold_nan_with_payload():
 
 
 def test_an_average_of_three_is_near_whatever_the_order():
-    reduction = Reduction(DTYPES["float"], "avg", 3, 0, CPU)
+    reduction = ReductionInputs(DTYPES["float"], "avg", 3, 0, CPU)
     inputs = [reduction.input_of(r, 0, 1000) for r in range(3)]
     right = reduction.result(0, 1000).view(torch.int32)
     summed = functools.reduce(torch.add, inputs) / 3

@@ -8,21 +8,19 @@ import pytest
 import torch
 
 import ronde.torch as hvd
-from ronde.bench.training.batches import batches
-from ronde.bench.training.blocks import time_block
 from ronde.bench.training.catalogue import MODELS
-from ronde.bench.training.footprint import Footprint, measure_footprint
-from ronde.bench.training.measurement import _is_in_step, measure
-from ronde.bench.training.options import (
+from ronde.bench.training.measurement import _is_in_step, measure, time_block
+from ronde.bench.training.outcome import (
     DeviceKind,
     Dtype,
     InputKind,
     OptimizerKind,
+    Phase,
     TrainOptions,
+    Variant,
     WireFormat,
 )
-from ronde.bench.training.phases import Phase, Variant
-from ronde.bench.training.replica import Replica
+from ronde.bench.training.replica import Footprint, Replica, batches, measure_footprint
 from ronde.errors import UsageError
 
 CPU = torch.device("cpu")

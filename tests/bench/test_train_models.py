@@ -4,17 +4,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ronde.bench.training.batches import make_samples
 from ronde.bench.training.catalogue import (
     CHARACTERS,
     GPT2_SMALL,
     MODELS,
     TransformerShape,
 )
-from ronde.bench.training.models import FACTORIES, build
-from ronde.bench.training.models.resnet import PaddedShortcut
-from ronde.bench.training.models.transformer import Transformer
-from ronde.bench.training.replica import AUXILIARY_WEIGHT, loss_of
+from ronde.bench.training.models import FACTORIES, PaddedShortcut, Transformer, build
+from ronde.bench.training.replica import AUXILIARY_WEIGHT, loss_of, make_samples
 
 # The zoo rounds to a million multiply-adds; the other figures are sums and exact.
 ROUNDED = {"alexnet", "googlenet", "resnet18", "resnet50"}

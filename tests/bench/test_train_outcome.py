@@ -5,9 +5,16 @@ import json
 import pytest
 
 from ronde.bench.training.catalogue import MODELS
-from ronde.bench.training.options import TrainOptions
-from ronde.bench.training.outcome import KIND, Outcome, Setting, record_values
-from ronde.bench.training.phases import Phase, StepTimes, Variant
+from ronde.bench.training.outcome import (
+    KIND,
+    Phase,
+    Setting,
+    StepTimes,
+    TrainingOutcome,
+    TrainOptions,
+    Variant,
+    record_values,
+)
 from ronde.records import Record
 from ronde.render.bench_train import draw_models, draw_table
 
@@ -37,7 +44,7 @@ ROUNDS = (
 def outcome(rounds=ROUNDS, num_ranks=2, name="resnet50", **settings):
     setting = Setting(num_ranks, 1, "cpu", "a processor", "gloo", "2.13.0", **settings)
     options = TrainOptions(MODELS[name], batch=8)
-    return Outcome(options, setting, 4, tuple(rounds), is_in_step=True)
+    return TrainingOutcome(options, setting, 4, tuple(rounds), is_in_step=True)
 
 
 def test_figures_are_medians():

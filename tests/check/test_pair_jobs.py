@@ -11,9 +11,7 @@ from tests.check.fleets import of_family
 from tests.check.programs import panel_of
 from tests.topology.nccl_job import JobLog
 
-from ronde.bench.bench_record import to_record
-from ronde.bench.rows import Row, Side
-from ronde.bench.runs import RankCount, RankSource, Run
+from ronde.bench.results import RankCount, RankSource, Row, Run, Side, to_record
 from ronde.check.check import Family, Severity
 from ronde.check.facts import Fleet, HostFacts
 from ronde.check.hosts import NodeContext as Site

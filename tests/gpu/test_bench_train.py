@@ -9,14 +9,15 @@ from tests.gpu.devices import LIMIT_S, NEEDS_CUDA, NUM_DEVICES
 import ronde.torch as hvd
 from ronde.bench.training.catalogue import MODELS
 from ronde.bench.training.measurement import measure
-from ronde.bench.training.options import (
+from ronde.bench.training.outcome import (
     DeviceKind,
     Dtype,
     InputKind,
     OptimizerKind,
+    Phase,
     TrainOptions,
+    Variant,
 )
-from ronde.bench.training.phases import Phase, Variant
 from ronde.errors import UsageError
 
 pytestmark = NEEDS_CUDA

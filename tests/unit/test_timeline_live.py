@@ -8,8 +8,7 @@ from hypothesis import given
 from tests.unit.timeline_samples import BASE_NS, check_events, record, records
 
 from ronde.timeline.events import Activity
-from ronde.timeline.live import LiveFile
-from ronde.timeline.recording import ThreadedRecorder
+from ronde.timeline.recording import LiveFile, ThreadedRecorder
 
 
 def open_live(path, limit_bytes=1 << 20):

@@ -17,16 +17,17 @@ from tests.unit.timeline_samples import (
 )
 
 from ronde.errors import UsageError
-from ronde.timeline.chrome import write_trace
-from ronde.timeline.clocks import (
-    ClockBound,
+from ronde.timeline.alignment import (
     ClockMap,
-    Exchange,
+    ClockReading,
+    align,
     bound_offset,
     clock_identity,
+    find_arrivals,
+    waited_ns,
 )
-from ronde.timeline.lanes import Lanes, nest
-from ronde.timeline.lateness import align, find_arrivals, waited_ns
+from ronde.timeline.chrome import Lanes, nest, write_trace
+from ronde.timeline.events import ClockBound
 
 LIMIT = 1 << 30
 DELAYS = st.lists(
@@ -38,7 +39,7 @@ DELAYS = st.lists(
 def test_exchanges_hold_the_true_offset_between_them(offset, delays):
     now, exchanges = BASE_NS, []
     for there, back in delays:
-        exchanges.append(Exchange(now, now + there + offset, now + there + back))
+        exchanges.append(ClockReading(now, now + there + offset, now + there + back))
         now += there + back + 1
     found = bound_offset(exchanges)
     assert found.low_ns <= offset <= found.high_ns

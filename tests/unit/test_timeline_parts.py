@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 from tests.unit.timeline_samples import bound, encode, header, record, records
 
 from ronde.errors import UsageError
-from ronde.timeline.part import is_part, read_parts
-from ronde.timeline.part_files import NUM_SEGMENTS, PartFiles
+from ronde.timeline.part import NUM_SEGMENTS, PartFiles, is_part, read_parts
 from ronde.timeline.recording import MAX_WAITING, ThreadedRecorder
 
 

@@ -5,8 +5,7 @@ import json
 
 from hypothesis import strategies as st
 
-from ronde.timeline.clocks import ClockBound
-from ronde.timeline.events import Activity, Recorded
+from ronde.timeline.events import Activity, ClockBound, Recorded
 from ronde.timeline.part import Encoder, PartHeader, Track
 
 BASE_NS = 10**13

@@ -1,4 +1,4 @@
-"""How large a row may be: memory is asked for before any is taken. Torch-free."""
+"""How large a row may be, by the memory that is free; no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,26 +13,17 @@ _MAX_RESERVE_BYTES = 4 * _GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """What is free.
+class FreeMemory:
+    """What is free."""
 
-    Attributes:
-        free_bytes: Of the memory that the buffers are in.
-        what: Its name, for a sentence.
-    """
-
-    free_bytes: int
-    what: str
+    free_bytes: int  # of the memory that the buffers are in
+    what: str  # its name, for a sentence
 
 
-def free_host_memory(root: Path = Path("/")) -> Memory:
-    """Return the scarcest of available memory and control group limits.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are.
-    """
+def free_host_memory(root: Path = Path("/")) -> FreeMemory:
+    """Return the scarcest of available memory and control group limits."""
     available = available_memory(root)
-    return Memory(available.num_bytes, available.source)
+    return FreeMemory(available.num_bytes, available.source)
 
 
 def largest_row(free_bytes: int, num_sharing: int, *, is_checked: bool) -> int:
@@ -41,11 +32,6 @@ def largest_row(free_bytes: int, num_sharing: int, *, is_checked: bool) -> int:
     Keeps a reserve of 1 GiB for every started 16 GiB, at most 4, and another GiB; of
     little memory at most half. Two buffers are needed, and room for a third where
     results are verified. Source: nccl-tests.
-
-    Args:
-        free_bytes: Of the whole host or device.
-        num_sharing: Ranks that share it.
-        is_checked: Results are verified.
     """
     started = -(-free_bytes // _RESERVE_PER_BYTES)
     reserve = min(started * _GIB, _MAX_RESERVE_BYTES) + _GIB
@@ -53,12 +39,7 @@ def largest_row(free_bytes: int, num_sharing: int, *, is_checked: bool) -> int:
     return usable // num_sharing // (3 if is_checked else 2)
 
 
-def require_room(min_bytes: int, largest_bytes: int, memory: Memory) -> None:
-    """Refuse a first size that does not fit.
-
-    Raises:
-        UsageError: It does not; the message has the largest that does.
-    """
+def require_room(min_bytes: int, largest_bytes: int, memory: FreeMemory) -> None:
     if min_bytes > largest_bytes:
         raise UsageError(
             f"-b must be at most {largest_bytes} ({format_size(largest_bytes)}), for "

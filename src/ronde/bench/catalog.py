@@ -1,14 +1,91 @@
-"""The collectives that can be measured: what they move, and what a row says of it.
+"""What can be measured: collectives, types, operations, sizes; without torch.
 
-Pure, and without torch. Elements are counted for one rank.
+Elements are counted for one rank.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from types import MappingProxyType
 
 from ronde.errors import UsageError
+
+
+class NumberKind(Enum):
+    """What the bits of an element are."""
+
+    SIGNED = auto()
+    UNSIGNED = auto()
+    FLOAT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One type of elements."""
+
+    name: str  # nccl-tests' name, such as ``half``
+    torch_name: str  # name of torch's dtype
+    num_bytes: int  # of one element
+    kind: NumberKind  # what its bits are
+    significand_bits: int = 0  # of a float, the hidden one included; 0 for integers
+    # of a float: the greatest power of two below which all significands are finite; 0
+    # for integers
+    max_exponent: int = 0
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind is NumberKind.FLOAT
+
+
+_ALL = (
+    DType("int8", "int8", 1, NumberKind.SIGNED),
+    DType("uint8", "uint8", 1, NumberKind.UNSIGNED),
+    DType("int32", "int32", 4, NumberKind.SIGNED),
+    DType("uint32", "uint32", 4, NumberKind.UNSIGNED),
+    DType("int64", "int64", 8, NumberKind.SIGNED),
+    DType("uint64", "uint64", 8, NumberKind.UNSIGNED),
+    DType("half", "float16", 2, NumberKind.FLOAT, 11, 15),
+    DType("float", "float32", 4, NumberKind.FLOAT, 24, 127),
+    DType("double", "float64", 8, NumberKind.FLOAT, 53, 1023),
+    DType("bfloat16", "bfloat16", 2, NumberKind.FLOAT, 8, 127),
+    # Its largest number is 1.75 * 2**8: not every significand fits that exponent.
+    DType("f8e4m3", "float8_e4m3fn", 1, NumberKind.FLOAT, 4, 7),
+    DType("f8e5m2", "float8_e5m2", 1, NumberKind.FLOAT, 3, 15),
+)
+
+DTYPES: Mapping[str, DType] = MappingProxyType({each.name: each for each in _ALL})
+"""By nccl-tests' name, in the order in which ``-d all`` takes them."""
+
+_ALIASES = {each.torch_name: each for each in _ALL} | {"bf16": DTYPES["bfloat16"]}
+
+OPS = ("sum", "prod", "max", "min", "avg", "mulsum")
+"""The operations, in the order in which ``-o all`` takes them."""
+
+_OP_ALIASES = {"product": "prod", "average": "avg"}
+
+
+def parse_dtypes(text: str) -> tuple[DType, ...]:
+    """Read ``-d``: a name of nccl-tests' or of torch's, or ``all``."""
+    if text == "all":
+        return _ALL
+    dtype = DTYPES.get(text) or _ALIASES.get(text)
+    if dtype is None:
+        raise UsageError(
+            f"-d/--dtype must be all or one of {', '.join(DTYPES)}, got {text!r}."
+        )
+    return (dtype,)
+
+
+def parse_ops(text: str) -> tuple[str, ...]:
+    """Read ``-o``: a name, or ``all``."""
+    if text == "all":
+        return OPS
+    name = _OP_ALIASES.get(text, text)
+    if name not in OPS:
+        raise UsageError(f"-o/--op must be all or one of {', '.join(OPS)}, got {text}.")
+    return (name,)
+
 
 _CHUNK_BYTES = 16
 """What is split among the ranks is split at multiples of this."""
@@ -45,55 +122,34 @@ class Factor(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective as nccl-tests measures it.
+    """One collective as nccl-tests measures it."""
 
-    Attributes:
-        name: As ``ronde bench`` spells it.
-        spread: How a row's bytes are given to the ranks.
-        factor: From algbw to busbw.
-        has_op: It reduces.
-        has_root: One rank is special.
-        is_in_place_checked: The in-place half can be verified.
-        redop: The cell where ``has_op`` is False.
-        emulation: What it is made of, where no engine has it; or empty.
-    """
-
-    name: str
-    spread: Spread
-    factor: Factor
+    name: str  # as ``ronde bench`` spells it
+    spread: Spread  # how a row's bytes are given to the ranks
+    factor: Factor  # from algbw to busbw
     has_op: bool = False
-    has_root: bool = False
-    is_in_place_checked: bool = True
-    redop: str = "none"
-    emulation: str = ""
+    has_root: bool = False  # one rank is special
+    is_in_place_checked: bool = True  # the in-place half can be verified
+    redop: str = "none"  # the cell where ``has_op`` is False
+    emulation: str = ""  # what it is made of, where no engine has it; or empty
 
     @property
     def binary_name(self) -> str:
-        """The name of nccl-tests' program."""
         return f"{self.name}_perf"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many elements one rank gives and gets.
+    """How many elements one rank gives and gets."""
 
-    Attributes:
-        count: The argument of the call, as the row shows it.
-        send: Elements to send, at most, over all ranks alike.
-        receive: Elements to receive, likewise.
-        send_offset: In place, rank r's input begins at r times this.
-        receive_offset: In place, rank r's result begins at r times this.
-    """
-
-    count: int
-    send: int
-    receive: int
-    send_offset: int = 0
-    receive_offset: int = 0
+    count: int  # the argument of the call, as the row shows it
+    send: int  # elements to send, at most, over all ranks alike
+    receive: int  # elements to receive, likewise
+    send_offset: int = 0  # in place, rank r's input begins at r times this
+    receive_offset: int = 0  # in place, rank r's result begins at r times this
 
     @property
     def span(self) -> int:
-        """Elements of the buffer that the call touches."""
         return max(self.send, self.receive)
 
 
@@ -151,11 +207,7 @@ _OTHER_NAMES = {
 
 
 def find_collective(name: str) -> Collective:
-    """Return a test by its name, or by that of nccl-tests' program.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """Return a test by its name, or by that of nccl-tests' program."""
     short = name.removesuffix("_perf")
     short = _OTHER_NAMES.get(short, short)
     if short not in COLLECTIVES:
@@ -171,12 +223,6 @@ def shape_of(test: Collective, num_bytes: int, item_bytes: int, size: int) -> Sh
 
     Shares are rounded down to 16 bytes, so small rows may be empty. For ``MATRIX`` see
     ``traffic.shape_of_matrix``; here it is an even share.
-
-    Args:
-        test: What is measured.
-        num_bytes: What the sweep asks for.
-        item_bytes: Of one element.
-        size: Number of ranks.
     """
     total = num_bytes // item_bytes
     if test.spread is Spread.WHOLE:
@@ -196,7 +242,74 @@ def is_possible(test: Collective, size: int) -> bool:
 
 
 def base_bytes(test: Collective, shape: Shape, item_bytes: int, size: int) -> int:
-    """Return the bytes that algbw divides by the time."""
     if test.name == "hypercube":
         return (size - 1) * shape.count * item_bytes
     return shape.span * item_bytes
+
+
+def premultiplier(rank: int) -> int:
+    """Return what ``mulsum`` multiplies a rank's input by before it is summed."""
+    return 1 + rank % 2
+
+
+Matrix = tuple[tuple[int, ...], ...]
+"""``matrix[i][j]`` bytes go from rank i to rank j."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What decides the matrix."""
+
+    # 0 gives every pair the same, 1 in proportion to the distance of ranks
+    spread: float = 1.0
+    given: Matrix = ()
+
+    def matrix(self, total_bytes: int, size: int) -> Matrix:
+        if self.given:
+            return tuple(row[:size] for row in self.given[:size])
+        return tuple(
+            tuple(self._between(total_bytes, (j - i) % size, size) for j in range(size))
+            for i in range(size)
+        )
+
+    def _between(self, total_bytes: int, distance: int, size: int) -> int:
+        if size == 1:
+            return _chunks(total_bytes)
+        even = total_bytes / size
+        weighted = distance * total_bytes / (size * (size - 1) // 2)
+        return _chunks(int((1.0 - self.spread) * even + self.spread * weighted))
+
+
+def shape_of_matrix(matrix: Matrix, item_bytes: int, count: int) -> Shape:
+    sent = max(sum(row) for row in matrix) // item_bytes
+    received = max(sum(column) for column in zip(*matrix, strict=True)) // item_bytes
+    return Shape(count, sent, received)
+
+
+def read_matrix(text: str, scale: float) -> Matrix:
+    """Read a square matrix of bytes, numbers between blanks, one row a line."""
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    if not lines or any(len(line) != len(lines) for line in lines):
+        widths = sorted({len(line) for line in lines})
+        raise UsageError(
+            "the traffic matrix must be square, got "
+            f"{len(lines)} rows of {widths or 'no'} numbers. Correct the file that "
+            "NCCL_TESTS_ALLTOALLV_MATRIX_FILE names."
+        )
+    return tuple(_read_row(line, scale) for line in lines)
+
+
+def _read_row(words: Sequence[str], scale: float) -> tuple[int, ...]:
+    try:
+        numbers = [float(word) * scale for word in words]
+    except ValueError as error:
+        raise UsageError(f"the traffic matrix must hold numbers: {error}.") from None
+    if any(not math.isfinite(number) or number < 0 for number in numbers):
+        raise UsageError(
+            f"the traffic matrix must hold numbers of at least 0, got {' '.join(words)}"
+        )
+    return tuple(_chunks(int(number)) for number in numbers)
+
+
+def _chunks(num_bytes: int) -> int:
+    return num_bytes // _CHUNK_BYTES * _CHUNK_BYTES

@@ -1,20 +1,304 @@
-"""Whether a result is what it must be, bit for bit.
+"""Inputs of which the exact result of every collective is known, and its check.
 
-Before the operation every element of the result is set to the complement of the right
-answer: what is not written is wrong, zeros included. Bytes on both sides are watched.
+Inputs are pure functions of (seed, rank, index): every rank can make any part of any
+rank's input and of any result by itself. A result is a list of pieces: of a copying
+collective somebody's input, of a reducing one the reduction of all inputs. Before the
+operation every element of the result is set to the complement of the right answer:
+what is not written is wrong, zeros included. Bytes on both sides are watched.
+
+Note [Exact results]. A floating-point reduction depends on its order, unless no partial
+result is ever rounded. So:
+
+* Sums are of integers whose magnitudes add up to at most 2**p, p being the bits of the
+  significand: every partial sum of any subset is an integer below that. At most
+  2**(p-2) ranks contribute to an element, chosen anew for each, the others give +0. All
+  contributions to an element have one sign, so that the total is not zero.
+* Products are of one random significand and of powers of two, which only move the
+  exponent; the exponents add up to less than the type's greatest.
+* Averages are sums as above where the number of ranks is a power of two: the division
+  is exact then. Else two ranks contribute, and the last bits may differ: see
+  ``TOLERANCE``.
+* Integers wrap, whatever the order. Their factors are odd: a product with an even one
+  in it is soon zero. Their averages are of small numbers: whether the sum wraps is the
+  engine's own affair.
+* Copies are of random bytes, NaN with payloads included.
+
+Rank and index go into every number, so that chunks that were swapped are wrong.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ronde.bench.buffers import Views
-from ronde.bench.catalog import Collective, Shape
-from ronde.bench.dtypes import DType
-from ronde.bench.movement import REDUCED, Piece, Place, pieces_of
-from ronde.bench.patterns import TOLERANCE, Reduction, random_bytes
+from ronde.bench.catalog import (
+    Collective,
+    DType,
+    Matrix,
+    NumberKind,
+    Shape,
+    premultiplier,
+)
+from ronde.bench.operations import Participant, Views
+
+REDUCED = -1
+"""Instead of a source: the elements of all ranks, reduced."""
+
+_ROOT_ONLY = frozenset({"reduce", "gather"})
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of elements of one rank's result."""
+
+    start: int  # where it begins in the result
+    count: int  # how many elements
+    source: int  # the rank whose input it is, or ``REDUCED``
+    source_start: int  # where it begins in the input
+
+
+def pieces_of(test: Collective, shape: Shape, place: Participant) -> list[Piece]:
+    """Return what the result of ``place.rank`` must be; nothing where it has none."""
+    rank, size, count = place.rank, place.size, shape.count
+    if test.name in _ROOT_ONLY and rank != place.root:
+        return []
+    match test.name:
+        case "all_reduce" | "reduce":
+            pieces = [Piece(0, count, REDUCED, 0)]
+        case "reduce_scatter":
+            pieces = [Piece(0, count, REDUCED, rank * count)]
+        case "broadcast":
+            pieces = [Piece(0, count, place.root, 0)]
+        case "all_gather" | "hypercube" | "gather":
+            pieces = [Piece(s * count, count, s, 0) for s in range(size)]
+        case "scatter":
+            pieces = [Piece(0, count, place.root, rank * count)]
+        case "alltoall":
+            pieces = [Piece(s * count, count, s, rank * count) for s in range(size)]
+        case "alltoallv":
+            pieces = _from_matrix(place.matrix, rank)
+        case _:
+            pieces = [Piece(0, count, (rank - 1) % size, 0)]
+    return [piece for piece in pieces if piece.count]
+
+
+def _from_matrix(matrix: Matrix, rank: int) -> list[Piece]:
+    column = [row[rank] for row in matrix]
+    starts = [0, *accumulate(column)]
+    return [
+        Piece(starts[source], column[source], source, sum(row[:rank]))
+        for source, row in enumerate(matrix)
+    ]
+
+
+def in_elements(matrix: Sequence[Sequence[int]], item_bytes: int) -> Matrix:
+    return tuple(tuple(b // item_bytes for b in row) for row in matrix)
+
+
+TOLERANCE = 2
+"""Representable numbers that an average may be away from the nearest to the truth."""
+
+_LOW = 0xFFFFFFFF
+_INT32_MAX = torch.iinfo(torch.int32).max
+_INT64_MAX = torch.iinfo(torch.int64).max
+_NOBODY = -1
+"""Instead of a rank's number: what an index has in common for all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionInputs:
+    """The inputs of one reduction, and its result."""
+
+    dtype: DType  # type of the elements
+    op: str  # nccl-tests' name of the operation
+    size: int  # number of ranks
+    seed: int  # another seed gives other numbers
+    device: torch.device  # where the tensors are made
+
+    @property
+    def is_exact(self) -> bool:
+        is_divided = self.op == "avg" and self.dtype.is_float
+        return not is_divided or self.size & (self.size - 1) == 0
+
+    def input_of(self, rank: int, start: int, count: int) -> Tensor:
+        """Return elements ``start`` to ``start + count`` of a rank's input."""
+        draw = Draw(self.seed, start, count, self.device)
+        return _cast(self._wide(draw, rank), self.dtype)
+
+    def result(self, start: int, count: int) -> Tensor:
+        """Return elements of what the reduction of all inputs must be."""
+        draw = Draw(self.seed, start, count, self.device)
+        total = self._scaled(draw, 0)
+        for rank in range(1, self.size):
+            total = self._combine(total, self._scaled(draw, rank))
+        if self.op == "avg":
+            is_float = self.dtype.is_float
+            total = total.double() / self.size if is_float else total // self.size
+        return _cast(total, self.dtype)
+
+    def _scaled(self, draw: "Draw", rank: int) -> Tensor:
+        wide = self._wide(draw, rank)
+        return wide * premultiplier(rank) if self.op == "mulsum" else wide
+
+    def _combine(self, left: Tensor, right: Tensor) -> Tensor:
+        if self.op == "prod":
+            return left.mul_(right)
+        if self.op not in ("min", "max"):
+            return left.add_(right)
+        # torch orders no unsigned integers; with the top bit turned, signed ones do.
+        is_unsigned = (
+            self.dtype.kind is NumberKind.UNSIGNED and self.dtype.num_bytes >= 4
+        )
+        turn = torch.iinfo(left.dtype).min if is_unsigned else 0
+        choose = torch.minimum if self.op == "min" else torch.maximum
+        return choose(left ^ turn, right ^ turn) ^ turn
+
+    def _wide(self, draw: "Draw", rank: int) -> Tensor:
+        """Return a rank's input: as int32 or int64 which hold it, factors as float."""
+        if self.dtype.is_float:
+            if self.op == "prod":
+                return self._factor(draw, rank)
+            return self._whole_float(draw, rank)
+        if self.op in {"avg", "mulsum"}:
+            return self._small_integer(draw, rank)
+        bits = draw.bits(rank) if self.dtype.num_bytes == 8 else draw.half(rank)
+        bits = _narrow(bits, self.dtype)
+        return bits | 1 if self.op == "prod" else bits
+
+    def _whole_float(self, draw: "Draw", rank: int) -> Tensor:
+        largest = 2**self.dtype.significand_bits
+        if self.op in ("min", "max"):
+            return draw.below(rank, largest).add_(1).mul_(draw.sign(rank))
+        factor = 2 if self.op == "mulsum" else 1
+        num_giving = min(self.size, largest // 4 // factor if self.is_exact else 2)
+        limit = _power_of_two(largest // factor // num_giving)
+        given = draw.below(rank, limit).add_(1)
+        if self.is_exact:
+            given.mul_(draw.sign(_NOBODY))
+        if num_giving < self.size:
+            given.mul_(draw.turn(rank, self.size) < num_giving)
+        return given
+
+    def _factor(self, draw: "Draw", rank: int) -> Tensor:
+        """Return one rank's random significand, or another's power of two."""
+        bits, room = self.dtype.significand_bits, self.dtype.max_exponent
+        half = 2 ** (bits - 1)
+        significand = (draw.below(rank, half) + half).double() / half
+        place = draw.turn(rank, self.size)
+        each = max(1, min(3, room // max(1, self.size - 1)))
+        power = draw.half(rank).bitwise_and_(3).clamp_(max=each)
+        power = torch.where(place * each <= room, power, 0)
+        # Shifted, since not every device's exp2() is exact.
+        powers = (torch.ones_like(power) << power).double()
+        factor = torch.where(place == 0, significand, powers)
+        return factor * draw.sign(rank)
+
+    def _small_integer(self, draw: "Draw", rank: int) -> Tensor:
+        """Return numbers of at least 0 that can be added up, or doubled, unharmed."""
+        num_bytes, is_unsigned = (
+            self.dtype.num_bytes,
+            self.dtype.kind is NumberKind.UNSIGNED,
+        )
+        highest = 2 ** (8 * num_bytes - (0 if is_unsigned else 1)) - 1
+        if self.op == "mulsum":
+            # The doubling goes by way of float64.
+            return draw.below(rank, min(_power_of_two(highest // 2 + 1), 2**50))
+        held = _INT64_MAX if num_bytes == 8 else _INT32_MAX
+        each = min(highest, held) // self.size
+        if each:
+            return draw.below(rank, _power_of_two(each))
+        return (draw.turn(rank, self.size) < highest).to(torch.int32)
+
+
+def random_bytes(
+    seed: int, rank: int, start: int, count: int, device: torch.device
+) -> Tensor:
+    """Return bytes ``start`` to ``start + count`` of a rank's endless random string."""
+    first = start // 8
+    num_words = -(-(start + count) // 8) - first
+    words = Draw(seed, first, num_words, device).bits(rank)
+    offset = start - 8 * first
+    return words.view(torch.uint8)[offset : offset + count]
+
+
+class Draw:
+    """Random numbers for a run of indices: equal arguments give equal numbers.
+
+    Counting in 32 bits is what makes it quick; results are new tensors.
+    """
+
+    def __init__(self, seed: int, start: int, count: int, device: torch.device) -> None:
+        index = torch.arange(start, start + count, dtype=torch.int64, device=device)
+        self._seed = seed
+        self._mixed = _mix(index.bitwise_and(_LOW).to(torch.int32))
+        if start + count > 1 << 32:
+            # Zero is mixed into zero: below 2**32 it makes no difference.
+            self._mixed ^= _mix((index >> 32).to(torch.int32))
+
+    def half(self, rank: int, stream: int = 1) -> Tensor:
+        """Return 32 random bits, as int32; another stream gives others."""
+        salt = (self._seed + 2) * 0x9E3779B1 + rank * 0x85EBCA6B
+        return _mix(self._mixed ^ _signed((salt ^ (stream * 0xC2B2AE35)) & _LOW))
+
+    def bits(self, rank: int) -> Tensor:
+        high = self.half(rank, 1).to(torch.int64) << 32
+        return high | self.half(rank, 2).to(torch.int64).bitwise_and_(_LOW)
+
+    def below(self, rank: int, limit: int) -> Tensor:
+        """Return random numbers in ``0..limit-1``; ``limit`` is a power of two."""
+        if limit <= _INT32_MAX:
+            return self.half(rank).bitwise_and_(limit - 1)
+        return self.bits(rank).bitwise_and_(limit - 1)
+
+    def sign(self, rank: int) -> Tensor:
+        return self.half(rank, 3).bitwise_and_(2).neg_().add_(1)
+
+    def turn(self, rank: int, size: int) -> Tensor:
+        """Return the rank's place in an order of the ranks that each index turns."""
+        first = self.half(_NOBODY, 4).bitwise_and_(_INT32_MAX).remainder_(size)
+        return first.neg_().add_(rank + size).remainder_(size)
+
+
+def _mix(values: Tensor) -> Tensor:
+    """Scramble int32 in place, one to one, and return it. Source: lowbias32, Wellons.
+
+    torch shifts the sign in from the left, so that must be masked.
+    """
+    values ^= (values >> 16).bitwise_and_(0xFFFF)
+    values *= 0x7FEB352D
+    values ^= (values >> 15).bitwise_and_(0x1FFFF)
+    values *= _signed(0x846CA68B)
+    values ^= (values >> 16).bitwise_and_(0xFFFF)
+    return values
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 32) if bits > _INT32_MAX else bits
+
+
+def _power_of_two(limit: int) -> int:
+    """Return the greatest power of two that is not above ``limit``."""
+    return 1 << (limit.bit_length() - 1)
+
+
+def _narrow(bits: Tensor, dtype: DType) -> Tensor:
+    """Return random bits as numbers that ``dtype`` has; 4 and 8 bytes stay bits."""
+    if dtype.num_bytes > 1:
+        return bits
+    low = bits.bitwise_and_(0xFF)
+    return low if dtype.kind is NumberKind.UNSIGNED else low.sub_(128)
+
+
+def _cast(wide: Tensor, dtype: DType) -> Tensor:
+    """Return whole numbers, or float64, as ``dtype``; integers wrap."""
+    target = getattr(torch, dtype.torch_name)
+    if dtype.is_float:
+        return wide.to(target)
+    signed = {1: torch.int8, 4: torch.int32, 8: torch.int64}[dtype.num_bytes]
+    return wide.to(signed).view(target)
+
 
 _CHUNK_ELEMENTS = 1 << 16
 _CANARY = 0xA5
@@ -25,26 +309,15 @@ Canaries = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Checker:
-    """Makes the inputs of one row and examines its results.
-
-    Attributes:
-        test: The collective.
-        shape: Its sizes.
-        place: This rank; the matrix in elements.
-        reduction: The inputs where something is reduced; type, seed and device always.
-    """
+    """Makes the inputs of one row and examines its results."""
 
     test: Collective
     shape: Shape
-    place: Place
-    reduction: Reduction
+    place: Participant  # this rank; the matrix in elements
+    # the inputs where something is reduced; type, seed and device always
+    reduction: ReductionInputs
 
     def prepare(self, views: Views, canaries: Canaries) -> list[Tensor]:
-        """Write the inputs, and what the result must not be.
-
-        Returns:
-            What the result must be, in parts, for ``count_wrong``.
-        """
         for canary in canaries:
             canary.fill_(_CANARY)
         expected: list[Tensor] = []
@@ -64,11 +337,6 @@ class Checker:
         """Return the elements of this rank's result that are wrong.
 
         Bytes beside the result that were touched count as one each.
-
-        Args:
-            views: The operation's.
-            canaries: As they were prepared.
-            expected: From ``prepare``.
         """
         is_exact = not self.test.has_op or self.reduction.is_exact
         wrong = 0
@@ -83,7 +351,6 @@ class Checker:
         return self.reduction.dtype
 
     def _chunks(self, receive: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of the result with what they must be."""
         for piece, done, count in self._cuts():
             part = receive[piece.start + done : piece.start + done + count]
             yield part, self._expected(piece, done, count)

@@ -8,16 +8,17 @@ break ends it, so that it is never believed.
 
 import re
 
-from ronde.bench.log_columns import (
+from ronde.bench.log_state import AVERAGE, OUT_OF_BOUNDS, ParserState, name_in
+from ronde.bench.log_table import (
     Columns,
+    Line,
     is_header,
     is_number,
     parse_header,
     parse_row,
+    split_lines,
 )
-from ronde.bench.log_draft import AVERAGE, OUT_OF_BOUNDS, Draft, name_in
-from ronde.bench.log_lines import Line, split_lines
-from ronde.bench.runs import Run
+from ronde.bench.results import Run
 from ronde.errors import UsageError
 
 _BANNERS = (
@@ -38,21 +39,6 @@ _MAX_STRAYS = 1000
 def read_text(
     text: str, source: str, *, test: str = "", keeps_partial: bool = False
 ) -> list[Run]:
-    """Read all runs of a log.
-
-    Args:
-        text: The log.
-        source: Its name, which messages and the search for the test's name use.
-        test: What the runs are of, where the user knows better; empty finds it out.
-        keeps_partial: Leave a cut last row out with a warning, where it would be an
-            error.
-
-    Returns:
-        The runs in order, at least one.
-
-    Raises:
-        UsageError: There is none, or the log is damaged; with its name and line.
-    """
     reader = _Reader(source, test)
     lines = split_lines(text)
     for line in lines.ended:
@@ -74,14 +60,13 @@ class _Reader:
         self.runs: list[Run] = []
         self._source = source
         self._test = test
-        self._draft = Draft(source, 1)
+        self._state = ParserState(source, 1)
         # A row whose numbers may go on below: where it began, and its text so far.
         self._row: Line | None = None
 
     def feed(self, line: Line) -> None:
-        """Take the next line, which a line break ended."""
         if line.warning:
-            self._draft.warnings.append(f"line {line.number}: NCCL: {line.warning}")
+            self._state.warnings.append(f"line {line.number}: NCCL: {line.warning}")
         text = line.text.strip()
         if not text:
             return
@@ -89,26 +74,26 @@ class _Reader:
             self._comment(line, text[1:].strip())
         elif _ELISION.fullmatch(text):
             self._elision(line)
-        elif self._draft.columns is None or self._draft.is_over:
+        elif self._state.columns is None or self._state.is_over:
             self._outside(line, text)
         else:
-            self._inside(line, self._draft.columns)
+            self._inside(line, self._state.columns)
 
     def end(self, rest: Line | None, *, keeps_partial: bool) -> None:
         """Take what no line break ended, and close the last run."""
-        draft = self._draft
+        state = self._state
         if rest is not None:
             self._rest(rest, keeps_partial=keeps_partial)
         if self._row is not None:
             if not keeps_partial:
                 self._refuse_row(self._row)
-            draft.warnings.append(f"line {self._row.number}: a cut row was left out")
+            state.warnings.append(f"line {self._row.number}: a cut row was left out")
             self._row = None
-        self._close(draft.first_line)
+        self._close(state.first_line)
 
     def _rest(self, line: Line, *, keeps_partial: bool) -> None:
-        draft, text = self._draft, line.text.strip()
-        columns = None if draft.is_over else draft.columns
+        state, text = self._state, line.text.strip()
+        columns = None if state.is_over else state.columns
         words = text.split("#", 1)[0].split()
         if columns is not None and words and _claims_to_be_row(words):
             row = self._continued(line)
@@ -118,7 +103,7 @@ class _Reader:
             self._row = None
         elif _CONCLUDED.startswith(text[: len(_CONCLUDED)]):
             return
-        draft.warnings.append(
+        state.warnings.append(
             f"line {line.number} ends without a line break and may be cut: it was "
             "left out"
         )
@@ -135,56 +120,55 @@ class _Reader:
             if found is not None:
                 self._open_run(line, kind)
                 if kind == "start":
-                    self._draft.title = name_in(found["name"])
+                    self._state.title = name_in(found["name"])
                 elif kind == "nThread":
-                    self._draft.arguments = comment
+                    self._state.arguments = comment
                 return
-        if self._draft.columns is None:
+        if self._state.columns is None:
             self._before_table(comment)
         else:
             self._below_table(line, comment)
 
     def _open_run(self, line: Line, kind: str) -> None:
-        draft = self._draft
-        if draft.columns is not None or kind in draft.banners:
+        state = self._state
+        if state.columns is not None or kind in state.banners:
             self._close(line.number)
-        elif not draft.banners:
-            draft.first_line = line.number
-        self._draft.banners.add(kind)
+        elif not state.banners:
+            state.first_line = line.number
+        self._state.banners.add(kind)
 
     def _open_table(self, line: Line, words: list[str]) -> None:
-        draft = self._draft
-        if draft.columns is not None:
+        state = self._state
+        if state.columns is not None:
             self._close(line.number)
-            if not draft.is_over:
+            if not state.is_over:
                 # The same program goes on: its ranks are still the same.
-                self._draft.devices = draft.devices
-                self._draft.title, self._draft.mention = draft.title, draft.mention
-        elif not draft.banners and not draft.devices:
-            draft.first_line = line.number
+                self._state.devices = state.devices
+                self._state.title, self._state.mention = state.title, state.mention
+        elif not state.banners and not state.devices:
+            state.first_line = line.number
         with _Position(self._source, line.number):
-            self._draft.columns = parse_header(words, self._draft.places)
-        self._draft.has_table = True
+            self._state.columns = parse_header(words, self._state.places)
+        self._state.has_table = True
 
     def _close(self, next_line: int) -> None:
-        """Finish the run and begin another."""
         if self._row is not None:
             self._refuse_row(self._row)
-        draft = self._draft
-        if draft.columns is not None or draft.banners:
-            self.runs.append(draft.finish(self._test))
-        self._draft = Draft(self._source, next_line)
+        state = self._state
+        if state.columns is not None or state.banners:
+            self.runs.append(state.finish(self._test))
+        self._state = ParserState(self._source, next_line)
 
     def _before_table(self, comment: str) -> None:
-        draft = self._draft
+        state = self._state
         engine = _ENGINE.fullmatch(comment)
         if engine is not None:
-            draft.engine = engine[1]
-        elif not draft.add_device(comment):
+            state.engine = engine[1]
+        elif not state.add_device(comment):
             places = [each.replace("-", "_") for each in _PLACES.findall(comment)]
-            draft.places = places or draft.places
+            state.places = places or state.places
         elif comment.endswith("..."):
-            draft.is_list_cut = True
+            state.is_list_cut = True
 
     def _below_table(self, line: Line, comment: str) -> None:
         found = _FOOTER.match(comment)
@@ -197,19 +181,19 @@ class _Reader:
                 return
             self._refuse_row(self._row)
         with _Position(self._source, line.number):
-            self._draft.add_footer(name, found["value"] or "")
+            self._state.add_footer(name, found["value"] or "")
         if name == "error":
-            self._draft.warnings.append(f"line {line.number}: {found['value']}")
+            self._state.warnings.append(f"line {line.number}: {found['value']}")
 
     def _elision(self, line: Line) -> None:
-        draft = self._draft
+        state = self._state
         if self._row is not None:
             self._refuse_row(self._row)
-        if draft.columns is not None and not draft.is_over:
-            draft.has_gap = True
-            draft.warnings.append(f"line {line.number}: rows were left out here")
-        elif draft.devices:
-            draft.is_list_cut = True
+        if state.columns is not None and not state.is_over:
+            state.has_gap = True
+            state.warnings.append(f"line {line.number}: rows were left out here")
+        elif state.devices:
+            state.is_list_cut = True
 
     def _outside(self, line: Line, text: str) -> None:
         """Take a line that stands in no table, where rows are lost ones."""
@@ -220,19 +204,19 @@ class _Reader:
                 f"count type ...), got {text[:60]!r} without one."
             )
         found = _PROGRAM.search(text)
-        if found is not None and not self._draft.mention:
-            self._draft.mention = name_in(found[1])
-        if text.endswith("...") and self._draft.devices:
-            self._draft.is_list_cut = True
+        if found is not None and not self._state.mention:
+            self._state.mention = name_in(found[1])
+        if text.endswith("...") and self._state.devices:
+            self._state.is_list_cut = True
 
     def _inside(self, line: Line, columns: Columns) -> None:
         """Take a line of a table: a row, a part of one, or somebody else's."""
         text = line.text.split("#", 1)[0]
         words = text.split()
         if not _claims_to_be_row(words):
-            if len(self._draft.strays) < _MAX_STRAYS:
+            if len(self._state.strays) < _MAX_STRAYS:
                 stray = f"line {line.number}: {line.text.strip()[:50]!r}"
-                self._draft.strays.append(stray)
+                self._state.strays.append(stray)
             return
         if self._row is not None and not all(
             is_number(word) or _TIME_OF_DAY.fullmatch(word) for word in words
@@ -251,21 +235,20 @@ class _Reader:
     def _take_row(self, line: Line, columns: Columns) -> None:
         with _Position(self._source, line.number):
             row, extras = parse_row(line.text, columns)
-            above = self._draft.rows[-1:]
+            above = self._state.rows[-1:]
             # The operation is blank in all rows of a table or in none.
             if columns.has_root and above and bool(above[0].redop) != bool(row.redop):
                 raise UsageError(
                     f"operation of a row must be there as above it, got {row.redop!r}."
                 )
         self._row = None
-        self._draft.rows.append(row)
-        self._draft.extras.append(extras)
+        self._state.rows.append(row)
+        self._state.extras.append(extras)
 
     def _refuse_row(self, line: Line) -> None:
-        """Raise what is wrong with a row that nothing continued."""
         with _Position(self._source, line.number):
-            if self._draft.columns is not None:
-                parse_row(line.text, self._draft.columns)
+            if self._state.columns is not None:
+                parse_row(line.text, self._state.columns)
             raise UsageError(f"row must be whole, got {line.text.strip()[:60]!r}.")
 
 

@@ -1,111 +1,126 @@
-"""What a benchmark says while it runs, as values; torch-free."""
+"""What a benchmark reports while it runs, as values; no torch."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import IntEnum
 
-from ronde.bench.iterations import IterationTimes
 from ronde.bench.options import Options
-from ronde.bench.rows import Row, Side
+from ronde.bench.results import Row, Side
 from ronde.topology.limits.bounds import Limit
 
 
 @dataclass(frozen=True, slots=True)
+class IterationTimes:
+    """Times of single iterations, and what sums them up."""
+
+    times_us: tuple[float, ...]
+    rank_times_us: tuple[tuple[float, ...], ...]  # by rank and iteration
+    num_skipped: int = 0  # iterations at the beginning that the figures leave out
+
+    @classmethod
+    def of_ranks(
+        cls, rank_times_us: Sequence[Sequence[float]], num_skipped: int
+    ) -> "IterationTimes":
+        columns = zip(*rank_times_us, strict=True)
+        return cls(
+            tuple(max(column) for column in columns),
+            tuple(tuple(times) for times in rank_times_us),
+            num_skipped,
+        )
+
+    @property
+    def _sorted(self) -> list[float]:
+        return sorted(self.times_us[self.num_skipped :])
+
+    @property
+    def min_us(self) -> float:
+        return self._sorted[0]
+
+    @property
+    def max_us(self) -> float:
+        return self._sorted[-1]
+
+    @property
+    def mean_us(self) -> float:
+        return sum(self._sorted) / len(self._sorted)
+
+    @property
+    def median_us(self) -> float:
+        """The middle one; of an even number the upper, as nccl-tests takes it."""
+        return self._sorted[len(self._sorted) // 2]
+
+    @property
+    def deviation_us(self) -> float:
+        mean = self.mean_us
+        return math.sqrt(sum((t - mean) ** 2 for t in self._sorted) / len(self._sorted))
+
+    @property
+    def variation_percent(self) -> float:
+        return 100 * self.deviation_us / self.mean_us if self.mean_us else 0.0
+
+    def percentile_us(self, percent: int) -> float:
+        """Return the time that ``percent`` of the iterations do not exceed."""
+        times = self._sorted
+        return times[max(0, math.ceil(percent / 100 * len(times)) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
-    """What one rank runs on.
+    """What one rank runs on."""
 
-    Attributes:
-        rank: Of the world.
-        group: Of the group that the rank is in.
-        pid: Its process.
-        host: Where that is.
-        index: Of the device on its host.
-        bus_id: PCI domain, bus and device; zeros for a CPU.
-        name: What it is.
-    """
-
-    rank: int
-    group: int
+    rank: int  # of the world
+    group: int  # of the group that the rank is in
     pid: int
-    host: str
-    index: int
-    bus_id: tuple[int, int, int]
-    name: str
+    host: str  # where that is
+    index: int  # of the device on its host
+    bus_id: tuple[int, int, int]  # PCI domain, bus and device; zeros for a CPU
+    name: str  # what it is
 
     @property
     def bus_text(self) -> str:
-        """The place on the bus as nccl-tests writes it."""
         return "{:04x}:{:02x}:{:02x}".format(*self.bus_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What is known before the first row.
-
-    Attributes:
-        options: What was asked for; sizes as they will be, not as they were asked for.
-        engine: What moves the bytes.
-        devices: One a rank.
-        size: Ranks of the group that is told of.
-        versions: Of what takes part, by name.
-        notes: What is to be said of how it is measured, one sentence each.
-        shown_variables: The environment, as far as it may be quoted.
-        limit: The physical bound, where one is known.
-        call_overhead_us: Time of an operation on one element, where that was measured.
-        nccl_version: As NCCL writes it in one number; 0 without it.
-        started_at: Local time.
-    """
+    """What is known before the first row."""
 
     options: Options
-    engine: str
-    devices: tuple[Device, ...]
-    size: int
-    versions: Mapping[str, str]
+    engine: str  # what moves the bytes
+    devices: tuple[Device, ...]  # one a rank
+    size: int  # ranks of the group that is told of
+    versions: Mapping[str, str]  # of what takes part, by name
     notes: tuple[str, ...] = ()
-    shown_variables: tuple[str, ...] = ()
-    limit: Limit | None = None
+    shown_variables: tuple[str, ...] = ()  # the environment, as far as it may be quoted
+    limit: Limit | None = None  # the physical bound, where one is known
+    # time of an operation on one element, where that was measured
     call_overhead_us: float | None = None
-    nccl_version: int = 0
+    nccl_version: int = 0  # as NCCL writes it in one number; 0 without it
     started_at: datetime = field(default_factory=datetime.now)
 
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """One place of one row.
+    """One place of one row."""
 
-    Attributes:
-        side: What the row says.
-        iterations: Where each was timed.
-        num_failed: Checks that failed.
-    """
-
-    side: Side
-    iterations: IterationTimes | None = None
-    num_failed: int = 0
+    side: Side  # what the row says
+    iterations: IterationTimes | None = None  # where each was timed
+    num_failed: int = 0  # checks that failed
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One row, when it is there.
-
-    Attributes:
-        row: The figures.
-        out_of_place: More of that half.
-        in_place: More of that half.
-        cycle: Number of the sweep, from 0 on.
-        num_iterations: Timed iterations of each half.
-        at: Local time of its end.
-        remarks: Lines to print before it, as comments.
-    """
+    """One row, when it is there."""
 
     row: Row
-    out_of_place: Half
-    in_place: Half
-    cycle: int
-    num_iterations: int
-    at: datetime
-    remarks: tuple[str, ...] = ()
+    out_of_place: Half  # more of that half
+    in_place: Half  # more of that half
+    cycle: int  # number of the sweep, from 0 on
+    num_iterations: int  # timed iterations of each half
+    at: datetime  # local time of its end
+    remarks: tuple[str, ...] = ()  # lines to print before it, as comments
 
 
 class Reason(IntEnum):
@@ -127,30 +142,18 @@ class Remark:
 
 @dataclass(slots=True)
 class Totals:
-    """What is kept of all rows: a soak must not grow.
-
-    Attributes:
-        num_rows: Rows measured.
-        num_busbw: Bandwidths in the sum.
-        sum_busbw_gb_per_s: Of all rows and places.
-        peak_busbw_gb_per_s: The greatest.
-        peak_size_bytes: Its row.
-        num_failed: Checks that failed.
-        num_wrong: Wrong elements.
-        is_checked: Something was verified.
-    """
+    """What is kept of all rows: a soak must not grow."""
 
     num_rows: int = 0
-    num_busbw: int = 0
-    sum_busbw_gb_per_s: float = 0.0
+    num_busbw: int = 0  # bandwidths in the sum
+    sum_busbw_gb_per_s: float = 0.0  # of all rows and places
     peak_busbw_gb_per_s: float = 0.0
     peak_size_bytes: int = 0
-    num_failed: int = 0
+    num_failed: int = 0  # checks that failed
     num_wrong: float = 0.0
-    is_checked: bool = False
+    is_checked: bool = False  # something was verified
 
     def add(self, measured: Measured) -> None:
-        """Take a row in."""
         self.num_rows += 1
         for half in (measured.out_of_place, measured.in_place):
             busbw = half.side.busbw_gb_per_s or 0.0
@@ -172,23 +175,14 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What is known after the last row.
+    """What is known after the last row."""
 
-    Attributes:
-        totals: Of all rows.
-        least_busbw_gb_per_s: What the average had to reach nine tenths of; None for
-            nothing.
-        memory: The memory line, or empty.
-        errors: What went wrong, one sentence each.
-        reason: Why it ended.
-        ended_at: Local time.
-    """
-
-    totals: Totals
+    totals: Totals  # of all rows
+    # what the average had to reach nine tenths of; None for nothing
     least_busbw_gb_per_s: float | None = None
-    memory: str = ""
-    errors: tuple[str, ...] = ()
-    reason: Reason = Reason.COMPLETE
+    memory: str = ""  # the memory line, or empty
+    errors: tuple[str, ...] = ()  # what went wrong, one sentence each
+    reason: Reason = Reason.COMPLETE  # why it ended
     ended_at: datetime = field(default_factory=datetime.now)
 
     @property

@@ -1,21 +1,138 @@
-"""One operation of each collective, ready to be called over and over.
+"""One operation of each collective on memory of its own, ready to be called repeatedly.
 
 What an engine has no call for is made of those that it has. All slicing is done before
 the timed loop: an operation is a function without arguments.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
-from ronde.bench.buffers import Views
-from ronde.bench.catalog import Collective
-from ronde.bench.movement import Place
-from ronde.bench.patterns import premultiplier
+from ronde.bench.catalog import Collective, DType, Matrix, Shape, premultiplier
 from ronde.collectives import Communicator, ReduceOp, rows
+
+CANARY_BYTES = 256
+"""Bytes on either side of a result that nobody may touch."""
+
+_MAX_PLACES = 16384
+
+Allocate = Callable[[int], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """One operation's arguments."""
+
+    send: Tensor
+    # the result; where the operation is in place, the input is in it, or it in the
+    # input
+    receive: Tensor
+    is_in_place: bool  # both are of one buffer
+
+
+class Buffers:
+    """Two buffers that are allocated once and hold the largest row."""
+
+    def __init__(
+        self, allocate: Allocate, capacity_bytes: int, unaligned_by: int
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.unaligned_by = unaligned_by
+        # 8 bytes is the largest element.
+        num_bytes = capacity_bytes + 2 * CANARY_BYTES + 8 * unaligned_by
+        self._send = allocate(num_bytes)
+        self._receive = allocate(num_bytes)
+
+    def places(
+        self, dtype: DType, shape: Shape, rank: int, *, is_in_place: bool
+    ) -> Iterator[Views]:
+        """Yield the arguments of the first, second, ... operation of a loop.
+
+        Each is behind the one before by what that touched, so that small messages are
+        not in the cache already, and round again; the largest row stays where it is.
+        """
+        step = shape.span * dtype.num_bytes
+        count = min(_MAX_PLACES, self.capacity_bytes // step if step else 1)
+        for index in range(max(1, count)):
+            yield self.views(dtype, shape, rank, index, is_in_place=is_in_place)
+
+    def views(
+        self,
+        dtype: DType,
+        shape: Shape,
+        rank: int,
+        index: int = 0,
+        *,
+        is_in_place: bool,
+    ) -> Views:
+        receive = self._region(self._receive, dtype, shape, index)
+        if not is_in_place:
+            send = self._region(self._send, dtype, shape, index)
+            return Views(send[: shape.send], receive[: shape.receive], is_in_place)
+        start, end = rank * shape.send_offset, rank * shape.receive_offset
+        return Views(
+            receive[start : start + shape.send],
+            receive[end : end + shape.receive],
+            is_in_place,
+        )
+
+    def fill(self, pattern: Tensor, num_bytes: int) -> None:
+        """Repeat the bytes of ``pattern`` through the first part of both buffers.
+
+        Timing needs no more. What the timed operations reduce is soon infinite or has
+        wrapped; that costs no more time. Zeros, or numbers that become denormal, could.
+        """
+        end = min(num_bytes + 2 * CANARY_BYTES, self._send.numel())
+        for buffer in (self._send, self._receive):
+            for start in range(0, end, pattern.numel()):
+                part = buffer[start : start + pattern.numel()]
+                part.copy_(pattern[: part.numel()])
+
+    def canaries(
+        self, dtype: DType, shape: Shape, *, is_in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the bytes on either side of what the first place's operation fills."""
+        start = CANARY_BYTES + self.unaligned_by * dtype.num_bytes
+        # In place the input may be beside the result.
+        filled = shape.span if is_in_place else shape.receive
+        end = start + filled * dtype.num_bytes
+        return (
+            self._receive[start - CANARY_BYTES : start],
+            self._receive[end : end + CANARY_BYTES],
+        )
+
+    def _region(self, buffer: Tensor, dtype: DType, shape: Shape, index: int) -> Tensor:
+        num_bytes = shape.span * dtype.num_bytes
+        start = CANARY_BYTES + self.unaligned_by * dtype.num_bytes + index * num_bytes
+        return buffer[start : start + num_bytes].view(getattr(torch, dtype.torch_name))
+
+
+def allocator(
+    communicator: Communicator, device: torch.device, *, is_foreign: bool
+) -> Allocate:
+    """Return what gives memory: the engine's own, or torch's like any other tensor."""
+
+    def allocate(num_bytes: int) -> Tensor:
+        if is_foreign:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return communicator.allocate(num_bytes, torch.uint8, device)
+
+    return allocate
+
+
+@dataclass(frozen=True, slots=True)
+class Participant:
+    """Which rank of how many, and what is special."""
+
+    rank: int
+    size: int  # number of ranks
+    root: int = -1  # the root, or -1
+    matrix: Matrix = ()  # elements from rank to rank, for ``alltoallv``; else empty
+
 
 Operation = Callable[[], None]
 
@@ -33,19 +150,12 @@ _OPS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Makes operations of one collective.
-
-    Attributes:
-        test: The collective.
-        communicator: Who moves the bytes.
-        op: nccl-tests' name of the reduction; ignored where nothing is reduced.
-        place: This rank; the root; the matrix in elements.
-    """
+    """Makes operations of one collective."""
 
     test: Collective
-    communicator: Communicator
-    op: str
-    place: Place
+    communicator: Communicator  # who moves the bytes
+    op: str  # nccl-tests' name of the reduction; ignored where nothing is reduced
+    place: Participant  # this rank; the root; the matrix in elements
 
     def make(self, views: Views) -> Operation:
         """Return an operation on ``views``; it is over when the call returns.
@@ -56,12 +166,10 @@ class Maker:
 
     @property
     def reduce_op(self) -> ReduceOp:
-        """The reduction as engines know it."""
         return _OPS.get(self.op, ReduceOp.SUM)
 
     @property
     def prescale(self) -> float:
-        """What this rank's input is multiplied by first."""
         return float(premultiplier(self.place.rank)) if self.op == "mulsum" else 1.0
 
 

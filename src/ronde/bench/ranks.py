@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ronde.bench.exits import UnsupportedError
 from ronde.bench.measured import Device
-from ronde.bench.options import Options
+from ronde.bench.options import Options, UnsupportedError
 from ronde.bench.variables import Split, Variables
 from ronde.collectives import Communicator, all_gather_json, connect, exchange_hosts
 from ronde.collectives.connections import DEFAULT_TIMEOUT_S
@@ -25,33 +24,21 @@ _CUDA_ENGINES = frozenset({"auto", "nccl"})
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What this rank has in common with the others.
-
-    Attributes:
-        control: All ranks, apart from what is measured: for agreement and figures.
-        engines: By name, ``engine`` or ``engine/algorithm``: this rank's group,
-            connected so.
-        device: Where this rank's tensors are.
-        devices: What each rank of the world runs on.
-        hosts: The host of each rank of this rank's group.
-        num_sharing: Ranks on this host.
-    """
+    """What this rank has in common with the others."""
 
     control: Communicator
     engines: Mapping[str, Communicator]
-    device: torch.device
-    devices: tuple[Device, ...]
-    hosts: tuple[str, ...]
-    num_sharing: int
+    device: torch.device  # where this rank's tensors are
+    devices: tuple[Device, ...]  # what each rank of the world runs on
+    hosts: tuple[str, ...]  # the host of each rank of this rank's group
+    num_sharing: int  # ranks on this host
 
     @property
     def group(self) -> Communicator:
-        """This rank's group by the first engine."""
         return next(iter(self.engines.values()))
 
     @property
     def is_speaker(self) -> bool:
-        """Whether this rank tells the result."""
         return self.control.rank == 0
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
@@ -61,18 +48,12 @@ class Ranks:
         return gathered
 
     def close(self) -> None:
-        """Give everything back."""
         for communicator in (*self.engines.values(), self.control):
             communicator.close()
 
 
 def meet_ranks(claim: RankInfo, options: Options, variables: Variables) -> Ranks:
-    """Connect to the other ranks by every engine that is asked for; collective.
-
-    Raises:
-        UsageError: An engine is not there, or there is no such device.
-        CollectiveError: Not all ranks came.
-    """
+    """Connect to the other ranks by every engine that is asked for; collective."""
     device = _device(claim, options, variables)
     if variables.split is not None and "mpi" in options.engines.names:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""From options to rows: everything that is made before the first and after the last."""
+"""From options to rows: everything before the first and after the last."""
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
@@ -6,25 +6,16 @@ from typing import Any
 
 import torch
 
-from ronde.bench.buffers import Buffers, allocator
-from ronde.bench.capacity import (
-    Memory,
-    free_host_memory,
-    largest_row,
-    require_room,
-)
+from ronde.bench.capacity import FreeMemory, free_host_memory, largest_row, require_room
 from ronde.bench.catalog import Spread, is_possible
-from ronde.bench.device_mark import DeviceMark
 from ronde.bench.limits import Wires, search_limit
 from ronde.bench.measured import Heading, Reason
-from ronde.bench.operations import IN_PLACE_ONLY
+from ronde.bench.operations import IN_PLACE_ONLY, Buffers, allocator
 from ronde.bench.options import Options
 from ronde.bench.ranks import Ranks, meet_ranks
-from ronde.bench.row_bench import Case, RowBench
-from ronde.bench.sweeping import Event, SweepBench
-from ronde.bench.timing import Clock
+from ronde.bench.sweeps import Case, Event, RowBench, SweepBench
+from ronde.bench.timing import Clock, CudaEvent, Expired, Watchdog
 from ronde.bench.variables import Variables
-from ronde.bench.watchdog import Expired, Watchdog
 from ronde.collectives import Communicator
 from ronde.errors import UsageError
 from ronde.topology.limits.bounds import Limit
@@ -35,24 +26,15 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """A benchmark that is ready to run.
+class BenchSession:
+    """A benchmark that is ready to run."""
 
-    Attributes:
-        options: What was asked for, sizes cut to what fits.
-        variables: What the environment asks for.
-        ranks: Everybody.
-        benches: Measures rows, by engine.
-        watchdog: Notices what does not end.
-        notes: What is to be said of how it is measured.
-    """
-
-    options: Options
-    variables: Variables
+    options: Options  # what was asked for, sizes cut to what fits
+    variables: Variables  # what the environment asks for
     ranks: Ranks
-    benches: dict[str, RowBench]
-    watchdog: Watchdog
-    notes: tuple[str, ...]
+    benches: dict[str, RowBench]  # measures rows, by engine
+    watchdog: Watchdog  # notices what does not end
+    notes: tuple[str, ...]  # what is to be said of how it is measured
 
     def heading(self) -> Heading:
         """Return what is known before the first row; collective."""
@@ -77,7 +59,6 @@ class Session:
         return SweepBench(bench, self.options, is_stopped, is_shown).run()
 
     def close(self) -> None:
-        """Give everything back."""
         self.watchdog.close()
         self.ranks.close()
 
@@ -104,7 +85,6 @@ class Session:
         return found.limit, found.reason
 
     def _call_overhead_us(self) -> float | None:
-        """Return the time of an operation on next to nothing."""
         bench = next(iter(self.benches.values()))
         test, sweep = self.options.test, self.options.sweep
         dtype = sweep.dtypes[0]
@@ -127,19 +107,8 @@ class Session:
 
 def open_session(
     claim: RankInfo, options: Options, variables: Variables, on_expired: Expired
-) -> Session:
-    """Connect, find room, allocate; collective.
-
-    Args:
-        claim: This rank's place.
-        options: What was asked for.
-        variables: What the environment asks for.
-        on_expired: Is told what took longer than ``-T``.
-
-    Raises:
-        UsageError: Something asked for cannot be.
-        CollectiveError: The ranks did not meet.
-    """
+) -> BenchSession:
+    """Connect, find room, allocate; collective."""
     ranks = meet_ranks(claim, options, variables)
     _require_root(options, ranks.group.size)
     options, cut = _fit(options, ranks)
@@ -163,7 +132,7 @@ def open_session(
             watchdog=watchdog,
         )
     notes = (*_notes(options, ranks.group, ranks.device), *cut)
-    return Session(options, variables, ranks, benches, watchdog, notes)
+    return BenchSession(options, variables, ranks, benches, watchdog, notes)
 
 
 def _nccl_version(device: torch.device) -> int:
@@ -184,7 +153,7 @@ def _clock(ranks: Ranks) -> Clock:
     device = ranks.device
     if device.type != "cuda":
         return Clock(_nothing, barrier)
-    return Clock(lambda: torch.cuda.synchronize(device), barrier, DeviceMark)
+    return Clock(lambda: torch.cuda.synchronize(device), barrier, CudaEvent)
 
 
 def _nothing() -> None:
@@ -215,11 +184,11 @@ def _fit(options: Options, ranks: Ranks) -> tuple[Options, tuple[str, ...]]:
     return cut, (f"Reducing maxBytes to {largest} due to memory limitation",)
 
 
-def _free_memory(options: Options, ranks: Ranks) -> tuple[Memory, int]:
+def _free_memory(options: Options, ranks: Ranks) -> tuple[FreeMemory, int]:
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
         num_sharing = ranks.num_sharing if options.is_gpu_shared else 1
-        return Memory(free, "the GPU's memory"), num_sharing
+        return FreeMemory(free, "the GPU's memory"), num_sharing
     return free_host_memory(), ranks.num_sharing
 
 

@@ -1,4 +1,4 @@
-"""The clock around operations, and nothing else.
+"""The clock around operations, and the watchdog of what does not end.
 
 Note [What is timed]. Wall clock of the host around all iterations and the final
 synchronisation. Everything that an operation needs is made before; the collector is off
@@ -7,14 +7,87 @@ one uses the same buffers: ``-z 0`` and ``-z 2`` are one there.
 """
 
 import gc
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter_ns
-from typing import Protocol, Self
+from time import monotonic, perf_counter_ns
+from typing import Any, Protocol, Self
+
+import torch
 
 from ronde.bench.operations import Operation
 from ronde.bench.options import Loop
+
+
+class CudaEvent:
+    """The moment at which the current stream has done all it was given so far."""
+
+    def __init__(self) -> None:
+        # torch gives its events no type.
+        cuda: Any = torch.cuda
+        self._event: Any = cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def seconds_to(self, later: Self) -> float:
+        """Return the time between two moments that are both over."""
+        return float(self._event.elapsed_time(later._event)) / 1e3
+
+
+Expired = Callable[[str], None]
+
+
+class Watchdog:
+    """Calls somebody when a stretch of work takes too long."""
+
+    def __init__(self, timeout_s: float, on_expired: Expired) -> None:
+        self._timeout_s = timeout_s
+        self._on_expired = on_expired
+        self._changed = threading.Condition()
+        self._deadline: float | None = None
+        self._what = ""
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def watching(self, what: str) -> Generator[None]:
+        if not self._timeout_s:
+            yield
+            return
+        self._arm(what, monotonic() + self._timeout_s)
+        try:
+            yield
+        finally:
+            self._arm("", None)
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _arm(self, what: str, deadline: float | None) -> None:
+        with self._changed:
+            self._what, self._deadline = what, deadline
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while not self._is_closed:
+                if self._deadline is None:
+                    self._changed.wait()
+                    continue
+                left_s = self._deadline - monotonic()
+                if left_s <= 0:
+                    self._on_expired(self._what)
+                    self._deadline = None
+                    continue
+                self._changed.wait(left_s)
+
 
 WAIT_AND_BARRIER = 1
 WAIT = 2
@@ -23,20 +96,14 @@ WAIT_AND_BARRIER_OUTSIDE = 3
 
 @dataclass(frozen=True, slots=True)
 class Elapsed:
-    """What one rank's clock says of one loop.
+    """What one rank's clock says of one loop."""
 
-    Attributes:
-        total_s: From the first call to the end of the last operation.
-        called_s: From the first call to the return of the last.
-        iterations_s: Each iteration, where that was asked for.
-    """
-
-    total_s: float
-    called_s: float
-    iterations_s: tuple[float, ...] = ()
+    total_s: float  # from the first call to the end of the last operation
+    called_s: float  # from the first call to the return of the last
+    iterations_s: tuple[float, ...] = ()  # each iteration, where that was asked for
 
 
-class Mark(Protocol):
+class TimingEvent(Protocol):
     """A moment on the device."""
 
     def seconds_to(self, later: Self) -> float:
@@ -45,37 +112,24 @@ class Mark(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HostMark:
+class HostEvent:
     """A moment on the host: for devices that are done when a call returns."""
 
     at_ns: int = field(default_factory=perf_counter_ns)
 
     def seconds_to(self, later: Self) -> float:
-        """Return the time between two moments."""
         return (later.at_ns - self.at_ns) / 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """How this device is timed.
+    """How this device is timed."""
 
-    Attributes:
-        synchronize: Waits for all that the device was given.
-        barrier: Waits for all ranks.
-        mark: Marks the moment at which the device has done all it was given so far.
-    """
-
-    synchronize: Operation
-    barrier: Operation
-    mark: Callable[[], Mark] = HostMark
+    synchronize: Operation  # waits for all that the device was given
+    barrier: Operation  # waits for all ranks
+    mark: Callable[[], TimingEvent] = HostEvent
 
     def time(self, operations: Sequence[Operation], loop: Loop) -> Elapsed:
-        """Run ``iterations`` times ``aggregated`` operations.
-
-        Args:
-            operations: Taken in turn, over and over.
-            loop: How often, and what happens between them.
-        """
         count = loop.iterations * loop.aggregated
         turns = -(-count // len(operations))
         calls = (list(operations) * turns)[:count]
@@ -97,7 +151,7 @@ class Clock:
         """Do what comes after each operation, and after each iteration."""
         after_call = self._after_call(loop)
         is_closed = loop.blocking == WAIT_AND_BARRIER_OUTSIDE
-        marks: list[tuple[Mark, Mark]] = []
+        marks: list[tuple[TimingEvent, TimingEvent]] = []
         untimed = 0
         start = perf_counter_ns()
         begun = self.mark() if loop.is_each_timed else None
@@ -142,12 +196,7 @@ class Clock:
 
 
 def combine(times_s: Sequence[float], average: int) -> float:
-    """Make one time of those of all ranks, as nccl-tests' ``-a`` says.
-
-    Args:
-        times_s: By rank.
-        average: 0 rank 0's, 1 the mean, 2 the least, 3 the greatest.
-    """
+    """Make one time of those of all ranks, as nccl-tests' ``-a`` says."""
     match average:
         case 0:
             return times_s[0]

@@ -32,17 +32,11 @@ Times = dict[tuple[str, int], dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long a candidate is measured.
+    """How long a candidate is measured."""
 
-    Attributes:
-        rounds: How often; the median counts.
-        seconds: How long each time, at least one call.
-        sizes_bytes: One size for each size class.
-    """
-
-    rounds: int = 5
-    seconds: float = 0.02
-    sizes_bytes: tuple[int, ...] = CLASS_SAMPLES_BYTES
+    rounds: int = 5  # how often; the median counts
+    seconds: float = 0.02  # how long each time, at least one call
+    sizes_bytes: tuple[int, ...] = CLASS_SAMPLES_BYTES  # one size for each size class
 
 
 def tune(
@@ -50,21 +44,7 @@ def tune(
     effort: Effort | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Table:
-    """Time the candidates, interleaved, on all ranks; collective.
-
-    Args:
-        communicators: Of the same ranks, by engine or ``engine/algorithm``; the same
-            names in the same order on all ranks.
-        effort: How long; None is about 10 s for two candidates.
-        on_progress: Told how many of how many sizes are measured.
-
-    Returns:
-        The table of the fastest, equal on all ranks.
-
-    Raises:
-        UsageError: There is no candidate.
-        CollectiveError: A collective failed.
-    """
+    """Time the candidates, interleaved, on all ranks; collective."""
     if not communicators:
         raise UsageError("communicators must be at least one, got none.")
     effort = effort or Effort()
@@ -126,7 +106,6 @@ class _Bench:
 
 
 def _around(communicator: Communicator, given: Tensor, out: Tensor) -> None:
-    """Send to the next rank and receive from the one before."""
     size, rank = communicator.size, communicator.rank
     if size == 1:
         return

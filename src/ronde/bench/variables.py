@@ -1,11 +1,11 @@
-"""What nccl-tests' environment variables ask for; torch-free."""
+"""What nccl-tests' environment variables ask for; no torch."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ronde.bench.traffic import Traffic, read_matrix
+from ronde.bench.catalog import Traffic, read_matrix
 from ronde.errors import UsageError
 from ronde.world.environment import select_variables
 
@@ -28,18 +28,12 @@ _SIGNS = {"&": "AND", "|": "OR", "%": "MOD", "/": "DIV"}
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the ranks are cut into groups: those of one colour are together.
+    """How the ranks are cut into groups: those of one colour are together."""
 
-    Attributes:
-        operator: AND, OR, MOD or DIV.
-        operand: What it is done with.
-    """
-
-    operator: str
-    operand: int
+    operator: str  # AND, OR, MOD or DIV
+    operand: int  # what it is done with
 
     def colour_of(self, rank: int) -> int:
-        """Return the colour of a rank of the world."""
         match self.operator:
             case "AND":
                 return rank & self.operand
@@ -53,31 +47,19 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """What the environment asks for.
+    """What the environment asks for."""
 
-    Attributes:
-        split: None for one group.
-        first_device: The first GPU to use; None for the local rank's.
-        least_busbw_gb_per_s: The average must reach nine tenths of it; None for any.
-        traffic: Who sends how much in ``alltoallv``.
-        is_traffic_shown: Print what every rank sent.
-        shown: The variables that a result may quote.
-    """
-
-    split: Split | None = None
-    first_device: int | None = None
+    split: Split | None = None  # None for one group
+    first_device: int | None = None  # the first GPU to use; None for the local rank's
+    # the average must reach nine tenths of it; None for any
     least_busbw_gb_per_s: float | None = None
     traffic: Traffic = field(default_factory=Traffic)
-    is_traffic_shown: bool = False
-    shown: tuple[str, ...] = ()
+    is_traffic_shown: bool = False  # print what every rank sent
+    shown: tuple[str, ...] = ()  # the variables that a result may quote
 
 
 def read_variables(environ: Mapping[str, str] | None = None) -> Variables:
-    """Read them from this process's environment, or the one that is given.
-
-    Raises:
-        UsageError: One of them cannot be understood.
-    """
+    """Read them from this process's environment, or the one that is given."""
     said = select_variables(("NCCL_TESTS_*",), environ)
     shown = select_variables(SHOWN, environ)
     device = said.get("NCCL_TESTS_DEVICE")

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ronde.bench.capacity import free_host_memory, largest_row, require_room
-from ronde.bench.exits import Exit, UnsupportedError
-from ronde.bench.flags import help_text, parse
-from ronde.bench.options import Options
+from ronde.bench.options import Exit, Options, UnsupportedError, help_text, parse
 from ronde.bench.variables import read_variables
 from ronde.cli.own_ranks import run_own_ranks
 from ronde.cli.standard_output import give_up_output, is_unwritten

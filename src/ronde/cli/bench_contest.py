@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-from ronde.bench.bench_record import to_record
-from ronde.bench.compared import Ratios
-from ronde.bench.exits import Exit
+from ronde.bench.comparison import Ratios
 from ronde.bench.measured import Heading, Reason, Remark
-from ronde.bench.rows import Row
-from ronde.bench.runs import RankCount, RankSource, Run
-from ronde.bench.session import Session
-from ronde.bench.side_by_side import Contest
+from ronde.bench.options import Exit
+from ronde.bench.results import RankCount, RankSource, Row, Run, to_record
+from ronde.bench.session import BenchSession
+from ronde.bench.sweeps import EngineComparison
 from ronde.cli.bench_stop import Stop
 from ronde.cli.bench_teller import plot
 from ronde.records import append_record
@@ -17,7 +15,7 @@ from ronde.render.bench_contest import compared_line, summary_lines, title_lines
 from ronde.render.bench_text import facts_lines
 
 
-def run_contest(session: Session, stop: Stop) -> int:
+def run_contest(session: BenchSession, stop: Stop) -> int:
     """Measure the engines in turn, tell on rank 0; return the exit code; collective.
 
     Raises:
@@ -29,7 +27,9 @@ def run_contest(session: Session, stop: Stop) -> int:
     ratios = Ratios()
     rows: dict[str, list[Row]] = {name: [] for name in engines}
     _say(is_speaking, [*facts_lines(heading), *title_lines(heading, engines)])
-    contest = Contest(session.benches, session.options, lambda: stop.is_asked).run()
+    contest = EngineComparison(
+        session.benches, session.options, lambda: stop.is_asked
+    ).run()
     reason = Reason.COMPLETE
     while True:
         try:

@@ -4,10 +4,9 @@ import resource
 
 import torch
 
-from ronde.bench.exits import Exit
 from ronde.bench.measured import Ending, Reason
-from ronde.bench.options import Options
-from ronde.bench.session import Session, open_session
+from ronde.bench.options import Exit, Options
+from ronde.bench.session import BenchSession, open_session
 from ronde.bench.variables import Variables
 from ronde.cli.bench_contest import run_contest
 from ronde.cli.bench_stop import Stop, stopping
@@ -51,7 +50,7 @@ def run_rank(options: Options, variables: Variables, claim: RankInfo) -> int:
     return code
 
 
-def _measure(session: Session, teller: Teller, stop: Stop) -> int:
+def _measure(session: BenchSession, teller: Teller, stop: Stop) -> int:
     """Do what was asked for."""
     options = session.options
     if options.is_explained and session.ranks.is_speaker:
@@ -61,7 +60,7 @@ def _measure(session: Session, teller: Teller, stop: Stop) -> int:
     return _sweep(session, teller, stop)
 
 
-def _sweep(session: Session, teller: Teller, stop: Stop) -> int:
+def _sweep(session: BenchSession, teller: Teller, stop: Stop) -> int:
     """Run the sweeps of one engine."""
     teller.begin(session.heading())
     sweep = session.sweep(lambda: stop.is_asked)
@@ -88,7 +87,7 @@ def _sweep(session: Session, teller: Teller, stop: Stop) -> int:
     return Exit.FAILED if ending.is_failed else Exit.OK
 
 
-def _memory(session: Session) -> str:
+def _memory(session: BenchSession) -> str:
     if not session.options.shown.has_memory:
         return ""
     bench = next(iter(session.benches.values()))

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ronde.arguments import Parser
-from ronde.bench.bench_record import to_record
 from ronde.bench.catalog import COLLECTIVES
-from ronde.bench.comparing import Comparison, compare
-from ronde.bench.exits import Exit
+from ronde.bench.comparison import Comparison, compare
 from ronde.bench.log_reading import read_log
-from ronde.bench.runs import Run
+from ronde.bench.options import Exit
+from ronde.bench.results import Run, to_record
 from ronde.errors import UsageError
 from ronde.records import Record, append_record
 from ronde.render.bench_tables import (

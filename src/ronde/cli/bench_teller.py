@@ -7,12 +7,9 @@ from pathlib import Path
 from time import monotonic
 from typing import TextIO
 
-from ronde.bench.bench_record import to_record
-from ronde.bench.exits import Exit
 from ronde.bench.measured import Ending, Heading, Measured, Remark, Totals
-from ronde.bench.options import Options
-from ronde.bench.rows import Row
-from ronde.bench.runs import RankCount, RankSource, Run
+from ronde.bench.options import Exit, Options
+from ronde.bench.results import RankCount, RankSource, Row, Run, to_record
 from ronde.errors import UsageError
 from ronde.records import append_record
 from ronde.render.bench_json import JsonReport

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ronde.arguments import Parser
-from ronde.bench.exits import Exit
+from ronde.bench.options import Exit
 from ronde.bench.training.catalogue import MODELS
-from ronde.bench.training.options import (
+from ronde.bench.training.outcome import (
     DeviceKind,
     Dtype,
     InputKind,

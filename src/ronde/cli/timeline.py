@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ronde.errors import UsageError
 from ronde.launch.program import absolute_path
-from ronde.timeline.part_files import SUFFIX
-from ronde.timeline.rank_recording import DEFAULT_LIMIT_BYTES, write_merged
+from ronde.timeline.part import SUFFIX
+from ronde.timeline.recording import DEFAULT_LIMIT_BYTES, write_merged
 from ronde.units import parse_size_bytes
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ronde.arguments import Parser, refuse_verb
 from ronde.render.trace_text import draw_trace
 from ronde.timeline.chrome import write_trace
-from ronde.timeline.rank_recording import DEFAULT_LIMIT_BYTES
+from ronde.timeline.recording import DEFAULT_LIMIT_BYTES
 from ronde.trace import read_part_files, read_trace, summarize
 from ronde.units import parse_size_bytes
 

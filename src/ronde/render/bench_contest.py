@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ronde.bench.compared import Compared, Ratios
+from ronde.bench.comparison import Compared, Ratios
 from ronde.bench.measured import Heading
 from ronde.render.bench_text import number
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, TextIO
 
-from ronde.bench.iterations import IterationTimes
-from ronde.bench.measured import Ending, Half, Heading, Measured
+from ronde.bench.measured import Ending, Half, Heading, IterationTimes, Measured
 from ronde.render.bench_text import limit_percent
 
 VERSION = 3

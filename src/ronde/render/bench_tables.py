@@ -3,9 +3,8 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from ronde.bench.comparing import PLACES, Comparison, Key
-from ronde.bench.rows import Side
-from ronde.bench.runs import RankCount, Run
+from ronde.bench.comparison import PLACES, Comparison, RowKey
+from ronde.bench.results import RankCount, Run, Side
 from ronde.units import format_size
 
 _RUN_HEADINGS = (
@@ -76,7 +75,7 @@ def draw_comparison(comparison: Comparison, names: tuple[str, str]) -> str:
 
 def _comparison_table(comparison: Comparison) -> str:
     has_engine = any(pair.key.engine for pair in comparison.pairs)
-    cells: dict[Key, list[str]] = {}
+    cells: dict[RowKey, list[str]] = {}
     for pair in comparison.pairs:
         line = cells.setdefault(pair.key, [_NONE] * 3 * len(PLACES))
         start = 3 * PLACES.index(pair.place)
@@ -104,7 +103,7 @@ def _comparison_table(comparison: Comparison) -> str:
     return _align(headings, lines)
 
 
-def _name_keys(keys: Sequence[Key]) -> str:
+def _name_keys(keys: Sequence[RowKey]) -> str:
     """Name rows, those of one kind together."""
     kinds: dict[str, list[int]] = {}
     for key in keys:

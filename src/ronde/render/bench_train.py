@@ -1,8 +1,7 @@
 """Measured training steps -> a table."""
 
 from ronde.bench.training.catalogue import ModelFacts, Unit
-from ronde.bench.training.outcome import Outcome, Setting
-from ronde.bench.training.phases import Phase, Variant
+from ronde.bench.training.outcome import Phase, Setting, TrainingOutcome, Variant
 
 _HEADINGS = {
     Phase.INPUT: "input",
@@ -15,7 +14,7 @@ _EXPOSED = "exposed"
 _WIDTH = 10
 
 
-def draw_table(outcome: Outcome) -> str:
+def draw_table(outcome: TrainingOutcome) -> str:
     """Return lines of text: what was measured, a row a variant, and the ratios."""
     lines = [*_header(outcome), *_rows(outcome)]
     if outcome.setting.num_ranks > 1:
@@ -44,7 +43,7 @@ def _sample(model: ModelFacts) -> str:
     return f"{model.units_per_sample} tokens"
 
 
-def _header(outcome: Outcome) -> list[str]:
+def _header(outcome: TrainingOutcome) -> list[str]:
     model, setting = outcome.options.model, outcome.setting
     what = f"{model.num_parameters:,} parameters, {_macs(model)} forward"
     threads = _count(setting.num_threads, "thread")
@@ -60,7 +59,7 @@ def _header(outcome: Outcome) -> list[str]:
     ]
 
 
-def _choices(outcome: Outcome) -> list[str]:
+def _choices(outcome: TrainingOutcome) -> list[str]:
     options, setting = outcome.options, outcome.setting
     choices = [f"batch {options.batch} a rank", options.dtype, options.optimizer]
     if options.is_channels_last:
@@ -78,7 +77,7 @@ def _split_note(setting: Setting) -> list[str]:
     return ["# the split is of further steps, the device synchronised after each part"]
 
 
-def _rows(outcome: Outcome) -> list[str]:
+def _rows(outcome: TrainingOutcome) -> list[str]:
     headings = [f"{outcome.options.model.unit}/s", "step"]
     for phase, heading in _HEADINGS.items():
         headings.append(heading)
@@ -98,7 +97,7 @@ def _rows(outcome: Outcome) -> list[str]:
     return lines
 
 
-def _ratios(outcome: Outcome) -> list[str]:
+def _ratios(outcome: TrainingOutcome) -> list[str]:
     ratios = (
         f"speed-up {outcome.speed_up():.2f}",
         f"efficiency {outcome.efficiency():.1%}",

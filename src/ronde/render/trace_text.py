@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ronde.trace.summary import FusionSummary, RankSummary, Summary, TensorSummary
+from ronde.trace.summary import FusionSummary, RankSummary, TensorSummary, TraceSummary
 from ronde.units import format_duration, format_size
 
 _MAX_LATE_RANKS = 3
@@ -14,7 +14,7 @@ was carried out; held up: all others were ready for something, and this rank was
 """
 
 
-def draw_trace(name: str, summary: Summary, num_tensors: int) -> str:
+def draw_trace(name: str, summary: TraceSummary, num_tensors: int) -> str:
     """Return a summary as text.
 
     Args:
@@ -36,7 +36,7 @@ def draw_trace(name: str, summary: Summary, num_tensors: int) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _head(name: str, summary: Summary) -> str:
+def _head(name: str, summary: TraceSummary) -> str:
     hosts = {rank.host for rank in summary.ranks}
     where = "" if hosts == {""} else f" on {_count(len(hosts), 'host')}"
     return (
@@ -64,7 +64,7 @@ def _clocks(ranks: Sequence[RankSummary]) -> str:
     )
 
 
-def _ranks(summary: Summary) -> str:
+def _ranks(summary: TraceSummary) -> str:
     has_drops = any(rank.num_dropped for rank in summary.ranks)
     headings = [*_HEADINGS, *(["dropped"] if has_drops else [])]
     lines = [
@@ -88,7 +88,7 @@ def _share(time_s: float, span_s: float) -> str:
     return f"{format_duration(time_s)} {share:6.1%}"
 
 
-def _tensors(summary: Summary, num_tensors: int) -> str:
+def _tensors(summary: TraceSummary, num_tensors: int) -> str:
     if not summary.tensors:
         return ""
     lines = ["waited longest, over all ranks:"]
@@ -136,7 +136,7 @@ def _fusion(fusion: FusionSummary | None) -> str:
     )
 
 
-def _notes(summary: Summary) -> str:
+def _notes(summary: TraceSummary) -> str:
     notes = list(summary.remarks)
     cut = [rank.rank for rank in summary.ranks if not rank.is_whole]
     if cut:

@@ -16,22 +16,197 @@ import heapq
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from ronde.errors import UsageError
-from ronde.timeline.events import Recorded
-from ronde.timeline.lateness import (
+from ronde.timeline.alignment import (
     AlignedTrack,
-    Key,
+    Arrival,
+    OperationKey,
     align,
     errors_ns,
     find_arrivals,
+    waited_ns,
 )
+from ronde.timeline.events import Recorded
 from ronde.timeline.part import FORMAT, Track
-from ronde.timeline.spans import RankEvents, begin_ns, us
+
+Span = tuple[int, int]
+"""Begin and end."""
+
+
+class Lanes:
+    """Gives each span the lowest lane in which nothing overlaps it.
+
+    Spans must be given in the order of their begins.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._taken: list[tuple[int, int]] = []
+        self.num_lanes = 0
+
+    def place(self, begin: int, end: int) -> int:
+        """Return the lane of a span; one that ends where another begins is clear."""
+        while self._taken and self._taken[0][0] <= begin:
+            heapq.heappush(self._free, heapq.heappop(self._taken)[1])
+        if self._free:
+            lane = heapq.heappop(self._free)
+        else:
+            lane = self.num_lanes
+            self.num_lanes += 1
+        heapq.heappush(self._taken, (max(end, begin + 1), lane))
+        return lane
+
+
+def nest(spans: Iterable[Span], within: Span) -> Sequence[Span]:
+    """Cut spans so that each lies within those it begins in, and all within one."""
+    given = list(spans)
+    cut: list[Span] = [within] * len(given)
+    open_ends: list[int] = [within[1]]
+    order = sorted(range(len(given)), key=lambda i: (given[i][0], -given[i][1]))
+    for index in order:
+        begin, end = given[index]
+        begin = min(max(begin, within[0]), within[1])
+        while len(open_ends) > 1 and open_ends[-1] <= begin:
+            open_ends.pop()
+        end = min(max(end, begin), open_ends[-1])
+        cut[index] = (begin, end)
+        open_ends.append(end)
+    return cut
+
+
+Timed = tuple[int, int, str]
+"""Begin in ns; minus the length, so that who holds comes before what it holds; what
+follows the time in the event."""
+
+Keyed = tuple[OperationKey, Recorded]
+
+
+class RankEvents:
+    """Lays out one rank's operations."""
+
+    def __init__(self, rank: int, host: str) -> None:
+        self.records: list[Keyed] = []
+        self.cycles: list[int] = []
+        self._rank = rank
+        self._host = host
+        self._lanes: dict[int, Lanes] = {}
+        self._tids: dict[tuple[int, int], int] = {}
+
+    def events(self, arrivals: Mapping[OperationKey, Arrival]) -> Iterator[Timed]:
+        """Yield everything that happened, in order; it is never all in memory."""
+        return heapq.merge(self._operations(arrivals), self._cycle_marks())
+
+    def names(self) -> Iterator[str]:
+        name = f"rank {self._rank} ({self._host})"
+        yield self._name("process_name", {"name": name})
+        yield self._name("process_sort_index", {"sort_index": self._rank})
+
+    def lane_names(self) -> Iterator[str]:
+        """Yield what names the lanes, once ``events`` has found out which it needs."""
+        for (set_id, lane), tid in self._tids.items():
+            what = {"name": f"process set {set_id}, lane {lane}"}
+            yield self._name("thread_name", what, tid)
+            yield self._name("thread_sort_index", {"sort_index": tid}, tid)
+
+    def _operations(self, arrivals: Mapping[OperationKey, Arrival]) -> Iterator[Timed]:
+        waiting: list[Timed] = []
+        for key, record in sorted(self.records, key=lambda pair: begin_ns(pair[1])):
+            first_ns = begin_ns(record)
+            # Nothing that comes now begins before that.
+            while waiting and waiting[0][0] < first_ns:
+                yield heapq.heappop(waiting)
+            lanes = self._lanes.setdefault(key.set_id, Lanes())
+            lane = lanes.place(first_ns, record.ended_ns)
+            tid = self._tids.setdefault((key.set_id, lane), len(self._tids) + 1)
+            place = f'"pid": {self._rank}, "tid": {tid}'
+            for event in _spans(key, record, arrivals.get(key), place):
+                heapq.heappush(waiting, event)
+        while waiting:
+            yield heapq.heappop(waiting)
+
+    def _cycle_marks(self) -> Iterator[Timed]:
+        place = f'"pid": {self._rank}, "tid": 0, "s": "p"'
+        for at_ns in sorted(self.cycles):
+            yield at_ns, 0, f'"ph": "i", "name": "CYCLE_START", {place}'
+
+    def _name(self, name: str, args: Mapping[str, str | int], tid: int = 0) -> str:
+        place = {"ph": "M", "pid": self._rank, "tid": tid}
+        return json.dumps({"name": name, **place, "args": args})
+
+
+def begin_ns(record: Recorded) -> int:
+    """Return when an operation is first heard of on its rank."""
+    return min(record.submitted_ns or record.begun_ns, record.begun_ns)
+
+
+def _spans(
+    key: OperationKey, record: Recorded, arrival: Arrival | None, place: str
+) -> Iterator[Timed]:
+    first_ns = begin_ns(record)
+    tensor = json.dumps(record.name)
+    late = "" if arrival is None else _late(record, arrival)
+    if record.agreed_ns and record.submitted_ns:
+        span = (first_ns, min(max(record.agreed_ns, first_ns), record.begun_ns))
+        args = f'"tensor": {tensor}{late}'
+        yield _x(span, f'"NEGOTIATE_{record.kind}"', place, args)
+    else:
+        span = (record.begun_ns, record.ended_ns)
+    yield from _tick(arrival, span, place)
+    since_us = _since(record, record.submitted_ns), _since(record, record.agreed_ns)
+    what = (
+        f'"tensor": {tensor}, "set": {key.set_id}, "sequence": {key.sequence}, '
+        f'"session": {key.session}, "dtype": "{record.dtype}", '
+        f'"shape": {json.dumps(record.shape)}, "fused": {record.num_fused}, '
+        f'"submitted_us": {since_us[0]}, "agreed_us": {since_us[1]}{late}'
+    )
+    span = (record.begun_ns, record.ended_ns)
+    yield _x(span, f'"{record.kind}"', place, what)
+    yield from _parts(record, span, place)
+
+
+def _parts(record: Recorded, span: tuple[int, int], place: str) -> Iterator[Timed]:
+    inner: Sequence[tuple[int, int]] = nest([a[1:] for a in record.activities], span)
+    for activity, part in zip(record.activities, inner, strict=True):
+        yield _x(part, json.dumps(activity.name), place)
+
+
+def _since(record: Recorded, at_ns: int) -> str:
+    """Return a time as one relative to the begin; null for what never was."""
+    return us(at_ns - record.begun_ns) if at_ns else "null"
+
+
+def _late(record: Recorded, arrival: Arrival) -> str:
+    return (
+        f', "late_rank": {arrival.late_rank}, '
+        f'"waited_us": {us(waited_ns(record, arrival))}, '
+        f'"late_by_us": {us(arrival.margin_ns)}'
+    )
+
+
+def _tick(
+    arrival: Arrival | None, span: tuple[int, int], place: str
+) -> Iterator[Timed]:
+    if arrival is not None:
+        at_ns = min(max(arrival.late_ns, span[0]), span[1])
+        yield _x((at_ns, at_ns), f'"{arrival.late_rank}"', place)
+
+
+def _x(span: tuple[int, int], name: str, place: str, args: str = "") -> Timed:
+    length = span[1] - span[0]
+    more = f', "args": {{{args}}}' if args else ""
+    text = f'"dur": {us(length)}, "ph": "X", "name": {name}, {place}{more}'
+    return span[0], -length, text
+
+
+def us(ns: int) -> str:
+    sign = "-" if ns < 0 else ""
+    return f"{sign}{abs(ns) // 1000}.{abs(ns) % 1000:03}"
+
 
 _WRITE_BYTES = 1 << 18
 _TRIES = 8
@@ -48,22 +223,7 @@ def write_trace(
     limit_bytes: int,
     remarks: Sequence[str] = (),
 ) -> int:
-    """Write a trace; an older file of the name is replaced when it is complete.
-
-    Args:
-        path: Packed with gzip where its name ends in ``.gz``.
-        tracks: Of all ranks.
-        limit_bytes: The file's size; the oldest operations are left out to keep it,
-            and the file says how many.
-        remarks: Sentences to put into the file.
-
-    Returns:
-        How many operations were left out for the limit, over all ranks.
-
-    Raises:
-        UsageError: The file cannot be written, or the limit does not even hold the
-            names of the ranks.
-    """
+    """Write a trace; an older file of the name is replaced when it is complete."""
     aligned = align(tracks)
     records = sorted(r.ended_ns for track in aligned for _, r in track.keyed)
     num_kept = len(records)
@@ -110,7 +270,6 @@ def _write(
     lines: Iterator[tuple[float, str]],
     limit_bytes: int,
 ) -> None:
-    """Write in large pieces, and stop once the limit is passed."""
     waiting: list[str] = []
     num_waiting = 0
     for done, line in lines:
@@ -134,7 +293,7 @@ def _text(
 ) -> Iterator[tuple[float, str]]:
     """Yield the file line by line, each with the share of events written till then."""
     arrivals = find_arrivals((track.rank, track.keyed) for track in tracks)
-    kept = [_since(track, since_ns) for track in tracks]
+    kept = [_kept_since(track, since_ns) for track in tracks]
     begins = [begin_ns(record) for _, records in kept for _, record in records]
     start_ns = min(begins, default=0)
     facts = _facts(tracks, [len(records) for _, records in kept], start_ns, remarks)
@@ -156,9 +315,9 @@ def _text(
     yield 1.0, "\n]}\n"
 
 
-def _since(
+def _kept_since(
     track: AlignedTrack, since_ns: int | None
-) -> tuple[AlignedTrack, list[tuple[Key, Recorded]]]:
+) -> tuple[AlignedTrack, list[tuple[OperationKey, Recorded]]]:
     if since_ns is None:
         return track, []
     return track, [pair for pair in track.keyed if pair[1].ended_ns >= since_ns]
@@ -170,7 +329,6 @@ def _facts(
     start_ns: int,
     remarks: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what stands at the head of the file."""
     first = tracks[0].track.header if tracks else None
     start_us = (first.wall_ns + start_ns) // 1000 if first else 0
     ranks = [

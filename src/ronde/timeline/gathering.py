@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from ronde.timeline.clocks import ClockBound, Exchange, bound_offset
+from ronde.timeline.alignment import ClockReading, bound_offset
+from ronde.timeline.events import ClockBound
 
 NUM_EXCHANGES = 32
 CHUNK_BYTES = 1 << 20
@@ -30,42 +31,27 @@ class SharedStore(Protocol):
     """What is needed of ``torch.distributed.Store``."""
 
     def set(self, key: str, value: bytes, /) -> Any:  # noqa: ANN401  torch's None
-        """Give a key a value."""
         ...
 
-    def get(self, key: str, /) -> bytes:
-        """Return a key's value, once it has one."""
-        ...
+    def get(self, key: str, /) -> bytes: ...
 
     def add(self, key: str, amount: int, /) -> int:
         """Count up; return the sum."""
         ...
 
-    def check(self, keys: list[str], /) -> bool:
-        """Say whether all keys have values."""
-        ...
+    def check(self, keys: list[str], /) -> bool: ...
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> Any:  # noqa: ANN401  as above
         """Wait until all keys have values; a RuntimeError when the time is up."""
         ...
 
-    def delete_key(self, key: str, /) -> bool:
-        """Forget a key."""
-        ...
+    def delete_key(self, key: str, /) -> bool: ...
 
 
 class Gathering:
     """One rank's end of one recording of all ranks.
 
     The methods after ``start`` are called by one thread.
-
-    Args:
-        store: This object's alone; all ranks see the same keys in it.
-        rank: This process.
-        size: Number of ranks.
-        clock: From ``clock_identity``.
-        on_bound: Gets what is measured of this clock's offset to rank 0's.
-        now_ns: The clock.
     """
 
     def __init__(
@@ -91,20 +77,12 @@ class Gathering:
         )
 
     def start(self) -> None:
-        """Say that this rank records, and compare the clocks in a thread.
-
-        Raises:
-            RuntimeError: The store is gone.
-        """
+        """Say that this rank records, and compare the clocks in a thread."""
         self._store.set(_clock_key(self._rank), self._clock.encode())
         self._thread.start()
 
     def compare_again(self) -> None:
-        """Compare the clocks once more, at the end of the recording.
-
-        Raises:
-            RuntimeError: The store is gone.
-        """
+        """Compare the clocks once more, at the end of the recording."""
         self._closing.set()
         self._thread.join()
         self._closing.clear()
@@ -115,14 +93,7 @@ class Gathering:
             self._measure("end", deadline)
 
     def hand_in(self, part: bytes) -> bool:
-        """Give rank 0 this rank's records; on any other rank.
-
-        Returns:
-            Whether rank 0 took them already. If not, the store holds them for it.
-
-        Raises:
-            RuntimeError: The store is gone.
-        """
+        """Give rank 0 this rank's records; on any other rank."""
         chunks = [
             part[at : at + CHUNK_BYTES] for at in range(0, len(part), CHUNK_BYTES)
         ]
@@ -137,14 +108,7 @@ class Gathering:
         return True
 
     def collect(self) -> tuple[dict[int, bytes], list[int]]:
-        """Take the other ranks' records; on rank 0.
-
-        Returns:
-            The part of each rank, and the ranks that record and did not hand theirs in.
-
-        Raises:
-            RuntimeError: The store is gone.
-        """
+        """Take the other ranks' records; on rank 0."""
         parts: dict[int, bytes] = {}
         missing: list[int] = []
         deadline = time.monotonic() + END_PATIENCE_S
@@ -194,7 +158,6 @@ class Gathering:
         return sorted(clocks - {self._clock})
 
     def _serve(self, phase: str, clocks: Sequence[str], deadline: float) -> None:
-        """Tell others this clock's time, whenever they ask."""
         for clock in clocks:
             until = deadline
             for number in range(NUM_EXCHANGES):
@@ -206,8 +169,7 @@ class Gathering:
                 until = time.monotonic() + _EXCHANGE_S
 
     def _measure(self, phase: str, deadline: float) -> None:
-        """Ask rank 0 for its time, again and again."""
-        exchanges: list[Exchange] = []
+        exchanges: list[ClockReading] = []
         for number in range(NUM_EXCHANGES):
             key = f"{phase}/{self._clock}/{number}"
             asked_ns = self._now_ns()
@@ -216,7 +178,7 @@ class Gathering:
                 break
             answered_ns = self._now_ns()
             answer_ns = int(self._take(f"answer/{key}"))
-            exchanges.append(Exchange(asked_ns, answer_ns, answered_ns))
+            exchanges.append(ClockReading(asked_ns, answer_ns, answered_ns))
             deadline = time.monotonic() + _EXCHANGE_S
         if len(exchanges) > 1:
             # The first waited for rank 0 to be there.
@@ -228,14 +190,12 @@ class Gathering:
         return value
 
     def _wait_for(self, keys: list[str], deadline: float) -> bool:
-        """Wait for something that may take its time."""
         while not self._store.check(keys):
             if time.monotonic() > deadline or self._closing.wait(_POLL_S):
                 return False
         return True
 
     def _wait_quickly(self, key: str, deadline: float) -> bool:
-        """Wait for something that is expected now."""
         while (left_s := deadline - time.monotonic()) > 0:
             try:
                 self._store.wait([key], timedelta(seconds=min(left_s, _EXCHANGE_S)))

@@ -1,4 +1,4 @@
-"""One rank's records as bytes: lines of JSON, packed, readable as far as they go.
+"""One rank's records: as lines of JSON, packed, and as files within a limit.
 
 Note [The form of a part]
     A part is one or more *segments*, each a gzip stream of lines of JSON. The first
@@ -17,14 +17,16 @@ Note [The form of a part]
 """
 
 import json
+import os
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, cast
 
 from ronde.errors import UsageError
-from ronde.timeline.clocks import ClockBound
-from ronde.timeline.events import Activity, Recorded
+from ronde.timeline.events import Activity, ClockBound, Recorded
 
 FORMAT = 1
 """Version of the form; a change that an older reader would misread raises it."""
@@ -34,54 +36,33 @@ MAGIC = b"\x1f\x8b"
 
 @dataclass(frozen=True, slots=True)
 class PartHeader:
-    """Whose records they are.
-
-    Attributes:
-        rank: Among all.
-        size: Number of ranks.
-        host: Its name.
-        clock: From ``clock_identity``.
-        wall_ns: Time of day less monotonic time.
-        session: How many recordings this process had begun before.
-        num_before: Records taken in earlier segments.
-    """
+    """Whose records they are."""
 
     rank: int
-    size: int
+    size: int  # number of ranks
     host: str
     clock: str
-    wall_ns: int
-    session: int = 0
-    num_before: int = 0
+    wall_ns: int  # time of day less monotonic time
+    session: int = 0  # how many recordings this process had begun before
+    num_before: int = 0  # records taken in earlier segments
 
 
 @dataclass(slots=True)
 class Track:
-    """All records of one rank in one recording.
-
-    Attributes:
-        header: Whose.
-        operations: In the order in which they ended, about.
-        cycles: When submissions were sent off, ns.
-        bounds: What was measured of its clock's offset to rank 0's.
-        num_dropped: Operations that were taken but are not here.
-        is_whole: Whether the recording was ended in order.
-    """
+    """All records of one rank in one recording."""
 
     header: PartHeader
     operations: list[Recorded] = field(default_factory=list[Recorded])
+    # when submissions were sent off, ns
     cycles: list[int] = field(default_factory=list[int])
+    # what was measured of its clock's offset to rank 0's
     bounds: list[ClockBound] = field(default_factory=list[ClockBound])
-    num_dropped: int = 0
-    is_whole: bool = False
+    num_dropped: int = 0  # operations that were taken but are not here
+    is_whole: bool = False  # whether the recording was ended in order
 
 
 class Encoder:
-    """Turns records into the lines of one segment.
-
-    Args:
-        header: Becomes the first line.
-    """
+    """Turns records into the lines of one segment."""
 
     def __init__(self, header: PartHeader) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
@@ -90,7 +71,6 @@ class Encoder:
         self.head = json.dumps(content).encode() + b"\n"
 
     def operations(self, records: Iterable[Recorded]) -> bytes:
-        """Return the lines of some operations."""
         lines: list[str] = []
         # Tensors that went together have the same.
         activities, begun_ns, parts = (), 0, ""
@@ -114,20 +94,12 @@ class Encoder:
         return "\n".join([*lines, ""]).encode()
 
     def cycle(self, at_ns: int) -> bytes:
-        """Return the line of a cycle."""
         return f'["c",{at_ns}]\n'.encode()
 
     def bound(self, bound: ClockBound) -> bytes:
-        """Return the line of a clock's bound."""
         return f'["b",{bound.at_ns},{bound.low_ns},{bound.high_ns}]\n'.encode()
 
     def end(self, num_taken: int, num_lost: int) -> bytes:
-        """Return the last line.
-
-        Args:
-            num_taken: Operations that were written, in all segments.
-            num_lost: Operations that never were.
-        """
         return f'["e",{num_taken},{num_lost}]\n'.encode()
 
 
@@ -151,18 +123,7 @@ def is_part(data: bytes) -> bool:
 
 
 def read_parts(blobs: Iterable[bytes], source: str = "part") -> list[Track]:
-    """Read segments of any ranks, in any order; what was cut off is left out.
-
-    Args:
-        blobs: Each the bytes of one segment or more.
-        source: What to call them in messages.
-
-    Returns:
-        A track for each recording of each rank, by recording and rank.
-
-    Raises:
-        UsageError: They are no parts, or of another version.
-    """
+    """Read segments of any ranks, in any order; what was cut off is left out."""
     segments = [s for blob in blobs for s in _segments(blob, source)]
     segments.sort(key=lambda s: (s.header.session, s.header.rank, s.header.num_before))
     tracks: dict[tuple[int, int], _Segment] = {}
@@ -203,7 +164,6 @@ class _Segment:
         return last_ns
 
     def extend(self, later: "_Segment", source: str) -> None:
-        """Add a later segment of the same recording."""
         if later.header.num_before == self.header.num_before:
             raise UsageError(
                 f"parts must be of one job, each once, got rank {self.header.rank} "
@@ -305,3 +265,140 @@ def _decode(
             for name, start, length in zip(rest[::3], starts, rest[2::3], strict=True)
         ),
     )
+
+
+NUM_SEGMENTS = 4
+"""Segments that are kept at most; a recording keeps at least 3 of 4 of its limit."""
+
+SUFFIX = ".ronde-part"
+
+_FLUSH_BYTES = 16 << 10
+"""What the packer holds back at most: it is not counted against the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFile:
+    """A file that is still there."""
+
+    path: Path
+    size_bytes: int  # when it was finished
+
+
+class PartFiles:
+    """Writes one rank's records to files of a directory, packed, within a limit.
+
+    What was flushed before a crash can be read.
+    """
+
+    def __init__(self, directory: Path, header: PartHeader, limit_bytes: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._header = header
+        self._segment_bytes = max(limit_bytes // NUM_SEGMENTS, 1)
+        self._finished: list[SegmentFile] = []
+        self._bounds: list[ClockBound] = []
+        self._num_segments = 0
+        self._num_taken = 0
+        self._lock = threading.Lock()
+        self._open()
+
+    @property
+    def directory(self) -> Path:
+        return self._directory
+
+    @property
+    def paths(self) -> list[Path]:
+        return [*(segment.path for segment in self._finished), self._path]
+
+    def take(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None:
+        if self._size_bytes >= self._segment_bytes:
+            with self._lock:
+                self._rotate()
+        lines = self._encoder.operations(records)
+        self._num_taken += len(records)
+        lines += b"".join(map(self._encoder.cycle, cycles))
+        self._unflushed_bytes += len(lines)
+        with self._lock:
+            self._put(self._packer.compress(lines))
+        if self._unflushed_bytes >= _FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        self._unflushed_bytes = 0
+        with self._lock:
+            self._put(self._packer.flush(zlib.Z_SYNC_FLUSH))
+
+    def take_bound(self, bound: ClockBound) -> None:
+        """Write down what was measured of the clock; any thread may call this."""
+        with self._lock:
+            self._bounds.append(bound)
+            self._put(self._packer.compress(self._encoder.bound(bound)))
+        self.flush()
+
+    def close(self, num_lost: int) -> None:
+        end = self._encoder.end(self._num_taken, num_lost)
+        with self._lock:
+            self._put(self._packer.compress(end))
+            self._finish()
+
+    def read(self) -> bytes:
+        """Return all that is there, one segment after another."""
+        return b"".join(path.read_bytes() for path in self.paths)
+
+    def remove(self, others: Iterable[int] = ()) -> None:
+        """Delete the files, and the directory where nothing else is in it."""
+        theirs = [
+            path
+            for rank in others
+            for path in self._directory.glob(f"{_stem(rank, self._header)}*{SUFFIX}")
+        ]
+        for path in [*self.paths, *theirs]:
+            path.unlink(missing_ok=True)
+        try:
+            self._directory.rmdir()
+        except OSError:
+            return  # others' parts are still there
+
+    def _open(self) -> None:
+        header = self._header
+        name = f"{_stem(header.rank, header)}{self._num_segments}{SUFFIX}"
+        self._path = self._directory / name
+        self._num_segments += 1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        self._fd = os.open(self._path, flags, 0o600)
+        self._size_bytes = self._unflushed_bytes = 0
+        self._packer = zlib.compressobj(1, wbits=31)
+        self._encoder = Encoder(replace(header, num_before=self._num_taken))
+        bounds = map(self._encoder.bound, self._bounds)
+        head = self._packer.compress(b"".join([self._encoder.head, *bounds]))
+        self._put(head + self._packer.flush(zlib.Z_SYNC_FLUSH))
+
+    def _rotate(self) -> None:
+        self._finish()
+        self._finished.append(SegmentFile(self._path, self._size_bytes))
+        while len(self._finished) >= NUM_SEGMENTS:
+            self._finished.pop(0).path.unlink(missing_ok=True)
+        self._open()
+
+    def _finish(self) -> None:
+        self._put(self._packer.flush())
+        self._close()
+
+    def _put(self, data: bytes) -> None:
+        self._size_bytes += len(data)
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        # Its number may be another file's next.
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+
+def _stem(rank: int, header: PartHeader) -> str:
+    return f"rank-{rank:05}.{header.session}."

@@ -1,13 +1,25 @@
-"""Takes down operations in no time, and hands them on in batches from a thread."""
+"""One recording on one rank, from its beginning to the file that it becomes."""
 
+import json
 import logging
+import os
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Protocol, TypeVar
 
-from ronde.timeline.events import Recorded
+from ronde.errors import UsageError
+from ronde.timeline.alignment import clock_identity
+from ronde.timeline.chrome import write_trace
+from ronde.timeline.events import ClockBound, Recorded
+from ronde.timeline.gathering import Gathering, SharedStore
+from ronde.timeline.part import PartFiles, PartHeader, read_parts
+
+_logger = logging.getLogger("ronde")
 
 MAX_WAITING = 1 << 16
 """Operations that may wait for the thread; more are dropped, and counted."""
@@ -15,7 +27,6 @@ MAX_WAITING = 1 << 16
 _SLICE = 32
 """Operations formatted at a time. Note [Kind to the trainer]"""
 
-_logger = logging.getLogger("ronde")
 
 _Item = TypeVar("_Item")
 
@@ -27,9 +38,7 @@ class Sink(Protocol):
         """Write records down; an OSError here or below ends the sink."""
         ...
 
-    def flush(self) -> None:
-        """Hand all that was taken to the system."""
-        ...
+    def flush(self) -> None: ...
 
     def close(self, num_lost: int) -> None:
         """Write the end down, with the number of operations that are missing."""
@@ -47,11 +56,6 @@ class ThreadedRecorder:
         switch interval, 5 ms. It runs at the program's own priority: at a lower one it
         could be held up for long while it holds the interpreter, and the program with
         it.
-
-    Args:
-        sinks: Where the records go.
-        gather_s: How long records may wait for others.
-        has_cycles: Whether to take cycles down.
     """
 
     def __init__(
@@ -72,7 +76,6 @@ class ThreadedRecorder:
         self._thread.start()
 
     def operation(self, recorded: Recorded) -> None:
-        """Take down an operation that is over."""
         if len(self._operations) >= MAX_WAITING:
             with self._losing:
                 self._num_lost += 1
@@ -89,7 +92,6 @@ class ThreadedRecorder:
                 self._has_some.set()
 
     def close(self) -> None:
-        """Write all that was taken down, and end the thread."""
         self._closing.set()
         self._has_some.set()
         self._thread.join()
@@ -127,3 +129,259 @@ class ThreadedRecorder:
 
 def _pop(items: "deque[_Item]") -> "list[_Item]":
     return [items.popleft() for _ in range(min(len(items), _SLICE))]
+
+
+_END = b"\n]\n"
+_CYCLE = '{"ph": "i", "name": "CYCLE_START", "ts": %d, "s": "g"}'
+
+
+class LiveFile:
+    """Writes one rank's timeline in Horovod's form: each tensor is a ``pid``.
+
+    The form is a JSON array of events of Chrome's trace format, times in us since
+    ``start_ns``. Its end is written over by every flush.
+    """
+
+    def __init__(
+        self, path: Path, rank: int, *, start_ns: int, wall_us: int, limit_bytes: int
+    ) -> None:
+        self._rank = rank
+        self._start_ns = start_ns
+        self._left_bytes = limit_bytes
+        self._pids: dict[tuple[int, str], int] = {}
+        self._waiting: list[str] = []
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._end_at = 0
+        start = {"start_time_since_epoch_in_micros": wall_us}
+        self._name_process(0, start)
+        self.flush()
+
+    def take(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None:
+        if self._left_bytes <= 0:
+            return
+        for record in records:
+            # A list first: naming a process appends too.
+            self._waiting += list(self._spans(record))
+        self._waiting += [_CYCLE % self._us(at_ns) for at_ns in cycles]
+
+    def flush(self) -> None:
+        if not self._waiting:
+            return
+        text = ",\n".join(self._waiting).encode()
+        self._waiting.clear()
+        if len(text) > self._left_bytes:
+            text = b'{"ph": "i", "name": "TIMELINE_LIMIT", "ts": 0, "s": "g"}'
+            self._left_bytes = 0
+        self._left_bytes -= len(text)
+        self._put((b",\n" if self._end_at else b"[\n") + text)
+
+    def close(self, num_lost: int) -> None:
+        del num_lost
+        os.close(self._fd)
+
+    def _put(self, text: bytes) -> None:
+        try:
+            rest, at = memoryview(text + _END), self._end_at
+            while rest:
+                written = os.pwrite(self._fd, rest, at)
+                rest, at = rest[written:], at + written
+        except OSError:
+            os.close(self._fd)
+            raise
+        self._end_at += len(text)
+
+    def _us(self, at_ns: int) -> int:
+        return (at_ns - self._start_ns) // 1000
+
+    def _name_process(self, pid: int, args: Mapping[str, object]) -> None:
+        about = (("process_name", args), ("process_sort_index", {"sort_index": pid}))
+        self._waiting += [
+            json.dumps({"name": name, "ph": "M", "pid": pid, "args": what})
+            for name, what in about
+        ]
+
+    def _spans(self, record: Recorded) -> Iterator[str]:
+        key = (record.set_id, record.name)
+        pid = self._pids.get(key)
+        if pid is None:
+            pid = self._pids[key] = len(self._pids) + 1
+            self._name_process(pid, {"name": record.name})
+        if record.submitted_ns:
+            start = self._us(record.submitted_ns)
+            yield _begin(f"NEGOTIATE_{record.kind}", start, pid)
+            yield (
+                f'{{"ph": "X", "name": "{self._rank}", "ts": {start}, "pid": {pid}, '
+                '"dur": 0}'
+            )
+            yield _end(self._us(record.agreed_ns or record.begun_ns), pid)
+        yield _begin(record.kind, self._us(record.begun_ns), pid)
+        for activity in record.activities:
+            yield _begin(activity.name, self._us(activity.begun_ns), pid)
+            yield _end(self._us(activity.ended_ns), pid)
+        shape = "[" + ", ".join(map(str, record.shape)) + "]"
+        about = f', "args": {{"dtype": "{record.dtype}", "shape": "{shape}"}}'
+        yield _end(self._us(record.ended_ns), pid, about)
+
+
+def _begin(name: str, ts: int, pid: int) -> str:
+    return f'{{"ph": "B", "name": {json.dumps(name)}, "ts": {ts}, "pid": {pid}}}'
+
+
+def _end(ts: int, pid: int, about: str = "") -> str:
+    return f'{{"ph": "E", "ts": {ts}, "pid": {pid}{about}}}'
+
+
+DEFAULT_LIMIT_BYTES = 32 << 20
+PACKED_RATIO = 2
+"""A part is about so much smaller than what becomes of it in a packed trace."""
+
+_MIN_PART_BYTES = 64 << 10
+_GATHER_S = 0.5
+_LIVE_GATHER_S = 0.05
+
+
+def part_header(rank: int, size: int, host: str, session: int) -> PartHeader:
+    """Head this rank's records; ``session`` counts recordings, alike on all ranks."""
+    wall_ns = time.time_ns() - time.monotonic_ns()
+    return PartHeader(rank, size, host, clock_identity(), wall_ns, session)
+
+
+def part_limit_bytes(limit_bytes: int, size: int) -> int:
+    """Return how large one rank's part may grow for a trace of ``limit_bytes``."""
+    return max(limit_bytes // (PACKED_RATIO * size), _MIN_PART_BYTES)
+
+
+class RankRecording:
+    """Records one rank; the part stays in a directory, or becomes rank 0's file."""
+
+    def __init__(
+        self,
+        header: PartHeader,
+        store: SharedStore | None,
+        directory: Path,
+        *,
+        limit_bytes: int = DEFAULT_LIMIT_BYTES,
+        live: LiveFile | None = None,
+        has_cycles: bool = False,
+    ) -> None:
+        self._header = header
+        self._files = PartFiles(
+            directory, header, part_limit_bytes(limit_bytes, header.size)
+        )
+        sinks: list[Sink] = [self._files, *([live] if live else [])]
+        self.recorder = ThreadedRecorder(
+            sinks,
+            gather_s=_LIVE_GATHER_S if live else _GATHER_S,
+            has_cycles=has_cycles,
+        )
+        self._gathering: Gathering | None = None
+        if store is not None:
+            self._gathering = Gathering(
+                store,
+                header.rank,
+                header.size,
+                clock=header.clock,
+                # Not a method: a circle would keep the store's connection open.
+                on_bound=partial(_take_bound, self._files),
+            )
+            self._gathering.start()
+
+    def close(self) -> None:
+        """End the recording; the part stays where it is."""
+        if self._gathering is not None:
+            try:
+                self._gathering.compare_again()
+            except RuntimeError as error:
+                _logger.warning("clocks could not be compared at the end: %s", error)
+        self.recorder.close()
+
+    def bring_together(self, path: Path, limit_bytes: int) -> None:
+        """After ``close``: have rank 0 write the trace of all ranks.
+
+        The parts are removed once they are in it. What cannot be brought together is
+        warned of; the parts stay then.
+        """
+        header, gathering = self._header, self._gathering
+        try:
+            if header.rank != 0 and gathering is not None:
+                # Else rank 0 removes them, where it can, once it comes to it.
+                if gathering.hand_in(self._files.read()):
+                    self._files.remove()
+                return
+            parts: dict[int, bytes] = {}
+            missing: list[int] = []
+            if gathering is not None:
+                parts, missing = gathering.collect()
+            blobs = [self._files.read(), *parts.values()]
+            write_merged(
+                path, blobs, limit_bytes, _remarks(missing, header.size, parts)
+            )
+            self._files.remove(parts)
+        except (OSError, RuntimeError, UsageError) as error:
+            self._warn(str(error))
+
+    def _warn(self, why: str) -> None:
+        _logger.warning(
+            "timeline of rank %d is not in rank 0's file: %s. Its records are in %s; "
+            "join them with: ronde trace merge",
+            self._header.rank,
+            why,
+            self._files.directory,
+        )
+
+
+def _take_bound(files: PartFiles, bound: ClockBound) -> None:
+    try:
+        files.take_bound(bound)
+    except OSError as error:
+        _logger.warning("a clock's offset could not be written down: %s", error)
+
+
+def write_merged(
+    path: Path, blobs: Sequence[bytes], limit_bytes: int, remarks: Sequence[str] = ()
+) -> int:
+    return write_trace(
+        path, read_parts(blobs), limit_bytes=limit_bytes, remarks=remarks
+    )
+
+
+def _remarks(missing: Sequence[int], size: int, parts: dict[int, bytes]) -> list[str]:
+    remarks: list[str] = []
+    if missing:
+        remarks.append(f"The records of ranks {list(missing)} did not come in time.")
+    silent = [r for r in range(1, size) if r not in parts and r not in missing]
+    if silent:
+        remarks.append(f"Ranks {silent[:16]} recorded nothing: no timeline ran there.")
+    return remarks
+
+
+def open_horovod_recording(
+    header: PartHeader,
+    store: SharedStore | None,
+    path: Path,
+    *,
+    limit_bytes: int,
+    has_cycles: bool,
+) -> RankRecording:
+    """Begin a timeline as Horovod has it: rank 0 writes ``path`` while it runs."""
+    live = None
+    if header.rank == 0:
+        live = LiveFile(
+            path,
+            header.rank,
+            start_ns=time.monotonic_ns(),
+            wall_us=time.time_ns() // 1000,
+            limit_bytes=limit_bytes,
+        )
+    directory = path.parent / f"{path.name}.parts"
+    if header.rank != 0 and not path.parent.is_dir():
+        # The path is of rank 0's host.
+        directory = Path(tempfile.mkdtemp(prefix="ronde-timeline-"))
+    return RankRecording(
+        header,
+        store,
+        directory,
+        limit_bytes=limit_bytes,
+        live=live,
+        has_cycles=has_cycles,
+    )

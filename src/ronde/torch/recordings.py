@@ -11,11 +11,12 @@ from torch.distributed import Store
 
 from ronde.timeline.events import Recorded, Recorder
 from ronde.timeline.gathering import SharedStore
-from ronde.timeline.rank_recording import (
+from ronde.timeline.part import PartHeader
+from ronde.timeline.recording import (
     DEFAULT_LIMIT_BYTES,
-    Place,
     RankRecording,
     open_horovod_recording,
+    part_header,
 )
 from ronde.units import parse_size_bytes
 from ronde.world.environment import select_variables
@@ -88,7 +89,7 @@ class Recordings:
         number = next(_launched)
         try:
             self._launcher = RankRecording(
-                self._place(number),
+                self._header(number),
                 self._shared(f"timeline/launched{number}"),
                 Path(said[_DIRECTORY]),
                 limit_bytes=self._limit_bytes,
@@ -105,7 +106,7 @@ class Recordings:
         number = next(_asked_for)
         self._path = path
         self._own = open_horovod_recording(
-            self._place(number),
+            self._header(number),
             self._shared(f"timeline/{number}"),
             path,
             limit_bytes=self._limit_bytes,
@@ -126,8 +127,8 @@ class Recordings:
         if launcher is not None:
             launcher.close()
 
-    def _place(self, number: int) -> Place:
-        return Place(self.rank, self.size, self.host, number)
+    def _header(self, number: int) -> PartHeader:
+        return part_header(self.rank, self.size, self.host, number)
 
     def _shared(self, name: str) -> SharedStore | None:
         store = self.store(name)

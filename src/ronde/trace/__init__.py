@@ -1,6 +1,6 @@
 """Timelines of all ranks, read: merged, and told in figures."""
 
 from ronde.trace.reading import read_part_files, read_trace
-from ronde.trace.summary import Summary, summarize
+from ronde.trace.summary import TraceSummary, summarize
 
-__all__ = ["Summary", "read_part_files", "read_trace", "summarize"]
+__all__ = ["TraceSummary", "read_part_files", "read_trace", "summarize"]

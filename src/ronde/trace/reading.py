@@ -3,29 +3,236 @@
 import gzip
 import json
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 from ronde.errors import UsageError
-from ronde.timeline.lateness import AlignedTrack, align, errors_ns, find_arrivals
-from ronde.timeline.part import MAGIC, Track, is_part, read_parts
-from ronde.timeline.part_files import SUFFIX
-from ronde.trace.horovod_file import read_horovod
-from ronde.trace.merged_file import read_merged
-from ronde.trace.value import RankTrace, Trace
+from ronde.timeline.alignment import (
+    AlignedTrack,
+    Arrival,
+    OperationKey,
+    align,
+    errors_ns,
+    find_arrivals,
+)
+from ronde.timeline.events import Recorded
+from ronde.timeline.part import FORMAT, MAGIC, SUFFIX, Track, is_part, read_parts
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """One rank's records."""
+
+    rank: int
+    host: str  # its name; empty where nobody said
+    # how far its times may be off rank 0's clock; None where nobody measured
+    clock_error_us: float | None
+    num_dropped: int  # operations that are missing
+    is_whole: bool  # whether its recording ended in order
+    operations: Sequence[tuple[OperationKey, Recorded]]  # on the common clock
+
+    def joined(self, later: "RankTrace") -> "RankTrace":
+        errors_us = (self.clock_error_us, later.clock_error_us)
+        known_us = [error for error in errors_us if error is not None]
+        return RankTrace(
+            self.rank,
+            self.host,
+            max(known_us) if len(known_us) == len(errors_us) else None,
+            self.num_dropped + later.num_dropped,
+            is_whole=self.is_whole and later.is_whole,
+            operations=[*self.operations, *later.operations],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Records of all ranks that are known."""
+
+    size: int  # number of ranks of the job; 0 where nobody said
+    ranks: Sequence[RankTrace]
+    # who came last, for operations of which that is known
+    arrivals: Mapping[OperationKey, Arrival]
+    remarks: Sequence[str]  # what the file cannot tell, in sentences
+
+
+_NEGOTIATE = "NEGOTIATE_"
+_ALONE = (
+    "This is the timeline of rank 0 alone: what the other ranks did, and how long they "
+    "waited, it does not tell."
+)
+
+_Done = tuple[Recorded, dict[int, int]]
+"""An operation, and when each rank was ready, in ns."""
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """One tensor's events, as far as they were read."""
+
+    name: str
+    depth: int = 0
+    ticks: dict[int, int] = field(default_factory=dict[int, int])
+    negotiation: tuple[int, int] | None = None
+    kind: str = ""
+    begun_ns: int = 0
+    num_done: int = 0
+
+    def take(self, event: Mapping[str, Any]) -> _Done | None:
+        """Take the next event; return an operation when it is complete."""
+        phase, at_ns = event.get("ph"), round(event.get("ts", 0) * 1000)
+        if phase == "X" and str(event.get("name")).isdecimal():
+            self.ticks[int(event["name"])] = at_ns
+        elif phase == "B":
+            self.depth += 1
+            if self.depth == 1:
+                self.kind, self.begun_ns = event["name"], at_ns
+        elif phase == "E" and self.depth:
+            self.depth -= 1
+            if self.depth == 0:
+                return self._end(event, at_ns)
+        return None
+
+    def _end(self, event: Mapping[str, Any], at_ns: int) -> _Done | None:
+        if self.kind.startswith(_NEGOTIATE):
+            self.negotiation = (self.begun_ns, at_ns)
+            return None
+        begin, agreed = self.negotiation or (self.begun_ns, 0)
+        about = event.get("args", {})
+        record = Recorded(
+            set_id=0,
+            sequence=self.num_done,
+            name=self.name,
+            kind=self.kind,
+            submitted_ns=self.ticks.get(0, begin) or 1,
+            agreed_ns=agreed,
+            begun_ns=self.begun_ns,
+            ended_ns=at_ns,
+            dtype=about.get("dtype", ""),
+            shape=_shape(about.get("shape", "")),
+            num_fused=1,
+        )
+        ticks, self.ticks, self.negotiation = self.ticks, {}, None
+        self.num_done += 1
+        return record, ticks
+
+
+def read_horovod(events: Iterable[Mapping[str, Any]]) -> Trace:
+    tensors: dict[Any, _Tensor] = {}
+    operations: list[tuple[OperationKey, Recorded]] = []
+    arrivals: dict[OperationKey, Arrival] = {}
+    for event in events:
+        pid = event.get("pid")
+        if event.get("name") == "process_name" and "name" in event.get("args", {}):
+            tensors[pid] = _Tensor(event["args"]["name"])
+        elif pid in tensors and (done := tensors[pid].take(event)) is not None:
+            record, ticks = done
+            key = OperationKey(0, 0, record.sequence, record.name, 0)
+            operations.append((key, record))
+            if len(ticks) > 1:
+                arrivals[key] = Arrival.of(
+                    (at_ns, -rank) for rank, at_ns in ticks.items()
+                )
+    if not tensors:
+        raise UsageError(
+            "timeline must name its tensors or ranks, got events without any. It is "
+            "no timeline of ronde or Horovod."
+        )
+    num_blind = len(operations) - len(arrivals)
+    remarks = [_ALONE]
+    if num_blind:
+        remarks.append(
+            f"Who came last is not in it for {num_blind} of {len(operations)} "
+            "operations: Horovod marks the ranks only where it negotiates anew."
+        )
+    rank = RankTrace(0, "", None, 0, is_whole=True, operations=operations)
+    return Trace(0, [rank], arrivals, remarks)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    words = text.strip("[]").replace(",", " ").split()
+    return tuple(int(word) for word in words if word.isdecimal())
+
+
+def read_merged(facts: Mapping[str, Any], lines: Iterable[str]) -> Trace:
+    if facts["ronde_timeline"] != FORMAT:
+        raise UsageError(
+            f"timeline must be of version {FORMAT}, got {facts['ronde_timeline']!r}. "
+            "Read it with the version of ronde that wrote it."
+        )
+    records: dict[int, list[tuple[OperationKey, Recorded]]] = {}
+    turns: Counter[tuple[int, int, int, int, str]] = Counter()
+    for line in lines:
+        if '"tensor"' not in line or '"fused"' not in line:
+            continue
+        event = json.loads(line.rstrip().rstrip(","))
+        key, record = _record(event, turns)
+        records.setdefault(event["pid"], []).append((key, record))
+    ranks: dict[int, RankTrace] = {}
+    for each in facts["ranks"]:
+        # One entry for each recording; all operations come with the first.
+        own = _rank(each, records)
+        before = ranks.get(own.rank)
+        ranks[own.rank] = (
+            own if before is None else before.joined(replace(own, operations=()))
+        )
+    return Trace(
+        size=max((each["size"] for each in facts["ranks"]), default=0),
+        ranks=[ranks[rank] for rank in sorted(ranks)],
+        arrivals=find_arrivals(records.items()),
+        remarks=facts["remarks"],
+    )
+
+
+def _rank(
+    facts: Mapping[str, Any], records: Mapping[int, list[tuple[OperationKey, Recorded]]]
+) -> RankTrace:
+    return RankTrace(
+        rank=facts["rank"],
+        host=facts["host"],
+        clock_error_us=facts["clock_error_us"],
+        num_dropped=facts["dropped"],
+        is_whole=facts["is_whole"],
+        operations=records.get(facts["rank"], ()),
+    )
+
+
+def _record(
+    event: Mapping[str, Any], turns: Counter[tuple[int, int, int, int, str]]
+) -> tuple[OperationKey, Recorded]:
+    args = event["args"]
+    begun_ns = _ns(event["ts"])
+    name, set_id, sequence = args["tensor"], args["set"], args["sequence"]
+    same = (event["pid"], args["session"], set_id, sequence, name)
+    key = OperationKey(args["session"], set_id, sequence, name, turns[same])
+    turns[same] += 1
+    return key, Recorded(
+        set_id=set_id,
+        sequence=sequence,
+        name=name,
+        kind=event["name"],
+        submitted_ns=_before(begun_ns, args["submitted_us"]),
+        agreed_ns=_before(begun_ns, args["agreed_us"]),
+        begun_ns=begun_ns,
+        ended_ns=begun_ns + _ns(event["dur"]),
+        dtype=args["dtype"],
+        shape=tuple(args["shape"]),
+        num_fused=args["fused"],
+    )
+
+
+def _ns(time_us: float) -> int:
+    return round(time_us * 1000)
+
+
+def _before(begun_ns: int, since_us: float | None) -> int:
+    """Return a time; 0 for what never was, so one at the very start is moved by 1."""
+    return 0 if since_us is None else (begun_ns + _ns(since_us)) or 1
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a timeline.
-
-    Args:
-        path: A merged trace, a rank's part, a directory of parts, or what Horovod
-            wrote.
-
-    Raises:
-        UsageError: It cannot be read, or is none of them.
-    """
     try:
         if path.is_dir():
             return trace_of(read_part_files([path]))
@@ -43,14 +250,6 @@ def read_trace(path: Path) -> Trace:
 
 
 def read_part_files(paths: Sequence[Path]) -> list[Track]:
-    """Read parts of ranks.
-
-    Args:
-        paths: Files, or directories that hold them.
-
-    Raises:
-        UsageError: A file cannot be read or is no part, or there is none.
-    """
     files = [file for path in paths for file in _part_files(path)]
     tracks: list[Track] = []
     try:
@@ -80,7 +279,6 @@ def _part_files(path: Path) -> list[Path]:
 
 
 def trace_of(tracks: Sequence[Track]) -> Trace:
-    """Return what parts hold, on one clock."""
     aligned = align(tracks)
     size = max((track.header.size for track in tracks), default=0)
     ranks: dict[int, RankTrace] = {}

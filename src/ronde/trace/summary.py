@@ -1,13 +1,13 @@
-"""What a trace says in figures: who waited, how long, for what and for whom."""
+"""A trace in figures: who waited, how long, for what and for whom."""
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ronde.timeline.alignment import Arrival, OperationKey, waited_ns
 from ronde.timeline.events import Recorded
-from ronde.timeline.lateness import Arrival, Key, waited_ns
-from ronde.trace.value import RankTrace, Trace
+from ronde.trace.reading import RankTrace, Trace
 
 Interval = tuple[int, int]
 
@@ -23,97 +23,57 @@ _DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """What one rank did.
-
-    Attributes:
-        rank: Among all.
-        host: Its name; empty where nobody said.
-        num_operations: Of which there is a record.
-        waiting_s: Time in which a tensor of its own was ready and another rank's was
-            not; tensors that wait at the same time count once.
-        moving_s: Time in which an operation was carried out.
-        num_late: Operations for which it came last, beyond the clocks' error.
-        held_up_s: Time in which all others were ready for something, and it was not.
-        clock_error_s: How far its times may be off; None where nobody measured.
-        num_dropped: Operations that are missing.
-        is_whole: Whether its recording ended in order.
-    """
+    """What one rank did."""
 
     rank: int
-    host: str
-    num_operations: int
+    host: str  # its name; empty where nobody said
+    num_operations: int  # of which there is a record
     waiting_s: float
-    moving_s: float
-    num_late: int
+    moving_s: float  # time in which an operation was carried out
+    num_late: int  # operations for which it came last, beyond the clocks' error
     held_up_s: float
+    # how far its times may be off; None where nobody measured
     clock_error_s: float | None
-    num_dropped: int
-    is_whole: bool
+    num_dropped: int  # operations that are missing
+    is_whole: bool  # whether its recording ended in order
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:
-    """How one tensor fared.
+    """How one tensor fared."""
 
-    Attributes:
-        name: On the wire.
-        num_operations: Of which it is known who came last.
-        waiting_s: From the first rank's submission to the last one's, in all.
-        longest_s: The same, of the worst one.
-        late_ranks: Ranks that came last, with how often; the most frequent first.
-    """
-
-    name: str
-    num_operations: int
-    waiting_s: float
-    longest_s: float
+    name: str  # on the wire
+    num_operations: int  # of which it is known who came last
+    waiting_s: float  # from the first rank's submission to the last one's, in all
+    longest_s: float  # the same, of the worst one
     late_ranks: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class FusionSummary:
-    """What was carried out together, on the rank with the most records.
-
-    Attributes:
-        num_tensors: In all.
-        num_batches: Collectives that they took.
-        mean_bytes: A batch holds, on average; 0 where dtypes are not known.
-        max_tensors: The largest batch has.
-    """
+    """What was carried out together, on the rank with the most records."""
 
     num_tensors: int
-    num_batches: int
-    mean_bytes: float
-    max_tensors: int
+    num_batches: int  # collectives that they took
+    mean_bytes: float  # a batch holds, on average; 0 where dtypes are not known
+    max_tensors: int  # the largest batch has
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """What a trace says.
+class TraceSummary:
+    """What a trace says."""
 
-    Attributes:
-        span_s: From the first event to the last.
-        size: Ranks of the job; 0 where nobody said.
-        num_operations: Different ones, over all ranks.
-        num_unclear: Those whose last rank is not clear, for the clocks' error.
-        ranks: Ascending.
-        tensors: Those that waited longest in all, first.
-        fusion: None where nothing was recorded.
-        remarks: What the trace cannot tell, in sentences.
-    """
-
-    span_s: float
-    size: int
-    num_operations: int
-    num_unclear: int
+    span_s: float  # from the first event to the last
+    size: int  # ranks of the job; 0 where nobody said
+    num_operations: int  # different ones, over all ranks
+    num_unclear: int  # those whose last rank is not clear, for the clocks' error
     ranks: Sequence[RankSummary]
-    tensors: Sequence[TensorSummary]
-    fusion: FusionSummary | None
-    remarks: Sequence[str]
+    tensors: Sequence[TensorSummary]  # those that waited longest in all, first
+    fusion: FusionSummary | None  # None where nothing was recorded
+    remarks: Sequence[str]  # what the trace cannot tell, in sentences
 
 
-def summarize(trace: Trace) -> Summary:
-    """Return what a trace says."""
+def summarize(trace: Trace) -> TraceSummary:
     records = [record for rank in trace.ranks for _, record in rank.operations]
     begins = (min(r.submitted_ns or r.begun_ns, r.begun_ns) for r in records)
     span_ns = max((r.ended_ns for r in records), default=0) - min(begins, default=0)
@@ -122,7 +82,7 @@ def summarize(trace: Trace) -> Summary:
         for key, arrival in trace.arrivals.items()
         if arrival.margin_ns > _error_ns(trace)
     }
-    return Summary(
+    return TraceSummary(
         span_s=span_ns * _NS,
         size=trace.size,
         num_operations=len({key for rank in trace.ranks for key, _ in rank.operations}),
@@ -170,7 +130,6 @@ def _rank(rank: RankTrace, trace: Trace, clear: Iterable[Arrival]) -> RankSummar
 
 
 def covered(intervals: Iterable[Interval]) -> int:
-    """Return the length of what intervals cover together."""
     total, end = 0, -1
     for first, last in sorted(intervals):
         if last > end:
@@ -190,7 +149,7 @@ class _Tally:
 
 
 def _tensors(
-    arrivals: Iterable[tuple[Key, Arrival]], clear: Iterable[Key]
+    arrivals: Iterable[tuple[OperationKey, Arrival]], clear: Iterable[OperationKey]
 ) -> list[TensorSummary]:
     tallies: dict[str, _Tally] = {}
     is_clear = frozenset(clear)

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ronde.bench.training.models.resnet import make_resnet50
+from ronde.bench.training.models import make_resnet50
 
 
 def resnet50() -> nn.Module:

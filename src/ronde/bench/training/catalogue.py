@@ -1,4 +1,4 @@
-"""The models that can be trained, with what was published of them.
+"""The models that can be trained, with what was published of them; no torch.
 
 Multiply-adds are those of convolutions and matrix products in one forward pass of one
 sample, as the field counts them (one multiply-add is two FLOP). Figures whose source is
@@ -22,54 +22,34 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model before it is built.
+    """What is known of a model before it is built."""
 
-    Attributes:
-        name: How the command calls it.
-        unit: What its throughput counts.
-        sample_shape: One sample without the batch's dimension; of a language model the
-            tokens of its context.
-        num_classes: Classes, or words of the vocabulary.
-        batch: Samples a step of one rank, where nobody says.
-        num_parameters: Trained parameters.
-        parameters_source: Who published that number.
-        forward_macs: Multiply-adds of one sample's forward pass, in inference.
-        macs_source: Who published that number, or its formula.
-    """
-
-    name: str
-    unit: Unit
+    name: str  # how the command calls it
+    unit: Unit  # what its throughput counts
+    # one sample without the batch's dimension; of a language model the tokens of its
+    # context
     sample_shape: tuple[int, ...]
-    num_classes: int
-    batch: int
+    num_classes: int  # classes, or words of the vocabulary
+    batch: int  # samples a step of one rank, where nobody says
     num_parameters: int
-    parameters_source: str
-    forward_macs: int
-    macs_source: str
+    parameters_source: str  # who published that number
+    forward_macs: int  # multiply-adds of one sample's forward pass, in inference
+    macs_source: str  # who published that number, or its formula
 
     @property
     def units_per_sample(self) -> int:
-        """Images or tokens in one sample."""
         return 1 if self.unit is Unit.IMAGES else self.sample_shape[0]
 
 
 @dataclass(frozen=True, slots=True)
 class TransformerShape:
-    """A decoder-only language model of GPT-2's form, in numbers.
-
-    Attributes:
-        num_layers: Blocks.
-        width: Features of a token.
-        num_heads: Attention heads; they divide ``width``.
-        context: Tokens of a sample.
-        num_words: Size of the vocabulary.
-    """
+    """A decoder-only language model of GPT-2's form, in numbers."""
 
     num_layers: int
-    width: int
-    num_heads: int
-    context: int
-    num_words: int
+    width: int  # features of a token
+    num_heads: int  # attention heads; they divide ``width``
+    context: int  # tokens of a sample
+    num_words: int  # size of the vocabulary
 
     @property
     def num_parameters(self) -> int:

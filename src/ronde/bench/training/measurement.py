@@ -1,22 +1,142 @@
 """Measures training steps of one model: the library call of ``ronde bench train``."""
 
+import gc
 import math
 import random
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import cast
 
 import torch
 
 import ronde.torch as hvd
-from ronde.bench.training.blocks import time_block
-from ronde.bench.training.clocks import NoClock
-from ronde.bench.training.devices import choose_device, device_name, used
-from ronde.bench.training.footprint import require_fit
-from ronde.bench.training.options import TrainOptions
-from ronde.bench.training.outcome import Outcome, Setting
-from ronde.bench.training.phases import Round, StepTimes, Variant
-from ronde.bench.training.replica import Replica
+from ronde.bench.training.outcome import (
+    DeviceKind,
+    Phase,
+    Round,
+    Setting,
+    StepTimes,
+    TrainingOutcome,
+    TrainOptions,
+    Variant,
+)
+from ronde.bench.training.replica import NoClock, Replica, Stopwatch, require_fit
 from ronde.errors import UsageError
+from ronde.records import MachineRecord
 from ronde.torch.session import current_session
+
+
+def choose_device(kind: DeviceKind, local_rank: int) -> torch.device:
+    """Return this rank's device: of the host's CUDA devices the one of its number."""
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind is DeviceKind.CPU or (kind is DeviceKind.AUTO and num_devices == 0):
+        return torch.device("cpu")
+    if num_devices == 0:
+        raise UsageError(
+            "device must be one that is here, got cuda. Type: --device cpu"
+        )
+    if local_rank >= num_devices:
+        raise UsageError(
+            f"ranks of a host must be at most its CUDA devices, {num_devices}, got "
+            f"local rank {local_rank}. Type: -n {num_devices}, or --device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return MachineRecord.here().cpu
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def used(device: torch.device) -> Generator[None]:
+    """Make ``device`` current, and let cuDNN look for its fastest kernels."""
+    if device.type != "cuda":
+        yield
+        return
+    was_searching = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        with torch.cuda.device(device):
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = was_searching
+
+
+_MAX_PROFILED_STEPS = 10
+
+
+def time_block(
+    replica: Replica, num_steps: int, device: torch.device, *, is_alone: bool = False
+) -> StepTimes:
+    """Time a block of steps; collective.
+
+    One step goes before, which brings the replica's memory back into the caches.
+    """
+    is_stepping = not is_alone or hvd.rank() == 0
+    own = StepTimes(0.0, dict.fromkeys(Phase, 0.0))
+    if is_stepping:
+        replica.step(NoClock())
+        synchronize(device)
+    hvd.barrier()
+    if is_stepping:
+        with _no_garbage_collection():
+            own = _time_steps(replica, num_steps, device)
+    return _slowest(own)
+
+
+def _time_steps(replica: Replica, num_steps: int, device: torch.device) -> StepTimes:
+    stopwatch = Stopwatch(partial(synchronize, device))
+    if device.type == "cpu":
+        step_s = _elapsed_s(replica, stopwatch, num_steps, device)
+        return StepTimes(step_s, stopwatch.seconds_a_step(num_steps))
+    # A synchronisation a phase would keep the host from running ahead of the device,
+    # so the phases are timed in steps of their own.
+    step_s = _elapsed_s(replica, NoClock(), num_steps, device)
+    num_profiled = min(num_steps, _MAX_PROFILED_STEPS)
+    _elapsed_s(replica, stopwatch, num_profiled, device)
+    return StepTimes(step_s, stopwatch.seconds_a_step(num_profiled))
+
+
+def _elapsed_s(
+    replica: Replica, clock: NoClock | Stopwatch, num_steps: int, device: torch.device
+) -> float:
+    start_ns = time.perf_counter_ns()
+    for _ in range(num_steps):
+        replica.step(clock)
+    synchronize(device)
+    return (time.perf_counter_ns() - start_ns) / num_steps / 1e9
+
+
+def _slowest(own: StepTimes) -> StepTimes:
+    row = torch.tensor(
+        [[own.step_s, *(own.phases_s[phase] for phase in Phase)]], dtype=torch.float64
+    )
+    rows = cast("list[list[float]]", hvd.allgather(row).tolist())
+    phases = max((each[1:] for each in rows), key=sum)
+    return StepTimes(
+        step_s=max(each[0] for each in rows),
+        phases_s=dict(zip(Phase, phases, strict=True)),
+    )
+
+
+@contextmanager
+def _no_garbage_collection() -> Generator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
 
 _BLOCK_S = 0.4
 _MAX_STEPS = 100
@@ -25,23 +145,12 @@ OnProgress = Callable[[int, int], None]
 """Told how many blocks are done, and of how many."""
 
 
-def measure(options: TrainOptions, on_progress: OnProgress) -> Outcome:
+def measure(options: TrainOptions, on_progress: OnProgress) -> TrainingOutcome:
     """Train on 1 rank, on all, and on all without communication; collective.
 
     ``ronde.torch`` must be initialised. The three are measured in blocks of a few steps
     that take turns, in another order every round, so that a machine that slows down
     slows all of them.
-
-    Args:
-        options: What to measure.
-        on_progress: Called on every rank before each block.
-
-    Returns:
-        All rounds, the same on every rank.
-
-    Raises:
-        UsageError: There is no such device, or the model does not fit.
-        CollectiveError: A rank was lost.
     """
     device = _agree_on_devices(options)
     num_replicas = 1 if hvd.size() == 1 else 2
@@ -51,7 +160,7 @@ def measure(options: TrainOptions, on_progress: OnProgress) -> Outcome:
         num_steps = options.steps or _calibrate(replicas, device)
         rounds = _run_rounds(replicas, num_steps, options.rounds, device, on_progress)
         is_in_step = _is_in_step(replicas)
-    return Outcome(options, _setting(device), num_steps, rounds, is_in_step)
+    return TrainingOutcome(options, _setting(device), num_steps, rounds, is_in_step)
 
 
 def _agree_on_devices(options: TrainOptions) -> torch.device:

@@ -1,12 +1,130 @@
-"""What a measurement of training steps says: medians, ratios, the record's values."""
+"""Training steps: what to measure, and what was measured; no torch."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from ronde.bench.training.options import TrainOptions
-from ronde.bench.training.phases import Phase, Round, Variant
+from ronde.bench.training.catalogue import MODELS, ModelFacts, Unit
+from ronde.errors import UsageError
+
+
+class Dtype(StrEnum):
+    """What forward computes in; bfloat16 is autocast, the weights stay float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class DeviceKind(StrEnum):
+    """Where models train; auto takes CUDA where there is a device."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class OptimizerKind(StrEnum):
+    """What updates the weights."""
+
+    SGD = "sgd"
+    ADAM = "adam"
+
+
+class WireFormat(StrEnum):
+    """What gradients travel as."""
+
+    NONE = "none"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class InputKind(StrEnum):
+    """Where a step's batch comes from; all data is synthetic.
+
+    PREPARED takes batches in turn that were made before. GATHERED puts each together
+    from random samples of a pool in memory, as a data loader does.
+    """
+
+    PREPARED = "prepared"
+    GATHERED = "gathered"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """What to measure."""
+
+    model: ModelFacts
+    batch: int  # samples a step of one rank, in every variant
+    rounds: int = 5  # blocks of steps of each variant; figures are medians over them
+    steps: int | None = None  # steps of a block; None takes as many as last about 0.4 s
+    warmup: int = 3  # steps of each model before anything is timed
+    dtype: Dtype = Dtype.FLOAT32  # what forward computes in
+    device: DeviceKind = DeviceKind.AUTO  # where to train
+    optimizer: OptimizerKind = OptimizerKind.SGD  # what updates the weights
+    compression: WireFormat = WireFormat.NONE  # what gradients travel as
+    input: InputKind = InputKind.PREPARED  # where batches come from
+    engine: str = ""  # what moves the gradients; empty takes the environment's
+    is_channels_last: bool = False  # lay images and weights out with the channels last
+    is_compiled: bool = False  # let ``torch.compile`` compile the model
+
+    def __post_init__(self) -> None:
+        least = {"batch": 1, "rounds": 1, "steps": 1, "warmup": 0}
+        for name, value in least.items():
+            given: int | None = getattr(self, name)
+            if given is not None and given < value:
+                raise UsageError(
+                    f"{name} must be at least {value}, got {given}. "
+                    f"Type: --{name} {max(value, 1)}"
+                )
+        has_channels = self.model.unit is Unit.IMAGES
+        has_channels = has_channels and len(self.model.sample_shape) == 3
+        if self.is_channels_last and not has_channels:
+            raise UsageError(
+                f"model must take images with channels for channels-last, got "
+                f"{self.model.name}. Leave --channels-last out."
+            )
+
+
+def find_model(name: str) -> ModelFacts:
+    if name not in MODELS:
+        raise UsageError(
+            f"model must be one of {', '.join(sorted(MODELS))}, got {name!r}. "
+            "Type: ronde bench train --help"
+        )
+    return MODELS[name]
+
+
+class Phase(StrEnum):
+    """A part of a step, in the order in which they follow each other."""
+
+    INPUT = "input"
+    HOST_TO_DEVICE = "host_to_device"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Variant(StrEnum):
+    """Who steps, and whether gradients are reduced."""
+
+    ONE_RANK = "one_rank"
+    ALL_RANKS = "all_ranks"
+    NO_COMMUNICATION = "no_communication"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What a step took, the mean over a block of steps."""
+
+    step_s: float  # of the slowest rank, undisturbed
+    phases_s: Mapping[Phase, float]
+
+
+Round = Mapping[Variant, StepTimes]
+"""One block of steps of every variant, measured one after the other."""
+
 
 KIND = "bench_train"
 """The kind of the records."""
@@ -14,49 +132,31 @@ KIND = "bench_train"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where it was measured.
+    """Where it was measured."""
 
-    Attributes:
-        num_ranks: Ranks that trained together.
-        num_threads: Threads that each rank computes with.
-        device: ``cpu`` or ``cuda``.
-        device_name: The processor's or accelerator's model.
-        engine: What moved the gradients; empty with one rank.
-        torch: Version of torch.
-    """
-
-    num_ranks: int
-    num_threads: int
-    device: str
-    device_name: str
-    engine: str
-    torch: str
+    num_ranks: int  # ranks that trained together
+    num_threads: int  # threads that each rank computes with
+    device: str  # ``cpu`` or ``cuda``
+    device_name: str  # the processor's or accelerator's model
+    engine: str  # what moved the gradients; empty with one rank
+    torch: str  # version of torch
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """All rounds of one measurement.
+class TrainingOutcome:
+    """All rounds of one measurement."""
 
-    Attributes:
-        options: What was asked for.
-        setting: Where it was measured.
-        num_steps: Steps of a block.
-        rounds: The blocks; with one rank there is only ``Variant.ONE_RANK``.
-        is_in_step: Whether all ranks' weights were equal, bit for bit, at the end.
-    """
-
-    options: TrainOptions
-    setting: Setting
-    num_steps: int
+    options: TrainOptions  # what was asked for
+    setting: Setting  # where it was measured
+    num_steps: int  # steps of a block
     rounds: tuple[Round, ...]
-    is_in_step: bool
+    is_in_step: bool  # whether all ranks' weights were equal, bit for bit, at the end
 
     def variants(self) -> list[Variant]:
         """Return what was measured, in the order in which it is told."""
         return [variant for variant in Variant if variant in self.rounds[0]]
 
     def step_s(self, variant: Variant) -> float:
-        """Return what a step took."""
         return self._median(lambda each: each[variant].step_s)
 
     def units_per_s(self, variant: Variant) -> float:
@@ -91,7 +191,6 @@ class Outcome:
         )
 
     def efficiency(self) -> float:
-        """Return the speed-up by the number of ranks."""
         return self.speed_up() / self.setting.num_ranks
 
     def fraction_of_ceiling(self) -> float:
@@ -106,7 +205,7 @@ class Outcome:
         return statistics.median(figure(each) for each in self.rounds)
 
 
-def record_values(outcome: Outcome) -> dict[str, Any]:
+def record_values(outcome: TrainingOutcome) -> dict[str, Any]:
     """Return a record's values: settings, medians, and every round's figures."""
     values = _asked(outcome) | _where(outcome.setting)
     values |= {
@@ -124,7 +223,7 @@ def record_values(outcome: Outcome) -> dict[str, Any]:
     return values
 
 
-def _asked(outcome: Outcome) -> dict[str, Any]:
+def _asked(outcome: TrainingOutcome) -> dict[str, Any]:
     options = outcome.options
     return {
         "model": options.model.name,
@@ -152,7 +251,7 @@ def _where(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _figures(outcome: Outcome, variant: Variant) -> dict[str, Any]:
+def _figures(outcome: TrainingOutcome, variant: Variant) -> dict[str, Any]:
     return {
         "step_ms": outcome.step_s(variant) * 1e3,
         "units_per_s": outcome.units_per_s(variant),

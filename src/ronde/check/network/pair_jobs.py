@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
-from ronde.bench.bench_record import from_record
-from ronde.bench.runs import Run
+from ronde.bench.results import Run, from_record
 from ronde.check.check import (
     FAIL,
     WARN,

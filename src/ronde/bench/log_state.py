@@ -1,17 +1,146 @@
-"""A run while its log is being read, and what follows from all of it together."""
+"""A run while its log is being read, and what follows from all of it together.
+
+busbw is algbw times a factor that depends on the collective and the number of ranks
+alone: a log that names neither still tells much.
+"""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from ronde.bench.catalog import COLLECTIVES
-from ronde.bench.log_columns import Columns
-from ronde.bench.log_ranks import agrees, infer_ranks, infer_tests
-from ronde.bench.rows import Row
-from ronde.bench.runs import Extra, RankCount, RankSource, Run
+from ronde.bench.catalog import COLLECTIVES, Factor
+from ronde.bench.log_table import Columns
+from ronde.bench.results import Extra, RankCount, RankSource, Row, Run, Side
 from ronde.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class _Interval:
+    """Ratios of busbw to algbw that one printed pair allows."""
+
+    low: float
+    high: float
+    middle: float
+
+    def allows(self, ratio: float) -> bool:
+        slack = 1e-9
+        return self.low - slack <= ratio <= self.high + slack
+
+
+def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
+    """Return how many ranks a test's figures speak of.
+
+    Printed figures are rounded, so that several numbers may agree with them: ``low``
+    to ``high``. Nothing is known where the factor hardly depends on the number.
+    """
+    known = COLLECTIVES.get(test)
+    intervals = _intervals(rows)
+    if known is None or known.factor is Factor.ONE or not intervals:
+        return RankCount()
+    factor = known.factor
+    best = intervals[0]
+    low = max(_num_ranks(factor, max(each.low, 0.0)) for each in intervals)
+    high = min(_num_ranks(factor, each.high) for each in intervals)
+    if low > high:
+        # Rows of several worlds, or a release that rounds otherwise.
+        low, high = (
+            _num_ranks(factor, max(best.low, 0.0)),
+            _num_ranks(factor, best.high),
+        )
+    if not math.isfinite(low):
+        return RankCount()  # more than any number of ranks gives
+    first, middle = math.ceil(low - 1e-9), _num_ranks(factor, best.middle)
+    if not math.isfinite(high) or not math.isfinite(middle):
+        return RankCount(low=max(first, 1))
+    last = math.floor(high + 1e-9)
+    if first > last:
+        return RankCount()
+    value = min(max(round(middle), first), last)
+    return RankCount(value, RankSource.RATIO, first, last)
+
+
+def agrees(test: str, num_ranks: int, rows: Sequence[Row]) -> bool:
+    """Say whether the figures may be those of ``num_ranks`` ranks."""
+    known = COLLECTIVES.get(test)
+    intervals = _intervals(rows)
+    if known is None or not intervals:
+        return True
+    return num_ranks == 1 or intervals[0].allows(known.factor.value_for(num_ranks))
+
+
+def infer_tests(rows: Sequence[Row], num_ranks: int | None) -> list[str]:
+    """Return the names of all tests that could have printed these rows."""
+    intervals = _intervals(rows)
+    if not intervals or num_ranks == 1:
+        return []
+    best, row = intervals[0], max(rows, key=lambda each: each.size_bytes)
+    has_operation = row.redop not in ("", "none")
+    has_root = row.root is not None and row.root >= 0
+    names = [
+        name
+        for name, known in COLLECTIVES.items()
+        # sendrecv reduces nothing, but nccl-tests prints an operation all the same.
+        if name == "sendrecv" or known.has_op == has_operation
+        if known.has_root == has_root or row.root is None
+        if _could_be(known.factor, best, num_ranks)
+    ]
+    # A column of operations is blank in hypercube alone, since there is one of roots.
+    if row.root is not None and "hypercube" in names:
+        names = ["hypercube"] if row.redop == "" else names
+    if row.redop == "none" and "hypercube" in names:
+        names.remove("hypercube")
+    return names
+
+
+def _num_ranks(factor: Factor, ratio: float) -> float:
+    """Return the number of ranks that gives ``ratio``; infinity beyond all."""
+    limit = {Factor.REDUCED: 2.0, Factor.SHARED: 1.0}.get(factor)
+    if limit is None or ratio >= limit:
+        return math.inf
+    return limit / (limit - ratio)
+
+
+def _could_be(factor: Factor, interval: _Interval, num_ranks: int | None) -> bool:
+    if num_ranks is not None:
+        return interval.allows(factor.value_for(num_ranks))
+    if factor is Factor.ONE:
+        return interval.allows(1.0)
+    low = _num_ranks(factor, max(interval.low, 0.0))
+    high = _num_ranks(factor, interval.high)
+    return math.isfinite(low) and high >= max(2, math.ceil(low))
+
+
+def _intervals(rows: Sequence[Row]) -> list[_Interval]:
+    """Return what each printed pair allows, the largest row's first."""
+    found: list[_Interval] = []
+    for row in sorted(rows, key=lambda each: each.size_bytes, reverse=True):
+        for side in (row.out_of_place, row.in_place):
+            interval = _interval(side)
+            if interval is not None:
+                found.append(interval)
+    return found
+
+
+def _interval(side: Side | None) -> _Interval | None:
+    if side is None or side.algbw_gb_per_s is None or side.busbw_gb_per_s is None:
+        return None
+    algbw, busbw = side.algbw_gb_per_s, side.busbw_gb_per_s
+    if not (0.1 < algbw < math.inf and 0 <= busbw < math.inf):
+        return None
+    a, b = _half_unit(algbw), _half_unit(busbw)
+    return _Interval(
+        (busbw - b) / (algbw + a), (busbw + b) / (algbw - a), busbw / algbw
+    )
+
+
+def _half_unit(printed: float) -> float:
+    """Return by how much a figure printed six characters wide may be off."""
+    if printed < 1000:
+        return 0.005
+    return 0.05 if printed < 10000 else 0.5
+
 
 AVERAGE = "Avg bus bandwidth"
 OUT_OF_BOUNDS = "Out of bounds values"
@@ -25,7 +154,7 @@ _MAX_LISTED = 3
 
 
 @dataclass(slots=True)
-class Device:
+class ListedDevice:
     """One line of the list of devices."""
 
     rank: int
@@ -35,32 +164,22 @@ class Device:
 
 
 @dataclass(slots=True)
-class Draft:
-    """What is known of a run so far.
+class ParserState:
+    """What is known of a run so far."""
 
-    Attributes:
-        source: The log's name, for messages and as a hint of the test.
-        first_line: Where the run begins.
-        banners: Kinds of opening lines seen; each comes once a run.
-        title: The test's name as the run itself stated it.
-        mention: A name such as ``all_reduce_perf`` met before the table.
-        columns: The table's, once its header was read; None for JSON, which has none.
-        has_table: Whether the results have begun.
-        given: The number of ranks, where it need not be counted or inferred.
-        is_over: Whether the footer was read.
-    """
-
-    source: str
-    first_line: int
+    source: str  # the log's name, for messages and as a hint of the test
+    first_line: int  # where the run begins
     banners: set[str] = field(default_factory=set[str])
-    title: str = ""
-    mention: str = ""
+    title: str = ""  # the test's name as the run itself stated it
+    mention: str = ""  # a name such as ``all_reduce_perf`` met before the table
     arguments: str = ""
     places: list[str] = field(default_factory=list[str])
-    devices: list[Device] = field(default_factory=list[Device])
+    devices: list[ListedDevice] = field(default_factory=list[ListedDevice])
     is_list_cut: bool = False
+    # the table's, once its header was read; None for JSON, which has none
     columns: Columns | None = None
-    has_table: bool = False
+    has_table: bool = False  # whether the results have begun
+    # the number of ranks, where it need not be counted or inferred
     given: RankCount | None = None
     facts: dict[str, object] = field(default_factory=dict[str, object])
     engine: str = ""
@@ -70,7 +189,7 @@ class Draft:
     warnings: list[str] = field(default_factory=list[str])
     strays: list[str] = field(default_factory=list[str])
     has_gap: bool = False
-    is_over: bool = False
+    is_over: bool = False  # whether the footer was read
 
     def add_device(self, comment: str) -> bool:
         """Take one line of the list of devices; say whether it was one."""
@@ -78,16 +197,13 @@ class Draft:
         if found is None:
             return False
         group = int(found["group"] or 0)
-        device = Device(int(found["rank"]), group, found["host"], found["name"].strip())
+        device = ListedDevice(
+            int(found["rank"]), group, found["host"], found["name"].strip()
+        )
         self.devices.append(device)
         return True
 
     def add_footer(self, name: str, value: str) -> None:
-        """Take what stands below the table.
-
-        Raises:
-            UsageError: It should be a number and is none.
-        """
         if name in (AVERAGE, OUT_OF_BOUNDS):
             word = value.split(maxsplit=1)[0] if value else ""
             is_number = _NUMBER.fullmatch(word) is not None
@@ -101,11 +217,6 @@ class Draft:
         self.is_over = self.is_over or name == AVERAGE
 
     def finish(self, test: str = "") -> Run:
-        """Return the run.
-
-        Args:
-            test: What the user says it is of; empty finds it out.
-        """
         warnings = list(self.warnings)
         name = test or self._find_test(warnings)
         ranks = self._count_ranks(name, warnings)
@@ -189,7 +300,6 @@ class Draft:
         return ""
 
     def _check_average(self) -> list[str]:
-        """Return what is odd about the average that the log states."""
         values = [
             side.busbw_gb_per_s
             for row in self.rows

@@ -1,4 +1,4 @@
-"""The columns of a table of nccl-tests, and its rows.
+"""Lines, columns and rows of nccl-tests' tables.
 
 Releases differ in columns, and some rows lack cells that the header names. What holds
 for all: a row begins with size, count and type, and its numbers stand at the right end
@@ -10,9 +10,90 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ronde.bench.rows import Row, Side
-from ronde.bench.runs import Extra
+from ronde.bench.results import Extra, Row, Side
 from ronde.errors import UsageError
+
+_PREFIX = re.compile(
+    r"""\s*(?:
+        \[[^\]\s]*\]<std(?:out|err)>:       # mpirun --tag-output
+      | \d+:(?=\s|$)                        # srun --label
+      | \[\d+\]\+?[ ]                       # ronde run
+      | \d{4}-\d\d-\d\dT[\d:.]+Z?[ ]        # kubectl logs --timestamps
+    )""",
+    re.VERBOSE,
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_NCCL = re.compile(
+    r"""(?:\[\d[\d:. -]*\][ ])?             # WARN may have the time
+    (?P<host>\S+):\d+:\d+[ ]\[\d+\][ ]
+    (?:\S+:\d+[ ](?:\(\S+\)[ ])?)?          # WARN has file:line and the function
+    NCCL[ ](?P<level>[A-Z]+)(?P<said>.*)""",
+    re.VERBOSE,
+)
+_CELL = re.compile(r"N/A|-?\d+(?:\.\d+)?(?:e[+-]\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a log."""
+
+    number: int  # where it stands in its file, from 1
+    text: str  # what the benchmark itself printed
+    warning: str = ""  # what NCCL warned of on this line, or empty
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """A whole log."""
+
+    ended: Sequence[Line]  # the lines that end with a line break
+    # what stands after the last line break, which may be cut anywhere; None where there
+    # is nothing
+    rest: Line | None
+
+
+def split_lines(text: str) -> Lines:
+    """Split a log into lines; a carriage return before the break is none of it."""
+    *ended, rest = text.removeprefix("\ufeff").split("\n")
+    hosts: set[str] = set()
+    lines = [_clean(number, each, hosts) for number, each in enumerate(ended, 1)]
+    last = _clean(len(lines) + 1, rest, hosts)
+    return Lines(lines, last if last.text.strip() else None)
+
+
+def _clean(number: int, text: str, hosts: set[str]) -> Line:
+    """Return the benchmark's part of a line.
+
+    NCCL writes whenever it likes: its line may begin where a row has got to, with no
+    blank between. ``hosts`` are those that earlier lines began with.
+    """
+    bare = _COLOUR.sub("", text.rstrip())
+    prefix = _PREFIX.match(bare)
+    if prefix is not None:
+        bare = bare[prefix.end() :]
+    said = _NCCL.search(bare)
+    if said is None:
+        return Line(number, bare)
+    warning = said["said"].strip() if said["level"] == "WARN" else ""
+    own = bare[: said.start()]
+    if own.strip() or bare[:1].isspace():
+        own += _glued_cell(said["host"], hosts)
+    else:
+        hosts.add(said["host"])
+    return Line(number, own.rstrip(), warning)
+
+
+def _glued_cell(word: str, hosts: set[str]) -> str:
+    """Return the cell that a host's name was printed right behind, or nothing."""
+    for host in sorted(hosts, key=len, reverse=True):
+        if word.endswith(host):
+            return word.removesuffix(host)
+    cell = _CELL.match(word)
+    # A host that begins with a digit cannot be told from a number before it.
+    if cell is None or not word[cell.end() : cell.end() + 1].isalpha():
+        return ""
+    return cell[0]
+
 
 OUT_OF_PLACE = "out_of_place"
 IN_PLACE = "in_place"
@@ -43,17 +124,12 @@ _MIN_GAP = 24
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What a table's header promises.
+    """What a table's header promises."""
 
-    Attributes:
-        has_root: Whether there is a column of roots.
-        sides: The halves' places and the names of their columns.
-        tail: Columns after the halves; ``timestamp`` has two words a row.
-    """
-
-    has_root: bool
+    has_root: bool  # whether there is a column of roots
+    # the halves' places and the names of their columns
     sides: tuple[tuple[str, tuple[str, ...]], ...]
-    tail: tuple[str, ...]
+    tail: tuple[str, ...]  # columns after the halves; ``timestamp`` has two words a row
 
     @property
     def num_numbers(self) -> int:
@@ -62,7 +138,6 @@ class Columns:
 
     @property
     def num_tail_words(self) -> int:
-        """Words after the halves."""
         return sum(2 if name == "timestamp" else 1 for name in self.tail)
 
     def num_words(self, words: Sequence[str]) -> int:
@@ -77,20 +152,10 @@ def is_number(word: str) -> bool:
 
 
 def is_header(words: Sequence[str]) -> bool:
-    """Say whether these words of a comment open a table."""
     return [word.lower() for word in words[:2]] == ["size", "count"]
 
 
 def parse_header(words: Sequence[str], places: Sequence[str]) -> Columns:
-    """Read the header of a table.
-
-    Args:
-        words: Of the line, without its ``#``.
-        places: The halves' titles from the line above, if any.
-
-    Raises:
-        UsageError: These are no columns of nccl-tests.
-    """
     names = [word.lower() for word in words]
     starts = [index for index, name in enumerate(names) if name in _TIMES]
     if tuple(names[:3]) != _FIRST or not 1 <= len(starts) <= 2:
@@ -118,11 +183,7 @@ def parse_header(words: Sequence[str], places: Sequence[str]) -> Columns:
 
 
 def parse_row(text: str, columns: Columns) -> tuple[Row, dict[str, Extra]]:
-    """Read one row, and the cells of it that a ``Row`` has no place for.
-
-    Raises:
-        UsageError: A cell is missing, too many, or not what its column holds.
-    """
+    """Read one row, and the cells of it that a ``Row`` has no place for."""
     words = text.split()
     head, numbers, is_half = _divide(text, words, columns)
     operation, root = _between(head[3:])

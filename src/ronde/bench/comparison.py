@@ -1,70 +1,47 @@
-"""Two results side by side: what each size gained or lost."""
+"""Two results, or several engines, side by side; no torch."""
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from ronde.bench.rows import Row, Side
-from ronde.bench.runs import Run
+from ronde.bench.results import Row, Run, Side
 
 PLACES = ("out_of_place", "in_place")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Key:
-    """What two rows must share to be compared; sizes alone repeat.
+class RowKey:
+    """What two rows must share to be compared; sizes alone repeat."""
 
-    Attributes:
-        test: The collective; empty where the log does not tell.
-        engine: What moved the bytes, in results of several engines; else empty.
-        dtype: nccl-tests' name of the type.
-        redop: ``none`` where there is none.
-        root: -1 where there is none.
-        size_bytes: The row's size.
-    """
-
-    test: str
-    engine: str
-    dtype: str
-    redop: str
-    root: int
-    size_bytes: int
+    test: str  # the collective; empty where the log does not tell
+    engine: str  # what moved the bytes, in results of several engines; else empty
+    dtype: str  # nccl-tests' name of the type
+    redop: str  # ``none`` where there is none
+    root: int  # -1 where there is none
+    size_bytes: int  # the row's size
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One half of a row in both results.
+    """One half of a row in both results."""
 
-    Attributes:
-        key: Which row.
-        place: ``out_of_place`` or ``in_place``.
-        a_busbw_gb_per_s: The first result's; the median where the row came repeatedly.
-        b_busbw_gb_per_s: The second's.
-        ratio: The second by the first; None where either is 0 or no finite number.
-    """
-
-    key: Key
-    place: str
+    key: RowKey
+    place: str  # ``out_of_place`` or ``in_place``
+    # the first result's; the median where the row came repeatedly
     a_busbw_gb_per_s: float
     b_busbw_gb_per_s: float
+    # the second by the first; None where either is 0 or no finite number
     ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two results, side by side.
-
-    Attributes:
-        pairs: Every half of a row that both have, in order of test, type and size.
-        only_a: Rows that the first alone has.
-        only_b: Rows that the second alone has.
-        warnings: Why ratios may not mean what they seem to, one sentence each.
-    """
+    """Two results, side by side."""
 
     pairs: tuple[Pair, ...]
-    only_a: tuple[Key, ...]
-    only_b: tuple[Key, ...]
+    only_a: tuple[RowKey, ...]  # rows that the first alone has
+    only_b: tuple[RowKey, ...]  # rows that the second alone has
     warnings: tuple[str, ...]
 
     def mean_ratio(self) -> float | None:
@@ -110,9 +87,9 @@ def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
     )
 
 
-def _collect(runs: Sequence[Run]) -> dict[tuple[Key, str], _Figures]:
+def _collect(runs: Sequence[Run]) -> dict[tuple[RowKey, str], _Figures]:
     has_engines = len({run.engine for run in runs}) > 1
-    found: dict[tuple[Key, str], list[tuple[Side, int | None]]] = {}
+    found: dict[tuple[RowKey, str], list[tuple[Side, int | None]]] = {}
     for run in runs:
         for row in run.rows:
             key = _key(run, row, has_engines=has_engines)
@@ -125,8 +102,8 @@ def _collect(runs: Sequence[Run]) -> dict[tuple[Key, str], _Figures]:
     return {key: _median(entry) for key, entry in found.items()}
 
 
-def _key(run: Run, row: Row, *, has_engines: bool) -> Key:
-    return Key(
+def _key(run: Run, row: Row, *, has_engines: bool) -> RowKey:
+    return RowKey(
         test=run.test,
         engine=run.engine if has_engines else "",
         dtype=row.dtype,
@@ -184,3 +161,43 @@ def _warnings(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
 
 def _numbers(values: Sequence[int]) -> str:
     return ", ".join(str(value) if value else "unknown" for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One row on every engine."""
+
+    # by engine, in the order of asking; each has one half, the other is None
+    rows: Mapping[str, Row]
+
+    def side(self, engine: str) -> Side:
+        row = self.rows[engine]
+        side = row.in_place or row.out_of_place
+        if side is None:
+            raise AssertionError("a compared row has one half")
+        return side
+
+    def ratio(self, engine: str) -> float:
+        """Return how many times as fast an engine is as the first."""
+        first = self.side(next(iter(self.rows)))
+        return (first.time_us or 0.0) / (self.side(engine).time_us or math.inf)
+
+
+@dataclass(slots=True)
+class Ratios:
+    """What is kept of all rows."""
+
+    logarithms: dict[str, float] = field(default_factory=dict[str, float])
+    num_rows: int = 0  # rows in the sums
+    num_wrong: dict[str, float] = field(default_factory=dict[str, float])
+
+    def add(self, compared: Compared) -> None:
+        self.num_rows += 1
+        for engine in compared.rows:
+            ratio = math.log(compared.ratio(engine) or 1.0)
+            self.logarithms[engine] = self.logarithms.get(engine, 0.0) + ratio
+            wrong = compared.side(engine).num_wrong or 0.0
+            self.num_wrong[engine] = self.num_wrong.get(engine, 0.0) + wrong
+
+    def mean(self, engine: str) -> float:
+        return math.exp(self.logarithms[engine] / max(1, self.num_rows))

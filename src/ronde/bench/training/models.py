@@ -1,0 +1,406 @@
+"""The models of the catalogue, in torch.nn alone."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+
+from ronde.bench.training.catalogue import (
+    CHARACTERS,
+    GPT2_SMALL,
+    MODELS,
+    TransformerShape,
+)
+
+
+class AlexNet(nn.Sequential):
+    """Five convolutions and three wide layers on 224 x 224 pixels.
+
+    Source: A. Krizhevsky, "One weird trick for parallelizing convolutional neural
+    networks", 2014, as torchvision has it: one tower, no response normalisation.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(
+            nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2),
+            nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2),
+            nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True),
+            nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True),
+            nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2), nn.Flatten(),
+            nn.Dropout(), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True),
+            nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(inplace=True),
+            nn.Linear(4096, num_classes),
+        )  # fmt: skip
+
+
+class GoogLeNet(nn.Module):
+    """Nine inception blocks on 224 x 224 pixels.
+
+    In training it returns the logits of the classifier and of both auxiliary ones; in
+    evaluation a tuple of the classifier's alone.
+
+    Source: Szegedy et al., "Going deeper with convolutions", 2015, in torchvision's
+    variant: batch normalisation after every convolution, and 3 x 3 where the paper has
+    5 x 5. The published parameters and multiply-adds are that variant's.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.to_4a = nn.Sequential(
+            _convolution(3, 64, 7, stride=2), _halving(3),
+            _convolution(64, 64, 1), _convolution(64, 192, 3), _halving(3),
+            Inception(192, (64, 96, 128, 16, 32, 32)),
+            Inception(256, (128, 128, 192, 32, 96, 64)), _halving(3),
+            Inception(480, (192, 96, 208, 16, 48, 64)),
+        )  # fmt: skip
+        self.to_4d = nn.Sequential(
+            Inception(512, (160, 112, 224, 24, 64, 64)),
+            Inception(512, (128, 128, 256, 24, 64, 64)),
+            Inception(512, (112, 144, 288, 32, 64, 64)),
+        )
+        self.to_logits = nn.Sequential(
+            Inception(528, (256, 160, 320, 32, 128, 128)), _halving(2),
+            Inception(832, (256, 160, 320, 32, 128, 128)),
+            Inception(832, (384, 192, 384, 48, 128, 128)),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2),
+            nn.Linear(1024, num_classes),
+        )  # fmt: skip
+        self.auxiliary_4a = _auxiliary_classifier(512, num_classes)
+        self.auxiliary_4d = _auxiliary_classifier(528, num_classes)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Return logits of shape (n, num_classes), the classifier's own first."""
+        at_4a = self.to_4a(images)
+        at_4d = self.to_4d(at_4a)
+        logits = self.to_logits(at_4d)
+        if not self.training:
+            return (logits,)
+        return logits, self.auxiliary_4a(at_4a), self.auxiliary_4d(at_4d)
+
+
+class Inception(nn.Module):
+    """Four branches side by side."""
+
+    def __init__(
+        self, channels: int, widths: tuple[int, int, int, int, int, int]
+    ) -> None:
+        super().__init__()
+        one, to_three, three, to_five, five, projection = widths
+        self.branches = nn.ModuleList(
+            [
+                _convolution(channels, one, 1),
+                nn.Sequential(
+                    _convolution(channels, to_three, 1),
+                    _convolution(to_three, three, 3),
+                ),
+                nn.Sequential(
+                    _convolution(channels, to_five, 1), _convolution(to_five, five, 3)
+                ),
+                nn.Sequential(
+                    nn.MaxPool2d(3, 1, padding=1), _convolution(channels, projection, 1)
+                ),
+            ]
+        )
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Return the branches' maps, one after another in the channels."""
+        return torch.cat([branch(maps) for branch in self.branches], dim=1)
+
+
+def _convolution(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=False),
+        nn.BatchNorm2d(width, eps=1e-3),
+        nn.ReLU(inplace=True),
+    )
+
+
+def _halving(kernel: int) -> nn.Module:
+    return nn.MaxPool2d(kernel, 2, ceil_mode=True)
+
+
+def _auxiliary_classifier(channels: int, num_classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.AdaptiveAvgPool2d(4), _convolution(channels, 128, 1), nn.Flatten(),
+        nn.Linear(128 * 4 * 4, 1024), nn.ReLU(inplace=True), nn.Dropout(0.7),
+        nn.Linear(1024, num_classes),
+    )  # fmt: skip
+
+
+Block = Callable[[int, int, int], nn.Module]
+"""Makes a block of (channels, width, stride)."""
+
+
+class Residual(nn.Module):
+    """A body whose result is added to what a shortcut makes of its input."""
+
+    def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.shortcut = shortcut
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        return self.activation(self.body(maps) + self.shortcut(maps))
+
+
+class PaddedShortcut(nn.Module):
+    """Every second pixel, and zeros for the channels that are missing: no weights.
+
+    Source: option A of He et al. 2016, which their CIFAR networks use.
+    """
+
+    def __init__(self, num_missing: int) -> None:
+        super().__init__()
+        self.num_missing = num_missing
+
+    def forward(self, maps: Tensor) -> Tensor:
+        return pad(maps[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.num_missing))
+
+
+def make_resnet18(num_classes: int) -> nn.Module:
+    """Make the network of 18 layers for 224 x 224 pixels.
+
+    Source: He et al., "Deep residual learning for image recognition", 2016, table 1.
+    """
+    return _make_for_image_net(_basic, (2, 2, 2, 2), num_classes, expansion=1)
+
+
+def make_resnet50(num_classes: int) -> nn.Module:
+    """Make the network of 50 layers for 224 x 224 pixels.
+
+    Source: as ``make_resnet18``, with the stride in the 3 x 3 convolution ("v1.5"),
+    which is the variant whose multiply-adds are quoted as 4.09 G.
+    """
+    return _make_for_image_net(_bottleneck, (3, 4, 6, 3), num_classes, expansion=4)
+
+
+def make_resnet20(num_classes: int) -> nn.Module:
+    """Make the network of 20 layers for CIFAR's 32 x 32 pixels.
+
+    Source: as ``make_resnet18``, section 4.2 with n = 3.
+    """
+    return nn.Sequential(
+        _normalized(3, 16, 3),
+        nn.ReLU(inplace=True),
+        *_stage(_basic_padded, 16, 16, 3, stride=1),
+        *_stage(_basic_padded, 16, 32, 3, stride=2),
+        *_stage(_basic_padded, 32, 64, 3, stride=2),
+        *_classifier(64, num_classes),
+    )
+
+
+def _make_for_image_net(
+    block: Block, depths: Sequence[int], num_classes: int, *, expansion: int
+) -> nn.Module:
+    layers: list[nn.Module] = [
+        _normalized(3, 64, 7, stride=2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, padding=1),
+    ]
+    channels = 64
+    for number, depth in enumerate(depths):
+        width = 64 * 2**number * expansion
+        layers += _stage(block, channels, width, depth, stride=2 if number else 1)
+        channels = width
+    return nn.Sequential(*layers, *_classifier(channels, num_classes))
+
+
+def _stage(
+    block: Block, channels: int, width: int, depth: int, *, stride: int
+) -> list[nn.Module]:
+    rest = [block(width, width, 1) for _ in range(depth - 1)]
+    return [block(channels, width, stride), *rest]
+
+
+def _basic(channels: int, width: int, stride: int) -> nn.Module:
+    return Residual(
+        _two_convolutions(channels, width, stride), _projection(channels, width, stride)
+    )
+
+
+def _basic_padded(channels: int, width: int, stride: int) -> nn.Module:
+    shortcut = PaddedShortcut(width - channels) if stride > 1 else nn.Identity()
+    return Residual(_two_convolutions(channels, width, stride), shortcut)
+
+
+def _bottleneck(channels: int, width: int, stride: int) -> nn.Module:
+    narrow = width // 4
+    body = nn.Sequential(
+        _normalized(channels, narrow, 1),
+        nn.ReLU(inplace=True),
+        _normalized(narrow, narrow, 3, stride),
+        nn.ReLU(inplace=True),
+        _normalized(narrow, width, 1),
+    )
+    return Residual(body, _projection(channels, width, stride))
+
+
+def _two_convolutions(channels: int, width: int, stride: int) -> nn.Module:
+    return nn.Sequential(
+        _normalized(channels, width, 3, stride),
+        nn.ReLU(inplace=True),
+        _normalized(width, width, 3),
+    )
+
+
+def _projection(channels: int, width: int, stride: int) -> nn.Module:
+    if stride == 1 and channels == width:
+        return nn.Identity()
+    return _normalized(channels, width, 1, stride)
+
+
+def _normalized(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=False),
+        nn.BatchNorm2d(width),
+    )
+
+
+def _classifier(channels: int, num_classes: int) -> list[nn.Module]:
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)]
+
+
+class MnistCnn(nn.Sequential):
+    """The network of Horovod's MNIST example: 0.02 M parameters."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(
+            nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU(),
+            nn.Conv2d(10, 20, 5), nn.Dropout2d(), nn.MaxPool2d(2), nn.ReLU(),
+            nn.Flatten(), nn.Linear(320, 50), nn.ReLU(), nn.Dropout(),
+            nn.Linear(50, num_classes),
+        )  # fmt: skip
+
+
+class LeNet5(nn.Sequential):
+    """The network of LeCun et al. 1998 as it is built today: 0.06 M parameters.
+
+    Every map of C3 sees all maps of S2 and the pools have no weights; the paper's own
+    count of 60,000 leaves some of those connections out.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(
+            nn.Conv2d(1, 6, 5), nn.Tanh(), nn.AvgPool2d(2),
+            nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2),
+            nn.Conv2d(16, 120, 5), nn.Tanh(), nn.Flatten(),
+            nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, num_classes),
+        )  # fmt: skip
+
+
+class Mlp(nn.Sequential):
+    """Three wide layers: 15.8 M parameters, little compute for much communication."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(
+            nn.Linear(784, 4096), nn.ReLU(),
+            nn.Linear(4096, 3072), nn.ReLU(), nn.Linear(3072, num_classes),
+        )  # fmt: skip
+
+
+class Cnn(nn.Sequential):
+    """Seven convolutions on 32 x 32 pixels: 8.6 M parameters."""
+
+    def __init__(self, num_classes: int) -> None:
+        widths = [3, 64, 128, 256, 512, 512, 512, 512]
+        layers: list[nn.Module] = []
+        for number, (before, after) in enumerate(pairwise(widths)):
+            layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
+            if number in (1, 3, 5):
+                layers.append(nn.MaxPool2d(2))
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, num_classes)]
+        super().__init__(*layers)
+
+
+class Transformer(nn.Module):
+    """Embeddings, blocks of attention and a wide layer, and a head tied to the input.
+
+    Source: Radford et al., "Language models are unsupervised multitask learners", 2019:
+    normalisation before each part and after the last, learned positions, GELU. Without
+    dropout.
+    """
+
+    def __init__(self, shape: TransformerShape) -> None:
+        super().__init__()
+        self.words = nn.Embedding(shape.num_words, shape.width)
+        self.positions = nn.Parameter(torch.empty(shape.context, shape.width))
+        self.blocks = nn.Sequential(
+            *(
+                TransformerBlock(shape.width, shape.num_heads)
+                for _ in range(shape.num_layers)
+            )
+        )
+        self.norm = nn.LayerNorm(shape.width)
+        nn.init.normal_(self.words.weight, std=0.02)
+        nn.init.normal_(self.positions, std=0.01)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits of shape (n, tokens, words) for tokens of shape (n, tokens)."""
+        features = self.words(tokens) + self.positions[: tokens.shape[1]]
+        return linear(self.norm(self.blocks(features)), self.words.weight)
+
+
+class TransformerBlock(nn.Module):
+    """Attention to what came before, then a layer four times as wide."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm = nn.LayerNorm(width)
+        self.to_heads = nn.Linear(width, 3 * width)
+        self.from_heads = nn.Linear(width, width)
+        self.wide = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return features of the same shape, (n, tokens, width)."""
+        features = features + self._attention(self.norm(features))
+        return features + self.wide(features)
+
+    def _attention(self, features: Tensor) -> Tensor:
+        heads = self.to_heads(features).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.from_heads(mixed.transpose(1, 2).flatten(2))
+
+
+def build(name: str) -> nn.Module:
+    """Make a model of the catalogue, in training mode, with random weights."""
+    return FACTORIES[name](MODELS[name].num_classes)
+
+
+def _transformer(shape: TransformerShape) -> Callable[[int], nn.Module]:
+    def make(num_words: int) -> nn.Module:
+        return Transformer(replace(shape, num_words=num_words))
+
+    return make
+
+
+FACTORIES: Mapping[str, Callable[[int], nn.Module]] = MappingProxyType(
+    {
+        "alexnet": AlexNet,
+        "cnn": Cnn,
+        "googlenet": GoogLeNet,
+        "gpt2": _transformer(GPT2_SMALL),
+        "lenet5": LeNet5,
+        "mlp": Mlp,
+        "mnist_cnn": MnistCnn,
+        "resnet18": make_resnet18,
+        "resnet20": make_resnet20,
+        "resnet50": make_resnet50,
+        "transformer": _transformer(CHARACTERS),
+    }
+)
+"""Makes a model for so many classes, by name."""
