@@ -16,7 +16,7 @@ import os, signal, sys
 import numpy as np
 doing = sys.argv[1]
 if doing == "engine":
-    from ronde.collectives.engines.mpi.library import load
+    from ronde.collectives.engines.mpi import load
     load()
 from mpi4py import MPI
 world = MPI.COMM_WORLD

@@ -14,8 +14,7 @@ import torch
 from tests.conformance.test_engines import SUITE, run_checks
 
 from ronde.collectives import Communicator, ReduceOp, connect
-from ronde.collectives.engines.mpi import connect_world
-from ronde.collectives.engines.mpi.library import MPI
+from ronde.collectives.engines.mpi import MPI, connect_world
 from ronde.errors import CollectiveError
 from ronde.world import read_rank_info
 

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 from ronde.collectives import Communicator, connect
 from ronde.collectives.connections import EngineConfig, two_levels
-from ronde.collectives.engines.hierarchical import Places
+from ronde.collectives.engines.hierarchical import HostGroups
 from ronde.errors import CollectiveError, PeerLostError, UsageError
 
 SOON_S = 30.0
@@ -115,7 +115,7 @@ def test_one_host_needs_no_network(run_ranks_bare):
 
 
 def test_places_follow_the_lowest_ranks():
-    places = Places.from_hosts(["b", "a", "b", "a", "c"])
+    places = HostGroups.from_hosts(["b", "a", "b", "a", "c"])
     assert places.ranks == ((0, 2), (1, 3), (4,))
     assert [places.of(rank) for rank in range(5)] == [
         (0, 0),
@@ -125,4 +125,4 @@ def test_places_follow_the_lowest_ranks():
         (2, 0),
     ]
     assert not places.is_even
-    assert Places.from_hosts(["x", "y", "x", "y"]).is_even
+    assert HostGroups.from_hosts(["x", "y", "x", "y"]).is_even

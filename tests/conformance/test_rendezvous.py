@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from ronde.collectives import connect
-from ronde.collectives.rendezvous import local
+from ronde.collectives import connect, rendezvous
 from ronde.collectives.store import store_at
 from ronde.errors import CollectiveError, WorldError
 from ronde.store.local_socket import own_directories, remove
@@ -105,7 +104,7 @@ def meet_locally(claim, num_jobs):
     communicator = connect(mine, timeout_s=60.0)
     jobs = communicator.all_gather(torch.tensor([job])).wait().tolist()
     communicator.barrier().wait()
-    return jobs, own_entries(local.meeting_name(mine)), sum_of_ranks(mine)
+    return jobs, own_entries(rendezvous.meeting_name(mine)), sum_of_ranks(mine)
 
 
 def test_ranks_of_one_host_meet_by_a_socket(run_ranks_bare):
@@ -121,8 +120,8 @@ def meet_despite_what_is_there(claim, kind, folder):
     """Rank 0 comes only when rank 1 has seen what is there in its place."""
     mine = unmet(claim, f"stale {kind}", claim.size)
     if claim.rank == 1:
-        directory = Path(tempfile.mkdtemp(prefix=local._prefix(), dir="/tmp"))
-        path = directory / local.meeting_name(mine)
+        directory = Path(tempfile.mkdtemp(prefix=rendezvous._prefix(), dir="/tmp"))
+        path = directory / rendezvous.meeting_name(mine)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         if kind == "earlier":
@@ -133,7 +132,7 @@ def meet_despite_what_is_there(claim, kind, folder):
             store.set("ronde/place/1", "taken")
         else:
             listener.close()
-        assert local._enter(str(path), mine, 1.0) is None
+        assert rendezvous._enter(str(path), mine, 1.0) is None
         (folder / kind).touch()
     while not (folder / kind).exists():
         time.sleep(0.01)
@@ -153,7 +152,7 @@ def test_a_socket_left_behind_does_not_matter(run_ranks_bare, tmp_path, kind):
 def see_the_directory(claim):
     mine = unmet(claim, "modes", 2)
     sum_of_ranks(mine)
-    found = [path.stat() for path in own_directories(local._prefix())]
+    found = [path.stat() for path in own_directories(rendezvous._prefix())]
     return {(each.st_mode & 0o777, each.st_uid) for each in found}
 
 

@@ -8,7 +8,7 @@ from ronde.launch.environments import own_environment
 
 WRAPPERS_THAT_END = """
 import ctypes, os, random, signal
-from ronde.collectives.rendezvous.launcher_process import find_launcher
+from ronde.collectives.rendezvous import find_launcher
 from ronde.world.rank_info import RankInfo, Launcher
 
 claim = RankInfo(Launcher.PLAIN, 7, 8, 7, 8)

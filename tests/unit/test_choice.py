@@ -11,22 +11,26 @@ from ronde.collectives.choice import (
     SIZED,
     UNSIZED,
     Choice,
-    Table,
+    EngineTable,
+    TableKey,
     default_table,
     explain,
+    from_json,
+    load,
+    save,
     size_class,
+    to_json,
 )
-from ronde.collectives.tuned import Key, from_json, load, save, to_json
 from ronde.world.environment import ENGINES, read_cache_directory
 
-KEY = Key(("a", "b"), (2, 2), (("ronde", "1"), ("torch", "2")))
+KEY = TableKey(("a", "b"), (2, 2), (("ronde", "1"), ("torch", "2")))
 SHAPES = [(1,), (4,), (1, 1), (2, 2), (3, 1)]
 
 choices = st.builds(
     Choice, st.sampled_from(ENGINES[1:]), st.sampled_from(["", "ring"]), st.text()
 )
 tables = st.builds(
-    Table,
+    EngineTable,
     st.fixed_dictionaries(
         {
             **{n: st.tuples(*[choices] * len(CLASS_SAMPLES_BYTES)) for n in SIZED},
@@ -149,7 +153,7 @@ def test_other_ranks_and_versions_have_other_files(tmp_path):
 
 
 def test_the_key_names_what_is_installed():
-    key = Key.here({"n1": 2, "n0": 1})
+    key = TableKey.here({"n1": 2, "n0": 1})
     assert (key.hosts, key.ranks_per_host) == (("n1", "n0"), (2, 1))
     assert {"ronde", "torch"} <= dict(key.versions).keys()
     assert json.loads(json.dumps(key.versions))

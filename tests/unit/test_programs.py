@@ -7,8 +7,8 @@ from hypothesis import given, settings, strategies as st
 from tests.unit.interpreter import Vectors
 
 from ronde.collectives.algorithms import ALGORITHMS
-from ronde.collectives.engines.scheduled.program import Message, compile_program
-from ronde.collectives.schedule import Action, Chunks, Load, Schedule, Step
+from ronde.collectives.engines.scheduled import ScheduledMessage, compile_program
+from ronde.collectives.schedule import Action, Chunks, Load, Schedule, ScheduleStep
 
 names = st.sampled_from(sorted(ALGORITHMS))
 many = settings(max_examples=120, deadline=None)
@@ -101,7 +101,7 @@ class Network:
             ]
 
 
-def way_of(rank: int, message: Message) -> tuple[int, int, int, bool]:
+def way_of(rank: int, message: ScheduledMessage) -> tuple[int, int, int, bool]:
     if message.action is Action.SEND:
         return rank, message.peer, message.tag, True
     return message.peer, rank, message.tag, False
@@ -173,9 +173,9 @@ def test_pieces_are_no_longer_than_asked(name, size, numel, piece_numel):
 def test_what_is_sent_is_not_overwritten_on_its_way(piece_numel, order):
     """Rank 0 passes its vector on and then takes rank 2's, which waits for nobody."""
     parts = {
-        0: [(Step(Action.SEND, 1, 0),), (Step(Action.COPY, 2, 0),)],
-        1: [(Step(Action.COPY, 0, 0),), ()],
-        2: [(), (Step(Action.SEND, 0, 0),)],
+        0: [(ScheduleStep(Action.SEND, 1, 0),), (ScheduleStep(Action.COPY, 2, 0),)],
+        1: [(ScheduleStep(Action.COPY, 0, 0),), ()],
+        2: [(), (ScheduleStep(Action.SEND, 0, 0),)],
     }
     loads = (Load(2, 4),)
     schedule = Schedule("passing on", 3, Chunks(1, 4), loads, parts.__getitem__)

@@ -15,7 +15,7 @@ from ronde.collectives.choice import (
     COLLECTIVES,
     SIZED,
     Choice,
-    Table,
+    EngineTable,
 )
 from ronde.errors import UsageError
 from ronde.units import format_size
@@ -43,7 +43,7 @@ def tune(
     communicators: Mapping[str, Communicator],
     effort: Effort | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Table:
+) -> EngineTable:
     """Time the candidates, interleaved, on all ranks; collective."""
     if not communicators:
         raise UsageError("communicators must be at least one, got none.")
@@ -147,7 +147,7 @@ def _agreed(meeting: Communicator, seconds: Sequence[float]) -> list[float]:
     return [max(float(value), 1e-9) for value in slowest]
 
 
-def _table(times: Times, effort: Effort) -> Table:
+def _table(times: Times, effort: Effort) -> EngineTable:
     choices: dict[str, tuple[Choice, ...]] = {}
     for name in _MEASURED:
         by_size = {size: times[name, size] for size in _sizes(name, effort)}
@@ -156,7 +156,7 @@ def _table(times: Times, effort: Effort) -> Table:
         else:
             choices[name] = (_fastest_of_all(by_size),)
     choices["recv"] = choices["send"]
-    return Table(choices, f"measurement, medians of {effort.rounds} rounds")
+    return EngineTable(choices, f"measurement, medians of {effort.rounds} rounds")
 
 
 def _fastest(times: Mapping[str, float], size: int) -> Choice:

@@ -8,8 +8,7 @@ from ronde.bench.options import Options
 from ronde.bench.ranks import Ranks, meet_ranks
 from ronde.bench.tuning import tune
 from ronde.bench.variables import Variables
-from ronde.collectives.choice import explain
-from ronde.collectives.tuned import Key, find_table, save
+from ronde.collectives.choice import TableKey, explain, find_table, save
 from ronde.world import RankInfo
 from ronde.world.environment import read_cache_directory
 
@@ -38,7 +37,7 @@ def run_tuning(options: Options, variables: Variables, claim: RankInfo) -> None:
     is_shown = ranks.is_speaker and options.has_terminal
     table = tune(ranks.engines, on_progress=_show if is_shown else None)
     if ranks.is_speaker:
-        key = Key.here(Counter(ranks.hosts))
+        key = TableKey.here(Counter(ranks.hosts))
         path = save(table, key, read_cache_directory())
         print(f"{explain(table)}\nkept in {path}", flush=True)
     ranks.control.barrier().wait()

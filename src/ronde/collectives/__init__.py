@@ -1,6 +1,5 @@
 """Tensors between ranks: the interface, its engines, and how ranks find each other."""
 
-from ronde.collectives.arguments import rows
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.connections import Connections, connect
 from ronde.collectives.engine import Look, ReduceOp, Work
@@ -10,6 +9,7 @@ from ronde.collectives.objects import (
     broadcast_object,
     exchange_hosts,
 )
+from ronde.collectives.shapes import rows
 
 __all__ = [
     "Communicator",

@@ -16,23 +16,14 @@ Rules that hold for every call:
   from ``wait()``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import final
 
 import torch
 from torch import Tensor
 
-from ronde.collectives.arguments import (
-    apart_from,
-    require_device,
-    require_dimensions,
-    require_out,
-    require_peer,
-    require_root,
-    require_splits,
-    rows,
-)
 from ronde.collectives.arithmetic import (
     HALVES,
     as_bytes,
@@ -45,6 +36,7 @@ from ronde.collectives.arithmetic import (
     scale_,
     scaled,
 )
+from ronde.collectives.choice import size_class
 from ronde.collectives.engine import (
     CPU,
     Engine,
@@ -55,9 +47,255 @@ from ronde.collectives.engine import (
     Reduction,
     Work,
 )
-from ronde.collectives.routing import Routes
-from ronde.collectives.shapes import Layout, Summary, require_out_rows
+from ronde.collectives.shapes import Layout, LayoutSummary, require_out_rows, rows
 from ronde.errors import UsageError
+
+
+def require_device(tensor: Tensor, devices: Collection[str], engine: str) -> None:
+    """Refuse what an engine does not move.
+
+    Raises:
+        UsageError: ``tensor`` is on another device.
+    """
+    if tensor.device.type not in devices:
+        raise UsageError(
+            f"device must be {' or '.join(sorted(devices))} for engine {engine}, got "
+            f"{tensor.device}. Copy the tensor to the CPU, or use engine auto or nccl."
+        )
+
+
+def require_dimensions(tensor: Tensor) -> None:
+    """Refuse a scalar where rows are meant.
+
+    Raises:
+        UsageError: ``tensor`` has no dimensions.
+    """
+    if tensor.ndim == 0:
+        raise UsageError(
+            "tensor must have at least one dimension, got a scalar. "
+            "Use tensor.reshape(1)."
+        )
+
+
+def require_root(root: int, size: int) -> None:
+    """Refuse a root that is no rank.
+
+    Raises:
+        UsageError: ``root`` is outside ``0..size-1``.
+    """
+    if not 0 <= root < size:
+        raise UsageError(f"root must be in 0..{size - 1}, got {root}.")
+
+
+def require_peer(name: str, peer: int, rank: int, size: int) -> None:
+    """Refuse a partner that is no other rank.
+
+    Raises:
+        UsageError: ``peer`` is outside ``0..size-1``, or this rank itself.
+    """
+    if not 0 <= peer < size or peer == rank:
+        raise UsageError(
+            f"{name} must be another rank in 0..{size - 1}, got {peer} on rank {rank}."
+        )
+
+
+def require_splits(
+    tensor: Tensor, splits: Sequence[int] | None, size: int
+) -> list[int]:
+    """Return how many rows each rank is sent.
+
+    Raises:
+        UsageError: See ``Communicator.all_to_all``; or ``tensor`` has no dimensions.
+    """
+    require_dimensions(tensor)
+    num_rows = tensor.shape[0]
+    if splits is None:
+        if num_rows % size:
+            raise UsageError(
+                f"dimension 0 must be a multiple of size {size} where splits is None, "
+                f"got {num_rows}. Give splits."
+            )
+        return [num_rows // size] * size
+    counts = [int(count) for count in splits]
+    if len(counts) != size:
+        raise UsageError(
+            f"splits must have one entry a rank, {size}, got {len(counts)}: {counts}."
+        )
+    if min(counts) < 0:
+        raise UsageError(f"splits must not be negative, got {counts}.")
+    if sum(counts) > num_rows:
+        raise UsageError(
+            f"the sum of splits must be at most dimension 0, {num_rows}, got "
+            f"{' + '.join(map(str, counts))} = {sum(counts)}."
+        )
+    return counts
+
+
+def require_out(out: Tensor | None, like: Tensor, num_rows: int | None = None) -> None:
+    """Refuse a place that cannot hold a result.
+
+    Args:
+        out: The place; None, a new tensor, is always right.
+        like: The input, whose dtype, device and later dimensions the result has.
+        num_rows: Rows of the result; None where only the other ranks know them.
+
+    Raises:
+        UsageError: ``out`` is not contiguous, or of another shape, dtype or device.
+    """
+    if out is None:
+        return
+    rest = tuple(like.shape[1:])
+    fits = (
+        out.dtype is like.dtype
+        and out.device == like.device
+        and out.ndim == max(like.ndim, 1)
+        and tuple(out.shape[1:]) == rest
+        and (num_rows is None or out.shape[0] == num_rows)
+    )
+    if not fits:
+        rows = "rows" if num_rows is None else str(num_rows)
+        shape = ", ".join([rows, *map(str, rest)])
+        raise UsageError(
+            f"out must be a tensor of {like.dtype} on {like.device} of shape "
+            f"[{shape}], got {out.dtype} on {out.device} of {list(out.shape)}. Leave "
+            "it out for a new tensor."
+        )
+    if not out.is_contiguous():
+        raise UsageError(
+            f"out must be contiguous, got strides {list(out.stride())} of shape "
+            f"{list(out.shape)}. Give out.contiguous() and copy the result back."
+        )
+
+
+def apart_from(tensor: Tensor, out: Tensor | None, at_row: int | None = None) -> Tensor:
+    """Return ``tensor``, or a copy where writing ``out`` would spoil it.
+
+    Args:
+        tensor: What is read.
+        out: What is written meanwhile, contiguous.
+        at_row: The row of ``out`` that ``tensor`` may begin at and be written by
+            itself; None where it may not.
+    """
+    if out is None or not tensor.numel() or not out.numel():
+        return tensor
+    if tensor.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+        return tensor
+    if at_row is not None and tensor.is_contiguous():
+        row_bytes = out[0].numel() * out.element_size()
+        if tensor.data_ptr() == out.data_ptr() + at_row * row_bytes:
+            return tensor
+    first, last = tensor.data_ptr(), _end(tensor)
+    if last <= out.data_ptr() or first >= _end(out):
+        return tensor
+    return tensor.detach().clone()
+
+
+def _end(tensor: Tensor) -> int:
+    """Return the address after the last element, whatever the layout."""
+    reach = sum(
+        (length - 1) * stride
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+Choose = Callable[[str, int | None, str], str]
+"""Names the engine for a collective, the bytes of the tensor where all ranks have as
+many, and the type of its device. It must answer the same on every rank."""
+Connect = Callable[[str, str], Engine]
+"""Connects an engine by name; collective. The second word tells communicators of the
+same ranks apart."""
+
+
+class Routes:
+    """An engine for every kind of call; where there is one, that for all.
+
+    Calls on one engine do not wait for calls on another; ``wait()`` does. An engine is
+    connected when it is first needed, which is in the same call on all ranks.
+    """
+
+    def __init__(
+        self,
+        first: Engine,
+        choose: Choose | None = None,
+        connect: Connect | None = None,
+        others: Mapping[str, Engine] = MappingProxyType({}),
+        name: str = "0",
+    ) -> None:
+        """Route between engines.
+
+        Args:
+            first: An engine that is connected; it has the calls without a tensor.
+            choose: Names the engine for a call; None where there is only the first.
+            connect: Connects an engine, where there are several.
+            others: Further engines that are connected: messages between two ranks may
+                need them.
+            name: Tells communicators of the same ranks apart.
+        """
+        self.are_many = choose is not None
+        self._choose = choose
+        self._connect = connect
+        self._first = first
+        self._name = name
+        self._num_clones = 0
+        self._others = tuple(others)
+        self._engines = {first.name: first, **others}
+        self._known: dict[tuple[str, bool, int], Engine] = {}
+        self._is_closed = False
+
+    def of_size(self, call: str, tensor: Tensor) -> Engine:
+        """Return the engine for a tensor that is as large on all ranks."""
+        if self._choose is None:
+            return self._first
+        return self._route(call, tensor, tensor.numel() * tensor.element_size())
+
+    def of_any_size(self, call: str, tensor: Tensor) -> Engine:
+        """Return the engine where sizes may differ from rank to rank."""
+        return self._first if self._choose is None else self._route(call, tensor, None)
+
+    def of_pair(self, tensor: Tensor) -> Engine:
+        """Return the engine for two ranks; the others could not help to connect one."""
+        if self._choose is None:
+            return self._first
+        chosen = self._choose("send", None, tensor.device.type)
+        return self._engines.get(chosen, self._first)
+
+    def engine(self, call: str, num_bytes: int | None, device_type: str) -> Engine:
+        """Return an engine, connected; where all is closed, one that says so."""
+        if self._choose is None or self._connect is None:
+            return self._first
+        name = self._choose(call, num_bytes, device_type)
+        if name not in self._engines:
+            if self._is_closed:
+                return self._first
+            self._engines[name] = self._connect(name, self._name)
+        return self._engines[name]
+
+    def clone(self, first: Engine) -> "Routes":
+        """Return the same for another communicator of the same ranks; collective."""
+        self._num_clones += 1
+        return Routes(
+            first,
+            self._choose,
+            self._connect,
+            {name: self._engines[name].clone() for name in self._others},
+            f"{self._name}.{self._num_clones}",
+        )
+
+    def end(self) -> list[Engine]:
+        """Connect no more; return all engines, to be closed."""
+        self._is_closed = True
+        return list(self._engines.values())
+
+    def _route(self, call: str, tensor: Tensor, num_bytes: int | None) -> Engine:
+        bound = -1 if num_bytes is None else size_class(num_bytes)
+        key = (call, tensor.is_cpu, bound)
+        engine = self._known.get(key)
+        if engine is None:
+            engine = self.engine(call, num_bytes, tensor.device.type)
+            self._known[key] = engine
+        return engine
+
 
 _Key = tuple[Engine, str, torch.dtype, bool | str, ReduceOp, float, float]
 _MAX_KNOWN = 1024
@@ -199,7 +437,7 @@ class Communicator:
         own_rows = self.rank * tensor.shape[0] if tensor.ndim else 0
         results: list[Tensor] = []
 
-        def place(summaries: Sequence[Summary]) -> Tensor:
+        def place(summaries: Sequence[LayoutSummary]) -> Tensor:
             num_rows = sum(each.num_rows for each in summaries)
             expected = [num_rows] * self.size
             require_out_rows(call, summaries, self.rank, expected)
@@ -328,7 +566,7 @@ class Communicator:
         results: list[tuple[Tensor, list[int]]] = []
 
         def place(
-            summaries: Sequence[Summary], plan: Sequence[Sequence[int]]
+            summaries: Sequence[LayoutSummary], plan: Sequence[Sequence[int]]
         ) -> Tensor:
             received = [sum(column) for column in zip(*plan, strict=True)]
             require_out_rows(call, summaries, self.rank, received)

@@ -11,14 +11,18 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store
 
-from ronde.collectives.choice import Choice, Table
-from ronde.collectives.communicator import Communicator
+from ronde.collectives.choice import (
+    Choice,
+    EngineTable,
+    find_table,
+    table_from_plain,
+    table_to_plain,
+)
+from ronde.collectives.communicator import Communicator, Routes
 from ronde.collectives.engine import Engine, ReduceOp
 from ronde.collectives.engines.solo import SoloEngine
 from ronde.collectives.objects import broadcast_json, exchange_hosts
 from ronde.collectives.rendezvous import meet
-from ronde.collectives.routing import Routes
-from ronde.collectives.tuned import find_table, table_from_plain, table_to_plain
 from ronde.errors import CollectiveError, UsageError
 from ronde.world.environment import read_cache_directory
 from ronde.world.rank_info import RankInfo
@@ -204,7 +208,7 @@ def _connect_by_table(config: EngineConfig) -> Communicator:
     return Communicator(first, Routes(first, choose, connect_other, others))
 
 
-def agree_on_table(communicator: Communicator) -> Table:
+def agree_on_table(communicator: Communicator) -> EngineTable:
     """Return rank 0's table on all ranks; collective."""
     hosts = exchange_hosts(communicator, socket.gethostname())
 
@@ -282,13 +286,13 @@ def two_levels(config: EngineConfig, host: str) -> Engine:
         host: The name of this rank's host.
     """
     from ronde.collectives.algorithms import find_algorithm
-    from ronde.collectives.engines.hierarchical import HierarchicalEngine, Places
+    from ronde.collectives.engines.hierarchical import HierarchicalEngine, HostGroups
 
     if config.algorithm:
         find_algorithm(config.algorithm)
     store = config.meet()
     world = _torch_distributed(config.at(store, "world"))
-    places = Places.from_hosts(exchange_hosts(Communicator(world), host))
+    places = HostGroups.from_hosts(exchange_hosts(Communicator(world), host))
     index, place = places.of(config.claim.rank)
     size = len(places.ranks[index])
     claim = replace(config.claim, rank=place, size=size, local_size=size)

@@ -5,9 +5,10 @@ belong, once for all engines. To add an engine, implement ``Engine`` in a file o
 own under ``engines``, and name it in ``connections.ENGINES``.
 """
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Self, TypeVar
@@ -15,8 +16,75 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
-from ronde.collectives.shapes import Layout, Summary, as_rows, disagreement, do_fit
-from ronde.errors import CollectiveError, fresh
+from ronde.collectives.shapes import (
+    Layout,
+    LayoutSummary,
+    as_rows,
+    disagreement,
+    do_fit,
+)
+from ronde.errors import CollectiveError, PeerLostError, fresh
+
+_SOURCE_LINE = re.compile(r"^\[enforce fail at [^]]*\] .*?\. |^\[[^]]*\] ")
+_TIMED_OUT = re.compile(
+    r"timed? ?out|caused pair closure|timeout after|wait timeout", re.IGNORECASE
+)
+_PEER_LOST = re.compile(
+    r"closed by peer|reset by peer|broken pipe|remote process exited|socket closed"
+    r"|connection (was )?(closed|refused|reset|aborted)|failed to recv|connectfullmesh"
+    r"|process failure|err_proc_failed",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorContext:
+    """Where a collective runs, for the sentence that says how it failed.
+
+    Attributes:
+        name: The collective.
+        rank: This process.
+        size: Number of processes.
+        timeout_s: How long the engine waits for the others.
+    """
+
+    name: str
+    rank: int
+    size: int
+    timeout_s: float
+
+    def explain(self, error: Exception) -> CollectiveError:
+        """Turn an error of torch's into the one to raise."""
+        place = f"{self.name} on rank {self.rank} of {self.size}"
+        # torch puts its own source line, and the condition that it checked there,
+        # before the first sentence, and advice after it.
+        text = _SOURCE_LINE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
+        # Of an error of NCCL's this says most, such as: Duplicate GPU detected.
+        said = str(error).partition("Last error:")[2].strip().partition("\n")[0]
+        text += f"; NCCL: {said}" if said else ""
+        if _TIMED_OUT.search(text):
+            return CollectiveError(
+                f"{place} must complete within timeout_s, got no answer for "
+                f"{self.timeout_s:g} s ({text}). See which rank hangs or makes other "
+                "calls, or give a longer timeout_s."
+            )
+        if _PEER_LOST.search(text):
+            return PeerLostError(
+                f"{place} needs every rank, but one is gone ({text}). Its own error "
+                "says why."
+            )
+        return CollectiveError(f"{place} failed: {text}")
+
+    @contextmanager
+    def guard(self) -> Generator[None]:
+        """Explain every error of torch's that leaves the block."""
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise self.explain(error) from error
+
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -148,7 +216,7 @@ class Gather:
     layout: Layout
     data: Tensor
     row_bytes: int
-    place: Callable[[Sequence[Summary]], Tensor]
+    place: Callable[[Sequence[LayoutSummary]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +236,7 @@ class Exchange:
     data: Tensor
     splits: Sequence[int]
     row_bytes: int
-    place: Callable[[Sequence[Summary], Sequence[Sequence[int]]], Tensor]
+    place: Callable[[Sequence[LayoutSummary], Sequence[Sequence[int]]], Tensor]
 
 
 class Engine(ABC):
@@ -310,7 +378,7 @@ class Engine(ABC):
             return Work(None)
         return self.all_to_all(what.data, result, sizes)
 
-    def exchange_shapes(self, own: Layout) -> list[Summary]:
+    def exchange_shapes(self, own: Layout) -> list[LayoutSummary]:
         """Return what every rank was called for; blocks.
 
         Raises:
@@ -318,7 +386,7 @@ class Engine(ABC):
         """
         numbers = torch.tensor(own.summarize(), device="cpu")
         told = as_rows(self.gather_numbers(numbers, own.call))
-        summaries = [Summary(*each) for each in told]
+        summaries = [LayoutSummary(*each) for each in told]
         if not do_fit(summaries):
             layouts = self.gather_numbers(own.encode(), own.call)
             raise disagreement([Layout.decode(row) for row in layouts])

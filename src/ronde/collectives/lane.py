@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from ronde.collectives.arithmetic import HALVES, PLAIN, rounds_often
-from ronde.collectives.engine import (
-    Engine,
-    Look,
-    Native,
-    ReduceOp,
-    Reduction,
-    Work,
-)
-from ronde.collectives.inference import in_mode_of_caller
+from ronde.collectives.engine import Engine, Look, Native, ReduceOp, Reduction, Work
+from ronde.collectives.torch_modes import in_mode_of_caller
 from ronde.errors import CollectiveError, fresh
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScheduleStep:
     """One message, as one of its two ranks sees it.
 
     Attributes:
@@ -43,7 +43,7 @@ class Step:
         return self.action is not Action.SEND
 
 
-Round = tuple[Step, ...]
+Round = tuple[ScheduleStep, ...]
 """What one rank does at once: all that it sends is what it held before the round, and
 it writes nothing that it sends."""
 
@@ -146,7 +146,7 @@ class Schedule:
             if not step.is_receive
         )
 
-    def numel_of(self, step: Step) -> int:
+    def numel_of(self, step: ScheduleStep) -> int:
         """Return how many elements a message has."""
         start, stop = self.chunks.span(step.first, step.count)
         return stop - start

@@ -32,7 +32,7 @@ _NO_ROWS = -1
 _NO_OUT = -1
 
 
-class Summary(NamedTuple):
+class LayoutSummary(NamedTuple):
     """What every rank must know of a layout.
 
     Attributes:
@@ -47,7 +47,7 @@ class Summary(NamedTuple):
     out_rows: int
 
 
-NUM_SUMMARY = len(Summary._fields)
+NUM_SUMMARY = len(LayoutSummary._fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class Layout:
         """Describe a call whose arguments are wrong."""
         return cls(call, str(tensor.dtype), (), is_refused=True)
 
-    def summarize(self) -> Summary:
+    def summarize(self) -> LayoutSummary:
         """Return what the others must know in any case."""
-        return Summary(
+        return LayoutSummary(
             _signature(self.call, self.dtype, len(self.shape), self.shape[1:]),
             self.shape[0] if self.shape else _NO_ROWS,
             _NO_OUT if self.out_rows is None else self.out_rows,
@@ -116,7 +116,7 @@ def _signature(call: str, dtype: str, ndim: int, rest: tuple[int, ...]) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def do_fit(summaries: Sequence[Summary]) -> bool:
+def do_fit(summaries: Sequence[LayoutSummary]) -> bool:
     """Say whether the ranks' layouts fit together."""
     signature = summaries[0].signature
     return all(s.signature == signature and s.num_rows >= 0 for s in summaries)
@@ -146,7 +146,7 @@ def disagreement(layouts: Sequence[Layout]) -> CollectiveError:
 
 
 def require_out_rows(
-    call: str, summaries: Sequence[Summary], rank: int, results: Sequence[int]
+    call: str, summaries: Sequence[LayoutSummary], rank: int, results: Sequence[int]
 ) -> None:
     """Refuse a result that does not fit its place on some rank, on every rank.
 
@@ -200,3 +200,9 @@ def _name(ranks: Sequence[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def rows(num_rows: int, size: int) -> list[int]:
+    """Split ``num_rows`` over ``size`` ranks; the first ranks take the extra rows."""
+    base, extra = divmod(num_rows, size)
+    return [base + (rank < extra) for rank in range(size)]

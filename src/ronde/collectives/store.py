@@ -1,15 +1,17 @@
-"""The job's own store as one of torch's, for its process groups."""
+"""The job's store as one of torch's."""
 
+import secrets
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store
 
-from ronde.errors import StoreError
+from ronde.errors import CollectiveError, StoreError
 from ronde.store.authentication import Trust, dial_network
 from ronde.store.client import PlainConnection, StoreClient
 from ronde.store.local_socket import dial
+from ronde.world.rank_info import RankInfo
 
 
 class JobStore(Store):
@@ -151,3 +153,38 @@ def store_beyond(address: str, port: int, trust: Trust, timeout_s: float) -> Job
 
 def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
+
+
+_NUM_NAMED = 8
+
+
+def join(store: JobStore, claim: RankInfo) -> bool:
+    """Take this rank's place in a store; False if another process has it.
+
+    That is then the store of a program that the same launcher has started before, and
+    whose rank 0 has not ended yet.
+    """
+    own = secrets.token_hex(8).encode()
+    return store.compare_set(_place(claim.rank), b"", own) == own
+
+
+def await_all(store: JobStore, claim: RankInfo, timeout_s: float) -> None:
+    """Wait until all ranks have taken their places; on rank 0.
+
+    Raises:
+        CollectiveError: They did not come in time; those that are absent are named.
+    """
+    places = [_place(rank) for rank in range(claim.size)]
+    try:
+        store.wait(places, timedelta(seconds=timeout_s))
+    except StoreError as error:
+        absent = [rank for rank, key in enumerate(places) if not store.check([key])]
+        raise CollectiveError(
+            f"{claim.size} ranks must meet within {timeout_s:g} s, got no word from "
+            f"ranks {absent[:_NUM_NAMED]} ({len(absent)} in all). See whether they "
+            "started; if they run elsewhere, set MASTER_ADDR and MASTER_PORT."
+        ) from error
+
+
+def _place(rank: int) -> str:
+    return f"ronde/place/{rank}"

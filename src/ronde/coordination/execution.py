@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ronde.collectives import Communicator, Work
 from ronde.collectives.adasum import adasum
-from ronde.collectives.inference import writing_to
 from ronde.collectives.recent import Recent
+from ronde.collectives.torch_modes import writing_to
 from ronde.coordination.entries import Entry
 from ronde.coordination.fusion import Batch, plan_batches
 from ronde.coordination.fusion_buffer import FusionBuffer, Packing

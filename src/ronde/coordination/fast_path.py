@@ -20,11 +20,8 @@ import torch
 from torch import Tensor
 
 from ronde.collectives.arithmetic import require_reducible, scale_
-from ronde.collectives.engines.shared_memory.reduce_kernels import (
-    ReduceKernel,
-    Scratch,
-)
-from ronde.collectives.inference import writing_to
+from ronde.collectives.engines.shared_memory.reductions import ReduceKernel, Scratch
+from ronde.collectives.torch_modes import writing_to
 from ronde.coordination.control.rounds import REFUSED, ROUND_BYTES, Rounds
 from ronde.coordination.entries import Entry
 from ronde.coordination.operations import Kind

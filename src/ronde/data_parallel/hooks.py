@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
-from ronde.collectives.compiler import outside_compiler
+from ronde.collectives.torch_modes import outside_compiler
 
 _Register = Callable[[Callable[[Tensor], None]], RemovableHandle]
 

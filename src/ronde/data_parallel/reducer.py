@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ronde.collectives import Communicator
-from ronde.collectives.compiler import outside_compiler
+from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.waits import Waiting, Waits
 from ronde.data_parallel.bond import Connector, Key
 from ronde.data_parallel.buckets import BucketLimits

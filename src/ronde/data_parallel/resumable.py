@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ronde.collectives import Look, Work
-from ronde.collectives.inference import in_mode_of_caller
 from ronde.collectives.lane import FutureWork
+from ronde.collectives.torch_modes import in_mode_of_caller
 from ronde.coordination.waits import Waits
 
 T = TypeVar("T")

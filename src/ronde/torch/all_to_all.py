@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import Work
-from ronde.collectives.compiler import outside_compiler
+from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.operations import Kind, Operation
 from ronde.errors import UsageError

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import ReduceOp, Work
-from ronde.collectives.compiler import outside_compiler
-from ronde.collectives.huge_pages import new_like
+from ronde.collectives.torch_modes import new_like, outside_compiler
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.operations import Kind, Operation
 from ronde.errors import CollectiveError, UsageError

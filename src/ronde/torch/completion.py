@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ronde.collectives.compiler import outside_compiler
+from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.operations import Kind, Operation
 from ronde.data_parallel import Standing, keep_up_until
 from ronde.torch.process_sets import ProcessSet, global_process_set

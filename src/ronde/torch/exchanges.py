@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ronde.collectives import Work
-from ronde.collectives.compiler import outside_compiler
+from ronde.collectives.torch_modes import outside_compiler
 from ronde.torch.autograd import (
     AllgatherFunction,
     BroadcastFunction,

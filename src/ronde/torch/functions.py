@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ronde.collectives import Work
-from ronde.collectives.compiler import outside_compiler
 from ronde.collectives.objects import (
     all_gather_object,
     broadcast_json,
     broadcast_object as broadcast_object_by,
 )
+from ronde.collectives.torch_modes import outside_compiler
 from ronde.errors import UsageError
 from ronde.torch.autograd import (
     AllgatherFunction,

@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 
 from ronde.collectives import Communicator, Connections, exchange_hosts
-from ronde.collectives.compiler import outside_compiler
 from ronde.collectives.connections import DEFAULT_TIMEOUT_S
+from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.options import CoordinationOptions
 from ronde.data_parallel import BucketTuningOptions
 from ronde.errors import UsageError

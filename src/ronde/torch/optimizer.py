@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, zeros_like
 from torch.optim import Optimizer
 
-from ronde.collectives.compiler import outside_compiler
+from ronde.collectives.torch_modes import outside_compiler
 from ronde.data_parallel import (
     Compression,
     GradientCompression,

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from ronde.collectives.compiler import outside_compiler
+from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.operations import Kind, Operation
 from ronde.errors import UsageError
 from ronde.torch.members import ProcessSetState

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import Work
-from ronde.collectives.compiler import outside_compiler
+from ronde.collectives.torch_modes import outside_compiler
 from ronde.data_parallel import Compression, Compressor
 from ronde.torch.autograd import (
     AllgatherFunction,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ronde.collectives import Work
-from ronde.collectives.compiler import outside_compiler
+from ronde.collectives.torch_modes import outside_compiler
 from ronde.data_parallel import Compression, Compressor
 from ronde.torch.autograd import ReducescatterFunction, carry_out, start
 from ronde.torch.operators import Average

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from ronde.collectives.compiler import outside_compiler
+from ronde.collectives.torch_modes import outside_compiler
 from ronde.errors import UsageError
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.reductions import Sum, allreduce, allreduce_

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ronde.collectives.compiler import outside_compiler
+from ronde.collectives.torch_modes import outside_compiler
 from ronde.errors import UsageError
 from ronde.torch.session import Session, current_session, current_world
 from ronde.world.horovod_config import DYNAMIC

@@ -23,9 +23,13 @@ import threading
 import time
 from itertools import repeat
 
-from ronde.collectives.engines.shared_memory.contention import CONTENTION
-from ronde.collectives.engines.shared_memory.futex import sleep_while, wake_all
-from ronde.collectives.engines.shared_memory.words import IS_WEAKLY_ORDERED, fence
+from ronde.collectives.engines.shared_memory.waiting import (
+    CONTENTION,
+    IS_WEAKLY_ORDERED,
+    fence,
+    sleep_while,
+    wake_all,
+)
 
 NUM_BYTES = 128
 """The bell and who sleeps, each in a cache line of its own."""

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 
 from torch.distributed import PrefixStore, Store
 
-from ronde.collectives.engines.hierarchical import Places
-from ronde.collectives.engines.shared_memory.exchanges import through_store
+from ronde.collectives.engine import ErrorContext
+from ronde.collectives.engines.hierarchical import HostGroups
+from ronde.collectives.engines.shared_memory.segment import through_store
 from ronde.collectives.engines.torch_distributed.groups import Groups
-from ronde.collectives.error_context import ErrorContext
 from ronde.coordination.control.bell import FAR, NEAR, Bell, Ears
 from ronde.coordination.control.channel import Channel
 from ronde.coordination.control.gloo import GlooMedium
@@ -66,7 +66,7 @@ class _Connecting:
         self._hosts = hosts
         self._timeout_s = timeout_s
         self._tree = Tree.of_hosts(rank, hosts)
-        self._places = Places.from_hosts(hosts)
+        self._places = HostGroups.from_hosts(hosts)
         self._media: list[Medium] = []
         self._local: SharedMemoryMedium | None = None
         self._bell = Bell.of_its_own()

@@ -20,8 +20,11 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from ronde.collectives.engines.torch_distributed.groups import Backend, Groups
-from ronde.collectives.engines.torch_distributed.work import Pending
+from ronde.collectives.engines.torch_distributed.groups import (
+    Backend,
+    BackendWork,
+    Groups,
+)
 from ronde.coordination.control.bell import Bell
 from ronde.coordination.control.channel import Loss
 from ronde.coordination.control.link import Link, Medium
@@ -194,7 +197,7 @@ class _Wire:
         padded = data.ljust(_FRAME_BYTES, b"\0") if tag == _FRAMES else data
         tensor = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
         try:
-            work: Pending = self._backend.send([tensor], self._peer, tag)
+            work: BackendWork = self._backend.send([tensor], self._peer, tag)
         except RuntimeError:
             return  # the listening thread is told as well, and tells why
         self._sent.keep(work, len(padded))
@@ -212,15 +215,15 @@ class _Sent:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: list[Pending] = []
+        self._kept: list[BackendWork] = []
         self._num_bytes = 0
-        self._batches: SimpleQueue[list[Pending] | None] = SimpleQueue()
+        self._batches: SimpleQueue[list[BackendWork] | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=self._let_go, name="ronde control sent", daemon=True
         )
         self._thread.start()
 
-    def keep(self, work: Pending, num_bytes: int) -> None:
+    def keep(self, work: BackendWork, num_bytes: int) -> None:
         """Hold a message until it is sent; any thread may."""
         with self._lock:
             self._kept.append(work)

@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from dataclasses import dataclass
 
-from ronde.collectives.engines.shared_memory.words import IS_WEAKLY_ORDERED, fence
+from ronde.collectives.engines.shared_memory.waiting import IS_WEAKLY_ORDERED, fence
 
 _HEADER_BYTES = 8
 

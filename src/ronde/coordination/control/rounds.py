@@ -20,10 +20,14 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from ronde.collectives.engines.shared_memory.contention import CONTENTION
-from ronde.collectives.engines.shared_memory.futex import sleep_while, wake_all
 from ronde.collectives.engines.shared_memory.segment import Segment
-from ronde.collectives.engines.shared_memory.words import IS_WEAKLY_ORDERED, fence
+from ronde.collectives.engines.shared_memory.waiting import (
+    CONTENTION,
+    IS_WEAKLY_ORDERED,
+    fence,
+    sleep_while,
+    wake_all,
+)
 from ronde.coordination.control.bell import NEAR, Bell
 
 ROUND_BYTES = 4096

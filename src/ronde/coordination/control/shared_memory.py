@@ -8,13 +8,13 @@ import os
 import time
 from collections.abc import Sequence
 
-from ronde.collectives.engines.shared_memory.peers import Process
+from ronde.collectives.engines.shared_memory.peers import PeerProcess
 from ronde.collectives.engines.shared_memory.segment import (
     ExchangeBytes,
     Segment,
     share_segments,
 )
-from ronde.collectives.engines.shared_memory.words import fence
+from ronde.collectives.engines.shared_memory.waiting import fence
 from ronde.coordination.control import bell, rounds
 from ronde.coordination.control.bell import NEAR, Bell, Ears
 from ronde.coordination.control.channel import Loss
@@ -43,7 +43,7 @@ class RingLink(Link):
     def __init__(
         self,
         rank: int,
-        process: Process,
+        process: PeerProcess,
         rings: tuple[Shared, Shared],
         bell: Bell,
         words: memoryview,
@@ -113,8 +113,8 @@ class SharedMemoryMedium(Medium):
         """
         self._scene = f"connecting on rank {tree.rank} of {tree.size}"
         own = ranks.index(tree.rank)
-        told = exchange(Process.of(os.getpid()).encode())
-        processes = [Process.decode(text) for text in told]
+        told = exchange(PeerProcess.of(os.getpid()).encode())
+        processes = [PeerProcess.decode(text) for text in told]
         segments = share_segments(exchange, own, _SEGMENT_BYTES, is_populated=False)
         bells = [_bell(segment, own, len(ranks)) for segment in segments]
         links: list[RingLink] = []

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from ronde.collectives.engine import Exchange, Gather
-from ronde.collectives.engines.shared_memory.executor import Steps
-from ronde.collectives.engines.shared_memory.shared_state import Call, SharedState
-from ronde.collectives.engines.shared_memory.staging import (
+from ronde.collectives.engines.shared_memory.progress import Steps
+from ronde.collectives.engines.shared_memory.shared_state import (
+    Call,
+    SharedState,
     is_same_region,
-    offset_of,
 )
 from ronde.collectives.shapes import (
     NUM_NUMBERS,
     NUM_SUMMARY,
     Layout,
-    Summary,
+    LayoutSummary,
     disagreement,
     do_fit,
 )
@@ -74,9 +74,9 @@ def _meet(
     """
     turn = state.announce(call.signature, location)
     yield
-    locations = state.meet(turn, call.signature)
+    locations = state.locations(turn, call.signature)
     if locations is None:
-        raise (yield from state.refusal(call))
+        raise (yield from state.mismatch(call))
     return locations
 
 
@@ -219,7 +219,7 @@ def _send_to_all(
 
 def _exchange(
     state: SharedState, layout: Layout, slot: int, location: int
-) -> Generator[None, None, tuple[Sequence[Summary], list[int]]]:
+) -> Generator[None, None, tuple[Sequence[LayoutSummary], list[int]]]:
     """Return all ranks' layouts, once they fit together, and where their tensors are.
 
     Raises:
@@ -245,8 +245,8 @@ def _encoded(layout: Layout) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _decoded(told: tuple[bytes, ...]) -> Sequence[Summary]:
-    return [Summary(*_SUMMARY.unpack(text)) for text in told]
+def _decoded(told: tuple[bytes, ...]) -> Sequence[LayoutSummary]:
+    return [LayoutSummary(*_SUMMARY.unpack(text)) for text in told]
 
 
 def _show(state: SharedState, slot: int, piece: Tensor, offset: int = 0) -> None:
@@ -285,5 +285,4 @@ def _other(
     start: int = 0,
 ) -> Tensor:
     """Return another rank's bytes where they lie, from ``start`` on."""
-    region = state.heap.region(locations[rank])
-    return region.view(rank, offset_of(locations[rank]) + start, _BYTE, num_bytes)
+    return state.heap.view(rank, locations[rank], _BYTE, num_bytes, start)

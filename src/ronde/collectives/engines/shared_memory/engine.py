@@ -9,6 +9,7 @@ from torch.distributed import Store
 
 from ronde.collectives.engine import (
     Engine,
+    ErrorContext,
     Exchange,
     Gather,
     Native,
@@ -17,26 +18,25 @@ from ronde.collectives.engine import (
     Work,
 )
 from ronde.collectives.engines.shared_memory import data_movement, reductions
-from ronde.collectives.engines.shared_memory.exchanges import among, through_store
-from ronde.collectives.engines.shared_memory.executor import Executor
-from ronde.collectives.engines.shared_memory.peers import Peers, Process
+from ronde.collectives.engines.shared_memory.peers import PeerProcess, Peers
 from ronde.collectives.engines.shared_memory.point_to_point import (
     CHANNEL_BYTES,
     PointToPoint,
 )
+from ronde.collectives.engines.shared_memory.progress import ProgressEngine
 from ronde.collectives.engines.shared_memory.reductions import KnownReductions
 from ronde.collectives.engines.shared_memory.segment import (
     ExchangeBytes,
+    among,
     share_segments,
+    through_store,
 )
-from ronde.collectives.engines.shared_memory.shared_state import SharedState
-from ronde.collectives.engines.shared_memory.staging import (
+from ronde.collectives.engines.shared_memory.shared_state import (
+    ControlBlock,
+    SharedState,
     StagingSlots,
-    SymmetricHeap,
     slot_bytes,
 )
-from ronde.collectives.engines.shared_memory.words import Header, Places
-from ronde.collectives.error_context import ErrorContext
 from ronde.collectives.shapes import Layout
 
 _PAGE_BYTES = 4096
@@ -68,27 +68,24 @@ class SharedMemoryEngine(Engine):
         self, exchange: ExchangeBytes, rank: int, size: int, timeout_s: float
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        told = exchange(Process.of(os.getpid()).encode())
-        peers = Peers([Process.decode(text) for text in told])
-        places = Places(size)
-        stage_at = places.num_bytes
+        told = exchange(PeerProcess.of(os.getpid()).encode())
+        peers = Peers([PeerProcess.decode(text) for text in told])
+        stage_at = ControlBlock.size_bytes(size)
         room = slot_bytes(size, is_crowded=peers.is_crowded)
         channels_at = stage_at + 2 * room
         num_bytes = (
             -(-(channels_at + size * CHANNEL_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
         )
         segments = share_segments(exchange, rank, num_bytes, is_populated=False)
-        headers = [Header(segment, places) for segment in segments]
-        self._executor = Executor(headers, rank, peers, timeout_s)
-        self._state = SharedState(
-            rank, headers, StagingSlots(segments, stage_at, room), SymmetricHeap()
-        )
-        self._messages = PointToPoint(self._executor, headers, segments, channels_at)
+        blocks = [ControlBlock(segment, size) for segment in segments]
+        self._progress = ProgressEngine(blocks, rank, peers, timeout_s)
+        self._state = SharedState(rank, blocks, StagingSlots(segments, stage_at, room))
+        self._messages = PointToPoint(self._progress, blocks, segments, channels_at)
         self._reductions = KnownReductions(size)
 
     def require_open(self) -> None:
         """Refuse on what is closed or lost a rank: see ``Engine``."""
-        self._executor.require_usable()
+        self._progress.require_usable()
 
     def native(
         self,
@@ -104,7 +101,7 @@ class SharedMemoryEngine(Engine):
         """Reduce from one vector into another, or in place."""
         known = self._reductions.find("all_reduce", out, what)
         steps = reductions.all_reduce(self._state, source, out, known)
-        return self._executor.submit("all_reduce", steps)
+        return self._progress.submit("all_reduce", steps)
 
     def reduce_scatter(
         self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
@@ -112,7 +109,7 @@ class SharedMemoryEngine(Engine):
         """Reduce consecutive parts, one for each rank."""
         known = self._reductions.find("reduce_scatter", source, what)
         steps = reductions.reduce_scatter(self._state, source, out, counts, known)
-        return self._executor.submit("reduce_scatter", steps)
+        return self._progress.submit("reduce_scatter", steps)
 
     def gather_numbers(self, own: Tensor, call: str) -> Tensor:
         """Return every rank's vector of numbers; blocks."""
@@ -120,39 +117,39 @@ class SharedMemoryEngine(Engine):
         data, out = own.view(torch.uint8), gathered.view(-1).view(torch.uint8)
         counts = [data.numel()] * self.size
         steps = data_movement.all_gather(self._state, data, out, counts)
-        self._executor.submit(call, steps).wait()
+        self._progress.submit(call, steps).wait()
         return gathered
 
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[None]:
         """Concatenate the ranks' bytes."""
         steps = data_movement.all_gather(self._state, own, out, counts)
-        return self._executor.submit("all_gather", steps)
+        return self._progress.submit("all_gather", steps)
 
     def all_to_all(
         self, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
     ) -> Work[None]:
         """Send every rank its part of the bytes."""
         steps = data_movement.all_to_all(self._state, sent, received, plan)
-        return self._executor.submit("all_to_all", steps)
+        return self._progress.submit("all_to_all", steps)
 
     def refuse(self, layout: Layout) -> None:
         """Tell the others that this rank's arguments are wrong."""
-        self._executor.submit(layout.call, data_movement.refuse(self._state, layout))
+        self._progress.submit(layout.call, data_movement.refuse(self._state, layout))
 
     def gather_rows(self, what: Gather) -> Work[None]:
         """Gather rows, telling shapes and data at once."""
         steps = data_movement.gather_rows(self._state, what)
-        return self._executor.submit("all_gather", steps)
+        return self._progress.submit("all_gather", steps)
 
     def exchange_rows(self, what: Exchange) -> Work[None]:
         """Send rows to every rank, telling shapes and data at once."""
         steps = data_movement.exchange_rows(self._state, what)
-        return self._executor.submit("all_to_all", steps)
+        return self._progress.submit("all_to_all", steps)
 
     def broadcast(self, data: Tensor, root: int) -> Work[None]:
         """Copy ``root``'s elements into everybody's."""
         steps = data_movement.broadcast(self._state, data, root)
-        return self._executor.submit("broadcast", steps)
+        return self._progress.submit("broadcast", steps)
 
     def send(self, data: Tensor, to: int, tag: int) -> Work[None]:
         """Send to one rank."""
@@ -164,7 +161,7 @@ class SharedMemoryEngine(Engine):
 
     def barrier(self) -> Work[None]:
         """Be over when all have called."""
-        return self._executor.submit("barrier", data_movement.barrier(self._state))
+        return self._progress.submit("barrier", data_movement.barrier(self._state))
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros that all ranks map: see ``Engine``."""
@@ -178,11 +175,11 @@ class SharedMemoryEngine(Engine):
 
     def clone(self) -> "SharedMemoryEngine":
         """Make another of the same ranks: see ``Engine``."""
-        self._executor.require_usable()
+        self._progress.require_usable()
         copy = SharedMemoryEngine.__new__(SharedMemoryEngine)
         copy._connect(among(self), self.rank, self.size, self.timeout_s)  # noqa: SLF001  its own
         return copy
 
     def close(self) -> None:
         """End the helper thread; not collective, and calls may be repeated."""
-        self._executor.close()
+        self._progress.close()

@@ -12,7 +12,7 @@ and be just going on, one rank before the other."""
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class PeerProcess:
     """A process that no later one is taken for.
 
     Attributes:
@@ -26,7 +26,7 @@ class Process:
     cores: int
 
     @classmethod
-    def of(cls, pid: int) -> "Process":
+    def of(cls, pid: int) -> "PeerProcess":
         """Describe a process of this machine that runs now."""
         cores = sum(1 << core for core in os.sched_getaffinity(pid))
         return cls(pid, int(_stat(pid)[19]), cores)
@@ -36,7 +36,7 @@ class Process:
         return f"{self.pid} {self.started_at} {self.cores:x}".encode()
 
     @classmethod
-    def decode(cls, text: bytes) -> "Process":
+    def decode(cls, text: bytes) -> "PeerProcess":
         """Read what ``encode`` wrote."""
         pid, started_at, cores = text.split()
         return cls(int(pid), int(started_at), int(cores, 16))
@@ -55,7 +55,7 @@ class Process:
 class Peers:
     """All ranks' processes, in rank order."""
 
-    processes: list[Process]
+    processes: list[PeerProcess]
     _num_stopped: dict[int, int] = field(default_factory=dict[int, int])
 
     @property

@@ -1,8 +1,8 @@
 """Messages between two ranks, through slots of the sender's.
 
 A message goes in pieces. The sender writes a piece and counts it in its word for the
-receiver (``Places.sent``); the receiver reads it and counts it in its own word for the
-sender (``Places.taken``). Two pieces fit, so that writing and reading overlap.
+receiver (``ControlBlock.sent``); the receiver reads it and counts it in its own word
+for the sender (``ControlBlock.taken``). Two pieces fit, so writing and reading overlap.
 """
 
 import zlib
@@ -13,16 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ronde.collectives.engine import Look, Work
-from ronde.collectives.engines.shared_memory.executor import Executor
-from ronde.collectives.engines.shared_memory.segment import Segment
-from ronde.collectives.engines.shared_memory.waiting import Lag
-from ronde.collectives.engines.shared_memory.words import (
-    IS_WEAKLY_ORDERED,
-    Header,
-    fence,
+from ronde.collectives.engines.shared_memory.progress import (
+    PendingWord,
+    ProgressEngine,
+    Transfer,
 )
-from ronde.collectives.inference import writing_to
+from ronde.collectives.engines.shared_memory.segment import Segment
+from ronde.collectives.engines.shared_memory.shared_state import ControlBlock
+from ronde.collectives.engines.shared_memory.waiting import IS_WEAKLY_ORDERED, fence
+from ronde.collectives.torch_modes import writing_to
 from ronde.errors import CollectiveError
 
 PIECE_BYTES = 256 << 10
@@ -52,7 +51,7 @@ class Channel:
 
     def __init__(
         self,
-        headers: Sequence[Header],
+        blocks: Sequence[ControlBlock],
         segments: Sequence[Segment],
         start: int,
         *,
@@ -62,17 +61,16 @@ class Channel:
         """Look at the pair's part of the sender's segment.
 
         Args:
-            headers: All ranks' words.
+            blocks: All ranks' words.
             segments: All ranks' memory.
             start: Where channels begin in every segment, in bytes.
             sender: Who writes.
             receiver: Who reads.
         """
         self.sender, self.receiver = sender, receiver
-        places = headers[sender].places
-        self.sent_at = places.sent + receiver
-        self.taken_at = places.taken + sender
-        self._sent, self._taken = headers[sender], headers[receiver]
+        self.sent_at = blocks[sender].sent + receiver
+        self.taken_at = blocks[sender].taken + sender
+        self._sent, self._taken = blocks[sender], blocks[receiver]
         first = start + receiver * CHANNEL_BYTES
         segment = segments[sender]
         self._heads: list[memoryview] = []
@@ -123,44 +121,20 @@ class Channel:
         self._taken.publish(self.taken_at, number + 1)
 
 
-class _Message(Work[None]):
-    """A message under way."""
-
-    __slots__ = ("_executor", "header", "name")
-
-    def __init__(self, executor: Executor, name: str, header: MessageHeader) -> None:
-        super().__init__(None, is_over=False)
-        self.name = name
-        self.header = header
-        self._executor = executor
-
-    def _poll(self) -> bool:
-        self._executor.poll()
-        return self.is_over
-
-    def _block(self, look: Look | None) -> bool:
-        self._executor.finish(self, look)  # pyright: ignore[reportArgumentType]
-        return self.is_over
-
-    def fail(self, error: Exception) -> None:
-        """Be over, with an error."""
-        self.failure = error
-        self.is_over = True
-
-
-class Sending(_Message):
+class Sending(Transfer):
     """A message to one rank; over when its tensor may be changed."""
 
-    __slots__ = ("_data", "_num_done", "_queue")
+    __slots__ = ("_data", "_num_done", "_queue", "header")
 
     def __init__(
         self,
-        executor: Executor,
+        progress: ProgressEngine,
         send_queue: "SendQueue",
         header: MessageHeader,
         data: Tensor,
     ) -> None:
-        super().__init__(executor, "send", header)
+        super().__init__(progress, "send")
+        self.header = header
         self._queue = send_queue
         self._data = data
         self._num_done = 0
@@ -182,13 +156,13 @@ class Sending(_Message):
                 self.is_over = True
                 self._queue.turn.popleft()
 
-    def find_lag(self) -> Lag | None:
+    def find_pending(self) -> PendingWord | None:
         """Return the receiver's word while there is no room."""
         channel = self._queue.channel
         taken = channel.num_taken()
         if channel.num_sent() - taken < _NUM_PIECES:
             return None
-        return Lag(channel.receiver, channel.taken_at, taken, taken + 1)
+        return PendingWord(channel.receiver, channel.taken_at, taken, taken + 1)
 
 
 class SendQueue:
@@ -199,19 +173,20 @@ class SendQueue:
         self.turn: deque[Sending] = deque()
 
 
-class Receiving(_Message):
+class Receiving(Transfer):
     """A message from one rank."""
 
-    __slots__ = ("_queue", "data")
+    __slots__ = ("_queue", "data", "header")
 
     def __init__(
         self,
-        executor: Executor,
+        progress: ProgressEngine,
         receive_queue: "ReceiveQueue",
         header: MessageHeader,
         data: Tensor,
     ) -> None:
-        super().__init__(executor, "recv", header)
+        super().__init__(progress, "recv")
+        self.header = header
         self._queue = receive_queue
         self.data = data
 
@@ -239,13 +214,13 @@ class Receiving(_Message):
         """Read what has come."""
         self._queue.advance()
 
-    def find_lag(self) -> Lag | None:
+    def find_pending(self) -> PendingWord | None:
         """Return the sender's word while nothing has come."""
         channel = self._queue.channel
         sent = channel.num_sent()
         if sent != channel.num_taken():
             return None
-        return Lag(channel.sender, channel.sent_at, sent, sent + 1)
+        return PendingWord(channel.sender, channel.sent_at, sent, sent + 1)
 
 
 class ReceiveQueue:
@@ -313,14 +288,14 @@ class PointToPoint:
 
     def __init__(
         self,
-        executor: Executor,
-        headers: Sequence[Header],
+        progress: ProgressEngine,
+        blocks: Sequence[ControlBlock],
         segments: Sequence[Segment],
         start: int,
     ) -> None:
         """Look at the channels, which begin ``start`` bytes into every segment."""
-        self._executor = executor
-        self._headers = headers
+        self._progress = progress
+        self._blocks = blocks
         self._segments = segments
         self._start = start
         self._send_queues: dict[int, SendQueue] = {}
@@ -330,27 +305,27 @@ class PointToPoint:
         """Send a tensor that has elements."""
         send_queue = self._send_queues.get(to)
         if send_queue is None:
-            channel = self._channel(self._executor.rank, to)
+            channel = self._channel(self._progress.rank, to)
             send_queue = self._send_queues[to] = SendQueue(channel)
         data = tensor.view(torch.uint8)
-        sending = Sending(self._executor, send_queue, _header(tensor, tag), data)
-        self._executor.deliver(sending)
+        sending = Sending(self._progress, send_queue, _header(tensor, tag), data)
+        self._progress.deliver(sending)
         return sending
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Receiving:
         """Receive into a tensor that has elements."""
         receive_queue = self._receive_queues.get(source)
         if receive_queue is None:
-            channel = self._channel(source, self._executor.rank)
+            channel = self._channel(source, self._progress.rank)
             receive_queue = self._receive_queues[source] = ReceiveQueue(channel)
         data = tensor.view(torch.uint8)
-        receiving = Receiving(self._executor, receive_queue, _header(tensor, tag), data)
-        self._executor.deliver(receiving)
+        receiving = Receiving(self._progress, receive_queue, _header(tensor, tag), data)
+        self._progress.deliver(receiving)
         return receiving
 
     def _channel(self, sender: int, receiver: int) -> Channel:
         return Channel(
-            self._headers,
+            self._blocks,
             self._segments,
             self._start,
             sender=sender,

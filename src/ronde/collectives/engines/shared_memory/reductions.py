@@ -1,22 +1,115 @@
-"""Reductions, as steps between meetings."""
+"""Reductions, as steps between phases."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ronde.collectives.arguments import rows
-from ronde.collectives.arithmetic import scale_
-from ronde.collectives.engine import Reduction
-from ronde.collectives.engines.shared_memory.executor import Steps
-from ronde.collectives.engines.shared_memory.reduce_kernels import ReduceKernel, Scratch
-from ronde.collectives.engines.shared_memory.shared_state import Call, SharedState
-from ronde.collectives.engines.shared_memory.staging import (
+from ronde.collectives.arithmetic import HALVES, reduce_stack, scale_
+from ronde.collectives.engine import ReduceOp, Reduction
+from ronde.collectives.engines.shared_memory.progress import Steps
+from ronde.collectives.engines.shared_memory.shared_state import (
+    Call,
     Pieces,
+    SharedState,
     is_same_region,
-    offset_of,
 )
+from ronde.collectives.shapes import rows
+
+Kernel = Callable[..., Tensor]
+_KERNELS: dict[ReduceOp, Kernel] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVERAGE: torch.add,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+_FLOATS = frozenset({torch.float32, torch.float64})
+_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
+
+
+class Scratch:
+    """Memory for sums of 16-bit floats, for one at a time."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def take(self, numel: int) -> Tensor:
+        """Return ``numel`` elements of any value."""
+        if self._memory.numel() < numel:
+            with torch.inference_mode(mode=False):
+                self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
+        return self._memory[:numel]
+
+
+class ReduceKernel:
+    """One reduction of one dtype over a fixed number of ranks.
+
+    The ranks' elements are taken in rank order, so every rank that combines the same
+    elements gets the same bits. 16-bit floats are rounded once.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        op: ReduceOp,
+        size: int,
+        postscale: float,
+        scratch: Scratch,
+    ) -> None:
+        self._op = op
+        self._size = size
+        self._postscale = postscale
+        self._kernel = _KERNELS[op]
+        self._divisor = size if op is ReduceOp.AVERAGE else 1
+        self._scratch = scratch
+        if dtype in _FLOATS or (dtype in _INTEGERS and op is not ReduceOp.AVERAGE):
+            is_plain = size == 2 and self._divisor == 1 and postscale == 1.0
+            self.combine = self._combine_two if is_plain else self._combine_directly
+        elif dtype in HALVES:
+            self.combine = self._combine_widened
+        else:
+            self.combine = self._combine_stacked
+
+    combine: Callable[[Sequence[Tensor], Tensor], None]
+    """Combine one flat tensor a rank into ``out``, which may be one of them."""
+
+    def _combine_two(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        self._kernel(sources[0], sources[1], out=out)
+
+    def _combine_directly(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        kernel = self._kernel
+        if self._size > 2:
+            address = out.data_ptr()
+            if any(source.data_ptr() == address for source in sources[2:]):
+                # It would be overwritten before its turn.
+                sources = [s.clone() if s.data_ptr() == address else s for s in sources]
+        kernel(sources[0], sources[1], out=out)
+        for source in sources[2:]:
+            kernel(out, source, out=out)
+        if self._divisor != 1:
+            out.div_(self._divisor)
+        if self._postscale != 1.0:
+            scale_(out, self._postscale)
+
+    def _combine_widened(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        wide = self._scratch.take(out.numel())
+        kernel = self._kernel
+        wide.copy_(sources[0])
+        for source in sources[1:]:
+            kernel(wide, source, out=wide)
+        if self._divisor != 1:
+            wide.div_(self._divisor)
+        if self._postscale != 1.0:
+            wide.mul_(self._postscale)
+        out.copy_(wide)
+
+    def _combine_stacked(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        # By bytes: torch stacks not every dtype.
+        stack = torch.stack([source.view(torch.uint8) for source in sources])
+        out.copy_(reduce_stack(stack.view(out.dtype), self._op, self._postscale))
+
 
 WHOLE_BYTES = 4 << 10
 """Up to here every rank reduces everything: a meeting costs more."""
@@ -93,8 +186,8 @@ def _reduce_small(
         scale_(own, what.prescale)
     turn = state.announce(wanted)
     yield
-    if state.meet(turn, wanted) is None:
-        raise (yield from state.refusal(what.call))
+    if state.locations(turn, wanted) is None:
+        raise (yield from state.mismatch(what.call))
     what.kernel.combine(views, flat)
 
 
@@ -111,9 +204,9 @@ def _reduce_large(
         views = _show(state, slot, source if is_shown else source[:step], prescale)
     turn = state.announce(wanted, location)
     yield
-    locations = state.meet(turn, wanted)
+    locations = state.locations(turn, wanted)
     if locations is None:
-        raise (yield from state.refusal(what.call))
+        raise (yield from state.mismatch(what.call))
     plan = state.heap.plans.get((wanted, *locations))
     if plan is None and is_same_region(locations):
         plan = _plan(state, flat, what, locations)
@@ -128,7 +221,7 @@ def _reduce_large(
     else:
         reduce = _reduce_by_pairs if state.size == 2 else _reduce_by_shares
         shown = slot if is_of_use else -1
-        lane = Lane(source, flat, what.kernel, prescale)
+        lane = _Vectors(source, flat, what.kernel, prescale)
         yield from reduce(state, lane, shown)
 
 
@@ -179,7 +272,7 @@ def _plan(
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class _Vectors:
     """Elements on their way through the slots.
 
     Attributes:
@@ -195,7 +288,7 @@ class Lane:
     prescale: float
 
 
-def _reduce_by_pairs(state: SharedState, lane: Lane, shown: int) -> Steps[None]:
+def _reduce_by_pairs(state: SharedState, lane: _Vectors, shown: int) -> Steps[None]:
     """Show the other rank one slot after the other; both reduce each.
 
     Args:
@@ -221,7 +314,7 @@ def _reduce_by_pairs(state: SharedState, lane: Lane, shown: int) -> Steps[None]:
         lane.kernel.combine(views, target)
 
 
-def _reduce_by_shares(state: SharedState, lane: Lane, shown: int) -> Steps[None]:
+def _reduce_by_shares(state: SharedState, lane: _Vectors, shown: int) -> Steps[None]:
     """Show the others one slot after the other; each rank reduces its share of it.
 
     The arguments are those of ``_reduce_by_pairs``.
@@ -263,9 +356,9 @@ def reduce_scatter(
     location = 0 if what.prescale != 1.0 else state.heap.locate(flat)
     turn = state.announce(what.call.signature, location)
     yield
-    locations = state.meet(turn, what.call.signature)
+    locations = state.locations(turn, what.call.signature)
     if locations is None:
-        raise (yield from state.refusal(what.call))
+        raise (yield from state.mismatch(what.call))
     if is_same_region(locations):
         _reduce_part(state, flat, out, start, what, locations)
         yield
@@ -320,9 +413,8 @@ def _tensors(
     state: SharedState, flat: Tensor, locations: Sequence[int]
 ) -> list[Tensor]:
     """Return all ranks' tensors where they lie; ``flat`` is like them."""
-    region = state.heap.region(locations[state.rank])
     return [
-        region.view(rank, offset_of(location), flat.dtype, flat.numel())
+        state.heap.view(rank, location, flat.dtype, flat.numel())
         for rank, location in enumerate(locations)
     ]
 

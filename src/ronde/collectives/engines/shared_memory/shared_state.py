@@ -1,115 +1,356 @@
-"""What all collectives of one communicator stand on."""
+"""What all ranks see of each other: control blocks, staging slots, allocated memory."""
 
 import hashlib
+import threading
+import weakref
+from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
-from ronde.collectives.engines.shared_memory.staging import StagingSlots, SymmetricHeap
-from ronde.collectives.engines.shared_memory.words import Header, Places
+import torch
+from torch import Tensor
+
+from ronde.collectives.engines.shared_memory.segment import Segment
+from ronde.collectives.engines.shared_memory.waiting import (
+    IS_WEAKLY_ORDERED,
+    fence,
+    wake_all,
+)
+from ronde.collectives.recent import Recent
 from ronde.errors import CollectiveError
+
+_LINE = 8
+"""Words of eight bytes in a cache line."""
+_TEXT_BYTES = 256
+# Where each word of a control block is.
+PROGRESS = 0
+"""How many phases this rank has completed."""
+BELL = _LINE
+"""Others change it to wake the rank's progress thread."""
+IS_CLOSED = 2 * _LINE
+_SIGNATURES = 3 * _LINE
+"""Two words, used in turn: the call that the rank makes."""
+_LOCATIONS = 3 * _LINE + 2
+"""Two words, used in turn: where the rank's tensor is."""
+_SLEEPERS = 4 * _LINE
+"""A byte for each rank: it sleeps until a word here changes."""
+
+_SLOT_BYTES = 256 << 10
+"""Two ranks' slots and their tensors' pieces fit a core's second-level cache."""
+_CROWDED_SLOT_BYTES = 4 << 20
+"""Where ranks share cores a phase takes so long that there should be few."""
+_PART_BYTES = 32 << 10
+"""Of each slot for each rank, at least: smaller copies are slow."""
+_MAX_VIEWS = 8192
+_MAX_PIECES = 4096
+"""Tensors that are kept: each takes 0.6 KiB, whatever it shows."""
+_OFFSET_BITS = 44
+Pieces = tuple[Tensor, ...]
+"""Corresponding pieces of all ranks' tensors."""
+
+
+def _in_lines(num_words: int) -> int:
+    return -(-num_words // _LINE) * _LINE
+
+
+class ControlBlock:
+    """The words of one rank, as this process sees them; see Note [Memory order].
+
+    ``sent`` and ``taken`` are the first of a word for each rank: pieces of messages
+    written for it, and pieces of its messages that were read.
+    """
+
+    __slots__ = (
+        "_acquire",
+        "_lock",
+        "_num_asleep",
+        "_release",
+        "_sleeper_words",
+        "_text_at",
+        "address",
+        "bytes",
+        "num_bytes",
+        "sent",
+        "taken",
+        "words",
+    )
+
+    def __init__(self, segment: Segment, size: int) -> None:
+        num_sleeper_words = -(-size // 8)
+        self.sent = _SLEEPERS + _in_lines(num_sleeper_words)
+        self.taken = self.sent + _in_lines(size)
+        self._text_at = 8 * (self.taken + _in_lines(size))
+        self.num_bytes = self.size_bytes(size)
+        self.address = segment.address
+        self.bytes = segment.view[: self.num_bytes]
+        self.words = self.bytes.cast("Q")
+        self._sleeper_words = tuple(range(_SLEEPERS, _SLEEPERS + num_sleeper_words))
+        fencing = threading.Lock()
+        self._release, self._acquire = fencing.release, fencing.acquire
+        fencing.acquire()
+        self._lock = threading.Lock()
+        self._num_asleep = 0
+
+    @staticmethod
+    def size_bytes(size: int) -> int:
+        """Return how long the blocks of ``size`` ranks are, in whole pages."""
+        num_words = _SLEEPERS + _in_lines(-(-size // 8)) + 2 * _in_lines(size)
+        return -(-(num_words * 8 + _TEXT_BYTES) // 4096) * 4096
+
+    def publish(self, place: int, value: int) -> None:
+        """Store a word of this rank's own after all that was stored before; wake.
+
+        One thread at a time.
+        """
+        if IS_WEAKLY_ORDERED:
+            fence()
+        words = self.words
+        words[place] = value
+        self._release()  # fence(), in less time
+        self._acquire()
+        for index in self._sleeper_words:
+            if words[index]:
+                wake_all(self.address + 8 * place)
+                return
+
+    def fall_asleep(self, rank: int) -> None:
+        """Have ``publish`` wake ``rank``, this process; several threads may."""
+        with self._lock:
+            self._num_asleep += 1
+            self.bytes[8 * _SLEEPERS + rank] = 1
+        fence()
+
+    def wake_up(self, rank: int) -> None:
+        """Take one ``fall_asleep`` back."""
+        with self._lock:
+            self._num_asleep -= 1
+            self.bytes[8 * _SLEEPERS + rank] = self._num_asleep > 0
+
+    def ring(self) -> None:
+        """Wake the rank's progress thread.
+
+        Several may ring at once, and then one change may hide another: whoever waits
+        rings again as long as it does.
+        """
+        self.words[BELL] = (self.words[BELL] + 1) & 0xFFFFFFFF
+        wake_all(self.address + 8 * BELL)
+
+    def write_text(self, text: str) -> None:
+        data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        self.bytes[self._text_at : self._text_at + _TEXT_BYTES] = data
+
+    def read_text(self) -> str:
+        data = bytes(self.bytes[self._text_at : self._text_at + _TEXT_BYTES])
+        return data.rstrip(b"\0").decode(errors="replace")
+
+
+def slot_bytes(size: int, *, is_crowded: bool) -> int:
+    """Return how large the slots of ``size`` ranks should be."""
+    largest = _CROWDED_SLOT_BYTES if is_crowded else _SLOT_BYTES
+    return max(largest, size * _PART_BYTES)
+
+
+class StagingSlots:
+    """Two slots on each rank, taken in turn.
+
+    Note [Two slots]
+        A rank may read the others' slots from the first phase after a slot was taken up
+        to the next taking, and it writes its own slot again only when it has taken the
+        other one and has completed a phase since. By then all ranks are past their
+        reading. So two slots are enough, whatever follows whatever.
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], start: int, slot_bytes: int
+    ) -> None:
+        self.slot_bytes = slot_bytes
+        self._tensors = [segment.tensor for segment in segments]
+        self._start = start
+        self._taken = 1
+        self._views: dict[tuple[object, ...], list[Tensor]] = {}
+
+    def take(self) -> int:
+        """Return the slot that this rank may write now."""
+        self._taken = 1 - self._taken
+        return self._taken
+
+    def reset(self) -> None:
+        """Begin anew, after a phase that all reading came before."""
+        self._taken = 1
+
+    def views(
+        self, slot: int, dtype: torch.dtype, numel: int, offset: int = 0
+    ) -> list[Tensor]:
+        """Return a part of a slot on every rank, ``offset`` bytes into it."""
+        key = (slot, dtype, numel, offset)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) * len(self._tensors) >= _MAX_VIEWS:
+                self._views.clear()
+            first = self._start + slot * self.slot_bytes + offset
+            end = first + numel * dtype.itemsize
+            # They outlive the call, and the inference mode that it was made in.
+            with torch.inference_mode(mode=False):
+                views = [tensor[first:end].view(dtype) for tensor in self._tensors]
+            self._views[key] = views
+        return views
+
+
+class Region:
+    """What all ranks allocated in one call; ``number`` counts the calls."""
+
+    def __init__(self, number: int, segments: Sequence[Segment], rank: int) -> None:
+        self.number = number
+        self.start = segments[rank].address
+        self.num_bytes = segments[rank].num_bytes
+        self._tensors = [segment.tensor for segment in segments]
+
+    def view(self, rank: int, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return a part of what a rank allocated, ``offset`` bytes into it."""
+        end = offset + numel * dtype.itemsize
+        with torch.inference_mode(mode=False):
+            return self._tensors[rank][offset:end].view(dtype)
+
+
+class SymmetricHeap:
+    """The regions that are in use.
+
+    ``plans`` has for a call and the locations of all ranks' tensors the pieces of them
+    that a reduction takes one after the other. A rank may forget any of them, whatever
+    the others do: to make it again costs a hundredth of its use.
+    """
+
+    def __init__(self) -> None:
+        self.plans = Recent[tuple[int, ...], list[Pieces]](_MAX_PIECES)
+        self._regions: list[Region] = []
+        self._num_regions = 0
+        # A finalizer may run in the middle of anything: it only leaves a note.
+        self._gone: deque[int] = deque()
+
+    def add(self, segments: Sequence[Segment], rank: int) -> Tensor:
+        """Take a region in and return this rank's bytes of it.
+
+        The region is given back when nothing is left of what is returned, by whatever
+        views. Views of ours do not count: they look through another buffer.
+        """
+        self._forget()
+        self._num_regions += 1
+        self._regions.append(Region(self._num_regions, segments, rank))
+        buffer = memoryview(segments[rank].mapping)
+        weakref.finalize(buffer, self._gone.append, self._num_regions)
+        with torch.inference_mode(mode=False):
+            return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def locate(self, tensor: Tensor) -> int:
+        """Return a number for where a flat tensor lies; 0 outside every region."""
+        if self._gone:
+            self._forget()
+        if self._regions:
+            address = tensor.data_ptr()
+            for region in self._regions:
+                offset = address - region.start
+                if 0 <= offset < region.num_bytes:
+                    return region.number << _OFFSET_BITS | offset
+        return 0
+
+    def view(
+        self, rank: int, location: int, dtype: torch.dtype, numel: int, start: int = 0
+    ) -> Tensor:
+        """Return a rank's tensor, ``start`` bytes after what ``locate`` found there."""
+        number = location >> _OFFSET_BITS
+        offset = (location & ((1 << _OFFSET_BITS) - 1)) + start
+        for region in self._regions:
+            if region.number == number:
+                return region.view(rank, offset, dtype, numel)
+        raise LookupError(f"region must be in use, got number {number}")
+
+    def _forget(self) -> None:
+        while self._gone:
+            number = self._gone.popleft()
+            self._regions = [each for each in self._regions if each.number != number]
+            # A plan has locations in one region, the last word of it as good as any.
+            for key in [k for k in self.plans if k[-1] >> _OFFSET_BITS == number]:
+                self.plans.remove(key)
+
+
+def is_same_region(locations: Sequence[int]) -> bool:
+    """Say whether all ranks' tensors lie in one region."""
+    numbers = {location >> _OFFSET_BITS for location in locations}
+    return len(numbers) == 1 and 0 not in numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What must be equal on all ranks.
-
-    Attributes:
-        name: The collective.
-        dtype: The tensor's, as text.
-        numel: Its number of elements.
-        detail: What else matters: the operation, the root.
-    """
+    """What must be equal on all ranks; ``signature`` is the same in every process."""
 
     name: str
     dtype: str = ""
     numel: int = 0
     detail: str = ""
+    """What else matters: the operation, the root."""
     signature: int = field(init=False)
-    """A number that tells calls apart, the same in every process."""
 
     def __post_init__(self) -> None:
         digest = hashlib.sha256(str(self).encode()).digest()
         object.__setattr__(self, "signature", int.from_bytes(digest[:8], "little"))
 
     def __str__(self) -> str:
-        """Describe it for a message."""
         of = f" of {self.numel} elements of {self.dtype}" if self.dtype else ""
         return f"{self.name}{of}{self.detail}"
 
 
 class SharedState:
-    """The memory of all ranks, and the turn-taking in it.
-
-    Attributes:
-        rank: This process.
-        size: Number of processes.
-        headers: All ranks' words.
-        staging: All ranks' slots.
-        heap: What was allocated.
-    """
+    """The memory of all ranks, and the turn-taking in it."""
 
     def __init__(
-        self,
-        rank: int,
-        headers: Sequence[Header],
-        staging: StagingSlots,
-        heap: SymmetricHeap,
+        self, rank: int, blocks: Sequence[ControlBlock], staging: StagingSlots
     ) -> None:
         self.rank = rank
-        self.size = len(headers)
-        self.headers = headers
+        self.size = len(blocks)
         self.staging = staging
-        self.heap = heap
-        self._own = headers[rank].words
-        self._words = [header.words for header in headers]
+        self.heap = SymmetricHeap()
+        self._blocks = blocks
+        self._own = blocks[rank].words
+        self._words = [block.words for block in blocks]
         self._turn = 0
 
-    def announce(self, wanted: int, location: int = 0) -> int:
-        """Tell the others, from the next meeting on, what this rank was called for.
-
-        Args:
-            wanted: The call's signature.
-            location: Where the tensor is, if the others may look.
+    def announce(self, signature: int, location: int = 0) -> int:
+        """Publish, with the next phase, this rank's call and where its tensor is.
 
         Returns:
-            The turn, for the questions after the meeting. Two turns are enough for the
-            reason of Note [Two slots].
+            The turn, for ``locations``. Two turns are enough for the reason of Note
+            [Two slots].
         """
         turn = self._turn = 1 - self._turn
-        self._own[Places.signatures + turn] = wanted
-        self._own[Places.locations + turn] = location
+        self._own[_SIGNATURES + turn] = signature
+        self._own[_LOCATIONS + turn] = location
         return turn
 
-    def meet(self, turn: int, wanted: int) -> list[int] | None:
-        """Return where each rank's tensor is; None if their calls differ.
-
-        Args:
-            turn: From ``announce``.
-            wanted: The call's signature.
-        """
-        signature, location = Places.signatures + turn, Places.locations + turn
+    def locations(self, turn: int, signature: int) -> list[int] | None:
+        """Return where each rank's tensor is; None if their calls differ."""
+        signature_at, location_at = _SIGNATURES + turn, _LOCATIONS + turn
         locations: list[int] = []
         for words in self._words:
-            if words[signature] != wanted:
+            if words[signature_at] != signature:
                 return None
-            locations.append(words[location])
+            locations.append(words[location_at])
         return locations
 
-    def refusal(self, call: Call) -> Generator[None, None, CollectiveError]:
-        """Tell each other the calls that do not fit together; return what to raise.
+    def mismatch(self, call: Call) -> Generator[None, None, CollectiveError]:
+        """Exchange the calls that do not fit together; return what to raise.
 
         It is the same on every rank.
         """
-        self.headers[self.rank].write_text(str(call))
+        self._blocks[self.rank].write_text(str(call))
         yield
         # One call has taken a slot where another did not.
         self.staging.reset()
         groups: dict[str, list[int]] = {}
-        for rank, header in enumerate(self.headers):
-            groups.setdefault(header.read_text(), []).append(rank)
-        told = "; ".join(f"{text} on {_name(ranks)}" for text, ranks in groups.items())
+        for rank, block in enumerate(self._blocks):
+            groups.setdefault(block.read_text(), []).append(rank)
+        got = "; ".join(f"{text} on {_name(ranks)}" for text, ranks in groups.items())
         return CollectiveError(
-            f"calls must be equal on all ranks, got {told}. Make the same calls in the "
+            f"calls must be equal on all ranks, got {got}. Make the same calls in the "
             "same order everywhere."
         )
 

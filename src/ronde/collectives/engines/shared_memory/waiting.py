@@ -1,156 +1,160 @@
-"""Wait for other ranks: civilly, and not for ones that are gone."""
+"""Wait for a word of shared memory: fences, futexes, and whether to spin or to sleep.
 
+Note [Memory order]
+    A rank writes data, then a word that says so; another sees the word, then reads the
+    data. Each word has one writer and lies in eight aligned bytes, which a memoryview
+    loads and stores by a single instruction, so no word is ever seen half.
+
+    The data must not be seen later than the word. x86 keeps the order of stores and
+    the order of loads (Intel SDM vol. 3, 8.2.2), except for non-temporal stores, after
+    which libc's copies and torch's kernels put a fence of their own. Elsewhere
+    ``fence()`` stands before the store of a word and after the load that saw it: it
+    frees and takes a lock, and an ARMv8 release is never passed by a later acquire,
+    nor what comes before the one by what comes after the other. The interpreter runs
+    the statements of one thread in order, and kernels' own worker threads are joined
+    before the kernel returns.
+
+    Sleeping needs one thing more, which no processor gives for nothing: that a store
+    is seen before a later load is done. The sleeper stores its flag, then looks at the
+    word again; the writer stores the word, then looks at the flag. Were each load to
+    pass the store before it, the sleeper would miss the word and the writer the flag.
+    The fence between them, on either side, rules that out (a locked instruction on
+    x86), and from there on the kernel compares the word before it puts anyone to sleep.
+
+Note [Yield or sleep]
+    Where every rank has a core, or ranks share cores among themselves, an answer comes
+    within microseconds, and to look for it, yielding the core in between, is quicker
+    than to sleep. Beside programs that compute, a yield may hand one of them the core
+    for tens of milliseconds, and looking uses up this process's share of the core; who
+    sleeps takes no share, and gets the core at once when it is woken. So the number of
+    threads that want to run now is read from time to time, which takes 10 us: with more
+    than there are cores, and more than there are ranks, all waits sleep at once.
+"""
+
+import ctypes
+import errno
+import os
+import platform
+import threading
 import time
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
 
-from ronde.collectives.engine import Look
-from ronde.collectives.engines.shared_memory.contention import CONTENTION
-from ronde.collectives.engines.shared_memory.futex import sleep_while
-from ronde.collectives.engines.shared_memory.peers import Peers
-from ronde.collectives.engines.shared_memory.words import Header, Places
-from ronde.errors import CollectiveError, PeerLostError
-
-_NUM_YIELDS = 100
-_FIRST_NAP_S = 0.001
-_LAST_NAP_S = 0.05
-_LOOK_EVERY_S = 0.25
-"""Between two looks at whether the ranks that are waited for still live."""
+IS_WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64", "i686")
+_lock = threading.local()
 
 
-STOPPED = CollectiveError("stopped")
-"""What ``Patience.wait`` returns where nothing failed, but ``look`` said to stop."""
+def fence() -> None:
+    """Order all loads and stores before it before all after it; see Note."""
+    try:
+        lock: threading.Lock = _lock.held
+    except AttributeError:
+        _lock.held = lock = threading.Lock()
+        lock.acquire()
+    lock.release()
+    lock.acquire()
 
 
-class Lag(NamedTuple):
-    """A word that must change before this rank can go on.
+# Linux's futex, through libc.
+_SYSCALLS = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}
+_WAIT, _WAKE = 0, 1
+_ALL = 0x7FFFFFFF
+_NAP_S = 0.0005
+_EXPECTED = (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
 
-    Attributes:
-        rank: Whose word it is.
-        place: Which one.
-        value: What it holds.
-        wanted: What it must be at least.
+_libc = ctypes.CDLL(None, use_errno=True)
+_number = _SYSCALLS.get(platform.machine())
+
+sched_yield: Callable[[], int] = _libc.sched_yield
+"""Let others run. Unlike ``os.sched_yield`` it lets other threads have the GIL too."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_syscall: Callable[..., int] = _libc.syscall
+_libc.syscall.argtypes = (
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.POINTER(_Timespec),
+)
+_libc.syscall.restype = ctypes.c_long
+
+
+def sleep_while(address: int, value: int, timeout_s: float) -> None:
+    """Sleep until somebody wakes the 32 bits at ``address``, at most ``timeout_s``.
+
+    Returns at once where they are not ``value``: the kernel compares and goes to sleep
+    in one step. It may also return early, so the caller looks again.
     """
-
-    rank: int
-    place: int
-    value: int
-    wanted: int
-
-
-class Waited(Protocol):
-    """What a thread can wait for."""
-
-    name: str
-    is_over: bool
-
-    def find_lag(self) -> Lag | None:
-        """Return a word that must change first, or None."""
-        ...
+    if _number is None:
+        time.sleep(min(timeout_s, _NAP_S))
+        return
+    seconds = int(timeout_s)
+    limit = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
+    if _syscall(_number, address, _WAIT, value & 0xFFFFFFFF, limit) == -1:
+        code = ctypes.get_errno()
+        if code not in _EXPECTED:
+            raise OSError(code, f"futex: {os.strerror(code)}")
 
 
-class Patience:
-    """How one rank waits for the others.
+def wake_all(address: int) -> None:
+    """Wake every process that sleeps on the word at ``address``."""
+    if _number is not None:
+        _syscall(_number, address, _WAKE, _ALL, None)
 
-    Args:
-        headers: All ranks' words.
-        rank: This process.
-        peers: All ranks' processes.
-        timeout_s: How long to wait for any of them.
-    """
 
-    def __init__(
-        self, headers: Sequence[Header], rank: int, peers: Peers, timeout_s: float
-    ) -> None:
-        self._headers = headers
-        self._rank = rank
-        self._peers = peers
-        self._timeout_s = timeout_s
+_LOOK_EVERY_S = 0.01
+_LATE_S = 0.0005
+"""A yield that takes so long: another program had the core. Ranks take less in turn."""
+_now = time.monotonic
 
-    def wait(self, waited: Waited, look: Look | None = None) -> CollectiveError | None:
-        """Return when something may have changed for ``waited``.
 
-        Let others run for a while, then sleep.
+class Contention:
+    """What the waits of this process know of other programs; any thread may call."""
 
-        Args:
-            waited: What this thread waits for.
-            look: Called from time to time; may say to stop.
+    def __init__(self) -> None:
+        self._num_expected = os.cpu_count() or 1
+        self._is_seen = False
+        self._look_at_s = 0.0
 
-        Returns:
-            What to give up with; STOPPED; None where there is no reason to.
-        """
-        for _ in range(CONTENTION.num_looks(_NUM_YIELDS)):
-            if waited.is_over or waited.find_lag() is None:
-                return None
-            if not CONTENTION.pause():
-                break
-        return self._sleep(waited, look)
+    def expect(self, num_ranks: int) -> None:
+        """Take so many threads that want to run for this job's own."""
+        self._num_expected = max(self._num_expected, num_ranks)
 
-    def _sleep(self, waited: Waited, look: Look | None) -> CollectiveError | None:
-        now = time.monotonic()
-        deadline, look_at = now + self._timeout_s, now + _LOOK_EVERY_S
-        nap_s = _FIRST_NAP_S
-        error = None
-        while not waited.is_over and error is None:
-            lag = waited.find_lag()
-            if lag is None:
-                break
-            pause_s = nap_s if look is None else look()
-            if pause_s is None:
-                return STOPPED
-            self._nap(lag, min(nap_s, pause_s))
-            nap_s = min(2 * nap_s, _LAST_NAP_S)
-            now = time.monotonic()
-            if now >= look_at or self._headers[lag.rank].words[Places.is_closed]:
-                look_at = now + _LOOK_EVERY_S
-                error = self._look(waited, is_late=now >= deadline)
-        return error
+    def num_looks(self, most: int) -> int:
+        """Return how often a wait that begins now should look before it sleeps."""
+        now = _now()
+        if now >= self._look_at_s:
+            self._look_at_s = now + _LOOK_EVERY_S
+            self._is_seen = _num_runnable() > self._num_expected
+        return 0 if self._is_seen else most
 
-    def _nap(self, lag: Lag, nap_s: float) -> None:
-        """Sleep until a word changes; if it does not, have its rank look."""
-        header = self._headers[lag.rank]
-        header.fall_asleep(self._rank)
-        # The kernel looks at the word once more: see Note [Memory order].
-        sleep_while(header.address + 8 * lag.place, lag.value, nap_s)
-        header.wake_up(self._rank)
-        if header.words[lag.place] == lag.value:
-            header.ring()
+    def pause(self) -> bool:
+        """Let others run between two looks; say whether to look on."""
+        begun = _now()
+        sched_yield()
+        if _now() - begun < _LATE_S:
+            return True
+        self._look_at_s = 0.0
+        return False
 
-    def _look(self, waited: Waited, *, is_late: bool) -> CollectiveError | None:
-        """Return an error where a rank that is waited for is gone, or late."""
-        lag = waited.find_lag()
-        if lag is None:
-            return None
-        absent = self._absent(lag)
-        losses = [loss for rank in absent if (loss := self._find_loss(rank))]
-        # What a rank did just before it went may be all that was waited for.
-        if (losses or is_late) and waited.find_lag() is None:
-            return None
-        place = f"{waited.name} on rank {self._rank} of {len(self._headers)}"
-        if losses:
-            return PeerLostError(
-                f"{place} needs every rank, but one is gone ({losses[0]}). Its own "
-                "error says why."
-            )
-        if is_late:
-            return CollectiveError(
-                f"{place} must complete within timeout_s, got no answer for "
-                f"{self._timeout_s:g} s from ranks {absent[:8]}. See which rank hangs "
-                "or makes other calls, or give a longer timeout_s."
-            )
-        return None
 
-    def _absent(self, lag: Lag) -> list[int]:
-        """Return all ranks that are waited for."""
-        if lag.place != Places.progress:
-            return [lag.rank]
-        return [
-            rank
-            for rank, header in enumerate(self._headers)
-            if header.words[Places.progress] < lag.wanted
-        ]
+def _num_runnable() -> int:
+    """Return how many threads of this machine run or want to; 0 where it is unknown."""
+    try:
+        file = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        return int(os.read(file, 128).split()[3].partition(b"/")[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+    finally:
+        os.close(file)
 
-    def _find_loss(self, rank: int) -> str:
-        if self._headers[rank].words[Places.is_closed]:
-            return f"rank {rank} closed its communicator"
-        return self._peers.find_loss(rank)
+
+CONTENTION = Contention()
+"""Of this process."""

@@ -18,6 +18,7 @@ from ronde.collectives.arithmetic import (
 from ronde.collectives.engine import (
     CPU,
     Engine,
+    ErrorContext,
     Native,
     ReduceOp,
     Reduction,
@@ -25,18 +26,15 @@ from ronde.collectives.engine import (
 )
 from ronde.collectives.engines.torch_distributed.groups import (
     Backend,
+    BackendWork,
     Groups,
+    Submitted,
+    TorchWork,
     all_gather_even,
     broadcast,
     reduce_options,
 )
-from ronde.collectives.engines.torch_distributed.work import (
-    Pending,
-    Submitted,
-    TorchWork,
-)
-from ronde.collectives.error_context import ErrorContext
-from ronde.collectives.inference import writing_to
+from ronde.collectives.torch_modes import writing_to
 
 _TORCH_OPS = {
     ReduceOp.SUM: TorchOp.SUM,
@@ -198,7 +196,7 @@ class TorchDistributedEngine(Engine):
         """Send every rank its part of the bytes."""
         context = self._context("all_to_all")
         with context.guard():
-            pending: Pending = self._groups.of(sent.device).alltoall_base(
+            pending: BackendWork = self._groups.of(sent.device).alltoall_base(
                 received,
                 sent,
                 [row[self.rank] for row in plan],

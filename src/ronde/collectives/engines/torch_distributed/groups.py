@@ -1,9 +1,12 @@
-"""The process groups of torch's that move the bytes."""
+"""torch's process groups, and their works."""
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,15 +18,300 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
-from ronde.collectives.engines.torch_distributed.listener import (
+from ronde.collectives.engine import ErrorContext, Look, Work
+from ronde.collectives.engines.torch_distributed.gloo_sockets import (
+    find_own_address,
     let_nobody_in,
     make_listening,
 )
-from ronde.collectives.engines.torch_distributed.nccl import Nccl
-from ronde.collectives.engines.torch_distributed.own_address import find_own_address
-from ronde.collectives.engines.torch_distributed.work import Awaited, Pending
-from ronde.collectives.inference import in_mode_of_caller
+from ronde.collectives.torch_modes import in_mode_of_caller
 from ronde.errors import CollectiveError, UsageError
+
+_FOR_EVER = timedelta(0)
+"""What torch takes for it."""
+_SHORTEST_PAUSE_S = 0.001
+
+
+class BackendWork(Protocol):
+    """The part of ``torch.distributed.Work`` that is used here."""
+
+    def is_completed(self) -> bool:
+        """Say whether the bytes have arrived."""
+        ...
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> object:
+        """Block until they have; raises ``RuntimeError`` after the timeout."""
+        ...
+
+
+class TorchWork(Work[None]):
+    """One or more of torch's works and what is left to do after them.
+
+    Only one thread at a time may wait for it.
+    """
+
+    __slots__ = ("_after", "_context", "_pending")
+
+    def __init__(
+        self,
+        pending: Sequence[BackendWork],
+        context: ErrorContext,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(None, is_over=False)
+        self._pending = pending
+        self._context = context
+        self._after = after
+
+    def _poll(self) -> bool:
+        return all(pending.is_completed() for pending in self._pending)
+
+    def _block(self, look: Look | None) -> bool:
+        if look is not None:
+            # Only wait() orders the stream that is current then.
+            return self._watch(look)
+        try:
+            for pending in self._pending:
+                pending.wait()
+        except RuntimeError as error:
+            self.failure = self._context.explain(error)
+            self.failure.__cause__ = error
+        else:
+            if self._after is not None:
+                self._after()
+        self.is_over = True
+        self._pending, self._after = (), None
+        return True
+
+    def _watch(self, look: Look) -> bool:
+        """Wait until all is there or ``look`` says to stop."""
+        for pending in self._pending:
+            while not pending.is_completed():
+                pause_s = look()
+                if pause_s is None:
+                    return False
+                with suppress(RuntimeError):  # also of a failure: it is raised later
+                    pause_s = max(pause_s, _SHORTEST_PAUSE_S)
+                    pending.wait(timedelta(seconds=pause_s))
+        return True
+
+
+class Awaited:
+    """A send or receive: torch tells only whoever waits that it is over.
+
+    So a thread waits, from the first ``is_completed()`` on.
+    """
+
+    __slots__ = ("_inner", "_outcome")
+
+    def __init__(self, inner: BackendWork) -> None:
+        self._inner = inner
+        self._outcome: Future[object] | None = None
+
+    def is_completed(self) -> bool:
+        """Say whether the waiting thread is through; start it."""
+        if self._outcome is None:
+            self._outcome = Future()
+            threading.Thread(
+                target=self._wait_into, args=(self._outcome,), daemon=True
+            ).start()
+        return self._outcome.done()
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> object:
+        """Block until the bytes are there, or gone."""
+        if self._outcome is None:
+            return self._inner.wait(timeout)
+        return _result(self._outcome, timeout)
+
+    def _wait_into(self, outcome: Future[object]) -> None:
+        try:
+            outcome.set_result(self._inner.wait())
+        except RuntimeError as error:
+            outcome.set_exception(error)
+
+
+class Submitted:
+    """BackendWork work that a thread of ours does."""
+
+    __slots__ = ("_outcome",)
+
+    def __init__(self, outcome: Future[None]) -> None:
+        self._outcome = outcome
+
+    def is_completed(self) -> bool:
+        """Say whether the thread has done it."""
+        return self._outcome.done()
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> object:
+        """Block until the thread has done it; raise what it raised."""
+        try:
+            return _result(self._outcome, timeout)
+        except CancelledError as error:
+            raise RuntimeError("the communicator was closed") from error
+
+
+def _result(outcome: Future[Any], timeout: timedelta) -> object:
+    if timeout and not wait((outcome,), timeout.total_seconds()).done:
+        raise RuntimeError("Operation timed out!")
+    return outcome.result()
+
+
+_CLOSE_WITHIN_S = 5.0
+"""How long what is under way may take to end by itself, and the peers to let go."""
+
+
+class Nccl:
+    """One process group of NCCL's, connected; collective to make.
+
+    Connected at once, since the first call would do it, and wait there for the other
+    ranks: two groups whose first calls come in another order on another rank would wait
+    for ever.
+
+    Attributes:
+        group: torch's, for collectives.
+        device: Where its tensors are.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout: timedelta,
+        device: torch.device,
+    ) -> None:
+        try:
+            from torch.distributed import ProcessGroupNCCL
+        except ImportError as error:
+            raise UsageError(
+                "torch must be built with NCCL to reduce CUDA tensors, got "
+                f"{torch.__version__}."
+            ) from error
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout  # noqa: SLF001  the only name
+        self.device = device
+        self.group: Any = ProcessGroupNCCL(store, rank, size, options)
+        with torch.cuda.device(device):
+            self.group.eager_connect_single_device(device)
+        self._gathered: list[NcclMessage] = []
+
+    def send(self, values: Tensor, to: int, tag: int) -> BackendWork:
+        """Send contiguous bytes, once it is waited for or anything else is called."""
+        _require_no_tag(tag)
+        return self._gather(lambda: self.group.send([values], to, 0))
+
+    def recv(self, values: Tensor, source: int, tag: int) -> BackendWork:
+        """Receive contiguous bytes; starts as ``send`` does."""
+        _require_no_tag(tag)
+        return self._gather(lambda: self.group.recv([values], source, 0))
+
+    def start_messages(self) -> None:
+        """Start what was gathered, as one group.
+
+        A message keeps the stream until its counterpart runs. Started one by one, two
+        ranks that both receive first and then send would wait for ever.
+        """
+        messages, self._gathered = self._gathered, []
+        if not messages:
+            return
+        self.group._start_coalescing()  # noqa: SLF001  it has no other name
+        try:
+            for message in messages:
+                message.post()
+        finally:
+            work = self.group._end_coalescing()  # noqa: SLF001  likewise
+        for message in messages:
+            message.work = work
+
+    def close(self) -> None:
+        """End connections and threads: gracefully if that is soon done, or else not.
+
+        Aborted at once, NCCL would drop what the network has not yet taken, which
+        another rank waits for. But a peer that is gone is waited for in vain.
+        """
+        self._gathered.clear()
+        if not self._is_idle():
+            self.group.abort()
+            return
+        thread = threading.Thread(target=self._shut_down, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # Python itself ends, and starts no thread any more
+            self.group.abort()
+            return
+        thread.join(_CLOSE_WITHIN_S)
+
+    def abort(self) -> None:
+        """Have what is under way fail."""
+        self._gathered.clear()
+        self.group.abort()
+
+    def _gather(self, post: Callable[[], object]) -> "NcclMessage":
+        message = NcclMessage(self, post)
+        self._gathered.append(message)
+        return message
+
+    def _is_idle(self) -> bool:
+        """Wait a moment for the stream; say whether it has done all it was given."""
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        end_s = time.monotonic() + _CLOSE_WITHIN_S
+        while not done.query():
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def _shut_down(self) -> None:
+        with suppress(RuntimeError), torch.cuda.device(self.device):
+            self.group.shutdown()
+
+
+class NcclMessage:
+    """A send or receive that has started, or will with others: torch's ``Work``.
+
+    Attributes:
+        work: Of the group that it has started with.
+    """
+
+    __slots__ = ("_nccl", "_post", "_ready", "work")
+
+    def __init__(self, nccl: Nccl, post: Callable[[], object]) -> None:
+        self._nccl = nccl
+        self._post = post  # holds the tensor, too
+        self._ready = torch.cuda.Event()
+        self._ready.record(torch.cuda.current_stream(nccl.device))
+        self.work: Any = None
+
+    def post(self) -> None:
+        """Give it to NCCL, on whichever stream is current by now."""
+        torch.cuda.current_stream(self._nccl.device).wait_event(self._ready)
+        self._post()
+
+    def is_completed(self) -> bool:
+        """Say whether the bytes have arrived; have it start."""
+        return bool(self._started().is_completed())
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> object:
+        """Order the current stream after them; with a timeout, block the thread."""
+        return self._started().wait(timeout)
+
+    def _started(self) -> Any:  # noqa: ANN401  torch's stubs give works no common type
+        if self.work is None:
+            self._nccl.start_messages()
+        if self.work is None:
+            raise RuntimeError("the communicator was closed")
+        return self.work
+
+
+def _require_no_tag(tag: int) -> None:
+    if tag:
+        raise UsageError(
+            f"tag must be 0 for CUDA tensors, got {tag}: NCCL has no tags. Leave it "
+            "out, and receive in the order in which the other rank sends."
+        )
+
 
 # torch's stubs give the backends' methods no common type.
 Backend = Any
@@ -38,7 +326,7 @@ def reduce_options(op: TorchOp.RedOpType) -> AllreduceOptions:
     return options
 
 
-def broadcast(backend: Backend, tensor: Tensor, root: int) -> Pending:
+def broadcast(backend: Backend, tensor: Tensor, root: int) -> BackendWork:
     """Copy a contiguous tensor from ``root``."""
     options: Any = BroadcastOptions()
     options.rootRank = root
@@ -46,7 +334,7 @@ def broadcast(backend: Backend, tensor: Tensor, root: int) -> Pending:
     return backend.broadcast([tensor], options)
 
 
-def all_gather_even(backend: Backend, gathered: Tensor, own: Tensor) -> Pending:
+def all_gather_even(backend: Backend, gathered: Tensor, own: Tensor) -> BackendWork:
     """Gather equal, contiguous shares; ``gathered`` holds ``size`` times ``own``."""
     return backend._allgather_base(gathered, own)  # noqa: SLF001  it has no other name
 
@@ -74,7 +362,7 @@ class Groups:
             )
         )
         self._is_closed = False
-        self._lane: Lane | None = None
+        self._lane: ReduceThread | None = None
         self._nccl: Nccl | None = None
         self._backends: dict[str, Backend] = {"cpu": self._make_gloo("gloo")}
 
@@ -121,23 +409,23 @@ class Groups:
             self._backends["cuda"] = self._nccl.group
         return self._nccl
 
-    def send(self, values: Tensor, to: int, tag: int) -> Pending:
+    def send(self, values: Tensor, to: int, tag: int) -> BackendWork:
         """Send contiguous bytes to one rank."""
         if not values.is_cpu:
             return self.connect_nccl(values.device).send(values, to, tag)
         return Awaited(self.of(values.device).send([values], to, tag))
 
-    def recv(self, values: Tensor, source: int, tag: int) -> Pending:
+    def recv(self, values: Tensor, source: int, tag: int) -> BackendWork:
         """Receive contiguous bytes from one rank."""
         if not values.is_cpu:
             return self.connect_nccl(values.device).recv(values, source, tag)
         return Awaited(self.of(values.device).recv([values], source, tag))
 
-    def lane(self) -> "Lane":
+    def lane(self) -> "ReduceThread":
         """Return the thread for reductions of several steps, and its own group."""
         self._require_open()
         if self._lane is None:
-            self._lane = Lane(self._make_gloo("lane"))
+            self._lane = ReduceThread(self._make_gloo("lane"))
         return self._lane
 
     def abort(self) -> None:
@@ -204,7 +492,7 @@ def _break_off(gloo: Backend, rank: int, size: int) -> None:
                 return  # with a peer that is gone it is no time-out
 
 
-class Lane:
+class ReduceThread:
     """A thread that runs collectives of several steps, in the order of the calls.
 
     The second step may start only when the first is over, and all ranks must start

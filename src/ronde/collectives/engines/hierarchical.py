@@ -1,8 +1,8 @@
-"""Vectors reduced and copied in two levels, piece by piece.
+"""Collectives on two levels: within each host, and between hosts.
 
-Pieces overlap: while one travels between hosts, the host works on the next ones and on
-those that have come back. Every rank makes the same calls on each communicator in the
-same order, whatever comes first.
+They go piece by piece. Pieces overlap: while one travels between hosts, the host works
+on the next ones and on those that have come back. Every rank makes the same calls on
+each communicator in the same order, whatever comes first.
 """
 
 import itertools
@@ -12,13 +12,51 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ronde.collectives.arguments import rows
 from ronde.collectives.arithmetic import put_back
 from ronde.collectives.communicator import Communicator
-from ronde.collectives.engine import ReduceOp, Work
-from ronde.collectives.engines.hierarchical.places import Places
+from ronde.collectives.engine import Engine, ReduceOp, Work
+from ronde.collectives.lane import Lane, LaneEngine
+from ronde.collectives.shapes import rows
+
+
+@dataclass(frozen=True, slots=True)
+class HostGroups:
+    """The ranks of every host.
+
+    Attributes:
+        ranks: For each host, in the order of their lowest ranks, its ranks in order.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def from_hosts(cls, hosts: Sequence[str]) -> "HostGroups":
+        """Group ranks by the host of each; hosts may interleave."""
+        found: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            found.setdefault(host, []).append(rank)
+        return cls(tuple(tuple(ranks) for ranks in found.values()))
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts there are."""
+        return len(self.ranks)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all hosts have equally many ranks."""
+        return len({len(ranks) for ranks in self.ranks}) == 1
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """Return the host of ``rank`` and its place there."""
+        for host, ranks in enumerate(self.ranks):
+            if rank in ranks:
+                return host, ranks.index(rank)
+        raise AssertionError(rank)
+
 
 PIECE_BYTES = 2 * 1024 * 1024
 """Large enough for the network's full rate, small enough that several are under way."""
@@ -37,7 +75,7 @@ class Levels(ABC):
         local: The ranks of this host.
     """
 
-    places: Places
+    places: HostGroups
     rank: int
     local: Communicator
 
@@ -268,3 +306,62 @@ def _into_stack(place: Tensor, part: Tensor) -> None:
 
 def _out_of_stack(place: Tensor, part: Tensor) -> None:
     part.copy_(place[: part.numel()])
+
+
+class HierarchicalEngine(LaneEngine):
+    """Does on each host what need not cross the network."""
+
+    name = "hierarchical"
+
+    def __init__(
+        self,
+        world: Engine,
+        local: Communicator,
+        cross: Communicator | None,
+        places: HostGroups,
+    ) -> None:
+        """Take communicators over; they are closed with this one.
+
+        Args:
+            world: All ranks; it has the calls that two levels do not help.
+            local: The ranks of this host, in order of rank.
+            cross: Where all hosts have equally many ranks, those of this rank's place
+                on each, in the order of hosts. Else the first of each host, and None
+                on the others.
+            places: The ranks of every host.
+        """
+        super().__init__(world, Lane(*([local, cross] if cross else [local])))
+        self._local, self._cross = local, cross
+        self._places = places
+        self._levels: Levels = LeaderLevels(places, world.rank, local, cross)
+        if places.is_even and cross is not None:
+            self._levels = EvenLevels(places, world.rank, local, cross)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate where the host's engine likes it: see ``Engine``."""
+        self.require_open()
+        return self._local.allocate(numel, dtype, device)
+
+    def clone(self) -> "HierarchicalEngine":
+        """Make another of the same ranks: see ``Engine``."""
+        self.require_open()
+        return HierarchicalEngine(
+            self._world.clone(),
+            self._local.duplicate(),
+            self._cross.duplicate() if self._cross else None,
+            self._places,
+        )
+
+    def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
+        self._levels.all_reduce(vector, op)
+
+    def _reduce_parts(
+        self, vector: Tensor, counts: Sequence[int], op: ReduceOp
+    ) -> Tensor:
+        return self._levels.reduce_scatter(vector, counts, op)
+
+    def _gather(self, out: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+        self._levels.all_gather(out, own, counts)
+
+    def _copy(self, data: Tensor, root: int) -> None:
+        self._levels.broadcast(data, root)

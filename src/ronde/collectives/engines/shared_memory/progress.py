@@ -1,0 +1,448 @@
+"""Carry collectives on, one after the other, by whichever thread has time.
+
+Note [Phases]
+    A collective is a generator that yields wherever it can go on only when all ranks
+    have come as far: a phase is complete. Ranks count their phases in the word
+    ``PROGRESS``; phase k is complete when every rank's word is at least k. All ranks
+    run the same generators in the same order, so the numbers mean the same everywhere.
+
+Note [Who makes progress]
+    Nothing runs in the background by itself: a call goes as far as it can, and so do
+    all later calls, ``is_done()`` and ``wait()``. A rank that starts a collective and
+    then computes would so make the others wait for its share. Therefore whoever waits
+    long rings the bell of those it waits for, and there the progress thread, which
+    sleeps until then, carries the share out beside the computation. Whoever it is does
+    so in the inference mode of the caller: elsewhere its tensors may not be written to.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from ronde.collectives.engine import Look, Work
+from ronde.collectives.engines.shared_memory.peers import Peers
+from ronde.collectives.engines.shared_memory.shared_state import (
+    BELL,
+    IS_CLOSED,
+    PROGRESS,
+    ControlBlock,
+)
+from ronde.collectives.engines.shared_memory.waiting import (
+    CONTENTION,
+    IS_WEAKLY_ORDERED,
+    fence,
+    sleep_while,
+)
+from ronde.errors import CollectiveError, PeerLostError, UsageError, fresh
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+
+_NUM_SPINS = 200
+_NUM_YIELDS = 100
+_FIRST_NAP_S = 0.001
+_LAST_NAP_S = 0.05
+_LOOK_EVERY_S = 0.25
+"""Between two looks at whether the ranks that are waited for still live."""
+_FOR_EVER_S = 3600.0
+_RING_EVERY_S = 0.02
+
+STOPPED = CollectiveError("stopped")
+"""What ``WaitPolicy.wait`` returns where nothing failed, but ``look`` said to stop."""
+
+
+class PendingWord(NamedTuple):
+    """A word of another rank's that must reach ``wanted`` before this rank goes on."""
+
+    rank: int
+    place: int
+    value: int
+    wanted: int
+
+
+class SharedMemoryWork(Work[None]):
+    """A collective or message under way."""
+
+    __slots__ = ("_progress", "name")
+
+    def __init__(self, progress: "ProgressEngine", name: str) -> None:
+        # As Work does, without the time of another call.
+        self.is_over, self.failure = False, None
+        self._result, self._finish = None, None
+        self._progress = progress
+        self.name = name
+
+    def find_pending(self) -> PendingWord | None:
+        """Return a word that must change before this can go on."""
+        return self._progress.find_pending()
+
+    def _poll(self) -> bool:
+        self._progress.poll()
+        return self.is_over
+
+    def _block(self, look: Look | None) -> bool:
+        self._progress.finish(self, look)
+        return self.is_over
+
+    def fail(self, error: Exception) -> None:
+        self.failure = error
+        self.is_over = True
+
+
+class CollectiveWork(SharedMemoryWork):
+    """A collective under way; ``steps`` is what is left to do."""
+
+    __slots__ = ("is_inference", "steps")
+
+    def __init__(
+        self, progress: "ProgressEngine", name: str, steps: Steps[None]
+    ) -> None:
+        super().__init__(progress, name)
+        self.steps = steps
+        self.is_inference = torch.is_inference_mode_enabled()
+
+
+class Transfer(SharedMemoryWork):
+    """A message under way between two ranks."""
+
+    __slots__ = ()
+
+    def start(self) -> None:
+        """Take its turn behind earlier ones."""
+        raise NotImplementedError
+
+    def advance(self) -> None:
+        """Go as far as it can."""
+        raise NotImplementedError
+
+
+class WaitPolicy:
+    """Wait for other ranks: yield, then sleep; stop when one has died or is late."""
+
+    def __init__(
+        self, blocks: Sequence[ControlBlock], rank: int, peers: Peers, timeout_s: float
+    ) -> None:
+        self._blocks = blocks
+        self._rank = rank
+        self._peers = peers
+        self._timeout_s = timeout_s
+
+    def wait(self, work: SharedMemoryWork, look: Look | None) -> CollectiveError | None:
+        """Return when something may have changed for ``work``.
+
+        Returns:
+            What to give up with; STOPPED; None where there is no reason to.
+        """
+        for _ in range(CONTENTION.num_looks(_NUM_YIELDS)):
+            if work.is_over or work.find_pending() is None:
+                return None
+            if not CONTENTION.pause():
+                break
+        return self._sleep(work, look)
+
+    def _sleep(
+        self, work: SharedMemoryWork, look: Look | None
+    ) -> CollectiveError | None:
+        now = time.monotonic()
+        deadline, look_at = now + self._timeout_s, now + _LOOK_EVERY_S
+        nap_s = _FIRST_NAP_S
+        error = None
+        while not work.is_over and error is None:
+            pending = work.find_pending()
+            if pending is None:
+                break
+            pause_s = nap_s if look is None else look()
+            if pause_s is None:
+                return STOPPED
+            self._nap(pending, min(nap_s, pause_s))
+            nap_s = min(2 * nap_s, _LAST_NAP_S)
+            now = time.monotonic()
+            if now >= look_at or self._blocks[pending.rank].words[IS_CLOSED]:
+                look_at = now + _LOOK_EVERY_S
+                error = self._find_error(work, is_late=now >= deadline)
+        return error
+
+    def _nap(self, pending: PendingWord, nap_s: float) -> None:
+        """Sleep until a word changes; if it does not, have its rank look."""
+        block = self._blocks[pending.rank]
+        block.fall_asleep(self._rank)
+        # The kernel looks at the word once more: see Note [Memory order].
+        sleep_while(block.address + 8 * pending.place, pending.value, nap_s)
+        block.wake_up(self._rank)
+        if block.words[pending.place] == pending.value:
+            block.ring()
+
+    def _find_error(
+        self, work: SharedMemoryWork, *, is_late: bool
+    ) -> CollectiveError | None:
+        """Return an error where a rank that is waited for is gone, or late."""
+        pending = work.find_pending()
+        if pending is None:
+            return None
+        absent = [pending.rank]
+        if pending.place == PROGRESS:
+            absent = [
+                rank
+                for rank, block in enumerate(self._blocks)
+                if block.words[PROGRESS] < pending.wanted
+            ]
+        losses = [loss for rank in absent if (loss := self._find_loss(rank))]
+        # What a rank did just before it went may be all that was waited for.
+        if not (losses or is_late) or work.find_pending() is None:
+            return None
+        place = f"{work.name} on rank {self._rank} of {len(self._blocks)}"
+        if losses:
+            return PeerLostError(
+                f"{place} needs every rank, but one is gone ({losses[0]}). Its own "
+                "error says why."
+            )
+        return CollectiveError(
+            f"{place} must complete within timeout_s, got no answer for "
+            f"{self._timeout_s:g} s from ranks {absent[:8]}. See which rank hangs "
+            "or makes other calls, or give a longer timeout_s."
+        )
+
+    def _find_loss(self, rank: int) -> str:
+        if self._blocks[rank].words[IS_CLOSED]:
+            return f"rank {rank} closed its communicator"
+        return self._peers.find_loss(rank)
+
+
+class ProgressThread:
+    """Sleeps until the bell of this rank rings, then does what can be done."""
+
+    def __init__(self, block: ControlBlock, work: Callable[[], None]) -> None:
+        self._block = block
+        self._work: Callable[[], None] | None = work
+        self._is_closed = False
+        self._thread = threading.Thread(
+            target=self._run, name="ronde shared memory", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; calls may be repeated."""
+        self._is_closed = True
+        # Another rank may ring at the same time, and undo it: see ControlBlock.ring.
+        while (
+            threading.current_thread() is not self._thread and self._thread.is_alive()
+        ):
+            self._block.ring()
+            self._thread.join(_RING_EVERY_S)
+        self._work = None  # no circle keeps the memory
+
+    def _run(self) -> None:
+        block = self._block
+        while not self._is_closed:
+            rung = block.words[BELL]
+            work = self._work
+            if work is not None:
+                work()
+            if not self._is_closed:
+                sleep_while(block.address + 8 * BELL, rung, _FOR_EVER_S)
+
+
+class ProgressEngine:
+    """The collectives and messages of one communicator."""
+
+    def __init__(
+        self, blocks: Sequence[ControlBlock], rank: int, peers: Peers, timeout_s: float
+    ) -> None:
+        self.blocks = blocks
+        self.rank = rank
+        self._transfers: list[Transfer] = []
+        self._own = blocks[rank]
+        self._others = [(r, block) for r, block in enumerate(blocks) if r != rank]
+        self._other_words = [block.words for _, block in self._others]
+        self._wait_policy = WaitPolicy(blocks, rank, peers, timeout_s)
+        self._num_phases = 0
+        self._queue: deque[CollectiveWork] = deque()
+        self._failure: CollectiveError | None = None
+        self._lock = threading.Lock()
+        CONTENTION.expect(len(blocks))
+        self._num_spins = 0 if peers.is_crowded else _NUM_SPINS
+        self._thread = ProgressThread(self._own, self.poll)
+
+    def submit(self, name: str, steps: Steps[None]) -> CollectiveWork:
+        """Start a collective, or queue it behind those under way."""
+        work = CollectiveWork(self, name, steps)
+        with self._lock:
+            if self._failure is not None:
+                raise fresh(self._failure)
+            self._queue.append(work)
+            if len(self._queue) == 1:
+                self._resume()
+            else:
+                self._advance()
+        return work
+
+    def deliver(self, transfer: Transfer) -> None:
+        """Start a message."""
+        with self._lock:
+            if self._failure is not None:
+                raise fresh(self._failure)
+            self._transfers.append(transfer)
+            transfer.start()
+            self._advance()
+
+    def require_usable(self) -> None:
+        """Raise CollectiveError where this was closed, or has lost a rank."""
+        if self._failure is not None:
+            raise fresh(self._failure)
+
+    def poll(self) -> None:
+        """Carry on with whatever can go on now."""
+        with self._lock:
+            self._advance()
+
+    def finish(self, work: SharedMemoryWork, look: Look | None) -> None:
+        """Carry on, waiting for others where that must be, until ``work`` is over.
+
+        ``look`` is called from time to time, and may say to stop.
+        """
+        while not work.is_over:
+            with self._lock:
+                self._spin(work)
+            if not (work.is_over or self._rest(work, look)):
+                return
+
+    def find_pending(self) -> PendingWord | None:
+        """Return the word of a rank that has not completed the phase."""
+        phase = self._num_phases
+        for rank, block in self._others:
+            value = block.words[PROGRESS]
+            if value < phase:
+                return PendingWord(rank, PROGRESS, value, phase)
+        return None
+
+    def close(self) -> None:
+        """End the thread and inform the others; what is under way fails."""
+        with self._lock:
+            self._own.publish(IS_CLOSED, 1)
+            self._fail(
+                CollectiveError(
+                    "communicator must be open, got a closed one. Connect again."
+                )
+            )
+        self._thread.close()
+
+    def _advance(self) -> None:
+        """Carry on without waiting; the lock is held."""
+        while self._queue and self._is_phase_complete():
+            self._resume()
+        if self._transfers:
+            for transfer in list(self._transfers):
+                transfer.advance()
+            self._transfers = [t for t in self._transfers if not t.is_over]
+
+    def _is_phase_complete(self) -> bool:
+        phase = self._num_phases
+        for words in self._other_words:
+            if words[PROGRESS] < phase:
+                return False
+        if IS_WEAKLY_ORDERED:
+            fence()
+        return True
+
+    def _spin(self, work: SharedMemoryWork) -> None:
+        """Carry on, looking again and again for a short while; the lock is held.
+
+        This is fastest where every rank has a core. It is written for the time it
+        takes.
+        """
+        others = self._other_words
+        num_spins = num_left = CONTENTION.num_looks(self._num_spins)
+        while not work.is_over:
+            phase = self._num_phases
+            for words in others:
+                if words[PROGRESS] < phase:
+                    num_left -= 1
+                    break
+            else:
+                if not self._queue:
+                    break
+                if IS_WEAKLY_ORDERED:
+                    fence()
+                self._resume()
+                num_left = num_spins
+            if num_left < 0:
+                break
+        if self._transfers:
+            self._advance()
+
+    def _resume(self) -> None:
+        """Run the first collective to its next phase, or to its end and the next's.
+
+        An error of a kind that all ranks see alike ends one collective; any other
+        leaves this rank out of step, so that it takes part in none any more.
+        """
+        queue = self._queue
+        while queue:
+            work = queue[0]
+            is_in_step = False
+            try:
+                if work.is_inference == torch.is_inference_mode_enabled():
+                    next(work.steps)
+                else:
+                    with torch.inference_mode(mode=work.is_inference):
+                        next(work.steps)
+                self._num_phases += 1
+                self._own.publish(PROGRESS, self._num_phases)
+                is_in_step = True
+            except StopIteration:
+                work.is_over = True
+                is_in_step = True
+            except (CollectiveError, UsageError) as error:
+                # The frames would keep the tensors, and help nobody.
+                work.fail(error.with_traceback(None))
+                is_in_step = True
+            except Exception as error:  # noqa: BLE001  raised where it is waited for
+                work.fail(error)
+            else:
+                return
+            finally:
+                if not is_in_step:
+                    self._break(work)
+            if queue:
+                queue.popleft()
+
+    def _break(self, work: CollectiveWork) -> None:
+        """Have all ranks give up: this one is out of step."""
+        self._own.publish(IS_CLOSED, 1)
+        self._fail(
+            CollectiveError(
+                f"communicator must be in step on all ranks, but {work.name} failed on "
+                f"rank {self.rank}. Connect again."
+            )
+        )
+
+    def _fail(self, error: CollectiveError) -> None:
+        """Fail all that is under way, and all that is to come."""
+        self._failure = error
+        for work in self._queue:
+            if not work.is_over:
+                work.fail(error)
+        self._queue.clear()
+        for transfer in self._transfers:
+            transfer.fail(error)
+        self._transfers = []
+
+    def _rest(self, work: SharedMemoryWork, look: Look | None) -> bool:
+        """Wait, without the lock, until something may have changed.
+
+        Returns:
+            Whether to go on: ``look`` did not say to stop.
+        """
+        error = self._wait_policy.wait(work, look)
+        if error is not None and error is not STOPPED:
+            with self._lock:
+                # Another thread may have been reading the last that the rank sent.
+                self._advance()
+                is_lost = not work.is_over and work.find_pending() is not None
+                if is_lost and self._failure is None:
+                    self._fail(error)
+        return error is not STOPPED

@@ -1,0 +1,536 @@
+"""How the ranks of a job find one store.
+
+Ranks of one host that no launcher of ours started: rank 0 answers on a unix socket in a
+directory that only this user can enter. The socket's name comes from the process that
+launched the ranks, so jobs do not mix.
+
+Slurm names the step's hosts, rank 0's first, and no port. So all ranks derive the same
+ports from the numbers of job and step; rank 0 answers on the first that is free, and
+the others try them until they find one that proves to be of their user and step.
+Everybody can derive them. Who takes some keeps nobody out: rank 0 goes on to the next,
+and the others, who try few at first, soon try all.
+
+MPI connects the ranks and names no address. So rank 0 sends its addresses by MPI, all
+answer which of them they have a route to, and rank 0 listens on the best.
+"""
+
+import atexit
+import functools
+import hashlib
+import itertools
+import os
+import random
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from ronde.addresses import (
+    InterfaceAddress,
+    choose_address,
+    family_of,
+    is_loopback,
+    read_interfaces,
+    source_towards,
+)
+from ronde.collectives.communicator import Communicator
+from ronde.collectives.engine import ErrorContext
+from ronde.collectives.objects import all_gather_json, broadcast_json
+from ronde.collectives.store import JobStore, await_all, join, store_at, store_beyond
+from ronde.errors import CollectiveError, StoreError, UsageError, WorldError
+from ronde.store.authentication import SameUser, SharedKey, dial_network
+from ronde.store.local_socket import (
+    dial,
+    listen,
+    own_directories,
+    remove,
+    remove_stale,
+    temporary_directory,
+)
+from ronde.store.protocol import max_connections
+from ronde.store.server import StoreServer, serve_locally, serve_network
+from ronde.world.environment import (
+    boot_identity,
+    network_identity,
+    read_config_directory,
+    select_variables,
+)
+from ronde.world.host_lists import expand_list
+from ronde.world.rank_info import Launcher, Meeting, RankInfo
+
+_RANK_VARIABLES = {
+    Launcher.RONDE: "RANK",
+    Launcher.TORCHRUN: "RANK",
+    Launcher.HOROVOD: "HOROVOD_RANK",
+    Launcher.OPEN_MPI: "OMPI_COMM_WORLD_RANK",
+    Launcher.PMI: "PMI_RANK",
+    Launcher.SLURM: "SLURM_PROCID",
+    Launcher.PLAIN: "RANK",
+}
+_IS_EXITING = 0x4
+"""``PF_EXITING`` of Linux: the environment is gone, the children are not yet."""
+_EXITING_S = 3.0
+"""An exiting process hands its children on within this; one whose main thread alone has
+ended does not."""
+_ENDING_S = 10.0
+"""How long ancestors may go on ending, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherProcess:
+    """A process that no later one is taken for.
+
+    Attributes:
+        pid: Its number; 0 for one outside of this container.
+        started_at: When it started, in clock ticks since boot.
+    """
+
+    pid: int
+    started_at: int
+
+
+def find_launcher(claim: RankInfo) -> LauncherProcess:
+    """Return the nearest ancestor that is not part of this rank.
+
+    Shells and wrappers between launcher and rank have the rank's environment; the
+    launcher has not, or it is another user's and hides its own. All ranks of a host
+    that one launcher started find the same process.
+    """
+    begun = time.monotonic()
+    while True:
+        waited_s = time.monotonic() - begun
+        is_late = waited_s > _EXITING_S
+        try:
+            return _find_launcher(claim, is_late=is_late)
+        except (FileNotFoundError, ProcessLookupError):
+            if waited_s > _ENDING_S:
+                raise
+            # An ancestor has ended. Its children have another parent now: look again.
+            os.sched_yield()
+
+
+def _find_launcher(claim: RankInfo, *, is_late: bool) -> LauncherProcess:
+    pid = os.getppid()
+    while pid > 1 and _is_of_rank(pid, claim):
+        pid = int(_stat(pid)[1])
+    if pid == 0:
+        return LauncherProcess(0, 0)
+    state, *fields = _stat(pid)
+    if (state in "ZX" or int(fields[5]) & _IS_EXITING) and not is_late:
+        raise ProcessLookupError(pid)
+    return LauncherProcess(pid, int(fields[18]))
+
+
+def _is_of_rank(pid: int, claim: RankInfo) -> bool:
+    """Say whether a process was given this rank's place in this very job."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except PermissionError:
+        return False
+    place = f"{_RANK_VARIABLES[claim.launcher]}={claim.rank}".encode()
+    job = f"={claim.job_id}".encode()
+    # A launcher that itself is a rank of another job may have the same number there.
+    return place in entries and (
+        not claim.job_id or any(entry.endswith(job) for entry in entries)
+    )
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of ``/proc/pid/stat`` from the third on.
+
+    The second is the program's name, in brackets; it may hold spaces and brackets.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+_POLL_S = 0.02
+_SOCKET = "ronde/socket"
+
+
+def meet_on_host(claim: RankInfo, timeout_s: float) -> JobStore:
+    """Return a store that all ranks of ``claim`` on this host share.
+
+    Args:
+        claim: This rank's place; all ranks are on this host.
+        timeout_s: How long to wait for the others.
+
+    Raises:
+        CollectiveError: The others did not come in time.
+    """
+    name = meeting_name(claim)
+    if claim.rank == 0:
+        return _host_here(claim, name, timeout_s)
+    ends_at = time.monotonic() + timeout_s
+    while time.monotonic() < ends_at:
+        for directory in own_directories(_prefix()):
+            store = _enter(str(directory / name), claim, timeout_s)
+            if store is not None:
+                return store
+        time.sleep(_POLL_S)
+    raise CollectiveError(
+        f"rank 0 must answer on this host within {timeout_s:g} s, but did not answer "
+        f"rank {claim.rank} in {temporary_directory()}. See whether it started on this "
+        "host; if it runs elsewhere, set MASTER_ADDR and MASTER_PORT on all ranks."
+    )
+
+
+def meeting_name(claim: RankInfo) -> str:
+    """Name the socket after the launcher's process, which all ranks descend from."""
+    launcher = find_launcher(claim)
+    identity = f"{boot_identity()} {launcher.pid} {launcher.started_at} {claim.job_id}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:32]
+
+
+def _prefix() -> str:
+    """Return how directories begin that rank 0 may have made.
+
+    Others may have taken any name that can be guessed. So all have a random end, and
+    ranks look into all that are their user's.
+    """
+    return f"ronde-ranks-{os.geteuid()}-"
+
+
+def _enter(path: str, claim: RankInfo, timeout_s: float) -> JobStore | None:
+    """Join the store behind a socket; None where there is none, or another's."""
+    try:
+        dial(path, timeout_s).close()
+    except OSError:
+        return None
+    store = store_at(path, timeout_s)
+    if not join(store, claim):
+        return None
+    # The name that ranks look for may soon be another start's.
+    return store_at(store.get(_SOCKET).decode(), timeout_s)
+
+
+def _host_here(claim: RankInfo, name: str, timeout_s: float) -> JobStore:
+    """Answer for a store until this process ends; wait until all have joined."""
+    for stale in own_directories(_prefix()):
+        if remove_stale(stale):
+            remove(stale)
+    end = secrets.token_hex(8)
+    directory = temporary_directory() / f"{_prefix()}{end}"
+    directory.mkdir(mode=0o700)
+    server = serve_locally(listen(directory / end), max_connections(claim.size))
+    atexit.register(_end, os.getpid(), server, directory)
+    store = store_at(str(directory / end), timeout_s)
+    store.set(_SOCKET, str(directory / end))
+    join(store, claim)
+    # For ranks to find, until all have come.
+    (directory / name).hardlink_to(directory / end)
+    try:
+        await_all(store, claim, timeout_s)
+    finally:
+        (directory / name).unlink(missing_ok=True)
+    return store
+
+
+def _end(pid: int, server: StoreServer, directory: Path) -> None:
+    """Take the socket away at the end of rank 0, and not of a process it has forked."""
+    if os.getpid() == pid:
+        remove(directory)
+        server.close()
+
+
+_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+_NUM_PORTS = 256
+_NUM_AT_FIRST = 4
+_NUM_AT_ONCE = 16
+_FIRST_PORT, _END_PORT = 16384, 32768
+"""Below what Linux gives to outgoing connections, unless it is told otherwise."""
+_ANSWER_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+_PAUSE_PER_PORT_S = 1 / 128
+_Place = tuple[str, int]
+_CURE = "Set MASTER_ADDR and MASTER_PORT on all ranks."
+
+
+def meet_in_step(claim: RankInfo, timeout_s: float) -> JobStore:
+    """Return a store that all ranks of a step of Slurm's share.
+
+    Args:
+        claim: This rank's place.
+        timeout_s: How long to wait for the others.
+
+    Raises:
+        UsageError: MUNGE does not answer, and no secret file can be used.
+        WorldError: Slurm does not say where the step runs, or the hosts' names lead
+            nowhere.
+        CollectiveError: The others did not come in time.
+    """
+    first, other = _first_nodes(claim)
+    said = select_variables(["SLURM_NODEID"])
+    # The own name is not asked for: on many a host it leads to the loopback.
+    is_here = claim.rank == 0 or said.get("SLURM_NODEID") == "0"
+    addresses = _sources_towards(other) if is_here else _addresses_of(first)
+    if not addresses:
+        asked, what = (other, "a route to") if is_here else (first, "an address for")
+        raise WorldError(
+            f"rank {claim.rank} must find {what} {asked}, a host of the step, by its "
+            f"name, got none. {_CURE}"
+        )
+    trust = SameUser(f"slurm {claim.job_id}", read_config_directory())
+    if claim.rank == 0:
+        return _host_step(addresses[0], trust, claim, timeout_s)
+    return _find_step(addresses, trust, claim, timeout_s)
+
+
+def _first_nodes(claim: RankInfo) -> tuple[str, str]:
+    """Return the names of rank 0's host and of another."""
+    said = select_variables(_NODE_LISTS)
+    text = next((said[name] for name in _NODE_LISTS if said.get(name)), "")
+    names = expand_list(text, _NODE_LISTS[0])
+    if len(names) < 2:
+        raise WorldError(
+            f"{_NODE_LISTS[0]} must name the hosts of {claim.size} ranks that run on "
+            f"several, got {text!r}. Start the program with srun. Or else: {_CURE}"
+        )
+    return names[0], names[1]
+
+
+def _addresses_of(name: str) -> tuple[str, ...]:
+    """Return the numeric addresses of a host, IPv4 first; none that stay on this."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    addresses = {str(entry[4][0]): None for entry in found}
+    others = (a for a in addresses if not is_loopback(a))
+    return tuple(sorted(others, key=lambda a: ":" in a))
+
+
+def _sources_towards(name: str) -> tuple[str, ...]:
+    """Return this host's addresses that packets to another host leave by."""
+    sources = dict.fromkeys(map(source_towards, _addresses_of(name)))
+    return tuple(s for s in sources if s and not is_loopback(s))
+
+
+def step_ports(job_id: str) -> list[int]:
+    """Derive what all ranks of a user's step, and hardly any other's, come to."""
+    drawing = random.Random(f"ronde {os.geteuid()} {job_id}")  # noqa: S311  no secret
+    return drawing.sample(range(_FIRST_PORT, _END_PORT), _NUM_PORTS)
+
+
+def _host_step(
+    address: str, trust: SameUser, claim: RankInfo, timeout_s: float
+) -> JobStore:
+    """Answer on the first port that is free, and wait until all others have joined."""
+    listener = _bind_first(address, step_ports(claim.job_id))
+    port = listener.getsockname()[1]
+    serve_network(listener, trust, max_connections(claim.size))
+    store = store_beyond(address, port, trust, timeout_s)
+    join(store, claim)
+    await_all(store, claim, timeout_s)
+    return store
+
+
+def _bind_first(address: str, ports: Sequence[int]) -> socket.socket:
+    listener = socket.socket(family_of(address))
+    for port in ports:
+        with suppress(OSError):
+            listener.bind((address, port))
+            # Two may bind a port and one of them listen.
+            listener.listen(128)
+            return listener
+    listener.close()
+    raise CollectiveError(
+        f"one of {len(ports)} ports between {_FIRST_PORT} and {_END_PORT} must be free "
+        f"on {address}, but all are in use. {_CURE}"
+    )
+
+
+def _find_step(
+    addresses: Sequence[str], trust: SameUser, claim: RankInfo, timeout_s: float
+) -> JobStore:
+    """Try until somebody at a port of rank 0's host proves to be of this step."""
+    ends_at = time.monotonic() + timeout_s
+    pause_s, num_ports = _FIRST_PAUSE_S, _NUM_AT_FIRST
+    ports = step_ports(claim.job_id)
+    while time.monotonic() < ends_at:
+        places = [(a, port) for port in ports[:num_ports] for a in addresses]
+        for address, port in _answering(places, trust):
+            store = store_beyond(address, port, trust, timeout_s)
+            if join(store, claim):
+                return store
+        # Many ranks that ask often would keep rank 0's host busy while it starts.
+        time.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  no secret
+        if pause_s >= _LONGEST_PAUSE_S:
+            num_ports = min(2 * num_ports, _NUM_PORTS)
+        pause_s = max(min(2 * pause_s, _LONGEST_PAUSE_S), num_ports * _PAUSE_PER_PORT_S)
+    raise CollectiveError(
+        f"rank 0 must answer at {' or '.join(addresses)} within {timeout_s:g} s, "
+        f"but did not answer rank {claim.rank}. See whether it started, whether a "
+        "firewall is between, and whether MUNGE runs on both hosts or "
+        f"{read_config_directory()} is the same directory there. {_CURE}"
+    )
+
+
+def _answering(places: Sequence[_Place], trust: SameUser) -> list[_Place]:
+    """Return the addresses and ports where somebody proves to be of this step.
+
+    All at once: a stranger may take long to say nothing.
+    """
+
+    def is_ours(place: _Place) -> bool:
+        try:
+            dial_network(*place, trust, _ANSWER_S).close()
+        except (OSError, StoreError):
+            return False
+        return True
+
+    with ThreadPoolExecutor(_NUM_AT_ONCE) as threads:
+        found = zip(places, threads.map(is_ours, places), strict=True)
+        return [place for place, is_there in found if is_there]
+
+
+_MPI_CURE = "Set them on all ranks, to rank 0's host and a free port there"
+
+
+def meet_by_mpi(claim: RankInfo, timeout_s: float) -> JobStore:
+    """Return a store that all ranks share, which MPI told them the address of.
+
+    MPI is initialised by this, if the program has not done so before.
+
+    Args:
+        claim: This rank's place.
+        timeout_s: How long to wait for the others.
+
+    Raises:
+        WorldError: MPI cannot be used from here, or the hosts do not reach rank 0's.
+        CollectiveError: The others did not come in time.
+    """
+    try:
+        from ronde.collectives.engines.mpi import connect_world
+
+        engine = connect_world(claim.rank, claim.size, timeout_s=timeout_s)
+    except UsageError as error:
+        if find_spec("mpi4py") is None:
+            problem, cure = "mpi4py is not installed", "or type: pip install mpi4py"
+        else:
+            problem, cure = "it cannot be used", f"or mind this: {error}"
+        raise WorldError(
+            f"MASTER_ADDR and MASTER_PORT must be set where {claim.size} ranks run on "
+            f"several hosts and MPI does not tell them where to meet, as {problem}. "
+            f"{_MPI_CURE}; {cure}"
+        ) from error
+    mpi = Communicator(engine)
+    address = _agree_on_address(mpi)
+    key, port = secrets.token_bytes(32), 0
+    if mpi.rank == 0 and address:
+        listener = socket.create_server((address, 0), family=family_of(address))
+        port = listener.getsockname()[1]
+        serve_network(listener, SharedKey(key), max_connections(claim.size))
+    # Who reads what MPI carries is of the job, or can do as he likes with it anyway.
+    told = broadcast_json(mpi, lambda: [key.hex(), port], 0)
+    mpi.close()
+    if not address:
+        raise WorldError(
+            "rank 0's host must have an address that all hosts have a route to, got "
+            "none. Set MASTER_ADDR and MASTER_PORT on all ranks to where they reach it."
+        )
+    trust = SharedKey(bytes.fromhex(told[0]))
+    return store_beyond(address, int(told[1]), trust, timeout_s)
+
+
+def _agree_on_address(mpi: Communicator) -> str:
+    """Return the address of rank 0's host that all hosts reach best, or empty."""
+    own = [tuple(each) for each in read_interfaces()] if mpi.rank == 0 else []
+    candidates = [InterfaceAddress(*e) for e in broadcast_json(mpi, lambda: own, 0)]
+    sources = [source_towards(each.address) for each in candidates]
+    answers = all_gather_json(mpi, (network_identity(), sources))
+    here = answers[0][0]
+    others = [
+        # One's own address, on another host: a bridge for containers, say.
+        ["" if s == c.address else s for s, c in zip(there, candidates, strict=True)]
+        for host, there in answers
+        if host != here
+    ]
+    best = choose_address(candidates, others, {})
+    return "" if best is None else candidates[best].address
+
+
+_calls = itertools.count()
+
+
+def meet(claim: RankInfo, timeout_s: float) -> Store:
+    """Return a store that all ranks of ``claim`` share, empty under the keys used here.
+
+    Collective: the n-th call of one rank meets the n-th call of all others.
+
+    Args:
+        claim: This rank's place; ``size`` is at least 2.
+        timeout_s: How long to wait for the others.
+
+    Raises:
+        WorldError: The ranks are on several hosts, and nobody said where to meet nor
+            helps to find it out.
+        CollectiveError: The others did not come in time, or the port is in use.
+    """
+    with ErrorContext("meeting", claim.rank, claim.size, timeout_s).guard():
+        store = _store_of(claim, timeout_s)
+    attempt = claim.meeting.attempt if claim.meeting else 0
+    return PrefixStore(f"ronde/{claim.job_id}/{attempt}/{next(_calls)}", store)
+
+
+@functools.cache
+def _store_of(claim: RankInfo, timeout_s: float) -> Store:
+    """Open the store of a claim, once in a process.
+
+    It stays open: a rank that meets again must not find the last server still closing.
+    """
+    if claim.store:
+        return _open_launchers(claim, timeout_s)
+    if claim.meeting is not None:
+        return _open_at(claim.meeting, claim.rank, timeout_s)
+    if claim.local_size == claim.size:
+        return meet_on_host(claim, timeout_s)
+    if claim.launcher is Launcher.SLURM:
+        return meet_in_step(claim, timeout_s)
+    if claim.launcher in (Launcher.OPEN_MPI, Launcher.PMI):
+        return meet_by_mpi(claim, timeout_s)
+    raise WorldError(
+        f"MASTER_ADDR and MASTER_PORT must be set where {claim.size} ranks run on "
+        f"several hosts, got neither from {claim.launcher}. Set them on all ranks, to "
+        "rank 0's host and to a free port there."
+    )
+
+
+def _open_launchers(claim: RankInfo, timeout_s: float) -> Store:
+    """Open what the launcher answers for: a socket here, or a port that wants a key."""
+    place, _, key_file = claim.store.partition(" ")
+    if not key_file:
+        is_spread = claim.local_size < claim.size
+        address = claim.meeting.address if is_spread and claim.meeting else ""
+        return store_at(place, timeout_s, address)
+    host, _, port = place.rpartition(":")
+    trust = SharedKey(Path(key_file).read_bytes())
+    return store_beyond(host, int(port), trust, timeout_s)
+
+
+def _open_at(meeting: Meeting, rank: int, timeout_s: float) -> Store:
+    is_master = rank == 0 and not meeting.is_hosted
+    try:
+        return TCPStore(
+            meeting.address,
+            meeting.port,
+            is_master=is_master,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            # The program's own init_process_group() may share the server.
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise CollectiveError(
+            f"MASTER_PORT must be free on rank 0's host, got {meeting.port}, which "
+            "another process listens on. Choose another port for all ranks."
+        ) from error

@@ -1,0 +1,95 @@
+"""torch's modes and memory: inference mode, the compiler, huge pages."""
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch._C._dynamo import eval_frame
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_NOTHING = nullcontext()
+
+
+def in_mode_of_caller(work: Callable[P, T]) -> Callable[P, T]:
+    """Return ``work`` as it would be if this thread called it now.
+
+    A tensor that was made in ``torch.inference_mode()`` may be written to there alone.
+    """
+    is_inference = torch.is_inference_mode_enabled()
+
+    @wraps(work)
+    def carry_out(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.inference_mode(mode=is_inference):
+            return work(*args, **kwargs)
+
+    return carry_out
+
+
+def writing_to(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Enter inference mode where one of the tensors was made there.
+
+    In it all of them may be written to.
+    """
+    for tensor in tensors:
+        if tensor.is_inference():
+            return torch.inference_mode()
+    return _NOTHING
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_REASON = "ronde talks to other ranks outside of compiled code"
+
+
+def outside_compiler(function: F) -> F:
+    """Have ``torch.compile`` leave ``function``, and all that it calls, as they are.
+
+    A compiled function that calls it is compiled up to there and from there on.
+
+    Note [Not torch.compiler.disable]
+        That says the same by a wrapper. It imports ``torch._dynamo``, which takes
+        seconds, also for programs that compile nothing; every call costs a microsecond
+        more, and warnings point at the wrapper. Here the compiler finds the function's
+        code marked when it meets it, in the way in which it marks its own.
+    """
+    try:
+        skip = eval_frame._FrameAction.SKIP  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+        strategy = eval_frame._FrameExecStrategy(skip, skip)  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+        code = cast("FunctionType", function).__code__
+        eval_frame.set_code_exec_strategy(code, strategy)
+    except AttributeError:  # another torch
+        return cast("F", torch.compiler.disable(function, reason=_REASON))
+    marks: dict[str, object] = function.__dict__
+    marks["_torchdynamo_disable"] = True
+    marks["_torchdynamo_disable_msg"] = _REASON
+    return function
+
+
+_HUGE_PAGE_BYTES = 2 << 20
+_WORTH_BYTES = 4 * _HUGE_PAGE_BYTES
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_madvise: Callable[[int, int, int], int] = _libc.madvise
+
+
+def new_like(tensor: Tensor) -> Tensor:
+    """Return an uninitialised tensor of the same shape, layout, dtype and device.
+
+    A large one on the CPU asks the kernel for huge pages: touching 64 MiB for the first
+    time costs 5 ms then, and 16 ms in pages of 4 KiB.
+    """
+    made = torch.empty_like(tensor)
+    if made.is_cpu and made.nbytes >= _WORTH_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        begin = made.data_ptr()
+        first = -(-begin // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        num_bytes = (begin + made.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        # Advice: where the kernel does not take it the pages are small ones.
+        _madvise(first, num_bytes, mmap.MADV_HUGEPAGE)
+    return made
