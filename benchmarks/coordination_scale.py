@@ -12,11 +12,10 @@ and up to 16 hosts to one host, as coordinators connect.
 import argparse
 from dataclasses import dataclass
 
-from ronde.coordination.network import Network
-from ronde.coordination.operations import Kind
-from ronde.coordination.requests import Request
-from ronde.coordination.steps import Run
-from ronde.coordination.tree import Tree
+from ronde.coordination.control.transport import Tree
+from ronde.coordination.node import RunCommand
+from ronde.coordination.requests import OpKind, Request
+from ronde.coordination.simulator import Simulator
 
 _RANKS = "2,64,1024,27600"
 
@@ -57,8 +56,8 @@ def main() -> None:
     for size in map(int, asked.ranks.split(",")):
         hosts = [str(rank // asked.slots) for rank in range(size)]
         flat = [Tree.flat(rank, size) for rank in range(size)]
-        for name, trees in (("flat", flat), ("hosts", Tree.all_of_hosts(hosts))):
-            network = Network.of(trees)
+        for name, trees in (("flat", flat), ("hosts", Tree.of_hosts(hosts))):
+            network = Simulator(trees)
             for step in ("first", "steady"):
                 cost = run_step(network, asked.tensors)
                 print(
@@ -69,13 +68,14 @@ def main() -> None:
                 )
 
 
-def run_step(network: Network, num_tensors: int) -> Cost:
+def run_step(network: Simulator, num_tensors: int) -> Cost:
     """Have every rank submit all tensors at once, and count until all may run."""
-    before = [traffic.copy() for traffic in network.traffic]
+    network.num_messages.clear()
+    network.num_bytes.clear()
     for rank, node in enumerate(network.nodes):
         for number in range(num_tensors):
             name = f"allreduce.layer{number}.weight"
-            known = node.find(name)
+            known = node.cache.find(name)
             if known is not None:
                 node.hit(*known)
             else:
@@ -85,15 +85,14 @@ def run_step(network: Network, num_tensors: int) -> Cost:
     while network.deliver_round():
         rounds += 1
     for taken in network.taken:
-        num_run = sum(len(s.requests) for s in taken if isinstance(s, Run))
+        num_run = sum(len(s.requests) for s in taken if isinstance(s, RunCommand))
         if num_run != num_tensors:
             raise SystemExit(f"{num_run} of {num_tensors} tensors were agreed on")
         taken.clear()
-    costs = [now.since(b) for now, b in zip(network.traffic, before, strict=True)]
-    num_bytes = sorted(cost.num_bytes for cost in costs)
+    num_bytes = sorted(network.num_bytes[rank] for rank in range(len(network.nodes)))
     return Cost(
         rounds,
-        max(cost.num_messages for cost in costs),
+        max(network.num_messages.values()),
         num_bytes[-1],
         num_bytes[len(num_bytes) // 2],
         sum(num_bytes) // 2,
@@ -102,7 +101,7 @@ def run_step(network: Network, num_tensors: int) -> Cost:
 
 def _request(name: str, number: int) -> Request:
     return Request(
-        kind=Kind.ALLREDUCE,
+        kind=OpKind.ALLREDUCE,
         name=name,
         dtypes=("float32",),
         shapes=((64, number),),

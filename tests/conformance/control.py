@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 
 from ronde.collectives.rendezvous import meet
-from ronde.coordination.control.channel import Channel
-from ronde.coordination.control.connecting import connect_channel
-from ronde.coordination.tree import Tree
+from ronde.coordination.control.channel import ControlChannel, connect_channel
+from ronde.coordination.control.transport import Tree
 
 TIMEOUT_S = 60.0
 OVER = b"over"
@@ -20,7 +19,7 @@ def connect(claim, hosts):
     """
     store = meet(claim, TIMEOUT_S) if claim.size > 1 else None
     channel = connect_channel(store, claim.rank, hosts, timeout_s=TIMEOUT_S)
-    return Tree.of_hosts(claim.rank, hosts), channel
+    return Tree.of_hosts(hosts)[claim.rank], channel
 
 
 def neighbours(tree):
@@ -33,7 +32,7 @@ def neighbours(tree):
 class Mailbox:
     """What came in, by sender."""
 
-    channel: Channel
+    channel: ControlChannel
     received: dict[int, list[bytes]] = field(default_factory=dict)
 
     def gather(self, num_messages, *, is_eager=True):

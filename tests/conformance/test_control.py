@@ -81,7 +81,7 @@ def wake_the_waiting(claim, hosts):
             for is_eager in (False, True)
         ]
         if is_attended:
-            channel.attend()
+            channel.add_waiter()
         for thread in waiting:
             thread.start()
         while any(thread.is_alive() for thread in waiting):
@@ -89,7 +89,7 @@ def wake_the_waiting(claim, hosts):
             for thread in waiting:
                 thread.join(0.01)
         if is_attended:
-            channel.leave()
+            channel.remove_waiter()
     channel.close()
     channel.wait(None, is_eager=False)
     return "woken"
@@ -126,13 +126,13 @@ class Service:
         if how == "listener":
             answered.wait()
         elif how == "eager":
-            self._channel.attend()
+            self._channel.add_waiter()
             self._serve_until(answered.is_set)
-            self._channel.leave()
+            self._channel.remove_waiter()
         else:  # attend for a while, then leave it to the listener
-            self._channel.attend()
+            self._channel.add_waiter()
             self._serve()
-            self._channel.leave()
+            self._channel.remove_waiter()
             answered.wait()
 
     def finish(self):

@@ -20,7 +20,7 @@ from tests.ranks import hosted_store
 from tests.resources import least_resources
 
 from ronde.collectives.rendezvous import meet
-from ronde.coordination.control.connecting import connect_channel
+from ronde.coordination.control.channel import connect_channel
 from ronde.errors import CollectiveError
 
 SEVERAL = ["aa", "aaa", "aaaa", "ab", "aab", "abab", "abca"]
@@ -181,7 +181,7 @@ def test_a_hundred_channels_leave_nothing(run_ranks_bare, hosts):
 LEAVING = """
 import sys
 from torch.distributed import TCPStore
-from ronde.coordination.control.connecting import connect_channel
+from ronde.coordination.control.channel import connect_channel
 
 rank, port, hosts = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = TCPStore("127.0.0.1", port, wait_for_workers=False)
@@ -226,13 +226,13 @@ STUCK = """
 import os, signal, sys
 from torch.distributed import TCPStore
 from ronde.collectives.engines.torch_distributed.groups import Groups
-from ronde.coordination.control.bell import Bell
-from ronde.coordination.control.gloo import GlooMedium
+from ronde.coordination.control.doorbell import Doorbell
+from ronde.coordination.control.gloo import GlooTransport
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = TCPStore("127.0.0.1", port, wait_for_workers=False)
 groups = Groups(store, rank, 2, 60.0, is_one_host=True)
-medium = GlooMedium(groups, {1 - rank: (1 - rank, "b")}, Bell.of_its_own())
+transport = GlooTransport(groups, {1 - rank: (1 - rank, "b")}, Doorbell.private())
 if rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
 groups.close()  # Gloo's own shutdown ends no connection, and so not the thread on it

@@ -7,10 +7,9 @@ import torch
 from tests.ranks import run_ranks_bare
 
 from ronde.collectives import Connections, ReduceOp
-from ronde.coordination.control.connecting import connect_channel
-from ronde.coordination.coordinator import Coordinator
-from ronde.coordination.operations import Kind, Operation
-from ronde.coordination.options import CoordinationOptions
+from ronde.coordination.control.channel import connect_channel
+from ronde.coordination.coordinator import CoordinationOptions, Coordinator
+from ronde.coordination.requests import NamedOperation, OpKind
 
 
 def run_coordinated(
@@ -52,20 +51,29 @@ def run_coordinated(
     return run_ranks_bare(size, work, **limits)
 
 
-def summed(name: str, tensor: torch.Tensor, **more: Any) -> Operation:
+def summed(name: str, tensor: torch.Tensor, **more: Any) -> NamedOperation:
     """Sum ``tensor`` in place."""
-    return Operation(Kind.ALLREDUCE, (tensor,), name, (tensor,), **more)
+    return NamedOperation(OpKind.ALLREDUCE, (tensor,), name, (tensor,), **more)
 
 
-def operation(kind: Kind, name: str, tensor: torch.Tensor, **more: Any) -> Operation:
+def operation(
+    kind: OpKind, name: str, tensor: torch.Tensor, **more: Any
+) -> NamedOperation:
     """Make an operation on a copy."""
-    if kind in (Kind.ALLREDUCE, Kind.ADASUM, Kind.BROADCAST):
+    if kind in (OpKind.ALLREDUCE, OpKind.ADASUM, OpKind.BROADCAST):
         more["outputs"] = (tensor.clone(),)
-    if kind is Kind.BROADCAST:
+    if kind is OpKind.BROADCAST:
         more.setdefault("root", 0)
-    if kind in (Kind.BARRIER, Kind.JOIN):
-        return Operation(kind)
-    return Operation(kind, (tensor,), name, **more)
+    if kind in (OpKind.BARRIER, OpKind.JOIN):
+        return NamedOperation(kind)
+    return NamedOperation(kind, (tensor,), name, **more)
 
 
-__all__ = ["Kind", "Operation", "ReduceOp", "operation", "run_coordinated", "summed"]
+__all__ = [
+    "NamedOperation",
+    "OpKind",
+    "ReduceOp",
+    "operation",
+    "run_coordinated",
+    "summed",
+]

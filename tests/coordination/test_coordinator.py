@@ -12,8 +12,8 @@ import time
 import pytest
 import torch
 from tests.coordination.coordinators import (
-    Kind,
-    Operation,
+    NamedOperation,
+    OpKind,
     ReduceOp,
     operation,
     run_coordinated,
@@ -21,18 +21,18 @@ from tests.coordination.coordinators import (
 )
 from tests.resources import num_frames
 
-from ronde.coordination.options import CoordinationOptions
-from ronde.coordination.requests import Memory
+from ronde.coordination.coordinator import CoordinationOptions
+from ronde.coordination.node import RequestCache
 from ronde.errors import CollectiveError, PeerLostError, UsageError
 
 SIZES = [1, 2, 3, 4]
 MOVING = [
-    Kind.ALLREDUCE,
-    Kind.ALLGATHER,
-    Kind.BROADCAST,
-    Kind.ALLTOALL,
-    Kind.REDUCESCATTER,
-    Kind.BARRIER,
+    OpKind.ALLREDUCE,
+    OpKind.ALLGATHER,
+    OpKind.BROADCAST,
+    OpKind.ALLTOALL,
+    OpKind.REDUCESCATTER,
+    OpKind.BARRIER,
 ]
 HOSTS = [(1, ""), (2, ""), (3, ""), (4, ""), (3, "aab"), (4, "abab")]
 
@@ -79,14 +79,16 @@ def test_every_kind(size) -> None:
         rank, n = coordinator.rank, coordinator.size
         own = torch.arange(2.0 * n).view(n, 2) + rank
         for _ in range(3):  # new, cached, cached
-            (total,) = coordinator.run(operation(Kind.ALLREDUCE, "r", own))
+            (total,) = coordinator.run(operation(OpKind.ALLREDUCE, "r", own))
             (gathered,) = coordinator.run(
-                operation(Kind.ALLGATHER, "g", own[: rank + 1])
+                operation(OpKind.ALLGATHER, "g", own[: rank + 1])
             )
-            (copied,) = coordinator.run(operation(Kind.BROADCAST, "b", own, root=n - 1))
-            ((swapped, counts),) = coordinator.run(operation(Kind.ALLTOALL, "a", own))
-            (part,) = coordinator.run(operation(Kind.REDUCESCATTER, "s", own))
-            assert coordinator.run(operation(Kind.BARRIER, "", own)) is None
+            (copied,) = coordinator.run(
+                operation(OpKind.BROADCAST, "b", own, root=n - 1)
+            )
+            ((swapped, counts),) = coordinator.run(operation(OpKind.ALLTOALL, "a", own))
+            (part,) = coordinator.run(operation(OpKind.REDUCESCATTER, "s", own))
+            assert coordinator.run(operation(OpKind.BARRIER, "", own)) is None
             base = torch.arange(2.0 * n).view(n, 2)
             everyone = [base + other for other in range(n)]
             assert torch.equal(total, sum(everyone))
@@ -143,7 +145,7 @@ def test_names_that_never_come_again_are_forgotten() -> None:
             for _ in range(2):
                 coordinator.run(summed(f"t{number}", torch.ones(4)))
         kept = gc.get_objects()
-        return sum(type(each) is Memory for each in kept)
+        return sum(len(c.requests) for c in kept if type(c) is RequestCache)
 
     options = CoordinationOptions(cache_capacity=16)
     assert run_coordinated(2, work, options=options) == [16, 16]
@@ -171,67 +173,67 @@ MISMATCHES = [
             "Mismatched data types: One rank had type float32, "
             "but another rank had type int32."
         ),
-        _odd(Kind.ALLREDUCE, dtype=(torch.float32, torch.int32)),
+        _odd(OpKind.ALLREDUCE, dtype=(torch.float32, torch.int32)),
     ),
     (
         (
             "Mismatched operations: One rank did an ALLREDUCE, "
             "but another rank did an ADASUM."
         ),
-        _odd((Kind.ALLREDUCE, Kind.ADASUM)),
+        _odd((OpKind.ALLREDUCE, OpKind.ADASUM)),
     ),
     (
         (
             "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [2], "
             "but another rank sent a tensor of shape [3]."
         ),
-        _odd(Kind.ALLREDUCE, shape=([2], [3])),
+        _odd(OpKind.ALLREDUCE, shape=([2], [3])),
     ),
     (
         (
             "Mismatched BROADCAST tensor shapes: One rank sent a tensor of shape [2], "
             "but another rank sent a tensor of shape [2, 1]."
         ),
-        _odd(Kind.BROADCAST, shape=([2], [2, 1])),
+        _odd(OpKind.BROADCAST, shape=([2], [2, 1])),
     ),
     (
         (
             "Mismatched prescale and/or postscale factors: One rank sent factors "
             "(1, 1), but another rank sent factors (0.5, 1)."
         ),
-        _odd(Kind.ALLREDUCE, prescale=(1.0, 0.5)),
+        _odd(OpKind.ALLREDUCE, prescale=(1.0, 0.5)),
     ),
     (
         (
             "Mismatched reduction operation: One rank sent reduction op 4, "
             "but another rank sent reduction op 1."
         ),
-        _odd(Kind.ALLREDUCE, reduce_op=(ReduceOp.MAX, ReduceOp.SUM)),
+        _odd(OpKind.ALLREDUCE, reduce_op=(ReduceOp.MAX, ReduceOp.SUM)),
     ),
     (
         (
             "Mismatched ALLGATHER tensor shapes: One rank sent a tensor of rank 2, "
             "but another rank sent a tensor of rank 3."
         ),
-        _odd(Kind.ALLGATHER, shape=([2, 2], [2, 2, 2])),
+        _odd(OpKind.ALLGATHER, shape=([2, 2], [2, 2, 2])),
     ),
     (
         (
             "Mismatched ALLTOALL tensor shapes: One rank sent a tensor with dimension "
             "1 equal to 3, but another rank sent a tensor with dimension 1 equal to 4."
         ),
-        _odd(Kind.ALLTOALL, shape=([12, 3], [12, 4])),
+        _odd(OpKind.ALLTOALL, shape=([12, 3], [12, 4])),
     ),
     (
         "Process-set rank zero tried to ALLGATHER a rank-zero tensor.",
-        _odd(Kind.ALLGATHER, shape=[]),
+        _odd(OpKind.ALLGATHER, shape=[]),
     ),
     (
         (
             "Mismatched BROADCAST root ranks: One rank specified root rank 0, "
             "but another rank specified root rank 1."
         ),
-        _odd(Kind.BROADCAST, root=(0, 1)),
+        _odd(OpKind.BROADCAST, root=(0, 1)),
     ),
 ]
 
@@ -282,15 +284,15 @@ def test_join_gives_zeros_and_one_last_rank(size) -> None:
         for cycle in range(2):
             for step in range(rank + 1):
                 (total,) = coordinator.run(
-                    Operation(
-                        Kind.ALLREDUCE,
+                    NamedOperation(
+                        OpKind.ALLREDUCE,
                         (torch.ones(3),),
                         "" if cycle else "x",  # unnamed ones are counted anew
                         (torch.ones(3),),
                     )
                 )
                 assert torch.equal(total, torch.full((3,), float(n - step)))
-            lasts.append(coordinator.run(Operation(Kind.JOIN)))
+            lasts.append(coordinator.run(NamedOperation(OpKind.JOIN)))
         return lasts
 
     assert run_coordinated(size, work) == [[size - 1] * 2] * size
@@ -421,7 +423,7 @@ def test_what_is_waited_for_elsewhere_counts() -> None:
         watch = coordinator.watch("gradients 0") if coordinator.rank else None
         if coordinator.rank == 0:
             assert heard.has_some.wait(20)
-        coordinator.run(operation(Kind.BARRIER, "", torch.ones(1)))
+        coordinator.run(operation(OpKind.BARRIER, "", torch.ones(1)))
         if watch:
             watch.done()
         return heard.lines

@@ -9,8 +9,8 @@ from itertools import count, product
 import pytest
 import torch
 from tests.coordination.coordinators import (
-    Kind,
-    Operation,
+    NamedOperation,
+    OpKind,
     ReduceOp,
     run_coordinated,
     summed,
@@ -38,10 +38,10 @@ def count_messages(coordinator) -> list[int]:
     return sent
 
 
-def reduced(name: str, tensor: Tensor, **more) -> Operation:
+def reduced(name: str, tensor: Tensor, **more) -> NamedOperation:
     """Reduce ``tensor`` into a new one."""
-    return Operation(
-        Kind.ALLREDUCE, (tensor,), name, (torch.empty_like(tensor),), **more
+    return NamedOperation(
+        OpKind.ALLREDUCE, (tensor,), name, (torch.empty_like(tensor),), **more
     )
 
 
@@ -85,8 +85,8 @@ def test_results_are_the_engines_own(engine) -> None:
                 for _ in range(3):  # by messages, then not
                     results += coordinator.run(reduced(name, tensor, **more))
                     results += coordinator.run(
-                        Operation(
-                            Kind.ALLREDUCE,
+                        NamedOperation(
+                            OpKind.ALLREDUCE,
                             (own := tensor.clone(),),
                             f"{name}.in place",
                             (own,),
@@ -196,14 +196,14 @@ def test_ranks_that_joined_count_as_zeros(size) -> None:
             for step in range(5 * (rank + 1)):
                 (total,) = coordinator.run(summed("x", torch.ones(1)))
                 assert total.item() == n - step // 5
-            assert coordinator.run(Operation(Kind.JOIN)) == n - 1
+            assert coordinator.run(NamedOperation(OpKind.JOIN)) == n - 1
 
     run_coordinated(size, work)
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 3])
 def test_a_cache_that_forgets(capacity) -> None:
-    from ronde.coordination.options import CoordinationOptions
+    from ronde.coordination.coordinator import CoordinationOptions
 
     def work(coordinator):
         for step in range(60):

@@ -2,34 +2,33 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ronde.coordination.network import Network
-from ronde.coordination.operations import Kind
-from ronde.coordination.requests import Request
-from ronde.coordination.steps import Failed, Joined, Run
-from ronde.coordination.tree import Tree
+from ronde.coordination.control.transport import Tree
+from ronde.coordination.node import RunCommand
+from ronde.coordination.requests import OpKind, Request
+from ronde.coordination.simulator import Simulator
 
 HOSTS = ["a", "aa", "aaa", "ab", "aab", "abab", "aabbccdd", "abcdefg"]
 
 
 def request(
-    name: str, shape: tuple[int, ...] = (2,), kind: Kind = Kind.ALLREDUCE
+    name: str, shape: tuple[int, ...] = (2,), kind: OpKind = OpKind.ALLREDUCE
 ) -> Request:
     return Request(kind, name, ("float32",), (shape,), "cpu", 1, 1.0, 1.0, -1, True)
 
 
-def network(hosts: str, capacity: int = 1024) -> Network:
-    trees = [Tree.of_hosts(rank, hosts, arity=2) for rank in range(len(hosts))]
-    return Network.of(trees, capacity)
+def network(hosts: str, capacity: int = 1024) -> Simulator:
+    return Simulator(Tree.of_hosts(hosts, arity=2), capacity)
 
 
-def ask(net: Network, rank: int, wanted: Request) -> None:
+def ask(net: Simulator, rank: int, wanted: Request) -> None:
     """Submit as a coordinator does."""
     node = net.nodes[rank]
-    known = node.find(wanted.name)
+    known = node.cache.find(wanted.name)
     if known is None:
         node.submit(wanted)
     elif known[1] == wanted:
@@ -38,8 +37,18 @@ def ask(net: Network, rank: int, wanted: Request) -> None:
         node.change(known[0], wanted)
 
 
-def names_run(net: Network, rank: int) -> list[str]:
-    return [r.name for s in net.taken[rank] if isinstance(s, Run) for r in s.requests]
+def names_run(net: Simulator, rank: int) -> list[str]:
+    return [
+        request.name
+        for command in net.taken[rank]
+        if isinstance(command, RunCommand)
+        for request in command.requests
+    ]
+
+
+def values_of(verb: str, taken: list[Any]) -> list[list[Any]]:
+    """Return the values of all commands of a verb."""
+    return [command[1] for command in taken if command[0] == verb]
 
 
 @given(
@@ -111,7 +120,7 @@ def test_ranks_that_run_ahead_while_numbers_are_forgotten(
         rank = choose.randrange(len(hosts))
         net.flush(rank)
         take(rank)
-        assert net.nodes[rank].num_cached <= capacity
+        assert len(net.nodes[rank].cache.requests) <= capacity
         ready = [
             i
             for i in range(num_names)
@@ -130,7 +139,10 @@ def test_ranks_that_run_ahead_while_numbers_are_forgotten(
                 break
     assert done == [[num_rounds] * num_names] * len(hosts)
     assert all(taken == net.taken[0] for taken in net.taken)
-    assert all(net.nodes[0].num_cached == node.num_cached for node in net.nodes)
+    assert all(
+        len(net.nodes[0].cache.requests) == len(node.cache.requests)
+        for node in net.nodes
+    )
 
 
 @given(
@@ -154,10 +166,10 @@ def test_a_mismatch_fails_everywhere_and_the_next_runs(hosts, seed, is_cached) -
         net.deliver_any(choose)
     net.settle(choose)
     for rank in range(size):
-        failed = [step for step in net.taken[rank] if isinstance(step, Failed)]
-        assert [step.name for step in failed] == ["x"]
-        assert "Mismatched ALLREDUCE tensor shapes" in failed[0].text
-        assert f"rank {odd}: ALLREDUCE x float32 [3]" in failed[0].text
+        ((name, text),) = values_of("fail", net.taken[rank])
+        assert name == "x"
+        assert "Mismatched ALLREDUCE tensor shapes" in text
+        assert f"rank {odd}: ALLREDUCE x float32 [3]" in text
         ask(net, rank, request("x", (5,)))
     net.settle(choose)
     assert all(names_run(net, rank)[-1] == "x" for rank in range(size))
@@ -188,11 +200,11 @@ def test_joined_ranks_are_ready_for_everything(hosts, seed) -> None:
                 net.flush(rank)
                 net.deliver_any(choose)
             net.settle(choose)
-        lasts = {s.last for t in net.taken for s in t if isinstance(s, Joined)}
+        lasts = {last for taken in net.taken for (last,) in values_of("joined", taken)}
         assert len(lasts) == 1, cycle
         assert num_steps[lasts.pop()] == most
         for rank in range(size):
-            assert isinstance(net.taken[rank][-1], Joined)
+            assert net.taken[rank][-1][0] == "joined"
             assert names_run(net, rank).count("n0") == most
         assert all(taken == net.taken[0] for taken in net.taken)
 
@@ -207,10 +219,10 @@ def test_what_was_submitted_before_all_joined_runs() -> None:
         net.settle(choose)
     for rank in range(4):
         assert names_run(net, rank) == ["x", "x"]
-        assert isinstance(net.taken[rank][-1], Joined)
+        assert net.taken[rank][-1][0] == "joined"
 
 
-@pytest.mark.parametrize("kind", [Kind.ALLGATHER, Kind.ALLTOALL, Kind.BROADCAST])
+@pytest.mark.parametrize("kind", [OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.BROADCAST])
 def test_only_reductions_go_with_join(kind) -> None:
     net = network("aab")
     net.nodes[0].join()
@@ -218,8 +230,8 @@ def test_only_reductions_go_with_join(kind) -> None:
         ask(net, rank, request("x", kind=kind))
     net.settle(random.Random(0))
     for taken in net.taken:
-        (failed,) = [step for step in taken if isinstance(step, Failed)]
-        assert "is not supported with Join at this time." in failed.text
+        ((_, text),) = values_of("fail", taken)
+        assert "is not supported with Join at this time." in text
 
 
 def test_losses_reach_everyone() -> None:
@@ -231,11 +243,7 @@ def test_losses_reach_everyone() -> None:
         net.settle(random.Random(lost))
         below = set(tree.children)
         for rank in {*range(8)} - below - {lost}:
-            assert [step[0] for step in net.taken[rank]] == [lost]
-
-
-def _deliver(net: Network, sender: int) -> None:
-    net.nodes[0].receive(sender, net.take(sender, 0))
+            assert [each[0] for each in values_of("lost", net.taken[rank])] == [lost]
 
 
 def test_a_bit_of_the_epoch_before_counts_for_nothing() -> None:
@@ -246,16 +254,16 @@ def test_a_bit_of_the_epoch_before_counts_for_nothing() -> None:
             for rank in range(3):
                 ask(net, rank, request(name))
             net.settle(choose)
-    assert net.nodes[0].find("hot")[0] == 0
+    assert net.nodes[0].cache.find("hot")[0] == 0
     for rank in range(3):
         ask(net, rank, request("last"))
         net.flush(rank)
     ask(net, 1, request("hot"))
     net.flush(1)
-    _deliver(net, 1)
-    _deliver(net, 2)
+    net.deliver(1, 0)
+    net.deliver(2, 0)
     net.flush(0)
-    assert net.nodes[0].find("last")[0] == 0  # the numbers have begun again
+    assert net.nodes[0].cache.find("last")[0] == 0  # the numbers have begun again
     net.settle(choose)
     for rank in (0, 2):
         ask(net, rank, request("last"))
@@ -282,7 +290,8 @@ def test_a_late_bit_of_a_forgotten_name_counts_for_nothing() -> None:
         net.nodes[rank].join()
     net.settle(choose)
     for taken in net.taken:
-        assert [type(step) for step in taken] == [Run, Failed, Joined]
+        assert isinstance(taken[0], RunCommand)
+        assert [command.verb for command in taken[1:]] == ["fail", "joined"]
 
 
 def test_numbers_begin_again() -> None:
@@ -293,7 +302,7 @@ def test_numbers_begin_again() -> None:
             ask(net, rank, request(f"n{step % 7}"))
         net.settle(choose)
     assert names_run(net, 2) == [f"n{step % 7}" for step in range(100)]
-    number, _ = net.nodes[0].find("n1")
+    number, _ = net.nodes[0].cache.find("n1")
     assert number < 16 * 2 + 2
 
 

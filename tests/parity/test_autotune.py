@@ -210,7 +210,7 @@ def test_fusion_is_tuned_unless_its_threshold_is_set(tmp_path, is_set):
         for tensor, result in zip(tensors, results, strict=True):
             assert torch.equal(result, torch.ones_like(tensor))
         coordinator = current_session().members[0].coordinator
-        threshold = coordinator._proceedings.execution.threshold_bytes
+        threshold = coordinator._state.execution.threshold_bytes
         hvd.shutdown()
         return threshold
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from ronde.coordination.messages import Pending
-from ronde.coordination.stall import judge_stall
+from ronde.coordination.stall import StallReport, describe_stall
 
 
 @pytest.mark.parametrize(
@@ -16,9 +15,11 @@ from ronde.coordination.stall import judge_stall
     ],
 )
 def test_who_keeps_others_waiting_for_longer_than_is_allowed_is_marked(ages_s, marks):
-    first = Pending(0, False, ("gradients.bias",), (ages_s[0],), 1)
-    second = Pending(1, False, ("allreduce.alone",), (ages_s[1],), 1)
-    verdict = judge_stall({0: first, 1: second}, 2, warning_s=1.0, shutdown_s=2.0)
-    assert verdict.is_fatal == ("!" in marks)
-    assert f"\n0{marks[0]}: [allreduce.alone]\n" in verdict.text
-    assert f"\n1{marks[1]}: [gradients.bias]\n" in verdict.text
+    first = StallReport(0, False, ("gradients.bias",), (ages_s[0],))
+    second = StallReport(1, False, ("allreduce.alone",), (ages_s[1],))
+    text, is_fatal = describe_stall(
+        {0: first, 1: second}, 2, warning_s=1.0, shutdown_s=2.0
+    )
+    assert is_fatal == ("!" in marks)
+    assert f"\n0{marks[0]}: [allreduce.alone]\n" in text
+    assert f"\n1{marks[1]}: [gradients.bias]\n" in text

@@ -14,12 +14,7 @@ _MOST_NAMES = 1000
 
 @dataclass(frozen=True, slots=True)
 class FusionTuningOptions:
-    """How a coordinator finds its fusion threshold.
-
-    Attributes:
-        amount: How much is tried.
-        log: Takes down what was tried, or None.
-    """
+    """How much is tried to find a fusion threshold, and where to log it."""
 
     amount: TuningOptions = field(default_factory=TuningOptions)
     log: TuningLog | None = None
@@ -30,12 +25,7 @@ class FusionTuning:
 
     A step of a program that names its tensors ends when a name comes again. What it
     costs is its seconds a byte, so that steps of unequal size can be compared:
-    Horovod's score, upside down.
-
-    Args:
-        default_bytes: The threshold so far.
-        options: How.
-        change: Is told the threshold from now on, whenever it is another one.
+    Horovod's score, upside down. ``change`` is called with each new threshold.
     """
 
     def __init__(
@@ -55,17 +45,11 @@ class FusionTuning:
 
     @property
     def is_over(self) -> bool:
-        """Whether the choice is made: nothing is to be told any more."""
+        """Whether the choice is made: nothing is to be noted any more."""
         return self._tuner.is_over
 
     def ran(self, names: Sequence[str], num_bytes: int, now_s: float) -> None:
-        """Note that operations were carried out together.
-
-        Args:
-            names: Theirs.
-            num_bytes: Of their tensors.
-            now_s: When they were over, by any clock that does not jump.
-        """
+        """Note operations that were carried out together, over by ``now_s``."""
         if self.is_over:
             return
         is_full = len(self._names) >= _MOST_NAMES
@@ -86,22 +70,18 @@ class FusionTuning:
         self._num_bytes = 0
         if not num_bytes:
             return
-        before, num_samples = self._tuner.setting, len(self._tuner.samples)
-        self._tuner.feed(seconds / num_bytes)
-        if len(self._tuner.samples) > num_samples:
-            self._write()
-        if self._tuner.setting != before:
-            self._change(self._tuner.setting)
-
-    def _write(self) -> None:
-        if self._log is None:
-            return
         tuner = self._tuner
-        sample = tuner.samples[-1]
-        self._log.add("fusion", sample.phase, _column(sample.setting), sample.cost)
-        if tuner.is_over:
-            self._log.add("fusion", "best", _column(tuner.setting), tuner.best_cost)
+        before, num_samples = tuner.setting, len(tuner.samples)
+        tuner.feed(seconds / num_bytes)
+        if len(tuner.samples) > num_samples:
+            sample = tuner.samples[-1]
+            self._write(sample.phase, sample.setting, sample.cost)
+            if tuner.is_over:
+                self._write("best", tuner.setting, tuner.best_cost)
+        if tuner.setting != before:
+            self._change(tuner.setting)
 
-
-def _column(threshold_bytes: int) -> dict[str, int]:
-    return {"tensor_fusion_threshold": threshold_bytes}
+    def _write(self, phase: str, threshold_bytes: int, cost: float | None) -> None:
+        if self._log is not None:
+            columns = {"tensor_fusion_threshold": threshold_bytes}
+            self._log.add("fusion", phase, columns, cost)

@@ -8,59 +8,41 @@ Upwards, from a rank to the one it reports to:
 Downwards, from the root to everyone, who passes them on as they are:
 
 * *runs*, bits: cached requests that all are ready for, to be run in ascending order.
-* orders, a list: all else, rarely.
+* commands, a list: all else, rarely.
 
 Note [Cached requests are bits]
     The root gives each request that may come again a number, which everyone remembers.
-    Numbers are never given twice, until a reset forgets all of them and begins a new
-    epoch. Hits say which epoch they mean, so that one that was under way while the
-    root forgot is recognised: its sender learns of that too, and asks anew.
+    Numbers are never given twice, until a reset drops all of them and begins a new
+    epoch. Hits carry the epoch they mean, so that one that was under way during the
+    reset is recognised: its sender learns of that too, and asks anew.
 """
 
 import json
 import struct
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 _HEAD = struct.Struct("<cHI")
 """What it is, the epoch, and the number of the first bit."""
 HITS = b"H"
 RUNS = b"R"
 REPORT = b"U"
-ORDERS = b"D"
-
-
-class Pending(NamedTuple):
-    """What one rank waits for: its answer to the stall inspector.
-
-    Attributes:
-        rank: Who answers.
-        has_joined: Whether it has joined.
-        names: What it has submitted and waits for, the oldest first.
-        ages_s: For how long, each.
-        number: The question that this answers.
-    """
-
-    rank: int
-    has_joined: bool
-    names: tuple[str, ...]
-    ages_s: tuple[float, ...]
-    number: int
+COMMANDS = b"D"
 
 
 @dataclass(slots=True)
 class Report:
-    """What a node tells its parent beside hits.
+    """What a node sends to its parent beside hits.
 
     Attributes:
         requests: Texts of requests and the ranks that made them (``encode_ranks``).
         changed: Numbers of cached requests that no longer fit.
         joined: Ranks that have joined.
         is_absent: Whether all ranks from the sender down have joined.
-        lost: Ranks that are gone: rank, why, and whether they said goodbye.
+        lost: Ranks that are gone: rank, why, and whether they had closed.
         is_asking: Whether some rank has waited for long and wants to know for whom.
-        pending: Answers to that question.
-        heard: What ranks say of their waits: see ``Inquiry``.
+        stalls: Answers to that question: its number, and a ``StallReport``.
+        waits: Of ranks that wait for each other: see ``CircleInspector``.
     """
 
     requests: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
@@ -71,11 +53,11 @@ class Report:
         default_factory=list[tuple[int, str, bool]]
     )
     is_asking: bool = False
-    pending: list[Pending] = field(default_factory=list[Pending])
-    heard: list[list[Any]] = field(default_factory=list[list[Any]])
+    stalls: list[list[Any]] = field(default_factory=list[list[Any]])
+    waits: list[list[Any]] = field(default_factory=list[list[Any]])
 
     def is_empty(self) -> bool:
-        """Say whether there is nothing to tell."""
+        """Say whether there is nothing to report."""
         return not (
             self.requests
             or self.changed
@@ -83,42 +65,19 @@ class Report:
             or self.is_absent
             or self.lost
             or self.is_asking
-            or self.pending
-            or self.heard
+            or self.stalls
+            or self.waits
         )
 
     def encode(self) -> bytes:
         """Return it as a message."""
-        fields = (
-            self.requests,
-            self.changed,
-            self.joined,
-            int(self.is_absent),
-            self.lost,
-            int(self.is_asking),
-            self.pending,
-            self.heard,
-        )
+        fields = [getattr(self, name) for name in self.__slots__]
         return REPORT + json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, message: bytes) -> "Report":
         """Read what ``encode`` wrote."""
-        requests, changed, joined, absent, lost, asking, *rest = json.loads(message[1:])
-        pending, heard = rest
-        return cls(
-            [(text, ranks) for text, ranks in requests],
-            changed,
-            joined,
-            bool(absent),
-            [(rank, reason, orderly) for rank, reason, orderly in lost],
-            bool(asking),
-            [
-                Pending(rank, joined, tuple(names), tuple(ages), number)
-                for rank, joined, names, ages, number in pending
-            ],
-            heard,
-        )
+        return cls(*json.loads(message[1:]))
 
 
 def encode_bits(what: bytes, epoch: int, bits: int) -> bytes:
@@ -135,11 +94,52 @@ def decode_bits(message: bytes) -> tuple[int, int]:
     return epoch, int.from_bytes(message[_HEAD.size :], "little") << first
 
 
-def encode_orders(orders: list[tuple[Any, ...]]) -> bytes:
-    """Write orders, each a word and its values."""
-    return ORDERS + json.dumps(orders, separators=(",", ":")).encode()
+def encode_commands(commands: list[tuple[Any, ...]]) -> bytes:
+    """Write commands, each a verb and its values."""
+    return COMMANDS + json.dumps(commands, separators=(",", ":")).encode()
 
 
-def decode_orders(message: bytes) -> list[list[Any]]:
-    """Read what ``encode_orders`` wrote."""
+def decode_commands(message: bytes) -> list[list[Any]]:
+    """Read what ``encode_commands`` wrote."""
     return json.loads(message[1:])
+
+
+def bits_of(number: int) -> list[int]:
+    """Return the places of the bits that are set, ascending."""
+    places: list[int] = []
+    while number:
+        lowest = number & -number
+        places.append(lowest.bit_length() - 1)
+        number ^= lowest
+    return places
+
+
+def encode_ranks(ranks: int) -> str:
+    """Write a set of ranks, a bit each, as ranges: ``0-63,70``."""
+    parts: list[str] = []
+    start = 0
+    while ranks:
+        skip = (ranks & -ranks).bit_length() - 1
+        ranks >>= skip
+        start += skip
+        # The run of ones at the bottom ends where adding one carries to.
+        run = (~ranks & (ranks + 1)).bit_length() - 1
+        parts.append(str(start) if run == 1 else f"{start}-{start + run - 1}")
+        ranks >>= run
+        start += run
+    return ",".join(parts)
+
+
+def decode_ranks(text: str) -> int:
+    """Read what ``encode_ranks`` wrote."""
+    ranks = 0
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        num_ranks = int(last or first) - int(first) + 1
+        ranks |= ((1 << num_ranks) - 1) << int(first)
+    return ranks
+
+
+def format_ranks(ranks: int) -> str:
+    """Name a set of ranks in a message: ``rank 3``, ``ranks 0-63,70``."""
+    return ("rank " if ranks.bit_count() == 1 else "ranks ") + encode_ranks(ranks)

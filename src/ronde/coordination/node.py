@@ -1,104 +1,232 @@
-"""One rank's part in the agreement: messages in, messages and steps out.
+"""One rank's part in the agreement: messages in, messages and commands out.
 
 It neither waits nor sends: it can be run for any number of ranks in one process.
 
 Note [A tree that counts]
-    Every rank has a node in a tree. A node tells its parent of a name once the rank
-    itself and all its children have told of it, so one message stands for all ranks
+    Every rank has a node in a tree. A node reports a name to its parent once the rank
+    itself and all its children have reported it, so one message stands for all ranks
     below, however many. What reaches the root from everywhere is agreed: the root
-    decides, and its word goes down the same edges. Edges keep the order of messages,
-    so all ranks take the same steps in the same order, and a node hears the root's
-    word before it hears what those below answered to it.
+    decides, and its commands go down the same edges. Edges keep the order of messages,
+    so all ranks take the same commands in the same order, and a node learns of the
+    root's commands before it learns what those below answered to them.
 
 Note [Two ways]
-    A request is told of by its text the first time, and by its bit later
+    A request is reported by its text the first time, and by its bit later
     (Note [Cached requests are bits]). When one rank's request of a cached name has
-    changed, the root has all forget that name: whoever waits for its bit asks anew by
+    changed, the root has all drop that name: whoever waits for its bit asks anew by
     text, so that all texts meet at the root and can be compared.
 """
 
-from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ronde.coordination import messages
-from ronde.coordination.cache import Cache
-from ronde.coordination.messages import Pending, Report
-from ronde.coordination.ranges import bits_of, decode_ranks, encode_ranks
+from ronde.coordination.control.transport import Tree
+from ronde.coordination.messages import Report, bits_of, decode_ranks, encode_ranks
 from ronde.coordination.requests import Request
-from ronde.coordination.steps import (
-    Asked,
-    Connect,
-    Failed,
-    Gone,
-    Inquired,
-    Joined,
-    Run,
-    Step,
-    Stopped,
-    ToldToGiveWay,
-    Tuned,
-)
-from ronde.coordination.tally import Tally
-from ronde.coordination.tree import Tree
 
-_STEPS: dict[str, Callable[..., Step]] = {
-    "connect": Connect,
-    "failed": Failed,
-    "gone": Gone,
-    "ask": Asked,
-    "inquire": Inquired,
-    "give way": ToldToGiveWay,
-    "stop": Stopped,
-    "tune": Tuned,
-}
-"""What orders become that are carried out as they are."""
+
+class RunCommand(NamedTuple):
+    """Carry these out, in this order; they may be fused.
+
+    Attributes:
+        requests: What all ranks that have not joined are ready for.
+        key: The same for the same requests in the same order; None where one of them
+            is not remembered.
+    """
+
+    requests: list[Request]
+    key: tuple[int, int] | None
+
+
+class Command(NamedTuple):
+    """Anything else that the root has all ranks do.
+
+    ==============  ================================================================
+    connect         name: make the communicator that all (but those who have joined)
+                    ask for
+    fail            name, text: the ranks' requests for it do not fit together
+    joined          last: all ranks have joined, this one last
+    lost            rank, reason, is_orderly: it takes part in nothing any more
+    report_stall    number: report what is waited for here (``report_stall``)
+    report_waits    number, points: report what this rank waits for, or which of these
+                    points it has come to (``report_waits``)
+    give_way        chosen, where: have waits give way, or fail where they cannot.
+                    Pairs of a rank and the numbers of its waits, then of a rank and
+                    what it waits for, of those that wait in a circle
+    stop            text: end the job, for this reason
+    tune            num_bytes: fuse up to this many from now on
+    ==============  ================================================================
+    """
+
+    verb: str
+    values: list[Any]
+
+
+class RequestCache:
+    """What all ranks remember, kept alike by the same commands.
+
+    Attributes:
+        epoch: Resets so far; see Note [Cached requests are bits].
+        live: The numbers in use, as bits.
+        requests: By number; those first that were not used for longest.
+        numbers: By name.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.live = 0
+        self.requests: OrderedDict[int, Request] = OrderedDict()
+        self.numbers: dict[str, int] = {}
+
+    def add(self, number: int, request: Request) -> None:
+        """Remember a request under a number that was never used in this epoch."""
+        self.requests[number] = request
+        self.numbers[request.name] = number
+        self.live |= 1 << number
+
+    def find(self, name: str) -> tuple[int, Request] | None:
+        """Return the request of that name and its number."""
+        number = self.numbers.get(name)
+        return None if number is None else (number, self.requests[number])
+
+    def use(self, name: str) -> None:
+        """Note that the request of that name, if there is one, was used just now."""
+        number = self.numbers.get(name)
+        if number is not None:
+            self.requests.move_to_end(number)
+
+    def remove(self, number: int) -> None:
+        """Drop a request."""
+        del self.numbers[self.requests.pop(number).name]
+        self.live &= ~(1 << number)
+
+    def reset(self) -> None:
+        """Drop all, and use the numbers from 0 on again."""
+        self.epoch += 1
+        self.live = 0
+        self.requests.clear()
+        self.numbers.clear()
+
+
+@dataclass(slots=True)
+class PendingName:
+    """The texts for one name so far, the ranks that sent each, and who reported it."""
+
+    ranks: dict[str, int] = field(default_factory=dict[str, int])
+    contributors: set[int] = field(default_factory=set[int])
+
+
+class ReadyCounter:
+    """Counts until all contributors are ready: a rank itself, and its children.
+
+    A contributor that is absent, for all ranks from there on have joined, is ready for
+    everything.
+
+    Attributes:
+        is_changed: Whether something may have become complete since ``take_complete``.
+    """
+
+    def __init__(self, contributors: Sequence[int]) -> None:
+        self.is_changed = False
+        self.absent: set[int] = set()
+        self._contributors = tuple(contributors)
+        self._have = dict.fromkeys(self._contributors, 0)
+        self._pending: dict[str, PendingName] = {}
+
+    @property
+    def is_all_absent(self) -> bool:
+        """Whether all ranks from here down have joined."""
+        return len(self.absent) == len(self._contributors)
+
+    def hit(self, contributor: int, bits: int) -> None:
+        """Note the cached requests that a contributor is ready for."""
+        self._have[contributor] |= bits
+        self.is_changed = True
+
+    def add(self, contributor: int, name: str, text: str, ranks: int) -> None:
+        """Note a request by its text, and the ranks that made it."""
+        pending = self._pending.get(name)
+        if pending is None:
+            pending = self._pending[name] = PendingName()
+        pending.ranks[text] = pending.ranks.get(text, 0) | ranks
+        pending.contributors.add(contributor)
+        self.is_changed = True
+
+    def leave(self, contributor: int) -> None:
+        """Note that all ranks of a contributor have joined."""
+        self.absent.add(contributor)
+        self.is_changed = True
+
+    def take_ready(self, live: int) -> int:
+        """Return the bits that all contributors have, and take them off.
+
+        ``live`` are the requests that are cached.
+        """
+        have = self._have
+        if self.is_all_absent:
+            # What some of them still waited for when they joined.
+            ready = 0
+            for bits in have.values():
+                ready |= bits
+        else:
+            ready = live
+            for contributor in self._contributors:
+                if contributor not in self.absent:
+                    ready &= have[contributor]
+                    if not ready:
+                        return 0
+        self.drop(ready)
+        return ready
+
+    def take_complete(self) -> list[PendingName]:
+        """Return the names that all contributors have reported, and take them off."""
+        self.is_changed = False
+        needed = len(self._contributors)
+        complete: list[str] = []
+        for name, pending in self._pending.items():
+            present = len(pending.contributors)
+            if self.absent:
+                present = len(pending.contributors | self.absent)
+            if present == needed:
+                complete.append(name)
+        return [self._pending.pop(name) for name in complete]
+
+    def drop(self, bits: int) -> None:
+        """Forget who is ready for these cached requests."""
+        have = self._have
+        for contributor in self._contributors:
+            have[contributor] &= ~bits
 
 
 class Node:
-    """A rank that reports to another one; ``Root`` is the one that decides.
+    """A rank that reports to another one; ``RootNode`` is the one that decides.
 
     Attributes:
-        tree: Its neighbours.
-        steps: What was agreed and is to be carried out, in this order.
+        commands: What was agreed and is to be carried out, in this order.
     """
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
-        self.steps: deque[Step] = deque()
-        self._cache = Cache()
-        self._tally = Tally((tree.rank, *tree.children))
-        self._is_absence_told = False
+        self.commands: deque[RunCommand | Command] = deque()
+        self.cache = RequestCache()
+        self._counter = ReadyCounter((tree.rank, *tree.children))
+        self._is_absence_sent = False
         self._own: dict[int, Request] = {}
         self._report = Report()
         self._out: list[tuple[int, bytes]] = []
 
-    @property
-    def num_cached(self) -> int:
-        """Requests that are remembered."""
-        return len(self._cache)
-
-    def find(self, name: str) -> tuple[int, Request] | None:
-        """Return the cached request of a name and its number."""
-        return self._cache.find(name)
-
-    def tag(self, number: int) -> int:
-        """Return what tells a cached request from all others, ever; never 0."""
-        return self._cache.epoch << 32 | number + 1
-
-    def used(self, name: str) -> None:
-        """Note that a cached request was run without having been agreed on."""
-        self._cache.use(name)
-
     def hit(self, number: int, request: Request) -> None:
         """Have this rank be ready for a cached request."""
         self._own[number] = request
-        self._tally.hit(self.tree.rank, 1 << number)
+        self._counter.hit(self.tree.rank, 1 << number)
 
     def submit(self, request: Request) -> None:
         """Have this rank be ready for a request that is not cached."""
         rank = self.tree.rank
-        self._tally.hear(rank, request.name, request.text, 1 << rank)
+        self._counter.add(rank, request.name, request.text, 1 << rank)
 
     def change(self, number: int, request: Request) -> None:
         """Have this rank be ready for a request where another one is cached."""
@@ -108,25 +236,25 @@ class Node:
     def join(self) -> None:
         """Have this rank be ready for everything until all have joined."""
         self._report.joined.append(self.tree.rank)
-        self._tally.leave(self.tree.rank)
+        self._counter.leave(self.tree.rank)
 
-    def ask(self) -> None:
-        """Have everyone tell what it waits for."""
+    def ask_for_stalls(self) -> None:
+        """Have everyone report what it waits for."""
         self._report.is_asking = True
 
-    def answer(self, pending: Pending) -> None:
-        """Tell what this rank waits for."""
-        self._report.pending.append(pending)
+    def report_stall(self, number: int, answer: list[Any]) -> None:
+        """Report what this rank waits for: the fields of a ``StallReport``."""
+        self._report.stalls.append([number, answer])
 
-    def say(self, *words: Any) -> None:  # noqa: ANN401 - what JSON takes
-        """Tell the root of this rank's waits: see ``Inquiry``."""
-        self._report.heard.append([*words])
+    def report_waits(self, number: int | None, *answer: Any) -> None:  # noqa: ANN401 - what JSON takes
+        """Answer a question of the ``CircleInspector``; ask for one by None."""
+        self._report.waits.append([number, *answer])
 
     def lose(self, rank: int, reason: str, *, is_orderly: bool) -> None:
-        """Tell that a rank is gone."""
+        """Report that a rank is gone."""
         if rank == self.tree.parent:
-            # Nobody above can tell those below any more.
-            self._order([("gone", rank, reason, is_orderly)])
+            # Nobody above can reach those below any more.
+            self.order("lost", rank, reason, is_orderly)
             return
         self._report.lost.append((rank, reason, is_orderly))
 
@@ -135,8 +263,8 @@ class Node:
         kind = message[:1]
         if kind == messages.HITS:
             epoch, bits = messages.decode_bits(message)
-            if epoch == self._cache.epoch & 0xFFFF:
-                self._tally.hit(sender, bits & self._cache.live)
+            if epoch == self.cache.epoch & 0xFFFF:
+                self._counter.hit(sender, bits & self.cache.live)
         elif kind == messages.REPORT:
             self._take(sender, Report.decode(message))
         else:
@@ -144,106 +272,102 @@ class Node:
 
     def flush(self) -> list[tuple[int, bytes]]:
         """Return what to send now: pairs of neighbour and message, in order."""
-        while self._tally.is_stirred or not self._report.is_empty():
+        while self._counter.is_changed or not self._report.is_empty():
             self._advance()
         out, self._out = self._out, []
         return out
 
-    def _advance(self) -> None:
-        """Pass on what this rank and all below are ready for, and what they say."""
-        ready = self._tally.take_ready(self._cache.live)
-        for asking in self._tally.take_complete():
-            for text, ranks in asking.told.items():
-                self._report.requests.append((text, encode_ranks(ranks)))
-        if self._tally.is_all_absent and not self._is_absence_told:
-            self._is_absence_told = True
-            self._report.is_absent = True
-        if ready:
-            bits = messages.encode_bits(messages.HITS, self._cache.epoch, ready)
-            self._send_up(bits)
-        if not self._report.is_empty():
-            self._send_up(self._report.encode())
-            self._report = Report()
+    def order(self, *command: Any) -> None:  # noqa: ANN401 - what JSON takes
+        """Give a command, a verb and its values, to this rank and to all below."""
+        self._order([command])
 
-    def _send_up(self, message: bytes) -> None:
-        if self.tree.parent is not None:
-            self._out.append((self.tree.parent, message))
+    def _advance(self) -> None:
+        """Pass on what this rank and all below are ready for, and what they report."""
+        ready = self._counter.take_ready(self.cache.live)
+        for pending in self._counter.take_complete():
+            for text, ranks in pending.ranks.items():
+                self._report.requests.append((text, encode_ranks(ranks)))
+        if self._counter.is_all_absent and not self._is_absence_sent:
+            self._is_absence_sent = self._report.is_absent = True
+        parent = self.tree.parent
+        report, self._report = self._report, Report()
+        if parent is None:
+            return
+        if ready:
+            bits = messages.encode_bits(messages.HITS, self.cache.epoch, ready)
+            self._out.append((parent, bits))
+        if not report.is_empty():
+            self._out.append((parent, report.encode()))
 
     def _take(self, sender: int, report: Report) -> None:
-        """Take in what a child has told."""
+        """Take in a child's report."""
         for text, ranks in report.requests:
             name = Request.decode(text).name
-            self._tally.hear(sender, name, text, decode_ranks(ranks))
+            self._counter.add(sender, name, text, decode_ranks(ranks))
         if report.is_absent:
-            self._tally.leave(sender)
+            self._counter.leave(sender)
         own = self._report
         own.changed += report.changed
         own.joined += report.joined
         own.lost += report.lost
-        own.pending += report.pending
-        own.heard += report.heard
+        own.stalls += report.stalls
+        own.waits += report.waits
         own.is_asking |= report.is_asking
 
     def _obey(self, message: bytes) -> None:
-        """Take the root's word in, and pass it on."""
+        """Take the root's commands in, and pass them on."""
         self._out += [(child, message) for child in self.tree.children]
         if message[:1] == messages.RUNS:
             _, bits = messages.decode_bits(message)
-            self._run(bits)
+            numbers, requests = bits_of(bits), self.cache.requests
+            for number in numbers:
+                self._own.pop(number, None)
+            run = RunCommand([requests[n] for n in numbers], (self.cache.epoch, bits))
+            self.commands.append(run)
             return
-        run = Run([], None)
-        for word, *values in messages.decode_orders(message):
-            if word == "run":
-                run.requests.append(self._learn(*values))
+        run = RunCommand([], None)
+        for verb, *values in messages.decode_commands(message):
+            if verb == "run":
+                text, number = values
+                request = Request.decode(text)
+                if number >= 0:
+                    self.cache.add(number, request)
+                run.requests.append(request)
                 continue
-            # What comes after one order is not fused with what came before it.
+            # What comes after one command is not fused with what came before it.
             if run.requests:
-                self.steps.append(run)
-                run = Run([], None)
-            self._follow(word, values)
+                self.commands.append(run)
+                run = RunCommand([], None)
+            self._follow(verb, values)
         if run.requests:
-            self.steps.append(run)
+            self.commands.append(run)
 
-    def _run(self, bits: int) -> None:
-        for number in bits_of(bits):
-            self._own.pop(number, None)
-        self.steps.append(Run(self._cache.get(bits), (self._cache.epoch, bits)))
+    def _follow(self, verb: str, values: list[Any]) -> None:
+        if verb == "drop":
+            self._drop(values[0])
+        elif verb == "reset":
+            self._reset()
+        else:
+            if verb == "joined":
+                self._counter.absent.clear()
+                self._is_absence_sent = False
+            self.commands.append(Command(verb, values))
 
-    def _learn(self, text: str, number: int) -> Request:
-        request = Request.decode(text)
-        if number >= 0:
-            self._cache.add(number, request)
-        return request
-
-    def _follow(self, word: str, values: list[Any]) -> None:
-        match word:
-            case "forget":
-                self._forget(values[0])
-            case "reset":
-                self._reset()
-            case "joined":
-                self._tally.return_all()
-                self._is_absence_told = False
-                self.steps.append(Joined(values[0]))
-            case _:
-                self.steps.append(_STEPS[word](*values))
-
-    def _forget(self, number: int) -> None:
-        """Forget a cached request; if this rank waits for it, ask by text."""
-        self._cache.remove(number)
-        self._tally.forget(number)
+    def _drop(self, number: int) -> None:
+        """Drop a cached request; if this rank waits for it, ask by text."""
+        self.cache.remove(number)
+        self._counter.drop(1 << number)
         request = self._own.pop(number, None)
         if request is not None:
             self.submit(request)
 
     def _reset(self) -> None:
-        """Forget all cached requests."""
-        self._cache.reset()
-        self._tally.forget_all()
+        """Drop all cached requests."""
+        self.cache.reset()
+        self._counter.drop(-1)
         waiting, self._own = self._own, {}
         for request in waiting.values():
             self.submit(request)
 
-    def _order(self, orders: list[tuple[Any, ...]]) -> None:
-        """Give orders to this rank and to all below."""
-        self._obey(messages.encode_orders(orders))
+    def _order(self, commands: list[tuple[Any, ...]]) -> None:
+        self._obey(messages.encode_commands(commands))

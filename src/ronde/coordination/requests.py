@@ -1,15 +1,39 @@
-"""What ranks tell each other of an operation, to see whether they all mean the same."""
+"""Named operations: what is asked for, what travels of it, and its result to come.
+
+Note [Order on an accelerator]
+    Operations are carried out by whichever thread drives the coordinator, on that
+    thread's stream. What was submitted is ready when the submitter's stream has come so
+    far; what comes of it is ready for the stream of whoever waits. Events express that
+    without stopping the processor.
+"""
 
 import functools
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ronde.collectives import ReduceOp
-from ronde.coordination.operations import Kind, Operation
+from ronde.collectives import Communicator, Look, ReduceOp, Work
+
+
+class OpKind(IntEnum):
+    """The operations that ranks agree on, with the numbers they travel as."""
+
+    ALLREDUCE = 0
+    ADASUM = 1
+    ALLGATHER = 2
+    BROADCAST = 3
+    ALLTOALL = 4
+    REDUCESCATTER = 5
+    BARRIER = 6
+    JOIN = 7
+    CONNECT = 8
+
 
 _OPS = (
     ReduceOp.AVERAGE,
@@ -21,33 +45,69 @@ _OPS = (
 )
 """In the order of Horovod's numbers, which its messages show."""
 _NUMBERS = {op: number for number, op in enumerate(_OPS) if op is not None}
-_FREE_FIRST = (Kind.ALLGATHER, Kind.ALLTOALL)
+_FREE_FIRST = (OpKind.ALLGATHER, OpKind.ALLTOALL)
 """Their tensors may differ in dimension 0 from rank to rank."""
 FREE = -1
 """Stands for a dimension that may differ."""
+CONNECT_PREFIX = "connect."
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+class NamedOperation(NamedTuple):
+    """One submission: a tensor, or a group of tensors that is ready as a whole.
+
+    Attributes:
+        tensors: What goes in, detached; may have any layout. Several form a group.
+        name: As the user gave it, without the operation; empty for none.
+        outputs: For ALLREDUCE, ADASUM and BROADCAST where the results go, one each, of
+            the inputs' shapes: the inputs themselves to work in place. Else empty.
+        is_group: Whether names on the wire begin with ``grouped_``.
+        reduce_op: For ALLREDUCE and REDUCESCATTER.
+        root: For BROADCAST: the rank in the set to copy from.
+        splits: For ALLTOALL: rows for each rank of the set; None splits evenly.
+        connect: For CONNECT: makes a communicator of the set, from a number that is
+            equal on all ranks and used once; collective.
+    """
+
+    kind: OpKind
+    tensors: tuple[Tensor, ...] = ()
+    name: str = ""
+    outputs: tuple[Tensor, ...] = ()
+    is_group: bool = False
+    reduce_op: ReduceOp = ReduceOp.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = -1
+    splits: Sequence[int] | None = None
+    connect: Callable[[int], Communicator] | None = None
+
+    def wire_name(self, number: int) -> str:
+        """Return its name on the wire; ``number`` counts those without a name."""
+        kind = OpKind.ALLREDUCE if self.kind is OpKind.ADASUM else self.kind
+        word = kind.name.lower()
+        if kind in (OpKind.BARRIER, OpKind.JOIN):
+            return f"{word}.noname"
+        group = "grouped_" if self.is_group else ""
+        return f"{group}{word}.{self.name or f'noname.{number}'}"
+
+
+@dataclass(frozen=True)
 class Request:
     """An operation without its tensors; equal ones fit together.
 
     Attributes:
-        kind: What to do.
         name: On the wire.
         dtypes: One for each tensor, such as ``float32``.
         shapes: One for each tensor; a dimension that may differ is ``FREE``.
         device: ``cpu`` or ``cuda``.
         number: The reduction's, in Horovod's numbering.
-        prescale: Before the reduction.
-        postscale: After it.
         root: Who is copied from, or -1.
         is_cached: Whether to remember it: whether it has a name to come again by.
         text: All of this as it travels; equal texts are equal requests.
     """
 
-    kind: Kind
+    kind: OpKind
     name: str
     dtypes: tuple[str, ...]
     shapes: tuple[Shape, ...]
@@ -58,6 +118,7 @@ class Request:
     root: int
     is_cached: bool
     text: str = field(init=False, compare=False)
+    torch_dtypes: tuple[torch.dtype, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         fields = (
@@ -74,119 +135,171 @@ class Request:
         )
         text = json.dumps(fields, separators=(",", ":"))
         object.__setattr__(self, "text", text)
+        dtypes = tuple([getattr(torch, dtype) for dtype in self.dtypes])
+        object.__setattr__(self, "torch_dtypes", dtypes)
 
     @classmethod
-    def of(cls, operation: Operation, name: str) -> "Request":
+    def of(cls, operation: NamedOperation, name: str) -> "Request":
         """Describe an operation whose name on the wire is ``name``."""
-        kind = operation.kind
+        kind, tensors = operation.kind, operation.tensors
+        shapes = [tuple(t.shape) for t in tensors]
+        if kind in _FREE_FIRST:
+            shapes = [(FREE, *shape[1:]) if shape else shape for shape in shapes]
         return cls(
             kind=kind,
             name=name,
-            dtypes=tuple([str(t.dtype)[6:] for t in operation.tensors]),
-            shapes=tuple([_shape(kind, t) for t in operation.tensors]),
-            device=_device(operation.tensors),
+            dtypes=tuple([str(t.dtype)[6:] for t in tensors]),
+            shapes=tuple(shapes),
+            device=_device(tensors),
             number=_NUMBERS[operation.reduce_op],
             prescale=operation.prescale,
             postscale=operation.postscale,
             root=operation.root,
-            is_cached=bool(operation.name) or kind is Kind.BARRIER,
+            is_cached=bool(operation.name) or kind is OpKind.BARRIER,
         )
 
-    @classmethod
-    def decode(cls, text: str) -> "Request":
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)  # once for all ranks that send the same
+    def decode(text: str) -> "Request":
         """Read a request's text."""
-        return _decode(text)
+        fields: list[Any] = json.loads(text)
+        fields[0], fields[-1] = OpKind(fields[0]), bool(fields[-1])
+        fields[2:4] = tuple(fields[2]), tuple([tuple(shape) for shape in fields[3]])
+        return Request(*fields)
 
     @property
     def reduce_op(self) -> ReduceOp:
         """How elements become one."""
         return _OPS[self.number] or ReduceOp.SUM
 
-    def zeros(self) -> list[Tensor]:
-        """Return what a rank that has joined contributes."""
-        return [
-            torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        ]
-
-
-@functools.lru_cache(maxsize=1024)
-def _decode(text: str) -> Request:
-    """Read a text, once for all ranks that send the same."""
-    kind, name, dtypes, shapes, device, number, *rest = json.loads(text)
-    prescale, postscale, root, is_cached = rest
-    return Request(
-        Kind(kind),
-        name,
-        tuple(dtypes),
-        tuple([tuple(shape) for shape in shapes]),
-        device,
-        number,
-        prescale,
-        postscale,
-        root,
-        bool(is_cached),
-    )
-
-
-class Memory:
-    """This rank's operation of a cached request, to know the same again quickly."""
-
-    __slots__ = ("_device", "_kind", "_scaling", "_tensors", "request")
-
-    def __init__(self, request: Request, operation: Operation) -> None:
-        self.request = request
-        self._kind = operation.kind
-        self._device = _device(operation.tensors)
-        self._scaling = _scaling(operation)
-        self._tensors = [
-            (t.dtype, _shape(operation.kind, t)) for t in operation.tensors
-        ]
-
-    def fits(self, operation: Operation) -> bool:
+    def matches(self, operation: NamedOperation) -> bool:
         """Say whether an operation of the same name makes the same request."""
         tensors = operation.tensors
         if (
-            operation.kind is not self._kind
-            or len(tensors) != len(self._tensors)
-            or _scaling(operation) != self._scaling
-            or _device(tensors) != self._device
+            operation.kind is not self.kind
+            or len(tensors) != len(self.shapes)
+            or operation.reduce_op is not self.reduce_op
+            or operation.prescale != self.prescale
+            or operation.postscale != self.postscale
+            or operation.root != self.root
+            or _device(tensors) != self.device
         ):
             return False
-        for tensor, (dtype, shape) in zip(tensors, self._tensors, strict=True):
-            if tensor.dtype is not dtype or _shape(operation.kind, tensor) != shape:
+        is_free = self.kind in _FREE_FIRST
+        for tensor, dtype, shape in zip(
+            tensors, self.torch_dtypes, self.shapes, strict=True
+        ):
+            own = tensor.shape
+            if tensor.dtype is not dtype or (
+                own != shape
+                and not (is_free and own and shape and own[1:] == shape[1:])
+            ):
                 return False
         return True
 
-
-def wire_name(operation: Operation, number: int) -> str:
-    """Name an operation on the wire.
-
-    Args:
-        operation: It may have no name.
-        number: Of those without one in its process set, equal on all ranks.
-    """
-    word = operation.kind.word
-    if operation.kind in (Kind.BARRIER, Kind.JOIN):
-        return f"{word}.noname"
-    if operation.is_group:
-        word = f"grouped_{word}"
-    return f"{word}.{operation.name or f'noname.{number}'}"
-
-
-def _scaling(operation: Operation) -> tuple[ReduceOp, float, float, int]:
-    return (
-        operation.reduce_op,
-        operation.prescale,
-        operation.postscale,
-        operation.root,
-    )
-
-
-def _shape(kind: Kind, tensor: Tensor) -> Shape:
-    shape = tuple(tensor.shape)
-    return (FREE, *shape[1:]) if shape and kind in _FREE_FIRST else shape
+    def zeros(self, index: int) -> Tensor:
+        """Return what a rank that has joined contributes for a tensor."""
+        dtype = self.torch_dtypes[index]
+        return torch.zeros(self.shapes[index], dtype=dtype, device=self.device)
 
 
 def _device(tensors: Sequence[Tensor]) -> str:
     return "cpu" if not tensors or tensors[0].is_cpu else tensors[0].device.type
+
+
+class StreamMark:
+    """A point on the stream that was current on a CUDA device."""
+
+    __slots__ = ("_event", "device")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(device))
+
+    def order(self) -> None:
+        """Have the current stream go on only when this point was passed."""
+        torch.cuda.current_stream(self.device).wait_event(self._event)
+
+
+class Entry(Work[Any]):
+    """One operation under way.
+
+    Attributes:
+        name: On the wire.
+        submitted_ns: When, by ``time.monotonic_ns()``.
+        ready: From where on the inputs are there, on an accelerator; else None.
+        done: From where on the outputs are, likewise.
+    """
+
+    __slots__ = (
+        "_drive",
+        "_wake",
+        "done",
+        "name",
+        "operation",
+        "ready",
+        "submitted_ns",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        operation: NamedOperation,
+        wake: Callable[[], None],
+        drive: Callable[["Entry", Look | None], None],
+    ) -> None:
+        """Begin.
+
+        Args:
+            name: On the wire.
+            operation: What was asked for.
+            wake: Has somebody make progress, soon, without waiting.
+            drive: Makes progress until the entry is over, or ``Look`` stops it.
+        """
+        super().__init__(None, is_over=False)
+        self._wake, self._drive = wake, drive
+        self.name = name
+        self.operation = operation
+        self.submitted_ns = time.monotonic_ns()
+        tensors = operation.tensors
+        is_cuda = tensors and tensors[0].is_cuda
+        self.ready = StreamMark(tensors[0].device) if is_cuda else None
+        self.done: StreamMark | None = None
+
+    def _poll(self) -> bool:
+        self._wake()
+        return False
+
+    def _block(self, look: Look | None) -> bool:
+        self._drive(self, look)
+        return self.is_over
+
+    def wait(self) -> Any:  # noqa: ANN401 - each operation's own
+        """Block until the result is there and return it: see ``Work``."""
+        result = super().wait()
+        if self.done is not None:
+            self.done.order()
+            if not self.operation.outputs:
+                # New tensors, allocated on the stream of whoever carried it out: kept
+                # until this thread's stream is done with them.
+                made: Sequence[Any] = result or ()
+                for each in made:
+                    tensor = each if isinstance(each, Tensor) else each[0]
+                    if tensor.is_cuda:
+                        stream = torch.cuda.current_stream(tensor.device)
+                        tensor.record_stream(stream)
+        return result
+
+    def succeed(self, result: object) -> None:
+        """Be over, with a result."""
+        self._result = result
+        if self.ready is not None:
+            self.done = StreamMark(self.ready.device)
+        self.is_over = True
+
+    def fail(self, failure: Exception) -> None:
+        """Be over, with an error; nothing where it is over already."""
+        if not self.is_over:
+            self.failure = failure
+            self.is_over = True

@@ -1,12 +1,12 @@
-"""What this process waits for, so that ranks which wait for each other are found.
+"""What this process waits for: its operations, and ranks that wait for each other.
 
 Note [Ranks that wait for each other]
     Requests have names and may come in any order. Rounds of gradients are not
     negotiated: ``backward()`` waits until all ranks have come to the same round. So one
-    rank may wait in a round for another that waits in a request of which the first has
-    not heard, or in another optimizer's round. Horovod's ``backward()`` does not wait.
+    rank may wait in a round for another that waits in a request of which the first does
+    not know, or in another optimizer's round. Horovod's ``backward()`` does not wait.
 
-    Whoever has waited for longer than its patience notes what for, and has the root
+    Whoever has waited for longer than its patience publishes what for, and has the root
     ask everyone twice: what it waits for, and whether it has come to what the others
     wait for. A wait counts if it was there both times, and a rank if all threads that
     ever waited or submitted anything are in such waits: so all of it was true at one
@@ -16,22 +16,26 @@ Note [Ranks that wait for each other]
     end at ``step()`` or ``synchronize()`` at the latest.
 
     The first time this takes ``_FIRST_PATIENCE_S``; from then on, everyone asks sooner.
-    Where orders agree nothing is noted, asked or sent.
+    Where orders agree nothing is published, asked or sent.
 """
 
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
-from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
-from ronde.coordination.operations import Kind
-from ronde.coordination.table import Table
-from ronde.errors import UnpairedError
+from ronde.coordination.requests import CONNECT_PREFIX, Entry, NamedOperation, OpKind
+from ronde.errors import CollectiveError, UnpairedError, UsageError, fresh
 
 _logger = logging.getLogger("ronde")
+_IN_FLIGHT = (
+    "Requested to allreduce, allgather, or broadcast a tensor with the same name as "
+    "another tensor that is currently being processed.  If you want to request another "
+    "tensor, use a different tensor name."
+)
 _GAVE_WAY = (
     "backward() returned before its gradients were reduced (it waited in %s), since "
     "%s. The gradients are complete after optimizer.step() or optimizer.synchronize(); "
@@ -47,11 +51,122 @@ _LISTEN_EVERY_S = 0.002
 _LISTEN_RARELY_S = 0.02
 
 
-class Place(NamedTuple):
+class Watch:
+    """Something that is waited for elsewhere: see ``Coordinator.watch``."""
+
+    __slots__ = ("_watches", "name", "since_ns")
+
+    def __init__(self, name: str, watches: "set[Watch]") -> None:
+        self.name = name
+        self.since_ns = time.monotonic_ns()
+        self._watches = watches
+        watches.add(self)
+
+    def __enter__(self) -> None:
+        """Do nothing: it began when it was made."""
+
+    def __exit__(self, *_: object) -> None:
+        self.done()
+
+    def done(self) -> None:
+        """Count it no more."""
+        self._watches.discard(self)
+
+
+class PendingTable:
+    """The operations of one process set that have no result yet, by name; any thread.
+
+    Attributes:
+        failure: Why nothing can be done any more, or None.
+        has_joined: Whether this rank has joined.
+    """
+
+    def __init__(self) -> None:
+        self.failure: CollectiveError | None = None
+        self.has_joined = False
+        self._entries: dict[str, Entry] = {}
+        self.find = self._entries.get
+        """Return an operation that is under way; None for none."""
+        self._watches: set[Watch] = set()
+        self._numbers = defaultdict[tuple[OpKind, bool], "count[int]"](count)
+        self._lock = threading.Lock()
+
+    def name(self, operation: NamedOperation) -> str:
+        """Return the operation's name on the wire."""
+        if operation.name:
+            return operation.wire_name(0)
+        return operation.wire_name(
+            next(self._numbers[operation.kind, operation.is_group])
+        )
+
+    def all_joined(self) -> None:
+        """Number operations without a name from 0 on again.
+
+        Those that joined early have submitted fewer.
+        """
+        self.has_joined = False
+        self._numbers.clear()
+
+    def add(self, entry: Entry) -> None:
+        """Enter an operation.
+
+        Raises:
+            UsageError: The name is under way already.
+            CollectiveError: Nothing can be done any more.
+        """
+        with self._lock:
+            if self.failure is not None:
+                raise fresh(self.failure)
+            if self._entries.setdefault(entry.name, entry) is not entry:
+                raise UsageError(_IN_FLIGHT)
+
+    def has_one(self) -> bool:
+        """Say whether exactly one operation is under way."""
+        return len(self._entries) == 1
+
+    def take(self, name: str) -> Entry | None:
+        """Return an operation and let its name be used again; None for none."""
+        with self._lock:
+            return self._entries.pop(name, None)
+
+    def fail(self, failure: CollectiveError) -> None:
+        """Fail all that is under way and to come; the first reason stays."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = failure
+            entries = list(self._entries.values())
+            self._entries.clear()
+        for entry in entries:
+            entry.fail(self.failure)
+
+    def watch(self, name: str) -> Watch:
+        """Count something as waited for that is not in the table."""
+        return Watch(name, self._watches)
+
+    def is_empty(self) -> bool:
+        """Say whether nothing is waited for."""
+        return not (self._entries or self._watches)
+
+    def waiting(self) -> dict[str, float]:
+        """Return for how many seconds each name is waited for, the oldest first."""
+        with self._lock:
+            entries = list(self._entries.values())
+        now = time.monotonic_ns()
+        # Whoever waits to connect watches that; who has joined does not mind.
+        since = {
+            e.name: now if e.operation.kind is OpKind.CONNECT else e.submitted_ns
+            for e in entries
+        }
+        # A copy of a set is made in one go, whatever other threads do.
+        since |= {watch.name: watch.since_ns for watch in self._watches.copy()}
+        oldest_first = sorted(since.items(), key=lambda item: item[1])
+        return {name: (now - at_ns) * 1e-9 for name, at_ns in oldest_first}
+
+
+class SyncPoint(NamedTuple):
     """Where all ranks of a process set meet.
 
     Attributes:
-        set_id: The process set.
         name: Of a request, or of an optimizer's gradients.
         number: The round of those; 0 for a request.
         ranks: The set's among all; empty for all.
@@ -65,27 +180,26 @@ class Place(NamedTuple):
     @property
     def is_connect(self) -> bool:
         """Whether the ranks meet to connect."""
-        return not self.number and self.name.startswith(f"{Kind.CONNECT.word}.")
+        return not self.number and self.name.startswith(CONNECT_PREFIX)
 
 
-class Blocked(NamedTuple):
-    """A wait, as other ranks are told of it.
+class BlockedWait(NamedTuple):
+    """A wait, as other ranks see it.
 
     Attributes:
         wait_id: Its number on this rank, used once.
-        place: Where it waits.
-        can_give_way: Whether it can be told to stop.
+        can_give_way: Whether it can be asked to stop.
     """
 
     wait_id: int
-    place: Place
+    point: SyncPoint
     can_give_way: bool
 
 
-class PutOff(Protocol):
+class DeferredRound(Protocol):
     """A round that gave way and is not over."""
 
-    def carry_on(self) -> None:
+    def progress(self) -> None:
         """Go on as far as that needs no waiting; never raises."""
         ...
 
@@ -94,54 +208,47 @@ class Waiting:
     """One wait: the ``Look`` that the thread calls meanwhile.
 
     Attributes:
-        place: Where.
         thread: Who will not do anything else before it is over.
-        can_give_way: Whether ``tell()`` ends it.
-        is_told: Whether that was called.
+        gives_way: Whether it is to end before it is over; only if it can.
     """
 
     def __init__(
-        self, waits: "Waits", place: Place, thread: int, *, can_give_way: bool
+        self, waits: "Waits", point: SyncPoint, thread: int, *, can_give_way: bool
     ) -> None:
-        self.place = place
+        self.point = point
         self.thread = thread
         self.can_give_way = can_give_way
-        self.is_told = False
+        self.gives_way = False
         self.number = 0
         self._waits = waits
         self._patience_s = 0.0
         self._ask_at_s = 0.0
         self._answer_by_s = 0.0
 
-    def move(self, place: Place) -> None:
+    def move_to(self, point: SyncPoint) -> None:
         """Note that it waits elsewhere from now on."""
-        self._waits.forget(self)
-        self.place = place
+        self._waits.withdraw(self)
+        self.point = point
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._waits.forget(self)
+    def __exit__(self, *_: object) -> None:
+        self._waits.withdraw(self)
 
     def __call__(self) -> float | None:
-        """See ``Look``: ask when patience is over, and drive what was put off."""
+        """Ask when patience is over, and drive what was put off: see ``Look``."""
         waits = self._waits
         has_put_off = waits.drive()
-        if self.is_told:
+        if self.gives_way:
             return None
         now = time.monotonic()
         if not self._patience_s:
             self._patience_s = waits.patience_s
             self._ask_at_s = now + self._patience_s
         if now >= self._ask_at_s:
-            waits.note(self)
-            waits.ask()
+            waits.publish(self)
+            waits.start_inquiry()
             self._patience_s = min(2 * self._patience_s, _LONGEST_PATIENCE_S)
             self._ask_at_s = now + self._patience_s
             self._answer_by_s = now + _EXPECT_ANSWER_S
@@ -159,61 +266,53 @@ class Waits:
 
     Attributes:
         patience_s: After so long a wait is looked into.
-        ask: Has the root look into all ranks' waits.
+        start_inquiry: Has the root look into all ranks' waits.
     """
 
     def __init__(self) -> None:
         self.patience_s = _FIRST_PATIENCE_S
-        self.ask: Callable[[], None] = lambda: None
+        self.start_inquiry: Callable[[], None] = lambda: None
         self._has_warned = False
         self._numbers = count(1)
-        self._noted: dict[int, Waiting] = {}
+        self._published: dict[int, Waiting] = {}
         self._users: set[int] = set()
         self._begun: dict[tuple[int, str], int] = {}
-        self._tables: dict[int, Table] = {}
-        self._put_off: dict[PutOff, int] = {}
-
-    def table(self, set_id: int) -> Table:
-        """Return the table of a process set's requests."""
-        return self._tables.setdefault(set_id, Table())
+        self._tables = defaultdict[int, PendingTable](PendingTable)
+        self.table = self._tables.__getitem__
+        """Return the table of a process set, by its number."""
+        self._put_off: dict[DeferredRound, int] = {}
 
     def add_user(self) -> None:
         """Note that this thread takes part in collectives."""
         self._users.add(threading.get_ident())
 
-    def begin(self, place: Place) -> None:
+    def begin(self, point: SyncPoint) -> None:
         """Note that this rank has come to a round, and will see it through."""
-        self._begun[place.set_id, place.name] = place.number
+        self._begun[point.set_id, point.name] = point.number
 
     def waiting(
-        self, place: Place, thread: int | None = None, *, can_give_way: bool = False
+        self, point: SyncPoint, thread: int | None = None, *, can_give_way: bool = False
     ) -> Waiting:
-        """Return the ``Look`` of a wait that this thread begins.
-
-        Args:
-            place: Where.
-            thread: Who cannot do anything else meanwhile; None for this one.
-            can_give_way: Whether it may be told to stop.
-        """
+        """Return the ``Look`` of a wait that ``thread``, or else this one, begins."""
         thread = threading.get_ident() if thread is None else thread
-        return Waiting(self, place, thread, can_give_way=can_give_way)
+        return Waiting(self, point, thread, can_give_way=can_give_way)
 
-    def note(self, waiting: Waiting) -> None:
-        """Have the others told of a wait."""
+    def publish(self, waiting: Waiting) -> None:
+        """Have the others see a wait."""
         if not waiting.number:
             waiting.number = next(self._numbers)
-            self._noted[waiting.number] = waiting
+            self._published[waiting.number] = waiting
 
-    def forget(self, waiting: Waiting) -> None:
-        """Tell nobody of a wait any more: it is over."""
-        self._noted.pop(waiting.number, None)
+    def withdraw(self, waiting: Waiting) -> None:
+        """Have nobody see a wait any more: it is over."""
+        self._published.pop(waiting.number, None)
         waiting.number = 0
 
-    def put_off(self, round_: PutOff, thread: int) -> None:
+    def put_off(self, round_: DeferredRound, thread: int) -> None:
         """Have a round go on whenever ``thread`` waits for something."""
         self._put_off[round_] = thread
 
-    def take_up(self, round_: PutOff) -> None:
+    def take_up(self, round_: DeferredRound) -> None:
         """Leave a round to its owner."""
         self._put_off.pop(round_, None)
 
@@ -223,30 +322,33 @@ class Waits:
         return bool(self._put_off)
 
     def drive(self) -> bool:
-        """Carry this thread's rounds on; say whether there are any."""
+        """Make progress on this thread's rounds; say whether there are any."""
         if not self._put_off:
             return False
         own = threading.get_ident()
         for round_, thread in list(self._put_off.items()):
             if thread == own:
-                round_.carry_on()
+                round_.progress()
         return True
 
-    def blocked(self) -> list[Blocked]:
+    def blocked(self) -> list[BlockedWait]:
         """Return all waits; none where some thread may still do something else."""
-        noted = list(self._noted.values())
-        if self._tables[0].has_joined or not self._is_stuck(noted):
+        published = list(self._published.values())
+        users = frozenset(self._users)
+        self._users -= users - {thread.ident for thread in threading.enumerate()}
+        is_stuck = self._users <= {waiting.thread for waiting in published}
+        if self._tables[0].has_joined or not is_stuck:
             return []
-        if not all(self._has_come_to(waiting.place) for waiting in noted):
+        if not all(self._has_come_to(waiting.point) for waiting in published):
             return []  # one is over, and its thread about to go on
-        return [Blocked(w.number, w.place, w.can_give_way) for w in noted]
+        return [BlockedWait(w.number, w.point, w.can_give_way) for w in published]
 
-    def compare(self, places: Sequence[Place]) -> tuple[list[int], list[bool]]:
-        """Return which waits there are still, and which places this rank came to."""
+    def compare(self, points: Sequence[SyncPoint]) -> tuple[list[int], list[bool]]:
+        """Return which waits there are still, and which points this rank came to."""
         still = [each.wait_id for each in self.blocked()]
-        return still, [self._has_come_to(place) for place in places]
+        return still, [self._has_come_to(point) for point in points]
 
-    def tell(self, wait_ids: Sequence[int], others: str) -> None:
+    def give_way(self, wait_ids: Sequence[int], others: str) -> None:
         """Have waits give way, and look into the next ones sooner.
 
         One that cannot is of ranks that wait to connect, each with others: what it
@@ -258,29 +360,22 @@ class Waits:
         """
         self.patience_s = _LATER_PATIENCE_S
         for wait_id in wait_ids:
-            waiting = self._noted.get(wait_id)
+            waiting = self._published.get(wait_id)
             if waiting is None:
                 continue
-            if not waiting.can_give_way:
-                self._fail_to_connect(waiting.place)
+            if waiting.can_give_way:
+                if not self._has_warned:
+                    self._has_warned = True
+                    _logger.warning(_GAVE_WAY, waiting.point.name, others)
+                waiting.gives_way = True
                 continue
-            if not self._has_warned:
-                self._has_warned = True
-                _logger.warning(_GAVE_WAY, waiting.place.name, others)
-            waiting.is_told = True
+            name = waiting.point.name
+            entry = self.table(waiting.point.set_id).take(name)
+            if entry is not None:
+                entry.fail(UnpairedError(f"{name} is not what all ranks wait for."))
 
-    def _fail_to_connect(self, place: Place) -> None:
-        entry = self.table(place.set_id).take(place.name)
-        if entry is not None:
-            entry.fail(UnpairedError(f"{place.name} is not what all ranks wait for."))
-
-    def _is_stuck(self, noted: Sequence[Waiting]) -> bool:
-        users = frozenset(self._users)
-        self._users -= users - {thread.ident for thread in threading.enumerate()}
-        return self._users <= {waiting.thread for waiting in noted}
-
-    def _has_come_to(self, place: Place) -> bool:
-        if place.number:
-            return self._begun.get((place.set_id, place.name), 0) >= place.number
-        table = self._tables.get(place.set_id)
-        return table is not None and table.find(place.name) is not None
+    def _has_come_to(self, point: SyncPoint) -> bool:
+        if point.number:
+            return self._begun.get((point.set_id, point.name), 0) >= point.number
+        table = self._tables.get(point.set_id)
+        return table is not None and table.find(point.name) is not None

@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 from ronde.collectives import Communicator
 from ronde.coordination.coordinator import Coordinator
-from ronde.coordination.waits import Place, Waits
+from ronde.coordination.waits import SyncPoint, Waits
 from ronde.data_parallel.resumable import Steps
 
 
@@ -52,9 +52,9 @@ class Bond(NamedTuple):
         """Those of this process, where somebody is told of them."""
         return None if self.coordinator is None else self.coordinator.waits
 
-    def start(self) -> Place:
+    def start(self) -> SyncPoint:
         """Return where its rounds meet."""
-        return Place(self.set_id, self.name)
+        return SyncPoint(self.set_id, self.name)
 
     def connect(self, *, is_watched: bool = True) -> "Steps[Bond]":  # noqa: ARG002
         """Return this."""
@@ -78,7 +78,7 @@ class Connector(Protocol):
         """Those of this process; None where nobody is told of them."""
         ...
 
-    def start(self) -> Place:
+    def start(self) -> SyncPoint:
         """Begin to connect, if that was not done; return where the ranks meet.
 
         Raises:

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ronde.collectives import Communicator, Work
-from ronde.coordination.coordinator import Coordinator, Watch
+from ronde.coordination.coordinator import Coordinator
+from ronde.coordination.waits import Watch
 from ronde.data_parallel.bond import Bond
 from ronde.data_parallel.bucket_reduction import (
     BucketContent,

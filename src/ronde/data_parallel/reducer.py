@@ -174,7 +174,7 @@ class Reducer:
                 self._finish()
 
     @torch.no_grad()
-    def carry_on(self) -> None:
+    def progress(self) -> None:
         """Go on with the round that gave way, as far as that needs no waiting."""
         if not self._lock.acquire(blocking=False):
             return

@@ -165,10 +165,10 @@ class Rounds:
         if self._bond.coordinator is None:
             return
         name, number = self._bond.name, self._queue.num_rounds + 1
-        self.place = self._bond.coordinator.place(name, number)
+        self.place = self._bond.coordinator.point(name, number)
         self._bond.coordinator.waits.begin(self.place)
         if self.waiting is not None:
-            self.waiting.move(self.place)
+            self.waiting.move_to(self.place)
 
     def _open(self) -> None:
         self._has_newcomers = bool(self._queue.newcomers())

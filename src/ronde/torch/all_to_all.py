@@ -10,7 +10,7 @@ from torch import Tensor
 from ronde.collectives import Work
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.coordinator import Coordinator
-from ronde.coordination.operations import Kind, Operation
+from ronde.coordination.requests import NamedOperation, OpKind
 from ronde.errors import UsageError
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import current_session
@@ -81,14 +81,14 @@ class _Exchange:
 
     def _prepare(
         self, tensor: Tensor, splits: Splits | None
-    ) -> tuple[Coordinator, Operation]:
+    ) -> tuple[Coordinator, NamedOperation]:
         require_dtypes((tensor,))
         member = member_of(self.process_set, "Alltoall")
         counts = _counts(splits)
         if tensor.dim():
             _require_rows(counts, tensor.shape[0], len(member.ranks))
-        return member.coordinator, Operation(
-            Kind.ALLTOALL, detached((tensor,)), self.name, splits=counts
+        return member.coordinator, NamedOperation(
+            OpKind.ALLTOALL, detached((tensor,)), self.name, splits=counts
         )
 
 

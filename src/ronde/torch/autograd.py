@@ -14,7 +14,7 @@ from torch import Tensor
 from ronde.collectives import ReduceOp, Work
 from ronde.collectives.torch_modes import new_like, outside_compiler
 from ronde.coordination.coordinator import Coordinator
-from ronde.coordination.operations import Kind, Operation
+from ronde.coordination.requests import NamedOperation, OpKind
 from ronde.errors import CollectiveError, UsageError
 from ronde.torch.operators import REDUCE_OPS, REDUCIBLE, Adasum, Average, Sum
 from ronde.torch.process_sets import ProcessSet
@@ -22,7 +22,7 @@ from ronde.torch.submission import detached, member_of, require_dtypes
 from ronde.torch.works import Given
 
 Tensors = Sequence[Tensor]
-Submission = tuple[Coordinator, Operation]
+Submission = tuple[Coordinator, NamedOperation]
 """Who is to be asked for what."""
 
 
@@ -146,8 +146,8 @@ class AllreduceFunction:
         member = member_of(self.process_set, "Allreduce")
         if self.op == Adasum:
             require_adasum(self.process_set, len(member.ranks))
-        return member.coordinator, Operation(
-            Kind.ADASUM if self.op == Adasum else Kind.ALLREDUCE,
+        return member.coordinator, NamedOperation(
+            OpKind.ADASUM if self.op == Adasum else OpKind.ALLREDUCE,
             tensors,
             self.name,
             outputs or _new(tensors),
@@ -187,8 +187,8 @@ class AllgatherFunction:
         """Check it: see ``CollectiveFunction``."""
         require_dtypes(tensors)
         member = member_of(self.process_set, "Allgather")
-        return member.coordinator, Operation(
-            Kind.ALLGATHER, detached(tensors), self.name, (), self.is_group
+        return member.coordinator, NamedOperation(
+            OpKind.ALLGATHER, detached(tensors), self.name, (), self.is_group
         )
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
@@ -240,8 +240,8 @@ class BroadcastFunction:
                 "process set"
             )
         root = member.ranks.index(self.root_rank)
-        return member.coordinator, Operation(
-            Kind.BROADCAST, tensors, self.name, outputs or _new(tensors), root=root
+        return member.coordinator, NamedOperation(
+            OpKind.BROADCAST, tensors, self.name, outputs or _new(tensors), root=root
         )
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
@@ -284,8 +284,8 @@ class ReducescatterFunction:
             raise CollectiveError(
                 "Reducescatter currently only supports AVERAGE and SUM."
             )
-        return member.coordinator, Operation(
-            Kind.REDUCESCATTER,
+        return member.coordinator, NamedOperation(
+            OpKind.REDUCESCATTER,
             detached(tensors),
             self.name,
             (),

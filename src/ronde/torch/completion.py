@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ronde.collectives.torch_modes import outside_compiler
-from ronde.coordination.operations import Kind, Operation
+from ronde.coordination.requests import NamedOperation, OpKind
 from ronde.data_parallel import Standing, keep_up_until
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import current_session
@@ -48,7 +48,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         CollectiveError: A rank is gone.
     """
     member = member_of(process_set, "Barrier")
-    member.coordinator.run(Operation(Kind.BARRIER))
+    member.coordinator.run(NamedOperation(OpKind.BARRIER))
 
 
 @outside_compiler
@@ -74,14 +74,14 @@ def join(device: int = -1) -> int:
     coordinator = session.members[0].coordinator
 
     def wait_for_all() -> int:
-        return coordinator.run(Operation(Kind.JOIN))
+        return coordinator.run(NamedOperation(OpKind.JOIN))
 
     def exchange(own: list[Standing]) -> list[list[Standing]]:
         rows = [(session.world.rank, *standing) for standing in own]
         sent = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(
             -1, _NUM_COLUMNS
         )
-        operation = Operation(Kind.ALLGATHER, (sent,), "join.standings")
+        operation = NamedOperation(OpKind.ALLGATHER, (sent,), "join.standings")
         (gathered,) = coordinator.run(operation)
         everyone: list[list[Standing]] = [[] for _ in range(session.world.size)]
         for rank, *standing in gathered.tolist():

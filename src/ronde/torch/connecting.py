@@ -24,9 +24,8 @@ from torch import Tensor
 
 from ronde.collectives import Communicator
 from ronde.coordination.coordinator import Coordinator
-from ronde.coordination.entries import Entry
-from ronde.coordination.operations import Kind, Operation
-from ronde.coordination.waits import Place, Waits
+from ronde.coordination.requests import Entry, NamedOperation, OpKind
+from ronde.coordination.waits import SyncPoint, Waits
 from ronde.data_parallel import Bond, Follower, Key
 from ronde.data_parallel.agreement import describe, refuse_differences
 from ronde.data_parallel.resumable import Steps
@@ -83,9 +82,9 @@ class Connector:
         self._follower = weakref.ref(follower)
         self._member().followers.add(follower)
 
-    def start(self) -> Place:
+    def start(self) -> SyncPoint:
         """Begin to connect, if that was not done; return where the ranks meet."""
-        return self._member().coordinator.place(self._ask().name)
+        return self._member().coordinator.point(self._ask().name)
 
     def connect(self, *, is_watched: bool = True) -> Steps[Bond]:
         """Connect; collective: see ``data_parallel.Connector``."""
@@ -149,7 +148,7 @@ class Connector:
         line = json.dumps([self._name, self._parameters]) + "\n"
         sent = torch.frombuffer(bytearray(line.encode()), dtype=torch.uint8)
         member = self._member()
-        operation = Operation(Kind.ALLGATHER, (sent,), "optimizer.parameters")
+        operation = NamedOperation(OpKind.ALLGATHER, (sent,), "optimizer.parameters")
         work = member.coordinator.submit(operation)
         yield work
         (gathered,) = work.wait()

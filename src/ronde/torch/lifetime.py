@@ -14,7 +14,7 @@ import torch
 from ronde.collectives import Communicator, Connections, exchange_hosts
 from ronde.collectives.connections import DEFAULT_TIMEOUT_S
 from ronde.collectives.torch_modes import outside_compiler
-from ronde.coordination.options import CoordinationOptions
+from ronde.coordination.coordinator import CoordinationOptions
 from ronde.data_parallel import BucketTuningOptions
 from ronde.errors import UsageError
 from ronde.memory import malloc_thresholds

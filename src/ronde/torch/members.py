@@ -7,9 +7,8 @@ from itertools import count
 from weakref import WeakSet
 
 from ronde.collectives import Communicator, Connections
-from ronde.coordination.control.connecting import connect_channel
-from ronde.coordination.coordinator import Coordinator
-from ronde.coordination.options import CoordinationOptions
+from ronde.coordination.control.channel import connect_channel
+from ronde.coordination.coordinator import CoordinationOptions, Coordinator
 from ronde.coordination.waits import Waits
 from ronde.data_parallel import Follower
 

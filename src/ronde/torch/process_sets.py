@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from ronde.collectives.torch_modes import outside_compiler
-from ronde.coordination.operations import Kind, Operation
+from ronde.coordination.requests import NamedOperation, OpKind
 from ronde.errors import UsageError
 from ronde.torch.members import ProcessSetState
 from ronde.torch.session import Session, current_session, current_world
@@ -180,8 +180,8 @@ def _agree(session: Session, what: str, number: int) -> int:
     up as any other that is waited for.
     """
     tensor = torch.tensor([number], device="cpu")
-    operation = Operation(
-        Kind.BROADCAST, (tensor,), f"process_set.{what}", (tensor,), root=0
+    operation = NamedOperation(
+        OpKind.BROADCAST, (tensor,), f"process_set.{what}", (tensor,), root=0
     )
     session.members[0].coordinator.run(operation)
     return int(tensor.item())

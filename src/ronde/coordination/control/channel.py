@@ -1,6 +1,4 @@
-"""THE interface by which coordinators talk; it never shares a path with the data.
-
-Rules that hold for every channel:
+"""How coordinators talk; it never shares a path with the data.
 
 * Messages go along the edges of a ``Tree``. Those from one neighbour to another arrive
   once, whole and in order; any length.
@@ -10,96 +8,223 @@ Rules that hold for every channel:
   comes a ``receive``; until then what has arrived makes every ``wait`` return.
 """
 
-from abc import ABC, abstractmethod
-from typing import NamedTuple
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
 
-from ronde.coordination.control.rounds import Rounds
-from ronde.coordination.tree import Tree
+from torch.distributed import PrefixStore, Store
+
+from ronde.collectives.engine import ErrorContext
+from ronde.collectives.engines.hierarchical import HostGroups
+from ronde.collectives.engines.shared_memory.segment import through_store
+from ronde.collectives.engines.torch_distributed.groups import Groups
+from ronde.coordination.control.doorbell import FAR, NEAR, Doorbell, Waiter
+from ronde.coordination.control.gloo import GlooTransport
+from ronde.coordination.control.rounds import ExchangeRounds
+from ronde.coordination.control.shared_memory import SharedMemoryTransport
+from ronde.coordination.control.transport import Loss, Transport, Tree
+from ronde.errors import CollectiveError
+
+_logger = logging.getLogger("ronde")
 
 
-class Loss(NamedTuple):
-    """A neighbour that will not answer any more.
-
-    Attributes:
-        rank: Who.
-        reason: Why, as the end of a sentence: ``rank 3, process 4711, ended``.
-        is_orderly: Whether it had said goodbye by ``close()``.
-    """
-
-    rank: int
-    reason: str
-    is_orderly: bool
-
-
-class Channel(ABC):
+class ControlChannel:
     """Carries messages between one rank and its neighbours in a tree.
 
+    All that happens on a connection rings the doorbell, all that waits look at.
+
     Attributes:
-        tree: Who the neighbours are.
         rounds: What all ranks share, where all of them are on one host; or None.
     """
 
-    tree: Tree
-    rounds: Rounds | None = None
+    def __init__(
+        self,
+        waiter: Waiter,
+        tree: Tree,
+        transports: Sequence[Transport] = (),
+        rounds: ExchangeRounds | None = None,
+    ) -> None:
+        """Take transports over: they are closed with this."""
+        self.tree = tree
+        self.rounds = rounds
+        self._waiter = waiter
+        self._transports = tuple(transports)
+        self._connections = {c.rank: c for t in transports for c in t.connections}
+        self._losses: list[Loss] = []
+        self.wait = waiter.wait
+        """Return when something may have arrived, or ``wake`` was called.
 
-    @abstractmethod
+        What arrived since the last ``receive``, by any thread, and a ``wake`` since the
+        last ``wait`` of this thread count too: neither is ever missed. It may also
+        return for nothing. A ``wait(timeout_s, is_eager=True)`` spins and yields for a
+        short while before it sleeps: for a caller that wants its answer."""
+        self.wake = waiter.wake
+        """Have every ``wait`` of this process return; any thread may call it."""
+        self.add_waiter = waiter.add_waiter
+        """Announce a thread that will call ``wait`` eagerly and ``receive``.
+
+        Until ``remove_waiter``, a message that arrives need not wake those that wait
+        without being eager, nor keep them from waiting. May be nested."""
+        self.remove_waiter = waiter.remove_waiter
+        """Take one ``add_waiter`` back; what was not received meanwhile wakes all."""
+
     def send(self, to: int, message: bytes) -> None:
         """Send a message to a neighbour and return at once.
 
         What does not fit on its way yet is kept and goes off in a later ``receive`` or
         ``send``. To a neighbour that is gone it is dropped.
         """
+        connection = self._connections.get(to)
+        if connection is not None:
+            connection.send(message)
 
-    @abstractmethod
     def receive(self) -> list[tuple[int, bytes]]:
         """Return what has arrived: pairs of sender and message. Never waits."""
+        received: list[tuple[int, bytes]] = []
+        self._waiter.read()
+        for connection in self._connections.values():
+            connection.receive(received)
+        return received
 
-    @abstractmethod
-    def wait(self, timeout_s: float | None, *, is_eager: bool) -> None:
-        """Return when something may have arrived, or ``wake`` was called.
-
-        What arrived since the last ``receive``, by any thread, and a ``wake`` since the
-        last ``wait`` of this thread count too: neither is ever missed. It may also
-        return for nothing.
-
-        Args:
-            timeout_s: Return after so long; None for never.
-            is_eager: Whether to spin and yield for a short while before going to sleep:
-                for a caller that wants its answer. Not for a thread that listens.
-        """
-
-    @abstractmethod
-    def wake(self) -> None:
-        """Have every ``wait`` of this process return; any thread may call it."""
-
-    @abstractmethod
-    def attend(self) -> None:
-        """Say that a thread will call ``wait`` eagerly and ``receive`` from now on.
-
-        While any thread attends, a message that arrives need not wake those that wait
-        without being eager, nor keep them from waiting: the one that attends will see
-        it. May be nested.
-        """
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Take one ``attend`` back; messages wake all who wait again.
-
-        One that came in meanwhile and was not received wakes them now.
-        """
-
-    @abstractmethod
     def find_losses(self) -> list[Loss]:
-        """Return the neighbours that are gone, with all that they had sent received.
+        """Return the neighbours that are gone.
 
-        To be called a few times a second while something is waited for. A neighbour is
-        in the list once all its messages were returned by ``receive``, and stays in it.
+        A neighbour is in the list once all its messages were received, and stays in it.
         """
+        for connection in tuple(self._connections.values()):
+            loss = connection.find_loss()
+            if loss is None:
+                continue
+            if connection.has_unread():
+                # It may have ended after it wrote and before it notified.
+                self._waiter.doorbell.notify()
+                continue
+            self._losses.append(loss)
+            del self._connections[connection.rank]
+        return list(self._losses)
 
-    @abstractmethod
     def close(self) -> None:
-        """Say goodbye to the neighbours and give everything back.
+        """Announce it to the neighbours and give all back; calls may be repeated.
 
-        Not collective. Messages that were sent before still arrive as far as the
-        medium allows without waiting for the receiver. Every ``wait`` returns.
+        Not collective. What was sent before still arrives as far as the transport
+        allows without waiting for the receiver. Every ``wait`` returns.
         """
+        transports, self._transports = self._transports, ()
+        self._connections = {}
+        for transport in transports:
+            transport.close()
+        self._waiter.close()
+
+
+def connect_channel(
+    store: Store | None, rank: int, hosts: Sequence[str], *, timeout_s: float
+) -> ControlChannel:
+    """Connect this rank to its neighbours in ``Tree.of_hosts(hosts)``; collective.
+
+    Shared memory carries what stays on a host, Gloo what goes between hosts, and both
+    where ranks of a host cannot share memory, which is logged as a warning.
+
+    Args:
+        store: Where the ranks meet, empty under the keys used here; None for one rank.
+        rank: This process.
+        hosts: The host of every rank, in rank order.
+        timeout_s: How long this call may wait for any rank.
+
+    Raises:
+        CollectiveError: Not all ranks came in time.
+    """
+    if store is None or len(hosts) == 1:
+        return ControlChannel(Waiter(Doorbell.private(), FAR), Tree.flat(0, 1))
+    context = ErrorContext("connecting", rank, len(hosts), timeout_s)
+    connecting = _Connecting(store, rank, hosts, timeout_s)
+    with ExitStack() as undoing, context.guard():
+        undoing.callback(connecting.close)
+        connecting.connect_host()
+        connecting.connect_hosts()
+        connecting.open()
+        undoing.pop_all()
+    return connecting.channel()
+
+
+class _Connecting:
+    def __init__(
+        self, store: Store, rank: int, hosts: Sequence[str], timeout_s: float
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._hosts = hosts
+        self._timeout_s = timeout_s
+        self._tree = Tree.of_hosts(hosts)[rank]
+        self._places = HostGroups.from_hosts(hosts)
+        self._transports: list[Transport] = []
+        self._local: SharedMemoryTransport | None = None
+        self._doorbell = Doorbell.private()
+        self._num_looks = NEAR
+
+    def connect_host(self) -> None:
+        """Connect the ranks of this host."""
+        host, place = self._places.of(self._rank)
+        ranks = self._places.ranks[host]
+        if len(ranks) == 1:
+            return
+        store = PrefixStore(f"host{host}", self._store)
+        exchange = through_store(store, place, len(ranks), self._timeout_s)
+        try:
+            local = SharedMemoryTransport(exchange, ranks, self._tree)
+        except CollectiveError as error:  # on all ranks of the host, or none
+            if place == 0:
+                _logger.warning("Gloo carries the ranks' agreements, for %s", error)
+            self._connect_gloo(store, ranks, is_one_host=True)
+            return
+        self._transports.append(local)
+        self._local, self._doorbell = local, local.doorbell
+        if place == 0:
+            # The store may be this process's, and go with it at any time.
+            local.await_neighbours(self._timeout_s)
+        else:
+            local.open()
+
+    def connect_hosts(self) -> None:
+        """Connect the first rank of each host."""
+        leaders = tuple(ranks[0] for ranks in self._places.ranks)
+        if len(leaders) == 1:
+            return
+        self._num_looks = FAR
+        if self._rank in leaders:
+            store = PrefixStore("hosts", self._store)
+            self._connect_gloo(store, leaders, is_one_host=False)
+
+    def open(self) -> None:
+        """Have the first of a host announce to the others that all are connected."""
+        if self._local is None:
+            return
+        if self._tree.parent in self._tree.local:
+            self._local.await_neighbours(self._timeout_s)
+        else:
+            self._local.open()
+
+    def channel(self) -> ControlChannel:
+        waiter = Waiter(self._doorbell, self._num_looks)
+        is_one_host = self._local is not None and len(self._places.ranks) == 1
+        rounds = self._local.rounds if self._local and is_one_host else None
+        return ControlChannel(waiter, self._tree, self._transports, rounds)
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.close()
+
+    def _connect_gloo(
+        self, store: Store, ranks: Sequence[int], *, is_one_host: bool
+    ) -> None:
+        index, gloo = ranks.index(self._rank), PrefixStore("gloo", store)
+        groups = Groups(
+            gloo, index, len(ranks), self._timeout_s, is_one_host=is_one_host
+        )
+        tree = self._tree
+        neighbours = {
+            index: (rank, self._hosts[rank])
+            for index, rank in enumerate(ranks)
+            if rank == tree.parent or rank in tree.children
+        }
+        self._transports.append(GlooTransport(groups, neighbours, self._doorbell))
+        self._num_looks = FAR

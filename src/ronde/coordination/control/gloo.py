@@ -1,10 +1,10 @@
-"""Links by Gloo's messages, between hosts and wherever memory cannot be shared.
+"""Connections by Gloo's messages, between hosts and where memory cannot be shared.
 
-Note [Parting]
+Note [Close handshake]
     Gloo moves bytes once the receiver has asked for them, and a connection that is
-    closed with bytes unread may lose what it sent. So whoever closes says goodbye and
-    waits a little for the neighbour's listening thread to answer farewell: then all has
-    arrived. A goodbye that crosses another is its answer.
+    closed with bytes unread may lose what it sent. So whoever closes sends CLOSE and
+    waits a little for the neighbour's listening thread to answer CLOSE_ACK: then all
+    has arrived. A CLOSE that crosses another is its answer.
 """
 
 import atexit
@@ -25,9 +25,8 @@ from ronde.collectives.engines.torch_distributed.groups import (
     BackendWork,
     Groups,
 )
-from ronde.coordination.control.bell import Bell
-from ronde.coordination.control.channel import Loss
-from ronde.coordination.control.link import Link, Medium
+from ronde.coordination.control.doorbell import Doorbell
+from ronde.coordination.control.transport import Connection, Loss, Transport
 
 _logger = logging.getLogger("ronde")
 _FRAME_BYTES = 256
@@ -35,125 +34,119 @@ _HEADER = struct.Struct("=q")
 _INLINE_BYTES = _FRAME_BYTES - _HEADER.size
 _FRAMES, _REMAINDERS = 0, 1
 """Tags: each keeps its own order."""
-_GOODBYE, _FAREWELL = -1, -2
+_CLOSE, _CLOSE_ACK = -1, -2
 _FOR_EVER = timedelta(days=3650)
-_PARTING_S = 5.0
+_CLOSE_S = 5.0
 _ENDING_S = 2.0
 """Threads that Gloo lets go of end within this."""
 _MOST_KEPT = 32
 _MOST_KEPT_BYTES = 1 << 20
 
 
-class GlooMedium(Medium):
-    """The links of one rank to neighbours, wherever they are."""
+class GlooTransport(Transport):
+    """The connections of one rank to neighbours, wherever they are."""
 
     def __init__(
-        self, groups: Groups, neighbours: Mapping[int, tuple[int, str]], bell: Bell
+        self,
+        groups: Groups,
+        neighbours: Mapping[int, tuple[int, str]],
+        doorbell: Doorbell,
     ) -> None:
         """Take a process group over and listen.
 
         Args:
             groups: Its Gloo group holds this rank and its neighbours.
             neighbours: For the neighbour of each number there, its rank and its host.
-            bell: This rank's.
+            doorbell: This rank's.
         """
         self._groups = groups
         self._sent = _Sent()
         backend = groups.of(torch.device("cpu"))
-        self.links = self._links = [
-            GlooLink(_Wire(backend, peer, self._sent), rank, host, bell)
+        self.connections = self._connections = [
+            GlooConnection(_Frames(backend, peer, self._sent), rank, host, doorbell)
             for peer, (rank, host) in neighbours.items()
         ]
         # A thread inside of Gloo must not outlive the interpreter: C++ would abort.
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Part from the neighbours and end all threads: see ``Medium``."""
+        """Close the connections and end all threads; see Note [Close handshake]."""
         atexit.unregister(self.close)
-        for link in self._links:
-            link.part()
-        deadline = time.monotonic() + _PARTING_S
-        for link in self._links:
-            link.join(max(0.0, deadline - time.monotonic()))
+        for each in self._connections:
+            each.close()
+        self._join(time.monotonic() + _CLOSE_S)
         self._groups.abort()  # ends what a neighbour that hangs leaves waiting
         deadline = time.monotonic() + _ENDING_S
-        for link in self._links:
-            link.join(max(0.0, deadline - time.monotonic()))
+        self._join(deadline)
         self._sent.close(max(0.0, deadline - time.monotonic()))
-        for link in self._links:
-            if link.is_alive():
+        for each in self._connections:
+            if each.thread.is_alive():
                 # A thread that never comes back from Gloo harms nobody at the end.
-                _logger.warning("the connection to %s could not be closed", link.name)
+                _logger.warning("the connection to %s could not be closed", each.name)
+
+    def _join(self, deadline: float) -> None:
+        for each in self._connections:
+            each.thread.join(max(0.0, deadline - time.monotonic()))
 
 
-class GlooLink(Link):
-    """A connection, and a thread that listens to it."""
+class GlooConnection(Connection):
+    """A connection, and a thread that listens to it until there is no more to hear."""
 
-    def __init__(self, wire: "_Wire", rank: int, host: str, bell: Bell) -> None:
+    def __init__(
+        self, frames: "_Frames", rank: int, host: str, doorbell: Doorbell
+    ) -> None:
         self.rank = rank
         self.name = f"rank {rank}, on {host},"
-        self._wire = wire
-        self._bell = bell
-        self._inbox: deque[bytes] = deque()
+        self._frames = frames
+        self._doorbell = doorbell
+        self._received: deque[bytes] = deque()
         self._loss: Loss | None = None
-        self._has_parted = False
-        self._thread = threading.Thread(
+        self._is_closing = False
+        self.thread = threading.Thread(
             target=self._listen, name=f"ronde control {rank}", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
     def send(self, message: bytes) -> None:
-        """Hand the message to Gloo: see ``Link``."""
         if self._loss is None:
-            self._wire.send(message)
+            self._frames.send(message)
 
     def receive(self, into: list[tuple[int, bytes]]) -> None:
-        """Return what the thread has heard: see ``Link``."""
-        inbox = self._inbox
-        while inbox:
-            into.append((self.rank, inbox.popleft()))
+        received = self._received
+        while received:
+            into.append((self.rank, received.popleft()))
 
     def has_unread(self) -> bool:
-        """Say whether the thread has heard more: see ``Link``."""
-        return bool(self._inbox)
+        return bool(self._received)
 
     def find_loss(self) -> Loss | None:
-        """Return what the thread found out: see ``Link``."""
         return self._loss
 
-    def part(self) -> None:
-        """Say goodbye to whom is still there; see Note [Parting]."""
-        self._has_parted = True
+    def close(self) -> None:
+        """Begin the close handshake, if the neighbour is still there."""
+        self._is_closing = True
         if self._loss is None:
-            self._wire.say(_GOODBYE)
-
-    def join(self, timeout_s: float) -> None:
-        """Wait until the thread ends, which it does when there is no more to hear."""
-        self._thread.join(timeout_s)
-
-    def is_alive(self) -> bool:
-        """Say whether the thread still listens."""
-        return self._thread.is_alive()
+            self._frames.send_sign(_CLOSE)
 
     def _listen(self) -> None:
         while self._loss is None:
             try:
-                heard = self._wire.hear()
+                received = self._frames.receive()
             except RuntimeError:
                 text = f"{self.name} ended or cannot be reached"
                 self._loss = Loss(self.rank, text, is_orderly=False)
             else:
-                if isinstance(heard, bytes):
-                    self._inbox.append(heard)
+                if isinstance(received, bytes):
+                    self._received.append(received)
                 else:
                     text = f"{self.name} said goodbye"
                     self._loss = Loss(self.rank, text, is_orderly=True)
-                    if heard == _GOODBYE and not self._has_parted:
-                        self._wire.say(_FAREWELL)
-            self._bell.ring()
+                    if received == _CLOSE and not self._is_closing:
+                        self._frames.send_sign(_CLOSE_ACK)
+            self._doorbell.notify()
 
 
-class _Wire:
+class _Frames:
     """Frames to and from one neighbour, all of one length, and remainders of any.
 
     A frame begins with the length of the message, or with a sign below zero.
@@ -163,7 +156,7 @@ class _Wire:
         self._backend = backend
         self._peer = peer
         self._sent = sent
-        self._heard = torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
+        self._frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
 
     def send(self, message: bytes) -> None:
         """Send a message, if the connection still stands."""
@@ -171,18 +164,17 @@ class _Wire:
         if len(message) > _INLINE_BYTES:
             self._put(message[_INLINE_BYTES:], _REMAINDERS)
 
-    def say(self, sign: int) -> None:
-        """Send a sign, if the connection still stands."""
+    def send_sign(self, sign: int) -> None:
         self._put(_HEADER.pack(sign), _FRAMES)
 
-    def hear(self) -> bytes | int:
+    def receive(self) -> bytes | int:
         """Wait for a message, or a sign, and return it.
 
         Raises:
             RuntimeError: The connection broke.
         """
-        self._take(self._heard, _FRAMES)
-        frame = self._heard.numpy().tobytes()
+        self._take(self._frame, _FRAMES)
+        frame = self._frame.numpy().tobytes()
         length: int = _HEADER.unpack_from(frame)[0]
         if length < 0:
             return length
@@ -199,7 +191,7 @@ class _Wire:
         try:
             work: BackendWork = self._backend.send([tensor], self._peer, tag)
         except RuntimeError:
-            return  # the listening thread is told as well, and tells why
+            return  # the listening thread notices as well, and finds out why
         self._sent.keep(work, len(padded))
 
     def _take(self, tensor: Tensor, tag: int) -> None:
@@ -209,8 +201,8 @@ class _Wire:
 class _Sent:
     """Holds what is on its way: Gloo does not send what nobody holds any more.
 
-    That it has been sent Gloo tells only who waits for it. So a thread does, for many
-    messages at once: it need not run for every one of them.
+    Only who waits for it learns that it was sent. So a thread does, for many messages
+    at once: it need not run for every one of them.
     """
 
     def __init__(self) -> None:
@@ -245,4 +237,4 @@ class _Sent:
                 try:
                     work.wait()
                 except RuntimeError:
-                    continue  # the listening thread is told as well, and tells why
+                    continue  # the listening thread notices as well

@@ -8,9 +8,9 @@ Note [One exchange]
     have read them.
 
     A rank takes part (a store), then looks who has (loads); the last one so sees all,
-    and wakes those who sleep. A sleeper says that it sleeps, then looks once more, then
-    sleeps on a word that its waker changes before it wakes: see words.py, Note [Memory
-    order]. Several may find that they were last, and all store the same number.
+    and wakes those who sleep. A sleeper marks that it sleeps, then looks once more,
+    then sleeps on a word that its waker changes before it wakes: see words.py, Note
+    [Memory order]. Several may find that they were last, and all store the same number.
 """
 
 import time
@@ -28,7 +28,7 @@ from ronde.collectives.engines.shared_memory.waiting import (
     sleep_while,
     wake_all,
 )
-from ronde.coordination.control.bell import NEAR, Bell
+from ronde.coordination.control.doorbell import NEAR, Doorbell
 
 ROUND_BYTES = 4096
 """What a rank can show in a round."""
@@ -42,8 +42,14 @@ _AWAKE, _ASLEEP, _ASKING = 0, 1, 2
 _FIRST_NAP_S = 0.001
 
 
-class Rounds:
-    """One rank's part in the rounds; one thread at a time, save where said otherwise.
+class ExchangeRounds:
+    """One rank's part in the rounds; one thread at a time, save where noted.
+
+    Args:
+        segments: All ranks' memory; zeros.
+        start: Where ``NUM_BYTES`` for the rounds are in each.
+        own: This rank's index in them.
+        doorbells: All ranks' doorbells.
 
     Attributes:
         number: The last round that this rank took part in; the first is 1.
@@ -51,27 +57,20 @@ class Rounds:
     """
 
     def __init__(
-        self, segments: Sequence[Segment], start: int, own: int, bells: Sequence[Bell]
+        self,
+        segments: Sequence[Segment],
+        start: int,
+        own: int,
+        doorbells: Sequence[Doorbell],
     ) -> None:
-        """Begin.
-
-        Args:
-            segments: All ranks' memory; zeros.
-            start: Where ``NUM_BYTES`` for the rounds are in each.
-            own: This rank's index in them.
-            bells: All ranks' bells.
-        """
         words = [s.view[start : start + 4096].cast("Q") for s in segments]
         addresses = [s.address + start + 8 * _WAKE for s in segments]
         CONTENTION.expect(len(segments))
         self.number = 0
         self.has_waiter = False
         self._own, self._address = words[own], addresses[own]
-        self._others = [
-            each
-            for index, each in enumerate(zip(words, addresses, bells, strict=True))
-            if index != own
-        ]
+        self._others = list(zip(words, addresses, doorbells, strict=True))
+        del self._others[own]
         self._other_words = [each for each, _, _ in self._others]
         self._segments = [segment.tensor for segment in segments]
         self._start = start + 4096
@@ -96,19 +95,16 @@ class Rounds:
         own[_NUMBER] = number
         fence()
         if self.is_complete(number):
-            for words, address, bell in self._others:
+            for words, address, doorbell in self._others:
                 state = words[_STATE]
                 if state == _ASLEEP:
                     words[_WAKE] = number
                     wake_all(address)
                 elif state == _ASKING:
-                    bell.ring()
+                    doorbell.notify()
 
     def is_complete(self, number: int) -> bool:
-        """Say whether all have come to a round that this rank came to.
-
-        Any thread may call.
-        """
+        """Say whether all have come to a round that this rank came to; any thread."""
         for words in self._other_words:
             if words[_NUMBER] < number:
                 return False
@@ -159,12 +155,12 @@ class Rounds:
             self.has_waiter = False
 
     def ask(self) -> None:
-        """Have those answer who did not come, and the last one ring this bell."""
+        """Have those answer who did not come, and the last one notify this rank."""
         self._own[_STATE] = _ASKING
         fence()
-        for words, _, bell in self._others:
+        for words, _, doorbell in self._others:
             if words[_NUMBER] < self.number:
-                bell.ring()
+                doorbell.notify()
 
     def rest(self) -> None:
         """Take ``ask`` back."""
@@ -180,8 +176,8 @@ class Rounds:
             if self.is_complete(number) or time.monotonic() >= deadline:
                 return
             if any(
-                words[_NUMBER] < number and bell.has_sleeper()
-                for words, _, bell in self._others
+                words[_NUMBER] < number and doorbell.has_sleeper()
+                for words, _, doorbell in self._others
             ):
                 return
             nap_s *= 2

@@ -1,0 +1,97 @@
+"""Count the files of ronde that a call enters: what a reader must open to follow it.
+
+    ronde run -n 2 python benchmarks/files_per_call.py
+
+``named_allreduce``: ``hvd.allreduce(x, name=...)``, from call to result. ``gradient``:
+one of a ``hvd.DistributedOptimizer``, from its hook in backward to its sum. Both when
+warm, in all threads of rank 0. Left out is what only waits: see ``_WAITING``.
+"""
+
+import argparse
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+import ronde
+import ronde.torch as hvd
+
+_ROOT = Path(ronde.__file__).parent
+_WAITING = ("contention.py", "futex.py")
+"""Spinning, yielding and sleeping: many calls that lead nowhere."""
+_NUM_WARM = 20
+_NUM_COUNTED = 10
+
+
+class _Files:
+    """Takes down the files of all functions that are called while it is on."""
+
+    def __init__(self) -> None:
+        self._entered: set[str] = set()
+        self._is_on = False
+        # The session's threads begin later, and take this over.
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def of(self, calls: Iterator[Callable[[], object]]) -> list[str]:
+        """Return the files that calls enter, relative to the package."""
+        for call in islice(calls, _NUM_WARM):
+            call()
+        self._entered.clear()
+        for call in islice(calls, _NUM_COUNTED):
+            self._is_on = True
+            call()
+            self._is_on = False
+        paths = [Path(name) for name in self._entered]
+        inner = [path.relative_to(_ROOT) for path in paths if _ROOT in path.parents]
+        return sorted(str(path) for path in inner if path.name not in _WAITING)
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        if self._is_on and event == "call":
+            self._entered.add(frame.f_code.co_filename)
+
+
+def named_allreduce() -> Iterator[Callable[[], object]]:
+    """Yield named all-reduces of a few bytes."""
+    tensor = torch.ones(1)
+    while True:
+        yield lambda: hvd.allreduce(tensor, name="x")
+
+
+def gradient() -> Iterator[Callable[[], object]]:
+    """Yield backward passes that reduce one gradient; each step begins outside."""
+    model = torch.nn.Linear(4, 4, bias=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+    )
+    while True:
+        loss = model(torch.ones(2, 4)).sum()
+        yield loss.backward
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def main() -> None:
+    """Print the number of files of both calls, and the files if that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--list", action="store_true", help="name the files")
+    asked = parser.parse_args()
+    files = _Files()
+    hvd.init()
+    for make in (named_allreduce, gradient):
+        entered = files.of(make())
+        hvd.barrier()
+        if hvd.rank() == 0:
+            print(f"{make.__name__} {len(entered)}")
+            if asked.list:
+                print("".join(f"    {name}\n" for name in entered), end="")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

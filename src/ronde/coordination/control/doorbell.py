@@ -1,0 +1,205 @@
+"""What wakes a rank: a word of memory that others change, and how the rank waits.
+
+Note [Notifications]
+    Every ``notify`` stores a value that none before it stored: notifiers count in steps
+    as wide as there are notifiers, each from its own number. So whoever has read a
+    value and goes to sleep on it is woken by every later one, even if two come at once
+    and one hides the other; an addition, which takes a load and a store, would not do.
+
+    What is announced is stored before the notification, and a waiter reads the value
+    before it looks around. So what was not seen has yet to notify, or has changed the
+    value.
+
+Note [Two halves]
+    The two halves of the word hold the same: those who wait for an answer sleep on one,
+    the background thread on the other. While anybody waits for an answer, notifications
+    need not wake the background thread: a system call less for the notifier, and here a
+    thread less that asks for the interpreter's lock.
+"""
+
+import ctypes
+import itertools
+import threading
+import time
+from itertools import repeat
+
+from ronde.collectives.engines.shared_memory.waiting import (
+    CONTENTION,
+    IS_WEAKLY_ORDERED,
+    fence,
+    sleep_while,
+    wake_all,
+)
+
+NUM_BYTES = 128
+"""The doorbell and who sleeps, each in a cache line of its own."""
+_VALUE = 0
+_ASLEEP = 8
+_BOTH_HALVES = (1 << 32) + 1
+_HALF = (1 << 32) - 1
+_EAGER, _BACKGROUND = 1, 2
+_BACKGROUND_AT = 4
+_FOR_EVER_S = 3600.0
+
+NEAR = 200
+"""How often one who waits for an answer looks for it, and lets others run, before it
+sleeps; they may need this very core. Looking without pause would gain 0.3 us at best,
+and costs ten where they do."""
+FAR = 0
+"""The same where answers come from other hosts, by threads that want this core and this
+interpreter."""
+
+
+class Doorbell:
+    """Notifies one rank; made by each process that does.
+
+    Attributes:
+        words: The rank's memory from the doorbell on, in words of eight bytes; zeros
+            before the first notification.
+        address: Where that is in this process.
+    """
+
+    __slots__ = ("_next_value", "address", "words")
+
+    def __init__(
+        self, words: memoryview, address: int, *, index: int, num_notifiers: int
+    ) -> None:
+        self.words = words
+        self.address = address
+        self._next_value = itertools.count(index + 1, num_notifiers).__next__
+
+    @classmethod
+    def private(cls) -> "Doorbell":
+        """Make one that no other process sees."""
+        memory = (ctypes.c_uint64 * (NUM_BYTES // 8))()
+        words = memoryview(memory).cast("B").cast("Q")
+        return cls(words, ctypes.addressof(memory), index=0, num_notifiers=1)
+
+    def notify(self) -> None:
+        """Announce to the rank what was stored before; any thread may."""
+        words = self.words
+        if IS_WEAKLY_ORDERED:
+            fence()
+        words[_VALUE] = (self._next_value() & _HALF) * _BOTH_HALVES
+        fence()  # the notifier's half of what words.py says of sleeping
+        asleep = words[_ASLEEP]
+        if asleep:
+            self.wake(asleep)
+
+    def has_sleeper(self) -> bool:
+        """Say whether a thread of the rank sleeps for an answer."""
+        return bool(self.words[_ASLEEP] & _EAGER)
+
+    def wake(self, asleep: int) -> None:
+        """Wake those who sleep, of the given kinds."""
+        if asleep & _EAGER:
+            wake_all(self.address)
+        if asleep & _BACKGROUND:
+            wake_all(self.address + _BACKGROUND_AT)
+
+
+class _LastWake(threading.local):
+    """The last ``wake()`` that made a ``wait`` of this thread return."""
+
+    number = 0
+
+
+class Waiter:
+    """How a rank waits for its own doorbell; ``ControlChannel`` says what holds."""
+
+    def __init__(self, doorbell: Doorbell, num_looks: int) -> None:
+        self.doorbell = doorbell
+        self._words = doorbell.words
+        self._num_looks = num_looks
+        self._seen = 0
+        self._last_wake = 0
+        self._next_wake = itertools.count(1).__next__
+        self._thread = _LastWake()
+        self._lock = threading.Lock()
+        self._num_waiters = 0
+        self._num_asleep = {_EAGER: 0, _BACKGROUND: 0}
+        self._is_closed = False
+
+    def read(self) -> None:
+        """Take note of all notifications so far; call it before looking around."""
+        self._seen = self._words[_VALUE]
+        if IS_WEAKLY_ORDERED:
+            fence()
+
+    def wait(self, timeout_s: float | None, *, is_eager: bool) -> None:
+        """Return after a notification that nobody has read yet, or ``wake()``."""
+        thread = self._thread
+        kind = _EAGER if is_eager else _BACKGROUND
+        if not self._is_due(kind, thread.number) and not (is_eager and self._spin()):
+            self._sleep(kind, timeout_s)
+        thread.number = self._last_wake
+
+    def wake(self) -> None:
+        """Have every ``wait`` of this process return."""
+        self._last_wake = self._next_wake()
+        self.doorbell.notify()
+        if self._num_asleep[_BACKGROUND]:  # left out while there are waiters
+            self.doorbell.wake(_BACKGROUND)
+
+    def add_waiter(self) -> None:
+        """Let the background thread sleep on when it is notified."""
+        with self._lock:
+            self._num_waiters += 1
+            self._publish()
+
+    def remove_waiter(self) -> None:
+        """Wake it again from now on, and now if something was not read."""
+        with self._lock:
+            self._num_waiters -= 1
+            self._publish()
+        if not self._num_waiters and self._words[_VALUE] != self._seen:
+            self.doorbell.notify()
+
+    def close(self) -> None:
+        """Have every ``wait`` return, now and from now on."""
+        self._is_closed = True
+        self.wake()
+
+    def _is_due(self, kind: int, last_wake: int) -> bool:
+        if self._last_wake != last_wake or self._is_closed:
+            return True
+        is_left_out = kind == _BACKGROUND and self._num_waiters
+        return self._words[_VALUE] != self._seen and not is_left_out
+
+    def _spin(self) -> bool:
+        words, seen = self._words, self._seen
+        for _ in repeat(None, CONTENTION.num_looks(self._num_looks)):
+            if words[_VALUE] != seen:
+                return True
+            if not CONTENTION.pause():
+                break
+        return False
+
+    def _sleep(self, kind: int, timeout_s: float | None) -> None:
+        left_s = _FOR_EVER_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + left_s
+        address = self.doorbell.address + (_BACKGROUND_AT if kind == _BACKGROUND else 0)
+        self._count_asleep(kind, 1)
+        try:
+            while left_s > 0:
+                value = self._words[_VALUE]
+                if self._is_due(kind, self._thread.number):
+                    return
+                sleep_while(address, value & _HALF, left_s)
+                if timeout_s is not None:
+                    left_s = deadline - time.monotonic()
+        finally:
+            self._count_asleep(kind, -1)
+
+    def _count_asleep(self, kind: int, change: int) -> None:
+        with self._lock:
+            self._num_asleep[kind] += change
+            self._publish()
+
+    def _publish(self) -> None:
+        """Store who is to be woken; the lock is held."""
+        asleep = _EAGER if self._num_asleep[_EAGER] else 0
+        if self._num_asleep[_BACKGROUND] and not self._num_waiters:
+            asleep |= _BACKGROUND
+        self._words[_ASLEEP] = asleep
+        fence()
