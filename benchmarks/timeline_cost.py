@@ -48,8 +48,8 @@ def named_step() -> Callable[[], None]:
 
 def tell(recorder: ThreadedRecorder | None) -> None:
     """Have the coordinator tell a timeline, or nobody."""
-    for member in current_session().members.values():
-        member.coordinator.recorder = recorder
+    for state in current_session().states.values():
+        state.coordinator.recorder = recorder
 
 
 def steps_in(round_s: float, step: Callable[[], None]) -> int:

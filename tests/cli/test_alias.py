@@ -101,7 +101,7 @@ def test_all_that_scripts_import_is_there(python) -> None:
         ("horovod.common.foo.bar", "No module named 'horovod.common.foo'"),
         ("horovod.tensorflow", "horovod.tensorflow comes in a later version of ronde"),
         ("horovod.tensorflow.keras", "horovod.tensorflow comes in a later version"),
-        ("horovod.torch.handles.x", "No module named 'horovod.torch.handles.x'"),
+        ("horovod.torch.functions.x", "No module named 'horovod.torch.functions.x'"),
         ("horovod.keras", "horovod.keras comes in a later version of ronde"),
         ("horovod.spark", "horovod.spark is no part of ronde"),
     ],
@@ -118,7 +118,7 @@ def test_what_is_not_there_is_an_import_error(python, name, message) -> None:
     [
         ("from horovod import torch as hvd", "ronde.torch"),
         ("from horovod.torch import mpi_ops as hvd", "ronde.torch.mpi_ops"),
-        ("from horovod.common import exceptions as hvd", "ronde.horovod.common"),
+        ("from horovod.common import exceptions as hvd", "ronde.horovod.compat"),
         ("from horovod import tensorflow", "horovod.tensorflow comes in a later"),
         ("from horovod import nothing", "cannot import name 'nothing'"),
     ],

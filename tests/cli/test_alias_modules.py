@@ -7,11 +7,10 @@ from threading import Event
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.horovod.common import util
-from ronde.horovod.common.exceptions import HorovodVersionMismatchError
-from ronde.horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
-from ronde.horovod.runner.common.util.env import get_env_rank_and_size
-from ronde.horovod.runner.util.threads import in_thread, on_event
+from ronde.horovod import compatibility as util
+from ronde.horovod.compatibility import HorovodVersionMismatchError
+from ronde.horovod.data_loader import AsyncDataLoaderMixin, BaseDataLoader
+from ronde.horovod.launcher import get_env_rank_and_size, in_thread, on_event
 
 WAIT_S = 20
 

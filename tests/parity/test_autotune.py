@@ -209,7 +209,7 @@ def test_fusion_is_tuned_unless_its_threshold_is_set(tmp_path, is_set):
             results = [hvd.synchronize(handle) for handle in handles]
         for tensor, result in zip(tensors, results, strict=True):
             assert torch.equal(result, torch.ones_like(tensor))
-        coordinator = current_session().members[0].coordinator
+        coordinator = current_session().states[0].coordinator
         threshold = coordinator._state.execution.threshold_bytes
         hvd.shutdown()
         return threshold

@@ -15,17 +15,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ronde.torch as hvd
-from ronde.torch.elastic import sampler as sampler_module, updates
-from ronde.torch.elastic.running import run_fn
+from ronde.torch.elastic import sampler as sampler_module, state as state_module
 from ronde.torch.elastic.state import (
+    HostsUpdatedInterrupt,
+    HostUpdateResult,
     ModelStateHandler,
     StateHandler,
     get_handler_registry,
+    run_fn,
     set_handler_registry,
-)
-from ronde.torch.elastic.updates import (
-    HostsUpdatedInterrupt,
-    HostUpdateResult,
 )
 
 SIZES = (1, 2, 3)
@@ -302,7 +300,7 @@ def test_any_other_exception_ends_training(run_ranks_bare) -> None:
         state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
         with pytest.raises(KeyError, match="mine"):
             train(state)
-        assert updates.notification_manager._listeners == []
+        assert state_module.notification_manager._listeners == []
 
     on_ranks(run_ranks_bare, 1, fn)
 
@@ -332,7 +330,8 @@ def test_news_may_come_from_any_thread(run_ranks_bare) -> None:
                 state.step = 4
                 told = (float(hvd.rank()), ADDED)
                 news = threading.Thread(
-                    target=updates.notification_manager.handle_hosts_updated, args=told
+                    target=state_module.notification_manager.handle_hosts_updated,
+                    args=told,
                 )
                 news.start()
                 news.join()

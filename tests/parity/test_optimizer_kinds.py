@@ -17,7 +17,7 @@ from torch import nn
 import ronde.torch as hvd
 from ronde.errors import UsageError
 from ronde.timeline.events import Recorded
-from ronde.torch.naming import group_indices
+from ronde.torch.optimizer import group_indices
 from ronde.torch.session import current_session
 
 
@@ -308,7 +308,7 @@ class Notebook:
 def test_buckets_are_taken_down():
     def check():
         notebook = Notebook()
-        current_session().members[0].coordinator.recorder = notebook
+        current_session().states[0].coordinator.recorder = notebook
         model = OddMlp()
         optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
         for _ in range(1 + hvd.rank()):

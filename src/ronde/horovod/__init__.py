@@ -1,10 +1,10 @@
 """Horovod's package under its own name: what unmodified scripts import.
 
-Its modules lie where Horovod's do; ``aliasing`` makes ``horovod.X`` the same module as
-``ronde.horovod.X``, and ``horovod.torch`` the same as ``ronde.torch``.
+``aliasing`` maps Horovod's modules to those of ronde: ``horovod.torch`` is the same
+module as ``ronde.torch``.
 """
 
-from ronde.horovod.runner import run
+from ronde.horovod.launcher import run
 
 __version__ = "0.28.1"
 """The Horovod whose interface this is, for scripts that compare it."""

@@ -9,14 +9,27 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import cast
 
-_ALIAS = "horovod"
-_HOME = "ronde.horovod"
-_RUN = "horovod.run"
+_ELASTIC = "ronde.torch.elastic.state"
+_COMPATIBILITY = "ronde.horovod.compatibility"
+_LAUNCHER = "ronde.horovod.launcher"
+_MODULES = {
+    "torch.compression": "ronde.data_parallel.compression",
+    "common.elastic": _ELASTIC,
+    "common.exceptions": _COMPATIBILITY,
+    "common.process_sets": "ronde.torch.process_sets",
+    "common.util": _COMPATIBILITY,
+    "data.data_loader_base": "ronde.horovod.data_loader",
+    "runner.common.util.env": _LAUNCHER,
+    "runner.elastic.worker": _ELASTIC,
+    "runner.runner": _LAUNCHER,
+    "runner.util.threads": _LAUNCHER,
+}
+"""Horovod's modules, and which of ronde's have what is in them."""
+_PACKAGES = {name.rpartition(".")[0] for name in _MODULES} | {"runner.common"}
+_RUN = "run"
 """A function; until 0.19 the package that is ``horovod.runner`` now."""
-_ELSEWHERE = {"horovod.torch": "ronde.torch", _RUN: "ronde.horovod.runner"}
-"""Horovod's modules that are not where they are below ``ronde.horovod``."""
-_TO_COME = ("horovod.tensorflow", "horovod.keras")
-_NOT_HERE = ("horovod.mxnet", "horovod.ray", "horovod.spark")
+_TO_COME = ("tensorflow", "keras")
+_NOT_HERE = ("mxnet", "ray", "spark")
 
 
 def install() -> None:
@@ -26,15 +39,7 @@ def install() -> None:
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    sys.modules[_ALIAS] = import_module(_HOME)
-
-
-def _own_name(name: str) -> str:
-    """Return the name of ronde's module for one of Horovod's."""
-    for theirs, own in _ELSEWHERE.items():
-        if name == theirs or name.startswith(f"{theirs}."):
-            return own + name.removeprefix(theirs)
-    return _HOME + name.removeprefix(_ALIAS)
+    sys.modules["horovod"] = import_module("ronde.horovod")
 
 
 class _Finder(MetaPathFinder):
@@ -46,27 +51,32 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         del path, target
         # ``from horovod import torch`` asks for a part of the module that it was given.
-        name = fullname.removeprefix("ronde.")
+        package, _, name = fullname.removeprefix("ronde.").partition(".")
+        if package != "horovod" or not name:
+            return None
         if name in _TO_COME + _NOT_HERE:
             how = "comes in a later version" if name in _TO_COME else "is no part"
             raise ModuleNotFoundError(
-                f"{name} {how} of ronde: this version has horovod.torch.", name=name
+                f"horovod.{name} {how} of ronde: this version has horovod.torch.",
+                name=f"horovod.{name}",
             )
-        if name == _RUN:
-            return ModuleSpec(name, _RunLoader(), is_package=True)
-        own = _own_name(name)
-        if not name.startswith(f"{_ALIAS}.") or own == fullname:
-            return None
-        try:
-            spec = find_spec(own)
-        except ModuleNotFoundError as error:
-            if not own.startswith(f"{error.name}."):
-                raise
-            return None  # its parent is a module, or is not there itself
-        if spec is None:
-            return None
-        is_package = spec.submodule_search_locations is not None
-        return ModuleSpec(fullname, _Loader(own), is_package=is_package)
+        if name.startswith(f"{_RUN}."):
+            name = f"runner{name.removeprefix(_RUN)}"
+        loader, is_package = _loader(name)
+        return loader and ModuleSpec(fullname, loader, is_package=is_package)
+
+
+def _loader(name: str) -> tuple[Loader | None, bool]:
+    """Return what loads one of Horovod's modules, and whether it is a package."""
+    if name == _RUN:
+        return _RunLoader(), True
+    if name in _MODULES:
+        return _Loader(_MODULES[name]), False
+    if name.partition(".")[0] != "torch":
+        return (_PackageLoader(name) if name in _PACKAGES else None), True
+    own = find_spec(f"ronde.{name}")
+    is_package = own is not None and own.submodule_search_locations is not None
+    return own and _Loader(own.name), is_package
 
 
 class _Loader(Loader):
@@ -86,12 +96,28 @@ class _Loader(Loader):
         module.__spec__ = self._spec
 
 
+class _PackageLoader(Loader):
+    """Makes a package of Horovod's that has nothing but modules, and ``run``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        del spec
+        return sys.modules.get(f"horovod.{self._name}")
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[f"horovod.{self._name}"] = module
+        if self._name == "runner":
+            module.__dict__["run"] = import_module("ronde.horovod").run
+
+
 class _RunLoader(Loader):
     """Makes ``import horovod.run.runner`` work; ``horovod.run`` stays a function."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         del spec
-        run = import_module(_HOME).run
+        run = import_module("ronde.horovod").run
         run.run = run
         return cast("ModuleType", run)
 

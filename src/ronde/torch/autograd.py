@@ -1,12 +1,13 @@
-"""The collectives as values, with their gradients.
+"""The collectives as functions of tensors, with their gradients.
 
-Each is a function of tensors: ``start`` it, or ``carry_out`` it under autograd. The
-gradient of one is made of others, so that gradients of gradients are there as well.
+The gradient of one is made of others, so that gradients of gradients are there as well.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+import sys
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -16,310 +17,68 @@ from ronde.collectives.torch_modes import new_like, outside_compiler
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.requests import NamedOperation, OpKind
 from ronde.errors import CollectiveError, UsageError
-from ronde.torch.operators import REDUCE_OPS, REDUCIBLE, Adasum, Average, Sum
-from ronde.torch.process_sets import ProcessSet
-from ronde.torch.submission import detached, member_of, require_dtypes
-from ronde.torch.works import Given
+from ronde.torch.process_sets import ProcessSet, state_of
+from ronde.torch.session import ProcessSetState
 
 Tensors = Sequence[Tensor]
-Submission = tuple[Coordinator, NamedOperation]
-"""Who is to be asked for what."""
+Splits = Sequence[int] | Tensor
+Dtypes = Collection[torch.dtype]
+
+# Horovod's numbers.
+Average = 0
+Sum = 1
+Adasum = 2
+Min = 3
+Max = 4
+Product = 5
+
+_REDUCE_OPS = {
+    Average: ReduceOp.AVERAGE,
+    Sum: ReduceOp.SUM,
+    Min: ReduceOp.MIN,
+    Max: ReduceOp.MAX,
+    Product: ReduceOp.PRODUCT,
+}
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_NUMBERS = _FLOATS | {
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+}
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_REDUCIBLE: dict[int, Dtypes] = {
+    Average: _NUMBERS | _COMPLEX,
+    Sum: _NUMBERS | _COMPLEX,
+    Adasum: _FLOATS,
+    Min: _NUMBERS | {torch.bool},
+    Max: _NUMBERS | {torch.bool},
+    Product: _NUMBERS | _COMPLEX | {torch.bool},
+}
 
 
-class CollectiveFunction(Protocol):
-    """One or several tensors in, as many out."""
-
-    def prepare(self, tensors: Tensors) -> Submission:
-        """Check it and say what is to be submitted; the result is outside autograd.
-
-        Raises:
-            UsageError: A dtype is not supported, or the set does not fit.
-            CollectiveError: There is no session.
-        """
-        ...
-
-    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Turn gradients of its results into those of its inputs; collective.
-
-        Args:
-            gradients: One for each result.
-            num_rows: The inputs' sizes in dimension 0.
-        """
-        ...
-
-
-def start(collective: CollectiveFunction, tensors: Tensors) -> Work[tuple[Tensor, ...]]:
-    """Submit a collective and return at once.
-
-    Raises:
-        UsageError: It cannot be, or its name is under way.
-        CollectiveError: There is no session, or the job is shut down.
-    """
-    coordinator, operation = collective.prepare(tensors)
-    return coordinator.submit(operation)
-
-
-def start_in_place(
-    collective: "AllreduceFunction | BroadcastFunction", tensors: tuple[Tensor, ...]
-) -> Work[tuple[Tensor, ...]]:
-    """Start a collective whose results are the very tensors it is given."""
-    own = detached(tensors)
-    coordinator, operation = collective.prepare_into(own, own)
-    return Given(coordinator.submit(operation), tensors)
-
-
-def carry_out_in_place(
-    collective: "AllreduceFunction | BroadcastFunction", tensors: tuple[Tensor, ...]
-) -> None:
-    """Carry out a collective whose results go where its inputs are."""
-    own = detached(tensors)
-    coordinator, operation = collective.prepare_into(own, own)
-    coordinator.run(operation)
-
-
-def carry_out(collective: CollectiveFunction, tensors: Tensors) -> tuple[Tensor, ...]:
-    """Run a collective, under autograd where a tensor needs that."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor.requires_grad:
-                return cast(
-                    "tuple[Tensor, ...]", _Differentiable.apply(collective, *tensors)
-                )
-    coordinator, operation = collective.prepare(tensors)
-    return coordinator.run(operation)
-
-
-class _Differentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, collective: CollectiveFunction, *tensors: Tensor) -> Any:  # noqa: ANN401  autograd's
-        ctx.collective = collective
-        ctx.num_rows = [t.shape[0] if t.dim() else 1 for t in tensors]
-        coordinator, operation = collective.prepare(tensors)
-        return coordinator.run(operation)
-
-    @staticmethod
-    @outside_compiler
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401  autograd's
-        return None, *ctx.collective.gradients(gradients, ctx.num_rows)
-
-
-@dataclass(frozen=True, slots=True)
-class AllreduceFunction:
-    """All-reduce; its gradient is the same reduction of gradients.
-
-    Attributes:
-        op: Horovod's number.
-        name: On the wire; empty for none.
-        process_set: Whose ranks.
-        prescale: Multiplies the inputs.
-        postscale: Multiplies the results.
-        is_group: Whether the tensors are one group.
-    """
-
-    op: int
-    name: str
-    process_set: ProcessSet
-    prescale: float = 1.0
-    postscale: float = 1.0
-    is_group: bool = False
-
-    def prepare(self, tensors: Tensors) -> Submission:
-        """Have the results in new tensors of the inputs' layouts."""
-        return self.prepare_into(detached(tensors), None)
-
-    def prepare_into(
-        self, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...] | None
-    ) -> Submission:
-        """Have the results in ``outputs``.
-
-        Args:
-            tensors: Outside autograd.
-            outputs: Where the results go; ``tensors`` itself to work in place, None for
-                new tensors.
-
-        Raises:
-            UsageError: A dtype has no such reduction, or the set does not fit.
-            NotImplementedError: Adasum on this set, or over so many ranks.
-            CollectiveError: There is no session.
-        """
-        require_dtypes(tensors, REDUCIBLE[self.op])
-        member = member_of(self.process_set, "Allreduce")
-        if self.op == Adasum:
-            require_adasum(self.process_set, len(member.ranks))
-        return member.coordinator, NamedOperation(
-            OpKind.ADASUM if self.op == Adasum else OpKind.ALLREDUCE,
-            tensors,
-            self.name,
-            outputs or _new(tensors),
-            self.is_group,
-            REDUCE_OPS.get(self.op, ReduceOp.SUM),
-            self.prescale,
-            self.postscale,
-        )
-
-    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Reduce the gradients alike."""
-        del num_rows
-        name = _name_of_gradients(self.name)
-        alike = AllreduceFunction(
-            self.op,
-            name,
-            self.process_set,
-            self.prescale,
-            self.postscale,
-            self.is_group,
-        )
-        return carry_out(alike, gradients)
-
-
-@dataclass(frozen=True, slots=True)
-class AllgatherFunction:
-    """All-gather; its gradient is this rank's rows of the averaged gradients.
-
-    Attributes: as of ``AllreduceFunction``.
-    """
-
-    name: str
-    process_set: ProcessSet
-    is_group: bool = False
-
-    def prepare(self, tensors: Tensors) -> Submission:
-        """Check it: see ``CollectiveFunction``."""
-        require_dtypes(tensors)
-        member = member_of(self.process_set, "Allgather")
-        return member.coordinator, NamedOperation(
-            OpKind.ALLGATHER, detached(tensors), self.name, (), self.is_group
-        )
-
-    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Average the gradients and take this rank's rows, wherever they lie."""
-        name = _name_of_gradients(self.name)
-        averaged = carry_out(
-            AllreduceFunction(Average, name, self.process_set, is_group=self.is_group),
-            gradients,
-        )
-        (rows,) = carry_out(
-            AllgatherFunction(name, self.process_set),
-            (torch.tensor([num_rows], device="cpu"),),
-        )
-        rank = member_of(self.process_set, "Allgather").rank
-        starts = cast("list[int]", rows[:rank].sum(0).tolist())
-        return [
-            gradient.narrow(0, start, length)
-            for gradient, start, length in zip(averaged, starts, num_rows, strict=True)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastFunction:
-    """Copy from one rank; its gradient is the average there and zero elsewhere.
-
-    Attributes:
-        root_rank: Among all ranks, also in a process set.
-        name: As of ``AllreduceFunction``.
-        process_set: As of ``AllreduceFunction``.
-    """
-
-    root_rank: int
-    name: str
-    process_set: ProcessSet
-
-    def prepare(self, tensors: Tensors) -> Submission:
-        """Have the results in new tensors of the inputs' layouts."""
-        return self.prepare_into(detached(tensors), None)
-
-    def prepare_into(
-        self, tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...] | None
-    ) -> Submission:
-        """Have the results in ``outputs``: see ``AllreduceFunction.prepare_into``."""
-        require_dtypes(tensors)
-        member = member_of(self.process_set, "Broadcast")
-        if self.root_rank not in member.ranks:
+def choose_op(op: int | None, average: bool | None) -> int:
+    """Return the reduction that ``op``, or its deprecated form ``average``, means."""
+    if average is None:
+        if op is None:
+            return Average
+        if op not in _REDUCIBLE:
             raise UsageError(
-                f"broadcast received invalid root rank {self.root_rank} for provided "
-                "process set"
+                f"op must be Average, Sum, Adasum, Min, Max or Product, got {op}."
             )
-        root = member.ranks.index(self.root_rank)
-        return member.coordinator, NamedOperation(
-            OpKind.BROADCAST, tensors, self.name, outputs or _new(tensors), root=root
+        return op
+    if op is not None:
+        raise UsageError(
+            "The op parameter supersedes average. Please provide only one of them."
         )
-
-    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Average the gradients; they are the root's."""
-        del num_rows
-        name = _name_of_gradients(self.name)
-        averaged = carry_out(
-            AllreduceFunction(Average, name, self.process_set), gradients
-        )
-        member = member_of(self.process_set, "Broadcast")
-        if member.ranks[member.rank] == self.root_rank:
-            return averaged
-        return [torch.zeros_like(gradient) for gradient in averaged]
-
-
-@dataclass(frozen=True, slots=True)
-class ReducescatterFunction:
-    """Reduce-scatter by sum or average; its gradient is gathered.
-
-    Attributes: as of ``AllreduceFunction``.
-    """
-
-    op: int
-    name: str
-    process_set: ProcessSet
-    prescale: float = 1.0
-    postscale: float = 1.0
-    is_group: bool = False
-
-    def prepare(self, tensors: Tensors) -> Submission:
-        """Check it.
-
-        Raises:
-            UsageError: A dtype has no such reduction, or the set does not fit.
-            CollectiveError: There is no session, or ``op`` is neither Average nor Sum.
-        """
-        require_dtypes(tensors, REDUCIBLE[Average])
-        member = member_of(self.process_set, "Reducescatter")
-        if self.op not in (Average, Sum):
-            raise CollectiveError(
-                "Reducescatter currently only supports AVERAGE and SUM."
-            )
-        return member.coordinator, NamedOperation(
-            OpKind.REDUCESCATTER,
-            detached(tensors),
-            self.name,
-            (),
-            self.is_group,
-            REDUCE_OPS[self.op],
-            self.prescale,
-            self.postscale,
-        )
-
-    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Gather the scaled gradients."""
-        del num_rows
-        member = member_of(self.process_set, "Reducescatter")
-        factor = self.prescale * self.postscale
-        factor *= len(member.ranks) if self.op == Sum else 1
-        name = _name_of_gradients(self.name)
-        gather = AllgatherFunction(name, self.process_set, self.is_group)
-        return carry_out(gather, [gradient * factor for gradient in gradients])
-
-
-def _new(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple([new_like(tensor) for tensor in tensors])
-
-
-def _name_of_gradients(name: str) -> str:
-    return name and f"{name}.gradient"
+    warnings.warn(
+        "average is deprecated; say op=hvd.Average or op=hvd.Sum.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return Average if average else Sum
 
 
 def require_adasum(process_set: ProcessSet, size: int) -> None:
-    """Refuse ranks that Adasum cannot combine.
-
-    Raises:
-        NotImplementedError: Not all ranks, or their number is no power of two.
-    """
+    """Refuse ranks that Adasum cannot combine."""
     if process_set.process_set_id != 0:
         raise NotImplementedError(
             "Adasum does not support non-global process sets yet."
@@ -328,3 +87,329 @@ def require_adasum(process_set: ProcessSet, size: int) -> None:
         raise NotImplementedError(
             "Running Adasum with non-power of 2 ranks is not supported yet."
         )
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Say whether this rank has only a part of it: FSDP2, tensor parallel."""
+    if type(tensor) is Tensor:
+        return False
+    # Nobody has a DTensor who has not imported it, which takes a while.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def require_whole(tensors: Iterable[Tensor]) -> None:
+    """Refuse tensors of which each rank has another part."""
+    for tensor in tensors:
+        if is_sharded(tensor):
+            raise UsageError(
+                "a tensor of a collective must not be sharded, got a DTensor of shape "
+                f"{list(tensor.shape)}. Give it to_local() or full_tensor()."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveFunction:
+    """A collective on some tensors; its results are as many.
+
+    Every method raises ``UsageError`` for a dtype that is not supported, a set that is
+    not there and a name that is under way; ``CollectiveError`` if the job has ended.
+    """
+
+    word: ClassVar[str] = ""  # as Horovod's messages name it
+
+    process_set: ProcessSet
+    name: str | None = None  # on the wire; None matches ranks by the order of calls
+    is_group: bool = False
+
+    def _dtypes(self) -> Dtypes | None:
+        """Return what it is defined for; None for all."""
+        return None
+
+    def _operation(
+        self, state: ProcessSetState, tensors: tuple[Tensor, ...], *, in_place: bool
+    ) -> NamedOperation:
+        """Return what is to be submitted for detached tensors."""
+        raise NotImplementedError
+
+    def finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
+        """Return the results as tensors."""
+        return results
+
+    def reversed(self, results: Tensors) -> "CollectiveFunction":
+        """Return the function whose ``gradients`` belong to these results."""
+        del results
+        return self
+
+    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
+        """Turn gradients of the results into those of the inputs; collective.
+
+        ``num_rows`` has the inputs' sizes in dimension 0.
+        """
+        raise NotImplementedError
+
+    def start(self, tensors: Tensors, *, in_place: bool = False) -> Work[Any]:
+        """Submit it outside autograd and return at once."""
+        coordinator, operation = self._prepare(tensors, in_place=in_place)
+        return coordinator.submit(operation)
+
+    def run(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        """Carry it out, under autograd where a tensor needs that."""
+        if torch.is_grad_enabled():
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    return cast(
+                        "tuple[Tensor, ...]", _Differentiable.apply(self, *tensors)
+                    )
+        return self.run_detached(tensors)
+
+    def run_detached(
+        self, tensors: Tensors, *, in_place: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Carry it out outside autograd."""
+        coordinator, operation = self._prepare(tensors, in_place=in_place)
+        return self.finish(coordinator.run(operation))
+
+    @property
+    def gradient_name(self) -> str | None:
+        """What its gradients' collectives are called."""
+        return self.name and f"{self.name}.gradient"
+
+    def _prepare(
+        self, tensors: Tensors, *, in_place: bool
+    ) -> tuple[Coordinator, NamedOperation]:
+        require_whole(tensors)
+        dtypes = self._dtypes()
+        for tensor in tensors:
+            if tensor.layout is not torch.strided or (
+                dtypes is not None and tensor.dtype not in dtypes
+            ):
+                raise UsageError(f"Tensor type {tensor.type()} is not supported.")
+        state = state_of(self.process_set, self.word)
+        own = tuple([t.detach() if t.requires_grad else t for t in tensors])
+        return state.coordinator, self._operation(state, own, in_place=in_place)
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: CollectiveFunction, *tensors: Tensor) -> Any:  # noqa: ANN401  autograd's
+        results = function.run_detached(tensors)
+        ctx.function = function.reversed(results)
+        ctx.num_rows = [t.shape[0] if t.dim() else 1 for t in tensors]
+        return results
+
+    @staticmethod
+    @outside_compiler
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401  autograd's
+        return None, *ctx.function.gradients(gradients, ctx.num_rows)
+
+
+def _outputs(tensors: tuple[Tensor, ...], *, in_place: bool) -> tuple[Tensor, ...]:
+    return tensors if in_place else tuple([new_like(tensor) for tensor in tensors])
+
+
+@dataclass(frozen=True, slots=True)
+class AllreduceFunction(CollectiveFunction):
+    """All-reduce; its gradient is the same reduction of gradients."""
+
+    word = "Allreduce"
+    op: int = Average
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    def _dtypes(self) -> Dtypes | None:
+        return _REDUCIBLE[self.op]
+
+    def _operation(
+        self, state: ProcessSetState, tensors: tuple[Tensor, ...], *, in_place: bool
+    ) -> NamedOperation:
+        if self.op == Adasum:
+            require_adasum(self.process_set, len(state.ranks))
+        return NamedOperation(
+            OpKind.ADASUM if self.op == Adasum else OpKind.ALLREDUCE,
+            tensors,
+            self.name or "",
+            _outputs(tensors, in_place=in_place),
+            self.is_group,
+            _REDUCE_OPS.get(self.op, ReduceOp.SUM),
+            self.prescale,
+            self.postscale,
+        )
+
+    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
+        """Reduce the gradients alike."""
+        del num_rows
+        return replace(self, name=self.gradient_name).run(gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class AllgatherFunction(CollectiveFunction):
+    """All-gather; its gradient is this rank's rows of the averaged gradients."""
+
+    word = "Allgather"
+
+    def _operation(
+        self, state: ProcessSetState, tensors: tuple[Tensor, ...], *, in_place: bool
+    ) -> NamedOperation:
+        del state, in_place
+        return NamedOperation(
+            OpKind.ALLGATHER, tensors, self.name or "", (), self.is_group
+        )
+
+    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
+        """Average the gradients and take this rank's rows, wherever they lie."""
+        name = self.gradient_name
+        averaged = AllreduceFunction(self.process_set, name, self.is_group)
+        gathered = AllgatherFunction(self.process_set, name)
+        results = averaged.run(gradients)
+        (rows,) = gathered.run((torch.tensor([num_rows], device="cpu"),))
+        rank = state_of(self.process_set, self.word).rank
+        starts = cast("list[int]", rows[:rank].sum(0).tolist())
+        return [
+            result.narrow(0, start, length)
+            for result, start, length in zip(results, starts, num_rows, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastFunction(CollectiveFunction):
+    """Copy from one rank; its gradient is the average there and zero elsewhere."""
+
+    word = "Broadcast"
+    root_rank: int = 0  # among all ranks, also in a process set
+
+    def _operation(
+        self, state: ProcessSetState, tensors: tuple[Tensor, ...], *, in_place: bool
+    ) -> NamedOperation:
+        if self.root_rank not in state.ranks:
+            raise UsageError(
+                f"broadcast received invalid root rank {self.root_rank} for provided "
+                "process set"
+            )
+        return NamedOperation(
+            OpKind.BROADCAST,
+            tensors,
+            self.name or "",
+            _outputs(tensors, in_place=in_place),
+            root=state.ranks.index(self.root_rank),
+        )
+
+    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
+        """Average the gradients; they are the root's."""
+        del num_rows
+        averaged = AllreduceFunction(self.process_set, self.gradient_name)
+        results = averaged.run(gradients)
+        state = state_of(self.process_set, self.word)
+        if state.ranks[state.rank] == self.root_rank:
+            return results
+        return [torch.zeros_like(result) for result in results]
+
+
+@dataclass(frozen=True, slots=True)
+class ReducescatterFunction(CollectiveFunction):
+    """Reduce-scatter by sum or average; its gradient is gathered."""
+
+    word = "Reducescatter"
+    op: int = Average
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    def _dtypes(self) -> Dtypes | None:
+        return _REDUCIBLE[Average]
+
+    def _operation(
+        self, state: ProcessSetState, tensors: tuple[Tensor, ...], *, in_place: bool
+    ) -> NamedOperation:
+        del state, in_place
+        if self.op not in (Average, Sum):
+            raise CollectiveError(
+                "Reducescatter currently only supports AVERAGE and SUM."
+            )
+        return NamedOperation(
+            OpKind.REDUCESCATTER,
+            tensors,
+            self.name or "",
+            (),
+            self.is_group,
+            _REDUCE_OPS[self.op],
+            self.prescale,
+            self.postscale,
+        )
+
+    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
+        """Gather the scaled gradients."""
+        del num_rows
+        state = state_of(self.process_set, self.word)
+        factor = self.prescale * self.postscale
+        factor *= len(state.ranks) if self.op == Sum else 1
+        name = self.gradient_name
+        gathered = AllgatherFunction(self.process_set, name, self.is_group)
+        return gathered.run([gradient * factor for gradient in gradients])
+
+
+@dataclass(frozen=True, slots=True)
+class AlltoallFunction(CollectiveFunction):
+    """All-to-all; each row's gradient goes back to where it came from."""
+
+    word = "Alltoall"
+    splits: Splits | None = None
+
+    def _operation(
+        self, state: ProcessSetState, tensors: tuple[Tensor, ...], *, in_place: bool
+    ) -> NamedOperation:
+        del in_place
+        splits = self.splits
+        if isinstance(splits, Tensor):
+            if splits.dim() != 1:
+                raise UsageError("alltoall expects a 1D splits tensor")
+            if splits.dtype is not torch.int32:
+                raise UsageError(
+                    "alltoall expects splits to contain 32-bit integer elements."
+                )
+            # An empty one is Horovod's placeholder for none.
+            splits = cast("list[int]", splits.tolist()) or None
+        elif splits is not None:
+            splits = list(splits)
+        if tensors[0].dim():
+            _require_rows(splits, tensors[0].shape[0], len(state.ranks))
+        return NamedOperation(OpKind.ALLTOALL, tensors, self.name or "", splits=splits)
+
+    def finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
+        """Return the received rows and, int32, how many came from each rank."""
+        received, counts = results[0]
+        device = self.splits.device if isinstance(self.splits, Tensor) else None
+        return received, torch.tensor(counts, dtype=torch.int32, device=device)
+
+    def reversed(self, results: Tensors) -> CollectiveFunction:
+        """Return the function with the received counts as splits."""
+        return replace(self, splits=results[1])
+
+    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
+        """Send the gradients back; rows past the splits' sum went nowhere: zeros."""
+        sent_back = replace(self, name=self.gradient_name)
+        gradient = sent_back.run(gradients[:1])[0]
+        num_dropped = num_rows[0] - gradient.shape[0]
+        if num_dropped:
+            rest = gradient.new_zeros(num_dropped, *gradient.shape[1:])
+            gradient = torch.cat([gradient, rest])
+        return (gradient,)
+
+
+def _require_rows(splits: Sequence[int] | None, num_rows: int, size: int) -> None:
+    if splits is None:
+        if num_rows % size:
+            raise UsageError(
+                "splits not provided, but first dimension of tensor is not an even "
+                "multiple of the number of workers."
+            )
+        return
+    if len(splits) != size:
+        raise UsageError(
+            "Number of entries in splits does not equal number of workers."
+        )
+    if sum(splits) > num_rows:
+        raise UsageError(
+            "Sum of splits entries is greater than the first dimension of tensor."
+        )
+    if min(splits) < 0:
+        raise UsageError(f"splits must be at least 0, got {list(splits)}.")

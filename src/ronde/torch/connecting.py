@@ -30,10 +30,8 @@ from ronde.data_parallel import Bond, Follower, Key
 from ronde.data_parallel.agreement import describe, refuse_differences
 from ronde.data_parallel.resumable import Steps
 from ronde.errors import UnpairedError
-from ronde.torch.members import ProcessSetState
-from ronde.torch.process_sets import ProcessSet
-from ronde.torch.session import current_session
-from ronde.torch.submission import member_of
+from ronde.torch.process_sets import ProcessSet, state_of
+from ronde.torch.session import ProcessSetState, current_session
 
 
 class Connector:
@@ -41,17 +39,9 @@ class Connector:
 
     An optimizer outlives a session where ranks start anew after a failure (Horovod's
     elastic training); it keeps its name then, so that it meets its like.
-
-    Args:
-        process_set: Whose ranks reduce.
-        named_parameters: What is reduced.
-        how: To be added to what messages say of each.
-
-    Attributes:
-        key: Its name, equal on all ranks.
     """
 
-    key: Key
+    key: Key  # its name, equal on all ranks
 
     def __init__(
         self,
@@ -70,26 +60,26 @@ class Connector:
         self._entry: Entry | None = None
         self._follower: weakref.ref[Follower] | None = None
         # This thread may still use it where another one already waits.
-        self._member().coordinator.waits.add_user()
+        self._state().coordinator.waits.add_user()
 
     @property
     def waits(self) -> Waits:
         """Those of this process."""
-        return self._member().coordinator.waits
+        return self._state().coordinator.waits
 
     def tie(self, follower: Follower) -> None:
         """Have ``join()`` keep up with it, and ``shutdown()`` disconnect it."""
         self._follower = weakref.ref(follower)
-        self._member().followers.add(follower)
+        self._state().followers.add(follower)
 
     def start(self) -> SyncPoint:
         """Begin to connect, if that was not done; return where the ranks meet."""
-        return self._member().coordinator.point(self._ask().name)
+        return self._state().coordinator.point(self._ask().name)
 
     def connect(self, *, is_watched: bool = True) -> Steps[Bond]:
         """Connect; collective: see ``data_parallel.Connector``."""
         while True:
-            coordinator, entry = self._member().coordinator, self._ask()
+            coordinator, entry = self._state().coordinator, self._ask()
             with coordinator.watch(entry.name) if is_watched else nullcontext():
                 yield entry
                 try:
@@ -110,7 +100,7 @@ class Connector:
         self._entry = None
 
     def _ask(self) -> Entry:
-        coordinator = self._member().coordinator
+        coordinator = self._state().coordinator
         if self._entry is None:
             session, set_id = current_session(), self.key.set_id
 
@@ -120,42 +110,38 @@ class Connector:
             self._entry = coordinator.connect(self._name, make)
         return self._entry
 
-    def _member(self) -> ProcessSetState:
+    def _state(self) -> ProcessSetState:
         """Return this rank's part in the set, which knows of this optimizer."""
-        member = member_of(self._process_set, "Allreduce")
+        state = state_of(self._process_set, "Allreduce")
         known = self._coordinator and self._coordinator()
-        if known is not member.coordinator:
-            self._coordinator = weakref.ref(member.coordinator)
+        if known is not state.coordinator:
+            self._coordinator = weakref.ref(state.coordinator)
             self._entry = None
-            self._number = member.claim_number(self._label, self._number)
-            self._set_name(member, str(self._number))
+            self._number = state.claim_number(self._label, self._number)
+            self._set_name(state, str(self._number))
             follower = self._follower and self._follower()
             if follower is not None:
-                member.followers.add(follower)
-        return member
+                state.followers.add(follower)
+        return state
 
-    def _set_name(self, member: ProcessSetState, number: str) -> None:
+    def _set_name(self, state: ProcessSetState, number: str) -> None:
         self._name = f"{self._label}.{number}"
         set_id = self._process_set.process_set_id or 0
-        self.key = Key(set_id, int(_digest(self._name), 16), len(member.ranks))
+        self.key = Key(set_id, int(_digest(self._name), 16), len(state.ranks))
 
     def _compare(self) -> Steps[None]:
-        """Find out why the ranks wait for others each, and find a name that all have.
-
-        Raises:
-            CollectiveError: Their parameters differ.
-        """
+        """Find out why the ranks wait for different names, and agree on one."""
         line = json.dumps([self._name, self._parameters]) + "\n"
         sent = torch.frombuffer(bytearray(line.encode()), dtype=torch.uint8)
-        member = self._member()
+        state = self._state()
         operation = NamedOperation(OpKind.ALLGATHER, (sent,), "optimizer.parameters")
-        work = member.coordinator.submit(operation)
+        work = state.coordinator.submit(operation)
         yield work
         (gathered,) = work.wait()
         lines = bytes(gathered.tolist()).decode().splitlines()
         names, parameters = zip(*map(json.loads, lines), strict=True)
         refuse_differences(parameters)
-        self._set_name(member, _digest(" ".join(names)))
+        self._set_name(state, _digest(" ".join(names)))
 
 
 def _digest(text: str) -> str:

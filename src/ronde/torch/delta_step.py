@@ -27,15 +27,8 @@ class DeltaStep:
 
     Collective to use, not to create: ranks connect in their first step. Every rank has
     the same parameters in the same order. Every step begins with the number of ranks
-    that take it, for those that have joined and only keep up.
-
-    Attributes:
-        last_round: Number of the last step that this rank took.
-
-    Args:
-        parameters: All that may change.
-        compressor: What travels.
-        connector: Ties it to the other ranks.
+    that take it, for those that have joined and only keep up. ``last_round`` is the
+    number of the last step that this rank took.
     """
 
     def __init__(
@@ -61,11 +54,7 @@ class DeltaStep:
         self._parameters += [p for p in parameters if p.is_floating_point()]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - the optimizer's
-        """Step here, and go where the ranks' steps lead together; collective.
-
-        Raises:
-            CollectiveError: A rank is gone.
-        """
+        """Step here, and go where the ranks' steps lead together; collective."""
         starts = [parameter.detach().clone() for parameter in self._parameters]
         result = optimizer.step(closure) if closure else optimizer.step()
         self._go_together(starts)
@@ -78,11 +67,7 @@ class DeltaStep:
 
     @torch.no_grad()
     def keep_up(self) -> None:
-        """Take part in the others' steps without one of its own, to the last.
-
-        Raises:
-            CollectiveError: A rank is gone.
-        """
+        """Take part in the others' steps without one of its own, to the last."""
         communicator = self._connected(is_watched=False)
         while communicator.all_reduce(torch.zeros(1, device="cpu")).wait().item():
             self._num_steps += 1
@@ -91,10 +76,9 @@ class DeltaStep:
                 self._combine(communicator, nothing)
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
-        """Leave the other ranks; the next use connects anew.
+        """Leave the other ranks, if abruptly, with what is under way failing there too.
 
-        Args:
-            is_abrupt: Have what is under way fail, here and there.
+        The next use connects anew.
         """
         self._connector.give_up()
         communicator, self._communicator = self._communicator, None

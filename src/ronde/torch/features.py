@@ -43,7 +43,7 @@ def mpi_enabled() -> bool:
     if not is_initialized():
         return False
     session = current_session()
-    is_launcher = session.claim.launcher in (Launcher.OPEN_MPI, Launcher.PMI)
+    is_launcher = session.rank_info.launcher in (Launcher.OPEN_MPI, Launcher.PMI)
     return is_launcher or session.communicator.engine == "mpi"
 
 

@@ -16,18 +16,10 @@ from ronde.collectives.objects import (
 )
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.errors import UsageError
-from ronde.torch.autograd import (
-    AllgatherFunction,
-    BroadcastFunction,
-    start,
-    start_in_place,
-)
-from ronde.torch.naming import plain_name
-from ronde.torch.process_sets import ProcessSet, global_process_set
+from ronde.torch.autograd import AllgatherFunction, BroadcastFunction, require_whole
+from ronde.torch.optimizer import plain_name
+from ronde.torch.process_sets import ProcessSet, global_process_set, state_of
 from ronde.torch.session import rank
-from ronde.torch.submission import member_of
-from ronde.torch.works import Only
-from ronde.torch.wrappers import require_whole
 
 
 @outside_compiler
@@ -36,22 +28,19 @@ def broadcast_parameters(
 ) -> None:
     """Copy ``root_rank``'s parameters into every rank's, in place; collective.
 
-    Args:
-        params: A ``state_dict()``, or tensors, or ``(name, tensor)`` pairs such as
-            ``named_parameters()`` gives; what is not a tensor is skipped. Those that
-            have no name are matched by their order.
-        root_rank: The rank to copy from.
+    ``params`` is a ``state_dict()``, or tensors, or ``(name, tensor)`` pairs such as
+    ``named_parameters()`` gives; what is not a tensor is skipped. Those that have no
+    name are matched by their order.
 
     Raises:
-        UsageError: ``params`` is nothing of these, two have one name, or one is a
-            DTensor.
+        UsageError: ``params`` is none of these, two have one name, or one is a DTensor.
         CollectiveError: Ranks differ in a shape or dtype, or one is gone.
     """
     named = _named_tensors(params)
     require_whole(tensor for _, tensor in named)
     works = [
-        start_in_place(
-            BroadcastFunction(root_rank, name, global_process_set), (tensor,)
+        BroadcastFunction(global_process_set, name, root_rank=root_rank).start(
+            (tensor,), in_place=True
         )
         for name, tensor in named
     ]
@@ -72,12 +61,12 @@ def broadcast_optimizer_state(
         optimizer: The same class over the same parameters on every rank; its state may
             be empty anywhere.
         root_rank: The rank to copy from.
-        model: Says which parameters are sparse embeddings and stay without.
+        model: Its sparse embeddings stay without gradients.
 
     Raises:
         UsageError: The optimizer is ``torch.optim.LBFGS``, or, on ``root_rank``, its
             state holds something else than tensors, numbers and text.
-        CollectiveError: A rank is gone, or refused so.
+        CollectiveError: A rank is gone, or raised such an error.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("cannot broadcast torch.optim.LBFGS state")
@@ -116,7 +105,7 @@ def broadcast_object(
         UsageError: The set is not there, or without this rank or ``root_rank``.
         CollectiveError: The root could not pickle its object, or a rank is gone.
     """
-    return broadcast_object_by(_Carrier(name or "", process_set), obj, root_rank)
+    return broadcast_object_by(_Carrier(name, process_set), obj, root_rank)
 
 
 @outside_compiler
@@ -136,7 +125,7 @@ def allgather_object(
         UsageError: The set is not there, or without this rank.
         CollectiveError: A rank could not pickle its object, or is gone.
     """
-    return all_gather_object(_Carrier(name or "", process_set), obj)
+    return all_gather_object(_Carrier(name, process_set), obj)
 
 
 def _make_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
@@ -155,23 +144,22 @@ def _make_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None
 class _Carrier:
     """Carries the bytes of one object by named collectives, ranks among all."""
 
-    def __init__(self, name: str, process_set: ProcessSet) -> None:
-        member = member_of(process_set, "Broadcast")
-        self.rank = member.ranks[member.rank]
-        self.size = len(member.ranks)
+    def __init__(self, name: str | None, process_set: ProcessSet) -> None:
+        state = state_of(process_set, "Broadcast")
+        self.rank = state.ranks[state.rank]
+        self.size = len(state.ranks)
         self._process_set = process_set
+        # First the length, then the bytes; of a gathering both in one.
         self._names = iter([name and f"{name}.sz", name and f"{name}.t"])
 
     def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
-        """Copy the length, then the bytes, from ``root``."""
-        part = BroadcastFunction(root, next(self._names), self._process_set)
-        return Only(start_in_place(part, (tensor,)))
+        name = next(self._names)
+        function = BroadcastFunction(self._process_set, name, root_rank=root)
+        return Work(function.run_detached((tensor,), in_place=True)[0])
 
     def all_gather(self, tensor: Tensor) -> Work[Tensor]:
-        """Gather length and bytes in one."""
-        return Only(
-            start(AllgatherFunction(next(self._names), self._process_set), (tensor,))
-        )
+        function = AllgatherFunction(self._process_set, next(self._names))
+        return Work(function.run_detached((tensor,))[0])
 
 
 def _to_plain(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
@@ -225,17 +213,13 @@ def _named_tensors(
 ) -> list[tuple[str, Tensor]]:
     if isinstance(params, Tensor | str | bytes) or not hasattr(params, "__iter__"):
         raise UsageError(f"invalid params of type: {type(params)}")
+    pairs: list[tuple[Any, Any]]
     if isinstance(params, Mapping):
         named = cast("Mapping[str, Any]", params)
-        pairs: list[tuple[Any, Any]] = sorted(named.items(), key=_key)
+        pairs = [(name, named[name]) for name in sorted(named)]
     else:
-        pairs = [_pair(item) for item in params]
+        pairs = [
+            cast("tuple[Any, Any]", item) if isinstance(item, tuple) else ("", item)
+            for item in params
+        ]
     return [(plain_name(str(n or "")), t) for n, t in pairs if isinstance(t, Tensor)]
-
-
-def _key(item: tuple[str, Any]) -> str:
-    return item[0]
-
-
-def _pair(item: Any) -> tuple[Any, Any]:  # noqa: ANN401 - the caller's own
-    return cast("tuple[Any, Any]", item) if isinstance(item, tuple) else ("", item)

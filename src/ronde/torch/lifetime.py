@@ -1,4 +1,4 @@
-"""The beginning and the end of a session."""
+"""The beginning and the end of a session, and of its timelines."""
 
 import atexit
 import logging
@@ -7,6 +7,7 @@ import socket
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,32 +16,35 @@ from ronde.collectives import Communicator, Connections, exchange_hosts
 from ronde.collectives.connections import DEFAULT_TIMEOUT_S
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.coordinator import CoordinationOptions
+from ronde.coordination.fusion_tuning import FusionTuningOptions
 from ronde.data_parallel import BucketTuningOptions
 from ronde.errors import UsageError
 from ronde.memory import malloc_thresholds
-from ronde.torch.autotune import fusion_options, tuning_options
-from ronde.torch.members import Job, ProcessSetState
 from ronde.torch.process_sets import ProcessSet, global_process_set, register
 from ronde.torch.recordings import Recordings
 from ronde.torch.session import (
+    ProcessSetState,
     Session,
+    SessionSettings,
     begin,
     current_session,
+    current_world,
     end,
     is_initialized,
 )
-from ronde.torch.timeline import close_timeline, open_timeline
+from ronde.tuning import TuningLog, TuningOptions
 from ronde.world import RankInfo, World, read_rank_info
 from ronde.world.environment import read_malloc_tuning, send_exit_notice
 from ronde.world.horovod_config import (
+    DYNAMIC,
     HorovodConfig,
     read_horovod_config,
     report_ignored,
 )
 
 _START_TIMEOUT_S = 300.0
-_DYNAMIC = "dynamic"
-_asked_for: set[str] = set()
+_DYNAMIC_SETS = "dynamic"
+_requested: set[str] = set()
 """Horovod remembers ``init(process_sets="dynamic")`` over a shutdown; so do we."""
 
 
@@ -61,8 +65,7 @@ def init(
         comm: None, the list of all ranks, or an mpi4py communicator of all ranks.
         process_sets: Sets to register, equal on all ranks; or ``"dynamic"``, to allow
             ``add_process_set()`` later.
-        engine: What is to move tensors, equal on all ranks; empty takes the
-            environment's.
+        engine: What moves tensors, equal on all ranks; empty takes the environment's.
 
     Raises:
         UsageError: There is no such engine, it is not installed, or two process sets
@@ -86,7 +89,58 @@ def shutdown() -> None:
     try:
         session.close()
     finally:
-        close_timeline(session)
+        # Not earlier: other ranks may learn from it that it is time to end theirs.
+        session.recordings.close()
+
+
+@outside_compiler
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begin to record what all ranks do; every rank should call this.
+
+    Rank 0 writes its own operations to the file while they happen, in Horovod's form.
+    After ``stop_timeline()`` or ``shutdown()`` the file holds those of all ranks, on
+    one clock. A timeline that runs already is ended first.
+
+    Args:
+        file_path: Rank 0's file; packed with gzip at the end where its name ends in
+            ``.gz``. Other ranks keep a part beside it, or in a temporary directory.
+        mark_cycles: Whether to mark when submissions are sent off.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+        UsageError: ``HOROVOD_TIMELINE`` was not set before ``init()``.
+        OSError: Rank 0 cannot write the file.
+    """
+    current_world()
+    session = current_session()
+    if not session.config.timeline:
+        raise UsageError(
+            "Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage."
+        )
+    stop_timeline()
+    session.recordings.start(Path(os.fspath(file_path)), has_cycles=mark_cycles)
+    _set_recorders(session)
+
+
+@outside_compiler
+def stop_timeline() -> None:
+    """End the timeline; nothing happens where none runs.
+
+    Rank 0 returns when the file is complete. Ranks that have not begun a timeline are
+    not waited for, and one that does not stop its own is left out after 5 s.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
+    current_world()
+    session = current_session()
+    session.recordings.stop()
+    _set_recorders(session)
+
+
+def _set_recorders(session: Session) -> None:
+    for state in session.states.values():
+        state.coordinator.recorder = session.recordings.recorder
 
 
 def _leave(pid: int) -> None:
@@ -97,49 +151,53 @@ def _leave(pid: int) -> None:
 
 
 def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi4py's
-    knobs = read_horovod_config()
-    _set_log_level(knobs)
-    claim = read_rank_info()
-    if claim.rank == 0:
-        report_ignored(knobs)
-        _report_stray(claim)
-    _check_comm(comm, claim)
-    tuning = tuning_options(knobs, claim.rank)
+    config, rank_info = read_horovod_config(), read_rank_info()
+    rank = rank_info.rank
+    if config.log_level is not None:
+        logging.getLogger("ronde").setLevel(config.log_level)
+    if rank == 0:
+        report_ignored(config)
+        _report_stray(rank_info)
+    _check_comm(comm, rank_info)
+    tuning = _tuning_options(config, rank)
     connections = Connections(
-        claim,
-        timeout_s=knobs.collective_timeout_s or DEFAULT_TIMEOUT_S,
-        engine=engine or _hierarchical(claim, knobs),
+        rank_info,
+        timeout_s=config.collective_timeout_s or DEFAULT_TIMEOUT_S,
+        engine=engine or _hierarchical(rank_info, config),
     )
-    ranks = tuple(range(claim.size))
+    ranks = tuple(range(rank_info.size))
     communicator = connections.connect("set0", ranks)
     with ExitStack() as undo:
         undo.callback(communicator.close)
-        hosts = _hosts(claim, communicator)
-        world = claim.world or World.from_hosts(claim.rank, hosts)
-        timeout_s = knobs.start_timeout_s or _START_TIMEOUT_S
-        job = Job(connections, hosts, _options(knobs, tuning), timeout_s)
-        with _pinned(knobs.thread_affinity, world.local_rank):
-            member = ProcessSetState.connect(job, 0, ranks, communicator)
+        hosts = _hosts(rank_info, communicator)
+        world = rank_info.world or World.from_hosts(rank, hosts)
+        timeout_s = config.start_timeout_s or _START_TIMEOUT_S
+        options = _coordination_options(config, tuning)
+        settings = SessionSettings(connections, hosts, options, timeout_s)
+        with _pinned(config.thread_affinity, world.local_rank):
+            state = ProcessSetState.connect(settings, 0, ranks, communicator)
         undo.pop_all()
     session = Session(
         world=world,
-        claim=claim,
-        knobs=knobs,
-        job=job,
-        is_dynamic=knobs.has_dynamic_process_sets or _DYNAMIC in _asked_for,
+        rank_info=rank_info,
+        config=config,
+        settings=settings,
+        is_dynamic=config.has_dynamic_process_sets or _DYNAMIC_SETS in _requested,
         sets={0: ranks},
-        members={0: member},
-        recordings=Recordings(
-            claim.rank, claim.size, hosts[claim.rank], connections.store
-        ),
+        states={0: state},
+        recordings=Recordings(rank, rank_info.size, hosts[rank], connections.store),
         tuning=tuning,
     )
     _tune_malloc(world.local_size)
     global_process_set.ranks = list(ranks)
-    session.heed(session.members[0])
+    session.abort_on_stall(state)
     begin(session)
     atexit.register(_leave, os.getpid())
-    open_timeline(session)
+    session.recordings.open()
+    if config.timeline not in ("", DYNAMIC):
+        path = Path(config.timeline)
+        session.recordings.start(path, has_cycles=config.has_timeline_cycles)
+    _set_recorders(session)
 
 
 @cache
@@ -152,28 +210,18 @@ def _tune_malloc(local_size: int) -> None:
         thresholds.apply()
 
 
-def _set_log_level(knobs: HorovodConfig) -> None:
-    """Have ronde say as much as ``HOROVOD_LOG_LEVEL`` asks for; nobody else."""
-    if knobs.log_level is not None:
-        logging.getLogger("ronde").setLevel(knobs.log_level)
-
-
-def _report_stray(claim: RankInfo) -> None:
-    if claim.stray:
+def _report_stray(rank_info: RankInfo) -> None:
+    if rank_info.stray:
         logging.getLogger("ronde").warning(
             "Ignored %s: no launcher sets so little. This is rank %s of %s. Unset it, "
             "or start the program with ronde run.",
-            *(", ".join(claim.stray), claim.rank, claim.size),
+            *(", ".join(rank_info.stray), rank_info.rank, rank_info.size),
         )
 
 
 @contextmanager
 def _pinned(cores: Sequence[int], local_rank: int) -> Generator[None]:
-    """Keep the threads that are started here on ``HOROVOD_THREAD_AFFINITY``'s core.
-
-    Raises:
-        UsageError: There is no such core, or none for this rank.
-    """
+    """Keep the threads that are started here on ``HOROVOD_THREAD_AFFINITY``'s core."""
     if not cores:
         yield
         return
@@ -195,12 +243,12 @@ def _pinned(cores: Sequence[int], local_rank: int) -> Generator[None]:
 def _static_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:
     if not isinstance(process_sets, str):
         return list(process_sets or ())
-    if process_sets.lower() != _DYNAMIC:
+    if process_sets.lower() != _DYNAMIC_SETS:
         raise UsageError(
-            f"process_sets must be a list of ProcessSet or {_DYNAMIC!r}, got "
+            f"process_sets must be a list of ProcessSet or {_DYNAMIC_SETS!r}, got "
             f"{process_sets!r}."
         )
-    _asked_for.add(_DYNAMIC)
+    _requested.add(_DYNAMIC_SETS)
     return []
 
 
@@ -216,10 +264,10 @@ def _register_all(session: Session, sets: list[ProcessSet]) -> None:
             )
 
 
-def _check_comm(comm: Sequence[int] | Any, claim: RankInfo) -> None:  # noqa: ANN401  mpi4py's
+def _check_comm(comm: Sequence[int] | Any, rank_info: RankInfo) -> None:  # noqa: ANN401  mpi4py's
     if comm is None:
         return
-    every = list(range(claim.size))
+    every = list(range(rank_info.size))
     if isinstance(comm, Iterable):
         if list(cast("Iterable[int]", comm)) in ([], every):
             return
@@ -227,34 +275,59 @@ def _check_comm(comm: Sequence[int] | Any, claim: RankInfo) -> None:  # noqa: AN
         global_process_set.mpi_comm = comm
         return
     raise UsageError(
-        f"comm must be None or all ranks in order, got {comm} with size {claim.size}. "
-        "Leave it out; give process_sets for some of the ranks."
+        f"comm must be None or all ranks in order, got {comm} with size "
+        f"{rank_info.size}. Leave it out; give process_sets for some of the ranks."
     )
 
 
-def _hierarchical(claim: RankInfo, knobs: HorovodConfig) -> str:
+def _hierarchical(rank_info: RankInfo, config: HorovodConfig) -> str:
     """Return the engine that ``HOROVOD_HIERARCHICAL_*`` asks for, or empty."""
-    is_asked = knobs.is_hierarchical and claim.engine == "auto"
-    return "hierarchical" if is_asked and claim.local_size < claim.size else ""
+    is_wanted = config.is_hierarchical and rank_info.engine == "auto"
+    has_hosts = rank_info.local_size < rank_info.size
+    return "hierarchical" if is_wanted and has_hosts else ""
 
 
-def _hosts(claim: RankInfo, communicator: Communicator) -> tuple[str, ...]:
+def _hosts(rank_info: RankInfo, communicator: Communicator) -> tuple[str, ...]:
     """Return the host of every rank; collective where they may be on several."""
     host = socket.gethostname()
-    if claim.local_size == claim.size:
-        return (host,) * claim.size
+    if rank_info.local_size == rank_info.size:
+        return (host,) * rank_info.size
     return tuple(exchange_hosts(communicator, host))
 
 
-def _options(
-    knobs: HorovodConfig, tuning: BucketTuningOptions | None
+def _tuning_options(config: HorovodConfig, rank: int) -> BucketTuningOptions | None:
+    """Return how reducers find their bucket sizes; None leaves them as they are."""
+    if not config.is_autotuning:
+        return None
+    amount = TuningOptions(
+        warmup_samples=config.autotune_warmup_samples,
+        steps_per_sample=config.autotune_steps_per_sample,
+        max_samples=config.autotune_max_samples,
+    )
+    log = None
+    if config.autotune_log and rank == 0:
+        try:
+            log = TuningLog(Path(config.autotune_log))
+        except OSError as error:
+            raise UsageError(
+                "HOROVOD_AUTOTUNE_LOG must be a file that can be written, got "
+                f"{config.autotune_log}: {error.strerror}. Give another path."
+            ) from error
+    return BucketTuningOptions(amount, log)
+
+
+def _coordination_options(
+    config: HorovodConfig, tuning: BucketTuningOptions | None
 ) -> CoordinationOptions:
+    fusion_tuning = None
+    if tuning is not None and "FUSION_THRESHOLD" not in config.explicit:
+        fusion_tuning = FusionTuningOptions(tuning.amount, tuning.log)
     return CoordinationOptions(
-        fusion_threshold_bytes=knobs.fusion_threshold_bytes,
-        tuning=fusion_options(knobs, tuning),
-        gather_time_s=knobs.cycle_time_s,
-        cache_capacity=knobs.cache_capacity,
-        is_group_alone=knobs.is_group_alone,
-        stall_warning_s=knobs.stall_warning_s,
-        stall_shutdown_s=knobs.stall_shutdown_s,
+        fusion_threshold_bytes=config.fusion_threshold_bytes,
+        tuning=fusion_tuning,
+        gather_time_s=config.cycle_time_s,
+        cache_capacity=config.cache_capacity,
+        is_group_alone=config.is_group_alone,
+        stall_warning_s=config.stall_warning_s,
+        stall_shutdown_s=config.stall_shutdown_s,
     )

@@ -1,18 +1,52 @@
-"""The module that Horovod's scripts import collectives from by its name."""
+"""Horovod's collectives of tensors, and all else that its scripts import from here.
 
+Ranks are matched by ``name``; without one, by the order of calls. Unless said
+otherwise:
+
+* ``tensor`` has any shape and layout, equal on all ranks, on CPU or CUDA; results have
+  its layout. Sparse tensors: see ``sparse_allreduce_async``.
+* ``op`` is Average (default), Sum, Adasum, Min, Max or Product; ``average`` is its
+  deprecated form. Averages divide by the size of the process set; those of integers
+  truncate toward zero. Any dtype can be gathered, broadcast and exchanged.
+* ``prescale_factor`` multiplies the input, ``postscale_factor`` the result.
+* ``process_set`` is the ranks that take part; all of them must call.
+* A group is ready when all its tensors are, on all ranks.
+* ``UsageError`` (a ValueError) is raised at the call, on this rank only: the dtype has
+  no such reduction, the set does not exist or lacks this rank, the name is under way.
+* ``CollectiveError`` (``HorovodInternalError``) means that the operation failed, and
+  why: shapes, dtypes or operations that do not fit, a lost rank, no session.
+
+The functions without ``async`` and without underscore work under autograd. Those with
+``async`` return a handle for ``poll`` and ``synchronize``.
+"""
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ronde.collectives import Work
+from ronde.collectives.torch_modes import outside_compiler
+from ronde.coordination.requests import NamedOperation, OpKind
+from ronde.data_parallel import Compression, Compressor, Standing, keep_up_until
 from ronde.errors import CollectiveError as HorovodInternalError
-from ronde.torch.all_to_all import alltoall, alltoall_async
-from ronde.torch.completion import barrier, join, poll, synchronize
-from ronde.torch.compression import Compression
-from ronde.torch.exchanges import (
-    allgather,
-    allgather_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
+from ronde.torch.autograd import (
+    Adasum,
+    AllgatherFunction,
+    AllreduceFunction,
+    AlltoallFunction,
+    Average,
+    BroadcastFunction,
+    CollectiveFunction,
+    Max,
+    Min,
+    Product,
+    ReducescatterFunction,
+    Splits,
+    Sum,
+    choose_op,
 )
 from ronde.torch.features import (
     ccl_built,
@@ -26,39 +60,18 @@ from ronde.torch.features import (
     nccl_built,
     rocm_built,
 )
-from ronde.torch.lifetime import init, shutdown
+from ronde.torch.lifetime import init, shutdown, start_timeline, stop_timeline
 from ronde.torch.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
-)
-from ronde.torch.reductions import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-)
-from ronde.torch.scatters import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
+    state_of,
 )
 from ronde.torch.session import (
     cross_rank,
     cross_size,
+    current_session,
     is_homogeneous,
     is_initialized,
     local_rank,
@@ -66,7 +79,6 @@ from ronde.torch.session import (
     rank,
     size,
 )
-from ronde.torch.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",
@@ -131,3 +143,457 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return the reduction of ``tensor`` over all ranks; the input stays as it is."""
+    op = choose_op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, False, op, *factors)
+    return _run_compressed(function, compression, (tensor,))[0]
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Reduce ``tensor`` over all ranks in place and return it."""
+    op = choose_op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, False, op, *factors)
+    function.run_detached((tensor,), in_place=True)
+    return tensor
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start ``allreduce``; the handle's result is a new tensor."""
+    op = choose_op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, False, op, *factors)
+    return _start(function, (tensor,))
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start ``allreduce_``; the handle's result is ``tensor``."""
+    op = choose_op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, False, op, *factors)
+    return _start(function, (tensor,), in_place=True)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Return the reductions of several tensors; the inputs stay as they are."""
+    op = choose_op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, True, op, *factors)
+    return _run_compressed(function, compression, tensors)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, ...]:
+    """Reduce several tensors in place and return them."""
+    op = choose_op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, True, op, *factors)
+    given = tuple(tensors)
+    if given:
+        function.run_detached(given, in_place=True)
+    return given
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start ``grouped_allreduce``; the handle's result is a tuple of new tensors."""
+    op = choose_op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, True, op, *factors)
+    return _start(function, tensors)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start ``grouped_allreduce_``; the handle's result is the tuple of ``tensors``."""
+    op = choose_op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, True, op, *factors)
+    return _start(function, tensors, in_place=True)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor,
+    name: str | None,
+    op: int,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], Tensor]:
+    """Start the sum, or with ``op=Average`` the average, of sparse (COO) tensors.
+
+    Returns:
+        A function that waits and returns the sparse result, not coalesced: the entries
+        of all ranks, one after the other.
+    """
+    num_ranks = len(state_of(process_set, "Allgather").ranks)
+    # Gathering is along the first dimension, where an entry's index must be.
+    parts = {
+        "indices": tensor._indices().transpose(0, 1).contiguous(),  # noqa: SLF001  torch's
+        "values": tensor._values(),  # noqa: SLF001  torch's
+    }
+    gathered = [
+        AllgatherFunction(process_set, name and f"{name}.{part}").start((given,))
+        for part, given in parts.items()
+    ]
+
+    @outside_compiler
+    def wait() -> Tensor:
+        indices, values = [work.wait()[0] for work in gathered]
+        if op == Average:
+            values = values / num_ranks
+        return torch.sparse_coo_tensor(indices.transpose(0, 1), values, tensor.size())
+
+    return wait
+
+
+def allgather(
+    tensor: Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return the ranks' tensors one after the other along dimension 0.
+
+    That may differ from rank to rank, the other dimensions may not.
+    """
+    return AllgatherFunction(process_set, name).run((tensor,))[0]
+
+
+def allgather_async(
+    tensor: Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start ``allgather``."""
+    return _start(AllgatherFunction(process_set, name), (tensor,))
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, ...]:
+    """Return ``allgather`` of several tensors, which are ready together."""
+    if not tensors:
+        return ()
+    return AllgatherFunction(process_set, name, is_group=True).run(tensors)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start ``grouped_allgather``."""
+    return _start(AllgatherFunction(process_set, name, is_group=True), tensors)
+
+
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return ``root_rank``'s tensor; the input stays as it is.
+
+    ``root_rank`` counts among all ranks, also where ``process_set`` is some of them.
+    """
+    function = BroadcastFunction(process_set, name, root_rank=root_rank)
+    return function.run((tensor,))[0]
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Copy ``root_rank``'s values into ``tensor`` and return it."""
+    function = BroadcastFunction(process_set, name, root_rank=root_rank)
+    function.run_detached((tensor,), in_place=True)
+    return tensor
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start ``broadcast``; the handle's result is a new tensor."""
+    function = BroadcastFunction(process_set, name, root_rank=root_rank)
+    return _start(function, (tensor,))
+
+
+def broadcast_async_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start ``broadcast_``; the handle's result is ``tensor``."""
+    function = BroadcastFunction(process_set, name, root_rank=root_rank)
+    return _start(function, (tensor,), in_place=True)
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Reduce over all ranks and return this rank's rows of dimension 0.
+
+    ``op`` is Average or Sum. Where the size of the set does not divide the rows, the
+    first ranks take one more.
+    """
+    factors = (prescale_factor, postscale_factor)
+    function = ReducescatterFunction(process_set, name, False, op, *factors)
+    return _run_compressed(function, compression, (tensor,))[0]
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start ``reducescatter``."""
+    factors = (prescale_factor, postscale_factor)
+    function = ReducescatterFunction(process_set, name, False, op, *factors)
+    return _start(function, (tensor,))
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Reduce several tensors and return this rank's rows of each."""
+    factors = (prescale_factor, postscale_factor)
+    function = ReducescatterFunction(process_set, name, True, op, *factors)
+    return _run_compressed(function, compression, tensors)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start ``grouped_reducescatter``; the handle's result is a tuple."""
+    factors = (prescale_factor, postscale_factor)
+    function = ReducescatterFunction(process_set, name, True, op, *factors)
+    return _start(function, tensors)
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Splits | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Send rows of dimension 0 to the ranks and return those they sent here.
+
+    Args:
+        tensor: Any dtype; later dimensions are equal on all ranks.
+        splits: Rows for each rank, as a list or a one-dimensional int32 tensor; None
+            splits evenly. Rows past their sum are left out.
+        name: As above.
+        process_set: As above.
+
+    Returns:
+        The received rows in rank order; with ``splits`` also how many came from each
+        rank, int32, on the device of ``splits``.
+    """
+    function = AlltoallFunction(process_set, name, splits=splits)
+    received, counts = function.run((tensor,))
+    return received if splits is None else (received, counts)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Splits | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start ``alltoall``; the handle's result is always the pair."""
+    function = AlltoallFunction(process_set, name, splits=splits)
+    work = function.start((tensor,))
+    return current_session().handles.add(work, function.finish)
+
+
+def poll(handle: int) -> bool:
+    """Say whether ``synchronize(handle)`` would return at once.
+
+    Raises:
+        UsageError: There is no such handle, or it was synchronized.
+        CollectiveError: There is no session.
+    """
+    return current_session().handles.poll(handle)
+
+
+def synchronize(handle: int) -> Any:  # noqa: ANN401  each operation's own result
+    """Wait for the operation of ``handle``, forget it and return its result.
+
+    None for a handle that is not known.
+
+    Raises:
+        CollectiveError: The operation failed, or there is no session.
+    """
+    return current_session().handles.synchronize(handle)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank of the set has called this; one at a time for each set."""
+    state_of(process_set, "Barrier").coordinator.run(NamedOperation(OpKind.BARRIER))
+
+
+def join(device: int = -1) -> int:
+    """Take part in what the others still reduce, with zeros, until all have joined.
+
+    For ranks whose data end earlier. Averages still divide by the number of all ranks.
+    All-reduces and optimizers go on; what else the others ask for fails, as nothing
+    could stand for this rank's part.
+
+    Args:
+        device: Accepted for Horovod's sake; zeros are made where they are needed.
+
+    Returns:
+        The rank that joined last, equal on all ranks; with optimizers one that took
+        the last step.
+
+    Raises:
+        CollectiveError: A rank is gone.
+    """
+    del device
+    session = current_session()
+    coordinator = session.states[0].coordinator
+
+    def exchange(own: list[Standing]) -> list[list[Standing]]:
+        rows = [(session.world.rank, *standing) for standing in own]
+        width = 1 + len(Standing._fields)
+        sent = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, width)
+        operation = NamedOperation(OpKind.ALLGATHER, (sent,), "join.standings")
+        (gathered,) = coordinator.run(operation)
+        everyone: list[list[Standing]] = [[] for _ in range(session.world.size)]
+        for its_rank, *standing in gathered.tolist():
+            everyone[its_rank].append(Standing(*standing))
+        return everyone
+
+    return keep_up_until(
+        [each for state in session.states.values() for each in state.followers],
+        join=lambda: cast("int", coordinator.run(NamedOperation(OpKind.JOIN))),
+        exchange=exchange,
+    )
+
+
+def _run_compressed(
+    function: CollectiveFunction,
+    compression: type[Compressor],
+    tensors: Sequence[Tensor],
+) -> list[Tensor]:
+    if not tensors:
+        return []
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    results = function.run([wire for wire, _ in compressed])
+    return [
+        compression.decompress(result, context)
+        for result, (_, context) in zip(results, compressed, strict=True)
+    ]
+
+
+def _start(
+    function: CollectiveFunction, tensors: Sequence[Tensor], *, in_place: bool = False
+) -> int:
+    given = tuple(tensors)
+    work = function.start(given, in_place=in_place) if given else Work[Any](())
+
+    def finish(results: Any) -> Any:  # noqa: ANN401  a tensor or a tuple
+        found = given if in_place else results
+        return found if function.is_group else found[0]
+
+    return current_session().handles.add(work, finish)
+
+
+for _name in __all__:
+    _function = globals()[_name]
+    # torch.compile leaves what talks to other ranks as it is.
+    if isinstance(_function, FunctionType) and _function.__module__ == __name__:
+        globals()[_name] = outside_compiler(_function)

@@ -1,35 +1,40 @@
-"""An optimizer whose gradients are reduced over all ranks."""
+"""An optimizer whose gradients are reduced over all ranks, and Horovod's own class."""
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
-from torch import Tensor, zeros_like
+from torch import Tensor, distributed, zeros_like
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ronde.collectives import rows
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.data_parallel import (
     Compression,
+    Compressor,
     GradientCompression,
     PowerSGD,
     Reducer,
     ReducerOptions,
 )
 from ronde.errors import UsageError
-from ronde.torch.autograd import require_adasum
+from ronde.torch.autograd import is_sharded, require_adasum
 from ronde.torch.connecting import Connector
 from ronde.torch.delta_step import DeltaStep
-from ronde.torch.hooked_optimizer import _DistributedOptimizer  # pyright: ignore[reportPrivateUsage]
-from ronde.torch.naming import group_indices, name_of, name_parameters
-from ronde.torch.operators import Adasum, Average, Sum
-from ronde.torch.process_sets import ProcessSet, global_process_set
-from ronde.torch.reductions import allreduce_async_
-from ronde.torch.session import current_session, is_initialized
-from ronde.torch.stand_in import OptimizerProxy
-from ronde.torch.submission import member_of
-from ronde.torch.wrappers import refuse_averaged, refuse_sharded
+from ronde.torch.mpi_ops import (
+    Adasum,
+    Average,
+    Sum,
+    allreduce_async_,
+    synchronize,
+)
+from ronde.torch.process_sets import ProcessSet, global_process_set, state_of
+from ronde.torch.session import current_session, is_initialized, size
 
 __all__ = ["DistributedOptimizer", "_DistributedOptimizer"]
 
@@ -39,6 +44,40 @@ _SYNCHRONIZED_TWICE = (
     "consider using optimizer.skip_synchronize() context if you use "
     "optimizer.synchronize() in your code."
 )
+
+
+class OptimizerProxy:
+    """Is the wrapped optimizer but for what a subclass defines.
+
+    Not a subclass made at run time: what is not defined is the wrapped optimizer's, to
+    read, to set (GradScaler sets ``grad_scale``) and to delete.
+    """
+
+    wrapped: Optimizer
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The wrapped optimizer's class, so that ``isinstance`` tells the truth."""
+        return type(self.wrapped)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the wrapped one's
+        if name == "wrapped":  # not there yet: unpickling, a failed __init__
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        own = type(self)
+        is_own = name == "wrapped" or name in own.__annotations__
+        if is_own or name in own.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.wrapped, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.wrapped!r})"
 
 
 class DistributedOptimizer(OptimizerProxy):
@@ -102,7 +141,7 @@ class DistributedOptimizer(OptimizerProxy):
         gradient_accumulation_fusion: bool = True,
     ) -> None:
         _check(op, backward_passes_per_step, gradient_predivide_factor)
-        named = name_parameters(optimizer, named_parameters)
+        named = _name_parameters(optimizer, named_parameters)
         options = ReducerOptions(
             is_average=op == Average,
             predivide=gradient_predivide_factor,
@@ -133,9 +172,9 @@ class DistributedOptimizer(OptimizerProxy):
         self._is_checked = False
         if not process_set.included():
             return
-        if member_of(process_set, "Allreduce").communicator.size > 1:
-            refuse_sharded(named)
-            refuse_averaged(self._parameter_names)
+        if state_of(process_set, "Allreduce").communicator.size > 1:
+            _refuse_sharded(named)
+            _refuse_averaged(self._parameter_names)
         if op == Adasum and current_session().world.size > 1:
             self._delta = _make_delta_step(named, compression, process_set)
         else:
@@ -154,13 +193,12 @@ class DistributedOptimizer(OptimizerProxy):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the wrapped one's
         """Step on gradients that are reduced over all ranks.
 
-        Args:
-            closure: Computes the loss and its gradients; they are reduced each time it
-                is called. The loss it returns stays this rank's own.
+        ``closure`` computes the loss, which stays this rank's own, and its gradients,
+        which are reduced each time it is called.
         """
         if not self._is_checked:
             if (self._reducer or self._delta) is not None:
-                refuse_averaged(self._parameter_names)  # it may be wrapped since
+                _refuse_averaged(self._parameter_names)  # it may be wrapped since
             self._is_checked = True
         if self._delta is not None:
             return self._delta.step(self.wrapped, closure)
@@ -171,7 +209,13 @@ class DistributedOptimizer(OptimizerProxy):
             self._reduce()
             result = self.wrapped.step()
         else:
-            result = self.wrapped.step(self._reduced(closure))
+
+            def _reduced() -> Any:  # noqa: ANN401  the closure's own
+                loss = closure()
+                self._reduce()
+                return loss
+
+            result = self.wrapped.step(_reduced)
         if self._reducer is not None:
             self._reducer.step_done()
         return result
@@ -228,7 +272,7 @@ class DistributedOptimizer(OptimizerProxy):
         self.wrapped.add_param_group(param_group)
         group = len(self.wrapped.param_groups) - 1
         added = self.wrapped.param_groups[group]["params"]
-        named = [(name_of(group, index), p) for index, p in enumerate(added)]
+        named = [(_default_name(group, index), p) for index, p in enumerate(added)]
         self._parameter_names.update({parameter: name for name, parameter in named})
         if self._reducer is not None:
             self._reducer.add(named)
@@ -271,14 +315,6 @@ class DistributedOptimizer(OptimizerProxy):
         if self._is_synchronizing and self._reducer is not None:
             self._reducer.synchronize()
 
-    def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def call() -> Any:  # noqa: ANN401 - the closure's own
-            loss = closure()
-            self._reduce()
-            return loss
-
-        return call
-
 
 def _restore(
     wrapped: Optimizer,
@@ -302,10 +338,10 @@ def _make_reducer(
     named: list[tuple[str, Tensor]], options: ReducerOptions, process_set: ProcessSet
 ) -> Reducer | None:
     session = current_session()
-    size = member_of(process_set, "Allreduce").communicator.size
+    size = state_of(process_set, "Allreduce").communicator.size
     # One rank has nothing to reduce; only an average over passes is left to be done.
     # But it may become one of several.
-    if size == 1 and not (options.is_passes_average or session.knobs.is_elastic):
+    if size == 1 and not (options.is_passes_average or session.config.is_elastic):
         return None
     connector = Connector(process_set, named)
     reducer = Reducer(named, connector, options)
@@ -344,3 +380,214 @@ def _check(op: int, passes: int, predivide: float) -> None:
 def _check_passes(passes: int) -> None:
     if passes <= 0:
         raise UsageError("backward_passes_per_step must be > 0")
+
+
+class _DistributedOptimizer(Optimizer):
+    """Reduces each gradient by its name from a hook, and waits for all in ``step()``.
+
+    For programs that override Horovod's hook, or mix its methods into a class made from
+    the wrapped optimizer's, whose ``param_groups`` it takes::
+
+        cls = type(name, (type(optimizer),), dict(_DistributedOptimizer.__dict__))
+        cls(optimizer.param_groups, model.named_parameters())
+
+    Gradients are complete after ``synchronize()`` or ``step()``, not before.
+    """
+
+    def __init__(
+        self,
+        params: Any,  # noqa: ANN401  the wrapped optimizer's
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        compression: type[Compressor] = Compression.none,
+        backward_passes_per_step: int = 1,
+        op: int = Average,
+    ) -> None:
+        # Of the class that this is mixed into, which knows its own defaults.
+        super(self.__class__, self).__init__(params)  # pyright: ignore[reportCallIssue]
+        self._compression = compression
+        self.backward_passes_per_step = backward_passes_per_step
+        self.op = op
+        named = _name_parameters(self, named_parameters)
+        self._parameter_names = {parameter: name for name, parameter in named}
+        self._handles: dict[Tensor, tuple[int | None, Any]] = {}
+        self._num_passes = dict.fromkeys(self._parameter_names, 0)
+        self._should_synchronize = True
+        if size() > 1:
+            self._register_hooks()
+
+    def _register_hooks(self) -> None:
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(parameter))
+            for parameter in self._parameter_names
+            if parameter.requires_grad
+        ]
+
+    def _make_hook(self, p: Tensor) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            if self._handles.get(p, (None,))[0] is not None:
+                raise UsageError(
+                    "Gradients were computed more than backward_passes_per_step times "
+                    "before call to step(). Increase backward_passes_per_step to "
+                    "accumulate gradients locally."
+                )
+            self._num_passes[p] += 1
+            if self._num_passes[p] >= self.backward_passes_per_step:
+                self._handles[p] = self._allreduce_grad_async(p)
+
+        return hook
+
+    def _allreduce_grad_async(self, p: Tensor) -> tuple[int, Any]:
+        """Start to reduce a gradient; return the handle, and what decompresses it."""
+        if p.grad is None:
+            p.grad = zeros_like(p)
+        wire, context = self._compression.compress(p.grad)
+        name = self._parameter_names[p]
+        return allreduce_async_(wire, name=name, op=self.op), context
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced; those not there count as zeros."""
+        for parameter in self._parameter_names if size() > 1 else ():
+            # An overridden hook may have put it off.
+            is_started = self._handles.get(parameter, (None,))[0] is not None
+            if parameter.requires_grad and not is_started:
+                self._handles[parameter] = self._allreduce_grad_async(parameter)
+        for parameter, (handle, context) in self._handles.items():
+            if handle is None:
+                continue
+            result = self._compression.decompress(synchronize(handle), context)
+            if result is not parameter.grad and parameter.grad is not None:
+                parameter.grad.copy_(result)
+        self._handles.clear()
+        self._num_passes = dict.fromkeys(self._parameter_names, 0)
+
+    @contextmanager
+    def skip_synchronize(self) -> Generator[None]:
+        """Let ``step()`` take the gradients as they are, after ``synchronize()``."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step on gradients that are reduced over all ranks."""
+        if self._should_synchronize:
+            self.synchronize()
+        return super(self.__class__, self).step(closure)
+
+
+def _default_name(group: int, index: int) -> str:
+    return f"allreduce.noname.{group}.{index}"
+
+
+def plain_name(name: str) -> str:
+    """Leave out what ``torch.compile`` adds: some ranks may have compiled the model."""
+    return name.replace("_orig_mod.", "")
+
+
+def _name_parameters(
+    optimizer: Optimizer, named_parameters: Iterable[object] | None
+) -> list[tuple[str, Tensor]]:
+    """Pair every parameter of ``optimizer`` with a unique name, in its own order."""
+    if named_parameters is None:
+        return [
+            (_default_name(g, i), parameter)
+            for g, group in enumerate(optimizer.param_groups)
+            for i, parameter in enumerate(group["params"])
+        ]
+    pairs = [_pair(item) for item in named_parameters]
+    names = [name for name, _ in pairs]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise UsageError(
+            "Parameter names in named_parameters must be unique. "
+            f"Found duplicates: {', '.join(duplicates)}"
+        )
+    name_by_id = {id(parameter): name for name, parameter in pairs}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    unnamed = [id(p) for p in parameters if id(p) not in name_by_id]
+    if unnamed:
+        raise UsageError(
+            "named_parameters was specified, but one or more model parameters were not "
+            f"named. Python object ids: {', '.join(map(str, unnamed))}"
+        )
+    return [(name_by_id[id(p)], p) for p in parameters]
+
+
+def group_indices(
+    named: Sequence[tuple[str, Tensor]],
+    groups: int | Sequence[Sequence[Tensor]] | None,
+    num_groups: int = 0,
+) -> tuple[tuple[int, ...], ...]:
+    """Turn Horovod's ``groups`` into indices of parameters.
+
+    ``groups`` is a number of near-equal consecutive groups, or the members of each;
+    what is in none of them is free. Only parameters that require a gradient count.
+    """
+    if num_groups:
+        warnings.warn(
+            "num_groups is deprecated; say groups.", DeprecationWarning, stacklevel=3
+        )
+        groups = groups or num_groups
+    if not groups:
+        return ()
+    trained = [i for i, (_, parameter) in enumerate(named) if parameter.requires_grad]
+    if isinstance(groups, int):
+        if groups < 0:
+            raise UsageError(
+                "groups should be a non-negative integer or a list of list of "
+                f"torch.Tensor, got {groups}."
+            )
+        bounds = [0, *accumulate(rows(len(trained), groups))]
+        return tuple(tuple(trained[low:high]) for low, high in pairwise(bounds))
+    members: list[object] = [tensor for group in groups for tensor in group]
+    if not all(isinstance(member, Tensor) for member in members):
+        raise UsageError("groups must consist of torch.Tensor.")
+    if len({id(member) for member in members}) != len(members):
+        raise UsageError("A parameter can only appear once in groups.")
+    index_by_id = {id(named[i][1]): i for i in trained}
+    found = [[index_by_id.get(id(tensor), -1) for tensor in group] for group in groups]
+    return tuple(tuple(i for i in group if i >= 0) for group in found)
+
+
+def _pair(item: object) -> tuple[str, Tensor]:
+    match item:
+        case (str() as name, Tensor() as parameter):
+            return plain_name(name), parameter
+        case _:
+            raise UsageError(
+                "named_parameters should be a sequence of tuples (name, parameter), "
+                "usually produced by model.named_parameters()."
+            )
+
+
+def _refuse_sharded(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse parameters of which each rank has another part."""
+    for name, parameter in named:
+        if is_sharded(parameter) or getattr(parameter, "_fsdp_flattened", False):
+            raise UsageError(
+                "the parameters of a DistributedOptimizer must not be sharded, got "
+                f"{name}, which FSDP or tensor parallelism has split over the ranks. "
+                "They reduce its gradient themselves: use the plain optimizer."
+            )
+
+
+def _refuse_averaged(parameters: Iterable[Tensor]) -> None:
+    """Refuse parameters of a model that torch's DistributedDataParallel averages.
+
+    It hands out gradients of its own, and both would write to ``grad``. It leaves no
+    mark on parameters, hence the search, in programs that use torch.distributed.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    own = {id(parameter) for parameter in parameters}
+    for model in gc.get_objects():
+        # Not isinstance(): that asks objects for a __class__ that may run anything.
+        if not issubclass(type(model), DistributedDataParallel):
+            continue
+        if any(id(parameter) in own for parameter in model.parameters()):
+            raise UsageError(
+                "the model of a DistributedOptimizer must not be wrapped in "
+                "DistributedDataParallel, got one that is: both average its gradients. "
+                "Give DistributedOptimizer the bare model, or use the plain optimizer."
+            )

@@ -10,8 +10,12 @@ import torch
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.requests import NamedOperation, OpKind
 from ronde.errors import UsageError
-from ronde.torch.members import ProcessSetState
-from ronde.torch.session import Session, current_session, current_world
+from ronde.torch.session import (
+    ProcessSetState,
+    Session,
+    current_session,
+    current_world,
+)
 
 _RULE = "ProcessSet should be initialized with a list of process ranks or an mpi4py"
 
@@ -30,13 +34,9 @@ class ProcessSet:
     mpi_comm: Any = None
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:  # noqa: ANN401  mpi4py's
-        """Name the ranks; not collective.
+        """Name the ranks, in any order, or give an mpi4py communicator of them.
 
-        Args:
-            ranks_or_comm: Ranks in any order, or an mpi4py communicator of them.
-
-        Raises:
-            UsageError: It is none of these.
+        Not collective. ``UsageError`` for anything else.
         """
         ranks: Any = ranks_or_comm
         if not isinstance(ranks_or_comm, Iterable):
@@ -58,8 +58,7 @@ class ProcessSet:
         """
         if self.process_set_id is None:
             return None
-        own = current_world().rank
-        ranks = _registered(self)
+        own, ranks = current_world().rank, _registered(self)
         if own not in ranks:
             raise UsageError("Process is not part of provided process set.")
         return ranks.index(own)
@@ -82,17 +81,14 @@ global_process_set.process_set_id = 0
 
 @outside_compiler
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set; collective over all ranks, its own or not.
-
-    Args:
-        process_set: The set or its ranks, equal on all ranks.
+    """Register a process set, or ranks; collective over all ranks, its own or not.
 
     Returns:
         The set, with its number.
 
     Raises:
-        UsageError: There is a set of these ranks already, a rank is none, or sets may
-            not come and go.
+        UsageError: There is a set of these ranks already, a rank does not exist, or
+            sets may not come and go.
         NotInitializedError: There is no session.
         CollectiveError: A rank is gone.
     """
@@ -132,21 +128,16 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     _agree(session, f"remove.{set_id}", set_id)
     del session.sets[set_id]
-    member = session.members.pop(set_id, None)
-    if member is not None:
-        member.close()
+    state = session.states.pop(set_id, None)
+    if state is not None:
+        state.close()
     return True
 
 
 def register(session: Session, process_set: ProcessSet) -> bool:
     """Give a process set its number and connect its ranks; collective over all ranks.
 
-    Returns:
-        False where another set has its ranks; nothing is done then.
-
-    Raises:
-        UsageError: It has no ranks, or one that is not there.
-        CollectiveError: A rank is gone.
+    Does nothing and returns False where another set has its ranks.
     """
     ranks = tuple(process_set.ranks)
     size = session.world.size
@@ -161,16 +152,40 @@ def register(session: Session, process_set: ProcessSet) -> bool:
     word = ".".join(map(str, ranks))
     set_id = _agree(session, f"add.{word}", session.next_set_id())
     if session.world.rank in ranks:
-        job = replace(session.job, connections=session.job.connections.clone())
-        member = ProcessSetState.connect(job, set_id, ranks)
-        member.coordinator.recorder = session.recordings.recorder
-        session.members[set_id] = member
-        session.heed(member)
+        own = session.settings.connections.clone()
+        settings = replace(session.settings, connections=own)
+        state = ProcessSetState.connect(settings, set_id, ranks)
+        state.coordinator.recorder = session.recordings.recorder
+        session.states[set_id] = state
+        session.abort_on_stall(state)
     # A rank that went on and ended would take the store along, where others still meet.
     _agree(session, f"added.{word}", set_id)
     session.sets[set_id] = ranks
     process_set.process_set_id = set_id
     return True
+
+
+def state_of(process_set: ProcessSet, word: str) -> ProcessSetState:
+    """Return this rank's part in a process set; ``word`` names the operation.
+
+    Raises:
+        UsageError: There is no such set, or this rank is not one of it.
+        CollectiveError: There is no session.
+    """
+    session = current_session()
+    set_id = process_set.process_set_id
+    state = session.states.get(set_id) if set_id is not None else None
+    # One that an earlier session registered may bear the number of another now.
+    if state is not None and (not set_id or [*state.ranks] == process_set.ranks):
+        return state
+    if session.sets.get(set_id or -1) != tuple(process_set.ranks):
+        raise UsageError(
+            f"{word}: Process set provided does not exist, or has not been registered."
+        )
+    raise UsageError(
+        f"{word}: Rank {session.world.rank} is not a member of the provided process "
+        "set."
+    )
 
 
 def _agree(session: Session, what: str, number: int) -> int:
@@ -183,7 +198,7 @@ def _agree(session: Session, what: str, number: int) -> int:
     operation = NamedOperation(
         OpKind.BROADCAST, (tensor,), f"process_set.{what}", (tensor,), root=0
     )
-    session.members[0].coordinator.run(operation)
+    session.states[0].coordinator.run(operation)
     return int(tensor.item())
 
 
@@ -196,12 +211,7 @@ def _require_dynamic(session: Session, doing: str) -> None:
 
 
 def _registered(process_set: ProcessSet) -> tuple[int, ...]:
-    """Return the ranks of a set by its number.
-
-    Raises:
-        NotInitializedError: There is no session.
-        UsageError: The session has no such set.
-    """
+    """Return the ranks of a set by its number, if the session has such a set."""
     current_world()
     ranks = current_session().sets.get(process_set.process_set_id or 0)
     # One that an earlier session registered may bear the number of another now.

@@ -24,16 +24,16 @@ from ronde.world.environment import select_variables
 _DIRECTORY = "RONDE_TIMELINE"
 _LIMIT = "RONDE_TIMELINE_LIMIT"
 
+# Every rank of a job counts alike, over sessions: the number names a recording.
 _launched = count()
-_asked_for = count()
-"""Every rank of a job counts alike, over sessions: the number names a recording."""
+_requested = count()
 
 _logger = logging.getLogger("ronde")
 
 
 @dataclass(frozen=True, slots=True)
 class _Both:
-    """Has two timelines take down the same."""
+    """Has two timelines record the same."""
 
     one: Recorder
     other: Recorder
@@ -49,18 +49,12 @@ class _Both:
 
 @dataclass(slots=True)
 class Recordings:
-    """What one rank records between ``init()`` and ``shutdown()``.
-
-    Attributes:
-        rank: Among all.
-        size: Number of ranks.
-        host: This rank's host.
-        store: Returns a store that all ranks share under a name, or None.
-    """
+    """What one rank records between ``init()`` and ``shutdown()``."""
 
     rank: int
     size: int
     host: str
+    # Returns a store that all ranks share under a name, or None.
     store: Callable[[str], Store | None]
     _launcher: RankRecording | None = None
     _own: RankRecording | None = None
@@ -69,41 +63,33 @@ class Recordings:
 
     @property
     def recorder(self) -> Recorder | None:
-        """What coordinators are to tell; None for nobody."""
+        """Takes down what coordinators do; None for nothing."""
         if self._launcher and self._own:
             return _Both(self._launcher.recorder, self._own.recorder)
         recording = self._launcher or self._own
         return recording.recorder if recording else None
 
     def open(self) -> None:
-        """Begin what ``ronde run --timeline`` asks for, if it does.
-
-        Raises:
-            UsageError: ``RONDE_TIMELINE_LIMIT`` is no size.
-        """
-        said = select_variables([_DIRECTORY, _LIMIT])
-        if said.get(_LIMIT):
-            self._limit_bytes = parse_size_bytes(said[_LIMIT])
-        if not said.get(_DIRECTORY):
+        """Begin what ``ronde run --timeline`` asks for, if it does."""
+        variables = select_variables([_DIRECTORY, _LIMIT])
+        if variables.get(_LIMIT):
+            self._limit_bytes = parse_size_bytes(variables[_LIMIT])
+        if not variables.get(_DIRECTORY):
             return
         number = next(_launched)
         try:
             self._launcher = RankRecording(
                 self._header(number),
                 self._shared(f"timeline/launched{number}"),
-                Path(said[_DIRECTORY]),
+                Path(variables[_DIRECTORY]),
                 limit_bytes=self._limit_bytes,
             )
         except OSError as error:
             _logger.warning("timeline must be written, but that fails: %s", error)
 
     def start(self, path: Path, *, has_cycles: bool) -> None:
-        """Begin a timeline that rank 0 writes to ``path``; none of these runs.
-
-        Raises:
-            OSError: Rank 0 cannot write the file.
-        """
-        number = next(_asked_for)
+        """Begin a timeline that rank 0 writes to ``path``; none of these runs."""
+        number = next(_requested)
         self._path = path
         self._own = open_horovod_recording(
             self._header(number),

@@ -1,14 +1,21 @@
-"""The one deliberate global: Horovod's API is module level, so a session is current."""
+"""What lives between ``init()`` and ``shutdown()``, and the one that is current.
 
+A deliberate global: Horovod's API is module level.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 from weakref import WeakSet
 
-from ronde.collectives import Communicator
-from ronde.data_parallel import BucketTuningOptions
-from ronde.errors import CollectiveError, NotInitializedError
-from ronde.torch.handles import Handles
-from ronde.torch.members import Job, ProcessSetState
+from ronde.collectives import Communicator, Connections, Work
+from ronde.coordination.control.channel import connect_channel
+from ronde.coordination.coordinator import CoordinationOptions, Coordinator
+from ronde.coordination.waits import Waits
+from ronde.data_parallel import BucketTuningOptions, Follower
+from ronde.errors import CollectiveError, NotInitializedError, UsageError
 from ronde.torch.recordings import Recordings
 from ronde.world import RankInfo, World
 from ronde.world.horovod_config import HorovodConfig
@@ -16,65 +23,162 @@ from ronde.world.horovod_config import HorovodConfig
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
+class Handles:
+    """The table from handle to work; handles start at 0 and are not used again."""
+
+    def __init__(self) -> None:
+        self._works: dict[int, tuple[Work[Any], Callable[[Any], Any]]] = {}
+        self._numbers = count()
+
+    def add(self, work: Work[Any], finish: Callable[[Any], Any]) -> int:
+        """Return a new handle; its result is what ``finish`` makes of the work's."""
+        handle = next(self._numbers)
+        self._works[handle] = work, finish
+        return handle
+
+    def poll(self, handle: int) -> bool:
+        """Say whether ``synchronize(handle)`` would return at once."""
+        if handle not in self._works:
+            raise UsageError(f"Handle {handle} was not created or has been cleared.")
+        return self._works[handle][0].is_done()
+
+    def synchronize(self, handle: int) -> Any:  # noqa: ANN401  each operation's own
+        """Wait, forget the handle and return the result; None for one not known."""
+        if handle not in self._works:
+            return None
+        work, finish = self._works.pop(handle)
+        return finish(work.wait())
+
+    def clear(self) -> None:
+        """Forget all handles."""
+        self._works.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """What all process sets of a session are made from."""
+
+    connections: Connections
+    hosts: tuple[str, ...]  # of every rank
+    options: CoordinationOptions
+    timeout_s: float  # how long the ranks of a set wait for each other to connect
+    waits: Waits = field(default_factory=Waits)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSetState:
+    """What a rank holds of a process set that it belongs to."""
+
+    ranks: tuple[int, ...]  # among all, ascending
+    rank: int  # this one's index in them
+    communicator: Communicator  # its calls are the coordinator's alone
+    coordinator: Coordinator
+    # What reduces over the set outside of the coordinator.
+    followers: WeakSet[Follower] = field(default_factory=WeakSet[Follower])
+    _numbers: dict[str, set[int]] = field(
+        default_factory=lambda: defaultdict[str, set[int]](set)
+    )
+
+    @classmethod
+    def connect(
+        cls,
+        settings: SessionSettings,
+        set_id: int,
+        ranks: Sequence[int],
+        communicator: Communicator | None = None,
+    ) -> "ProcessSetState":
+        """Connect the ranks of a set, ascending; collective over them.
+
+        No other set of the session has or had this ``set_id``.
+        """
+        rank = ranks.index(settings.connections.claim.rank)
+        name = f"set{set_id}"
+        if communicator is None:
+            communicator = settings.connections.connect(name, ranks, settings.hosts)
+        try:
+            channel = connect_channel(
+                settings.connections.store(f"{name}/control"),
+                rank,
+                [settings.hosts[other] for other in ranks],
+                timeout_s=settings.timeout_s,
+            )
+            coordinator = Coordinator(
+                communicator,
+                channel,
+                settings.options,
+                set_id=set_id,
+                ranks=tuple(ranks) if set_id else (),
+                waits=settings.waits,
+            )
+        except BaseException:
+            communicator.close()
+            raise
+        return cls(tuple(ranks), rank, communicator, coordinator)
+
+    def claim_number(self, label: str, number: int | None = None) -> int:
+        """Return a number that nothing else of this set and label has or had here.
+
+        It is ``number`` if that is free: for what had it in an earlier session.
+        """
+        taken = self._numbers[label]
+        if number is None or number in taken:
+            number = next(i for i in count() if i not in taken)
+        taken.add(number)
+        return number
+
+    def close(self) -> None:
+        """Notify the others, fail what is under way and give everything back."""
+        self.coordinator.close()
+        for follower in list(self.followers):
+            follower.unbind()
+        self.communicator.close()
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What lives between ``init()`` and ``shutdown()``.
-
-    Attributes:
-        world: This rank's place among all.
-        claim: What the environment said of it.
-        knobs: What Horovod's variables say.
-        job: What process sets are made from.
-        is_dynamic: Whether process sets may come and go.
-        sets: The ranks of every process set by its number; 0 is all ranks.
-        members: This rank in those of them that it belongs to.
-        recordings: Timelines.
-        tuning: How optimizers find their bucket sizes; None leaves those be.
-        handles: Collectives under way that the program has numbers for.
-        duplicates: Communicators of their own that were made for others.
-    """
+    """What lives between ``init()`` and ``shutdown()``."""
 
     world: World
-    claim: RankInfo
-    knobs: HorovodConfig
-    job: Job
-    is_dynamic: bool
-    sets: dict[int, tuple[int, ...]]
-    members: dict[int, ProcessSetState]
+    rank_info: RankInfo
+    config: HorovodConfig
+    settings: SessionSettings
+    is_dynamic: bool  # process sets may come and go
+    # By the set's number; 0 is all ranks.
+    sets: dict[int, tuple[int, ...]]  # the ranks of every set
+    states: dict[int, ProcessSetState]  # those sets that this rank belongs to
     recordings: Recordings
-    tuning: BucketTuningOptions | None = None
+    tuning: BucketTuningOptions | None = None  # None leaves bucket sizes as they are
     handles: Handles = field(default_factory=Handles)
-    duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
+    _duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
     _set_ids: "count[int]" = field(default_factory=lambda: count(1))
 
     @property
     def communicator(self) -> Communicator:
         """Of all ranks; its calls are the coordinator's alone."""
-        return self.members[0].communicator
+        return self.states[0].communicator
 
     def duplicate(self, set_id: int, number: int) -> Communicator:
         """Return a communicator of a set with an order of calls of its own; collective.
 
-        Args:
-            set_id: A process set that this rank belongs to.
-            number: Equal on all ranks, used once.
+        ``number`` is equal on all ranks and used once.
         """
         # Not the set's communicator's own duplicate(), which would come between the
         # calls of the coordinator; and nothing below the set's own name, where that
         # communicator makes its duplicates.
-        connections, name = self.job.connections.clone(), f"set{set_id}.{number}"
-        ranks = self.members[set_id].ranks
-        communicator = connections.connect(name, ranks, self.job.hosts)
-        self.duplicates.add(communicator)
+        connections, name = self.settings.connections.clone(), f"set{set_id}.{number}"
+        ranks = self.states[set_id].ranks
+        communicator = connections.connect(name, ranks, self.settings.hosts)
+        self._duplicates.add(communicator)
         return communicator
 
-    def heed(self, member: ProcessSetState) -> None:
-        """Have what waits elsewhere end too, if a stall in this set ends the job."""
-        member.coordinator.call_on_stop(self._abort_duplicates)
+    def abort_on_stall(self, state: ProcessSetState) -> None:
+        """Abort the duplicates, too, if a stall in this set ends the job."""
 
-    def _abort_duplicates(self) -> None:
-        for communicator in list(self.duplicates):
-            communicator.abort()
+        def abort() -> None:
+            for communicator in list(self._duplicates):
+                communicator.abort()
+
+        state.coordinator.call_on_stop(abort)
 
     def next_set_id(self) -> int:
         """Return a number for a process set that none had in this session."""
@@ -83,11 +187,11 @@ class Session:
     def close(self) -> None:
         """Forget what is pending and give everything back."""
         self.handles.clear()
-        for member in self.members.values():
-            member.coordinator.close()
-        for member in self.members.values():
-            member.close()
-        for communicator in self.duplicates:
+        for state in self.states.values():
+            state.coordinator.close()
+        for state in self.states.values():
+            state.close()
+        for communicator in self._duplicates:
             communicator.close()
 
 
@@ -110,22 +214,14 @@ def is_initialized() -> bool:
 
 
 def current_world() -> World:
-    """Return the world of the current session.
-
-    Raises:
-        NotInitializedError: There is none.
-    """
+    """Return the world of the current session, or raise ``NotInitializedError``."""
     if not _sessions:
         raise NotInitializedError(_NOT_INITIALIZED)
     return _sessions[0].world
 
 
 def current_session() -> Session:
-    """Return the current session, for a collective.
-
-    Raises:
-        CollectiveError: There is none.
-    """
+    """Return the current session, for a collective, or raise ``CollectiveError``."""
     if not _sessions:
         raise CollectiveError(_NOT_INITIALIZED)
     return _sessions[0]

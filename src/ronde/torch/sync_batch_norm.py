@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.errors import UsageError
+from ronde.torch.mpi_ops import Sum, allreduce, allreduce_
 from ronde.torch.process_sets import ProcessSet, global_process_set
-from ronde.torch.reductions import Sum, allreduce, allreduce_
 from ronde.torch.session import size
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -46,15 +46,7 @@ class SyncBatchNorm(_BatchNorm):
         self.process_set = process_set
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """Normalize; collective in training.
-
-        Args:
-            input: Shape (N, C, ...).
-
-        Raises:
-            ValueError: ``input`` has other dimensions.
-            CollectiveError: A rank is gone.
-        """
+        """Normalize ``input`` of shape (N, C, ...); collective in training."""
         self._check_input_dim(input)
         is_by_batch = self.training or not self.track_running_stats
         if not is_by_batch or size() == 1 or self.process_set.size() == 1:
@@ -75,12 +67,9 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Take the statistics of a step into the running ones.
+        """Take a step's statistics over all ranks, shape (C,), into the running ones.
 
-        Args:
-            mean: Of all ranks, float64, shape (C,).
-            variance: Likewise, by all elements rather than all but one.
-            count: Elements of a channel on all ranks.
+        ``variance`` is by all elements, not all but one; ``count`` is of a channel.
         """
         if not self.training or self.running_mean is None or self.running_var is None:
             return

@@ -1,8 +1,6 @@
 """Training that goes on when ranks fail, come and go: ``hvd.elastic``."""
 
-from ronde.torch.elastic.objects import ObjectState, State
-from ronde.torch.elastic.running import run
 from ronde.torch.elastic.sampler import ElasticSampler
-from ronde.torch.elastic.state import TorchState
+from ronde.torch.elastic.state import ObjectState, State, TorchState, run
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]

@@ -15,13 +15,10 @@ class ElasticSampler(Sampler[int]):
     """Gives each rank its share of what the epoch has left.
 
     Make it part of a ``TorchState``; call ``record_batch`` after each batch and
-    ``set_epoch`` at the *end* of each epoch. All ranks must be given equal arguments.
+    ``set_epoch`` at the *end* of each epoch. All ranks must be given equal arguments,
+    and the length of ``dataset`` must not change.
 
     Attributes:
-        dataset: What is sampled; its length must not change.
-        shuffle: Whether each epoch has an order of its own.
-        seed: Of the orders.
-        epoch: The present epoch.
         processed_num: Samples of this epoch that all ranks together are through with.
         num_replicas: Ranks among which the rest was divided last.
         rank: This one among them.
@@ -30,43 +27,21 @@ class ElasticSampler(Sampler[int]):
         total_size: ``num_samples`` times ranks; some are repeated to fill it.
     """
 
-    def __init__(
-        self,
-        dataset: Sized,
-        shuffle: bool = True,
-        seed: int = 0,
-    ) -> None:
-        """Divide the first epoch.
-
-        Args:
-            dataset: What to sample.
-            shuffle: Whether to shuffle.
-            seed: Of the orders.
-        """
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        """Divide the first epoch; ``seed`` is that of the epochs' orders."""
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
-        self.processed_num = 0
-        self.reset()
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing is processed.
-
-        Args:
-            epoch: Its number.
-        """
+        """Begin an epoch, of which nothing is processed."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Count a batch of every rank as processed.
-
-        Args:
-            batch_idx: Not used.
-            batch_size: Of one rank.
-        """
+        """Count a batch of every rank, of ``batch_size`` samples each, as processed."""
         del batch_idx
         self.processed_num += batch_size * self.num_replicas
 
@@ -75,11 +50,7 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to where another sampler was, and divide the rest among today's ranks.
-
-        Args:
-            state_dict: From ``state_dict``.
-        """
+        """Go to where another sampler was, and divide the rest among today's ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()

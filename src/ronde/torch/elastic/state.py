@@ -1,28 +1,211 @@
-"""The state of a PyTorch training: models, optimizers, samplers and plain values."""
+"""State that survives a failure or a change of hosts, and the loop that uses it."""
 
+import functools
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from copy import deepcopy
-from typing import Any
+from enum import IntFlag
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ronde.torch.elastic.objects import ObjectState
+from ronde.errors import CollectiveError
 from ronde.torch.elastic.sampler import ElasticSampler
 from ronde.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from ronde.torch.lifetime import init, shutdown
 from ronde.torch.session import rank
+from ronde.world.horovod_config import read_horovod_config
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+_logger = logging.getLogger("ronde")
+
+
+class HostUpdateResult(IntFlag):
+    """What has changed; the numbers are Horovod's."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
+    """The hosts have changed: training is to start again from where it is.
+
+    ``skip_sync`` is set where all ranks that are left have the state already.
+    """
+
+    def __init__(self, skip_sync: bool) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
+
+
+class Listener(Protocol):
+    """Is called, from any thread, when the hosts have changed."""
+
+    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Take note of a change at ``timestamp``, in seconds since the epoch."""
+        ...
+
+
+class WorkerNotificationManager:
+    """Passes changes of hosts on to all listeners; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._listeners: list[Listener] = []
+
+    def register_listener(self, listener: Listener) -> None:
+        """Call ``listener`` at every change from now on."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def remove_listener(self, listener: Listener) -> None:
+        """Call ``listener`` no more."""
+        with self._lock:
+            self._listeners.remove(listener)
+
+    def handle_hosts_updated(
+        self, timestamp: float, update_res: HostUpdateResult
+    ) -> None:
+        """Call all listeners."""
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener.on_hosts_updated(timestamp, update_res)
+
+
+notification_manager = WorkerNotificationManager()
+"""The one of this process, which Horovod's users know by this name."""
+
+
+class State(ABC):
+    """What training goes on from after a failure or a change of hosts."""
+
+    def __init__(
+        self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]
+    ) -> None:
+        """Give functions that return rank 0's object, collectively, and the rank."""
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._host_messages: SimpleQueue[tuple[float, HostUpdateResult]] = SimpleQueue()
+        self._last_updated_timestamp = 0.0
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Have functions called after ranks were added or removed.
+
+        Say, one that scales the learning rate to the new size.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Adapt to the new ranks: forget old changes, ``reset``, call the callbacks."""
+        self._host_messages = SimpleQueue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Take note of a change of hosts: see ``Listener``."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save, so that ``restore`` comes back to here; then check for new hosts.
+
+        Collective. It copies all that is saved: not for every step of a large model.
+
+        Raises:
+            HostsUpdatedInterrupt: See ``check_host_updates``.
+        """
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """See whether rank 0 has learned of a change of hosts; collective.
+
+        Raises:
+            HostsUpdatedInterrupt: It has; raised on all ranks alike.
+        """
+        changes = HostUpdateResult.no_update
+        last, is_changed = self._last_updated_timestamp, False
+        while True:
+            try:
+                timestamp, update = self._host_messages.get_nowait()
+            except Empty:
+                break
+            # Each change comes once, so one of the same second is another one.
+            if timestamp >= last:
+                last, is_changed = timestamp, True
+                changes |= update
+        agreed = self._bcast_object((last, changes, is_changed))
+        self._last_updated_timestamp, changes, is_changed = agreed
+        if is_changed:
+            raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
+
+    @abstractmethod
+    def save(self) -> None:
+        """Take a copy for ``restore``."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Go back to the last ``save``."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Take over rank 0's state; collective."""
+
+    def reset(self) -> None:  # noqa: B027  most have nothing to adapt
+        """Adapt to the new ranks, before ``sync``; not collective."""
+
+
+class ObjectState(State):
+    """State made of attributes that can be pickled."""
+
+    def __init__(
+        self,
+        bcast_object: Callable[..., Any],
+        get_rank: Callable[[], int],
+        **kwargs: Any,
+    ) -> None:
+        """Make each keyword an attribute, which is saved, restored and synchronised."""
+        super().__init__(bcast_object=bcast_object, get_rank=get_rank)
+        self._saved_state = deepcopy(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+
+    def save(self) -> None:
+        """Copy the attributes, what they hold included."""
+        self._saved_state = deepcopy(self._attributes())
+
+    def restore(self) -> None:
+        """Set the attributes to copies of what was saved."""
+        for name, value in self._saved_state.items():
+            setattr(self, name, deepcopy(value))
+
+    def sync(self) -> None:
+        """Save rank 0's attributes, as they are, and set them; collective."""
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._attributes())
+            ObjectState.restore(self)
+
+    def _attributes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._saved_state}
 
 
 class StateHandler:
-    """Saves, restores and synchronises one value of a ``TorchState``.
-
-    Attributes:
-        value: The value.
-    """
+    """Saves, restores and synchronises one ``value`` of a ``TorchState``."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -117,11 +300,7 @@ def get_handler_registry() -> HandlerRegistry:
 
 
 def set_handler_registry(registry: HandlerRegistry) -> None:
-    """Say what is to handle which type, in states that are made from now on.
-
-    Args:
-        registry: All that counts from now on.
-    """
+    """Set what handles which type, in states that are made from now on."""
     _registry[:] = registry
 
 
@@ -136,17 +315,17 @@ class TorchState(ObjectState):
     ) -> None:
         """Make ``model``, ``optimizer`` and each keyword an attribute.
 
-        Args:
-            model: A module, or None.
-            optimizer: An optimizer, or None.
-            kwargs: Further modules, optimizers, learning-rate schedulers and samplers;
-                anything else is pickled.
+        Keywords are further modules, optimizers, learning-rate schedulers and samplers;
+        anything else is pickled.
         """
         named = kwargs | {"model": model, "optimizer": optimizer}
-        found = {name: _handler(value) for name, value in named.items()}
-        self._handlers = {n: handler for n, handler in found.items() if handler}
-        for name, handler in self._handlers.items():
-            super().__setattr__(name, handler.value)
+        self._handlers: dict[str, StateHandler] = {}
+        for name, value in named.items():
+            for kind, handler in _registry:
+                if isinstance(value, kind):
+                    self._handlers[name] = handler(value)
+                    super().__setattr__(name, value)
+                    break
         super().__init__(
             bcast_object=broadcast_object,
             get_rank=rank,
@@ -184,8 +363,98 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
 
-def _handler(value: Any) -> StateHandler | None:
-    for kind, handler in _registry:
-        if isinstance(value, kind):
-            return handler(value)
-    return None
+S = TypeVar("S", bound=State)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Decorate a training function, so that it survives failures and new hosts.
+
+    The function takes the state first and must begin with where the state is. It is
+    called with rank 0's state on all ranks. When a collective fails
+    (``HorovodInternalError``), the state goes back to its last commit; when hosts have
+    changed, it stays as it is. In both cases the ranks connect anew and the function is
+    called again. Any other exception ends it.
+
+    The first try comes at once; where failures follow each other fast, the pause before
+    the next one doubles, up to 10 s.
+
+    Raises:
+        CollectiveError: From the decorated function: the ranks were to connect anew
+            more often than ``--reset-limit`` (``HOROVOD_RESET_LIMIT``) allows.
+    """
+
+    def reset() -> None:
+        shutdown()
+        init()
+
+    return run_fn(func, reset)
+
+
+def run_fn(
+    func: Callable[Concatenate[S, P], R], reset: Callable[[], None]
+) -> Callable[Concatenate[S, P], R]:
+    """Decorate a training function as ``run`` does; ``reset`` connects the ranks."""
+
+    @functools.wraps(func)
+    def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        notification_manager.register_listener(state)
+        try:
+            return _until_done(lambda: func(state, *args, **kwargs), state, reset)
+        finally:
+            notification_manager.remove_listener(state)
+
+    return wrapper
+
+
+def _until_done(train: Callable[[], R], state: State, reset: Callable[[], None]) -> R:
+    resets = _Resets(read_horovod_config().reset_limit)
+    is_connected, is_synchronized = True, False
+    while True:
+        try:
+            if not is_connected:
+                reset()
+                state.on_reset()
+            if not is_synchronized:
+                state.sync()
+            resets.began_s = time.monotonic()
+            return train()
+        except CollectiveError as error:
+            resets.count(error)
+            # Else a mistake of the program's own, made again each time, is never seen.
+            _logger.warning("Training goes back to its last commit: %s", error)
+            state.restore()
+            is_synchronized = False
+            resets.back_off()
+        except HostsUpdatedInterrupt as interrupt:
+            resets.count(interrupt)
+            is_synchronized = interrupt.skip_sync
+        is_connected = False
+
+
+class _Resets:
+    """How often the ranks have connected anew, and how soon they may again."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.began_s = 0.0  # when training began last
+        self._limit = limit
+        self._number = 0
+        self._pause_s = 0.0
+
+    def count(self, reason: Exception) -> None:
+        """Count one more; ``CollectiveError`` if that is more than the limit."""
+        self._number += 1
+        if self._limit is not None and self._number > self._limit:
+            raise CollectiveError(
+                f"reset_limit must be at least the number of resets, {self._number}, "
+                f"got {self._limit}. Find out why training was interrupted so often "
+                f"(the last time: {reason}), or give a higher --reset-limit."
+            ) from reason
+
+    def back_off(self) -> None:
+        """Pause before the next try, twice as long where failures come fast."""
+        if time.monotonic() - self.began_s > _LONGEST_PAUSE_S:
+            self._pause_s = 0.0
+        time.sleep(self._pause_s)
+        self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)

@@ -11,7 +11,7 @@ _LOOK_INTERVAL_S = 0.1
 
 
 class BaseDataLoader:
-    """Gives batches; a subclass says which by ``_iterate`` and ``__len__``."""
+    """Gives batches, which a subclass defines by ``_iterate`` and ``__len__``."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -33,9 +33,11 @@ class AsyncDataLoaderMixin(BaseDataLoader):
     The thread goes on from epoch to epoch until ``close_async_loader``. An iteration
     that is broken off is taken up by the next one.
 
-    Attributes:
+    Args:
         async_loader_queue_size: Batches to read ahead; 0 for no thread.
         debug_data_loader: Whether to log each batch.
+        args: For the next class.
+        kwargs: For the next class.
     """
 
     def __init__(
@@ -45,14 +47,6 @@ class AsyncDataLoaderMixin(BaseDataLoader):
         *args: Any,  # noqa: ANN401  the next class's own
         **kwargs: Any,  # noqa: ANN401  the next class's own
     ) -> None:
-        """Make the thread, which starts with the first iteration.
-
-        Args:
-            async_loader_queue_size: Batches to read ahead; 0 for no thread.
-            debug_data_loader: Whether to log each batch.
-            args: For the next class.
-            kwargs: For the next class.
-        """
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
         super().__init__(*args, **kwargs)

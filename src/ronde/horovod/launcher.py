@@ -1,19 +1,25 @@
-"""Call a function on several ranks, started for it: ``horovod.run``."""
+"""What Horovod's ``runner`` modules have: ``run``, and small tools."""
 
+import pickle
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any, TextIO
+from threading import Event, Thread
+from typing import Any, NamedTuple, TextIO
+
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from ronde.errors import UsageError
-from ronde.horovod.runner.calls import CallOutcome, collect_outcomes, leave_call
 from ronde.world import read_rank_info
+from ronde.world.environment import select_variables
 
 _USAGE_EXIT_CODE = 64
 _TAIL_LINES = 20
@@ -82,11 +88,12 @@ def run(
 ) -> list[Any]:
     """Start ranks here, call a function on each, and return what the calls return.
 
-    What the ranks print is shown while they run. The arguments below ``num_proc`` are
-    horovodrun's options; ``ronde run`` says which of them change nothing.
+    What the ranks print is shown while they run. ``func``, its arguments and its result
+    are anything that cloudpickle takes. The arguments below ``num_proc`` are
+    horovodrun's options; ``ronde run`` lists those of them that change nothing.
 
     Args:
-        func: Anything that cloudpickle takes; so are its arguments and its result.
+        func: The function.
         args: For the function.
         kwargs: For the function.
         num_proc: Number of ranks.
@@ -94,14 +101,14 @@ def run(
             ``num_proc``, and the results of the first so many are returned.
         max_num_proc: Most ranks; there are never more than ``num_proc``.
         slots: Of a host that the discovery script names without.
-        reset_limit: How often ``hvd.elastic.run`` may have the ranks meet anew.
+        reset_limit: How often ``hvd.elastic.run`` may have the ranks connect anew.
         cooldown_range: Not used: ranks that fail are not replaced.
         hosts: ``localhost:4``; a host that is not this machine is refused.
         hostfile: Path of a file with such hosts, as ``localhost slots=4``.
         host_discovery_script: Path of a program that prints such hosts.
-        start_timeout: Seconds that the ranks may take to meet.
-        ssh_port: Not used: there is one machine.
-        ssh_identity_file: Likewise.
+        start_timeout: Seconds that the ranks may take to connect.
+        ssh_port: Not used: there is one machine; nor is ``ssh_identity_file``.
+        ssh_identity_file: Not used.
         disable_cache: Not used.
         output_filename: Directory for what the ranks print.
         verbose: Show each step of the start; Horovod's levels 1 and 2 are one here.
@@ -129,17 +136,63 @@ def run(
             what = "one provided" if one == "hosts" else "one set True"
             raise UsageError(f"Argument {one} and {other} only allow {what}.")
     call = partial(func, *args, **dict(kwargs or {}))
-    with tempfile.TemporaryDirectory(prefix="ronde-run-") as folder:
-        leave_call(Path(folder), call)
+    with tempfile.TemporaryDirectory(prefix="ronde-run-") as name:
+        folder = Path(name)
+        # What is defined in a module is pickled as a name: ranks must find the module.
+        (folder / "path").write_bytes(pickle.dumps(sys.path))
+        (folder / "call").write_bytes(cloudpickle.dumps(call))
         words = [*_words(asked), "--", executable or sys.executable]
-        rank_words = ["-m", "ronde.horovod.runner.rank", folder]
-        code, errors = _run_job([*words, *rank_words])
-        outcomes = collect_outcomes(Path(folder), asked["num_proc"])
+        code, errors = _run_job([*words, "-m", "ronde.horovod", name])
+        outcomes = _collect_outcomes(folder, asked["num_proc"])
     if code == _USAGE_EXIT_CODE and not any(outcomes):
         raise UsageError("".join(errors).strip().removeprefix("ronde: "))
     _require_success(code, outcomes)
     results = [outcome.result for outcome in outcomes if outcome is not None]
     return results[: asked["min_num_proc"]]
+
+
+class _CallOutcome(NamedTuple):
+    """How a call on one rank ended."""
+
+    result: Any
+    traceback: str  # of what it raised; empty if it returned
+    ended_ns: int  # by ``time.monotonic_ns()``
+    size: int  # number of ranks
+
+
+def run_rank(folder: Path) -> None:
+    """Make the call that ``run`` left in a folder as one of the ranks.
+
+    Nobody else may write to the folder: what lies there is unpickled.
+    """
+    rank_info = read_rank_info()
+    path: list[str] = pickle.loads((folder / "path").read_bytes())  # noqa: S301  ours
+    sys.path.extend(entry for entry in path if entry not in sys.path)
+    file = folder / f"outcome-{rank_info.rank}"
+
+    def dump(result: object, text: str) -> bytes:
+        ended_ns = time.monotonic_ns()
+        return cloudpickle.dumps(_CallOutcome(result, text, ended_ns, rank_info.size))
+
+    try:
+        call = pickle.loads((folder / "call").read_bytes())  # noqa: S301  ours
+        content = dump(call(), "")
+    except BaseException:
+        file.write_bytes(dump(None, traceback.format_exc()))
+        raise
+    file.write_bytes(content)
+
+
+def _collect_outcomes(folder: Path, max_size: int) -> list[_CallOutcome | None]:
+    """Return the outcome of each rank; None for one that left none."""
+    files = [folder / f"outcome-{rank}" for rank in range(max_size)]
+    outcomes: list[_CallOutcome | None] = [
+        pickle.loads(file.read_bytes()) if file.exists() else None  # noqa: S301  ours
+        for file in files
+    ]
+    # Fewer may have started than were asked for.
+    started = next((each.size for each in outcomes if each is not None), max_size)
+    return outcomes[:started]
 
 
 def _renamed(asked: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +266,7 @@ def _show(lines: Iterable[str], shown: TextIO, kept: deque[str]) -> None:
         kept.append(line)
 
 
-def _require_success(code: int, outcomes: Sequence[CallOutcome | None]) -> None:
+def _require_success(code: int, outcomes: Sequence[_CallOutcome | None]) -> None:
     """Raise, in Horovod's words, where a rank failed."""
     failures = {
         rank: outcome
@@ -229,3 +282,87 @@ def _require_success(code: int, outcomes: Sequence[CallOutcome | None]) -> None:
         silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
         name, reason = f"one of {silent}", ""
     raise RuntimeError(_FAILED.format(name=name, code=code) + reason)
+
+
+def get_env_rank_and_size() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks; 0 and 1 where none is set.
+
+    Raises:
+        RuntimeError: Of a pair only one is set.
+    """
+    for prefix in ("HOROVOD", "OMPI_COMM_WORLD", "PMI"):
+        names = [f"{prefix}_RANK", f"{prefix}_SIZE"]
+        values = select_variables(names)
+        if len(values) == 2:
+            return int(values[names[0]]), int(values[names[1]])
+        if values:
+            raise RuntimeError(
+                "Could not determine process rank and size: only one of "
+                f"{names[0]} and {names[1]} found in environment"
+            )
+    return 0, 1
+
+
+def in_thread(
+    target: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    name: str | None = None,
+    daemon: bool = True,
+    silent: bool = False,
+) -> Thread:
+    """Call a function in a thread of its own; ``silent`` hides what it raises.
+
+    Raises:
+        ValueError: ``args`` is no tuple.
+    """
+    _require_tuple(args)
+
+    def call() -> None:
+        with suppress(*[Exception] * silent):
+            target(*args)
+
+    thread = Thread(target=call, name=name, daemon=daemon)
+    thread.start()
+    return thread
+
+
+def on_event(
+    event: Event,
+    func: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    stop: Event | None = None,
+    check_stop_interval_s: float = 1.0,
+    daemon: bool = True,
+    silent: bool = False,
+) -> Thread:
+    """Call a function, in a thread of its own, once an event is set.
+
+    ``stop`` ends the wait; it is looked at every ``check_stop_interval_s``.
+
+    Raises:
+        ValueError: ``args`` is no tuple, or nothing can end a thread that is no daemon.
+    """
+    _require_tuple(args)
+    if stop is None and not daemon:
+        raise ValueError(
+            "stop must be given for a thread that is no daemon, got None. Give one."
+        )
+
+    def wait_and_call() -> None:
+        if stop is None:
+            event.wait()
+        else:
+            while not event.is_set() and not stop.is_set():
+                event.wait(check_stop_interval_s)
+        if stop is None or not stop.is_set():
+            func(*args)
+
+    return in_thread(wait_and_call, daemon=daemon, silent=silent)
+
+
+def _require_tuple(args: object) -> None:
+    if not isinstance(args, tuple):
+        raise ValueError(  # noqa: TRY004  Horovod's type
+            f"args must be a tuple, got {type(args).__name__}. "
+            "Type (arg,) for a single one."
+        )

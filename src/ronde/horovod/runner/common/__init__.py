@@ -1,1 +1,0 @@
-"""What the launcher's parts share."""

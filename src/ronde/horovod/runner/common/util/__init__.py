@@ -1,1 +1,0 @@
-"""The launcher's odds and ends, those that scripts import."""

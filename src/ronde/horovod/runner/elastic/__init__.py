@@ -1,1 +1,0 @@
-"""What an elastic launcher tells ranks."""
