@@ -121,12 +121,7 @@ def malloc_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, 
 
 
 def rank_environment(world: World, job: JobFacts, node: NodeFacts) -> dict[str, str]:
-    """Return the variables that only this rank has.
-
-    They are torchrun's, the further ones that Lightning, Composer and DeepSpeed read,
-    Horovod's rank variables and our own; ``MASTER_ADDR`` and ``MASTER_PORT`` come when
-    the ranks start.
-    """
+    """Return the variables that only this rank has."""
     rank, size = str(world.rank), str(world.size)
     local_rank, local_size = str(world.local_rank), str(world.local_size)
     cross_rank, cross_size = str(world.cross_rank), str(world.cross_size)
@@ -204,9 +199,6 @@ def read_assignments(
     ``NAME=VALUE`` sets, ``NAME`` passes on whatever it is, and a pattern such as
     ``WANDB_*`` passes on all that match it but what looks like a secret, belongs to
     this host, or is another launcher's: those must be named.
-
-    Raises:
-        UsageError: A word is none of these, or the variable is not set.
     """
     extra: dict[str, str] = {}
     for word in words:
@@ -227,10 +219,7 @@ def read_assignments(
 
 
 def base_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return what an agent's own environment gives to its ranks.
-
-    What the login or the launcher that led to it said of itself is left out.
-    """
+    """Return what an agent's own environment gives to its ranks."""
     return {
         name: value
         for name, value in own.items()
@@ -263,12 +252,7 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 def alias_environment(
     environ: Mapping[str, str], *, is_wanted: bool | None
 ) -> dict[str, str]:
-    """Return the variables that let ranks import ronde as ``horovod``, or do not.
-
-    Args:
-        is_wanted: False takes the alias off the path. True has it win over a Horovod
-            that is installed for a rank's Python, None has it give way to that one.
-    """
+    """Return the variables that let ranks import ronde as ``horovod``, or do not."""
     path = environ.get("PYTHONPATH")
     before = path.split(os.pathsep) if path else []
     after = [entry for entry in before if entry != str(ALIAS_DIRECTORY)]

@@ -48,23 +48,16 @@ class StartProgress:
         """When ``look`` is to be called at the latest, on the monotonic clock."""
 
     def begin(self, what: str, awaited: Callable[[], Sequence[str]]) -> None:
-        """Begin a step.
-
-        Args:
-            awaited: Returns whose turn it is: names of hosts.
-        """
         self._what, self._awaited = what, awaited
         self._begun_s = time.monotonic()
         self.due_s = self._begun_s + (_VERBOSE_SLOW_S if self._is_verbose else SLOW_S)
 
     def look(self) -> None:
-        """Say what is waited for if that is due."""
         if time.monotonic() >= self.due_s:
             self.tell()
             self.due_s += SLOW_S if self._is_verbose else float("inf")
 
     def tell(self) -> None:
-        """Say now what is waited for."""
         names = self._awaited()
         if self._what and names:
             more = len(names) - _MAX_NAMES
@@ -75,12 +68,10 @@ class StartProgress:
             self._say(f"waiting for {shown} {self._what}, {took_s:.0f} s so far")
 
     def took(self, done: str, took_s: float) -> None:
-        """Report a step that took long and could not be reported meanwhile."""
         if took_s >= _LONG_S:
             self._say(f"{done} in {format_duration(took_s)}")
 
     def end(self, done: str) -> None:
-        """End the step."""
         self._what, self.due_s = "", float("inf")
         if self._is_verbose:
             took_s = time.monotonic() - self._begun_s
@@ -89,8 +80,6 @@ class StartProgress:
 
 @dataclass(eq=False, slots=True)
 class _Client:
-    """A connection that a rank has made to its agent."""
-
     node: AgentNode
     number: int
     splitter: Splitter = field(default_factory=Splitter)
@@ -101,9 +90,6 @@ class StoreService:
 
     Fencing: what was sent by ranks of another generation reaches nobody, since a
     generation has a store of its own and its number is in every frame.
-
-    Args:
-        epoch: The generation; negative for none, which answers nobody.
     """
 
     def __init__(self, epoch: int = -1) -> None:
@@ -133,7 +119,6 @@ class StoreService:
             self._release(client)
 
     def forget(self, node: AgentNode) -> None:
-        """Drop all that a lost node's ranks wait for."""
         for client in [c for c in self._clients.values() if c.node is node]:
             self._forget(client)
 
@@ -170,19 +155,15 @@ class Handler:
         self._loop = loop
 
     def take(self, node: AgentNode, message: FromAgent) -> None:
-        """Answer a message."""
         raise NotImplementedError
 
     def take_output(self, output: Output) -> None:
-        """Look at what a rank wrote, which is shown already."""
         raise LaunchError(f"rank {output.rank} must not run now, but it writes.")
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
-        """Go on without a host; its node is over and closed."""
         raise NotImplementedError
 
     def take_signal(self, number: int) -> None:
-        """End the start, or say what it waits for."""
         if number in (ASKING, TIMED_OUT):
             self._loop.progress.tell()
         if number != ASKING:
@@ -214,12 +195,10 @@ class EventLoop:
 
     @property
     def live_nodes(self) -> list[AgentNode]:
-        """Those that are not over."""
         return [node for node in self.nodes if not node.is_over]
 
     @property
     def is_held_back(self) -> bool:
-        """Whether so much waits to be shown that the ranks must wait."""
         return self.output.backlog_bytes >= _MAX_BACKLOG_BYTES
 
     def serve(
@@ -300,7 +279,6 @@ class EventLoop:
                 handler.take(node, message)
 
     def lose(self, handler: Handler, node: AgentNode, loss: HostLoss) -> None:
-        """Go on without a node."""
         node.close()
         self.store.forget(node)
         handler.take_loss(node, loss)
@@ -328,7 +306,6 @@ class EventLoop:
                 self.lose(handler, node, node.explain_silence())
 
     def _grant(self) -> None:
-        """Let agents send more, unless what they sent cannot be shown."""
         if self.is_held_back and not self.is_hurried:
             return
         for node in self.live_nodes:
@@ -342,7 +319,6 @@ class EventLoop:
                 handler.take_signal(number)
 
     def _suspend(self) -> None:
-        """Stop the ranks and then this process, until it is continued."""
         for node in self.live_nodes:
             node.link.send(Forward(signal.SIGSTOP))
         suspend_self()
@@ -356,15 +332,7 @@ class EventLoop:
             handler.take_broken_output(number)
 
     def write_out(self, limit_s: float | None) -> int:
-        """Have what is left to show written, and end what writes it.
-
-        A signal, or the time, ends the wait; what is not written ``_LAST_S`` later is
-        lost.
-
-        Returns:
-            The signal as which it counts that nobody reads the standard output any
-            more, else 0.
-        """
+        """Have what is left to show written, and end what writes it."""
         output, number, is_last = self.output, 0, False
         output.close()
         while not output.has_ended:
@@ -386,7 +354,6 @@ class EventLoop:
 
 
 def _say_last(text: str) -> None:
-    """Say a sentence of the launcher's own, if that can be done without waiting."""
     with suppress(OSError, ValueError):
         if wait_for([], [sys.stderr.fileno()], 0):
             print(f"ronde: {text}.", file=sys.stderr, flush=True)  # noqa: T201

@@ -60,17 +60,13 @@ class Tail:
         self.written_at_s = 0.0  # when the last came, on the monotonic clock
 
     def add(self, data: bytes) -> None:
-        """Take more of the stream."""
         self.written_at_s = time.monotonic()
         self._kept += data
         if len(self._kept) > 2 * _KEPT_BYTES:
             del self._kept[:-_KEPT_BYTES]
 
     def lines(self) -> tuple[str, ...]:
-        """Return the last lines, of each what a progress bar left on the screen.
-
-        What sets colours is taken away.
-        """
+        """Return the last lines, of each what a progress bar left on the screen."""
         return tuple(self._lines()[-self._num_lines :])
 
     def traceback(self) -> str:
@@ -131,10 +127,6 @@ def _is_farewell(lines: Sequence[str]) -> bool:
 
 
 def _is_head(lines: Sequence[str], index: int) -> bool:
-    """Whether a traceback begins here that may end a process.
-
-    One within an exception group does not, nor one that Python ignores.
-    """
     before = lines[index].removesuffix(_TRACEBACK)
     if before == lines[index] or before.rstrip().endswith("|"):
         return False
@@ -143,20 +135,17 @@ def _is_head(lines: Sequence[str], index: int) -> bool:
 
 
 def _prefix(head: str) -> str:
-    """Return what a wrapper put before a traceback's first line."""
     before = head.removesuffix(_TRACEBACK)
     # The border of an exception group is Python's own.
     return before.removesuffix("  + Exception Group ")
 
 
 def _is_chained(lines: Sequence[str], head: int, prefix: str) -> bool:
-    """Whether the traceback that begins at ``head`` goes on from one before."""
     before = [line.removeprefix(prefix) for line in lines[max(0, head - 2) : head]]
     return len(before) == 2 and before[0] in _CHAINED and not before[1].strip()
 
 
 def _length(lines: Sequence[str]) -> int:
-    """Return how many of the lines are the traceback that the first of them begins."""
     end = 1
     while end < len(lines) and lines[end][:1] in {" ", "\t"}:
         end += 1
@@ -168,7 +157,6 @@ def _length(lines: Sequence[str]) -> int:
 
 
 def _is_own_word(line: str) -> bool:
-    """Whether this is no part of an exception's message."""
     return bool(_NOT_FATAL.search(line) or _FAREWELL.search(line))
 
 
@@ -196,32 +184,25 @@ class RankEnd:
 
     @property
     def exit_code(self) -> int:
-        """The code that a shell would give: 128 plus the signal's number."""
         return self.status if self.status >= 0 else 128 - self.status
 
     @property
     def is_crash(self) -> bool:
-        """Whether a signal ended it that only its own doing sends."""
         return -self.status in _CRASHES
 
     @property
     def is_secondary(self) -> bool:
-        """Whether it gave up, saying that a peer was gone or did not answer."""
         last_words = self.last_words
         return has_lost_peer(last_words) or bool(_TIMED_OUT.search(last_words))
 
     @property
     def lost_ranks(self) -> frozenset[int]:
-        """Those of which it said that they were gone."""
         found = _LOST_RANK.finditer(self.last_words)
         return frozenset(int(each[1]) for each in found) - {self.rank}
 
     @property
     def last_words(self) -> str:
-        """What may say why it ended, in lower case; nothing of one that was killed.
-
-        Of one that an exception ended the traceback counts and nothing it said before.
-        """
+        """What may say why it ended, in lower case; nothing of one that was killed."""
         if self.status <= 0 and self.status != -signal.SIGABRT:
             return ""
         said = self.traceback if self.status == 1 else ""
@@ -342,7 +323,6 @@ def _dated(ends: Sequence[RankEnd]) -> list[RankEnd]:
 
 
 def _late_suspects(ends: Sequence[RankEnd], failed: Sequence[RankEnd]) -> list[RankEnd]:
-    """Return who may have made the others lose their peer, but was stopped then."""
     named = {rank for end in failed for rank in end.lost_ranks}
     return [
         end
@@ -354,7 +334,6 @@ def _late_suspects(ends: Sequence[RankEnd], failed: Sequence[RankEnd]) -> list[R
 
 
 def _priority(failure: RankEnd | LostHost) -> tuple[float, int, int]:
-    """Order failures: the earliest first, and the surest where two are as early."""
     if isinstance(failure, LostHost):
         return failure.at_s, 2, min(failure.ranks, default=0)
     return failure.at_s, int(failure.status > 0), failure.rank

@@ -65,39 +65,24 @@ class AgentTransport(Protocol):
         ...
 
     @property
-    def write_fd(self) -> int:
-        """Descriptor that is writable when ``write`` takes something."""
-        ...
+    def write_fd(self) -> int: ...
 
     @property
-    def error_fd(self) -> int:
-        """Descriptor of the other side's complaints; -1 where there is none."""
-        ...
+    def error_fd(self) -> int: ...
 
     def read(self) -> bytes | None:
         """Return what has come, empty at the end, None when nothing is there now."""
         ...
 
-    def write(self, data: memoryview) -> int:
-        """Return how many bytes were taken, 0 when none are taken now."""
-        ...
+    def write(self, data: memoryview) -> int: ...
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait for the end of what carries the bytes.
-
-        Returns:
-            Its exit code, minus the number of a signal; 0 where there is no process;
-            None when it has not ended in time.
-        """
+        """Wait for the end of what carries the bytes."""
         ...
 
-    def close(self) -> None:
-        """Close both directions: the agent then ends everything and itself."""
-        ...
+    def close(self) -> None: ...
 
-    def kill(self) -> None:
-        """End what carries the bytes at once; the agent may live on."""
-        ...
+    def kill(self) -> None: ...
 
 
 class ProcessTransport:
@@ -117,40 +102,33 @@ class ProcessTransport:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
         return self._process.pid
 
     @property
     def read_fd(self) -> int:
-        """See ``AgentTransport``."""
         return self._files[1].fileno()
 
     @property
     def write_fd(self) -> int:
-        """See ``AgentTransport``."""
         return self._files[0].fileno()
 
     @property
     def error_fd(self) -> int:
-        """See ``AgentTransport``."""
         return self._files[2].fileno()
 
     def read(self) -> bytes | None:
-        """See ``AgentTransport``."""
         try:
             return os.read(self.read_fd, _READ_BYTES)
         except BlockingIOError:
             return None
 
     def write(self, data: memoryview) -> int:
-        """See ``AgentTransport``."""
         try:
             return os.write(self.write_fd, data)
         except BlockingIOError:
             return 0
 
     def wait(self, timeout_s: float) -> int | None:
-        """See ``AgentTransport``."""
         if self._process.poll() is None:
             try:
                 process_fd = os.pidfd_open(self._process.pid)
@@ -165,24 +143,17 @@ class ProcessTransport:
         return self._process.poll()
 
     def close(self) -> None:
-        """See ``AgentTransport``."""
         for file in self._files:
             file.close()
         # Somebody may have stopped it, and it has to see this end.
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """See ``AgentTransport``."""
         self._process.kill()
 
 
 class AgentConnection:
-    """One agent and the frames to and from it.
-
-    Args:
-        hello_reader: Reads what must come before the first frame, where the agent was
-            started through something that may write as well; None for nothing.
-    """
+    """One agent and the frames to and from it."""
 
     def __init__(
         self, transport: AgentTransport, hello_reader: "HelloReader | None" = None
@@ -203,7 +174,6 @@ class AgentConnection:
         return self._writer.waiting_bytes > 0 or bool(self._relayed)
 
     def send(self, message: ToAgent) -> None:
-        """Send a message; an agent that is gone does not get it."""
         try:
             self._writer.send(encode_control(encode_message(message)))
         except BrokenPipeError:
@@ -264,7 +234,6 @@ class AgentConnection:
 
     @property
     def last_words(self) -> str:
-        """The last of what the other side complained of."""
         return self._last_words.decode("utf-8", "backslashreplace").strip()
 
 
@@ -311,47 +280,36 @@ class AgentNode:
 
     @property
     def name(self) -> str:
-        """The host's name for messages."""
         return self.host.name
 
     @property
     def met(self) -> Hello:
-        """What it said of itself; only of one that has said hello."""
         if self.hello is None:
             raise AssertionError("a node that was connected has said hello")
         return self.hello
 
     def require_own(self, rank: int) -> None:
-        """Refuse what an agent says of a rank that is not its own.
-
-        Raises:
-            LaunchError: It is not.
-        """
         if rank not in self.ranks:
             raise LaunchError(
                 f"agent of {self.name} must speak of its own ranks, got rank {rank}."
             )
 
     def watch(self, *, is_watched: bool) -> None:
-        """Count silence from now on, or do not."""
         self._is_watched = is_watched and not self.is_here
         self.heard()
 
     def heard(self) -> None:
-        """Take note that something came."""
         limit_s = self.timeouts.lease_s if self._is_watched else float("inf")
         self.heard_at_s = time.monotonic()
         self.silent_by_s = self.heard_at_s + limit_s
         self.is_doubted = False
 
     def doubt(self) -> None:
-        """Wait as long again: its host answers."""
         self.is_doubted = True
         self.silent_by_s = self.heard_at_s + 2 * self.timeouts.lease_s
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Its own, in the order of its interfaces."""
         return tuple(i.address for i in self.hello.interfaces) if self.hello else ()
 
     def ping(self, now_s: float) -> float:
@@ -371,7 +329,6 @@ class AgentNode:
             self.credit_bytes = self.max_credit_bytes
 
     def take_output(self, num_bytes: int) -> None:
-        """Take note of output that came from it."""
         self.owed_bytes += num_bytes
         self._probed_bytes += num_bytes
 
@@ -400,7 +357,6 @@ class AgentNode:
             self._adapt_credit(round_trip_s - self._round_trip_s)
 
     def _adapt_credit(self, delay_s: float) -> None:
-        """Change what may be under way, as much as the delay that it causes wants."""
         now_bytes = self.credit_bytes
         if delay_s > _QUEUE_S:
             self.credit_bytes = max(now_bytes // 2, _MIN_CREDIT_BYTES)
@@ -409,11 +365,9 @@ class AgentNode:
         self.owed_bytes += self.credit_bytes - now_bytes
 
     def to_our_clock(self, theirs_s: float) -> float:
-        """Return a time on its monotonic clock as one on ours."""
         return theirs_s - self._offset_s
 
     def explain_end(self) -> HostLoss:
-        """Say why its connection has ended."""
         code = self.link.transport.wait(_END_S)
         said = self.link.last_words.splitlines()
         told = f"; it said: {said[-1].strip()}" if said else ""
@@ -427,14 +381,12 @@ class AgentNode:
         return HostLoss(f"its agent ended with exit code {code}{told}", EXIT_INTERNAL)
 
     def explain_silence(self) -> HostLoss:
-        """Say what was seen of a host that nothing is heard of any more."""
         silence_s = time.monotonic() - self.heard_at_s
         return HostLoss(
             f"nothing was heard of it for {silence_s:.0f} s", EXIT_UNREACHABLE
         )
 
     def close(self) -> None:
-        """Take leave: the agent ends everything and itself."""
         self.is_over = True
         self.link.transport.close()
 

@@ -63,10 +63,7 @@ def die_with_parent(parent_pid: int, death_signal: int) -> bool:
 
 
 def end_with(parent_pid: int, death_signal: int) -> Callable[[], None]:
-    """Return what a child does between fork and exec, so that it ends with its parent.
-
-    Only for a process with one thread.
-    """
+    """Return a ``preexec_fn`` by which a child ends with its parent."""
 
     def before_exec() -> None:
         if not die_with_parent(parent_pid, death_signal):
@@ -91,7 +88,6 @@ class ProcessStat(NamedTuple):
 
     @property
     def is_zombie(self) -> bool:
-        """Whether it has ended and only waits to be reaped."""
         return self.state in "ZX"
 
 
@@ -141,11 +137,7 @@ def descendants(
     spared: frozenset[int] = frozenset(),
     table: Mapping[int, ProcessStat] | None = None,
 ) -> list[ProcessStat]:
-    """Return every process below ``pid`` now; it is no snapshot, so ask again.
-
-    Args:
-        table: From ``read_processes``; None reads it now.
-    """
+    """Return every process below ``pid`` now; it is no snapshot, so ask again."""
     table = read_processes() if table is None else table
     children: dict[int, list[ProcessStat]] = {}
     for process in table.values():
@@ -199,7 +191,6 @@ def signal_process(process: ProcessStat, number: int) -> None:
 
 
 def _stop_and_signal(process: ProcessStat, number: int) -> None:
-    """Do the same without a pidfd: stop it, see that it was the one, then signal."""
     with suppress(ProcessLookupError, PermissionError):
         if not _is_same(process):
             return
@@ -234,10 +225,6 @@ def sweep(
     First all are stopped, until no new one appears, so that nobody can fork away; then
     all are killed. When this returns with nothing stuck, this process has no
     descendant left but the spared, given that it adopts orphans.
-
-    Args:
-        on_reaped: Called with pid and wait status of each child reaped.
-        deadline_s: Seconds after which what does not die is reported instead.
     """
     me = os.getpid()
     ends_at = time.monotonic() + deadline_s
@@ -297,14 +284,7 @@ def describe(process: ProcessStat) -> str:
 
 
 def await_empty(job_marker: str, deadline_s: float) -> list[int]:
-    """Wait until no process of a job is left on this host.
-
-    The agent of an earlier generation that lost its controller ends its ranks by
-    itself; how soon, depends on when it noticed.
-
-    Returns:
-        Processes that are left then.
-    """
+    """Wait until no process of a job is left on this host."""
     ends_at = time.monotonic() + deadline_s
     while True:
         left = list(find_members(job_marker))

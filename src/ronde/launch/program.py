@@ -9,15 +9,7 @@ from ronde.errors import UsageError
 
 
 def absolute_path(path: str | Path = "") -> Path:
-    """Return a path in full.
-
-    Args:
-        path: Relative to this process's directory, or absolute; empty for that
-            directory itself.
-
-    Raises:
-        UsageError: It is relative, and this process's directory was removed.
-    """
+    """Return a path in full."""
     try:
         return Path(path).absolute()
     except OSError as error:
@@ -44,11 +36,7 @@ def require_processes() -> None:
 
 
 def enter_directory(path: str) -> str:
-    """Make ``path`` this process's directory; empty stays where it is.
-
-    Returns:
-        The directory in full; it may be gone when ranks have run in it.
-    """
+    """Make ``path`` this process's directory; empty stays where it is."""
     try:
         if path:
             os.chdir(path)
@@ -61,13 +49,7 @@ def enter_directory(path: str) -> str:
 
 
 def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
-    """Return the command to execute, its program as a path.
-
-    A Python file that is not executable is run with this Python, and so is a module.
-
-    Args:
-        argv: Program and arguments as the user gave them; ``-m`` before a module.
-    """
+    """Return the command to execute, its program as a path."""
     program, *arguments = argv
     if program == "-m":
         return [sys.executable, *argv]

@@ -38,11 +38,7 @@ def interrupter(number: int) -> str:
 
 
 def reset_signals() -> None:
-    """Undo signal settings of a parent with which a job cannot be run.
-
-    No signal is blocked then, and the ends of children are reported. What the user
-    has ignored, as ``nohup`` and a shell's ``&`` do, stays ignored.
-    """
+    """Undo signal settings of a parent with which a job cannot be run."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
@@ -105,11 +101,7 @@ def read_signals(fd: int) -> list[int]:
 
 
 def raise_if_stopped(fd: int) -> None:
-    """Read the signals that have come in; one that ends the job ends the start.
-
-    Raises:
-        InterruptedStartError: The user has ended it.
-    """
+    """Read the signals that have come in; one that ends the job ends the start."""
     for number in read_signals(fd):
         if number in STOPPING:
             raise InterruptedStartError(number)

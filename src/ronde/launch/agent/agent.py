@@ -96,9 +96,6 @@ def run_reaped(work: Callable[[], int], directory: Path) -> NoReturn:
     Both end here, past the interpreter's own end, which adds nothing and takes time:
     the child with what ``work`` returns, and this process with the child's exit code,
     128 plus the signal that ended it, or EXIT_NO_FORK.
-
-    Args:
-        work: Returns the child's exit code.
     """
     reset_signals()
     parent = os.getpid()
@@ -157,12 +154,7 @@ def _wait_for_child(child: int) -> int:
 
 
 def main(first_word_s: float = _NEVER) -> NoReturn:
-    """Run an agent on standard input and output; end the process with its exit code.
-
-    Args:
-        first_word_s: Seconds after which an agent that was told nothing ends: the end
-            of a connection that broke silently is never seen.
-    """
+    """Run an agent on standard input and output; end the process with its exit code."""
     directory = name_directory()  # the reaper must know it as well
     run_reaped(lambda: _run_agent(first_word_s, directory), directory)
 
@@ -187,11 +179,7 @@ def _run_agent(first_word_s: float, directory: Path) -> int:
 
 
 class Agent:
-    """Runs one job after another on its host, as long as its controller is there.
-
-    Args:
-        directory: Where to make sockets; it is not there yet.
-    """
+    """Runs one job after another on its host, as long as its controller is there."""
 
     def __init__(
         self, control_in: int, control_out: int, first_word_s: float, directory: Path
@@ -237,7 +225,6 @@ class Agent:
             self._reader.pace()
 
     def _doubt_controller(self) -> None:
-        """Wait for the controller as long again, if its host answers."""
         # Imported where it is needed: most agents hear of their controller.
         from ronde.launch.placement.network import find_answering
 
@@ -295,7 +282,6 @@ class Agent:
                 self._job.note_end(pid, status)
 
     def _take_leave(self) -> None:
-        """Let the ranks end in their grace; without ranks or reaper, end at once."""
         if os.getppid() != self._reaper:
             raise EOFError("the reaper is gone")
         if self._job is None:
@@ -373,7 +359,6 @@ class Agent:
 
 
 def _watch_signals() -> int:
-    """Return a descriptor that reads the numbers of the signals that come in."""
     read_fd, write_fd = signal_pipe()
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     notice_signals((signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))

@@ -83,13 +83,11 @@ class KernelDiagnostics:
         return "; ".join(filter(None, told))
 
     def close(self) -> None:
-        """Look no more."""
         if self._kernel_fd is not None:
             os.close(self._kernel_fd)
             self._kernel_fd = None
 
     def _explain_oom_kill(self, *, is_own: bool) -> str:
-        """Tell of a kill that no line of the kernel's names."""
         if not is_own:
             return "the kernel killed a process of the job for lack of memory"
         self._num_oom_kills += 1
@@ -125,7 +123,6 @@ class KernelDiagnostics:
         return 0
 
     def _kernel_line(self, pid: int) -> str:
-        """Return the last that the kernel logged of this process since the start."""
         if self._kernel_fd is not None:
             self._kernel_lines += _read_kernel_log(self._kernel_fd)
             del self._kernel_lines[:-_MAX_KEPT_LINES]
@@ -172,7 +169,6 @@ def _oom_counters_here() -> list[str]:
 
 
 def _read(path: str) -> str:
-    """Return a file of the kernel's, empty where that is not to be had."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -202,10 +198,6 @@ def core_glob(pattern: str, pid: int) -> str:
 
 
 def _open_kernel_log() -> int | None:
-    """Open the kernel's log behind all that it holds, where that is allowed.
-
-    In a container its process numbers are not ours, and might be a neighbour's.
-    """
     try:
         if str(Path("/proc/self/ns/pid").readlink()) != _FIRST_PID_NAMESPACE:
             return None
@@ -267,7 +259,6 @@ class StackTaker:
         }
 
     def ask(self, pids: Mapping[int, int]) -> None:
-        """Ask ranks where they are."""
         table = read_processes()
         for rank, pid in pids.items():
             if rank not in self._asked and pid in table:
@@ -286,7 +277,6 @@ class StackTaker:
         return told
 
     def close(self) -> None:
-        """Forget the ranks, which have ended."""
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
@@ -294,8 +284,6 @@ class StackTaker:
 
 
 class _StackRequest:
-    """One rank that was asked: its processes one after the other."""
-
     def __init__(self, processes: Sequence[ProcessStat], fd: int | None) -> None:
         self.told: list[ProcessStack] = []
         self._fd = fd
@@ -306,7 +294,6 @@ class _StackRequest:
         self._due_s = 0.0
 
     def is_over(self) -> bool:
-        """Go on as far as it goes now; True when there is no more to come."""
         while self._now is not None or self._waiting:
             if self._now is None:
                 self._begin(self._waiting.pop(0))
@@ -329,7 +316,6 @@ class _StackRequest:
         signal_process(process, _SIGNAL)
 
     def _has_answered(self) -> bool:
-        """Whether the handler has run to its end: it blocks its own signal."""
         if self._now is None or self._fd is None or not os.fstat(self._fd).st_size:
             return False
         signals = _read_signals(self._now.pid)
@@ -397,7 +383,6 @@ _STATES = {
 
 
 def _kernel_state(pid: int) -> str:
-    """Say in a few words what the kernel says of a process."""
     process = read_process(pid)
     if process is None:
         return "has ended"

@@ -134,13 +134,11 @@ class LocalJob:
                 self._reader.add(pipe)
 
     def call_off(self) -> None:
-        """End a job that was not started: another comes in its place."""
         if self.phase is not JobPhase.PREPARING:
             raise LaunchError("Prepare must come while no ranks run.")
         self._end()
 
     def take_stacks(self) -> None:
-        """Ask the ranks where they are; tell Stacks of each that runs."""
         if self.phase in (JobPhase.RUNNING, JobPhase.STOPPING):
             self.ranks.ask_for_stacks()
 
@@ -222,7 +220,6 @@ def _reason(error: Exception) -> str:
 
 
 def _fence_off(job_marker: str) -> None:
-    """See that nothing of an earlier generation is left here."""
     # Imported where it is needed: most jobs have one generation.
     from ronde.launch.process_tree import await_empty
 

@@ -42,7 +42,6 @@ class MpiWorld:
     """
 
     def __init__(self, num_ranks: int, env: Mapping[str, str]) -> None:
-        """Start ``mpirun`` and wait for all places."""
         self._path = find_mpirun(env.get("PATH", os.defpath))
         self._directory = _directory_of(os.getpid())
         self._directory.mkdir(mode=0o700, parents=True)
@@ -118,11 +117,7 @@ class MpiWorld:
 
 
 def find_mpirun(search_path: str) -> str:
-    """Return the path of ``mpirun``: beside this Python, or on the search path.
-
-    Raises:
-        UsageError: It is nowhere.
-    """
+    """Return the path of ``mpirun``: beside this Python, or on the search path."""
     # pip puts it beside Python, together with the library that mpi4py loads.
     beside = str(Path(sys.executable).parent)
     if found := find_executable("mpirun", beside, *search_path.split(os.pathsep)):
@@ -150,7 +145,6 @@ def _directory_of(agent_pid: int) -> Path:
 
 
 def _places(said: bytes) -> list[tuple[int, int]]:
-    """Return rank and pid of every holder that has said so, a line each."""
     found: list[tuple[int, int]] = []
     for line in said.split(b"\n")[:-1]:
         words = line.split()

@@ -49,13 +49,7 @@ _NOTICES_BYTES = 64 << 10
 
 @contextmanager
 def inherited_binding(cpus: Sequence[int], memory_node: int) -> Generator[str]:
-    """Bind this process, and so what it starts meanwhile; then undo it.
-
-    Gives what could not be done, else an empty text.
-
-    Args:
-        cpus: Those to run on; none leaves them as they are.
-    """
+    """Bind this process, and so what it starts meanwhile; then undo it."""
     before = os.sched_getaffinity(0)
     had_policy = memory_node == UNKNOWN_NODE or _policy() != _DEFAULT
     try:
@@ -69,11 +63,7 @@ def inherited_binding(cpus: Sequence[int], memory_node: int) -> Generator[str]:
 
 
 def bind_self(cpus: Sequence[int], memory_node: int) -> str:
-    """Bind this process for good; return what could not be done, else an empty text.
-
-    Args:
-        cpus: Those to run on; none leaves them as they are.
-    """
+    """Bind this process for good; return what could not be done, else an empty text."""
     refused = [_run_on(cpus)] if cpus else []
     if memory_node != UNKNOWN_NODE and _policy() == _DEFAULT:
         number = _set_policy(_PREFERRED, memory_node)
@@ -92,7 +82,6 @@ def _run_on(cpus: Sequence[int]) -> str:
 
 
 def _policy() -> int:
-    """Return this process's memory policy, also the default where that is not told."""
     mode = ctypes.c_int(_DEFAULT)
     get, _ = _CALLS.get(os.uname().machine, (0, 0))
     if get:
@@ -151,7 +140,6 @@ class OutputPipe:
         return data
 
     def close(self) -> None:
-        """Close the pipe; may be called again."""
         if self.is_open:
             self.is_open = False
             os.close(self.fd)
@@ -171,7 +159,6 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """The rank's process, which is also the number of its process group."""
         return self.process.pid
 
     def noticed(self, at_s: float, pid: int) -> None:
@@ -185,7 +172,6 @@ class RankProcess:
             self.began_s = at_s
 
     def reaped(self, status: int) -> int:
-        """Take note of the end; return the exit code, or minus the signal."""
         self.is_running = False
         # Popen must know: only the agent's own waitpid saw it.
         self.process.returncode = os.waitstatus_to_exitcode(status)
@@ -199,10 +185,7 @@ def start_rank(
     *,
     inherited_fds: Sequence[int],
 ) -> RankProcess:
-    """Start one rank in a session of its own, which dies with this process.
-
-    Must be called from a process with one thread.
-    """
+    """Start one rank in a session of its own, which dies with this process."""
     pipes: list[OutputPipe] = []
     write_fds: list[int] = []
     try:
@@ -233,10 +216,7 @@ def start_rank(
 
 
 def allow_ranks(num_ranks: int) -> None:
-    """Let this process have the pipes of so many ranks.
-
-    The ranks themselves get the limit that was there before.
-    """
+    """Let this process have the pipes of so many ranks."""
     least = num_ranks * _FDS_PER_RANK + LEAST_OPEN_FILES
     require_open_files(least, _LIMIT_BEFORE[1], f"for {num_ranks} ranks on a host")
     raise_open_files_limit(least + max_connections(num_ranks) + _OTHER_FDS)
@@ -264,11 +244,9 @@ class RankGroup:
 
     @property
     def is_running(self) -> bool:
-        """Whether any rank has not ended."""
         return any(rank.is_running for rank in self._by_pid.values())
 
     def prepare(self, job: NodeJob) -> None:
-        """Start what the ranks of the job need before them."""
         if job.is_mpi:
             self._mpi = MpiWorld(len(job.ranks), _environment(job))
 
@@ -278,7 +256,6 @@ class RankGroup:
         command: Sequence[str],
         whereabouts: dict[str, str],
     ) -> list[RankProcess]:
-        """Start all ranks of the job."""
         base = _environment(job) | whereabouts
         self._notices, notices = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         inode = os.fstat(notices).st_ino
@@ -300,7 +277,6 @@ class RankGroup:
         return list(self._by_pid.values())
 
     def ask_for_stacks(self) -> None:
-        """Ask all ranks that run where they are."""
         ranks = self._by_pid.values()
         self._stacks.ask({rank.rank: rank.pid for rank in ranks if rank.is_running})
 
@@ -314,10 +290,7 @@ class RankGroup:
             self._notices = -1
 
     def look_for_ends(self) -> None:
-        """Take note of ranks that have begun to end and are not reaped yet.
-
-        They say so themselves (``world.exit_notice``), or dump core.
-        """
+        """Take note of ranks that have begun to end and are not reaped yet."""
         now_s = time.monotonic()
         by_rank = {rank.rank: rank for rank in self._by_pid.values()}
         with suppress(BlockingIOError):
@@ -364,13 +337,11 @@ class RankGroup:
         self.send(signal.SIGCONT)
 
     def stop_rest(self, rank: RankProcess, number: int) -> None:
-        """Signal what a rank that was spared left in its group."""
         if rank.pid in self._spared and rank.pid in self._groups_left():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.pid, number)
 
     def has_members(self) -> bool:
-        """Whether any process is left in the process group of any rank."""
         return self.is_running or bool(self._groups_left())
 
     def _groups_left(self) -> set[int]:
@@ -379,5 +350,4 @@ class RankGroup:
 
 
 def _environment(job: NodeJob) -> dict[str, str]:
-    """Return what all ranks of a job have here."""
     return base_environment(own_environment()) | job.env

@@ -58,12 +58,10 @@ class OutputSender:
 
     @property
     def is_writing(self) -> bool:
-        """Whether ``flush`` should be called when the descriptor takes more."""
         return self._writer.waiting_bytes > 0
 
     @property
     def is_full(self) -> bool:
-        """Whether the ranks should not be read for now."""
         return self._waiting_bytes >= _FULL_BYTES
 
     @property
@@ -73,14 +71,12 @@ class OutputSender:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything was handed over."""
         is_all_sent = (
             not self._waiting and not self._relayed and self._last_message is None
         )
         return is_all_sent and not self.is_writing
 
     def tell(self, message: FromAgent) -> None:
-        """Send a message ahead of all output that waits."""
         self._writer.send(encode_control(encode_message(message)))
 
     def tell_last(self, message: FromAgent) -> None:
@@ -89,7 +85,6 @@ class OutputSender:
         self.flush()
 
     def put(self, output: Output) -> None:
-        """Send output when there is credit for it."""
         if self._is_discarding:
             return
         self._waiting.append(output)
@@ -97,19 +92,16 @@ class OutputSender:
         self.flush()
 
     def discard(self) -> None:
-        """Forget the output that waits, and what comes."""
         self._is_discarding = True
         self._waiting.clear()
         self._waiting_bytes = 0
 
     def relay(self, relayed: Relayed) -> None:
-        """Send what goes to the store, ahead of all output."""
         self._relayed.append(relayed)
         self._relayed_bytes += len(relayed.data)
         self.flush()
 
     def grant(self, num_bytes: int) -> None:
-        """Take note of the controller's credit."""
         self._credit_bytes += num_bytes
         self.flush()
 
@@ -147,7 +139,6 @@ class OutputReader:
         self._is_reading = True
 
     def add(self, pipe: OutputPipe) -> None:
-        """Read this pipe from now on."""
         self._pipes[pipe.fd] = pipe
         if self._is_reading:
             self._selector.register(pipe.fd, selectors.EVENT_READ, self._read)
@@ -165,13 +156,11 @@ class OutputReader:
                 self._selector.unregister(fd)
 
     def drain(self, pipe: OutputPipe) -> None:
-        """Read what is in the pipe now, but no flood that somebody keeps up."""
         for _ in range(_DRAIN_READS):
             if not pipe.is_open or not self._read(pipe.fd):
                 return
 
     def close(self) -> None:
-        """Drain and close all pipes; nobody is left to write to them."""
         for pipe in list(self._pipes.values()):
             self.drain(pipe)
             self._forget(pipe)
@@ -202,7 +191,6 @@ def name_directory() -> Path:
 
 
 def _remove_left_behind() -> None:
-    """Remove the sockets of agents that were killed together with their reapers."""
     for directory in own_directories(_PREFIX):
         if remove_stale(directory):
             remove(directory)
@@ -217,11 +205,7 @@ class _Connection:
 
 
 class StoreRelay:
-    """Takes the connections of one generation's ranks and passes on what they say.
-
-    Args:
-        directory: Nobody else's; made if it is not there.
-    """
+    """Takes the connections of one generation's ranks and passes on what they say."""
 
     def __init__(
         self,
@@ -259,7 +243,6 @@ class StoreRelay:
             self._write(connection)
 
     def pace(self) -> None:
-        """Stop or go on reading, as the sender is full or not."""
         is_reading = not self._sender.is_store_full
         if is_reading is not self._is_reading:
             self._is_reading = is_reading

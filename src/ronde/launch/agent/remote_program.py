@@ -51,11 +51,9 @@ class RemoteProgram:
 
     @property
     def pid(self) -> int:
-        """The program's process."""
         return self._process.pid
 
     def tell(self, line: str) -> None:
-        """Write a line to the program, without waiting for it."""
         self._unwritten += line.encode() + b"\n"
         self._write(self._input)
 

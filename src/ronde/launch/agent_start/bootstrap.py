@@ -13,14 +13,7 @@ _BOOT = (
 
 
 def start_local_agent() -> "subprocess.Popen[bytes]":
-    """Start an agent on this machine, which waits for its controller's first frame.
-
-    It starts without site-packages: it needs nothing of them, and nothing there can
-    break or slow it. It ends by itself when its standard input is closed.
-
-    Raises:
-        UsageError: The limit of open files is too low for any job.
-    """
+    """Start an agent on this machine, which waits for its controller's first frame."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     require_open_files(LEAST_OPEN_FILES, soft, "to run a job")
     package_dir = __file__.rpartition("/ronde/launch/")[0]

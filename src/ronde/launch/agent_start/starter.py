@@ -42,11 +42,7 @@ _UNKNOWN = 255
 
 
 def start_remote_agent(spawner: Spawner, host: Host, python: str) -> AgentConnection:
-    """Start an agent on a host, without waiting for it.
-
-    What leads there gets SIGTERM when this process ends, and its own session, out of
-    the way of the terminal's Ctrl-C.
-    """
+    """Start an agent on a host, without waiting for it."""
     # Imported where it is needed: a job on this machine starts without.
     from ronde.launch.spawners.hello import HelloReader
 
@@ -72,7 +68,6 @@ def start_remote_agent(spawner: Spawner, host: Host, python: str) -> AgentConnec
 
 
 def _first_line(sentinel: str) -> bytes:
-    """Return the program to run there, on one line."""
     here = Path(__file__)
     program = here.with_name("remote_bootstrap.py").read_text(encoding="utf-8")
     call = f"arrive({sentinel!a}, {str(here.parents[3])!a})"
@@ -80,12 +75,7 @@ def _first_line(sentinel: str) -> bytes:
 
 
 class AgentStarter:
-    """Brings an agent to a host.
-
-    Args:
-        make_spawner: Makes what leads to other hosts; called once, when it is needed.
-            None where all hosts are this machine.
-    """
+    """Brings an agent to a host."""
 
     def __init__(
         self,
@@ -105,7 +95,6 @@ class AgentStarter:
 
     @functools.cached_property
     def spawner(self) -> Spawner:
-        """What leads to other hosts."""
         if self._make_spawner is None:
             raise AssertionError("all hosts were to be this machine")
         return self._make_spawner()
@@ -125,11 +114,7 @@ class AgentStarter:
         return host.name == self._here
 
     def look_up(self, hosts: Sequence[Host], stop_fd: int) -> dict[str, Failure]:
-        """Look the names of many hosts up; return why some need not be connected to.
-
-        Args:
-            hosts: Which. Of few, and of those that were looked up before, none is.
-        """
+        """Look the names of many hosts up; return why some need not be connected to."""
         names = [host.name for host in hosts if host.name not in self._found]
         if self._make_spawner is None or len(names) < _MANY:
             return {}
@@ -151,11 +136,7 @@ class AgentStarter:
         }
 
     def start(self, host: Host) -> AgentNode:
-        """Start an agent for a host, without waiting for it.
-
-        Raises:
-            OSError: What leads there cannot be started here.
-        """
+        """Start an agent for a host, without waiting for it."""
         if self.is_here(host):
             local, self._local = self._local or start_local_agent(), None
             return AgentNode(
@@ -165,11 +146,6 @@ class AgentStarter:
         return AgentNode(host, link, is_here=False, timeouts=self.timeouts)
 
     def explain(self, node: AgentNode, exit_code: int, said: str) -> Failure:
-        """Say why the connection to a node ended before its agent spoke.
-
-        Raises:
-            LaunchError: This machine could not start one.
-        """
         if node.is_here:
             if exit_code == EXIT_NO_FORK:
                 raise LaunchError(said.strip())
@@ -188,8 +164,6 @@ class JobHosts:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One host on its way into the job."""
-
     host: Host
     tries: int = 0
     not_before_s: float = 0.0
@@ -199,7 +173,6 @@ class _Attempt:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing more will come of it."""
         is_known = self.node is not None and self.node.hello is not None
         return is_known or self.failure is not None
 
@@ -254,7 +227,6 @@ class AgentConnector(Handler):
         return [attempt.node for attempt in self._attempts if attempt.node is not None]
 
     def _unsettled(self) -> list[_Attempt]:
-        """Return those that were tried and of which something may still come."""
         self._tried = [a for a in self._tried if not a.is_settled]
         return self._tried
 
@@ -313,7 +285,6 @@ class AgentConnector(Handler):
                 attempt.failure = self._explain_silence(attempt.node)
 
     def _explain_silence(self, node: AgentNode) -> Failure:
-        """Say what is known of a host of which no agent has spoken in time."""
         cure = self._explain(node, _UNKNOWN, "timed out").cure
         limit_s = self._loop.timeouts.connect_s
         said = last_line(_said(node))
@@ -325,7 +296,6 @@ class AgentConnector(Handler):
         )
 
     def take(self, node: AgentNode, message: FromAgent) -> None:
-        """Take note of who is there."""
         if not isinstance(message, Hello):
             raise LaunchError(f"agent of {node.name} must say Hello first.")
         problem = node.link.find_problem(node.host)
@@ -342,7 +312,6 @@ class AgentConnector(Handler):
         self._by_node[id(node)].failure = problem
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
-        """Say why, or try once more."""
         attempt = self._by_node.pop(id(node), None)
         if attempt is None:
             # It was there already: who gathers others sees that it is over.
@@ -369,7 +338,6 @@ class AgentConnector(Handler):
 
 
 def _said(node: AgentNode) -> str:
-    """Return what came from a host that was no agent's, the latest last."""
     reader = node.link.hello_reader
     noise = reader.noise.decode("utf-8", "backslashreplace") if reader else ""
     return "\n".join(filter(None, (noise.strip(), node.link.last_words)))

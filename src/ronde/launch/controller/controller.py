@@ -51,7 +51,6 @@ class Restarts(NamedTuple):
         return 0 < epoch < self.limit
 
     def wants(self, result: JobResult, epoch: int) -> bool:
-        """Say whether another generation follows one that ended so."""
         return epoch < self.limit and result.is_worth_restart(self.not_on)
 
 
@@ -62,9 +61,6 @@ class Controller:
     host but those that the kernel does not let die, which were named, and that every
     other host was told or will find out by itself. For the case that an agent here is
     killed this process should adopt orphans (``process_tree.adopt_orphans``).
-
-    Args:
-        progress: Says what a slow start waits for; None where nobody is told.
     """
 
     def __init__(
@@ -83,11 +79,7 @@ class Controller:
         self._agents_s = self._ready_s = 0.0
 
     def gather(self, hosts: Sequence[Host], patience_s: float = 0.0) -> list[AgentNode]:
-        """Return a node for each host, in their order, all of which have said hello.
-
-        Raises:
-            HostError: Some cannot take part; all of them are listed.
-        """
+        """Return a node for each host, in their order, all of which have said hello."""
         begun_s, starter = time.monotonic(), self._starter
         known = starter.look_up(hosts, self._loop.signal_fd)
 
@@ -128,12 +120,7 @@ class Controller:
         return Starting(self._loop).locate(nodes, addresses, port)
 
     def run(self, resolved: ResolvedJob, restarts: Restarts) -> JobResult:
-        """Run all ranks to their end, and again where that is asked for.
-
-        Raises:
-            UsageError: The job cannot be started as it was asked for.
-            LaunchError: An agent failed, or hosts cannot take part (HostError).
-        """
+        """Run all ranks to their end, and again where that is asked for."""
         job_nodes, epoch = list(resolved.nodes), 0
         for notice in resolved.notices:
             self._output.notice(notice)
@@ -165,7 +152,6 @@ class Controller:
     def _prepare(
         self, resolved: ResolvedJob, job_nodes: Sequence[AgentNode], epoch: int
     ) -> tuple[tuple[NodeJob, ...], int]:
-        """Have all hosts ready for one generation; return jobs and rank 0's port."""
         begun_s, jobs = time.monotonic(), resolved.plan.jobs(epoch)
         port = Starting(self._loop).prepare(job_nodes, jobs)
         resolved.check(port, job_nodes)
@@ -179,7 +165,6 @@ class Controller:
         jobs: Sequence[NodeJob],
         port: int,
     ) -> JobResult:
-        """Run one generation of ranks to its end."""
         self._output.begin(Generation(plan.facts.job_id, jobs[0].epoch, plan.hosts))
         Starting(self._loop).await_output()
 
@@ -190,11 +175,7 @@ class Controller:
         return Running(self._loop, job_nodes, jobs, tell).run(plan.address, port)
 
     def _replace_lost(self, job_nodes: Sequence[AgentNode]) -> list[AgentNode]:
-        """Bring agents to the hosts that lost theirs; nothing of the old may be left.
-
-        What a host does that was silent is not known; its new agent waits until all
-        of the old generation has ended there.
-        """
+        """Bring agents to the hosts that lost theirs; nothing of the old may be left."""
         job_nodes = list(job_nodes)
         # While one comes back another may be lost.
         while lost := [node for node in job_nodes if node.is_over]:
@@ -212,7 +193,6 @@ class Controller:
         return job_nodes
 
     def write_out(self, *, is_hurried: bool) -> int:
-        """Have what is left to show written; see ``EventLoop.write_out``."""
         return self._loop.write_out(_LAST_OUTPUT_S if is_hurried else None)
 
     def close(self) -> None:

@@ -90,7 +90,6 @@ def resolve(controller: Controller, spec: JobSpec, name: str) -> ResolvedJob:
 def _left_out(
     spec: JobSpec, hosts: Sequence[Host], shares: Sequence[HostShare]
 ) -> tuple[str, ...]:
-    """Return what the user should know of hosts and ranks that are left out."""
     notices: tuple[str, ...] = ()
     if drained := kept_out(hosts):
         notices += (f"kept out by 0 slots: {drained}.",)
@@ -113,7 +112,6 @@ def _require_different(nodes: Sequence[AgentNode]) -> None:
 
 
 def _slots(node: AgentNode, num_hosts: int) -> int:
-    """Count the slots of a host where nobody did."""
     machine = node.met.machine
     if node.host.slots == SLOTS_CORES:
         return usable_cores(machine)
@@ -142,10 +140,6 @@ def _place(
 
 
 def _directed(job: JobRequest, job_nodes: Sequence[AgentNode]) -> JobRequest:
-    """Say where to start: on other hosts in the directory of the same name.
-
-    In full here as well: an agent that starts ranks again is in it already.
-    """
     if len(job_nodes) == 1 and job_nodes[0].is_here and not job.cwd:
         return job
     return job._replace(cwd=str(absolute_path(job.cwd)))
@@ -209,10 +203,6 @@ def launch(
     Guarantees that when it returns or raises, no process of the job is left on this
     host, but those that the kernel does not let die, which were named; on other hosts
     none is left either, at the latest when their agents' lease is over.
-
-    Raises:
-        UsageError: The job cannot be started as it was asked for; nothing was started.
-        LaunchError: An agent failed, or hosts cannot take part (HostError).
     """
     adopt_orphans()
     output = OutputProcess(sink, job.records)
@@ -247,12 +237,7 @@ def dry_run(
     name: str,
     progress: StartProgress,
 ) -> ResolvedJob:
-    """Return what ``launch`` would run where; start agents, but no rank.
-
-    Raises:
-        UsageError: The job cannot be started so.
-        LaunchError: An agent failed, or hosts cannot take part (HostError).
-    """
+    """Return what ``launch`` would run where; start agents, but no rank."""
     adopt_orphans()
     controller = Controller(NoOutput(), signal_fd, starter, progress)
     try:

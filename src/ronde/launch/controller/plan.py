@@ -45,11 +45,9 @@ class JobPlan(NamedTuple):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The name of each rank's host."""
         return tuple(share.host.name for share in self.shares for _ in share.ranks)
 
     def jobs(self, epoch: int) -> tuple[NodeJob, ...]:
-        """Return the job of each host's agent for one generation."""
         facts, worlds = self.facts._replace(epoch=epoch), self._worlds()
         return tuple(
             self._job(facts, index, worlds) for index in range(len(self.shares))

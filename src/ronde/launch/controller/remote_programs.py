@@ -99,9 +99,7 @@ class RemotePrograms(Handler):
             self._answers[name] = Answer("", reason)
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
-        """Go on without the host."""
         self._end(node.name, loss.reason)
 
     def take_signal(self, number: int) -> None:
-        """End it."""
         raise InterruptedStartError(number)

@@ -57,11 +57,7 @@ class _Rank:
 
 
 class Running(Handler):
-    """One run of all ranks; a handler of the event loop.
-
-    Args:
-        on_started: Called when all ranks run, with the seconds that took.
-    """
+    """One run of all ranks; a handler of the event loop."""
 
     def __init__(
         self,
@@ -97,11 +93,7 @@ class Running(Handler):
         self._started_at_s = 0.0
 
     def run(self, address: str, port: int) -> JobResult:
-        """Start all ranks; return when nothing is left of them on any host.
-
-        Args:
-            port: Held by the agent of rank 0.
-        """
+        """Start all ranks; return when nothing is left of them on any host."""
         self._started_at_s = time.monotonic()
         self._loop.progress.begin("to start their ranks", self._starting)
         self._loop.store = StoreService(self._epoch)
@@ -198,7 +190,6 @@ class Running(Handler):
             self._ranks[output.rank].tail.add(output.data)
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
-        """End the job: its ranks cannot go on without those of a lost host."""
         ranks = tuple(n for n, rank in self._ranks.items() if rank.node is node)
         at_s = node.heard_at_s - self._started_at_s
         self._lost.append(LostHost(node.name, ranks, loss.reason, loss.exit_code, at_s))
@@ -246,7 +237,6 @@ class Running(Handler):
                 node.link.send(TakeStacks())
 
     def _unheard(self) -> list[int]:
-        """Return the ranks whose stacks are still waited for."""
         return [
             number
             for number, rank in self._ranks.items()
@@ -270,7 +260,6 @@ class Running(Handler):
             self._interrupt(TIMED_OUT, signal.SIGTERM)
 
     def take_broken_output(self, number: int) -> None:
-        """End a job that nobody listens to."""
         if not self._is_stopping:
             self._interrupted_by = number
             self._loop.is_hurried = True

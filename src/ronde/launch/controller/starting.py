@@ -91,7 +91,6 @@ class Starting(Handler):
         return [self._answers[node.name] for node in nodes]
 
     def take(self, node: AgentNode, message: FromAgent) -> None:
-        """Keep an answer."""
         if isinstance(message, Notice):
             self._loop.output.notice(message.text)
         elif isinstance(message, Ready | Refused | Located):
@@ -103,7 +102,6 @@ class Starting(Handler):
             raise LaunchError(f"agent of {node.name} must answer, but it said {said}.")
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
-        """Take note: nothing runs yet, and without it nothing will."""
         self._lost.append((node, loss))
 
 

@@ -16,15 +16,7 @@ class HostShare(NamedTuple):
 
 
 def take_each(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
-    """Have every host that is not kept out take the same number of ranks.
-
-    Args:
-        num_each: That number, or ``SLOTS_GPUS`` or ``SLOTS_CORES``; None leaves the
-            slots as they are.
-
-    Raises:
-        UsageError: A host has fewer slots.
-    """
+    """Have every host that is not kept out take the same number of ranks."""
     if num_each is None:
         return tuple(hosts)
     for host in hosts:
@@ -53,11 +45,7 @@ def _named(host: Host) -> str:
 def hosts_to_ask(
     hosts: Sequence[Host], num_ranks: int | None, min_ranks: int | None = None
 ) -> tuple[Host, ...]:
-    """Return the hosts that may get ranks, in their order.
-
-    Args:
-        num_ranks: To be started; None for one a slot.
-    """
+    """Return the hosts that may get ranks, in their order."""
     usable = [host for host in hosts if host.slots]
     if all(host.slots > 0 for host in usable):
         shares = allocate(hosts, num_ranks, lambda host: host.slots, min_ranks)
@@ -78,17 +66,7 @@ def allocate(
     count_slots: Callable[[Host], int],
     min_ranks: int | None = None,
 ) -> tuple[HostShare, ...]:
-    """Give every host its ranks: block by block, in the order of the hosts.
-
-    Hosts that get no rank are left out, so that the first one has rank 0.
-
-    Args:
-        num_ranks: To be started; None for one a slot. A host that stands alone and
-            says no slots takes any number.
-        count_slots: Called for a host of ``hosts_to_ask`` whose slots nobody said; at
-            least 1.
-        min_ranks: How many suffice where there are fewer slots; None for ``num_ranks``.
-    """
+    """Give every host its ranks: block by block, in the order of the hosts."""
     usable = [host for host in hosts if host.slots]
     if not usable:
         raise UsageError(
@@ -113,7 +91,6 @@ def allocate(
 
 
 def _too_many(num_ranks: int, slots: int, shares: Sequence[HostShare]) -> str:
-    """Say it in Horovod's words first, by which scripts know it."""
     shown = [f"{share.host.name}:{len(share.ranks)}" for share in shares[:8]]
     more = f" and {len(shares) - 8} more" if len(shares) > 8 else ""
     return (

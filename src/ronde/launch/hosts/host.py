@@ -42,10 +42,6 @@ def is_here(host: Host, addresses: Sequence[str] | None = None) -> bool:
 
     It is not where another user is to log in, nor where a port of ssh is named: what
     answers there may be another machine, or a container.
-
-    Args:
-        addresses: Its own; None has the system's resolver asked for a name that is not
-            obviously this machine's, which can take as long as that takes.
     """
     if host.port or (host.user and host.user != _own_name()):
         return False
@@ -53,7 +49,6 @@ def is_here(host: Host, addresses: Sequence[str] | None = None) -> bool:
 
 
 def _own_name() -> str:
-    """Return this user's login name, empty where there is none."""
     import pwd
 
     try:

@@ -41,13 +41,7 @@ _GPU = re.compile(r"[0-9]{1,4}|(?:GPU|MIG)-[A-Za-z0-9/-]+")
 
 
 def parse_hosts(text: str, said_by: str = "-H") -> tuple[Host, ...]:
-    """Read ``a:2,b:4``: hosts, each with its slots or without.
-
-    A host that stands several times, always without slots, has that many.
-
-    Raises:
-        UsageError: It is no such list.
-    """
+    """Read ``a:2,b:4``: hosts, each with its slots or without."""
     hosts = parse_words(text, said_by, said_by)
     return count_repeated(hosts)
 
@@ -123,11 +117,7 @@ def is_address(text: str) -> bool:
 def parse_number(
     text: str, name: str, said_by: str, *, lowest: int = 0, highest: int
 ) -> int:
-    """Read a whole number.
-
-    Raises:
-        UsageError: It is none.
-    """
+    """Read a whole number."""
     is_number = re.fullmatch(r"[0-9]{1,9}", text)
     if not is_number or not lowest <= int(text) <= highest:
         raise UsageError(
@@ -171,8 +161,6 @@ def _split_slots(text: str, said_by: str) -> tuple[str, str | None]:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What stands after a key."""
-
     key: str  # as it was written
     text: str
     said_by: str  # line and column of the value
@@ -184,11 +172,7 @@ class _Value:
 
 
 def parse_hostfile(text: str, said_by: str) -> tuple[Host, ...]:
-    """Read a host file; hosts stand in its order.
-
-    Raises:
-        UsageError: A line is wrong, two contradict each other, or there is none.
-    """
+    """Read a host file; hosts stand in its order."""
     hosts: list[Host] = []
     # Not splitlines(): that counts lines that no editor shows.
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):

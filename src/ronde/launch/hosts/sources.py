@@ -29,13 +29,7 @@ _POLL_S = 0.02
 
 
 def allocated_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the allocation's hosts, in Slurm's order; none outside.
-
-    On these ``srun`` can start something.
-
-    Raises:
-        UsageError: Slurm's list of hosts is none.
-    """
+    """Return the names of the allocation's hosts, in Slurm's order; none outside."""
     name = _list_name(environ)
     if not name:
         return ()
@@ -48,10 +42,6 @@ def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
     A host has a slot for each of its tasks, where somewhere there is more than one; one
     task a host is what Slurm gives those who asked for none. Then it has one for each
     GPU that Slurm gives it, and where that is not known its slots are open.
-
-    Raises:
-        UsageError: Slurm's variables contradict each other, or the job is
-            heterogeneous.
     """
     # First of all: such a job lists its hosts under other names.
     num_groups = environ.get("SLURM_HET_SIZE", "1")
@@ -71,7 +61,6 @@ def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
 
 
 def _list_name(environ: Mapping[str, str]) -> str:
-    """Return the name of the variable that lists the hosts; empty outside."""
     if "SLURM_JOB_ID" not in environ:
         return ""
     return next((name for name in _LISTS if environ.get(name)), "")
@@ -124,9 +113,6 @@ def discover(script: str, said_by: str, timeout_s: float = 60.0) -> tuple[Host, 
     It prints what a host file may hold; ``h1`` and ``h1:2`` are such lines. One that
     fails, takes too long or is interrupted is ended with all that it started. Only in
     the main thread.
-
-    Raises:
-        UsageError: The script fails, takes too long, or prints something else.
     """
     others = children()
     try:

@@ -50,11 +50,7 @@ def with_port(address: str, port: int) -> str:
 
 
 def parse_endpoint(text: str, option: str) -> tuple[str, int]:
-    """Read ``HOST:PORT``, ``[IPV6]:PORT`` or ``PORT``, whose host is empty.
-
-    Raises:
-        UsageError: It is none of these.
-    """
+    """Read ``HOST:PORT``, ``[IPV6]:PORT`` or ``PORT``, whose host is empty."""
     host, colon, port = text.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     is_number = port.isascii() and port.isdecimal() and int(port) <= 65535
@@ -68,16 +64,7 @@ def parse_endpoint(text: str, option: str) -> tuple[str, int]:
 
 
 def choose_address(host: str, interface: str = "") -> str:
-    """Return the one numeric address to listen on.
-
-    Args:
-        host: What the user named, or empty: then it is the address that this machine's
-            own name stands for, or else the only one that it has.
-        interface: Where not empty, the network interface that has the address.
-
-    Raises:
-        UsageError: There is no such address, or more than one.
-    """
+    """Return the one numeric address to listen on."""
     if host:
         return _resolve(host)
     own = [a for a in read_interfaces() if interface in ("", a.interface)]
@@ -122,11 +109,7 @@ def _resolve_all(host: str) -> list[str]:
 
 
 def listen(address: str, port: int, backlog: int) -> socket.socket:
-    """Return a non-blocking socket that listens there and nowhere else.
-
-    Raises:
-        UsageError: The address is not this machine's, or the port is not free.
-    """
+    """Return a non-blocking socket that listens there and nowhere else."""
     try:
         sock = socket.create_server(
             (address, port), family=family_of(address), backlog=backlog
@@ -166,10 +149,7 @@ def make_head_tls() -> HeadTls:
 
 
 def make_node_context() -> ssl.SSLContext:
-    """Return what a node connects with; the proof takes the place of an authority.
-
-    See Note [Who proves what to whom] in ``proof``.
-    """
+    """Return what a node connects with; the proof takes the place of an authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -217,11 +197,7 @@ class _Kind(IntEnum):
 
 
 class TlsChannel:
-    """One proven connection, from either side; nothing is ever waited for.
-
-    Args:
-        sock: Non-blocking; what comes after the proofs has not been read.
-    """
+    """One proven connection, from either side; nothing is ever waited for."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self.result: int | None = None  # the other side's last word, once it has come
@@ -246,7 +222,6 @@ class TlsChannel:
 
     @property
     def fd(self) -> int:
-        """Readable when ``read`` has something; -1 when it was closed."""
         return self._sock.fileno()
 
     def read(self) -> bytes | None:
@@ -317,7 +292,6 @@ class TlsChannel:
         return taken if self._send_record() else 0
 
     def _send_record(self) -> bool:
-        """Send the record in hand; False when it is not taken now."""
         try:
             # Not longer than one TLS record: taken whole or not at all.
             self._sock.send(self._record)
@@ -329,11 +303,9 @@ class TlsChannel:
         return True
 
     def end(self) -> None:
-        """Say that there is no more data; a result may follow."""
         self._say(_HEAD.pack(_Kind.END, 0))
 
     def tell_result(self, code: int) -> None:
-        """Say the last word; nothing may be written after it."""
         self._say(_HEAD.pack(_Kind.RESULT, 1) + bytes((code & 0xFF,)))
 
     def _say(self, record: bytes) -> None:
@@ -355,7 +327,6 @@ class TlsChannel:
             return
 
     def close(self) -> None:
-        """End the connection at once."""
         self._is_broken = True
         self._sock.close()
 
@@ -370,34 +341,23 @@ class TlsTransport:
 
     @property
     def read_fd(self) -> int:
-        """See ``AgentTransport``."""
         return self._channel.fd
 
     @property
     def write_fd(self) -> int:
-        """See ``AgentTransport``."""
         return self._channel.fd
 
     @property
     def error_fd(self) -> int:
-        """See ``AgentTransport``: the node shows its agent's complaints itself."""
         return -1
 
     def read(self) -> bytes | None:
-        """See ``AgentTransport``."""
         return self._channel.read()
 
     def write(self, data: memoryview) -> int:
-        """See ``AgentTransport``."""
         return self._channel.write(data)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait for the agent's end.
-
-        Returns:
-            Its exit code as the node tells it, 0 where the connection ended without
-            one, None when it has not ended in time.
-        """
         ends_at = time.monotonic() + timeout_s
         while (data := self._channel.read()) != b"":
             left_s = ends_at - time.monotonic()
@@ -408,11 +368,9 @@ class TlsTransport:
         return self._channel.result or 0
 
     def close(self) -> None:
-        """See ``AgentTransport``; the node still waits for the job's exit code."""
         self._channel.end()
 
     def kill(self) -> None:
-        """See ``AgentTransport``."""
         self._channel.close()
 
     def tell_result(self, code: int) -> None:

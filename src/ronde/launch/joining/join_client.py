@@ -53,13 +53,7 @@ class JoinRequest:
 def join_head(
     request: JoinRequest, signal_fd: int, notice: Callable[[str], None]
 ) -> TlsChannel:
-    """Return the connection to the head, once both sides have proven themselves.
-
-    The head may start later, and its name be unknown until then.
-
-    Raises:
-        HostError: The head was not there, or did not let this node in, in time.
-    """
+    """Return the connection to the head, once both sides have proven themselves."""
     where = with_port(request.host, request.port)
     ends_at = time.monotonic() + request.timeout_s
     pause_s = _FIRST_PAUSE_S
@@ -90,7 +84,6 @@ def _soon(after_s: float) -> float:
 
 
 def _explain(error: Exception) -> str:
-    """Say in half a sentence why there is no connection."""
     for kinds, reason in _REASONS:
         if isinstance(error, kinds):
             return reason
@@ -99,7 +92,6 @@ def _explain(error: Exception) -> str:
 
 
 def _try_all(request: JoinRequest, signal_fd: int, ends_at: float) -> TlsChannel:
-    """Try each address of the head's name; raise the last failure."""
     found = socket.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
     failure: Exception = TimeoutError()
     for family, _, _, _, address in found:
@@ -219,7 +211,6 @@ class _Relay:
         self._is_asked = False
 
     def run(self) -> RelayEnd:
-        """Relay to the end."""
         while self._is_head_here and not self._interrupted_by:
             for fd, events in self._poll():
                 self._serve(fd, events)
@@ -265,10 +256,6 @@ class _Relay:
             self._write_agent()
 
     def _hurry(self) -> None:
-        """Wait no longer than 10 s for a head that may be gone for good.
-
-        While the agent is here its lease sees to that.
-        """
         self._is_hurried = True
         self._channel.require_answers(_UNANSWERED_S)
 
@@ -339,7 +326,6 @@ class _Relay:
             self._complain(data)
 
     def _end_agent(self) -> None:
-        """Tell the head the agent's exit code; the job's is still to come."""
         while self._has_errors and wait_for([self._transport.error_fd], [], 0):
             self._pass_on_complaints()
         self._hurry()

@@ -53,8 +53,6 @@ class JoinConfig:
 
 @dataclass(slots=True)
 class _PendingConnection:
-    """A connection that has proven nothing yet."""
-
     sock: ssl.SSLSocket
     address: str
     steps: Steps[NodeInfo]
@@ -65,12 +63,7 @@ class _PendingConnection:
 def wait_for_nodes(
     config: JoinConfig, signal_fd: int, notice: Callable[[str], None]
 ) -> list[tuple[Host, TlsTransport]]:
-    """Return all nodes that have joined, by name; from then on nothing listens.
-
-    Raises:
-        UsageError: It cannot be listened there.
-        HostError: Not all have come in time.
-    """
+    """Return all nodes that have joined, by name; from then on nothing listens."""
     with listen(config.address, config.port, _BACKLOG) as listener:
         server = JoinServer(config, listener, notice)
         try:
@@ -84,11 +77,7 @@ def wait_for_nodes(
 
 
 class JoinServer:
-    """One wait for nodes.
-
-    Args:
-        listener: Non-blocking, listening.
-    """
+    """One wait for nodes."""
 
     def __init__(
         self,
@@ -105,11 +94,9 @@ class JoinServer:
         self._refused: Counter[str] = Counter()
 
     def nodes(self) -> list[tuple[Host, TlsTransport]]:
-        """Return those that have joined, ``node2`` before ``node10``."""
         return sorted(self._joined.values(), key=lambda node: _natural(node[0].name))
 
     def run(self, signal_fd: int) -> None:
-        """Wait until all have joined."""
         address, port = self._listener.getsockname()[:2]
         self._tell_where(address, port)
         ends_at = time.monotonic() + self._config.timeout_s
@@ -137,7 +124,6 @@ class JoinServer:
                 self._notice(f"in all {count} connections: each {kind}")
 
     def close_joined(self) -> None:
-        """Close the connections of those that have joined."""
         for _, transport in self._joined.values():
             transport.kill()
 
@@ -175,7 +161,6 @@ class JoinServer:
 
     @property
     def _patience_s(self) -> float:
-        """Who has nothing to prove must not keep out by sheer number who has."""
         return _CROWDED_S if len(self._pending) >= MAX_UNPROVEN else PROOF_S
 
     def _accept(self) -> None:
@@ -225,7 +210,6 @@ class JoinServer:
         self._notice(f"{name} has joined ({len(self._joined)} of {wanted})")
 
     def _free_name(self, name: str) -> str:
-        """Return a name that no other node has: containers may share one."""
         taken = {host.name for host, _ in self._joined.values()}
         taken.add(self._config.head)
         names = [name, *(f"{name}-{i}" for i in range(2, len(taken) + 2))]
@@ -244,7 +228,6 @@ class JoinServer:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return what sorts by the numbers in a name."""
     pieces = re.split(r"(\d+)", name, flags=re.ASCII)
     return [(int(p), "") if p.isdigit() else (-1, p) for p in pieces if p]
 
@@ -267,11 +250,7 @@ class JoinedAgents(AgentStarter):
         self._names = frozenset(self._brought)
 
     def start(self, host: Host) -> AgentNode:
-        """Return the host's node; a host that was lost has none any more.
-
-        Raises:
-            OSError: It had joined, and is gone.
-        """
+        """Return the host's node; a host that was lost has none any more."""
         if host.name not in self._names:
             return super().start(host)
         transport = self._brought.pop(host.name, None)

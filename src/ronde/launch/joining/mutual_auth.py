@@ -78,11 +78,7 @@ _ANSWER = Struct(f">{NONCE_BYTES}s{PROOF_BYTES}sH")
 
 
 class Token:
-    """A shared secret that signs, and that nothing else can be done with.
-
-    Args:
-        key: The secret; it appears in no representation of this object.
-    """
+    """A shared secret that signs, and that nothing else can be done with."""
 
     __slots__ = ("_key",)
 
@@ -96,12 +92,7 @@ class Token:
 
 
 def read_token(path: str) -> Token:
-    """Read the token from a file, or from standard input where the path is ``-``.
-
-    Raises:
-        UsageError: There is no such file, others may read it, or what is in it is no
-            token.
-    """
+    """Read the token from a file, or from standard input where the path is ``-``."""
     text = _read(path).strip()
     if len(text) < MIN_CHARACTERS:
         raise UsageError(
@@ -150,7 +141,6 @@ class NodeInfo(NamedTuple):
     slots: int  # ranks that it takes, or one of the negative ones of ``Host``
 
     def encode(self) -> bytes:
-        """Return it as JSON, as control messages are."""
         return json.dumps({"is": "NodeInfo", **self._asdict()}).encode()
 
 
@@ -202,11 +192,7 @@ class AuthenticationError(LaunchError):
 def authenticate_node(
     sock: ssl.SSLSocket, token: Token, certificate: bytes
 ) -> Steps[NodeInfo]:
-    """Let a node prove itself to the head, and then prove the head to the node.
-
-    Args:
-        sock: Non-blocking, of the head's side, its TLS not begun.
-    """
+    """Let a node prove itself to the head, and then prove the head to the node."""
     yield from _go_on(sock.do_handshake)
     head_nonce = secrets.token_bytes(NONCE_BYTES)
     yield from _send(sock, _GREETING.pack(_MAGIC, PROTOCOL, head_nonce))
@@ -226,11 +212,7 @@ def authenticate_node(
 def authenticate_head(
     sock: ssl.SSLSocket, token: Token, node_info: NodeInfo
 ) -> Steps[None]:
-    """Prove a node to the head, and let the head prove itself.
-
-    Args:
-        sock: Non-blocking, of the node's side, its TLS not begun.
-    """
+    """Prove a node to the head, and let the head prove itself."""
     yield from _go_on(sock.do_handshake)
     certificate = sock.getpeercert(binary_form=True) or b""
     hello = yield from _receive(sock, _GREETING.size)
@@ -271,7 +253,6 @@ def _send(sock: ssl.SSLSocket, data: bytes) -> Steps[None]:
 
 
 def _receive(sock: ssl.SSLSocket, size: int) -> Steps[bytes]:
-    """Return so many bytes and no more: what follows is for somebody else to read."""
     received = b""
     while len(received) < size:
         data = yield from _go_on(partial(sock.recv, size - len(received)))

@@ -91,13 +91,7 @@ def replace_json(path: str, content: Mapping[str, object]) -> None:
 
 
 class ErrorFile(SinkWrapper):
-    """Writes how the job ended, whether well or not, to a file.
-
-    A later generation's report takes the place of an earlier one's.
-
-    Raises:
-        UsageError: No file can be made there.
-    """
+    """Writes how the job ended, whether well or not, to a file."""
 
     def __init__(self, inner: OutputSink, path: str) -> None:
         super().__init__(inner)
@@ -111,12 +105,10 @@ class ErrorFile(SinkWrapper):
             )
 
     def begin(self, generation: Generation) -> None:
-        """Take note of which start it is."""
         self._generation = generation
         super().begin(generation)
 
     def finished(self, result: JobResult) -> None:
-        """Write the report."""
         try:
             write_report(self._path, result.exit_code, "", result, self._generation)
         except OSError as error:
@@ -131,14 +123,7 @@ def write_report(
     result: JobResult | None = None,
     generation: Generation | None = None,
 ) -> None:
-    """Write the file of ``--error-file``.
-
-    Args:
-        message: Why nothing was started, or how the launcher failed, or empty.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write the file of ``--error-file``."""
     content = {
         "schema": SCHEMA,
         "job_id": None if generation is None else generation.job_id,
@@ -154,10 +139,6 @@ class JobRecords:
     """Appends a job's records to a file; one without a file does nothing.
 
     A record that cannot be written is told once, and the job goes on without.
-
-    Args:
-        path: The file, or empty.
-        notice: Takes one sentence for the user.
     """
 
     def __init__(self, path: str, notice: Callable[[str], None]) -> None:
@@ -169,15 +150,6 @@ class JobRecords:
     def planned(
         self, job_id: str, argv: Sequence[str], places: Sequence[tuple[str, RankSpec]]
     ) -> None:
-        """Record the job and what each rank has.
-
-        Args:
-            places: The host and plan of each rank, by rank. Of a rank's environment
-                only the GPUs are recorded: the rest may hold secrets.
-
-        Raises:
-            UsageError: The file cannot be written.
-        """
         if not self._path:
             return
         plan = [_describe_rank(host, plan) for host, plan in places]
@@ -192,12 +164,7 @@ class JobRecords:
             ) from None
 
     def began(self, generation: Generation, timings: Mapping[str, float]) -> None:
-        """Record that all ranks of a generation run.
-
-        Args:
-            timings: How long each step of the start took, in seconds, by name:
-                ``agents_s``, ``ready_s``, ``ranks_s``.
-        """
+        """Record that all ranks of a generation run."""
         self._generation = generation
         self._began_at_s = time.monotonic()
         values = {
@@ -275,9 +242,6 @@ class RankLogs(SinkWrapper):
     are, ``index.json`` beside them says what is whose and, in the end, how it ended. A
     file that takes nothing more is given up with one notice for its rank; the job and
     the other files go on. Only the user can read them.
-
-    Args:
-        directory: DIR; made where it is not there.
     """
 
     def __init__(self, inner: OutputSink, directory: str) -> None:
@@ -289,11 +253,6 @@ class RankLogs(SinkWrapper):
         self._complained: set[int] = set()
 
     def begin(self, generation: Generation) -> None:
-        """Make the files of a generation.
-
-        Raises:
-            UsageError: They cannot be made. Of a later generation that is only told.
-        """
         self._files.close()
         self._generation = generation
         self._started_at_s = time.time()
@@ -365,15 +324,12 @@ class RankLogs(SinkWrapper):
 
 
 class _LogFiles:
-    """The files of one generation, some of them open."""
-
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._open: OrderedDict[tuple[int, Stream], int] = OrderedDict()
         self._given_up: set[tuple[int, Stream]] = set()
 
     def create(self, num_ranks: int) -> None:
-        """Make all files, empty, in directories that are not there yet."""
         Path(self._directory).mkdir(mode=0o700)
         for rank in range(num_ranks):
             Path(self._directory, str(rank)).mkdir(mode=0o700)
@@ -381,7 +337,6 @@ class _LogFiles:
                 os.close(os.open(self._path(rank, stream), _CREATE, 0o600))
 
     def write(self, output: Output) -> None:
-        """Append to a rank's file, if it was not given up."""
         key = (output.rank, output.stream)
         if key in self._given_up:
             return
@@ -394,11 +349,9 @@ class _LogFiles:
             raise
 
     def give_up(self, ranks: range) -> None:
-        """Write nothing of these ranks any more."""
         self._given_up.update((rank, stream) for rank in ranks for stream in Stream)
 
     def close(self) -> None:
-        """Close what is open."""
         while self._open:
             os.close(self._open.popitem()[1])
 

@@ -122,42 +122,34 @@ class OutputProcess:
     def planned(
         self, job_id: str, argv: Sequence[str], places: Sequence[tuple[str, RankSpec]]
     ) -> None:
-        """Have the plan recorded; it is when ``is_settled``."""
         self._num_unanswered += 1
         self._send(Planned(job_id, tuple(argv), tuple(places)))
 
     def begin(self, generation: Generation) -> None:
-        """Have everything prepared for new ranks; it is when ``is_settled``."""
         self._num_unanswered += 1
         self._send(Begin(generation))
 
     def began(self, timings: Mapping[str, float]) -> None:
-        """Have it recorded that all ranks run."""
         self._send(Began(dict(timings)))
 
     def output(self, output: Output) -> None:
-        """Take output of a rank."""
         # What is to be discarded comes without end, and files may take nothing.
         is_discarding = self._discard_fd < 0
         if not (is_discarding and self.backlog_bytes >= _MAX_DISCARDED_BYTES):
             self._hand_over(encode_output(output))
 
     def notice(self, text: str) -> None:
-        """Take one sentence of the launcher's own."""
         self._send(Notice(text))
 
     def stacks(self, taken: Sequence[RankStacks]) -> None:
-        """Have it shown where the ranks are."""
         for each in taken:
             self._send(each)
         self._send(EndOfStacks())
 
     def finished(self, result: JobResult) -> None:
-        """Have it shown and recorded how all ranks of a generation ended."""
         self._send(Finish(result))
 
     def discard(self) -> None:
-        """Have what waits to be shown forgotten; files get all they can."""
         if self._discard_fd >= 0:
             os.close(self._discard_fd)
             self._discard_fd = -1
@@ -169,26 +161,17 @@ class OutputProcess:
 
     @property
     def write_fd(self) -> int:
-        """Descriptor that ``flush`` writes to; -1 where nothing waits."""
         return self._orders_fd if self._writer.waiting_bytes else -1
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that wait to be handed over."""
         return self._writer.waiting_bytes
 
     def flush(self) -> None:
-        """Hand over what is taken now."""
         self._hand_over(b"")
 
     def read(self) -> int:
-        """Read the answers that have come.
-
-        Returns:
-            The signal as which it counts that nobody reads the ranks' standard output
-            any more: SIGPIPE, or SIGHUP where a terminal was closed. Else 0, also where
-            SIGHUP is ignored: then the output is lost, and the job goes on.
-        """
+        """Read the answers that have come."""
         data = os.read(self.read_fd, _READ_BYTES)
         if not data:
             self.has_ended = True
@@ -212,7 +195,6 @@ class OutputProcess:
         return unread_signal
 
     def close(self) -> None:
-        """Say that nothing follows; ``has_ended`` says when all is written."""
         self._is_closing = True
         self._hand_over(b"")
         if not self.has_ended:
@@ -220,10 +202,6 @@ class OutputProcess:
             os.kill(self._pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End the process; what it has not written is lost.
-
-        One that the kernel does not let die is left, and ends when it can.
-        """
         if not self.has_ended:
             os.kill(self._pid, signal.SIGKILL)
             if wait_for([self.read_fd], [], _KILLED_S):
@@ -268,8 +246,6 @@ def _run_output(
 
 
 class _Writer:
-    """What the process does: all of it may wait."""
-
     def __init__(self, sink: OutputSink, records: JobRecords, replies_fd: int) -> None:
         self._sink = sink
         self._records = records
@@ -305,7 +281,6 @@ class _Writer:
             self._answer(OutputUnread(signal.SIGHUP if is_hangup else signal.SIGPIPE))
 
     def _read_orders(self, fd: int) -> bool:
-        """Do what the controller says next; False at the end."""
         data = os.read(fd, _READ_BYTES)
         for frame in self._decoder.feed(data):
             if isinstance(frame, Output):

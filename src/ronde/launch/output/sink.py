@@ -32,58 +32,31 @@ class OutputSink(Protocol):
     and takes no more output while ``backlog_bytes`` is large.
     """
 
-    def begin(self, generation: Generation) -> None:
-        """Take note that all ranks are about to start.
+    def begin(self, generation: Generation) -> None: ...
 
-        Raises:
-            UsageError: What the user asked for cannot be written.
-        """
-        ...
+    def output(self, output: Output, now_s: float) -> None: ...
 
-    def output(self, output: Output, now_s: float) -> None:
-        """Take output of a rank; ``now_s`` is a monotonic clock."""
-        ...
+    def notice(self, text: str) -> None: ...
 
-    def notice(self, text: str) -> None:
-        """Take one sentence of the launcher's own."""
-        ...
+    def stacks(self, taken: Sequence[RankStacks]) -> None: ...
 
-    def stacks(self, taken: Sequence[RankStacks]) -> None:
-        """Take where the ranks are, which the user has asked for."""
-        ...
-
-    def finished(self, result: JobResult) -> None:
-        """Take note that all ranks of the generation have ended, and why.
-
-        Their output has come before; what comes after is another generation's.
-        """
-        ...
+    def finished(self, result: JobResult) -> None: ...
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due; return when to come again, None for not before output."""
         ...
 
     @property
-    def pending_fds(self) -> tuple[int, ...]:
-        """Descriptors for which something waits to be written."""
-        ...
+    def pending_fds(self) -> tuple[int, ...]: ...
 
     @property
-    def backlog_bytes(self) -> int:
-        """Bytes that wait to be written."""
-        ...
+    def backlog_bytes(self) -> int: ...
 
     def write_to(self, fd: int) -> None:
-        """Write to a descriptor that is ready, no more than it takes at once.
-
-        Raises:
-            BrokenPipeError: Nobody reads the ranks' standard output any more.
-        """
+        """Write to a descriptor that is ready, no more than it takes at once."""
         ...
 
-    def discard(self) -> None:
-        """Forget all that waits, and what comes from now on."""
-        ...
+    def discard(self) -> None: ...
 
 
 class NoOutput:
@@ -107,51 +80,33 @@ class SinkWrapper:
         self._inner = inner
 
     def begin(self, generation: Generation) -> None:
-        """Hand on that all ranks are about to start.
-
-        Raises:
-            UsageError: What the user asked for cannot be written.
-        """
         self._inner.begin(generation)
 
     def output(self, output: Output, now_s: float) -> None:
-        """Hand on output of a rank."""
         self._inner.output(output, now_s)
 
     def notice(self, text: str) -> None:
-        """Hand on one sentence of the launcher's own."""
         self._inner.notice(text)
 
     def stacks(self, taken: Sequence[RankStacks]) -> None:
-        """Hand on where the ranks are."""
         self._inner.stacks(taken)
 
     def finished(self, result: JobResult) -> None:
-        """Hand on that all ranks of the generation have ended."""
         self._inner.finished(result)
 
     def tick(self, now_s: float) -> float | None:
-        """Do what is due; return when to come again."""
         return self._inner.tick(now_s)
 
     @property
     def pending_fds(self) -> tuple[int, ...]:
-        """Descriptors for which something waits to be written."""
         return self._inner.pending_fds
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that wait to be written."""
         return self._inner.backlog_bytes
 
     def write_to(self, fd: int) -> None:
-        """Write to a descriptor that is ready.
-
-        Raises:
-            BrokenPipeError: Nobody reads the ranks' standard output any more.
-        """
         self._inner.write_to(fd)
 
     def discard(self) -> None:
-        """Have what waits to be shown forgotten, and what comes."""
         self._inner.discard()

@@ -45,15 +45,6 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
 
     A port chosen here lies below the kernel's ephemeral range, out of the way of
     outgoing connections.
-
-    Args:
-        address: Numeric IPv4 or IPv6 address to bind; never a wildcard.
-        port: Port wanted, or 0 for any.
-
-    Raises:
-        UsageError: The port wanted is in use or may not be bound, or the address is
-            none of this host's.
-        LaunchError: No free port was found.
     """
     _require_own(address)
     if port:
@@ -82,7 +73,6 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
 
 
 def _require_own(address: str) -> None:
-    """Refuse names, and the wildcards, on which every network could connect."""
     if not address or source_towards(address) != address:
         raise UsageError(
             "address to meet at must be one address of this host, in numbers, got "
@@ -138,11 +128,6 @@ def locate(
     Empty stands for an address that no route leads to, or that is this host's own. A
     network that several hosts have, each for itself, is found out so: see also
     ``choose_meeting_point``.
-
-    Args:
-        addresses: Numeric addresses; one that is no address counts as not reached.
-        port: Where not 0, it must answer there within the deadline: by a connection,
-            or by refusing one, since what is bound and does not listen yet refuses.
     """
     sources = [_source(address) for address in addresses]
     if not port:
@@ -241,10 +226,6 @@ def find_candidates(
 
     An address that another host has as well, as of a bridge that containers use, leads
     everybody to themselves and is left out.
-
-    Args:
-        hosts: All hosts of the job, rank 0's first; at least two.
-        interfaces: Names that the user allows, or none for any.
     """
     head = hosts[0]
     _require_own_addresses(hosts)
@@ -277,12 +258,7 @@ def choose_meeting_point(
     sources: Sequence[Sequence[str]],
     interfaces: Sequence[str] = (),
 ) -> MeetingPoint:
-    """Return the candidate that all hosts reach best: see ``choose_address``.
-
-    Args:
-        sources: For every host but the first, its own address towards each candidate,
-            empty where it has no route there.
-    """
+    """Return the candidate that all hosts reach best: see ``choose_address``."""
     best = choose_address(candidates, sources, hosts[0].mbit_per_s)
     if best is None:
         raise _no_route(hosts, candidates, sources)
@@ -358,7 +334,6 @@ def _no_route(
 
 
 def _interface_of(host: HostNetwork, source: str, interfaces: Sequence[str]) -> str:
-    """Return the name of a host's interface: the user's word, else its route's."""
     by_address = {each.address: each.interface for each in host.interfaces}
     if host.address:
         return by_address[_plain(host.address)]
@@ -367,7 +342,6 @@ def _interface_of(host: HostNetwork, source: str, interfaces: Sequence[str]) -> 
 
 
 def _plain(address: str) -> str:
-    """Return a numeric address as the kernel writes it; what is none stays."""
     family = family_of(address)
     try:
         return socket.inet_ntop(family, socket.inet_pton(family, address))

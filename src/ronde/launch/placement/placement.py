@@ -41,11 +41,7 @@ class RankDevice:
 def choose_gpus(
     gpus: Sequence[Gpu], wanted: Sequence[str], said_at: str
 ) -> tuple[Gpu, ...]:
-    """Return the GPUs that a host's ranks may use, in the order that is wanted.
-
-    Args:
-        wanted: Positions among them, or what else names one; empty for all.
-    """
+    """Return the GPUs that a host's ranks may use, in the order that is wanted."""
     chosen: list[Gpu] = []
     for item in wanted:
         is_position = item.isdecimal() and int(item) < len(gpus)
@@ -136,9 +132,6 @@ def bind(
     does not list, and ``auto`` gives out all of them or binds nobody. With ``core`` no
     two ranks have a CPU in common unless there are fewer cores than ranks. Hardware
     threads of a core stay together.
-
-    Args:
-        gpus: Each rank's own, or None; as many as there are ranks.
     """
     # It refuses nobody and leaves the parts as they are: no set of memory nodes, of
     # which a large host has too many, need be tried.
@@ -204,7 +197,6 @@ def _all_near(nodes: set[int], gpus: Sequence[Gpu | None]) -> bool:
 
 
 def _narrow(rank_place: RankPlace) -> Binding:
-    """Give a rank the cores that are its part."""
     cores = rank_place.cores
     num_ranks, name = _part(rank_place)
     if not rank_place.share.has_enough:
@@ -215,7 +207,6 @@ def _narrow(rank_place: RankPlace) -> Binding:
 
 
 def _wide(cores: Sequence[Core], places: Sequence[RankPlace]) -> list[Binding]:
-    """Give each rank the whole memory node that its part lies in the middle of."""
     homes = [each.home for each in places]
     bindings: list[Binding] = []
     for each in places:
@@ -227,7 +218,6 @@ def _wide(cores: Sequence[Core], places: Sequence[RankPlace]) -> list[Binding]:
 
 
 def _part(rank_place: RankPlace) -> tuple[int, str]:
-    """Return how many ranks divide what, in words."""
     part = rank_place.share.pool
     near = " near GPU" if part.is_near_gpu else ""
     return len(part.ranks), _counted(len(part.cores)) + near
@@ -243,7 +233,6 @@ def _on(
 
 
 def _finished(binding: Binding, machine: Machine, num_ranks: int) -> Binding:
-    """Cut the cores to the quota; ask for no memory node where there is but one."""
     share = binding.num_cores
     if machine.cpu_limit:
         share = max(1, min(share, int(machine.cpu_limit / num_ranks)))
@@ -257,14 +246,7 @@ def _counted(num_cores: int) -> str:
 
 
 def nearest_ports(machine: Machine, gpus: Sequence[Gpu | None]) -> tuple[str, ...]:
-    """Return the name of each GPU's nearest port, empty where nothing is known of it.
-
-    They are those that ``ronde topo place`` takes on the same machine: of equally near
-    ones each is given out as often, so that every GPU has a rail of its own.
-
-    Args:
-        gpus: Each rank's own, or None.
-    """
+    """Return the name of each GPU's nearest port, empty where it is unknown."""
     inventory = inventory_of_machine(machine._replace(cores=()), gpus)
     places = place(inventory, AlignmentRequest(len(gpus), policy=Policy.NONE))
     return tuple(

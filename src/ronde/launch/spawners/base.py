@@ -34,10 +34,6 @@ class Spawner(ABC):
 
         The command's standard input, output and error are those of the program, byte
         for byte, and end with it.
-
-        Args:
-            words: Program and arguments, quoted by nobody yet. They hold no secret:
-                every user there can read them.
         """
 
     @abstractmethod

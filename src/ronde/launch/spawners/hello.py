@@ -59,12 +59,6 @@ class HelloReader:
         self._words: bytes | None = None
 
     def feed(self, data: bytes) -> bytes | None:
-        """Take bytes that came.
-
-        Returns:
-            None while more is waited for; then what came after the hello, which is
-            not for this object any more.
-        """
         if self._words is None:
             noise, found, after = (self.noise + data).partition(self._sentinel)
             self.noise = noise[-MAX_NOISE_BYTES:]

@@ -30,10 +30,7 @@ _FAILED = 70
 
 
 def main() -> None:
-    """Run ``argv[2:]``, a launcher that starts the far side; end with what that says.
-
-    ``argv[1]`` is the call that the far side is to make.
-    """
+    """Run ``argv[2:]``, a launcher that starts the far side; end with its exit code."""
     call, *words = sys.argv[1:]
     launcher = subprocess.Popen(
         words,
@@ -64,11 +61,7 @@ class LineTunnel:
         self._code: int | None = None
 
     def run(self, call: str) -> int | None:
-        """Carry until the launcher's output ends.
-
-        Returns:
-            The program's exit code; None where that was not said.
-        """
+        """Carry until the launcher's output ends."""
         self._send(_far_side() + call.encode())
         while True:
             is_open = self._is_asked and not self._has_ended
@@ -110,7 +103,6 @@ class LineTunnel:
 
 
 def _far_side() -> bytes:
-    """Return the far side's program, on a line that is short enough itself."""
     source = Path(__file__).with_name("line_tunnel_remote.py").read_bytes()
     packed = base64.b64encode(zlib.compress(source))
     return (

@@ -15,11 +15,7 @@ _NOT_FOUND = 127
 
 
 def tunnel_remote(words: "list[str]") -> None:
-    """Run a program; carry its input and output in lines; say its exit code.
-
-    It has a session of its own: whoever kills this process leaves it alone, and the end
-    of its input tells it.
-    """
+    """Run a program; carry its input and output in lines; say its exit code."""
     try:
         program = subprocess.Popen(
             words,
@@ -39,7 +35,6 @@ def tunnel_remote(words: "list[str]") -> None:
 
 
 def _part(code: int) -> None:
-    """Say the exit code, and stay until the near side has it."""
     _say(b"@X%d" % code)
     # What is still in the launcher when this process ends would be lost.
     said, data = b"", b"?"
@@ -62,7 +57,6 @@ class _RemoteTunnel:
         self._sources = [0, self._output.fileno()]
 
     def run(self) -> None:
-        """Carry until the program's output ends."""
         while self._output.fileno() in self._sources:
             sinks = [self._input] if self._pending else []
             ready, writable, _ = select.select(self._sources, sinks, [])
@@ -80,7 +74,6 @@ class _RemoteTunnel:
                 self._input.close()
 
     def _take(self, data: bytes) -> None:
-        """Take what the near side sent; nothing when that is gone."""
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
             if line == b"E":

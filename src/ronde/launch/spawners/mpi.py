@@ -39,7 +39,6 @@ class MpiSpawner(Spawner):
 
     @cached_property
     def _is_hydra(self) -> bool:
-        """Whether it is MPICH's."""
         try:
             done = subprocess.run(
                 [self._mpirun, "--version"],
@@ -64,11 +63,6 @@ class MpiSpawner(Spawner):
         )
 
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        """See ``Spawner``.
-
-        Raises:
-            UsageError: This ``mpirun`` is of neither kind.
-        """
         package_dir = str(Path(__file__).parents[3])
         near = [sys.executable, "-I", "-S", "-c", _FERRY, package_dir]
         call = f"tunnel_remote({list(words)!a})"
@@ -102,7 +96,6 @@ class MpiSpawner(Spawner):
         return shlex.join([*self._ssh_args, *port, *user])
 
     def explain(self, host: Host, exit_code: int, said: str) -> Failure:
-        """See ``Spawner``."""
         if any(words in said for words in _NO_PROGRAM):
             return Failure(
                 f"its Python is not there: {self._python}",
@@ -113,11 +106,7 @@ class MpiSpawner(Spawner):
 
 
 def find_mpirun(search_path: str) -> str:
-    """Return the path of ``mpirun``: on the search path, or beside this Python.
-
-    Raises:
-        UsageError: It is nowhere.
-    """
+    """Return the path of ``mpirun``: on the search path, or beside this Python."""
     beside = str(Path(sys.executable).parent)
     if found := find_executable("mpirun", *search_path.split(os.pathsep), beside):
         return found

@@ -46,11 +46,9 @@ class SlurmSpawner(Spawner):
     name = "srun"
 
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        """See ``Spawner``."""
         return [*_CLEARED, "srun", f"--nodelist={host.name}", *_STEP, "--", *words]
 
     def explain(self, host: Host, exit_code: int, said: str) -> Failure:
-        """See ``Spawner``."""
         told = "\n".join(line for line in said.splitlines() if _CHATTER not in line)
         if exit_code == _NOT_FOUND and "srun" in last_line(told):
             return Failure(f"srun is not there: {last_line(told)}", "name --launcher")

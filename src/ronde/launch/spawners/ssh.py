@@ -102,18 +102,15 @@ class SshSpawner(Spawner):
         self._ssh_args = tuple(ssh_args)
 
     def client(self, host: Host) -> list[str]:
-        """Return ssh with all its options for a host, up to the host itself."""
         port = ["-p", str(host.port)] if host.port else []
         user = ["-l", host.user] if host.user else []
         # The first value that ssh is given for an option is the one it takes.
         return ["ssh", *self._ssh_args, *_SECURE, *port, *user, "--"]
 
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        """See ``Spawner``."""
         return [*self.client(host), host.name, shlex.join(words)]
 
     def leads_by_name(self, name: str) -> bool:
-        """See ``Spawner``: unless its configuration says anything of names."""
         words = [*self.client(Host(name))[:-1], "-v", "-G", "--", name]
         try:
             asked = subprocess.run(words, capture_output=True, text=True, check=True)
@@ -126,7 +123,6 @@ class SshSpawner(Spawner):
         return is_same and is_direct and not any(map(_NAMES.search, texts))
 
     def explain(self, host: Host, exit_code: int, said: str) -> Failure:
-        """See ``Spawner``."""
         if exit_code != _FAILED:
             return explain_program(exit_code, said)
         failure = explain_connection(host, said)

@@ -52,12 +52,7 @@ class Synced:
 def sync_folder(
     folder: str, hosts: Sequence[Host], spawner: Spawner, signal_fd: int
 ) -> Synced:
-    """Copy a folder to the same path on other hosts, and wait until it is there.
-
-    Raises:
-        UsageError: It is no folder that can be read.
-        HostError: It could not be copied to some hosts; all of them are listed.
-    """
+    """Copy a folder to the same path on other hosts, and wait until it is there."""
     began_s = time.monotonic()
     path = absolute_path(folder)
     if not path.is_dir():
@@ -83,7 +78,6 @@ def sync_folder(
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield all that is no folder."""
     for entry in path.iterdir():
         if entry.name in EXCLUDED:
             continue
@@ -95,8 +89,6 @@ def _files(path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """How the copy to a host ended."""
-
     host: Host
     exit_code: int
     said: str
@@ -159,12 +151,6 @@ def _pack(path: Path, archive: IO[bytes], signal_fd: int) -> None:
 
 
 class _Copying:
-    """A command that brings the folder to a host.
-
-    Args:
-        archive: What it reads, from its beginning; None for nothing.
-    """
-
     def __init__(
         self, host: Host, words: Sequence[str], archive: IO[bytes] | None
     ) -> None:
@@ -192,7 +178,6 @@ class _Copying:
             ) from None
 
     def finish(self) -> _Tried:
-        """Wait for its end."""
         exit_code = self._process.wait()
         os.close(self.fd)
         with self._said as said:
@@ -201,7 +186,6 @@ class _Copying:
         return _Tried(self._host, exit_code, text)
 
     def end(self) -> None:
-        """End it now."""
         os.killpg(self._process.pid, signal.SIGTERM)
         self.finish()
 
