@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import LaunchError
-from ronde.launch.frames import (
+from ronde.launch.messages import (
     MAX_CONTROL_BYTES,
     MAX_FRAME_BYTES,
     FrameDecoder,
     FrameWriter,
     Output,
     Stream,
+    encode,
     encode_control,
-    encode_output,
     pipe_writer,
 )
 
@@ -25,15 +25,11 @@ outputs = st.builds(
 messages = st.lists(st.binary(max_size=300) | outputs, max_size=10)
 
 
-def encode(message: bytes | Output) -> bytes:
-    if isinstance(message, Output):
-        return encode_output(message)
-    return encode_control(message)
-
-
 @given(messages, st.lists(st.integers(1, 40), min_size=1))
 def test_what_was_sent_is_received_however_it_is_cut(sent, cuts):
-    stream = b"".join(map(encode, sent))
+    stream = b"".join(
+        encode_control(m) if isinstance(m, bytes) else encode(m) for m in sent
+    )
     decoder = FrameDecoder()
     received = []
     start = index = 0

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.launch.hosts.allocation import HostShare, allocate, hosts_to_ask, take_each
-from ronde.launch.hosts.host import SLOTS_OPEN, Host, is_here
+from ronde.launch.hosts.host import (
+    SLOTS_OPEN,
+    Host,
+    HostShare,
+    allocate,
+    hosts_to_ask,
+    is_here,
+    take_each,
+)
 from ronde.launch.hosts.hostfile import parse_hostfile
 from ronde.launch.hosts.sources import allocated_names, read_allocation
 

@@ -9,7 +9,7 @@ from ronde.launch.agent_start.bootstrap import start_local_agent
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller.controller import Controller
 from ronde.launch.hosts.host import Host
-from ronde.launch.output.sink import NoOutput
+from ronde.launch.output.output_process import NoOutput
 from ronde.launch.process_tree import children
 from ronde.launch.signals import caught_signals
 
@@ -49,7 +49,7 @@ def start_programs(tmp_path, monkeypatch):
     with caught_signals() as signal_fd, start_local_agent() as agent:
         controller = Controller(NoOutput(), signal_fd, AgentStarter(agent))
         try:
-            nodes, failures = controller.gather_ready([Host("here")])
+            nodes, failures = controller.connect_ready([Host("here")])
             assert failures == ()
             yield controller.start_programs(nodes, "spoken_program")
         finally:
@@ -102,7 +102,7 @@ def test_a_program_that_is_not_there_is_told(tmp_path):
     with caught_signals() as signal_fd, start_local_agent() as agent:
         controller = Controller(NoOutput(), signal_fd, AgentStarter(agent))
         try:
-            nodes, _ = controller.gather_ready([Host("here")])
+            nodes, _ = controller.connect_ready([Host("here")])
             start_programs = controller.start_programs(nodes, "no_such_module_at_all")
             assert ask(start_programs, "echo a").failure == (
                 "its program ended with exit code 1"

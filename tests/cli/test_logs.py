@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
 from ronde.launch.failure import LostHost, RankEnd, judge
-from ronde.launch.frames import Output, Stream
+from ronde.launch.messages import Output, Stream
 from ronde.launch.output.files import ErrorFile, JobRecords, RankLogs, attempt_dir
 from ronde.launch.output.sink import Generation
 from ronde.records import read_records

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ronde.launch.frames import Output, Stream
+from ronde.launch.messages import Output, Stream
 from ronde.launch.output.sink import Generation
 from ronde.render.console import FILE_PROGRESS_S, SCREEN_PROGRESS_S, Console
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import UsageError
-from ronde.launch.frames import Output, Stream
+from ronde.launch.messages import Output, Stream
 from ronde.launch.output.sink import Generation
 from ronde.records import read_records
 from ronde.render.console import Console

@@ -10,14 +10,14 @@ from hypothesis import given, strategies as st
 import ronde
 from ronde.errors import LaunchError
 from ronde.launch.hosts.host import Host
-from ronde.launch.spawners.hello import MAX_NOISE_BYTES, MAX_WORDS_BYTES, HelloReader
+from ronde.launch.spawners.base import MAX_HELLO_BYTES, MAX_NOISE_BYTES, HelloReader
 
 SENTINEL = b"b5d0f3a1c2e4967880716253f4e5d6c7a9"
 SAID = {
     "python": "{}.{}.{}".format(*sys.version_info[:3]),
     "executable": "/usr/bin/python3",
     "ronde": ronde.__version__,
-    "problem": "",
+    "import_error": "",
 }
 HOST = Host("node2", user="ada")
 # Noise that holds pieces of the sentinel, and lines.
@@ -55,8 +55,8 @@ def test_a_greeting_is_found_however_it_comes(noise, after, cuts):
     before = data.partition(SENTINEL)[0]
     assert feed(hello_reader, data, cuts) == after
     assert hello_reader.noise == before
-    assert hello_reader.met is not None
-    assert hello_reader.met.executable == SAID["executable"]
+    assert hello_reader.found is not None
+    assert hello_reader.found.executable == SAID["executable"]
 
 
 @given(data=NOISE, cuts=CUTS)
@@ -64,7 +64,7 @@ def test_noise_alone_is_no_greeting(data, cuts):
     hello_reader = HelloReader("ssh", SENTINEL)
     data = data.replace(SENTINEL, b"")
     assert feed(hello_reader, data, cuts) is None
-    assert (hello_reader.met, hello_reader.noise) == (None, data)
+    assert (hello_reader.found, hello_reader.noise) == (None, data)
 
 
 @given(words=st.binary(max_size=200), cuts=CUTS)
@@ -72,7 +72,7 @@ def test_what_is_no_greeting_is_refused_and_nothing_else_happens(words, cuts):
     hello_reader = HelloReader("ssh", SENTINEL)
     with pytest.raises(LaunchError, match="greeting must"):
         feed(hello_reader, SENTINEL + words.replace(b"\n", b"") + b"\n", cuts)
-    assert hello_reader.met is None
+    assert hello_reader.found is None
 
 
 JSON = st.recursive(
@@ -109,7 +109,7 @@ def test_a_greeting_that_is_deep_or_endless_is_refused():
     with pytest.raises(LaunchError, match="greeting must be JSON"):
         HelloReader("ssh", SENTINEL).feed(SENTINEL + b"[" * 3_000 + b"\n")
     hello_reader = HelloReader("ssh", SENTINEL)
-    assert hello_reader.feed(SENTINEL + b"x" * MAX_WORDS_BYTES) is None
+    assert hello_reader.feed(SENTINEL + b"x" * MAX_HELLO_BYTES) is None
     with pytest.raises(LaunchError, match="at most"):
         hello_reader.feed(b"x")
 
@@ -128,8 +128,8 @@ def test_endless_noise_takes_no_more_than_its_share():
 def met(**changes):
     hello_reader = HelloReader("ssh", SENTINEL)
     hello_reader.feed(SENTINEL + encoded(SAID | changes))
-    assert hello_reader.met is not None
-    return hello_reader.met
+    assert hello_reader.found is not None
+    return hello_reader.found
 
 
 INSTALL = f"ssh ada@node2 /usr/bin/python3 -m pip install ronde=={ronde.__version__}"
@@ -139,7 +139,10 @@ INSTALL = f"ssh ada@node2 /usr/bin/python3 -m pip install ronde=={ronde.__versio
     ("changes", "reason", "cure"),
     [
         (
-            {"ronde": "", "problem": "ModuleNotFoundError: No module named 'ronde'"},
+            {
+                "ronde": "",
+                "import_error": "ModuleNotFoundError: No module named 'ronde'",
+            },
             "ronde is missing for /usr/bin/python3",
             INSTALL,
         ),
@@ -149,7 +152,7 @@ INSTALL = f"ssh ada@node2 /usr/bin/python3 -m pip install ronde=={ronde.__versio
             INSTALL,
         ),
         (
-            {"ronde": "", "problem": "SyntaxError: no\x1b[2J"},
+            {"ronde": "", "import_error": "SyntaxError: no\x1b[2J"},
             "its ronde cannot be imported: SyntaxError: no[2J",
             INSTALL,
         ),
@@ -162,7 +165,7 @@ def test_what_is_wrong_there_is_told_with_what_to_type(changes, reason, cure):
 
 
 def test_another_python_is_told_before_its_ronde():
-    failure = met(python="3.6.15", ronde="", problem="SyntaxError").problem(HOST)
+    failure = met(python="3.6.15", ronde="", import_error="SyntaxError").problem(HOST)
     assert failure is not None
     assert failure.reason.startswith("its Python is 3.6.15 (/usr/bin/python3), here")
     assert "--python" in failure.cure

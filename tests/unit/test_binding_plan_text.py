@@ -3,8 +3,7 @@
 from hypothesis import given, strategies as st
 
 from ronde.launch.controller.plan import JobPlan, JobRequest, make_facts
-from ronde.launch.hosts.allocation import HostShare
-from ronde.launch.hosts.host import Host
+from ronde.launch.hosts.host import Host, HostShare
 from ronde.launch.placement.place import RankResources
 from ronde.render.plan import plan_text
 from ronde.render.value_runs import format_runs

@@ -14,7 +14,7 @@ from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller.controller import Controller
 from ronde.launch.hosts.host import Host
 from ronde.launch.node import AgentNode
-from ronde.launch.output.sink import NoOutput
+from ronde.launch.output.output_process import NoOutput
 from ronde.launch.process_tree import adopt_orphans
 
 _SLACK_S = 5.0
@@ -58,7 +58,7 @@ def collect(
     controller = Controller(NoOutput(), signal_fd, hiring)
     try:
         report("connecting")
-        nodes, failures = controller.gather_ready(hosts)
+        nodes, failures = controller.connect_ready(hosts)
         order = {host.name: number for number, host in enumerate(hosts)}
         nodes = sorted(nodes, key=lambda node: order[node.name])
         found = collect_from(controller, nodes, settings, plan, report)

@@ -41,7 +41,7 @@ from ronde.launch.environments import (
     warn_of_horovod,
 )
 from ronde.launch.event_loop import StartProgress
-from ronde.launch.hosts.allocation import take_each
+from ronde.launch.hosts.host import take_each
 from ronde.launch.output.files import JobRecords
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import (

@@ -14,8 +14,7 @@ from ronde.cli.host_options import read_slots
 from ronde.cli.output_options import add_output_options
 from ronde.cli.ssh_options import add_ssh_options
 from ronde.errors import UsageError
-from ronde.launch.hosts.allocation import take_each
-from ronde.launch.hosts.host import SLOTS_CORES, SLOTS_GPUS, Host
+from ronde.launch.hosts.host import SLOTS_CORES, SLOTS_GPUS, Host, take_each
 from ronde.world.environment import ALGORITHMS, ENGINES
 
 if TYPE_CHECKING:

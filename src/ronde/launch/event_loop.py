@@ -9,11 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ronde.errors import LaunchError, StoreError
-from ronde.launch.frames import Output, Relayed, wait_for
-from ronde.launch.messages import Forward, FromAgent, Pong
+from ronde.launch.messages import Forward, FromAgent, Output, Pong, Relayed
 from ronde.launch.node import AgentNode, HostLoss
-from ronde.launch.output.output_process import OutputProcess
-from ronde.launch.output.sink import NoOutput
+from ronde.launch.output.output_process import NoOutput, OutputProcess
 from ronde.launch.signals import (
     ASKING,
     SUSPENDING,
@@ -21,13 +19,14 @@ from ronde.launch.signals import (
     InterruptedStartError,
     read_signals,
     suspend_self,
+    wait_for,
 )
 from ronde.launch.timeouts import Timeouts
 from ronde.store.protocol import Splitter, max_connections
 from ronde.store.server import StoreState
 from ronde.units import format_duration
 
-SLOW_S = 10.0  # after so long a step says once what it waits for
+SLOW_S = 10.0  # after so long a step reports once what it waits for
 _VERBOSE_SLOW_S = _LONG_S = 2.0
 _MAX_NAMES = 4
 _MAX_UNSENT_BYTES = 256 << 20
@@ -38,44 +37,48 @@ _LAST_S = 1.0
 class StartProgress:
     """The steps of one start, one after the other."""
 
-    def __init__(self, say: Callable[[str], None], *, is_verbose: bool = False) -> None:
-        self._say = say
+    def __init__(
+        self, notice: Callable[[str], None], *, is_verbose: bool = False
+    ) -> None:
+        self._notice = notice
         self._is_verbose = is_verbose
-        self._what = ""
+        self._step = ""
         self._awaited: Callable[[], Sequence[str]] = tuple
         self._begun_s = 0.0
-        self.due_s = float("inf")
-        """When ``look`` is to be called at the latest, on the monotonic clock."""
+        self.due_s = float("inf")  # when ``look`` is to be called, monotonic
 
-    def begin(self, what: str, awaited: Callable[[], Sequence[str]]) -> None:
-        self._what, self._awaited = what, awaited
+    def begin(self, step: str, awaited: Callable[[], Sequence[str]]) -> None:
+        """Begin a step; ``awaited`` returns the names of the hosts it waits for."""
+        self._step, self._awaited = step, awaited
         self._begun_s = time.monotonic()
         self.due_s = self._begun_s + (_VERBOSE_SLOW_S if self._is_verbose else SLOW_S)
 
     def look(self) -> None:
+        """Report what is waited for if that is due."""
         if time.monotonic() >= self.due_s:
-            self.tell()
+            self.report()
             self.due_s += SLOW_S if self._is_verbose else float("inf")
 
-    def tell(self) -> None:
+    def report(self) -> None:
+        """Report now what is waited for."""
         names = self._awaited()
-        if self._what and names:
+        if self._step and names:
             more = len(names) - _MAX_NAMES
-            shown = ", ".join(names[:_MAX_NAMES]) + (
-                f" and {more} more" if more > 0 else ""
-            )
+            shown = ", ".join(names[:_MAX_NAMES])
+            shown += f" and {more} more" if more > 0 else ""
             took_s = time.monotonic() - self._begun_s
-            self._say(f"waiting for {shown} {self._what}, {took_s:.0f} s so far")
+            self._notice(f"waiting for {shown} {self._step}, {took_s:.0f} s so far")
 
     def took(self, done: str, took_s: float) -> None:
+        """Report a step that took long and could not be reported meanwhile."""
         if took_s >= _LONG_S:
-            self._say(f"{done} in {format_duration(took_s)}")
+            self._notice(f"{done} in {format_duration(took_s)}")
 
     def end(self, done: str) -> None:
-        self._what, self.due_s = "", float("inf")
+        self._step, self.due_s = "", float("inf")
         if self._is_verbose:
             took_s = time.monotonic() - self._begun_s
-            self._say(f"{done} in {format_duration(took_s)}")
+            self._notice(f"{done} in {format_duration(took_s)}")
 
 
 @dataclass(eq=False, slots=True)
@@ -88,8 +91,8 @@ class _Client:
 class StoreService:
     """Answers what agents relay from their ranks.
 
-    Fencing: what was sent by ranks of another generation reaches nobody, since a
-    generation has a store of its own and its number is in every frame.
+    Fencing: a generation (``epoch``) has a store of its own, and its number is in every
+    frame, so ranks of another generation reach nobody. -1 answers nobody.
     """
 
     def __init__(self, epoch: int = -1) -> None:
@@ -100,43 +103,35 @@ class StoreService:
 
     def take(self, node: AgentNode, relayed: Relayed) -> None:
         """Answer what came from a rank of a node, if it is of this generation."""
-        if relayed.epoch != self._epoch:
+        key = node.name, relayed.connection
+        client = self._clients.get(key)
+        if relayed.epoch != self._epoch or not (client or relayed.data):
             return
-        client = self._clients.get((node.name, relayed.connection))
-        if client is None and relayed.data:
-            client = self._add_client(node, relayed.connection)
         if client is None:
-            return
-        if not relayed.data:
+            client = _Client(node, relayed.connection)
+            if self._num_clients[node.name] >= max_connections(len(node.ranks)):
+                self._release(client)
+                return
+            self._num_clients[node.name] += 1
+            self._clients[key] = client
+        elif not relayed.data:
             self._forget(client)
             return
         try:
             for body in client.splitter.feed(relayed.data):
                 for answered, reply in self._state.handle(client, body):
-                    self._reply(answered, reply)
+                    link = answered.node.link
+                    if link.relayed_bytes > _MAX_UNSENT_BYTES:
+                        self._release(answered)
+                    else:
+                        link.relay(Relayed(self._epoch, answered.number, reply))
         except StoreError:
-            # What it says is no request: it is told so by the connection's end.
+            # It is no request: the end of the connection says so.
             self._release(client)
 
     def forget(self, node: AgentNode) -> None:
         for client in [c for c in self._clients.values() if c.node is node]:
             self._forget(client)
-
-    def _add_client(self, node: AgentNode, number: int) -> _Client | None:
-        client = _Client(node, number)
-        if self._num_clients[node.name] >= max_connections(len(node.ranks)):
-            self._release(client)
-            return None
-        self._num_clients[node.name] += 1
-        self._clients[node.name, number] = client
-        return client
-
-    def _reply(self, client: _Client, reply: bytes) -> None:
-        link = client.node.link
-        if link.relayed_bytes > _MAX_UNSENT_BYTES:
-            self._release(client)
-        else:
-            link.relay(Relayed(self._epoch, client.number, reply))
 
     def _release(self, client: _Client) -> None:
         client.node.link.relay(Relayed(self._epoch, client.number, b""))
@@ -158,14 +153,16 @@ class Handler:
         raise NotImplementedError
 
     def take_output(self, output: Output) -> None:
+        """Look at what a rank wrote, which is shown already."""
         raise LaunchError(f"rank {output.rank} must not run now, but it writes.")
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
+        """Go on without a host; its node is over and closed."""
         raise NotImplementedError
 
     def take_signal(self, number: int) -> None:
         if number in (ASKING, TIMED_OUT):
-            self._loop.progress.tell()
+            self._loop.progress.report()
         if number != ASKING:
             raise InterruptedStartError(number)
 
@@ -187,10 +184,8 @@ class EventLoop:
         self.output = output
         self.progress = progress
         self.nodes: list[AgentNode] = []
-        self.is_hurried = False
-        """Whether output that cannot be shown at once is dropped."""
-        self.store = StoreService()
-        """Where the ranks meet; each generation of them has a new one."""
+        self.is_hurried = False  # output that cannot be shown at once is dropped
+        self.store = StoreService()  # each generation has a new one
         self.signal_fd = signal_fd
 
     @property
@@ -199,6 +194,7 @@ class EventLoop:
 
     @property
     def is_held_back(self) -> bool:
+        """Whether so much waits to be shown that the ranks must wait."""
         return self.output.backlog_bytes >= _MAX_BACKLOG_BYTES
 
     def serve(
@@ -209,12 +205,14 @@ class EventLoop:
     ) -> bool:
         """Serve everybody until ``is_done()``; False when the deadline came before."""
         while not is_done():
-            now_s = time.monotonic()
-            due_s = min([deadline(), *(node.silent_by_s for node in self.live_nodes)])
-            due_s = min([due_s, *(node.ping(now_s) for node in self.live_nodes)])
+            now_s, nodes = time.monotonic(), self.live_nodes
+            due_s = min([deadline(), *(node.silent_by_s for node in nodes)])
+            due_s = min([due_s, *(node.ping(now_s) for node in nodes)])
             self._serve_ready(handler, min(due_s, self.progress.due_s) - now_s)
             self.progress.look()
-            self._grant()
+            if self.is_hurried or not self.is_held_back:
+                for node in self.live_nodes:
+                    node.grant()
             self._look_for_silent(handler)
             if time.monotonic() > deadline():
                 return is_done()
@@ -227,18 +225,18 @@ class EventLoop:
         writable = [] if output.write_fd < 0 else [output.write_fd]
         for node in self.live_nodes:
             transport = node.link.transport
-            fds = [transport.read_fd] + (
-                [transport.error_fd] if node.link.has_errors else []
-            )
-            readable += fds
+            errors = [transport.error_fd] if node.link.has_errors else []
+            readable += [transport.read_fd, *errors]
             writable += [transport.write_fd] if node.link.is_writing else []
-            by_fd |= dict.fromkeys([*fds, transport.write_fd], node)
+            fds = [transport.read_fd, *errors, transport.write_fd]
+            by_fd |= dict.fromkeys(fds, node)
         limit_s = None if timeout_s == float("inf") else max(0.0, timeout_s)
         for fd in wait_for(readable, writable, limit_s):
             if fd == self.signal_fd:
                 self._take_signals(handler)
             elif fd == output.read_fd:
-                self._read_output(handler)
+                if number := output.read():
+                    handler.take_broken_output(number)
             elif fd not in by_fd:
                 output.flush()
             elif not by_fd[fd].is_over:
@@ -254,12 +252,11 @@ class EventLoop:
             self._receive(handler, node)
 
     def _receive(self, handler: Handler, node: AgentNode) -> None:
-        received = node.link.receive()
+        link = node.link
+        received = link.receive()
         if received is None:
-            while node.link.has_errors and wait_for(
-                [node.link.transport.error_fd], [], 0.1
-            ):
-                node.link.read_errors()
+            while link.has_errors and wait_for([link.transport.error_fd], [], 0.1):
+                link.read_errors()
             self.lose(handler, node, node.explain_end())
             return
         node.heard()
@@ -279,20 +276,18 @@ class EventLoop:
                 handler.take(node, message)
 
     def lose(self, handler: Handler, node: AgentNode, loss: HostLoss) -> None:
+        """Go on without a node."""
         node.close()
         self.store.forget(node)
         handler.take_loss(node, loss)
 
     def _look_for_silent(self, handler: Handler) -> None:
-        now_s = time.monotonic()
-        if all(now_s <= node.silent_by_s for node in self.live_nodes):
+        now_s, nodes = time.monotonic(), self.live_nodes
+        if all(now_s <= node.silent_by_s for node in nodes):
             return
         # With the one whose time has come all that would follow it at once.
-        silent = [
-            node
-            for node in self.live_nodes
-            if now_s + self.timeouts.ping_s > node.silent_by_s
-        ]
+        due_s = now_s + self.timeouts.ping_s
+        silent = [node for node in nodes if due_s > node.silent_by_s]
         # Imported where it is needed: most jobs lose no host.
         from ronde.launch.placement.network import find_answering
 
@@ -305,34 +300,26 @@ class EventLoop:
                 node.link.transport.kill()
                 self.lose(handler, node, node.explain_silence())
 
-    def _grant(self) -> None:
-        if self.is_held_back and not self.is_hurried:
-            return
-        for node in self.live_nodes:
-            node.grant()
-
     def _take_signals(self, handler: Handler) -> None:
         for number in read_signals(self.signal_fd):
-            if number == SUSPENDING:
-                self._suspend()
-            else:
+            if number != SUSPENDING:
                 handler.take_signal(number)
-
-    def _suspend(self) -> None:
-        for node in self.live_nodes:
-            node.link.send(Forward(signal.SIGSTOP))
-        suspend_self()
-        for node in self.live_nodes:
-            node.heard()
-            node.link.send(Forward(signal.SIGCONT))
-
-    def _read_output(self, handler: Handler) -> None:
-        number = self.output.read()
-        if number:
-            handler.take_broken_output(number)
+                continue
+            # Stop the ranks and then this process, until it is continued.
+            for node in self.live_nodes:
+                node.link.send(Forward(signal.SIGSTOP))
+            suspend_self()
+            for node in self.live_nodes:
+                node.heard()
+                node.link.send(Forward(signal.SIGCONT))
 
     def write_out(self, limit_s: float | None) -> int:
-        """Have what is left to show written, and end what writes it."""
+        """Have what is left to show written, and end what writes it.
+
+        A signal, or the time, ends the wait; what is not written ``_LAST_S`` later is
+        lost. Returns the signal as which it counts that nobody reads the standard
+        output any more, else 0.
+        """
         output, number, is_last = self.output, 0, False
         output.close()
         while not output.has_ended:
@@ -344,7 +331,7 @@ class EventLoop:
                 is_last, limit_s = True, _LAST_S
             elif not ready:
                 output.kill()
-                _say_last("the last lines were not written: what takes them stalls")
+                _write_last("the last lines were not written: what takes them stalls")
                 break
             elif output.read_fd in ready:
                 number = output.read() or number
@@ -353,7 +340,8 @@ class EventLoop:
         return number
 
 
-def _say_last(text: str) -> None:
+def _write_last(text: str) -> None:
+    """Write a sentence of the launcher's own, if that can be done without waiting."""
     with suppress(OSError, ValueError):
         if wait_for([], [sys.stderr.fileno()], 0):
             print(f"ronde: {text}.", file=sys.stderr, flush=True)  # noqa: T201

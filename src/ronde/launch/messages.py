@@ -1,12 +1,18 @@
-"""Messages between controller and agent, and how they are checked.
+"""Messages and frames between controller and agent.
 
-Messages are named tuples, which are made in a tenth of a dataclass's time: controller
-and agent make all of these at their start. They travel as JSON objects with the field
-``is`` naming the message. Each field is checked against its annotation when a message
-comes in: nothing is evaluated, nothing unpickled, and nothing unknown passes.
+A frame is a 4-byte length (big endian, of what follows), a kind byte and a body; the
+length is checked before anything of that size is allocated. Messages are named tuples,
+which are made in a tenth of a dataclass's time, and travel as JSON objects with the
+field ``is`` naming the message. Each field is checked against its annotation: nothing
+is evaluated, nothing unpickled, and nothing unknown passes.
 """
 
 import json
+import os
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+from struct import Struct
 from typing import NamedTuple, TypeVar, cast, get_args
 
 from ronde.addresses import InterfaceAddress
@@ -16,16 +22,22 @@ from ronde.topology.machine import UNKNOWN_NODE, Machine
 
 T = TypeVar("T")
 PROTOCOL = 7  # changes when a message changes; both sides must have the same
+MAX_FRAME_BYTES = 1 << 20  # longest frame, its length field not counted
+MAX_CONTROL_BYTES = 16 << 20  # longest control message, all of its parts together
+FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
+
+_LENGTH = Struct(">I")
+_OUTPUT_HEAD = Struct(">IB")
+_STORE_HEAD = Struct(">II")
 
 
 class RankSpec(NamedTuple):
     """What one rank has of its own."""
 
-    rank: int  # its number among all
+    rank: int
     env: dict[str, str]  # its own environment variables; they win over the job's
-    # those that it may use; empty leaves it all of the agent's
-    cpus: tuple[int, ...] = ()
-    memory_node: int = UNKNOWN_NODE  # where its memory is to lie, or ``UNKNOWN_NODE``
+    cpus: tuple[int, ...] = ()  # those that it may use; empty for all of the agent's
+    memory_node: int = UNKNOWN_NODE  # where its memory is to lie
 
 
 class NodeJob(NamedTuple):
@@ -33,8 +45,7 @@ class NodeJob(NamedTuple):
 
     job_id: str  # name of the job, also of its directory of logs
     epoch: int  # generation of the world, 0 for the first start
-    # random, carried by every process of the job as RONDE_COOKIE; no secret
-    job_marker: str
+    job_marker: str  # random, each process has it as RONDE_COOKIE; no secret
     argv: tuple[str, ...]
     env: dict[str, str]  # environment of all ranks, on top of what the agent itself has
     ranks: tuple[RankSpec, ...]  # the ranks of this agent, ascending
@@ -59,23 +70,20 @@ class Start(NamedTuple):
 
 
 class Locate(NamedTuple):
-    """To the agent: say from where you would reach these addresses.
-
-    Where ``port`` is not 0, see also whether it answers there.
-    """
+    """To the agent: report your own address towards each of these addresses."""
 
     addresses: tuple[str, ...]
-    port: int
+    port: int  # where not 0, try also whether it answers there
 
 
 class StartProgram(NamedTuple):
-    """To the agent: start a program; see ``remote_program``."""
+    """To the agent: start a program; see ``RemoteProgram``."""
 
     module: str  # the module of ronde that is the program
 
 
 class WriteLine(NamedTuple):
-    """To the agent: tell the program this line."""
+    """To the agent: pass this line to the program."""
 
     line: str
 
@@ -97,7 +105,7 @@ class Kill(NamedTuple):
 
 
 class TakeStacks(NamedTuple):
-    """To the agent: say of every rank that runs where it is; see ``stacks``."""
+    """To the agent: report the stacks of every rank that runs."""
 
 
 class Leave(NamedTuple):
@@ -114,9 +122,9 @@ class Ping(NamedTuple):
     """To the agent: the controller is there."""
 
     sent_at_s: float  # the controller's clock, which is sent back as it is
-    # after so long without any word the agent ends everything, until the next ``Ping``
-    # says otherwise; after twice as long where the controller's host answers at one of
-    # its addresses
+    # after so long without any message the agent ends everything, until the next
+    # ``Ping`` changes that; after twice as long where the controller's host answers at
+    # one of its addresses
     lease_s: float
     addresses: tuple[str, ...]
 
@@ -124,21 +132,17 @@ class Ping(NamedTuple):
 class Hello(NamedTuple):
     """From the agent, unasked and first: who it is and what ranks can have here."""
 
-    protocol: int  # version of these messages
+    protocol: int
     host: str  # name that the host itself goes by
-    identity: str  # two agents that say the same are on one machine
-    pid: int  # the agent's process there
+    identity: str  # two agents with the same one are on one machine
+    pid: int
     directory: str  # where it was started
-    machine: Machine  # what ranks have to share
-    # addresses that other hosts might reach it by
-    interfaces: tuple[InterfaceAddress, ...]
+    machine: Machine
+    interfaces: tuple[InterfaceAddress, ...]  # addresses others might reach it by
 
 
 class Located(NamedTuple):
-    """From the agent: its own address towards each that it was asked for.
-
-    An empty one stands for an address that is not reached from here.
-    """
+    """From the agent: its own address towards each; empty where it has no route."""
 
     sources: tuple[str, ...]
 
@@ -156,23 +160,16 @@ class ProgramExited(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """From the agent: the job can start here.
+    """From the agent: the job can start here."""
 
-    ``master_port`` is the port that is bound and held for rank 0; 0 where that is not
-    here.
-    """
-
-    master_port: int
+    master_port: int  # bound and held for rank 0; 0 where that is not here
 
 
 class Refused(NamedTuple):
-    """From the agent: the job cannot start, and nothing was started.
-
-    ``is_usage`` is True where the one who asked for it can change that.
-    """
+    """From the agent: the job cannot start, and nothing was started."""
 
     reason: str
-    is_usage: bool
+    is_usage: bool  # the user can change it
 
 
 class Started(NamedTuple):
@@ -184,25 +181,20 @@ class Started(NamedTuple):
 
 
 class HostEnding(NamedTuple):
-    """From the agent: its host wants the ranks to end, by this signal.
-
-    Slurm and Kubernetes do that before they take a host away.
-    """
+    """From the agent: its host (Slurm, Kubernetes) ends the ranks by this signal."""
 
     signal: int
 
 
 class Exited(NamedTuple):
-    """From the agent: a rank is gone."""
+    """From the agent: a rank is gone. Times are on the agent's monotonic clock."""
 
     rank: int
     status: int  # its exit code, or minus the number of the signal that ended it
-    # when it began to end, on the agent's monotonic clock: when it said so, or was
-    # found dumping core, or was reaped
-    began_s: float
+    began_s: float  # when it reported its exit, dumped core, or was reaped
     traceback_s: float  # when its last Python traceback was read; 0 for none
     stopped_s: float  # when the agent began to end the job; 0 for not yet
-    evidence: str  # what the kernel says of it, in half a sentence, or empty
+    evidence: str  # what the kernel reports of it, in half a sentence, or empty
 
 
 class ProcessStack(NamedTuple):
@@ -210,7 +202,7 @@ class ProcessStack(NamedTuple):
 
     pid: int
     name: str  # its program, as the kernel has it
-    state: str  # what the kernel says of it, where there is no text
+    state: str  # its state in the kernel, where there is no text
     text: str  # the stacks of its threads as ``faulthandler`` writes them, or empty
 
 
@@ -255,8 +247,6 @@ ToAgent = (
     | Credit
     | Ping
 )
-
-
 FromAgent = (
     Hello
     | Located
@@ -272,8 +262,6 @@ FromAgent = (
     | Pong
     | Finished
 )
-
-
 TO_AGENT: tuple[type[ToAgent], ...] = get_args(ToAgent)
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)
 
@@ -287,12 +275,12 @@ def encode_message(message: tuple[object, ...]) -> bytes:
 def decode_message(raw: bytes, kinds: tuple[type[T], ...]) -> T:
     """Return the message that ``raw`` is; it must be one of ``kinds``."""
     try:
-        said: object = json.loads(raw)
+        decoded: object = json.loads(raw)
     except ValueError as error:
         raise LaunchError(f"control message must be JSON: {error}.") from None
-    if not isinstance(said, dict):
-        raise LaunchError(f"control message must be an object, got {shorten(said)}.")
-    values = cast("dict[str, object]", said)
+    if not isinstance(decoded, dict):
+        raise LaunchError(f"control message must be an object, got {shorten(decoded)}.")
+    values = cast("dict[str, object]", decoded)
     name = values.pop("is", None)
     for kind in kinds:
         if kind.__name__ == name:
@@ -304,3 +292,217 @@ def decode_message(raw: bytes, kinds: tuple[type[T], ...]) -> T:
                 ) from None
     names = ", ".join(kind.__name__ for kind in kinds)
     raise LaunchError(f"message must be one of {names}, got {shorten(name)}.")
+
+
+class FrameKind(IntEnum):
+    """What a frame's body is."""
+
+    CONTROL = 1  # the end, mostly the whole, of a JSON message
+    PART = 2  # the beginning of a JSON message that goes on in the next frame
+    OUTPUT = 3  # bytes that a rank wrote
+    STORE = 4  # bytes on a rank's connection to the store
+
+
+class Stream(IntEnum):
+    """Which of a rank's two output streams."""
+
+    STDOUT = 1
+    STDERR = 2
+
+
+class Output(NamedTuple):
+    """Bytes that one rank wrote to one stream, as it wrote them."""
+
+    rank: int
+    stream: Stream
+    data: bytes
+
+
+class Relayed(NamedTuple):
+    """Bytes of one connection to the store, in either direction."""
+
+    epoch: int  # of which generation of ranks
+    connection: int  # its number, which the agent gives and never gives again
+    data: bytes  # empty when the connection is closed
+
+
+Frame = bytes | Output | Relayed
+
+
+def encode(message: tuple[object, ...]) -> bytes:
+    """Return the frames of a message, of output, or of bytes of a connection."""
+    if isinstance(message, Output):
+        head = _OUTPUT_HEAD.pack(message.rank, message.stream)
+        return _frame(FrameKind.OUTPUT, head + message.data)
+    if isinstance(message, Relayed):
+        head = _STORE_HEAD.pack(message.epoch, message.connection)
+        return _frame(FrameKind.STORE, head + message.data)
+    return encode_control(encode_message(message))
+
+
+def encode_control(message: bytes) -> bytes:
+    """Return the frames of one control message.
+
+    Raises:
+        LaunchError: The message is longer than ``MAX_CONTROL_BYTES``.
+    """
+    if len(message) > MAX_CONTROL_BYTES:
+        raise LaunchError(
+            f"control message must be at most {MAX_CONTROL_BYTES} bytes, "
+            f"got {len(message)}. Make the environment or the arguments smaller."
+        )
+    room = MAX_FRAME_BYTES - 1
+    starts = range(0, max(1, len(message)), room)
+    return b"".join(
+        _frame(
+            FrameKind.CONTROL if start == starts[-1] else FrameKind.PART,
+            message[start : start + room],
+        )
+        for start in starts
+    )
+
+
+def _frame(kind: FrameKind, body: bytes) -> bytes:
+    length = len(body) + 1
+    if length > MAX_FRAME_BYTES:
+        raise AssertionError("a frame's body is cut before it comes here")
+    return _LENGTH.pack(length) + bytes((kind,)) + body
+
+
+class FrameDecoder:
+    """Turn received bytes, cut anywhere, back into messages.
+
+    Guarantees that no more than one message of ``MAX_CONTROL_BYTES`` is held.
+    """
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._parts = bytearray()
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Return what is complete now: control messages as bytes, all else as it is.
+
+        Raises:
+            LaunchError: The bytes are not frames; the stream cannot be used further.
+        """
+        self._received += data
+        complete: list[Frame] = []
+        start = 0
+        while len(self._received) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received, start)
+            if not 1 <= length <= MAX_FRAME_BYTES:
+                raise LaunchError(
+                    f"frame length must be in 1..{MAX_FRAME_BYTES}, got {length}. "
+                    "Something other than ronde wrote to the control channel."
+                )
+            end = start + _LENGTH.size + length
+            if len(self._received) < end:
+                break
+            frame = bytes(memoryview(self._received)[start + _LENGTH.size : end])
+            start = end
+            message = self._open(frame[0], frame[1:])
+            if message is not None:
+                complete.append(message)
+        del self._received[:start]
+        return complete
+
+    def _open(self, kind: int, body: bytes) -> Frame | None:
+        if kind == FrameKind.OUTPUT:
+            (rank, stream), data = _split(_OUTPUT_HEAD, body, "output")
+            if stream not in (1, 2):
+                raise LaunchError(f"output stream must be 1 or 2, got {stream}.")
+            return Output(rank, Stream(stream), data)
+        if kind == FrameKind.STORE:
+            (epoch, connection), data = _split(_STORE_HEAD, body, "store")
+            return Relayed(epoch, connection, data)
+        if kind not in (FrameKind.CONTROL, FrameKind.PART):
+            raise LaunchError(
+                f"frame kind must be one of {[int(k) for k in FrameKind]}, got {kind}. "
+                "Run the same version of ronde on every host."
+            )
+        if len(self._parts) + len(body) > MAX_CONTROL_BYTES:
+            raise LaunchError(
+                f"control message must be at most {MAX_CONTROL_BYTES} bytes, got more. "
+                "Something other than ronde wrote to the control channel."
+            )
+        self._parts += body
+        if kind == FrameKind.PART:
+            return None
+        message = bytes(self._parts)
+        self._parts.clear()
+        return message
+
+
+def _split(head: Struct, body: bytes, name: str) -> tuple[tuple[int, int], bytes]:
+    if len(body) < head.size:
+        raise LaunchError(
+            f"{name} frame must hold at least {head.size} bytes, got {len(body)}."
+        )
+    one, other = head.unpack_from(body)
+    return (one, other), body[head.size :]
+
+
+class FrameWriter:
+    """Write frames to where nothing waits, keeping what is not taken yet.
+
+    Args:
+        write: Takes bytes and returns how many it took, 0 when it takes none now; or
+            raises BrokenPipeError.
+        limit_bytes: Most that may be kept.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[memoryview], int],
+        limit_bytes: int = 2 * MAX_CONTROL_BYTES,
+    ) -> None:
+        self._write = write
+        self._limit_bytes = limit_bytes
+        self._waiting: deque[memoryview] = deque()
+        self.waiting_bytes = 0  # bytes that have not been taken yet
+
+    def send(self, frames: bytes) -> None:
+        """Keep frames, and write what is taken now.
+
+        Raises:
+            LaunchError: More than the limit would be kept.
+            BrokenPipeError: Nobody reads any more.
+        """
+        if self.waiting_bytes + len(frames) > self._limit_bytes:
+            raise LaunchError(
+                f"unsent frames must stay under {self._limit_bytes} bytes, "
+                f"got {self.waiting_bytes + len(frames)}. The other side is stuck."
+            )
+        self._waiting.append(memoryview(frames))
+        self.waiting_bytes += len(frames)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is taken now, without waiting.
+
+        Raises:
+            BrokenPipeError: Nobody reads any more.
+        """
+        while self._waiting:
+            head = self._waiting[0]
+            taken = self._write(head)
+            self.waiting_bytes -= taken
+            if taken < len(head):
+                self._waiting[0] = head[taken:]
+                if not taken:
+                    return
+            else:
+                self._waiting.popleft()
+
+
+def pipe_writer(fd: int) -> Callable[[memoryview], int]:
+    """Return what writes to a descriptor, which is made non-blocking here."""
+    os.set_blocking(fd, False)
+
+    def write(data: memoryview) -> int:
+        try:
+            return os.write(fd, data)
+        except BlockingIOError:
+            return 0
+
+    return write

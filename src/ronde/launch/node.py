@@ -9,44 +9,40 @@ import subprocess
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from ronde.errors import Failure, LaunchError
-from ronde.launch.frames import (
-    FIRST_CREDIT_BYTES,
-    FrameDecoder,
-    FrameWriter,
-    Output,
-    Relayed,
-    encode_control,
-    encode_relayed,
-)
 from ronde.launch.hosts.host import Host
 from ronde.launch.messages import (
+    FIRST_CREDIT_BYTES,
     FROM_AGENT,
     Credit,
+    FrameDecoder,
+    FrameWriter,
     FromAgent,
     Hello,
+    Output,
     Ping,
     Pong,
+    Relayed,
     ToAgent,
     decode_message,
-    encode_message,
+    encode,
 )
 from ronde.launch.timeouts import USUAL, Timeouts
 
 if TYPE_CHECKING:
-    from ronde.launch.spawners.hello import HelloReader
+    from ronde.launch.spawners.base import HelloReader
 
 _READ_BYTES = 256 << 10
 _PIPE_BYTES = 256 << 10
 _LAST_WORDS_BYTES = 4096
 _RELAYED_BYTES = 32 << 10
-_QUEUE_S = 0.2  # what output that is under way may delay a message by
-_MIN_CREDIT_BYTES = 8 << 10
-_MAX_CREDIT_BYTES = 1 << 20
-_END_S = 0.5
+_MIN_CREDIT_BYTES = FIRST_CREDIT_BYTES
+_MAX_CREDIT_BYTES = 2 << 20
+_QUEUE_S = 0.1
+_END_S = 1.0
 EXIT_UNREACHABLE = 69
 EXIT_INTERNAL = 70
 _SSH_FAILED = 255
@@ -60,49 +56,53 @@ class AgentTransport(Protocol):
     """
 
     @property
-    def read_fd(self) -> int:
-        """Descriptor that is readable when ``read`` has something, or the end."""
-        ...
+    def read_fd(self) -> int: ...
 
     @property
     def write_fd(self) -> int: ...
 
     @property
-    def error_fd(self) -> int: ...
+    def error_fd(self) -> int:
+        """Descriptor of the other side's complaints; -1 where there is none."""
+        ...
 
     def read(self) -> bytes | None:
         """Return what has come, empty at the end, None when nothing is there now."""
         ...
 
-    def write(self, data: memoryview) -> int: ...
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Wait for the end of what carries the bytes."""
+    def write(self, data: memoryview) -> int:
+        """Return how many bytes were taken, 0 when none are taken now."""
         ...
 
-    def close(self) -> None: ...
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for the end of what carries the bytes; return its exit code.
 
-    def kill(self) -> None: ...
+        Minus the number of a signal; 0 where there is no process; None if it goes on.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close both directions: the agent then ends everything and itself."""
+        ...
+
+    def kill(self) -> None:
+        """End what carries the bytes at once; the agent may live on."""
+        ...
 
 
 class ProcessTransport:
     """The three pipes of a process: the agent itself, or the ssh that leads to it."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
-        if stdin is None or stdout is None or stderr is None:
-            raise AssertionError("the process was started with three pipes")
         self._process = process
-        self._files = (stdin, stdout, stderr)
+        self.pid = process.pid
+        pipes = (process.stdin, process.stdout, process.stderr)
+        self._files = cast("tuple[IO[bytes], IO[bytes], IO[bytes]]", pipes)
         for file in self._files:
             os.set_blocking(file.fileno(), False)
         # Fewer and longer reads of what the ranks write. Users may be over their limit.
         with suppress(OSError):
-            fcntl.fcntl(stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+            fcntl.fcntl(self._files[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     @property
     def read_fd(self) -> int:
@@ -131,7 +131,7 @@ class ProcessTransport:
     def wait(self, timeout_s: float) -> int | None:
         if self._process.poll() is None:
             try:
-                process_fd = os.pidfd_open(self._process.pid)
+                process_fd = os.pidfd_open(self.pid)
             except OSError:  # not every kernel and container has them
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout_s)
@@ -153,7 +153,12 @@ class ProcessTransport:
 
 
 class AgentConnection:
-    """One agent and the frames to and from it."""
+    """One agent and the frames to and from it.
+
+    Args:
+        hello_reader: Reads what must come before the first frame, where the agent was
+            started through something that may write as well; None for nothing.
+    """
 
     def __init__(
         self, transport: AgentTransport, hello_reader: "HelloReader | None" = None
@@ -174,13 +179,12 @@ class AgentConnection:
         return self._writer.waiting_bytes > 0 or bool(self._relayed)
 
     def send(self, message: ToAgent) -> None:
-        try:
-            self._writer.send(encode_control(encode_message(message)))
-        except BrokenPipeError:
-            return
+        """Send a message; an agent that is gone does not get it."""
+        with suppress(BrokenPipeError):
+            self._writer.send(encode(message))
 
     def relay(self, relayed: Relayed) -> None:
-        """Send what the store says, in pieces between which messages come first."""
+        """Send the store's reply, in pieces between which messages come first."""
         data = relayed.data
         for at in range(0, max(len(data), 1), _RELAYED_BYTES):
             piece = data[at : at + _RELAYED_BYTES]
@@ -190,14 +194,12 @@ class AgentConnection:
 
     def flush(self) -> None:
         """Write on what the connection did not take before."""
-        try:
+        with suppress(BrokenPipeError):
             self._writer.flush()
             while self._relayed and not self._writer.waiting_bytes:
                 relayed = self._relayed.popleft()
                 self.relayed_bytes -= len(relayed.data)
-                self._writer.send(encode_relayed(relayed))
-        except BrokenPipeError:
-            return
+                self._writer.send(encode(relayed))
 
     def receive(self) -> list[FromAgent | Output | Relayed] | None:
         """Return what has come, None at the end of the connection."""
@@ -218,19 +220,16 @@ class AgentConnection:
         ]
 
     def find_problem(self, host: Host) -> Failure | None:
-        """Return why no agent of ours can work there, as far as it has said hello."""
-        met = self.hello_reader.met if self.hello_reader else None
-        return met.problem(host) if met else None
+        """Return why no agent of ours can work there, as far as that is known."""
+        found = self.hello_reader.found if self.hello_reader else None
+        return found.problem(host) if found else None
 
-    def read_errors(self) -> bool:
-        """Keep the last of what the other side complained of; False at the end."""
-        try:
+    def read_errors(self) -> None:
+        """Keep the last of what the other side complained of."""
+        with suppress(BlockingIOError):
             data = os.read(self.transport.error_fd, _READ_BYTES)
-        except BlockingIOError:
-            return True
-        self._last_words = (self._last_words + data)[-_LAST_WORDS_BYTES:]
-        self.has_errors = bool(data)
-        return bool(data)
+            self._last_words = (self._last_words + data)[-_LAST_WORDS_BYTES:]
+            self.has_errors = bool(data)
 
     @property
     def last_words(self) -> str:
@@ -238,7 +237,7 @@ class AgentConnection:
 
 
 class HostLoss(NamedTuple):
-    """What was seen of a host that is gone."""
+    """Why a host is gone."""
 
     reason: str  # in half a sentence
     exit_code: int  # of the job, if this is why it failed
@@ -246,37 +245,33 @@ class HostLoss(NamedTuple):
 
 @dataclass(slots=True)
 class AgentNode:
-    """A host and what is known of the agent there."""
+    """A host and what is known of the agent there. Times are monotonic."""
 
     host: Host  # as the user named it
     link: AgentConnection
     # the agent was started without going over a network: only its end can be missed,
     # and that is seen at once
     is_here: bool
-    timeouts: Timeouts = USUAL  # how long it is waited for
-    hello: Hello | None = None  # what it said of itself; None before
-    # those that run there now: it may speak of no others
-    ranks: frozenset[int] = frozenset()
+    timeouts: Timeouts = USUAL
+    hello: Hello | None = None
+    ranks: frozenset[int] = frozenset()  # those that run there now
     # output that may be under way from it: as much as its line carries in ``_QUEUE_S``,
     # so that messages are not late
     credit_bytes: int = FIRST_CREDIT_BYTES
-    max_credit_bytes: int = _MAX_CREDIT_BYTES  # the most that this may be
+    max_credit_bytes: int = _MAX_CREDIT_BYTES
     # output that came since credit was last given; less than none where more is under
     # way than may be
     owed_bytes: int = 0
-    heard_at_s: float = 0.0  # when something came from it, on the monotonic clock
-    # when it counts as lost if nothing is heard of it, on the monotonic clock; infinity
-    # for never
-    silent_by_s: float = float("inf")
-    # nothing has been heard of it for ``lease_s``, but its host answers
-    is_doubted: bool = False
+    heard_at_s: float = 0.0  # when something came from it
+    silent_by_s: float = float("inf")  # when it counts as lost if nothing comes
+    is_doubted: bool = False  # nothing came for ``lease_s``, but its host answers
     is_over: bool = False  # it is gone, whoever wanted that
     _pinged_at_s: float = 0.0
     _round_trip_s: float = float("inf")
     _offset_s: float = 0.0
     _probed_at_s: float = 0.0
     _probed_bytes: int = 0
-    _is_watched: bool = field(default=False)
+    _is_watched: bool = False
 
     @property
     def name(self) -> str:
@@ -284,33 +279,38 @@ class AgentNode:
 
     @property
     def met(self) -> Hello:
+        """Its ``Hello``, which must have come."""
         if self.hello is None:
-            raise AssertionError("a node that was connected has said hello")
+            raise AssertionError("a node that was connected has sent its hello")
         return self.hello
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(i.address for i in self.hello.interfaces) if self.hello else ()
+
     def require_own(self, rank: int) -> None:
+        """Refuse a message of an agent about a rank that is not its own."""
         if rank not in self.ranks:
             raise LaunchError(
                 f"agent of {self.name} must speak of its own ranks, got rank {rank}."
             )
 
     def watch(self, *, is_watched: bool) -> None:
+        """Count silence from now on, or do not."""
         self._is_watched = is_watched and not self.is_here
         self.heard()
 
     def heard(self) -> None:
+        """Take note that something came."""
         limit_s = self.timeouts.lease_s if self._is_watched else float("inf")
         self.heard_at_s = time.monotonic()
         self.silent_by_s = self.heard_at_s + limit_s
         self.is_doubted = False
 
     def doubt(self) -> None:
+        """Wait as long again: its host answers."""
         self.is_doubted = True
         self.silent_by_s = self.heard_at_s + 2 * self.timeouts.lease_s
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return tuple(i.address for i in self.hello.interfaces) if self.hello else ()
 
     def ping(self, now_s: float) -> float:
         """Send a ping if one is due; return when the next one is."""
@@ -318,8 +318,11 @@ class AgentNode:
             return float("inf")
         if now_s >= self._pinged_at_s + self.timeouts.ping_s:
             self._pinged_at_s = now_s
-            self.link.send(Ping(now_s, self.timeouts.lease_s, _own_addresses()))
+            self._send_ping(now_s)
         return self._pinged_at_s + self.timeouts.ping_s
+
+    def _send_ping(self, now_s: float) -> None:
+        self.link.send(Ping(now_s, self.timeouts.lease_s, _own_addresses()))
 
     def limit_credit(self, num_bytes: int) -> None:
         """Let so much output be under way from it at most, and from here at once."""
@@ -329,6 +332,7 @@ class AgentNode:
             self.credit_bytes = self.max_credit_bytes
 
     def take_output(self, num_bytes: int) -> None:
+        """Count output that came from it."""
         self.owed_bytes += num_bytes
         self._probed_bytes += num_bytes
 
@@ -341,11 +345,10 @@ class AgentNode:
         if not self.is_here and not self._probed_at_s:
             # Its answer comes after all output that is under way now.
             self._probed_at_s, self._probed_bytes = time.monotonic(), 0
-            lease_s = self.timeouts.lease_s
-            self.link.send(Ping(self._probed_at_s, lease_s, _own_addresses()))
+            self._send_ping(self._probed_at_s)
 
     def take_pong(self, pong: Pong) -> None:
-        """Learn how its clock differs and how long output delays its words."""
+        """Learn how its clock differs and how long output delays its messages."""
         now_s = time.monotonic()
         round_trip_s = now_s - pong.sent_at_s
         if 0 <= round_trip_s < self._round_trip_s:
@@ -365,28 +368,29 @@ class AgentNode:
         self.owed_bytes += self.credit_bytes - now_bytes
 
     def to_our_clock(self, theirs_s: float) -> float:
+        """Return a time on its monotonic clock as one on ours."""
         return theirs_s - self._offset_s
 
     def explain_end(self) -> HostLoss:
+        """Return why its connection has ended."""
         code = self.link.transport.wait(_END_S)
-        said = self.link.last_words.splitlines()
-        told = f"; it said: {said[-1].strip()}" if said else ""
+        complaints = self.link.last_words.splitlines()
+        last = f"; it said: {complaints[-1].strip()}" if complaints else ""
         if self.is_here:
-            return HostLoss(
-                f"its agent is gone (exit code {code}){told}", EXIT_INTERNAL
-            )
+            reason = f"its agent is gone (exit code {code}){last}"
+            return HostLoss(reason, EXIT_INTERNAL)
         # Source: ssh(1), exit status: else it is one from there, after all had ended.
         if code is None or not 0 < code < _SSH_FAILED:
-            return HostLoss(f"the connection to it ended{told}", EXIT_UNREACHABLE)
-        return HostLoss(f"its agent ended with exit code {code}{told}", EXIT_INTERNAL)
+            return HostLoss(f"the connection to it ended{last}", EXIT_UNREACHABLE)
+        return HostLoss(f"its agent ended with exit code {code}{last}", EXIT_INTERNAL)
 
     def explain_silence(self) -> HostLoss:
         silence_s = time.monotonic() - self.heard_at_s
-        return HostLoss(
-            f"nothing was heard of it for {silence_s:.0f} s", EXIT_UNREACHABLE
-        )
+        reason = f"nothing was heard of it for {silence_s:.0f} s"
+        return HostLoss(reason, EXIT_UNREACHABLE)
 
     def close(self) -> None:
+        """Take leave: the agent ends everything and itself."""
         self.is_over = True
         self.link.transport.close()
 

@@ -1,8 +1,9 @@
-"""The signals a user sends to a running job, as bytes in a pipe."""
+"""The signals a user sends to a running job, as bytes in a pipe; waiting for pipes."""
 
 import os
+import select
 import signal
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,3 +117,16 @@ def suspend_self() -> None:
     before = signal.signal(SUSPENDING, signal.SIG_DFL)
     os.kill(os.getpid(), SUSPENDING)
     signal.signal(SUSPENDING, before)
+
+
+def wait_for(
+    readable: Sequence[int], writable: Sequence[int], timeout_s: float | None
+) -> list[int]:
+    """Return the descriptors that are ready; poll, since epoll refuses plain files."""
+    poll = select.poll()
+    wanted: dict[int, int] = dict.fromkeys(readable, select.POLLIN)
+    for fd in writable:
+        wanted[fd] = wanted.get(fd, 0) | select.POLLOUT
+    for fd, events in wanted.items():
+        poll.register(fd, events)
+    return [fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]

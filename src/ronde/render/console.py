@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ronde.launch.failure import JobResult, RankEnd
-from ronde.launch.frames import Output, Stream
+from ronde.launch.messages import Output, Stream
 from ronde.launch.output.sink import Generation, RankStacks
 from ronde.render.lines import LineAssembler, RankLines, Tag, Tagger, TagPlace
 from ronde.render.rank_ranges import RankChoice

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from ronde.launch.controller.plan import JobPlan, count_ranks
+from ronde.launch.controller.plan import JobPlan
 from ronde.launch.environments import redacted
 from ronde.launch.placement.place import RankResources
 from ronde.render.value_runs import format_runs
@@ -20,7 +20,7 @@ def plan_text(plan: JobPlan, notices: Sequence[str] = ()) -> str:
 
     The values of variables that look like secrets are not shown.
     """
-    num_ranks, num_hosts = count_ranks(plan.shares), len(plan.shares)
+    num_ranks, num_hosts = plan.size, len(plan.shares)
     shared, own = _environments(plan)
     size = f"{_counted(num_ranks, 'rank')} on {_counted(num_hosts, 'host')}"
     lines = [

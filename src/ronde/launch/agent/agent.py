@@ -1,7 +1,7 @@
 """The agent: owns the ranks of one host and obeys its controller.
 
 It runs under ``python -I -S`` with nothing but the standard library, has one thread
-and one loop, and speaks frames over its standard input and output. Its parent, the
+and one loop, and exchanges frames over its standard input and output. Its parent, the
 *reaper*, kills what an agent that died left behind.
 """
 
@@ -20,23 +20,25 @@ from ronde.launch.agent.local_job import JobPhase, LocalJob
 from ronde.launch.agent.mpi_world import remove_directory
 from ronde.launch.agent.relay import OutputReader, OutputSender, name_directory
 from ronde.launch.environments import own_environment
-from ronde.launch.frames import FrameDecoder, Output, Relayed
 from ronde.launch.limits import EXIT_NO_FORK, explain_shortage
 from ronde.launch.messages import (
     PROTOCOL,
     TO_AGENT,
     Credit,
     Forward,
+    FrameDecoder,
     Hello,
     HostEnding,
     Kill,
     Leave,
     Locate,
     Located,
+    Output,
     Ping,
     Pong,
     Prepare,
     ProgramExited,
+    Relayed,
     Start,
     StartProgram,
     StopRanks,
@@ -64,26 +66,6 @@ _LOCATE_S = 2.0
 _NEVER = float("inf")
 
 
-def introduce() -> Hello:
-    """Look at this host and return what the controller must know of it."""
-    return Hello(
-        protocol=PROTOCOL,
-        host=os.uname().nodename,
-        identity=network_identity(),
-        pid=os.getpid(),
-        directory=_directory(),
-        machine=read_machine(environ=own_environment()),
-        interfaces=read_interfaces(),
-    )
-
-
-def _directory() -> str:
-    try:
-        return str(Path.cwd())
-    except OSError:
-        return ""
-
-
 def run_reaped(work: Callable[[], int], directory: Path) -> NoReturn:
     """Fork; run ``work`` in the child; outlive it and sweep what it leaves.
 
@@ -93,9 +75,9 @@ def run_reaped(work: Callable[[], int], directory: Path) -> NoReturn:
     process when the child ends. Must be called from a process with one thread and no
     children.
 
-    Both end here, past the interpreter's own end, which adds nothing and takes time:
-    the child with what ``work`` returns, and this process with the child's exit code,
-    128 plus the signal that ended it, or EXIT_NO_FORK.
+    Both end here, past the interpreter's own end, which takes time for nothing: the
+    child with what ``work`` returns, and this process with the child's exit code, 128
+    plus the signal that ended it, or EXIT_NO_FORK.
     """
     reset_signals()
     parent = os.getpid()
@@ -153,19 +135,23 @@ def _wait_for_child(child: int) -> int:
             os.waitpid(news.si_pid, 0)
 
 
-def main(first_word_s: float = _NEVER) -> NoReturn:
-    """Run an agent on standard input and output; end the process with its exit code."""
+def main(first_message_s: float = _NEVER) -> NoReturn:
+    """Run an agent on standard input and output; end the process with its exit code.
+
+    Without any message for ``first_message_s`` it ends: the end of a connection that
+    broke silently is never seen.
+    """
     directory = name_directory()  # the reaper must know it as well
-    run_reaped(lambda: _run_agent(first_word_s, directory), directory)
+    run_reaped(lambda: _run_agent(first_message_s, directory), directory)
 
 
-def _run_agent(first_word_s: float, directory: Path) -> int:
+def _run_agent(first_message_s: float, directory: Path) -> int:
     control_in, control_out = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1):
         os.dup2(null, fd)
     os.close(null)
-    agent = Agent(control_in, control_out, first_word_s, directory)
+    agent = Agent(control_in, control_out, first_message_s, directory)
     try:
         agent.run()
     except (BrokenPipeError, EOFError):
@@ -179,10 +165,13 @@ def _run_agent(first_word_s: float, directory: Path) -> int:
 
 
 class Agent:
-    """Runs one job after another on its host, as long as its controller is there."""
+    """Runs one job after another on its host, as long as its controller is there.
+
+    ``directory`` is where it makes sockets; it is not there yet.
+    """
 
     def __init__(
-        self, control_in: int, control_out: int, first_word_s: float, directory: Path
+        self, control_in: int, control_out: int, first_message_s: float, directory: Path
     ) -> None:
         self.is_leaving = False
         self._control_in = control_in
@@ -193,21 +182,31 @@ class Agent:
         self._directory = directory
         self._job: LocalJob | None = None
         self._program: RemoteProgram | None = None
-        self._lease_s = first_word_s
+        self._lease_s = first_message_s
         self._controller_addresses: tuple[str, ...] = ()
         self._heard_at = time.monotonic()
         self._reaper = os.getppid()
 
     def run(self) -> None:
-        """Do what the controller says until there is nothing more to do."""
+        """Obey the controller until it takes leave."""
         os.set_blocking(self._control_in, False)
-        self._selector.register(
-            self._control_in, selectors.EVENT_READ, self._read_control
+        signal_fd, wakeup_fd = signal_pipe()
+        signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
+        notice_signals((signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+        read = selectors.EVENT_READ
+        self._selector.register(self._control_in, read, self._read_control)
+        self._selector.register(signal_fd, read, self._read_signal)
+        self._sender.send(
+            Hello(
+                protocol=PROTOCOL,
+                host=os.uname().nodename,
+                identity=network_identity(),
+                pid=os.getpid(),
+                directory=_directory(),
+                machine=read_machine(environ=own_environment()),
+                interfaces=read_interfaces(),
+            )
         )
-        self._selector.register(
-            _watch_signals(), selectors.EVENT_READ, self._read_signal
-        )
-        self._sender.tell(introduce())
         while not (self.is_leaving and self._sender.is_empty):
             for key, _ in self._selector.select(self._timeout_s()):
                 if key.data is not None:
@@ -225,6 +224,7 @@ class Agent:
             self._reader.pace()
 
     def _doubt_controller(self) -> None:
+        """Wait for the controller as long again, if its host answers."""
         # Imported where it is needed: most agents hear of their controller.
         from ronde.launch.placement.network import find_answering
 
@@ -268,7 +268,11 @@ class Agent:
 
     def _read_signal(self, fd: int) -> None:
         if signal.SIGTERM in os.read(fd, _READ_BYTES):
-            self._take_leave()
+            if os.getppid() != self._reaper:
+                raise EOFError("the reaper is gone")
+            if self._job is None:
+                raise EOFError("there is nothing to end but this")
+            self._sender.send(HostEnding(signal.SIGTERM))
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -277,16 +281,13 @@ class Agent:
             if not pid:
                 return
             if self._program is not None and self._program.pid == pid:
-                self._end_program(os.waitstatus_to_exitcode(status))
+                self._program.close()
+                self._program = None
+                code = os.waitstatus_to_exitcode(status)
+                reason = f"its program ended with exit code {code}"
+                self._sender.send(ProgramExited(reason))
             elif self._job is not None:
                 self._job.note_end(pid, status)
-
-    def _take_leave(self) -> None:
-        if os.getppid() != self._reaper:
-            raise EOFError("the reaper is gone")
-        if self._job is None:
-            raise EOFError("there is nothing to end but this")
-        self._sender.tell(HostEnding(signal.SIGTERM))
 
     def _obey(self, order: ToAgent) -> None:
         match order:
@@ -295,9 +296,13 @@ class Agent:
             case Ping():
                 self._lease_s = order.lease_s or _NEVER
                 self._controller_addresses = order.addresses
-                self._sender.tell(Pong(order.sent_at_s, time.monotonic()))
+                self._sender.send(Pong(order.sent_at_s, time.monotonic()))
             case Locate():
-                self._locate(order)
+                # Imported where it is needed: not for a job on one host.
+                from ronde.launch.placement.network import locate
+
+                sources = locate(order.addresses, order.port, _LOCATE_S)
+                self._sender.send(Located(sources))
             case StartProgram() | WriteLine():
                 self._run_program(order)
             case Prepare():
@@ -309,11 +314,13 @@ class Agent:
             case Leave():
                 self.is_leaving = True
             case Start() | StopRanks() | Kill() | Forward() | TakeStacks():
-                self._run_on(order)
+                self._obey_for_job(order)
 
-    def _run_on(self, order: Start | StopRanks | Kill | Forward | TakeStacks) -> None:
+    def _obey_for_job(
+        self, order: Start | StopRanks | Kill | Forward | TakeStacks
+    ) -> None:
         if isinstance(order, Forward) and order.signal == signal.SIGSTOP:
-            # The controller stops as well: no word of it is missed until the next.
+            # The controller stops as well: its silence does not count until it sends.
             self._heard_at = _NEVER
         if self._job is None:
             # It is over: Finished has crossed the order.
@@ -333,33 +340,20 @@ class Agent:
     def _run_program(self, order: StartProgram | WriteLine) -> None:
         if isinstance(order, WriteLine):
             if self._program is not None:
-                self._program.tell(order.line)
+                self._program.write(order.line)
             return
-        # Imported where it is needed, like what is below: no job asks for it.
+        # Imported where it is needed: no job asks for it.
         from ronde.launch.agent.remote_program import RemoteProgram
 
         try:
             self._program = RemoteProgram(order.module, self._selector, self._sender)
         except OSError as error:
             reason = f"its program does not start: {error.strerror}"
-            self._sender.tell(ProgramExited(reason))
-
-    def _end_program(self, code: int) -> None:
-        if self._program is not None:
-            self._program.close()
-            self._program = None
-            self._sender.tell(ProgramExited(f"its program ended with exit code {code}"))
-
-    def _locate(self, order: Locate) -> None:
-        # Imported where it is needed: a job on one host has nothing to locate.
-        from ronde.launch.placement.network import locate
-
-        sources = locate(order.addresses, order.port, _LOCATE_S)
-        self._sender.tell(Located(sources))
+            self._sender.send(ProgramExited(reason))
 
 
-def _watch_signals() -> int:
-    read_fd, write_fd = signal_pipe()
-    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    notice_signals((signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
-    return read_fd
+def _directory() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return ""

@@ -25,12 +25,8 @@ from ronde.launch.messages import (
     Started,
 )
 from ronde.launch.placement.network import hold_port
-from ronde.launch.process_tree import sweep
-from ronde.launch.program import (
-    enter_directory,
-    require_processes,
-    resolve_program,
-)
+from ronde.launch.process_tree import await_empty, sweep
+from ronde.launch.program import enter_directory, require_processes, resolve_program
 
 _LEFTOVER_POLL_S = 0.02
 _FENCE_S = 20.0
@@ -67,7 +63,7 @@ class LocalJob:
         self._deadline = 0.0
         self._stopped_s = 0.0
         self._stopped_by = 0
-        self._evidence = KernelDiagnostics()
+        self._kernel = KernelDiagnostics()
 
     @property
     def due_s(self) -> float:
@@ -80,7 +76,7 @@ class LocalJob:
         return min(self._deadline, time.monotonic() + _LEFTOVER_POLL_S)
 
     def prepare(self, directory: Path, selector: selectors.BaseSelector) -> None:
-        """Check that the job can start here; tell Ready or Refused."""
+        """Check that the job can start here; send Ready or Refused."""
         job = self._job
         own_path = own_environment().get("PATH", "")
         try:
@@ -97,17 +93,16 @@ class LocalJob:
                 directory, job.epoch, len(job.ranks), selector, self._sender
             )
         except (UsageError, LaunchError, OSError) as error:
-            self._refuse(_reason(error), is_usage=isinstance(error, UsageError))
+            shortage = explain_shortage(error) if isinstance(error, OSError) else ""
+            self._refuse(shortage or str(error), isinstance(error, UsageError))
             return
-        self._sender.tell(Ready(self._port.getsockname()[1] if self._port else 0))
+        self._sender.send(Ready(self._port.getsockname()[1] if self._port else 0))
 
     def start(self, order: Start) -> None:
-        """Start the ranks; tell Started for each, or Refused."""
-        if self.phase is not JobPhase.PREPARING:
+        """Start the ranks; send Started for each, or Refused."""
+        if self.phase is not JobPhase.PREPARING or self.store is None:
             raise LaunchError("Start must come once, after Prepare.")
-        if self.store is None:
-            raise AssertionError("a job that is prepared has a way to the store")
-        whereabouts = {
+        where = {
             "RONDE_STORE": str(self.store.path),
             # What the agent was started with may name another one.
             "PWD": self._directory,
@@ -115,30 +110,32 @@ class LocalJob:
             "MASTER_PORT": str(order.master_port),
         }
         try:
-            ranks = self.ranks.start(self._job, self._command, whereabouts)
+            ranks = self.ranks.start(self._job, self._command, where)
         except OSError as error:
             sweep()
             reason = explain_shortage(error) or (
                 f"program must be one that can start, but {self._command[0]!r} does "
                 f"not: {error.strerror}."
             )
-            self._refuse(reason, is_usage=error.errno in _USAGE_ERRORS)
+            self._refuse(reason, error.errno in _USAGE_ERRORS)
             return
         for complaint in self.ranks.complaints:
-            self._sender.tell(Notice(complaint))
+            self._sender.send(Notice(complaint))
         self.phase = JobPhase.RUNNING
         at_s = time.monotonic()
         for rank in ranks:
-            self._sender.tell(Started(rank.rank, rank.pid, at_s))
+            self._sender.send(Started(rank.rank, rank.pid, at_s))
             for pipe in rank.pipes:
                 self._reader.add(pipe)
 
     def call_off(self) -> None:
+        """End a job that was not started: another comes in its place."""
         if self.phase is not JobPhase.PREPARING:
             raise LaunchError("Prepare must come while no ranks run.")
         self._end()
 
     def take_stacks(self) -> None:
+        """Have the stacks of all ranks that run sent."""
         if self.phase in (JobPhase.RUNNING, JobPhase.STOPPING):
             self.ranks.ask_for_stacks()
 
@@ -146,7 +143,7 @@ class LocalJob:
         """Signal the ranks; what is left after the grace is killed."""
         if self.phase is JobPhase.PREPARING:
             self._end()
-            self._sender.tell(Finished(0, ()))
+            self._sender.send(Finished(0, ()))
             return
         if self.phase is JobPhase.RUNNING:
             self.phase = JobPhase.STOPPING
@@ -162,9 +159,9 @@ class LocalJob:
         self._deadline = 0.0
 
     def advance(self) -> None:
-        """End the job when its time has come; tell what was asked for meanwhile."""
+        """Send stacks that have come; end the job when its time has come."""
         for stacks in self._stacks.take():
-            self._sender.tell(stacks)
+            self._sender.send(stacks)
         if self.phase is JobPhase.RUNNING:
             is_over = not self.ranks.is_running
         elif self.phase is JobPhase.STOPPING:
@@ -173,15 +170,15 @@ class LocalJob:
         else:
             return
         if is_over:
-            # First: what MPI's holders are is no leftover of the ranks.
+            # First: MPI's holders are no leftover of the ranks.
             self.ranks.close()
             swept = sweep(on_reaped=self.note_end)
             self._reader.close()
             self._end()
-            self._sender.tell_last(Finished(swept.num_killed, swept.stuck))
+            self._sender.send_last(Finished(swept.num_killed, swept.stuck))
 
     def note_end(self, pid: int, wait_status: int) -> None:
-        """Take note of a child that was reaped; tell Exited where it is a rank."""
+        """Send Exited for a child that was reaped, if it is a rank."""
         rank = self.ranks.find(pid)
         if rank is None:
             return
@@ -190,21 +187,21 @@ class LocalJob:
             self.ranks.look_for_ends()
         for pipe in rank.pipes:
             self._reader.drain(pipe)
-        evidence = self._evidence.explain(status, wait_status, pid, self._directory)
+        evidence = self._kernel.explain(status, wait_status, pid, self._directory)
         began_s = rank.began_s or time.monotonic()
         traceback_s = max(pipe.traceback_s for pipe in rank.pipes)
-        self._sender.tell(
+        self._sender.send(
             Exited(rank.rank, status, began_s, traceback_s, self._stopped_s, evidence)
         )
         self.ranks.stop_rest(rank, self._stopped_by)
 
-    def _refuse(self, reason: str, *, is_usage: bool) -> None:
+    def _refuse(self, reason: str, is_usage: bool) -> None:  # noqa: FBT001
         self._end()
-        self._sender.tell(Refused(reason, is_usage))
+        self._sender.send(Refused(reason, is_usage))
 
     def _end(self) -> None:
         self.phase = JobPhase.OVER
-        self._evidence.close()
+        self._kernel.close()
         self.ranks.close()
         self._stacks.close()
         if self.store is not None:
@@ -214,15 +211,8 @@ class LocalJob:
             self._port = None
 
 
-def _reason(error: Exception) -> str:
-    said = explain_shortage(error) if isinstance(error, OSError) else ""
-    return said or str(error)
-
-
 def _fence_off(job_marker: str) -> None:
-    # Imported where it is needed: most jobs have one generation.
-    from ronde.launch.process_tree import await_empty
-
+    """See that nothing of an earlier generation is left here."""
     left = await_empty(job_marker, _FENCE_S)
     if left:
         raise LaunchError(

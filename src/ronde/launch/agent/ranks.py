@@ -17,13 +17,12 @@ from ronde.launch.environments import (
     malloc_environment,
     own_environment,
 )
-from ronde.launch.frames import Stream
 from ronde.launch.limits import (
     LEAST_OPEN_FILES,
     raise_open_files_limit,
     require_open_files,
 )
-from ronde.launch.messages import NodeJob
+from ronde.launch.messages import NodeJob, Stream
 from ronde.launch.process_tree import (
     descendants,
     die_with_parent,

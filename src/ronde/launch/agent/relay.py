@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ronde.launch.agent.ranks import OutputPipe
-from ronde.launch.frames import (
+from ronde.launch.messages import (
     FIRST_CREDIT_BYTES,
     FrameWriter,
+    FromAgent,
     Output,
     Relayed,
-    encode_control,
-    encode_output,
-    encode_relayed,
+    encode,
     pipe_writer,
 )
-from ronde.launch.messages import FromAgent, encode_message
 from ronde.store.local_socket import (
     is_own,
     listen,
@@ -58,10 +56,12 @@ class OutputSender:
 
     @property
     def is_writing(self) -> bool:
+        """Whether ``flush`` should be called when the descriptor takes more."""
         return self._writer.waiting_bytes > 0
 
     @property
     def is_full(self) -> bool:
+        """Whether the ranks should not be read for now."""
         return self._waiting_bytes >= _FULL_BYTES
 
     @property
@@ -71,37 +71,39 @@ class OutputSender:
 
     @property
     def is_empty(self) -> bool:
-        is_all_sent = (
-            not self._waiting and not self._relayed and self._last_message is None
-        )
-        return is_all_sent and not self.is_writing
+        waiting = self._waiting or self._relayed or self._last_message
+        return not waiting and not self.is_writing
 
-    def tell(self, message: FromAgent) -> None:
-        self._writer.send(encode_control(encode_message(message)))
+    def send(self, message: FromAgent) -> None:
+        """Send a message ahead of all output that waits."""
+        self._writer.send(encode(message))
 
-    def tell_last(self, message: FromAgent) -> None:
-        """Send a message when all output is sent; the last word of this agent."""
+    def send_last(self, message: FromAgent) -> None:
+        """Send a message when all output is sent."""
         self._last_message = message
         self.flush()
 
     def put(self, output: Output) -> None:
-        if self._is_discarding:
-            return
-        self._waiting.append(output)
-        self._waiting_bytes += len(output.data)
-        self.flush()
+        """Send output when there is credit for it."""
+        if not self._is_discarding:
+            self._waiting.append(output)
+            self._waiting_bytes += len(output.data)
+            self.flush()
 
     def discard(self) -> None:
+        """Forget the output that waits, and what comes."""
         self._is_discarding = True
         self._waiting.clear()
         self._waiting_bytes = 0
 
     def relay(self, relayed: Relayed) -> None:
+        """Send what goes to the store, ahead of all output."""
         self._relayed.append(relayed)
         self._relayed_bytes += len(relayed.data)
         self.flush()
 
     def grant(self, num_bytes: int) -> None:
+        """Add the controller's credit."""
         self._credit_bytes += num_bytes
         self.flush()
 
@@ -111,22 +113,19 @@ class OutputSender:
         while self._relayed and not self.is_writing:
             relayed = self._relayed.popleft()
             self._relayed_bytes -= len(relayed.data)
-            self._writer.send(encode_relayed(relayed))
+            self._writer.send(encode(relayed))
         while self._waiting and self._credit_bytes > 0 and not self.is_writing:
             output = self._waiting.popleft()
             # What is handed over can be overtaken by nothing any more.
-            now, later = (
-                output.data[: self._credit_bytes],
-                output.data[self._credit_bytes :],
-            )
-            if later:
+            now = output.data[: self._credit_bytes]
+            if later := output.data[self._credit_bytes :]:
                 self._waiting.appendleft(output._replace(data=later))
             self._waiting_bytes -= len(now)
             self._credit_bytes -= len(now)
-            self._writer.send(encode_output(output._replace(data=now)))
+            self._writer.send(encode(output._replace(data=now)))
         if self._last_message is not None and not self._waiting:
             message, self._last_message = self._last_message, None
-            self.tell(message)
+            self.send(message)
 
 
 class OutputReader:
@@ -145,22 +144,22 @@ class OutputReader:
 
     def pace(self) -> None:
         """Stop or go on reading, as the sender is full or not."""
-        is_reading = not self._sender.is_full
-        if is_reading is self._is_reading:
-            return
-        self._is_reading = is_reading
-        for fd in self._pipes:
-            if is_reading:
-                self._selector.register(fd, selectors.EVENT_READ, self._read)
-            else:
-                self._selector.unregister(fd)
+        if self._is_reading is self._sender.is_full:
+            self._is_reading = not self._is_reading
+            for fd in self._pipes:
+                if self._is_reading:
+                    self._selector.register(fd, selectors.EVENT_READ, self._read)
+                else:
+                    self._selector.unregister(fd)
 
     def drain(self, pipe: OutputPipe) -> None:
+        """Read what is in the pipe now, but no flood that somebody keeps up."""
         for _ in range(_DRAIN_READS):
             if not pipe.is_open or not self._read(pipe.fd):
                 return
 
     def close(self) -> None:
+        """Drain and close all pipes; nobody is left to write to them."""
         for pipe in list(self._pipes.values()):
             self.drain(pipe)
             self._forget(pipe)
@@ -190,12 +189,6 @@ def name_directory() -> Path:
     return temporary_directory() / f"{_PREFIX}{os.urandom(8).hex()}"
 
 
-def _remove_left_behind() -> None:
-    for directory in own_directories(_PREFIX):
-        if remove_stale(directory):
-            remove(directory)
-
-
 @dataclass(slots=True)
 class _Connection:
     number: int
@@ -205,7 +198,7 @@ class _Connection:
 
 
 class StoreRelay:
-    """Takes the connections of one generation's ranks and passes on what they say."""
+    """Takes the connections of one generation's ranks and relays their bytes."""
 
     def __init__(
         self,
@@ -224,7 +217,10 @@ class StoreRelay:
         self._count = 0
         self._is_reading = True
         if not directory.exists():
-            _remove_left_behind()
+            # Remove the sockets of agents that were killed together with their reapers.
+            for other in own_directories(_PREFIX):
+                if remove_stale(other):
+                    remove(other)
             directory.mkdir(mode=0o700)
         self.path = directory / f"store.{epoch}"
         self._listener = listen(self.path)
@@ -232,7 +228,7 @@ class StoreRelay:
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def deliver(self, relayed: Relayed) -> None:
-        """Pass on what the store says; what is of an older generation is dropped."""
+        """Pass on the store's reply, unless it is of an older generation."""
         connection = self._by_number.get(relayed.connection)
         if connection is None or relayed.epoch != self._epoch:
             return
@@ -243,9 +239,9 @@ class StoreRelay:
             self._write(connection)
 
     def pace(self) -> None:
-        is_reading = not self._sender.is_store_full
-        if is_reading is not self._is_reading:
-            self._is_reading = is_reading
+        """Stop or go on reading, as the sender is full or not."""
+        if self._is_reading is self._sender.is_store_full:
+            self._is_reading = not self._is_reading
             for connection in self._by_fd.values():
                 self._watch(connection)
 
@@ -288,7 +284,7 @@ class StoreRelay:
         except OSError:
             data = b""
         if data:
-            self._tell(connection, data)
+            self._sender.relay(Relayed(self._epoch, connection.number, data))
         else:
             self._close(connection)
 
@@ -317,13 +313,10 @@ class StoreRelay:
             self._selector.unregister(connection.sock)
         connection.events = events
 
-    def _tell(self, connection: _Connection, data: bytes) -> None:
-        self._sender.relay(Relayed(self._epoch, connection.number, data))
-
     def _close(self, connection: _Connection) -> None:
         if self._by_number.pop(connection.number, None) is not None:
             if connection.events:
                 self._selector.unregister(connection.sock)
             del self._by_fd[connection.sock.fileno()]
             connection.sock.close()
-            self._tell(connection, b"")
+            self._sender.relay(Relayed(self._epoch, connection.number, b""))

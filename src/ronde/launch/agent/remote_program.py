@@ -14,7 +14,7 @@ from ronde.launch.agent.relay import OutputSender
 from ronde.launch.messages import ProgramLine
 
 # With site-packages, which the agent does without: torch's version is asked for.
-_BOOT = (
+_PROGRAM = (
     "import sys; from importlib import import_module; "
     "sys.path.append(sys.argv[1]); import_module(sys.argv[2]).main()"
 )
@@ -40,7 +40,7 @@ class RemoteProgram:
         package_dir = __file__.rpartition("/ronde/launch/")[0]
         # Its group is its own, so that nothing typed at a terminal reaches it.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, package_dir, module],
+            [sys.executable, "-c", _PROGRAM, package_dir, module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -53,7 +53,7 @@ class RemoteProgram:
     def pid(self) -> int:
         return self._process.pid
 
-    def tell(self, line: str) -> None:
+    def write(self, line: str) -> None:
         self._unwritten += line.encode() + b"\n"
         self._write(self._input)
 
@@ -81,7 +81,7 @@ class RemoteProgram:
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             text = line.decode(errors="backslashreplace")
-            self._sender.tell(ProgramLine(text))
+            self._sender.send(ProgramLine(text))
         # More would fill the memory of both hosts.
         if not data or len(self._unread) > MAX_LINE_BYTES:
             self._selector.unregister(fd)

@@ -6,7 +6,7 @@ import sys
 
 from ronde.launch.limits import LEAST_OPEN_FILES, require_open_files
 
-_BOOT = (
+_PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
     "from ronde.launch.agent.agent import main; main()"
 )
@@ -18,7 +18,7 @@ def start_local_agent() -> "subprocess.Popen[bytes]":
     require_open_files(LEAST_OPEN_FILES, soft, "to run a job")
     package_dir = __file__.rpartition("/ronde/launch/")[0]
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _BOOT, package_dir or "."],
+        [sys.executable, "-I", "-S", "-c", _PROGRAM, package_dir or "."],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """What another host runs first, as text that it gets over standard input.
 
 It stands alone, for ronde may not be there, and any Python from 3.6 on can run it, so
-that one which is too old can say so.
+that one which is too old can report its version.
 """
 
 import json
@@ -10,33 +10,33 @@ import sys
 from pathlib import Path
 
 _EXIT_CANNOT = 3
-_MOST_SAID = 500
-_FIRST_WORD_S = 60.0
+_MAX_ERROR_CHARS = 500
+_FIRST_MESSAGE_S = 60.0
 
 
-def arrive(sentinel: str, directory: str) -> None:
-    """Say what is here, after the sentinel; then be an agent, where that can be."""
+def bootstrap(sentinel: str, directory: str) -> None:
+    """Write what is here, after the sentinel; then be an agent, where that can be."""
     if Path(directory, "ronde", "launch", "agent", "agent.py").is_file():
         sys.path.append(directory)
     else:
         import site
 
         site.main()
-    agent, version, problem = None, "", ""
+    agent, version, import_error = None, "", ""
     try:
         import ronde
         from ronde.launch.agent import agent
 
         version = ronde.__version__
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is told
-        problem = "{}: {}".format(type(error).__name__, error)[:_MOST_SAID]  # noqa: UP032
-    said = {
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+        import_error = "{}: {}".format(type(error).__name__, error)[:_MAX_ERROR_CHARS]  # noqa: UP032
+    found = {
         "python": "{}.{}.{}".format(*sys.version_info[:3]),
         "executable": sys.executable,
         "ronde": version,
-        "problem": problem,
+        "import_error": import_error,
     }
-    os.write(1, (sentinel[::-1] + json.dumps(said) + "\n").encode())
-    if problem or agent is None:
+    os.write(1, (sentinel[::-1] + json.dumps(found) + "\n").encode())
+    if import_error or agent is None:
         sys.exit(_EXIT_CANNOT)
-    agent.main(_FIRST_WORD_S)
+    agent.main(_FIRST_MESSAGE_S)

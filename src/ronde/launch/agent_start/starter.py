@@ -1,4 +1,4 @@
-"""An agent on every host: started side by side, and met before anything else."""
+"""An agent on every host: started side by side, and heard before anything else."""
 
 import functools
 import os
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 from ronde.errors import Failure, HostError, HostFailure, LaunchError
 from ronde.launch.agent_start.bootstrap import start_local_agent
 from ronde.launch.event_loop import EventLoop, Handler
-from ronde.launch.hosts.host import Host, is_here
+from ronde.launch.hosts.host import LOOK_UP_S, Host, is_here, look_up
 from ronde.launch.limits import EXIT_NO_FORK, explain_shortage, raise_open_files_limit
 from ronde.launch.messages import PROTOCOL, FromAgent, Hello
 from ronde.launch.node import (
@@ -26,7 +26,13 @@ from ronde.launch.node import (
     ProcessTransport,
 )
 from ronde.launch.process_tree import end_with
-from ronde.launch.spawners.base import BOOTSTRAP, UNKNOWN_NAME, Spawner, last_line
+from ronde.launch.spawners.base import (
+    BOOTSTRAP,
+    UNKNOWN_NAME,
+    HelloReader,
+    Spawner,
+    last_line,
+)
 from ronde.launch.timeouts import USUAL, Timeouts
 
 _SENTINEL_BYTES = 32
@@ -42,10 +48,11 @@ _UNKNOWN = 255
 
 
 def start_remote_agent(spawner: Spawner, host: Host, python: str) -> AgentConnection:
-    """Start an agent on a host, without waiting for it."""
-    # Imported where it is needed: a job on this machine starts without.
-    from ronde.launch.spawners.hello import HelloReader
+    """Start an agent on a host, without waiting for it.
 
+    What leads there gets SIGTERM when this process ends, and its own session, out of
+    the way of the terminal's Ctrl-C.
+    """
     words = [python, "-E", "-S", "-c", BOOTSTRAP]
     process = subprocess.Popen(
         spawner.command(host, words),
@@ -59,23 +66,21 @@ def start_remote_agent(spawner: Spawner, host: Host, python: str) -> AgentConnec
     )
     transport = ProcessTransport(process)
     sentinel = os.urandom(_SENTINEL_BYTES).hex()
-    # It is shorter than any pipe; who has gone already does not get it.
-    with suppress(BrokenPipeError):
-        transport.write(memoryview(_first_line(sentinel)))
-    return AgentConnection(
-        transport, HelloReader(spawner.name, sentinel[::-1].encode())
-    )
-
-
-def _first_line(sentinel: str) -> bytes:
     here = Path(__file__)
     program = here.with_name("remote_bootstrap.py").read_text(encoding="utf-8")
-    call = f"arrive({sentinel!a}, {str(here.parents[3])!a})"
-    return f"exec({program!a}); {call}\n".encode()
+    call = f"bootstrap({sentinel!a}, {str(here.parents[3])!a})"
+    # It is shorter than any pipe; who has gone already does not get it.
+    with suppress(BrokenPipeError):
+        transport.write(memoryview(f"exec({program!a}); {call}\n".encode()))
+    reader = HelloReader(spawner.name, sentinel[::-1].encode())
+    return AgentConnection(transport, reader)
 
 
 class AgentStarter:
-    """Brings an agent to a host."""
+    """Brings an agent to a host; ``make_spawner`` is None where all are this machine.
+
+    ``make_spawner`` is called once, when it is needed.
+    """
 
     def __init__(
         self,
@@ -90,37 +95,31 @@ class AgentStarter:
         self._python = python
         self._here = ""
         self._found: dict[str, tuple[str, ...]] = {}
-        self.looked_up_s = 0.0
-        """How long it took to find out whether the last host is this machine."""
 
     @functools.cached_property
     def spawner(self) -> Spawner:
+        """What leads to other hosts."""
         if self._make_spawner is None:
             raise AssertionError("all hosts were to be this machine")
         return self._make_spawner()
 
     def is_here(self, host: Host) -> bool:
-        """Say whether a host is this machine, so that nothing need lead there.
+        """Whether a host is this machine, so that nothing need lead there.
 
-        At most one is: a name that stands for it too is found out by what its agent
-        says. So no more names are looked up than there must be.
+        At most one is: another name for it is found out by the hello of its agent. So
+        no more names are looked up than there must be.
         """
         if self._make_spawner is None:
             return True
-        begun_s = time.monotonic()
         if not self._here and is_here(host, self._found.get(host.name)):
             self._here = host.name
-        self.looked_up_s = time.monotonic() - begun_s
         return host.name == self._here
 
     def look_up(self, hosts: Sequence[Host], stop_fd: int) -> dict[str, Failure]:
-        """Look the names of many hosts up; return why some need not be connected to."""
+        """Look up the names of many hosts; return why some need not be connected to."""
         names = [host.name for host in hosts if host.name not in self._found]
         if self._make_spawner is None or len(names) < _MANY:
             return {}
-        # Imported where it is needed: most jobs have few hosts.
-        from ronde.launch.hosts.host import LIMIT_S, look_up
-
         answers = look_up(names, stop_fd)
         self._found |= {name: answers.get(name, ()) for name in names}
         absent = [name for name, found in answers.items() if not found]
@@ -128,7 +127,7 @@ class AgentStarter:
         if not is_vain or not self.spawner.leads_by_name(names[0]):
             return {}
         silent = Failure(
-            f"no name server answers within {LIMIT_S:g} s",
+            f"no name server answers within {LOOK_UP_S:g} s",
             "name addresses, or see /etc/resolv.conf",
         )
         return dict.fromkeys(absent, UNKNOWN_NAME) | {
@@ -136,168 +135,160 @@ class AgentStarter:
         }
 
     def start(self, host: Host) -> AgentNode:
-        """Start an agent for a host, without waiting for it."""
+        """Start an agent for a host, without waiting for it.
+
+        Raises:
+            OSError: What leads there cannot be started here.
+        """
         if self.is_here(host):
             local, self._local = self._local or start_local_agent(), None
-            return AgentNode(
-                host, AgentConnection(ProcessTransport(local)), is_here=True
-            )
+            link = AgentConnection(ProcessTransport(local))
+            return AgentNode(host, link, is_here=True)
         link = start_remote_agent(self.spawner, host, self._python)
         return AgentNode(host, link, is_here=False, timeouts=self.timeouts)
 
-    def explain(self, node: AgentNode, exit_code: int, said: str) -> Failure:
-        if node.is_here:
-            if exit_code == EXIT_NO_FORK:
-                raise LaunchError(said.strip())
-            return Failure(f"its agent ended with exit code {exit_code}: {said}", "")
-        return self.spawner.explain(node.host, exit_code, said)
+    def explain(self, node: AgentNode, exit_code: int, complaints: str) -> Failure:
+        """Return why the connection to a node ended before its agent's hello.
+
+        Raises:
+            LaunchError: This machine could not start one.
+        """
+        if not node.is_here:
+            return self.spawner.explain(node.host, exit_code, complaints)
+        if exit_code == EXIT_NO_FORK:
+            raise LaunchError(complaints.strip())
+        return Failure(f"its agent ended with exit code {exit_code}: {complaints}", "")
 
 
 @dataclass(slots=True)
 class JobHosts:
-    """The hosts of a job and their agents."""
+    """The hosts of a job, in the order of the ranks, and their agents."""
 
-    hosts: tuple[Host, ...]  # in the order of the ranks
-    starter: AgentStarter  # how they get agents
+    hosts: tuple[Host, ...]
+    starter: AgentStarter
     exit_code: int = EXIT_INTERNAL  # the job's, to be set when it is known
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Attempt:
     host: Host
+    failure: Failure | None
     tries: int = 0
-    not_before_s: float = 0.0
     node: AgentNode | None = None
-    due_s: float = float("inf")
-    failure: Failure | None = None
-
-    @property
-    def is_settled(self) -> bool:
-        is_known = self.node is not None and self.node.hello is not None
-        return is_known or self.failure is not None
+    due_s: float = 0.0  # when to try it again, or to give it up
 
 
 class AgentConnector(Handler):
-    """Brings an agent to each host."""
+    """Brings an agent to each host, so many at a time."""
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        start: Callable[[Host], AgentNode],
-        explain: Callable[[AgentNode, int, str], Failure],
-        known: Mapping[str, Failure],
-    ) -> None:
+    def __init__(self, loop: EventLoop, starter: AgentStarter) -> None:
         super().__init__(loop)
-        self._start = start
-        self._explain = explain
-        self._known = known
-        self._attempts: list[_Attempt] = []
+        self._starter = starter
         # No event may cost the time of looking at thousands of hosts.
         self._untried: deque[_Attempt] = deque()
-        self._tried: list[_Attempt] = []
+        self._paused: list[_Attempt] = []
+        self._starting: list[_Attempt] = []
         self._by_node: dict[int, _Attempt] = {}
         self._patient_until_s = 0.0
 
     def run(self, hosts: Sequence[Host], patience_s: float = 0.0) -> list[AgentNode]:
-        """Return a node for each host, all of which have said hello."""
-        self._attempts = [
-            _Attempt(host, failure=self._known.get(host.name)) for host in hosts
-        ]
+        """Return a node for each host, in their order, each with its hello.
+
+        Raises:
+            HostError: Some cannot take part; all of them are listed.
+        """
+        known = self._starter.look_up(hosts, self._loop.signal_fd)
+        attempts = [_Attempt(host, known.get(host.name)) for host in hosts]
         raise_open_files_limit(len(hosts) * _FDS_PER_HOST + _OTHER_FDS)
         self._patient_until_s = time.monotonic() + patience_s
         self._loop.progress.begin(
-            "to answer (login, start of Python there)",
-            lambda: [each.host.name for each in self._attempts if not each.is_settled],
+            "to answer (login, start of Python there)", self._awaited
         )
-        self._untried.extend(a for a in self._attempts if not a.is_settled)
-        while self._untried or self._unsettled():
+        self._untried.extend(a for a in attempts if a.failure is None)
+        while self._untried or self._paused or self._starting:
             self._start_some()
-            self._loop.serve(self, self._is_something_to_do, self._due_s)
+            self._loop.serve(self, self._has_work, self._due_s)
             self._give_up_late()
         failed = [
             HostFailure(attempt.host.name, attempt.failure)
-            for attempt in self._attempts
+            for attempt in attempts
             if attempt.failure is not None
         ]
-        self._loop.progress.end(f"{_answered(len(hosts), len(failed))} answered")
+        count = f"{len(hosts)} host" + ("" if len(hosts) == 1 else "s")
         if failed:
-            told = f"{len(failed)} of {len(hosts)} hosts cannot take part."
-            ready = [a.host.name for a in self._attempts if a.failure is None]
-            raise HostError(told, failed, ready)
-        return [attempt.node for attempt in self._attempts if attempt.node is not None]
+            count = f"{len(hosts) - len(failed)} of {len(hosts)} hosts"
+        self._loop.progress.end(f"{count} answered")
+        if failed:
+            message = f"{len(failed)} of {len(hosts)} hosts cannot take part."
+            ready = [a.host.name for a in attempts if a.failure is None]
+            raise HostError(message, failed, ready)
+        return [attempt.node for attempt in attempts if attempt.node is not None]
 
-    def _unsettled(self) -> list[_Attempt]:
-        self._tried = [a for a in self._tried if not a.is_settled]
-        return self._tried
+    def _awaited(self) -> list[str]:
+        return [
+            each.host.name for each in (*self._starting, *self._paused, *self._untried)
+        ]
 
-    def _starting(self) -> list[_Attempt]:
-        return [a for a in self._unsettled() if a.node is not None]
-
-    def _waiting(self) -> list[_Attempt]:
-        return [a for a in self._unsettled() if a.node is None]
-
-    def _is_something_to_do(self) -> bool:
-        if not self._untried and not self._unsettled():
+    def _has_work(self) -> bool:
+        if not (self._untried or self._paused or self._starting):
             return True
         now_s = time.monotonic()
-        is_due = any(a.not_before_s <= now_s for a in self._waiting())
-        has_room = len(self._starting()) < MAX_STARTING
-        return has_room and (is_due or bool(self._untried))
+        is_due = bool(self._untried) or any(a.due_s <= now_s for a in self._paused)
+        return is_due and len(self._starting) < MAX_STARTING
 
     def _due_s(self) -> float:
-        dues = [a.due_s for a in self._starting()]
-        dues += [a.not_before_s for a in self._waiting()]
-        return min(dues, default=float("inf"))
+        waiting = (*self._starting, *self._paused)
+        return min((a.due_s for a in waiting), default=float("inf"))
 
     def _start_some(self) -> None:
         now_s = time.monotonic()
-        room = MAX_STARTING - len(self._starting())
-        ready = [a for a in self._waiting() if a.not_before_s <= now_s][:room]
+        room = MAX_STARTING - len(self._starting)
+        ready = [a for a in self._paused if a.due_s <= now_s][:room]
+        self._paused = [a for a in self._paused if a not in ready]
         while self._untried and len(ready) < room:
             ready.append(self._untried.popleft())
-            self._tried.append(ready[-1])
         for attempt in ready:
             attempt.tries += 1
+            begun_s = time.monotonic()
             try:
-                attempt.node = self._start(attempt.host)
+                node = attempt.node = self._starter.start(attempt.host)
             except OSError as error:
-                attempt.failure = self._explain_nothing(error)
+                attempt.failure = _explain_no_start(error)
                 continue
-            attempt.due_s = time.monotonic() + self._loop.timeouts.connect_s
-            self._loop.nodes.append(attempt.node)
-            self._by_node[id(attempt.node)] = attempt
-
-    def _explain_nothing(self, error: OSError) -> Failure:
-        if not error.filename:
-            return Failure(explain_shortage(error) or str(error), "")
-        return Failure(
-            f"{error.filename} does not start: {error.strerror}",
-            "install it, or choose another --launcher",
-        )
+            now_s = time.monotonic()
+            took = f"{node.name} was looked up"
+            self._loop.progress.took(took, now_s - begun_s)
+            attempt.due_s = now_s + self._loop.timeouts.connect_s
+            self._loop.nodes.append(node)
+            self._by_node[id(node)] = attempt
+            self._starting.append(attempt)
 
     def _give_up_late(self) -> None:
         now_s = time.monotonic()
-        for attempt in self._starting():
-            if attempt.node is not None and now_s > attempt.due_s:
+        for attempt in [a for a in self._starting if now_s > a.due_s]:
+            self._starting.remove(attempt)
+            if attempt.node is not None:
                 # It stays on the loop: what it has started is looked for at the end.
                 attempt.node.link.transport.kill()
                 attempt.node.close()
                 attempt.failure = self._explain_silence(attempt.node)
 
     def _explain_silence(self, node: AgentNode) -> Failure:
-        cure = self._explain(node, _UNKNOWN, "timed out").cure
+        cure = self._starter.explain(node, _UNKNOWN, "timed out").cure
         limit_s = self._loop.timeouts.connect_s
-        said = last_line(_said(node))
-        if not said:
+        last = last_line(_complaints(node))
+        if not last:
             return Failure(f"no word from it within {limit_s:g} s", cure)
         return Failure(
-            f"no agent began within {limit_s:g} s; it wrote: {said}",
+            f"no agent began within {limit_s:g} s; it wrote: {last}",
             "see that its login scripts read nothing and end",
         )
 
     def take(self, node: AgentNode, message: FromAgent) -> None:
         if not isinstance(message, Hello):
             raise LaunchError(f"agent of {node.name} must say Hello first.")
+        attempt = self._by_node[id(node)]
+        self._starting = [a for a in self._starting if a is not attempt]
         problem = node.link.find_problem(node.host)
         if problem is None and message.protocol != PROTOCOL:
             problem = Failure(
@@ -309,41 +300,44 @@ class AgentConnector(Handler):
             return
         node.close()
         self._loop.nodes.remove(node)
-        self._by_node[id(node)].failure = problem
+        attempt.failure = problem
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
+        """Try once more, or report why not."""
         attempt = self._by_node.pop(id(node), None)
         if attempt is None:
-            # It was there already: who gathers others sees that it is over.
+            # It was there before: who connects the others sees that it is over.
             return
-        if all(each is not attempt for each in self._tried):
-            self._tried.append(attempt)
+        if attempt in self._starting:
+            self._starting.remove(attempt)
         self._loop.nodes.remove(node)
         attempt.node = None
         code = node.link.transport.wait(_EXIT_S)
         code = loss.exit_code if code is None else code
         failure = node.link.find_problem(node.host)
-        failure = failure or self._explain(node, code, _said(node))
+        failure = failure or self._starter.explain(node, code, _complaints(node))
         is_awaited = time.monotonic() < self._patient_until_s
         if is_awaited or (failure.is_transient and attempt.tries < _NUM_TRIES):
             # Not all at once again: that is what it was refused for.
             pause_s = _PAUSE_S * 2 ** min(attempt.tries, _NUM_TRIES - 1)
-            # Imported where it is needed: most hosts answer at once.
-            import random
-
-            pause_s *= 0.5 + random.random()  # noqa: S311
-            attempt.not_before_s = time.monotonic() + pause_s
+            jitter = 0.5 + os.urandom(1)[0] / 256
+            attempt.due_s = time.monotonic() + pause_s * jitter
+            self._paused.append(attempt)
         else:
             attempt.failure = failure
 
 
-def _said(node: AgentNode) -> str:
+def _explain_no_start(error: OSError) -> Failure:
+    if not error.filename:
+        return Failure(explain_shortage(error) or str(error), "")
+    return Failure(
+        f"{error.filename} does not start: {error.strerror}",
+        "install it, or choose another --launcher",
+    )
+
+
+def _complaints(node: AgentNode) -> str:
+    """Return what came from a host that was no agent's, the latest last."""
     reader = node.link.hello_reader
     noise = reader.noise.decode("utf-8", "backslashreplace") if reader else ""
     return "\n".join(filter(None, (noise.strip(), node.link.last_words)))
-
-
-def _answered(count: int, num_failed: int) -> str:
-    if num_failed:
-        return f"{count - num_failed} of {count} hosts"
-    return "1 host" if count == 1 else f"{count} hosts"

@@ -2,34 +2,31 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ronde.errors import HostError, HostFailure, LaunchError
 from ronde.launch.agent_start.starter import AgentConnector, AgentStarter
 from ronde.launch.controller.plan import JobPlan
 from ronde.launch.controller.running import Running
-from ronde.launch.controller.starting import Starting
+from ronde.launch.controller.starting import RemotePrograms, Starting
 from ronde.launch.event_loop import EventLoop, StartProgress
 from ronde.launch.failure import JobResult, LostHost, RankEnd
 from ronde.launch.hosts.host import Host
 from ronde.launch.messages import Leave, NodeJob
 from ronde.launch.node import AgentNode
-from ronde.launch.output.output_process import OutputProcess
-from ronde.launch.output.sink import Generation, NoOutput
+from ronde.launch.output.output_process import NoOutput, OutputProcess
+from ronde.launch.output.sink import Generation
 from ronde.launch.process_tree import children, sweep
-
-if TYPE_CHECKING:
-    from ronde.launch.controller.remote_programs import RemotePrograms
 
 _LEAVE_S = 10.0
 _LAST_OUTPUT_S = 1.0
 
 
 class ResolvedJob(NamedTuple):
-    """A plan, and who keeps it."""
+    """A plan, and the agents that carry it out."""
 
     plan: JobPlan
-    nodes: tuple[AgentNode, ...]  # the hosts' agents, in the order of the plan's shares
+    nodes: tuple[AgentNode, ...]  # in the order of the plan's shares
     # called with the port that is held for rank 0, and the nodes as they are now:
     # whether all reach it
     check: Callable[[int, Sequence[AgentNode]], None]
@@ -40,18 +37,7 @@ class Restarts(NamedTuple):
     """When all ranks are started again."""
 
     limit: int = 0  # how often at most
-    # exit codes of the job after which they are not
-    not_on: frozenset[int] = frozenset()
-
-    def follows_loss(self, epoch: int) -> bool:
-        """Say whether another generation follows one that a host was lost before.
-
-        None does before the first one has run: hosts are not known to be fit yet.
-        """
-        return 0 < epoch < self.limit
-
-    def wants(self, result: JobResult, epoch: int) -> bool:
-        return epoch < self.limit and result.is_worth_restart(self.not_on)
+    not_on: frozenset[int] = frozenset()  # exit codes of the job after which they stay
 
 
 class Controller:
@@ -59,8 +45,8 @@ class Controller:
 
     Guarantees that when ``close`` has returned, no process of the job is left on this
     host but those that the kernel does not let die, which were named, and that every
-    other host was told or will find out by itself. For the case that an agent here is
-    killed this process should adopt orphans (``process_tree.adopt_orphans``).
+    other host was notified or will notice by itself. For the case that an agent here
+    is killed this process should adopt orphans (``process_tree.adopt_orphans``).
     """
 
     def __init__(
@@ -78,39 +64,31 @@ class Controller:
         self._is_clean = True
         self._agents_s = self._ready_s = 0.0
 
-    def gather(self, hosts: Sequence[Host], patience_s: float = 0.0) -> list[AgentNode]:
-        """Return a node for each host, in their order, all of which have said hello."""
-        begun_s, starter = time.monotonic(), self._starter
-        known = starter.look_up(hosts, self._loop.signal_fd)
+    def connect(
+        self, hosts: Sequence[Host], patience_s: float = 0.0
+    ) -> list[AgentNode]:
+        """Return a node for each host, in their order; for so long, try again.
 
-        def start(host: Host) -> AgentNode:
-            node, took_s = starter.start(host), starter.looked_up_s
-            self._loop.progress.took(f"{host.name} was looked up", took_s)
-            return node
-
-        nodes = AgentConnector(self._loop, start, starter.explain, known).run(
-            hosts, patience_s
-        )
+        Raises:
+            HostError: Some cannot take part; all of them are listed.
+        """
+        begun_s = time.monotonic()
+        nodes = AgentConnector(self._loop, self._starter).run(hosts, patience_s)
         self._agents_s = time.monotonic() - begun_s
         return nodes
 
-    def gather_ready(
+    def connect_ready(
         self, hosts: Sequence[Host]
     ) -> tuple[list[AgentNode], tuple[HostFailure, ...]]:
         """Return a node for each host that can take part, and why others cannot."""
         try:
-            return self.gather(hosts), ()
+            return self.connect(hosts), ()
         except HostError as error:
             ready = [node for node in self._loop.live_nodes if node.hello]
             return ready, error.failures
 
-    def start_programs(
-        self, nodes: Sequence[AgentNode], module: str
-    ) -> "RemotePrograms":
-        """Start a program on each host to speak with; it ends with the agent."""
-        # Imported where it is needed: no job needs it.
-        from ronde.launch.controller.remote_programs import RemotePrograms
-
+    def start_programs(self, nodes: Sequence[AgentNode], module: str) -> RemotePrograms:
+        """Start a program on each host to ask; it ends with the agent."""
         return RemotePrograms(self._loop, nodes, module)
 
     def locate(
@@ -120,65 +98,70 @@ class Controller:
         return Starting(self._loop).locate(nodes, addresses, port)
 
     def run(self, resolved: ResolvedJob, restarts: Restarts) -> JobResult:
-        """Run all ranks to their end, and again where that is asked for."""
-        job_nodes, epoch = list(resolved.nodes), 0
+        """Run all ranks to their end, and again where the user wants that.
+
+        Raises:
+            UsageError: The job cannot be started as it was asked for.
+            LaunchError: An agent failed, or hosts cannot take part (HostError).
+        """
+        plan, nodes, epoch = resolved.plan, list(resolved.nodes), 0
         for notice in resolved.notices:
             self._output.notice(notice)
-        jobs = resolved.plan.jobs(epoch)
+        jobs = plan.jobs(epoch)
         places = [
-            (share.host.name, plan)
-            for share, job in zip(resolved.plan.shares, jobs, strict=True)
-            for plan in job.ranks
+            (share.host.name, spec)
+            for share, job in zip(plan.shares, jobs, strict=True)
+            for spec in job.ranks
         ]
         self._output.planned(jobs[0].job_id, jobs[0].argv, places)
         while True:
             try:
-                jobs, port = self._prepare(resolved, job_nodes, epoch)
+                begun_s, jobs = time.monotonic(), plan.jobs(epoch)
+                port = Starting(self._loop).prepare(nodes, jobs)
+                resolved.check(port, nodes)
+                self._ready_s = time.monotonic() - begun_s
             except LaunchError:
-                lost = [node.name for node in job_nodes if node.is_over]
-                if not lost or not restarts.follows_loss(epoch):
+                lost = [node.name for node in nodes if node.is_over]
+                # Before the first generation has run, hosts are not known to be fit.
+                if not lost or not 0 < epoch < restarts.limit:
                     raise
                 why = f"{lost[0]} was lost"
             else:
-                result = self._run_once(resolved.plan, job_nodes, jobs, port)
+                result = self._run_once(plan, nodes, jobs, port)
                 self._output.finished(result)
-                if not restarts.wants(result, epoch):
+                is_last = epoch >= restarts.limit
+                if is_last or not result.is_worth_restart(restarts.not_on):
                     return result
-                why = _why(result)
+                why = _describe_cause(result)
             epoch += 1
             self._output.notice(f"restart {epoch} of {restarts.limit}: {why}")
-            job_nodes = self._replace_lost(job_nodes)
-
-    def _prepare(
-        self, resolved: ResolvedJob, job_nodes: Sequence[AgentNode], epoch: int
-    ) -> tuple[tuple[NodeJob, ...], int]:
-        begun_s, jobs = time.monotonic(), resolved.plan.jobs(epoch)
-        port = Starting(self._loop).prepare(job_nodes, jobs)
-        resolved.check(port, job_nodes)
-        self._ready_s = time.monotonic() - begun_s
-        return jobs, port
+            nodes = self._replace_lost(nodes)
 
     def _run_once(
         self,
         plan: JobPlan,
-        job_nodes: Sequence[AgentNode],
+        nodes: Sequence[AgentNode],
         jobs: Sequence[NodeJob],
         port: int,
     ) -> JobResult:
+        """Run one generation of ranks to its end."""
         self._output.begin(Generation(plan.facts.job_id, jobs[0].epoch, plan.hosts))
         Starting(self._loop).await_output()
 
-        def tell(ranks_s: float) -> None:
+        def report(ranks_s: float) -> None:
             timings = {"agents_s": self._agents_s, "ready_s": self._ready_s}
             self._output.began(timings | {"ranks_s": ranks_s})
 
-        return Running(self._loop, job_nodes, jobs, tell).run(plan.address, port)
+        return Running(self._loop, nodes, jobs, report).run(plan.address, port)
 
-    def _replace_lost(self, job_nodes: Sequence[AgentNode]) -> list[AgentNode]:
-        """Bring agents to the hosts that lost theirs; nothing of the old may be left."""
-        job_nodes = list(job_nodes)
+    def _replace_lost(self, nodes: list[AgentNode]) -> list[AgentNode]:
+        """Bring agents to the hosts that lost theirs.
+
+        What a host does that was silent is unknown; its new agent waits until all of
+        the old generation has ended there.
+        """
         # While one comes back another may be lost.
-        while lost := [node for node in job_nodes if node.is_over]:
+        while lost := [node for node in nodes if node.is_over]:
             for node in lost:
                 node.link.transport.wait(_LEAVE_S)
                 self._loop.nodes.remove(node)
@@ -187,12 +170,13 @@ class Controller:
             self._output.notice(
                 f"connecting to {names} again, for up to {return_s:g} s"
             )
-            fresh = self.gather([node.host for node in lost], return_s)
+            fresh = self.connect([node.host for node in lost], return_s)
             by_name = {node.name: node for node in fresh}
-            job_nodes = [by_name.get(node.name, node) for node in job_nodes]
-        return job_nodes
+            nodes = [by_name.get(node.name, node) for node in nodes]
+        return nodes
 
     def write_out(self, *, is_hurried: bool) -> int:
+        """Have what is left to show written; see ``EventLoop.write_out``."""
         return self._loop.write_out(_LAST_OUTPUT_S if is_hurried else None)
 
     def close(self) -> None:
@@ -211,7 +195,7 @@ class Controller:
             sweep(spared=self._others)
 
 
-def _why(result: JobResult) -> str:
+def _describe_cause(result: JobResult) -> str:
     match result.cause:
         case RankEnd(rank=rank, host=host):
             return f"rank {rank} failed on {host}"

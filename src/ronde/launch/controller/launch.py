@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING, NamedTuple
 from ronde.errors import UsageError
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller.controller import Controller, ResolvedJob, Restarts
-from ronde.launch.controller.plan import JobPlan, JobRequest, make_facts, unbound
+from ronde.launch.controller.plan import JobPlan, JobRequest, make_facts
 from ronde.launch.event_loop import StartProgress
 from ronde.launch.failure import JobResult
-from ronde.launch.hosts.allocation import HostShare, allocate, hosts_to_ask, kept_out
-from ronde.launch.hosts.host import SLOTS_CORES, SLOTS_GPUS, Host
+from ronde.launch.hosts.host import (
+    SLOTS_CORES,
+    SLOTS_GPUS,
+    Host,
+    HostShare,
+    allocate,
+    hosts_to_ask,
+    kept_out,
+)
 from ronde.launch.node import AgentNode
 from ronde.launch.output.files import JobRecords
-from ronde.launch.output.output_process import OutputProcess
-from ronde.launch.output.sink import NoOutput, OutputSink
+from ronde.launch.output.output_process import NoOutput, OutputProcess
+from ronde.launch.output.sink import OutputSink
 from ronde.launch.placement.place import RankResources, usable_cores
 from ronde.launch.process_tree import adopt_orphans
 from ronde.launch.program import absolute_path
@@ -35,26 +42,22 @@ class JobSpec(NamedTuple):
     """What the user wants of hosts and ranks."""
 
     job: JobRequest
-    # on which hosts, in the order of the ranks; empty for this machine
-    hosts: tuple[Host, ...] = ()
-    num_ranks: int | None = None  # how many ranks; None for one a slot
-    # how many suffice where there are fewer slots; None for all
-    min_ranks: int | None = None
-    # names of network interfaces that the ranks may use, none for any
-    interfaces: tuple[str, ...] = ()
+    hosts: tuple[Host, ...] = ()  # in the order of the ranks; empty for this machine
+    num_ranks: int | None = None  # None for one a slot
+    min_ranks: int | None = None  # that suffice where there are fewer slots
+    interfaces: tuple[str, ...] = ()  # that the ranks may use, none for any
     # how ranks get cores and GPUs; None leaves that to the scheduler
     placement: "PlacementRequest | None" = None
-    # checks the hosts before anything starts; None for no check
     preflight: Preflight | None = None
 
 
 def resolve(controller: Controller, spec: JobSpec, name: str) -> ResolvedJob:
-    """Bring agents to the hosts and plan the job with what they say."""
+    """Bring agents to the hosts and plan the job with what they report."""
     hosts = spec.hosts or (Host(os.uname().nodename),)
     asked = hosts_to_ask(hosts, spec.num_ranks, spec.min_ranks)
-    nodes = controller.gather(asked)
+    nodes = controller.connect(asked)
     _require_different(nodes)
-    remarks = spec.preflight(controller, nodes) if spec.preflight else ()
+    notices = spec.preflight(controller, nodes) if spec.preflight else ()
     by_name = {node.name: node for node in nodes}
     shares = allocate(
         hosts,
@@ -63,41 +66,38 @@ def resolve(controller: Controller, spec: JobSpec, name: str) -> ResolvedJob:
         spec.min_ranks,
     )
     job_nodes = tuple(by_name[share.host.name] for share in shares)
-    address, check = _LOOPBACK, _check_nothing
+    job, address = spec.job, _LOOPBACK
+    check: Callable[[int, Sequence[AgentNode]], None] = lambda _port, _nodes: None  # noqa: E731
     host_env: tuple[dict[str, str], ...] = tuple(dict[str, str]() for _ in job_nodes)
     if len(job_nodes) > 1:
-        if spec.job.is_mpi:
+        if job.is_mpi:
             raise UsageError(
                 f"--engine mpi must run on one host here, got {len(job_nodes)}. Let "
                 "mpirun start the ranks: mpirun -n 4 -H a:2,b:2 python train.py"
             )
         address, host_env, check = _meet(controller, spec, job_nodes)
+    if job.cwd or not all(node.is_here for node in job_nodes):
+        # On other hosts the directory of the same name. In full here as well: an agent
+        # that starts ranks again is in it already.
+        job = job._replace(cwd=str(absolute_path(job.cwd)))
     placed = [
         _place(spec, node, share) for node, share in zip(job_nodes, shares, strict=True)
     ]
     plan = JobPlan(
-        request=_directed(spec.job, job_nodes),
-        facts=make_facts(name, spec.job.max_restarts),
+        request=job,
+        facts=make_facts(name, job.max_restarts),
         shares=shares,
         places=tuple(places for places, _ in placed),
         address=address,
         host_env=host_env,
     )
-    notices = remarks + tuple(text for _, texts in placed for text in texts)
-    return ResolvedJob(plan, job_nodes, check, notices + _left_out(spec, hosts, shares))
-
-
-def _left_out(
-    spec: JobSpec, hosts: Sequence[Host], shares: Sequence[HostShare]
-) -> tuple[str, ...]:
-    notices: tuple[str, ...] = ()
+    notices += tuple(text for _, texts in placed for text in texts)
     if drained := kept_out(hosts):
         notices += (f"kept out by 0 slots: {drained}.",)
-    num_ranks = shares[-1].ranks.stop
-    if spec.num_ranks is not None and num_ranks < spec.num_ranks:
-        text = f"{num_ranks} ranks start, not {spec.num_ranks}: there are {num_ranks} "
+    if spec.num_ranks is not None and plan.size < spec.num_ranks:
+        text = f"{plan.size} ranks start, not {spec.num_ranks}: there are {plan.size} "
         notices += (f"{text}slots, and --min-np is {spec.min_ranks}.",)
-    return notices
+    return ResolvedJob(plan, job_nodes, check, notices)
 
 
 def _require_different(nodes: Sequence[AgentNode]) -> None:
@@ -129,20 +129,13 @@ def _place(
     """Return what a host gives its ranks, and what the user should know of that."""
     machine, num_ranks = node.met.machine, len(share.ranks)
     if spec.placement is None and not node.host.gpus:
-        return unbound(usable_cores(machine), num_ranks), ()
+        num_cores = max(1, usable_cores(machine) // num_ranks)
+        return (RankResources(num_cores=num_cores),) * num_ranks, ()
     # Imported where they are needed: a job that is not bound must start at once.
     from ronde.launch.placement.placement import UNPLACED, place_ranks
 
-    placement = place_ranks(
-        machine, node.host, num_ranks, spec.placement or UNPLACED, spec.job.env
-    )
-    return placement.places, placement.notices
-
-
-def _directed(job: JobRequest, job_nodes: Sequence[AgentNode]) -> JobRequest:
-    if len(job_nodes) == 1 and job_nodes[0].is_here and not job.cwd:
-        return job
-    return job._replace(cwd=str(absolute_path(job.cwd)))
+    placement = spec.placement or UNPLACED
+    return place_ranks(machine, node.host, num_ranks, placement, spec.job.env)
 
 
 def _meet(
@@ -176,10 +169,6 @@ def _meet(
 
     env = tuple(point.environment(i, spec.job.env) for i in range(len(job_nodes)))
     return point.address, env, check
-
-
-def _check_nothing(_port: int, _nodes: Sequence[AgentNode]) -> None:
-    """Need no check: all ranks are on one host."""
 
 
 class JobOptions(NamedTuple):

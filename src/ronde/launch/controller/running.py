@@ -19,7 +19,6 @@ from ronde.launch.failure import (
     judge,
     signal_name,
 )
-from ronde.launch.frames import Output, Stream
 from ronde.launch.messages import (
     Exited,
     Finished,
@@ -29,12 +28,15 @@ from ronde.launch.messages import (
     Kill,
     NodeJob,
     Notice,
+    Output,
     Refused,
     Stacks,
     Start,
     Started,
     StopRanks,
+    Stream,
     TakeStacks,
+    ToAgent,
 )
 from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss
 from ronde.launch.output.sink import RankStacks
@@ -43,9 +45,10 @@ from ronde.launch.signals import ASKING, FORWARDED, STOPPING, TIMED_OUT, interru
 _SWEEP_S = 10.0
 _CAUSE_WITHIN_S = 5.0
 """For so long ranks are not stopped while who lost its peer has ended, and the peer has
-not: stopped, it could not say with its exit code why."""
+not: stopped, it could not show with its exit code why."""
 _STOP_SIGNALS = STOPPING | {signal.SIGKILL}
 _ALL_CREDIT_BYTES = 32 << 20
+_NEVER = float("inf")
 
 
 @dataclass(slots=True)
@@ -57,7 +60,7 @@ class _Rank:
 
 
 class Running(Handler):
-    """One run of all ranks; a handler of the event loop."""
+    """One run of all ranks; ``on_started`` gets the seconds until all ran."""
 
     def __init__(
         self,
@@ -66,34 +69,32 @@ class Running(Handler):
         jobs: Sequence[NodeJob],
         on_started: Callable[[float], None],
     ) -> None:
-        self._on_started = on_started
         super().__init__(loop)
+        self._on_started = on_started
         self._nodes = list(nodes)
         self._grace_s = jobs[0].grace_s
         self._epoch = jobs[0].epoch
-        self._ranks = {
-            plan.rank: _Rank(node)
-            for node, job in zip(nodes, jobs, strict=True)
-            for plan in job.ranks
-        }
+        self._ranks: dict[int, _Rank] = {}
         for node, job in zip(nodes, jobs, strict=True):
-            node.ranks = frozenset(plan.rank for plan in job.ranks)
+            node.ranks = frozenset(spec.rank for spec in job.ranks)
+            self._ranks |= {spec.rank: _Rank(node) for spec in job.ranks}
         self._num_started = 0
         self._finished: dict[str, Finished] = {}
         self._lost: list[LostHost] = []
         self._is_stopping = False
         self._is_killing = False
         self._interrupted_by: int | None = None
-        self._answer_by_s = float("inf")
-        self._cause_by_s = float("inf")
+        self._answer_by_s = self._cause_by_s = self._stacks_by_s = _NEVER
         self._awaited: set[int] = set()
         self._stacks: dict[int, Stacks] = {}
-        self._stacks_by_s = float("inf")
         self._is_asking = False
         self._started_at_s = 0.0
 
     def run(self, address: str, port: int) -> JobResult:
-        """Start all ranks; return when nothing is left of them on any host."""
+        """Start all ranks; return when nothing is left of them on any host.
+
+        The agent of rank 0 holds the port.
+        """
         self._started_at_s = time.monotonic()
         self._loop.progress.begin("to start their ranks", self._starting)
         self._loop.store = StoreService(self._epoch)
@@ -101,22 +102,22 @@ class Running(Handler):
             node.watch(is_watched=False)
             node.limit_credit(_ALL_CREDIT_BYTES // len(self._nodes))
             node.link.send(Start(address, port))
-        while not self._loop.serve(self, self._is_over, self._deadline):
+        while not self._loop.serve(self, lambda: not self._unfinished(), self._due_s):
             if self._is_asking and time.monotonic() > self._stacks_by_s:
                 self._show_stacks()
-                continue
-            if not self._is_stopping:
+            elif not self._is_stopping:
                 self._stop(signal.SIGTERM)
-                continue
-            for node in self._unfinished():
-                node.link.transport.kill()
-                self._loop.lose(
-                    self, node, HostLoss("it does not answer", EXIT_INTERNAL)
-                )
+            else:
+                reason = HostLoss("it does not answer", EXIT_INTERNAL)
+                for node in self._unfinished():
+                    node.link.transport.kill()
+                    self._loop.lose(self, node, reason)
         for node in self._nodes:
             node.watch(is_watched=False)
-        self._tell_leftovers()
-        return judge(self._ends(), self._interrupted_by, self._lost)
+        self._report_leftovers()
+        exited = [(n, rank.exited) for n, rank in self._ranks.items() if rank.exited]
+        ends = [self._end(number, exited) for number, exited in exited]
+        return judge(ends, self._interrupted_by, self._lost)
 
     def _starting(self) -> list[str]:
         waiting = (rank.node.name for rank in self._ranks.values() if not rank.pid)
@@ -127,10 +128,11 @@ class Running(Handler):
             n for n in self._nodes if not n.is_over and n.name not in self._finished
         ]
 
-    def _is_over(self) -> bool:
-        return not self._unfinished()
+    def _send(self, message: ToAgent) -> None:
+        for node in self._unfinished():
+            node.link.send(message)
 
-    def _deadline(self) -> float:
+    def _due_s(self) -> float:
         if self._loop.is_held_back:
             # The end of a job comes after its output, which nobody takes now.
             self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
@@ -138,49 +140,49 @@ class Running(Handler):
         return min(end_by_s, self._stacks_by_s)
 
     def take(self, node: AgentNode, message: FromAgent) -> None:
-        """Follow what an agent tells of its ranks."""
+        """Follow what an agent reports of its ranks."""
         match message:
-            case Started():
+            case Started() | Exited() | Stacks():
                 node.require_own(message.rank)
-                self._ranks[message.rank].pid = message.pid
-                self._num_started += 1
-                if self._num_started == len(self._ranks):
-                    self._note_all_run()
-            case Exited():
-                node.require_own(message.rank)
-                self._take_end(message)
+                self._take_rank(message)
             case HostEnding():
                 if not self._is_stopping:
-                    self._tell(node, f"{signal_name(message.signal)}: the job ends")
+                    self._notice(node, f"{signal_name(message.signal)}: the job ends")
                     self._interrupted_by = message.signal
                     self._stop(message.signal)
-            case Stacks():
-                node.require_own(message.rank)
-                self._stacks[message.rank] = message
-                self._show_stacks_when_all()
             case Notice():
-                self._tell(node, message.text)
+                self._notice(node, message.text)
             case Finished():
                 self._finished[node.name] = message
                 node.watch(is_watched=False)
             case Refused():
                 raise refusal([(node.name, message)], num_hosts=len(self._nodes))
             case _:
-                said = type(message).__name__
-                raise LaunchError(f"agent of {node.name} must not say {said} now.")
+                kind = type(message).__name__
+                raise LaunchError(f"agent of {node.name} must not send {kind} now.")
 
-    def _take_end(self, message: Exited) -> None:
-        self._ranks[message.rank].exited = message
-        if not self._is_stopping:
-            self._stop_if_caused(message.rank, message)
-        self._show_stacks_when_all()
-
-    def _note_all_run(self) -> None:
-        for node in self._nodes:
-            node.watch(is_watched=True)
-        count = len(self._ranks)
-        self._loop.progress.end(f"{count} rank{'s' if count > 1 else ''} started")
-        self._on_started(time.monotonic() - self._started_at_s)
+    def _take_rank(self, message: Started | Exited | Stacks) -> None:
+        rank = self._ranks[message.rank]
+        match message:
+            case Started():
+                rank.pid = message.pid
+                self._num_started += 1
+                if self._num_started == len(self._ranks):
+                    for node in self._nodes:
+                        node.watch(is_watched=True)
+                    count = len(self._ranks)
+                    plural = "s" if count > 1 else ""
+                    self._loop.progress.end(f"{count} rank{plural} started")
+                    self._on_started(time.monotonic() - self._started_at_s)
+                return
+            case Exited():
+                rank.exited = message
+                if not self._is_stopping:
+                    self._stop_if_caused(message)
+            case Stacks():
+                self._stacks[message.rank] = message
+        if self._is_asking and not self._unheard():
+            self._show_stacks()
 
     def take_output(self, output: Output) -> None:
         """Remember the end of what a rank wrote; a host that sends it is there."""
@@ -190,6 +192,7 @@ class Running(Handler):
             self._ranks[output.rank].tail.add(output.data)
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
+        """End the job: its ranks cannot go on without those of a lost host."""
         ranks = tuple(n for n, rank in self._ranks.items() if rank.node is node)
         at_s = node.heard_at_s - self._started_at_s
         self._lost.append(LostHost(node.name, ranks, loss.reason, loss.exit_code, at_s))
@@ -199,13 +202,11 @@ class Running(Handler):
     def take_signal(self, number: int) -> None:
         """Pass it on, or end the job; a second one ends it now."""
         if number in FORWARDED:
-            for node in self._unfinished():
-                node.link.send(Forward(number))
+            self._send(Forward(number))
         elif number == ASKING:
             self._ask_for_stacks()
         elif number == TIMED_OUT:
-            is_ending = self._is_stopping or self._cause_by_s != float("inf")
-            if not is_ending:
+            if not self._is_stopping and self._cause_by_s == _NEVER:
                 self._interrupted_by = number
                 self._ask_for_stacks()
         elif number in STOPPING and not self._is_stopping:
@@ -214,8 +215,7 @@ class Running(Handler):
             # A terminal that closes may send several of those. No output holds the end
             # back: who asks twice does not read any more.
             self._is_killing = True
-            for node in self._unfinished():
-                node.link.send(Kill())
+            self._send(Kill())
             self._loop.output.discard()
             self._answer_by_s = time.monotonic() + _SWEEP_S
 
@@ -233,22 +233,18 @@ class Running(Handler):
             self._is_asking = True
             self._stacks.clear()
             self._stacks_by_s = time.monotonic() + ANSWER_S
-            for node in self._unfinished():
-                node.link.send(TakeStacks())
+            self._send(TakeStacks())
 
     def _unheard(self) -> list[int]:
+        """Return the ranks whose stacks are still waited for."""
         return [
             number
             for number, rank in self._ranks.items()
             if not (number in self._stacks or rank.exited or rank.node.is_over)
         ]
 
-    def _show_stacks_when_all(self) -> None:
-        if self._is_asking and not self._unheard():
-            self._show_stacks()
-
     def _show_stacks(self) -> None:
-        self._is_asking, self._stacks_by_s = False, float("inf")
+        self._is_asking, self._stacks_by_s = False, _NEVER
         unheard = {number: Stacks(number, ()) for number in self._unheard()}
         self._loop.output.stacks(
             [
@@ -260,24 +256,26 @@ class Running(Handler):
             self._interrupt(TIMED_OUT, signal.SIGTERM)
 
     def take_broken_output(self, number: int) -> None:
+        """End a job that nobody listens to."""
         if not self._is_stopping:
             self._interrupted_by = number
             self._loop.is_hurried = True
             self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
 
-    def _stop_if_caused(self, number: int, exited: Exited) -> None:
+    def _stop_if_caused(self, exited: Exited) -> None:
         """End the job if a rank failed, unless the cause is still about to end."""
+        number = exited.rank
         was_awaited = number in self._awaited
         self._awaited.discard(number)
         if exited.status:
-            end = self._end(number, self._ranks[number], exited)
+            end = self._end(number, exited)
             if was_awaited and not end.is_secondary:
                 self._awaited.clear()
             else:
                 self._awaited |= self._find_awaited(end)
             limit_s = time.monotonic() + min(self._grace_s, _CAUSE_WITHIN_S)
             self._cause_by_s = min(self._cause_by_s, limit_s)
-        if self._cause_by_s < float("inf") and not self._awaited:
+        if self._cause_by_s < _NEVER and not self._awaited:
             self._stop(signal.SIGTERM)
 
     def _find_awaited(self, end: RankEnd) -> set[int]:
@@ -297,36 +295,24 @@ class Running(Handler):
 
     def _stop(self, number: int) -> None:
         self._is_stopping = True
-        for node in self._unfinished():
-            node.link.send(StopRanks(number))
+        self._send(StopRanks(number))
         self._answer_by_s = time.monotonic() + self._grace_s + _SWEEP_S
 
-    def _tell(self, node: AgentNode, text: str) -> None:
+    def _notice(self, node: AgentNode, text: str) -> None:
         where = f"{node.name}: " if len(self._nodes) > 1 else ""
         self._loop.output.notice(where + text)
 
-    def _tell_leftovers(self) -> None:
+    def _report_leftovers(self) -> None:
         for node in self._nodes:
-            finished = self._finished.get(node.name)
-            if finished is None:
-                continue
+            finished = self._finished.get(node.name, Finished(0, ()))
             if finished.num_swept and not self._is_stopping:
-                self._tell(
-                    node,
-                    f"{finished.num_swept} processes that outlived their ranks were "
-                    "killed",
-                )
+                count = f"{finished.num_swept} processes"
+                self._notice(node, f"{count} that outlived their ranks were killed")
             for text in finished.stuck:
-                self._tell(node, f"{text} does not end even when killed; it is left")
+                self._notice(node, f"{text} does not end even when killed; it is left")
 
-    def _ends(self) -> list[RankEnd]:
-        return [
-            self._end(number, rank, rank.exited)
-            for number, rank in self._ranks.items()
-            if rank.exited is not None
-        ]
-
-    def _end(self, number: int, rank: _Rank, exited: Exited) -> RankEnd:
+    def _end(self, number: int, exited: Exited) -> RankEnd:
+        rank = self._ranks[number]
         traceback, stopped_s = rank.tail.traceback(), exited.stopped_s
         is_ours = -exited.status in _STOP_SIGNALS
         began_s, was_leaving = exited.began_s, False

@@ -1,7 +1,8 @@
-"""From agents that are there to ranks that may start: checked on every host."""
+"""Questions to all agents before ranks run, and to programs beside them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
 from ronde.launch.event_loop import EventLoop, Handler
@@ -13,8 +14,12 @@ from ronde.launch.messages import (
     NodeJob,
     Notice,
     Prepare,
+    ProgramExited,
+    ProgramLine,
     Ready,
     Refused,
+    StartProgram,
+    WriteLine,
 )
 from ronde.launch.node import EXIT_UNREACHABLE, AgentNode, HostLoss
 from ronde.launch.signals import InterruptedStartError
@@ -69,7 +74,7 @@ class Starting(Handler):
             raise _loss_error(self._lost)
 
     def _await(
-        self, nodes: Sequence[AgentNode], what: str, done: str
+        self, nodes: Sequence[AgentNode], step: str, done: str
     ) -> list[FromAgent]:
         self._answers = {}
 
@@ -77,7 +82,7 @@ class Starting(Handler):
             return [n for n in nodes if not n.is_over and n.name not in self._answers]
 
         progress = self._loop.progress
-        progress.begin(what, lambda: [node.name for node in awaited()])
+        progress.begin(step, lambda: [node.name for node in awaited()])
         limit_s = self._loop.timeouts.answer_s
         due_s = time.monotonic() + limit_s
         self._loop.serve(self, lambda: not awaited(), lambda: due_s)
@@ -91,15 +96,18 @@ class Starting(Handler):
         return [self._answers[node.name] for node in nodes]
 
     def take(self, node: AgentNode, message: FromAgent) -> None:
-        if isinstance(message, Notice):
-            self._loop.output.notice(message.text)
-        elif isinstance(message, Ready | Refused | Located):
-            self._answers[node.name] = message
-        elif isinstance(message, HostEnding):
-            raise InterruptedStartError(message.signal)
-        else:
-            said = type(message).__name__
-            raise LaunchError(f"agent of {node.name} must answer, but it said {said}.")
+        match message:
+            case Notice():
+                self._loop.output.notice(message.text)
+            case Ready() | Refused() | Located():
+                self._answers[node.name] = message
+            case HostEnding():
+                raise InterruptedStartError(message.signal)
+            case _:
+                kind = type(message).__name__
+                raise LaunchError(
+                    f"agent of {node.name} must answer, but it sent {kind}."
+                )
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
         self._lost.append((node, loss))
@@ -124,13 +132,96 @@ def _loss_error(lost: Sequence[tuple[AgentNode, HostLoss]]) -> LaunchError:
 def refusal(
     refusals: Sequence[tuple[str, Refused]], num_hosts: int
 ) -> UsageError | LaunchError:
-    """Return the error that says why agents refused; the same reason is said once."""
+    """Return the error that says why agents refused, each reason once."""
     by_reason: dict[str, list[str]] = {}
     for host, refused in refusals:
         by_reason.setdefault(refused.reason, []).append(host)
-    told = [
+    lines = [
         reason if num_hosts == 1 else f"{', '.join(hosts)}: {reason}"
         for reason, hosts in by_reason.items()
     ]
     is_usage = all(refused.is_usage for _, refused in refusals)
-    return (UsageError if is_usage else LaunchError)("\n".join(told))
+    return (UsageError if is_usage else LaunchError)("\n".join(lines))
+
+
+class Answer(NamedTuple):
+    """What came of a question to one host."""
+
+    line: str  # the program's answer; empty where there was none
+    failure: str  # why there was none, in half a sentence; empty where there was one
+    asked_s: float = 0.0  # when it was sent off, on the monotonic clock
+    answered_s: float = 0.0  # when the answer was here
+
+
+class RemotePrograms(Handler):
+    """One program on each host, which answers each line with one line.
+
+    A host whose program has ended, or that is gone, gives no answers any more; the
+    others go on.
+    """
+
+    def __init__(
+        self, loop: EventLoop, nodes: Sequence[AgentNode], module: str
+    ) -> None:
+        super().__init__(loop)
+        self._nodes = {node.name: node for node in nodes}
+        self._ended: dict[str, str] = {}
+        self._waiting: dict[str, float] = {}
+        self._answers: dict[str, Answer] = {}
+        self._num_late: dict[str, int] = dict.fromkeys(self._nodes, 0)
+        for node in nodes:
+            # A host that falls silent is to be noticed, whatever its program does.
+            node.watch(is_watched=True)
+            node.link.send(StartProgram(module))
+
+    def ask(self, questions: Mapping[str, str], timeout_s: float) -> dict[str, Answer]:
+        """Return the answers to a question a host, by the host's name."""
+        self._answers, self._waiting = {}, {}
+        for name, line in questions.items():
+            if name in self._ended:
+                self._answers[name] = Answer("", self._ended[name])
+                continue
+            self._waiting[name] = time.monotonic()
+            self._nodes[name].link.send(WriteLine(line))
+        due_s = time.monotonic() + timeout_s
+        self._loop.serve(self, lambda: not self._waiting, lambda: due_s)
+        for name in list(self._waiting):
+            self._num_late[name] += 1
+            self._fail(name, f"no answer within {timeout_s:g} s")
+        return {name: self._answers[name] for name in questions}
+
+    def take(self, node: AgentNode, message: FromAgent) -> None:
+        name = node.name
+        match message:
+            case ProgramLine():
+                if self._num_late[name]:
+                    # It belongs to a question that nobody waits for any more.
+                    self._num_late[name] -= 1
+                elif name in self._waiting:
+                    asked_s, now_s = self._waiting.pop(name), time.monotonic()
+                    self._answers[name] = Answer(message.line, "", asked_s, now_s)
+            case ProgramExited():
+                self._end(name, message.reason)
+            case Notice():
+                self._loop.output.notice(message.text)
+            case HostEnding():
+                self._end(name, "its host ended its agent")
+            case _:
+                kind = type(message).__name__
+                raise LaunchError(
+                    f"agent of {name} must pass on answers, but it sent {kind}."
+                )
+
+    def _end(self, name: str, reason: str) -> None:
+        self._ended[name] = reason
+        self._fail(name, reason)
+
+    def _fail(self, name: str, reason: str) -> None:
+        if self._waiting.pop(name, None) is not None:
+            self._answers[name] = Answer("", reason)
+
+    def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
+        self._end(node.name, loss.reason)
+
+    def take_signal(self, number: int) -> None:
+        raise InterruptedStartError(number)

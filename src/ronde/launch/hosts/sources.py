@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 
 from ronde.errors import UsageError, WorldError
-from ronde.launch.frames import wait_for
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
 from ronde.launch.hosts.hostfile import (
     MAX_SLOTS,
@@ -19,6 +18,7 @@ from ronde.launch.signals import (
     InterruptedStartError,
     caught_signals,
     raise_if_stopped,
+    wait_for,
 )
 from ronde.world.host_lists import expand_list
 from ronde.world.launcher_env import parse_tasks_per_node

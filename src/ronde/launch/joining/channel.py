@@ -18,7 +18,7 @@ from struct import Struct
 
 from ronde.addresses import InterfaceAddress, family_of, is_loopback, read_interfaces
 from ronde.errors import LaunchError, UsageError
-from ronde.launch.frames import wait_for
+from ronde.launch.signals import wait_for
 
 _WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - to be warned of
 _NAME = "ronde"

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ronde.errors import HostError, LaunchError
-from ronde.launch.frames import wait_for
 from ronde.launch.joining.channel import TlsChannel, make_node_context, with_port
 from ronde.launch.joining.mutual_auth import NodeInfo, Token, authenticate_head
 from ronde.launch.node import ProcessTransport
 from ronde.launch.process_tree import children, sweep
-from ronde.launch.signals import STOPPING, raise_if_stopped, read_signals
+from ronde.launch.signals import STOPPING, raise_if_stopped, read_signals, wait_for
 
 LAST_ATTEMPT_S = 1.0  # what the last attempt has at least, to find out what is wrong
 _ATTEMPT_S = 10.0

@@ -262,10 +262,10 @@ class JoinedAgents(AgentStarter):
             host, AgentConnection(transport), is_here=False, timeouts=self.timeouts
         )
 
-    def explain(self, node: AgentNode, exit_code: int, said: str) -> Failure:
+    def explain(self, node: AgentNode, exit_code: int, complaints: str) -> Failure:
         """Say why the connection to a node ended before its agent spoke."""
         if node.is_here:
-            return super().explain(node, exit_code, said)
+            return super().explain(node, exit_code, complaints)
         return Failure(
             "it has joined and is gone again",
             "look at what ronde run --agent says there",

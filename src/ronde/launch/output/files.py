@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ronde.errors import UsageError
 from ronde.launch.failure import JobResult, LostHost, RankEnd, signal_name
-from ronde.launch.frames import Output, Stream
-from ronde.launch.messages import RankSpec
+from ronde.launch.messages import Output, RankSpec, Stream
 from ronde.launch.output.sink import Generation, OutputSink, SinkWrapper
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import interrupter
@@ -25,7 +24,7 @@ _INDEX = "index.json"
 
 
 def describe_result(result: JobResult) -> dict[str, object]:
-    """Return a verdict in JSON's types; ``docs/output.md`` has the fields."""
+    """Return a result in JSON's types; ``docs/output.md`` has the fields."""
     number = result.interrupted_by
     cause = result.cause
     return {
@@ -34,12 +33,11 @@ def describe_result(result: JobResult) -> dict[str, object]:
         "cause": None if cause is None else _describe_failure(cause),
         "also_failed": [_describe_failure(end) for end in result.also_failed],
         "also_lost": [_describe_failure(lost) for lost in result.also_lost],
-        "ended": [describe_end(end) for end in result.ended],
+        "ended": [_describe_end(end) for end in result.ended],
     }
 
 
-def describe_end(end: RankEnd) -> dict[str, object]:
-    """Return how one rank ended in JSON's types, without what it said."""
+def _describe_end(end: RankEnd) -> dict[str, object]:
     return {
         "rank": end.rank,
         "host": end.host,
@@ -51,8 +49,7 @@ def describe_end(end: RankEnd) -> dict[str, object]:
     }
 
 
-def describe_lost(lost: LostHost) -> dict[str, object]:
-    """Return what is known of a host that went away, in JSON's types."""
+def _describe_lost(lost: LostHost) -> dict[str, object]:
     return {
         "host": lost.host,
         "ranks": list(lost.ranks),
@@ -64,10 +61,10 @@ def describe_lost(lost: LostHost) -> dict[str, object]:
 
 def _describe_failure(failure: RankEnd | LostHost) -> dict[str, object]:
     if isinstance(failure, LostHost):
-        return {"kind": "host", **describe_lost(failure)}
+        return {"kind": "host", **_describe_lost(failure)}
     return {
         "kind": "rank",
-        **describe_end(failure),
+        **_describe_end(failure),
         "evidence": failure.evidence,
         "lost_its_peer": failure.is_secondary,
         "traceback": failure.traceback,
@@ -91,7 +88,7 @@ def replace_json(path: str, content: Mapping[str, object]) -> None:
 
 
 class ErrorFile(SinkWrapper):
-    """Writes how the job ended, whether well or not, to a file."""
+    """Writes how the latest generation ended, whether well or not, to a file."""
 
     def __init__(self, inner: OutputSink, path: str) -> None:
         super().__init__(inner)
@@ -123,7 +120,14 @@ def write_report(
     result: JobResult | None = None,
     generation: Generation | None = None,
 ) -> None:
-    """Write the file of ``--error-file``."""
+    """Write the file of ``--error-file``.
+
+    Args:
+        message: Why nothing was started, or how the launcher failed, or empty.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     content = {
         "schema": SCHEMA,
         "job_id": None if generation is None else generation.job_id,
@@ -136,9 +140,10 @@ def write_report(
 
 
 class JobRecords:
-    """Appends a job's records to a file; one without a file does nothing.
+    """Appends a job's records to a file; without a path it does nothing.
 
-    A record that cannot be written is told once, and the job goes on without.
+    A record that cannot be written is reported once, by ``notice``, and the job goes on
+    without.
     """
 
     def __init__(self, path: str, notice: Callable[[str], None]) -> None:
@@ -150,6 +155,13 @@ class JobRecords:
     def planned(
         self, job_id: str, argv: Sequence[str], places: Sequence[tuple[str, RankSpec]]
     ) -> None:
+        """Record the job and what each rank has: its host and plan, by rank.
+
+        Of a rank's environment only the GPUs are recorded: the rest may hold secrets.
+
+        Raises:
+            UsageError: The file cannot be written.
+        """
         if not self._path:
             return
         plan = [_describe_rank(host, plan) for host, plan in places]
@@ -164,7 +176,7 @@ class JobRecords:
             ) from None
 
     def began(self, generation: Generation, timings: Mapping[str, float]) -> None:
-        """Record that all ranks of a generation run."""
+        """Record that all ranks run, and the seconds of ``agents_s``, ``ready_s``..."""
         self._generation = generation
         self._began_at_s = time.monotonic()
         values = {
@@ -178,25 +190,17 @@ class JobRecords:
     def ended(self, result: JobResult) -> None:
         """Record how the ranks of the generation that began last ended, and why."""
         generation, self._generation = self._generation, None
-        if generation is None or not self._path:
+        if generation is None:
             return
-        # Most jobs start without a record, and at once.
-
         which = {"job_id": generation.job_id, "epoch": generation.epoch}
-        lost = [
-            each
-            for each in (result.cause, *result.also_lost)
-            if isinstance(each, LostHost)
-        ]
-        ran_s = round(time.monotonic() - self._began_at_s, 6)
+        failures = (result.cause, *result.also_lost)
+        lost = [each for each in failures if isinstance(each, LostHost)]
+        ran_s = {"ran_s": round(time.monotonic() - self._began_at_s, 6)}
         self._try_append(
             [
-                *(("rank_end", which | describe_end(end)) for end in result.ends),
-                *(("host_lost", which | describe_lost(host)) for host in lost),
-                (
-                    "generation_end",
-                    which | {"ran_s": ran_s} | describe_result(result),
-                ),
+                *(("rank_end", which | _describe_end(end)) for end in result.ends),
+                *(("host_lost", which | _describe_lost(host)) for host in lost),
+                ("generation_end", which | ran_s | describe_result(result)),
             ]
         )
 
@@ -210,6 +214,7 @@ class JobRecords:
     def _append(self, entries: Sequence[tuple[str, Mapping[str, object]]]) -> None:
         if not self._path:
             return
+        # Imported where it is needed: most jobs start without a record.
         from ronde.records import MachineRecord, Record, append_record
 
         machine = MachineRecord.here()
@@ -236,33 +241,46 @@ def attempt_dir(directory: str, generation: Generation) -> str:
 
 
 class RankLogs(SinkWrapper):
-    """Writes what each rank says to files of its own before it is shown.
+    """Writes the output of each rank to files of its own before it is shown.
 
     ``DIR/<job id>/attempt_<epoch>/<rank>/{stdout,stderr}.log`` have the bytes as they
-    are, ``index.json`` beside them says what is whose and, in the end, how it ended. A
+    are, ``index.json`` beside them lists them and, in the end, how the ranks ended. A
     file that takes nothing more is given up with one notice for its rank; the job and
-    the other files go on. Only the user can read them.
+    the other files go on. Only the user can read them. DIR is made if it is missing.
     """
 
     def __init__(self, inner: OutputSink, directory: str) -> None:
         super().__init__(inner)
         self._directory = directory
-        self._generation: Generation | None = None
+        self._path = ""
+        self._generation = Generation("", 0, ())
         self._started_at_s = 0.0
-        self._files = _LogFiles("")
+        self._open: OrderedDict[tuple[int, Stream], int] = OrderedDict()
+        self._given_up: set[tuple[int, Stream]] = set()
         self._complained: set[int] = set()
 
     def begin(self, generation: Generation) -> None:
-        self._files.close()
+        """Make the files of a generation.
+
+        Raises:
+            UsageError: They cannot be made; of a later generation that is a notice.
+        """
+        self._close()
         self._generation = generation
         self._started_at_s = time.time()
         self._complained.clear()
-        path = attempt_dir(self._directory, generation)
-        self._files = _LogFiles(path)
+        self._given_up.clear()
+        ranks = range(len(generation.hosts))
+        self._path = attempt_dir(self._directory, generation)
         try:
             Path(self._directory).mkdir(parents=True, exist_ok=True)
-            Path(path).parent.mkdir(mode=0o700, exist_ok=True)
-            self._files.create(len(generation.hosts))
+            Path(self._path).parent.mkdir(mode=0o700, exist_ok=True)
+            Path(self._path).mkdir(mode=0o700)
+            for rank in ranks:
+                Path(self._path, str(rank)).mkdir(mode=0o700)
+                for stream in Stream:
+                    name = f"{self._path}/{_file_name(rank, stream)}"
+                    os.close(os.open(name, _CREATE, 0o600))
             self._write_index(None)
         except OSError as error:
             if generation.epoch == 0:
@@ -271,15 +289,19 @@ class RankLogs(SinkWrapper):
                     f"{self._directory!r} ({error.strerror}). "
                     "Create it or name another."
                 ) from None
-            self._files.give_up(range(len(generation.hosts)))
+            self._given_up.update((rank, stream) for rank in ranks for stream in Stream)
             self.notice(f"no log files are written any more: {error.strerror}")
         super().begin(generation)
 
     def output(self, output: Output, now_s: float) -> None:
         """Write output of a rank, and hand it on."""
+        key = (output.rank, output.stream)
         try:
-            self._files.write(output)
+            rest = memoryview(b"" if key in self._given_up else output.data)
+            while rest:
+                rest = rest[os.write(self._fd(key), rest) :]
         except OSError as error:
+            self._given_up.add(key)
             if output.rank not in self._complained:
                 self._complained.add(output.rank)
                 self.notice(
@@ -290,7 +312,7 @@ class RankLogs(SinkWrapper):
 
     def finished(self, result: JobResult) -> None:
         """Close the files and complete the index."""
-        self._files.close()
+        self._close()
         try:
             self._write_index(result)
         except OSError as error:
@@ -299,7 +321,7 @@ class RankLogs(SinkWrapper):
 
     def _write_index(self, result: JobResult | None) -> None:
         generation = self._generation
-        if generation is None:
+        if not generation.hosts:
             return
         ends = {} if result is None else {end.rank: end for end in result.ends}
         ranks = [
@@ -307,7 +329,7 @@ class RankLogs(SinkWrapper):
                 "rank": rank,
                 "host": host,
                 **{s.name.lower(): _file_name(rank, s) for s in Stream},
-                "end": describe_end(ends[rank]) if rank in ends else None,
+                "end": _describe_end(ends[rank]) if rank in ends else None,
             }
             for rank, host in enumerate(generation.hosts)
         ]
@@ -320,38 +342,9 @@ class RankLogs(SinkWrapper):
             "ranks": ranks,
             "verdict": None if result is None else describe_result(result),
         }
-        replace_json(f"{attempt_dir(self._directory, generation)}/{_INDEX}", content)
+        replace_json(f"{self._path}/{_INDEX}", content)
 
-
-class _LogFiles:
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self._open: OrderedDict[tuple[int, Stream], int] = OrderedDict()
-        self._given_up: set[tuple[int, Stream]] = set()
-
-    def create(self, num_ranks: int) -> None:
-        Path(self._directory).mkdir(mode=0o700)
-        for rank in range(num_ranks):
-            Path(self._directory, str(rank)).mkdir(mode=0o700)
-            for stream in Stream:
-                os.close(os.open(self._path(rank, stream), _CREATE, 0o600))
-
-    def write(self, output: Output) -> None:
-        key = (output.rank, output.stream)
-        if key in self._given_up:
-            return
-        try:
-            rest = memoryview(output.data)
-            while rest:
-                rest = rest[os.write(self._fd(key), rest) :]
-        except OSError:
-            self._given_up.add(key)
-            raise
-
-    def give_up(self, ranks: range) -> None:
-        self._given_up.update((rank, stream) for rank in ranks for stream in Stream)
-
-    def close(self) -> None:
+    def _close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -360,12 +353,10 @@ class _LogFiles:
         if fd is None:
             if len(self._open) >= _MAX_OPEN:
                 os.close(self._open.popitem(last=False)[1])
-            fd = self._open[key] = os.open(self._path(*key), _OPEN)
+            fd = os.open(f"{self._path}/{_file_name(*key)}", _OPEN)
+            self._open[key] = fd
         self._open.move_to_end(key)
         return fd
-
-    def _path(self, rank: int, stream: Stream) -> str:
-        return f"{self._directory}/{_file_name(rank, stream)}"
 
 
 def _file_name(rank: int, stream: Stream) -> str:

@@ -16,20 +16,20 @@ from typing import NamedTuple, NoReturn, cast, get_args
 
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.failure import JobResult
-from ronde.launch.frames import (
+from ronde.launch.messages import (
     FrameDecoder,
     FrameWriter,
+    Notice,
     Output,
-    encode_control,
-    encode_output,
+    RankSpec,
+    decode_message,
+    encode,
     pipe_writer,
-    wait_for,
 )
-from ronde.launch.messages import Notice, RankSpec, decode_message, encode_message
 from ronde.launch.output.files import JobRecords
 from ronde.launch.output.sink import Generation, OutputSink, RankStacks
 from ronde.launch.process_tree import die_with_parent
-from ronde.launch.signals import is_kept_ignored
+from ronde.launch.signals import is_kept_ignored, wait_for
 
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 256 << 10
@@ -74,7 +74,7 @@ class EndOfStacks(NamedTuple):
 
 
 class OutputDone(NamedTuple):
-    """From the process: what was asked is done; where not, ``problem`` says why."""
+    """From the process: the order is carried out, or ``problem`` says why not."""
 
     problem: str
 
@@ -89,6 +89,19 @@ _Order = Planned | Begin | Began | Notice | RankStacks | EndOfStacks | Finish
 _ORDERS: tuple[type[_Order], ...] = get_args(_Order)
 
 
+class NoOutput:
+    """Takes the place of ``OutputProcess`` for a job that has no output."""
+
+    read_fd = write_fd = -1
+    backlog_bytes = 0
+    is_settled = has_ended = True
+
+    def _do_nothing(self, *_: object) -> None: ...
+
+    planned = begin = began = output = notice = stacks = finished = _do_nothing
+    discard = flush = read = close = kill = _do_nothing
+
+
 class OutputProcess:
     """The controller's end: takes everything at once, and never waits for a write.
 
@@ -97,7 +110,7 @@ class OutputProcess:
     """
 
     def __init__(self, sink: OutputSink, records: JobRecords) -> None:
-        orders, orders_fd = os.pipe()
+        orders, self._orders_fd = os.pipe()
         self.read_fd, replies = os.pipe()
         discard, self._discard_fd = os.pipe()
         parent = os.getpid()
@@ -110,10 +123,9 @@ class OutputProcess:
         for fd in (orders, replies, discard):
             os.close(fd)
         with suppress(OSError):
-            fcntl.fcntl(orders_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            fcntl.fcntl(self._orders_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self.read_fd, False)
-        self._orders_fd = orders_fd
-        self._writer = FrameWriter(pipe_writer(orders_fd), _MAX_UNWRITTEN_BYTES)
+        self._writer = FrameWriter(pipe_writer(self._orders_fd), _MAX_UNWRITTEN_BYTES)
         self._decoder = FrameDecoder()
         self._num_unanswered = 0
         self._is_closing = False
@@ -122,10 +134,12 @@ class OutputProcess:
     def planned(
         self, job_id: str, argv: Sequence[str], places: Sequence[tuple[str, RankSpec]]
     ) -> None:
+        """Have the plan recorded; it is when ``is_settled``."""
         self._num_unanswered += 1
         self._send(Planned(job_id, tuple(argv), tuple(places)))
 
     def begin(self, generation: Generation) -> None:
+        """Have everything prepared for new ranks; it is when ``is_settled``."""
         self._num_unanswered += 1
         self._send(Begin(generation))
 
@@ -136,7 +150,7 @@ class OutputProcess:
         # What is to be discarded comes without end, and files may take nothing.
         is_discarding = self._discard_fd < 0
         if not (is_discarding and self.backlog_bytes >= _MAX_DISCARDED_BYTES):
-            self._hand_over(encode_output(output))
+            self._send(output)
 
     def notice(self, text: str) -> None:
         self._send(Notice(text))
@@ -150,6 +164,7 @@ class OutputProcess:
         self._send(Finish(result))
 
     def discard(self) -> None:
+        """Have what waits to be shown forgotten; files get all they can."""
         if self._discard_fd >= 0:
             os.close(self._discard_fd)
             self._discard_fd = -1
@@ -161,17 +176,20 @@ class OutputProcess:
 
     @property
     def write_fd(self) -> int:
+        """Descriptor that ``flush`` writes to; -1 where nothing waits."""
         return self._orders_fd if self._writer.waiting_bytes else -1
 
     @property
     def backlog_bytes(self) -> int:
         return self._writer.waiting_bytes
 
-    def flush(self) -> None:
-        self._hand_over(b"")
-
     def read(self) -> int:
-        """Read the answers that have come."""
+        """Read the answers that have come.
+
+        Returns the signal as which it counts that nobody reads the ranks' standard
+        output any more: SIGPIPE, or SIGHUP where a terminal was closed. Else 0, also
+        where SIGHUP is ignored: then the output is lost, and the job goes on.
+        """
         data = os.read(self.read_fd, _READ_BYTES)
         if not data:
             self.has_ended = True
@@ -195,28 +213,31 @@ class OutputProcess:
         return unread_signal
 
     def close(self) -> None:
+        """Announce that nothing follows; ``has_ended`` when all is written."""
         self._is_closing = True
-        self._hand_over(b"")
+        self.flush()
         if not self.has_ended:
             # Somebody may have stopped it, and it has to see this end.
             os.kill(self._pid, signal.SIGCONT)
 
     def kill(self) -> None:
+        """End the process, as soon as the kernel lets it; what is unwritten is lost."""
         if not self.has_ended:
             os.kill(self._pid, signal.SIGKILL)
             if wait_for([self.read_fd], [], _KILLED_S):
                 os.waitpid(self._pid, 0)
 
-    def _send(self, message: _Order) -> None:
-        self._hand_over(encode_control(encode_message(message)))
+    def _send(self, message: _Order | Output) -> None:
+        if self._orders_fd >= 0:
+            # Why nobody takes it is found out by ``read``.
+            with suppress(BrokenPipeError):
+                self._writer.send(encode(message))
+        self.flush()
 
-    def _hand_over(self, frames: bytes) -> None:
-        # Why nobody takes them is told by ``read``.
+    def flush(self) -> None:
+        """Hand over what is taken now."""
         with suppress(BrokenPipeError):
-            if frames and self._orders_fd >= 0:
-                self._writer.send(frames)
-            else:
-                self._writer.flush()
+            self._writer.flush()
         if self._is_closing and self._orders_fd >= 0 and not self.backlog_bytes:
             os.close(self._orders_fd)
             self._orders_fd = -1
@@ -246,6 +267,8 @@ def _run_output(
 
 
 class _Writer:
+    """What the process does: all of it may wait."""
+
     def __init__(self, sink: OutputSink, records: JobRecords, replies_fd: int) -> None:
         self._sink = sink
         self._records = records
@@ -256,10 +279,10 @@ class _Writer:
 
     def run(self, orders_fd: int, discard_fd: int) -> None:
         """Write until there are no more orders and nothing waits."""
-        sink, is_told, is_discarding = self._sink, True, False
-        while is_told or sink.pending_fds:
+        sink, is_open, is_discarding = self._sink, True, False
+        while is_open or sink.pending_fds:
             readable = [] if is_discarding else [discard_fd]
-            if is_told and sink.backlog_bytes < _MAX_BACKLOG_BYTES:
+            if is_open and sink.backlog_bytes < _MAX_BACKLOG_BYTES:
                 readable.append(orders_fd)
             now_s = time.monotonic()
             tick_at_s = sink.tick(now_s)
@@ -269,7 +292,7 @@ class _Writer:
                     is_discarding = True
                     sink.discard()
                 elif fd == orders_fd:
-                    is_told = self._read_orders(fd)
+                    is_open = self._read_orders(fd)
                 else:
                     self._write_to(fd)
 
@@ -281,33 +304,34 @@ class _Writer:
             self._answer(OutputUnread(signal.SIGHUP if is_hangup else signal.SIGPIPE))
 
     def _read_orders(self, fd: int) -> bool:
+        """Carry out what the controller sends next; False at the end."""
         data = os.read(fd, _READ_BYTES)
         for frame in self._decoder.feed(data):
             if isinstance(frame, Output):
                 self._sink.output(frame, time.monotonic())
             elif isinstance(frame, bytes):
-                self._obey(frame)
+                self._obey(decode_message(frame, _ORDERS))
         return bool(data)
 
-    def _obey(self, frame: bytes) -> None:
-        match decode_message(frame, _ORDERS):
-            case Planned() as plan:
-                self._try(lambda: self._records.planned(*plan))
-            case Begin() as order:
+    def _obey(self, order: _Order) -> None:
+        match order:
+            case Planned():
+                self._try(lambda: self._records.planned(*order))
+            case Begin():
                 self._generation = order.generation
                 self._try(lambda: self._sink.begin(order.generation))
-            case Began() as news:
-                self._records.began(self._generation, news.timings)
-            case Notice() as notice:
-                self._sink.notice(notice.text)
-            case RankStacks() as each:
-                self._stacks.append(each)
+            case Began():
+                self._records.began(self._generation, order.timings)
+            case Notice():
+                self._sink.notice(order.text)
+            case RankStacks():
+                self._stacks.append(order)
             case EndOfStacks():
                 self._sink.stacks(self._stacks)
                 self._stacks = []
-            case Finish() as end:
-                self._records.ended(end.result)
-                self._sink.finished(end.result)
+            case Finish():
+                self._records.ended(order.result)
+                self._sink.finished(order.result)
 
     def _try(self, do: Callable[[], None]) -> None:
         try:
@@ -318,6 +342,6 @@ class _Writer:
             self._answer(OutputDone(""))
 
     def _answer(self, message: OutputDone | OutputUnread) -> None:
-        # The controller is gone: so is this, at once.
+        # If the controller is gone, this process ends at once, too.
         with suppress(BrokenPipeError):
-            os.write(self._replies_fd, encode_control(encode_message(message)))
+            os.write(self._replies_fd, encode(message))

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ronde.launch.failure import JobResult
-from ronde.launch.frames import Output
-from ronde.launch.messages import ProcessStack
+from ronde.launch.messages import Output, ProcessStack
 
 
 class Generation(NamedTuple):
     """One start of all ranks."""
 
-    job_id: str  # name of the job
+    job_id: str
     epoch: int  # 0 for the first start, one more for each restart
     hosts: tuple[str, ...]  # name of each rank's host, by rank
 
@@ -21,56 +20,63 @@ class RankStacks(NamedTuple):
 
     rank: int
     host: str
-    # its own and those below it; none where nothing was heard
-    processes: tuple[ProcessStack, ...]
+    processes: tuple[ProcessStack, ...]  # its own and those below it; or no answer
 
 
 class OutputSink(Protocol):
-    """Shows or writes what a job says; in the output process, where it may wait.
+    """Shows or writes what a job reports; in the output process, where it may wait.
 
-    Who runs it polls the ``pending_fds``, calls ``write_to`` for each that is ready,
-    and takes no more output while ``backlog_bytes`` is large.
+    The output process polls the ``pending_fds``, calls ``write_to`` for each that is
+    ready, and takes no more output while ``backlog_bytes`` is large.
     """
 
-    def begin(self, generation: Generation) -> None: ...
+    def begin(self, generation: Generation) -> None:
+        """Prepare for ranks that are about to start.
 
-    def output(self, output: Output, now_s: float) -> None: ...
+        Raises:
+            UsageError: What the user asked for cannot be written.
+        """
+        ...
 
-    def notice(self, text: str) -> None: ...
+    def output(self, output: Output, now_s: float) -> None:
+        """Take output of a rank; ``now_s`` is a monotonic clock."""
+        ...
 
-    def stacks(self, taken: Sequence[RankStacks]) -> None: ...
+    def notice(self, text: str) -> None:
+        """Take one sentence of the launcher's own."""
+        ...
 
-    def finished(self, result: JobResult) -> None: ...
+    def stacks(self, taken: Sequence[RankStacks]) -> None:
+        """Take where the ranks are, which the user has asked for."""
+        ...
+
+    def finished(self, result: JobResult) -> None:
+        """Take the end of all ranks of the generation, after all of their output."""
+        ...
 
     def tick(self, now_s: float) -> float | None:
         """Do what is due; return when to come again, None for not before output."""
         ...
 
     @property
-    def pending_fds(self) -> tuple[int, ...]: ...
+    def pending_fds(self) -> tuple[int, ...]:
+        """Descriptors for which something waits to be written."""
+        ...
 
     @property
     def backlog_bytes(self) -> int: ...
 
     def write_to(self, fd: int) -> None:
-        """Write to a descriptor that is ready, no more than it takes at once."""
+        """Write to a descriptor that is ready, no more than it takes at once.
+
+        Raises:
+            BrokenPipeError: Nobody reads the ranks' standard output any more.
+        """
         ...
 
-    def discard(self) -> None: ...
-
-
-class NoOutput:
-    """Takes the place of ``OutputProcess`` for a job that has no output."""
-
-    read_fd = write_fd = -1
-    backlog_bytes = 0
-    is_settled = has_ended = True
-
-    def _do_nothing(self, *_: object) -> None:
-        """Show and record nothing."""
-
-    planned = begin = began = output = notice = stacks = finished = _do_nothing
-    discard = flush = read = close = kill = _do_nothing
+    def discard(self) -> None:
+        """Forget all that waits, and what comes from now on."""
+        ...
 
 
 class SinkWrapper:
@@ -78,6 +84,11 @@ class SinkWrapper:
 
     def __init__(self, inner: OutputSink) -> None:
         self._inner = inner
+        self.notice = inner.notice
+        self.stacks = inner.stacks
+        self.tick = inner.tick
+        self.write_to = inner.write_to
+        self.discard = inner.discard
 
     def begin(self, generation: Generation) -> None:
         self._inner.begin(generation)
@@ -85,17 +96,8 @@ class SinkWrapper:
     def output(self, output: Output, now_s: float) -> None:
         self._inner.output(output, now_s)
 
-    def notice(self, text: str) -> None:
-        self._inner.notice(text)
-
-    def stacks(self, taken: Sequence[RankStacks]) -> None:
-        self._inner.stacks(taken)
-
     def finished(self, result: JobResult) -> None:
         self._inner.finished(result)
-
-    def tick(self, now_s: float) -> float | None:
-        return self._inner.tick(now_s)
 
     @property
     def pending_fds(self) -> tuple[int, ...]:
@@ -104,9 +106,3 @@ class SinkWrapper:
     @property
     def backlog_bytes(self) -> int:
         return self._inner.backlog_bytes
-
-    def write_to(self, fd: int) -> None:
-        self._inner.write_to(fd)
-
-    def discard(self) -> None:
-        self._inner.discard()

@@ -255,14 +255,6 @@ def nearest_ports(machine: Machine, gpus: Sequence[Gpu | None]) -> tuple[str, ..
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where all ranks of a host sit."""
-
-    places: tuple[RankResources, ...]
-    notices: tuple[str, ...]  # what the user should know of it, each a sentence
-
-
-@dataclass(frozen=True, slots=True)
 class PlacementRequest:
     """How ranks are to be placed."""
 
@@ -281,8 +273,8 @@ def place_ranks(
     num_ranks: int,
     request: PlacementRequest,
     environ: Mapping[str, str],
-) -> Placement:
-    """Place the ranks of one host."""
+) -> tuple[tuple[RankResources, ...], tuple[str, ...]]:
+    """Place the ranks of one host; return also what the user should know of it."""
     seen = visible_gpus(machine.gpus, environ)
     gpus = choose_gpus(seen, host.gpus, host.said_at or host.name)
     devices = assign_gpus(
@@ -305,7 +297,7 @@ def place_ranks(
         )
         for binding, device, port in zip(bindings, devices, ports, strict=True)
     )
-    return Placement(places, tuple(_notices(host.name, num_ranks, gpus, bindings)))
+    return places, tuple(_notices(host.name, num_ranks, gpus, bindings))
 
 
 def _title(gpu: Gpu | None) -> str:

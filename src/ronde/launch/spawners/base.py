@@ -1,11 +1,14 @@
-"""The interface of what starts a process on another host."""
+"""The interface of what starts a process on another host, and its first words."""
 
+import json
 import shlex
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, cast
 
-from ronde.errors import Failure
+import ronde
+from ronde.errors import Failure, LaunchError
 from ronde.launch.hosts.host import Host
 
 BOOTSTRAP = "import sys; del sys.path[0]; exec(sys.stdin.buffer.raw.readline(65536))"
@@ -17,6 +20,8 @@ that nothing behind it is. The first entry of the path is the directory that a l
 happens to begin in.
 """
 UNKNOWN_NAME = Failure("unknown name", "check the spelling")
+MAX_NOISE_BYTES = 64 << 10  # what is kept of the noise before a hello: the latest
+MAX_HELLO_BYTES = 8 << 10
 _NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
 _LONGEST_CHARS = 200
@@ -30,22 +35,22 @@ class Spawner(ABC):
 
     @abstractmethod
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        """Return the command that runs ``words`` there.
+        """Return the command that runs ``words``, which hold no secret, there.
 
         The command's standard input, output and error are those of the program, byte
         for byte, and end with it.
         """
 
     @abstractmethod
-    def explain(self, host: Host, exit_code: int, said: str) -> Failure:
-        """Say why the command ended before the program spoke."""
+    def explain(self, host: Host, exit_code: int, complaints: str) -> Failure:
+        """Return why the command ended before the program's hello."""
 
     def leads_by_name(self, name: str) -> bool:  # noqa: ARG002 - others have their own
         """Whether a host is reached by the address that its name has here, if any."""
         return False
 
 
-def type_there(program: str, host: Host) -> str:
+def shell_command(program: str, host: Host) -> str:
     """Return what stands before a command that a user wants to run on a host."""
     match program:
         case "srun":
@@ -53,27 +58,27 @@ def type_there(program: str, host: Host) -> str:
         case "mpirun":
             words = ["mpirun", "--host", host.name, "-n", "1"]
         case _:
-            words = ["ssh", *type_login(host)]
+            words = ["ssh", *ssh_destination(host)]
     return shlex.join(words)
 
 
-def type_login(host: Host) -> list[str]:
-    """Return the words by which ssh and ssh-copy-id are told of a host."""
+def ssh_destination(host: Host) -> list[str]:
+    """Return the words that name a host for ssh and ssh-copy-id."""
     port = ["-p", str(host.port)] if host.port else []
     return [*port, f"{host.user}@{host.name}" if host.user else host.name]
 
 
-def last_line(said: str) -> str:
-    """Return the last thing that was said, fit to be shown on one line; or empty."""
-    lines = ["".join(filter(str.isprintable, line)) for line in said.splitlines()]
-    told = [line.strip() for line in lines if line.strip()]
-    return told[-1][:_LONGEST_CHARS] if told else ""
+def last_line(text: str) -> str:
+    """Return the last line that is not blank, without control characters."""
+    lines = ["".join(filter(str.isprintable, line)) for line in text.splitlines()]
+    kept = [line.strip() for line in lines if line.strip()]
+    return kept[-1][:_LONGEST_CHARS] if kept else ""
 
 
-def explain_program(exit_code: int, said: str) -> Failure:
-    """Say why a host was reached, but the program there did not begin."""
-    last = last_line(said)
-    # csh says it with exit code 1.
+def explain_program(exit_code: int, complaints: str) -> Failure:
+    """Return why a host was reached, but the program there did not begin."""
+    last = last_line(complaints)
+    # csh reports it with exit code 1.
     is_missing = exit_code == _NOT_FOUND or last.endswith(": Command not found.")
     if is_missing or (exit_code == _NOT_EXECUTABLE and last):
         return Failure(
@@ -85,3 +90,83 @@ def explain_program(exit_code: int, said: str) -> Failure:
         f"no agent began ({how}): {last or 'and nothing was said'}",
         "run a command there by hand and see what it says",
     )
+
+
+class RemotePython(NamedTuple):
+    """What was found on a host; as ``remote_bootstrap`` sends it."""
+
+    python: str  # version of the Python there: ``3.11.2``
+    executable: str
+    ronde: str  # version of ronde there; empty where it cannot be imported
+    import_error: str
+    program: str = ""  # what led there: ``ssh``, ``srun`` or ``mpirun``
+
+    def problem(self, host: Host) -> Failure | None:
+        """Return why no agent of ours can work there, or None."""
+        here = "{}.{}".format(*sys.version_info[:2])
+        there = ".".join(self.python.split(".")[:2])
+        if here != there:
+            return Failure(
+                f"its Python is {self.python} ({self.executable}), here it is {here}",
+                f"name a Python {here} there with --python",
+            )
+        if self.ronde == ronde.__version__:
+            return None
+        words = [self.executable, "-m", "pip", "install", f"ronde=={ronde.__version__}"]
+        cure = f"{shell_command(self.program, host)} {shlex.join(words)}"
+        if self.ronde:
+            return Failure(
+                f"its ronde is {self.ronde}, here it is {ronde.__version__}", cure
+            )
+        if self.import_error.startswith("ModuleNotFoundError: No module named 'ronde'"):
+            return Failure(f"ronde is missing for {self.executable}", cure)
+        return Failure(f"its ronde cannot be imported: {self.import_error}", cure)
+
+
+_FIELDS = RemotePython._fields[:4]
+
+
+class HelloReader:
+    """Finds a sentinel among a login's noise, and reads the hello behind it."""
+
+    def __init__(self, program: str, sentinel: bytes) -> None:
+        self.found: RemotePython | None = None
+        self.noise = b""
+        self._program = program
+        self._sentinel = sentinel
+        self._hello: bytes | None = None
+
+    def feed(self, data: bytes) -> bytes | None:
+        """Take bytes; return what follows the hello, None while that is incomplete."""
+        if self._hello is None:
+            noise, is_found, after = (self.noise + data).partition(self._sentinel)
+            self.noise = noise[-MAX_NOISE_BYTES:]
+            if not is_found:
+                return None
+            data, self._hello = after, b""
+        self._hello, is_whole, after = (self._hello + data).partition(b"\n")
+        if len(self._hello) > MAX_HELLO_BYTES:
+            raise LaunchError(
+                f"greeting must have at most {MAX_HELLO_BYTES} bytes, got more."
+            )
+        if not is_whole:
+            return None
+        try:
+            decoded: object = json.loads(self._hello)
+        except (ValueError, RecursionError) as error:
+            raise LaunchError(f"greeting must be JSON: {error}.") from None
+        values = cast("dict[str, object]", decoded if isinstance(decoded, dict) else {})
+        texts = [text for n in _FIELDS if isinstance(text := values.get(n), str)]
+        if len(texts) != len(_FIELDS) or len(values) != len(_FIELDS):
+            raise LaunchError(
+                f"greeting must have the texts {', '.join(_FIELDS)}, "
+                f"got {decoded!r:.80}."
+            )
+        # They are shown on a terminal.
+        python, executable, version, import_error = (
+            "".join(filter(str.isprintable, text)) for text in texts
+        )
+        self.found = RemotePython(
+            python, executable, version, import_error, self._program
+        )
+        return after

@@ -95,13 +95,13 @@ class MpiSpawner(Spawner):
         user = ["-l", host.user] if host.user else []
         return shlex.join([*self._ssh_args, *port, *user])
 
-    def explain(self, host: Host, exit_code: int, said: str) -> Failure:
-        if any(words in said for words in _NO_PROGRAM):
+    def explain(self, host: Host, exit_code: int, complaints: str) -> Failure:
+        if any(words in complaints for words in _NO_PROGRAM):
             return Failure(
                 f"its Python is not there: {self._python}",
                 "name the one there with --python",
             )
-        told = "\n".join(line for line in said.splitlines() if line.strip("-"))
+        told = "\n".join(line for line in complaints.splitlines() if line.strip("-"))
         return explain_connection(host, told) or explain_program(exit_code, told)
 
 

@@ -48,8 +48,10 @@ class SlurmSpawner(Spawner):
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
         return [*_CLEARED, "srun", f"--nodelist={host.name}", *_STEP, "--", *words]
 
-    def explain(self, host: Host, exit_code: int, said: str) -> Failure:
-        told = "\n".join(line for line in said.splitlines() if _CHATTER not in line)
+    def explain(self, host: Host, exit_code: int, complaints: str) -> Failure:
+        told = "\n".join(
+            line for line in complaints.splitlines() if _CHATTER not in line
+        )
         if exit_code == _NOT_FOUND and "srun" in last_line(told):
             return Failure(f"srun is not there: {last_line(told)}", "name --launcher")
         for words, reason, cure in (

@@ -13,8 +13,8 @@ from ronde.launch.spawners.base import (
     Spawner,
     explain_program,
     last_line,
-    type_login,
-    type_there,
+    shell_command,
+    ssh_destination,
 )
 
 _FAILED = 255
@@ -122,14 +122,14 @@ class SshSpawner(Spawner):
         is_direct = not _PROXIES.search(asked.stdout)
         return is_same and is_direct and not any(map(_NAMES.search, texts))
 
-    def explain(self, host: Host, exit_code: int, said: str) -> Failure:
+    def explain(self, host: Host, exit_code: int, complaints: str) -> Failure:
         if exit_code != _FAILED:
-            return explain_program(exit_code, said)
-        failure = explain_connection(host, said)
+            return explain_program(exit_code, complaints)
+        failure = explain_connection(host, complaints)
         if failure is not None:
             return failure
-        last = last_line(said) or "it said nothing"
-        return Failure(f"ssh failed: {last}", type_there(self.name, host))
+        last = last_line(complaints) or "it complaints nothing"
+        return Failure(f"ssh failed: {last}", shell_command(self.name, host))
 
 
 def explain_connection(host: Host, said: str) -> Failure | None:
@@ -138,8 +138,8 @@ def explain_connection(host: Host, said: str) -> Failure | None:
         if re.search(pattern, said):
             known = f"[{host.name}]:{host.port}" if host.port not in {0, 22} else ""
             advice = cure.format(
-                ssh=type_there("ssh", host),
-                copy_id=shlex.join(["ssh-copy-id", *type_login(host)]),
+                ssh=shell_command("ssh", host),
+                copy_id=shlex.join(["ssh-copy-id", *ssh_destination(host)]),
                 # As known_hosts has it.
                 forget=shlex.join(["ssh-keygen", "-R", known or host.name]),
             )
