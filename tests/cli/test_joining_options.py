@@ -43,7 +43,7 @@ def token(tmp_path):
         (["--agent", "a:1", "true"], "program must be given to the head alone"),
         (["--agent", "a:1", "--nodes", "3"], "--nodes must be given to the head alone"),
         (["--agent", "a:1", "--hostfile", "f"], "--hostfile must stand without"),
-        (["--agent", "a:1", "--launcher", "mpi"], "--launcher must stand without --ag"),
+        (["--agent", "a:1", "--launcher", "ssh"], "--launcher must stand without --ag"),
         (["--agent", "a:1", "--sync", "."], "--sync must stand without --agent"),
         (["--agent", "a:1"], "--token-file must name a file"),
         (["--agent", "a:1", "--token-file", "TOKEN", "--slots", "0"], "--slots"),

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ronde.errors import Failure, HostFailure, UsageError
+from ronde.errors import Failure, HostFailure
 from ronde.launch.agent_start.starter import start_remote_agent
 from ronde.launch.hosts.host import Host
 from ronde.launch.spawners.base import last_line
-from ronde.launch.spawners.mpi import MpiSpawner, find_mpirun
 from ronde.launch.spawners.slurm import SlurmSpawner
 from ronde.launch.spawners.ssh import SshSpawner
 from ronde.render.hosts_table import tabulate_failures
@@ -288,30 +287,12 @@ def test_what_srun_says_is_told(said, reason):
     assert SlurmSpawner().explain(HOST, 2, said).reason == reason
 
 
-def test_a_warning_of_mpirun_is_no_refusal_of_ssh():
-    said = (
-        "[node1:34] plm:ssh: Warning: setpgid(37,37) failed in parent with "
-        "errno=Permission denied(13)\n------\nno more room\n------\n"
-    )
-    failure = MpiSpawner("mpirun", "python3").explain(HOST, 1, said)
-    assert failure.reason == "no agent began (exit code 1): no more room"
-
-
 def test_srun_hands_over_no_variable_but_those_of_a_login():
     words = SlurmSpawner().command(HOST, ["python3", "-c", "x"])
     exported = next(word for word in words if word.startswith("--export="))
     names = exported.partition("=")[2].split(",")
     assert set(names) == {"HOME", "USER", "LOGNAME", "SHELL", "PATH", "LD_LIBRARY_PATH"}
     assert words[-4:] == ["--", "python3", "-c", "x"]
-
-
-def test_an_mpirun_of_another_kind_is_refused(tmp_path):
-    other = tmp_path / "mpirun"
-    other.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
-    other.chmod(0o755)
-    assert find_mpirun(str(tmp_path)) == str(other)
-    with pytest.raises(UsageError, match=r"version 5, .* got .*Open MPI\) 4\.1\.4"):
-        MpiSpawner(str(other), "python3").command(HOST, ["true"])
 
 
 def test_what_a_host_says_is_shown_without_what_moves_a_terminal():

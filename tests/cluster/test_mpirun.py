@@ -74,24 +74,3 @@ def test_a_training_under_mpirun(mpi, cluster, tmp_path, local_loss):
     expected = local_loss(3)
     assert abs(digits.loss(3) - expected) <= tolerance(3, expected)
     assert_nothing_left(cluster)
-
-
-def test_ronde_run_starts_its_agents_by_mpirun(mpi, cluster):
-    options = ["--launcher", "mpi", "-H", HOSTS]
-    done = cluster.run(
-        cluster.hosts[0],
-        [
-            *(sys.executable, "-m", "ronde", "run", *options),
-            *("--ssh-args", f"-F {cluster.ssh_config}"),
-            *("sh", "-c", 'echo "$(hostname) has rank $RANK of $WORLD_SIZE"; exit 7'),
-        ],
-        env=mpi.environment,
-        timeout_s=LIMIT_S,
-    )
-    assert done.returncode == 7, done.stderr
-    told = {line for line in done.stdout.splitlines() if "has rank" in line}
-    hosts = ("node1", "node1", "node2")
-    known = {f"[{h}:{r}] {h} has rank {r} of 3" for r, h in enumerate(hosts)}
-    assert told, done.stderr
-    assert told <= known
-    assert_nothing_left(cluster)

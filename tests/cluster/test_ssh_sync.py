@@ -21,14 +21,11 @@ from ronde.errors import HostError
 from ronde.launch.signals import InterruptedStartError
 from ronde.launch.hosts.host import Host
 from ronde.launch.signals import caught_signals
-from ronde.launch.spawners.mpi import MpiSpawner
 from ronde.launch.spawners.ssh import SshSpawner
 from ronde.launch.spawners.sync import sync_folder
 
-folder, how, config, *names = sys.argv[1:]
-args = ["-F", config]
-mpirun = sys.prefix + "/bin/mpirun"
-spawner = SshSpawner(args) if how == "ssh" else MpiSpawner(mpirun, sys.executable, args)
+folder, config, *names = sys.argv[1:]
+spawner = SshSpawner(["-F", config])
 with caught_signals() as signal_fd:
     print("begun", flush=True)
     try:
@@ -79,9 +76,9 @@ def shell(cluster, number, script, folder=FOLDER):
     return done.stdout
 
 
-def sync(cluster, *names, how="ssh", path="/usr/bin:/bin", folder=FOLDER):
+def sync(cluster, *names, path="/usr/bin:/bin", folder=FOLDER):
     program = ["env", "-i", f"PATH={path}", f"HOME={Path.home()}", sys.executable]
-    words = [*program, "-c", DRIVER, str(folder), how, str(cluster.ssh_config)]
+    words = [*program, "-c", DRIVER, str(folder), str(cluster.ssh_config)]
     done = cluster.run(cluster.hosts[0], [*words, *names], timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -135,13 +132,6 @@ def test_a_second_copy_changes_what_changed_and_deletes_nothing(cluster, source)
     sync(cluster, "node2")
     read = 'cat "$1/main it.py" "$1/checkpoint"'
     assert shell(cluster, 1, read) == "print(2)\nmine\n"
-
-
-def test_a_folder_goes_by_mpirun_too(cluster, source):
-    if not Path(sys.prefix, "bin", "ompi_info").exists():
-        pytest.skip("Open MPI is not installed beside this Python")
-    assert sync(cluster, "node2", how="mpi")["files"] == 5
-    assert_same(cluster, [1])
 
 
 def test_hosts_that_do_not_get_it_are_told_by_name(cluster, source, tmp_path):

@@ -1,7 +1,6 @@
 """How other hosts are reached: the options for that, and what they stand for."""
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from ronde.errors import UsageError
 from ronde.launch.spawners.base import Spawner
 
-_LAUNCHERS = ("auto", "ssh", "slurm", "mpi")
+_LAUNCHERS = ("auto", "ssh", "slurm")
 
 
 def add_ssh_options(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +18,8 @@ def add_ssh_options(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         default="auto",
         metavar="NAME",
-        help="how to start programs on other hosts: ssh, slurm (srun), mpi "
-        "(mpirun) or auto: slurm for the hosts of its allocation, else ssh "
-        "(default: auto)",
+        help="how to start programs on other hosts: ssh, slurm (srun) or auto: slurm "
+        "for the hosts of its allocation, else ssh (default: auto)",
     )
     add(
         "--ssh-args",
@@ -52,10 +50,8 @@ def make_spawner(
             return _slurm(environ) if is_slurm else _ssh(ssh_args)
         case "ssh":
             return _ssh(ssh_args)
-        case "slurm":
-            return _slurm(environ)
         case _:
-            return _mpi(environ, options.python, ssh_args)
+            return _slurm(environ)
 
 
 def require_launcher(name: str) -> str:
@@ -99,9 +95,3 @@ def _slurm(environ: Mapping[str, str]) -> Spawner:
     from ronde.launch.spawners.slurm import SlurmSpawner
 
     return SlurmSpawner()
-
-
-def _mpi(environ: Mapping[str, str], python: str, ssh_args: Sequence[str]) -> Spawner:
-    from ronde.launch.spawners.mpi import MpiSpawner, find_mpirun
-
-    return MpiSpawner(find_mpirun(environ.get("PATH", os.defpath)), python, ssh_args)

@@ -6,9 +6,9 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ronde.launch.agent.diagnostics import StackTaker
 from ronde.launch.agent.mpi_world import MpiWorld
@@ -48,7 +48,10 @@ _NOTICES_BYTES = 64 << 10
 
 @contextmanager
 def inherited_binding(cpus: Sequence[int], memory_node: int) -> Generator[str]:
-    """Bind this process, and so what it starts meanwhile; then undo it."""
+    """Bind this process, and so what it starts meanwhile; then undo it.
+
+    Gives what could not be done, else an empty text.
+    """
     before = os.sched_getaffinity(0)
     had_policy = memory_node == UNKNOWN_NODE or _policy() != _DEFAULT
     try:
@@ -62,33 +65,33 @@ def inherited_binding(cpus: Sequence[int], memory_node: int) -> Generator[str]:
 
 
 def bind_self(cpus: Sequence[int], memory_node: int) -> str:
-    """Bind this process for good; return what could not be done, else an empty text."""
-    refused = [_run_on(cpus)] if cpus else []
+    """Bind this process for good; return what could not be done, else an empty text.
+
+    No CPUs leave them as they are.
+    """
+    refused: list[str] = []
+    if cpus:
+        try:
+            os.sched_setaffinity(0, cpus)
+            # What the cpuset does not hold, the kernel leaves out without an error.
+            if missing := set(cpus) - os.sched_getaffinity(0):
+                refused.append(f"CPUs {format_list(missing)}: not in the cpuset")
+        except OSError as error:
+            refused.append(f"CPUs {format_list(cpus)}: {error.strerror}")
     if memory_node != UNKNOWN_NODE and _policy() == _DEFAULT:
         number = _set_policy(_PREFERRED, memory_node)
-        refused += [f"memory node {memory_node}: {os.strerror(number)}"] * bool(number)
-    return "; ".join(filter(None, refused))
-
-
-def _run_on(cpus: Sequence[int]) -> str:
-    try:
-        os.sched_setaffinity(0, cpus)
-    except OSError as error:
-        return f"CPUs {format_list(cpus)}: {error.strerror}"
-    # What the cpuset does not hold, the kernel leaves out and says nothing.
-    missing = set(cpus) - os.sched_getaffinity(0)
-    return f"CPUs {format_list(missing)}: not in the cpuset" if missing else ""
+        if number:
+            refused.append(f"memory node {memory_node}: {os.strerror(number)}")
+    return "; ".join(refused)
 
 
 def _policy() -> int:
+    """Return this process's memory policy, the default where it is unknown."""
     mode = ctypes.c_int(_DEFAULT)
     get, _ = _CALLS.get(os.uname().machine, (0, 0))
     if get:
-        none = ctypes.c_void_p()
-        _LIBC.syscall(
-            *(ctypes.c_long(get), ctypes.byref(mode), none, ctypes.c_ulong(0)),
-            *(none, ctypes.c_ulong(0)),
-        )
+        none, zero = ctypes.c_void_p(), ctypes.c_ulong(0)
+        _LIBC.syscall(ctypes.c_long(get), ctypes.byref(mode), none, zero, none, zero)
     return mode.value
 
 
@@ -101,11 +104,9 @@ def _set_policy(mode: int, node: int) -> int:
     mask = (ctypes.c_uint64 * max(1, words))()
     if words:
         mask[-1] = 1 << node % _BITS
-    # The kernel takes one bit less than it is told.
-    num_bits = words * _BITS + 1
-    done = _LIBC.syscall(
-        *(ctypes.c_long(call), ctypes.c_int(mode), mask, ctypes.c_ulong(num_bits))
-    )
+    # The kernel takes one bit less than it is given.
+    num_bits = ctypes.c_ulong(words * _BITS + 1)
+    done = _LIBC.syscall(ctypes.c_long(call), ctypes.c_int(mode), mask, num_bits)
     return ctypes.get_errno() if done != 0 else 0
 
 
@@ -117,8 +118,7 @@ class OutputPipe:
     stream: Stream
     fd: int  # non-blocking, open for reading
     is_open: bool = True  # false once all writers are gone and all is read
-    # when the last Python traceback was read from stderr, on the monotonic clock; 0 for
-    # never
+    # when the last Python traceback was read from stderr, monotonic; 0 for never
     traceback_s: float = 0.0
     _before: bytes = b""
 
@@ -151,17 +151,17 @@ class RankProcess:
     rank: int
     process: "subprocess.Popen[bytes]"
     pipes: tuple[OutputPipe, OutputPipe]
-    is_running: bool = field(default=True)
-    # when it was seen to end by itself, on the monotonic clock; 0 for not before it was
-    # reaped
+    is_running: bool = True
+    # when it was seen to end by itself, monotonic; 0 for not before it was reaped
     began_s: float = 0.0
 
     @property
     def pid(self) -> int:
+        """The rank's process, which is also the number of its process group."""
         return self.process.pid
 
-    def noticed(self, at_s: float, pid: int) -> None:
-        """Take note that a process of the rank said that it exits.
+    def notice_exit(self, at_s: float, pid: int) -> None:
+        """Note that a process of the rank announced its exit.
 
         Where that is gone and the rank is not, a wrapper goes on with something else.
         """
@@ -171,6 +171,7 @@ class RankProcess:
             self.began_s = at_s
 
     def reaped(self, status: int) -> int:
+        """Note the end; return the exit code, or minus the signal."""
         self.is_running = False
         # Popen must know: only the agent's own waitpid saw it.
         self.process.returncode = os.waitstatus_to_exitcode(status)
@@ -184,7 +185,17 @@ def start_rank(
     *,
     inherited_fds: Sequence[int],
 ) -> RankProcess:
-    """Start one rank in a session of its own, which dies with this process."""
+    """Start one rank in a session of its own, which dies with this process.
+
+    Must be called from a process with one thread.
+    """
+    agent_pid = os.getpid()
+
+    def before_exec() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, _LIMIT_BEFORE)
+        if not die_with_parent(agent_pid, signal.SIGKILL):
+            os._exit(1)
+
     pipes: list[OutputPipe] = []
     write_fds: list[int] = []
     try:
@@ -202,7 +213,7 @@ def start_rank(
             start_new_session=True,
             pass_fds=inherited_fds,
             # The agent has one thread, so that code between fork and exec is safe.
-            preexec_fn=_before_exec(os.getpid()),  # noqa: PLW1509
+            preexec_fn=before_exec,  # noqa: PLW1509
         )
     except OSError:
         for pipe in pipes:
@@ -215,19 +226,13 @@ def start_rank(
 
 
 def allow_ranks(num_ranks: int) -> None:
-    """Let this process have the pipes of so many ranks."""
+    """Let this process have the pipes of so many ranks.
+
+    The ranks themselves get the limit that was there before.
+    """
     least = num_ranks * _FDS_PER_RANK + LEAST_OPEN_FILES
     require_open_files(least, _LIMIT_BEFORE[1], f"for {num_ranks} ranks on a host")
     raise_open_files_limit(least + max_connections(num_ranks) + _OTHER_FDS)
-
-
-def _before_exec(agent_pid: int) -> Callable[[], None]:
-    def before_exec() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, _LIMIT_BEFORE)
-        if not die_with_parent(agent_pid, signal.SIGKILL):
-            os._exit(1)
-
-    return before_exec
 
 
 class RankGroup:
@@ -246,16 +251,16 @@ class RankGroup:
         return any(rank.is_running for rank in self._by_pid.values())
 
     def prepare(self, job: NodeJob) -> None:
+        """Start what the ranks of the job need before them."""
         if job.is_mpi:
-            self._mpi = MpiWorld(len(job.ranks), _environment(job))
+            env = base_environment(own_environment()) | job.env
+            self._mpi = MpiWorld(len(job.ranks), env)
 
     def start(
-        self,
-        job: NodeJob,
-        command: Sequence[str],
-        whereabouts: dict[str, str],
+        self, job: NodeJob, command: Sequence[str], where: dict[str, str]
     ) -> list[RankProcess]:
-        base = _environment(job) | whereabouts
+        """Start all ranks of the job."""
+        base = base_environment(own_environment()) | job.env | where
         self._notices, notices = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         inode = os.fstat(notices).st_ino
         try:
@@ -280,7 +285,7 @@ class RankGroup:
         self._stacks.ask({rank.rank: rank.pid for rank in ranks if rank.is_running})
 
     def close(self) -> None:
-        """End what ``prepare`` started; the ranks need it no more."""
+        """End what the ranks needed."""
         if self._mpi is not None:
             self._mpi.close()
             self._mpi = None
@@ -289,7 +294,10 @@ class RankGroup:
             self._notices = -1
 
     def look_for_ends(self) -> None:
-        """Take note of ranks that have begun to end and are not reaped yet."""
+        """Note the ranks that have begun to end and are not reaped yet.
+
+        They announce it (``world.exit_notice``), or dump core.
+        """
         now_s = time.monotonic()
         by_rank = {rank.rank: rank for rank in self._by_pid.values()}
         with suppress(BlockingIOError):
@@ -298,7 +306,8 @@ class RankGroup:
                 with suppress(ValueError, KeyError):
                     number, at_s, pid = line.split()
                     # What is in a time namespace has a clock of its own.
-                    by_rank[int(number)].noticed(min(float(at_s), now_s), int(pid))
+                    exit_s = min(float(at_s), now_s)
+                    by_rank[int(number)].notice_exit(exit_s, int(pid))
         for rank in by_rank.values():
             if rank.is_running and not rank.began_s and is_dumping_core(rank.pid):
                 rank.began_s = now_s
@@ -319,8 +328,7 @@ class RankGroup:
         """
         groups = {pid for pid, rank in self._by_pid.items() if rank.is_running}
         for group in (groups | self._groups_left()).difference(spared):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, number)
+            _signal_group(group, number)
 
     def stop(self, number: int) -> None:
         """Signal every group, and wake what is stopped so that it takes notice.
@@ -336,11 +344,12 @@ class RankGroup:
         self.send(signal.SIGCONT)
 
     def stop_rest(self, rank: RankProcess, number: int) -> None:
+        """Signal what a rank that was spared left in its group."""
         if rank.pid in self._spared and rank.pid in self._groups_left():
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(rank.pid, number)
+            _signal_group(rank.pid, number)
 
     def has_members(self) -> bool:
+        """Whether any process is left in the process group of any rank."""
         return self.is_running or bool(self._groups_left())
 
     def _groups_left(self) -> set[int]:
@@ -348,5 +357,6 @@ class RankGroup:
         return {p.group for p in below if not p.is_zombie} & self._by_pid.keys()
 
 
-def _environment(job: NodeJob) -> dict[str, str]:
-    return base_environment(own_environment()) | job.env
+def _signal_group(group: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)

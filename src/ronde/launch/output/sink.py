@@ -84,11 +84,6 @@ class SinkWrapper:
 
     def __init__(self, inner: OutputSink) -> None:
         self._inner = inner
-        self.notice = inner.notice
-        self.stacks = inner.stacks
-        self.tick = inner.tick
-        self.write_to = inner.write_to
-        self.discard = inner.discard
 
     def begin(self, generation: Generation) -> None:
         self._inner.begin(generation)
@@ -96,8 +91,23 @@ class SinkWrapper:
     def output(self, output: Output, now_s: float) -> None:
         self._inner.output(output, now_s)
 
+    def notice(self, text: str) -> None:
+        self._inner.notice(text)
+
+    def stacks(self, taken: Sequence[RankStacks]) -> None:
+        self._inner.stacks(taken)
+
     def finished(self, result: JobResult) -> None:
         self._inner.finished(result)
+
+    def tick(self, now_s: float) -> float | None:
+        return self._inner.tick(now_s)
+
+    def write_to(self, fd: int) -> None:
+        self._inner.write_to(fd)
+
+    def discard(self) -> None:
+        self._inner.discard()
 
     @property
     def pending_fds(self) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ class Spawner(ABC):
     """Builds the command that runs a program on a host, and explains its failures."""
 
     name: ClassVar[str]
-    """The program that does it: ``ssh``, ``srun``, ``mpirun``."""
+    """The program that does it: ``ssh`` or ``srun``."""
 
     @abstractmethod
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
@@ -52,14 +52,9 @@ class Spawner(ABC):
 
 def shell_command(program: str, host: Host) -> str:
     """Return what stands before a command that a user wants to run on a host."""
-    match program:
-        case "srun":
-            words = ["srun", "--overlap", "-N1", "-n1", "-w", host.name]
-        case "mpirun":
-            words = ["mpirun", "--host", host.name, "-n", "1"]
-        case _:
-            words = ["ssh", *ssh_destination(host)]
-    return shlex.join(words)
+    if program == "srun":
+        return shlex.join(["srun", "--overlap", "-N1", "-n1", "-w", host.name])
+    return shlex.join(["ssh", *ssh_destination(host)])
 
 
 def ssh_destination(host: Host) -> list[str]:
@@ -99,7 +94,7 @@ class RemotePython(NamedTuple):
     executable: str
     ronde: str  # version of ronde there; empty where it cannot be imported
     import_error: str
-    program: str = ""  # what led there: ``ssh``, ``srun`` or ``mpirun``
+    program: str = ""  # what led there: ``ssh`` or ``srun``
 
     def problem(self, host: Host) -> Failure | None:
         """Return why no agent of ours can work there, or None."""
