@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from ronde.errors import HostError, UsageError
-from ronde.launch.joining import join_client, join_server as door
+from ronde.launch.joining import join_client, join_server
 from ronde.launch.joining.channel import make_head_tls, make_node_context, release
 from ronde.launch.joining.join_client import JoinRequest, join_head
 from ronde.launch.joining.join_server import JoinConfig, wait_for_nodes
@@ -100,7 +100,7 @@ def joined(head, fd, **options):
     try:
         yield channel
     finally:
-        channel.close()
+        channel.kill()
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def test_bytes_go_both_ways_as_they_are(start_head, signals):
     with joined(head, signals[0]) as channel:
         [(_, transport)] = head.nodes()
         to_head = carry(channel.write, transport.read, lambda: transport.read_fd, data)
-        to_node = carry(transport.write, channel.read, lambda: channel.fd, data)
+        to_node = carry(transport.write, channel.read, lambda: channel.read_fd, data)
         transport.kill()
     assert to_head == data
     assert to_node == data
@@ -220,7 +220,7 @@ def test_no_data_stays_behind_where_no_poll_tells_of_it(start_head, signals):
 
 def _write_all(channel, left):
     poll = select.poll()
-    poll.register(channel.fd, select.POLLOUT)
+    poll.register(channel.read_fd, select.POLLOUT)
     while left and poll.poll(TIMEOUT_S * 1000):
         left = left[channel.write(left) :]
 
@@ -234,14 +234,14 @@ def test_the_end_and_the_last_word_of_each_side_arrive(start_head, signals):
         assert _read_one(channel) == b"last"
         assert (channel.is_ended, channel.result) == (True, None)
         assert transport.wait(0.05) is None
-        channel.tell_result(9)
+        channel.send_result(9)
         assert transport.wait(TIMEOUT_S) == 9
         assert transport.read() == b""
         dismissing = threading.Thread(target=release, args=([transport], 42))
         dismissing.start()
         assert _read_one(channel) == b""
         assert channel.result == 42
-        channel.close()
+        channel.kill()
         dismissing.join(TIMEOUT_S)
         assert not dismissing.is_alive()
 
@@ -261,7 +261,7 @@ def _read_one(channel):
     ends_at = time.monotonic() + TIMEOUT_S
     while (data := channel.read()) is None and time.monotonic() < ends_at:
         poll = select.poll()
-        poll.register(channel.fd, select.POLLIN)
+        poll.register(channel.read_fd, select.POLLIN)
         poll.poll(100)
     return data
 
@@ -399,7 +399,7 @@ def test_a_node_does_not_take_its_own_proof_for_the_heads():
     with (
         fake_head(reflect) as port,
         pytest.raises(
-            door.AuthenticationError, match="is not the head, or stands between"
+            join_server.AuthenticationError, match="is not the head, or stands between"
         ),
     ):
         knock_once(port)
@@ -428,7 +428,7 @@ def test_a_head_of_another_version_says_so():
 
     with (
         fake_head(be_newer) as port,
-        pytest.raises(door.LaunchError, match=r"got 65535\. Run the same"),
+        pytest.raises(join_server.LaunchError, match=r"got 65535\. Run the same"),
     ):
         knock_once(port)
 
@@ -450,7 +450,7 @@ def test_a_hundred_silent_connections_do_not_keep_a_node_out(start_head, signals
 def test_who_sends_a_byte_now_and_then_is_turned_out_in_time(
     start_head, signals, monkeypatch
 ):
-    monkeypatch.setattr(door, "PROOF_S", 0.5)
+    monkeypatch.setattr(join_server, "AUTHENTICATE_S", 0.5)
     head = start_head()
     with socket.create_connection((HERE, head.port), TIMEOUT_S) as sock:
         begun_at = time.monotonic()

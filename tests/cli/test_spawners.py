@@ -63,9 +63,9 @@ def end(transport):
 def test_an_agent_is_met_behind_any_noise():
     noise = "head -c 100000 /dev/zero; echo '{\"python\": 1}'; printf '$ '; "
     transport, hello_reader, rest = meet(Here(noise))
-    assert hello_reader.met is not None
-    assert hello_reader.met.problem(HOST) is None
-    assert hello_reader.met.executable == sys.executable
+    assert hello_reader.found is not None
+    assert hello_reader.found.problem(HOST) is None
+    assert hello_reader.found.executable == sys.executable
     assert hello_reader.noise.endswith(b'{"python": 1}\n$ ')
     while len(rest) < 5:
         assert select.select([transport.read_fd], [], [], LIMIT_S)[0]
@@ -78,7 +78,7 @@ def test_an_agent_is_met_behind_any_noise():
 def test_a_login_that_writes_back_what_it_is_sent_is_noise():
     echoing = "read -r line; printf '%s\\n' \"$line\"; printf '%s\\n' \"$line\" | "
     transport, hello_reader, _ = meet(Here(echoing))
-    assert hello_reader.met is not None
+    assert hello_reader.found is not None
     assert b"arrive(" in hello_reader.noise
     end(transport)
 
@@ -100,7 +100,7 @@ def test_the_line_that_others_can_read_is_the_same_for_all():
 
 def test_what_does_not_start_is_told_by_its_exit_code():
     transport, hello_reader, rest = meet(Here(), python="/no/python")
-    assert (hello_reader.met, rest) == (None, None)
+    assert (hello_reader.found, rest) == (None, None)
     assert transport.wait(LIMIT_S) == 127
     transport.close()
 
@@ -109,7 +109,7 @@ def test_starting_waits_for_nobody():
     link = start_remote_agent(Here("exec sleep 1000; "), HOST, sys.executable)
     transport = link.transport
     assert transport.read() is None
-    assert link.hello_reader.met is None
+    assert link.hello_reader.found is None
     transport.kill()
     assert end(transport) == -signal.SIGKILL
 

@@ -113,7 +113,6 @@ def find_traceback(lines: Sequence[str]) -> str:
 
 
 def _is_farewell(lines: Sequence[str]) -> bool:
-    """Whether these are but what is written while a process ends."""
     is_ignored = False
     for line in lines:
         if _NOT_FATAL.search(line):
@@ -309,7 +308,6 @@ def find_awaited(end: RankEnd, running: Collection[int]) -> set[int]:
 
 
 def _dated(ends: Sequence[RankEnd]) -> list[RankEnd]:
-    """Return the ends, none of which began later than others took note of it."""
     noted: dict[int, float] = {}
     for end in ends:
         for rank in end.lost_ranks:

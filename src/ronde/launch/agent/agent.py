@@ -117,7 +117,6 @@ def run_reaped(work: Callable[[], int], directory: Path) -> NoReturn:
 
 
 def _wait_for_child(child: int) -> int:
-    """Return the child's wait status, reaping the orphans that end before it."""
     look = os.WEXITED | os.WSTOPPED | os.WNOWAIT
     while True:
         news = os.waitid(os.P_ALL, 0, look)
@@ -224,7 +223,6 @@ class Agent:
             self._reader.pace()
 
     def _doubt_controller(self) -> None:
-        """Wait for the controller as long again, if its host answers."""
         # Imported where it is needed: most agents hear of their controller.
         from ronde.launch.placement.network import find_answering
 

@@ -176,7 +176,6 @@ def _read(path: str) -> str:
 
 
 def _explain_shared_memory() -> str:
-    """Say how full shared memory is, where that may be why."""
     try:
         room = os.statvfs(_MEMORY_DIR)
     except OSError:
@@ -346,7 +345,6 @@ class _StackRequest:
 
 
 def _read_signals(pid: int) -> _Signals:
-    """Return what the kernel says of our signal in all threads of a process."""
     bit = 1 << (_SIGNAL - 1)
     blocked_in: set[str] = set()
     is_pending = is_caught = False

@@ -129,13 +129,11 @@ class LocalJob:
                 self._reader.add(pipe)
 
     def call_off(self) -> None:
-        """End a job that was not started: another comes in its place."""
         if self.phase is not JobPhase.PREPARING:
             raise LaunchError("Prepare must come while no ranks run.")
         self._end()
 
     def take_stacks(self) -> None:
-        """Have the stacks of all ranks that run sent."""
         if self.phase in (JobPhase.RUNNING, JobPhase.STOPPING):
             self.ranks.ask_for_stacks()
 
@@ -212,7 +210,6 @@ class LocalJob:
 
 
 def _fence_off(job_marker: str) -> None:
-    """See that nothing of an earlier generation is left here."""
     left = await_empty(job_marker, _FENCE_S)
     if left:
         raise LaunchError(

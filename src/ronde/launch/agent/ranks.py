@@ -86,7 +86,6 @@ def bind_self(cpus: Sequence[int], memory_node: int) -> str:
 
 
 def _policy() -> int:
-    """Return this process's memory policy, the default where it is unknown."""
     mode = ctypes.c_int(_DEFAULT)
     get, _ = _CALLS.get(os.uname().machine, (0, 0))
     if get:
@@ -251,7 +250,6 @@ class RankGroup:
         return any(rank.is_running for rank in self._by_pid.values())
 
     def prepare(self, job: NodeJob) -> None:
-        """Start what the ranks of the job need before them."""
         if job.is_mpi:
             env = base_environment(own_environment()) | job.env
             self._mpi = MpiWorld(len(job.ranks), env)
@@ -285,7 +283,6 @@ class RankGroup:
         self._stacks.ask({rank.rank: rank.pid for rank in ranks if rank.is_running})
 
     def close(self) -> None:
-        """End what the ranks needed."""
         if self._mpi is not None:
             self._mpi.close()
             self._mpi = None
@@ -344,7 +341,6 @@ class RankGroup:
         self.send(signal.SIGCONT)
 
     def stop_rest(self, rank: RankProcess, number: int) -> None:
-        """Signal what a rank that was spared left in its group."""
         if rank.pid in self._spared and rank.pid in self._groups_left():
             _signal_group(rank.pid, number)
 

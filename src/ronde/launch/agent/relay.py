@@ -61,7 +61,6 @@ class OutputSender:
 
     @property
     def is_full(self) -> bool:
-        """Whether the ranks should not be read for now."""
         return self._waiting_bytes >= _FULL_BYTES
 
     @property
@@ -75,35 +74,29 @@ class OutputSender:
         return not waiting and not self.is_writing
 
     def send(self, message: FromAgent) -> None:
-        """Send a message ahead of all output that waits."""
         self._writer.send(encode(message))
 
     def send_last(self, message: FromAgent) -> None:
-        """Send a message when all output is sent."""
         self._last_message = message
         self.flush()
 
     def put(self, output: Output) -> None:
-        """Send output when there is credit for it."""
         if not self._is_discarding:
             self._waiting.append(output)
             self._waiting_bytes += len(output.data)
             self.flush()
 
     def discard(self) -> None:
-        """Forget the output that waits, and what comes."""
         self._is_discarding = True
         self._waiting.clear()
         self._waiting_bytes = 0
 
     def relay(self, relayed: Relayed) -> None:
-        """Send what goes to the store, ahead of all output."""
         self._relayed.append(relayed)
         self._relayed_bytes += len(relayed.data)
         self.flush()
 
     def grant(self, num_bytes: int) -> None:
-        """Add the controller's credit."""
         self._credit_bytes += num_bytes
         self.flush()
 
@@ -239,14 +232,12 @@ class StoreRelay:
             self._write(connection)
 
     def pace(self) -> None:
-        """Stop or go on reading, as the sender is full or not."""
         if self._is_reading is self._sender.is_store_full:
             self._is_reading = not self._is_reading
             for connection in self._by_fd.values():
                 self._watch(connection)
 
     def close(self) -> None:
-        """End all connections: the generation is over."""
         if self._listener.fileno() >= 0:
             self._selector.unregister(self._listener)
             self._listener.close()
@@ -300,7 +291,6 @@ class StoreRelay:
         self._watch(connection)
 
     def _watch(self, connection: _Connection) -> None:
-        """Have the loop look for what this connection needs now."""
         events = selectors.EVENT_READ if self._is_reading else 0
         events |= selectors.EVENT_WRITE if connection.unsent else 0
         if events == connection.events:

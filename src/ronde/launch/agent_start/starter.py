@@ -98,7 +98,6 @@ class AgentStarter:
 
     @functools.cached_property
     def spawner(self) -> Spawner:
-        """What leads to other hosts."""
         if self._make_spawner is None:
             raise AssertionError("all hosts were to be this machine")
         return self._make_spawner()
@@ -337,7 +336,6 @@ def _explain_no_start(error: OSError) -> Failure:
 
 
 def _complaints(node: AgentNode) -> str:
-    """Return what came from a host that was no agent's, the latest last."""
     reader = node.link.hello_reader
     noise = reader.noise.decode("utf-8", "backslashreplace") if reader else ""
     return "\n".join(filter(None, (noise.strip(), node.link.last_words)))

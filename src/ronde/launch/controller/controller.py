@@ -144,7 +144,6 @@ class Controller:
         jobs: Sequence[NodeJob],
         port: int,
     ) -> JobResult:
-        """Run one generation of ranks to its end."""
         self._output.begin(Generation(plan.facts.job_id, jobs[0].epoch, plan.hosts))
         Starting(self._loop).await_output()
 

@@ -126,7 +126,6 @@ def _slots(node: AgentNode, num_hosts: int) -> int:
 def _place(
     spec: JobSpec, node: AgentNode, share: HostShare
 ) -> tuple[tuple[RankResources, ...], tuple[str, ...]]:
-    """Return what a host gives its ranks, and what the user should know of that."""
     machine, num_ranks = node.met.machine, len(share.ranks)
     if spec.placement is None and not node.host.gpus:
         num_cores = max(1, usable_cores(machine) // num_ranks)

@@ -41,7 +41,6 @@ class JobPlan(NamedTuple):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The name of each rank's host."""
         return tuple(share.host.name for share in self.shares for _ in share.ranks)
 
     @property
@@ -49,7 +48,6 @@ class JobPlan(NamedTuple):
         return len(self.hosts)
 
     def jobs(self, epoch: int) -> tuple[NodeJob, ...]:
-        """Return the job of each host's agent for one generation."""
         facts, worlds = self.facts._replace(epoch=epoch), self._worlds()
         indices = range(len(self.shares))
         return tuple(self._job(facts, index, worlds) for index in indices)
@@ -81,7 +79,6 @@ class JobPlan(NamedTuple):
         )
 
     def _worlds(self) -> Iterator[World]:
-        """Yield what each rank knows of all, by rank."""
         sizes = [len(share.ranks) for share in self.shares]
         hosts = tuple(share.host.name for share in self.shares)
         num_at = [sum(size > local for size in sizes) for local in range(max(sizes))]

@@ -236,7 +236,6 @@ class Running(Handler):
             self._send(TakeStacks())
 
     def _unheard(self) -> list[int]:
-        """Return the ranks whose stacks are still waited for."""
         return [
             number
             for number, rank in self._ranks.items()
@@ -256,14 +255,12 @@ class Running(Handler):
             self._interrupt(TIMED_OUT, signal.SIGTERM)
 
     def take_broken_output(self, number: int) -> None:
-        """End a job that nobody listens to."""
         if not self._is_stopping:
             self._interrupted_by = number
             self._loop.is_hurried = True
             self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
 
     def _stop_if_caused(self, exited: Exited) -> None:
-        """End the job if a rank failed, unless the cause is still about to end."""
         number = exited.rank
         was_awaited = number in self._awaited
         self._awaited.discard(number)

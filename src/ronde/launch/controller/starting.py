@@ -65,7 +65,6 @@ class Starting(Handler):
         return max(a.master_port for a in answers if isinstance(a, Ready))
 
     def await_output(self) -> None:
-        """Wait until all is there that the ranks' output goes to."""
         loop = self._loop
         loop.progress.begin("to be ready", lambda: ["the output"])
         loop.serve(self, lambda: loop.output.is_settled, lambda: float("inf"))

@@ -144,7 +144,6 @@ def _start(script: str) -> "subprocess.Popen[bytes]":
 def _read_printed(
     process: "subprocess.Popen[bytes]", signal_fd: int, timeout_s: float
 ) -> str:
-    """Return what a script prints."""
     if process.stdout is None:
         raise AssertionError("the script was given a pipe")
     ends_at_s = time.monotonic() + timeout_s

@@ -1,22 +1,22 @@
 """Addresses and encrypted connections between the head and the nodes that join.
 
 What goes through are records: a kind, a length, a body. TLS alone would do for the
-bytes, but not for their end: the head has to close the agent's input and to send the
-job's exit code after that.
+bytes, but not for their end: the head closes the agent's input, and sends the job's
+exit code after that.
 """
 
 import datetime as dt
 import os
-import select
 import socket
 import ssl
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from enum import IntEnum
 from struct import Struct
+from typing import NamedTuple
 
-from ronde.addresses import InterfaceAddress, family_of, is_loopback, read_interfaces
+from ronde.addresses import family_of, is_loopback, read_interfaces
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.signals import wait_for
 
@@ -36,7 +36,6 @@ _KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 _GOODBYE_S = 2.0
-_UNANSWERED_NODE_S = 20.0  # longer than the head gives a silent node
 
 
 def is_wildcard(address: str) -> bool:
@@ -64,43 +63,41 @@ def parse_endpoint(text: str, option: str) -> tuple[str, int]:
 
 
 def choose_address(host: str, interface: str = "") -> str:
-    """Return the one numeric address to listen on."""
+    """Return the one numeric address to listen on, of what the user named.
+
+    No host means the address that this machine's own name stands for, or else the only
+    one that it, or the interface, has.
+
+    Raises:
+        UsageError: There is no such address, or more than one.
+    """
     if host:
-        return _resolve(host)
+        found = _resolve(host)
+        # A name may stand for its loopback address besides the real one.
+        found = [a for a in found if not is_loopback(a)] or found
+        if found:
+            return found[0]
+        raise UsageError(
+            f"--listen must be an address of this machine, got {host!r}, which no "
+            "address is known for. Type: --listen ADDRESS:PORT"
+        )
     own = [a for a in read_interfaces() if interface in ("", a.interface)]
-    named = [] if interface else _resolve_all(socket.gethostname())
+    named = [] if interface else _resolve(socket.gethostname())
     for each in own:
         if each.address in named:
             return each.address
     first_of_each = {each.interface: each.address for each in reversed(own)}
     if len(first_of_each) == 1:
         return first_of_each.popitem()[1]
+    names = ", ".join(f"{each.address} ({each.interface})" for each in own)
+    there = f"are several: {names}" if own else "is none that others could reach"
     raise UsageError(
-        f"--listen must say one address of this machine, got a port alone, and there "
-        f"{_several(own)}. Type: --listen ADDRESS:PORT"
+        "--listen must say one address of this machine, got a port alone, and there "
+        f"{there}. Type: --listen ADDRESS:PORT"
     )
 
 
-def _several(own: Sequence[InterfaceAddress]) -> str:
-    if not own:
-        return "is none that others could reach"
-    names = ", ".join(f"{each.address} ({each.interface})" for each in own)
-    return f"are several: {names}"
-
-
-def _resolve(host: str) -> str:
-    found = _resolve_all(host)
-    # A name may stand for its loopback address besides the real one.
-    found = [a for a in found if not is_loopback(a)] or found
-    if not found:
-        raise UsageError(
-            f"--listen must be an address of this machine, got {host!r}, which no "
-            "address is known for. Type: --listen ADDRESS:PORT"
-        )
-    return found[0]
-
-
-def _resolve_all(host: str) -> list[str]:
+def _resolve(host: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -123,8 +120,7 @@ def listen(address: str, port: int, backlog: int) -> socket.socket:
     return sock
 
 
-@dataclass(frozen=True, slots=True)
-class HeadTls:
+class HeadTls(NamedTuple):
     """What the head listens with."""
 
     context: ssl.SSLContext  # has the certificate and its private key
@@ -158,7 +154,6 @@ def make_node_context() -> ssl.SSLContext:
 
 
 def _make_certificate() -> tuple[bytes, bytes]:
-    """Return key and certificate as PEM, and the certificate as DER."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -193,11 +188,16 @@ def _make_certificate() -> tuple[bytes, bytes]:
 class _Kind(IntEnum):
     DATA = 0
     END = 1  # there is no more data in this direction; the result is still to come
-    RESULT = 2  # the last word: an exit code
+    RESULT = 2  # the last record: an exit code
 
 
 class TlsChannel:
-    """One proven connection, from either side; nothing is ever waited for."""
+    """One authenticated connection, from either side; an ``AgentTransport``.
+
+    The socket is non-blocking, and nothing is waited for but in ``wait``.
+    """
+
+    error_fd = -1  # the node shows its agent's complaints itself
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self.result: int | None = None  # the other side's last word, once it has come
@@ -216,38 +216,39 @@ class TlsChannel:
         found out. It does not suit a side that may stand still for good reason: for the
         kernel a receiver that takes nothing is no better than none.
         """
-        if self.fd >= 0:
+        if self.read_fd >= 0:
             level, option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
             self._sock.setsockopt(level, option, int(limit_s * 1000))
 
     @property
-    def fd(self) -> int:
+    def read_fd(self) -> int:
+        """Readable when ``read`` has something; -1 when it was closed."""
         return self._sock.fileno()
+
+    write_fd = read_fd
 
     def read(self) -> bytes | None:
         """Return all data that is there, empty at the end, None when there is none now.
 
         The end is the other side's result or the end of the connection.
         """
-        if self.result is not None or self._is_broken:
-            return b""
-        try:
-            self._pull()
-            data = self._unpack()
-        except (OSError, LaunchError):
-            # Broken, or no records: either way there is nobody to talk to any more.
-            self._is_broken = True
-            data = b""
-        if data or self.result is not None or self._is_broken:
-            return data
-        return None
+        data = b""
+        if self.result is None and not self._is_broken:
+            try:
+                self._pull()
+                data = self._unpack()
+            except (OSError, LaunchError):
+                # Broken, or no records: either way there is nobody any more.
+                self._is_broken = True
+        is_over = self.result is not None or self._is_broken
+        return data if data or is_over else None
 
     def _pull(self) -> None:
         pulled = 0
         while pulled < _READ_BYTES:
             try:
                 # Room for a whole TLS record: so nothing decrypted ever stays behind,
-                # of which no poll would tell.
+                # which no poll would show.
                 data = self._sock.recv(_TLS_RECORD_BYTES)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return
@@ -292,6 +293,7 @@ class TlsChannel:
         return taken if self._send_record() else 0
 
     def _send_record(self) -> bool:
+        """Send the record in hand; False when it is not taken now."""
         try:
             # Not longer than one TLS record: taken whole or not at all.
             self._sock.send(self._record)
@@ -302,92 +304,54 @@ class TlsChannel:
         self._record = b""
         return True
 
-    def end(self) -> None:
-        self._say(_HEAD.pack(_Kind.END, 0))
-
-    def tell_result(self, code: int) -> None:
-        self._say(_HEAD.pack(_Kind.RESULT, 1) + bytes((code & 0xFF,)))
-
-    def _say(self, record: bytes) -> None:
-        """Send a record after the one that is in hand; who is gone does not get it."""
-        ends_at = time.monotonic() + _LAST_WORD_S
-        waiting = [record]
-        poll = select.poll()
-        if self.fd < 0:
-            return
-        poll.register(self.fd, select.POLLOUT)
-        try:
-            while self._record or waiting:
-                self._record = self._record or waiting.pop()
-                if not self._send_record():
-                    left_s = ends_at - time.monotonic()
-                    if left_s <= 0 or not poll.poll(left_s * 1000):
-                        return
-        except BrokenPipeError:
-            return
-
-    def close(self) -> None:
-        self._is_broken = True
-        self._sock.close()
-
-
-class TlsTransport:
-    """A connection to an agent of a joined node; see ``node.AgentTransport``."""
-
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._channel = TlsChannel(sock)
-        # A node never stands still; a head does that its user has suspended.
-        self._channel.require_answers(_UNANSWERED_NODE_S)
-
-    @property
-    def read_fd(self) -> int:
-        return self._channel.fd
-
-    @property
-    def write_fd(self) -> int:
-        return self._channel.fd
-
-    @property
-    def error_fd(self) -> int:
-        return -1
-
-    def read(self) -> bytes | None:
-        return self._channel.read()
-
-    def write(self, data: memoryview) -> int:
-        return self._channel.write(data)
-
     def wait(self, timeout_s: float) -> int | None:
+        """Return the agent's exit code as the node sends it; see ``AgentTransport``."""
         ends_at = time.monotonic() + timeout_s
-        while (data := self._channel.read()) != b"":
+        while (data := self.read()) != b"":
             left_s = ends_at - time.monotonic()
             if left_s <= 0 or (
                 data is None and not wait_for([self.read_fd], [], left_s)
             ):
                 return None
-        return self._channel.result or 0
+        return self.result or 0
 
     def close(self) -> None:
-        self._channel.end()
+        """Announce that there is no more data; a result may follow."""
+        self._send(_HEAD.pack(_Kind.END, 0))
+
+    def send_result(self, code: int) -> None:
+        """Send an exit code; nothing may be written after it."""
+        self._send(_HEAD.pack(_Kind.RESULT, 1) + bytes((code & 0xFF,)))
+
+    def _send(self, record: bytes) -> None:
+        """Send a record after the one that is in hand; who is gone does not get it."""
+        ends_at = time.monotonic() + _LAST_WORD_S
+        waiting = [record]
+        if self.read_fd < 0:
+            return
+        with suppress(BrokenPipeError):
+            while self._record or waiting:
+                self._record = self._record or waiting.pop()
+                if not self._send_record():
+                    left_s = max(0.0, ends_at - time.monotonic())
+                    if not wait_for([], [self.write_fd], left_s):
+                        return
 
     def kill(self) -> None:
-        self._channel.close()
-
-    def tell_result(self, code: int) -> None:
-        """Tell the node how the job ended: with this exit code it ends itself."""
-        self._channel.tell_result(code)
+        self._is_broken = True
+        self._sock.close()
 
 
-def release(transports: Sequence[TlsTransport], code: int) -> None:
-    """Tell all nodes the job's exit code and let them go.
+def release(nodes: Sequence[TlsChannel], code: int) -> None:
+    """Send all nodes the job's exit code, with which they end, and let them go.
 
     It waits a little for their end: a connection that is closed while something of
-    theirs is unread is reset, and what they were told is lost.
+    theirs is unread is reset, and what was sent to them is lost.
     """
-    for transport in transports:
-        transport.tell_result(code)
+    for node in nodes:
+        node.send_result(code)
     ends_at = time.monotonic() + _GOODBYE_S
-    for transport in transports:
-        if transport.read_fd >= 0:
-            transport.wait(max(0.0, ends_at - time.monotonic()))
-        transport.kill()
+    for node in nodes:
+        if node.read_fd >= 0:
+            node.wait(max(0.0, ends_at - time.monotonic()))
+        node.kill()

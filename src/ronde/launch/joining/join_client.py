@@ -56,10 +56,11 @@ def join_head(
     where = with_port(request.host, request.port)
     ends_at = time.monotonic() + request.timeout_s
     pause_s = _FIRST_PAUSE_S
-    told = ""
+    reported = ""
     while True:
         try:
-            due_s = max(min(_soon(_ATTEMPT_S), ends_at), _soon(LAST_ATTEMPT_S))
+            now_s = time.monotonic()
+            due_s = max(min(now_s + _ATTEMPT_S, ends_at), now_s + LAST_ATTEMPT_S)
             return _try_all(request, signal_fd, due_s)
         except (OSError, EOFError, LaunchError) as error:
             reason = _explain(error)
@@ -69,17 +70,13 @@ def join_head(
                 f"head at {where} must let this node in within {request.timeout_s:g} "
                 f"s, but {reason}."
             )
-        if reason != told:
+        if reason != reported:
             notice(f"waits for the head at {where}: {reason}")
-            told = reason
+            reported = reason
         # Not all at once again: many nodes are started together.
         wait_s = min(left_s, pause_s * (0.5 + random.random()))  # noqa: S311
-        _wait(signal_fd, -1, 0, _soon(wait_s))
+        _wait(signal_fd, -1, 0, time.monotonic() + wait_s)
         pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
-
-
-def _soon(after_s: float) -> float:
-    return time.monotonic() + after_s
 
 
 def _explain(error: Exception) -> str:
@@ -136,7 +133,6 @@ def _connect(
 def _wait(
     signal_fd: int, fd: int, wanted: int, ends_at: float, *, is_needed: bool = False
 ) -> None:
-    """Wait for a descriptor, or for the time where there is none."""
     poll = select.poll()
     poll.register(signal_fd, select.POLLIN)
     if fd >= 0:
@@ -166,7 +162,7 @@ def relay(
     signal_fd: int,
     complain: Callable[[bytes], object],
 ) -> RelayEnd:
-    """Carry bytes between head and agent until the head has said how the job ended.
+    """Carry bytes between head and agent until the head sends how the job ended.
 
     Guarantees that when it returns no process is left that the agent has started, but
     those that the kernel does not let die. For the case that the agent is killed this
@@ -183,7 +179,7 @@ def relay(
             transport.wait(_AGENT_END_S)
         sweep(spared=others)
         # Last: who sees the connection end may believe that nothing is left here.
-        channel.close()
+        channel.kill()
 
 
 class _Relay:
@@ -219,19 +215,20 @@ class _Relay:
 
     def _poll(self) -> list[tuple[int, int]]:
         # Nothing more is read for a side that has not taken what there is.
+        head_fd, transport = self._channel.read_fd, self._transport
         wanted = {self._signal_fd: select.POLLIN}
-        wanted[self._channel.fd] = 0 if self._to_agent else select.POLLIN
+        wanted[head_fd] = 0 if self._to_agent else select.POLLIN
         if self._to_head:
-            wanted[self._channel.fd] |= select.POLLOUT
+            wanted[head_fd] |= select.POLLOUT
         if self._is_agent_here:
             if not self._to_head:
-                wanted[self._transport.read_fd] = select.POLLIN
+                wanted[transport.read_fd] = select.POLLIN
             elif not self._is_hurried:
-                wanted[self._transport.read_fd] = 0
+                wanted[transport.read_fd] = 0
             if self._to_agent:
-                wanted[self._transport.write_fd] = select.POLLOUT
+                wanted[transport.write_fd] = select.POLLOUT
             if self._has_errors:
-                wanted[self._transport.error_fd] = select.POLLIN
+                wanted[transport.error_fd] = select.POLLIN
         poll = select.poll()
         for fd, events in wanted.items():
             poll.register(fd, events)
@@ -240,21 +237,30 @@ class _Relay:
     def _serve(self, fd: int, events: int) -> None:
         if fd == self._signal_fd:
             self._take_signals()
-        elif fd == self._channel.fd:
-            self._serve_head(events)
+        elif fd == self._channel.read_fd:
+            if self._to_head:
+                self._write_head()
+            if not self._to_agent:
+                self._read_head()
+            elif events & (select.POLLHUP | select.POLLERR):
+                self._is_head_here = False
         elif not self._is_agent_here:
             return
         elif fd == self._transport.error_fd:
             self._pass_on_complaints()
-        elif fd == self._transport.read_fd and self._to_head:
+        elif fd != self._transport.read_fd:
+            self._write_agent()
+        elif self._to_head:
             # The agent has ended while the head takes nothing.
             self._hurry()
-        elif fd == self._transport.read_fd:
-            self._read_agent()
         else:
-            self._write_agent()
+            self._read_agent()
 
     def _hurry(self) -> None:
+        """Wait no longer than 10 s for a head that may be gone for good.
+
+        While the agent is here its lease sees to that.
+        """
         self._is_hurried = True
         self._channel.require_answers(_UNANSWERED_S)
 
@@ -265,25 +271,15 @@ class _Relay:
             if self._is_asked or not self._is_agent_here:
                 self._interrupted_by = number
             else:
-                # The agent tells the head, which ends all ranks, here in their grace.
+                # The agent asks the head to end all ranks, here in their grace.
                 self._is_asked = True
                 os.kill(self._transport.pid, signal.SIGTERM)
 
-    def _serve_head(self, events: int) -> None:
-        if self._to_head:
-            self._write_head()
-        if not self._to_agent:
-            self._read_head()
-        elif events & (select.POLLHUP | select.POLLERR):
-            self._is_head_here = False
-
     def _read_head(self) -> None:
         data = self._channel.read()
-        if data is None:
-            return
-        if not data:
+        if data == b"":
             self._is_head_here = False
-        elif self._is_agent_here:
+        elif data and self._is_agent_here:
             self._to_agent = memoryview(data)
             self._write_agent()
 
@@ -297,20 +293,15 @@ class _Relay:
 
     def _read_agent(self) -> None:
         data = self._transport.read()
-        if data is None:
-            return
-        if not data:
+        if data == b"":
             self._end_agent()
-            return
-        self._to_head = memoryview(data)
-        self._write_head()
+        elif data:
+            self._to_head = memoryview(data)
+            self._write_head()
 
     def _write_head(self) -> None:
         try:
-            while self._to_head:
-                taken = self._channel.write(self._to_head)
-                if not taken:
-                    return
+            while self._to_head and (taken := self._channel.write(self._to_head)):
                 self._to_head = self._to_head[taken:]
         except BrokenPipeError:
             self._is_head_here = False
@@ -325,6 +316,7 @@ class _Relay:
             self._complain(data)
 
     def _end_agent(self) -> None:
+        """Send the head the agent's exit code; the job's is still to come."""
         while self._has_errors and wait_for([self._transport.error_fd], [], 0):
             self._pass_on_complaints()
         self._hurry()
@@ -332,11 +324,6 @@ class _Relay:
         self._to_agent = memoryview(b"")
         self._transport.close()
         code = self._transport.wait(_AGENT_END_S)
+        code = -signal.SIGKILL if code is None else code
         if self._is_head_here:
-            self._channel.tell_result(_exit_code(code))
-
-
-def _exit_code(code: int | None) -> int:
-    if code is None:
-        return 128 + signal.SIGKILL
-    return code if code >= 0 else 128 - code
+            self._channel.send_result(code if code >= 0 else 128 - code)

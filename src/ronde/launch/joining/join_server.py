@@ -15,7 +15,7 @@ from ronde.errors import Failure, HostError, LaunchError
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.hosts.host import Host
 from ronde.launch.joining.channel import (
-    TlsTransport,
+    TlsChannel,
     is_wildcard,
     listen,
     make_head_tls,
@@ -32,11 +32,13 @@ from ronde.launch.node import AgentConnection, AgentNode
 from ronde.launch.signals import raise_if_stopped
 from ronde.launch.timeouts import Timeouts
 
-MAX_UNPROVEN = 64  # connections at a time that have not proven themselves
-PROOF_S = 10.0  # what one of them has for it
+MAX_PENDING = 64  # connections at a time that have not authenticated themselves
+AUTHENTICATE_S = 10.0  # what one of them has for it
 _CROWDED_S = 1.0  # what it has for it while others cannot get in
 _BACKLOG = 512
 _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+_UNANSWERED_NODE_S = 20.0  # longer than the head gives a silent node
+_NOT_PROVEN = "did not prove that it knows the token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,20 @@ class _PendingConnection:
 
 def wait_for_nodes(
     config: JoinConfig, signal_fd: int, notice: Callable[[str], None]
-) -> list[tuple[Host, TlsTransport]]:
-    """Return all nodes that have joined, by name; from then on nothing listens."""
+) -> list[tuple[Host, TlsChannel]]:
+    """Return all nodes that have joined, by name; from then on nothing listens.
+
+    Raises:
+        UsageError: It cannot be listened there.
+        HostError: Not all have come in time.
+    """
     with listen(config.address, config.port, _BACKLOG) as listener:
         server = JoinServer(config, listener, notice)
         try:
             server.run(signal_fd)
         except BaseException:
-            server.close_joined()
+            for _, channel in server.nodes():
+                channel.kill()
             raise
         finally:
             server.close()
@@ -77,7 +85,7 @@ def wait_for_nodes(
 
 
 class JoinServer:
-    """One wait for nodes."""
+    """One wait for nodes, at a non-blocking listener."""
 
     def __init__(
         self,
@@ -90,19 +98,35 @@ class JoinServer:
         self._notice = notice
         self._tls = make_head_tls()
         self._pending: dict[int, _PendingConnection] = {}
-        self._joined: dict[int, tuple[Host, TlsTransport]] = {}
+        self._joined: dict[int, tuple[Host, TlsChannel]] = {}
         self._refused: Counter[str] = Counter()
 
-    def nodes(self) -> list[tuple[Host, TlsTransport]]:
+    def nodes(self) -> list[tuple[Host, TlsChannel]]:
         return sorted(self._joined.values(), key=lambda node: _natural(node[0].name))
 
     def run(self, signal_fd: int) -> None:
+        """Wait until all have joined."""
+        config = self._config
         address, port = self._listener.getsockname()[:2]
-        self._tell_where(address, port)
-        ends_at = time.monotonic() + self._config.timeout_s
-        while len(self._joined) < self._config.num_nodes:
+        if is_wildcard(address):
+            self._notice(
+                f"listens on all networks of this machine ({address}), as was asked; "
+                "name one address to listen only there"
+            )
+        where = with_port(config.head if is_wildcard(address) else address, port)
+        nodes = "1 node" if config.num_nodes == 1 else f"{config.num_nodes} nodes"
+        command = f"ronde run --agent {where}"
+        self._notice(f"waits for {nodes}; start on each: {command} --token-file FILE")
+        ends_at = time.monotonic() + config.timeout_s
+        while len(self._joined) < config.num_nodes:
             if time.monotonic() >= ends_at:
-                raise HostError(self._missing(with_port(address, port)))
+                here = ", ".join(host.name for host, _ in self.nodes()) or "none"
+                raise HostError(
+                    f"nodes that join must be {config.num_nodes}, got "
+                    f"{len(self._joined)} within {config.timeout_s:g} s: {here}. Start "
+                    f"on each: ronde run --agent {with_port(address, port)}, or wait "
+                    "longer: --join-timeout"
+                )
             for fd, events in self._poll(signal_fd, ends_at):
                 if fd == signal_fd:
                     raise_if_stopped(signal_fd)
@@ -112,10 +136,13 @@ class JoinServer:
                     self._go_on(self._pending[fd])
                 elif events & _GONE:
                     self._lose(fd)
-            self._turn_out_late()
+            due_s = time.monotonic() - self._patience_s
+            for pending in list(self._pending.values()):
+                if pending.since_s <= due_s:
+                    self._refuse(pending, _NOT_PROVEN)
 
     def close(self) -> None:
-        """Close what has not proven itself, and tell how many that were."""
+        """Close what is not authenticated, and report how many that were."""
         for pending in self._pending.values():
             pending.sock.close()
         self._pending.clear()
@@ -123,34 +150,10 @@ class JoinServer:
             if count > 1:
                 self._notice(f"in all {count} connections: each {kind}")
 
-    def close_joined(self) -> None:
-        for _, transport in self._joined.values():
-            transport.kill()
-
-    def _tell_where(self, address: str, port: int) -> None:
-        if is_wildcard(address):
-            self._notice(
-                f"listens on all networks of this machine ({address}), as was asked; "
-                "name one address to listen only there"
-            )
-        host = self._config.head if is_wildcard(address) else address
-        self._notice(
-            f"waits for {_nodes(self._config.num_nodes)}; start on each: "
-            f"ronde run --agent {with_port(host, port)} --token-file FILE"
-        )
-
-    def _missing(self, where: str) -> str:
-        here = ", ".join(host.name for host, _ in self.nodes()) or "none"
-        return (
-            f"nodes that join must be {self._config.num_nodes}, got "
-            f"{len(self._joined)} within {self._config.timeout_s:g} s: {here}. "
-            f"Start on each: ronde run --agent {where}, or wait longer: --join-timeout"
-        )
-
     def _poll(self, signal_fd: int, ends_at: float) -> list[tuple[int, int]]:
         poll = select.poll()
         poll.register(signal_fd, select.POLLIN)
-        if len(self._pending) < MAX_UNPROVEN:
+        if len(self._pending) < MAX_PENDING:
             poll.register(self._listener, select.POLLIN)
         for fd, pending in self._pending.items():
             poll.register(fd, pending.wanted)
@@ -161,7 +164,8 @@ class JoinServer:
 
     @property
     def _patience_s(self) -> float:
-        return _CROWDED_S if len(self._pending) >= MAX_UNPROVEN else PROOF_S
+        is_crowded = len(self._pending) >= MAX_PENDING
+        return _CROWDED_S if is_crowded else AUTHENTICATE_S
 
     def _accept(self) -> None:
         try:
@@ -192,7 +196,7 @@ class JoinServer:
         except LaunchError as error:
             self._refuse(pending, f"knows the token but is no node: {error}")
         except (OSError, EOFError):
-            self._refuse(pending, "did not prove that it knows the token")
+            self._refuse(pending, _NOT_PROVEN)
 
     def _refuse(self, pending: _PendingConnection, kind: str) -> None:
         del self._pending[pending.sock.fileno()]
@@ -204,36 +208,27 @@ class JoinServer:
     def _let_in(self, pending: _PendingConnection, node_info: NodeInfo) -> None:
         fd = pending.sock.fileno()
         del self._pending[fd]
-        name = self._free_name(node_info.host)
-        self._joined[fd] = (Host(name, node_info.slots), TlsTransport(pending.sock))
+        # Containers may share a name.
+        taken = {host.name for host, _ in self._joined.values()} | {self._config.head}
+        host = node_info.host
+        names = [host, *(f"{host}-{i}" for i in range(2, len(taken) + 2))]
+        name = next(each for each in names if each not in taken)
+        channel = TlsChannel(pending.sock)
+        # A node never stands still; a head does that its user has suspended.
+        channel.require_answers(_UNANSWERED_NODE_S)
+        self._joined[fd] = (Host(name, node_info.slots), channel)
         wanted = self._config.num_nodes
         self._notice(f"{name} has joined ({len(self._joined)} of {wanted})")
 
-    def _free_name(self, name: str) -> str:
-        taken = {host.name for host, _ in self._joined.values()}
-        taken.add(self._config.head)
-        names = [name, *(f"{name}-{i}" for i in range(2, len(taken) + 2))]
-        return next(each for each in names if each not in taken)
-
     def _lose(self, fd: int) -> None:
-        host, transport = self._joined.pop(fd)
-        transport.kill()
+        host, channel = self._joined.pop(fd)
+        channel.kill()
         self._notice(f"{host.name} is gone again before the job began")
-
-    def _turn_out_late(self) -> None:
-        due = time.monotonic() - self._patience_s
-        for pending in list(self._pending.values()):
-            if pending.since_s <= due:
-                self._refuse(pending, "did not prove that it knows the token")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
     pieces = re.split(r"(\d+)", name, flags=re.ASCII)
     return [(int(p), "") if p.isdigit() else (-1, p) for p in pieces if p]
-
-
-def _nodes(count: int) -> str:
-    return "1 node" if count == 1 else f"{count} nodes"
 
 
 class JoinedAgents(AgentStarter):
@@ -242,28 +237,32 @@ class JoinedAgents(AgentStarter):
     def __init__(
         self,
         local: "subprocess.Popen[bytes]",
-        nodes: Sequence[tuple[Host, TlsTransport]],
+        nodes: Sequence[tuple[Host, TlsChannel]],
         timeouts: Timeouts,
     ) -> None:
         super().__init__(local, timeouts=timeouts)
-        self._brought = {host.name: transport for host, transport in nodes}
-        self._names = frozenset(self._brought)
+        self._joined: dict[str, TlsChannel | None] = {
+            host.name: channel for host, channel in nodes
+        }
 
     def start(self, host: Host) -> AgentNode:
-        """Return the host's node; a host that was lost has none any more."""
-        if host.name not in self._names:
+        """Return the host's node; a host that was lost has none any more.
+
+        Raises:
+            OSError: It had joined, and is gone.
+        """
+        if host.name not in self._joined:
             return super().start(host)
-        transport = self._brought.pop(host.name, None)
-        if transport is None:
+        channel, self._joined[host.name] = self._joined[host.name], None
+        if channel is None:
             raise OSError(
                 errno.ENOTCONN, "it had joined by itself, and nothing waits for it now"
             )
-        return AgentNode(
-            host, AgentConnection(transport), is_here=False, timeouts=self.timeouts
-        )
+        link = AgentConnection(channel)
+        return AgentNode(host, link, is_here=False, timeouts=self.timeouts)
 
     def explain(self, node: AgentNode, exit_code: int, complaints: str) -> Failure:
-        """Say why the connection to a node ended before its agent spoke."""
+        """Return why the connection to a node ended before its agent's hello."""
         if node.is_here:
             return super().explain(node, exit_code, complaints)
         return Failure(

@@ -8,30 +8,25 @@ certificates could be checked by. So the TLS connection is made with a certifica
 nobody vouches for, and then each side proves in it that it knows the token::
 
     head -> node   version, head's nonce
-    node -> head   node's nonce, claim, proof as "node"
+    node -> head   node's nonce, NodeInfo, proof as "node"
     head -> node   proof as "head"
 
 A proof is HMAC-SHA256, with the token as key, of the role, the version, both nonces,
-the SHA-256 of the certificate that this side has seen or shown, and the claim.
+the SHA-256 of the certificate that this side has seen or shown, and the NodeInfo.
 
 - *The node proves first.* All that a stranger gets out of the head is a certificate and
-  random bytes: nothing there depends on the token, so nothing can be guessed at from
-  it, at whatever rate. One side has to begin, though: a stranger who is taken for the
-  head (nodes may be started before it, and names can be forged) gets one proof, and can
-  try tokens on it at home. Therefore a token has at least 128 bits, made by a machine.
-  He also learns the node's name and number of slots.
-- *Before the head's proof* the node has told its agent nothing, and closes.
+  random bytes, from which nothing can be guessed. A stranger who is taken for the head
+  gets one proof, and can try tokens on it at home: so a token has at least 128 bits,
+  made by a machine. He also learns the node's name and number of slots.
+- *Before the head's proof* the node has sent its agent nothing, and closes.
 - *Man in the middle.* Who ends the TLS of both sides shows the node a certificate that
-  is not the head's: he does not have its private key, which is made anew for each job
-  and never leaves the head's memory. The proofs on the two sides then are of different
-  certificates, and neither fits the other side.
-- *Replay.* Each connection has two fresh nonces, one of each side, and each job a fresh
-  certificate.
-- *Reflection.* The role is part of what is signed: a proof as "node" sent back to a
-  node is none as "head".
-- *Reading before the proof.* The head reads a fixed number of bytes and a claim of
+  is not the head's, whose private key is made anew for each job and never leaves the
+  head's memory: neither proof fits the other side.
+- *Replay.* Each connection has two fresh nonces, and each job a fresh certificate.
+- *Reflection.* The role is signed: a proof as "node" is none as "head".
+- *Reading before the proof.* The head reads a fixed number of bytes and a NodeInfo of
   limited length, and interprets nothing of it until the proof has been checked.
-- *Versions.* The version that both sides say is signed; TLS is 1.3 or nothing.
+- *Versions.* The version that both sides send is signed; TLS is 1.3 or nothing.
 - *Not protected:* the token opens the whole job. A node that is taken over can, as long
   as the head waits, join as further nodes, and can pass for the head to nodes that have
   not joined. Once joined, it has its own connection and cannot speak for others.
@@ -92,8 +87,28 @@ class Token:
 
 
 def read_token(path: str) -> Token:
-    """Read the token from a file, or from standard input where the path is ``-``."""
-    text = _read(path).strip()
+    """Read the token from a file, or from standard input where the path is ``-``.
+
+    Raises:
+        UsageError: There is no such file, others may read it, or it holds no token.
+    """
+    try:
+        with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
+            status = os.fstat(file.fileno())
+            is_file = path != "-" and stat.S_ISREG(status.st_mode)
+            if is_file and status.st_mode & _FOR_OTHERS:
+                raise UsageError(
+                    f"--token-file must not be open to every user, got {path!r} with "
+                    f"mode {stat.S_IMODE(status.st_mode):04o}. Type: chmod 600 {path} "
+                    "(for a secret of Kubernetes: defaultMode: 0440)"
+                )
+            # To the end, or so much that it can be no token.
+            text = file.read(2 * _MAX_BYTES).strip()
+    except OSError as error:
+        raise UsageError(
+            f"--token-file must be a file that can be read, got {path!r}: "
+            f"{error.strerror}. {_MAKE_ONE}"
+        ) from None
     if len(text) < MIN_CHARACTERS:
         raise UsageError(
             f"token in {path!r} must have at least {MIN_CHARACTERS} characters, "
@@ -105,26 +120,6 @@ def read_token(path: str) -> Token:
             f"characters, got something else. {_MAKE_ONE}"
         )
     return Token(text)
-
-
-def _read(path: str) -> bytes:
-    """Read to the end, or so much that it can be no token."""
-    try:
-        with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
-            status = os.fstat(file.fileno())
-            is_file = path != "-" and stat.S_ISREG(status.st_mode)
-            if is_file and status.st_mode & _FOR_OTHERS:
-                raise UsageError(
-                    f"--token-file must not be open to every user, got {path!r} with "
-                    f"mode {stat.S_IMODE(status.st_mode):04o}. Type: chmod 600 {path} "
-                    "(for a secret of Kubernetes: defaultMode: 0440)"
-                )
-            return file.read(2 * _MAX_BYTES)
-    except OSError as error:
-        raise UsageError(
-            f"--token-file must be a file that can be read, got {path!r}: "
-            f"{error.strerror}. {_MAKE_ONE}"
-        ) from None
 
 
 class Role(Enum):

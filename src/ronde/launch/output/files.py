@@ -311,7 +311,6 @@ class RankLogs(SinkWrapper):
         super().output(output, now_s)
 
     def finished(self, result: JobResult) -> None:
-        """Close the files and complete the index."""
         self._close()
         try:
             self._write_index(result)

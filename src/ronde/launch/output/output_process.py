@@ -235,7 +235,6 @@ class OutputProcess:
         self.flush()
 
     def flush(self) -> None:
-        """Hand over what is taken now."""
         with suppress(BrokenPipeError):
             self._writer.flush()
         if self._is_closing and self._orders_fd >= 0 and not self.backlog_bytes:
@@ -278,7 +277,6 @@ class _Writer:
         self._stacks: list[RankStacks] = []
 
     def run(self, orders_fd: int, discard_fd: int) -> None:
-        """Write until there are no more orders and nothing waits."""
         sink, is_open, is_discarding = self._sink, True, False
         while is_open or sink.pending_fds:
             readable = [] if is_discarding else [discard_fd]

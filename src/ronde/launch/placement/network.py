@@ -166,7 +166,6 @@ def _source(address: str) -> str:
 
 
 def _reached(addresses: Iterable[str], port: int, deadline_s: float) -> set[str]:
-    """Return the addresses that answer on a port, asked all at once."""
     ends_at = time.monotonic() + deadline_s
     reached: set[str] = set()
     with ExitStack() as sockets, selectors.DefaultSelector() as selector:

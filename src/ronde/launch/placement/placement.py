@@ -155,7 +155,6 @@ def bind(
 def _obstacle(
     machine: Machine, num_ranks: int, mode: BindMode, gpus: Sequence[Gpu | None]
 ) -> str:
-    """Return why nobody is bound, or an empty text."""
     cores, limit = machine.cores, machine.cpu_limit
     nodes = {core.node for core in cores}
     is_auto, has_gpus = mode is BindMode.AUTO, all(gpus)

@@ -97,7 +97,6 @@ class _Tried:
 def _copy_to_all(
     path: Path, hosts: Sequence[Host], spawner: Spawner, signal_fd: int
 ) -> list[HostFailure]:
-    """Return the hosts that did not get it."""
     tried: list[_Tried] = []
     if isinstance(spawner, SshSpawner) and shutil.which("rsync"):
         commands = [(h, _rsync(path, h, spawner.client(h))) for h in hosts]
@@ -195,7 +194,6 @@ def _run_all(
     archive: IO[bytes] | None,
     signal_fd: int,
 ) -> list[_Tried]:
-    """Run all, some at a time, until each has ended."""
     waiting = list(reversed(commands))
     running: dict[int, _Copying] = {}
     done: list[_Tried] = []
