@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from ronde.launch.agent.remote_program import MAX_LINE_BYTES
+from ronde.launch.agent.relay import MAX_LINE_BYTES
 from ronde.launch.agent_start.bootstrap import start_local_agent
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller.controller import Controller

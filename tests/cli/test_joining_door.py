@@ -160,7 +160,7 @@ def test_nodes_come_in_the_order_of_the_numbers_in_their_names(
         "node10",
     ]
     for future in futures:
-        future.result(TIMEOUT_S).close()
+        future.result(TIMEOUT_S).kill()
 
 
 def carry(write, read, fd_of, data):
@@ -518,7 +518,7 @@ def test_a_node_waits_for_a_head_that_comes_later(start_head, signals, pool):
     assert "nothing listens there" in notices.get(timeout=TIMEOUT_S)
     config = JoinConfig(HERE, port, TOKEN, "head", 1, TIMEOUT_S)
     [(_, transport)] = wait_for_nodes(config, signals[0], lambda _: None)
-    node.result(TIMEOUT_S).close()
+    node.result(TIMEOUT_S).kill()
     transport.kill()
 
 

@@ -79,7 +79,7 @@ def test_a_login_that_writes_back_what_it_is_sent_is_noise():
     echoing = "read -r line; printf '%s\\n' \"$line\"; printf '%s\\n' \"$line\" | "
     transport, hello_reader, _ = meet(Here(echoing))
     assert hello_reader.found is not None
-    assert b"arrive(" in hello_reader.noise
+    assert b"bootstrap(" in hello_reader.noise
     end(transport)
 
 

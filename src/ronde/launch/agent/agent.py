@@ -12,13 +12,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ronde.addresses import read_interfaces
 from ronde.errors import LaunchError
 from ronde.launch.agent.local_job import JobPhase, LocalJob
 from ronde.launch.agent.mpi_world import remove_directory
-from ronde.launch.agent.relay import OutputReader, OutputSender, name_directory
+from ronde.launch.agent.relay import (
+    OutputReader,
+    OutputSender,
+    RemoteProgram,
+    name_directory,
+)
 from ronde.launch.environments import own_environment
 from ronde.launch.limits import EXIT_NO_FORK, explain_shortage
 from ronde.launch.messages import (
@@ -57,9 +62,6 @@ from ronde.launch.signals import notice_signals, reset_signals, signal_pipe
 from ronde.store.local_socket import remove
 from ronde.topology.sysfs import read_machine
 from ronde.world.environment import network_identity
-
-if TYPE_CHECKING:
-    from ronde.launch.agent.remote_program import RemoteProgram
 
 _READ_BYTES = 64 << 10
 _LOCATE_S = 2.0
@@ -340,9 +342,6 @@ class Agent:
             if self._program is not None:
                 self._program.write(order.line)
             return
-        # Imported where it is needed: no job asks for it.
-        from ronde.launch.agent.remote_program import RemoteProgram
-
         try:
             self._program = RemoteProgram(order.module, self._selector, self._sender)
         except OSError as error:

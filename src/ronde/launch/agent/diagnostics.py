@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +33,7 @@ _OOM_KILL = re.compile(r"oom-kill:|oom_reaper:|Killed process ")
 _GPU_ERROR = "NVRM: Xid"
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 _CLOCK_STEP_S = 1.0
+_ANY = "a process of the job"
 _MEMORY_DIR = "/dev/shm"  # noqa: S108 - it is asked about, nothing is put there
 _MAX_KERNEL_TEXT = 160
 _MAX_KEPT_LINES = 256
@@ -48,21 +49,23 @@ _MAX_TEXT_BYTES = 64 << 10
 
 
 class KernelDiagnostics:
-    """Looks at the machine now, to tell later what changed.
+    """Looks at the machine now, to report later what changed.
 
     It must be made in the control group that the processes will be in, before they
-    start. Nothing that cannot be read is an error: there is less to tell then.
+    start. Nothing that cannot be read is an error: there is less to report then.
     """
 
     def __init__(self) -> None:
         self._since_s = time.time()
-        self._counters = _oom_counters_here()
+        own = oom_counters(_read("/proc/self/cgroup"), _read("/proc/self/mountinfo"))
+        # Where no group counts, the machine does.
+        self._counters = [*own, "/proc/vmstat"]
         self._num_oom_kills = self._count_oom_kills()
         self._kernel_lines: list[str] = []
         self._kernel_fd = _open_kernel_log()
 
     def explain(self, status: int, wait_status: int, pid: int, cwd: str) -> str:
-        """Say in half a sentence what the kernel knows of an end, or nothing.
+        """Return in half a sentence what the kernel knows of an end, or nothing.
 
         Each process that the kernel killed for lack of memory explains one end only.
         """
@@ -70,28 +73,28 @@ class KernelDiagnostics:
             return ""
         kernel_line = self._kernel_line(pid)
         is_crash = -status in _CRASH_SIGNALS
-        told = [self._explain_core(wait_status, pid, cwd)] if status < 0 else []
+        found = [self._explain_core(wait_status, pid, cwd)] if status < 0 else []
         if _OOM_KILL.search(kernel_line):
             self._num_oom_kills += 1
-            told.append("the kernel killed it for lack of memory (OOM)")
+            found.append("the kernel killed it for lack of memory (OOM)")
         elif self._count_oom_kills() > self._num_oom_kills and not is_crash:
-            told.append(self._explain_oom_kill(is_own=status == -signal.SIGKILL))
+            if status == -signal.SIGKILL:
+                self._num_oom_kills += 1
+                found.append("the kernel killed it for lack of memory (OOM), it seems")
+            else:
+                found.append(
+                    "the kernel killed a process of the job for lack of memory"
+                )
         elif kernel_line and (is_crash or _GPU_ERROR in kernel_line):
-            told.append(f"the kernel says: {kernel_line}")
+            found.append(f"the kernel says: {kernel_line}")
         if status == -signal.SIGBUS:
-            told.append(_explain_shared_memory())
-        return "; ".join(filter(None, told))
+            found.append(_explain_shared_memory())
+        return "; ".join(filter(None, found))
 
     def close(self) -> None:
         if self._kernel_fd is not None:
             os.close(self._kernel_fd)
             self._kernel_fd = None
-
-    def _explain_oom_kill(self, *, is_own: bool) -> str:
-        if not is_own:
-            return "the kernel killed a process of the job for lack of memory"
-        self._num_oom_kills += 1
-        return "the kernel killed it for lack of memory (OOM), it seems"
 
     def _explain_core(self, wait_status: int, pid: int, cwd: str) -> str:
         if not os.WCOREDUMP(wait_status):
@@ -162,12 +165,6 @@ def _unescaped(path: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
 
 
-def _oom_counters_here() -> list[str]:
-    own = oom_counters(_read("/proc/self/cgroup"), _read("/proc/self/mountinfo"))
-    # Where no group counts, the machine does.
-    return [*own, "/proc/vmstat"]
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()
@@ -212,14 +209,26 @@ def _read_kernel_log(fd: int) -> list[str]:
     lines: list[str] = []
     while True:
         try:
-            said = os.read(fd, _KMSG_BYTES)
+            record = os.read(fd, _KMSG_BYTES)
         except BrokenPipeError:
             # Lines were overwritten before they were read.
             continue
         except OSError:
             return lines
-        text = said.decode("utf-8", "backslashreplace").partition(";")[2]
+        text = record.decode("utf-8", "backslashreplace").partition(";")[2]
         lines.append(text.partition("\n")[0])
+
+
+_MASKS = ("SigBlk", "SigPnd", "ShdPnd", "SigCgt")
+_STATES = {
+    "R": "runs",
+    "S": "sleeps",
+    "D": "waits in the kernel, not to be interrupted",
+    "T": "is stopped",
+    "t": "is traced",
+    "Z": "has ended",
+    "X": "has ended",
+}
 
 
 class _Signals(NamedTuple):
@@ -235,7 +244,7 @@ class StackTaker:
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
-        self._asked: dict[int, _StackRequest] = {}
+        self._asked: dict[int, Generator[None, None, tuple[ProcessStack, ...]]] = {}
 
     @property
     def due_s(self) -> float:
@@ -258,22 +267,24 @@ class StackTaker:
         }
 
     def ask(self, pids: Mapping[int, int]) -> None:
+        """Ask ranks for their stacks, by their pids."""
         table = read_processes()
         for rank, pid in pids.items():
             if rank not in self._asked and pid in table:
                 processes = [table[pid], *descendants(pid, table=table)]
-                self._asked[rank] = _StackRequest(processes, self._files.get(rank))
+                alive = [p for p in processes if not p.is_zombie][:_MAX_PROCESSES]
+                self._asked[rank] = _take_stacks(alive, self._files.get(rank))
 
     def take(self) -> list[Stacks]:
-        """Return what those say that have told all; call it again when it is due."""
-        told = [
-            Stacks(rank, tuple(asked.told))
-            for rank, asked in self._asked.items()
-            if asked.is_over()
-        ]
-        for each in told:
-            del self._asked[each.rank]
-        return told
+        """Return the stacks that are complete; call it again when it is due."""
+        taken: list[Stacks] = []
+        for rank, steps in list(self._asked.items()):
+            try:
+                next(steps)
+            except StopIteration as end:
+                taken.append(Stacks(rank, end.value))
+                del self._asked[rank]
+        return taken
 
     def close(self) -> None:
         for fd in self._files.values():
@@ -282,66 +293,46 @@ class StackTaker:
         self._asked.clear()
 
 
-class _StackRequest:
-    def __init__(self, processes: Sequence[ProcessStat], fd: int | None) -> None:
-        self.told: list[ProcessStack] = []
-        self._fd = fd
-        self._waiting = [p for p in processes if not p.is_zombie][:_MAX_PROCESSES]
-        self._now: ProcessStat | None = None
-        self._before = _Signals(frozenset(), is_pending=False, is_caught=False)
-        self._ends_at_s = time.monotonic() + _RANK_S
-        self._due_s = 0.0
-
-    def is_over(self) -> bool:
-        while self._now is not None or self._waiting:
-            if self._now is None:
-                self._begin(self._waiting.pop(0))
-            elif self._has_answered() or time.monotonic() > self._due_s:
-                self._end(self._now)
-            else:
-                return False
-        return True
-
-    def _begin(self, process: ProcessStat) -> None:
-        now_s = time.monotonic()
-        self._before = _read_signals(process.pid)
+def _take_stacks(
+    processes: Sequence[ProcessStat], fd: int | None
+) -> Generator[None, None, tuple[ProcessStack, ...]]:
+    """Ask a rank's processes one after the other; yield while one has not answered."""
+    ends_at_s = time.monotonic() + _RANK_S
+    taken: list[ProcessStack] = []
+    for process in processes:
+        pid, text = process.pid, ""
+        before = _read_signals(pid)
         # Both: by default the signal would end a process.
-        can_answer = self._before.is_caught and self._holds_file(process.pid)
-        if not can_answer or now_s > self._ends_at_s or self._fd is None:
-            self._tell(process, "")
-            return
-        os.ftruncate(self._fd, 0)
-        self._now, self._due_s = process, now_s + _PROCESS_S
-        signal_process(process, _SIGNAL)
+        can_answer = before.is_caught and fd is not None and _holds_file(pid, fd)
+        if can_answer and fd is not None and time.monotonic() <= ends_at_s:
+            os.ftruncate(fd, 0)
+            due_s = time.monotonic() + _PROCESS_S
+            signal_process(process, _SIGNAL)
+            while not _has_answered(pid, fd, before) and time.monotonic() <= due_s:
+                yield
+            text = os.pread(fd, _MAX_TEXT_BYTES, 0).decode(errors="replace")
+        state = "" if text else _kernel_state(pid)
+        taken.append(ProcessStack(pid, process.name, state, text))
+    return tuple(taken)
 
-    def _has_answered(self) -> bool:
-        if self._now is None or self._fd is None or not os.fstat(self._fd).st_size:
-            return False
-        signals = _read_signals(self._now.pid)
-        return not signals.is_pending and signals.blocked_in <= self._before.blocked_in
 
-    def _end(self, process: ProcessStat) -> None:
-        text = ""
-        if self._fd is not None:
-            text = os.pread(self._fd, _MAX_TEXT_BYTES, 0).decode(errors="replace")
-        self._now = None
-        self._tell(process, text)
+def _has_answered(pid: int, fd: int, before: _Signals) -> bool:
+    """Whether the handler has run to its end: it blocks its own signal."""
+    if not os.fstat(fd).st_size:
+        return False
+    signals = _read_signals(pid)
+    return not signals.is_pending and signals.blocked_in <= before.blocked_in
 
-    def _tell(self, process: ProcessStat, text: str) -> None:
-        state = "" if text else _kernel_state(process.pid)
-        self.told.append(ProcessStack(process.pid, process.name, state, text))
 
-    def _holds_file(self, pid: int) -> bool:
-        if self._fd is None:
-            return False
-        wanted = os.fstat(self._fd)
-        try:
-            return any(
-                os.path.samestat(wanted, each.stat())
-                for each in Path(f"/proc/{pid}/fd").iterdir()
-            )
-        except OSError:
-            return False
+def _holds_file(pid: int, fd: int) -> bool:
+    wanted = os.fstat(fd)
+    try:
+        return any(
+            os.path.samestat(wanted, each.stat())
+            for each in Path(f"/proc/{pid}/fd").iterdir()
+        )
+    except OSError:
+        return False
 
 
 def _read_signals(pid: int) -> _Signals:
@@ -366,27 +357,10 @@ def _read_signals(pid: int) -> _Signals:
     return _Signals(frozenset(blocked_in), is_pending, is_caught)
 
 
-_MASKS = ("SigBlk", "SigPnd", "ShdPnd", "SigCgt")
-
-
-_STATES = {
-    "R": "runs",
-    "S": "sleeps",
-    "D": "waits in the kernel, not to be interrupted",
-    "T": "is stopped",
-    "t": "is traced",
-    "Z": "has ended",
-    "X": "has ended",
-}
-
-
 def _kernel_state(pid: int) -> str:
     process = read_process(pid)
     if process is None:
         return "has ended"
-    try:
-        place = Path(f"/proc/{pid}/wchan").read_text()
-    except OSError:
-        place = ""
+    place = _read(f"/proc/{pid}/wchan")
     where = f" in {place}" if place not in ("", "0") else ""
     return _STATES.get(process.state, process.state) + where

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ronde.launch.agent.diagnostics import StackTaker
 from ronde.launch.agent.mpi_world import MpiWorld
+from ronde.launch.agent.relay import OutputPipe
 from ronde.launch.environments import (
     base_environment,
     malloc_environment,
@@ -38,8 +39,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}
 _DEFAULT, _PREFERRED = 0, 1
 _BITS = 64
-_READ_BYTES = 64 << 10
-_TRACEBACK = b"Traceback (most recent call last):"
 _FDS_PER_RANK = 3
 _OTHER_FDS = 40
 _LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -107,40 +106,6 @@ def _set_policy(mode: int, node: int) -> int:
     num_bits = ctypes.c_ulong(words * _BITS + 1)
     done = _LIBC.syscall(ctypes.c_long(call), ctypes.c_int(mode), mask, num_bits)
     return ctypes.get_errno() if done != 0 else 0
-
-
-@dataclass(slots=True)
-class OutputPipe:
-    """The agent's end of one of a rank's output streams."""
-
-    rank: int
-    stream: Stream
-    fd: int  # non-blocking, open for reading
-    is_open: bool = True  # false once all writers are gone and all is read
-    # when the last Python traceback was read from stderr, monotonic; 0 for never
-    traceback_s: float = 0.0
-    _before: bytes = b""
-
-    def read(self) -> bytes | None:
-        """Return what is there, None when nothing is now; closes at the end."""
-        try:
-            data = os.read(self.fd, _READ_BYTES)
-        except BlockingIOError:
-            return None
-        if not data:
-            self.close()
-            return None
-        if self.stream is Stream.STDERR:
-            text = self._before + data
-            if _TRACEBACK in text:
-                self.traceback_s = time.monotonic()
-            self._before = text[1 - len(_TRACEBACK) :]
-        return data
-
-    def close(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            os.close(self.fd)
 
 
 @dataclass(slots=True)

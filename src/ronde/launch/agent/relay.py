@@ -1,19 +1,24 @@
-"""What goes from the ranks to the controller: output, and bytes for the store."""
+"""What goes from ranks and programs to the controller: output, bytes for the store."""
 
 import os
 import selectors
 import socket
+import subprocess
+import sys
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, cast
 
-from ronde.launch.agent.ranks import OutputPipe
 from ronde.launch.messages import (
     FIRST_CREDIT_BYTES,
     FrameWriter,
     FromAgent,
     Output,
+    ProgramLine,
     Relayed,
+    Stream,
     encode,
     pipe_writer,
 )
@@ -33,6 +38,14 @@ _READ_BYTES = 32 << 10
 """A frame's worth: little enough not to hold up what is more urgent."""
 _MAX_UNSENT_BYTES = 32 << 20
 _PREFIX = "ronde-agent-"
+_TRACEBACK = b"Traceback (most recent call last):"
+_PIPE_BYTES = 64 << 10
+# With site-packages, which the agent does without: torch's version is asked for.
+_PROGRAM = (
+    "import sys; from importlib import import_module; "
+    "sys.path.append(sys.argv[1]); import_module(sys.argv[2]).main()"
+)
+MAX_LINE_BYTES = 16 << 20  # of what a program or its controller writes at once
 
 
 class OutputSender:
@@ -119,6 +132,40 @@ class OutputSender:
         if self._last_message is not None and not self._waiting:
             message, self._last_message = self._last_message, None
             self.send(message)
+
+
+@dataclass(slots=True)
+class OutputPipe:
+    """The agent's end of one of a rank's output streams."""
+
+    rank: int
+    stream: Stream
+    fd: int  # non-blocking, open for reading
+    is_open: bool = True  # false once all writers are gone and all is read
+    # when the last Python traceback was read from stderr, monotonic; 0 for never
+    traceback_s: float = 0.0
+    _before: bytes = b""
+
+    def read(self) -> bytes | None:
+        """Return what is there, None when nothing is now; closes at the end."""
+        try:
+            data = os.read(self.fd, _PIPE_BYTES)
+        except BlockingIOError:
+            return None
+        if not data:
+            self.close()
+            return None
+        if self.stream is Stream.STDERR:
+            text = self._before + data
+            if _TRACEBACK in text:
+                self.traceback_s = time.monotonic()
+            self._before = text[1 - len(_TRACEBACK) :]
+        return data
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            os.close(self.fd)
 
 
 class OutputReader:
@@ -310,3 +357,83 @@ class StoreRelay:
             del self._by_fd[connection.sock.fileno()]
             connection.sock.close()
             self._sender.relay(Relayed(self._epoch, connection.number, b""))
+
+
+class RemoteProgram:
+    """Runs a program that the controller exchanges lines with, in the agent's loop.
+
+    The program is a module's ``main``. It reads lines on its standard input and writes
+    lines on its standard output; its standard error is the agent's. It is to end when
+    its input does. Its lines need no connection but the agent's own, so it works
+    wherever ranks can be started.
+    """
+
+    def __init__(
+        self, module: str, selector: selectors.BaseSelector, sender: OutputSender
+    ) -> None:
+        self._selector = selector
+        self._sender = sender
+        self._unread = b""
+        self._unwritten = b""
+        package_dir = __file__.rpartition("/ronde/launch/")[0]
+        # Its group is its own, so that nothing typed at a terminal reaches it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, package_dir, module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        pipes = (self._process.stdin, self._process.stdout)
+        self._pipes = cast("tuple[IO[bytes], IO[bytes]]", pipes)
+        self._input, self._output = (pipe.fileno() for pipe in self._pipes)
+        for fd in (self._input, self._output):
+            os.set_blocking(fd, False)
+        selector.register(self._output, selectors.EVENT_READ, self._read)
+
+    def write(self, line: str) -> None:
+        self._unwritten += line.encode() + b"\n"
+        self._write(self._input)
+
+    def close(self) -> None:
+        """Read what the program, which has ended, still wrote."""
+        while self._output in self._selector.get_map():
+            if not self._read(self._output):
+                # Something that it has started holds its output.
+                self._selector.unregister(self._output)
+        self._unwritten = b""
+        if self._input in self._selector.get_map():
+            self._selector.unregister(self._input)
+        for pipe in self._pipes:
+            pipe.close()
+        # The agent has reaped it, and nobody is to wait for it again.
+        self._process.returncode = 0
+
+    def _read(self, fd: int) -> bool:
+        """Pass on what there is; False when there is nothing now."""
+        try:
+            data = os.read(fd, _PIPE_BYTES)
+        except BlockingIOError:
+            return False
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            self._sender.send(ProgramLine(line.decode(errors="backslashreplace")))
+        # More would fill the memory of both hosts.
+        if not data or len(self._unread) > MAX_LINE_BYTES:
+            self._selector.unregister(fd)
+        return True
+
+    def _write(self, fd: int) -> None:
+        try:
+            written = os.write(fd, self._unwritten)
+        except BlockingIOError:
+            written = 0
+        except BrokenPipeError:
+            # Why it ended is reported when it is reaped.
+            written = len(self._unwritten)
+        self._unwritten = self._unwritten[written:]
+        is_watched = fd in self._selector.get_map()
+        if self._unwritten and not is_watched:
+            self._selector.register(fd, selectors.EVENT_WRITE, self._write)
+        elif not self._unwritten and is_watched:
+            self._selector.unregister(fd)

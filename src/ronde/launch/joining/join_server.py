@@ -108,15 +108,7 @@ class JoinServer:
         """Wait until all have joined."""
         config = self._config
         address, port = self._listener.getsockname()[:2]
-        if is_wildcard(address):
-            self._notice(
-                f"listens on all networks of this machine ({address}), as was asked; "
-                "name one address to listen only there"
-            )
-        where = with_port(config.head if is_wildcard(address) else address, port)
-        nodes = "1 node" if config.num_nodes == 1 else f"{config.num_nodes} nodes"
-        command = f"ronde run --agent {where}"
-        self._notice(f"waits for {nodes}; start on each: {command} --token-file FILE")
+        self._report_address(address, port)
         ends_at = time.monotonic() + config.timeout_s
         while len(self._joined) < config.num_nodes:
             if time.monotonic() >= ends_at:
@@ -140,6 +132,18 @@ class JoinServer:
             for pending in list(self._pending.values()):
                 if pending.since_s <= due_s:
                     self._refuse(pending, _NOT_PROVEN)
+
+    def _report_address(self, address: str, port: int) -> None:
+        num_nodes, host = self._config.num_nodes, address
+        if is_wildcard(address):
+            host = self._config.head
+            self._notice(
+                f"listens on all networks of this machine ({address}), as was asked; "
+                "name one address to listen only there"
+            )
+        nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
+        command = f"ronde run --agent {with_port(host, port)}"
+        self._notice(f"waits for {nodes}; start on each: {command} --token-file FILE")
 
     def close(self) -> None:
         """Close what is not authenticated, and report how many that were."""
