@@ -36,7 +36,7 @@ _NUM_NAMED = 8
 
 
 def hold_port(address: str, port: int = 0) -> socket.socket:
-    """Bind a TCP port, not listening, so that nobody else gets it.
+    """Bind a TCP port (0 for any), not listening, so that nobody else gets it.
 
     The socket has ``SO_REUSEADDR``, so a program that binds the same port itself, with
     that option as servers do, still can, while no program that asks the kernel for any
@@ -44,12 +44,24 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
     offers no way to keep him off, and ``ronde.torch`` does not use it.
 
     A port chosen here lies below the kernel's ephemeral range, out of the way of
-    outgoing connections.
+    outgoing connections. The address is one of this host, in numbers, no wildcard.
+
+    Raises:
+        UsageError: The port wanted is in use or may not be bound, or the address is
+            none of this host's.
+        LaunchError: No free port was found.
     """
-    _require_own(address)
+    if not address or source_towards(address) != address:
+        raise UsageError(
+            "address to meet at must be one address of this host, in numbers, got "
+            f"{address!r}. Name one with addr= in the host file, or its network with "
+            "--interface."
+        )
     if port:
         try:
-            return _bind_wanted(address, port)
+            # Perhaps only connections of an earlier job are there that are not
+            # forgotten yet.
+            return _bind_alone(address, port) or _bind(address, port, is_shared=True)
         except OSError as error:
             raise UsageError(
                 f"--master-port must be a port that is free on {address}, got {port} "
@@ -72,15 +84,6 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
     )
 
 
-def _require_own(address: str) -> None:
-    if not address or source_towards(address) != address:
-        raise UsageError(
-            "address to meet at must be one address of this host, in numbers, got "
-            f"{address!r}. Name one with addr= in the host file, or its network with "
-            "--interface."
-        )
-
-
 def _first_ephemeral_port() -> int:
     try:
         return int(_RANGE_FILE.read_text(encoding="ascii").split()[0])
@@ -93,27 +96,21 @@ def _bind_alone(address: str, port: int) -> socket.socket | None:
 
     With the option set before, two jobs could bind one port at the same time.
     """
-    held = socket.socket(family_of(address))
     try:
-        held.bind((address, port))
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return _bind(address, port, is_shared=False)
     except OSError as error:
-        held.close()
         if error.errno != errno.EADDRINUSE:
             raise
         return None
-    return held
 
 
-def _bind_wanted(address: str, port: int) -> socket.socket:
-    held = _bind_alone(address, port)
-    if held is not None:
-        return held
-    # Perhaps only connections of an earlier job that are not forgotten yet.
+def _bind(address: str, port: int, *, is_shared: bool) -> socket.socket:
     held = socket.socket(family_of(address))
+    option = socket.SOL_SOCKET, socket.SO_REUSEADDR
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(*option, int(is_shared))
         held.bind((address, port))
+        held.setsockopt(*option, 1)
     except OSError:
         held.close()
         raise
@@ -123,21 +120,23 @@ def _bind_wanted(address: str, port: int) -> socket.socket:
 def locate(
     addresses: Sequence[str], port: int, deadline_s: float = DEADLINE_S
 ) -> tuple[str, ...]:
-    """Return this host's own address towards each of some hosts' addresses.
+    """Return this host's own address towards each of some hosts' numeric addresses.
 
     Empty stands for an address that no route leads to, or that is this host's own. A
-    network that several hosts have, each for itself, is found out so: see also
-    ``choose_meeting_point``.
+    network that several hosts have, each for itself, is found out so. Where ``port`` is
+    not 0, it must answer there within the deadline: by a connection, or by refusing
+    one, since what is bound and does not listen yet refuses.
     """
-    sources = [_source(address) for address in addresses]
+    sources: list[str] = []
+    for address in addresses:
+        source = source_towards(address)
+        is_own = source == address or is_loopback(source)
+        sources.append("" if is_own else source)
     if not port:
         return tuple(sources)
-    routed = {a for a, source in zip(addresses, sources, strict=True) if source}
-    reached = _reached(routed, port, deadline_s)
-    return tuple(
-        source if address in reached else ""
-        for address, source in zip(addresses, sources, strict=True)
-    )
+    pairs = list(zip(addresses, sources, strict=True))
+    reached = _reached({a for a, source in pairs if source}, port, deadline_s)
+    return tuple(source if address in reached else "" for address, source in pairs)
 
 
 def find_answering(hosts: Mapping[str, Sequence[str]]) -> frozenset[str]:
@@ -160,13 +159,9 @@ def find_answering(hosts: Mapping[str, Sequence[str]]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _source(address: str) -> str:
-    source = source_towards(address)
-    return "" if source == address or is_loopback(source) else source
-
-
 def _reached(addresses: Iterable[str], port: int, deadline_s: float) -> set[str]:
     ends_at = time.monotonic() + deadline_s
+    answers = (0, errno.ECONNREFUSED)
     reached: set[str] = set()
     with ExitStack() as sockets, selectors.DefaultSelector() as selector:
         for address in addresses:
@@ -175,27 +170,23 @@ def _reached(addresses: Iterable[str], port: int, deadline_s: float) -> set[str]
             error = trying.connect_ex((address, port))
             if error == errno.EINPROGRESS:
                 selector.register(trying, selectors.EVENT_WRITE, (trying, address))
-            elif _is_answer(error):
+            elif error in answers:
                 reached.add(address)
         while selector.get_map() and (left_s := ends_at - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):
                 trying, address = key.data
                 selector.unregister(trying)
-                if _is_answer(trying.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+                error = trying.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if error in answers:
                     reached.add(address)
     return reached
-
-
-def _is_answer(error: int) -> bool:
-    return error in (0, errno.ECONNREFUSED)
 
 
 class HostNetwork(NamedTuple):
     """A host's network as its own agent and the user see it."""
 
     name: str  # as it is shown
-    # all addresses that other hosts might reach it by
-    interfaces: tuple[InterfaceAddress, ...]
+    interfaces: tuple[InterfaceAddress, ...]  # addresses others might reach it by
     address: str = ""  # the one that the user named for it, or empty
     # rates of its interfaces, by name, as far as they are known
     mbit_per_s: Mapping[str, int] = MappingProxyType({})
@@ -205,17 +196,16 @@ class MeetingPoint(NamedTuple):
     """Where the ranks meet."""
 
     address: str  # an address of rank 0's host
-    # by which interface each host takes part, in the order of the hosts
-    interfaces: tuple[str, ...]
+    interfaces: tuple[str, ...]  # by which each host takes part
 
     def environment(self, host: int, user: Mapping[str, str]) -> dict[str, str]:
-        """Return what tells the ranks of a host which interface is theirs."""
+        """Return the variables that name a host's interface to its ranks."""
         if len(self.interfaces) == 1:
             return {}
         interface = self.interfaces[host]
         # NCCL takes a name for the beginning of one, unless "=" is put before it.
-        told = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-        return {name: value for name, value in told.items() if name not in user}
+        names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+        return {name: value for name, value in names.items() if name not in user}
 
 
 def find_candidates(
@@ -224,15 +214,34 @@ def find_candidates(
     """Return the addresses of the first host that the others might meet it at.
 
     An address that another host has as well, as of a bridge that containers use, leads
-    everybody to themselves and is left out.
+    everybody to themselves and is left out. The hosts are all of the job, rank 0's
+    first; no interfaces allow any.
     """
     head = hosts[0]
-    _require_own_addresses(hosts)
+    for host in hosts:
+        own = {i.address for i in host.interfaces}
+        if host.address and _plain(host.address) not in own:
+            raise UsageError(
+                f"addr= of {host.name} must be an address of that host, got "
+                f"{host.address!r}. It has {_listed(host.interfaces)}."
+            )
     if head.address:
         named = _plain(head.address)
         return tuple(each for each in head.interfaces if each.address == named)
-    if interfaces:
-        _require_interfaces(hosts, interfaces)
+    lacking = [
+        host
+        for host in hosts
+        if interfaces
+        and not host.address
+        and not {i.interface for i in host.interfaces} & {*interfaces}
+    ]
+    if lacking:
+        first = lacking[0]
+        raise UsageError(
+            "--interface must name one that is up and has an address on every host, "
+            f"got {','.join(interfaces)}, which {_named([h.name for h in lacking])} "
+            f"lacks. {first.name} has {_listed(first.interfaces)}."
+        )
     owners = Counter(
         address for host in hosts for address in {i.address for i in host.interfaces}
     )
@@ -257,7 +266,11 @@ def choose_meeting_point(
     sources: Sequence[Sequence[str]],
     interfaces: Sequence[str] = (),
 ) -> MeetingPoint:
-    """Return the candidate that all hosts reach best: see ``choose_address``."""
+    """Return the candidate that all hosts reach best: see ``choose_address``.
+
+    ``sources`` are, for every host but the first, its own address towards each
+    candidate, empty where it has no route there.
+    """
     best = choose_address(candidates, sources, hosts[0].mbit_per_s)
     if best is None:
         raise _no_route(hosts, candidates, sources)
@@ -286,34 +299,6 @@ def require_answers(
         )
 
 
-def _require_own_addresses(hosts: Sequence[HostNetwork]) -> None:
-    for host in hosts:
-        own = {i.address for i in host.interfaces}
-        if host.address and _plain(host.address) not in own:
-            raise UsageError(
-                f"addr= of {host.name} must be an address of that host, got "
-                f"{host.address!r}. It has {_listed(host.interfaces)}."
-            )
-
-
-def _require_interfaces(
-    hosts: Sequence[HostNetwork], interfaces: Sequence[str]
-) -> None:
-    lacking = [
-        host
-        for host in hosts
-        if not host.address
-        and not {i.interface for i in host.interfaces} & {*interfaces}
-    ]
-    if lacking:
-        first = lacking[0]
-        raise UsageError(
-            "--interface must name one that is up and has an address on every host, "
-            f"got {','.join(interfaces)}, which {_named([h.name for h in lacking])} "
-            f"lacks. {first.name} has {_listed(first.interfaces)}."
-        )
-
-
 def _no_route(
     hosts: Sequence[HostNetwork],
     candidates: Sequence[InterfaceAddress],
@@ -333,6 +318,7 @@ def _no_route(
 
 
 def _interface_of(host: HostNetwork, source: str, interfaces: Sequence[str]) -> str:
+    """Return the name of a host's interface: the user's choice, else its route's."""
     by_address = {each.address: each.interface for each in host.interfaces}
     if host.address:
         return by_address[_plain(host.address)]
@@ -341,6 +327,7 @@ def _interface_of(host: HostNetwork, source: str, interfaces: Sequence[str]) -> 
 
 
 def _plain(address: str) -> str:
+    """Return a numeric address as the kernel writes it; what is none stays."""
     family = family_of(address)
     try:
         return socket.inet_ntop(family, socket.inet_pton(family, address))
