@@ -24,8 +24,7 @@ from ronde.topology.graph import (
     Relation,
 )
 from ronde.topology.paths.classes import classify
-from ronde.topology.paths.network import PathKind
-from ronde.topology.paths.search import find_paths
+from ronde.topology.paths.network import PathKind, find_paths
 from ronde.topology.paths.speeds import LATEST
 
 B200_TEXT = "hgx_b200_8x_drv595.91.txt"

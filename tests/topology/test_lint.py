@@ -12,11 +12,12 @@ from hypothesis import given, settings, strategies as st
 from ronde.cli.topo_lint import run
 from ronde.errors import UsageError
 from ronde.render.topo_findings import count_findings, tell_findings
-from ronde.topology.findings import Diagnostic, Level
 from ronde.topology.graph import (
     NVSWITCH,
+    Diagnostic,
     GpuDevice,
     HostTopology,
+    Level,
     Link,
     LinkKind,
     NetPort,
@@ -25,8 +26,13 @@ from ronde.topology.graph import (
     Relation,
 )
 from ronde.topology.limits.host import network_rates
-from ronde.topology.lint.fleet import FLEET_RULES, lint_fleet
-from ronde.topology.lint.host import CATALOGUE, HOST_RULES, lint_host
+from ronde.topology.lint.host import (
+    CATALOGUE,
+    FLEET_RULES,
+    HOST_RULES,
+    lint_fleet,
+    lint_host,
+)
 from ronde.topology.probes.base import Saved
 from ronde.topology.probes.nccl import NcclTopologyProbe
 

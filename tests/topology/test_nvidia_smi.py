@@ -21,7 +21,7 @@ from ronde.topology.graph import (
     write_topology,
 )
 from ronde.topology.paths.classes import classify
-from ronde.topology.paths.search import find_paths
+from ronde.topology.paths.network import find_paths
 from ronde.topology.placement.placing import AlignmentRequest
 from ronde.topology.placement.plan import plan_host
 from ronde.topology.placement.policies import Policy

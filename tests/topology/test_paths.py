@@ -38,11 +38,12 @@ from ronde.topology.paths.network import (
     Path,
     PathKind,
     PathNetwork,
+    Paths,
     VertexKind,
     build_network,
+    find_paths,
     join_switches,
 )
-from ronde.topology.paths.search import Paths, find_paths
 from ronde.topology.paths.speeds import LATEST, NcclRelease, parse_release
 
 OLD = parse_release("2.29.7")

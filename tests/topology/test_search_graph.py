@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
-from ronde.topology.findings import Level
+from ronde.topology.graph import Level
 from ronde.topology.probes.base import Saved
 from ronde.topology.search_graph import (
     SearchGraph,

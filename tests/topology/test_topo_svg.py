@@ -13,11 +13,12 @@ from tests.topology.sample_hosts import B200, FILES, OCI_H100, PERLMUTTER, sampl
 
 from ronde.render.topo_svg import draw_svg
 from ronde.render.topo_svg_shapes import fit, width_of
-from ronde.topology.findings import Diagnostic, Level
 from ronde.topology.graph import (
     NVSWITCH,
+    Diagnostic,
     GpuDevice,
     HostTopology,
+    Level,
     Link,
     LinkKind,
     NetPort,

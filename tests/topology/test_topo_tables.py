@@ -5,7 +5,7 @@ from ronde.render.topo_tables import tabulate_classes, tabulate_paths, tabulate_
 from ronde.topology.graph import GpuDevice, HostTopology, NumaNode
 from ronde.topology.paths.classes import ClassTable, classify
 from ronde.topology.paths.detours import add_detours
-from ronde.topology.paths.search import find_paths
+from ronde.topology.paths.network import find_paths
 from ronde.topology.paths.speeds import parse_release
 
 OLD = parse_release("2.29.7")

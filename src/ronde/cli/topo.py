@@ -205,7 +205,7 @@ def _table(host: HostTopology, options: argparse.Namespace) -> str:
     )
     from ronde.topology.paths.classes import classify
     from ronde.topology.paths.detours import add_detours
-    from ronde.topology.paths.search import find_paths
+    from ronde.topology.paths.network import find_paths
     from ronde.topology.paths.speeds import LATEST, parse_release
 
     if options.matrix:

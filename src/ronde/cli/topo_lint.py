@@ -17,10 +17,8 @@ from ronde.errors import UsageError
 from ronde.plain_values import to_plain
 from ronde.render.topo_findings import count_findings, tell_findings
 from ronde.render.wrapping import wrap
-from ronde.topology.findings import Diagnostic, Level
-from ronde.topology.graph import HostTopology
-from ronde.topology.lint.fleet import lint_fleet
-from ronde.topology.lint.host import CATALOGUE, lint_host
+from ronde.topology.graph import Diagnostic, HostTopology, Level
+from ronde.topology.lint.host import CATALOGUE, lint_fleet, lint_host
 from ronde.topology.paths.speeds import LATEST
 from ronde.topology.search_graph import (
     check_search_graphs,

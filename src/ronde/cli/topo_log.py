@@ -10,7 +10,7 @@ from ronde.cli.topo_input import TopoParser
 from ronde.errors import UsageError
 from ronde.plain_values import to_plain
 from ronde.render.topo_log import tell_log
-from ronde.topology.findings import Diagnostic, Level
+from ronde.topology.graph import Diagnostic, Level
 from ronde.topology.nccl_log import NcclLog, judge_nccl_log, read_nccl_log
 
 EXIT_FOUND = 1

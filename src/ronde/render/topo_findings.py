@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ronde.render.wrapping import WIDTH, list_some, wrap
-from ronde.topology.findings import Diagnostic, Level
+from ronde.topology.graph import Diagnostic, Level
 
 _ORDER = {severity: place for place, severity in enumerate(Level)}
 

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from ronde.render.topo_findings import count_findings, tell_findings
 from ronde.render.wrapping import WIDTH, wrap
-from ronde.topology.findings import Diagnostic
-from ronde.topology.graph import UNKNOWN
+from ronde.topology.graph import UNKNOWN, Diagnostic
 from ronde.topology.nccl_log import NcclJob, NcclLog
 from ronde.topology.nccl_log.log import EdgesSeen, NcclCommunicator, RankSeen, Reported
 from ronde.units import format_size

@@ -12,8 +12,7 @@ from ronde.render.topo_svg_items import SvgItem, SvgPlace, find_places
 from ronde.render.topo_svg_layout import GAP, LINE, PAD, SvgBlock, flow, lay_out_places
 from ronde.render.topo_svg_shapes import Shape, SvgBox, Words, fit, to_svg, width_of
 from ronde.render.wrapping import list_some
-from ronde.topology.findings import Diagnostic, Level
-from ronde.topology.graph import HostTopology
+from ronde.topology.graph import Diagnostic, HostTopology, Level
 
 _MARGIN = 16.0
 _MIN_WIDTH = 560.0

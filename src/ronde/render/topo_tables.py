@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from ronde.topology.graph import UNKNOWN
 from ronde.topology.paths.classes import UNKNOWN_WORD, ClassTable
-from ronde.topology.paths.network import Path, VertexKind
-from ronde.topology.paths.search import Paths
+from ronde.topology.paths.network import Path, Paths, VertexKind
 
 DEFAULT_CHARS = 80
 # A list of CPUs in many pieces is as long as it likes; a table is not.

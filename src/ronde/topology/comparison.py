@@ -21,8 +21,7 @@ from ronde.topology.graph import (
     NumaNode,
     PciDevice,
 )
-from ronde.topology.paths.network import Path, PathKind
-from ronde.topology.paths.search import Paths, find_paths
+from ronde.topology.paths.network import Path, PathKind, Paths, find_paths
 from ronde.topology.paths.speeds import (
     is_link_known,
     link_gb_per_s,

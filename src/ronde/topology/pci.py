@@ -5,12 +5,29 @@ import re
 
 from ronde.topology.kernel_files import read_number
 
-_UNKNOWN_NODE = -1
 UNKNOWN = -1
-
 
 # Domains have four digits, and more where firmware or a hypervisor makes them up.
 _ADDRESS = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
+_ANY_ADDRESS = re.compile(
+    r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-9a-f])", re.IGNORECASE
+)
+_NVIDIA, _AMD = 0x10DE, 0x1002
+_DISPLAY, _NETWORK, _ACCELERATOR = 0x03, 0x02, 0x12
+_VGA, _OTHER_BRIDGE, _INFINIBAND = 0x0300, 0x0680, 0x0207
+_CAPABILITIES = {
+    60: "P100",
+    61: "P4 P40",
+    70: "V100 V100S",
+    75: "T4",
+    80: "A100 A800 A30 A100X",
+    86: "A2 A10 A10G A16 A40 A6000 3090",
+    89: "L4 L20 L40 L40S",
+    90: "H20 H100 H200 H800 GH200",
+    100: "B100 B200 GB200",
+    103: "B300 GB300",
+}
+_BY_WORD = {word: sm for sm, words in _CAPABILITIES.items() for word in words.split()}
 
 
 def read_path(link: str) -> str:
@@ -50,28 +67,18 @@ def bus_order(address: str) -> list[int]:
 def read_node(root: str, path: str) -> int:
     """Return the memory node of a device, else of the nearest bridge that has one."""
     while path:
-        node = read_number(f"{root}/sys/devices/{path}/numa_node", _UNKNOWN_NODE)
+        node = read_number(f"{root}/sys/devices/{path}/numa_node", UNKNOWN)
         if node >= 0:
             return node
         path = path.rpartition("/")[0]
-    return _UNKNOWN_NODE
-
-
-_NVIDIA, _AMD = 0x10DE, 0x1002
-_DISPLAY, _NETWORK, _ACCELERATOR = 0x03, 0x02, 0x12
-_VGA = 0x0300
-_OTHER_BRIDGE = 0x0680
-
-_ANY_ADDRESS = re.compile(
-    r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-9a-f])", re.IGNORECASE
-)
+    return UNKNOWN
 
 
 def plain_address(text: str) -> str:
     """Return an address as sysfs spells it: ``0000:c2:00.0``; empty if it is none.
 
-    nvidia-smi writes eight digits for the domain, lspci leaves it out where all are in
-    the first.
+    nvidia-smi writes eight digits for the domain, lspci omits it where all are in the
+    first.
     """
     match = _ANY_ADDRESS.fullmatch(text)
     if match is None:
@@ -102,19 +109,9 @@ def is_nvswitch(class_code: int, vendor: int) -> bool:
     return class_code >> 8 == _OTHER_BRIDGE and vendor == _NVIDIA
 
 
-_CAPABILITIES = {
-    60: "P100",
-    61: "P4 P40",
-    70: "V100 V100S",
-    75: "T4",
-    80: "A100 A800 A30 A100X",
-    86: "A2 A10 A10G A16 A40 A6000 3090",
-    89: "L4 L20 L40 L40S",
-    90: "H20 H100 H200 H800 GH200",
-    100: "B100 B200 GB200",
-    103: "B300 GB300",
-}
-_BY_WORD = {word: sm for sm, words in _CAPABILITIES.items() for word in words.split()}
+def port_kind(class_code: int) -> str:
+    """Return an adapter's kind of port; empty for Ethernet, which may be EFA's."""
+    return "infiniband" if class_code >> 8 == _INFINIBAND else ""
 
 
 def compute_capability(title: str) -> int:

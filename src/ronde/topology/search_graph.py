@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
-from ronde.topology.findings import Diagnostic, Level
-from ronde.topology.probes.base import Saved
-from ronde.topology.xml_tree import Element, outermost_tag, parse_xml
+from ronde.topology.graph import Diagnostic, Level
+from ronde.topology.probes.base import Element, Saved, outermost_tag, parse_xml
 
 PATTERNS = {
     1: "balanced tree",

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from ronde.errors import UsageError
 from ronde.topology.graph import HostTopology, Topology, read_topology
 from ronde.topology.machine import read_gpus
-from ronde.topology.probes.base import Probe, Saved
+from ronde.topology.probes.base import MAX_BYTES, Probe, Saved, outermost_tag
 from ronde.topology.probes.sysfs import read_host
-from ronde.topology.xml_tree import MAX_BYTES, outermost_tag
 
 _NVIDIA = 0x10DE
 # NVIDIA's driver has one of these, the last one in WSL.

@@ -45,7 +45,7 @@ from ronde.launch.placement.network import hold_port
 from ronde.records import Record
 from ronde.store.authentication import SharedKey
 from ronde.store.server import serve_network
-from ronde.topology.findings import Level
+from ronde.topology.graph import Level
 from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
 from ronde.world import World
 

@@ -22,7 +22,7 @@ from ronde.topology.paths.speeds import (
     pci_theory_gb_per_s,
     smp_gb_per_s,
 )
-from ronde.topology.probes.sysfs import FORM as SYSFS
+from ronde.topology.probes.sysfs import SOURCE as SYSFS
 
 # GB/s of one link in one direction, payload, by compute capability. Source: NVIDIA's
 # data sheets: P100 4 links and 160 GB/s both ways, V100 6 and 300, A100 12 and 600,

@@ -5,18 +5,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ronde.topology.findings import Diagnostic, Level
 from ronde.topology.graph import (
     UNKNOWN,
+    Diagnostic,
     GpuDevice,
     HostTopology,
+    Level,
     Link,
     LinkKind,
     NetPort,
     PciDevice,
 )
-from ronde.topology.paths.search import Paths, find_paths
-from ronde.topology.paths.speeds import pci_gb_per_s, pci_theory_gb_per_s
+from ronde.topology.paths.network import Paths, find_paths
+from ronde.topology.paths.speeds import pci_gb_per_s
 
 
 class HostView(NamedTuple):
@@ -30,15 +31,20 @@ class HostView(NamedTuple):
     direct_links: dict[str, list[Link]]  # NVLink and xGMI, by the GPU they leave.
     paths: Paths  # Between all GPUs and ports.
 
+    def node_of(self, bus_id: str) -> int:
+        """Return the NUMA node of a device, its bridges' where it has none."""
+        nodes = (device.node for device in _chain(self.devices, bus_id))
+        return next((node for node in nodes if node != UNKNOWN), UNKNOWN)
+
 
 class Hit(NamedTuple):
     """One element that a rule found to be wrong."""
 
     element: str
     severity: Level
-    what: str  # What is seen, one sentence.
+    what: str
     consequence: str
-    has_gb_per_s: float = 0.0  # 0 where that does not follow.
+    has_gb_per_s: float = 0.0
     should_gb_per_s: float = 0.0
     remedy: str = ""  # In place of the rule's.
 
@@ -46,24 +52,23 @@ class Hit(NamedTuple):
 class Rule(NamedTuple):
     """One thing that may be wrong with a host."""
 
-    name: str  # What findings and options call it.
+    name: str  # In findings and options.
     meaning: str  # What it looks for, one line.
-    remedy: str  # What to do, one sentence.
+    remedy: str
     hits: Callable[[HostView], Iterator[Hit]]
 
     def find(self, view: HostView) -> Iterator[Diagnostic]:
         """Yield a finding for every element that is wrong."""
         for hit in self.hits(view):
-            element, severity, what, consequence, has, should, remedy = hit
             yield Diagnostic(
                 self.name,
-                severity,
-                element,
-                what,
-                consequence,
-                remedy or self.remedy,
-                has,
-                should,
+                hit.severity,
+                hit.element,
+                hit.what,
+                hit.consequence,
+                hit.remedy or self.remedy,
+                hit.has_gb_per_s,
+                hit.should_gb_per_s,
             )
 
 
@@ -76,8 +81,7 @@ def rule(
 
 def rate_loss(has_gb_per_s: float, should_gb_per_s: float) -> Level:
     """Return how bad it is that bandwidth is lost: an error where most of it is."""
-    is_most = has_gb_per_s < should_gb_per_s / 2
-    return Level.ERROR if is_most else Level.WARNING
+    return Level.ERROR if has_gb_per_s < should_gb_per_s / 2 else Level.WARNING
 
 
 def view_of(host: HostTopology) -> HostView:
@@ -110,32 +114,13 @@ def _chain(devices: dict[str, PciDevice], bus_id: str) -> list[PciDevice]:
     return chain
 
 
-def node_of(view: HostView, bus_id: str) -> int:
-    """Return the NUMA node of a device, its bridges' where it has none."""
-    nodes = (device.node for device in _chain(view.devices, bus_id))
-    return next((node for node in nodes if node != UNKNOWN), UNKNOWN)
-
-
 def known_gb_per_s(device: PciDevice) -> float:
     """Return NCCL's figure for the link above a device; 0 if no source has one."""
     is_known = bool(device.speed and device.width > 0) or device.gb_per_s > 0
     return pci_gb_per_s(device) if is_known else 0.0
 
 
-def physical_gb_per_s(device: PciDevice) -> float:
-    """Return what the link above a device can carry; 0 if unknown."""
-    return pci_theory_gb_per_s(device.speed, device.width) or device.gb_per_s
-
-
 def gt_per_s(speed: str) -> float:
     """Return the number in front of GT/s; 0 where there is none."""
     match = re.match(r"(\d{1,3}(?:\.\d{1,3})?) ?GT/s", speed)
     return float(match[1]) if match else 0.0
-
-
-def link_words(device: PciDevice) -> str:
-    """Return the link above a device in words: ``16.0 GT/s PCIe x16``."""
-    if not device.speed and device.gb_per_s:
-        return f"{device.gb_per_s:g} GB/s"
-    speed = f'"{device.speed}"' if not gt_per_s(device.speed) else device.speed
-    return f"{speed} x{device.width}" if device.width >= 0 else speed

@@ -3,11 +3,10 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
-from ronde.topology.findings import Diagnostic, Level
-from ronde.topology.graph import UNKNOWN
+from ronde.topology.graph import UNKNOWN, Diagnostic, Level
 from ronde.topology.nccl_log.log import (
+    EdgesSeen,
     NcclCommunicator,
     NcclJob,
     NcclLog,
@@ -36,16 +35,11 @@ _TINY_PCI_GB_PER_S = 3.0
 _LEAST_REAL_GB_PER_S = 1.0
 # PCIe 3 x16 is 12 by NCCL's count and 15.75 by the standard, and so with later ones.
 _PCI_LIMIT_OF_NCCL_COUNT = 15.75 / 12
-_CHANNEL_LIMITS = ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_MAX_NRINGS")
 _SLOW_INIT_S = 30.0
 # Where these differ, it is often meant: hosts name their interfaces differently.
-_OWN_PER_HOST = frozenset(
-    {"NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_HOSTID"}
-)
+_OWN_PER_HOST = {"NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_HOSTID"}
 # One rank alone reports these, of whatever all have.
-_REPORTED_BY_ONE = frozenset(
-    {"NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE", "NCCL_COMM_ID"}
-)
+_REPORTED_BY_ONE = {"NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE", "NCCL_COMM_ID"}
 _PHASES = {
     "bootstrap": "Some rank came late, or the bootstrap interface is slow: look at "
     "what ranks do before, and at NCCL_SOCKET_IFNAME.",
@@ -59,7 +53,7 @@ def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
 
     What is not in the log is never taken for a fault.
     """
-    found = [finding for job in log.jobs for rule in RULES for finding in rule(job)]
+    found = [finding for job in log.jobs for rule in _RULES for finding in rule(job)]
     if log.num_lost:
         found = [_doubt(finding, log.num_lost) for finding in found]
     if len(log.loose_versions) > 1:
@@ -111,9 +105,7 @@ def _hosts_of(comm: NcclCommunicator) -> list[str]:
 
 def _setting_of(job: NcclJob, *names: str) -> str:
     """Return the first of these settings that is there, ``NAME=value``, or nothing."""
-    settings = {
-        each.partition("=")[0]: each for each in reversed(_values(job.settings))
-    }
+    settings = {each.partition("=")[0]: each for each in _values(job.settings)[::-1]}
     return next((settings[name] for name in names if name in settings), "")
 
 
@@ -121,8 +113,8 @@ def _values(reported: Iterable[Reported]) -> list[str]:
     return [each.value for each in reported]
 
 
-def _hosts(reported: Iterable[Reported]) -> list[str]:
-    return sorted({host for each in reported for host in each.hosts})
+def _hosts(found: Iterable[Reported | EdgesSeen]) -> list[str]:
+    return sorted({host for each in found for host in each.hosts})
 
 
 def _by_host(reported: Iterable[Reported]) -> str:
@@ -132,9 +124,9 @@ def _by_host(reported: Iterable[Reported]) -> str:
 
 def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
     """Find data that goes over TCP where an adapter with RDMA is, or may be."""
-    chosen = {h for each in job.networks if each.value == "Socket" for h in each.hosts}
+    chosen = [each for each in job.networks if each.value == "Socket"]
     edges = [each for each in job.edges if each.transport.startswith("NET/Socket")]
-    hosts = chosen | {host for each in edges for host in each.hosts}
+    hosts = _hosts([*chosen, *edges])
     if not hosts or not _spans_nodes(job):
         return
     searched = [value for value in _values(job.candidates) if value.startswith("IB")]
@@ -160,17 +152,14 @@ def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
     yield Diagnostic(
         "sockets-despite-infiniband" if adapters else "sockets-between-nodes",
         Level.ERROR if adapters else Level.WARNING,
-        name_some(sorted(hosts)),
+        name_some(hosts),
         f"Data between nodes goes over TCP sockets, {seen}.",
-        f"Of each adapter {_LOST}"
-        if adapters
-        else f"Of an adapter that is there {_LOST}",
+        f"Of {'each adapter' if adapters else 'an adapter that is there'} {_LOST}",
         f"Unset {ban.partition('=')[0]}." if ban else remedy,
     )
 
 
 def _libfabric_over_tcp(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find the plugin for libfabric where it drives no adapter."""
     for each in job.candidates:
         if (match := _BY_TCP.match(each.value)) and _spans_nodes(job):
             yield Diagnostic(
@@ -186,7 +175,6 @@ def _libfabric_over_tcp(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _networks_differ(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find hosts of one job that chose different networks."""
     if len(job.networks) > 1 and _spans_nodes(job):
         yield Diagnostic(
             "networks-differ",
@@ -201,8 +189,6 @@ def _networks_differ(job: NcclJob) -> Iterator[Diagnostic]:
 
 def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
     """Find data that goes through the hosts' memory between GPU and adapter."""
-    if not _spans_nodes(job):
-        return
     edges = [e for e in job.edges if e.transport.startswith("NET/")]
     fast = [e for e in edges if not e.transport.startswith("NET/Socket")]
     staged = [e for e in fast if "/GDRDMA" not in e.transport]
@@ -214,7 +200,7 @@ def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
         and not value.startswith("Socket")
         and value.startswith(networks)
     ]
-    if not staged and (fast or not disabled):
+    if not _spans_nodes(job) or (not staged and (fast or not disabled)):
         return
     seen = "NCCL's connections between nodes"
     if staged:
@@ -228,7 +214,6 @@ def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
         if value.startswith("NET/OFI") and "disabling GDR" in value
     ]
     plugin = f"; the plugin reports: {refusals[0]}" if refusals else ""
-    hosts = {host for e in staged for host in e.hosts} or set(_hosts(job.gdr))
     choice = _setting_of(job, "NCCL_NET_GDR_LEVEL", "NCCL_DMABUF_ENABLE")
     if plugin:
         remedy = (
@@ -250,7 +235,7 @@ def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
     yield Diagnostic(
         "no-gpudirect-rdma",
         Level.NOTE if plugin else Level.WARNING,
-        name_some(sorted(hosts)),
+        name_some(_hosts(staged or job.gdr)),
         f"{seen} do without GPUDirect RDMA{why}{plugin}.",
         "Data between GPU and adapter goes through the host's memory, which costs "
         "bandwidth and time.",
@@ -284,19 +269,15 @@ def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
             )
 
 
-def _kinds_between_gpus(job: NcclJob) -> set[str]:
-    return {
-        path.kind
-        for path in job.paths
-        if path.source.startswith("GPU/") and path.target.startswith("GPU/")
-    }
-
-
 def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
     """Find GPUs that pass data through the host's memory and need not."""
     staged = [edges for edges in job.edges if edges.transport.startswith("SHM/")]
     has_direct = any(edges.transport.startswith("P2P/") for edges in job.edges)
-    between = _kinds_between_gpus(job)
+    between = {
+        path.kind
+        for path in job.paths
+        if path.source.startswith("GPU/") and path.target.startswith("GPU/")
+    }
     kinds = {e.kind for e in job.trees if e.target.startswith((*_GPUS, "NVS/"))}
     links = next((_DIRECT_LINKS[k] for k in _DIRECT_LINKS if k in kinds | between), "")
     reason = "other GPUs reach each other's memory" if has_direct else ""
@@ -318,7 +299,7 @@ def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
     yield Diagnostic(
         "shm-where-p2p-was-possible",
         severity,
-        name_some(sorted({host for e in staged for host in e.hosts})),
+        name_some(_hosts(staged)),
         f"{num_edges} connections inside nodes, such as rank {first} to rank {second}, "
         f"go through the host's memory, though {reason}.",
         "They reach a part of the bandwidth that the GPUs have among themselves.",
@@ -331,7 +312,6 @@ def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _peers_refused(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find GPUs that may not reach each other's memory."""
     if job.p2p:
         yield Diagnostic(
             "p2p-refused",
@@ -354,13 +334,11 @@ def _has_neighbours(comm: NcclCommunicator) -> bool | None:
     return False if counts.total() == comm.num_ranks else None
 
 
-def _has_much_nvlink(job: NcclJob) -> bool:
-    """Return whether NVLinks carry too much for two channels."""
-    # Multicast is in switches alone, and these have links enough.
-    return any(value.startswith("available") for value in _values(job.nvls)) or any(
+def _has_nvlink(job: NcclJob, targets: tuple[str, ...], gb_per_s: float) -> bool:
+    return any(
         link.kind == "NVL"
-        and link.target.startswith((*_GPUS, "NVS/"))
-        and link.gb_per_s >= _MUCH_NVLINK_GB_PER_S
+        and link.target.startswith(targets)
+        and link.gb_per_s >= gb_per_s
         for link in job.trees
     )
 
@@ -382,8 +360,12 @@ def _few_channels(job: NcclJob) -> Iterator[Diagnostic]:
         return
     worst = next((comm for comm in poor if _has_neighbours(comm)), poor[0])
     count = max(each.coll for each in worst.channels)
-    is_fast = bool(_has_neighbours(worst)) and _has_much_nvlink(job)
-    limit = _setting_of(job, *_CHANNEL_LIMITS)
+    # Multicast is in switches alone, and these have links enough.
+    has_much = _has_nvlink(job, (*_GPUS, "NVS/"), _MUCH_NVLINK_GB_PER_S) or any(
+        value.startswith("available") for value in _values(job.nvls)
+    )
+    is_fast = bool(_has_neighbours(worst)) and has_much
+    limit = _setting_of(job, "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_MAX_NRINGS")
     yield Diagnostic(
         "few-channels",
         Level.ERROR if is_fast else Level.NOTE,
@@ -405,23 +387,16 @@ def _nvls_lost(job: NcclJob) -> Iterator[Diagnostic]:
     """Find reductions in the NVLink switches that were there and are not used."""
     lost = [each for each in job.nvls if each.value.startswith("lost: ")]
     absent = [each for each in job.nvls if each.value.startswith("not available")]
-    found = [each for each in job.nvls if each.value.startswith("available")]
-    has_multicast_links = any(
-        link.kind == "NVL"
-        and link.target.startswith("NVS/")
-        and link.gb_per_s >= _MULTICAST_GB_PER_S
-        for link in job.trees
-    )
     if lost:
         error = lost[0].value.removeprefix("lost: ")
         what = f"Reduction in the NVLink switches (NVLS) was given up: {error}."
-    elif absent and found:
+    elif absent and len(absent) < len(job.nvls):
         devices = [each.rpartition(" ")[2] for each in _values(absent)]
         what = (
             "Reduction in the NVLink switches (NVLS) is there on some GPUs and not on "
             f"device {name_some(devices)}."
         )
-    elif absent and has_multicast_links:
+    elif absent and _has_nvlink(job, ("NVS/",), _MULTICAST_GB_PER_S):
         what = "The GPUs' NVLinks lead to switches, but these do not reduce (no NVLS)."
     else:
         return
@@ -442,7 +417,6 @@ def _nvls_lost(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _fabric_not_ready(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find NVLink fabrics whose start is not over."""
     words = {"state 1": "not started", "state 2": "still starting"}
     waiting = [each for each in job.mnnvl if each.value[:7] in words]
     if waiting:
@@ -457,15 +431,6 @@ def _fabric_not_ready(job: NcclJob) -> Iterator[Diagnostic]:
         )
 
 
-class _Narrow(NamedTuple):
-    """A GPU or port behind a PCI link that is narrower than it should be."""
-
-    name: str  # The GPU or adapter, with its bus address.
-    below: str  # Bus address of what hangs below the link.
-    gb_per_s: float  # What the link carries by NCCL's count.
-    should_gb_per_s: float  # What it should; 0 where that does not follow.
-
-
 def _slow_pci(job: NcclJob) -> Iterator[Diagnostic]:
     """Find GPUs and adapters behind a PCI link that is narrower than it should be."""
     links: defaultdict[str, list[TreeLink]] = defaultdict(list)
@@ -473,16 +438,15 @@ def _slow_pci(job: NcclJob) -> Iterator[Diagnostic]:
         for host in link.hosts:
             links[host].append(link)
     # What is so on many hosts is reported once.
-    hosts: dict[_Narrow, list[str]] = {}
+    hosts: dict[tuple[str, str, float, float], list[str]] = {}
     for host in sorted(links):
         for narrow in _narrow_ones(links[host]):
             hosts.setdefault(narrow, []).append(host)
     for (name, below, has, should), where in hosts.items():
-        is_tiny = has <= _TINY_PCI_GB_PER_S
         instead = f" instead of {should:.1f}" if should else ""
         yield Diagnostic(
             "slow-pci",
-            Level.ERROR if is_tiny else Level.WARNING,
+            Level.ERROR if has <= _TINY_PCI_GB_PER_S else Level.WARNING,
             f"{name} on {name_some(where)}",
             f"The PCI link above {below} carries {has:.1f} GB/s{instead} by NCCL's "
             "count.",
@@ -499,8 +463,12 @@ def _slow_pci(job: NcclJob) -> Iterator[Diagnostic]:
         )
 
 
-def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[_Narrow]:
-    """Yield what is behind too narrow a link on one host."""
+def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[tuple[str, str, float, float]]:
+    """Yield what is behind too narrow a link on one host.
+
+    That is its name, the address below the link, the link's GB/s by NCCL's count, and
+    what it should have; 0 if unknown.
+    """
     above = {link.target: link for link in links if link.kind == "PCI"}
     # A GPU in one package with its processor leaves the bus aside.
     packaged = {link.source for link in links if link.kind == "C2C"}
@@ -514,14 +482,14 @@ def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[_Narrow]:
         if link.gb_per_s < best or link.gb_per_s <= _TINY_PCI_GB_PER_S:
             should = best if best > link.gb_per_s else 0.0
             gpu, below = f"GPU {_bus_address(name)}", _bus_address(link.target)
-            yield _Narrow(gpu, below, link.gb_per_s, should)
+            yield gpu, below, link.gb_per_s, should
     for port in links:
         nic = _narrowest(above, port.source) if port.source in above else None
-        if nic and port.kind == "NET":
-            should = port.port_gb_per_s
-            if nic.gb_per_s * _PCI_LIMIT_OF_NCCL_COUNT < should:
-                adapter = f"adapter {_bus_address(port.source)}"
-                yield _Narrow(adapter, _bus_address(nic.target), nic.gb_per_s, should)
+        should = port.port_gb_per_s
+        is_narrow = nic and nic.gb_per_s * _PCI_LIMIT_OF_NCCL_COUNT < should
+        if nic and is_narrow and port.kind == "NET":
+            adapter = f"adapter {_bus_address(port.source)}"
+            yield adapter, _bus_address(nic.target), nic.gb_per_s, should
 
 
 def _narrowest(above: Mapping[str, TreeLink], name: str) -> TreeLink:
@@ -543,10 +511,9 @@ def _bus_address(name: str) -> str:
 
 
 def _versions_differ(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find ranks of one job with different libraries."""
     for what, versions in (("NCCL", job.versions), ("the CUDA driver", job.drivers)):
         if len(versions) > 1:
-            is_nccl = versions is job.versions
+            is_nccl = what == "NCCL"
             yield Diagnostic(
                 "versions-differ",
                 Level.ERROR if is_nccl else Level.WARNING,
@@ -561,7 +528,6 @@ def _versions_differ(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _settings_differ(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find settings that are not the same for all ranks."""
     by_name: dict[str, list[Reported]] = {}
     for each in job.settings:
         by_name.setdefault(each.value.partition("=")[0], []).append(each)
@@ -588,7 +554,7 @@ def _settings_differ(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _nodes_unlike_hosts(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find communicators whose nodes NCCL counts differently from the log's hosts."""
+    """Find a communicator whose nodes NCCL counts differently from the log's hosts."""
     for comm in job.communicators:
         hosts = _hosts_of(comm)
         is_whole = len(comm.ranks) == comm.num_ranks
@@ -625,21 +591,21 @@ def _init_incomplete(job: NcclJob) -> Iterator[Diagnostic]:
         if not waiting:
             continue
         here = {rank.rank for rank in comm.ranks}
-        ranks = range(min(comm.num_ranks, 1 << 20))
-        silent = [rank for rank in ranks if rank not in here]
-        others = ""
+        silent = [r for r in range(min(comm.num_ranks, 1 << 20)) if r not in here]
+        others = retries = ""
         if silent:
             others = f"; {len(silent)}, such as rank {silent[0]}, are not in the log"
-        retries = (
-            f"; on {name_some(_hosts(job.retries))} they try to connect: "
-            f"{name_some(_values(job.retries))}"
-        )
+        if job.retries:
+            retries = (
+                f"; on {name_some(_hosts(job.retries))} they try to connect: "
+                f"{name_some(_values(job.retries))}"
+            )
         yield Diagnostic(
             "init-incomplete",
             Level.ERROR,
             name_some([f"rank {rank.rank} on {rank.host}" for rank in waiting]),
             f"{len(waiting)} of {comm.num_ranks} ranks began their start and did not "
-            f"complete it{others}{retries if job.retries else ''}.",
+            f"complete it{others}{retries}.",
             "The job hangs or has ended in its start, unless the log was cut.",
             "Look first at the ranks that are not in the log, and at warnings; then "
             "whether the hosts reach each other on the bootstrap interface.",
@@ -648,7 +614,6 @@ def _init_incomplete(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _ranks_not_in_log(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find that a part of the ranks is not in the log."""
     comm = max(job.communicators, key=lambda c: c.num_ranks, default=None)
     if comm and 0 < len(comm.ranks) < comm.num_ranks:
         yield Diagnostic(
@@ -663,25 +628,22 @@ def _ranks_not_in_log(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _slow_init(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find a start that took long."""
     ranks = ((rank, comm) for comm in job.communicators for rank in comm.ranks)
-    slowest = max(ranks, key=lambda pair: pair[0].init_s, default=None)
-    if slowest is None or slowest[0].init_s <= _SLOW_INIT_S:
-        return
-    rank, comm = slowest
-    phase, phase_s = rank.init_phases[0] if rank.init_phases else ("", 0.0)
-    yield Diagnostic(
-        "slow-init",
-        Level.NOTE,
-        f"rank {rank.rank} on {rank.host}",
-        f"The start of {comm.num_ranks} ranks took {rank.init_s:.1f} s"
-        + (f", of which {phase} {phase_s:.1f} s." if phase else "."),
-        "Every start and restart of the job waits so long.",
-        _PHASES.get(phase, "See which rank came last: the others wait for it."),
-    )
+    rank, comm = max(ranks, key=lambda pair: pair[0].init_s, default=(None, None))
+    if rank and comm and rank.init_s > _SLOW_INIT_S:
+        phase, phase_s = rank.init_phases[0] if rank.init_phases else ("", 0.0)
+        yield Diagnostic(
+            "slow-init",
+            Level.NOTE,
+            f"rank {rank.rank} on {rank.host}",
+            f"The start of {comm.num_ranks} ranks took {rank.init_s:.1f} s"
+            + (f", of which {phase} {phase_s:.1f} s." if phase else "."),
+            "Every start and restart of the job waits so long.",
+            _PHASES.get(phase, "See which rank came last: the others wait for it."),
+        )
 
 
-RULES = (
+_RULES = (
     _sockets_used,
     _libfabric_over_tcp,
     _networks_differ,

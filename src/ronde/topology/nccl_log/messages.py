@@ -1,22 +1,25 @@
-"""Lines of a log -> NCCL's messages.
+"""Files of NCCL's log -> its messages, and the known form that each has.
 
-Ranks write into one file at once, so lines break inside each other. Where that happened
-is seen by the prefix that every message has: ``host:pid:thread [device] NCCL INFO``.
-What stood before it on the line is the head of a message that was cut; its tail may
-follow on a line of its own, and is put to it where exactly one head makes sense of it.
+Files are read in pieces, so that a log of any size takes bounded memory. Ranks write
+into one file at once, so lines break inside each other. The prefix of every message
+shows where: ``host:pid:thread [device] NCCL INFO``. What stands before it on the line
+is the head of a message that was cut; its tail may follow on a line of its own, and is
+put to it where exactly one head makes sense of it.
 """
 
 import re
+import zlib
 from collections.abc import Container, Iterator
-from typing import NamedTuple
+from itertools import chain
+from typing import BinaryIO, NamedTuple
 
-from ronde.topology.nccl_log.patterns import recognise
+from ronde.errors import UsageError
 
 MAX_LINE_CHARS = 1 << 16
-"""Of a longer line the rest is not looked at; NCCL cuts its own at 1,023."""
+"""Of a longer line the rest is ignored; NCCL cuts its own at 1,023."""
 
-_INFO = " NCCL INFO "
-_WARN = " NCCL WARN "
+_PIECE_BYTES = 1 << 20
+_INFO, _WARN = " NCCL INFO ", " NCCL WARN "
 _MARK = (
     r"(\d{1,10}):(\d{1,10}) \[(-?\d{1,4})\] "
     r"(?:(\S{1,300}:\d+) (?:\([^()\s]{1,200}\) )?)?NCCL (INFO|WARN) "
@@ -40,7 +43,7 @@ _MARK_BEGUN = re.compile(
 )
 _LOOSE_VERSION = re.compile(rf"{_BEFORE}([NR]CCL version (?:: )?\d\S*)")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# Ray's word for lines of other processes that it keeps to itself.
+# Ray's words on lines of other processes that it does not show.
 _REPEATED = re.compile(r" *\[repeated \d{1,9}x across [a-z ]{1,20}\].*")
 
 _MAX_HEADS = 32
@@ -51,32 +54,25 @@ _MAX_HEAD_CHARS = 2048
 
 
 class NcclMessage(NamedTuple):
-    """What one process said at once."""
+    """One message of a process."""
 
-    host: str  # Name of its host; empty for a version that names none.
-    pid: int  # Number of its process.
-    thread: int  # Number of the thread.
+    host: str  # Empty for a version that names none.
+    pid: int
+    thread: int
     is_warning: bool  # It is marked ``WARN``.
-    place: str  # File and line of NCCL's source; empty where not told.
-    text: str  # What it says.
+    place: str  # File and line of NCCL's source; empty if unknown.
+    text: str
 
 
 class MessageReader:
-    """Takes lines one by one and returns the messages in them.
-
-    Attributes:
-        num_lines: Taken so far.
-        num_mended: Messages that were put together from pieces.
-        num_lost: Pieces of messages that nothing fitted to.
-    """
+    """Takes the lines of one file one by one and returns the messages in them."""
 
     def __init__(self) -> None:
         self.num_lines = 0
-        self.num_mended = 0
-        self.num_lost = 0
+        self.num_mended = 0  # Messages that were put together from pieces.
+        self.num_lost = 0  # Pieces of messages that nothing fitted to.
         self._hosts_of_pid: dict[int, set[str]] = {}
-        # With the number of their processes.
-        self._hosts: dict[str, int] = {}
+        self._hosts: dict[str, int] = {}  # With the number of their processes.
         self._prefixes: dict[str, tuple[str, int, int]] = {}
         # Heads of messages that were cut, each with the line where it stood.
         self._heads: list[tuple[int, str]] = []
@@ -90,46 +86,34 @@ class MessageReader:
         if "\r" not in line:
             return self._feed_part(line)
         # Progress bars write over their own line.
-        return [
-            message for part in line.split("\r") for message in self._feed_part(part)
-        ]
+        return [each for part in line.split("\r") for each in self._feed_part(part)]
+
+    def end(self) -> None:
+        """Count the heads that are left as lost."""
+        self._forget(len(self._heads))
 
     def _feed_part(self, line: str) -> list[NcclMessage]:
         # Most lines begin like one before them, and looking that up is far cheaper.
         prefix, mark, text = line.partition(_INFO)
         known = self._prefixes.get(prefix)
         if known is not None and _INFO not in text and _WARN not in text:
-            host, pid, thread = known
-            return [NcclMessage(host, pid, thread, False, "", _plain(text))]  # noqa: FBT003
-        return self._feed_new(line, prefix if mark else "")
-
-    def _feed_new(self, line: str, prefix: str) -> list[NcclMessage]:
-        """Return the messages of a line that does not begin like one before it."""
+            return [NcclMessage(*known, False, "", _plain(text))]  # noqa: FBT003
         match = _CLEAN.match(line)
         if match is not None and not _has_mark(line, match.end()):
             message = _message(match.group(1), match, line[match.end() :], 2)
-            if self._is_known(message):
-                self._learn(prefix, message)
-                return [message]
-            if self._heads and (mended := self._join_host(line)):
+            is_known = self._is_known(message)
+            if not is_known and self._heads and (mended := self._join_host(line)):
                 return [mended]
-            if self._is_own(message.host, message.pid):
-                self._learn(prefix, message)
+            if is_known or self._is_own(message.host, message.pid):
+                if prefix and mark and not message.is_warning:
+                    if len(self._prefixes) >= _MAX_PREFIXES:
+                        # Times of day stand in them: no two are alike.
+                        self._prefixes.clear()
+                    self._prefixes[prefix] = message.host, message.pid, message.thread
                 return [message]
         if match is None and not self._heads and "CCL" not in line:
             return []
         return list(self._split(line[:MAX_LINE_CHARS]))
-
-    def end(self) -> None:
-        """Count the heads that are left as lost."""
-        self._forget(len(self._heads))
-
-    def _learn(self, prefix: str, message: NcclMessage) -> None:
-        if prefix and not message.is_warning:
-            if len(self._prefixes) >= _MAX_PREFIXES:
-                # Times of day stand in them: no two are alike.
-                self._prefixes.clear()
-            self._prefixes[prefix] = (message.host, message.pid, message.thread)
 
     def _is_known(self, message: NcclMessage) -> bool:
         return message.host in self._hosts_of_pid.get(message.pid, ())
@@ -158,21 +142,19 @@ class MessageReader:
     def _own_host(self, token: str, pid: int) -> str:
         """Return the known host that a word ends with, else the word itself."""
         for hosts in (self._hosts_of_pid.get(pid, ()), self._hosts):
-            if token in hosts:
-                return token
-            if end := _longest_end(token, hosts):
+            end = token if token in hosts else _longest_end(token, hosts)
+            if end:
                 return end
         return token
 
     def _split(self, line: str) -> Iterator[NcclMessage]:
-        """Yield what a line is made of that broke, or that another broke into."""
+        """Yield the messages of a line that broke, or that another broke into."""
         marks = list(_ANYWHERE.finditer(line))
         starts: list[int] = []
         is_sure: list[bool] = []
         for mark in marks:
             found = _HOST_END.search(line[max(0, mark.start() - 255) : mark.start()])
-            token = found.group() if found else ""
-            host = self._own_host(token, int(mark.group(1)))
+            host = self._own_host(found.group() if found else "", int(mark.group(1)))
             starts.append(mark.start() - len(host))
             is_sure.append(host in self._hosts)
         lead = line[: starts[0]] if starts else line
@@ -181,23 +163,24 @@ class MessageReader:
             host = line[starts[index] : mark.start()]
             if not host:
                 continue
-            if index + 1 < len(marks) and not is_sure[index + 1]:
-                # Nobody knows where this one ends and the next host begins.
-                self.num_lost += 1
-            elif index + 1 < len(marks):
+            if index + 1 == len(marks):
+                yield _message(host, mark, line[mark.end() :], 1)
+            elif is_sure[index + 1]:
                 self._hold(line[starts[index] : starts[index + 1]])
             else:
-                yield _message(host, mark, line[mark.end() :], 1)
+                # Nobody knows where this one ends and the next host begins.
+                self.num_lost += 1
 
     def _lead(self, lead: str, *, is_cut: bool) -> Iterator[NcclMessage]:
-        """Yield what a piece without a prefix of its own completes."""
-        lead = _without_prefix(lead) if is_cut else lead
+        """Yield the message that a piece without a prefix of its own completes."""
+        if is_cut and (match := _BEFORE_ALONE.match(lead)):
+            # Blanks alone are the piece's own: a line was cut in front of them.
+            is_blank = lead[: match.end()].isspace()
+            lead = lead if is_blank else lead[match.end() :]
         if not lead.strip():
             return
         if version := _LOOSE_VERSION.fullmatch(lead):
-            yield NcclMessage(
-                "", 0, 0, is_warning=False, place="", text=version.group(1)
-            )
+            yield NcclMessage("", 0, 0, False, "", version.group(1))  # noqa: FBT003
         elif message := self._join(lead):
             yield message
         elif is_cut:
@@ -209,7 +192,10 @@ class MessageReader:
         wholes = [
             (at, message)
             for at, (_, head) in enumerate(self._heads)
-            if (message := _whole(head + tail)) and message.host in self._hosts
+            if (message := _read_whole(head + tail))
+            and not message.is_warning
+            and message.host in self._hosts
+            and recognise(message.text)
         ]
         if len({message for _, message in wholes}) != 1:
             return None
@@ -234,7 +220,7 @@ class MessageReader:
 
     def _hold(self, head: str) -> None:
         if "NCCL" not in head and not _MARK_BEGUN.fullmatch(head):
-            # Another program spoke, and ended its line too late.
+            # Another program wrote this, and ended its line too late.
             return
         if len(head) > _MAX_HEAD_CHARS:
             self.num_lost += 1
@@ -265,8 +251,9 @@ def _has_mark(line: str, start: int) -> bool:
 def _message(host: str, mark: re.Match[str], text: str, first: int) -> NcclMessage:
     """Return a message; ``first`` is the number of the group with the pid."""
     pid, thread, _, place, level = mark.group(*range(first, first + 5))
+    is_warning = level == "WARN"
     return NcclMessage(
-        host, int(pid), int(thread), level == "WARN", place or "", _plain(text)
+        host, int(pid), int(thread), is_warning, place or "", _plain(text)
     )
 
 
@@ -278,25 +265,203 @@ def _read_whole(text: str) -> NcclMessage | None:
     return _message(match.group(1), match, text[match.end() :], 2)
 
 
-def _whole(text: str) -> NcclMessage | None:
-    """Return the message that a head and a tail make; None where they make none."""
-    message = _read_whole(text)
-    if message is None or message.is_warning or recognise(message.text) is None:
-        return None
-    return message
-
-
-def _without_prefix(lead: str) -> str:
-    """Return a piece without what a launcher put before it.
-
-    Blanks alone are the piece's own: a line was cut in front of them.
-    """
-    match = _BEFORE_ALONE.match(lead)
-    end = match.end() if match else 0
-    return lead if lead[:end].isspace() else lead[end:]
-
-
 def _plain(text: str) -> str:
-    """Return what was said without what stands behind it."""
     text = text.rstrip(" ")
     return _REPEATED.sub("", text) if "[repeated " in text else text
+
+
+# Each line: the first word or group of a message, its topic, and the whole message;
+# indented lines go on with the one above. Without a form: there are many, and nothing
+# is read from them. @ stands for a fragment below.
+_FORMS = r"""
+NCCL version NCCL version (@VERSION)(?: .*)?
+RCCL version RCCL version (?:: )?(@VERSION)(?: .*)?
+cudaDriverVersion driver cudaDriverVersion (\d+)
+Bootstrap bootstrap Bootstrap ?: Using ?(?:\[\d+\])?([^\s:]+):\S*
+Using network Using network (\S.*?)
+NET/ ib_found NET/(IB\w*) ?: Using@DEVICES ?(?:\[RO\])?; OOB (\S+)
+NET/ socket_found NET/(Socket) ?: Using@DEVICES
+NET/ none_found NET/(IB\w*) ?: No device found\.
+NET/ gdr NET/(.+?) ?: GPU Direct RDMA (Enabled|Disabled) for HCA \d+ '(.+)'
+NET/ ofi_found NET/OFI Selected [Pp]rovider is ([\w;.-]+)(?:, fabric is \S+)?
+    [ ]\(found (\d+) nics\)
+NET/ plugin (NET/Plugin ?: .+|NET/OFI .+)
+=== system === System : maxBw ([\d.]+) totalBw ([\d.]+) ===
+=== system ={30,}
++ tree_link ( *)\+ ([A-Z0-9]{3,4})\[([\d.]+)\] - (@ELEMENT)
+    (?: \([0-9a-f./-]*?([\d.]*)\))?(?: \[MLOPart \d+\])?
+/ paths (@ELEMENT) :((?:@ELEMENT \(.*)?)
+/ tree_root (@ELEMENT)(?: \([0-9a-f./-]*\))?
+Pattern graph Pattern (\d+), crossNic \d+, nChannels (\d+), bw ([\d.]+)/([\d.]+),
+    [ ]type (\w+)/(\w+), sameChannels \d+
+Channel edge Channel \d+(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\]
+    [ ](?:\[(?:send|receive)\] )?via (@TRANSPORT)(?: comm \S+ nRanks \d+)?
+Channel ring Channel (\d+)/(\d+) :((?: +\d+)+)
+CollNet edge CollNet \d+/\d+ : (\d+)() \[(?:send|receive)\] via
+    [ ](COLLNET/[\w.-]+)/-?\d+(?:/GDRDMA)?(?:/Shared)?
+P2P p2p_refused (P2P is disabled between connected GPUs \d+ and \d+)\..*
+Could p2p_refused (Could not enable P2P between dev \d+\(=[0-9a-f]+\) and dev \d+)\(=.*
+Call retry Call to connect returned (.+), retrying
+retry retry \w+: connect to (\S+ returned .+), retrying \(\d+/\d+\)
+    [ ]after sleep for \d+ msec
+NVLS nvls NVLS multicast support is (not )?available on dev (\d+)
+    (?: \(NVLS_NCHANNELS -?\d+\))?
+Failed nvls_lost Failed to bind NVLink SHARP \(NVLS\) Multicast memory of size \d+ :
+    [ ](CUDA error \d+ '.*?').*
+Failed library (Failed to open libibverbs\.so\S*)
+MNNVL mnnvl MNNVL busId 0x([0-9a-f]+) fabric UUID (\S+) cliqueId (0x[0-9a-f]+)
+    [ ]state (\d+) healthMask (0x[0-9a-f]+)
+comm layout comm (0x[0-9a-f]+) rank (\d+) nRanks (\d+) nNodes (\d+) localRanks (\d+)
+    [ ]localRank \d+ MNNVL (\d)
+comm abort comm 0x[0-9a-f]+ rank \d+ n[rR]anks \d+ cudaDev \d+ busId [0-9a-f]+ -
+    [ ]Abort (?:START|COMPLETE)
+init init (?:\[Rank \d+\] )?(?:(\w+) )?comm (0x[0-9a-f]+) rank (\d+) nranks (\d+)
+    [ ]cudaDev (\d+)(?: nvmlDev \d+)? busId ([0-9a-f]+)
+    (?: parent (0x[0-9a-f]+|\(nil\)) (?:(?:splitCount|childCount) (\d+) )?
+    color (-?\d+) key -?\d+)?(?: commId (0x[0-9a-f]+))?
+    (?: localSize \d+)?(?: used \d+ bytes)?(?: on core -?\d+)?
+    [ ]?- Init (START|COMPLETE)
+Init timings Init timings(?: - \w+)?: rank (\d+) nranks (\d+) total ([\d.]+)
+    [ ]\(([a-z]+ -?[\d.]+(?:, [a-z]+ -?[\d.]+)*)\)
+Connected uses Connected all rings, use ring (PXN \d+ GDR \d+)
+Ring
+Trees
+digit channels (\d+) coll channels, (?:\d+ collnet channels, )?(\d+) nvls channels,
+    [ ](\d+) p2p channels, (\d+) p2p channels per peer
+digit old_tuning (\d+) Bytes -> Algo (\d+) proto (\d+) time [\d.]+
+comm: channels comm:0x[0-9a-f]+, nRanks:\d+, nNodes:\d+, coll channels:(\d+)
+    [ ]collnet channels:\d+, nvls channels:(\d+), p2p channels:(\d+),
+    [ ]p2p channels per peer:(\d+)
+tuning tuning (\w+): (\d+) Bytes -> Algo (\w+) proto (\w+)
+    [ ]channel\{Lo\.\.Hi\}=\{\d+\.\.\d+\}
+setting setting ([NR]CCL_[A-Z0-9_]+) set (?:by environment )?to (\S(?:.*?\S)??)\.?
+"""
+_FRAGMENTS = {
+    "@VERSION": r"\d+\.\d+\.\d+\w*(?:\+(?:cuda|hip)[\d.]+)?(?:-\S+)?",
+    # Adapters that NCCL takes for one stand in braces.
+    "@DEVICES": r"((?: ?\[\d+\](?:=\{[^{}]+\}|[^\s\[]+))+)",
+    # Capitals before 2.21.
+    "@ELEMENT": r"[A-Z]{3}/[0-9a-fA-F]+(?:-[0-9a-f]+)?",
+    "@TRANSPORT": r"P2P/direct pointer(?:/read)?|P2P/[\w/\[\]]+|SHM/[\w/]+|"
+    r"NET/[\w.-]+(?: [\w.-]+)?/-?\d+(?:\(\d+\))?(?:/GDRDMA(?:\(PCI\))?)?(?:/Shared)?",
+    # Numbers that are numbers, and not too long: what was cut is none.
+    r"[\d.]+": r"\d+(?:\.\d+)?",
+    r"\d+": r"\d{1,18}",
+}
+
+
+def _compile(form: str) -> re.Pattern[str]:
+    for name, fragment in _FRAGMENTS.items():
+        form = form.replace(name, fragment)
+    return re.compile(form)
+
+
+def _compile_forms() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    found: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for line in _FORMS.strip().replace("\n    ", "").split("\n"):
+        word, topic, form = [*line.split(" ", 2), "", ""][:3]
+        forms = found.setdefault(word, [])
+        if form:
+            forms.append((topic, _compile(form)))
+    found["comm"] += found["init"]
+    return found
+
+
+_PATTERNS = _compile_forms()
+_PATH_ITEM = _compile(r"(@ELEMENT) \((\d+)/([\d.]+)/(\w+)\)")
+
+
+def recognise(text: str) -> tuple[str, re.Match[str]] | None:
+    """Return the topic and the match of a message of a known form, matched whole."""
+    word = text.lstrip(" ").partition(" ")[0].rstrip(":")
+    forms = _PATTERNS.get(word)
+    if forms is None:
+        forms = _PATTERNS.get(_group_of(word, text), [])
+    for topic, pattern in forms:
+        if match := pattern.fullmatch(text):
+            return topic, match
+    return None
+
+
+def split_paths(text: str) -> list[tuple[str, int, float, str]]:
+    """Return the whole items of a line of paths: target, hops, GB/s and kind.
+
+    NCCL cuts these lines at 1,023 characters; the item that is cut is left out.
+    """
+    return [
+        (target, int(hops), float(gb_per_s), kind)
+        for target, hops, gb_per_s, kind in _PATH_ITEM.findall(text)
+    ]
+
+
+def _group_of(word: str, text: str) -> str:
+    """Return the name of the forms whose first word varies."""
+    if text.endswith(("Init COMPLETE", "Init START")):
+        return "init"
+    if " connect to " in text:
+        return "retry"
+    if word[:1].isdigit():
+        return "digit"
+    groups = {"NCCL_": "setting", "RCCL_": "setting"}
+    for beginning in ("NCCL_", "RCCL_", "NET/", "===", "comm:"):
+        if word.startswith(beginning) and " :GPU/" not in text:
+            return groups.get(beginning, beginning)
+    return "/" if word[3:4] == "/" else "tuning"
+
+
+def read_lines(file: BinaryIO) -> Iterator[str]:
+    """Yield lines without their ends; of one without end the beginning alone.
+
+    Raises:
+        OSError: The file cannot be read.
+        UsageError: It is packed, and damaged or cut.
+    """
+    rest = ""
+    for piece in _read_pieces(file):
+        # What is no UTF-8, or is cut by a piece's end, stands as replacement
+        # characters: no field of NCCL's that is read here holds any.
+        first, *others = piece.decode(errors="replace").split("\n")
+        if not others:
+            rest = (rest + first)[:MAX_LINE_CHARS]
+            continue
+        yield rest + first
+        *lines, rest = others
+        yield from lines
+    if rest:
+        yield rest
+
+
+def _read_pieces(file: BinaryIO) -> Iterator[bytes]:
+    pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
+    first = next(pieces, b"")
+    whole = chain([first], pieces)
+    return _unpack(whole) if first.startswith(b"\x1f\x8b") else whole
+
+
+def _unpack(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield what gzip packed; one after another where several lie in a file."""
+    gzip_window = 31
+    unpacker = zlib.decompressobj(gzip_window)
+    try:
+        for piece in pieces:
+            rest = piece
+            while rest:
+                if unpacker.eof:
+                    unpacker = zlib.decompressobj(gzip_window)
+                yield unpacker.decompress(rest, _PIECE_BYTES)
+                rest = unpacker.unconsumed_tail
+                if unpacker.eof:
+                    # Zeros fill up what is written in blocks.
+                    rest = unpacker.unused_data.lstrip(b"\0")
+        yield unpacker.flush()
+    except zlib.error as error:
+        raise _damaged(str(error)) from None
+    if not unpacker.eof:
+        raise _damaged("it was cut")
+
+
+def _damaged(how: str) -> UsageError:
+    return UsageError(
+        f"a packed log must be whole gzip data, got an error: {how}. Unpack what there "
+        "is, and give that: zcat FILE > nccl.log"
+    )

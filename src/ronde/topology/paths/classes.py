@@ -18,9 +18,7 @@ from ronde.topology.paths.network import (
 )
 
 UNKNOWN_WORD = "?"
-"""The word for a pair of which no source tells anything."""
-
-_FAR_WORDS = ("PHB", "NODE")
+"""The word for a pair of which no source has anything."""
 
 
 class ClassTable(NamedTuple):
@@ -28,27 +26,26 @@ class ClassTable(NamedTuple):
 
     names: tuple[str, ...]  # Of GPUs by number, then of ports, as in the graph.
     labels: tuple[str, ...]  # ``GPU0``, ``NIC0``, one each.
-    titles: tuple[str, ...]  # What the labels of ports stand for, such as ``mlx5_0``.
+    titles: tuple[str, ...]  # Of ports: ``mlx5_0``.
     # A row each, and in it a word each: ``X``, ``NV18``, ``PIX``, ``PXB``, ``PHB``,
     # ``NODE``, ``SYS``, AMD's ``XGMI``, or ``UNKNOWN_WORD``. ``PHB`` may be ``NODE``
     # where no source knows the host bridges.
     words: tuple[tuple[str, ...], ...]
-    # The CPUs near each, as a list: ``0-47,96-143``; empty where not told.
-    cpus: tuple[str, ...]
-    nodes: tuple[str, ...]  # The NUMA node of each; empty where not told.
+    cpus: tuple[str, ...]  # Near each, as a list: ``0-47,96-143``.
+    nodes: tuple[str, ...]  # NUMA node of each.
 
 
 def classify(host: HostTopology) -> ClassTable:
     """Return the words for all GPUs and adapters of a host.
 
-    They follow from its PCI tree and NVLinks, and from what a source says of the pair
+    They follow from its PCI tree and NVLinks, and from a source's word on the pair
     where there is no tree. Ports that are neither on the bus nor in such a source have
     none, as they are no hardware.
     """
     gpus = tuple(each.name for each in sorted(host.gpus, key=lambda gpu: gpu.number))
     paired = host.paired
-    ports = [each for each in host.ports if each.bus_id or each.name in paired]
-    names = tuple(dict.fromkeys([*gpus, *(each.name for each in ports)]))
+    ports = [each.name for each in host.ports if each.bus_id or each.name in paired]
+    names = tuple(dict.fromkeys([*gpus, *ports]))
     pairs = _Pairs(host)
     numbers = [pairs.numa_number(name) for name in names]
     cpus = {each.number: format_list(each.cpus) for each in host.numa_nodes}
@@ -67,7 +64,7 @@ def classify(host: HostTopology) -> ClassTable:
 
 
 class _Pairs:
-    """Tells of any two elements of a host how near they are."""
+    """Knows of any two elements of a host how near they are."""
 
     def __init__(self, host: HostTopology) -> None:
         self._devices = {each.bus_id: each for each in host.devices}
@@ -75,23 +72,23 @@ class _Pairs:
         self._numbers = find_numa_numbers(host)
         self._listed = {each.number for each in host.numa_nodes}
         self._links: dict[tuple[str, str], int] = {}
-        self._peers: set[tuple[str, str]] = set()
-        self._relations: dict[frozenset[str], str] = {}
-        for each in host.relations:
-            if each.path:
-                self._relations[frozenset((each.source, each.target))] = each.path
+        self._peers: set[frozenset[str]] = set()
+        self._relations = {
+            frozenset((each.source, each.target)): each.path
+            for each in host.relations
+            if each.path
+        }
         gpus = {each.name for each in host.gpus}
         processors = {each.name for each in host.numa_nodes}
         for link in host.links:
             if link.target in processors or link.target_class == POWER_BRIDGE_CLASS:
                 continue
-            target = link.target if link.target in gpus else NVSWITCH
-            ends = (link.source, target)
+            ends = link.source, link.target if link.target in gpus else NVSWITCH
             if link.kind == LinkKind.NVLINK and link.target != link.source:
                 count = max(0, link.num_links)
                 self._links[ends] = self._links.get(ends, 0) + count
             elif link.kind == LinkKind.XGMI:
-                self._peers.add(ends)
+                self._peers.add(frozenset(ends))
 
     def numa_number(self, name: str) -> int:
         return self._numbers.get(self._adapters.get(name, name), UNKNOWN)
@@ -99,39 +96,36 @@ class _Pairs:
     def word(self, one: str, other: str) -> str:
         if one == other:
             return "X"
+        if frozenset((one, other)) in self._peers:
+            return "XGMI"
+        to_switch = [self._links.get((each, NVSWITCH), 0) for each in (one, other)]
+        direct = [self._links.get(ends, 0) for ends in ((one, other), (other, one))]
+        if count := max(*direct, min(to_switch)):
+            return f"NV{count}"
         return (
-            self._nvlink_word(one, other)
-            or self._pci_word(one, other)
+            self._pci_word(one, other)
             or self._relations.get(frozenset((one, other)))
             or self._numa_word(one, other)
         )
 
-    def _nvlink_word(self, one: str, other: str) -> str:
-        if (one, other) in self._peers or (other, one) in self._peers:
-            return "XGMI"
-        to_switch = [self._links.get((each, NVSWITCH), 0) for each in (one, other)]
-        direct = [self._links.get(ends, 0) for ends in ((one, other), (other, one))]
-        count = max(*direct, min(to_switch))
-        return f"NV{count}" if count > 0 else ""
-
     def _pci_word(self, one: str, other: str) -> str:
-        """Return the word that the PCI tree tells, empty where there is none."""
+        """Return the word by the PCI tree, empty where there is none."""
         ends = self._adapters.get(one, one), self._adapters.get(other, other)
         chains = [list(self._chain(name)) for name in ends]
         if not all(chains):
             return ""
         # Functions of one adapter; other devices of a bus are at a host bridge.
-        if _slot_of(ends[0]) == _slot_of(ends[1]):
+        if ends[0].rpartition(".")[0] == ends[1].rpartition(".")[0]:
             return "PIX"
         above = [each.bus_id for each in chains[1][1:]]
         for place, bridge in enumerate(chains[0][1:]):
             if bridge.bus_id in above:
-                num_bridges = place + above.index(bridge.bus_id) + 1
-                return "PIX" if num_bridges == 1 else "PXB"
+                is_one = place + above.index(bridge.bus_id) == 0
+                return "PIX" if is_one else "PXB"
         word = self._numa_word(one, other)
-        said = self._relations.get(frozenset((one, other)), "")
+        given = self._relations.get(frozenset((one, other)), "")
         # Which host bridges there are, only the driver knows.
-        return said if word == "PHB" and said in _FAR_WORDS else word
+        return given if word == "PHB" and given in ("PHB", "NODE") else word
 
     def _numa_word(self, one: str, other: str) -> str:
         numbers = self.numa_number(one), self.numa_number(other)
@@ -147,8 +141,3 @@ class _Pairs:
             seen.add(device.bus_id)
             yield device
             device = self._devices.get(device.parent)
-
-
-def _slot_of(address: str) -> str:
-    """Return an address without the function."""
-    return address.rpartition(".")[0]

@@ -13,8 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from ronde.errors import UsageError
 from ronde.topology.graph import UNKNOWN, GpuDevice, NetPort, NumaNode
-from ronde.topology.paths.network import Path, PathKind, PathNetwork, VertexKind
-from ronde.topology.paths.search import Paths
+from ronde.topology.paths.network import Path, PathKind, PathNetwork, Paths, VertexKind
 from ronde.topology.paths.speeds import NcclRelease
 
 _T = TypeVar("_T", GpuDevice, NetPort)
@@ -79,9 +78,10 @@ def read_transports(settings: Mapping[str, str]) -> Transports:
         if name in _SWITCHES and text not in ("0", "1"):
             raise UsageError(f"{name} must be 0 or 1, got {text!r}. Give one of them.")
     levels = {n: parse_level(v) for n, v in settings.items() if n in _LEVELS}
-    peer_level = levels.get(_PEERS)
+    if settings.get(_NO_PEERS) == "1":
+        levels[_PEERS] = PathKind.LOC
     return Transports(
-        peer_level=PathKind.LOC if settings.get(_NO_PEERS) == "1" else peer_level,
+        peer_level=levels.get(_PEERS),
         gdr_level=levels.get(_DIRECT),
         has_relays=settings.get("NCCL_PXN_DISABLE") != "1",
         has_gdr_over_c2c=settings.get("NCCL_NET_GDR_C2C") != "0",
@@ -125,8 +125,11 @@ def find_own_ports(
     # Since 2.30 by the place among the near GPUs.
     is_2_29 = release is NcclRelease.V2_29
     place = gpu.number if is_2_29 else gpu.number % len(sharing)
-    if len(near) & (len(near) - 1) == 0:
-        place = _mirror(place, len(near))
+    num_bits = len(near).bit_length() - 1
+    if len(near) == 1 << num_bits:
+        # The place with its bits below a power of two in reverse order.
+        bits = [place >> bit & 1 for bit in range(num_bits)]
+        place = sum(is_set << (num_bits - 1 - bit) for bit, is_set in enumerate(bits))
     num_own = -(-len(near) // len(sharing))
     return tuple(near[(place + i) % len(near)] for i in range(num_own))
 
@@ -144,21 +147,16 @@ def find_own_gpu(
     """
     names = tuple(each.name for each in gpus)
     near = find_nearest(table, port, names)
-    ends = (names, ports)
     own = [
         (place, order, gpu.name)
         for order, gpu in enumerate(gpus)
         if gpu.name in near
-        for place, name in enumerate(find_own_ports(table, gpu, ends, release))
+        for place, name in enumerate(
+            find_own_ports(table, gpu, (names, ports), release)
+        )
         if name == port
     ]
     return min(own)[2] if own else ""
-
-
-def _mirror(value: int, power: int) -> int:
-    """Return a number with its bits below a power of two in reverse order."""
-    num_bits = power.bit_length() - 1
-    return sum(1 << (num_bits - 1 - bit) for bit in range(num_bits) if value >> bit & 1)
 
 
 def default_peer_level(network: PathNetwork) -> PathKind:
@@ -200,15 +198,14 @@ class _Detours:
         self._release = network.release
         self._processors = network.named(VertexKind.CPU)
         self._relays: dict[tuple[str, str], GpuDevice] = {}
-        self._default_level = default_peer_level(network)
+        self._peer_level = transports.peer_level or default_peer_level(network)
 
     def part_peers(self) -> None:
-        level = self._transports.peer_level or self._default_level
         for target in self.gpus:
             processor = self._processor(target)
             for source in self.gpus:
                 path = self.table.get((source.name, target.name))
-                if path is None or path.kind > level:
+                if path is None or path.kind > self._peer_level:
                     self._lead_through(source.name, processor, target.name)
 
     def bring_ports_near(self) -> None:
@@ -228,16 +225,14 @@ class _Detours:
         """Let the GPU that is near a port pass on what another sends."""
         if not self._transports.has_relays:
             return
-        near = find_own_gpu(
-            self.table, port.name, self.gpus, self._port_names, self._release
-        )
+        ends = self.gpus, self._port_names
+        near = find_own_gpu(self.table, port.name, *ends, self._release)
         peer = next((each for each in self.gpus if each.name == near), gpu)
-        if peer is gpu or not self._gains_by(peer, gpu, port):
-            return
-        self._lead_through(gpu.name, near, port.name)
-        path = self.table[gpu.name, port.name]
-        self.table[gpu.name, port.name] = path._replace(kind=PathKind.PXN)
-        self._relays[gpu.name, port.name] = peer
+        if peer is not gpu and self._gains_by(peer, gpu, port):
+            self._lead_through(gpu.name, near, port.name)
+            path = self.table[gpu.name, port.name]
+            self.table[gpu.name, port.name] = path._replace(kind=PathKind.PXN)
+            self._relays[gpu.name, port.name] = peer
 
     def avoid_far_reads(self, gpu: GpuDevice, port: NetPort) -> None:
         """Lead through the processor what GPUDirect RDMA does not carry."""
@@ -255,32 +250,29 @@ class _Detours:
         needs_gdr = self._release is NcclRelease.V2_30
         if needs_gdr and not self._has_gdr(peer, port):
             return False
-        is_c2c = self._transports.relays_over_c2c
-        limit = PathKind.P2C if is_c2c else PathKind.PXB
+        limit = PathKind.P2C if self._transports.relays_over_c2c else PathKind.PXB
         if not by_peer or not to_peer:
             return False
         if by_peer.kind > limit or to_peer.kind > PathKind.NVL:
             return False
-        is_far = own is None or own.kind > PathKind.PXN
-        return own is None or is_far or own.gb_per_s < by_peer.gb_per_s
+        is_near = own is not None and own.kind <= PathKind.PXN
+        return own is None or not is_near or own.gb_per_s < by_peer.gb_per_s
 
     def _has_gdr(self, gpu: GpuDevice, port: NetPort) -> bool:
         """Return whether a port reaches a GPU's memory; if unknown, it does."""
-        if 0 in (gpu.gdr, port.gdr):
-            return False
         level = self._transports.gdr_level
         if level is None:
             is_c2c = self._transports.has_gdr_over_c2c
             level = PathKind.P2C if is_c2c else PathKind.PXB
         holder = self._relays.get((gpu.name, port.name), gpu)
         path = self.table.get((holder.name, port.name))
-        return path is not None and path.kind <= level
+        is_near = path is not None and path.kind <= level
+        return is_near and 0 not in (gpu.gdr, port.gdr)
 
     def _processor(self, gpu: GpuDevice) -> str:
         """Return the processor near a GPU, of equal ones that of fewest hops."""
         near = find_nearest(self.table, gpu.name, self._processors)
-        hops = {name: self.table[gpu.name, name].num_hops for name in near}
-        return min(near, key=lambda name: hops[name], default="")
+        return min(near, key=lambda n: self.table[gpu.name, n].num_hops, default="")
 
     def _lead_through(self, source: str, middle: str, target: str) -> None:
         one = self.table.get((source, middle))

@@ -1,4 +1,4 @@
-"""A host as NCCL sees it: vertices, and directed edges with kind and bandwidth.
+"""The ways that NCCL finds between the elements of a host.
 
 Vertices are named as in the graph: a NUMA node ``numa/0``, a PCI switch, GPU or adapter
 by its bus address, a port ``net/mlx5_0``, all NVLink switches together ``nvswitch``.
@@ -7,6 +7,7 @@ From NCCL 2.30 on a GPU's links begin at one more vertex, ``dev/`` and its name.
 
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
+from itertools import permutations
 from typing import NamedTuple
 
 from ronde.topology.graph import (
@@ -36,18 +37,14 @@ POWER_BRIDGE_CLASS = 0x068001
 """Of what stands for the processor at the end of a GPU's NVLinks."""
 
 _BROADCOM = 0x1000
-_PCIE4_SWITCH = 0xC010
-_PCIE5_SWITCH = 0xC030
+_PCIE4_SWITCH, _PCIE5_SWITCH = 0xC010, 0xC030
 _NVLINK_CLASSES = (0x068000, POWER_BRIDGE_CLASS)
 _GPU_CLASSES = (0x03, 0x12)
 _END_CLASSES = (*_GPU_CLASSES, 0x02)
 
 
 class PathKind(StrEnum):
-    """The farthest step of a path; nearer ones are smaller.
-
-    The words and their order are NCCL's.
-    """
+    """The farthest step of a path, nearest first; words and order are NCCL's."""
 
     LOC = "LOC"  # The element itself.
     NVL = "NVL"  # NVLink or xGMI, through its switches or directly.
@@ -64,27 +61,27 @@ class PathKind(StrEnum):
 
     @property
     def rank(self) -> int:
-        """Its place in the order, from 0, nearest first."""
+        """Its place in the order, from 0."""
         return _RANKS[self]
 
     def __lt__(self, other: str) -> bool:
-        """Return whether it is nearer than another kind."""
         return self.rank < PathKind(other).rank
 
     def __le__(self, other: str) -> bool:
-        """Return whether it is as near as another kind."""
         return self.rank <= PathKind(other).rank
 
     def __gt__(self, other: str) -> bool:
-        """Return whether it is farther than another kind."""
         return self.rank > PathKind(other).rank
 
     def __ge__(self, other: str) -> bool:
-        """Return whether it is no nearer than another kind."""
         return self.rank >= PathKind(other).rank
 
 
 _RANKS = {kind: rank for rank, kind in enumerate(PathKind)}
+_KINDS = tuple(PathKind)
+# nvidia-smi's words on PCI.
+_KINDS_OF_WORDS = {kind: PathKind(kind) for kind in ("PIX", "PXB", "PHB", "SYS")}
+_KINDS_OF_WORDS["NODE"] = PathKind.PHB
 
 
 class Path(NamedTuple):
@@ -92,12 +89,12 @@ class Path(NamedTuple):
 
     kind: PathKind  # Of its farthest step.
     gb_per_s: float  # Of its narrowest step, in one direction.
-    num_hops: int  # Steps.
+    num_hops: int
     route: tuple[str, ...]  # Names of what it passes, both ends included.
 
 
 class VertexKind(StrEnum):
-    """What a vertex is; the words and their order are NCCL's."""
+    """The kind of a vertex; the words and their order are NCCL's."""
 
     GPU = "GPU"
     PCI = "PCI"
@@ -111,9 +108,9 @@ class VertexKind(StrEnum):
 class Edge(NamedTuple):
     """A step from a vertex to another."""
 
-    target: str  # Name of the vertex it leads to.
+    target: str
     kind: PathKind  # The nearest that a path with this step can be.
-    gb_per_s: float  # What it carries.
+    gb_per_s: float
 
 
 class Vertex(NamedTuple):
@@ -122,11 +119,6 @@ class Vertex(NamedTuple):
     name: str
     kind: VertexKind
     edges: tuple[Edge, ...]  # By falling bandwidth, the PCI link above it last.
-
-    def edge_to(self, target: str, kind: PathKind) -> Edge | None:
-        """Return the edge of a kind to a vertex, or none."""
-        found = (e for e in self.edges if (e.target, e.kind) == (target, kind))
-        return next(found, None)
 
 
 class PathNetwork(NamedTuple):
@@ -142,6 +134,143 @@ class PathNetwork(NamedTuple):
     def named(self, kind: VertexKind) -> tuple[str, ...]:
         """Return the names of all vertices of a kind."""
         return tuple(v.name for v in self.vertices.values() if v.kind == kind)
+
+
+class Paths(NamedTuple):
+    """The paths of a host."""
+
+    network: PathNetwork
+    table: dict[tuple[str, str], Path]  # By the names of source and target.
+
+    def between(self, source: str, target: str) -> Path | None:
+        """Return the path from an element to another, by their names; none without one.
+
+        Paths lead to GPUs, ports, NUMA nodes and the NVLink switches, from anywhere.
+        """
+        return self.table.get((source, target))
+
+    def is_known(self, path: Path) -> bool:
+        """Return whether a path's bandwidth is NCCL's, and no guess of ours.
+
+        It is a guess where no source has the chip that NVLinks leave, or anything of
+        the PCI device of a GPU or adapter.
+        """
+        steps = zip(path.route, path.route[1:], strict=False)
+        return not any(frozenset(step) in self.network.guessed for step in steps)
+
+
+def find_paths(host: HostTopology, release: NcclRelease = LATEST) -> Paths:
+    """Return the paths by the hardware alone; ``detours`` has what NCCL makes of them.
+
+    Source: ``ncclTopoSetPaths`` of NCCL's src/graph/paths.cc. As there, bandwidth is
+    that of the direction from target to source: it differs only where the two
+    directions of a link do.
+    """
+    network = build_network(host, release)
+    search = _Search(network)
+    table: dict[tuple[str, str], Path] = {}
+    for kind in "CPU", "DEV", "GPU", "NET", "NVS":
+        for target in network.named(VertexKind(kind)):
+            for source, path in search.run(target).items():
+                table[source, target] = path
+    devices = {each.bus_id for each in host.devices}
+    for relation in host.relations:
+        # A source's word on a pair counts where no PCI tree has more.
+        word = _KINDS_OF_WORDS.get(relation.path)
+        one, other = relation.source, relation.target
+        for ends in ((one, other), (other, one)):
+            path = table.get(ends)
+            if word and path and devices.isdisjoint(path.route):
+                table[ends] = path._replace(kind=word)
+    return Paths(network, table)
+
+
+class _Found(NamedTuple):
+    """A path from a vertex to the target; its route is linked to be shared."""
+
+    rank: int  # Of its kind.
+    gb_per_s: float
+    num_hops: int
+    vertex: str
+    rest: "_Found | None"
+
+    def to_path(self) -> Path:
+        names: list[str] = []
+        each: _Found | None = self
+        while each:
+            names.append(each.vertex)
+            each = each.rest
+        return Path(_KINDS[self.rank], self.gb_per_s, self.num_hops, tuple(names))
+
+
+class _Search:
+    """Breadth-first, from a target to all that lead to it."""
+
+    def __init__(self, network: PathNetwork) -> None:
+        self._is_2_30 = network.release is NcclRelease.V2_30
+        holder_kind = VertexKind.DEV if self._is_2_30 else VertexKind.GPU
+        self._holders = set(network.named(holder_kind))
+        vertices = network.vertices
+        ends = {(v.name, e.target, e.kind) for v in vertices.values() for e in v.edges}
+        # Target, rank and GB/s of each step; whether it leads into a GPU, from which
+        # nothing leads on, and whether it is NVLink from a GPU's links to another's.
+        self._steps = {
+            name: [
+                (
+                    edge.target,
+                    edge.kind.rank,
+                    edge.gb_per_s,
+                    edge.kind == PathKind.LOC
+                    and vertices[edge.target].kind == VertexKind.GPU,
+                    edge.kind == PathKind.NVL and edge.target in self._holders,
+                )
+                for edge in vertex.edges
+                # NCCL gives up where a link is listed in one direction alone.
+                if (edge.target, name, edge.kind) in ends
+            ]
+            for name, vertex in vertices.items()
+        }
+
+    def run(self, target: str) -> dict[str, Path]:
+        """Return the path of each vertex to a target."""
+        found = {target: _Found(0, LOCAL_GB_PER_S, 0, target, None)}
+        wave = [target]
+        while wave:
+            after: dict[str, None] = {}
+            for name in wave:
+                after |= dict.fromkeys(self._expand(found, name, target))
+            wave = list(after)
+        return {name: each.to_path() for name, each in found.items()}
+
+    def _expand(
+        self, found: dict[str, _Found], name: str, target: str
+    ) -> Iterator[str]:
+        """Take all steps from a vertex; yield where they lead to by a better path."""
+        path = found[name]
+        start = f"dev/{target}" if f"dev/{target}" in self._holders else target
+        # Through a GPU a path leads but by NVLink, from the target's own to another's.
+        passes_gpu = name in self._holders and name != start
+        is_next = path.num_hops <= (1 if start == target else 2)
+        for end, step_rank, step_gb_per_s, is_end, is_peer in self._steps[name]:
+            if passes_gpu and not is_end and not (is_peer and is_next):
+                continue
+            rank = max(path.rank, step_rank)
+            if passes_gpu and path.rank == step_rank == PathKind.NVL.rank:
+                rank = PathKind.NVB.rank
+            speed = min(path.gb_per_s, step_gb_per_s)
+            new = _Found(rank, speed, path.num_hops + 1, end, path)
+            if self._is_better(new, found.get(end)):
+                found[end] = new
+                yield end
+
+    def _is_better(self, new: _Found, old: _Found | None) -> bool:
+        if old is None:
+            return new.gb_per_s > 0
+        if not self._is_2_30:
+            return old.num_hops >= new.num_hops and old.gb_per_s < new.gb_per_s
+        # A nearer kind replaces what was found in fewer hops.
+        marks = [(each.rank, -each.gb_per_s, each.num_hops) for each in (new, old)]
+        return marks[0] < marks[1]
 
 
 def join_switches(devices: Sequence[PciDevice]) -> dict[str, str]:
@@ -176,10 +305,8 @@ def _generation(switch: PciDevice, level: int) -> int:
     """
     if (switch.vendor, switch.subsystem_vendor) != (_BROADCOM, _BROADCOM):
         return 0
-    family = switch.subsystem_device & 0xF000
-    if (switch.device, family) == (_PCIE4_SWITCH, 0xA000):
-        return 4
-    return 5 if (switch.device, family) == (_PCIE5_SWITCH, level << 12) else 0
+    kind = switch.device, switch.subsystem_device & 0xF000
+    return {(_PCIE4_SWITCH, 0xA000): 4, (_PCIE5_SWITCH, level << 12): 5}.get(kind, 0)
 
 
 def find_numa_numbers(host: HostTopology) -> dict[str, int]:
@@ -192,8 +319,7 @@ def find_numa_numbers(host: HostTopology) -> dict[str, int]:
     roots: dict[str, str] = {}
     numbers: dict[str, int] = {}
     for device in host.devices:
-        root = roots.get(device.parent, device.bus_id)
-        roots[device.bus_id] = root
+        root = roots[device.bus_id] = roots.get(device.parent, device.bus_id)
         if numbers.get(root, UNKNOWN) == UNKNOWN:
             numbers[root] = device.node
     found = {name: numbers[root] for name, root in roots.items()}
@@ -220,13 +346,7 @@ def build_network(host: HostTopology, release: NcclRelease = LATEST) -> PathNetw
     NUMA node are at one of number -1, as in NCCL, and all else without one at none. Of
     elements with the same name the first counts.
     """
-    builder = _Builder(host, release)
-    builder.add_processors()
-    builder.add_devices()
-    builder.add_rest()
-    builder.add_links()
-    builder.join_processors()
-    return builder.finish()
+    return _Builder(host, release).build()
 
 
 class _Builder:
@@ -242,61 +362,26 @@ class _Builder:
         self._parents = join_switches(host.devices)
         self._numbers = find_numa_numbers(host)
         self._gpus = {each.name: each for each in reversed(host.gpus)}
-        self._nodes = {node.number: node for node in self._order_nodes()}
 
-    def add_processors(self) -> None:
-        for node in self._nodes.values():
+    def build(self) -> PathNetwork:
+        nodes = list(self._order_nodes())
+        for node in nodes:
             self._add(node.name, VertexKind.CPU)
-
-    def add_devices(self) -> None:
-        adapters = {each.bus_id for each in self._host.ports}
-        for device in self._host.devices:
-            name, code = device.bus_id, device.class_code
-            if name not in self._parents or name in self._kinds:
-                continue
-            if name in self._gpus:
-                self._add_gpu(device)
-            elif name in adapters:
-                self._add_below(device, VertexKind.NIC)
-            elif code >> 16 not in _END_CLASSES and code not in _NVLINK_CLASSES:
-                self._add_below(device, VertexKind.PCI)
-
-    def add_rest(self) -> None:
+        self._add_devices()
         for gpu in self._host.gpus:
             if gpu.name not in self._kinds:
                 self._add_gpu(PciDevice(gpu.name))
         for port in self._host.ports:
             if port.name not in self._kinds:
                 self._add_port(port)
-
-    def add_links(self) -> None:
         for link in self._host.links:
-            ends = self._kinds.get(link.source), self._kinds.get(link.target)
-            if link.kind != LinkKind.PCI and link.source in self._gpus:
-                self._add_gpu_link(self._gpus[link.source], link)
-            elif link.kind == LinkKind.PCI and set(ends) == {VertexKind.PCI}:
-                self._connect(link.source, link.target, PathKind.PXB, LOCAL_GB_PER_S)
-
-    def join_processors(self) -> None:
-        for node in self._nodes.values():
-            for other in self._nodes.values():
-                if node.number != other.number:
-                    speed = smp_gb_per_s(node, other)
-                    self._connect(node.name, other.name, PathKind.SYS, speed)
-
-    def finish(self) -> PathNetwork:
+            self._add_link(link)
+        for node, other in permutations(nodes, 2):
+            speed = smp_gb_per_s(node, other)
+            self._connect(node.name, other.name, PathKind.SYS, speed)
         vertices = {n: Vertex(n, k, self._sorted(n)) for n, k in self._kinds.items()}
         guessed = frozenset(self._guessed)
         return PathNetwork(self._host, self._release, vertices, guessed)
-
-    def _sorted(self, name: str) -> tuple[Edge, ...]:
-        """Return a vertex's edges with the first one to the vertex above it last."""
-        edges = self._edges[name]
-        above = self._above.get(name)
-        place = next((i for i, e in enumerate(edges) if e.target == above), None)
-        if place is not None:
-            edges = [*edges[:place], *edges[place + 1 :], edges[place]]
-        return tuple(edges)
 
     def _order_nodes(self) -> Iterator[NumaNode]:
         """Yield the NUMA nodes by the devices' order, that of NCCL's files."""
@@ -309,6 +394,25 @@ class _Builder:
         if known or any(n != UNKNOWN for n in numbers):
             for number in dict.fromkeys(numbers):
                 yield known.get(number) or NumaNode(number)
+
+    def _add_devices(self) -> None:
+        adapters = {each.bus_id for each in self._host.ports}
+        for device in self._host.devices:
+            name, code = device.bus_id, device.class_code
+            if name not in self._parents or name in self._kinds:
+                continue
+            if name in self._gpus:
+                self._add_gpu(device)
+            elif name in adapters:
+                self._add_below(device, VertexKind.NIC)
+            elif code >> 16 not in _END_CLASSES and code not in _NVLINK_CLASSES:
+                self._add_below(device, VertexKind.PCI)
+
+    def _sorted(self, name: str) -> tuple[Edge, ...]:
+        """Return a vertex's edges with the first one to the vertex above it last."""
+        edges, above = self._edges[name], self._above.get(name)
+        up = next((e for e in edges if e.target == above), None)
+        return (*(e for e in edges if e is not up), up) if up else tuple(edges)
 
     def _add(self, name: str, kind: VertexKind) -> None:
         self._kinds[name] = kind
@@ -327,7 +431,6 @@ class _Builder:
         edges.insert(place, edge)
 
     def _join(self, one: str, other: str, kind: PathKind, speed: float) -> None:
-        """Connect two vertices both ways, each with this bandwidth in GB/s."""
         self._connect(one, other, kind, speed)
         self._connect(other, one, kind, speed)
 
@@ -341,9 +444,6 @@ class _Builder:
             kind = PathKind.PXB
         self._above[name] = above
         self._join(name, above, kind, speed)
-
-    def _guess(self, one: str, other: str) -> None:
-        self._guessed.add(frozenset((one, other)))
 
     def _add_gpu(self, device: PciDevice) -> None:
         name = device.bus_id
@@ -369,7 +469,7 @@ class _Builder:
         self._add(port.name, VertexKind.NET)
         self._join(adapter, port.name, PathKind.LOC, speed)
         if not port.bus_id and port.name in self._host.paired:
-            self._guess(adapter, port.name)
+            self._guessed.add(frozenset((adapter, port.name)))
 
     def _add_below(self, device: PciDevice, kind: VertexKind) -> None:
         self._add(device.bus_id, kind)
@@ -380,7 +480,15 @@ class _Builder:
         above = self._vertex_above(device.bus_id)
         self._hang(vertex, above, pci_gb_per_s(device))
         if not is_pci_known(device):
-            self._guess(vertex, above)
+            self._guessed.add(frozenset((vertex, above)))
+
+    def _add_link(self, link: Link) -> None:
+        if link.kind == LinkKind.PCI:
+            ends = {self._kinds.get(link.source), self._kinds.get(link.target)}
+            if ends == {VertexKind.PCI}:
+                self._connect(link.source, link.target, PathKind.PXB, LOCAL_GB_PER_S)
+        elif link.source in self._gpus:
+            self._add_gpu_link(self._gpus[link.source], link)
 
     def _add_gpu_link(self, gpu: GpuDevice, link: Link) -> None:
         source = self._holder(gpu.name)
@@ -400,7 +508,7 @@ class _Builder:
                 self._add(end, VertexKind.NVS)
             self._join(source, end, kind, speed)
         if target and not is_link_known(link, gpu):
-            self._guess(source, end)
+            self._guessed.add(frozenset((source, end)))
 
     def _target_kind(self, link: Link) -> VertexKind:
         """Return what a link leads to: by its class, else by its name."""
@@ -411,17 +519,13 @@ class _Builder:
             is_processor = link.target_class == POWER_BRIDGE_CLASS
         if link.kind == LinkKind.C2C or is_processor:
             return VertexKind.CPU
-        if is_gpu and link.target != NVSWITCH:
-            return VertexKind.GPU
-        return VertexKind.NVS
+        return VertexKind.GPU if is_gpu and link.target != NVSWITCH else VertexKind.NVS
 
     def _holder(self, gpu: str) -> str:
         """Return the vertex at which a GPU's links begin."""
         return gpu if self._release is NcclRelease.V2_29 else f"dev/{gpu}"
 
     def _vertex_above(self, name: str) -> str:
-        """Return the vertex above a device."""
         parent = self._parents.get(name, "")
-        if self._kinds.get(parent) == VertexKind.PCI:
-            return parent
-        return NumaNode(self._numbers[name]).name
+        is_switch = self._kinds.get(parent) == VertexKind.PCI
+        return parent if is_switch else NumaNode(self._numbers[name]).name

@@ -8,8 +8,12 @@ from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import UNKNOWN, GpuDevice, HostTopology, NetPort, NumaNode
 from ronde.topology.machine import UNKNOWN_NODE, Core, NearPort
 from ronde.topology.paths.classes import UNKNOWN_WORD, classify
-from ronde.topology.paths.network import PathKind, adapter_name, find_numa_numbers
-from ronde.topology.paths.search import find_paths
+from ronde.topology.paths.network import (
+    PathKind,
+    adapter_name,
+    find_numa_numbers,
+    find_paths,
+)
 from ronde.topology.pci import bus_order
 from ronde.topology.placement.inventory import (
     Inventory,

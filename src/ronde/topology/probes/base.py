@@ -1,19 +1,39 @@
-"""What every reader of a saved topology uses: the file, its text and its errors."""
+"""What every reader of a saved topology uses: the file, its text, XML and errors."""
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
+from xml.parsers import expat
 
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
 from ronde.topology.graph import Topology
 
+MAX_BYTES = 64 << 20
+"""Of a file; the largest real ones are a hundredth of that."""
+_MAX_DEPTH = 256
+"""Of XML's elements inside one another; real machines need about twenty."""
+_MAX_ELEMENTS = 1 << 17
+_MAX_NESTED = 4
+_LOOKED_AT = 1 << 16
+_NAME = re.compile(rb"[A-Za-z_][\w:.-]*")
+# What launchers and loggers put before a line. The first differs from line to line.
+_TAGS = tuple(
+    re.compile(form)
+    for form in (
+        r"\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)?(?:[ \t]|$)|>(?: |$)",
+        r" {0,12}\d{1,6}:(?: |$)",
+        r"[A-Za-z][\w.-]{0,253}:(?: |$)",
+        r"\[[^\]\n]{1,300}\](?:<std(?:out|err)>)?:? ?",
+    )
+)
+
 
 class Saved(NamedTuple):
-    """A file as it lies there."""
+    """A saved file."""
 
-    name: str  # What to call it in messages: its path as the user gave it.
-    data: bytes  # All its bytes.
+    name: str  # For messages: its path as the user gave it.
+    data: bytes
 
     @property
     def text(self) -> str:
@@ -34,7 +54,7 @@ class Probe(Protocol):
         ...
 
     def read(self, saved: Saved) -> Topology:
-        """Return what a file says.
+        """Return the topology in a file.
 
         What is odd and can be read is a remark of the host. Nothing is guessed.
 
@@ -52,56 +72,40 @@ def bad_value(origin: str, line: int, rule: str, got: object) -> UsageError:
     )
 
 
-_TIME = re.compile(
-    r"\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)?(?:[ \t]|$)|>(?: |$)"
-)
-"""Differs from line to line, or says nothing."""
-_PLACES = tuple(
-    re.compile(form)
-    for form in (
-        r" {0,12}\d{1,6}:(?: |$)",
-        r"[A-Za-z][\w.-]{0,253}:(?: |$)",
-        r"\[[^\]\n]{1,300}\](?:<std(?:out|err)>)?:? ?",
-    )
-)
-_MAX_NESTED = 4
-_LOOKED_AT = 1 << 16
-
-
-class Untagged(NamedTuple):
-    """Lines without tags."""
-
-    lines: list[str]  # As many as there were.
-    # The different places that tags name, such as hosts; none without tags.
+def untag(lines: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return lines without what each has in front, and the places named there."""
+    plain: list[str] = list(lines)
     places: tuple[str, ...] = ()
-
-
-def untag(lines: Sequence[str]) -> Untagged:
-    """Take off what every line has in front; where one has none, none has any."""
-    found = Untagged(list(lines))
     for _ in range(_MAX_NESTED):
-        for form in (_TIME, *_PLACES):
-            tags = _tags(found.lines, form)
-            if tags:
-                rest = [
-                    line[len(tag) :]
-                    for line, tag in zip(found.lines, tags, strict=True)
+        for form in _TAGS:
+            if tags := _tags(plain, form):
+                plain = [
+                    line.removeprefix(t) for line, t in zip(plain, tags, strict=True)
                 ]
-                told = {tag.strip(" :") for tag in tags if tag}
-                own = () if form is _TIME else tuple(sorted(told))
-                found = Untagged(rest, max(found.places, own, key=len))
+                own = {tag.strip(" :") for tag in tags if tag}
+                if form is not _TAGS[0] and len(own) > len(places):
+                    places = tuple(sorted(own))
                 break
         else:
             break
-    return found
+    return plain, places
+
+
+def _tags(lines: Sequence[str], form: re.Pattern[str]) -> list[str]:
+    """Return what each line begins with; nothing where a line does not."""
+    matches = [(line, form.match(line)) for line in lines]
+    if any(match is None and line.strip() for line, match in matches):
+        return []
+    tags = [match[0] if match else "" for _, match in matches]
+    return tags if any(tags) else []
 
 
 def first_lines(text: str) -> list[str]:
-    """Return the first lines of a text without tags, to see what it is."""
+    """Return the first lines of a text without tags, to recognise it."""
     head = text[:_LOOKED_AT]
     # A line that is cut may have lost its tag.
     whole = head if len(text) <= _LOOKED_AT else head.rpartition("\n")[0] or head
-    return untag(whole.splitlines()).lines
+    return untag(whole.splitlines())[0]
 
 
 def lines_of_one(lines: Sequence[str], origin: str) -> list[str]:
@@ -110,22 +114,115 @@ def lines_of_one(lines: Sequence[str], origin: str) -> list[str]:
     Raises:
         UsageError: They are of several hosts or ranks.
     """
-    found = untag(lines)
-    if len(found.places) > 1:
+    plain, places = untag(lines)
+    if len(places) > 1:
         raise UsageError(
-            f"{origin} must be of one host, got lines of {len(found.places)}: "
-            f"{shorten(', '.join(found.places))}. Give those of one alone: grep -F "
-            f"{shorten(found.places[0])} {origin}"
+            f"{origin} must be of one host, got lines of {len(places)}: "
+            f"{shorten(', '.join(places))}. Give those of one alone: grep -F "
+            f"{shorten(places[0])} {origin}"
         )
-    return found.lines
+    return plain
 
 
-def _tags(lines: Sequence[str], form: re.Pattern[str]) -> list[str]:
-    """Return what each line begins with; nothing where a line does not."""
-    tags: list[str] = []
-    for line in lines:
-        match = form.match(line)
-        if match is None and line.strip():
-            return []
-        tags.append(match[0] if match else "")
-    return tags if any(tags) else []
+class Element(NamedTuple):
+    """One element of XML."""
+
+    tag: str
+    attributes: dict[str, str]
+    children: "tuple[Element, ...]"
+    text: str  # Directly in it, without blanks at its ends.
+    line: int  # Where it begins, from 1.
+
+    def named(self, *tags: str) -> "tuple[Element, ...]":
+        """Return the children of these names."""
+        return tuple(child for child in self.children if child.tag in tags)
+
+
+def outermost_tag(data: bytes) -> str:
+    """Return the name of the first element, in damaged files too; empty if none.
+
+    It stands in the first 64 KiB, or is not found.
+    """
+    # Without NULs, what is UTF-16 reads the same.
+    head = data[:_LOOKED_AT].replace(b"\0", b"")
+    at = head.find(b"<")
+    while at >= 0:
+        if found := _NAME.match(head, at + 1):
+            return found[0].decode()
+        is_comment = head.startswith(b"<!--", at)
+        end = head.find(b"-->", at) if is_comment else at + 1
+        at = head.find(b"<", end) if end >= 0 else -1
+    return ""
+
+
+def parse_xml(data: bytes, origin: str) -> Element:
+    """Return the outermost element.
+
+    Document type declarations are skipped; entities of its own, elements inside one
+    another without end, and files too large for a topology are refused.
+
+    Raises:
+        UsageError: It is no well-formed XML, or beyond the limits.
+    """
+    if len(data) > MAX_BYTES:
+        raise UsageError(
+            f"{origin} must be at most {MAX_BYTES >> 20} MiB of XML, got "
+            f"{len(data) >> 20} MiB. Give the topology alone."
+        )
+    try:
+        return _XmlBuilder(origin).build(data)
+    except (expat.ExpatError, ValueError, LookupError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"{origin} must be well-formed XML, got an error: {error}. Was it cut, or "
+            "changed on its way?"
+        ) from None
+
+
+class _XmlBuilder:
+    def __init__(self, origin: str) -> None:
+        self._origin = origin
+        # Of each open element: name, attributes, line, children, pieces of text.
+        self._open: list[tuple[str, dict[str, str], int, list[Element], list[str]]] = []
+        self._num_elements = 0
+        self._root: Element | None = None
+        self._parser = expat.ParserCreate()
+        self._parser.buffer_text = True
+        self._parser.StartElementHandler = self._start
+        self._parser.EndElementHandler = self._end
+        self._parser.CharacterDataHandler = self._take_text
+        self._parser.EntityDeclHandler = self._refuse_entity
+
+    def build(self, data: bytes) -> Element:
+        self._parser.Parse(data, True)  # noqa: FBT003 - it takes no names
+        # Without an outermost element there was an error.
+        return cast("Element", self._root)
+
+    def _start(self, tag: str, attributes: dict[str, str]) -> None:
+        line = self._parser.CurrentLineNumber
+        self._num_elements += 1
+        if len(self._open) >= _MAX_DEPTH or self._num_elements > _MAX_ELEMENTS:
+            raise UsageError(
+                f"{self._origin} must have at most {_MAX_DEPTH} elements inside one "
+                f"another and {_MAX_ELEMENTS} in all, got more at line {line}. Is it a "
+                "topology?"
+            )
+        self._open.append((tag, attributes, line, [], []))
+
+    def _end(self, _: str) -> None:
+        tag, attributes, line, children, pieces = self._open.pop()
+        text = "".join(pieces).strip()
+        self._root = Element(tag, attributes, tuple(children), text, line)
+        if self._open:
+            self._open[-1][3].append(self._root)
+
+    def _take_text(self, text: str) -> None:
+        self._open[-1][4].append(text)
+
+    def _refuse_entity(self, name: str, *_: object) -> None:
+        raise UsageError(
+            f"{self._origin} must define no entities, got {name!r} at line "
+            f"{self._parser.CurrentLineNumber}. No program writes such a topology: do "
+            "not trust it."
+        )

@@ -1,6 +1,6 @@
 """The XML that hwloc's ``lstopo`` writes, of versions 1 to 3.
 
-What hwloc has of a PCI device's link is what it carries, not its speed.
+Of a PCI device's link hwloc has the bandwidth, not the speed.
 """
 
 import math
@@ -23,13 +23,17 @@ from ronde.topology.graph import (
     Topology,
 )
 from ronde.topology.pci import compute_capability, is_gpu, plain_address
-from ronde.topology.probes.base import Saved, bad_value
-from ronde.topology.xml_tree import Element, outermost_tag, parse_xml
+from ronde.topology.probes.base import (
+    Element,
+    Saved,
+    bad_value,
+    outermost_tag,
+    parse_xml,
+)
 
-_ROOT = "topology"
 # More hardware threads than this are no machine.
 _MAX_CPUS = 1 << 16
-# What a processor is called, now and before version 1.11.
+# A processor's name, now and before version 1.11.
 _PACKAGES = ("Package", "Socket")
 _CPU_WORD = re.compile(r"(?:0x)?([0-9a-f]{0,8})", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -44,6 +48,8 @@ _TYPE = re.compile(
     re.IGNORECASE,
 )
 _PORT_STATE = re.compile(r"Port([0-9]{1,3})State")
+# GB/s that hwloc counts a link; by compute capability. Source: hwloc's
+# ``hwloc/topology-nvml.c``.
 _FIRST_NVLINK_SM, _FIRST_NVLINK_GB_PER_S, _NVLINK_GB_PER_S = 60, 20.0, 25.0
 
 _Distances = dict[int, tuple[tuple[int, int], ...]]
@@ -56,7 +62,7 @@ class HwlocProbe:
 
     def recognises(self, saved: Saved) -> bool:
         """Return whether the outermost element is hwloc's."""
-        return outermost_tag(saved.data) == _ROOT
+        return outermost_tag(saved.data) == "topology"
 
     def read(self, saved: Saved) -> Topology:
         """Return the machine.
@@ -67,14 +73,13 @@ class HwlocProbe:
         """
         root = parse_xml(saved.data, saved.name)
         machines = root.named("object")
-        if root.tag != _ROOT or not machines:
+        if root.tag != "topology" or not machines:
             raise UsageError(
                 f"{saved.name} must be a machine as hwloc writes it, got {root.tag} "
                 f"with {len(machines)} objects. Write it with: lstopo file.xml"
             )
         host = _host(root, machines[0], saved.name)
-        source = f"{self.format} {saved.name}"
-        return Topology(hosts=(host._replace(sources=(source,)),))
+        return Topology((host._replace(sources=(f"{self.format} {saved.name}",)),))
 
 
 class _Object(NamedTuple):
@@ -85,23 +90,22 @@ class _Object(NamedTuple):
     cpus: int  # Its CPUs as bits, else those of the nearest object around it.
     package: "_Object | None"  # The package around it.
     bus_id: str  # Of the nearest PCI device or bridge around it; empty if none.
-    origin: str  # What to call the file in messages.
+    origin: str  # The file's name in messages.
 
     @property
     def kind(self) -> str:
-        """What it is, as hwloc calls it: ``NUMANode``, ``PCIDev``."""
         return self.text("type")
 
     def text(self, name: str) -> str:
-        """Return an attribute; empty where there is none."""
         return self.element.attributes.get(name, "")
 
     def number(self, name: str) -> int:
-        """Return an attribute that is a whole number; ``UNKNOWN`` if there is none."""
         return _number(self.element, name, self.origin)
 
+    def infos(self) -> dict[str, str]:
+        return _infos(self.element)
+
     def bad(self, rule: str, got: object) -> UsageError:
-        """Return the error for a value that breaks a rule."""
         return bad_value(self.origin, self.element.line, rule, got)
 
 
@@ -118,25 +122,16 @@ def _walk(machine: Element, origin: str) -> Iterator[_Object]:
         address = plain_address(text)
         if text and not address:
             raise each.bad("pci_busid must be an address such as 0000:1b:00.0", text)
+        bus_id = address or each.bus_id
         waiting += [
-            _Object(
-                child,
-                each.depth + 1,
-                each.cpus,
-                package,
-                address or each.bus_id,
-                origin,
-            )
+            _Object(child, each.depth + 1, each.cpus, package, bus_id, origin)
             for child in reversed(each.element.named("object"))
         ]
 
 
 def _infos(element: Element) -> dict[str, str]:
-    """Return the pairs of name and value that stand in an element."""
-    return {
-        info.attributes.get("name", ""): info.attributes.get("value", "")
-        for info in element.named("info")
-    }
+    found = (info.attributes for info in element.named("info"))
+    return {each.get("name", ""): each.get("value", "") for each in found}
 
 
 def _number(element: Element, name: str, origin: str) -> int:
@@ -188,7 +183,7 @@ def _host(root: Element, machine: Element, origin: str) -> HostTopology:
     return HostTopology(
         name=infos.get("HostName", ""),
         numa_nodes=nodes.with_distances(_read_distances(root, objects, origin)),
-        devices=keep_lower_ends(devices, ends),
+        devices=_keep_lower_ends(devices, ends),
         gpus=gpus,
         ports=ports,
         links=tuple(_read_links(root, _names(objects, nodes), gpus, origin)),
@@ -219,23 +214,21 @@ class _Nodes:
         numbered = numbered or {0: objects[0]}
         self._share(numbered)
         cores: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-        packages: dict[int, _Object] = {}
+        self._packages: dict[int, _Object] = {}
         taken = 0
         for each in objects:
             threads = each.cpus & self._threads
             if each.kind == "Core" and threads:
                 cores[self.near(threads)].append(tuple(members(threads)))
             elif each.kind in _PACKAGES:
-                packages |= dict.fromkeys(members(each.cpus & ~taken), each)
+                self._packages |= dict.fromkeys(members(each.cpus & ~taken), each)
                 taken |= each.cpus
-        self._packages = packages
         self._nodes = {
             number: self._node(number, each, tuple(sorted(cores[number])))
             for number, each in sorted(numbered.items())
         }
 
     def with_distances(self, distances: _Distances) -> tuple[NumaNode, ...]:
-        """Return the nodes by number, with the distances of those that have some."""
         return tuple(
             node._replace(distances=distances.get(number, ()))
             for number, node in self._nodes.items()
@@ -272,8 +265,9 @@ class _Nodes:
             around = [self._packages[cpu] for cpu in cpus if cpu in self._packages]
             is_one = len({id(each) for each in around}) == 1
             package = around[0] if is_one else None
-        infos = {**self._infos, **(_infos(package.element) if package else {})}
+        infos = {**self._infos, **(package.infos() if package else {})}
         arch = infos.get("Architecture", "")
+        family = _small_number(infos.get("CPUFamilyNumber", ""))
         return NumaNode(
             number=number,
             cpus=tuple(cpus),
@@ -282,7 +276,8 @@ class _Nodes:
             package=package.number("os_index") if package else UNKNOWN,
             arch=_ARCHS.get(arch, arch),
             vendor=infos.get("CPUVendor", ""),
-            family=_family(infos.get("CPUFamilyNumber", "")),
+            # NCCL adds 16 times what goes beyond 15, hwloc and the kernel once.
+            family=15 + 16 * (family - 15) if family > 15 else family,
             model=_small_number(infos.get("CPUModelNumber", "")),
         )
 
@@ -300,32 +295,13 @@ def _threads(objects: Sequence[_Object]) -> int:
     return sum(1 << number for number in found)
 
 
-def _family(text: str) -> int:
-    """Return a processor's family as NCCL counts it.
-
-    The processor has a base of 15 and what goes beyond it apart; NCCL adds 16 times the
-    second, hwloc and the kernel add it once.
-    """
-    family = _small_number(text)
-    return 15 + 16 * (family - 15) if family > 15 else family
-
-
 def _small_number(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 10 else UNKNOWN
 
 
-class _Locality(NamedTuple):
-    """Some buses and the CPUs near them."""
-
-    domain: int
-    first: int  # Number of the first bus.
-    last: int
-    cpus: int  # As bits.
-
-
-def _read_localities(root: Element, origin: str) -> list[_Locality]:
-    """Return which CPUs are near which buses, where it is kept apart from the tree."""
-    found: list[_Locality] = []
+def _read_localities(root: Element, origin: str) -> list[tuple[int, range, int]]:
+    """Return domain, buses and the CPUs near them, where the tree has them not."""
+    found: list[tuple[int, range, int]] = []
     for each in root.named("pci_locality"):
         words = [each.attributes.get(n, "") for n in ("domain", "bus_min", "bus_max")]
         try:
@@ -333,12 +309,14 @@ def _read_localities(root: Element, origin: str) -> list[_Locality]:
         except ValueError:
             rule = "pci_locality must be of numbered buses"
             raise bad_value(origin, each.line, rule, words) from None
-        found.append(_Locality(domain, first, last, _cpus(each, origin)))
+        found.append((domain, range(first, last + 1), _cpus(each, origin)))
     return found
 
 
 def _read_devices(
-    objects: Iterable[_Object], nodes: _Nodes, localities: Sequence[_Locality]
+    objects: Iterable[_Object],
+    nodes: _Nodes,
+    localities: Sequence[tuple[int, range, int]],
 ) -> tuple[PciDevice, ...]:
     """Return all PCI devices and bridges, parents before children."""
     found: dict[str, PciDevice] = {}
@@ -350,12 +328,8 @@ def _read_devices(
             raise each.bad("pci_busid must be listed once", address)
         node = nodes.near(each.cpus)
         if node == UNKNOWN:
-            domain, bus = (int(part, 16) for part in address.split(":")[:2])
-            near = (
-                place.cpus
-                for place in localities
-                if place.domain == domain and place.first <= bus <= place.last
-            )
+            own, bus = (int(part, 16) for part in address.split(":")[:2])
+            near = (cpus for n, buses, cpus in localities if n == own and bus in buses)
             node = nodes.near(next(near, 0))
         found[address] = _device(each, address, node)
     return tuple(found.values())
@@ -386,7 +360,7 @@ def _device(each: _Object, address: str, node: int) -> PciDevice:
     )
 
 
-def keep_lower_ends(
+def _keep_lower_ends(
     devices: Sequence[PciDevice], ends: Iterable[str]
 ) -> tuple[PciDevice, ...]:
     """Return the devices at ``ends`` and those above, without the upper ends of links.
@@ -401,16 +375,15 @@ def keep_lower_ends(
         place = end
         while place in by_bus_id and place not in parents:
             above = by_bus_id.get(by_bus_id[place].parent)
-            parents[place] = above.parent if above else ""
-            place = parents[place]
+            parents[place] = place = above.parent if above else ""
     found: list[PciDevice] = []
     for device in devices:
         if device.bus_id in parents:
             above = by_bus_id.get(device.parent)
-            rates = [device.gb_per_s]
-            rates += [above.gb_per_s] if above and above.gb_per_s > 0 else []
-            parent = parents[device.bus_id]
-            found.append(device._replace(parent=parent, gb_per_s=min(rates)))
+            rate = device.gb_per_s
+            if above and above.gb_per_s > 0:
+                rate = min(rate, above.gb_per_s)
+            found.append(device._replace(parent=parents[device.bus_id], gb_per_s=rate))
     return tuple(found)
 
 
@@ -420,7 +393,7 @@ def _read_gpus(
     """Return GPUs in the order of the devices, with what their drivers have of them."""
     known: dict[str, dict[str, str]] = {}
     for each in objects:
-        infos = _infos(each.element) if each.kind == "OSDev" else {}
+        infos = each.infos() if each.kind == "OSDev" else {}
         # The library that found it; each version has it elsewhere.
         backend = each.text("subtype") or infos.get("CoProcType", "")
         if each.bus_id and (backend or infos.get("Backend", "")) in _GPU_BACKENDS:
@@ -430,15 +403,10 @@ def _read_gpus(
         if device.bus_id in known or is_gpu(device.class_code, device.vendor):
             infos = known.get(device.bus_id, {})
             title = infos.get("GPUModel", "")
-            found.append(
-                GpuDevice(
-                    bus_id=device.bus_id,
-                    number=len(found),
-                    sm=compute_capability(title),
-                    title=title,
-                    uuid=next((infos[name] for name in _UUIDS if name in infos), ""),
-                )
-            )
+            uuid = next((infos[name] for name in _UUIDS if name in infos), "")
+            sm = compute_capability(title)
+            gpu = GpuDevice(device.bus_id, len(found), sm=sm, title=title, uuid=uuid)
+            found.append(gpu)
     return tuple(found)
 
 
@@ -448,23 +416,21 @@ def _read_ports(
     """Return network interfaces and each port of RDMA adapters."""
     found: list[NetPort] = []
     for each in objects:
-        if each.kind != "OSDev" or not each.text("name"):
-            continue
-        sort = each.number("osdev_type")
+        sort = each.number("osdev_type") if each.kind == "OSDev" else UNKNOWN
         # Version 3 changed the numbers for sorts of devices to bits.
         is_bits = version >= 3 and sort != UNKNOWN
         is_net = bool(sort & 16) if is_bits else sort == 2
         is_rdma = bool(sort & 32) if is_bits else sort == 3
-        if not is_net and not is_rdma:
+        if not each.text("name") or not (is_net or is_rdma):
             continue
+        infos = each.infos() if is_rdma else {}
         port = NetPort(
             title=each.text("name"),
             bus_id=each.bus_id,
             node=UNKNOWN if each.bus_id else nodes.near(each.cpus),
             kind="infiniband" if is_rdma else "ethernet",
+            guid=infos.get("NodeGUID", ""),
         )
-        infos = _infos(each.element) if is_rdma else {}
-        port = port._replace(guid=infos.get("NodeGUID", ""))
         states = {
             int(match[1]): state
             for name, state in infos.items()
@@ -498,10 +464,7 @@ def _read_links(
 ) -> Iterator[Link]:
     """Yield the direct links whose ends are known, each direction by itself.
 
-    hwloc has the bandwidth of all links together. It counts 20 GB/s a link for the
-    first NVLink and 25 for all later ones.
-
-    Source: hwloc's ``hwloc/topology-nvml.c``.
+    hwloc has the bandwidth of all links together.
     """
     capabilities = {gpu.name: gpu.sm for gpu in gpus}
     for matrix in root.named("distances2", "distances2hetero"):
@@ -513,13 +476,13 @@ def _read_links(
             ends = names.get(source, ""), names.get(target, "")
             if source == target or value <= 0 or not all(ends):
                 continue
-            gb_per_s = value / 1000
-            is_first = max(capabilities.get(e, UNKNOWN) for e in ends) == (
-                _FIRST_NVLINK_SM
-            )
+            sm = max(capabilities.get(end, UNKNOWN) for end in ends)
+            is_first = sm == _FIRST_NVLINK_SM
             rate = _FIRST_NVLINK_GB_PER_S if is_first else _NVLINK_GB_PER_S
-            count = max(1, round(gb_per_s / rate)) if kind is LinkKind.NVLINK else 1
-            yield Link(kind, *ends, count, gb_per_s)
+            count = max(1, round(value / 1000 / rate))
+            if kind is not LinkKind.NVLINK:
+                count = 1
+            yield Link(kind, *ends, count, value / 1000)
 
 
 def _read_distances(
@@ -548,7 +511,7 @@ def _read_distances(
 
 
 def _by_node(matrix: Element, numbers: Sequence[str], origin: str) -> _Distances:
-    if not all(number.isdecimal() and len(number) < 10 for number in numbers):
+    if any(_small_number(number) == UNKNOWN for number in numbers):
         rule = "indexes must be numbers of NUMA nodes"
         raise bad_value(origin, matrix.line, rule, numbers)
     found: dict[int, list[tuple[int, int]]] = {int(number): [] for number in numbers}
@@ -572,10 +535,8 @@ def _entries(
     if len(values) != num**2 or len(set(names)) != num:
         rule = f"a matrix of {num} different objects must have {num} * {num} values"
         raise bad_value(origin, matrix.line, rule, len(values))
-    given = iter(values)
-    for source in names:
-        for target in names:
-            yield source, target, next(given)
+    for place, value in enumerate(values):
+        yield names[place // num], names[place % num], value
 
 
 def _words(matrix: Element, tag: str) -> list[str]:

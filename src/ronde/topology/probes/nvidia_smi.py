@@ -55,10 +55,13 @@ _GPU = re.compile(r"\s*GPU ([0-9]{1,3}):\s*(\S.*)")
 _LINK = re.compile(r"\s*Link ([0-9]{1,3}):\s*(\S.*)")
 _RATE = re.compile(r"([0-9]{1,5}(?:\.[0-9]{1,6})?) GB/s")
 _REMOTE = re.compile(r"Remote Device (\S{1,32}): Link [0-9]{1,3}")
-_INACTIVE = re.compile(r"<inactive>")
+_INACTIVE = "<inactive>"
 _SUMMARY = re.compile(
     r"\|\s*([0-9]{1,3})\s+(\S.{0,60}?)\s+(?:On|Off|N/A)\s*\|\s*([0-9A-Fa-f:.]{7,16})\s.*"
 )
+_Pair = tuple[str, str]
+_Pairs = dict[_Pair, tuple[str, str]]
+"""Path and access by the pair of names, each pair once; empty if unknown."""
 
 
 class NvidiaSmiProbe:
@@ -92,8 +95,7 @@ class NvidiaSmiProbe:
         matches = (_LEGEND.fullmatch(line) for line in lines if "NIC" in line)
         legend = {match[1]: match[2] for match in matches if match}
         host = _host(matrices, gpus, legend, saved.name)
-        source = f"{self.format} {saved.name}"
-        return Topology(hosts=(host._replace(sources=(source,)),))
+        return Topology((host._replace(sources=(f"{self.format} {saved.name}",)),))
 
 
 def _plain(text: str) -> str:
@@ -103,7 +105,7 @@ def _plain(text: str) -> str:
 
 
 class _Gpu(NamedTuple):
-    """What the lines on one GPU hold; empty if unknown."""
+    """The content of the lines on one GPU."""
 
     title: str = ""
     uuid: str = ""
@@ -113,8 +115,25 @@ class _Gpu(NamedTuple):
     remotes: tuple[tuple[str, int], ...] = ()
 
 
+class _Row(NamedTuple):
+    """A device's line of a matrix."""
+
+    line: int
+    # How it reaches each column's device, in nvidia-smi's words of today.
+    words: tuple[str, ...]
+    fields: dict[str, str]  # ``CPU`` and ``NUMA`` affinity, node of ``GPU`` memory.
+
+
+class _Matrix(NamedTuple):
+    """A matrix of ``topo -m`` or ``topo -p2p``."""
+
+    line: int  # Of its header.
+    columns: dict[str, int]  # Their names in order, with their places from 0.
+    rows: dict[str, _Row]  # By name; network adapters' may be missing.
+
+
 def _host(
-    matrices: Sequence["_Matrix"],
+    matrices: Sequence[_Matrix],
     known: Mapping[int, _Gpu],
     legend: Mapping[str, str],
     origin: str,
@@ -127,10 +146,12 @@ def _host(
         name: row
         for matrix in matrices
         for name, row in matrix.rows.items()
-        if _GPU_NAME.fullmatch(name) and (row.cpus or row.nodes or row.memory_node)
+        if _GPU_NAME.fullmatch(name) and any(row.fields.values())
     }
-    placed = _place({name: _affinity(row, origin) for name, row in rows.items()})
-    homes = {number: placed.homes.get(f"GPU{number}", UNKNOWN) for number in numbers}
+    remarks: list[str] = []
+    affinities = {name: _affinity(row, origin) for name, row in rows.items()}
+    cpus, by_name = _place(affinities, remarks)
+    homes = {number: by_name.get(f"GPU{number}", UNKNOWN) for number in numbers}
     addresses = _find_addresses(gpus)
     devices = [
         GpuDevice(
@@ -144,7 +165,6 @@ def _host(
         for number, gpu in gpus.items()
     ]
     names = {f"GPU{gpu.number}": gpu.name for gpu in devices}
-    remarks = [*placed.remarks]
     pairs = _read_pairs(matrices, remarks)
     nodes = _port_nodes(pairs, {f"GPU{n}": home for n, home in homes.items()})
     ports = {
@@ -152,41 +172,23 @@ def _host(
         for name in columns
         if name not in names
     }
-    names |= {name: port.name for name, port in ports.items()}
     by_number = {gpu.number: gpu.name for gpu in devices}
-    links = _find_links(gpus, by_number, addresses, _bonds(pairs), remarks)
+    names |= {name: port.name for name, port in ports.items()}
+    links = tuple(_find_links(gpus, by_number, addresses, _bonds(pairs), remarks))
     return HostTopology(
-        numa_nodes=placed.numa_nodes,
+        numa_nodes=tuple(
+            NumaNode(n, tuple(members(bits))) for n, bits in sorted(cpus.items())
+        ),
         devices=tuple(PciDevice(addresses[n], node=homes[n]) for n in addresses),
         gpus=tuple(devices),
         ports=tuple(ports.values()),
-        links=tuple(links),
+        links=links,
         relations=tuple(
             Relation(names[source], names[target], path, peer)
             for (source, target), (path, peer) in pairs.items()
         ),
         remarks=tuple(remarks[:_MAX_REMARKS]),
     )
-
-
-class _Row(NamedTuple):
-    """A device's line of a matrix."""
-
-    line: int
-    # How it reaches each column's device, in nvidia-smi's words of today; empty if
-    # unknown.
-    words: tuple[str, ...]
-    cpus: str = ""  # CPU affinity as written.
-    nodes: str = ""  # NUMA affinity as written.
-    memory_node: str = ""  # NUMA node of a GPU's own memory as written.
-
-
-class _Matrix(NamedTuple):
-    """What ``topo -m`` or ``topo -p2p`` prints."""
-
-    line: int  # Where its header stands.
-    columns: dict[str, int]  # Their names in order, with their places from 0.
-    rows: dict[str, _Row]  # By name; network adapters' may be missing.
 
 
 def _read_matrices(lines: Sequence[str], origin: str) -> Iterator[_Matrix]:
@@ -199,8 +201,14 @@ def _read_matrices(lines: Sequence[str], origin: str) -> Iterator[_Matrix]:
     headings: list[str] = []
     for number, line in enumerate(lines, 1):
         if matrix is not None and (name := _row_name(line, matrix)):
-            row = _row(line, name, matrix, headings)._replace(line=number)
-            _check_row(row, name, matrix, origin)
+            row = _row(line, number, name, matrix, headings)
+            place, wanted = matrix.columns[name], len(matrix.columns)
+            if len(row.words) != wanted or row.words[place] != "X":
+                rule = (
+                    f"the row of {name} must have {wanted} columns as the header in "
+                    f"line {matrix.line}, with X in its own"
+                )
+                raise bad_value(origin, number, rule, " ".join(row.words))
             matrix.rows[name] = row
         elif columns := _columns(line):
             if matrix is not None:
@@ -240,7 +248,9 @@ def _row_name(line: str, matrix: _Matrix) -> str:
     return "" if len(words) > 1 and words[1] in matrix.columns else words[0]
 
 
-def _row(line: str, name: str, matrix: _Matrix, headings: Sequence[str]) -> _Row:
+def _row(
+    line: str, number: int, name: str, matrix: _Matrix, headings: Sequence[str]
+) -> _Row:
     """Return a row with as many words as could be read."""
     words: list[str] = []
     end = tail_at = line.index(name) + len(name)
@@ -253,45 +263,23 @@ def _row(line: str, name: str, matrix: _Matrix, headings: Sequence[str]) -> _Row
     else:
         tail_at = len(line)
     tail = line[tail_at:] if words else ""
-    fields = dict(zip(headings, _fields(tail, len(headings)), strict=False))
-    return _Row(
-        line=0,
-        words=tuple("SYS" if word == "SOC" else word for word in words),
-        cpus=fields.get("CPU", ""),
-        nodes=fields.get("NUMA", ""),
-        memory_node=fields.get("GPU", ""),
-    )
-
-
-def _fields(tail: str, num_headings: int) -> list[str]:
-    """Return what stands behind the words, a field a heading, empty for ``N/A``.
-
-    Only CPUs are left out where there are none; a lone list is not cut off its node.
-    """
     fields = tail.split()
-    is_list = num_headings == 2 and any(each in tail for each in "-,")
-    if len(fields) == num_headings - 1 and not is_list:
+    # Only CPUs are left out where there are none; a lone list is not cut off its node.
+    is_list = len(headings) == 2 and any(each in tail for each in "-,")
+    if len(fields) == len(headings) - 1 and not is_list:
         fields.insert(0, "")
-    return ["" if field in _MISSING else field for field in fields]
-
-
-def _check_row(row: _Row, name: str, matrix: _Matrix, origin: str) -> None:
-    wanted = len(matrix.columns)
-    if len(row.words) != wanted or row.words[matrix.columns[name]] != "X":
-        rule = (
-            f"the row of {name} must have {wanted} columns as the header in line "
-            f"{matrix.line}, with X in its own"
-        )
-        raise bad_value(origin, row.line, rule, " ".join(row.words))
+    values = ["" if field in _MISSING else field for field in fields]
+    return _Row(
+        number,
+        tuple("SYS" if word == "SOC" else word for word in words),
+        dict(zip(headings, values, strict=False)),
+    )
 
 
 def _complete(matrix: _Matrix, origin: str) -> _Matrix:
     """Return a matrix that has a row for every GPU."""
-    missing = [
-        name
-        for name in matrix.columns
-        if _GPU_NAME.fullmatch(name) and name not in matrix.rows
-    ]
+    absent = [name for name in matrix.columns if name not in matrix.rows]
+    missing = [name for name in absent if _GPU_NAME.fullmatch(name)]
     if missing:
         rule = "a matrix must have a row for each GPU in its header"
         got = f"none for {', '.join(missing[:8])}"
@@ -303,10 +291,9 @@ def _is_of_gpu(line: str) -> bool:
     """Return whether a line names a GPU or describes one of its links."""
     if match := _GPU.fullmatch(line):
         return "(UUID: " in match[2]
-    match = _LINK.fullmatch(line)
-    return match is not None and any(
-        pattern.fullmatch(match[2]) for pattern in (_RATE, _REMOTE, _INACTIVE)
-    )
+    text = match[2] if (match := _LINK.fullmatch(line)) else ""
+    is_link = _RATE.fullmatch(text) or _REMOTE.fullmatch(text)
+    return is_link is not None or text == _INACTIVE
 
 
 def _read_gpus(lines: Sequence[str], origin: str) -> dict[int, _Gpu]:
@@ -353,7 +340,7 @@ def _take_link(text: str, rates: list[float], remotes: list[str]) -> bool:
         remotes.append(plain_address(match[1]))
         return bool(remotes[-1])
     is_cut = text[0] in "<0123456789" or text.startswith("Remote")
-    return bool(_INACTIVE.fullmatch(text)) or not is_cut
+    return text == _INACTIVE or not is_cut
 
 
 def _find_addresses(gpus: Mapping[int, _Gpu]) -> dict[int, str]:
@@ -367,11 +354,7 @@ def _find_addresses(gpus: Mapping[int, _Gpu]) -> dict[int, str]:
     if len(known) == len(gpus) or len(reached) != len(gpus):
         return known
     numbered = dict(zip(sorted(gpus), sorted(reached, key=bus_order), strict=True))
-    counts = {
-        (number, bus_id): count
-        for number, gpu in gpus.items()
-        for bus_id, count in gpu.remotes
-    }
+    counts = {(n, bus_id): num for n, g in gpus.items() for bus_id, num in g.remotes}
     are_gpus = all(
         counts.get((a, numbered[b]), 0) == counts.get((b, numbered[a]), 0)
         and (a != b or (a, numbered[a]) not in counts)
@@ -399,33 +382,25 @@ def _find_links(
     is_switched = len(gpus) > 1 and len(reached) == 1
     is_switched = is_switched and not next(iter(reached)) & known.keys()
     for number, name in names.items():
-        gpu = gpus[number]
+        gpu, own = gpus[number], bonds.get(number, {})
+        most = max(own.values(), default=0)
+        # To several others by all its links, or by more than any GPU has, a GPU gets
+        # through a switch.
+        num_possible = most if most == len(gpu.rates) else _MAX_LINKS
         if gpu.remotes and is_switched:
             targets = {NVSWITCH: sum(count for _, count in gpu.remotes)}
         elif gpu.remotes:
             targets = {known.get(bus_id, bus_id): n for bus_id, n in gpu.remotes}
+        elif sum(own.values()) > num_possible:
+            targets = {NVSWITCH: most}
         else:
-            targets = _bonded(bonds.get(number, {}), gpu, names)
+            targets = {names[other]: count for other, count in own.items()}
         # How fast a link signals counts where nothing better is known.
         is_unknown = compute_capability(gpu.title) == UNKNOWN
         rate = min(gpu.rates) if gpu.rates and is_unknown else 0.0
         remarks += _link_remarks(number, gpu, sum(targets.values()), rate)
         for target, count in targets.items():
             yield Link(LinkKind.NVLINK, name, target, count, rate * count)
-
-
-def _bonded(
-    bonds: Mapping[int, int], gpu: _Gpu, names: Mapping[int, str]
-) -> dict[str, int]:
-    """Return where links lead as far as a matrix has it.
-
-    To several others by all its links, or by more than any GPU has, a GPU gets through
-    a switch.
-    """
-    num_links, most = sum(bonds.values()), max(bonds.values(), default=0)
-    if num_links > (most if most == len(gpu.rates) else _MAX_LINKS):
-        return {NVSWITCH: most}
-    return {names[other]: count for other, count in bonds.items()}
 
 
 def _link_remarks(number: int, gpu: _Gpu, num_links: int, rate: float) -> Iterable[str]:
@@ -444,50 +419,38 @@ def _link_remarks(number: int, gpu: _Gpu, num_links: int, rate: float) -> Iterab
         )
 
 
-class _Placed(NamedTuple):
-    """Where GPUs are."""
-
-    numa_nodes: tuple[NumaNode, ...]  # By number.
-    homes: dict[str, int]  # Node of each GPU, by the GPU's name; ``UNKNOWN``.
-    remarks: tuple[str, ...] = ()
-
-
 _Affinity = tuple[int, list[int], list[int]]
 """CPUs as bits, NUMA nodes, and those of the GPU's own memory; empty if unknown."""
 
 
 def _affinity(row: _Row, origin: str) -> _Affinity:
-    cpus, nodes, own = (
-        _parse_list(text, row.line, origin)
-        for text in (row.cpus, row.nodes, row.memory_node)
-    )
-    return cpus, members(nodes), members(own)
+    bits: list[int] = []
+    for heading in ("CPU", "NUMA", "GPU"):
+        text = row.fields.get(heading, "")
+        ends = [part.partition("-") for part in text.split(",")] if text else []
+        is_list = not text or _LIST.fullmatch(text) is not None
+        if not is_list or any(
+            int(high or low) not in range(int(low), _MAX_NUMBER + 1)
+            for low, _, high in ends
+        ):
+            rule = f"an affinity must be a list of numbers up to {_MAX_NUMBER}"
+            raise bad_value(origin, row.line, rule, text)
+        bits.append(parse_list(text))
+    return bits[0], members(bits[1]), members(bits[2])
 
 
-def _parse_list(text: str, line: int, origin: str) -> int:
-    """Return a list of numbers as bits."""
-    ends = [part.partition("-") for part in text.split(",")] if text else []
-    is_list = not text or _LIST.fullmatch(text) is not None
-    if not is_list or any(
-        int(high or low) not in range(int(low), _MAX_NUMBER + 1)
-        for low, _, high in ends
-    ):
-        rule = f"an affinity must be a list of numbers up to {_MAX_NUMBER}"
-        raise bad_value(origin, line, rule, text)
-    return parse_list(text)
-
-
-def _place(affinities: Mapping[str, _Affinity]) -> _Placed:
-    """Return the NUMA nodes that GPUs' affinities name, by name of the GPU.
+def _place(
+    affinities: Mapping[str, _Affinity], remarks: list[str]
+) -> tuple[dict[int, int], dict[str, int]]:
+    """Return the CPUs of NUMA nodes as bits, and the node of each GPU by its name.
 
     Without numbers, as from drivers before 2019, sets of CPUs stand for nodes and are
     numbered by their lowest CPU.
     """
     if not any(nodes for _, nodes, _ in affinities.values()):
-        return _place_by_cpus(affinities)
+        return _place_by_cpus(affinities, remarks)
     cpus: dict[int, int] = {}
     homes: dict[str, int] = {}
-    remarks: list[str] = []
     for name, (near, nodes, own) in affinities.items():
         homes[name] = nodes[0] if nodes else UNKNOWN
         for number in (*nodes, *own):
@@ -499,31 +462,27 @@ def _place(affinities: Mapping[str, _Affinity]) -> _Placed:
                 f"{name} is near the NUMA nodes {format_list(nodes)}: the CPUs "
                 f"{format_list(members(near))} are counted to the first."
             )
-    return _Placed(_numa_nodes(cpus), homes, tuple(remarks))
+    return cpus, homes
 
 
-def _place_by_cpus(affinities: Mapping[str, _Affinity]) -> _Placed:
+def _place_by_cpus(
+    affinities: Mapping[str, _Affinity], remarks: list[str]
+) -> tuple[dict[int, int], dict[str, int]]:
     cpu_sets = {cpus for cpus, _, _ in affinities.values()} - {0}
     sets = sorted(cpu_sets, key=lambda cpus: cpus & -cpus)
     everything = 0
     for cpus in sets:
         if cpus & everything:
-            remark = "CPU affinities overlap: NUMA nodes are unknown."
-            return _Placed((), dict.fromkeys(affinities, UNKNOWN), (remark,))
+            remarks.append("CPU affinities overlap: NUMA nodes are unknown.")
+            return {}, {}
         everything |= cpus
+    if sets:
+        remarks.append(
+            "NUMA nodes are unknown: they are numbered by the CPUs near GPUs."
+        )
     numbers = {cpus: number for number, cpus in enumerate(sets)}
     homes = {name: numbers.get(each[0], UNKNOWN) for name, each in affinities.items()}
-    remark = "NUMA nodes are unknown: they are numbered by the CPUs near GPUs."
-    nodes = _numa_nodes({number: cpus for cpus, number in numbers.items()})
-    return _Placed(nodes, homes, (remark,) if sets else ())
-
-
-def _numa_nodes(cpus: Mapping[int, int]) -> tuple[NumaNode, ...]:
-    return tuple(NumaNode(n, tuple(members(bits))) for n, bits in sorted(cpus.items()))
-
-
-_Pairs = dict[tuple[str, str], tuple[str, str]]
-"""Path and access by the pair of names, each pair once; empty if unknown."""
+    return dict(enumerate(sets)), homes
 
 
 def _read_pairs(matrices: Iterable[_Matrix], remarks: list[str]) -> _Pairs:
@@ -547,9 +506,7 @@ def _read_pairs(matrices: Iterable[_Matrix], remarks: list[str]) -> _Pairs:
     return pairs
 
 
-def _pairs_of(
-    matrix: _Matrix, remarks: list[str]
-) -> Iterator[tuple[tuple[str, str], str]]:
+def _pairs_of(matrix: _Matrix, remarks: list[str]) -> Iterator[tuple[_Pair, str]]:
     """Yield each pair and the word on it."""
     names = list(matrix.columns)
     for place, source in enumerate(names):
@@ -562,7 +519,7 @@ def _pairs_of(
                 yield pair, _settle(words[0], words[-1], pair, remarks)
 
 
-def _settle(first: str, second: str, pair: tuple[str, str], remarks: list[str]) -> str:
+def _settle(first: str, second: str, pair: _Pair, remarks: list[str]) -> str:
     """Return the first word, and note where the second contradicts it."""
     if first and first != second:
         remarks.append(f"{pair[0]} and {pair[1]} are given as {first} and {second}.")
@@ -573,10 +530,10 @@ def _bonds(pairs: _Pairs) -> Mapping[int, Mapping[int, int]]:
     """Return how many NVLinks join GPUs, by the numbers of both."""
     found: defaultdict[int, dict[int, int]] = defaultdict(dict)
     for names, (path, _) in pairs.items():
-        gpus = [match for name in names if (match := _GPU_NAME.fullmatch(name))]
+        gpus = [int(match[1]) for match in map(_GPU_NAME.fullmatch, names) if match]
         bonded = _BONDED.fullmatch(path)
         if bonded and len(gpus) == 2:
-            a, b = (int(match[1]) for match in gpus)
+            a, b = gpus
             found[a][b] = found[b][a] = int(bonded[1])
     return found
 

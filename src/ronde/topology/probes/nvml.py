@@ -1,11 +1,11 @@
-"""GPUs as NVML tells of them, which comes with NVIDIA's driver.
+"""GPUs as NVML reports them, which comes with NVIDIA's driver.
 
-Each question may fail by itself, and in virtual machines many do: what NVML does not
-tell is left unknown.
+Each question may fail by itself, and in virtual machines many do: what has no answer is
+unknown.
 """
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -22,56 +22,52 @@ from ronde.topology.graph import (
 )
 from ronde.topology.pci import plain_address
 
-FORM = "NVML"
-"""How sources of this kind begin."""
-
-PCI_SPEEDS = {
-    1: "2.5 GT/s PCIe",
-    2: "5.0 GT/s PCIe",
-    3: "8.0 GT/s PCIe",
-    4: "16.0 GT/s PCIe",
-    5: "32.0 GT/s PCIe",
-    6: "64.0 GT/s PCIe",
-}
+PCI_SPEEDS = dict(
+    enumerate(
+        (f"{rate} GT/s PCIe" for rate in ("2.5", "5.0", "8.0", "16.0", "32.0", "64.0")),
+        1,
+    )
+)
 """Of a lane by generation, as the kernel writes them."""
 
 _NVLINK_2_GB_PER_S, _NVLINK_3_GB_PER_S = 25.0, 26.0
-_GPU, _SWITCH = 0, 2
+# NVML's numbers for what an NVLink leads to, and their PCI classes.
+_GPU, _SWITCH, _UNKNOWN_REMOTE = 0, 2, 255
 _CLASSES = {_GPU: 0x030200, _SWITCH: 0x068000}
-"""PCI classes by NVML's number for what an NVLink leads to."""
 _HIDDEN_DOMAIN = "ffffff"
 # nvidia-smi's words by NVML's number.
 _PEERS = {0: "OK", 1: "CNS", 2: "GNS", 3: "TNS", 4: "DR", 5: "NS", 6: "U"}
+# pynvml has it as a tuple by mistake.
+_P2P_READ = 0
+_NODE_WORDS = 16
 
 
 class Remote(NamedTuple):
     """Where an NVLink leads."""
 
     kind: int  # NVML's number: 0 a GPU, 2 a switch, 255 unknown.
-    address: str  # As NVML spells it; empty where it does not tell.
+    address: str  # As NVML spells it; empty if unknown.
 
 
 class GpuAnswers(NamedTuple):
-    """What NVML says of a GPU."""
+    """NVML's answers on a GPU."""
 
     address: str  # On the bus, as NVML spells it: ``00000000:1B:00.0``.
     title: str = ""  # Its model.
-    uuid: str = ""  # ``GPU-...``.
-    sm: int = UNKNOWN  # Compute capability, such as 90; ``UNKNOWN``.
-    # Number of the device above that of its vendor, 16 bits each; ``UNKNOWN``.
-    ids: int = UNKNOWN
-    subsystem_ids: int = UNKNOWN  # The same of the board; ``UNKNOWN``.
-    generation: int = UNKNOWN  # Of its PCI link as trained now; ``UNKNOWN``.
-    width: int = UNKNOWN  # Of its PCI link as trained now; ``UNKNOWN``.
-    node: int = UNKNOWN  # NUMA node of the processor that it is near; ``UNKNOWN``.
-    nvlinks: tuple[Remote, ...] = ()  # One for each that is active.
-    nvlink_mb_per_s: int = UNKNOWN  # At which each of them signals; ``UNKNOWN``.
-    # One for each link to its processor that is active.
-    c2c_mb_per_s: tuple[int, ...] = ()
+    uuid: str = ""
+    sm: int = UNKNOWN  # Compute capability, such as 90.
+    ids: int = UNKNOWN  # The device's number above its vendor's, 16 bits each.
+    subsystem_ids: int = UNKNOWN  # The same of the board.
+    generation: int = UNKNOWN  # Of its PCI link as trained now.
+    width: int = UNKNOWN  # The same.
+    node: int = UNKNOWN  # NUMA node of the processor near it.
+    nvlinks: tuple[Remote, ...] = ()  # Those that are active.
+    nvlink_mb_per_s: int = UNKNOWN  # At which each of them signals.
+    c2c_mb_per_s: tuple[int, ...] = ()  # Of each active link to its processor.
 
 
 def payload_gb_per_s(signalling_mb_per_s: float) -> float:
-    """Return what an NVLink carries of the rate at which it signals; 0 where untold.
+    """Return what an NVLink carries of the rate at which it signals; 0 if unknown.
 
     Source: NVLink 2 spends 1 bit in 33 on coding (25.781 -> 25), later ones 1 in 17
     (26.562 -> 25, 53.125 -> 50).
@@ -85,7 +81,7 @@ def payload_gb_per_s(signalling_mb_per_s: float) -> float:
 def graph_of(
     gpus: Sequence[GpuAnswers], peers: Mapping[tuple[int, int], int]
 ) -> HostTopology:
-    """Return the graph of what NVML says."""
+    """Return the graph of NVML's answers."""
     named = [
         GpuDevice(
             bus_id=plain_address(gpu.address),
@@ -97,64 +93,60 @@ def graph_of(
         for number, gpu in enumerate(gpus)
     ]
     names = [gpu.name for gpu in named]
-    lost = [
-        (name, num_lost)
-        for name, gpu in zip(names, gpus, strict=True)
-        if (num_lost := sum(1 for remote in gpu.nvlinks if not _target(remote)))
-    ]
+    lost = [sum(not _target(remote) for remote in gpu.nvlinks) for gpu in gpus]
     return HostTopology(
-        sources=(FORM,),
+        sources=("NVML",),
         devices=tuple(
-            _device(gpu.bus_id, said)
-            for gpu, said in zip(named, gpus, strict=True)
+            _device(gpu.bus_id, answers)
+            for gpu, answers in zip(named, gpus, strict=True)
             if gpu.bus_id
         ),
         gpus=tuple(named),
         links=tuple(link for each in map(_links, names, gpus) for link in each),
         relations=tuple(
-            Relation(names[one], names[other], peer=_PEERS[said])
-            for (one, other), said in peers.items()
+            Relation(names[one], names[other], peer=_PEERS[answer])
+            for (one, other), answer in peers.items()
             # One direction stands for both where they are alike.
-            if said in _PEERS and (one < other or said != peers.get((other, one)))
+            if answer in _PEERS and (one < other or answer != peers.get((other, one)))
         ),
         remarks=tuple(
             f"NVML does not tell where {num_lost} NVLinks of {name} lead."
-            for name, num_lost in lost
+            for name, num_lost in zip(names, lost, strict=True)
+            if num_lost
         ),
     )
 
 
 def _device(name: str, gpu: GpuAnswers) -> PciDevice:
-    device, vendor = _split(gpu.ids)
-    subsystem_device, subsystem_vendor = _split(gpu.subsystem_ids)
+    ids, board = (
+        (each >> 16, each & 0xFFFF) if each >= 0 else (UNKNOWN, UNKNOWN)
+        for each in (gpu.ids, gpu.subsystem_ids)
+    )
     return PciDevice(
         bus_id=name,
         node=gpu.node,
-        vendor=vendor,
-        device=device,
-        subsystem_vendor=subsystem_vendor,
-        subsystem_device=subsystem_device,
+        vendor=ids[1],
+        device=ids[0],
+        subsystem_vendor=board[1],
+        subsystem_device=board[0],
         speed_now=PCI_SPEEDS.get(gpu.generation, ""),
         width_now=gpu.width,
     )
 
 
-def _links(name: str, gpu: GpuAnswers) -> list[Link]:
-    targets = Counter(
+def _links(name: str, gpu: GpuAnswers) -> Iterator[Link]:
+    counts = Counter(
         (target, _CLASSES.get(remote.kind, UNKNOWN))
         for remote in gpu.nvlinks
         if (target := _target(remote))
     )
     each = payload_gb_per_s(gpu.nvlink_mb_per_s)
-    links = [
-        Link(LinkKind.NVLINK, name, target, count, round(count * each, 3), target_class)
-        for (target, target_class), count in targets.items()
-    ]
+    for (target, code), num in counts.items():
+        yield Link(LinkKind.NVLINK, name, target, num, round(num * each, 3), code)
     if gpu.c2c_mb_per_s:
-        gb_per_s = sum(gpu.c2c_mb_per_s) / 1000
+        rates = gpu.c2c_mb_per_s
         node = f"numa/{gpu.node}"
-        links.append(Link(LinkKind.C2C, name, node, len(gpu.c2c_mb_per_s), gb_per_s))
-    return links
+        yield Link(LinkKind.C2C, name, node, len(rates), sum(rates) / 1000)
 
 
 def _target(remote: Remote) -> str:
@@ -166,26 +158,8 @@ def _target(remote: Remote) -> str:
     return address
 
 
-def _split(ids: int) -> tuple[int, int]:
-    """Return the upper and the lower 16 bits."""
-    return (ids >> 16, ids & 0xFFFF) if ids >= 0 else (UNKNOWN, UNKNOWN)
-
-
-# pynvml has it as a tuple by mistake.
-_P2P_READ = 0
-_NODE_WORDS = 16
-_UNKNOWN_REMOTE = 255
-
-
 class NoNvmlError(Exception):
-    """NVML does not answer; the text says why and what to do."""
-
-
-class NvmlHost(NamedTuple):
-    """What NVML says of this machine."""
-
-    host: HostTopology | None  # Its GPUs; none where NVML does not answer.
-    notices: tuple[str, ...]  # What it could not be asked, a sentence each.
+    """NVML does not answer; the text is why and what to do."""
 
 
 @contextmanager
@@ -212,16 +186,19 @@ def open_nvml() -> Generator[Any]:
         nvml.nvmlShutdown()
 
 
-def read_nvml() -> NvmlHost:
-    """Return what NVML says of this machine; that it says nothing is no error."""
+def read_nvml() -> tuple[HostTopology | None, tuple[str, ...]]:
+    """Return this machine's GPUs, and what has no answer, a sentence each.
+
+    None where NVML does not answer, which is no error.
+    """
     try:
         with open_nvml() as nvml:
             return _read(nvml)
     except NoNvmlError as error:
-        return NvmlHost(None, (f"{error}. NVLinks are not known.",))
+        return None, (f"{error}. NVLinks are not known.",)
 
 
-def _read(nvml: Any) -> NvmlHost:  # noqa: ANN401  a module without types, like all below
+def _read(nvml: Any) -> tuple[HostTopology, tuple[str, ...]]:  # noqa: ANN401 no types
     handles: list[object] = []
     notices: list[str] = []
     for index in range(_ask(nvml, 0, "nvmlDeviceGetCount")):
@@ -229,27 +206,27 @@ def _read(nvml: Any) -> NvmlHost:  # noqa: ANN401  a module without types, like 
             handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
         except nvml.NVMLError as error:
             notices.append(f"NVML does not tell of GPU {index}: {error}.")
+    status = "nvmlDeviceGetP2PStatus"
     peers = {
         (one, other): _ask(
-            nvml,
-            UNKNOWN,
-            "nvmlDeviceGetP2PStatus",
-            handles[one],
-            handles[other],
-            _P2P_READ,
+            nvml, UNKNOWN, status, handles[one], handles[other], _P2P_READ
         )
         for one, other in permutations(range(len(handles)), 2)
     }
     gpus = [_read_gpu(nvml, handle) for handle in handles]
-    return NvmlHost(graph_of(gpus, peers), tuple(notices))
+    return graph_of(gpus, peers), tuple(notices)
 
 
 def _read_gpu(nvml: Any, handle: object) -> GpuAnswers:  # noqa: ANN401
-    def ask(default: object, name: str) -> Any:  # noqa: ANN401
-        return _ask(nvml, default, name, handle)
+    def ask(default: object, name: str, *given: object) -> Any:  # noqa: ANN401
+        return _ask(nvml, default, name, handle, *given)
 
     pci = ask(None, "nvmlDeviceGetPciInfo")
     major, minor = ask((0, UNKNOWN), "nvmlDeviceGetCudaComputeCapability")
+    scope = nvml.NVML_AFFINITY_SCOPE_NODE
+    words = ask((), "nvmlDeviceGetMemoryAffinity", _NODE_WORDS, scope)
+    nodes = sum(word << 64 * place for place, word in enumerate(words))
+    speed = nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
     return GpuAnswers(
         address=_text(pci.busId) if pci else "",
         title=_text(ask("", "nvmlDeviceGetName")),
@@ -259,39 +236,25 @@ def _read_gpu(nvml: Any, handle: object) -> GpuAnswers:  # noqa: ANN401
         subsystem_ids=pci.pciSubSystemId if pci else UNKNOWN,
         generation=ask(UNKNOWN, "nvmlDeviceGetCurrPcieLinkGeneration"),
         width=ask(UNKNOWN, "nvmlDeviceGetCurrPcieLinkWidth"),
-        node=_read_node(nvml, handle),
+        node=nodes.bit_length() - 1 if nodes.bit_count() == 1 else UNKNOWN,
         nvlinks=_read_nvlinks(nvml, handle),
-        nvlink_mb_per_s=_ask_fields(
-            nvml, handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON]
-        )[0],
+        nvlink_mb_per_s=_ask_fields(nvml, handle, [speed])[0],
         c2c_mb_per_s=_read_c2c(nvml, handle),
     )
-
-
-def _read_node(nvml: Any, handle: object) -> int:  # noqa: ANN401
-    """Return the NUMA node of the processor near a GPU, if it is one."""
-    words = _ask(
-        nvml,
-        (),
-        "nvmlDeviceGetMemoryAffinity",
-        handle,
-        _NODE_WORDS,
-        nvml.NVML_AFFINITY_SCOPE_NODE,
-    )
-    nodes = sum(word << 64 * place for place, word in enumerate(words))
-    return nodes.bit_length() - 1 if nodes.bit_count() == 1 else UNKNOWN
 
 
 def _read_nvlinks(nvml: Any, handle: object) -> tuple[Remote, ...]:  # noqa: ANN401
     remotes: list[Remote] = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        if not _ask(nvml, 0, "nvmlDeviceGetNvLinkState", handle, link):
-            continue
-        kind = _ask(
-            nvml, _UNKNOWN_REMOTE, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link
-        )
-        pci = _ask(nvml, None, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
-        remotes.append(Remote(kind, _text(pci.busId) if pci else ""))
+        if _ask(nvml, 0, "nvmlDeviceGetNvLinkState", handle, link):
+            kind = "nvmlDeviceGetNvLinkRemoteDeviceType"
+            pci = _ask(nvml, None, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
+            remotes.append(
+                Remote(
+                    _ask(nvml, _UNKNOWN_REMOTE, kind, handle, link),
+                    _text(pci.busId) if pci else "",
+                )
+            )
     return tuple(remotes)
 
 
@@ -301,39 +264,33 @@ def _read_c2c(nvml: Any, handle: object) -> tuple[int, ...]:  # noqa: ANN401
     Source: what ``ncclTopoGetXmlFromGpu`` of NCCL's src/graph/xml.cc asks.
     """
     (num_links,) = _ask_fields(nvml, handle, [nvml.NVML_FI_DEV_C2C_LINK_COUNT])
-    rates: list[int] = []
-    for link in range(max(0, num_links)):
-        status, rate = _ask_fields(
-            nvml,
-            handle,
-            [
-                (nvml.NVML_FI_DEV_C2C_LINK_GET_STATUS, link),
-                (nvml.NVML_FI_DEV_C2C_LINK_GET_MAX_BW, link),
-            ],
-        )
-        if status == 1 and rate > 0:
-            rates.append(rate)
-    return tuple(rates)
+    fields = nvml.NVML_FI_DEV_C2C_LINK_GET_STATUS, nvml.NVML_FI_DEV_C2C_LINK_GET_MAX_BW
+    answers = (
+        _ask_fields(nvml, handle, [(each, link) for each in fields])
+        for link in range(max(0, num_links))
+    )
+    return tuple(rate for status, rate in answers if status == 1 and rate > 0)
 
 
 def _ask_fields(nvml: Any, handle: object, fields: list[Any]) -> list[int]:  # noqa: ANN401
-    """Return the numbers of fields, ``UNKNOWN`` for those that NVML does not tell."""
+    """Return the numbers of fields, ``UNKNOWN`` for those without an answer."""
     values = _ask(nvml, (), "nvmlDeviceGetFieldValues", handle, fields)
-    told = [
+    known = [
         int(value.value.uiVal) if value.nvmlReturn == nvml.NVML_SUCCESS else UNKNOWN
         for value in values
     ]
-    return told or [UNKNOWN] * len(fields)
+    return known or [UNKNOWN] * len(fields)
 
 
-def _ask(nvml: Any, default: Any, name: str, *asked: object) -> Any:  # noqa: ANN401
-    """Return an answer of NVML's, or what stands for one that it does not give."""
+def _ask(nvml: Any, default: Any, name: str, *given: object) -> Any:  # noqa: ANN401
+    """Return an answer of NVML's, or the default where it has none."""
     try:
-        return getattr(nvml, name)(*asked)
+        return getattr(nvml, name)(*given)
     except nvml.NVMLError:
         return default
 
 
-def _text(said: Any) -> str:  # noqa: ANN401
+def _text(answer: Any) -> str:  # noqa: ANN401
     # Older releases of the module have bytes.
-    return said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+    is_bytes = isinstance(answer, bytes)
+    return answer.decode(errors="replace") if is_bytes else str(answer)

@@ -4,13 +4,12 @@
 """
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Mapping
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
-from ronde.topology.graph import NetworkSwitch, Topology
+from ronde.topology.graph import NetworkSwitch, Topology, find_circle
 from ronde.topology.probes.base import Saved
 from ronde.world.host_lists import expand_list
 
@@ -27,18 +26,10 @@ _MAX_ENTRIES = 1 << 18
 _LOOKED_AT = 1 << 16
 
 
-class _Definition(NamedTuple):
-    """A switch, and the line where it is defined."""
-
-    line: int
-    switch: NetworkSwitch
-
-
 class SlurmTopologyProbe:
     """Reads ``topology.conf`` of the plugins topology/tree and topology/block.
 
-    A block is a switch with its hosts. What ``scontrol show topology`` prints is read,
-    too.
+    A block is a switch with its hosts.
     """
 
     format = "Slurm topology.conf"
@@ -54,34 +45,40 @@ class SlurmTopologyProbe:
             UsageError: A line is not what Slurm reads, a switch is defined twice or not
                 at all, or is below itself.
         """
-        found: dict[str, _Definition] = {}
+        found: dict[str, NetworkSwitch] = {}
+        lines: dict[str, int] = {}
         num_entries = 0
-        for each in _definitions(saved):
-            name = each.switch.name
-            if name in found:
-                rule = f"{name} must be defined once, as it is in line"
-                raise _refusal(
-                    saved, each.line, f"{rule} {found[name].line}", "it again"
-                )
-            num_entries += len(each.switch.switches) + len(each.switch.hosts)
+        for line, switch in _switches(saved):
+            if switch.name in found:
+                rule = f"{switch.name} must be defined once, as it is in line"
+                rule += f" {lines[switch.name]}"
+                raise _refusal(saved, line, rule, "it again")
+            num_entries += len(switch.switches) + len(switch.hosts)
             if num_entries > _MAX_ENTRIES:
                 rule = (
                     f"switches must have at most {_MAX_ENTRIES} names below them in all"
                 )
-                raise _refusal(saved, each.line, rule, num_entries)
-            found[name] = each
+                raise _refusal(saved, line, rule, num_entries)
+            found[switch.name], lines[switch.name] = switch, line
         if not found:
             raise UsageError(
                 f"{saved.name} must define switches or blocks as Slurm's topology.conf "
                 "does, got none. Is it the right file?"
             )
-        _check_children(found, saved)
-        return Topology(switches=tuple(each.switch for each in found.values()))
+        for name, switch in found.items():
+            for child in switch.switches:
+                if child not in found:
+                    rule = f"switches below {name} must be defined"
+                    raise _refusal(saved, lines[name], rule, child)
+        if circle := find_circle(tuple(found.values())):
+            rule = "no switch must be below itself"
+            raise _refusal(saved, lines[circle[0]], rule, " > ".join(circle))
+        return Topology(switches=tuple(found.values()))
 
 
-def _definitions(saved: Saved) -> Iterator[_Definition]:
-    """Yield the switches and blocks of the lines."""
-    for line, text in _lines(saved):
+def _switches(saved: Saved) -> Iterator[tuple[int, NetworkSwitch]]:
+    """Yield the switches and blocks, with their lines."""
+    for line, text in _lines(saved.text):
         values = _values(saved, line, text)
         kind = next((name for name in _ALLOWED if name in values), "")
         if not values.keys() <= _ALLOWED.get(kind, set()):
@@ -91,29 +88,27 @@ def _definitions(saved: Saved) -> Iterator[_Definition]:
             )
             raise _refusal(saved, line, rule, text.strip())
         if _LEVEL in values and "switches" in values:
-            # scontrol tells all hosts below a switch, and not its own.
+            # scontrol prints all hosts below a switch, and not its own.
             values.pop("nodes", None)
         if kind in (_SWITCH, _BLOCK):
-            yield _Definition(line, _switch(values[kind], values, saved, line))
+            yield line, _switch(values[kind], values, saved, line)
 
 
-def _lines(saved: Saved) -> Iterator[tuple[int, str]]:
+def _lines(text: str) -> Iterator[tuple[int, str]]:
     """Yield each line that is not empty, joined with those that continue it.
 
     The number is that of the first.
     """
     pieces: list[str] = []
     first = 0
-    for number, line in enumerate(saved.text.splitlines(), 1):
-        text = line.partition("#")[0].rstrip()
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        code = line.partition("#")[0].rstrip()
         first = first if pieces else number
-        pieces.append(text.removesuffix("\\"))
-        if not text.endswith("\\"):
+        pieces.append(code.removesuffix("\\"))
+        if not code.endswith("\\"):
             if joined := " ".join(pieces).strip():
                 yield first, joined
             pieces = []
-    if joined := " ".join(pieces).strip():
-        yield first, joined
 
 
 def _values(saved: Saved, line: int, text: str) -> dict[str, str]:
@@ -133,9 +128,9 @@ def _values(saved: Saved, line: int, text: str) -> dict[str, str]:
 def _switch(
     name: str, values: Mapping[str, str], saved: Saved, line: int
 ) -> NetworkSwitch:
-    said_by = f"{saved.name}, line {line}"
+    place = f"{saved.name}, line {line}"
     below = [
-        tuple(expand_list(values.get(kind, ""), said_by))
+        tuple(expand_list(values.get(kind, ""), place))
         for kind in ("switches", "nodes")
     ]
     for names in below:
@@ -143,44 +138,6 @@ def _switch(
             twice = next(iter(Counter(names) - Counter(set(names))))
             raise _refusal(saved, line, f"{name} must have each name once", twice)
     return NetworkSwitch(name, *below, speed=values.get("linkspeed", ""))
-
-
-def _check_children(found: Mapping[str, _Definition], saved: Saved) -> None:
-    """Check that switches below switches are defined, and none is below itself."""
-    for each in found.values():
-        for child in each.switch.switches:
-            if child not in found:
-                rule = f"switches below {each.switch.name} must be defined"
-                raise _refusal(saved, each.line, rule, child)
-    # Those without switches below them go, then those above them, and so on: a circle
-    # stays.
-    waiting = {name: len(each.switch.switches) for name, each in found.items()}
-    above: defaultdict[str, list[str]] = defaultdict(list)
-    for name, each in found.items():
-        for child in each.switch.switches:
-            above[child].append(name)
-    free = [name for name, count in waiting.items() if not count]
-    while free:
-        child = free.pop()
-        del waiting[child]
-        for name in above[child]:
-            waiting[name] -= 1
-            if not waiting[name]:
-                free.append(name)
-    if waiting:
-        circle = _circle(found, waiting)
-        rule = "no switch must be below itself"
-        raise _refusal(saved, found[circle[0]].line, rule, " > ".join(circle))
-
-
-def _circle(found: Mapping[str, _Definition], waiting: Container[str]) -> list[str]:
-    """Return the switches of a circle, with the first again at the end."""
-    name = next(name for name in found if name in waiting)
-    places: dict[str, int] = {}
-    while name not in places:
-        places[name] = len(places)
-        name = next(each for each in found[name].switch.switches if each in waiting)
-    return [*list(places)[places[name] :], name]
 
 
 def _refusal(saved: Saved, line: int, rule: str, got: object) -> UsageError:

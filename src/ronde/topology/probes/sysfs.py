@@ -39,31 +39,73 @@ from ronde.topology.machine import (
     read_online,
     split_cores,
 )
-from ronde.topology.pci import (
-    bus_order,
-    compute_capability,
-    is_address,
-    is_gpu,
-    is_network,
-    is_nvswitch,
-    read_path,
-)
+from ronde.topology.pci import bus_order, compute_capability, is_address, is_network
+
+SOURCE = "sysfs"
+"""How sources of this kind begin."""
 
 _BUS = "sys/bus/pci/devices"
 _SPEED = re.compile(r"(\d+(?:\.\d+)?) GT/s.*")
-# What the kernel says of a device that is not on PCI Express.
+# The kernel's value for a device that is not on PCI Express.
 _NO_WIDTH = 255
+_NVIDIA, _AMD, _INTEL = 0x10DE, 0x1002, 0x8086
+_KFD = "sys/class/kfd/kfd/topology/nodes"
+_KFD_XGMI = 11
+# AMD's and Intel's on the first bus are parts of the processor, for screens.
+_FIRST_BUS = "0000:00:"
+_NODES = "sys/devices/system/node"
+# Enough for the first processor; for all of them the kernel takes milliseconds.
+_ONE_PROCESSOR_BYTES = 4096
+_EXTENDED_FAMILY = 15
+_NET, _INFINIBAND = "sys/class/net", "sys/class/infiniband"
+_KINDS = {"1": "ethernet", "32": "infiniband"}
+_LOWER = "lower_"
+
+
+def read_host(root: Path = Path("/")) -> HostTopology:
+    """Return a host's hardware, whatever of it this process may use; asks no driver.
+
+    What cannot be read is left out or unknown, and is never an error.
+    """
+    top = str(root).rstrip("/")
+    functions = read_functions(top)
+    nodes, remarks = _read_nodes(top)
+    gpus, links = _read_gpus(top, functions)
+    ports = _read_ports(top, functions)
+    ends = {each.bus_id for each in (*gpus, *ports) if each.bus_id}
+    # Virtual functions are not among them: one that is in use has a port.
+    ends |= {
+        address
+        for address, each in functions.items()
+        if (is_network(each.class_code) and not each.is_virtual)
+        or pci.is_nvswitch(each.class_code, each.vendor)
+    }
+    devices: dict[str, PciDevice] = {}
+    for address in sorted(ends, key=bus_order):
+        chain = functions[address].chain if address in functions else (address,)
+        for place in range((len(chain) - 1) // 2 * 2, -1, -2):
+            if chain[place] not in devices:
+                devices[chain[place]] = _read_device(top, chain[place:], nodes)
+    return HostTopology(
+        name=read_text(f"{top}/proc/sys/kernel/hostname"),
+        sources=(f"{SOURCE} of {root if top else 'this machine'}",),
+        numa_nodes=nodes,
+        devices=tuple(devices.values()),
+        gpus=gpus,
+        ports=ports,
+        interfaces=_read_interfaces(top, ports),
+        links=links,
+        remarks=remarks,
+    )
 
 
 class Function(NamedTuple):
     """A function of a device on the bus."""
 
-    # Its address, then those of the bridges above it, all of them.
-    chain: tuple[str, ...]
-    class_code: int  # Class, subclass and interface; ``UNKNOWN``.
-    vendor: int  # ``UNKNOWN`` where not told.
-    # Whether it is one of many that a device shows of itself (SR-IOV).
-    is_virtual: bool
+    chain: tuple[str, ...]  # Its address, then those of all bridges above it.
+    class_code: int  # Class, subclass and interface.
+    vendor: int
+    is_virtual: bool  # One of many that an adapter shows of itself (SR-IOV).
 
 
 def read_functions(root: str) -> dict[str, Function]:
@@ -72,43 +114,14 @@ def read_functions(root: str) -> dict[str, Function]:
     found: dict[str, Function] = {}
     for address in sorted(names, key=bus_order):
         own = f"{root}/{_BUS}/{address}"
-        class_code = _code(own, "class")
+        parts = (pci.read_path(own) or address).split("/")[::-1]
+        place = next((n for n, part in enumerate(parts) if not is_address(part)), None)
+        code = _code(own, "class")
+        is_virtual = is_network(code) and bool(list_names(f"{own}/physfn"))
         found[address] = Function(
-            chain=_chain(read_path(own) or address),
-            class_code=class_code,
-            vendor=_code(own, "vendor"),
-            is_virtual=is_network(class_code) and bool(list_names(f"{own}/physfn")),
+            tuple(parts[:place]), code, _code(own, "vendor"), is_virtual
         )
     return found
-
-
-def find_network(functions: Mapping[str, Function]) -> list[str]:
-    """Return the addresses of network adapters and NVSwitches.
-
-    Virtual functions are not among them: one that is in use has a port.
-    """
-    return [
-        address
-        for address, each in functions.items()
-        if (is_network(each.class_code) and not each.is_virtual)
-        or is_nvswitch(each.class_code, each.vendor)
-    ]
-
-
-def read_devices(
-    root: str,
-    functions: Mapping[str, Function],
-    wanted: Iterable[str],
-    nodes: Sequence[NumaNode],
-) -> tuple[PciDevice, ...]:
-    """Return devices and what is above them, parents before children."""
-    found: dict[str, PciDevice] = {}
-    for address in sorted(set(wanted), key=bus_order):
-        chain = functions[address].chain if address in functions else (address,)
-        for place in range((len(chain) - 1) // 2 * 2, -1, -2):
-            if chain[place] not in found:
-                found[chain[place]] = _read_device(root, chain[place:], nodes)
-    return tuple(found.values())
 
 
 def _read_device(
@@ -127,21 +140,11 @@ def _read_device(
         device=_code(own, "device"),
         subsystem_vendor=_code(own, "subsystem_vendor"),
         subsystem_device=_code(own, "subsystem_device"),
-        speed=_slowest(read_text(f"{end}/max_link_speed") for end in ends),
-        width=_narrowest(read_number(f"{end}/max_link_width", UNKNOWN) for end in ends),
-        speed_now=_slowest([read_text(f"{own}/current_link_speed")]),
-        width_now=_narrowest([read_number(f"{own}/current_link_width", UNKNOWN)]),
+        speed=_slowest(f"{end}/max_link_speed" for end in ends),
+        width=_narrowest(f"{end}/max_link_width" for end in ends),
+        speed_now=_slowest([f"{own}/current_link_speed"]),
+        width_now=_narrowest([f"{own}/current_link_width"]),
     )
-
-
-def _chain(path: str) -> tuple[str, ...]:
-    """Return the addresses of a place on the bus from the device up to its root."""
-    chain: list[str] = []
-    for part in reversed(path.split("/")):
-        if not is_address(part):
-            break
-        chain.append(part)
-    return tuple(chain)
 
 
 def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> int:
@@ -160,14 +163,16 @@ def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> in
     return UNKNOWN
 
 
-def _slowest(speeds: Iterable[str]) -> str:
-    told = [(float(m[1]), m[0]) for m in map(_SPEED.fullmatch, speeds) if m]
-    return min(told, key=lambda speed: speed[0], default=(0.0, ""))[1]
+def _slowest(files: Iterable[str]) -> str:
+    speeds = [
+        (float(m[1]), m[0]) for m in map(_SPEED.fullmatch, map(read_text, files)) if m
+    ]
+    return min(speeds, key=lambda speed: speed[0], default=(0.0, ""))[1]
 
 
-def _narrowest(widths: Iterable[int]) -> int:
-    told = [width for width in widths if 0 <= width < _NO_WIDTH]
-    return min([w for w in told if w] or told, default=UNKNOWN)
+def _narrowest(files: Iterable[str]) -> int:
+    widths = [w for file in files if 0 <= (w := read_number(file, UNKNOWN)) < _NO_WIDTH]
+    return min([w for w in widths if w] or widths, default=UNKNOWN)
 
 
 def _code(directory: str, name: str) -> int:
@@ -177,102 +182,72 @@ def _code(directory: str, name: str) -> int:
         return UNKNOWN
 
 
-_NVIDIA, _AMD, _INTEL = 0x10DE, 0x1002, 0x8086
-_KFD = "sys/class/kfd/kfd/topology/nodes"
-_KFD_XGMI = "11"
-# AMD's and Intel's on the first bus are parts of the processor, for screens.
-_FIRST_BUS = "0000:00:"
-
-
-class _KfdNode(NamedTuple):
-    """An AMD GPU as the driver for computing shows it."""
-
-    bus_id: str
-    sm: int
-    gcn: str
-
-
-def read_gpus(
+def _read_gpus(
     root: str, functions: Mapping[str, Function]
 ) -> tuple[tuple[GpuDevice, ...], tuple[Link, ...]]:
     """Return the GPUs by bus address, and AMD's links between them.
 
-    Of a maker whose driver tells, those that it tells of; containers show more on the
-    bus. Of NVIDIA's links the kernel knows nothing.
+    Of a maker whose driver lists GPUs, only those; containers show more on the bus. Of
+    NVIDIA's links the kernel knows nothing.
     """
     nvidia = {
         address: GpuDevice(
             bus_id=address,
             number=UNKNOWN,
-            sm=compute_capability(told.model),
-            title=told.model,
-            uuid=told.uuid,
+            sm=compute_capability(driver.model),
+            title=driver.model,
+            uuid=driver.uuid,
         )
-        for address, told in read_driver_gpus(root).items()
+        for address, driver in read_driver_gpus(root).items()
     }
     kfd = _read_kfd(root)
-    amd = {
-        each.bus_id: GpuDevice(each.bus_id, UNKNOWN, sm=each.sm, gcn=each.gcn)
-        for each in kfd.values()
-    }
-    told = {vendor for vendor, gpus in ((_NVIDIA, nvidia), (_AMD, amd)) if gpus}
+    amd = {gpu.bus_id: gpu for gpu in kfd.values()}
+    listed = {vendor for vendor, gpus in ((_NVIDIA, nvidia), (_AMD, amd)) if gpus}
     found = nvidia | amd
     for address, each in functions.items():
-        if each.vendor not in told and _is_gpu(address, each):
+        is_inside = each.vendor in (_AMD, _INTEL) and address.startswith(_FIRST_BUS)
+        is_gpu = pci.is_gpu(each.class_code, each.vendor) and not is_inside
+        if each.vendor not in listed and is_gpu:
             found.setdefault(address, GpuDevice(address, UNKNOWN))
     ordered = sorted(found, key=bus_order)
     gpus = tuple(found[name]._replace(number=n) for n, name in enumerate(ordered))
-    return gpus, _read_xgmi(root, kfd)
+    return gpus, tuple(_read_xgmi(root, kfd))
 
 
-def _is_gpu(address: str, each: Function) -> bool:
-    is_inside = each.vendor in (_AMD, _INTEL) and address.startswith(_FIRST_BUS)
-    return is_gpu(each.class_code, each.vendor) and not is_inside
-
-
-def _read_kfd(root: str) -> dict[str, _KfdNode]:
-    """Return AMD's GPUs by the number of their node."""
-    found: dict[str, _KfdNode] = {}
+def _read_kfd(root: str) -> dict[str, GpuDevice]:
+    """Return AMD's GPUs by the number of their node, as the driver for computing."""
+    found: dict[str, GpuDevice] = {}
     for number in list_names(f"{root}/{_KFD}"):
         # Those that this container may not use have a number that cannot be read.
         if read_text(f"{root}/{_KFD}/{number}/gpu_id") in ("", "0"):
             continue
-        told = _properties(f"{root}/{_KFD}/{number}/properties")
-        location, version = told.get("location_id", 0), told.get("gfx_target_version")
-        found[number] = _KfdNode(
-            bus_id=f"{told.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:"
-            f"{location >> 3 & 0x1F:02x}.{location & 7}",
-            sm=told.get("simd_count", UNKNOWN) // max(1, told.get("simd_per_cu", 1)),
-            gcn=_gcn(version) if version else "",
+        values = _properties(f"{root}/{_KFD}/{number}/properties")
+        place, version = values.get("location_id", 0), values.get("gfx_target_version")
+        found[number] = GpuDevice(
+            bus_id=f"{values.get('domain', 0):04x}:{place >> 8 & 0xFF:02x}:"
+            f"{place >> 3 & 0x1F:02x}.{place & 7}",
+            number=UNKNOWN,
+            sm=values.get("simd_count", UNKNOWN)
+            // max(1, values.get("simd_per_cu", 1)),
+            # ``90a`` for 90010, of which each part becomes one hexadecimal digit.
+            gcn=f"{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+            if version
+            else "",
         )
     return found
 
 
-def _gcn(version: int) -> str:
-    """Return ``90a`` for 90010, of which each part becomes one hexadecimal digit."""
-    return f"{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-
-
-def _read_xgmi(root: str, kfd: Mapping[str, _KfdNode]) -> tuple[Link, ...]:
-    links: list[Link] = []
-    for number, each in kfd.items():
+def _read_xgmi(root: str, kfd: Mapping[str, GpuDevice]) -> Iterable[Link]:
+    for number, gpu in kfd.items():
         directory = f"{root}/{_KFD}/{number}/io_links"
         for name in list_names(directory):
-            told = _properties(f"{directory}/{name}/properties")
-            target = kfd.get(str(told.get("node_to")))
-            if target is None or str(told.get("type")) != _KFD_XGMI:
-                continue
-            least, most = told.get("min_bandwidth", 0), told.get("max_bandwidth", 0)
-            # The driver tells what one link carries, and all together, in MB/s.
-            links.append(
-                Link(
-                    kind=LinkKind.XGMI,
-                    source=each.bus_id,
-                    target=target.bus_id,
-                    num_links=max(1, most // least) if least > 0 else 1,
-                )
-            )
-    return tuple(links)
+            values = _properties(f"{directory}/{name}/properties")
+            target = kfd.get(str(values.get("node_to")))
+            if target is not None and values.get("type") == _KFD_XGMI:
+                # MB/s that one link carries, and all together.
+                least, most = (values.get(f"{m}_bandwidth", 0) for m in ("min", "max"))
+                count = max(1, most // least) if least > 0 else 1
+                yield Link(LinkKind.XGMI, gpu.bus_id, target.bus_id, count)
 
 
 def _properties(path: str) -> dict[str, int]:
@@ -281,22 +256,7 @@ def _properties(path: str) -> dict[str, int]:
     return {name: int(value) for name, _, value in pairs if value.isdecimal()}
 
 
-_NODES = "sys/devices/system/node"
-# The first processor is told in less; for all of them the kernel takes milliseconds.
-_ONE_PROCESSOR_BYTES = 4096
-_EXTENDED_FAMILY = 15
-
-
-class Processor(NamedTuple):
-    """What the processors of a machine are; fields as a ``NumaNode`` has them."""
-
-    arch: str = ""
-    vendor: str = ""
-    family: int = UNKNOWN
-    model: int = UNKNOWN
-
-
-def read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
+def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     """Return the nodes that are online, by number, and what is odd about them.
 
     CPUs that are online and on none of them are a node of unknown number. Without any
@@ -305,89 +265,88 @@ def read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     left = read_online(root)
     remarks: list[str] = []
     nodes: list[NumaNode] = []
-    processor = read_processor(root)
-    cpus_of = _online_nodes(root)
+    processor = _read_processor(root)
+    online = read_list(f"{root}/{_NODES}/online")
+    cpus_of = {
+        n: cpus
+        for n, cpus in read_node_cpus(root).items()
+        if not online or online >> n & 1
+    }
     for number, listed in cpus_of.items():
-        nodes.append(_sysfsnodes_read_node(root, number, listed & left, processor))
+        node = _node(root, number, listed & left, processor)
+        nodes.append(_with_memory(node, f"{root}/{_NODES}/node{number}/meminfo"))
         left &= ~listed
     if not nodes and left:
         node = _node(root, 0, left, processor)
-        memory, free = _memory(read_text(f"{root}/proc/meminfo"))
-        nodes.append(node._replace(memory_bytes=memory, free_bytes=free))
+        nodes.append(_with_memory(node, f"{root}/proc/meminfo"))
     elif left:
         nodes.insert(0, _node(root, UNKNOWN, left, processor))
         remarks.append(
             f"CPUs {format_list(members(left))} are online, but their NUMA node is not."
         )
     distances = _read_distances(root, list(cpus_of))
-    undistanced = [node for node in cpus_of if node not in distances]
+    undistanced = [f"numa/{node}" for node in cpus_of if node not in distances]
     if undistanced and len(cpus_of) > 1:
-        listed_nodes = ", ".join(f"numa/{node}" for node in undistanced)
-        remarks.append(f"The kernel tells no distances of {listed_nodes}.")
+        remarks.append(f"The kernel tells no distances of {', '.join(undistanced)}.")
     return (
         tuple(n._replace(distances=distances.get(n.number, ())) for n in nodes),
         tuple(remarks),
     )
 
 
-def read_processor(root: str) -> Processor:
-    """Return what the first processor is; what is not told is empty or unknown."""
+def _read_processor(root: str) -> tuple[str, str, int, int]:
+    """Return a node's architecture, vendor, family and model, from the first CPU."""
     text = read_text(f"{root}/proc/cpuinfo", _ONE_PROCESSOR_BYTES)
     pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
     # One blank stands after the colon; more belong to the name: "  Shanghai  ".
-    told = {name.strip(): value.removeprefix(" ") for name, _, value in pairs}
-    if "vendor_id" in told and "cpu family" in told:
-        family = _number(told["cpu family"])
+    values = {name.strip(): value.removeprefix(" ") for name, _, value in pairs}
+    if "vendor_id" in values and "cpu family" in values:
+        family = _number(values["cpu family"])
         if family > _EXTENDED_FAMILY:
             # The kernel adds the extended family to 15, NCCL adds 16 times as much.
             # Source: ``ncclTopoGetXmlFromCpu`` of NCCL's src/graph/xml.cc.
             family = _EXTENDED_FAMILY + 16 * (family - _EXTENDED_FAMILY)
-        model = _number(told.get("model", ""))
-        return Processor("x86_64", told["vendor_id"], family, model)
-    if "CPU implementer" in told:
-        return Processor("arm64")
-    return Processor("ppc64" if told.get("cpu", "").startswith("POWER") else "")
+        model = _number(values.get("model", ""))
+        return "x86_64", values["vendor_id"], family, model
+    is_power = values.get("cpu", "").startswith("POWER")
+    arch = "arm64" if "CPU implementer" in values else "ppc64" if is_power else ""
+    return arch, "", UNKNOWN, UNKNOWN
 
 
-def _online_nodes(root: str) -> dict[int, int]:
-    nodes = read_node_cpus(root)
-    online = read_list(f"{root}/{_NODES}/online")
-    return {n: cpus for n, cpus in nodes.items() if not online or online >> n & 1}
-
-
-def _sysfsnodes_read_node(
-    root: str, number: int, cpus: int, processor: Processor
+def _node(
+    root: str, number: int, cpus: int, processor: tuple[str, str, int, int]
 ) -> NumaNode:
-    """Return a node with its memory."""
-    memory, free = _memory(read_text(f"{root}/{_NODES}/node{number}/meminfo"))
-    node = _node(root, number, cpus, processor)
-    return node._replace(memory_bytes=memory, free_bytes=free)
-
-
-def _node(root: str, number: int, cpus: int, processor: Processor) -> NumaNode:
-    """Return a node of some CPUs, as bits; what it is made of if it has any."""
+    """Return a node of some CPUs, as bits."""
     cores = split_cores(root, cpus)
     if not cores:
         return NumaNode(number)
     topology = f"{root}/sys/devices/system/cpu/cpu{cores[0][0]}/topology"
+    package = max(UNKNOWN, read_number(f"{topology}/physical_package_id", UNKNOWN))
+    arch, vendor, family, model = processor
     return NumaNode(
         number,
-        cpus=tuple(members(cpus)),
-        cores=tuple(cores),
-        package=max(UNKNOWN, read_number(f"{topology}/physical_package_id", UNKNOWN)),
-        **processor._asdict(),
+        tuple(members(cpus)),
+        tuple(cores),
+        package=package,
+        arch=arch,
+        vendor=vendor,
+        family=family,
+        model=model,
     )
 
 
-def _memory(text: str) -> tuple[int, int]:
-    """Return the bytes in all and free of lines such as ``Node 0 MemFree: 8 kB``."""
-    told: dict[str, int] = {}
-    for line in text.splitlines():
+def _with_memory(node: NumaNode, path: str) -> NumaNode:
+    """Return a node with its memory, from lines such as ``Node 0 MemFree: 8 kB``."""
+    values: dict[str, int] = {}
+    for line in read_text(path).splitlines():
         name, _, value = line.partition(":")
         number, _, unit = value.strip().partition(" ")
         if unit.strip() == "kB":
-            told[name.rpartition(" ")[2]] = max(UNKNOWN, _number(number) * 1024)
-    return told.get("MemTotal", UNKNOWN), told.get("MemFree", UNKNOWN)
+            values[name.rpartition(" ")[2]] = max(UNKNOWN, _number(number) * 1024)
+    return node._replace(
+        memory_bytes=values.get("MemTotal", UNKNOWN),
+        free_bytes=values.get("MemFree", UNKNOWN),
+    )
 
 
 def _read_distances(
@@ -405,9 +364,9 @@ def _read_distances(
         text = read_text(f"{root}/{_NODES}/node{node}/distance")
         row = [_number(part) for part in text.split()]
         pairs = zip(columns_by_num.get(len(row), ()), row, strict=False)
-        told = tuple((n, distance) for n, distance in pairs if n in nodes)
-        if told and all(distance > 0 for _, distance in told):
-            found[node] = told
+        known = tuple((n, distance) for n, distance in pairs if n in nodes)
+        if known and all(distance > 0 for _, distance in known):
+            found[node] = known
     return found
 
 
@@ -418,35 +377,34 @@ def _number(text: str) -> int:
         return UNKNOWN
 
 
-_NET, _INFINIBAND = "sys/class/net", "sys/class/infiniband"
-_KINDS = {"1": "ethernet", "32": "infiniband"}
-_LOWER = "lower_"
-
-
-def read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, ...]:
+def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, ...]:
     """Return ports by name, RDMA adapters' first."""
-    adapters = [
+    ports = [
         port
         for name in list_names(f"{root}/{_INFINIBAND}")
         for port in _read_adapter(root, name)
     ]
-    taken = {port.bus_id for port in adapters if port.bus_id}
-    interfaces = [
-        _read_interface(root, name)
-        for name in list_names(f"{root}/{_NET}")
-        if not _is_software(f"{root}/{_NET}/{name}")
-    ]
-    ports = [*adapters, *(each for each in interfaces if each.bus_id not in taken)]
-    return tuple(
-        port
-        for port in ports
-        if port.is_up
-        or port.bus_id not in functions
-        or not functions[port.bus_id].is_virtual
-    )
+    taken = {port.bus_id for port in ports if port.bus_id}
+    for name in list_names(f"{root}/{_NET}"):
+        own = f"{root}/{_NET}/{name}"
+        bus_id = pci.bus_id(pci.read_path(own))
+        if bus_id in taken or _is_software(own):
+            continue
+        ports.append(
+            NetPort(
+                title=name,
+                bus_id=bus_id,
+                kind=_KINDS.get(read_text(f"{own}/type"), ""),
+                mbit_per_s=max(0, read_number(f"{own}/speed", 0)),
+                # The carrier of one that is down cannot be read.
+                is_up=read_text(f"{own}/carrier") == "1",
+            )
+        )
+    virtual = {address for address, each in functions.items() if each.is_virtual}
+    return tuple(port for port in ports if port.is_up or port.bus_id not in virtual)
 
 
-def read_interfaces(root: str, ports: Sequence[NetPort]) -> tuple[Interface, ...]:
+def _read_interfaces(root: str, ports: Sequence[NetPort]) -> tuple[Interface, ...]:
     """Return the interfaces above ports, each after those below it."""
     known = {port.title for port in ports}
     above = [n for n in list_names(f"{root}/{_NET}") if n not in known]
@@ -467,8 +425,8 @@ def _lower_names(root: str, name: str, ports: Sequence[NetPort]) -> list[str]:
     """Return what is right below an interface that is no port, in order of names."""
     own = f"{root}/{_NET}/{name}"
     if _is_software(own):
-        below = [each for each in list_names(own) if each.startswith(_LOWER)]
-        return [each.removeprefix(_LOWER) for each in below]
+        names = list_names(own)
+        return [n.removeprefix(_LOWER) for n in names if n.startswith(_LOWER)]
     bus_id = pci.bus_id(pci.read_path(own))
     shared = [port for port in ports if bus_id and port.bus_id == bus_id]
     # The kernel counts ports from 0 here, and RDMA adapters' from 1.
@@ -498,51 +456,7 @@ def _read_adapter(root: str, name: str) -> list[NetPort]:
     return ports
 
 
-def _read_interface(root: str, name: str) -> NetPort:
-    own = f"{root}/{_NET}/{name}"
-    return NetPort(
-        title=name,
-        bus_id=pci.bus_id(pci.read_path(own)),
-        kind=_KINDS.get(read_text(f"{own}/type"), ""),
-        mbit_per_s=max(0, read_number(f"{own}/speed", 0)),
-        # Of one that is down the kernel refuses to tell the carrier.
-        is_up=read_text(f"{own}/carrier") == "1",
-    )
-
-
 def _is_software(own: str) -> bool:
     link = pci.read_link(own)
     # In trees that were copied without links, only hardware still has a device.
     return "/devices/virtual/" in link if link else not list_names(f"{own}/device")
-
-
-FORM = "sysfs"
-"""How sources of this kind begin."""
-
-
-def read_host(root: Path = Path("/")) -> HostTopology:
-    """Return a host's hardware, whatever of it this process may use; asks no driver.
-
-    What cannot be read is left out or unknown, and is never an error.
-    """
-    top = str(root).rstrip("/")
-    functions = read_functions(top)
-    nodes, remarks = read_nodes(top)
-    gpus, links = read_gpus(top, functions)
-    ports = read_ports(top, functions)
-    wanted = [
-        *(gpu.bus_id for gpu in gpus),
-        *(port.bus_id for port in ports if port.bus_id),
-        *find_network(functions),
-    ]
-    return HostTopology(
-        name=read_text(f"{top}/proc/sys/kernel/hostname"),
-        sources=(f"{FORM} of {root}" if top else f"{FORM} of this machine",),
-        numa_nodes=nodes,
-        devices=read_devices(top, functions, wanted, nodes),
-        gpus=gpus,
-        ports=ports,
-        interfaces=read_interfaces(top, ports),
-        links=links,
-        remarks=remarks,
-    )
