@@ -196,7 +196,9 @@ def test_every_collective_is_among_the_functions():
 @pytest.mark.parametrize(
     ("size", "engine", "names", "backend"),
     [
-        (2, "shared_memory", FUNCTIONS, "inductor"),
+        (2, "shared_memory", FUNCTIONS, "aot_eager"),
+        (2, "shared_memory", FEW, "inductor"),
+        pytest.param(2, "gloo", FUNCTIONS, "inductor", marks=pytest.mark.long),
         (3, "gloo", FEW, "aot_eager"),
         (4, "hierarchical", FEW, "aot_eager"),
     ],
@@ -243,14 +245,15 @@ def with_backward(function: Function) -> Function:
     return run
 
 
-def compare_gradients() -> None:
-    for name, call in DIFFERENTIABLE.items():
+def compare_gradients(names: Collection[str], backend: str) -> None:
+    for name in names:
+        call = DIFFERENTIABLE[name]
         function = loss_of(call)
         results: list[Any] = []
         for run in (
             with_backward(function),
-            with_backward(compiled(function)),
-            compiled(with_backward(function)),
+            with_backward(compiled(function, backend=backend)),
+            compiled(with_backward(function), backend=backend),
         ):
             tensor = rows().requires_grad_()
             loss = run(tensor)
@@ -260,8 +263,24 @@ def compare_gradients() -> None:
         assert results == results[:1] * 3, name
 
 
-def test_gradients(environment):
-    run_sessions(2, compare_gradients, environment=environment, timeout_s=LIMIT_S)
+@pytest.mark.parametrize(
+    ("names", "backend"),
+    [
+        (DIFFERENTIABLE, "aot_eager"),
+        (["allreduce", "alltoall"], "inductor"),
+        pytest.param(DIFFERENTIABLE, "inductor", marks=pytest.mark.long),
+    ],
+    ids=["all", "code", "all_code"],
+)
+def test_gradients(environment, names, backend):
+    run_sessions(
+        2,
+        compare_gradients,
+        list(names),
+        backend,
+        environment=environment,
+        timeout_s=LIMIT_S,
+    )
 
 
 class Net(nn.Module):
