@@ -2,8 +2,7 @@
 
 import copy
 
-from ronde.check.gpu.answers import ask_gpu
-from ronde.check.gpu.nvml import GpuQuestion, HostQuestion, RefusedError
+from ronde.check.gpu.nvml import GPU_QUESTIONS, HOST_QUESTIONS, RefusedError, ask_gpu
 
 GIB = 1 << 30
 
@@ -15,7 +14,6 @@ HOST = {
 H100 = {
     "titles": "NVIDIA H100 80GB HBM3",
     "bus_ids": "0000:1b:00.0",
-    "capabilities": [9, 0],
     "memory_bytes": {"total": 80 * GIB, "used": 0},
     "vbios": "96.00.74.00.01",
     "gsp_firmware": "550.54.15",
@@ -45,13 +43,9 @@ H100 = {
         "health": 0,
         "summary": 1,
     },
-    "peers": [],
-    "is_persistent": True,
     "mig": False,
-    "compute_mode": 0,
     "processes": [],
     "busy_percent": 0,
-    "near_cpus": "0-47",
 }
 """A GPU with nothing wrong, idle."""
 
@@ -66,7 +60,6 @@ def healthy(num_gpus=8, **changes):
     gpus = [copy.deepcopy(H100) for _ in range(num_gpus)]
     for number, gpu in enumerate(gpus):
         gpu["bus_ids"] = f"0000:{0x1B + number:02x}:00.0"
-        gpu["peers"] = [0] * num_gpus
     if gpus:
         gpus[-1] |= changes
     return {"host": HOST | {"count": num_gpus}, "gpus": gpus}
@@ -90,7 +83,7 @@ class SavedNvml:
         return self._answer(self._record["gpus"][number], question)
 
     def _answer(self, answers, question):
-        answer = answers[question.value]
+        answer = answers[question]
         if isinstance(answer, dict) and "error" in answer:
             raise RefusedError(answer["error"], answer["reason"])
         return answer
@@ -98,11 +91,11 @@ class SavedNvml:
 
 def record(nvml):
     """Ask everything; return the answers. A refusal is what ``refusal`` returns."""
-    host = {q.value: _answer_of(lambda q=q: nvml.ask_host(q)) for q in HostQuestion}
-    count = host[HostQuestion.NUM_GPUS]
+    host = {q: _answer_of(lambda q=q: nvml.ask_host(q)) for q in HOST_QUESTIONS}
+    count = host["count"]
     numbers = range(count if isinstance(count, int) else 0)
     gpus = [
-        {q.value: _answer_of(lambda q=q, n=n: nvml.ask_gpu(q, n)) for q in GpuQuestion}
+        {q: _answer_of(lambda q=q, n=n: nvml.ask_gpu(q, n)) for q in GPU_QUESTIONS}
         for n in numbers
     ]
     return {"host": host, "gpus": gpus}

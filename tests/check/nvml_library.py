@@ -8,8 +8,6 @@ without a GPU, all but the driver.
 
 import signal
 
-from ronde.topology.cpu_sets import parse_list
-
 INVALID, NOT_SUPPORTED, INSUFFICIENT, MISMATCH = 2, 3, 7, 25
 RECOVERY_FIELD = 230
 CORRECTED, UNCORRECTED = 0, 1
@@ -24,8 +22,6 @@ COUNTERS = {
 NUMBERS = {
     # Function: question, and what of its answer.
     "CurrentClocksEventReasons": ("clock_events", None),
-    "PersistenceMode": ("is_persistent", None),
-    "ComputeMode": ("compute_mode", None),
     "DefaultEccMode": ("ecc_mode", "default"),
     "CurrPcieLinkWidth": ("pcie", "width"),
     "MaxPcieLinkWidth": ("pcie", "max_width"),
@@ -145,9 +141,6 @@ class FakeLibrary:
     def DeviceGetPciInfo_v3(self, device, info):
         at(info).busId = f"0000{self._gpu(device, 'bus_ids')}".upper().encode()
 
-    def DeviceGetCudaComputeCapability(self, device, major, minor):
-        at(major).value, at(minor).value = self._gpu(device, "capabilities")
-
     def DeviceGetMemoryInfo(self, device, memory):
         answer = self._gpu(device, "memory_bytes")
         at(memory).total = answer["total"]
@@ -215,10 +208,6 @@ class FakeLibrary:
         if hasattr(form, "healthSummary"):
             form.healthSummary = fabric["summary"]
 
-    def DeviceGetP2PStatus(self, device, other, index, status):
-        assert index == 0
-        at(status).value = self._gpu(device, "peers")[other.number]
-
     def DeviceGetMigMode(self, device, now, pending):
         at(now).value = at(pending).value = self._gpu(device, "mig")
 
@@ -251,8 +240,3 @@ class FakeLibrary:
 
     def DeviceGetUtilizationRates(self, device, rates):
         at(rates).gpu = self._gpu(device, "busy_percent")
-
-    def DeviceGetCpuAffinity(self, device, num_words, words):
-        bits = parse_list(self._gpu(device, "near_cpus"))
-        for place in range(num_words):
-            at(words)[place] = bits >> 64 * place & (1 << 64) - 1

@@ -5,8 +5,8 @@ from tests.check.fleets import of_family
 from tests.check.nvml_fake import GIB, SavedNvml, asking, healthy, refusal
 
 from ronde.check.check import Family, Severity
-from ronde.check.facts import Fleet, HostFacts, Reading
-from ronde.check.gpu.answers import keep_answers
+from ronde.check.facts import FactReader, Fleet, HostFacts
+from ronde.check.gpu.nvml import keep_answers
 from ronde.check.judging import judge
 
 NOT_SUPPORTED, LOST = 3, 15
@@ -21,7 +21,6 @@ UNSUPPORTED = (
     "mig",
     "gsp_firmware",
     "has_valid_inforom",
-    "peers",
     "power_limit_w",
 )
 CARD = {"address": "0000:1b:00.0", "driver": "nvidia"}
@@ -42,14 +41,13 @@ def kernel_facts(num_gpus):
         "gpu.direct_rdma": {"adapters": 1, "way": "nvidia_peermem"},
         "gpu.acs": [],
         "gpu.is_virtual": False,
-        "gpu.own_cpus": "0-95",
         "versions.torch_build": "CUDA 12.4",
     }
 
 
 def host(name="a", num_gpus=8, facts=(), record=None, **changes):
     """Return the facts of a host whose last GPU has other answers."""
-    reading = Reading({})
+    reading = FactReader({})
     nvml = SavedNvml(record or healthy(num_gpus, **changes))
     keep_answers(reading, nvml, asking(nvml))
     values = kernel_facts(num_gpus) | reading.values | dict(facts)
@@ -192,14 +190,10 @@ SMALL = {"total": 40 * GIB, "used": 0}
         ("fabric", FABRIC | {"health": 5 << 8}, "gpu-fabric", FAIL, "number 5"),
         ("fabric", FABRIC | {"summary": 2}, "gpu-fabric", FAIL, "unhealthy"),
         ("fabric", FABRIC | {"summary": 3}, "gpu-fabric", WARN, "limited"),
-        ("peers", [0, 0, 0, 4, 0, 0, 0, 0], "gpu-peers", WARN, "GPU 3: a setting"),
-        ("is_persistent", False, "gpu-persistence", WARN, "persistence"),
         ("mig", True, "gpu-mig", FAIL, "MIG"),
-        ("compute_mode", 2, "gpu-compute-mode", FAIL, "nobody"),
         ("busy_percent", 20, "gpu-busy", WARN, "20 %"),
         ("memory_bytes", {"total": 80 * GIB, "used": 2 * GIB}, "gpu-busy", FAIL, "2.0"),
         ("processes", [TRAINER], "gpu-busy", FAIL, "4242"),
-        ("near_cpus", "96-127", "gpu-cpus", WARN, "96-127"),
     ],
 )
 def test_a_gpu_in_trouble_is_named(question, answer, check, severity, what):
@@ -224,8 +218,6 @@ def test_a_gpu_in_trouble_is_named(question, answer, check, severity, what):
         ("fabric", FABRIC | {"health": 0b10101010 | 1 << 8}),
         ("busy_percent", 19),
         ("memory_bytes", {"total": 80 * GIB, "used": 2 * GIB - 1}),
-        ("compute_mode", 3),
-        ("near_cpus", "95-127"),
         ("pcie", PCIE | {"generation": 5}),
     ],
 )
@@ -236,9 +228,9 @@ def test_what_is_within_its_threshold_is_not_told(question, answer):
 def test_alike_gpus_are_told_together():
     record = healthy(8)
     for gpu in record["gpus"][2:5]:
-        gpu["is_persistent"] = False
-    finding = only(find(host(record=record)), "gpu-persistence")
-    assert finding.what == "GPUs 2-4: persistence mode is off"
+        gpu["recovery_action"] = 2
+    finding = only(find(host(record=record)), "gpu-advice")
+    assert finding.what == "GPUs 2-4: the driver advises a reboot of the host"
 
 
 def test_a_lost_gpu_is_told_once():
@@ -251,13 +243,6 @@ def test_a_lost_gpu_is_told_once():
 def test_a_server_that_shares_a_gpu_is_not_in_the_way():
     values = {"gpu.processes": [[]] * 7 + [[MPS]]}
     assert find(host(facts=values)) == ()
-
-
-def test_an_exclusive_gpu_that_is_taken_cannot_be_used():
-    values = {"gpu.processes": [[]] * 7 + [[TRAINER]]}
-    found = find(host(facts=values, compute_mode=3))
-    assert {each.check for each in found} == {"gpu-busy", "gpu-compute-mode"}
-    assert all("python 4242" in each.what for each in found)
 
 
 def test_one_rank_may_use_an_instance():
@@ -312,20 +297,6 @@ def test_a_card_without_a_bridge_is_not_odd():
     for gpu in record["gpus"]:
         gpu["titles"] = "NVIDIA RTX A6000"
     assert find(host(num_gpus=3, record=record)) == ()
-
-
-def test_a_gpu_without_nvlinks_need_not_be_reached():
-    record = healthy(3, nvlinks=[False] * 4)
-    for gpu in record["gpus"]:
-        gpu["titles"] = "NVIDIA RTX A6000"
-    record["gpus"][0]["peers"] = [0, 0, 1]
-    assert find(host(num_gpus=3, record=record)) == ()
-
-
-def test_peers_of_which_nothing_can_be_told_are_no_trouble():
-    record = healthy(2)
-    record["gpus"][0]["peers"], record["gpus"][1]["peers"] = [0, 6], [6, 0]
-    assert find(host(num_gpus=2, record=record)) == ()
 
 
 def test_a_narrow_link_in_a_virtual_machine_is_a_warning():
@@ -510,7 +481,6 @@ def test_old_errors_are_not_told():
         ("CPU", [12, 4], "gpu-torch", FAIL),
         ("CUDA 12.8", [12, 4], "gpu-cuda", WARN),
         ("CUDA 13.0", [12, 9], "gpu-cuda", FAIL),
-        ("CUDA 11.7", [12, 4], "gpu-code", FAIL),
     ],
 )
 def test_torch_and_the_driver_must_fit(build, cuda, check, severity):
@@ -523,27 +493,3 @@ def test_torch_and_the_driver_must_fit(build, cuda, check, severity):
 )
 def test_torch_that_fits_is_not_told(build):
     assert find(host(facts={"versions.torch_build": build})) == ()
-
-
-@pytest.mark.parametrize(
-    ("capability", "build", "told"),
-    [
-        ([7, 0], "CUDA 13.0", [FAIL]),
-        ([7, 5], "CUDA 13.0", []),
-        # PyTorch's own wheels have none for it; who builds torch may have it.
-        ([7, 0], "CUDA 12.8", [WARN]),
-        ([6, 1], "CUDA 12.9", [WARN]),
-        ([6, 0], "CUDA 12.6", []),
-        ([12, 0], "CUDA 12.6", [FAIL]),
-        ([12, 0], "CUDA 12.8", []),
-        ([11, 0], "CUDA 12.9", [FAIL]),
-        ([12, 1], "CUDA 12.8", []),
-        ([8, 9], "CUDA 11.0", []),
-    ],
-)
-def test_torch_has_code_for_the_gpu(capability, build, told):
-    facts = {"versions.torch_build": build, "gpu.cuda_version": [13, 0]}
-    found = find(host(num_gpus=1, facts=facts, capabilities=capability))
-    assert [(each.check, each.severity) for each in found] == [
-        ("gpu-code", severity) for severity in told
-    ]

@@ -14,16 +14,21 @@ from hypothesis import given, settings, strategies as st
 from tests.check.nvml_fake import SavedNvml, asking, healthy, refusal
 from tests.check.nvml_library import FakeLibrary
 
-from ronde.check.facts import Reading, UnreadableError
-from ronde.check.gpu.answers import ALL_ANSWERS, DEADLINE_S, ask_driver, keep_answers
+from ronde.check.facts import FactReader, UnreadableError
 from ronde.check.gpu.kernel_log import read_xids
 from ronde.check.gpu.links import (
     read_acs,
     read_direct_rdma,
+    read_is_virtual,
 )
-from ronde.check.gpu.nvml import GpuQuestion
+from ronde.check.gpu.nvml import (
+    ALL_ANSWERS,
+    DEADLINE_S,
+    GPU_QUESTIONS,
+    ask_driver,
+    keep_answers,
+)
 from ronde.check.gpu.presence import opened_files, read, read_cards, read_module
-from ronde.check.host.kernel import read_is_virtual
 
 ROOT = Path(__file__).parents[2]
 NOT_SUPPORTED, NO_PERMISSION, LOST, RESET, UNKNOWN = 3, 4, 15, 16, 999
@@ -38,7 +43,7 @@ ACS_REDIRECTION = 0x1D
 
 
 def keep(record):
-    reading = Reading({})
+    reading = FactReader({})
     nvml = SavedNvml(record)
     keep_answers(reading, nvml, asking(nvml))
     return reading
@@ -119,7 +124,7 @@ def test_what_no_gpu_tells_is_unreadable():
 @pytest.mark.parametrize("code", [LOST, RESET])
 def test_a_gpu_that_is_gone_is_told_once_and_not_as_unreadable(code):
     record = healthy(2)
-    record["gpus"][1] = {q.value: refusal(code, "GPU is lost") for q in GpuQuestion}
+    record["gpus"][1] = {q: refusal(code, "GPU is lost") for q in GPU_QUESTIONS}
     reading = keep(record)
     assert reading.values["gpu.lost"] == ["", "GPU is lost"]
     assert reading.unreadable == {}
@@ -133,7 +138,7 @@ def test_a_process_that_is_not_seen_has_no_name():
 
 @given(
     st.dictionaries(
-        st.sampled_from([q.value for q in GpuQuestion]),
+        st.sampled_from(list(GPU_QUESTIONS)),
         st.integers(1, 1000).map(refusal),
     )
 )
@@ -170,7 +175,7 @@ def use_library(monkeypatch, tmp_path):
 
 def test_what_the_driver_answers_becomes_facts(use_library):
     use_library(record=healthy(2, margin_celsius=-1))
-    reading = Reading({})
+    reading = FactReader({})
     ask_driver(reading)
     assert reading.values == keep(healthy(2, margin_celsius=-1)).values
     assert reading.unreadable == {}
@@ -180,7 +185,7 @@ def test_what_the_driver_answers_becomes_facts(use_library):
 @pytest.mark.parametrize("code", [LOST, RESET, UNKNOWN, 8, 10, 11])
 def test_a_gpu_without_a_handle_is_lost_and_none_but_it(use_library, code):
     use_library(record=healthy(4), gone={2: code})
-    reading = Reading({})
+    reading = FactReader({})
     ask_driver(reading)
     assert [bool(why) for why in reading.values["gpu.lost"]] == [
         False,
@@ -189,13 +194,11 @@ def test_a_gpu_without_a_handle_is_lost_and_none_but_it(use_library, code):
         False,
     ]
     assert reading.unreadable == {}
-    # Whether the others reach it cannot be told, and they reach each other.
-    assert reading.values["gpu.peers"] == [[0, 0, 6, 0]] * 2 + [None, [0, 0, 6, 0]]
 
 
 def test_a_gpu_that_may_not_be_asked_is_not_lost(use_library):
     use_library(record=healthy(2), gone={1: NO_PERMISSION})
-    reading = Reading({})
+    reading = FactReader({})
     ask_driver(reading)
     assert reading.values["gpu.lost"] == ["", ""]
     assert reading.unreadable["gpu.titles"].startswith("of GPU 1: ")
@@ -204,7 +207,7 @@ def test_a_gpu_that_may_not_be_asked_is_not_lost(use_library):
 
 def test_a_driver_that_does_not_start_makes_all_unreadable(use_library):
     use_library(record=healthy(1), init_error=VERSION_MISMATCH)
-    reading = Reading({})
+    reading = FactReader({})
     ask_driver(reading)
     assert reading.unreadable.keys() == set(ALL_ANSWERS)
     # What is judged by these words tells the user to reboot.
@@ -213,20 +216,19 @@ def test_a_driver_that_does_not_start_makes_all_unreadable(use_library):
 
 def test_a_gpu_that_hangs_the_driver_leaves_the_facts_of_the_others(use_library):
     use_library(record=healthy(3), hanging=(1,))
-    reading = Reading({})
+    reading = FactReader({})
     ask_driver(reading)
     lost = reading.values["gpu.lost"]
     assert [bool(why) for why in lost] == [False, True, False]
     assert lost[1] == f"it hung and was killed after {DEADLINE_S:g} s"
     assert reading.values["gpu.margin_celsius"] == [50, None, 50]
-    # Whom it hangs that asks for two of them at a time, the driver alone knows.
-    assert reading.unreadable == {"gpu.peers": f"of GPU 0,2: {lost[1]}"}
+    assert reading.unreadable == {}
 
 
 def test_an_answer_that_breaks_a_process_is_none_and_no_gpu_is_lost(use_library):
-    broken = healthy(2, capabilities=["nine", "zero"])
+    broken = healthy(2, margin_celsius="nine")
     use_library(record=broken)
-    reading = Reading({})
+    reading = FactReader({})
     ask_driver(reading)
     assert reading.values["gpu.lost"] == ["", ""]
     assert reading.values["gpu.titles"] == [broken["gpus"][0]["titles"], None]
@@ -237,7 +239,7 @@ def test_an_answer_that_breaks_a_process_is_none_and_no_gpu_is_lost(use_library)
 
 
 def test_a_host_without_gpus_has_none_and_nothing_is_unreadable(tmp_path):
-    reading = Reading({"root": str(tmp_path)})
+    reading = FactReader({"root": str(tmp_path)})
     read(reading)
     assert reading.values["gpu.count"] == 0
     assert reading.unreadable == {}
@@ -247,7 +249,7 @@ def test_a_card_without_a_driver_is_told_with_what_has_it(tmp_path):
     plug(tmp_path, [CARD], driver="nouveau")
     plug(tmp_path, ["0000:00:02.0"], vendor="0x8086", kind="0x030000")
     plug(tmp_path, ["0000:c1:00.0"], vendor="0x1002", kind="0x120000", driver="amdgpu")
-    reading = Reading({"root": str(tmp_path)})
+    reading = FactReader({"root": str(tmp_path)})
     read(reading)
     assert reading.values["gpu.cards"] == [{"address": CARD, "driver": "nouveau"}]
     assert reading.values["gpu.count"] == 0
@@ -340,7 +342,7 @@ def test_errors_in_the_log_are_counted_and_dated(tmp_path):
 def test_a_log_that_may_not_be_read_is_unreadable(tmp_path):
     write(tmp_path, "dev/nvidia0")
     write(tmp_path, "proc/uptime", "5.0 5.0")
-    reading = Reading({"root": str(tmp_path)})
+    reading = FactReader({"root": str(tmp_path)})
     read(reading)
     assert "gpu.xids" not in reading.values
     assert "dev/kmsg" in reading.unreadable["gpu.xids"]

@@ -12,7 +12,6 @@ from ronde.check.judging import judge
 FAIL, WARN, INFORM = Severity
 
 RDMA = {"rdma_devices": ["mlx5_0"]}
-STALE = {"names": ["nccl-a1", "torch_7_x"], "count": 2}
 
 CHECKS = tuple(check for check in of_family(Family.HOST) if "scheduler" not in check.id)
 
@@ -40,30 +39,8 @@ FAULTS = [
     ),
     ("shared-memory", {"shm_free_bytes": 8 * GIB - 1}, WARN, "8GiB free of 128GiB"),
     ("shared-memory", {"is_shm_writable": False}, FAIL, "nothing may be written"),
-    ("shared-memory-leftovers", {"shm_stale": STALE | {"bytes": GIB}}, INFORM, "1GiB"),
-    (
-        "shared-memory-leftovers",
-        {"shm_stale": STALE | {"bytes": 13 * GIB}},
-        WARN,
-        "2 files",
-    ),
     ("memory-left", {"memory_available_bytes": GIB - 1}, WARN, "1GiB"),
     ("memory-left", {"memory_available_bytes": GIB // 4 - 1}, FAIL, "for 1 rank"),
-    ("oom-kills", {"oom_kills": 1}, WARN, "a process"),
-    ("swap-used", {"swap_used_bytes": 2 * GIB}, WARN, "2GiB"),
-    ("cpu-governor", {"governors": {"powersave": 3, "performance": 1}}, WARN, "75%"),
-    ("numa-balancing", {"numa_balancing": 1}, WARN, "2 NUMA nodes"),
-    ("iommu", {"iommu_translated": ["0000:1b:00.0", "0000:1c:00.0"]}, WARN, "0000:1b"),
-    ("kernel-version", {"kernel": "6.8.1"}, WARN, "kernel 6.8.1"),
-    ("kernel-command-line", {"cmdline": ["quiet"]}, WARN, "nothing more"),
-    ("kernel-command-line", {"cmdline": ["iommu=pt", "nosmt"]}, WARN, "with nosmt"),
-    ("load", {"load_5m": 65.0}, INFORM, "load 65 on 64 CPUs"),
-    (
-        "load",
-        {"load_5m": 129.0, "busy": [{"pid": 7, "name": "miner", "cpus": 64.0}]},
-        WARN,
-        "miner (7) 64",
-    ),
 ]
 
 
@@ -103,13 +80,8 @@ def test_each_check_has_a_fault_here():
             "shm_free_bytes": 2 * GIB,
             "memory_available_bytes": 4 * GIB,
         },
-        {"numa_nodes": 1, "numa_balancing": 1},
         {"max_processes": 100, "capabilities": ["sys_resource"]},
-        # A virtual machine shows no governors, and its devices are translated.
-        {"governors": {}, "is_virtual": True, "iommu_translated": ["a", "b", "c"]},
-        {"iommu_translated": ["0000:1b:00.0"]},
         {"cpu_quota": 64.0},
-        {"load_5m": 64.0},
     ],
 )
 def test_what_is_usual_somewhere_is_no_fault(changes):
@@ -135,13 +107,6 @@ def test_an_eighth_of_memories_that_differ_a_little_is_alike():
     limits = {"a": 4_031_283_200, "b": 4_031_270_912, "c": 4_031_299_584}
     odd = {name: {"memlock_bytes": limit} for name, limit in limits.items()}
     assert find(make_fleet(*limits, **odd)) == ()
-
-
-def test_what_is_to_be_typed_is_one_word_a_file():
-    stale = {"names": ["ronde a;b"], "count": 1, "bytes": GIB}
-    (finding,) = find(make_fleet("a", a={"shm_stale": stale}))
-    assert finding.what == "1 file of an ended job takes 1GiB of /dev/shm"
-    assert finding.fix.endswith("rm -r '/dev/shm/ronde a;b'")
 
 
 def test_more_ranks_need_more():

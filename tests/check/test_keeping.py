@@ -127,7 +127,6 @@ def test_what_is_measured_anew_has_not_changed():
     ("fact", "before", "after"),
     [
         ("host.pids_left", 4000, 3990),
-        ("host.busy", [{"pid": 7, "name": "a", "cpus": 1.0}], []),
         ("gpu.busy_percent", [0, 3], [9, 0]),
         ("gpu.clock_events", [1], [4]),
         ("gpu.margin_celsius", [40], [39]),

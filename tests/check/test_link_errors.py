@@ -62,7 +62,7 @@ def test_what_grows_between_two_looks_is_told_and_what_was_there_is_not(tmp_path
 def test_a_host_without_adapters_is_not_asked_again(tmp_path):
     with panel_of({"a": ""}, {"root": str(tmp_path)}) as panel:
         panel.note("a", RDMA_ERRORS, {})
-        panel._interview.programs["a"].kill()
+        panel._programs.programs["a"].kill()
         STEP.run(panel)
         assert panel.facts["a"].unreadable == {}
 
@@ -70,8 +70,8 @@ def test_a_host_without_adapters_is_not_asked_again(tmp_path):
 def test_what_cannot_be_read_again_says_why():
     with panel_of({"a": ""}) as panel:
         panel.note("a", RDMA_ERRORS, {"mlx5_0:1": {"symbol_error": 1}})
-        panel._interview.programs["a"].kill()
-        panel._interview.programs["a"].wait()
+        panel._programs.programs["a"].kill()
+        panel._programs.programs["a"].wait()
         STEP.run(panel)
     (facts,) = panel.facts.values()
     assert facts.unreadable == {RDMA_GROWTH: "its program has ended"}

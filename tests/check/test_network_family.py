@@ -24,12 +24,12 @@ DOCKER0 = {
 INTERFACES = {"eth0": ETH0, "lo": LO, "docker0": DOCKER0}
 IB = {
     "state": "ACTIVE", "physical_state": "LinkUp", "mbit_per_s": 400000,
-    "layer": "InfiniBand", "lid": 4, "manager_lid": 1, "downs": 0,
+    "layer": "InfiniBand", "downs": 0,
     "gids": {"0": {"address": "fe80:0000:0000:0000:a088:c203:00aa:bbcc",
                    "type": "IB/RoCE v1", "interface": ""}},
 }  # fmt: skip
 ROCE = IB | {
-    "layer": "Ethernet", "lid": 0, "manager_lid": 0,
+    "layer": "Ethernet",
     "gids": {
         "0": {"address": "fe80:0000:0000:0000:a088:c2ff:feaa:bbcc",
               "type": "IB/RoCE v1", "interface": "eth1"},
@@ -45,14 +45,10 @@ PLAIN = {
     "network.interfaces": INTERFACES,
     "network.variables": {},
     "network.uptime_s": 3600.0,
-    "network.rdma_adapters": {},
     "network.rdma_ports": {},
     "network.rdma_device_files": {},
 }
 WITH_IB = {
-    "network.rdma_adapters": {
-        "mlx5_0": {"firmware": "28.39", "model": "MT4129", "board": "MT_1"}
-    },
     "network.rdma_ports": {"mlx5_0:1": IB, "mlx5_1:1": IB},
     "network.rdma_device_files": {"uverbs0": True},
     "network.has_rdma_library": True,
@@ -284,12 +280,6 @@ def test_a_slower_port_is_told():
     assert finding.what == "mlx5_0:1 runs at 200 Gbit/s"
 
 
-def test_a_port_without_a_subnet_manager_is_told():
-    initial = {"state": "INIT", "lid": 0, "manager_lid": 0}
-    told = found(fleet_of(3, port(initial), PLAIN | WITH_IB))
-    assert set(told) == {("rdma-port", "n2"), ("subnet-manager", "n2")}
-
-
 @pytest.mark.parametrize(
     ("gids", "index", "said"),
     [
@@ -362,28 +352,6 @@ def test_an_adapter_that_leads_nowhere_needs_no_device_files():
 def test_without_rdma_its_ports_do_not_matter():
     changed = {"network.variables": {"NCCL_NET": "Socket"}} | port(DOWN)
     assert not found(fleet_of(3, changed, PLAIN | WITH_IB))
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"network.rdma_device_files": {}}, "is to be seen"),
-        ({"network.rdma_device_files": {"uverbs0": False}}, "may be opened"),
-        ({"network.has_rdma_library": False}, "libibverbs.so.1 is not installed"),
-    ],
-)
-def test_adapters_that_a_container_may_not_use_are_told(changed, said):
-    finding = only(fleet_of(2, changed, PLAIN | WITH_IB))
-    assert (finding.check, finding.host) == ("rdma-devices", "n2")
-    assert said in finding.what
-    assert not found(fleet_of(1, usual=PLAIN | WITH_IB | changed))
-
-
-def test_other_firmware_is_told():
-    adapters = {"mlx5_0": {"firmware": "28.40", "model": "MT4129", "board": "MT_1"}}
-    finding = only(fleet_of(3, {"network.rdma_adapters": adapters}, PLAIN | WITH_IB))
-    assert (finding.check, finding.severity) == ("rdma-firmware", Severity.WARN)
-    assert finding.what == "mlx5_0: MT4129 MT_1 firmware 28.40"
 
 
 def test_unreadable_is_not_bad():

@@ -11,7 +11,7 @@ from ronde.check.network.reach import blame, lost_pairs, slow_pairs, usual_speed
 
 FINE = {
     "error": "", "is_refused": False, "lost_bytes": 0, "interface": "eth0",
-    "own_mtu": 1500, "mtu": 1500, "rtt_s": 2e-4, "p99_s": 4e-4, "mb_per_s": 110.0,
+    "own_mtu": 1500, "mtu": 1500, "mb_per_s": 110.0,
 }  # fmt: skip
 CLOSED = {
     "error": "port 4001: no answer", "is_refused": False, "lost_bytes": 0,
@@ -145,18 +145,6 @@ def test_lost_large_messages_are_told_apart_from_a_closed_port():
 def test_an_unknown_path_mtu_is_no_fault():
     pairs = pairs_with("n1", 3)
     assert not found(fleet_of(3, {pair: {"mtu": None} for pair in pairs}))
-
-
-def test_a_tail_is_found_only_where_it_is_long_by_both_measures():
-    assert not found(fleet_of(3, {("n1", "n2"): {"rtt_s": 1e-4, "p99_s": 49e-3}}))
-    assert not found(fleet_of(3, {("n1", "n2"): {"rtt_s": 2e-2, "p99_s": 0.19}}))
-    lagging = {("n1", "n3"): {"p99_s": 0.2}, ("n2", "n3"): {"p99_s": 0.1}}
-    told = found(fleet_of(3, lagging))
-    assert set(told) == {("latency-tail", "n3")}
-    assert told["latency-tail", "n3"].severity == Severity.WARN
-    assert "from n1, n2: one round trip in a hundred takes 200ms" in (
-        told["latency-tail", "n3"].what
-    )
 
 
 def test_a_slow_host_among_three_is_named_though_most_links_are_slow():

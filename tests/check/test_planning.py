@@ -5,11 +5,10 @@ import json
 import pytest
 from tests.cli.conftest import Ronde
 
-from ronde.check.catalogue import PROBES, all_checks
+from ronde.check.catalogue import PROBES, all_checks, all_steps, plan_for
 from ronde.check.check import Check
-from ronde.check.cluster.hosts import FAILED
 from ronde.check.facts import Fleet, HostFacts
-from ronde.check.planning import STEPS, plan_for
+from ronde.check.probing import FAILED
 from ronde.cli.check_options import make_parser, read_request
 
 ronde = Ronde()
@@ -28,7 +27,7 @@ def planned(*words):
 
 def giver_of(fact):
     """Return the name of the step or else of the probe that gives a fact."""
-    steps = [step.name for step in STEPS if fact in step.facts]
+    steps = [step.name for step in all_steps() if fact in step.facts]
     probes = [name for name, entry in PROBES.items() if fact.startswith(entry.facts)]
     return [*steps, *probes, "nobody"][0]
 
@@ -42,7 +41,7 @@ def givers(*checks):
 def test_all_run_for_all_checks():
     plan = plan_for(all_checks(), ALL)
     assert plan.probes == tuple(PROBES)
-    assert plan.steps == STEPS
+    assert plan.steps == all_steps()
 
 
 @pytest.mark.parametrize(

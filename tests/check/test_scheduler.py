@@ -1,7 +1,6 @@
 """What schedulers say that they gave, read from an environment; and what is there."""
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,12 @@ from tests.topology.saved_trees import Tree
 
 from ronde.check.catalogue import PROBES, all_checks
 from ronde.check.check import Severity
-from ronde.check.facts import Fleet, HostFacts, Reading, Value
+from ronde.check.facts import FactReader, Fleet, HostFacts, Value
 from ronde.check.host import scheduler
 from ronde.check.judging import Judgement, judge
 from ronde.check.probing import run_probes
 from ronde.launch.environments import own_environment
 
-GIB = 1 << 30
 HERE = os.uname().nodename
 MARKS = ("SLURM_", "PBS_", "LSB_", "KUBERNETES_", "NCPUS")
 
@@ -44,17 +42,17 @@ def tree(tmp_path: Path) -> Tree:
     return tree.write("sys/fs/cgroup/job/step/memory.max", "max\n")
 
 
-def read(tree: Tree, monkeypatch: pytest.MonkeyPatch, **environ: str) -> Reading:
+def read(tree: Tree, monkeypatch: pytest.MonkeyPatch, **environ: str) -> FactReader:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    reading = Reading({"root": str(tree.root)})
+    reading = FactReader({"root": str(tree.root)})
     scheduler.read(reading)
     return reading
 
 
-def given(reading: Reading) -> dict[str, Value]:
+def given(reading: FactReader) -> dict[str, Value]:
     """Return what was given, by short names."""
-    told = (scheduler.CPUS, scheduler.GPUS, scheduler.MEMORY)
+    told = (scheduler.CPUS, scheduler.GPUS)
     return {
         name.removeprefix("scheduler."): value
         for name, value in reading.values.items()
@@ -92,17 +90,6 @@ def test_without_a_scheduler_there_is_nothing() -> None:
         ({"SLURM_JOB_CPUS_PER_NODE": "4(x2)", "SLURM_JOB_NODELIST": "n[1-2]"}, {}),
         ({"SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_GPUS": "0"}, {"gpus": 4}),
         ({"SLURM_JOB_GPUS": "0,1", "SLURM_GPUS": "16"}, {}),
-        ({"SLURM_MEM_PER_NODE": "2048"}, {"memory_bytes": 2 * GIB}),
-        ({"SLURM_MEM_PER_NODE": "0"}, {}),
-        ({"SLURM_MEM_PER_CPU": "1024"}, {}),
-        (
-            {"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "8"},
-            {"cpus": 8, "memory_bytes": 8 * GIB},
-        ),
-        (
-            {"SLURM_MEM_PER_GPU": "1024", "SLURM_GPUS_ON_NODE": "2"},
-            {"gpus": 2, "memory_bytes": 2 * GIB},
-        ),
     ],
 )
 def test_slurm(
@@ -115,57 +102,6 @@ def test_slurm(
     assert given(reading) == expected
     assert reading.unreadable == {}
     assert reading.values[scheduler.NAME] == "Slurm"
-
-
-@pytest.mark.parametrize(
-    ("name", "environ", "expected"),
-    [
-        ("PBS", {"PBS_JOBID": "7.head", "NCPUS": "8"}, {"cpus": 8}),
-        ("PBS", {"PBS_JOBID": "7.head", "PBS_NUM_PPN": "4"}, {"cpus": 4}),
-        ("PBS", {"PBS_JOBID": "7.head"}, {}),
-        (
-            "LSF",
-            {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": f"n1 4 {HERE}.cluster 16"},
-            {"cpus": 16},
-        ),
-        ("LSF", {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "n1 4"}, {}),
-        (
-            "Kubernetes",
-            {
-                "KUBERNETES_SERVICE_HOST": "10.0.0.1",
-                "NVIDIA_VISIBLE_DEVICES": "GPU-0a1b-2c,GPU-3d4e-5f",
-            },
-            {"gpus": 2},
-        ),
-        *(
-            (
-                "Kubernetes",
-                {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "NVIDIA_VISIBLE_DEVICES": text},
-                {},
-            )
-            for text in ("all", "void", "", "MIG-0a1b-2c", "/var/run/nvidia-devices")
-        ),
-    ],
-)
-def test_other_schedulers(
-    tree: Tree,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    environ: dict[str, str],
-    expected: dict[str, Value],
-) -> None:
-    reading = read(tree, monkeypatch, **environ)
-    assert (reading.values[scheduler.NAME], given(reading)) == (name, expected)
-    assert reading.unreadable == {}
-
-
-def test_slurm_says_when_the_job_ends(
-    tree: Tree, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends_s = int(time.time()) + 3600
-    reading = read(tree, monkeypatch, SLURM_JOB_ID="7", SLURM_JOB_END_TIME=str(ends_s))
-    assert reading.values[scheduler.LEFT] <= 3600
-    assert reading.values[scheduler.LEFT] >= ends_s - time.time()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +118,6 @@ def test_slurm_says_when_the_job_ends(
         ),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1"}, scheduler.CPUS),
         ({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "-1"}, scheduler.GPUS),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "soon"}, scheduler.LEFT),
         ({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": f"{HERE} 4 n1"}, scheduler.CPUS),
         ({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": f"{HERE} x"}, scheduler.CPUS),
     ],
@@ -200,26 +135,6 @@ def test_nonsense_is_unreadable_and_no_fault(
     assert check in {each.check for each in judgement.unread}
 
 
-@pytest.mark.parametrize(
-    ("files", "limit"),
-    [
-        ({}, 0),
-        ({"job/step/memory.max": "1073741824\n"}, GIB),
-        # A group is bound by those above it.
-        ({"job/step/memory.max": "2147483648", "job/memory.max": "1073741824"}, GIB),
-        ({"memory/job/step/memory.limit_in_bytes": "9223372036854771712"}, 0),
-    ],
-)
-def test_the_limit_of_memory_is_that_of_control_groups(
-    tree: Tree, files: dict[str, str], limit: int
-) -> None:
-    if any(name.startswith("memory/") for name in files):
-        tree.write("proc/self/cgroup", "4:memory:/job/step\n")
-    for name, text in files.items():
-        tree.write(f"sys/fs/cgroup/{name}", text)
-    assert scheduler.read_memory_limit(str(tree.root)) == limit
-
-
 def test_what_is_there_is_what_ranks_see(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +147,6 @@ def test_what_is_there_is_what_ranks_see(
     reading = read(tree, monkeypatch, **hiding)
     assert reading.values[scheduler.VISIBLE_GPUS] == 2
     assert reading.values[scheduler.CORES] == 4
-    assert reading.values[scheduler.MEMORY_LIMIT] == 0
 
 
 def test_a_list_of_gpus_that_are_not_there_is_not_believed(
@@ -246,14 +160,10 @@ HEALTHY: dict[str, Any] = {
     "scheduler.name": "Slurm",
     "scheduler.cpus": 8,
     "scheduler.gpus": 4,
-    "scheduler.memory_bytes": 64 * GIB,
-    "scheduler.left_s": 3600.0,
     "scheduler.cores": 8,
     "scheduler.visible_gpus": 4,
-    "scheduler.memory_limit_bytes": 64 * GIB,
     "host.num_cpus": 8,
     "host.cpu_quota": 0.0,
-    "host.memory_bytes": 256 * GIB,
 }
 
 
@@ -283,15 +193,6 @@ def test_what_is_as_it_was_promised_gives_no_findings() -> None:
         ({"scheduler.name": "PBS", "host.num_cpus": 64, "scheduler.cores": 32}, ""),
         ({"scheduler.visible_gpus": 3}, "fail scheduler-gpus"),
         ({"scheduler.visible_gpus": 8}, "warn scheduler-gpus"),
-        ({"scheduler.memory_limit_bytes": 0}, ""),
-        ({"scheduler.memory_limit_bytes": 128 * GIB}, ""),
-        ({"scheduler.memory_limit_bytes": 58 * GIB}, ""),
-        ({"scheduler.memory_limit_bytes": 57 * GIB}, "warn scheduler-memory"),
-        ({"scheduler.memory_limit_bytes": 31 * GIB}, "fail scheduler-memory"),
-        ({"host.memory_bytes": 48 * GIB}, "warn scheduler-memory"),
-        ({"scheduler.left_s": 600.0}, ""),
-        ({"scheduler.left_s": 599.0}, "warn scheduler-time"),
-        ({"scheduler.left_s": -7200.0}, "warn scheduler-time"),
     ],
 )
 def test_what_differs_is_found(changes: dict[str, Any], expected: str) -> None:
@@ -315,16 +216,6 @@ def test_what_differs_is_found(changes: dict[str, Any], expected: str) -> None:
             {"scheduler.visible_gpus": 8},
             "gave the job 4 GPUs here, but ranks see 8, which may be other jobs'",
         ),
-        (
-            {"scheduler.memory_limit_bytes": 32 * GIB},
-            "gave the job 64GiB of memory here, but its control group allows 32GiB",
-        ),
-        (
-            {"scheduler.memory_limit_bytes": 0, "host.memory_bytes": 48 * GIB},
-            "gave the job 64GiB of memory here, but the machine has 48GiB",
-        ),
-        ({"scheduler.left_s": 90.0}, "ends the job in 1m30s"),
-        ({"scheduler.left_s": -7200.0}, "was to end the job 2h ago"),
     ],
 )
 def test_it_is_said_in_one_sentence(changes: dict[str, Any], what: str) -> None:

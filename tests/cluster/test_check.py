@@ -32,11 +32,6 @@ pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 240.0
 """Of one run; each rank that measures a pair imports torch."""
 NAMES = "node1,node2,node3"
-EXPLAINED = {
-    "load": "All hosts are this one machine, on which more may run than these tests.",
-    "latency-tail": "Who waits for one of this machine's few processors answers late.",
-}
-"""Checks that may find something although no fault was planted, and are right."""
 
 
 class Checked(NamedTuple):
@@ -110,8 +105,7 @@ def find(cluster, usual):
 
     def find(*words, **where):
         checked = run_check(cluster, *words, **where)
-        found = frozenset(f for f in checked.found if f[0] not in EXPLAINED)
-        return checked._replace(found=found - usual.found)
+        return checked._replace(found=checked.found - usual.found)
 
     return find
 
@@ -130,8 +124,7 @@ needs_nft = pytest.mark.skipif(
 
 
 def test_with_nothing_wrong_all_hosts_are_ready(usual):
-    unexplained = [each for each in usual.found if each[0] not in EXPLAINED]
-    assert not unexplained, usual.said
+    assert not usual.found, usual.said
     # It is to take 5 s at most, and takes 1.5 s on two cores that do nothing else. They
     # may have more to do here: what is bounded is how long it waits for nothing.
     assert usual.took_s < 20, usual.took_s
@@ -279,7 +272,7 @@ needs_cgroups = pytest.mark.skipif(
 def test_a_quota_of_cpu_time(cluster, find):
     with grouped(cluster, cluster.hosts[1], HALF_A_CPU):
         checked = find()
-    assert_found(checked, "cpu-quota", "node2", "cpus-alike", "slow-host")
+    assert_found(checked, "cpu-quota", "node2", "slow-host")
 
 
 def test_another_ronde(cluster, find, tmp_path):
@@ -428,6 +421,6 @@ def test_a_probe_that_hangs(cluster, find, tmp_path):
     """A file that is a pipe into which nobody writes is read for ever."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with replaced(cluster, cluster.hosts[1], Path("/proc/cmdline"), pipe):
+    with replaced(cluster, cluster.hosts[1], Path("/proc/meminfo"), pipe):
         checked = find()
     assert_found(checked, "probe-hung", "node2")

@@ -12,10 +12,13 @@ from tests.cli.conftest import Ronde
 from ronde.check.catalogue import all_checks
 from ronde.check.check import Family
 from ronde.check.cluster.compute import burn
-from ronde.check.facts import Reading
-from ronde.check.gpu.answers import ALL_ANSWERS, keep_answers
+from ronde.check.facts import FactReader
 from ronde.check.gpu.copies import address_of, examine_gpu, find_gpu
-from ronde.check.gpu.nvml import GpuQuestion, HostQuestion, NvmlDriver
+from ronde.check.gpu.nvml import (
+    ALL_ANSWERS,
+    NvmlDriver,
+    keep_answers,
+)
 from ronde.check.hosts import NodeContext as Site
 from ronde.check.probing import ProbeEntry, run_probes
 from ronde.topology.probes.nvml import NoNvmlError, open_nvml
@@ -59,7 +62,7 @@ def test_the_record_of_the_driver_answers_the_same(nvml, tmp_path):
 
 
 def test_every_fact_is_told_or_unreadable_with_its_reason(nvml):
-    reading = Reading({})
+    reading = FactReader({})
     keep_answers(reading, nvml, asking(nvml))
     assert reading.values.keys() | reading.unreadable.keys() == set(ALL_ANSWERS)
 
@@ -83,10 +86,10 @@ def test_no_check_of_a_gpu_that_works_fails(nvml):
 def test_each_gpu_of_torch_is_one_of_nvml_with_the_same_name(nvml, gpus):
     addresses = [address_of(torch.cuda.get_device_properties(n)) for n in gpus]
     numbers = [find_gpu(nvml, address) for address in addresses]
-    assert len(set(addresses)) == len(gpus) <= nvml.ask_host(HostQuestion.NUM_GPUS)
+    assert len(set(addresses)) == len(gpus) <= nvml.ask_host("count")
     for number, gpu in zip(numbers, gpus, strict=True):
         # Of a part of a GPU, torch tells which.
-        title = nvml.ask_gpu(GpuQuestion.TITLE, number)
+        title = nvml.ask_gpu("titles", number)
         assert torch.cuda.get_device_name(gpu).startswith(title)
 
 

@@ -1,8 +1,10 @@
 """One check: what it reads, where its threshold comes from, what to do, its judge.
 
-A check is a function below a decorator: ``check`` for all hosts together, ``each_host``
-for one host after the other; ``gpu.judges`` has those for GPUs. The decorator makes it
-a ``Check``, and ``catalogue`` finds it in its module.
+A check is a function below a decorator: ``check`` for all hosts together,
+``each_host`` for one host after the other, ``same_everywhere`` for one fact, and
+``gpu.judges.each_gpu``. Its name is the check's id. Its docstring is the title and a
+paragraph ``name: text`` for each of ``reads``, ``threshold``, ``source``, ``fix``,
+``needs`` and ``why``. ``catalogue`` finds it in its module.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +17,7 @@ from ronde.check.facts import (
     Value,
     Values,
     find_few,
+    find_odd,
     show_usual,
     spell,
 )
@@ -32,7 +35,7 @@ class Family(StrEnum):
 
 
 class Severity(StrEnum):
-    """How bad what a check finds is."""
+    """How bad a finding is."""
 
     FAIL = "fail"
     """Training would fail, or crawl."""
@@ -50,23 +53,21 @@ _BETWEEN = " - "
 
 
 class Finding(NamedTuple):
-    """What one check found on one host, or between two.
-
-    Attributes:
-        check: Id of the check.
-        severity: How bad.
-        host: Where; of two hosts what ``name_pair`` returns.
-        what: What is seen, in half a sentence: ``/dev/shm has 64MiB``.
-        usual: What most other hosts have; empty where that is not the point.
-        fix: What to do or type, here: more exact than the check's own; else empty.
-    """
+    """What one check found on one host, or between two."""
 
     check: str
     severity: Severity
     host: str
+    """Where; of two hosts what ``name_pair`` returns."""
+
     what: str
+    """What is seen, without a subject: ``/dev/shm has 64MiB``."""
+
     usual: str = ""
+    """What most other hosts have; empty where that is not the point."""
+
     fix: str = ""
+    """What to do or type, where it is more exact than the check's own."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -86,49 +87,30 @@ def name_some(names: Mapping[str, object] | list[str], most: int = 4) -> str:
 
 
 class Problem(NamedTuple):
-    """What a judge finds; it becomes a ``Finding`` of its check.
-
-    Attributes:
-        what: As in ``Finding``.
-        severity: None for the check's own.
-        usual: As in ``Finding``.
-        fix: As in ``Finding``.
-        host: Where; filled in for a judge of one host.
-    """
+    """What a judge finds: a ``Finding`` whose check is known from the judge."""
 
     what: str
     severity: Severity | None = None
+    """None for the check's own."""
+
     usual: str = ""
     fix: str = ""
     host: str = ""
+    """Where; filled in for a judge of one host."""
 
 
-Judge = Callable[[Fleet], Iterator[Problem]]
+Problems = Iterator[Problem]
+Judge = Callable[[Fleet], Problems]
 
 
 class Check(NamedTuple):
-    """One thing that is judged.
-
-    Attributes:
-        id: Its name, in words joined by hyphens: ``locked-memory``.
-        family: What it is about.
-        severity: The worst that it finds, and of what says nothing else.
-        title: What it asks, in half a sentence.
-        reads: What it looks at, for people.
-        threshold: What is good enough, for people.
-        source: Where the threshold comes from.
-        fix: What to do or type.
-        needs: What it cannot do without: a GPU, root, several hosts; empty for nothing.
-        why: What happens to training otherwise.
-        facts: Names of the facts that it needs of a host; without one of them it is
-            ``unreadable`` there.
-        judge: Yields what it finds, of all hosts that have the facts.
-        besides: Names of facts that it takes into account where they are known.
-    """
+    """One thing that is judged; the texts are for people."""
 
     id: str
     family: Family
     severity: Severity
+    """The worst that it finds, and of each problem that has no severity."""
+
     title: str
     reads: str
     threshold: str
@@ -137,8 +119,11 @@ class Check(NamedTuple):
     needs: str
     why: str
     facts: tuple[str, ...]
+    """Facts that it needs of a host; without one of them it is not made there."""
+
     judge: Judge
     besides: tuple[str, ...] = ()
+    """Facts that it takes into account where they are known."""
 
     def find(self, fleet: Fleet) -> Iterator[Finding]:
         """Yield what is found on all hosts."""
@@ -151,106 +136,99 @@ _FIELDS = ("reads", "threshold", "source", "fix", "needs", "why")
 
 
 def check(
+    family: Family, severity: Severity, *facts: str, besides: tuple[str, ...] = ()
+) -> Callable[[Judge], Check]:
+    """Make a judge of all hosts a check."""
+    return lambda judge: make_check(judge, judge, family, severity, facts, besides)
+
+
+def make_check(
+    named: Callable[..., object],
+    judge: Judge,
     family: Family,
     severity: Severity,
-    text: str,
-    *facts: str,
+    facts: tuple[str, ...],
     besides: tuple[str, ...] = (),
-) -> Callable[[Judge], Check]:
-    """Make a judge of all hosts a check.
-
-    Args:
-        family: What it is about.
-        severity: The worst that it finds.
-        text: ``id: title``, and a paragraph ``name: text`` for each further field.
-        facts: See ``Check``.
-        besides: See ``Check``.
-    """
-    head, *lines = text.strip().splitlines()
-    name, _, title = head.partition(": ")
-    fields, last = {"title": title, **dict.fromkeys(_FIELDS, "")}, "title"
-    for line in map(str.strip, lines):
+) -> Check:
+    """Return a check with the name and the texts of a function."""
+    title, *lines = (named.__doc__ or "").splitlines()
+    # A sentence there, a part of one in lists.
+    title = title.removesuffix(".")
+    title = title if title[1:2].isupper() else title[:1].lower() + title[1:]
+    fields: dict[str, str] = dict.fromkeys(_FIELDS, "")
+    last = ""
+    for line in filter(None, map(str.strip, lines)):
         begin, _, rest = line.partition(": ")
         if begin in _FIELDS:
             fields[begin], last = rest, begin
         else:
             fields[last] += f" {line}"
-
-    def make(judge: Judge) -> Check:
-        return Check(
-            name, family, severity, **fields, facts=facts, judge=judge, besides=besides
-        )
-
-    return make
+    name = named.__name__.replace("_", "-")
+    return Check(
+        name,
+        family,
+        severity,
+        title,
+        **fields,
+        facts=facts,
+        judge=judge,
+        besides=besides,
+    )
 
 
 def each_host(
-    family: Family,
-    severity: Severity,
-    text: str,
-    *facts: str,
-    besides: tuple[str, ...] = (),
-) -> Callable[[Callable[[Values, Fleet], Iterator[Problem]]], Check]:
-    """Make a judge of one host's values a check; see ``check``."""
+    family: Family, severity: Severity, *facts: str, besides: tuple[str, ...] = ()
+) -> Callable[[Callable[[Values, Fleet], Problems]], Check]:
+    """Make a judge of one host's values a check."""
 
-    def make(judge: Callable[[Values, Fleet], Iterator[Problem]]) -> Check:
-        def judge_all(fleet: Fleet) -> Iterator[Problem]:
+    def make(judge: Callable[[Values, Fleet], Problems]) -> Check:
+        def judge_all(fleet: Fleet) -> Problems:
             for host in fleet.having(*facts):
                 for problem in judge(host.values, fleet):
                     yield problem._replace(host=host.host)
 
-        return check(family, severity, text, *facts, besides=besides)(judge_all)
+        return make_check(judge, judge_all, family, severity, facts, besides)
+
+    return make
+
+
+def same_everywhere(
+    family: Family, severity: Severity, fact: str, title: str
+) -> Callable[[Callable[[Value], str]], Check]:
+    """Make a check that finds hosts in which a fact is not what most have.
+
+    The function below it writes a value for people; what it writes alike is alike.
+    """
+
+    def make(show: Callable[[Value], str]) -> Check:
+        def judge(fleet: Fleet) -> Problems:
+            return differing(fleet, fact, title, show)
+
+        return make_check(show, judge, family, severity, (fact,))
 
     return make
 
 
 def differing(
     fleet: Fleet, fact: str, title: str, show: Callable[[Value], str] = spell
-) -> Iterator[Problem]:
+) -> Problems:
     """Yield the hosts in which a fact is not what most have; of only two, both."""
-    for host, value, usual in fleet.odd_ones(fact, show):
+    shown = {host: show(value) for host, value in fleet.known(fact).items()}
+    for host, value, usual in find_odd(shown):
         yield Problem(f"{title} {value}", usual=usual, host=host)
-
-
-def same_everywhere(
-    family: Family,
-    severity: Severity,
-    text: str,
-    fact: str,
-    title: str,
-    show: Callable[[Value], str] = spell,
-) -> Check:
-    """Return a check that finds hosts in which a fact is not what most have.
-
-    Args:
-        family: See ``check``.
-        severity: See ``check``.
-        text: See ``check``.
-        fact: The fact's name.
-        title: What the value is, for people: ``torch``.
-        show: Writes a value for people; what it writes alike is alike.
-    """
-    judge = check(family, severity, text, fact)
-    return judge(lambda fleet: differing(fleet, fact, title, show))
 
 
 def having_less(
     amounts: Mapping[str, float], show: Callable[[float], str], share: float = 1.0
-) -> Iterator[Problem]:
-    """Yield the hosts that have less of something than a share of what most have.
-
-    Args:
-        amounts: By the host's name.
-        show: Writes an amount for people, with its unit and what it is of.
-        share: See ``find_few``.
-    """
+) -> Problems:
+    """Yield the hosts that have less of something than a share of what most have."""
     few = find_few(amounts, share)
     for host in few.hosts:
         usual = show_usual(host, amounts, few, show)
         yield Problem(show(amounts[host]), Severity.WARN, usual, host=host)
 
 
-def once_a_host(*problems: Iterator[Problem]) -> Iterator[Problem]:
+def once_a_host(*problems: Problems) -> Problems:
     """Yield of each host what the first of some judges finds."""
     known: set[str] = set()
     for each in problems:
@@ -260,16 +238,14 @@ def once_a_host(*problems: Iterator[Problem]) -> Iterator[Problem]:
 
 
 def why_unread(facts: HostFacts, names: tuple[str, ...]) -> str | None:
-    """Return why a check cannot be made on a host.
+    """Return why a check cannot be made on a host; None where it can be made.
 
-    Returns:
-        None where it can be made; empty where nobody has looked, for there is nothing
-        to look at: what only several hosts have, on one.
+    Empty where nobody has looked, for there is nothing to look at: what only several
+    hosts have, on one.
     """
     for name in names:
         if name not in facts.values:
             # Of a probe that gave nothing, what all its facts begin with is named.
             of_probe = f"{name.partition('.')[0]}."
-            unread = facts.unreadable
-            return unread.get(name) or unread.get(of_probe, "")
+            return facts.unreadable.get(name) or facts.unreadable.get(of_probe, "")
     return None

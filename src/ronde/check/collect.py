@@ -4,11 +4,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ronde.addresses import is_loopback
-from ronde.check.catalogue import PROBES
-from ronde.check.cluster.hosts import FAILED
+from ronde.check.catalogue import PROBES, CollectPlan
 from ronde.check.facts import HostFacts, Value
 from ronde.check.hosts import HostSet
-from ronde.check.planning import Plan
+from ronde.check.probing import FAILED
 from ronde.errors import HostError, HostFailure
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller.controller import Controller
@@ -21,12 +20,7 @@ _SLACK_S = 5.0
 
 
 class Collected(NamedTuple):
-    """What is known of all hosts.
-
-    Attributes:
-        hosts: Of each that could be asked, in the user's order.
-        failures: Hosts that could not, and why.
-    """
+    """Facts of the hosts that could be asked, and why others could not."""
 
     hosts: tuple[HostFacts, ...]
     failures: tuple[HostFailure, ...]
@@ -34,28 +28,23 @@ class Collected(NamedTuple):
 
 def collect(
     hosts: Sequence[Host],
-    hiring: AgentStarter,
+    starter: AgentStarter,
     signal_fd: int,
     settings: dict[str, Value],
-    plan: Plan,
+    plan: CollectPlan,
     report: Callable[[str], None],
 ) -> Collected:
     """Collect facts of hosts; nothing is left there when it returns or raises.
 
-    Args:
-        hosts: Which.
-        hiring: How they get agents, which end here.
-        signal_fd: From ``signals.caught_signals``: reads the user's signals.
-        settings: What the user asked for; see ``Reading``.
-        plan: What is done there.
-        report: Is given the name of each step that begins.
+    ``report`` is given the name of each step that begins; ``signal_fd``, from
+    ``signals.caught_signals``, reads the user's signals.
 
     Raises:
         InterruptedStartError: The user has ended it.
         LaunchError: An agent does not keep to its protocol.
     """
     adopt_orphans()
-    controller = Controller(NoOutput(), signal_fd, hiring)
+    controller = Controller(NoOutput(), signal_fd, starter)
     try:
         report("connecting")
         nodes, failures = controller.connect_ready(hosts)
@@ -71,14 +60,13 @@ def collect_from(
     controller: Controller,
     nodes: Sequence[AgentNode],
     settings: dict[str, Value],
-    plan: Plan,
+    plan: CollectPlan,
     report: Callable[[str], None],
 ) -> Collected:
     """Collect facts of hosts whose agents have said hello, and leave the agents."""
     nodes, addresses, lost = _locate(controller, nodes)
-    host_set = HostSet(
-        controller.start_programs(nodes, "ronde.check.node"), addresses, settings
-    )
+    programs = controller.start_programs(nodes, "ronde.check.node")
+    host_set = HostSet(programs, addresses, settings)
     if plan.probes:
         report("probing")
         _run_probes(host_set, plan.probes)
@@ -90,11 +78,9 @@ def collect_from(
 
 
 def _run_probes(hosts: HostSet, names: Sequence[str]) -> None:
-    """Have all hosts run the probes of some names; write down what they found."""
     question = {"do": "probe", "names": list(names), "settings": hosts.settings}
     longest_s = max(PROBES[name].deadline_s for name in names)
-    replies = hosts.ask_all(question, longest_s + _SLACK_S)
-    for host, reply in replies.items():
+    for host, reply in hosts.ask_all(question, longest_s + _SLACK_S).items():
         failed: dict[str, str] = {}
         for name in names:
             outcome = reply.values.get(name, {"failure": reply.failure})
@@ -128,7 +114,6 @@ def _locate(
 def _find_addresses(
     controller: Controller, nodes: Sequence[AgentNode]
 ) -> Mapping[str, str]:
-    """Return by name the address of each host to which most others have a route."""
     if len(nodes) < 2:
         return {node.name: "" for node in nodes}
     own = {node.name: _own_addresses(node) for node in nodes}
@@ -147,11 +132,7 @@ def choose_addresses(
     """Return by name the address of each host to which most others have a route.
 
     A host that has the same address, as of a bridge that containers use, has a route to
-    itself alone.
-
-    Args:
-        own: By name, a host's own addresses, the best first.
-        routed: By name, the addresses to which a host has a route.
+    itself alone. ``own`` has the best address of a host first.
     """
     found: dict[str, str] = {}
     for name, addresses in own.items():

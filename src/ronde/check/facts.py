@@ -1,4 +1,4 @@
-"""What is known of hosts: values that JSON can hold, and what could not be read."""
+"""Facts of hosts: values that JSON can hold, and why others could not be read."""
 
 import json
 import statistics
@@ -11,7 +11,7 @@ ENVIRONMENT = "environment"
 """Setting: what ``ronde run`` would forward to every host, by the variable's name."""
 
 MIN_MAJORITY = 3
-"""Of fewer hosts none is in the minority."""
+"""With fewer hosts there is no majority."""
 
 Value = Any
 """A number, a text, a truth, or lists and objects of these, as JSON has them."""
@@ -20,36 +20,30 @@ Values = Mapping[str, Value]
 
 
 class HostFacts(NamedTuple):
-    """All that is known of one host.
-
-    Attributes:
-        host: Its name, as the user gave it.
-        values: By the fact's name, such as ``host.memlock_bytes``.
-        unreadable: By the fact's name: why it could not be read, and what would help.
-        seconds: By the probe's name: how long it took.
-    """
+    """All that is known of one host."""
 
     host: str
     values: dict[str, Value]
+    """By the fact's name, such as ``host.memlock_bytes``."""
+
     unreadable: dict[str, str]
+    """By the fact's name: why it could not be read, and what would help."""
+
     seconds: dict[str, float]
+    """By the probe's name: how long it took."""
 
 
 class UnreadableError(Exception):
-    """A fact cannot be read; the message is why, in half a sentence."""
+    """A fact cannot be read; the message is the reason, without a subject."""
 
 
-class Reading:
-    """Facts as a probe finds them, and why others cannot be read.
-
-    Args:
-        settings: What the user asked for: ``paths``, ``num_ranks`` and the like.
-    """
+class FactReader:
+    """Facts as a probe finds them, and why others cannot be read."""
 
     def __init__(self, settings: dict[str, Value]) -> None:
         self.settings = settings
+        # Where proc and sys are; empty for this machine.
         self.root = str(settings.get("root", "/")).rstrip("/")
-        """Where ``proc`` and ``sys`` are; empty for this machine."""
         self.values: dict[str, Value] = {}
         self.unreadable: dict[str, str] = {}
 
@@ -85,22 +79,12 @@ def spell(value: Value) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-class Odd(NamedTuple):
-    """A host that differs: what it has, and what most others have, for people."""
-
-    host: str
-    value: str
-    usual: str
-
-
-def find_odd(shown: Mapping[str, str], of: str = "hosts") -> Iterator[Odd]:
-    """Yield whose value is not what most have.
+def find_odd(
+    shown: Mapping[str, str], of: str = "hosts"
+) -> Iterator[tuple[str, str, str]]:
+    """Yield each host that differs, with its value and what most others have.
 
     In a draw, or with only two, all are odd: each is shown with its value.
-
-    Args:
-        shown: By the host's name.
-        of: What the names are of.
     """
     counts = Counter(shown.values())
     if len(counts) < 2:
@@ -110,34 +94,26 @@ def find_odd(shown: Mapping[str, str], of: str = "hosts") -> Iterator[Odd]:
     for host, value in shown.items():
         if is_draw:
             others = [v for v in counts if v != value]
-            yield Odd(host, value, f"{', '.join(others)} elsewhere")
+            yield host, value, f"{', '.join(others)} elsewhere"
         elif value != usual:
-            yield Odd(host, value, f"{usual} on {most} {of}")
+            yield host, value, f"{usual} on {most} {of}"
 
 
 class Few(NamedTuple):
-    """Hosts that have too little of something; of a draw, all.
-
-    Attributes:
-        hosts: Their names.
-        usual: What most hosts have; in a draw, the most that any of them has.
-        is_draw: Whether it is one.
-    """
+    """Hosts that have too little of something; in a draw, all."""
 
     hosts: tuple[str, ...]
     usual: float
+    """What most hosts have; in a draw, the most that any of them has."""
+
     is_draw: bool
 
 
 def find_few(amounts: Mapping[str, float], share: float) -> Few:
-    """Find the hosts that have less than a share of what most have.
+    """Find the hosts that have less than a share of the upper median.
 
     To have more is no fault. Where as many have little as have much, it is a draw; with
     only two hosts it always is.
-
-    Args:
-        amounts: By name of the host.
-        share: Of the upper median, between 0 and 1.
     """
     if not amounts:
         return Few((), 0.0, is_draw=False)
@@ -159,12 +135,7 @@ def show_usual(
 
 
 class Fleet(NamedTuple):
-    """The hosts, in the user's order.
-
-    Attributes:
-        hosts: What is known of each.
-        settings: What the user asked for; see ``Reading``.
-    """
+    """The hosts, in the user's order, and what the user asked for."""
 
     hosts: tuple[HostFacts, ...]
     settings: dict[str, Value]
@@ -183,9 +154,3 @@ class Fleet(NamedTuple):
     def known(self, name: str) -> dict[str, Value]:
         """Return a fact by the name of each host that has it."""
         return {facts.host: facts.values[name] for facts in self.having(name)}
-
-    def odd_ones(
-        self, name: str, show: Callable[[Value], str] = spell
-    ) -> Iterator[Odd]:
-        """Yield the hosts in which a fact is not what most hosts have."""
-        return find_odd({host: show(value) for host, value in self.known(name).items()})

@@ -13,12 +13,8 @@ from ronde.records import Record, append_record, read_records
 KIND = "check"
 """Of the records; one is one run of ``ronde check`` with all its hosts."""
 
-NONE = "(none)"
-"""Stands for a fact that is not there."""
-
 _MEASURED = {
     "host.pids_left": "",
-    "host.busy": "",
     "gpu.busy_percent": "",
     "gpu.clock_events": "",
     "gpu.margin_celsius": "",
@@ -35,13 +31,7 @@ _SHARE = 0.1
 
 
 class Kept(NamedTuple):
-    """One run.
-
-    Attributes:
-        hosts: What was known of each host that could be asked.
-        findings: What was found.
-        checks: Ids of the checks that were made.
-    """
+    """One run: facts of the hosts that could be asked, findings, ids of its checks."""
 
     hosts: tuple[HostFacts, ...]
     findings: tuple[Finding, ...]
@@ -49,49 +39,38 @@ class Kept(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """A run that was kept.
-
-    Attributes:
-        created_at: When, UTC, ISO 8601.
-        kept: What was known then.
-    """
+    """A run that was kept."""
 
     created_at: str
+    """UTC, ISO 8601."""
+
     kept: Kept
 
 
 class Change(NamedTuple):
-    """A fact of a host that is not what it was.
-
-    Attributes:
-        host: Its name.
-        fact: The fact's name, and in it the place: ``network.interfaces[eth0].mtu``.
-        before: What it was, for people.
-        after: What it is.
-    """
+    """A fact of a host that is not what it was; the values are for people."""
 
     host: str
     fact: str
+    """The fact's name, and in it the place: ``network.interfaces[eth0].mtu``."""
+
     before: str
     after: str
 
 
 class Changes(NamedTuple):
-    """What has changed from one run to another.
-
-    Attributes:
-        facts: Of hosts that could be asked both times.
-        new: Findings that were not there, of checks that were made both times.
-        gone: Findings that are there no more.
-        new_hosts: That were not asked the first time.
-        gone_hosts: That were asked the first time alone.
-    """
+    """What has changed from one run to another."""
 
     facts: tuple[Change, ...]
+    """Of hosts that could be asked both times."""
+
     new: tuple[Finding, ...]
+    """Findings that were not there, of checks that were made both times."""
+
     gone: tuple[Finding, ...]
     new_hosts: tuple[str, ...]
     gone_hosts: tuple[str, ...]
+    """Hosts that were asked one time alone."""
 
 
 def save(path: Path, kept: Kept) -> None:
@@ -136,7 +115,7 @@ def load_last(path: Path) -> Earlier:
 
 
 def compare(before: Kept, after: Kept) -> Changes:
-    """Say what has changed.
+    """Return what has changed.
 
     Numbers with a fraction, and what else is another the next moment, are not compared:
     what they mean is in the findings. Whole numbers of a MiB and more, such as memory
@@ -164,13 +143,7 @@ def compare(before: Kept, after: Kept) -> Changes:
 def _beyond(
     findings: Sequence[Finding], other: Kept, hosts: set[str]
 ) -> tuple[Finding, ...]:
-    """Return the findings that another run does not have, whatever it says of them.
-
-    Args:
-        findings: All of one run.
-        other: The other run.
-        hosts: Those that the other run asked or tried to.
-    """
+    """Return findings that another run, which tried these hosts, does not have."""
     known = {(each.check, each.severity, each.host) for each in other.findings}
     return tuple(
         each
@@ -186,24 +159,17 @@ def _changes(
 ) -> Iterator[Change]:
     old, new = dict(_leaves("", before)), dict(_leaves("", after))
     for name in dict.fromkeys((*old, *new)):
-        if _is_of_its_moment(name):
-            continue
+        top = name.partition("[")[0]
+        part = _MEASURED.get(top)
+        is_of_its_moment = part is not None and name.endswith(part)
         # What could not be read is no change of what it is.
-        if name in old and name in new:
-            if _differs(old[name], new[name]):
-                yield Change(host, name, spell(old[name]), spell(new[name]))
-        elif _top(name) in before and _top(name) in after:
-            was, is_now = (spell(d[name]) if name in d else NONE for d in (old, new))
+        if is_of_its_moment or top not in before or top not in after:
+            continue
+        if name not in old or name not in new or _differs(old[name], new[name]):
+            was, is_now = (
+                spell(d[name]) if name in d else "(none)" for d in (old, new)
+            )
             yield Change(host, name, was, is_now)
-
-
-def _is_of_its_moment(name: str) -> bool:
-    part = _MEASURED.get(_top(name))
-    return part is not None and name.endswith(part)
-
-
-def _top(name: str) -> str:
-    return name.partition("[")[0]
 
 
 def _differs(before: Value, after: Value) -> bool:

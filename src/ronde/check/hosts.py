@@ -1,7 +1,9 @@
 """All hosts at once: what is asked of them, and the facts that they answer.
 
 A step has all hosts do something at the same time. On each host runs
-``ronde.check.node``, which calls an operation for each question.
+``ronde.check.node``, which calls an operation for each question: a function that takes
+the ``NodeContext`` and the question, and returns the answer. It bounds its own time;
+``OSError``, ``ValueError`` and ``KeyError`` become the answer's ``error``.
 """
 
 import json
@@ -19,37 +21,22 @@ _END_S = 5.0
 
 
 class NodeContext(NamedTuple):
-    """What is kept on a host from question to question.
-
-    Attributes:
-        memory: Whatever operations put there, by names of their own.
-        closing: Undone when the program ends: sockets, files.
-    """
+    """What is kept on a host from question to question."""
 
     memory: dict[str, Any]
+    """Whatever operations put there, by names of their own."""
+
     closing: ExitStack
-
-
-Operation = Callable[[NodeContext, dict[str, Value]], dict[str, Value]]
-"""Answers a question on a host.
-
-It bounds its own time. ``OSError``, ``ValueError`` and ``KeyError`` become the answer's
-``error``.
-"""
+    """Undone when the program ends: sockets, files."""
 
 
 class Reply(NamedTuple):
-    """What came of a question to one host.
-
-    Attributes:
-        values: The answer; empty where there was none.
-        failure: Why there was none, in half a sentence; empty where there was one.
-        asked_s: When it was asked, on this machine's monotonic clock.
-        answered_s: When the answer was here.
-    """
+    """The answer of one host; times are by this machine's monotonic clock."""
 
     values: dict[str, Any]
     failure: str
+    """Why there is none, without a subject; empty where there is one."""
+
     asked_s: float
     answered_s: float
 
@@ -57,23 +44,20 @@ class Reply(NamedTuple):
 class HostSet:
     """The hosts that can be asked, and what is known of each so far.
 
-    Args:
-        interview: With ``ronde.check.node`` on each host.
-        addresses: By the host's name, the address by which others reach it; empty for
-            a host that has none.
-        settings: What the user asked for; see ``Reading``.
+    ``addresses``: by the host's name, the address by which others reach it; empty for
+    a host that has none.
     """
 
     def __init__(
         self,
-        interview: "RemotePrograms",
+        programs: "RemotePrograms",
         addresses: Mapping[str, str],
         settings: dict[str, Value],
     ) -> None:
         self.addresses = dict(addresses)
         self.settings = settings
         self.facts = {name: HostFacts(name, {}, {}, {}) for name in addresses}
-        self._interview = interview
+        self._programs = programs
 
     @property
     def names(self) -> list[str]:
@@ -83,14 +67,9 @@ class HostSet:
     def ask(
         self, questions: Mapping[str, Mapping[str, Value]], timeout_s: float
     ) -> dict[str, Reply]:
-        """Ask some hosts; return what came of it, by name.
-
-        Args:
-            questions: By the host's name; ``do`` names the operation.
-            timeout_s: How long to wait for the last answer.
-        """
+        """Ask some hosts, by name, and wait for the last answer."""
         lines = {name: json.dumps(each) for name, each in questions.items()}
-        answers = self._interview.ask(lines, timeout_s) if lines else {}
+        answers = self._programs.ask(lines, timeout_s) if lines else {}
         return {name: _reply_of(*answer) for name, answer in answers.items()}
 
     def ask_all(
@@ -123,19 +102,16 @@ def _reply_of(line: str, failure: str, asked_s: float, answered_s: float) -> Rep
     return Reply(values, failure, asked_s, answered_s)
 
 
-class Step(NamedTuple):
-    """A step, which is left out where no check needs its facts.
-
-    Attributes:
-        name: For people.
-        run: Has the hosts do it, and stores the facts.
-        facts: Names of the facts that it may store.
-        reads: Names of facts of others that it takes into account.
-        setting: What the user must have asked for; empty for nothing.
-    """
+class ProbeStep(NamedTuple):
+    """A step, which is left out where no check needs its facts."""
 
     name: str
     run: Callable[[HostSet], None]
     facts: tuple[str, ...]
+    """What it may store."""
+
     reads: tuple[str, ...] = ()
+    """Facts of others that it takes into account."""
+
     setting: str = ""
+    """What the user must have asked for; empty for nothing."""

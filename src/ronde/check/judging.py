@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ronde.check.check import Check, Family, Finding, Severity, why_unread
 from ronde.check.facts import Fleet
 
-Pair = tuple[str, str]
+HostPair = tuple[str, str]
 """Two hosts by name, between which something is found that neither has by itself."""
 
 
@@ -20,25 +20,21 @@ class Unread(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What was found.
-
-    Attributes:
-        findings: The worst first, and what differs from most hosts before what breaks a
-            threshold.
-        unread: Checks that could not be made.
-        made: How many checks were made, by host and family.
-    """
+    """What was found."""
 
     findings: tuple[Finding, ...]
+    """The worst first; what differs from most hosts before what breaks a threshold."""
+
     unread: tuple[Unread, ...]
     made: dict[tuple[str, Family], int]
+    """How many checks were made, by host and family."""
 
 
 def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
     """Make all checks on what is known of the hosts."""
     findings: list[Finding] = []
     unread: list[Unread] = []
-    made: dict[tuple[str, Family], int] = {}
+    made: Counter[tuple[str, Family]] = Counter()
     for check in checks:
         able: list[str] = []
         for facts in fleet.hosts:
@@ -54,8 +50,7 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
             reason = f"the form of the facts is unknown: {error!r}"
             unread += [Unread(check.id, host, reason) for host in able]
             continue
-        for host in able:
-            made[host, check.family] = made.get((host, check.family), 0) + 1
+        made.update((host, check.family) for host in able)
     order = list(Severity)
     places = {facts.host: n for n, facts in enumerate(fleet.hosts)}
 
@@ -63,27 +58,25 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
         place = places.get(finding.host, len(places))
         return order.index(finding.severity), not finding.usual, finding.check, place
 
-    return Judgement(tuple(sorted(findings, key=badness)), tuple(unread), made)
+    return Judgement(tuple(sorted(findings, key=badness)), tuple(unread), dict(made))
 
 
 class Readiness(NamedTuple):
-    """Which hosts are ready; each is in one of these, in the user's order.
-
-    Attributes:
-        ready: Nothing to warn of, by themselves.
-        warned: Ready as well, unless warnings count.
-        faulty: Not ready.
-        num_asked: Hosts that gave any answer.
-        faulty_pairs: Not ready together, whatever each is by itself.
-        warned_pairs: Ready together, unless warnings count.
-    """
+    """Which hosts are ready; each is in one of these, in the user's order."""
 
     ready: tuple[str, ...]
     warned: tuple[str, ...]
+    """Ready as well, unless warnings count."""
+
     faulty: tuple[str, ...]
     num_asked: int
-    faulty_pairs: tuple[Pair, ...] = ()
-    warned_pairs: tuple[Pair, ...] = ()
+    """Hosts that gave any answer."""
+
+    faulty_pairs: tuple[HostPair, ...] = ()
+    """Not ready together, whatever each is by itself."""
+
+    warned_pairs: tuple[HostPair, ...] = ()
+    """Ready together, unless warnings count."""
 
     @property
     def num_hosts(self) -> int:
@@ -104,28 +97,22 @@ class Readiness(NamedTuple):
 def decide(
     hosts: Sequence[str], findings: Sequence[Finding], num_asked: int
 ) -> Readiness:
-    """Sort hosts, and pairs of them, by the worst that was found there.
-
-    Args:
-        hosts: All, those that could not be asked as well.
-        findings: All.
-        num_asked: How many of the hosts gave any answer.
-    """
+    """Sort all hosts, and pairs of them, by the worst that was found there."""
     found: dict[tuple[str, ...], set[Severity]] = defaultdict(set)
     for each in findings:
         found[each.hosts].add(each.severity)
-    faulty = tuple(name for name in hosts if Severity.FAIL in found[name,])
-    warned = tuple(
-        name for name in hosts if Severity.WARN in found[name,] and name not in faulty
-    )
+
+    def worst_of(where: tuple[str, ...]) -> Severity | None:
+        return next(
+            (s for s in (Severity.FAIL, Severity.WARN) if s in found[where]), None
+        )
+
+    faulty = tuple(name for name in hosts if worst_of((name,)) is Severity.FAIL)
+    warned = tuple(name for name in hosts if worst_of((name,)) is Severity.WARN)
     ready = tuple(name for name in hosts if name not in (*faulty, *warned))
-    pairs = {(w[0], w[1]): worst for w, worst in found.items() if len(w) > 1}
-    bad = tuple(pair for pair, worst in pairs.items() if Severity.FAIL in worst)
-    slow = tuple(
-        pair
-        for pair, worst in pairs.items()
-        if Severity.WARN in worst and pair not in bad
-    )
+    pairs = {(w[0], w[1]): worst_of(w) for w in tuple(found) if len(w) > 1}
+    bad = tuple(pair for pair, worst in pairs.items() if worst is Severity.FAIL)
+    slow = tuple(pair for pair, worst in pairs.items() if worst is Severity.WARN)
     return Readiness(ready, warned, faulty, num_asked, bad, slow)
 
 
@@ -135,11 +122,6 @@ def fit_together(
     """Return hosts that are ready, and no two of which are not ready together.
 
     The host that is in most such pairs is left out first; in a draw, the later one.
-
-    Args:
-        hosts: All, in the user's order, which is kept.
-        readiness: Of them.
-        is_strict: Whether warnings count.
     """
     left_out = {*readiness.faulty, *(readiness.warned if is_strict else ())}
     pairs = {*readiness.faulty_pairs, *(readiness.warned_pairs if is_strict else ())}

@@ -12,27 +12,22 @@ from typing import Any
 
 from ronde.check.catalogue import PROBES
 from ronde.check.facts import Value
-from ronde.check.hosts import NodeContext, Operation
+from ronde.check.hosts import NodeContext
 from ronde.check.probing import run_probes
 
-_MODULES = {
-    "bench": "network.pair_jobs",
-    "burn": "cluster.compute",
-    "clear_folders": "storage.speed",
-    "clock": "cluster.hosts",
-    "count_errors": "network.rdma",
-    "fill_folder": "storage.speed",
-    "find_nonces": "storage.sharing",
-    "hold_rendezvous": "network.pair_jobs",
-    "leave_nonce": "storage.sharing",
-    "listen": "network.visits",
-    "offer_streams": "network.streams",
-    "reach": "network.visits",
-    "remove_nonce": "storage.sharing",
-    "spin": "cluster.compute",
-    "stream": "network.streams",
+_OPERATIONS = {
+    "cluster.compute": ("burn", "spin"),
+    "cluster.hosts": ("clock",),
+    "network.pair_jobs": ("bench", "hold_rendezvous"),
+    "network.rdma": ("count_errors",),
+    "network.streams": ("offer_streams", "stream"),
+    "network.visits": ("listen", "reach"),
+    "storage.sharing": ("find_nonces", "leave_nonce", "remove_nonce"),
+    "storage.speed": ("clear_folders", "fill_folder"),
 }
-"""Where each operation is; the function has the operation's name."""
+"""By module: functions that answer a question."""
+
+_MODULES = {name: module for module, names in _OPERATIONS.items() for name in names}
 
 
 def main() -> None:
@@ -54,19 +49,12 @@ def _answer(context: NodeContext, line: str) -> dict[str, Value] | None:
         if name == "end":
             return None
         if name == "probe":
-            return _probe(question)
+            entries = {each: PROBES[each] for each in question["names"]}
+            outcomes = run_probes(entries, question["settings"])
+            return {each: outcome._asdict() for each, outcome in outcomes.items()}
         if name not in _MODULES:
             return {"error": f"there is no operation {name!r}"}
-        operation: Operation = getattr(
-            import_module(f"ronde.check.{_MODULES[name]}"), name
-        )
-        return operation(context, question)
+        module = import_module(f"ronde.check.{_MODULES[name]}")
+        return getattr(module, name)(context, question)
     except (OSError, ValueError, KeyError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-
-
-def _probe(question: dict[str, Value]) -> dict[str, Value]:
-    """Run the probes that are named; the answer has an object for each."""
-    entries = {name: PROBES[name] for name in question["names"]}
-    outcomes = run_probes(entries, question["settings"])
-    return {name: outcome._asdict() for name, outcome in outcomes.items()}

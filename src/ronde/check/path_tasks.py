@@ -51,12 +51,8 @@ def run_tasks(
 ) -> list[list[TaskOutcome]]:
     """Run tasks, those of a group one after the other, groups side by side.
 
-    Args:
-        groups: What lies on one mount belongs into one group.
-        deadline_s: For all; what is not done then has hung, and is killed.
-
-    Returns:
-        Of each group, what came of each task.
+    What lies on one mount belongs into one group. What is not done at the deadline of
+    all has hung, and is killed.
     """
     # Imported here: the program does without.
     import subprocess
@@ -166,16 +162,13 @@ def leave(path: str, name: str) -> TaskOutcome:
 
 
 def find(path: str, names: Sequence[str], patience_s: float) -> TaskOutcome:
-    """Wait for files that others leave; return after how many seconds each is seen."""
+    """Wait for files that others leave; return those that are seen."""
     begun_s = time.monotonic()
-    seen: dict[str, float] = {}
     Path(path).stat()
     while True:
-        for name in names:
-            if name not in seen and _holds(Path(path, name), name):
-                seen[name] = time.monotonic() - begun_s
+        seen = [name for name in names if _holds(Path(path, name), name)]
         if len(seen) == len(names) or time.monotonic() - begun_s > patience_s:
-            return {"seen_s": seen}
+            return {"seen": seen}
         time.sleep(_PAUSE_S)
 
 
@@ -209,7 +202,9 @@ def fill(
     data = memoryview(os.urandom(num_bytes))
     os.mkdir(own, 0o700)  # noqa: PTH102 - many paths are made here, and timed
     try:
-        write_s = _time_writing(f"{own}/data", data)
+        begun_s = time.monotonic()
+        _write_new(f"{own}/data", data, is_flushed=True)
+        write_s = time.monotonic() - begun_s
         num_made, files_s = _time_small_files(own, num_files, patience_s)
     finally:
         clear(path, [name])
@@ -239,12 +234,6 @@ def _write_new(place: str, data: memoryview, *, is_flushed: bool = False) -> Non
     finally:
         # Some file systems write only now.
         os.close(fd)
-
-
-def _time_writing(place: str, data: memoryview) -> float:
-    begun_s = time.monotonic()
-    _write_new(place, data, is_flushed=True)
-    return time.monotonic() - begun_s
 
 
 def _time_small_files(

@@ -14,68 +14,61 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ronde.check.facts import Reading, Value
+from ronde.check.facts import FactReader, Value
 
-_PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
+FAILED = "probe.failed"
+"""Fact: by the name of each probe that gave none, why."""
+
+ENDED = "it ended with code"
+"""How the failure begins of a probe that ended by itself; any other one hung."""
+
 _BOOT = (
     "import sys; sys.path.append(sys.argv[1]); "
     "from ronde.check.probing import main; main(sys.argv[2:])"
 )
-ENDED = "it ended with code"
-"""How the failure begins of a probe that ended by itself; any other one hung."""
-
+_WORDS = (sys.executable, "-c", _BOOT, __file__.rpartition("/ronde/check/")[0])
 _KILLED_S = 1.0
-_MAX_SAID_CHARS = 300
+_MAX_REASON_CHARS = 300
 
 
 class ProbeEntry(NamedTuple):
-    """A probe that there is.
-
-    Attributes:
-        modules: Each has ``read(reading: Reading) -> None``; they run in turn.
-        deadline_s: What it may take; it is killed then.
-        facts: How the names of its facts begin, such as ``host.``.
-        settings: For it alone, beside those of all.
-    """
+    """A probe that there is."""
 
     modules: tuple[str, ...]
+    """Each has ``read(reader: FactReader) -> None``; they run in turn."""
+
     deadline_s: float
+    """When it is killed."""
+
     facts: str
+    """How the names of its facts begin, such as ``host.``."""
+
     settings: Mapping[str, Value] = MappingProxyType({})
+    """For it alone, beside those of all."""
 
 
 class ProbeOutcome(NamedTuple):
-    """What came of a probe.
-
-    Attributes:
-        values: Its facts.
-        unreadable: Facts that it could not read, with the reason.
-        failure: Why it gave none; empty where it ran to its end.
-        seconds: How long it took.
-    """
+    """The facts of a probe, and those that it could not read, with the reason."""
 
     values: dict[str, Value]
     unreadable: dict[str, str]
     failure: str
+    """Why it gave none; empty where it ran to its end."""
+
     seconds: float
 
 
 def run_probes(
     entries: Mapping[str, ProbeEntry], settings: dict[str, Value]
 ) -> dict[str, ProbeOutcome]:
-    """Run probes side by side; return what each found, by its name.
-
-    Args:
-        entries: By name.
-        settings: For ``Reading.settings``.
-    """
+    """Run probes side by side; return what each found, by its name."""
     # Imported here: probes, whose program this is too, do without.
     from concurrent.futures import ThreadPoolExecutor
 
     begun_s = time.monotonic()
     running = {
         name: subprocess.Popen(
-            [sys.executable, "-c", _BOOT, _PACKAGE_DIR, *entry.modules],
+            [*_WORDS, *entry.modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -84,19 +77,15 @@ def run_probes(
         )
         for name, entry in entries.items()
     }
-    given = {
-        name: json.dumps({**settings, **entry.settings}).encode()
-        for name, entry in entries.items()
-    }
+
+    def collect(name: str) -> ProbeOutcome:
+        entry = entries[name]
+        given = json.dumps({**settings, **entry.settings}).encode()
+        return _collect(running[name], given, begun_s, entry.deadline_s)
+
     # One after the other, those behind a probe that hangs would be taken to hang too.
     with ThreadPoolExecutor(len(entries) or 1) as pool:
-        collected = {
-            name: pool.submit(
-                _collect, process, given[name], begun_s, entries[name].deadline_s
-            )
-            for name, process in running.items()
-        }
-        return {name: each.result() for name, each in collected.items()}
+        return dict(zip(entries, pool.map(collect, entries), strict=True))
 
 
 def _collect(
@@ -104,7 +93,7 @@ def _collect(
 ) -> ProbeOutcome:
     left_s = max(0.0, begun_s + deadline_s - time.monotonic())
     try:
-        said, complaint = process.communicate(given, timeout=left_s)
+        output, complaint = process.communicate(given, timeout=left_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         try:
@@ -113,29 +102,26 @@ def _collect(
         except subprocess.TimeoutExpired:
             # What hangs in the kernel dies when that lets go of it.
             how = "cannot even be killed"
-        seconds = time.monotonic() - begun_s
-        return ProbeOutcome(
-            {}, {}, f"it hung and {how} after {deadline_s:g} s", seconds
-        )
+        reason = f"it hung and {how} after {deadline_s:g} s"
+        return ProbeOutcome({}, {}, reason, time.monotonic() - begun_s)
     seconds = time.monotonic() - begun_s
     try:
-        told: Any = json.loads(said)
-        return ProbeOutcome(told["values"], told["unreadable"], "", seconds)
+        found: Any = json.loads(output)
+        return ProbeOutcome(found["values"], found["unreadable"], "", seconds)
     except (ValueError, KeyError, TypeError):
         last = complaint.decode(errors="replace").strip().splitlines()[-1:]
         reason = f"{ENDED} {process.returncode}: {''.join(last)}"
-        return ProbeOutcome({}, {}, reason[:_MAX_SAID_CHARS], seconds)
+        return ProbeOutcome({}, {}, reason[:_MAX_REASON_CHARS], seconds)
 
 
 def main(modules: Sequence[str]) -> None:
     """Be one probe: read settings, write facts."""
-    settings: Any = json.loads(sys.stdin.buffer.read())
-    reading = Reading(settings)
+    reader = FactReader(json.loads(sys.stdin.buffer.read()))
     # What libraries print must not be taken for facts.
     facts_fd = os.dup(1)
     os.dup2(2, 1)
     for module in modules:
-        import_module(module).read(reading)
-    answer = {"values": reading.values, "unreadable": reading.unreadable}
+        import_module(module).read(reader)
+    answer = {"values": reader.values, "unreadable": reader.unreadable}
     with open(facts_fd, "w", encoding="utf-8") as out:  # noqa: PTH123 - a descriptor
         json.dump(answer, out)

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from ronde.check.catalogue import all_checks
+from ronde.check.catalogue import all_checks, plan_for
 from ronde.check.check import Severity
 from ronde.check.cluster.hosts import ABSENT
 from ronde.check.collect import Collected, collect, collect_from
 from ronde.check.facts import ENVIRONMENT, Fleet
 from ronde.check.history import Earlier, Kept, compare, load_last, save
 from ronde.check.judging import Judgement, Readiness, decide, fit_together, judge
-from ronde.check.planning import plan_for
 from ronde.cli.check_options import CheckRequest, find_check, make_parser, read_request
 from ronde.cli.ssh_options import make_spawner
 from ronde.errors import Failure, HostError, HostFailure, UsageError

@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, cast
 
-from ronde.check.check import FAIL, WARN, Family, Problem, check
+from ronde.check.check import FAIL, WARN, Family, Problem, Problems, check
 from ronde.check.facts import Fleet, Value, find_few, find_odd, show_usual
 from ronde.check.gpu.copies import COPIES, LOADED_LINKS
 from ronde.check.gpu.judges import (
@@ -20,7 +20,7 @@ from ronde.check.gpu.judges import (
     find_slow_devices,
     fold_devices,
 )
-from ronde.check.hosts import HostSet, NodeContext, Reply, Step
+from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 
 PACE = "cluster.compute_s"
 """Fact: seconds for a fixed piece of work, while all hosts do it."""
@@ -31,14 +31,10 @@ PACE_CPU = "cluster.compute_cpu_s"
 PRODUCTS = "cluster.products"
 """Fact: by device, such as ``cpu`` or ``cuda:0``, what it made of the product."""
 
-SLOW, VERY_SLOW, SLOW_CPU = 2.0, 4.0, 1.5
-SLOW_SHARE, VERY_SLOW_SHARE = 0.8, 0.5
-SLOW_GPU_SHARE, VERY_SLOW_GPU_SHARE = 0.9, 0.8
-"""Nobody else uses a GPU: its speed is steadier than that of CPUs."""
-
-SPIN_S = 0.2
-MAX_ROUNDS = 5
-SIZE, SEED = 2048, 2026
+_SLOW, _VERY_SLOW, _SLOW_CPU = 2.0, 4.0, 1.5
+_SPIN_S = 0.2
+_MAX_ROUNDS = 5
+_SIZE, _SEED = 2048, 2026
 
 _MAX_SPIN_S, _SPIN_TIMEOUT_S, _BURN_TIMEOUT_S = 5.0, 10.0, 120.0
 _BASE, _EXPONENT, _MODULUS = 3, (1 << 512) - 1, (1 << 521) - 1
@@ -65,11 +61,10 @@ _BOOT = (
 def spin(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Compute the same again and again for ``seconds``, where the system puts it.
 
-    Returns:
-        ``wall_s`` for one piece of work, waiting included: what a host that must share
-        its CPUs, or is limited, has more of. ``cpu_s`` of the quickest one, on any of
-        some CPUs that are spread over the host: what a slower processor has more of. A
-        busy neighbour on the same core slows one CPU, and means nothing for the others.
+    The answer has ``wall_s`` for one piece of work, waiting included: what a host that
+    must share its CPUs, or is limited, has more of; and ``cpu_s`` of the quickest one,
+    on any of some CPUs that are spread over the host: what a slower processor has more
+    of. A busy neighbour on the same core slows one CPU, and no other.
     """
     seconds = min(float(question["seconds"]), _MAX_SPIN_S)
     begun_s = now_s = time.monotonic()
@@ -111,12 +106,9 @@ def _tour_cpus() -> float:
 def burn(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Multiply two seeded matrices of ``size`` for ``seconds``, on all processors.
 
-    Then each GPU copies, one after the other.
-
-    Returns:
-        ``products``: by device; see ``product.multiply``. Of a device that failed, and
-        of all where all hung, ``failure`` alone. ``copies`` and ``links``: by GPU; see
-        ``copies.examine_gpu``.
+    Then each GPU copies, one after the other. The answer has ``products``: by device;
+    see ``product.multiply``. Of a device that failed, and of all where all hung,
+    ``failure`` alone. ``copies`` and ``links``: by GPU; see ``copies.examine_gpu``.
 
     Raises:
         OSError: There is no torch.
@@ -190,28 +182,28 @@ def measure_pace(hosts: HostSet) -> None:
     """
     walls: dict[str, float] = {}
     cpus: dict[str, float] = {}
-    for _ in range(MAX_ROUNDS):
-        replies = hosts.ask_all({"do": "spin", "seconds": SPIN_S}, _SPIN_TIMEOUT_S)
+    for _ in range(_MAX_ROUNDS):
+        replies = hosts.ask_all({"do": "spin", "seconds": _SPIN_S}, _SPIN_TIMEOUT_S)
         for host, reply in replies.items():
             if reply.failure:
                 hosts.note_unread(host, PACE, reply.failure)
                 continue
             walls[host] = min(reply.values["wall_s"], walls.get(host, float("inf")))
             cpus[host] = min(reply.values["cpu_s"], cpus.get(host, float("inf")))
-        if not find_slow(walls, SLOW) and not find_slow(cpus, SLOW_CPU):
+        if not find_slow(walls, _SLOW) and not find_slow(cpus, _SLOW_CPU):
             break
     for host, wall_s in walls.items():
         hosts.note(host, PACE, wall_s)
         hosts.note(host, PACE_CPU, cpus[host])
 
 
-PACE_STEP = Step("pace", measure_pace, (PACE, PACE_CPU))
+PACE_STEP = ProbeStep("pace", measure_pace, (PACE, PACE_CPU))
 
 
 def run_burn(hosts: HostSet) -> None:
     """Compute on all hosts at once, as long as the setting ``burn_s`` says."""
     seconds = float(hosts.settings["burn_s"])
-    question = {"do": "burn", "seconds": seconds, "size": SIZE, "seed": SEED}
+    question = {"do": "burn", "seconds": seconds, "size": _SIZE, "seed": _SEED}
     for host, reply in hosts.ask_all(question, seconds + _BURN_TIMEOUT_S).items():
         if reply.failure:
             hosts.note_unread(host, PRODUCTS, reply.failure)
@@ -243,7 +235,7 @@ def _note_gpus(hosts: HostSet, host: str, fact: str, found: dict[str, Any]) -> N
         hosts.note_unread(host, fact, f"{gpu}: {reason}" if gpu else reason)
 
 
-BURN_STEP = Step(
+BURN_STEP = ProbeStep(
     "burning",
     run_burn,
     (PRODUCTS, COPIES, LOADED_LINKS),
@@ -264,10 +256,10 @@ def find_slow(paces: Mapping[str, float], limit: float) -> tuple[str, ...]:
     return find_few(_speeds(paces), 1 / limit).hosts
 
 
-@check(
-    Family.CLUSTER,
-    FAIL,
-    """slow-host: all hosts compute as fast
+@check(Family.CLUSTER, FAIL, PACE, PACE_CPU)
+def slow_host(fleet: Fleet) -> Problems:
+    """All hosts compute as fast.
+
     reads: the time of a fixed computation on one CPU, done on all hosts at once and up
         to five times, and its CPU time on the quickest of up to eight CPUs
     threshold: twice what most hosts need, four times a failure; 1.5 times the CPU time
@@ -276,16 +268,12 @@ def find_slow(paces: Mapping[str, float], limit: float) -> tuple[str, ...]:
         cpu.max of its control group
     needs: several hosts
     why: Every collective waits for the slowest host.
-    """,
-    PACE,
-    PACE_CPU,
-)
-def _slow_host(fleet: Fleet) -> Iterator[Problem]:
+    """
     facts = {each.host: each.values for each in fleet.having(PACE, PACE_CPU)}
     walls = {host: float(values[PACE]) for host, values in facts.items()}
     cpus = {host: float(values[PACE_CPU]) for host, values in facts.items()}
-    slow_cpus, speeds = find_slow(cpus, SLOW_CPU), _speeds(walls)
-    few, fewest = find_few(speeds, 1 / SLOW), find_few(speeds, 1 / VERY_SLOW)
+    slow_cpus, speeds = find_slow(cpus, _SLOW_CPU), _speeds(walls)
+    few, fewest = find_few(speeds, 1 / _SLOW), find_few(speeds, 1 / _VERY_SLOW)
 
     def show(speed: float) -> str:
         return f"{1000 / speed:.2g} ms"
@@ -306,10 +294,10 @@ def _slow_host(fleet: Fleet) -> Iterator[Problem]:
         )
 
 
-@check(
-    Family.CLUSTER,
-    FAIL,
-    """product-checksum: all processors compute the same
+@check(Family.CLUSTER, FAIL, PRODUCTS)
+def product_checksum(fleet: Fleet) -> Problems:
+    """All processors compute the same.
+
     reads: the checksum of a matrix product of seeded whole numbers in float64, on the
         CPUs and on each GPU, again and again for the time that --burn gives
     threshold: the same bits everywhere and every time: all sums stay below 2^53 and are
@@ -320,11 +308,7 @@ def _slow_host(fleet: Fleet) -> Iterator[Problem]:
         3, memtester, stress-ng --verify
     needs: --burn, torch
     why: A processor that computes wrong in silence spoils the model of all ranks.
-    """,
-    PRODUCTS,
-)
-def _product_checksum(fleet: Fleet) -> Iterator[Problem]:
-    """Yield devices whose product differs from most, or from its own first one."""
+    """
     checksums: dict[str, str] = {}
     for host, products in fleet.known(PRODUCTS).items():
         for device, each in products.items():
@@ -346,29 +330,24 @@ def _show_flops(gflop_per_s: float) -> str:
     return f"{gflop_per_s:.3g} GFLOP/s"
 
 
-_CPU_SPEED = SpeedMeasure("computed at", _show_flops, SLOW_SHARE, VERY_SLOW_SHARE)
-_GPU_SPEED = SpeedMeasure(
-    "computed at", _show_flops, SLOW_GPU_SHARE, VERY_SLOW_GPU_SHARE
-)
+_CPU_SPEED = SpeedMeasure("computed at", _show_flops, 0.8, 0.5)
+# Nobody else uses a GPU: its speed is steadier than that of CPUs.
+_GPU_SPEED = SpeedMeasure("computed at", _show_flops, 0.9, 0.8)
 
 
-@check(
-    Family.CLUSTER,
-    FAIL,
-    f"""product-speed: all processors compute as fast under load
+@check(Family.CLUSTER, FAIL, PRODUCTS)
+def product_speed(fleet: Fleet) -> Problems:
+    """All processors compute as fast under load.
+
     reads: the speed of that product: CPUs of all hosts are compared, and GPUs of one
         model, of one host or of many
-    threshold: CPUs: {SLOW_SHARE:.0%} of what most hosts reach, below
-        {VERY_SLOW_SHARE:.0%} a failure; GPUs: {SLOW_GPU_SHARE:.0%} of what most of the
-        model reach, below {VERY_SLOW_GPU_SHARE:.0%} a failure
+    threshold: CPUs: 80% of what most hosts reach, below 50% a failure; GPUs: 90% of
+        what most of the model reach, below 80% a failure
     source: ronde's own
     fix: Look at clocks, power cap and heat of that device while it computes
     needs: --burn, torch; several hosts, or several GPUs of one model
     why: Every collective waits for the slowest.
-    """,
-    PRODUCTS,
-)
-def _product_speed(fleet: Fleet) -> Iterator[Problem]:
+    """
     cpus: dict[CheckedDevice, float] = {}
     gpus: dict[CheckedDevice, float] = {}
     for host, products in fleet.known(PRODUCTS).items():
@@ -376,8 +355,5 @@ def _product_speed(fleet: Fleet) -> Iterator[Problem]:
             if "failure" not in each:
                 device = CheckedDevice(host, name, each.get("model", name))
                 (cpus if name == CPU else gpus)[device] = float(each["gflop_per_s"])
-    slow = (
-        *find_slow_devices(cpus, _CPU_SPEED),
-        *find_slow_devices(gpus, _GPU_SPEED),
-    )
-    return fold_devices(slow)
+    slow = find_slow_devices(cpus, _CPU_SPEED) | find_slow_devices(gpus, _GPU_SPEED)
+    return fold_devices(slow.items())

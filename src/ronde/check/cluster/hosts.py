@@ -1,15 +1,20 @@
 """Whether hosts can be asked, are machines of their own, and are as large as others."""
 
-import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
 
-from ronde.check.check import FAIL, WARN, Family, Problem, check, having_less
+from ronde.check.check import (
+    FAIL,
+    WARN,
+    Family,
+    Problem,
+    Problems,
+    check,
+    having_less,
+)
 from ronde.check.facts import Fleet, Value
-from ronde.check.hosts import HostSet, NodeContext, Reply, Step
-from ronde.check.probing import ENDED
+from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
+from ronde.check.probing import ENDED, FAILED
 from ronde.units import format_duration, format_size
 
 ABSENT = "absent"
@@ -17,28 +22,24 @@ ABSENT = "absent"
 
 TAKING_PART = "taking-part"
 
-FAILED = "probe.failed"
-"""Fact: by the name of each probe that gave none, why."""
-
 OFFSET = "cluster.clock_offset_s"
 """Fact: a host's clock less this machine's, in seconds."""
 
 ERROR = "cluster.clock_error_s"
 """Fact: how far off that may be, either way."""
 
-MUCH_OFFSET_S, BAD_OFFSET_S = 0.1, 5.0
-LITTLE_MEMORY = 0.9
+_MUCH_OFFSET_S, _BAD_OFFSET_S = 0.1, 5.0
+_LITTLE_MEMORY = 0.9
 """Of what most hosts have: firmware takes a little, here more than there."""
 
 _NUM_EXCHANGES = 6
 _TIMEOUT_S = 3.0
-_CPUS, _QUOTA, _MEMORY = "host.num_cpus", "host.cpu_quota", "host.memory_bytes"
 
 
-@check(
-    Family.CLUSTER,
-    FAIL,
-    f"""{TAKING_PART}: the host can be reached, and ronde starts there
+@check(Family.CLUSTER, FAIL)
+def taking_part(fleet: Fleet) -> Problems:
+    """The host can be reached, and ronde starts there.
+
     reads: an agent started over ssh, srun or mpirun, as ronde run starts it, and its
         first answer
     threshold: an answer within 30 s, from the same version of ronde and the same minor
@@ -46,63 +47,37 @@ _CPUS, _QUOTA, _MEMORY = "host.num_cpus", "host.cpu_quota", "host.memory_bytes"
     source: ronde's own: what ronde run needs to start ranks there
     fix: ssh HOST true, and read its error
     why: ronde run starts nothing at all while one of its hosts is missing.
-    """,
-)
-def _taking_part(fleet: Fleet) -> Iterator[Problem]:
+    """
     for host, why in fleet.settings.get(ABSENT, {}).items():
         yield Problem(f"cannot be asked: {why['reason']}", fix=why["cure"], host=host)
 
 
-def _failed_probes(fleet: Fleet, *, is_hung: bool) -> Iterator[Problem]:
-    for host, failed in fleet.known(FAILED).items():
-        for probe, failure in failed.items():
-            if failure.startswith(ENDED) is not is_hung:
-                yield Problem(f"probe {probe}: {failure}", host=host)
+@check(Family.CLUSTER, FAIL, FAILED)
+def probe_hung(fleet: Fleet) -> Problems:
+    """No probe of the host hangs or breaks.
 
-
-@check(
-    Family.CLUSTER,
-    FAIL,
-    """probe-hung: looking at the host does not hang
-    reads: whether each probe, a process of its own, ends before its deadline
-    threshold: 5 to 45 s by probe; for a single GPU see gpu-lost
+    reads: whether each probe, a process of its own, ends before its deadline, and gives
+        its facts
+    threshold: 5 to 45 s by probe; for a single GPU see gpu-lost. A probe that breaks is
+        a warning
     source: ronde's own
     fix: Look at what hangs there: ps -eo pid,stat,wchan:32,cmd; for a driver or a dead
         file server mostly a restart helps
     why: A rank that asks the same hangs as well, and all others wait for it.
-    """,
-    FAILED,
-)
-def _probe_hung(fleet: Fleet) -> Iterator[Problem]:
-    return _failed_probes(fleet, is_hung=True)
-
-
-@check(
-    Family.CLUSTER,
-    WARN,
-    """probe-ended: looking at the host works
-    reads: whether each probe, a process of its own, gives its facts
-    threshold: all of them
-    source: ronde's own
-    fix: Type there: python -m ronde check; and report it if it fails as well
-    why: What this probe looks at is unknown of the host.
-    """,
-    FAILED,
-)
-def _probe_ended(fleet: Fleet) -> Iterator[Problem]:
-    return _failed_probes(fleet, is_hung=False)
+    """
+    fix = "Type there: python -m ronde check; and report it if it fails as well"
+    for host, failed in fleet.known(FAILED).items():
+        for probe, failure in failed.items():
+            what = f"probe {probe}: {failure}"
+            if failure.startswith(ENDED):
+                yield Problem(what, WARN, fix=fix, host=host)
+            else:
+                yield Problem(what, host=host)
 
 
 def clock(_: NodeContext, _question: dict[str, Value]) -> dict[str, Value]:
     """Return the time: ``time_ns``, since 1970."""
     return {"time_ns": time.time_ns()}
-
-
-class Offset(NamedTuple):
-    """A clock's distance from this machine's, and how far off that may be."""
-
-    offset_s: float
-    error_s: float
 
 
 def compare_clocks(hosts: HostSet) -> None:
@@ -111,7 +86,7 @@ def compare_clocks(hosts: HostSet) -> None:
     Source: of several exchanges the one with the shortest round trip has the least
     error, as NTP's clock filter takes it (RFC 5905, section 10).
     """
-    best: dict[str, Offset] = {}
+    best: dict[str, tuple[float, float]] = {}
     failures: dict[str, str] = {}
     for _ in range(_NUM_EXCHANGES):
         asked = [name for name in hosts.names if name not in failures]
@@ -122,36 +97,34 @@ def compare_clocks(hosts: HostSet) -> None:
             if reply.failure:
                 failures[host] = reply.failure
                 continue
-            offset = compare(reply, epoch_s)
-            if host not in best or offset.error_s < best[host].error_s:
-                best[host] = offset
+            offset_s, error_s = compare(reply, epoch_s)
+            if host not in best or error_s < best[host][1]:
+                best[host] = offset_s, error_s
     for host in hosts.names:
         if host in best:
-            hosts.note(host, OFFSET, best[host].offset_s)
-            hosts.note(host, ERROR, best[host].error_s)
+            for fact, seconds in zip((OFFSET, ERROR), best[host], strict=True):
+                hosts.note(host, fact, seconds)
         else:
             hosts.note_unread(host, OFFSET, failures.get(host, "it was not asked"))
 
 
-def compare(reply: Reply, epoch_s: float) -> Offset:
-    """Return how far a clock is off that was read between question and answer.
+def compare(reply: Reply, epoch_s: float) -> tuple[float, float]:
+    """Return how far a host's clock is off, and how far off that may be, in seconds.
 
-    Args:
-        reply: With the host's ``time_ns``.
-        epoch_s: This machine's clock when its monotonic one was 0.
+    ``epoch_s`` is this machine's clock when its monotonic one was 0.
     """
     middle_s = (reply.asked_s + reply.answered_s) / 2
     offset_s = reply.values["time_ns"] / 1e9 - (epoch_s + middle_s)
-    return Offset(offset_s, (reply.answered_s - reply.asked_s) / 2)
+    return offset_s, (reply.answered_s - reply.asked_s) / 2
 
 
-STEP = Step("clock", compare_clocks, (OFFSET, ERROR))
+STEP = ProbeStep("clock", compare_clocks, (OFFSET, ERROR))
 
 
-@check(
-    Family.CLUSTER,
-    FAIL,
-    """clock-offset: all clocks show the same time
+@check(Family.CLUSTER, FAIL, OFFSET)
+def clock_offset(fleet: Fleet) -> Problems:
+    """All clocks show the same time.
+
     reads: each host's clock against this machine's, the quickest of several exchanges,
         beyond what the exchange may be off
     threshold: 100 ms from the middle host; a failure above 5 s
@@ -160,11 +133,7 @@ STEP = Step("clock", compare_clocks, (OFFSET, ERROR))
     needs: several hosts
     why: Logs, traces and file times of several hosts contradict each other; tokens and
         certificates are refused.
-    """,
-    OFFSET,
-)
-def _clock_offset(fleet: Fleet) -> Iterator[Problem]:
-    """Yield whose clock is off; with only two hosts, and in a draw, all."""
+    """
     known = {f.host: f.values for f in fleet.having(OFFSET, ERROR)}
     offsets = {host: float(values[OFFSET]) for host, values in known.items()}
     if len(offsets) < 2:
@@ -175,7 +144,7 @@ def _clock_offset(fleet: Fleet) -> Iterator[Problem]:
         host: abs(offset - offsets[usual]) - (known[host][ERROR] + known[usual][ERROR])
         for host, offset in offsets.items()
     }
-    off = [host for host, apart_s in apart.items() if apart_s > MUCH_OFFSET_S]
+    off = [host for host, apart_s in apart.items() if apart_s > _MUCH_OFFSET_S]
     is_draw = bool(off) and 2 * len(off) >= len(offsets)
     for host in offsets if is_draw else off:
         worst_s = max(apart.values()) if is_draw else apart[host]
@@ -183,7 +152,7 @@ def _clock_offset(fleet: Fleet) -> Iterator[Problem]:
         where = "elsewhere" if is_draw else "on most hosts"
         yield Problem(
             f"its clock is {_show_offset(offsets[host])}",
-            FAIL if worst_s > BAD_OFFSET_S else WARN,
+            FAIL if worst_s > _BAD_OFFSET_S else WARN,
             f"{', '.join(_show_offset(offsets[h]) for h in others[:3])} {where}",
             host=host,
         )
@@ -196,20 +165,17 @@ def _show_offset(offset_s: float) -> str:
     return f"{format_duration(abs(offset_s))} {side} this machine's"
 
 
-@check(
-    Family.CLUSTER,
-    WARN,
-    """same-machine: each host is a machine of its own
+@check(Family.CLUSTER, WARN, "host.identity")
+def same_machine(fleet: Fleet) -> Problems:
+    """Each host is a machine of its own.
+
     reads: the boot's id, the host's name and its namespaces
     threshold: no two alike
     source: ronde's own
     fix: Name it once in the list of hosts, with all its slots
     needs: several hosts
     why: Ranks take the same GPUs twice: NCCL reports 'Duplicate GPU detected'.
-    """,
-    "host.identity",
-)
-def _same_machine(fleet: Fleet) -> Iterator[Problem]:
+    """
     same: dict[str, list[str]] = defaultdict(list)
     for host, identity in fleet.known("host.identity").items():
         same[identity].append(host)
@@ -219,45 +185,19 @@ def _same_machine(fleet: Fleet) -> Iterator[Problem]:
             yield Problem(f"it is the same machine as {others}", host=host)
 
 
-@check(
-    Family.CLUSTER,
-    WARN,
-    """cpus-alike: all hosts have as many CPUs
-    reads: CPUs that affinity, cpuset and quota leave
-    threshold: no less than most hosts have
-    source: ronde's own: collectives go at the pace of the slowest
-    fix: Look at who limits it there: taskset -p $$; cpu.max and cpuset.cpus of its
-        control group; CPUs offline in lscpu
-    needs: several hosts
-    why: Data is prepared slower on that host, and all others wait.
-    """,
-    _CPUS,
-    _QUOTA,
-)
-def _cpus_alike(fleet: Fleet) -> Iterator[Problem]:
-    usable = {
-        host.host: min(host.values[_CPUS], host.values[_QUOTA] or math.inf)
-        for host in fleet.having(_CPUS, _QUOTA)
-    }
-    return having_less(usable, lambda amount: f"{amount:g} CPUs may be used")
+@check(Family.CLUSTER, WARN, "host.memory_bytes")
+def memory_alike(fleet: Fleet) -> Problems:
+    """All hosts have as much memory.
 
-
-@check(
-    Family.CLUSTER,
-    WARN,
-    f"""memory-alike: all hosts have as much memory
     reads: MemTotal of /proc/meminfo
-    threshold: {LITTLE_MEMORY:.0%} of what most hosts have
+    threshold: 90% of what most hosts have
     source: ronde's own
     fix: Look for memory that firmware has taken out: dmidecode -t memory, the BMC's log
     needs: several hosts
     why: A module that failed is gone; and what fits on the others does not fit there.
-    """,
-    _MEMORY,
-)
-def _memory_alike(fleet: Fleet) -> Iterator[Problem]:
-    return having_less(
-        fleet.known(_MEMORY),
-        lambda amount: f"{format_size(int(amount))} of memory",
-        LITTLE_MEMORY,
-    )
+    """
+
+    def show(amount: float) -> str:
+        return f"{format_size(int(amount))} of memory"
+
+    return having_less(fleet.known("host.memory_bytes"), show, _LITTLE_MEMORY)

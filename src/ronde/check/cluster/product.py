@@ -1,8 +1,8 @@
 """A matrix product again and again, on all processors: a program of its own.
 
 What it has seen it writes at once, a line of JSON each: the products of all, then what
-each GPU copies, one after the other and with nothing else at work. Whatever becomes of
-the copies, the products are told.
+each GPU copies, one after the other and with nothing else at work. The products
+are known whatever becomes of the copies.
 
 Note [Exact products]
     The factors hold whole numbers of at most 2^20. A product of two is at most 2^40,
@@ -40,7 +40,7 @@ _SHIFT = 11
 NUM_IN_ROUND = 8
 """Products that a GPU is given at once, so that it never waits for this program."""
 
-_MAX_SAID_CHARS = 200
+_MAX_REASON_CHARS = 200
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
             if device != "cpu":
                 found[device]["model"] = torch.cuda.get_device_name(device)
         except RuntimeError as error:
-            found[device] = {"failure": str(error)[:_MAX_SAID_CHARS]}
+            found[device] = {"failure": str(error)[:_MAX_REASON_CHARS]}
 
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     computing = [Thread(target=compute, args=(name,)) for name in ("cpu", *gpus)]
@@ -72,13 +72,13 @@ def main() -> None:
         each.join()
     _answer({"products": found})
     for number, name in enumerate(gpus):
-        told = examine_gpu(torch, number)
-        _answer({"copies": {name: told["copies"]}, "links": {name: told["link"]}})
+        seen = examine_gpu(torch, number)
+        _answer({"copies": {name: seen["copies"]}, "links": {name: seen["link"]}})
 
 
-def _answer(told: dict[str, Value]) -> None:
+def _answer(found: dict[str, Value]) -> None:
     # A line of its own: libraries may have written something before.
-    sys.stdout.write(f"\n{json.dumps(told)}\n")
+    sys.stdout.write(f"\n{json.dumps(found)}\n")
     sys.stdout.flush()
 
 
@@ -100,9 +100,8 @@ def multiply(
 ) -> dict[str, Value]:
     """Multiply two factors, and again until the time is over.
 
-    Returns:
-        ``checksum`` of the first product, ``num_products`` behind it, how many of them
-        were not like the first (``num_wrong``), and their ``gflop_per_s``.
+    Return ``checksum`` of the first product, ``num_products`` behind it, how many of
+    them were not like the first (``num_wrong``), and their ``gflop_per_s``.
     """
     left, right = (factor.to(device) for factor in factors)
     first = left @ right

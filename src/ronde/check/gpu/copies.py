@@ -3,11 +3,11 @@
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
-from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, check
+from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, Problems, check
 from ronde.check.facts import Fleet, UnreadableError, Value
 from ronde.check.gpu.judges import (
     CheckedDevice,
@@ -15,13 +15,7 @@ from ronde.check.gpu.judges import (
     find_slow_devices,
     fold_devices,
 )
-from ronde.check.gpu.nvml import (
-    NOT_SUPPORTED,
-    GpuQuestion,
-    HostQuestion,
-    NvmlDriver,
-    RefusedError,
-)
+from ronde.check.gpu.nvml import NOT_SUPPORTED, NvmlDriver, RefusedError
 from ronde.topology.cpu_sets import members
 from ronde.topology.kernel_files import read_list
 from ronde.topology.pci import plain_address
@@ -36,8 +30,6 @@ LOADED_LINKS = "cluster.gpu_links_under_load"
 HOST_BYTES = 32 << 20
 DEVICE_BYTES = 256 << 20
 """Of two buffers each; more than caches hold."""
-
-SLOW_SHARE, VERY_SLOW_SHARE = 0.9, 0.8
 
 Torch = Any
 Tensor = Any
@@ -64,13 +56,9 @@ _FLOORS_GB_PER_S = {
 
 
 def examine_gpu(torch: Torch, number: int) -> dict[str, Value]:
-    """Measure what a GPU copies, and read its PCI link meanwhile.
+    """Measure what a GPU of CUDA's copies, and read its PCI link meanwhile.
 
     Nothing else should run on the host. The memory that it takes is given back.
-
-    Args:
-        torch: The module.
-        number: Of the GPU, as CUDA counts.
 
     Returns:
         ``copies`` has ``model``, ``is_near`` (whether the host's memory was on the
@@ -107,15 +95,9 @@ def measure_copies(
 ) -> dict[str, float]:
     """Return how many GB/s (1e9) are copied each way, the best of some rounds.
 
-    Args:
-        host: In the host's memory.
-        buffers: Two of one size in a GPU's memory, none smaller than ``host``.
-        wait: Returns when all copies have ended.
-        clock: Seconds, from any beginning.
-
-    Returns:
-        ``host_to_device_gb_per_s``, ``device_to_host_gb_per_s``; and
-        ``device_memory_gb_per_s``, which counts what is read and what is written.
+    ``host`` is in the host's memory, the buffers in a GPU's, none smaller; ``wait``
+    returns when all copies have ended. Within memory, what is read and what is written
+    both count.
     """
     source, target = buffers
     part = source[: host.numel()]
@@ -178,6 +160,7 @@ def _pinned(torch: Torch) -> Generator[Tensor]:
 def _read_link(
     torch: Torch, address: str, host: Tensor, rate_gb_per_s: float
 ) -> dict[str, Value] | None:
+    """Return the GPU's link while it copies; nothing for one that has none."""
     num_copies = math.ceil(_LOAD_S * rate_gb_per_s * 1e9 / host.nbytes)
 
     def load() -> Callable[[], bool]:
@@ -189,10 +172,15 @@ def _read_link(
         return lambda: not end.query()
 
     try:
-        link = read_under_load(address, load)
-    except (UnreadableError, RuntimeError) as error:
+        with open_nvml() as module:
+            nvml = NvmlDriver(module)
+            number = find_gpu(nvml, address)
+            link = watch(lambda: nvml.ask_gpu("pcie", number), load())
+    except (UnreadableError, RuntimeError, NoNvmlError, RefusedError) as error:
+        if isinstance(error, RefusedError) and error.code == NOT_SUPPORTED:
+            return None
         return {"failure": _shorten(error)}
-    return None if link is None else {"address": address, **link}
+    return {"address": address, **link}
 
 
 def _shorten(error: Exception) -> str:
@@ -224,9 +212,9 @@ def find_gpu(nvml: NvmlDriver, address: str) -> int:
     if not address:
         raise UnreadableError("its PCI address is unknown to this torch; newer ones do")
     refused = ""
-    for number in range(nvml.ask_host(HostQuestion.NUM_GPUS)):
+    for number in range(nvml.ask_host("count")):
         try:
-            if nvml.ask_gpu(GpuQuestion.BUS_ID, number) == address:
+            if nvml.ask_gpu("bus_ids", number) == address:
                 return number
         except RefusedError as error:
             refused = f", and the address of GPU {number} is unknown: {error}"
@@ -234,13 +222,9 @@ def find_gpu(nvml: NvmlDriver, address: str) -> int:
 
 
 def watch(ask: Callable[[], Value], is_busy: Callable[[], bool]) -> Value:
-    """Return a link at its best while copies ran.
+    """Return a link, as ``ask`` answers, at its best while copies ran.
 
     What is answered after the last copy has ended does not count.
-
-    Args:
-        ask: Returns ``GpuQuestion.PCIE``'s answer.
-        is_busy: Whether copies run.
 
     Raises:
         RefusedError: The question is not answered.
@@ -254,32 +238,6 @@ def watch(ask: Callable[[], Value], is_busy: Callable[[], bool]) -> Value:
     if not best:
         raise UnreadableError("its copies had ended before NVML answered")
     return best
-
-
-def read_under_load(address: str, load: Callable[[], Callable[[], bool]]) -> Value:
-    """Return the link of a GPU while it copies, in the form of ``GpuQuestion.PCIE``.
-
-    Args:
-        address: Where the GPU is.
-        load: Begins to copy, and returns a function: whether the copies still run.
-
-    Returns:
-        Nothing for a GPU without a link, such as a virtual one.
-
-    Raises:
-        UnreadableError: It is unknown.
-    """
-    try:
-        with open_nvml() as module:
-            nvml = NvmlDriver(module)
-            number = find_gpu(nvml, address)
-            return watch(lambda: nvml.ask_gpu(GpuQuestion.PCIE, number), load())
-    except NoNvmlError as error:
-        raise UnreadableError(str(error)) from error
-    except RefusedError as error:
-        if error.code == NOT_SUPPORTED:
-            return None
-        raise UnreadableError(str(error)) from error
 
 
 @contextmanager
@@ -310,37 +268,32 @@ def _show(gb_per_s: float) -> str:
 
 
 _MEASURES = {
-    name: SpeedMeasure(did, _show, SLOW_SHARE, VERY_SLOW_SHARE)
-    for name, did in (
-        ("host_to_device_gb_per_s", "copied from the host at"),
-        ("device_to_host_gb_per_s", "copied to the host at"),
-        ("device_memory_gb_per_s", "copied within its memory at"),
+    f"{name}_gb_per_s": SpeedMeasure(action, _show, 0.9, 0.8)
+    for name, action in (
+        ("host_to_device", "copied from the host at"),
+        ("device_to_host", "copied to the host at"),
+        ("device_memory", "copied within its memory at"),
     )
 }
-_MEMORY = "device_memory_gb_per_s"
 
 
-@check(
-    Family.GPU,
-    FAIL,
-    f"""gpu-copy-speed: GPUs of one model copy as fast
+@check(Family.GPU, FAIL, COPIES)
+def gpu_copy_speed(fleet: Fleet) -> Problems:
+    """GPUs of one model copy as fast.
+
     reads: copies from pinned memory of the host, to it, and within the GPU's memory
         (read and written both count), the best of some rounds; one GPU after the other,
         from CPUs next to it, after the product of --burn
-    threshold: {SLOW_SHARE:.0%} of what most GPUs of the model reach, on all hosts;
-        below {VERY_SLOW_SHARE:.0%} a failure; with the host at least 21 GB/s on A100
-        SXM, 48 GB/s on H100 SXM and H200 SXM. A warning at most where no CPU next to
-        the GPU could be chosen
+    threshold: 90% of what most GPUs of the model reach, on all hosts; below 80% a
+        failure; with the host at least 21 GB/s on A100 SXM, 48 GB/s on H100 SXM and
+        H200 SXM. A warning at most where no CPU next to the GPU could be chosen
     source: the shares are ronde's own; 21 and 48 GB/s: Azure's node health checks (ND
         A100 v4, ND H100 v5, ND H200 v5)
     fix: Look at its PCI link (gpu-pcie-load) and clocks; seat it anew; for its own
         memory: dcgmi diag -r 3
     needs: --burn, torch, GPUs; to compare, several of one model
     why: Every step waits for the GPU whose data comes last.
-    """,
-    COPIES,
-)
-def _gpu_copy_speed(fleet: Fleet) -> Iterator[Problem]:
+    """
     known: dict[CheckedDevice, Value] = {}
     found: list[tuple[CheckedDevice, Problem]] = []
     for host, gpus in fleet.known(COPIES).items():
@@ -353,8 +306,8 @@ def _gpu_copy_speed(fleet: Fleet) -> Iterator[Problem]:
                 known[device] = copies
     for name, measure in _MEASURES.items():
         rates = {device: float(copies[name]) for device, copies in known.items()}
-        slow = dict(find_slow_devices(rates, measure))
-        if name != _MEMORY:
+        slow = find_slow_devices(rates, measure)
+        if not name.startswith("device_memory"):
             slow = _judge_with_host(known, rates, slow, measure)
         found += slow.items()
     yield from fold_devices(found)
@@ -372,7 +325,7 @@ def _judge_with_host(
         problem = slow.get(device)
         floor = _FLOORS_GB_PER_S.get(device.model.removeprefix("NVIDIA "), 0.0)
         if rate < floor and (problem is None or problem.severity is not FAIL):
-            what = f"{measure.did} {_show(rate)}, below the {floor:g} of a sound"
+            what = f"{measure.action} {_show(rate)}, below the {floor:g} of a sound"
             problem = Problem(f"{what} {device.model}", FAIL)
         if problem is not None and not known[device]["is_near"]:
             what = f"{problem.what} (its memory there may have been far)"
@@ -382,10 +335,10 @@ def _judge_with_host(
     return found
 
 
-@check(
-    Family.GPU,
-    FAIL,
-    """gpu-pcie-load: the GPUs' PCI links rise to what is possible under load
+@check(Family.GPU, FAIL, LOADED_LINKS)
+def gpu_pcie_load(fleet: Fleet) -> Problems:
+    """The GPUs' PCI links rise to what is possible under load.
+
     reads: NVML's width and generation of each link while the GPU copies from the host,
         the best of what is answered before the copies end, and what is possible in this
         host; GPUs are matched by their PCI address
@@ -397,13 +350,10 @@ def _judge_with_host(
         BIOS; sudo lspci -vv -s ADDRESS | grep Lnk
     needs: --burn, torch, an NVIDIA GPU, nvidia-ml-py
     why: Copies to the host and to network adapters take a multiple of the time.
-    """,
-    LOADED_LINKS,
-)
-def _gpu_pcie_load(fleet: Fleet) -> Iterator[Problem]:
+    """
     for facts in fleet.having(LOADED_LINKS):
         # Virtual machines do not see the slot; where it is unknown, it may be one.
-        is_virtual = facts.values.get("gpu.is_virtual", True)
+        severity = WARN if facts.values.get("gpu.is_virtual", True) else FAIL
         links: dict[str, Value] = facts.values[LOADED_LINKS]
         low = [each["address"] for each in links.values() if _is_low(each)]
         fix = f"sudo lspci -vv -s {low[0]} | grep Lnk" if low else ""
@@ -421,18 +371,11 @@ def _gpu_pcie_load(fleet: Fleet) -> Iterator[Problem]:
                     f"under load, x{link['max_width']} of generation "
                     f"{link['max_generation']} is possible"
                 )
-                found.append(
-                    (device, Problem(what, WARN if is_virtual else FAIL, fix=fix))
-                )
+                found.append((device, Problem(what, severity, fix=fix)))
         yield from fold_devices(found)
 
 
 def _is_low(link: Value) -> bool:
-    return (
-        link is not None
-        and "failure" not in link
-        and (
-            0 < link["width"] < link["max_width"]
-            or 0 < link["generation"] < link["max_generation"]
-        )
-    )
+    if link is None or "failure" in link:
+        return False
+    return any(0 < link[n] < link[f"max_{n}"] for n in ("width", "generation"))

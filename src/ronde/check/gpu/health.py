@@ -1,8 +1,6 @@
 """Whether GPUs are in good health: memory, clocks, temperature, firmware."""
 
-from collections.abc import Iterator
-
-from ronde.check.check import FAIL, WARN, Family, Problem, check
+from ronde.check.check import FAIL, WARN, Family, Problem, Problems, check
 from ronde.check.facts import Fleet, Value
 from ronde.check.gpu.judges import each_gpu, fold_gpus, odd_gpus
 
@@ -34,38 +32,34 @@ _CLOCK_EVENTS = (
 """Bit of the reason, the worst first."""
 
 
-@each_gpu(
-    FAIL,
-    f"""gpu-advice: the driver advises nothing for any GPU
+@each_gpu(FAIL, "gpu.recovery_action")
+def gpu_advice(action: Value) -> Problems:
+    """The driver asks for no recovery of any GPU.
+
     reads: NVML's field 230, the recovery action
     threshold: 0, none
     source: NVIDIA's NVML manual: NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
-    fix: {_RESET}
+    fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU, a driver of 2025 or later
     why: The GPU has met an error that it cannot recover from by itself.
-    """,
-    "gpu.recovery_action",
-)
-def _gpu_advice(action: Value) -> Iterator[Problem]:
+    """
     if action:
         what, fix = _ADVICE.get(action, (f"action {action}", ""))
         yield Problem(f"the driver advises {what}", fix=fix)
 
 
-@each_gpu(
-    FAIL,
-    f"""gpu-rows: no broken row of a GPU's memory is in use
+@each_gpu(FAIL, "gpu.remapped_rows")
+def gpu_rows(rows: Value) -> Problems:
+    """No broken row of a GPU's memory is in use.
+
     reads: NVML's remapped rows
-    threshold: none failed, none pending, at most {_MAX_UNCORRECTED_ROWS} replaced after
-        uncorrectable errors
+    threshold: none failed, none pending, at most 512 replaced after uncorrectable
+        errors
     source: Azure's node health checks; NVIDIA's GPU memory error management
-    fix: {_RESET}
+    fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU from Ampere on
     why: The next access to the row ends the job, or gives a wrong number.
-    """,
-    "gpu.remapped_rows",
-)
-def _gpu_rows(rows: Value) -> Iterator[Problem]:
+    """
     if rows["has_failed"]:
         yield Problem("a broken row of its memory could not be replaced", fix=_REPLACE)
     if rows["is_pending"]:
@@ -75,21 +69,18 @@ def _gpu_rows(rows: Value) -> Iterator[Problem]:
         yield Problem(what, fix=_REPLACE)
 
 
-@each_gpu(
-    FAIL,
-    f"""gpu-ecc-errors: GPUs have met no errors that ECC cannot correct, and few others
+@each_gpu(FAIL, "gpu.ecc_errors")
+def gpu_ecc_errors(counts: Value) -> Problems:
+    """GPUs have met no errors that ECC cannot correct, and few others.
+
     reads: NVML's error counters of caches (SRAM) and memory (DRAM)
-    threshold: caches: no uncorrectable since the driver was loaded,
-        {_MAX_SRAM_UNCORRECTED_EVER} ever, {_MAX_SRAM_CORRECTED} corrected; memory:
-        {_MAX_DRAM_CORRECTED} corrected
+    threshold: caches: no uncorrectable since the driver was loaded, 4 ever, 10000
+        corrected; memory: 20000000 corrected
     source: Azure's node health checks; 4 ever: Stas Bekman's ML engineering book
-    fix: {_RESET}
+    fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU with ECC
     why: Uncorrectable errors end the job; many corrected ones announce them.
-    """,
-    "gpu.ecc_errors",
-)
-def _gpu_ecc_errors(counts: Value) -> Iterator[Problem]:
+    """
     ever = counts["sram_uncorrected_ever"]
     if ever > _MAX_SRAM_UNCORRECTED_EVER:
         what = f"{ever} uncorrectable errors in its caches since it was made"
@@ -103,19 +94,17 @@ def _gpu_ecc_errors(counts: Value) -> Iterator[Problem]:
             yield Problem(f"{counts[name]} {what} since the last start")
 
 
-@each_gpu(
-    WARN,
-    """gpu-ecc-mode: ECC is on where it is on by default
+@each_gpu(WARN, "gpu.ecc_mode")
+def gpu_ecc_mode(mode: Value) -> Problems:
+    """ECC is on where it is on by default.
+
     reads: NVML's ECC mode: now, after the next reboot, by default
     threshold: all the same
     source: NVIDIA's NVML manual: nvmlDeviceGetDefaultEccMode
     fix: sudo nvidia-smi -e 1, then reboot
     needs: an NVIDIA GPU with ECC
-    why: A flipped bit changes weights without a word.
-    """,
-    "gpu.ecc_mode",
-)
-def _gpu_ecc_mode(mode: Value) -> Iterator[Problem]:
+    why: A flipped bit silently changes weights.
+    """
     if mode["now"] != mode["pending"]:
         after = "on" if mode["pending"] else "off"
         what = f"ECC will be {after} after the next reboot, and is not now"
@@ -124,9 +113,10 @@ def _gpu_ecc_mode(mode: Value) -> Iterator[Problem]:
         yield Problem("ECC is off, errors in memory go unseen")
 
 
-@each_gpu(
-    FAIL,
-    """gpu-clocks: nothing slows the GPUs' clocks down
+@each_gpu(FAIL, "gpu.clock_events")
+def gpu_clocks(reasons: Value) -> Problems:
+    """Nothing slows the GPUs' clocks down.
+
     reads: NVML's reasons for clocks below the highest, at this moment
     threshold: no slowdown by heat or by the power supply; a bare hardware slowdown,
         which also shows for a moment when clocks change, is a warning
@@ -134,47 +124,40 @@ def _gpu_ecc_mode(mode: Value) -> Iterator[Problem]:
     fix: check fans, airflow and power supplies; nvidia-smi -q -d PERFORMANCE
     needs: an NVIDIA GPU
     why: One slow GPU slows every step of all ranks.
-    """,
-    "gpu.clock_events",
-)
-def _gpu_clocks(reasons: Value) -> Iterator[Problem]:
+    """
     for bit, severity, what in _CLOCK_EVENTS:
         if reasons & bit:
             yield Problem(what, severity)
 
 
-@each_gpu(
-    FAIL,
-    f"""gpu-temperature: GPUs are well below their temperature limit
+@each_gpu(FAIL, "gpu.margin_celsius")
+def gpu_temperature(margin: Value) -> Problems:
+    """GPUs are well below their temperature limit.
+
     reads: NVML's margin temperature
-    threshold: {_MIN_MARGIN_CELSIUS} degrees Celsius below; at the limit is worse
+    threshold: 5 degrees Celsius below; at the limit is worse
     source: 0: gpud; 5: ronde's own
     fix: check fans, dust and airflow
     needs: an NVIDIA GPU from Hopper on
     why: At the limit the clocks go down, and all ranks wait.
-    """,
-    "gpu.margin_celsius",
-)
-def _gpu_temperature(margin: Value) -> Iterator[Problem]:
+    """
     if margin <= 0:
         yield Problem("as hot as it may be: its clocks are lowered")
     elif margin < _MIN_MARGIN_CELSIUS:
         yield Problem(f"{margin} degrees Celsius below its limit", WARN)
 
 
-@each_gpu(
-    WARN,
-    """gpu-power-limit: no GPU has a power limit below its default
+@each_gpu(WARN, "gpu.power_limit_w")
+def gpu_power_limit(limit: Value) -> Problems:
+    """No GPU has a power limit below its default.
+
     reads: NVML's enforced and default power limit
     threshold: the default
     source: ronde's own
     fix: sudo nvidia-smi -pl WATTS
     needs: an NVIDIA GPU
     why: Under load its clocks stay lower than those of the others.
-    """,
-    "gpu.power_limit_w",
-)
-def _gpu_power_limit(limit: Value) -> Iterator[Problem]:
+    """
     if limit["enforced"] < limit["default"]:
         what = f"limited to {limit['enforced']:g} W, by default {limit['default']:g} W"
         yield Problem(what, fix=f"sudo nvidia-smi -i N -pl {limit['default']:g}")
@@ -183,7 +166,12 @@ def _gpu_power_limit(limit: Value) -> Iterator[Problem]:
 @check(
     Family.GPU,
     FAIL,
-    """gpu-firmware: GPUs of one model have the same firmware, and sound records
+    "gpu.titles",
+    besides=("gpu.has_valid_inforom", "gpu.vbios", "gpu.gsp_firmware"),
+)
+def gpu_firmware(fleet: Fleet) -> Problems:
+    """GPUs of one model have the same firmware, and sound records.
+
     reads: NVML's versions of VBIOS and GSP firmware, and its validation of the
         InfoROM's checksums
     threshold: valid checksums; the versions that most GPUs of the model have (others
@@ -191,13 +179,9 @@ def _gpu_power_limit(limit: Value) -> Iterator[Problem]:
     source: NVIDIA's NVML manual: NVML_ERROR_CORRUPTED_INFOROM; versions: ronde's own
     fix: ask the vendor for the firmware of the others
     needs: an NVIDIA GPU; to compare, three of one model
-    why: Clocks, power and errors are handled by firmware; with a damaged InfoROM broken
-        rows and error counts of the past are lost, and some features too.
-    """,
-    "gpu.titles",
-    besides=("gpu.has_valid_inforom", "gpu.vbios", "gpu.gsp_firmware"),
-)
-def _gpu_firmware(fleet: Fleet) -> Iterator[Problem]:
+    why: Firmware controls clocks, power and errors. With a damaged InfoROM, the counts
+        of broken rows and of past errors are lost, and some features too.
+    """
     damaged = Problem(
         "its InfoROM is damaged",
         fix="have the GPU replaced, or its InfoROM written anew by the vendor",

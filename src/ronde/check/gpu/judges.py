@@ -1,19 +1,18 @@
 """Judges of what each GPU answers; GPUs of a host with one problem share a finding."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from ronde.check.check import Check, Family, Problem, Severity, check
+from ronde.check.check import Check, Family, Problem, Problems, Severity, make_check
 from ronde.check.facts import Fleet, Value, find_few
 from ronde.topology.cpu_sets import format_list
 
-TITLES = "gpu.titles"
 CPU = "cpu"
 _CUDA = "cuda:"
 
 
-def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Iterator[Problem]:
+def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
     """Yield the problems of a host's GPUs, in their order; None is a sound one."""
     alike: dict[Problem, list[int]] = defaultdict(list)
     for number, problem in enumerate(problems):
@@ -25,18 +24,15 @@ def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Iterator[Problem
 
 
 def each_gpu(
-    severity: Severity, text: str, *facts: str
-) -> Callable[[Callable[..., Iterator[Problem]]], Check]:
-    """Make a judge of one GPU a check; the first that it yields counts.
+    severity: Severity, *facts: str
+) -> Callable[[Callable[..., Problems]], Check]:
+    """Make a judge of one GPU a check; the first problem that it yields counts.
 
-    Args:
-        severity: See ``check``.
-        text: See ``check``.
-        facts: Lists with an answer for each GPU; the judge gets one of each.
+    The facts are lists with an answer for each GPU; the judge gets one of each.
     """
 
-    def make(judge: Callable[..., Iterator[Problem]]) -> Check:
-        def judge_all(fleet: Fleet) -> Iterator[Problem]:
+    def make(judge: Callable[..., Problems]) -> Check:
+        def judge_all(fleet: Fleet) -> Problems:
             for host in fleet.having(*facts):
                 answers = zip(*(host.values[f] or () for f in facts), strict=True)
                 found = (
@@ -47,26 +43,23 @@ def each_gpu(
                 )
                 yield from fold_gpus(host.host, found)
 
-        return check(Family.GPU, severity, text, *facts)(judge_all)
+        return make_check(judge, judge_all, Family.GPU, severity, facts)
 
     return make
 
 
 def odd_gpus(
     fleet: Fleet, fact: str, show: Callable[[Value], str], severity: Severity
-) -> Iterator[Problem]:
+) -> Problems:
     """Yield GPUs that are not as more than half of their model are, on all hosts.
 
-    Args:
-        fleet: The hosts.
-        fact: A list with an answer for each GPU; nothing where it does not apply.
-        show: Writes what is to be equal, for people; empty for what does not count.
-        severity: Of what it finds.
+    ``fact`` is a list with an answer for each GPU, or nothing; ``show`` writes what is
+    to be equal, for people, and nothing for what does not count.
     """
     shown: dict[str, list[tuple[str, str]]] = {}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for facts in fleet.having(fact, TITLES):
-        pairs = zip(facts.values[TITLES], facts.values[fact], strict=True)
+    for facts in fleet.having(fact, "gpu.titles"):
+        pairs = zip(facts.values["gpu.titles"], facts.values[fact], strict=True)
         shown[facts.host] = [(str(t), "" if a is None else show(a)) for t, a in pairs]
         for title, value in shown[facts.host]:
             if value:
@@ -86,42 +79,37 @@ def odd_gpus(
 
 
 class CheckedDevice(NamedTuple):
-    """One processor of one host.
-
-    Attributes:
-        host: Its host.
-        name: ``cpu``, all of the host's together, or ``cuda:0`` and so on.
-        model: Those of one model should be alike.
-    """
+    """One processor of one host; those of one model should be alike."""
 
     host: str
     name: str
+    """``cpu``, all of the host's together, or ``cuda:0`` and so on."""
+
     model: str
 
 
 class SpeedMeasure(NamedTuple):
-    """What is measured of devices, and when one is slow.
+    """What is measured of devices, and when one is slow."""
 
-    Attributes:
-        did: What it did, with the preposition before the amount: ``computed at``.
-        show: Writes an amount, with its unit.
-        slow: Below this share of what most have it is a warning.
-        very_slow: And below this one a failure.
-    """
+    action: str
+    """With the preposition before the amount: ``computed at``."""
 
-    did: str
     show: Callable[[float], str]
     slow: float
+    """Below this share of what most have it is a warning,"""
+
     very_slow: float
+    """and below this one a failure."""
 
 
 def find_slow_devices(
     amounts: Mapping[CheckedDevice, float], measure: SpeedMeasure
-) -> Iterator[tuple[CheckedDevice, Problem]]:
-    """Yield the devices that have less of something than most of their model have.
+) -> dict[CheckedDevice, Problem]:
+    """Return the devices that have less of something than most of their model have.
 
     All hosts count alike. In a draw, and with only two devices, all are shown.
     """
+    found: dict[CheckedDevice, Problem] = {}
     models: dict[str, dict[str, CheckedDevice]] = defaultdict(dict)
     for device in amounts:
         models[device.model][f"{device.host}\n{device.name}"] = device
@@ -141,11 +129,12 @@ def find_slow_devices(
             # In a draw no single device can be said to crawl.
             is_bad = label in fewest.hosts and not fewest.is_draw
             severity = Severity.FAIL if is_bad else Severity.WARN
-            what = f"{measure.did} {measure.show(amounts[device])}"
-            yield device, Problem(what, severity, usual)
+            what = f"{measure.action} {measure.show(amounts[device])}"
+            found[device] = Problem(what, severity, usual)
+    return found
 
 
-def fold_devices(found: Iterable[tuple[CheckedDevice, Problem]]) -> Iterator[Problem]:
+def fold_devices(found: Iterable[tuple[CheckedDevice, Problem]]) -> Problems:
     """Yield problems by host; devices whose problem is alike share one."""
     same: dict[Problem, dict[str, list[str]]] = {}
     for device, problem in found:

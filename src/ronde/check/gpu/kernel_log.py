@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Iterator
 
-from ronde.check.check import FAIL, INFORM, Family, Problem, each_host
+from ronde.check.check import FAIL, INFORM, Family, Problem, Problems, each_host
 from ronde.check.facts import Fleet, Value, Values
 from ronde.topology.pci import plain_address
 
@@ -106,22 +106,19 @@ def _records(path: str) -> Iterator[str]:
         os.close(fd)
 
 
-@each_host(
-    Family.GPU,
-    FAIL,
-    f"""gpu-xid: the driver has logged no error of a GPU of late
+@each_host(Family.GPU, FAIL, "gpu.xids")
+def gpu_xid(values: Values, _: Fleet) -> Problems:
+    """The driver has logged no error of a GPU of late.
+
     reads: Xid and SXid in /dev/kmsg
-    threshold: no Xid of the hardware and no fatal SXid for {_RECENT_S / 3600:g} hours;
-        those of programs are only shown
+    threshold: no Xid of the hardware and no fatal SXid for 2 hours; those of programs
+        are only shown
     source: Azure's node health checks; NVIDIA's catalogue of Xid errors; 144 to 150:
         gpud
     fix: look the number up in NVIDIA's catalogue of Xid errors; drain the host
     needs: an NVIDIA GPU; root where kernel.dmesg_restrict is 1
     why: What broke once in two hours will break again.
-    """,
-    "gpu.xids",
-)
-def _gpu_xid(values: Values, _: Fleet) -> Iterator[Problem]:
+    """
     for each in values["gpu.xids"]:
         if each["age_s"] > _RECENT_S:
             continue

@@ -2,28 +2,26 @@
 
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from ronde.check.check import FAIL, WARN, Family, Problem, check, each_host
+from ronde.check.check import (
+    FAIL,
+    WARN,
+    Family,
+    Problem,
+    Problems,
+    check,
+    each_host,
+)
 from ronde.check.facts import Fleet, UnreadableError, Value, Values
-from ronde.check.gpu.answers import COUNT
-from ronde.check.gpu.judges import TITLES, each_gpu, fold_gpus, odd_gpus
-from ronde.check.host.kernel import read_is_virtual
+from ronde.check.gpu.judges import each_gpu, fold_gpus, odd_gpus
+from ronde.check.gpu.nvml import COUNT
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.topology.probes.sysfs import read_functions
 
 _EXPECTED_LINKS = {"A100-SXM4": 12, "H100 80GB HBM3": 18, "GB200": 18, "GB300": 18}
 """By part of the model's name; those whose links the board joins, not a bridge."""
-
-_PEER_OK, _PEER_UNKNOWN = 0, 6
-_PEERS = {
-    1: "the chipset does not support it",
-    2: "the GPU does not support it",
-    3: "the topology does not support it",
-    4: "a setting of the driver forbids it",
-    5: "it is not supported",
-}
 
 _COMPLETED = 3
 _UNFINISHED = {1: "has not begun", 2: "goes on"}
@@ -40,6 +38,15 @@ _HEALTH = (
 """First bit, mask and bad value of each part of the health, the worst first."""
 _CONFIGURATION_BIT, _CONFIGURATION_MASK, _CONFIGURATION_FINE = 8, 0xF, (0, 1)
 
+_CPUINFO_BYTES = 8192
+"""Of the first CPU; some kernels take milliseconds for each further one."""
+
+_HYPERVISORS = re.compile(
+    r"QEMU|KVM|VMware|Virtual Machine|Google Compute Engine|Amazon EC2|OpenStack|Xen"
+)
+_BARE = ".metal"
+"""How the products of Amazon EC2 end that are whole machines."""
+
 _MELLANOX = "0x15b3"
 _FIRST_DMA_BUF = (5, 12)
 _EXTENDED, _SPACE_BYTES = 0x100, 4096
@@ -52,15 +59,28 @@ _PCIE, _VIRTUAL, _NVLINKS = "gpu.pcie", "gpu.is_virtual", "gpu.nvlinks"
 _DIRECT = "gpu.direct_rdma"
 
 
+def read_is_virtual(root: str) -> bool:
+    """Return whether this is a virtual machine; if that is unknown, it is none.
+
+    x86 shows it by a flag of its CPUs. Others do not, and there the name of the
+    firmware's maker counts.
+    """
+    cpu = read_text(f"{root}/proc/cpuinfo", _CPUINFO_BYTES)
+    flags = re.search(r"^flags\s*:(.*)", cpu, re.MULTILINE)
+    if flags is not None:
+        return "hypervisor" in flags[1].split()
+    firmware = f"{root}/sys/class/dmi/id"
+    names = " ".join(
+        read_text(f"{firmware}/{name}") for name in ("sys_vendor", "product_name")
+    )
+    return _HYPERVISORS.search(names) is not None and not names.endswith(_BARE)
+
+
 def read_direct_rdma(root: str, module: str) -> Value:
     """Return ``adapters``, how many RDMA adapters of NVIDIA's there are, and ``way``.
 
     The way is how an adapter may reach memory of a GPU: ``nvidia_peermem``,
-    ``DMA-BUF``, or empty.
-
-    Args:
-        root: Where ``sys`` and ``proc`` are; empty for this machine.
-        module: From ``read_module``.
+    ``DMA-BUF``, or empty. ``module`` is from ``read_module``.
     """
     top, way = f"{root}/sys/class/infiniband", ""
     vendors = [read_text(f"{top}/{name}/device/vendor") for name in list_names(top)]
@@ -80,9 +100,6 @@ def read_acs(root: str, cards: Iterable[str]) -> list[str]:
     """Return which bridges above cards send traffic between devices up to the host.
 
     None in virtual machines, which need it.
-
-    Raises:
-        UnreadableError: Not all of a bridge's registers may be read.
     """
     if read_is_virtual(root):
         return []
@@ -113,10 +130,10 @@ def _redirects(root: str, bridge: str) -> bool:
     return False
 
 
-@check(
-    Family.GPU,
-    FAIL,
-    """gpu-pcie: the GPUs' PCI links have all their lanes
+@check(Family.GPU, FAIL, _PCIE, _VIRTUAL)
+def gpu_pcie(fleet: Fleet) -> Problems:
+    """The GPUs' PCI links have all their lanes.
+
     reads: NVML's width of each link, and what is possible in this host; the generation
         now does not count, for idle GPUs lower it
     threshold: the width that is possible (a warning in virtual machines); width and
@@ -125,20 +142,14 @@ def _redirects(root: str, bridge: str) -> bool:
     fix: seat the card or its cable anew; look at the slot's settings in the BIOS
     needs: an NVIDIA GPU
     why: Copies to the host and to network adapters take a multiple of the time.
-    """,
-    _PCIE,
-    _VIRTUAL,
-)
-def _gpu_pcie(fleet: Fleet) -> Iterator[Problem]:
+    """
     narrow: set[str] = set()
     for facts in fleet.having(_PCIE, _VIRTUAL):
         # Virtual machines do not see the slot, whose lanes may be fewer.
         severity = WARN if facts.values[_VIRTUAL] else FAIL
+        what = "its PCI link has {width} lanes of {max_width}"
         found = (
-            Problem(
-                f"its PCI link has {link['width']} lanes of {link['max_width']}",
-                severity,
-            )
+            Problem(what.format(**link), severity)
             if link and 0 < link["width"] < link["max_width"]
             else None
             for link in facts.values[_PCIE]
@@ -150,18 +161,14 @@ def _gpu_pcie(fleet: Fleet) -> Iterator[Problem]:
     for problem in odd_gpus(fleet, _PCIE, lambda k: f"PCI link x{k['width']}", FAIL):
         if problem.host not in narrow:
             yield problem
-    yield from odd_gpus(
-        fleet,
-        _PCIE,
-        lambda link: f"PCI link of generation {link['max_generation']} at most",
-        WARN,
-    )
+    highest = "PCI link of generation {max_generation} at most"
+    yield from odd_gpus(fleet, _PCIE, lambda link: highest.format(**link), WARN)
 
 
-@check(
-    Family.GPU,
-    FAIL,
-    """gpu-nvlink: all NVLinks of a GPU are active
+@check(Family.GPU, FAIL, _NVLINKS, "gpu.titles")
+def gpu_nvlink(fleet: Fleet) -> Problems:
+    """All NVLinks of a GPU are active.
+
     reads: NVML's state of each NVLink
     threshold: 12 of A100 SXM, 18 of H100 SXM, GB200 and GB300; of each model what most
         GPUs have, on all hosts; none on the whole host is taken for a virtual machine,
@@ -171,17 +178,13 @@ def _gpu_pcie(fleet: Fleet) -> Iterator[Problem]:
         reboot the host
     needs: an NVIDIA GPU with NVLink
     why: NCCL uses as many links as the GPU with the fewest has, or none.
-    """,
-    _NVLINKS,
-    TITLES,
-)
-def _gpu_nvlink(fleet: Fleet) -> Iterator[Problem]:
+    """
     lacking: set[str] = set()
-    for facts in fleet.having(_NVLINKS, TITLES):
+    for facts in fleet.having(_NVLINKS, "gpu.titles"):
         links = facts.values[_NVLINKS]
         # Virtual machines with some of the GPUs may have no links at all.
         if any(any(each or ()) for each in links):
-            pairs = zip(links, facts.values[TITLES], strict=True)
+            pairs = zip(links, facts.values["gpu.titles"], strict=True)
             found = (_lacking_links(each or (), str(title)) for each, title in pairs)
             for problem in fold_gpus(facts.host, found):
                 lacking.add(facts.host)
@@ -205,44 +208,10 @@ def _lacking_links(links: Value, title: str) -> Problem | None:
     return Problem(f"{num_active} of {wanted} NVLinks are active{which}")
 
 
-@each_host(
-    Family.GPU,
-    WARN,
-    """gpu-peers: GPUs with NVLinks can read each other's memory
-    reads: NVML's peer status of each pair
-    threshold: OK for each pair of which both have active NVLinks; unknown counts for
-        nothing
-    source: NVIDIA's NVML manual: nvmlDeviceGetP2PStatus
-    fix: nvidia-smi topo -p2p r; look at containers, MIG and driver settings
-    needs: two NVIDIA GPUs with NVLink
-    why: NCCL copies through the host's memory instead.
-    """,
-    "gpu.peers",
-    _NVLINKS,
-)
-def _gpu_peers(values: Values, _: Fleet) -> Iterator[Problem]:
-    linked = [any(links or ()) for links in values[_NVLINKS]]
-    found: list[Problem | None] = []
-    for number, row in enumerate(values["gpu.peers"]):
-        bad = [
-            (other, status)
-            for other, status in enumerate(row or ())
-            if status not in (_PEER_OK, _PEER_UNKNOWN)
-            and linked[number]
-            and linked[other]
-        ]
-        problem = None
-        if bad:
-            others = format_list([other for other, _ in bad])
-            why = _PEERS.get(bad[0][1], "the driver gives no reason")
-            problem = Problem(f"no access to the memory of GPU {others}: {why}")
-        found.append(problem)
-    yield from fold_gpus("", found)
+@each_gpu(FAIL, "gpu.fabric")
+def gpu_fabric(fabric: Value) -> Problems:
+    """GPUs behind NVSwitches are registered with the fabric.
 
-
-@each_gpu(
-    FAIL,
-    """gpu-fabric: GPUs behind NVSwitches are registered with the fabric
     reads: NVML's fabric state, status and health
     threshold: completed without an error, and healthy
     source: NVIDIA's Fabric Manager guide and NVML manual: fabric health
@@ -250,10 +219,7 @@ def _gpu_peers(values: Values, _: Fleet) -> Iterator[Problem]:
         the driver's version); on GB200: look at the switch trays
     needs: NVIDIA GPUs behind NVSwitches
     why: CUDA does not start (error 802), or NVLinks are slow.
-    """,
-    "gpu.fabric",
-)
-def _gpu_fabric(fabric: Value) -> Iterator[Problem]:
+    """
     state, status = fabric["state"], fabric["status"]
     what = _UNFINISHED.get(state, "")
     if state == _COMPLETED and status:
@@ -276,10 +242,10 @@ def _gpu_fabric(fabric: Value) -> Iterator[Problem]:
         yield Problem(what, severity)
 
 
-@each_host(
-    Family.GPU,
-    FAIL,
-    """gpu-direct-rdma: RDMA adapters can reach the GPUs' memory
+@each_host(Family.GPU, FAIL, _DIRECT, COUNT)
+def gpu_direct_rdma(values: Values, fleet: Fleet) -> Problems:
+    """RDMA adapters can reach the GPUs' memory.
+
     reads: /sys/class/infiniband, /sys/module/nvidia_peermem, the kind of the driver and
         the kernel's version
     threshold: nvidia_peermem is loaded, or the open driver on Linux from 5.12
@@ -287,20 +253,16 @@ def _gpu_fabric(fabric: Value) -> Iterator[Problem]:
     fix: sudo modprobe nvidia-peermem (after the RDMA driver is installed)
     needs: several hosts, GPUs and RDMA adapters of NVIDIA's
     why: All traffic between hosts is copied through the host's memory.
-    """,
-    _DIRECT,
-    COUNT,
-)
-def _gpu_direct_rdma(values: Values, fleet: Fleet) -> Iterator[Problem]:
+    """
     adapters, way = values[_DIRECT]["adapters"], values[_DIRECT]["way"]
     if len(fleet.hosts) > 1 and values[COUNT] and adapters and not way:
         yield Problem(f"{adapters} RDMA adapters cannot reach the GPUs' memory")
 
 
-@each_host(
-    Family.GPU,
-    WARN,
-    """gpu-acs: PCI bridges pass traffic between devices on directly
+@each_host(Family.GPU, WARN, "gpu.acs", COUNT, _DIRECT)
+def gpu_acs(values: Values, _: Fleet) -> Problems:
+    """PCI bridges pass traffic between devices on directly.
+
     reads: the ACS control register of each bridge above a GPU; not in virtual machines,
         which need it
     threshold: no source validation, redirection or forwarding upstream
@@ -308,12 +270,7 @@ def _gpu_direct_rdma(values: Values, fleet: Fleet) -> Iterator[Problem]:
     fix: sudo setpci -s BRIDGE ECAP_ACS+0x6.w=0000, or switch ACS off in the BIOS
     needs: root; two GPUs, or a GPU and an RDMA adapter
     why: Traffic between GPUs and adapters goes up to the processor and is slow.
-    """,
-    "gpu.acs",
-    COUNT,
-    _DIRECT,
-)
-def _gpu_acs(values: Values, _: Fleet) -> Iterator[Problem]:
+    """
     bridges = values["gpu.acs"]
     # One device has nobody to send to.
     if bridges and (values[COUNT] or 0) + values[_DIRECT]["adapters"] > 1:

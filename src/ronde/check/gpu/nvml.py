@@ -1,99 +1,38 @@
-"""What NVIDIA's driver reports through the module ``pynvml``: questions and answers.
+"""What NVIDIA's driver reports through the module ``pynvml``, as facts ``gpu.*``.
 
-Each question is a few calls, made anew each time it is asked. Numbers of fields and
-errors are NVML's own, which do not change; names of calls that a release of the module
-or of the driver lacks are refused like what a GPU does not support.
+Each GPU is asked for in a process of its own: a driver that hangs on one leaves the
+facts of the others. An answer of all GPUs is a list in NVML's order, with nothing for a
+GPU to which the question does not apply. Numbers of fields and errors are NVML's own,
+which do not change; calls that a release of the module or of the driver lacks are
+refused like what a GPU does not support.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from ctypes import byref
-from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-from ronde.check.facts import Value
-from ronde.topology.cpu_sets import format_list, members
+from ronde.check.facts import FactReader, UnreadableError, Value
+from ronde.check.probing import ENDED, ProbeEntry, run_probes
+from ronde.topology.cpu_sets import format_list
+from ronde.topology.kernel_files import read_text
 from ronde.topology.pci import plain_address
+from ronde.topology.probes.nvml import NoNvmlError, open_nvml
+
+DEADLINE_S = 15.0
+"""What the questions about one GPU may take. Source: AMD's Primus."""
+
+COUNT = "gpu.count"
+LOST = "gpu.lost"
+"""Fact: of each GPU why it is lost; empty of one that answers."""
 
 
-class HostQuestion(StrEnum):
-    """Asked once a host; the answer is the fact ``gpu.`` and this name."""
-
-    NUM_GPUS = "count"
-    CUDA_VERSION = "cuda_version"
-    """The newest that the driver supports: ``[12, 4]``."""
-
-
-class GpuQuestion(StrEnum):
-    """Asked of each GPU; the answers are the fact ``gpu.`` and this name."""
-
-    TITLE = "titles"
-    BUS_ID = "bus_ids"
-    """Its address: ``0000:1b:00.0``."""
-
-    CAPABILITY = "capabilities"
-    """Compute capability: ``[9, 0]``."""
-
-    MEMORY = "memory_bytes"
-    """``total`` and ``used``."""
-
-    VBIOS = "vbios"
-    GSP = "gsp_firmware"
-    INFOROM = "has_valid_inforom"
-    RECOVERY = "recovery_action"
-    """The number of what the driver advises; 0 is nothing."""
-
-    REMAPPED_ROWS = "remapped_rows"
-    """``corrected`` and ``uncorrected``: how many; ``is_pending``; ``has_failed``."""
-
-    ECC_MODE = "ecc_mode"
-    """``now``, ``pending``, ``default``: whether errors in memory are corrected."""
-
-    ECC_ERRORS = "ecc_errors"
-    """``sram_uncorrected``, ``sram_corrected`` and ``dram_corrected`` since the driver
-    was loaded, ``sram_uncorrected_ever``."""
-
-    CLOCK_EVENTS = "clock_events"
-    """A bit for each reason for which its clocks are not as high as they can be."""
-
-    MARGIN = "margin_celsius"
-    PCIE = "pcie"
-    """``width`` and ``generation`` now, ``max_width`` and ``max_generation`` of this
-    GPU in this host."""
-
-    POWER_LIMIT = "power_limit_w"
-    """``enforced`` and ``default``, in watts."""
-
-    NVLINKS = "nvlinks"
-    """Of each NVLink that it has: whether it is active."""
-
-    FABRIC = "fabric"
-    """``state``, ``status``, ``health`` and ``summary`` as NVML numbers them."""
-
-    PEERS = "peers"
-    """Of each GPU, itself too: NVML's number for reading its memory; 0 is yes, 6 is
-    unknown."""
-
-    PERSISTENCE = "is_persistent"
-    MIG = "mig"
-    COMPUTE_MODE = "compute_mode"
-    """Who may use it: 0 all, 2 nobody, 3 one process."""
-
-    PROCESSES = "processes"
-    """``pid`` and ``memory_bytes`` (may be nothing) of each that computes on it, and
-    draws nothing."""
-
-    BUSY = "busy_percent"
-    NEAR_CPUS = "near_cpus"
-    """A list of CPUs as the kernel writes it: ``0-15,32-47``."""
+HOST_QUESTIONS = ("count", "cuda_version")
+"""Asked once a host; each answer is the fact ``gpu.`` and this name."""
 
 
 class RefusedError(Exception):
-    """NVML does not answer a question.
-
-    Args:
-        code: NVML's number of the error, see ``NOT_SUPPORTED`` and the like.
-        reason: In words.
-    """
+    """NVML does not answer a question; ``code`` is its number of the error."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -104,131 +43,83 @@ INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, INSUFFICIENT_POWER = 2, 3, 4, 8
 TIMEOUT, IRQ_ISSUE, FUNCTION_NOT_FOUND, CORRUPTED_INFOROM = 10, 11, 13, 14
 GPU_IS_LOST, RESET_REQUIRED, ARGUMENT_VERSION_MISMATCH, UNKNOWN = 15, 16, 25, 999
 
-LOST = frozenset({GPU_IS_LOST, RESET_REQUIRED})
+_REPORTED_LOST = frozenset({GPU_IS_LOST, RESET_REQUIRED})
 """Errors by which NVML reports a GPU as lost, whatever was asked."""
 
-GONE = LOST | {INSUFFICIENT_POWER, TIMEOUT, IRQ_ISSUE, UNKNOWN}
+_GONE = _REPORTED_LOST | {INSUFFICIENT_POWER, TIMEOUT, IRQ_ISSUE, UNKNOWN}
 """Errors by which a GPU without even a name is lost.
 
 The first sign that one has fallen off the bus is often nothing but ``UNKNOWN``.
 """
 
+_FAILED = 0
+"""No number of NVML's: the process that asked has ended."""
+
 _CORRECTED, _UNCORRECTED = 0, 1
 _SINCE_LOADED, _EVER = 0, 1
 _DRAM, _SRAM = 2, 7
-_READ = 0
-_PEER_UNKNOWN = 6
 _RECOVERY_FIELD = 230
 _MAX_LINKS = 36
-_CPU_WORDS = 64
-
-_Ask = Callable[..., Any]
-"""Calls a function of NVML's by name, for one GPU or for the host."""
 
 
 class NvmlDriver:
-    """Answers for this host.
+    """Answers for this host, by the module ``pynvml`` as ``open_nvml`` gives it.
 
-    Args:
-        nvml: The module ``pynvml``, as ``open_nvml`` gives it.
+    Both questions raise ``RefusedError`` where there is no answer.
     """
 
     def __init__(self, nvml: Any) -> None:  # noqa: ANN401  a module without types
-        self._nvml = nvml
+        self.nvml = nvml
         self._mismatch: Any = getattr(nvml, "NVMLLibraryMismatchError", ())
 
-    def ask_host(self, question: HostQuestion) -> Value:
-        """Return the answer.
-
-        Raises:
-            RefusedError: There is none.
-        """
-        if question is HostQuestion.NUM_GPUS:
-            return int(self._call("nvmlDeviceGetCount"))
-        version = int(self._call("nvmlSystemGetCudaDriverVersion_v2"))
+    def ask_host(self, question: str) -> Value:
+        """Return the answer to one of ``HOST_QUESTIONS``."""
+        if question == "count":
+            return int(self.call("nvmlDeviceGetCount"))
+        # The newest that the driver supports: 12040 is [12, 4].
+        version = int(self.call("nvmlSystemGetCudaDriverVersion_v2"))
         return [version // 1000, version % 1000 // 10]
 
-    def ask_gpu(self, question: GpuQuestion, number: int) -> Value:
-        """Return the answer for a GPU, as NVML counts them.
+    def ask_gpu(self, question: str, number: int) -> Value:
+        """Return the answer to one of ``GPU_QUESTIONS``, for NVML's number of a GPU."""
+        handle = self.call("nvmlDeviceGetHandleByIndex", number)
+        return GPU_QUESTIONS[question](_AskedGpu(self, handle))
 
-        Raises:
-            RefusedError: There is none.
-        """
-        handle = self._call("nvmlDeviceGetHandleByIndex", number)
-
-        def ask(name: str, *given: object) -> Any:  # noqa: ANN401
-            return self._call(name, handle, *given)
-
-        match question:
-            case GpuQuestion.PEERS:
-                count = self._call("nvmlDeviceGetCount")
-                return [0 if n == number else self._peer(ask, n) for n in range(count)]
-            case GpuQuestion.FABRIC:
-                return self._fabric(ask)
-            case GpuQuestion.MEMORY:
-                return self._memory(ask)
-            case _:
-                return _GPU[question](ask)
-
-    def _call(self, name: str, *given: object) -> Any:  # noqa: ANN401
-        function = getattr(self._nvml, name, None)
+    def call(self, name: str, *given: object) -> Any:  # noqa: ANN401
+        """Call a function of NVML's by name."""
+        function = getattr(self.nvml, name, None)
         if function is None:
             reason = f"nvidia-ml-py is too old: it has no {name}"
             raise RefusedError(FUNCTION_NOT_FOUND, reason)
         try:
             return function(*given)
-        except self._nvml.NVMLError as error:
+        except self.nvml.NVMLError as error:
             raise RefusedError(int(error.value), f"NVML reports: {error}") from error
         except self._mismatch as error:
             # Not one of NVML's own: the module's word for a driver without a function.
             reason = f"the driver is too old for nvidia-ml-py's {name}"
             raise RefusedError(FUNCTION_NOT_FOUND, reason) from error
 
-    def _peer(self, ask: _Ask, other: int) -> int:
-        """Return the number for one other GPU; what is wrong with that one is its own.
 
-        Of a GPU that is lost every question fails that names it, whoever is asked.
-        """
-        try:
-            handle = self._call("nvmlDeviceGetHandleByIndex", other)
-            return int(ask("nvmlDeviceGetP2PStatus", handle, _READ))
-        except RefusedError as error:
-            if error.code in GONE:
-                return _PEER_UNKNOWN
-            raise
+class _AskedGpu(NamedTuple):
+    driver: NvmlDriver
+    handle: Any
 
-    def _memory(self, ask: _Ask) -> Value:
-        """Return how much is used without what the driver keeps for itself."""
-        try:
-            version = getattr(self._nvml, "nvmlMemory_v2", None)
-            memory = ask("nvmlDeviceGetMemoryInfo", version)
-        except RefusedError:
-            # Before release 510 the driver has but the first form, which counts it.
-            memory = ask("nvmlDeviceGetMemoryInfo")
-        return {"total": int(memory.total), "used": int(memory.used)}
+    def __call__(self, name: str, *given: object) -> Any:  # noqa: ANN401
+        return self.driver.call(f"nvmlDevice{name}", self.handle, *given)
 
-    def _fabric(self, ask: _Ask) -> Value:
-        """Ask in the newest form of the question that module and driver both know."""
-        refusal = RefusedError(FUNCTION_NOT_FOUND, "nvidia-ml-py is too old")
-        for form in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
-            make = getattr(self._nvml, form, None)
-            if make is None:
-                continue
-            info = make()
+    def first_known(self, *names: str) -> Any:  # noqa: ANN401
+        """Call the first of some functions that driver and module have."""
+        for name in names[:-1]:
             try:
-                ask("nvmlDeviceGetGpuFabricInfoV", byref(info))
+                return self(name)
             except RefusedError as error:
-                refusal = error
-                if error.code not in {ARGUMENT_VERSION_MISMATCH, INVALID_ARGUMENT}:
-                    break
-                continue
-            return {
-                "state": int(info.state),
-                "status": int(info.status),
-                "health": int(info.healthMask),
-                "summary": int(getattr(info, "healthSummary", 0)),
-            }
-        raise refusal
+                if error.code != FUNCTION_NOT_FOUND:
+                    raise
+        return self(names[-1])
+
+
+_Answer = Callable[[_AskedGpu], Value]
 
 
 def _text(answer: Any) -> str:  # noqa: ANN401
@@ -236,17 +127,52 @@ def _text(answer: Any) -> str:  # noqa: ANN401
     return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
 
 
-def _texts(name: str) -> Callable[[_Ask], Value]:
+def _texts(name: str) -> _Answer:
     return lambda ask: _text(ask(name))
 
 
-def _number(name: str) -> Callable[[_Ask], Value]:
-    return lambda ask: int(ask(name))
+def _numbers(**names: str) -> _Answer:
+    return lambda ask: {part: int(ask(name)) for part, name in names.items()}
 
 
-def _has_valid_inforom(ask: _Ask) -> Value:
+def _memory(ask: _AskedGpu) -> Value:
+    """Return how much is used without what the driver keeps for itself."""
     try:
-        ask("nvmlDeviceValidateInforom")
+        version = getattr(ask.driver.nvml, "nvmlMemory_v2", None)
+        memory = ask("GetMemoryInfo", version)
+    except RefusedError:
+        # Before release 510 the driver has but the first form, which counts it.
+        memory = ask("GetMemoryInfo")
+    return {"total": int(memory.total), "used": int(memory.used)}
+
+
+def _fabric(ask: _AskedGpu) -> Value:
+    """Ask in the newest form of the question that module and driver both know."""
+    refusal = RefusedError(FUNCTION_NOT_FOUND, "nvidia-ml-py is too old")
+    for form in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
+        make = getattr(ask.driver.nvml, form, None)
+        if make is None:
+            continue
+        info = make()
+        try:
+            ask("GetGpuFabricInfoV", byref(info))
+        except RefusedError as error:
+            refusal = error
+            if error.code not in {ARGUMENT_VERSION_MISMATCH, INVALID_ARGUMENT}:
+                break
+            continue
+        return {
+            "state": int(info.state),
+            "status": int(info.status),
+            "health": int(info.healthMask),
+            "summary": int(getattr(info, "healthSummary", 0)),
+        }
+    raise refusal
+
+
+def _has_valid_inforom(ask: _AskedGpu) -> Value:
+    try:
+        ask("ValidateInforom")
     except RefusedError as error:
         if error.code == CORRUPTED_INFOROM:
             return False
@@ -254,8 +180,8 @@ def _has_valid_inforom(ask: _Ask) -> Value:
     return True
 
 
-def _recovery(ask: _Ask) -> Value:
-    (field,) = ask("nvmlDeviceGetFieldValues", [_RECOVERY_FIELD])
+def _recovery(ask: _AskedGpu) -> Value:
+    (field,) = ask("GetFieldValues", [_RECOVERY_FIELD])
     if field.nvmlReturn:
         # A driver that does not know a field reports an invalid number.
         code = int(field.nvmlReturn)
@@ -264,8 +190,8 @@ def _recovery(ask: _Ask) -> Value:
     return int(field.value.uiVal)
 
 
-def _remapped_rows(ask: _Ask) -> Value:
-    corrected, uncorrected, is_pending, has_failed = ask("nvmlDeviceGetRemappedRows")
+def _remapped_rows(ask: _AskedGpu) -> Value:
+    corrected, uncorrected, is_pending, has_failed = ask("GetRemappedRows")
     return {
         "corrected": int(corrected),
         "uncorrected": int(uncorrected),
@@ -274,15 +200,16 @@ def _remapped_rows(ask: _Ask) -> Value:
     }
 
 
-def _ecc_mode(ask: _Ask) -> Value:
-    now, pending = ask("nvmlDeviceGetEccMode")
-    (default,) = ask("nvmlDeviceGetDefaultEccMode")
+def _ecc_mode(ask: _AskedGpu) -> Value:
+    """Return whether errors in memory are corrected."""
+    now, pending = ask("GetEccMode")
+    (default,) = ask("GetDefaultEccMode")
     return {"now": bool(now), "pending": bool(pending), "default": bool(default)}
 
 
-def _ecc_errors(ask: _Ask) -> Value:
+def _ecc_errors(ask: _AskedGpu) -> Value:
     return {
-        name: int(ask("nvmlDeviceGetMemoryErrorCounter", *which))
+        name: int(ask("GetMemoryErrorCounter", *which))
         for name, which in (
             ("sram_uncorrected", (_UNCORRECTED, _SINCE_LOADED, _SRAM)),
             ("sram_uncorrected_ever", (_UNCORRECTED, _EVER, _SRAM)),
@@ -292,36 +219,25 @@ def _ecc_errors(ask: _Ask) -> Value:
     }
 
 
-def _clock_events(ask: _Ask) -> Value:
-    try:
-        return int(ask("nvmlDeviceGetCurrentClocksEventReasons"))
-    except RefusedError as error:
-        if error.code != FUNCTION_NOT_FOUND:
-            raise
-        return int(ask("nvmlDeviceGetCurrentClocksThrottleReasons"))
+def _clock_events(ask: _AskedGpu) -> Value:
+    """Return a bit for each reason for which clocks are not as high as they can be."""
+    names = "GetCurrentClocksEventReasons", "GetCurrentClocksThrottleReasons"
+    return int(ask.first_known(*names))
 
 
-def _pcie(ask: _Ask) -> Value:
+def _power_limit(ask: _AskedGpu) -> Value:
     return {
-        "width": int(ask("nvmlDeviceGetCurrPcieLinkWidth")),
-        "max_width": int(ask("nvmlDeviceGetMaxPcieLinkWidth")),
-        "generation": int(ask("nvmlDeviceGetCurrPcieLinkGeneration")),
-        "max_generation": int(ask("nvmlDeviceGetMaxPcieLinkGeneration")),
+        "enforced": ask("GetEnforcedPowerLimit") / 1000,
+        "default": ask("GetPowerManagementDefaultLimit") / 1000,
     }
 
 
-def _power_limit(ask: _Ask) -> Value:
-    return {
-        "enforced": ask("nvmlDeviceGetEnforcedPowerLimit") / 1000,
-        "default": ask("nvmlDeviceGetPowerManagementDefaultLimit") / 1000,
-    }
-
-
-def _nvlinks(ask: _Ask) -> Value:
+def _nvlinks(ask: _AskedGpu) -> Value:
+    """Return of each NVLink that it has whether it is active."""
     found: list[bool] = []
     for link in range(_MAX_LINKS):
         try:
-            found.append(bool(ask("nvmlDeviceGetNvLinkState", link)))
+            found.append(bool(ask("GetNvLinkState", link)))
         except RefusedError as error:
             # Numbers of links that it does not have may lie between others.
             if error.code not in {NOT_SUPPORTED, INVALID_ARGUMENT}:
@@ -329,9 +245,18 @@ def _nvlinks(ask: _Ask) -> Value:
     return found
 
 
-def _processes(ask: _Ask) -> Value:
-    computing = _list_processes(ask, "nvmlDeviceGetComputeRunningProcesses")
-    drawing = _drawing(ask) if computing else set[int]()
+def _processes(ask: _AskedGpu) -> Value:
+    """Return those that compute on it, but a desktop's: these draw as well."""
+
+    def list_those(kind: str) -> Any:  # noqa: ANN401
+        # Before release 510 the driver has but the second form.
+        name = f"Get{kind}RunningProcesses"
+        return ask.first_known(name, f"{name}_v2")
+
+    computing = list_those("Compute")
+    drawing: set[int] = set()
+    with suppress(RefusedError):
+        drawing |= {int(p.pid) for p in (list_those("Graphics") if computing else ())}
     return [
         {"pid": int(each.pid), "memory_bytes": each.usedGpuMemory}
         for each in computing
@@ -339,54 +264,152 @@ def _processes(ask: _Ask) -> Value:
     ]
 
 
-def _drawing(ask: _Ask) -> set[int]:
-    """Return the processes that draw: a desktop's do that, and compute besides."""
-    try:
-        processes = _list_processes(ask, "nvmlDeviceGetGraphicsRunningProcesses")
-    except RefusedError:
-        return set()
-    return {int(each.pid) for each in processes}
-
-
-def _list_processes(ask: _Ask, name: str) -> Any:  # noqa: ANN401
-    try:
-        return ask(name)
-    except RefusedError as error:
-        if error.code != FUNCTION_NOT_FOUND:
-            raise
-        # Before release 510 the driver has but the second form.
-        return ask(f"{name}_v2")
-
-
-def _near_cpus(ask: _Ask) -> Value:
-    words = ask("nvmlDeviceGetCpuAffinity", _CPU_WORDS)
-    return format_list(members(sum(int(w) << 64 * n for n, w in enumerate(words))))
-
-
-_GPU: dict[GpuQuestion, Callable[[_Ask], Value]] = {
-    GpuQuestion.TITLE: _texts("nvmlDeviceGetName"),
-    GpuQuestion.BUS_ID: lambda ask: plain_address(
-        _text(ask("nvmlDeviceGetPciInfo").busId)
+GPU_QUESTIONS: dict[str, _Answer] = {
+    "titles": _texts("GetName"),
+    "bus_ids": lambda ask: plain_address(_text(ask("GetPciInfo").busId)),
+    "memory_bytes": _memory,
+    "vbios": _texts("GetVbiosVersion"),
+    "gsp_firmware": _texts("GetGspFirmwareVersion"),
+    "has_valid_inforom": _has_valid_inforom,
+    "recovery_action": _recovery,
+    "remapped_rows": _remapped_rows,
+    "ecc_mode": _ecc_mode,
+    "ecc_errors": _ecc_errors,
+    "clock_events": _clock_events,
+    "margin_celsius": lambda ask: int(ask("GetMarginTemperature")),
+    # The generation now is that of the moment; the highest are of this GPU here.
+    "pcie": _numbers(
+        width="GetCurrPcieLinkWidth",
+        max_width="GetMaxPcieLinkWidth",
+        generation="GetCurrPcieLinkGeneration",
+        max_generation="GetMaxPcieLinkGeneration",
     ),
-    GpuQuestion.CAPABILITY: lambda ask: [
-        int(part) for part in ask("nvmlDeviceGetCudaComputeCapability")
-    ],
-    GpuQuestion.VBIOS: _texts("nvmlDeviceGetVbiosVersion"),
-    GpuQuestion.GSP: _texts("nvmlDeviceGetGspFirmwareVersion"),
-    GpuQuestion.INFOROM: _has_valid_inforom,
-    GpuQuestion.RECOVERY: _recovery,
-    GpuQuestion.REMAPPED_ROWS: _remapped_rows,
-    GpuQuestion.ECC_MODE: _ecc_mode,
-    GpuQuestion.ECC_ERRORS: _ecc_errors,
-    GpuQuestion.CLOCK_EVENTS: _clock_events,
-    GpuQuestion.MARGIN: _number("nvmlDeviceGetMarginTemperature"),
-    GpuQuestion.PCIE: _pcie,
-    GpuQuestion.POWER_LIMIT: _power_limit,
-    GpuQuestion.NVLINKS: _nvlinks,
-    GpuQuestion.PERSISTENCE: lambda ask: bool(ask("nvmlDeviceGetPersistenceMode")),
-    GpuQuestion.MIG: lambda ask: bool(ask("nvmlDeviceGetMigMode")[0]),
-    GpuQuestion.COMPUTE_MODE: _number("nvmlDeviceGetComputeMode"),
-    GpuQuestion.PROCESSES: _processes,
-    GpuQuestion.BUSY: lambda ask: int(ask("nvmlDeviceGetUtilizationRates").gpu),
-    GpuQuestion.NEAR_CPUS: _near_cpus,
+    "power_limit_w": _power_limit,
+    "nvlinks": _nvlinks,
+    "fabric": _fabric,
+    "mig": lambda ask: bool(ask("GetMigMode")[0]),
+    "processes": _processes,
+    "busy_percent": lambda ask: int(ask("GetUtilizationRates").gpu),
 }
+"""Asked of each GPU; the answers are the fact ``gpu.`` and this name."""
+
+ALL_ANSWERS = [f"gpu.{name}" for name in (*HOST_QUESTIONS, *GPU_QUESTIONS, "lost")]
+
+
+class GpuReport(NamedTuple):
+    """What NVML reports of one GPU, by question."""
+
+    answers: Mapping[str, Value]
+    refused: Mapping[str, tuple[int, str]]
+    """NVML's number of the error, and why."""
+
+    hung: str = ""
+    """Why nothing is known, of a GPU that does not answer at all."""
+
+
+def ask_gpu(nvml: NvmlDriver, number: int) -> GpuReport:
+    """Ask for one GPU in this process."""
+    answers: dict[str, Value] = {}
+    refused: dict[str, tuple[int, str]] = {}
+    for question in GPU_QUESTIONS:
+        try:
+            answers[question] = nvml.ask_gpu(question, number)
+        except RefusedError as error:
+            refused[question] = error.code, str(error)
+    return GpuReport(answers, refused)
+
+
+def ask_apart(count: int) -> list[GpuReport]:
+    """Ask for this host's GPUs, for each in a process of its own."""
+    modules = ("ronde.check.gpu.nvml",)
+    entries = {
+        str(number): ProbeEntry(modules, DEADLINE_S, "", {"gpu": number})
+        for number in range(count)
+    }
+    found: list[GpuReport] = []
+    for values, _, failure, _ in (run_probes(entries, {}) if count else {}).values():
+        if not failure:
+            refused = {n: (code, why) for n, (code, why) in values["refused"].items()}
+            found.append(GpuReport(values["answers"], refused))
+        elif failure.startswith(ENDED):
+            refused = dict.fromkeys(GPU_QUESTIONS, (_FAILED, failure))
+            found.append(GpuReport({}, refused))
+        else:
+            found.append(GpuReport({}, {}, failure))
+    return found
+
+
+def read(reader: FactReader) -> None:
+    """Be one of the processes: the setting ``gpu`` is the GPU's number."""
+    with open_nvml() as nvml:
+        report = ask_gpu(NvmlDriver(nvml), reader.settings["gpu"])
+    reader.values |= {"answers": report.answers, "refused": report.refused}
+
+
+def ask_driver(reader: FactReader) -> None:
+    """Store all that this host's NVML answers, and ``gpu.nvml_error``."""
+    with reader.reading(*ALL_ANSWERS):
+        try:
+            with open_nvml() as nvml:
+                keep_answers(reader, NvmlDriver(nvml), ask_apart)
+        except NoNvmlError as error:
+            if error.__cause__ is not None:
+                # It is there, and something is wrong with it.
+                reader.values["gpu.nvml_error"] = str(error.__cause__)
+            raise UnreadableError(str(error)) from error
+
+
+def keep_answers(
+    reader: FactReader,
+    nvml: NvmlDriver,
+    ask_gpus: Callable[[int], Sequence[GpuReport]],
+) -> None:
+    """Store the facts ``ALL_ANSWERS``; ``ask_gpus`` gets the number of GPUs."""
+    for question in HOST_QUESTIONS:
+        reader.keep(f"gpu.{question}", lambda q=question: _host_answer(nvml, q))
+    gpus = ask_gpus(reader.values.get(COUNT) or 0)
+    lost = {number: gpu.hung for number, gpu in enumerate(gpus)}
+    for question in GPU_QUESTIONS:
+        _keep_gpu_answers(reader, gpus, question, lost)
+    reader.values[LOST] = list(lost.values())
+    processes: Iterable[list[Value]] = reader.values.get("gpu.processes", ())
+    for process in (process for each in processes for process in each or ()):
+        # Empty where a container does not see it.
+        process["command"] = read_text(f"/proc/{process['pid']}/comm")
+
+
+def _host_answer(nvml: NvmlDriver, question: str) -> Value:
+    try:
+        return nvml.ask_host(question)
+    except RefusedError as error:
+        if error.code == NOT_SUPPORTED:
+            return None
+        raise UnreadableError(_reason(error.code, str(error))) from error
+
+
+def _keep_gpu_answers(
+    reader: FactReader,
+    gpus: Sequence[GpuReport],
+    question: str,
+    lost: dict[int, str],
+) -> None:
+    """Store the answers of all GPUs, and in ``lost`` why one is lost."""
+    refused: dict[int, str] = {}
+    # Every GPU that works has a name.
+    fatal = _GONE if question == "titles" else _REPORTED_LOST
+    for number, gpu in enumerate(gpus):
+        code, why = gpu.refused.get(question, (NOT_SUPPORTED, ""))
+        if code in fatal:
+            lost[number] = lost[number] or why
+        elif code != NOT_SUPPORTED and not lost[number]:
+            refused[number] = _reason(code, why)
+    fact = f"gpu.{question}"
+    if refused:
+        reason = next(iter(refused.values()))
+        reader.unreadable[fact] = f"of GPU {format_list(refused)}: {reason}"
+    if len(refused) < len(lost) or not lost:
+        reader.values[fact] = [gpu.answers.get(question) for gpu in gpus]
+
+
+def _reason(code: int, why: str) -> str:
+    return f"{why}{'; root would help' * (code == NO_PERMISSION)}"

@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 
 from ronde.check.check import (
@@ -11,60 +11,50 @@ from ronde.check.check import (
     WARN,
     Family,
     Problem,
+    Problems,
     check,
     differing,
     each_host,
     same_everywhere,
 )
-from ronde.check.facts import Fleet, Reading, Value, Values
-from ronde.check.gpu.answers import COUNT, DEADLINE_S, LOST, ask_driver
-from ronde.check.gpu.judges import TITLES, fold_gpus, odd_gpus
+from ronde.check.facts import FactReader, Fleet, Value, Values, spell
+from ronde.check.gpu.judges import fold_gpus, odd_gpus
 from ronde.check.gpu.kernel_log import read_xids
-from ronde.check.gpu.links import read_acs, read_direct_rdma
-from ronde.check.host.kernel import read_is_virtual
+from ronde.check.gpu.links import read_acs, read_direct_rdma, read_is_virtual
+from ronde.check.gpu.nvml import COUNT, LOST, ask_driver
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.topology.pci import is_gpu, read_link
 from ronde.topology.probes.sysfs import read_functions
 
 _CARDS, _MODULE, _FILES = "gpu.cards", "gpu.kernel_module", "gpu.files"
-_NVML, _MEMORY = "gpu.nvml_error", "gpu.memory_bytes"
+_NVML = "gpu.nvml_error"
 _BROKEN = os.strerror(errno.EIO)
-_REBOOT = "reboot the host; if it happens again, the GPU or its slot is broken"
-
 _NVIDIA = 0x10DE
 _OPENING = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
-_CARD = re.compile(r"nvidia\d+")
+_CARD = re.compile(r"(/dev/)?nvidia\d+")
 _VERSION = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s")
 
 
-def read(reading: Reading) -> None:
+def read(reader: FactReader) -> None:
     """Read all facts ``gpu.*``.
 
     A host without a driver for NVIDIA's GPUs has ``gpu.count`` 0 and no answers.
     """
-    root = reading.root
+    root = reader.root
     cards, module = read_cards(root), read_module(root)
     with opened_files(root) as files:
-        reading.values |= {_CARDS: cards, _MODULE: module, _FILES: files, _NVML: ""}
+        reader.values |= {_CARDS: cards, _MODULE: module, _FILES: files, _NVML: ""}
         if not (module or files):
             # What cards there are then stand idle, and one finding says so.
-            reading.values[COUNT] = 0
+            reader.values[COUNT] = 0
             return
         if not root:
-            ask_driver(reading)
-    reading.keep("gpu.is_virtual", lambda: read_is_virtual(root))
-    reading.keep("gpu.xids", lambda: read_xids(root))
-    reading.keep("gpu.direct_rdma", lambda: read_direct_rdma(root, module))
+            ask_driver(reader)
+    reader.keep("gpu.is_virtual", lambda: read_is_virtual(root))
+    reader.keep("gpu.xids", lambda: read_xids(root))
+    reader.keep("gpu.direct_rdma", lambda: read_direct_rdma(root, module))
     addresses = [each["address"] for each in cards]
-    reading.keep("gpu.acs", lambda: read_acs(root, addresses))
-    reading.keep("gpu.own_cpus", lambda: _read_own_cpus(root))
-
-
-def _read_own_cpus(root: str) -> str:
-    """Return the CPUs that a program may use, as the kernel lists them."""
-    lines = read_text(f"{root}/proc/self/status").splitlines()
-    fields = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    return fields["Cpus_allowed_list"].strip()
+    reader.keep("gpu.acs", lambda: read_acs(root, addresses))
 
 
 def read_cards(root: str) -> list[Value]:
@@ -115,14 +105,10 @@ def _open(path: str, closing: ExitStack) -> str:
     return ""
 
 
-def _is_card(name: str) -> bool:
-    return _CARD.fullmatch(name.removeprefix("/dev/")) is not None
+@each_host(Family.GPU, FAIL, _CARDS, _MODULE, _FILES, _NVML)
+def gpu_answers(values: Values, _: Fleet) -> Problems:
+    """The GPUs that are there have a driver that answers.
 
-
-@each_host(
-    Family.GPU,
-    FAIL,
-    """gpu-answers: the GPUs that are there have a driver that answers
     reads: NVIDIA's cards on the PCI bus, /proc/driver/nvidia/version, /dev/nvidia*, and
         NVML's first answer
     threshold: NVML answers where the driver is loaded or device files exist; cards
@@ -130,14 +116,8 @@ def _is_card(name: str) -> bool:
     source: NVIDIA's NVML manual: errors of nvmlInit
     fix: nvidia-smi, and read its error; sudo dmesg | grep NVRM
     needs: an NVIDIA GPU
-    why: CUDA does not start, or training runs on the CPU without a word.
-    """,
-    _CARDS,
-    _MODULE,
-    _FILES,
-    _NVML,
-)
-def _gpu_answers(values: Values, _: Fleet) -> Iterator[Problem]:
+    why: CUDA does not start, or training silently runs on the CPU.
+    """
     cards, module, files, error = (values[n] for n in (_CARDS, _MODULE, _FILES, _NVML))
     if error and files:
         fix = ""
@@ -161,23 +141,21 @@ def _gpu_answers(values: Values, _: Fleet) -> Iterator[Problem]:
         yield Problem(what, WARN)
 
 
-@each_host(
-    Family.GPU,
-    FAIL,
-    f"""gpu-files: the GPUs' device files can be opened
+@each_host(Family.GPU, FAIL, _FILES)
+def gpu_files(values: Values, _: Fleet) -> Problems:
+    """The GPUs' device files can be opened.
+
     reads: /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0 and so on: opens them
     threshold: the common ones and one GPU's open for reading and writing, none with
-        '{_BROKEN}'; /dev/nvidia-uvm may be absent where nvidia-modprobe would make it
+        'Input/output error'; /dev/nvidia-uvm may be absent where nvidia-modprobe would
+        make it
     source: NVIDIA's driver README, chapter on device files
     fix: docker run --gpus all; srun --gres=gpu:N; sudo chmod 666 /dev/nvidia*
     needs: an NVIDIA GPU
     why: CUDA reports no device, or fails with an unknown error.
-    """,
-    _FILES,
-)
-def _gpu_files(values: Values, _: Fleet) -> Iterator[Problem]:
+    """
     files: dict[str, str] = values[_FILES]
-    cards = {name: why for name, why in files.items() if _is_card(name)}
+    cards = {name: why for name, why in files.items() if _CARD.fullmatch(name)}
     # A job that has some of the GPUs may not open the files of the others; but with
     # this error the driver could not start the GPU.
     needed = {n: why for n, why in files.items() if n not in cards or why == _BROKEN}
@@ -185,61 +163,54 @@ def _gpu_files(values: Values, _: Fleet) -> Iterator[Problem]:
         needed |= cards
     bad = [f"{name} ({why})" for name, why in needed.items() if why]
     if bad:
-        fix = _REBOOT if _BROKEN in needed.values() else ""
-        yield Problem(f"cannot open {', '.join(bad)}", fix=fix)
+        is_broken = _BROKEN in needed.values()
+        yield Problem(f"cannot open {', '.join(bad)}", fix=gpu_lost.fix * is_broken)
 
 
-@check(
-    Family.GPU,
-    FAIL,
-    f"""gpu-lost: every GPU answers
+@check(Family.GPU, FAIL, LOST, _FILES, COUNT)
+def gpu_lost(fleet: Fleet) -> Problems:
+    """Every GPU answers.
+
     reads: NVML's answers for each GPU, each in a process of its own, and the device
         files that can be opened
     threshold: no GPU is reported as lost or in need of a reset, has no name, or does
-        not answer all questions in {DEADLINE_S:g} s; no fewer GPUs than device files
+        not answer all questions in 15 s; no fewer GPUs than device files
     source: NVIDIA's NVML manual: errors GPU_IS_LOST and RESET_REQUIRED, and those of
-        nvmlDeviceGetHandleByIndex; Xid 79, a GPU has fallen off the bus;
-        {DEADLINE_S:g} s: AMD's Primus
-    fix: {_REBOOT}
+        nvmlDeviceGetHandleByIndex; Xid 79, a GPU has fallen off the bus; 15 s: AMD's
+        Primus
+    fix: reboot the host; if it happens again, the GPU or its slot is broken
     needs: an NVIDIA GPU
     why: The rank on it fails at its first CUDA call, and the job with it.
-    """,
-    LOST,
-    _FILES,
-    COUNT,
-)
-def _gpu_lost(fleet: Fleet) -> Iterator[Problem]:
+    """
     for host in fleet.having(LOST, _FILES, COUNT):
         lost: list[str] = host.values[LOST]
         yield from fold_gpus(host.host, (Problem(w) if w else None for w in lost))
         files: dict[str, str] = host.values[_FILES]
-        num_files = sum(_is_card(name) and not why for name, why in files.items())
+        num_files = sum(not why for n, why in files.items() if _CARD.fullmatch(n))
         count = host.values[COUNT] or 0
         if count < num_files:
             what = f"NVML knows {count} GPUs, but {num_files} have device files"
             yield Problem(what, host=host.host)
 
 
-_gpu_count = same_everywhere(
-    Family.GPU,
-    FAIL,
-    """gpu-count: all hosts have the same number of GPUs
+@same_everywhere(Family.GPU, FAIL, COUNT, "number of GPUs")
+def gpu_count(count: Value) -> str:
+    """All hosts have the same number of GPUs.
+
     reads: the number of GPUs by NVML
     threshold: what most hosts have
     source: ronde's own: ranks are spread evenly over hosts
     fix: give each host its ranks with -H host:ranks, or find the missing GPU
     needs: several hosts
     why: A host gets more ranks than it has GPUs.
-    """,
-    COUNT,
-    "number of GPUs",
-)
+    """
+    return spell(count)
 
 
-@check(
-    Family.GPU,
-    WARN,
-    """gpu-model: all hosts have the same models of GPUs, with the same memory
+@check(Family.GPU, WARN, "gpu.titles")
+def gpu_model(fleet: Fleet) -> Problems:
+    """All hosts have the same models of GPUs, with the same memory.
+
     reads: NVML's names of the GPUs, and the total memory of each
     threshold: the models that most hosts have; the memory in whole GiB that most GPUs
         of the model have
@@ -249,18 +220,15 @@ _gpu_count = same_everywhere(
     needs: several hosts with GPUs
     why: The faster GPUs wait for the slower at every step, and a model that fits on
         the others runs out of memory.
-    """,
-    TITLES,
-)
-def _gpu_model(fleet: Fleet) -> Iterator[Problem]:
+    """
+    titles = "gpu.titles"
     # A host without GPUs differs in their number already.
-    having = tuple(facts for facts in fleet.having(TITLES) if facts.values[TITLES])
+    having = tuple(facts for facts in fleet.having(titles) if facts.values[titles])
     yield from differing(
         Fleet(having, fleet.settings),
-        TITLES,
+        titles,
         "GPUs are",
         lambda titles: ", ".join(sorted({title for title in titles if title})),
     )
-    yield from odd_gpus(
-        fleet, _MEMORY, lambda memory: f"{memory['total'] / 2**30:.0f} GiB", WARN
-    )
+    memory = "gpu.memory_bytes"
+    yield from odd_gpus(fleet, memory, lambda m: f"{m['total'] / 2**30:.0f} GiB", WARN)

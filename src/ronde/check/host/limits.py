@@ -1,7 +1,7 @@
-"""What a rank inherits: limits, capabilities, and what control groups allow."""
+"""Which machine it is, and what a rank inherits and may take there."""
 
 import math
-from collections.abc import Iterator
+import os
 from pathlib import Path
 
 from ronde.check.check import (
@@ -10,14 +10,21 @@ from ronde.check.check import (
     WARN,
     Family,
     Problem,
+    Problems,
     check,
     each_host,
     having_less,
     once_a_host,
 )
-from ronde.check.facts import Fleet, Reading, UnreadableError, Values
-from ronde.topology.kernel_files import read_number
-from ronde.topology.machine import list_groups, read_cores, read_cpu_limit, read_online
+from ronde.check.facts import FactReader, Fleet, UnreadableError, Values
+from ronde.memory import available_memory
+from ronde.topology.kernel_files import list_names, read_number, read_text
+from ronde.topology.machine import (
+    list_groups,
+    read_cores,
+    read_cpu_limit,
+    read_gpus,
+)
 from ronde.units import format_size
 
 UNLIMITED = -1
@@ -26,19 +33,29 @@ UNLIMITED = -1
 NO_PID_LIMIT = 1 << 40
 """More processes than any kernel has."""
 
-MIN_LOCKED_BYTES = 32 << 30
-MIN_OPEN_FILES, FEW_OPEN_FILES, GOOD_OPEN_FILES = 256, 4096, 65536
-MIN_PROCESSES, MIN_PIDS_LEFT = 4096, 64
-ALIKE_SHARE = 0.9
+_SHARED = "/dev/shm"  # noqa: S108 - it is looked at only
+_MIN_LOCKED_BYTES = 32 << 30
+_MIN_OPEN_FILES, _FEW_OPEN_FILES, _GOOD_OPEN_FILES = 256, 4096, 65536
+_MIN_PROCESSES, _MIN_PIDS_LEFT = 4096, 64
+_ALIKE_SHARE = 0.9
 """systemd lets an eighth of the memory be locked, which is never quite the same."""
+
+_MIN_SHARED_BYTES, _GOOD_SHARED_BYTES = 64 << 20, 8 << 30
+_USUAL_SHARED_SHARE = 0.4
+"""Of the memory that may be taken; Linux gives /dev/shm a half, some of it in use."""
+
+_MIN_RANK_BYTES, _GOOD_RANK_BYTES = 256 << 20, 1 << 30
 
 _LOCKED, _FILES = "host.memlock_bytes", "host.open_files"
 _USER_PIDS, _PIDS, _PIDS_LEFT = "host.max_processes", "host.pids_max", "host.pids_left"
-_CAPABILITIES, _QUOTA, _CPUS = (
-    "host.capabilities",
-    "host.cpu_quota",
-    "host.num_cpus",
+_CAPABILITIES, _ADAPTERS = "host.capabilities", "host.rdma_devices"
+_QUOTA, _CPUS = "host.cpu_quota", "host.num_cpus"
+_SIZE, _FREE, _WRITABLE = (
+    "host.shm_size_bytes",
+    "host.shm_free_bytes",
+    "host.is_shm_writable",
 )
+_TOTAL, _LEFT = "host.memory_bytes", "host.memory_available_bytes"
 _LIMITS = {
     _LOCKED: "Max locked memory",
     _FILES: "Max open files",
@@ -48,19 +65,36 @@ _BITS = {"ipc_lock": 14, "sys_resource": 24}
 _ALL_IDS = "4294967295"
 
 
-def read(reading: Reading) -> None:
-    """Read soft limits, capabilities, and the limits of control groups."""
-    root = reading.root
-    own = Path(f"{root}/proc/self")
-    with reading.reading(*_LIMITS):
+def read(reader: FactReader) -> None:
+    """Read soft limits, capabilities, limits of control groups, and memory."""
+    root = reader.root
+    adapters = f"{root}/sys/class/infiniband"
+    reader.keep("host.identity", lambda: _read_identity(Path(f"{root}/proc")))
+    reader.keep("host.num_gpus", lambda: len(read_gpus(root, {})))
+    reader.keep(_ADAPTERS, lambda: list_names(adapters))
+    own, shared = Path(f"{root}/proc/self"), Path(f"{root}{_SHARED}")
+    with reader.reading(*_LIMITS):
         text = (own / "limits").read_text()
-        reading.values |= {name: parse_limit(text, r) for name, r in _LIMITS.items()}
-    reading.keep(_CAPABILITIES, lambda: _read_capabilities(own))
-    reading.keep(_QUOTA, lambda: read_cpu_limit(root))
-    reading.keep(_CPUS, lambda: sum(len(core.cpus) for core in read_cores(root)))
-    reading.keep("host.num_cpus_online", lambda: read_online(root).bit_count())
-    with reading.reading(_PIDS, _PIDS_LEFT):
-        reading.values |= dict(zip((_PIDS, _PIDS_LEFT), _read_pids(root), strict=True))
+        reader.values |= {name: parse_limit(text, r) for name, r in _LIMITS.items()}
+    reader.keep(_CAPABILITIES, lambda: _read_capabilities(own))
+    reader.keep(_QUOTA, lambda: read_cpu_limit(root))
+    reader.keep(_CPUS, lambda: sum(len(core.cpus) for core in read_cores(root)))
+    with reader.reading(_PIDS, _PIDS_LEFT):
+        reader.values |= dict(zip((_PIDS, _PIDS_LEFT), _read_pids(root), strict=True))
+    with reader.reading(_SIZE, _FREE):
+        sizes = _read_room(shared)
+        reader.values |= dict(zip((_SIZE, _FREE), sizes, strict=True))
+    reader.keep(_WRITABLE, lambda: os.access(shared, os.W_OK | os.X_OK))
+    reader.keep(_TOTAL, lambda: parse_meminfo(Path(f"{root}/proc/meminfo").read_text()))
+    reader.keep(_LEFT, lambda: _read_left(root))
+
+
+def _read_identity(proc: Path) -> str:
+    """Return what no two hosts have alike, nor two containers of one machine."""
+    files = (proc / "sys/kernel/random/boot_id", proc / "sys/kernel/hostname")
+    names = [file.read_text(errors="replace").strip() for file in files]
+    spaces = [os.readlink(proc / "self/ns" / kind) for kind in ("net", "pid", "mnt")]  # noqa: PTH115
+    return " ".join((*names, *spaces))
 
 
 def parse_limit(text: str, row: str) -> int:
@@ -100,6 +134,29 @@ def _read_pids(root: str) -> tuple[int, int]:
     return highest, left
 
 
+def _read_room(directory: Path) -> tuple[int, int]:
+    """Return the size and what is free; without the directory there is no room."""
+    try:
+        room = os.statvfs(directory)
+    except FileNotFoundError:
+        return 0, 0
+    return room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+
+
+def parse_meminfo(text: str) -> int:
+    """Return of ``/proc/meminfo`` all memory in bytes."""
+    rows = [line.split() for line in text.splitlines()]
+    fields = {r[0]: int(r[1]) for r in rows if len(r) > 1 and r[1].isdecimal()}
+    return fields["MemTotal:"] * 1024
+
+
+def _read_left(root: str) -> int:
+    if "MemAvailable:" not in read_text(f"{root}/proc/meminfo"):
+        # Which is not to say that it has none.
+        raise UnreadableError("/proc/meminfo has no MemAvailable")
+    return available_memory(Path(f"{root}/")).num_bytes
+
+
 def _limit(value: int) -> float:
     return math.inf if value < 0 else value
 
@@ -113,10 +170,10 @@ def _show_files(amount: float) -> str:
     return f"{'any number of' if math.isinf(amount) else int(amount)} files may be open"
 
 
-@check(
-    Family.HOST,
-    FAIL,
-    """locked-memory: enough memory may be locked for RDMA
+@check(Family.HOST, FAIL, _LOCKED, _ADAPTERS, _CAPABILITIES)
+def locked_memory(fleet: Fleet) -> Problems:
+    """Enough memory may be locked for RDMA.
+
     reads: the limit on locked memory that a rank inherits, RDMA adapters in
         /sys/class/infiniband, and the capability to lock more
     threshold: 32GiB with an RDMA adapter, a warning without a GPU or another host; and
@@ -126,96 +183,86 @@ def _show_files(amount: float) -> str:
         slurmd, and memlock unlimited in /etc/security/limits.conf
     why: RDMA pins the buffers that it sends from: ibv_reg_mr fails, and NCCL stops or
         falls back to sockets.
-    """,
-    _LOCKED,
-    "host.rdma_devices",
-    _CAPABILITIES,
-)
-def _locked_memory(fleet: Fleet) -> Iterator[Problem]:
+    """
     limits = {host: _limit(value) for host, value in fleet.known(_LOCKED).items()}
-    few = having_less(limits, _show_locked, ALIKE_SHARE)
+    few = having_less(limits, _show_locked, _ALIKE_SHARE)
     yield from once_a_host(_lacking_memory(fleet), few)
 
 
-def _lacking_memory(fleet: Fleet) -> Iterator[Problem]:
-    for facts in fleet.having(_LOCKED, "host.rdma_devices", _CAPABILITIES):
-        values, adapters = facts.values, facts.values["host.rdma_devices"]
+def _lacking_memory(fleet: Fleet) -> Problems:
+    for facts in fleet.having(_LOCKED, _ADAPTERS, _CAPABILITIES):
+        values, adapters = facts.values, facts.values[_ADAPTERS]
         # With this capability the kernel does not count what a process locks.
         is_free = not adapters or "ipc_lock" in values[_CAPABILITIES]
-        if not is_free and _limit(values[_LOCKED]) < MIN_LOCKED_BYTES:
+        if not is_free and _limit(values[_LOCKED]) < _MIN_LOCKED_BYTES:
             # Many machines have an adapter; NCCL alone uses it, between hosts.
             is_used = len(fleet.hosts) > 1 and values.get("host.num_gpus") != 0
             what = f"{_show_locked(_limit(values[_LOCKED]))}, {adapters[0]} needs more"
             yield Problem(what, FAIL if is_used else WARN, host=facts.host)
 
 
-@check(
-    Family.HOST,
-    FAIL,
-    f"""open-files: a rank may open enough files
+@check(Family.HOST, FAIL, _FILES)
+def open_files(fleet: Fleet) -> Problems:
+    """A rank may open enough files.
+
     reads: the soft limit on open files that a rank inherits
-    threshold: {GOOD_OPEN_FILES}; below {FEW_OPEN_FILES} a warning, below
-        {MIN_OPEN_FILES} a failure; and no less than most hosts have
+    threshold: 65536; below 4096 a warning, below 256 a failure; and no less than most
+        hosts have
     source: PyTorch's notes on sharing tensors by file descriptors; the numbers are
         ronde's own
     fix: ulimit -n 65536, or nofile in /etc/security/limits.conf; docker run --ulimit
         nofile=65536
     why: Each connection and each tensor that a data loader's worker hands over is an
         open file: 'Too many open files', hours after the start.
-    """,
-    _FILES,
-)
-def _open_files(fleet: Fleet) -> Iterator[Problem]:
+    """
     limits = {host: _limit(value) for host, value in fleet.known(_FILES).items()}
     grades = (
-        (MIN_OPEN_FILES, FAIL),
-        (FEW_OPEN_FILES, WARN),
-        (GOOD_OPEN_FILES, INFORM),
+        (_MIN_OPEN_FILES, FAIL),
+        (_FEW_OPEN_FILES, WARN),
+        (_GOOD_OPEN_FILES, INFORM),
     )
     few = (
         Problem(_show_files(limit), next(s for n, s in grades if limit < n), host=host)
         for host, limit in limits.items()
-        if limit < GOOD_OPEN_FILES
+        if limit < _GOOD_OPEN_FILES
     )
     yield from once_a_host(few, having_less(limits, _show_files))
 
 
-@each_host(
-    Family.HOST,
-    FAIL,
-    f"""process-limit: there may be enough processes and threads
+@each_host(Family.HOST, FAIL, _USER_PIDS, _CAPABILITIES, _PIDS, _PIDS_LEFT)
+def process_limit(values: Values, _: Fleet) -> Problems:
+    """There may be enough processes and threads.
+
     reads: the soft limit on a user's processes that a rank inherits; pids.max and
         pids.current of the control groups around it
-    threshold: {MIN_PROCESSES} in all, a warning; a failure with less than
-        {MIN_PIDS_LEFT} free in the control group
+    threshold: 4096 in all, a warning; a failure with less than 64 free in the control
+        group
     source: ronde's own: eight ranks with the threads of BLAS, NCCL and data loaders on
         a large host have a few thousand
     fix: ulimit -u unlimited, or nproc in /etc/security/limits.conf; docker run
         --pids-limit -1; TasksMax=infinity in the unit; podPidsLimit of the kubelet
     why: Threads count as well; at the limit a library ends with 'Resource temporarily
         unavailable'.
-    """,
-    _USER_PIDS,
-    _CAPABILITIES,
-    _PIDS,
-    _PIDS_LEFT,
-)
-def _process_limit(values: Values, _: Fleet) -> Iterator[Problem]:
+    """
     limit, left = _limit(values[_USER_PIDS]), values[_PIDS_LEFT]
-    if left < MIN_PIDS_LEFT:
+    if left < _MIN_PIDS_LEFT:
         what = f"the control group allows {max(0, left)} more processes and threads"
         yield Problem(what)
-    elif values[_PIDS] < MIN_PROCESSES:
+    elif values[_PIDS] < _MIN_PROCESSES:
         what = f"the control group allows {values[_PIDS]} processes and threads"
         yield Problem(what, WARN)
-    elif limit < MIN_PROCESSES and "sys_resource" not in values[_CAPABILITIES]:
+    elif limit < _MIN_PROCESSES and "sys_resource" not in values[_CAPABILITIES]:
         yield Problem(f"a user may have {int(limit)} processes and threads", WARN)
 
 
-@each_host(
-    Family.HOST,
-    WARN,
-    """cpu-quota: each rank has a CPU of its own
+def _count_ranks(fleet: Fleet) -> str:
+    return "1 rank" if fleet.num_ranks == 1 else f"{fleet.num_ranks} ranks"
+
+
+@each_host(Family.HOST, WARN, _QUOTA, _CPUS)
+def cpu_quota(values: Values, fleet: Fleet) -> Problems:
+    """Each rank has a CPU of its own.
+
     reads: cpu.max (cpu.cfs_quota_us) of the control groups, and the CPUs that affinity
         and cpuset leave
     threshold: a CPU for each rank; a quota below the CPUs that are seen is shown
@@ -225,19 +272,58 @@ def _process_limit(values: Values, _: Fleet) -> Iterator[Problem]:
         --cpus-per-task), or run fewer ranks there
     why: A rank beyond its quota stands still for the rest of each 100 ms, and all
         others wait for it.
-    """,
-    _QUOTA,
-    _CPUS,
-)
-def _cpu_quota(values: Values, fleet: Fleet) -> Iterator[Problem]:
+    """
     quota, seen, wanted = values[_QUOTA], values[_CPUS], fleet.num_ranks
-    ranks = "1 rank" if wanted == 1 else f"{wanted} ranks"
     allowed = f"the control group allows {quota:g} CPUs at a time"
     if quota and quota < min(wanted, seen):
-        yield Problem(f"{allowed}, for {ranks}")
+        yield Problem(f"{allowed}, for {_count_ranks(fleet)}")
     elif 0 < seen < wanted:
-        yield Problem(f"{seen} CPUs may be used, for {ranks}")
+        yield Problem(f"{seen} CPUs may be used, for {_count_ranks(fleet)}")
     elif quota and quota < seen:
         fix = "Let libraries not start a thread for each CPU that they see: "
         fix += f"OMP_NUM_THREADS={max(1, int(quota) // wanted)}"
         yield Problem(f"{allowed}, and {seen} are seen", INFORM, fix=fix)
+
+
+@each_host(Family.HOST, FAIL, _SIZE, _FREE, _TOTAL, _LEFT)
+def shared_memory(values: Values, _: Fleet) -> Problems:
+    """The folder /dev/shm has room.
+
+    reads: size and free room of /dev/shm, and whether it may be written to
+    threshold: more than 64MiB; a warning below 8GiB, or below 40 % of the memory that
+        may be taken where that is less
+    source: Docker gives 64MiB by default; AMD's Primus asks for 8GiB
+    fix: docker run --shm-size 8g, or --ipc=host; in Kubernetes an emptyDir with medium
+        Memory at /dev/shm; else mount -o remount,size=8g /dev/shm
+    why: Data loaders hand batches over there, and NCCL its buffers: a rank ends with a
+        bus error.
+    """
+    size, free = values[_SIZE], values[_FREE]
+    # Half of a small machine's memory, or of a small container's, is not little there.
+    usual = min(values[_TOTAL], values[_LEFT]) * _USUAL_SHARED_SHARE
+    if size == 0:
+        yield Problem("there is no /dev/shm")
+    elif not values.get(_WRITABLE, True):
+        fix = f"As root: mount -o remount,rw {_SHARED} && chmod 1777 {_SHARED}"
+        yield Problem(f"nothing may be written to {_SHARED}", fix=fix)
+    elif free <= _MIN_SHARED_BYTES or free < min(_GOOD_SHARED_BYTES, usual):
+        what = f"{_SHARED} has {format_size(free)} free of {format_size(size)}"
+        yield Problem(what, FAIL if free <= _MIN_SHARED_BYTES else WARN)
+
+
+@each_host(Family.HOST, FAIL, _LEFT)
+def memory_left(values: Values, fleet: Fleet) -> Problems:
+    """There is memory for the ranks.
+
+    reads: MemAvailable, and the limits of the control groups less what they use
+    threshold: 1GiB for each rank; a failure below 256MiB
+    source: ronde's own: a process that has imported torch holds 200 to 500MiB
+    fix: End what takes it (ps aux --sort -rss), run fewer ranks, or raise the limit of
+        the container or job
+    why: The kernel kills the rank that asks for one page too many.
+    """
+    left, wanted = values[_LEFT], fleet.num_ranks
+    if left < _GOOD_RANK_BYTES * wanted:
+        severity = FAIL if left < _MIN_RANK_BYTES * wanted else WARN
+        what = f"{format_size(left)} of memory is free, for {_count_ranks(fleet)}"
+        yield Problem(what, severity)

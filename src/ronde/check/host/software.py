@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import ronde
@@ -19,6 +19,7 @@ from ronde.check.check import (
     WARN,
     Family,
     Problem,
+    Problems,
     check,
     differing,
     each_host,
@@ -27,30 +28,28 @@ from ronde.check.check import (
 )
 from ronde.check.facts import (
     ENVIRONMENT,
+    FactReader,
     Fleet,
-    Reading,
     UnreadableError,
     Values,
     find_odd,
 )
 from ronde.launch.environments import base_environment, own_environment, redacted
 from ronde.topology.kernel_files import list_names, read_text
-from ronde.topology.machine import read_cores, read_cpu_limit
 
 ABSENT = "not installed"
 """The version of what is not there."""
 
-OLDEST_TORCH = (2, 11)
+_OLDEST_TORCH = (2, 11)
 """What ronde's own requirements say."""
 
-RAS_CRASHES = (2, 26, 2), (2, 27, 7)
+_RAS_CRASHES = (2, 26, 2), (2, 27, 7)
 """NCCL from the first to the last of these may crash in its RAS thread."""
 
-_PYTHON, _PYTHON_PATH = "versions.python", "versions.python_path"
 _TORCH, _BUILD = "versions.torch", "versions.torch_build"
 _NCCL, _OTHER_NCCL = "versions.nccl", "versions.nccl_elsewhere"
-_PACKAGES, _DRIVER = "versions.packages", "versions.driver"
-_SETTINGS, _CPUS = "versions.environment", "versions.num_cpus"
+_PYTHON_PATH, _PACKAGES = "versions.python_path", "versions.packages"
+_SETTINGS, _DRIVER = "versions.environment", "versions.driver"
 
 _PREFIXES = ("NCCL_", "TORCH_", "CUDA_", "GLOO_", "OMP_", "UCX_", "RONDE_")
 _NAMES = frozenset({"LD_LIBRARY_PATH", "LD_PRELOAD"})
@@ -61,24 +60,24 @@ _NVIDIA_MODULE = re.compile(r"Module\s.*?(\d+\.\d+(\.\d+)*)")
 _HAS_ITS_CHECK = re.compile(r"torch|nvidia-nccl-.*|pip|setuptools|wheel")
 
 
-def read(reading: Reading) -> None:
-    """Read versions, settings, and how many CPUs may be used."""
-    root, forwarded = reading.root, reading.settings.get(ENVIRONMENT, {})
-    environment = select_environment(own_environment(), forwarded)
-    reading.values[_PYTHON] = sys.version.split()[0]
-    reading.values[_PYTHON_PATH] = sys.executable
-    with reading.reading(_TORCH, _BUILD):
+def read(reader: FactReader) -> None:
+    """Read versions and settings."""
+    environment = select_environment(
+        own_environment(), reader.settings.get(ENVIRONMENT, {})
+    )
+    reader.values["versions.python"] = sys.version.split()[0]
+    reader.values[_PYTHON_PATH] = sys.executable
+    with reader.reading(_TORCH, _BUILD):
         built = read_torch(_find_torch())
-        reading.values |= dict(zip((_TORCH, _BUILD), built, strict=True))
+        reader.values |= dict(zip((_TORCH, _BUILD), built, strict=True))
     packages = read_packages(sys.path)
     code = digest_code(Path(ronde.__file__).parent)
     packages["ronde"] = f"{ronde.__version__} (code {code})"
-    reading.values[_PACKAGES] = packages
-    reading.values[_NCCL] = find_nccl(packages)
-    reading.keep(_OTHER_NCCL, lambda: find_other_nccl(environment, sys.path))
-    reading.keep(_DRIVER, lambda: read_driver(root))
-    reading.values[_SETTINGS] = redacted(environment)
-    reading.keep(_CPUS, lambda: count_cpus(root))
+    reader.values[_PACKAGES] = packages
+    reader.values[_NCCL] = find_nccl(packages)
+    reader.keep(_OTHER_NCCL, lambda: find_other_nccl(environment, sys.path))
+    reader.keep(_DRIVER, lambda: read_driver(reader.root))
+    reader.values[_SETTINGS] = redacted(environment)
 
 
 def digest_code(package: Path) -> str:
@@ -102,8 +101,7 @@ def _find_torch() -> Path | None:
 def read_torch(package: Path | None) -> tuple[str, str]:
     """Return torch's version, and what it was built for: ``CUDA 12.8``.
 
-    Args:
-        package: Its directory; None if it is not installed.
+    ``package`` is its directory, None if it is not installed.
 
     Raises:
         UnreadableError: Its file is broken, as one that was cut off.
@@ -134,10 +132,8 @@ def read_torch(package: Path | None) -> tuple[str, str]:
 def read_packages(directories: Iterable[str]) -> dict[str, str]:
     """Return the versions of all packages, by their normal names.
 
-    They stand in the names of directories: opening each would take longer.
-
-    Args:
-        directories: Where Python looks, the first first.
+    They stand in the names of directories: opening each would take longer. Of two, the
+    one that Python finds first counts.
     """
     found: dict[str, str] = {}
     for directory in filter(None, directories):
@@ -159,9 +155,7 @@ def find_other_nccl(
 ) -> list[str]:
     """Return each NCCL that the loader's variables put before the wheel's.
 
-    Args:
-        environ: Of a rank.
-        directories: Where Python looks: a wheel's own NCCL lies below one of them.
+    ``directories``: where Python looks; a wheel's own NCCL lies below one of them.
     """
     preloaded = re.split(r"[:\s]+", environ.get("LD_PRELOAD", ""))
     found = [path for path in preloaded if "libnccl.so" in path]
@@ -189,9 +183,8 @@ def select_environment(
 ) -> dict[str, str]:
     """Return those variables of a rank here that change how it trains.
 
-    Args:
-        own: The environment of this host's agent.
-        forwarded: What every rank is given on top.
+    ``own`` is the environment of this host's agent, ``forwarded`` what every rank is
+    given on top.
     """
     known = base_environment(own) | dict(forwarded)
     return {
@@ -211,71 +204,37 @@ def _show_setting(value: str) -> str:
     return f"{value[:_MAX_VALUE_CHARS]}... (sha256 {mark})"
 
 
-def count_cpus(root: str) -> float:
-    """Return how many CPUs may be used at a time: threads, cut to the quota."""
-    threads = sum(len(core.cpus) for core in read_cores(root))
-    if not threads:
-        raise UnreadableError("no CPU is shown")
-    limit = read_cpu_limit(root)
-    return min(threads, limit) if limit else threads
+@check(Family.VERSIONS, FAIL, _TORCH, _BUILD)
+def torch(fleet: Fleet) -> Problems:
+    """All hosts have the same torch.
 
-
-_python = same_everywhere(
-    Family.VERSIONS,
-    WARN,
-    """python: all hosts have the same Python
-    reads: the version of the Python that ronde runs with
-    threshold: the same everywhere, to the last number; a host with another minor
-        version fails taking-part
-    source: ronde's own; what most hosts have, of three or more
-    fix: make the environment anew there, with the Python of the other hosts
-    needs: several hosts
-    why: The standard library differs a little, and so may packages.
-    """,
-    _PYTHON,
-    "Python",
-)
-
-
-@check(
-    Family.VERSIONS,
-    FAIL,
-    """torch: all hosts have the same torch
     reads: torch/version.py, without importing torch
     threshold: the same version, built for the same CUDA or HIP, everywhere
     source: ronde's own; what most hosts have, of three or more
     fix: pip install torch==VERSION there, with the version of the other hosts
     needs: several hosts
     why: Ranks compute different things, disagree on what they send, or hang.
-    """,
-    _TORCH,
-    _BUILD,
-)
-def _torch(fleet: Fleet) -> Iterator[Problem]:
+    """
     yield from once_a_host(
         differing(fleet, _TORCH, "torch"),
         differing(fleet, _BUILD, "torch built for"),
     )
 
 
-@each_host(
-    Family.VERSIONS,
-    FAIL,
-    """torch-installed: torch is installed, and new enough
+@each_host(Family.VERSIONS, FAIL, _TORCH, _PYTHON_PATH)
+def torch_installed(values: Values, _: Fleet) -> Problems:
+    """Torch is installed, and new enough.
+
     reads: torch/version.py, where the Python that ronde runs with finds it
     threshold: at least 2.11
     source: ronde's own requirements
     fix: pip install 'torch>=2.11', or name the ranks' Python with --python
     why: No rank can start training.
-    """,
-    _TORCH,
-    _PYTHON_PATH,
-)
-def _torch_installed(values: Values, _: Fleet) -> Iterator[Problem]:
+    """
     version = values[_TORCH]
     if version == ABSENT:
         yield Problem(f"torch is not installed for {values[_PYTHON_PATH]}", WARN)
-    elif () < _numbers(version) < OLDEST_TORCH:
+    elif () < _numbers(version) < _OLDEST_TORCH:
         yield Problem(f"torch {version} is older than ronde can use")
 
 
@@ -284,64 +243,52 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-_nccl = same_everywhere(
-    Family.VERSIONS,
-    FAIL,
-    """nccl: all hosts have the same NCCL
+@same_everywhere(Family.VERSIONS, FAIL, _NCCL, "NCCL")
+def nccl(version: str) -> str:
+    """All hosts have the same NCCL.
+
     reads: which nvidia-nccl wheel is installed
     threshold: the same version everywhere
     source: NCCL itself refuses: Mismatched NCCL version detected
     fix: pip install --force-reinstall torch==VERSION there
     needs: several hosts
     why: NCCL does not form a communicator, so training does not start.
-    """,
-    _NCCL,
-    "NCCL",
-)
+    """
+    return version
 
 
-@each_host(
-    Family.VERSIONS,
-    WARN,
-    """nccl-ras: NCCL is none that is known to crash
+@each_host(Family.VERSIONS, WARN, _NCCL, _SETTINGS)
+def nccl_ras(values: Values, _: Fleet) -> Problems:
+    """NCCL is none that is known to crash.
+
     reads: which nvidia-nccl wheel is installed, and NCCL_RAS_ENABLE
     threshold: not 2.26.2 to 2.27.7, or NCCL_RAS_ENABLE=0
     source: NVIDIA/nccl issues 1669, 1718, 1762 and 1996
     fix: export NCCL_RAS_ENABLE=0, or install a newer NCCL
     why: Its RAS thread crashes a rank now and then, mostly when it is queried.
-    """,
-    _NCCL,
-    _SETTINGS,
-)
-def _nccl_ras(values: Values, _: Fleet) -> Iterator[Problem]:
-    first, last = RAS_CRASHES
+    """
+    first, last = _RAS_CRASHES
     is_off = values[_SETTINGS].get("NCCL_RAS_ENABLE") == "0"
     if first <= _numbers(values[_NCCL]) <= last and not is_off:
         yield Problem(f"NCCL {values[_NCCL]} may crash in its RAS thread")
 
 
-@each_host(
-    Family.VERSIONS,
-    WARN,
-    """nccl-elsewhere: no other NCCL comes before torch's own
+@each_host(Family.VERSIONS, WARN, _NCCL, _OTHER_NCCL)
+def nccl_elsewhere(values: Values, _: Fleet) -> Problems:
+    """No other NCCL comes before torch's own.
+
     reads: LD_PRELOAD, and libnccl.so.2 in the directories of LD_LIBRARY_PATH
     threshold: none, where an nvidia-nccl wheel is installed
     source: ld.so(8): LD_PRELOAD comes first, LD_LIBRARY_PATH before a RUNPATH
     fix: unset LD_PRELOAD LD_LIBRARY_PATH, or take that NCCL out of them
     why: Another version than torch was built with may fail, or lack features.
-    """,
-    _NCCL,
-    _OTHER_NCCL,
-)
-def _nccl_elsewhere(values: Values, _: Fleet) -> Iterator[Problem]:
+    """
     if values[_OTHER_NCCL] and values[_NCCL] != ABSENT:
         path = values[_OTHER_NCCL][0]
         yield Problem(f"{path} may be loaded instead of torch's own NCCL")
 
 
-def _differing_names(
-    fleet: Fleet, fact: str, join: str, absent: str
-) -> Iterator[Problem]:
+def _differing_names(fleet: Fleet, fact: str, join: str, absent: str) -> Problems:
     """Yield each host once, with the names whose values differ there."""
     known: dict[str, dict[str, str]] = fleet.known(fact)
     found: dict[str, list[tuple[str, str]]] = {}
@@ -357,10 +304,10 @@ def _differing_names(
         yield Problem(", ".join(what) + more, usual="; ".join(usual), host=host)
 
 
-@check(
-    Family.VERSIONS,
-    WARN,
-    """packages: all hosts have the same Python packages
+@check(Family.VERSIONS, WARN, _PACKAGES)
+def packages(fleet: Fleet) -> Problems:
+    """All hosts have the same Python packages.
+
     reads: the names of *.dist-info and *.egg-info where Python looks, and a hash of
         ronde's code
     threshold: the same names and versions; torch and NCCL have checks of their own; a
@@ -369,17 +316,14 @@ def _differing_names(
     fix: pip install -r with the lock file of the other hosts
     needs: several hosts
     why: Ranks run different code: one fails to import, or computes otherwise.
-    """,
-    _PACKAGES,
-)
-def _packages(fleet: Fleet) -> Iterator[Problem]:
+    """
     return _differing_names(fleet, _PACKAGES, " ", ABSENT)
 
 
-@check(
-    Family.VERSIONS,
-    WARN,
-    """environment: ranks find the same settings on all hosts
+@check(Family.VERSIONS, WARN, _SETTINGS)
+def environment(fleet: Fleet) -> Problems:
+    """Ranks find the same settings on all hosts.
+
     reads: variables NCCL_*, TORCH_*, CUDA_*, GLOO_*, OMP_*, UCX_*, RONDE_*,
         LD_LIBRARY_PATH and LD_PRELOAD, as ronde run would give them to ranks
     threshold: the same values everywhere
@@ -387,57 +331,19 @@ def _packages(fleet: Fleet) -> Iterator[Problem]:
     fix: look for leftovers in ~/.bashrc and /etc/environment there
     needs: several hosts
     why: Ranks choose different networks, algorithms or libraries, or hang.
-    """,
-    _SETTINGS,
-)
-def _environment(fleet: Fleet) -> Iterator[Problem]:
+    """
     return _differing_names(fleet, _SETTINGS, "=", "(not set)")
 
 
-def count_threads(environ: Mapping[str, str]) -> int:
-    """Return the threads that ``OMP_NUM_THREADS`` gives a rank; 0 where it does not.
+@same_everywhere(Family.VERSIONS, WARN, _DRIVER, "GPU driver")
+def gpu_driver(version: str) -> str:
+    """All hosts have the same GPU driver.
 
-    For nested regions it lists a number each; the first is that of the outermost.
-    """
-    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(first) if first.isascii() and first.isdecimal() else 0
-
-
-@each_host(
-    Family.VERSIONS,
-    WARN,
-    """threads: ranks have no more threads than CPUs
-    reads: OMP_NUM_THREADS, ranks a host, the affinity mask and the CPU quota
-    threshold: threads * ranks <= CPUs that may be used
-    source: ronde's own: threads beyond the CPUs only wait for each other
-    fix: unset OMP_NUM_THREADS: ronde run divides the cores among the ranks
-    needs: OMP_NUM_THREADS
-    why: Threads wait for each other's turn, and every step takes longer.
-    """,
-    _SETTINGS,
-    _CPUS,
-)
-def _threads(values: Values, fleet: Fleet) -> Iterator[Problem]:
-    num_threads, num_cpus = count_threads(values[_SETTINGS]), values[_CPUS]
-    if num_threads * fleet.num_ranks > num_cpus:
-        yield Problem(
-            f"{fleet.num_ranks} ranks * OMP_NUM_THREADS={num_threads} is more than "
-            f"{num_cpus:g} CPUs",
-            fix=f"export OMP_NUM_THREADS={max(1, int(num_cpus / fleet.num_ranks))}",
-        )
-
-
-_gpu_driver = same_everywhere(
-    Family.VERSIONS,
-    WARN,
-    """gpu-driver: all hosts have the same GPU driver
     reads: /proc/driver/nvidia/version, else /sys/module/amdgpu/version
     threshold: the same version everywhere
     source: ronde's own; what most hosts have, of three or more
     fix: install the driver of the other hosts there, and reboot
     needs: several hosts
     why: Features differ: peer access, NVLink and CUDA's limits on the driver.
-    """,
-    _DRIVER,
-    "GPU driver",
-)
+    """
+    return version

@@ -14,52 +14,43 @@ from ronde.check.check import (
     WARN,
     Family,
     Problem,
+    Problems,
     Severity,
     check,
     name_pair,
     name_some,
 )
 from ronde.check.facts import Fleet, Value
-from ronde.check.hosts import HostSet, Step
+from ronde.check.hosts import HostSet, ProbeStep
+from ronde.check.judging import HostPair
 from ronde.check.network.pair_jobs import FAILURES, RATES, REMARKS, WAY, Benches
-from ronde.check.network.streams import Pair, Streams
+from ronde.check.network.streams import Streams
 
 Rates = Mapping[str, Mapping[str, float]]
 """By receiver, then by sender: what came through, in gigabytes (1e9) per second."""
 
-SLOW_SHARE, _CRAWL_SHARE = 0.7, 0.3
+_SLOW_SHARE, _CRAWL_SHARE = 0.7, 0.3
 """Below these shares of the median a host or a link is slow, and crawls."""
 
 
 class SlowHost(NamedTuple):
-    """A host that is slow with most others.
-
-    Attributes:
-        host: Its name.
-        rate: Median over its partners of the lower of both directions, GB/s.
-        sent: Median over its partners of what it sends, GB/s.
-        received: Median over its partners of what it receives, GB/s.
-        usual: What pairs without a slow host have, GB/s.
-        partners: With whom it is slow, the slowest first.
-    """
+    """A host that is slow with most others; medians over its partners, in GB/s."""
 
     host: str
     rate: float
+    """Of the lower of both directions."""
+
     sent: float
     received: float
     usual: float
+    """What pairs without a slow host have."""
+
     partners: tuple[str, ...]
+    """With whom it is slow, the slowest first."""
 
 
 class SlowLink(NamedTuple):
-    """Two hosts that are slow with each other alone.
-
-    Attributes:
-        host: The one.
-        other: The other.
-        rate: The lower of both directions, GB/s.
-        usual: What pairs without a slow host have, GB/s.
-    """
+    """Two hosts that are slow with each other alone; the lower direction, in GB/s."""
 
     host: str
     other: str
@@ -68,18 +59,13 @@ class SlowLink(NamedTuple):
 
 
 class SlowHosts(NamedTuple):
-    """The result of a tournament.
-
-    Attributes:
-        hosts: Slow ones.
-        links: Slow ones between hosts that are not slow.
-    """
+    """The result of a tournament: slow hosts, and slow links between others."""
 
     hosts: tuple[SlowHost, ...]
     links: tuple[SlowLink, ...]
 
 
-def rounds(hosts: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
+def rounds(hosts: Sequence[str]) -> Iterator[tuple[HostPair, ...]]:
     """Yield rounds of disjoint pairs, in which each host meets each other once.
 
     There is one round less than hosts, and as many as hosts where their number is odd:
@@ -98,21 +84,21 @@ def rounds(hosts: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
         places.insert(1, places.pop())
 
 
-def judge_pairs(rates: Rates, share: float = SLOW_SHARE) -> SlowHosts:
-    """Return who is slow.
+def judge_pairs(rates: Rates) -> SlowHosts:
+    """Return who is slow; pairs of which one direction is missing do not count.
 
     A pair is as fast as the slower of its directions. A host is slow where the median
-    over its partners is below ``share`` of the median of all hosts' medians: one slow
+    over its partners is below a share of the median of all hosts' medians: one slow
     link does not make it that, as long as it has three partners. The links of slow
     hosts are not listed again; each other link is compared with what is usual then.
 
     With only two hosts neither is slow: there is nothing to compare them with.
-
-    Args:
-        rates: What was measured; pairs of which one direction is missing do not count.
-        share: Above zero, at most one.
     """
-    pairs = _pairs_of(rates)
+    pairs = {
+        (a, b): min(rates[a][b], rates[b][a])
+        for a, b in combinations(rates, 2)
+        if b in rates[a] and a in rates[b]
+    }
     met: dict[str, dict[str, float]] = {}
     for (a, b), rate in pairs.items():
         met.setdefault(a, {})[b] = rate
@@ -121,34 +107,32 @@ def judge_pairs(rates: Rates, share: float = SLOW_SHARE) -> SlowHosts:
         return SlowHosts((), ())
     medians = {host: median(partners.values()) for host, partners in met.items()}
     middle = median(medians.values())
-    slow = {host for host, rate in medians.items() if rate < share * middle}
+    slow = {host for host, rate in medians.items() if rate < _SLOW_SHARE * middle}
     others = {pair: rate for pair, rate in pairs.items() if not slow & {*pair}}
     # Slow hosts draw down the medians of the others, all the more the fewer they are.
     usual = max(middle, median(others.values())) if others else middle
-    limit = share * usual
-    described = (_describe(h, rates, met[h], usual, limit) for h in met if h in slow)
+    limit = _SLOW_SHARE * usual
+    described = tuple(
+        SlowHost(
+            host,
+            medians[host],
+            median(rates[other][host] for other in partners),
+            median(rates[host][other] for other in partners),
+            usual,
+            tuple(
+                sorted(
+                    (o for o in partners if partners[o] < limit),
+                    key=partners.__getitem__,
+                )
+            ),
+        )
+        for host, partners in met.items()
+        if host in slow
+    )
     links = (
         SlowLink(*pair, rate, usual) for pair, rate in others.items() if rate < limit
     )
-    return SlowHosts(tuple(described), tuple(links))
-
-
-def _pairs_of(rates: Rates) -> dict[tuple[str, str], float]:
-    return {
-        (a, b): min(rates[a][b], rates[b][a])
-        for a, b in combinations(rates, 2)
-        if b in rates[a] and a in rates[b]
-    }
-
-
-def _describe(
-    host: str, rates: Rates, met: Mapping[str, float], usual: float, limit: float
-) -> SlowHost:
-    sent = median(rates[other][host] for other in met)
-    received = median(rates[host][other] for other in met)
-    partners = sorted((o for o in met if met[o] < limit), key=met.__getitem__)
-    rate = median(met.values())
-    return SlowHost(host, rate, sent, received, usual, tuple(partners))
+    return SlowHosts(described, tuple(links))
 
 
 _GPUS = ("gpu.count", "versions.torch_build")
@@ -163,24 +147,32 @@ def run(hosts: HostSet) -> None:
     if len(hosts.names) < 2:
         return
     engine = _choose_engine(hosts)
-    way = _way(hosts, engine)
+    is_tcp = engine == "tcp"
+    way = Streams() if is_tcp else Benches(engine, _num_ranks(hosts, engine))
     for name in hosts.names:
         hosts.note(name, RATES, {})
         hosts.note(name, FAILURES, {})
         hosts.note(name, WAY, engine)
         if engine == "nccl":
             hosts.note(name, REMARKS, {})
-    ready = _open(hosts, way)
-    schedule = list(rounds(ready))
+    schedule = list(rounds(_open(hosts, way)))
     # What is left out is spread over the schedule.
-    stride = max(1, -(-len(schedule) // way.max_rounds))
-    played = schedule[::stride]
+    played = schedule[:: max(1, -(-len(schedule) // way.max_rounds))]
     for pairs in played:
         _play(hosts, way, pairs)
-    suspected = _suspected(hosts)
+    rates = {name: facts.values[RATES] for name, facts in hosts.facts.items()}
+    slow, links = judge_pairs(rates)
+    suspected = [
+        *({each.host, partner} for each in slow for partner in each.partners),
+        *({each.host, each.other} for each in links),
+    ]
     for pairs in played:
         _play(hosts, way, [pair for pair in pairs if {*pair} in suspected])
-    _note_unmet(hosts)
+    for name, facts in hosts.facts.items():
+        if not facts.values[RATES]:
+            del facts.values[RATES]
+            reasons = [*facts.values[FAILURES].values(), "no other host was met"]
+            hosts.note_unread(name, RATES, facts.unreadable.get(RATES, reasons[0]))
 
 
 def _choose_engine(hosts: HostSet) -> str:
@@ -188,17 +180,12 @@ def _choose_engine(hosts: HostSet) -> str:
     asked = str(hosts.settings["bandwidth"])
     if asked != "auto":
         return asked
-    facts = [each.values for each in hosts.facts.values()]
     is_nccl = all(
-        int(values.get(_GPUS[0]) or 0) > 0
-        and str(values.get(_GPUS[1])).startswith(("CUDA", "HIP"))
-        for values in facts
+        int(each.values.get(_GPUS[0]) or 0) > 0
+        and str(each.values.get(_GPUS[1])).startswith(("CUDA", "HIP"))
+        for each in hosts.facts.values()
     )
     return "nccl" if is_nccl else "tcp"
-
-
-def _way(hosts: HostSet, engine: str) -> Streams | Benches:
-    return Streams() if engine == "tcp" else Benches(engine, _num_ranks(hosts, engine))
 
 
 def _num_ranks(hosts: HostSet, engine: str) -> int:
@@ -210,41 +197,19 @@ def _num_ranks(hosts: HostSet, engine: str) -> int:
     return max(1, min(wanted or fewest, fewest))
 
 
-def _suspected(hosts: HostSet) -> list[set[str]]:
-    rates = {name: facts.values[RATES] for name, facts in hosts.facts.items()}
-    slow, links = judge_pairs(rates)
-    return [
-        *({each.host, partner} for each in slow for partner in each.partners),
-        *({each.host, each.other} for each in links),
-    ]
-
-
-def _note_unmet(hosts: HostSet) -> None:
-    for name, facts in hosts.facts.items():
-        if not facts.values[RATES]:
-            del facts.values[RATES]
-            reasons = [*facts.values[FAILURES].values(), "no other host was met"]
-            hosts.note_unread(name, RATES, facts.unreadable.get(RATES, reasons[0]))
-
-
 def _open(hosts: HostSet, way: Streams | Benches) -> list[str]:
     """Return the hosts that can be measured, in the user's order."""
-    failures = {
-        **dict.fromkeys(hosts.names, ""),
-        **way.open(hosts),
-        **{
-            name: "no other host has a route to it"
-            for name, address in hosts.addresses.items()
-            if not address
-        },
-    }
+    failures = dict.fromkeys(hosts.names, "") | {**way.open(hosts)}
+    for name, address in hosts.addresses.items():
+        if not address:
+            failures[name] = "no other host has a route to it"
     for name, failure in failures.items():
         if failure:
             hosts.note_unread(name, RATES, failure)
     return [name for name, failure in failures.items() if not failure]
 
 
-def _play(hosts: HostSet, way: Streams | Benches, pairs: Sequence[Pair]) -> None:
+def _play(hosts: HostSet, way: Streams | Benches, pairs: Sequence[HostPair]) -> None:
     """Measure disjoint pairs; the better of two measurements stays."""
     if not pairs:
         return
@@ -260,7 +225,7 @@ def _play(hosts: HostSet, way: Streams | Benches, pairs: Sequence[Pair]) -> None
                 known[RATES][other] = max(rate, known[RATES].get(other, 0.0))
 
 
-STEP = Step(
+STEP = ProbeStep(
     "bandwidth", run, (RATES, FAILURES, WAY, REMARKS), _GPUS, setting="bandwidth"
 )
 
@@ -273,10 +238,10 @@ def _show(gb_per_s: float) -> str:
     return f"{gb_per_s:.3g} GB/s"
 
 
-@check(
-    Family.NETWORK,
-    FAIL,
-    """slow-host-link: a host exchanges as much with the others as they do
+@check(Family.NETWORK, FAIL, RATES)
+def slow_host_link(fleet: Fleet) -> Problems:
+    """A host exchanges as much with the others as they do.
+
     reads: what comes through between each two hosts, each host's median: TCP streams
         both ways, or ronde bench all_reduce among the ranks of both
     threshold: at least 70 % of the median of all hosts; below 30 % it fails; two hosts
@@ -288,12 +253,9 @@ def _show(gb_per_s: float) -> str:
         HOST,OTHER ronde bench sendrecv -b 64M -e 64M shows what an engine reaches.
     needs: several hosts, and --bandwidth
     why: Gradients go through all hosts: the slowest sets the pace of every step.
-    """,
-    RATES,
-)
-def _slow_host_link(fleet: Fleet) -> Iterator[Problem]:
+    """
     for slow in judge_pairs(fleet.known(RATES)).hosts:
-        limit = SLOW_SHARE * slow.usual
+        limit = _SLOW_SHARE * slow.usual
         if slow.sent < limit <= slow.received:
             what = f"it sends only {_show(slow.sent)} to"
         elif slow.received < limit <= slow.sent:
@@ -308,10 +270,10 @@ def _slow_host_link(fleet: Fleet) -> Iterator[Problem]:
         )
 
 
-@check(
-    Family.NETWORK,
-    FAIL,
-    """slow-pair: no two hosts exchange less than either does with the others
+@check(Family.NETWORK, FAIL, RATES)
+def slow_pair(fleet: Fleet) -> Problems:
+    """No two hosts exchange less than either does with the others.
+
     reads: what comes through between each two hosts: TCP streams both ways, or ronde
         bench all_reduce among the ranks of both
     threshold: at least 70 % of the median of all pairs without a slow host; below 30 %
@@ -321,10 +283,7 @@ def _slow_host_link(fleet: Fleet) -> Iterator[Problem]:
         ONE,OTHER ronde bench sendrecv -b 64M -e 64M shows what an engine reaches.
     needs: several hosts, and --bandwidth
     why: A ring that has the two as neighbours is as slow as they are.
-    """,
-    RATES,
-)
-def _slow_pair(fleet: Fleet) -> Iterator[Problem]:
+    """
     for link in judge_pairs(fleet.known(RATES)).links:
         fix = (
             f"ronde run -H {link.host},{link.other} ronde bench sendrecv -b 64M -e 64M "

@@ -7,24 +7,31 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ronde import addresses
 from ronde.addresses import is_loopback
-from ronde.check.check import FAIL, WARN, Family, Problem, check, each_host
-from ronde.check.facts import ENVIRONMENT, Fleet, Reading, Value, Values
+from ronde.check.check import (
+    FAIL,
+    WARN,
+    Family,
+    Problem,
+    Problems,
+    check,
+    each_host,
+)
+from ronde.check.facts import ENVIRONMENT, FactReader, Fleet, Value, Values
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.pci import read_link
 
 ADDRESS = "network.address"
 """Fact: the address by which others reach this host; empty if they have no route."""
 
-LOOKUP_S = 2.0
-MAX_DOWNS_A_DAY = 5
+_LOOKUP_S = 2.0
+_MAX_DOWNS_A_DAY = 5
 
 _INTERFACES, _UPTIME = "network.interfaces", "network.uptime_s"
 _VARIABLES, _OWN_NAME = "network.variables", "network.own_name"
-_PORTS = "network.rdma_ports"
 _DAY_S = 86400
 
 _LOOPBACK, _INFINIBAND = "772", "32"
@@ -41,20 +48,18 @@ _OF_CONTAINERS = re.compile(
 """Interfaces that lead to containers or virtual machines of this host alone."""
 
 Interfaces = Mapping[str, Mapping[str, Any]]
-Resolve = Callable[[str], list[str]]
-"""Returns the numeric addresses of a name, the first to be tried first."""
 
 
-def read(reading: Reading) -> None:
+def read(reader: FactReader) -> None:
     """Read interfaces and names; a name server that hangs costs two seconds."""
-    root = reading.root
-    own_name = OwnName.look_up(root)
-    reading.keep(_INTERFACES, lambda: read_interfaces(root))
-    forwarded = reading.settings.get(ENVIRONMENT, {})
-    reading.keep(_VARIABLES, lambda: read_variables(root, forwarded))
+    root = reader.root
+    wait_for_name = look_up_own_name(root)
+    reader.keep(_INTERFACES, lambda: read_interfaces(root))
+    forwarded = reader.settings.get(ENVIRONMENT, {})
+    reader.keep(_VARIABLES, lambda: read_variables(root, forwarded))
     uptime = Path(f"{root}/proc/uptime")
-    reading.keep(_UPTIME, lambda: float(uptime.read_text("ascii").split()[0]))
-    reading.keep(_OWN_NAME, own_name.wait)
+    reader.keep(_UPTIME, lambda: float(uptime.read_text("ascii").split()[0]))
+    reader.keep(_OWN_NAME, wait_for_name)
 
 
 def read_interfaces(root: str) -> dict[str, Value]:
@@ -65,9 +70,6 @@ def read_interfaces(root: str) -> dict[str, Value]:
     ``virtual``), ``state`` as the kernel calls it, ``mtu`` in bytes, ``mbit_per_s``
     (0: unknown), ``carrier_changes`` (-1: unknown) and ``addresses``, which only this
     host itself has.
-
-    Raises:
-        OSError: There are none to be seen.
     """
     directory = f"{root}/sys/class/net"
     found: dict[str, dict[str, Any]] = {}
@@ -107,9 +109,7 @@ def _kind(own: str) -> str:
 def read_variables(root: str, forwarded: Mapping[str, str]) -> dict[str, str]:
     """Return what chooses interfaces and adapters in the environment of ranks here.
 
-    Args:
-        root: Where ``proc`` is; empty for this machine.
-        forwarded: What every rank is given on top of this host's own environment.
+    ``forwarded`` is what every rank is given on top of this host's own environment.
     """
     # The file, and not the mapping: a saved tree has one, too.
     lines = Path(f"{root}/proc/self/environ").read_bytes().split(b"\0")
@@ -122,50 +122,36 @@ def read_variables(root: str, forwarded: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-class OwnName(NamedTuple):
-    """A look-up of the host's own name, in a thread: a server may never answer.
+def look_up_own_name(
+    root: str, resolve: Callable[[str], list[str]] | None = None
+) -> Callable[..., dict[str, Value]]:
+    """Begin to look up the host's own name, in a thread: a server may never answer.
 
-    Attributes:
-        name: The host's own.
-        thread: Ends when there is an answer.
-        found: Gets ``addresses`` or ``error``.
+    Returns:
+        What waits, for two seconds or as long as given, and returns ``name``,
+        ``addresses`` in their order, and ``error``, else empty.
     """
+    name = read_text(f"{root}/proc/sys/kernel/hostname") or socket.gethostname()
+    found: dict[str, Value] = {}
 
-    name: str
-    thread: threading.Thread
-    found: dict[str, Value]
+    def ask() -> None:
+        try:
+            if resolve:
+                found["addresses"] = resolve(name)
+            else:
+                found["addresses"] = _read_hosts(root, name) if root else _ask(name)
+        except (OSError, UnicodeError) as error:
+            found["error"] = getattr(error, "strerror", None) or str(error)
 
-    @classmethod
-    def look_up(cls, root: str, resolve: Resolve | None = None) -> "OwnName":
-        """Begin to ask.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
 
-        Args:
-            root: Of a saved tree, of which ``etc/hosts`` alone is asked; empty for
-                this host, which asks what the C library asks.
-            resolve: Asks instead.
-        """
-        name = read_text(f"{root}/proc/sys/kernel/hostname") or socket.gethostname()
-        found: dict[str, Value] = {}
-
-        def ask() -> None:
-            try:
-                if resolve:
-                    found["addresses"] = resolve(name)
-                else:
-                    found["addresses"] = _read_hosts(root, name) if root else _ask(name)
-            except (OSError, UnicodeError) as error:
-                found["error"] = getattr(error, "strerror", None) or str(error)
-
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        return cls(name, thread, found)
-
-    def wait(self, timeout_s: float = LOOKUP_S) -> dict[str, Value]:
-        """Return ``name``, ``addresses`` in their order, and ``error``, else empty."""
-        self.thread.join(timeout_s)
+    def wait(timeout_s: float = _LOOKUP_S) -> dict[str, Value]:
+        thread.join(timeout_s)
         late = {"error": f"no answer within {timeout_s:g} s"}
-        empty = {"name": self.name, "addresses": list[str](), "error": ""}
-        return {**empty, **(self.found or late)}
+        return {"name": name, "addresses": [], "error": "", **(found or late)}
+
+    return wait
 
 
 def _ask(name: str) -> list[str]:
@@ -185,7 +171,7 @@ def _read_hosts(root: str, name: str) -> list[str]:
 
 
 def chooses(setting: str, name: str) -> bool:
-    """Say whether NCCL's way to choose takes an interface, or a port of an adapter.
+    """Return whether NCCL's way to choose takes an interface, or a port of an adapter.
 
     A list of beginnings; of whole names after ``=``, and of what not to take after
     ``^``. An adapter may be followed by a colon and the port: ``mlx5_0:1``.
@@ -205,27 +191,21 @@ def chooses(setting: str, name: str) -> bool:
     return is_listed != is_excluding
 
 
-@each_host(
-    Family.NETWORK,
-    WARN,
-    f"""host-name: the host's own name leads to an address that others reach
+@each_host(Family.NETWORK, WARN, _OWN_NAME, _INTERFACES, _VARIABLES, besides=(ADDRESS,))
+def host_name(values: Values, fleet: Fleet) -> Problems:
+    """The host's own name leads to an address that others reach.
+
     reads: the addresses of the host's name by the C library's resolver, and its own
-        addresses; nothing where {_GLOO} is set
+        addresses; nothing where GLOO_SOCKET_IFNAME is set
     threshold: the first address that is this host's is neither loopback nor a container
         bridge's
     source: Gloo listens at what the host's name resolves to, or at loopback; a warning,
         for ronde run names the interface instead
-    fix: Correct /etc/hosts, or export {_GLOO} (ronde run does).
+    fix: Correct /etc/hosts, or export GLOO_SOCKET_IFNAME (ronde run does).
     needs: several hosts
-    why: Started by torchrun or mpirun, ranks of Gloo listen at loopback without a word;
-        those of other hosts connect to themselves or are refused.
-    """,
-    _OWN_NAME,
-    _INTERFACES,
-    _VARIABLES,
-    besides=(ADDRESS,),
-)
-def _host_name(values: Values, fleet: Fleet) -> Iterator[Problem]:
+    why: Started by torchrun or mpirun, ranks of Gloo silently listen at loopback; those
+        of other hosts connect to themselves or are refused.
+    """
     # With the variable nobody asks for the name.
     if len(fleet.hosts) < 2 or values[_VARIABLES].get(_GLOO):
         return
@@ -259,47 +239,37 @@ def _unreached_name(own: Mapping[str, Any], interfaces: Interfaces) -> str:
     return ""
 
 
-@each_host(
-    Family.NETWORK,
-    FAIL,
-    f"""chosen-interface: the interface that variables choose is there
-    reads: {", ".join((*_BY_PREFIX, *_BY_NAME))}
+@each_host(Family.NETWORK, FAIL, _INTERFACES, _VARIABLES)
+def chosen_interface(values: Values, fleet: Fleet) -> Problems:
+    """The interface that variables choose is there.
+
+    reads: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME
     threshold: an interface fits, which is not for this host alone and has an address;
         of a list of Gloo's each is there
     source: NCCL's and Gloo's documentation of the variables
     fix: Unset the variable, or name an interface of this host: ip -br address.
     why: Ranks find no interface and end at once, or listen where nobody comes.
-    """,
-    _INTERFACES,
-    _VARIABLES,
-)
-def _chosen_interface(values: Values, fleet: Fleet) -> Iterator[Problem]:
+    """
+    interfaces: Interfaces = values[_INTERFACES]
     for variable, setting in values[_VARIABLES].items():
-        if setting and variable in (*_BY_PREFIX, *_BY_NAME):
-            is_alone = len(fleet.hosts) < 2
-            if what := _wrong_choice(
-                variable, setting, values[_INTERFACES], is_alone=is_alone
-            ):
-                yield Problem(f"{variable}={setting}{what}")
-
-
-def _wrong_choice(
-    variable: str, setting: str, interfaces: Interfaces, *, is_alone: bool
-) -> str:
-    if variable in _BY_PREFIX:
+        if not setting or variable not in (*_BY_PREFIX, *_BY_NAME):
+            continue
         chosen = [name for name in interfaces if chooses(setting, name)]
-    else:
-        chosen = setting.split(",")
-        # Each of them has to be there.
-        missing = [name for name in chosen if name not in interfaces]
+        missing: list[str] = []
+        if variable in _BY_NAME:
+            chosen = setting.split(",")
+            # Each of them has to be there.
+            missing = [name for name in chosen if name not in interfaces]
+        what, known = "", ", ".join(interfaces)
         if missing:
-            return f": no {', '.join(missing)} is among {', '.join(interfaces)}"
-    if not chosen:
-        return f" fits no interface here: {', '.join(interfaces)}"
-    if is_alone or setting.startswith("^"):
-        return ""
-    why = _unreached(chosen, interfaces)
-    return f" takes {', '.join(chosen)} alone, which {why}" if why else ""
+            what = f": no {', '.join(missing)} is among {known}"
+        elif not chosen:
+            what = f" fits no interface here: {known}"
+        elif len(fleet.hosts) > 1 and not setting.startswith("^"):
+            why = _unreached(chosen, interfaces)
+            what = f" takes {', '.join(chosen)} alone, which {why}" if why else ""
+        if what:
+            yield Problem(f"{variable}={setting}{what}")
 
 
 def _unreached(names: Sequence[str], interfaces: Interfaces) -> str:
@@ -318,17 +288,11 @@ def _unreached(names: Sequence[str], interfaces: Interfaces) -> str:
 def find_slower(
     fleet: Fleet, fact: str, pick: Callable[[dict[str, Any]], int]
 ) -> Iterator[tuple[str, Problem]]:
-    """Yield what is slower than the one of the same name on most other hosts.
+    """Yield by name what is slower than the one of this name on most other hosts.
 
-    In a draw the fastest counts: no interface is faster than it should be.
-
-    Args:
-        fleet: The hosts.
-        fact: Its values are objects by the name of an interface or port.
-        pick: Returns the Mbit/s of one; 0 leaves it out.
-
-    Yields:
-        The name of the interface or port, and the problem.
+    In a draw the fastest counts: no interface is faster than it should be. The fact's
+    values are objects by the name of an interface or port; ``pick`` returns the Mbit/s
+    of one, 0 to leave it out.
     """
     hosts = fleet.known(fact)
     for name in dict.fromkeys(name for each in hosts.values() for name in each):
@@ -343,20 +307,18 @@ def find_slower(
                 yield name, Problem(what, usual=others, host=host)
 
 
-@check(
-    Family.NETWORK,
-    WARN,
-    """link-speed: links run as fast as on the other hosts
+@check(Family.NETWORK, WARN, _INTERFACES)
+def link_speed(fleet: Fleet) -> Problems:
+    """Links run as fast as on the other hosts.
+
     reads: /sys/class/net/*/speed of physical interfaces that are up
     threshold: what the interface of the same name has on most hosts
     source: most hosts' speed; where two speeds are equally many, the faster one
     fix: ethtool INTERFACE: look at speed and errors; then cable and switch port.
     needs: several hosts
     why: The slowest link sets the pace of every reduction.
-    """,
-    _INTERFACES,
-)
-def _link_speed(fleet: Fleet) -> Iterator[Problem]:
+    """
+
     def pick(interface: dict[str, Any]) -> int:
         is_link = interface["kind"] == "physical" and interface["state"] == "up"
         return interface["mbit_per_s"] if is_link else 0
@@ -366,22 +328,18 @@ def _link_speed(fleet: Fleet) -> Iterator[Problem]:
         yield problem._replace(fix=fix)
 
 
-@each_host(
-    Family.NETWORK,
-    WARN,
-    f"""link-flaps: links stay up
+@each_host(Family.NETWORK, WARN, _INTERFACES, _UPTIME)
+def link_flaps(values: Values, _: Fleet) -> Problems:
+    """Links stay up.
+
     reads: carrier_changes of physical interfaces and link_downed of RDMA ports since
         the start, over the uptime
-    threshold: at most {MAX_DOWNS_A_DAY} times a day, the first day whole
+    threshold: at most 5 times a day, the first day whole
     source: Azure's node health checks drain a host at five flaps in 24 hours
     fix: Look when it was: journalctl -k | grep -i 'link is'. Then cable, transceiver
         and switch port; drain the host while it goes on.
     why: A link that goes away for seconds ends a run, or stops it for minutes.
-    """,
-    _INTERFACES,
-    _UPTIME,
-)
-def _link_flaps(values: Values, _: Fleet) -> Iterator[Problem]:
+    """
     days = max(1.0, values[_UPTIME] / _DAY_S)
     # Each time a link goes down it comes up again.
     downs: dict[str, int] = {
@@ -389,7 +347,8 @@ def _link_flaps(values: Values, _: Fleet) -> Iterator[Problem]:
         for name, interface in values[_INTERFACES].items()
         if interface["kind"] == "physical"
     }
-    downs |= {name: port["downs"] for name, port in values.get(_PORTS, {}).items()}
+    ports = values.get("network.rdma_ports", {})
+    downs |= {name: port["downs"] for name, port in ports.items()}
     for name, number in downs.items():
-        if number > MAX_DOWNS_A_DAY * days:
+        if number > _MAX_DOWNS_A_DAY * days:
             yield Problem(f"{name} went down {number} times in {days:.3g} days or less")

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from ronde.check.check import (
     WARN,
     Family,
     Problem,
+    Problems,
     check,
     each_host,
     name_pair,
@@ -31,7 +32,8 @@ from ronde.check.check import (
 )
 from ronde.check.facts import ENVIRONMENT, Fleet, Value, Values
 from ronde.check.hosts import HostSet, NodeContext, Reply
-from ronde.check.network.streams import Pair, PairRates
+from ronde.check.judging import HostPair
+from ronde.check.network.streams import PairRates
 from ronde.errors import UsageError
 from ronde.launch.environments import (
     JobFacts,
@@ -77,7 +79,7 @@ _GRACE_S = 3.0
 """Once a rank has failed, so long the others have to say what they saw."""
 
 _MAX_LOG_BYTES = 4 << 20
-_MAX_SAID_CHARS = 300
+_MAX_REASON_CHARS = 300
 _PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
 _BOOT = """\
 import os, signal, sys
@@ -107,17 +109,14 @@ def hold_rendezvous(
 def bench(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Run this host's half of the ranks of a job of two hosts, to their end.
 
-    Args:
-        context: Has the store, on the host of rank 0.
-        question: ``words``: what stands after ``ronde bench``; ``half``: 0 on the host
-            of rank 0, else 1; ``num_ranks``: on each host; ``address`` and ``port``:
-            where they meet; ``key``: opens the store there; ``token``: names the job;
-            ``environment``: what the user's jobs take along; ``limit_s``: after it they
-            are killed; ``has_log``: whether NCCL is to say what it does.
+    The question has ``words``: what stands after ``ronde bench``; ``half``: 0 on the
+    host of rank 0, else 1; ``num_ranks``: on each host; ``address`` and ``port``: where
+    they meet; ``key``: opens the store there; ``token``: names the job;
+    ``environment``: what the user's jobs take along; ``limit_s``: after it they are
+    killed; ``has_log``: whether NCCL is to log what it does.
 
-    Returns:
-        ``record``: what rank 0 has written with ``--json``, empty elsewhere; ``log``:
-        what NCCL said, packed; ``failure``: why it did not go well, or empty.
+    The answer has ``record``: what rank 0 has written with ``--json``, empty elsewhere;
+    ``log``: NCCL's, packed; ``failure``: why it did not go well, or empty.
     """
     half = int(question["half"])
     held = context.memory.pop(_HELD, None) if half == 0 else None
@@ -138,14 +137,9 @@ def bench(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     }
 
 
-def unpack_log(text: str) -> bytes:
-    """Return what NCCL said, from an answer's ``log``."""
-    return zlib.decompress(base64.b64decode(text)) if text else b""
-
-
 class _Rank(NamedTuple):
     process: "subprocess.Popen[bytes]"
-    said_fd: int
+    output_fd: int
     record_fd: int
     log_fd: int
 
@@ -153,13 +147,15 @@ class _Rank(NamedTuple):
 def _start(question: Mapping[str, Value], local_rank: int, closing: ExitStack) -> _Rank:
     """Start one rank; when ``closing`` ends it has ended and nothing is left of it."""
     fds = [os.memfd_create("ronde") for _ in range(4)]
-    said_fd, record_fd, log_fd, key_fd = fds
+    output_fd, record_fd, log_fd, key_fd = fds
     os.write(key_fd, bytes.fromhex(question["key"]))
     for fd in fds:
         closing.callback(os.close, fd)
     env = _environment(question, local_rank)
     if question["has_log"]:
-        env |= _log_environment(log_fd)
+        env["NCCL_DEBUG"] = "INFO"
+        env["NCCL_DEBUG_SUBSYS"] = "INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
+        env["NCCL_DEBUG_FILE"] = f"/dev/fd/{log_fd}"
     place = f"{question['address']}:{question['port']}"
     env["RONDE_STORE"] = f"{place} /dev/fd/{key_fd}"
     boot = [sys.executable, "-c", _BOOT, _PACKAGE_DIR, str(os.getpid())]
@@ -167,13 +163,13 @@ def _start(question: Mapping[str, Value], local_rank: int, closing: ExitStack) -
         [*boot, "bench", *question["words"], "--json", f"/dev/fd/{record_fd}"],
         env=env,
         stdin=subprocess.DEVNULL,
-        stdout=said_fd,
-        stderr=said_fd,
+        stdout=output_fd,
+        stderr=output_fd,
         start_new_session=True,
         pass_fds=(record_fd, log_fd, key_fd),
     )
     closing.callback(_end, process)
-    return _Rank(process, said_fd, record_fd, log_fd)
+    return _Rank(process, output_fd, record_fd, log_fd)
 
 
 def _environment(question: Mapping[str, Value], local_rank: int) -> dict[str, str]:
@@ -197,14 +193,6 @@ def _environment(question: Mapping[str, Value], local_rank: int) -> dict[str, st
     )
 
 
-def _log_environment(fd: int) -> dict[str, str]:
-    return {
-        "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_SUBSYS": "INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING",
-        "NCCL_DEBUG_FILE": f"/dev/fd/{fd}",
-    }
-
-
 def _follow(ranks: Sequence[_Rank], limit_s: float) -> str:
     """Wait until all ranks have ended; return why they did not end well, or nothing.
 
@@ -225,17 +213,14 @@ def _follow(ranks: Sequence[_Rank], limit_s: float) -> str:
 
 
 def _first_failure(ranks: Sequence[_Rank]) -> str:
-    return next(_failures(ranks), "")
-
-
-def _failures(ranks: Sequence[_Rank]) -> Iterator[str]:
     for rank in ranks:
         code = rank.process.poll()
         if code:
-            lines = _read(rank.said_fd).decode(errors="replace").strip().splitlines()
-            last = lines[-1] if lines else "it said nothing"
+            lines = _read(rank.output_fd).decode(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else "it wrote nothing"
             how = f"code {code}" if code > 0 else signal.Signals(-code).name
-            yield f"ronde bench ended with {how}: {last}"[:_MAX_SAID_CHARS]
+            return f"ronde bench ended with {how}: {last}"[:_MAX_REASON_CHARS]
+    return ""
 
 
 def _read(fd: int) -> bytes:
@@ -250,12 +235,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 class Benches:
-    """``ronde bench all_reduce`` among all ranks of two hosts.
-
-    Args:
-        engine: ``gloo`` or ``nccl``.
-        num_ranks: On each host.
-    """
+    """``ronde bench all_reduce`` by ``gloo`` or ``nccl``, all ranks of two hosts."""
 
     # A round takes as long as torch's import and the engine's start: seconds.
     max_rounds = 8
@@ -275,7 +255,9 @@ class Benches:
         del hosts
         return {}
 
-    def measure(self, hosts: HostSet, pairs: Sequence[Pair]) -> dict[Pair, PairRates]:
+    def measure(
+        self, hosts: HostSet, pairs: Sequence[HostPair]
+    ) -> dict[HostPair, PairRates]:
         """Start a job for each pair, and read what it measured."""
         holds: dict[str, dict[str, Value]] = {
             first: {"do": "hold_rendezvous", "address": hosts.addresses[first]}
@@ -294,7 +276,7 @@ class Benches:
         }
 
     def _questions(
-        self, hosts: HostSet, pair: Pair, held: Mapping[str, Value]
+        self, hosts: HostSet, pair: HostPair, held: Mapping[str, Value]
     ) -> dict[str, dict[str, Value]]:
         common: dict[str, Value] = {
             "do": "bench",
@@ -310,19 +292,20 @@ class Benches:
         }
         return {host: common | {"half": half} for half, host in enumerate(pair)}
 
-    def _read(self, pair: Pair, replies: Sequence[Reply]) -> PairRates:
+    def _read(self, pair: HostPair, replies: Sequence[Reply]) -> PairRates:
         failure = next((reply.failure for reply in replies if reply.failure), "")
         if failure:
             return PairRates(failure=failure)
         answers = [reply.values for reply in replies]
-        logs = [unpack_log(answer["log"]) for answer in answers]
+        packed = [base64.b64decode(answer["log"]) for answer in answers]
+        logs = [zlib.decompress(each) if each else b"" for each in packed]
         remarks = judge_logs(logs) if self._is_nccl else {}
         try:
             rate = busbw_of(answers[0]["record"])
         except UsageError as error:
-            # What ranks have complained of says more than that there is no result.
+            # What ranks have complained of tells more than that there is no result.
             complaints = [
-                f"{host} says: {answer['failure']}"
+                f"{host}: {answer['failure']}"
                 for host, answer in zip(pair, answers, strict=True)
                 if answer["failure"]
             ]
@@ -353,7 +336,7 @@ def busbw_of(record: str) -> float:
 
 
 def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
-    """Return by rule what looks wrong in what NCCL said on the hosts of a pair."""
+    """Return by rule what looks wrong in NCCL's logs of the hosts of a pair."""
     log = read_nccl_log(io.BytesIO(text) for text in logs)
     return {
         finding.rule: {
@@ -366,10 +349,10 @@ def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
     }
 
 
-@check(
-    Family.NETWORK,
-    FAIL,
-    """pair-job: each two hosts can do a collective together
+@check(Family.NETWORK, FAIL, FAILURES, WAY)
+def pair_job(fleet: Fleet) -> Problems:
+    """Each two hosts can do a collective together.
+
     reads: exit code and output of ronde bench all_reduce, started on both hosts: a rank
         for each GPU with NCCL, for each slot with Gloo
     threshold: each job ends well, and all its sums are right; a host that fails with
@@ -379,11 +362,7 @@ def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
         at length.
     needs: several hosts, torch, and --bandwidth gloo or nccl
     why: What two hosts cannot do, no job that has both can.
-    """,
-    FAILURES,
-    WAY,
-)
-def _pair_job(fleet: Fleet) -> Iterator[Problem]:
+    """
     failures: dict[str, Mapping[str, str]] = {}
     able: set[str] = set()
     way = ""
@@ -392,28 +371,28 @@ def _pair_job(fleet: Fleet) -> Iterator[Problem]:
         if way != _STREAMS:
             failures[facts.host] = facts.values[FAILURES]
             able |= {facts.host} if facts.values.get(RATES) else set()
+
+    def failed(where: str, among: str, reason: str) -> Problem:
+        what = f"no all_reduce by {way} {among}: {reason.rstrip('.')}"
+        return Problem(what, host=where)
+
     known: set[frozenset[str]] = set()
     for host, reasons in failures.items():
         if reasons and host not in able:
-            among = f"with {name_some(reasons)}"
-            yield _failed(host, way, among, next(iter(reasons.values())))
+            reason = next(iter(reasons.values()))
+            yield failed(host, f"with {name_some(reasons)}", reason)
     for host, reasons in failures.items():
         for other, reason in reasons.items():
             pair = frozenset((host, other))
             if pair <= able and pair not in known:
                 known.add(pair)
-                yield _failed(name_pair(host, other), way, "between the two", reason)
+                yield failed(name_pair(host, other), "between the two", reason)
 
 
-def _failed(where: str, way: str, among: str, reason: str) -> Problem:
-    what = f"no all_reduce by {way} {among}: {reason.rstrip('.')}"
-    return Problem(what, host=where)
+@each_host(Family.NETWORK, FAIL, REMARKS, besides=(_PORTS,))
+def nccl_choice(values: Values, _: Fleet) -> Problems:
+    """NCCL chose the fast way between hosts and between GPUs.
 
-
-@each_host(
-    Family.NETWORK,
-    FAIL,
-    """nccl-choice: NCCL chose the fast way between hosts and between GPUs
     reads: NCCL's log of these jobs, as ronde topo log reads it
     threshold: an error of ronde topo log fails, and so do sockets where an RDMA port is
         up; its warnings warn
@@ -422,11 +401,7 @@ def _failed(where: str, way: str, among: str, reason: str) -> Problem:
     needs: several hosts with GPUs, and --bandwidth
     why: By sockets, or through the host's memory, a tenth of the bandwidth is left, and
         nothing else shows it.
-    """,
-    REMARKS,
-    besides=(_PORTS,),
-)
-def _nccl_choice(values: Values, _: Fleet) -> Iterator[Problem]:
+    """
     # The kernel has an RDMA port that is up, whatever NCCL found.
     ports = values.get(_PORTS, {}).values()
     is_up = any(port["state"] == "ACTIVE" for port in ports)

@@ -12,12 +12,13 @@ from ronde.check.check import (
     WARN,
     Family,
     Problem,
+    Problems,
     Severity,
     check,
     each_host,
 )
-from ronde.check.facts import Fleet, HostFacts, Reading, Value, Values, find_odd
-from ronde.check.hosts import HostSet, NodeContext, Step
+from ronde.check.facts import FactReader, Fleet, HostFacts, Value, Values
+from ronde.check.hosts import HostSet, NodeContext, ProbeStep
 from ronde.check.network.interfaces import chooses, find_slower
 from ronde.check.probing import ProbeEntry, run_probes
 from ronde.topology.kernel_files import list_names, read_number, read_text
@@ -29,9 +30,9 @@ RDMA_ERRORS = "network.rdma_errors"
 RDMA_GROWTH = "network.rdma_error_growth"
 """Fact: by RDMA port and counter how many errors came; without those that did not."""
 
-_PORTS, _ADAPTERS = "network.rdma_ports", "network.rdma_adapters"
+_PORTS, _VARIABLES = "network.rdma_ports", "network.variables"
 _FILES, _LIBRARY = "network.rdma_device_files", "network.has_rdma_library"
-_VARIABLES, _NUM_GPUS = "network.variables", "host.num_gpus"
+_NUM_GPUS = "host.num_gpus"
 _CHOICE, _INDEX = "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"
 _UP = ("ACTIVE", "LinkUp")
 _MEANT_DOWN = ("Disabled", "Sleep")
@@ -43,20 +44,11 @@ _LIBRARY_DIRS = ("lib", "lib64", "usr/lib", "usr/lib64", "usr/local/lib")
 _MAX_GIDS = 64
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _FLAPS = "link_downed"
+_LINK_ERRORS = "symbol_error link_error_recovery link_downed port_rcv_errors"
+_LOST = "out_of_sequence packet_seq_err local_ack_timeout_err rnr_nak_retry_err"
 _ERRORS = {
-    "counters": (
-        "symbol_error",
-        "link_error_recovery",
-        _FLAPS,
-        "port_rcv_errors",
-        "local_link_integrity_errors",
-    ),
-    "hw_counters": (
-        "out_of_sequence",
-        "packet_seq_err",
-        "local_ack_timeout_err",
-        "rnr_nak_retry_err",
-    ),
+    "counters": f"{_LINK_ERRORS} local_link_integrity_errors".split(),
+    "hw_counters": _LOST.split(),
 }
 """By directory of a port, what counts what should not be."""
 
@@ -65,29 +57,19 @@ _COUNTING_S, _SLACK_S = 15.0, 5.0
 Port = Mapping[str, Any]
 
 
-def read(reading: Reading) -> None:
+def read(reader: FactReader) -> None:
     """Read adapters and ports, as the kernel shows them in /sys."""
-    root = reading.root
-    top = f"{root}/sys/class/infiniband"
-    adapters = {
-        name: {
-            "firmware": read_text(f"{top}/{name}/fw_ver"),
-            "model": read_text(f"{top}/{name}/hca_type"),
-            "board": read_text(f"{top}/{name}/board_id"),
-        }
-        for name in list_names(top)
-    }
-    reading.values[_ADAPTERS] = adapters
-    reading.keep(_PORTS, lambda: read_ports(root))
-    reading.keep(RDMA_ERRORS, lambda: read_errors(root))
+    root = reader.root
+    reader.keep(_PORTS, lambda: read_ports(root))
+    reader.keep(RDMA_ERRORS, lambda: read_errors(root))
     files = f"{root}/dev/infiniband"
-    reading.values[_FILES] = {
+    reader.values[_FILES] = {
         name: os.access(f"{files}/{name}", os.R_OK | os.W_OK)
         for name in list_names(files)
         if name.startswith("uverbs")
     }
-    if adapters:
-        reading.keep(_LIBRARY, lambda: _has_library(root))
+    if list_names(f"{root}/sys/class/infiniband"):
+        reader.keep(_LIBRARY, lambda: _has_library(root))
 
 
 def _list_ports(root: str) -> Iterator[tuple[str, str, bool]]:
@@ -107,12 +89,8 @@ def read_ports(root: str) -> dict[str, Value]:
 
     Each has ``state`` and ``physical_state`` as the kernel calls them, such as
     ``ACTIVE`` and ``LinkUp``, ``mbit_per_s``, ``layer`` (``InfiniBand`` or
-    ``Ethernet``), ``lid``, ``manager_lid`` (0: none), ``gids`` and ``downs``: how often
-    the link went down (-1: unknown). A GID has ``address``, ``type`` and ``interface``;
-    empty ones are left out.
-
-    Raises:
-        OSError: A port cannot be read.
+    ``Ethernet``), ``gids`` and ``downs``: how often the link went down (-1: unknown). A
+    GID has ``address``, ``type`` and ``interface``; empty ones are left out.
     """
     found: dict[str, Value] = {}
     for name, own, is_function in _list_ports(root):
@@ -122,8 +100,6 @@ def read_ports(root: str) -> dict[str, Value]:
             "physical_state": _behind_colon(own, "phys_state"),
             "mbit_per_s": parse_rate(read_text(f"{own}/rate")),
             "layer": read_text(f"{own}/link_layer"),
-            "lid": _hex(read_text(f"{own}/lid")),
-            "manager_lid": _hex(read_text(f"{own}/sm_lid")),
             "gids": _read_gids(own),
             "downs": downs,
         }
@@ -155,13 +131,6 @@ def _behind_colon(own: str, name: str) -> str:
     return Path(f"{own}/{name}").read_text(encoding="ascii").partition(":")[2].strip()
 
 
-def _hex(text: str) -> int:
-    try:
-        return int(text, 16)
-    except ValueError:
-        return 0
-
-
 def _read_gids(own: str) -> dict[str, Value]:
     found: dict[str, Value] = {}
     indices = sorted(int(n) for n in list_names(f"{own}/gids") if n.isdecimal())
@@ -177,7 +146,7 @@ def _read_gids(own: str) -> dict[str, Value]:
 
 
 def _has_library(root: str) -> bool:
-    """Say whether NCCL would find the library by which it uses adapters."""
+    """Return whether NCCL would find the library by which it uses adapters."""
     if not root:
         try:
             ctypes.CDLL(_IBVERBS)
@@ -229,7 +198,7 @@ def compare_counts(
     return {port: counts for port, counts in grown.items() if counts}
 
 
-STEP = Step("counting RDMA errors", count_growth, (RDMA_GROWTH,), (RDMA_ERRORS,))
+STEP = ProbeStep("counting RDMA errors", count_growth, (RDMA_GROWTH,), (RDMA_ERRORS,))
 
 
 def _chosen(values: Values) -> dict[str, Port]:
@@ -248,28 +217,24 @@ def _is_up(port: Port) -> bool:
 
 
 def _has_gpus(values: Values) -> bool:
-    """Say whether NCCL may run there: without GPUs nobody else needs an adapter."""
+    """Return whether NCCL may run there: without GPUs nobody else needs an adapter."""
     return values.get(_NUM_GPUS) != 0
 
 
-@check(
-    Family.NETWORK,
-    FAIL,
-    f"""rdma-port: RDMA ports are up
-    reads: state and phys_state in /sys/class/infiniband, of ports that {_CHOICE}
+@check(Family.NETWORK, FAIL, _PORTS, _VARIABLES)
+def rdma_port(fleet: Fleet) -> Problems:
+    """RDMA ports are up.
+
+    reads: state and phys_state in /sys/class/infiniband, of ports that NCCL_IB_HCA
         chooses
     threshold: ACTIVE and LinkUp; Disabled and Sleep are meant so
     source: the states of the InfiniBand specification; fatal where the port is up on
         most other hosts, or is chosen by name
     fix: ibstat; then cable and transceiver. INIT: no subnet manager answers. If nothing
-        is plugged in, leave it out: {_CHOICE}.
+        is plugged in, leave it out: NCCL_IB_HCA.
     needs: an RDMA adapter
-    why: NCCL leaves the port out: half the bandwidth, or sockets, without a word.
-    """,
-    _PORTS,
-    _VARIABLES,
-)
-def _rdma_port(fleet: Fleet) -> Iterator[Problem]:
+    why: NCCL silently leaves the port out: half the bandwidth, or sockets.
+    """
     hosts = list(fleet.having(_PORTS, _VARIABLES))
     for facts in hosts:
         for name, port in _chosen(facts.values).items():
@@ -299,44 +264,38 @@ def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Sev
     return INFORM if has_another or port["layer"] != "InfiniBand" else WARN
 
 
-@check(
-    Family.NETWORK,
-    FAIL,
-    """rdma-rate: RDMA ports run at the rate that they have elsewhere
+@check(Family.NETWORK, FAIL, _PORTS)
+def rdma_rate(fleet: Fleet) -> Problems:
+    """RDMA ports run at the rate that they have elsewhere.
+
     reads: rate in /sys/class/infiniband, of ports that are up
     threshold: what the port of the same name has on most hosts
     source: most hosts' rate; where two rates are equally many, the faster one
     fix: ibstat; ibdiagnet: reseat the cable or transceiver, look at the switch.
     needs: several hosts with RDMA adapters
     why: The slowest port sets the pace of every reduction.
-    """,
-    _PORTS,
-)
-def _rdma_rate(fleet: Fleet) -> Iterator[Problem]:
+    """
+
     def pick(port: dict[str, Any]) -> int:
         return port["mbit_per_s"] if _is_up(port) else 0
 
     return (problem for _, problem in find_slower(fleet, _PORTS, pick))
 
 
-@check(
-    Family.NETWORK,
-    FAIL,
-    f"""roce-gid: every RoCE port has an address that others can reach
-    reads: gids and gid_attrs in /sys/class/infiniband, and {_INDEX}
+@check(Family.NETWORK, FAIL, _PORTS, _VARIABLES, besides=(_NUM_GPUS,))
+def roce_gid(fleet: Fleet) -> Problems:
+    """Every RoCE port has an address that others can reach.
+
+    reads: gids and gid_attrs in /sys/class/infiniband, and NCCL_IB_GID_INDEX
     threshold: a GID of RoCE v2 that is not link-local; the chosen one is such. A port
         that has none on most hosts, beside one that has, is only shown
     source: NCCL's documentation of the variable; RoCE v2 is routed, v1 is not
-    fix: Give the port's interface an IP address; unset {_INDEX}: NCCL finds it. Or
-        leave the port out: {_CHOICE}=^NAME; if it is the only one, NCCL_IB_DISABLE=1.
+    fix: Give the port's interface an IP address; unset NCCL_IB_GID_INDEX: NCCL finds
+        it. Or leave the port out: NCCL_IB_HCA=^NAME; if it is the only one,
+        NCCL_IB_DISABLE=1.
     needs: several hosts with RoCE adapters
     why: Queue pairs do not connect: the run hangs, or ends in error 12.
-    """,
-    _PORTS,
-    _VARIABLES,
-    besides=(_NUM_GPUS,),
-)
-def _roce_gid(fleet: Fleet) -> Iterator[Problem]:
+    """
     hosts = list(fleet.having(_PORTS, _VARIABLES)) if len(fleet.hosts) > 1 else []
     for facts in hosts:
         index = facts.values[_VARIABLES].get(_INDEX, "")
@@ -352,7 +311,7 @@ def _roce_gid(fleet: Fleet) -> Iterator[Problem]:
 
 
 def _is_usable(port: Port) -> bool:
-    """Say whether other hosts can be reached by a port."""
+    """Return whether other hosts can be reached by a port."""
     is_roce = port["layer"] == "Ethernet"
     is_routable = any(map(_is_routable, port["gids"].values()))
     return _is_up(port) and (is_routable or not is_roce)
@@ -388,31 +347,11 @@ def _is_routable(gid: Port) -> bool:
 
 
 @each_host(
-    Family.NETWORK,
-    FAIL,
-    """subnet-manager: a subnet manager knows every InfiniBand port
-    reads: lid and sm_lid in /sys/class/infiniband
-    threshold: neither is 0
-    source: the InfiniBand specification: LIDs from 1 on are given by the manager
-    fix: sminfo; start opensm on one host, or repair the switch's.
-    needs: several hosts with InfiniBand
-    why: Without an address no packet is routed; the port stays in INIT.
-    """,
-    _PORTS,
-    _VARIABLES,
+    Family.NETWORK, FAIL, _PORTS, _VARIABLES, _FILES, _LIBRARY, besides=(_NUM_GPUS,)
 )
-def _subnet_manager(values: Values, fleet: Fleet) -> Iterator[Problem]:
-    for name, port in _chosen(values).items() if len(fleet.hosts) > 1 else ():
-        is_linked = port["physical_state"] == "LinkUp"
-        lid, manager = port["lid"], port["manager_lid"]
-        if port["layer"] == "InfiniBand" and is_linked and not (lid and manager):
-            yield Problem(f"{name} has LID {lid}, its subnet manager's is {manager}")
+def rdma_devices(values: Values, fleet: Fleet) -> Problems:
+    """Ranks may use the RDMA adapters.
 
-
-@each_host(
-    Family.NETWORK,
-    FAIL,
-    """rdma-devices: ranks may use the RDMA adapters
     reads: /dev/infiniband/uverbs* and libibverbs.so.1, where a port is up
     threshold: one may be opened, and the library is there; a warning where there are no
         GPUs
@@ -420,15 +359,8 @@ def _subnet_manager(values: Values, fleet: Fleet) -> Iterator[Problem]:
     fix: In a container: --device=/dev/infiniband --ulimit memlock=-1, and install
         rdma-core (Debian: libibverbs1, ibverbs-providers) in it.
     needs: several hosts with RDMA adapters
-    why: NCCL takes TCP sockets instead, several times slower, without a word.
-    """,
-    _PORTS,
-    _VARIABLES,
-    _FILES,
-    _LIBRARY,
-    besides=(_NUM_GPUS,),
-)
-def _rdma_devices(values: Values, fleet: Fleet) -> Iterator[Problem]:
+    why: NCCL silently takes TCP sockets instead, several times slower.
+    """
     up = [name for name, port in _chosen(values).items() if _is_usable(port)]
     files: dict[str, bool] = values[_FILES]
     missing: list[str] = []
@@ -442,36 +374,10 @@ def _rdma_devices(values: Values, fleet: Fleet) -> Iterator[Problem]:
         yield Problem(what, FAIL if _has_gpus(values) else WARN)
 
 
-@check(
-    Family.NETWORK,
-    WARN,
-    """rdma-firmware: RDMA adapters have the same model and firmware everywhere
-    reads: fw_ver, hca_type and board_id in /sys/class/infiniband
-    threshold: what the adapter of the same name has on most hosts
-    source: most hosts'
-    fix: mlxfwmanager --query; bring all to one release.
-    needs: several hosts with RDMA adapters
-    why: Adapters may differ in features and faults; slow hosts are hard to find.
-    """,
-    _ADAPTERS,
-)
-def _rdma_firmware(fleet: Fleet) -> Iterator[Problem]:
-    known = fleet.known(_ADAPTERS)
-    for name in dict.fromkeys(name for each in known.values() for name in each):
-        shown = {h: _spell(each[name]) for h, each in known.items() if name in each}
-        for host, value, usual in find_odd(shown):
-            yield Problem(f"{name}: {value}", usual=usual, host=host)
+@each_host(Family.NETWORK, WARN, RDMA_ERRORS, RDMA_GROWTH)
+def rdma_errors(values: Values, _: Fleet) -> Problems:
+    """RDMA ports count no errors.
 
-
-def _spell(adapter: Mapping[str, str]) -> str:
-    firmware = f"firmware {adapter['firmware'] or '?'}"
-    return " ".join(filter(None, [adapter["model"], adapter["board"], firmware]))
-
-
-@each_host(
-    Family.NETWORK,
-    WARN,
-    """rdma-errors: RDMA ports count no errors
     reads: symbol_error, link_error_recovery, link_downed, port_rcv_errors and
         local_link_integrity_errors of counters, and out_of_sequence, packet_seq_err,
         local_ack_timeout_err and rnr_nak_retry_err of hw_counters, in
@@ -484,12 +390,8 @@ def _spell(adapter: Mapping[str, str]) -> str:
         ADAPTER -c). The others, with RoCE: look at PFC and ECN of the adapter and of
         the switches: packets are lost.
     needs: an RDMA adapter
-    why: What is lost is sent again after a time-out: single steps take long.
-    """,
-    RDMA_ERRORS,
-    RDMA_GROWTH,
-)
-def _rdma_errors(values: Values, _: Fleet) -> Iterator[Problem]:
+    why: Lost packets are sent again after a time-out: single steps take long.
+    """
     for port, counts in values[RDMA_GROWTH].items():
         grown = ", ".join(f"{name} by {count}" for name, count in counts.items())
         yield Problem(f"{port}: {grown} more during the check")

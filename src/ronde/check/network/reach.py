@@ -16,21 +16,20 @@ from ronde.check.check import (
     WARN,
     Family,
     Problem,
+    Problems,
     check,
     name_some,
     same_everywhere,
 )
-from ronde.check.facts import Fleet, Value
-from ronde.check.hosts import HostSet, Reply, Step
+from ronde.check.facts import Fleet, Value, spell
+from ronde.check.hosts import HostSet, ProbeStep, Reply
+from ronde.check.judging import HostPair
 from ronde.check.network.interfaces import ADDRESS
-from ronde.check.network.receiving import TOKEN_BYTES
-from ronde.units import format_duration, format_size
-
-Pair = tuple[str, str]
-"""From whom, to whom."""
+from ronde.check.network.visits import TOKEN_BYTES
+from ronde.units import format_size
 
 Reached = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""By the host's and the other's name: the fact ``REACH``."""
+"""By the host's and the other's name: the fact ``REACH``; a pair is in this order."""
 
 REACH = "network.reach"
 """Fact: by the other host's name, what ``visits.reach`` returns of it.
@@ -44,92 +43,67 @@ MTU = "network.peer_mtu"
 BUSY = "network.busy_ports"
 """Fact: ports that the user wants to be free and that are in use."""
 
-TAIL_RATIO = 10.0
-"""A 99th percentile round trip so many times the median is a tail,"""
-
-MIN_TAIL_S = 0.050
-"""and not below this: a busy machine's scheduler makes tens of milliseconds.
-
-A lost packet costs 200 ms, the least that Linux waits before it sends it again.
-"""
-
-SLOW_SHARE = 0.3
+_SLOW_SHARE = 0.3
 """Slow is what has less than this share of the usual speed."""
 
-MIN_HOSTS = 3
+_MIN_HOSTS = 3
 """Of fewer there is no usual speed."""
 
-MAX_ALL_PAIRS = 32
+_MAX_ALL_PAIRS = 32
 """Of more hosts, each reaches its neighbours in a ring, and some at random."""
 
 _NUM_SHIFTS = 4
 _LISTEN_S, _REACH_S = 4.0, 12.0
 _FIRST_FREE_PORT = 1024
 
-Listening = Mapping[str, Reply]
-"""By the host's name, what ``visits.listen`` answers."""
-
 
 def run(hosts: HostSet) -> None:
     """Have the hosts reach each other; what looks bad gets a second try.
 
     One host alone tries the ports that the user named.
-
-    With more than ``MAX_ALL_PAIRS`` hosts not all pairs are tried: each host reaches
-    its neighbours in a ring and eight hosts at random, which reach it in turn.
     """
     wanted = hosts.settings.get("ports", [])
     token = secrets.token_hex(TOKEN_BYTES // 2)
     opening = {"do": "listen", "token": token, "ports": wanted}
-    if len(hosts.names) < 2:
-        if wanted:
-            _note_busy(hosts, hosts.ask_all(opening, _LISTEN_S))
+    is_alone = len(hosts.names) < 2
+    if is_alone and not wanted:
         return
     listening = hosts.ask_all(opening, _LISTEN_S)
-    _note_busy(hosts, listening)
     for host, reply in listening.items():
-        hosts.note(host, ADDRESS, hosts.addresses[host])
-        if reply.failure:
-            hosts.note_unread(host, REACH, reply.failure)
+        if not is_alone:
+            hosts.note(host, ADDRESS, hosts.addresses[host])
+        if not reply.failure:
+            hosts.note(host, BUSY, reply.values["busy"])
+            continue
+        for fact in (REACH, BUSY) if wanted else (REACH,):
+            hosts.note_unread(host, fact, reply.failure)
+    if not is_alone:
+        _reach_all(hosts, listening, opening)
+
+
+def _reach_all(
+    hosts: HostSet, listening: Mapping[str, Reply], opening: Mapping[str, Value]
+) -> None:
+    token = opening["token"]
     plan = plan_partners([n for n in hosts.names if not listening[n].failure])
     reached = _reach(hosts, listening, plan, token)
-    doubtful = _doubtful(reached)
+    doubtful = {*failing_pairs(reached), *lossy_pairs(reached), *slow_pairs(reached)}
     again = {
         host: [other for other in others if (host, other) in doubtful]
         for host, others in plan.items()
     }
     for (host, other), found in _each(_reach(hosts, listening, again, token)):
         reached[host][other] = better(reached[host][other], dict(found))
-    if failing_pairs(reached):
-        _note_heard(reached, hosts.ask_all(opening, _LISTEN_S))
+    if failing := failing_pairs(reached):
+        heard = hosts.ask_all(opening, _LISTEN_S)
+        for host, other in failing:
+            if other in heard and not heard[other].failure:
+                is_heard = host in heard[other].values["heard"]
+                reached[host][other]["is_heard"] = is_heard
     for host, others in reached.items():
         hosts.note(host, REACH, others)
         if mtu := own_mtu(others):
             hosts.note(host, MTU, mtu)
-
-
-def _doubtful(reached: Reached) -> set[Pair]:
-    return {
-        *failing_pairs(reached),
-        *lossy_pairs(reached),
-        *lagging_pairs(reached),
-        *slow_pairs(reached),
-    }
-
-
-def _note_heard(reached: dict[str, dict[str, Any]], heard: Listening) -> None:
-    for host, other in failing_pairs(reached):
-        reply = heard.get(other)
-        if reply and not reply.failure:
-            reached[host][other]["is_heard"] = host in reply.values["heard"]
-
-
-def _note_busy(hosts: HostSet, listening: Listening) -> None:
-    for host, reply in listening.items():
-        if not reply.failure:
-            hosts.note(host, BUSY, reply.values["busy"])
-        elif hosts.settings.get("ports"):
-            hosts.note_unread(host, BUSY, reply.failure)
 
 
 def plan_partners(names: Sequence[str]) -> dict[str, list[str]]:
@@ -139,7 +113,7 @@ def plan_partners(names: Sequence[str]) -> dict[str, list[str]]:
     """
     num = len(names)
     shifts = list(range(1, num))
-    if num > MAX_ALL_PAIRS:
+    if num > _MAX_ALL_PAIRS:
         chosen = random.Random(num).sample(range(2, (num + 1) // 2), _NUM_SHIFTS)  # noqa: S311
         shifts = sorted({s % num for each in (1, *chosen) for s in (each, -each)})
     return {
@@ -151,7 +125,7 @@ def plan_partners(names: Sequence[str]) -> dict[str, list[str]]:
 def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return what is to be believed of two tries, the second because of the first.
 
-    One success shows that it works; of two times the better one is the network's.
+    One success shows that it works; of two speeds the better one is the network's.
     """
     if second["error"] or (second["lost_bytes"] and not first["error"]):
         return first if not first["error"] else second
@@ -160,15 +134,14 @@ def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         values = [each[name] for each in (first, second) if each.get(name)]
         if values:
             joined[name] = max(values)
-    tails = [each for each in (first, second) if each.get("rtt_s")]
-    if tails:
-        calmest = min(tails, key=lambda each: each["p99_s"] / each["rtt_s"])
-        joined |= {"rtt_s": calmest["rtt_s"], "p99_s": calmest["p99_s"]}
     return joined
 
 
 def _reach(
-    hosts: HostSet, listening: Listening, plan: Mapping[str, Sequence[str]], token: str
+    hosts: HostSet,
+    listening: Mapping[str, Reply],
+    plan: Mapping[str, Sequence[str]],
+    token: str,
 ) -> dict[str, dict[str, Any]]:
     """Return what hosts find of those they are to reach; store why one could not."""
     questions: dict[str, dict[str, Value]] = {}
@@ -195,21 +168,21 @@ def _reach(
     return reached
 
 
-STEP = Step("reaching", run, (ADDRESS, BUSY, MTU, REACH))
+STEP = ProbeStep("reaching", run, (ADDRESS, BUSY, MTU, REACH))
 
 
-def _each(reached: Reached) -> Iterator[tuple[Pair, Mapping[str, Any]]]:
+def _each(reached: Reached) -> Iterator[tuple[HostPair, Mapping[str, Any]]]:
     for host, others in reached.items():
         for other, found in others.items():
             yield (host, other), found
 
 
-def failing_pairs(reached: Reached) -> list[Pair]:
+def failing_pairs(reached: Reached) -> list[HostPair]:
     """Return the pairs of which the first cannot connect to the second."""
     return [pair for pair, found in _each(reached) if found["error"]]
 
 
-def lost_pairs(reached: Reached) -> list[Pair]:
+def lost_pairs(reached: Reached) -> list[HostPair]:
     """Return the failing pairs, without those whose traffic does arrive.
 
     A connection needs both directions. Where neither host can connect to the other,
@@ -226,13 +199,13 @@ def lost_pairs(reached: Reached) -> list[Pair]:
     ]
 
 
-def lossy_pairs(reached: Reached) -> list[Pair]:
+def lossy_pairs(reached: Reached) -> list[HostPair]:
     """Return the pairs between which large messages or packets are lost.
 
     A packet is as large as both ends allow.
     """
     mtus = {host: own_mtu(others) for host, others in reached.items()}
-    found: list[Pair] = []
+    found: list[HostPair] = []
     for pair, each in _each(reached):
         least = min(each["own_mtu"], mtus.get(pair[1], 0))
         is_small = bool(each.get("mtu")) and each["mtu"] < least
@@ -247,21 +220,12 @@ def own_mtu(others: Mapping[str, Mapping[str, Any]]) -> int:
     return counts.most_common(1)[0][0] if counts else 0
 
 
-def lagging_pairs(reached: Reached) -> list[Pair]:
-    """Return the pairs some of whose round trips take far longer than most."""
-    return [
-        pair
-        for pair, each in _each(reached)
-        if each.get("p99_s", 0) > max(MIN_TAIL_S, TAIL_RATIO * each.get("rtt_s", 0))
-    ]
-
-
-def _speeds(reached: Reached) -> dict[Pair, float]:
+def _speeds(reached: Reached) -> dict[HostPair, float]:
     return {p: e["mb_per_s"] for p, e in _each(reached) if e.get("mb_per_s")}
 
 
 def usual_speed(reached: Reached) -> float:
-    """Return the usual speed in 1e6 bytes a second; 0 for less than ``MIN_HOSTS``.
+    """Return the usual speed in 1e6 bytes a second; 0 for less than three hosts.
 
     It is the median over hosts of the fastest transfer that each takes part in: one
     slow host among three makes two of three links slow, but only itself.
@@ -270,30 +234,27 @@ def usual_speed(reached: Reached) -> float:
     for pair, speed in _speeds(reached).items():
         for host in pair:
             fastest[host] = max(fastest.get(host, 0.0), speed)
-    return statistics.median(fastest.values()) if len(fastest) >= MIN_HOSTS else 0.0
+    return statistics.median(fastest.values()) if len(fastest) >= _MIN_HOSTS else 0.0
 
 
-def slow_pairs(reached: Reached, share: float = SLOW_SHARE) -> list[Pair]:
+def slow_pairs(reached: Reached, share: float = _SLOW_SHARE) -> list[HostPair]:
     """Return the pairs with transfers slower than a share of what is usual."""
     least = share * usual_speed(reached)
     return [pair for pair, speed in _speeds(reached).items() if speed < least]
 
 
 def blame(
-    pairs: Collection[Pair], at_receiver: Collection[Pair] = ()
-) -> dict[str, list[Pair]]:
-    """Return the hosts that share the pairs, and by host its pairs.
+    pairs: Collection[HostPair], at_receiver: Collection[HostPair] = ()
+) -> dict[str, list[HostPair]]:
+    """Return the hosts that share pairs with a fault, and by host its pairs.
 
     Again and again the host with faults with most others is taken. Where several have
     equally many, all of them are. Of a pair that shares a host with no other, it is
-    the sender if only one direction is at fault, and else both.
-
-    Args:
-        pairs: Those with a fault.
-        at_receiver: Those of them of which it is known that the receiver is at fault.
+    the sender if only one direction is at fault, and else both; of those in
+    ``at_receiver`` it is the receiver.
     """
     left = list(dict.fromkeys(pairs))
-    blamed: dict[str, list[Pair]] = {}
+    blamed: dict[str, list[HostPair]] = {}
     while left:
         links = {frozenset(pair) for pair in left}
         counts = Counter(host for link in links for host in link)
@@ -310,7 +271,12 @@ def blame(
     return blamed
 
 
-def _name_ways(host: str, pairs: Sequence[Pair], outwards: str, inwards: str) -> str:
+def _name_ways(
+    host: str,
+    pairs: Sequence[HostPair],
+    outwards: str = "to {}",
+    inwards: str = "from {}",
+) -> str:
     """Return with whom a host has faults, each direction by its pattern."""
     to = [other for sender, other in pairs if sender == host]
     by = [sender for sender, other in pairs if other == host]
@@ -318,32 +284,29 @@ def _name_ways(host: str, pairs: Sequence[Pair], outwards: str, inwards: str) ->
     return " and ".join(p.format(name_some(names)) for p, names in ways if names)
 
 
-@check(
-    Family.NETWORK,
-    FAIL,
-    """own-address: there is an address by which others can reach the host
+@check(Family.NETWORK, FAIL, ADDRESS)
+def own_address(fleet: Fleet) -> Problems:
+    """There is an address by which others can reach the host.
+
     reads: the addresses of its interfaces, and the other hosts' routes to them
     threshold: at least one that is neither loopback nor link-local
     source: what any connection between hosts needs; no tool's number
     fix: Bring the interface up and give it an address: ip address; ip link.
     needs: several hosts
     why: Ranks on other hosts cannot meet those of this one; the start fails.
-    """,
-    ADDRESS,
-)
-def _own_address(fleet: Fleet) -> Iterator[Problem]:
+    """
     for host, address in fleet.known(ADDRESS).items() if len(fleet.hosts) > 1 else ():
         if not address:
             what = "it has no address but loopback and link-local ones"
             yield Problem(what, host=host)
 
 
-@check(
-    Family.NETWORK,
-    FAIL,
-    f"""reachable: hosts can connect to each other at ports that the kernel chooses
-    reads: TCP connections and datagrams between all pairs, each way; more than
-        {MAX_ALL_PAIRS} hosts try a ring and eight others at random
+@check(Family.NETWORK, FAIL, REACH)
+def reachable(fleet: Fleet) -> Problems:
+    """Hosts can connect to each other at ports that the kernel chooses.
+
+    reads: TCP connections and datagrams between all pairs, each way; more than 32 hosts
+        try a ring and eight others at random
     threshold: every connection is made within a second, at the second try at last
     source: NCCL and Gloo listen at ports that the kernel chooses, every rank connects
         to some of the others; no tool's number
@@ -351,10 +314,7 @@ def _own_address(fleet: Fleet) -> Iterator[Problem]:
         then routes and cloud rules.
     needs: several hosts
     why: The start hangs until its timeout, and the message names no host.
-    """,
-    REACH,
-)
-def _reachable(fleet: Fleet) -> Iterator[Problem]:
+    """
     reached = fleet.known(REACH)
     failing, pairs = failing_pairs(reached), lost_pairs(reached)
     refused = [(a, b) for a, b in pairs if reached[a][b]["is_refused"]]
@@ -379,10 +339,10 @@ def _reachable(fleet: Fleet) -> Iterator[Problem]:
         yield Problem("; ".join(what), fix=fix, host=host)
 
 
-_mtu = same_everywhere(
-    Family.NETWORK,
-    WARN,
-    """mtu: the interfaces between hosts have the same MTU
+@same_everywhere(Family.NETWORK, WARN, MTU, "MTU")
+def mtu(size_bytes: int) -> str:
+    """The interfaces between hosts have the same MTU.
+
     reads: the MTU of the interface that leads to the other hosts
     threshold: what most hosts have
     source: one MTU on one network, as in RFC 894; what most hosts have counts; a
@@ -391,16 +351,14 @@ _mtu = same_everywhere(
     needs: several hosts
     why: All that talk to the host send small packets, which takes more CPU; what is no
         TCP, such as RDMA over Ethernet, may lose large ones.
-    """,
-    MTU,
-    "MTU",
-)
+    """
+    return spell(size_bytes)
 
 
-@check(
-    Family.NETWORK,
-    FAIL,
-    """path-mtu: packets as large as both ends allow arrive
+@check(Family.NETWORK, FAIL, REACH)
+def path_mtu(fleet: Fleet) -> Problems:
+    """Packets as large as both ends allow arrive.
+
     reads: datagrams of several sizes that may not be cut; 64KiB by TCP
     threshold: the smaller MTU of both ends
     source: path MTU discovery (RFC 1191, RFC 8899)
@@ -408,13 +366,10 @@ _mtu = same_everywhere(
         link set dev INTERFACE mtu BYTES; and let ICMP 'too big' through.
     needs: several hosts
     why: Small messages pass, large ones hang or crawl.
-    """,
-    REACH,
-)
-def _path_mtu(fleet: Fleet) -> Iterator[Problem]:
+    """
     reached = fleet.known(REACH)
     for host, own in blame(lossy_pairs(reached)).items():
-        ways = _name_ways(host, own, "to {}", "from {}")
+        ways = _name_ways(host, own)
         least = min(int(reached[a][b].get("mtu") or 0) for a, b in own)
         here = own_mtu(reached[host]) if host in reached else 0
         if least and least < here:
@@ -425,80 +380,46 @@ def _path_mtu(fleet: Fleet) -> Iterator[Problem]:
         yield Problem(what, host=host)
 
 
-@check(
-    Family.NETWORK,
-    WARN,
-    f"""latency-tail: all round trips take about equally long
-    reads: up to 100 echoes of 8 bytes between all pairs
-    threshold: the 99th percentile is at most {TAIL_RATIO:g} times the median, or
-        {MIN_TAIL_S * 1e3:g} ms
-    source: ronde's own; a lost packet costs 200 ms, a busy machine tens of them
-    fix: Look for retransmissions and drops: nstat -az TcpRetransSegs; ip -s link; and
-        for pause frames: ethtool -S INTERFACE.
-    needs: several hosts
-    why: Every step waits for the slowest message of all ranks.
-    """,
-    REACH,
-)
-def _latency_tail(fleet: Fleet) -> Iterator[Problem]:
-    reached = fleet.known(REACH)
-    for host, own in blame(lagging_pairs(reached)).items():
-        sender, receiver = max(own, key=lambda pair: reached[pair[0]][pair[1]]["p99_s"])
-        worst = reached[sender][receiver]
-        what = (
-            f"{_name_ways(host, own, 'to {}', 'from {}')}: one round trip in a hundred "
-            f"takes {format_duration(worst['p99_s'])}, half of them "
-            f"{format_duration(worst['rtt_s'])} or less"
-        )
-        yield Problem(what, host=host)
+@check(Family.NETWORK, WARN, REACH)
+def slow_link(fleet: Fleet) -> Problems:
+    """Transfers to and from the host are as fast as between the others.
 
-
-@check(
-    Family.NETWORK,
-    WARN,
-    f"""slow-link: transfers to and from the host are as fast as between the others
     reads: the fastest of a few TCP transfers of up to 1MiB between all pairs
-    threshold: {SLOW_SHARE:.0%} of the usual: the median over {MIN_HOSTS} or more hosts
-        of the fastest each takes part in
+    threshold: 30% of the usual: the median over 3 or more hosts of the fastest each
+        takes part in
     source: ronde's own; so short a transfer shows a factor of ten, no less
     fix: Look at the rate and errors: ethtool INTERFACE; ip -s link; tc qdisc. Measure
         at length: ronde check --bandwidth.
     needs: three hosts
     why: The slowest link sets the pace of every reduction.
-    """,
-    REACH,
-)
-def _slow_link(fleet: Fleet) -> Iterator[Problem]:
+    """
     reached = fleet.known(REACH)
     usual = f"{usual_speed(reached):.3g} MB/s between hosts"
     slow = set(slow_pairs(reached))
     # A link that is almost slow, too, shows which end of the slow one it is.
     blamed = {
         host: own
-        for host, own in blame(slow_pairs(reached, 2 * SLOW_SHARE)).items()
+        for host, own in blame(slow_pairs(reached, 2 * _SLOW_SHARE)).items()
         if slow.intersection(own)
     }
     # Nothing stands out where most are slow against a few.
     for host, own in blamed.items() if len(blamed) <= max(2, len(reached) / 2) else ():
         best = max(reached[a][b]["mb_per_s"] for a, b in own)
-        what = f"{_name_ways(host, own, 'to {}', 'from {}')}: {best:.3g} MB/s"
+        what = f"{_name_ways(host, own)}: {best:.3g} MB/s"
         yield Problem(what, usual=usual, host=host)
 
 
-@check(
-    Family.NETWORK,
-    WARN,
-    """free-ports: the ports that you named are free
+@check(Family.NETWORK, WARN, BUSY)
+def free_ports(fleet: Fleet) -> Problems:
+    """The ports that you named are free.
+
     reads: an attempt to listen at each, where ports were named
     threshold: it can be listened at
     source: what a program that is to listen there needs; no tool's number
     fix: See who has it: ss -ltnp. Or take another port.
     needs: --port
     why: A run whose ranks meet at such a port does not start.
-    """,
-    BUSY,
-)
-def _free_ports(fleet: Fleet) -> Iterator[Problem]:
+    """
     for host, ports in fleet.known(BUSY).items():
         for port in ports:
             fix = f"See who has it: ss -ltnp 'sport = :{port}'. Or take another port."

@@ -18,25 +18,21 @@ from functools import partial
 from typing import NamedTuple
 
 from ronde.check.facts import Value
-from ronde.check.hosts import HostSet, NodeContext, Reply
-
-Pair = tuple[str, str]
-
-STREAM_S = 0.3
-"""How long a pair's streams are measured."""
+from ronde.check.hosts import HostSet, NodeContext
+from ronde.check.judging import HostPair
 
 NUM_STREAMS = 4
 """Each way: clouds let one stream alone have only a part of a link."""
 
-WARM_S = 0.1
-"""How long a stream runs before it counts."""
-
 MEET_S = 2.0
 """How long a pair may take until all its streams are there."""
 
+_STREAM_S = 0.3
+_WARM_S = 0.1
+"""How long a stream runs before it counts."""
+
 _LISTENER = "bandwidth.listener"
 _TOKEN_BYTES = 16
-_GREETING_BYTES = _TOKEN_BYTES + 1
 _CHUNK_BYTES = 1 << 20
 _SLACK_S, _OFFER_S, _REPLY_S = 0.2, 5.0, 5.0
 
@@ -53,14 +49,10 @@ def offer_streams(context: NodeContext, question: dict[str, Value]) -> dict[str,
 def stream(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Send to one host and receive from it, both for a fixed time.
 
-    Args:
-        context: Has the listener.
-        question: ``token``: in hexadecimal, known to both hosts alone; ``seconds``: how
-            long it counts, once the streams run; ``address`` and ``port``: of the
-            other, unless that one connects.
-
-    Returns:
-        ``gb_per_s``: what has come in, in gigabytes (1e9) per second.
+    The question has ``token``, in hexadecimal, which both hosts alone know; ``seconds``
+    that count, once the streams run; and ``address`` and ``port`` of the other, unless
+    that one connects. The answer has ``gb_per_s``: what has come in, in gigabytes (1e9)
+    per second.
     """
     token = bytes.fromhex(question["token"])
     with ExitStack() as closing:
@@ -101,25 +93,17 @@ def _accept(
         listener.settimeout(left_s)
         line, _ = listener.accept()
         line.settimeout(max(0.001, due_s - time.monotonic()))
-        number = _read_greeting(line, token)
-        if number in range(2 * NUM_STREAMS):
-            lines[number] = closing.enter_context(line)
+        greeting = b""
+        with suppress(OSError):
+            while more := line.recv(_TOKEN_BYTES + 1 - len(greeting)):
+                greeting += more
+        # Strangers come as well, and what an old pair left.
+        is_known = hmac.compare_digest(greeting[:-1], token)
+        if is_known and greeting[-1] in range(2 * NUM_STREAMS):
+            lines[greeting[-1]] = closing.enter_context(line)
         else:
             line.close()
     return [lines[number] for number in sorted(lines)]
-
-
-def _read_greeting(line: socket.socket, token: bytes) -> int:
-    """Return the number of a stream; -1 for strangers, and what an old pair left."""
-    said = b""
-    with suppress(OSError):
-        while len(said) < _GREETING_BYTES:
-            more = line.recv(_GREETING_BYTES - len(said))
-            if not more:
-                break
-            said += more
-    is_known = hmac.compare_digest(said[:_TOKEN_BYTES], token)
-    return said[-1] if is_known and len(said) == _GREETING_BYTES else -1
 
 
 def _run(
@@ -129,9 +113,9 @@ def _run(
     for line in (*sending, *receiving):
         # What is under way when the time is up must not be in the next pair's way.
         line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        line.settimeout(WARM_S + seconds)
+        line.settimeout(_WARM_S + seconds)
     tasks: list[Callable[[], float]] = [
-        *(partial(_send, line, WARM_S + seconds + _SLACK_S) for line in sending),
+        *(partial(_send, line, _WARM_S + seconds + _SLACK_S) for line in sending),
         *(partial(_receive, line, seconds) for line in receiving),
     ]
     with ThreadPoolExecutor(len(tasks)) as pool:
@@ -151,7 +135,7 @@ def _send(line: socket.socket, seconds: float) -> float:
 
 def _receive(line: socket.socket, seconds: float) -> float:
     buffer = bytearray(_CHUNK_BYTES)
-    counted_from_s = time.monotonic() + WARM_S
+    counted_from_s = time.monotonic() + _WARM_S
     due_s = counted_from_s + seconds
     num_bytes = 0
     with suppress(OSError):
@@ -167,17 +151,16 @@ def _receive(line: socket.socket, seconds: float) -> float:
 
 
 class PairRates(NamedTuple):
-    """What came of a pair.
-
-    Attributes:
-        rates: In GB/s, what the first and what the second of the pair receives.
-        failure: Why there is none; empty where there is one.
-        remarks: What looks wrong in NCCL's log, by rule.
-    """
+    """What was measured of a pair of hosts."""
 
     rates: tuple[float, float] = (0.0, 0.0)
+    """In GB/s, what the first and what the second of the pair receives."""
+
     failure: str = ""
+    """Why there is none; empty where there is one."""
+
     remarks: Mapping[str, Value] = {}
+    """What looks wrong in NCCL's log, by rule."""
 
 
 class Streams:
@@ -195,29 +178,28 @@ class Streams:
             for name, address in hosts.addresses.items()
             if address
         }
-        failures: dict[str, str] = {}
-        for name, reply in hosts.ask(questions, _OFFER_S).items():
-            if reply.failure:
-                failures[name] = reply.failure
-            else:
-                self._ports[name] = reply.values["port"]
-        return failures
+        replies = hosts.ask(questions, _OFFER_S)
+        failures = {name: reply.failure for name, reply in replies.items()}
+        self._ports = {n: r.values["port"] for n, r in replies.items() if not r.failure}
+        return {name: failure for name, failure in failures.items() if failure}
 
-    def measure(self, hosts: HostSet, pairs: Sequence[Pair]) -> dict[Pair, PairRates]:
+    def measure(
+        self, hosts: HostSet, pairs: Sequence[HostPair]
+    ) -> dict[HostPair, PairRates]:
         """Have each pair send to each other for a fixed time."""
         questions: dict[str, dict[str, Value]] = {}
         for caller, called in pairs:
-            token = secrets.token_hex(16)
-            common = {"do": "stream", "token": token, "seconds": STREAM_S}
+            token = secrets.token_hex(_TOKEN_BYTES)
+            common = {"do": "stream", "token": token, "seconds": _STREAM_S}
             place = {"address": hosts.addresses[called], "port": self._ports[called]}
             questions |= {caller: common | place, called: common}
-        replies = hosts.ask(questions, 2 * (MEET_S + WARM_S + STREAM_S) + _REPLY_S)
-        return {pair: _stream_rates([replies[host] for host in pair]) for pair in pairs}
-
-
-def _stream_rates(replies: Sequence[Reply]) -> PairRates:
-    failure = next((reply.failure for reply in replies if reply.failure), "")
-    if failure:
-        return PairRates(failure=failure)
-    first, second = (reply.values["gb_per_s"] for reply in replies)
-    return PairRates((first, second))
+        replies = hosts.ask(questions, 2 * (MEET_S + _WARM_S + _STREAM_S) + _REPLY_S)
+        found: dict[HostPair, PairRates] = {}
+        for pair in pairs:
+            one, other = (replies[host] for host in pair)
+            if failure := one.failure or other.failure:
+                found[pair] = PairRates(failure=failure)
+            else:
+                rates = one.values["gb_per_s"], other.values["gb_per_s"]
+                found[pair] = PairRates(rates)
+        return found

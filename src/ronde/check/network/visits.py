@@ -1,79 +1,183 @@
-"""Who reaches whom by TCP, how quickly, how fast, and with what size of packets."""
+"""Who reaches whom by TCP, how fast, and with what size of packets.
 
+Each host opens ports that answer whoever knows a token. A frame on a TCP connection is
+a length and as many bytes; one byte comes back when all are there. A datagram, which
+may not be cut on its way, is answered by its size. All is over when the program on the
+host ends, or a few seconds pass.
+"""
+
+import fcntl
+import os
+import selectors
 import socket
-import statistics
+import struct
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, cast
 
+from ronde.addresses import family_of, is_loopback, read_interfaces, source_towards
 from ronde.check.facts import Value
 from ronde.check.hosts import NodeContext
-from ronde.check.network.path_mtu import measure_mtu, own_end
-from ronde.check.network.receiving import (
-    ECHO,
-    FRAME,
-    SINK,
-    Reception,
-    receive,
-    receive_exactly,
-)
 
+TOKEN_BYTES = 16
 LARGE_BYTES = 64 << 10
 """A message of many packets: what loses large packets loses it."""
 
+FRAME, ACK = struct.Struct("!I"), struct.Struct("!H")
+_SMALL_BYTES = 8
+_MAX_FRAME_BYTES = 16 << 20
+_CHUNK_BYTES = 64 << 10
+_MAX_DATAGRAM_BYTES = 65535
 _NUM_PORTS = 2
-_CONNECT_S = 1.0
-_ANSWER_S = 0.8
-_NUM_PINGS = 100
-_MIN_PINGS = 20
-_PINGS_S = 0.3
-_SPEEDS_S = 0.8
-_MAX_SPEED_S = 0.2
+_MAX_CONNECTIONS = 512
+_IDLE_S, _CONNECT_S, _ANSWER_S = 5.0, 1.0, 0.8
+_SPEEDS_S, _MAX_SPEED_S, _SLOW_S = 0.8, 0.2, 0.05
 _FIRST_BYTES, _NEXT_BYTES = 256 << 10, 1 << 20
 _NUM_TRANSFERS = 4
-_SLOW_S = 0.05
 _MB = 1e6
 
+_SIOCGIFMTU = 0x8921
+_IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER = 10, 23
+_DO_NOT_CUT = 3
+"""``IP_PMTUDISC_PROBE``: as large as the interface allows, whatever was learnt."""
+_SIZES_A_ROUND = 24
+_TRIES = 3
+_WAIT_S = 0.06
 
-class Target(NamedTuple):
-    """A host that is to be reached.
 
-    Attributes:
-        name: Its name.
-        address: Numeric.
-        ports: TCP ports that it has opened.
-        udp_port: The UDP port.
+class Reception:
+    """TCP ports and a UDP port on all addresses, served until ``close``.
+
+    Of the ``ports`` that are asked for besides those that the kernel chooses, those in
+    use are ``busy``. ``heard`` counts datagrams by the sender's name.
     """
 
-    name: str
-    address: str
-    ports: tuple[int, ...]
-    udp_port: int
+    def __init__(self, token: bytes, ports: Sequence[int]) -> None:
+        listeners: list[socket.socket] = []
+        self.busy: list[int] = []
+        for port in (*[0] * _NUM_PORTS, *ports):
+            try:
+                listeners.append(_open(socket.SOCK_STREAM, port))
+            except OSError:
+                self.busy.append(port)
+        datagrams = _open(socket.SOCK_DGRAM, 0)
+        self.ports = [each.getsockname()[1] for each in listeners]
+        self.udp_port: int = datagrams.getsockname()[1]
+        self.heard: dict[str, int] = {}
+        self._token = token
+        self._sockets = (*listeners, datagrams)
+        self._stop_fd, self._stopping_fd = os.pipe()
+        self._ended = threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        os.close(self._stopping_fd)
+        self._ended.wait(_IDLE_S)
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for each in (*self._sockets, self._stop_fd):
+                selector.register(each, selectors.EVENT_READ)
+            is_open = True
+            while is_open:
+                for key, _ in selector.select():
+                    if key.fileobj == self._stop_fd:
+                        is_open = False
+                        continue
+                    # What went away meanwhile is let go.
+                    with suppress(OSError):
+                        self._take(cast("socket.socket", key.fileobj))
+        for each in self._sockets:
+            each.close()
+        os.close(self._stop_fd)
+        self._ended.set()
+
+    def _take(self, ready: socket.socket) -> None:
+        if ready.type == socket.SOCK_STREAM:
+            connection, _ = ready.accept()
+            if threading.active_count() < _MAX_CONNECTIONS:
+                given = connection, self._token
+                threading.Thread(target=_answer, args=given, daemon=True).start()
+            else:
+                connection.close()
+            return
+        datagram, sender = ready.recvfrom(_MAX_DATAGRAM_BYTES)
+        if datagram[:TOKEN_BYTES] == self._token:
+            name = datagram[TOKEN_BYTES:].partition(b"\0")[0].decode(errors="replace")
+            self.heard[name] = self.heard.get(name, 0) + 1
+            ready.sendto(self._token + ACK.pack(len(datagram)), sender)
 
 
-class _Asking(NamedTuple):
-    name: str
-    token: bytes
+def _open(kind: socket.SocketKind, port: int) -> socket.socket:
+    """Return a socket on all addresses of both families, as far as there are two."""
+    try:
+        return _bound(socket.AF_INET6, kind, port)
+    except OSError:
+        return _bound(socket.AF_INET, kind, port)
 
 
-class _Visit(NamedTuple):
-    told: dict[str, Value]
-    connection: socket.socket | None
+def _bound(family: int, kind: socket.SocketKind, port: int) -> socket.socket:
+    opened = socket.socket(family, kind)
+    try:
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        if kind == socket.SOCK_STREAM:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(("", port))
+        if kind == socket.SOCK_STREAM:
+            opened.listen(_MAX_CONNECTIONS)
+    except BaseException:
+        opened.close()
+        raise
+    opened.settimeout(0)
+    return opened
+
+
+def _answer(connection: socket.socket, token: bytes) -> None:
+    with connection, suppress(OSError):
+        connection.settimeout(_IDLE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if receive_exactly(connection, TOKEN_BYTES) != token:
+            return
+        connection.sendall(token)
+        while True:
+            (size_bytes,) = FRAME.unpack(receive_exactly(connection, FRAME.size))
+            if size_bytes > _MAX_FRAME_BYTES:
+                return
+            receive_exactly(connection, size_bytes)
+            connection.sendall(b"\1")
+
+
+def receive_exactly(connection: socket.socket, size_bytes: int) -> bytes:
+    """Return so many bytes.
+
+    Raises:
+        OSError: The connection ends or breaks before, or is too slow.
+    """
+    chunks: list[bytes] = []
+    while size_bytes:
+        chunk = connection.recv(min(size_bytes, _CHUNK_BYTES))
+        if not chunk:
+            raise ConnectionAbortedError("the other end closes the connection")
+        chunks.append(chunk)
+        size_bytes -= len(chunk)
+    return b"".join(chunks)
 
 
 def listen(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Open ports for others, once; tell which, and who was heard there since.
+    """Open ports for others, once; return which, and who was heard there since.
 
     The question has a ``token``, which others have to know, and ``ports`` to try
-    besides those that the kernel chooses. The answer has ``ports``, ``udp_port``,
-    ``busy`` (ports that were in use) and ``heard``: datagrams, by the sender's name.
+    besides those that the kernel chooses.
     """
     reception: Reception | None = context.memory.get("reception")
     if reception is None:
-        token = question["token"].encode()
-        reception = receive(token, _NUM_PORTS, question["ports"])
+        reception = Reception(question["token"].encode(), question["ports"])
         context.memory["reception"] = reception
         context.closing.callback(reception.close)
     return {
@@ -84,131 +188,99 @@ def listen(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]
     }
 
 
-def reach(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:  # noqa: ARG001
+class _Visit(NamedTuple):
+    found: dict[str, Value]
+    connection: socket.socket | None
+
+
+def reach(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Reach other hosts, all at once, and time what goes there.
 
-    The question has ``name`` (this host's), ``token`` and ``targets``, each with what
-    ``Target`` has. The answer has ``reached``, by the target's name:
+    The question has ``name`` (this host's), ``token`` and ``targets``, each with
+    ``name``, ``address``, ``ports`` and ``udp_port``. The answer has ``reached``, by
+    the target's name:
 
     - ``error``: why one of its ports cannot be connected to, else empty;
-    - ``is_refused``: whether it was the other host that said so;
+    - ``is_refused``: whether it was the other host that refused;
     - ``lost_bytes``: size of a message that did not arrive though small ones did, or 0;
-    - ``rtt_s``, ``p99_s``: the median and 99th percentile round trip of 8 bytes;
     - ``mb_per_s``: the fastest of a few transfers to it, in 1e6 bytes a second;
     - ``mtu``: the largest packet in bytes that arrives, or null if none did;
     - ``interface``, ``own_mtu``: what leads there.
 
     What was not measured is left out. It takes at most about 4 s.
     """
-    asking = _Asking(question["name"], question["token"].encode())
-    targets: list[Target] = [
-        Target(each["name"], each["address"], tuple(each["ports"]), each["udp_port"])
-        for each in question["targets"]
-    ]
+    targets: list[dict[str, Value]] = question["targets"]
     if not targets:
         return {"reached": {}}
+    name, token = question["name"], question["token"].encode()
     with ThreadPoolExecutor(len(targets)) as pool:
-        visits = list(pool.map(_visit, [asking] * len(targets), targets))
+        visits = list(pool.map(partial(_visit, name, token), targets))
     _time_transfers(visits)
-    return {
-        "reached": {
-            target.name: visit.told
-            for target, visit in zip(targets, visits, strict=True)
-        }
-    }
+    pairs = zip(targets, visits, strict=True)
+    return {"reached": {target["name"]: visit.found for target, visit in pairs}}
 
 
-def _visit(asking: _Asking, target: Target) -> _Visit:
+def _visit(name: str, token: bytes, target: dict[str, Value]) -> _Visit:
     """Reach one host; its first connection stays open where all went well."""
-    end = own_end(target.address)
-    told: dict[str, Value] = {
+    address = target["address"]
+    interface, own_mtu = own_end(address)
+    found: dict[str, Value] = {
         "error": "",
         "is_refused": False,
         "lost_bytes": 0,
-        "interface": end.interface,
-        "own_mtu": end.mtu,
+        "interface": interface,
+        "own_mtu": own_mtu,
     }
-    connection = _connect_all(asking, target, told)
-    if end.mtu:
+    connection = _connect_all(token, target, found)
+    if own_mtu:
         # Also where no connection was made: a lost answer is no lost question.
         with suppress(OSError):
-            told["mtu"] = measure_mtu(
-                target.address, target.udp_port, asking.token, asking.name, end.mtu
+            found["mtu"] = measure_mtu(
+                address, target["udp_port"], token, name, own_mtu
             )
     if connection is None:
-        return _Visit(told, None)
+        return _Visit(found, None)
     try:
-        told |= _time_pings(connection)
-        if _transfer(connection, LARGE_BYTES) is None:
-            told["lost_bytes"] = LARGE_BYTES
+        if _transfer(connection, _SMALL_BYTES) is None:
+            found["error"] = "an open connection breaks: no answer"
+        elif _transfer(connection, LARGE_BYTES) is None:
+            found["lost_bytes"] = LARGE_BYTES
     except OSError as error:
-        told["error"] = f"an open connection breaks: {_reason(error)}"
-    if told["error"] or told["lost_bytes"]:
+        found["error"] = f"an open connection breaks: {_reason(error)}"
+    if found["error"] or found["lost_bytes"]:
         connection.close()
-        return _Visit(told, None)
-    return _Visit(told, connection)
+        return _Visit(found, None)
+    return _Visit(found, connection)
 
 
 def _connect_all(
-    asking: _Asking, target: Target, told: dict[str, Value]
+    token: bytes, target: dict[str, Value], found: dict[str, Value]
 ) -> socket.socket | None:
-    """Connect to each port; return the first connection, or tell what failed."""
+    """Connect to each port; return the first connection, or note what failed."""
     connections: list[socket.socket] = []
     port = 0
     try:
-        for port in target.ports:
-            connections.append(_connect(asking, target.address, port))
+        for port in target["ports"]:
+            address = target["address"], port
+            connection = socket.create_connection(address, _CONNECT_S)
+            connections.append(connection)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(token)
+            receive_exactly(connection, len(token))
     except OSError as error:
-        told["error"] = f"port {port}: {_reason(error)}"
-        told["is_refused"] = isinstance(error, ConnectionRefusedError)
-        for each in connections:
+        found["error"] = f"port {port}: {_reason(error)}"
+        found["is_refused"] = isinstance(error, ConnectionRefusedError)
+    first = None if found["error"] else connections[0]
+    for each in connections:
+        if each is not first:
             each.close()
-        return None
-    for each in connections[1:]:
-        each.close()
-    return connections[0]
-
-
-def _connect(asking: _Asking, address: str, port: int) -> socket.socket:
-    connection = socket.create_connection((address, port), _CONNECT_S)
-    try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(asking.token)
-        receive_exactly(connection, len(asking.token))
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    return first
 
 
 def _reason(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "no answer"
     return (error.strerror or str(error)).lower()
-
-
-def _time_pings(connection: socket.socket) -> dict[str, Value]:
-    connection.settimeout(_ANSWER_S)
-    ping = FRAME.pack(ECHO, 8) + bytes(8)
-    took_s: list[float] = []
-    begun_s = time.perf_counter()
-    while len(took_s) < _NUM_PINGS:
-        sent_s = time.perf_counter()
-        if len(took_s) >= _MIN_PINGS and sent_s > begun_s + _PINGS_S:
-            break
-        connection.sendall(ping)
-        receive_exactly(connection, 8)
-        took_s.append(time.perf_counter() - sent_s)
-    return {"rtt_s": statistics.median(took_s), "p99_s": nearest_rank(took_s, 0.99)}
-
-
-def nearest_rank(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that so large a share of them does not exceed.
-
-    Source: the nearest-rank percentile, index ``ceil(share * n)`` from one.
-    """
-    ordered = sorted(values)
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
 
 def _time_transfers(visits: Sequence[_Visit]) -> None:
@@ -228,7 +300,7 @@ def _time_transfers(visits: Sequence[_Visit]) -> None:
             num_left -= 1
             if left_s > 0:
                 with suppress(OSError):
-                    visit.told["mb_per_s"] = _fastest(connection, share_s)
+                    visit.found["mb_per_s"] = _fastest(connection, share_s)
 
 
 def _fastest(connection: socket.socket, share_s: float) -> float:
@@ -243,7 +315,7 @@ def _fastest(connection: socket.socket, share_s: float) -> float:
         size_bytes = _NEXT_BYTES if number else _FIRST_BYTES
         took_s = _transfer(connection, size_bytes)
         if took_s is None:
-            # It took longer than that: what is told is more than there is.
+            # It took longer than that: this is more than there is.
             return max(best, size_bytes / _MB / _ANSWER_S)
         best = max(best, size_bytes / _MB / took_s)
         is_over = time.perf_counter() > begun_s + share_s
@@ -257,8 +329,92 @@ def _transfer(connection: socket.socket, size_bytes: int) -> float | None:
     begun_s = time.perf_counter()
     try:
         connection.settimeout(_ANSWER_S)
-        connection.sendall(FRAME.pack(SINK, size_bytes) + bytes(size_bytes))
+        connection.sendall(FRAME.pack(size_bytes) + bytes(size_bytes))
         receive_exactly(connection, 1)
     except TimeoutError:
         return None
     return time.perf_counter() - begun_s
+
+
+def own_end(address: str) -> tuple[str, int]:
+    """Return the interface that leads to a numeric address, and its MTU in bytes.
+
+    It is empty where no route leads there.
+    """
+    source = source_towards(address)
+    name = "lo" if is_loopback(source) else ""
+    for each in read_interfaces():
+        if each.address == source:
+            name = each.interface
+    if not name:
+        return "", 0
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        request = struct.pack("16s24x", name.encode()[:15])
+        answer = fcntl.ioctl(asking, _SIOCGIFMTU, request)
+    return name, struct.unpack_from("i", answer, 16)[0]
+
+
+def measure_mtu(
+    address: str, port: int, token: bytes, name: str, own_mtu: int
+) -> int | None:
+    """Return the largest packet in bytes that arrives, or nothing if none does.
+
+    ``name`` is this host's, which the other one counts; more than ``own_mtu``, that of
+    the interface that leads there, is not tried.
+    """
+    family = family_of(address)
+    headers, least = (28, 576) if family == socket.AF_INET else (48, 1280)
+    with socket.socket(family, socket.SOCK_DGRAM) as sending:
+        if family == socket.AF_INET:
+            sending.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _DO_NOT_CUT)
+        else:
+            sending.setsockopt(socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _DO_NOT_CUT)
+
+        def arrive(sizes: Iterable[int]) -> set[int]:
+            """Return which sizes of packets arrive."""
+            wanted = {size - headers for size in sizes}
+            begin = token + name.encode() + b"\0"
+            arrived = _send_sizes(sending, (address, port), begin, wanted)
+            return {size + headers for size in arrived}
+
+        most = min(own_mtu, _MAX_DATAGRAM_BYTES)
+        passed, lost, sizes = 0, most + 1, [most]
+        while sizes:
+            arrived = arrive(sizes)
+            passed = max([passed, *arrived])
+            lost = min([lost, *(size for size in sizes if size > passed)])
+            sizes = _between(max(passed, least - 1), lost)
+            if not arrived and lost <= least:
+                return None
+    # The largest packet of IP is a little less than the loopback interface allows.
+    return own_mtu if passed == most else passed or None
+
+
+def _between(passed: int, lost: int) -> list[int]:
+    """Return sizes that part what lies between two into equal steps."""
+    inside = lost - passed - 1
+    num = min(inside, _SIZES_A_ROUND)
+    return [passed + 1 + inside * i // num for i in range(num)]
+
+
+def _send_sizes(
+    sending: socket.socket, to: tuple[str, int], begin: bytes, wanted: set[int]
+) -> set[int]:
+    """Send datagrams of some sizes; return which are answered."""
+    arrived, token = set[int](), begin[:TOKEN_BYTES]
+    for _ in range(_TRIES):
+        for size in sorted(wanted - arrived, reverse=True):
+            # One that is too large for this host itself is lost like another.
+            with suppress(OSError):
+                sending.sendto(begin.ljust(size, b"\0"), to)
+        due_s = time.monotonic() + _WAIT_S
+        while arrived < wanted and (left_s := due_s - time.monotonic()) > 0:
+            sending.settimeout(left_s)
+            # A host of several addresses may answer by another: the token counts.
+            with suppress(OSError):
+                answer = sending.recv(TOKEN_BYTES + ACK.size)
+                if answer.startswith(token) and len(answer) > TOKEN_BYTES + 1:
+                    arrived |= wanted & {*ACK.unpack_from(answer, TOKEN_BYTES)}
+        if arrived == wanted:
+            break
+    return arrived

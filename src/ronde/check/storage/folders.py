@@ -1,30 +1,35 @@
 """Folders and files of a host: there, with room, the same everywhere, answering."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ronde.check.check import FAIL, WARN, Family, Problem, check, each_host
-from ronde.check.facts import Fleet, Reading, Value, Values, find_odd
+from ronde.check.check import (
+    FAIL,
+    WARN,
+    Family,
+    Problem,
+    Problems,
+    check,
+    each_host,
+)
+from ronde.check.facts import FactReader, Fleet, Value, Values, find_odd
 from ronde.check.path_tasks import run_tasks
 from ronde.launch.environments import own_environment
 from ronde.launch.process_tree import read_processes
 from ronde.units import format_size
 
-SHARED, DIRECTORY, TEMPORARY = "shared", "directory", "temporary"
+_SHARED, _DIRECTORY, _TEMPORARY = "shared", "directory", "temporary"
 """Roles of folders: shared by all hosts, where ranks start, for temporary files."""
 
-LOW_SHARE = 0.05
-"""Of a file system that is free: below, there may be too little."""
+_LOW_SHARE = 0.05
+"""Of a file system that is free: below, there may be too little,"""
 
-PLENTY_BYTES = 50 << 30
-"""That much is room enough, however large the file system is."""
+_PLENTY_BYTES, _LOW_BYTES = 50 << 30, 1 << 30
+"""but the one is room enough, and the other too little, whatever its size."""
 
-LOW_BYTES = 1 << 30
-"""That little is too little, however small the file system is."""
-
-FULL_BYTES = 16 << 20
+_FULL_BYTES = 16 << 20
 """With less, nothing can be written that is worth it."""
 
 _PATHS, _FILES, _HUNG = "storage.paths", "storage.files", "storage.hung"
@@ -41,11 +46,15 @@ _ELSEWHERE = (
 )
 
 
-def read(reading: Reading) -> None:
+def read(reader: FactReader) -> None:
     """Look at folders and files, and for what an earlier job has left."""
-    settings, root = reading.settings, reading.root
+    settings, root = reader.settings, reader.root
     mounts = read_mounts(root)
-    roles = _find_roles(settings)
+    roles: dict[str, list[str]] = {p: [_SHARED] for p in settings.get("paths", ())}
+    if directory := settings.get("directory", ""):
+        roles.setdefault(directory, []).append(_DIRECTORY)
+    temporary = own_environment().get("TMPDIR") or "/tmp"  # noqa: S108 - looked at only
+    roles.setdefault(temporary, []).append(_TEMPORARY)
     files: Sequence[str] = settings.get("files", ())
     network = [point for point, kind in mounts.items() if _NETWORK.fullmatch(kind)]
     others = [point for point in network if point not in roles]
@@ -66,26 +75,16 @@ def read(reading: Reading) -> None:
         for group, own in zip(groups, outcomes, strict=True)
         for task, outcome in zip(group, own, strict=True)
     }
-    reading.values[_HUNG] = sorted(
+    reader.values[_HUNG] = sorted(
         {path for (_, path), each in found.items() if each.get("has_hung")}
     )
-    reading.values[_FILES] = {file: found["sample", file] for file in files}
-    reading.values[_PATHS] = {
+    reader.values[_FILES] = {file: found["sample", file] for file in files}
+    reader.values[_PATHS] = {
         path: {"roles": each} | _locate(found["look", path], root, mounts)
         for path, each in roles.items()
     }
     if not root:
-        reading.keep(_LEFTOVERS, find_leftovers)
-
-
-def _find_roles(settings: dict[str, Value]) -> dict[str, list[str]]:
-    """Return what each folder is for."""
-    roles = {path: [SHARED] for path in settings.get("paths", ())}
-    if directory := settings.get("directory", ""):
-        roles.setdefault(directory, []).append(DIRECTORY)
-    temporary = own_environment().get("TMPDIR") or "/tmp"  # noqa: S108 - looked at only
-    roles.setdefault(temporary, []).append(TEMPORARY)
-    return roles
+        reader.keep(_LEFTOVERS, find_leftovers)
 
 
 def _locate(
@@ -142,16 +141,16 @@ def _has_marker(pid: int) -> bool:
         return False
 
 
-def _answering(values: Values) -> Iterator[tuple[str, dict[str, Any]]]:
+def _answering(values: Values) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for path, each in values[_PATHS].items():
         if not each.get("has_hung"):
             yield path, each
 
 
-@each_host(
-    Family.STORAGE,
-    FAIL,
-    """folder-missing: folders that ranks need are there
+@each_host(Family.STORAGE, FAIL, _PATHS)
+def folder_missing(values: Values, _: Fleet) -> Problems:
+    """Folders that ranks need are there.
+
     reads: on each host the folders given with --path, the one that ranks start in:
         where ronde check is typed, or --chdir; and TMPDIR, else /tmp
     threshold: each is a folder that can be entered; a warning where temporary files
@@ -160,28 +159,25 @@ def _answering(values: Values) -> Iterator[tuple[str, dict[str, Any]]]:
         Python and torch need temporary files
     fix: mount it there, or mkdir -p it where it need not be shared
     why: Ranks there cannot start, or do not find their data and checkpoints.
-    """,
-    _PATHS,
-)
-def _folder_missing(values: Values, _: Fleet) -> Iterator[Problem]:
+    """
     for path, each in _answering(values):
         wrong = each.get("error", "")
         if not wrong and not each["is_directory"]:
             wrong = "no folder"
         elif not wrong and not each["is_enterable"]:
             wrong = "may not be entered"
-        if wrong and each["roles"] != [TEMPORARY]:
-            fix = "" if SHARED in each["roles"] else _ELSEWHERE
+        if wrong and each["roles"] != [_TEMPORARY]:
+            fix = "" if _SHARED in each["roles"] else _ELSEWHERE
             yield Problem(f"{path}: {wrong}", fix=fix)
-        elif TEMPORARY in each["roles"] and (wrong or not each["is_writable"]):
+        elif _TEMPORARY in each["roles"] and (wrong or not each["is_writable"]):
             fix = "export TMPDIR=, to a folder that can be written to"
             yield Problem(f"{path}: {wrong or 'read-only'}", WARN, fix=fix)
 
 
-@check(
-    Family.STORAGE,
-    FAIL,
-    """dataset-files: files are the same on all hosts
+@check(Family.STORAGE, FAIL, _FILES)
+def dataset_files(fleet: Fleet) -> Problems:
+    """Files are the same on all hosts.
+
     reads: size and hash of the files given with --file; of one above 1MiB, 16 pieces of
         64KiB, spread evenly, are hashed
     threshold: each is there, with the same size and hash everywhere
@@ -190,10 +186,7 @@ def _folder_missing(values: Values, _: Fleet) -> Iterator[Problem]:
     needs: --file
     why: Ranks train on different data, or take a different number of steps and wait for
         each other for ever.
-    """,
-    _FILES,
-)
-def _dataset_files(fleet: Fleet) -> Iterator[Problem]:
+    """
     shown: dict[str, dict[str, str]] = {}
     for host, files in fleet.known(_FILES).items():
         for path, each in files.items():
@@ -207,21 +200,18 @@ def _dataset_files(fleet: Fleet) -> Iterator[Problem]:
             yield Problem(f"{path} has {value}", usual=usual, host=host)
 
 
-@each_host(
-    Family.STORAGE,
-    FAIL,
-    f"""hung-mount: all file systems answer
+@each_host(Family.STORAGE, FAIL, _HUNG)
+def hung_mount(values: Values, _: Fleet) -> Problems:
+    """All file systems answer.
+
     reads: statfs of mounted network file systems, the folder that ranks start in, the
         one for temporary files and those given with --path and --file, each in a
         process of its own
-    threshold: an answer within {_HANG_S:g} s
+    threshold: an answer within 5 s
     source: ronde's own; a quick answer takes milliseconds
     fix: look at its file server; then umount -f -l MOUNT, and mount it anew
     why: Whatever touches it hangs, and not even kill -9 ends that.
-    """,
-    _HUNG,
-)
-def _hung_mount(values: Values, _: Fleet) -> Iterator[Problem]:
+    """
     hung: list[str] = values[_HUNG]
     for path in hung:
         # What lies below hangs with it.
@@ -229,10 +219,10 @@ def _hung_mount(values: Values, _: Fleet) -> Iterator[Problem]:
             yield Problem(f"{path} does not answer")
 
 
-@each_host(
-    Family.STORAGE,
-    FAIL,
-    """disk-space: there is room on disk, for bytes and for files
+@each_host(Family.STORAGE, FAIL, _PATHS)
+def disk_space(values: Values, _: Fleet) -> Problems:
+    """There is room on disk, for bytes and for files.
+
     reads: statfs of the folder that ranks start in, the one for temporary files and
         those given with --path, as far as they can be written to
     threshold: 5 % or 50GiB free, and at least 1GiB; below 16MiB nothing can start. 5 %
@@ -240,10 +230,7 @@ def _hung_mount(values: Values, _: Fleet) -> Iterator[Problem]:
     source: 5 %: Imbue's host health checks; the sizes are ronde's own
     fix: make room there: du -xh FOLDER | sort -h | tail; du --inodes -x FOLDER
     why: Writing a checkpoint fails, after hours of training.
-    """,
-    _PATHS,
-)
-def _disk_space(values: Values, _: Fleet) -> Iterator[Problem]:
+    """
     seen: set[str] = set()
     for path, each in _answering(values):
         mount = each.get("mount") or path
@@ -251,30 +238,27 @@ def _disk_space(values: Values, _: Fleet) -> Iterator[Problem]:
             continue
         seen.add(mount)
         free, size = each["free_bytes"], each["size_bytes"]
-        is_little = free < LOW_SHARE * size and free < PLENTY_BYTES
-        if is_little or free < LOW_BYTES:
+        is_little = free < _LOW_SHARE * size and free < _PLENTY_BYTES
+        if is_little or free < _LOW_BYTES:
             what = f"{path} has {format_size(free)} free of {format_size(size)}"
-            yield Problem(what, FAIL if free < FULL_BYTES else WARN)
+            yield Problem(what, FAIL if free < _FULL_BYTES else WARN)
         free, num = each["free_inodes"], each["num_inodes"]
         # File systems without such a limit have none at all.
-        if num > 0 and free < LOW_SHARE * num:
+        if num > 0 and free < _LOW_SHARE * num:
             what = f"{path} has room for {free} more files, of {num}"
             yield Problem(what, FAIL if free == 0 else WARN)
 
 
-@each_host(
-    Family.STORAGE,
-    FAIL,
-    """leftovers: nothing of an earlier job is left
+@each_host(Family.STORAGE, FAIL, _LEFTOVERS)
+def leftovers(values: Values, _: Fleet) -> Problems:
+    """Nothing of an earlier job is left.
+
     reads: this user's processes that ronde run started and whose agent is gone
     threshold: none
     source: ronde's own
     fix: kill -9 them
     why: They hold GPUs, memory and ports that the next job needs.
-    """,
-    _LEFTOVERS,
-)
-def _leftovers(values: Values, _: Fleet) -> Iterator[Problem]:
+    """
     found = values[_LEFTOVERS]
     if found["num"] > 0:
         what = f"{found['num']} processes of an earlier job are left"

@@ -3,22 +3,24 @@
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, check, name_some
+from ronde.check.check import (
+    FAIL,
+    INFORM,
+    Family,
+    Problem,
+    Problems,
+    check,
+    name_some,
+)
 from ronde.check.facts import MIN_MAJORITY, Fleet, Value
-from ronde.check.hosts import HostSet, NodeContext, Step
+from ronde.check.hosts import HostSet, NodeContext, ProbeStep
 from ronde.check.path_tasks import run_task
 
 PATIENCE_S = 3.0
 """How long a host looks for what another has written."""
 
-LATE_S = 1.0
-"""A file that another host has written is to be seen by then."""
-
 SHARED = "storage.shared"
 """Fact: by path, by each other host that left a file there, whether it is seen here."""
-
-SHARED_S = "storage.shared_s"
-"""Fact: by path, the seconds until the last of those that are seen was seen."""
 
 DEADLINE_S = 5.0
 """For a file system to answer."""
@@ -36,10 +38,7 @@ def leave_nonce(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
 
 def find_nonces(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Look for the files ``nonces``, for ``patience_s`` at most.
-
-    The answer's ``seen_s`` has the seconds until each that is there was seen.
-    """
+    """Look for the files ``nonces``, for ``patience_s``; return those ``seen``."""
     path, patience_s = question["path"], question["patience_s"]
     task = {"do": "find", "path": path, "names": question["nonces"]}
     return run_task(task | {"patience_s": patience_s}, patience_s + DEADLINE_S)
@@ -55,21 +54,15 @@ def run(hosts: HostSet) -> None:
     """Try all folders of the setting ``paths``, where there are several hosts."""
     if len(hosts.names) < 2:
         return
-    facts: dict[str, tuple[dict[str, dict[str, bool]], dict[str, float]]]
-    facts = {host: ({}, {}) for host in hosts.names}
+    for host in hosts.names:
+        hosts.note(host, SHARED, {})
     for path in hosts.settings.get("paths", ()):
-        for host, seen_s in _try_path(hosts, path).items():
-            shared, shared_s = facts[host]
-            shared[path] = {other: s is not None for other, s in seen_s.items()}
-            known_s = [s for s in seen_s.values() if s is not None]
-            shared_s[path] = max(known_s, default=0.0)
-    for host, (shared, shared_s) in facts.items():
-        hosts.note(host, SHARED, shared)
-        hosts.note(host, SHARED_S, shared_s)
+        for host, sees in _try_path(hosts, path).items():
+            hosts.facts[host].values[SHARED][path] = sees
 
 
-def _try_path(hosts: HostSet, path: str) -> dict[str, dict[str, float | None]]:
-    """Return after how long each host sees each other's file; None if it does not.
+def _try_path(hosts: HostSet, path: str) -> dict[str, dict[str, bool]]:
+    """Return whether each host sees each other's file.
 
     A host that cannot look there is left out.
     """
@@ -90,7 +83,7 @@ def _try_path(hosts: HostSet, path: str) -> dict[str, dict[str, float | None]]:
 
 def _find(
     hosts: HostSet, path: str, left: Mapping[str, str], asked: Iterable[str]
-) -> dict[str, dict[str, float | None]]:
+) -> dict[str, dict[str, bool]]:
     question = {
         "do": "find_nonces",
         "path": path,
@@ -101,7 +94,7 @@ def _find(
     replies = hosts.ask(questions, PATIENCE_S + DEADLINE_S + _SLACK_S)
     return {
         host: {
-            other: reply.values["seen_s"].get(nonce)
+            other: nonce in reply.values["seen"]
             for other, nonce in left.items()
             if other != host
         }
@@ -127,7 +120,7 @@ def _remove(hosts: HostSet, path: str, nonces: Mapping[str, str]) -> None:
         ask({host: left for host in nonces if host not in lost})
 
 
-STEP = Step("sharing", run, (SHARED, SHARED_S))
+STEP = ProbeStep("sharing", run, (SHARED,))
 
 
 def group(sight: Sight) -> list[list[str]]:
@@ -162,22 +155,19 @@ def by_path(fleet: Fleet, fact: str) -> dict[str, dict[str, Value]]:
     return found
 
 
-@check(
-    Family.STORAGE,
-    FAIL,
-    f"""shared-folder: a shared folder is the same one on all hosts
+@check(Family.STORAGE, FAIL, SHARED)
+def shared_folder(fleet: Fleet) -> Problems:
+    """A shared folder is the same one on all hosts.
+
     reads: files that each host leaves in the folders given with --path, and that all
         hosts look for; they are removed again
-    threshold: each host sees those of all others within {PATIENCE_S:g} s
+    threshold: each host sees those of all others within 3 s
     source: ronde's own; what most hosts share, of three or more
     fix: findmnt -T FOLDER on each host; mount the same file system there
     needs: several hosts, --path, and permission to write there
     why: A checkpoint is not found where a rank is started anew, or half of it is; where
         a mount is missing, ranks write to the disk below its mount point.
-    """,
-    SHARED,
-)
-def _shared_folder(fleet: Fleet) -> Iterator[Problem]:
+    """
     for path, sight in by_path(fleet, SHARED).items():
         if not any(sight.values()):
             for host in sight if len(sight) > 1 else ():
@@ -207,33 +197,3 @@ def _outside(groups: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
         if is_draw or each is not first:
             for host in each:
                 yield host, usual
-
-
-@check(
-    Family.STORAGE,
-    WARN,
-    f"""shared-folder-late: a shared folder shows soon what others write
-    reads: when each host sees the files that the others leave there
-    threshold: within {LATE_S:g} s
-    source: ronde's own; NFS clients may keep what they know of a folder for 30 s and
-        more (acdirmin and acdirmax in nfs(5))
-    fix: mount it with actimeo=1, or have ranks wait for each other by a barrier
-    needs: several hosts, --path, and permission to write there
-    why: A rank does not find the file that another has just written.
-    """,
-    SHARED,
-    SHARED_S,
-)
-def _shared_folder_late(fleet: Fleet) -> Iterator[Problem]:
-    seconds = fleet.known(SHARED_S)
-    for path, sight in by_path(fleet, SHARED).items():
-        for own in group(sight):
-            for host in own:
-                missing = [other for other in own if not sight[host].get(other, True)]
-                late_s = seconds.get(host, {}).get(path, 0.0)
-                if missing:
-                    what = f"{path} does not show yet what {name_some(missing)} wrote"
-                    yield Problem(what, host=host)
-                elif late_s > LATE_S:
-                    what = f"{path} shows what others wrote after {late_s:.1f} s"
-                    yield Problem(what, host=host)

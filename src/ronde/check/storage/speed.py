@@ -4,9 +4,9 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, check
+from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, Problems, check
 from ronde.check.facts import Fleet, Value, find_few, show_usual
-from ronde.check.hosts import HostSet, NodeContext, Reply, Step
+from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.check.path_tasks import run_task
 from ronde.check.storage.sharing import SHARED, by_path, group
 
@@ -27,7 +27,7 @@ CLEAR_S = 10.0
 MAX_ROUNDS = 32
 """Of more hosts that share a folder, several write at the same time."""
 
-SLOW_SHARE = 0.5
+_SLOW_SHARE = 0.5
 """Below this share of what most hosts have, a host is slow."""
 
 _MEASURES: dict[str, tuple[float, Callable[[float], str]]] = {
@@ -43,12 +43,11 @@ _ARGUMENTS = ("path", "name", "num_bytes", "num_files", "patience_s")
 
 
 def fill_folder(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Write a file of ``num_bytes`` and ``num_files`` small ones into ``path``.
+    """Write a file and small ones into a new folder ``name`` below ``path``.
 
-    They are in a folder of their own, ``name``. The process that makes it removes it;
-    if that is killed, for ``deadline_s`` is over, or dies, another one does. The answer
-    is that of ``path_tasks.fill``; where it is not ``is_cleared``, ``clear_folders`` of
-    another host that shares the folder may do better.
+    The process that makes it removes it; if that is killed or dies, another one does.
+    The answer is that of ``path_tasks.fill``; where it is not ``is_cleared``,
+    ``clear_folders`` of another host that shares the folder may do better.
     """
     task = {"do": "fill", **{name: question[name] for name in _ARGUMENTS}}
     outcome = run_task(task, question["deadline_s"])
@@ -179,7 +178,9 @@ def _clear(hosts: HostSet, path: str, left: Mapping[str, str]) -> None:
             hosts.note(host, LEFT, [*known, f"{path}/{name}"])
 
 
-STEP = Step("storing", run, (SPEED, LEFT), (_HUNG, SHARED), setting="storage_speed")
+STEP = ProbeStep(
+    "storing", run, (SPEED, LEFT), (_HUNG, SHARED), setting="storage_speed"
+)
 
 
 def find_slow(measured: Mapping[str, Mapping[str, Value]]) -> set[str]:
@@ -193,21 +194,21 @@ def _find_slow(
     """Return what others have, by the name of each slow host; empty below the floor."""
     least, show = _MEASURES[name]
     speeds: dict[str, float] = {h: e[name] for h, e in measured.items() if name in e}
-    few = find_few(speeds, SLOW_SHARE)
+    few = find_few(speeds, _SLOW_SHARE)
     found = {host: "" for host, speed in speeds.items() if speed < least}
     return found | {h: show_usual(h, speeds, few, show) for h in few.hosts}
 
 
-@check(
-    Family.STORAGE,
-    FAIL,
-    f"""storage-speed: a folder takes bytes and small files fast
+@check(Family.STORAGE, FAIL, SPEED, besides=(LEFT,))
+def storage_speed(fleet: Fleet) -> Problems:
+    """A folder takes bytes and small files fast.
+
     reads: 64MiB of random bytes, written into each --path as one file and flushed; and
         1000 files of 4KiB that are made there and removed, as far as 5 s suffice for
         making them. Hosts that share the folder write one after the other; a slow one
         is measured twice, and the better counts
     threshold: half of what most hosts have, 30 MB/s, and 50 files a second; a failure
-        if all takes more than {DEADLINE_S:g} s
+        if all takes more than 30 s
     source: ronde's own: a single hard disk writes 100 to 200 MB/s, 1 Gbit/s Ethernet
         carries 118 MB/s; at 30 MB/s a checkpoint of 10GiB takes 6 minutes. An
         environment with torch has some 20,000 files: 7 minutes at 50 a second
@@ -217,11 +218,7 @@ def _find_slow(
     needs: --storage-speed, --path, and permission to write there
     why: All ranks wait while a checkpoint is written; data sets of small files are read
         at that pace, and Python starts at it.
-    """,
-    SPEED,
-    besides=(LEFT,),
-)
-def _storage_speed(fleet: Fleet) -> Iterator[Problem]:
+    """
     for path, measured in by_path(fleet, SPEED).items():
         for host, each in measured.items():
             if each.get("has_hung"):
