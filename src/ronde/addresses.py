@@ -17,17 +17,11 @@ _ANY_PORT = 9
 
 
 class InterfaceAddress(NamedTuple):
-    """One numeric address of one interface.
-
-    Attributes:
-        interface: ``eth0``.
-        address: IPv4 or IPv6, without a scope; never loopback.
-        prefix_length: Bits of its network.
-    """
+    """One numeric address of one interface."""
 
     interface: str
-    address: str
-    prefix_length: int
+    address: str  # IPv4 or IPv6, without a scope; never loopback
+    prefix_length: int  # bits of its network
 
 
 class _Node(ctypes.Structure):
@@ -49,9 +43,6 @@ def read_interfaces() -> tuple[InterfaceAddress, ...]:
 
     Left out are loopback interfaces, those that are down or have no carrier, and
     link-local addresses, which mean nothing without the name of a link.
-
-    Raises:
-        OSError: The kernel does not tell.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.freeifaddrs.argtypes = [_Link]
@@ -109,11 +100,8 @@ def choose_address(
     All reach it, and at best without a router between; of several the first that is
     IPv4 counts, on the fastest interface. None where there is none that all reach.
 
-    Args:
-        candidates: Addresses of that host.
-        sources: For every other host, its own address towards each candidate, empty
-            where it has no route there.
-        mbit_per_s: Rates of that host's interfaces, by name, as far as they are known.
+    ``sources`` has, for every other host, its own address towards each candidate, empty
+    where it has no route there; ``mbit_per_s`` the known rates of the interfaces.
     """
     reached = [i for i in range(len(candidates)) if all(each[i] for each in sources)]
 

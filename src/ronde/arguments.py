@@ -1,4 +1,4 @@
-"""What reads the options of every command: one sentence for what does not fit."""
+"""Reads the options of every command; an error is one sentence."""
 
 import argparse
 import re
@@ -9,12 +9,7 @@ from ronde.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit with 2.
-
-    Args:
-        prog: The command: ``ronde check``.
-        more: As ``argparse.ArgumentParser`` has it.
-    """
+    """Raises ``UsageError`` where argparse would print its usage and exit with 2."""
 
     def __init__(self, prog: str, **more: Any) -> None:  # noqa: ANN401  argparse's own
         super().__init__(
@@ -35,11 +30,7 @@ class Parser(argparse.ArgumentParser):
             self.alias(name, name[:2] + name[2:].replace("-", "_"))
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong with the words.
-
-        Raises:
-            UsageError: Always.
-        """
+        """Say what is wrong with the command line, by ``UsageError``."""
         if match := re.match(
             r"(?:ambiguous option|unrecognized arguments): (\S+)", message
         ):
@@ -76,11 +67,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse_verb(word: str, verbs: Sequence[str], command: str) -> NoReturn:
-    """Say that ``word`` is no verb of a command, and which one was meant.
-
-    Raises:
-        UsageError: Always.
-    """
+    """Say by ``UsageError`` that ``word`` is no verb, and which one was meant."""
     from difflib import get_close_matches
 
     near = get_close_matches(word, verbs, n=1, cutoff=0.6)

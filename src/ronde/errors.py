@@ -45,26 +45,15 @@ class LaunchError(RondeError, RuntimeError):
 
 
 class Failure(NamedTuple):
-    """Why a host cannot take part in a job.
+    """Why a host cannot take part in a job."""
 
-    Attributes:
-        reason: What is wrong: ``key refused``.
-        cure: What to do or type: ``ssh-copy-id node2``.
-        is_transient: Whether the same try may well succeed in a moment.
-    """
-
-    reason: str
-    cure: str
-    is_transient: bool = False
+    reason: str  # ``key refused``
+    cure: str  # what to do or type: ``ssh-copy-id node2``
+    is_transient: bool = False  # the same try may well succeed in a moment
 
 
 class HostFailure(NamedTuple):
-    """A host that cannot take part in a job.
-
-    Attributes:
-        host: Its name.
-        failure: Why.
-    """
+    """A host that cannot take part in a job."""
 
     host: str
     failure: Failure
@@ -73,10 +62,7 @@ class HostFailure(NamedTuple):
 class HostError(LaunchError):
     """Hosts cannot take part in a job; nothing was started.
 
-    Args:
-        message: One sentence for all of them.
-        failures: Each of them, where more is to be said; none where the message is all.
-        ready: Names of the hosts that could take part.
+    ``failures`` may add to the message; ``ready`` are hosts that could take part.
     """
 
     def __init__(

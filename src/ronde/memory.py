@@ -12,30 +12,22 @@ Note [Memory that is kept]:
 import ctypes
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 _UNLIMITED = 1 << 60
 _ROOT = Path("/")
 
 
-@dataclass(frozen=True, slots=True)
-class AvailableMemory:
-    """The tighter of what the machine has and what the control groups allow.
+class AvailableMemory(NamedTuple):
+    """The tighter of what the machine has and what the control groups allow."""
 
-    Attributes:
-        num_bytes: How much may still be taken; never negative.
-        source: Whose word it is, with the figure's name.
-        remedy: What a person can do to have more.
-    """
-
-    num_bytes: int
-    source: str
-    remedy: str
+    num_bytes: int  # how much may still be taken; never negative
+    source: str  # the figure's name and where it is from
+    remedy: str  # what a person can do to have more
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupFiles:
+class _GroupFiles(NamedTuple):
     """Where one version of control groups keeps its figures."""
 
     mount: str
@@ -59,20 +51,16 @@ _VERSIONS: Mapping[str, _GroupFiles] = {
 def available_memory(root: Path = _ROOT) -> AvailableMemory:
     """Return how much memory this process and its children may still take.
 
-    Args:
-        root: Directory that holds ``proc`` and ``sys``, for other machines' snapshots.
+    ``root`` is the directory that holds ``proc`` and ``sys``, for other machines'
+    snapshots.
     """
-    found = [_of_machine(root), *_of_groups(root)]
-    return min(found, key=lambda each: each.num_bytes)
-
-
-def _of_machine(root: Path) -> AvailableMemory:
-    fields = _fields(root / "proc/meminfo")
-    return AvailableMemory(
-        fields.get("MemAvailable:", 0) * 1024,
+    of_machine = AvailableMemory(
+        _fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024,
         "MemAvailable of this machine",
         "Use fewer ranks, a smaller model, or a machine with more memory.",
     )
+    found = [of_machine, *_of_groups(root)]
+    return min(found, key=lambda each: each.num_bytes)
 
 
 def _of_groups(root: Path) -> Iterator[AvailableMemory]:
@@ -121,17 +109,11 @@ def _fields(path: Path) -> dict[str, int]:
     return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdecimal()}
 
 
-@dataclass(frozen=True, slots=True)
-class MallocThresholds:
-    """What glibc's allocator gives back to the kernel: see Note [Memory that is kept].
+class MallocThresholds(NamedTuple):
+    """What glibc's malloc gives back to the kernel: see Note [Memory that is kept]."""
 
-    Attributes:
-        trim_bytes: What is free at the heap's end, once it is as much as this.
-        mmap_bytes: Each allocation of this size and more, when it is freed.
-    """
-
-    trim_bytes: int
-    mmap_bytes: int
+    trim_bytes: int  # what is free at the heap's end, once it is as much as this
+    mmap_bytes: int  # each allocation of this size and more, when it is freed
 
     def environment(self) -> dict[str, str]:
         """Return the variables by which a process has them from its start."""
@@ -154,10 +136,6 @@ def malloc_thresholds(num_ranks: int, root: Path = _ROOT) -> MallocThresholds | 
     """Return the thresholds for each of a machine's ranks.
 
     None where they would be no higher than glibc's own, and without glibc.
-
-    Args:
-        num_ranks: How many share the memory.
-        root: See ``available_memory``.
     """
     version = _glibc_version()
     share = available_memory(root).num_bytes // num_ranks

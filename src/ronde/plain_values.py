@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class PlainValueError(ValueError):
-    """A plain value is not of the form that was expected; says where."""
+    """A plain value is not of the form that was expected."""
 
 
 def to_plain(value: object) -> object:
@@ -26,13 +26,7 @@ def to_plain(value: object) -> object:
 def from_plain(kind: type[T], plain: object, where: str = "") -> T:
     """Return the named tuple or the dataclass that a plain value stands for.
 
-    Args:
-        kind: Its class; all fields are annotated.
-        plain: What ``to_plain`` gave, after any trip through JSON.
-        where: How to name it in a message; the class's own name if empty.
-
-    Raises:
-        PlainValueError: A field is missing, unknown or of another type.
+    All fields of ``kind`` are annotated; ``where`` names the value in messages.
     """
     where = where or kind.__name__
     if not isinstance(plain, dict):
@@ -43,12 +37,7 @@ def from_plain(kind: type[T], plain: object, where: str = "") -> T:
         raise PlainValueError(
             f"{where} must have the fields {sorted(wanted)}, got {sorted(values)}."
         )
-    return kind(
-        **{
-            name: _checked(values[name], wanted[name], f"{where}.{name}")
-            for name in wanted
-        }
-    )
+    return kind(**{n: _checked(values[n], wanted[n], f"{where}.{n}") for n in wanted})
 
 
 def shorten(value: object) -> str:

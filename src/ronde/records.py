@@ -9,7 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -23,19 +23,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class MachineRecord:
-    """What a figure depends on. The host's name is not among it.
+    """What a figure depends on. The host's name is not among it."""
 
-    Attributes:
-        num_cores: Cores that this process may use.
-        cpu: The processor's model name; empty where the system does not tell.
-        python: Version of Python.
-        platform: Operating system and architecture.
-    """
-
-    num_cores: int
-    cpu: str
-    python: str
-    platform: str
+    num_cores: int  # that this process may use
+    cpu: str  # the processor's model name; empty where it is unknown
+    python: str  # version
+    platform: str  # operating system and architecture
 
     @classmethod
     def here(cls) -> "MachineRecord":
@@ -54,37 +47,22 @@ def _now() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-        kind: What was measured, such as ``training``; readers choose by it.
-        values: The figures, JSON's types only; names carry their units.
-        created_at: UTC, ISO 8601.
-        ronde: Version of ronde that wrote it.
-        machine: Where it was measured.
-    """
-
-    kind: str
-    values: Mapping[str, Any]
-    created_at: str = field(default_factory=_now)
-    ronde: str = __version__
+    kind: str  # what was measured, such as ``training``; readers choose by it
+    values: Mapping[str, Any]  # JSON's types only; names carry their units
+    created_at: str = field(default_factory=_now)  # UTC, ISO 8601
+    ronde: str = __version__  # that wrote it
     machine: MachineRecord = field(default_factory=MachineRecord.here)
 
     def to_json(self) -> str:
-        """Return the record as one line of JSON.
-
-        Raises:
-            UsageError: ``values`` holds what JSON has no form for, NaN included.
-        """
+        """Return the record as one line of JSON, which has no form for NaN."""
         content = {
             "schema": SCHEMA,
             "kind": self.kind,
             "created_at": self.created_at,
             "ronde": self.ronde,
-            "machine": {
-                each.name: getattr(self.machine, each.name)
-                for each in fields(MachineRecord)
-            },
+            "machine": asdict(self.machine),
             "values": dict(self.values),
         }
         try:
@@ -97,11 +75,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> "Record":
-        """Read one line.
-
-        Raises:
-            UsageError: It is no record of a known version.
-        """
+        """Read one line."""
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:
@@ -114,10 +88,6 @@ class Record:
                 f"schema must be {SCHEMA}, got {entries['schema']!r}. "
                 f"Read the file with the version of ronde that wrote it."
             )
-        return cls._from_entries(entries)
-
-    @classmethod
-    def _from_entries(cls, entries: Mapping[str, Any]) -> "Record":
         texts = ("kind", "created_at", "ronde")
         wrong = [name for name in texts if not isinstance(entries.get(name), str)]
         maps = ("machine", "values")
@@ -146,16 +116,8 @@ class Record:
 def append_record(path: Path, record: Record, *, is_private: bool = False) -> None:
     """Append one line to ``path``, which is made where it is not there.
 
-    Processes may append to one file at the same time; lines do not mix.
-
-    Args:
-        path: The file.
-        record: What to append.
-        is_private: A file that is made here is its owner's alone.
-
-    Raises:
-        UsageError: The record is not JSON; nothing is written.
-        OSError: The file cannot be written.
+    Processes may append to one file at the same time; lines do not mix. A file that is
+    made here with ``is_private`` is its owner's alone.
     """
     line = f"{record.to_json()}\n".encode()
     # One write to a file opened for appending: the kernel keeps lines whole.
@@ -170,16 +132,7 @@ def append_record(path: Path, record: Record, *, is_private: bool = False) -> No
 
 
 def read_records(path: Path, kind: str | None = None) -> list[Record]:
-    """Read a file's records in order; empty lines are passed over.
-
-    Args:
-        path: The file.
-        kind: Return only records of this kind.
-
-    Raises:
-        UsageError: A line is no record; the message has file and line.
-        OSError: The file cannot be read.
-    """
+    """Read a file's records, of one kind or all, in order; empty lines are skipped."""
     records: list[Record] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

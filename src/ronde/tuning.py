@@ -25,25 +25,13 @@ S = TypeVar("S", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class TuningOptions:
-    """How much is tried; equal on all ranks.
+    """How much is tried; equal on all ranks."""
 
-    Attributes:
-        warmup_samples: Samples of the default that are thrown away first.
-        steps_per_sample: Steps whose median is a sample.
-        max_samples: Samples to find the best with; those of the warm-up and of the last
-            comparison come on top.
-        num_pairs: Pairs of samples in the last comparison, winner against default.
-        min_gain: Part of the default's cost that a winner must save, 0 to 1.
-
-    Raises:
-        UsageError: A value is out of range.
-    """
-
-    warmup_samples: int = 3
-    steps_per_sample: int = 10
-    max_samples: int = 20
-    num_pairs: int = 6
-    min_gain: float = 0.03
+    warmup_samples: int = 3  # of the default, thrown away
+    steps_per_sample: int = 10  # whose median is a sample
+    max_samples: int = 20  # to find the best; warm-up and last comparison come on top
+    num_pairs: int = 6  # of samples in the last comparison, winner against default
+    min_gain: float = 0.03  # part of the default's cost that a winner must save, 0 to 1
 
     def __post_init__(self) -> None:
         least = {"steps_per_sample": 1, "max_samples": 1, "num_pairs": 3}
@@ -64,32 +52,19 @@ class TuningOptions:
 
 @dataclass(frozen=True, slots=True)
 class Sample(Generic[S]):
-    """What a setting cost.
+    """What a setting cost."""
 
-    Attributes:
-        phase: ``warmup``, ``search`` or ``final``.
-        setting: What was tried.
-        cost: Median over the steps, in whatever was fed.
-    """
-
-    phase: str
+    phase: str  # ``warmup``, ``search`` or ``final``
     setting: S
-    cost: float
+    cost: float  # median over the steps, in whatever was fed
 
 
 class Tuner(Generic[S]):
-    """Says which setting the next step is to use, and learns what the step cost.
+    """Chooses the setting of the next step, and learns what the step cost.
 
     Pure: it neither measures nor applies anything. See Note [How a setting is chosen].
-
-    Attributes:
-        setting: For the next step.
-        is_over: ``setting`` is the choice, and nothing is to be fed any more.
-        samples: All that were taken.
-
-    Args:
-        candidates: The default, and what else there is; none twice.
-        options: How much is tried.
+    The first candidate is the default; none is there twice. Once ``is_over``,
+    ``setting`` is the choice, and nothing is to be fed any more.
     """
 
     def __init__(self, candidates: Sequence[S], options: TuningOptions) -> None:
@@ -103,7 +78,7 @@ class Tuner(Generic[S]):
         self.setting = self._advance(None)
 
     def feed(self, cost: float) -> None:
-        """Take down what the step just over cost: less is better."""
+        """Record what the last step cost: less is better."""
         self._costs.append(cost)
         if len(self._costs) < self._options.num_fed:
             return
@@ -173,12 +148,7 @@ class TuningLog:
     """A CSV file of samples, with what was chosen as the last row of each tuner.
 
     The score is the inverse of the cost, so that more is better, as in Horovod's log.
-
-    Args:
-        path: Is overwritten.
-
-    Raises:
-        OSError: It cannot be written.
+    The file is overwritten.
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
@@ -198,14 +168,7 @@ class TuningLog:
     def add(
         self, tuned: str, phase: str, setting: Mapping[str, int], cost: float | None
     ) -> None:
-        """Append a row.
-
-        Args:
-            tuned: What the setting is of.
-            phase: Of the sample; ``best`` for what was chosen.
-            setting: Values of some columns.
-            cost: Of the sample; None if there was nothing to try.
-        """
+        """Append a row of values of some columns; ``best`` is the phase of a choice."""
         score = f"{1.0 / cost:.6g}" if cost else ""
         row = {"tuned": tuned, "phase": phase, "score": score, **setting}
         with self._path.open("a", newline="") as file:

@@ -32,14 +32,7 @@ _NUMBER = r"[0-9]{1,18}(?:\.[0-9]{1,18})?|\.[0-9]{1,18}"
 
 
 def parse_size_bytes(text: str) -> int:
-    """Read a size such as ``4096``, ``25MiB``, ``8K`` or ``1.5GB``.
-
-    Returns:
-        Bytes, exactly.
-
-    Raises:
-        UsageError: It is no size, or no whole number of bytes.
-    """
+    """Read a size such as ``4096``, ``25MiB``, ``8K`` or ``1.5GB`` in bytes."""
     match = re.fullmatch(rf"({_NUMBER})\s*([a-z]*)", text.strip().lower(), re.ASCII)
     if match is None or match[2] not in _SIZE_UNITS:
         raise UsageError(
@@ -56,11 +49,7 @@ def parse_size_bytes(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Write a size in the largest binary unit, rounded to four digits: ``25MiB``.
-
-    Raises:
-        UsageError: The size is negative.
-    """
+    """Write a size in the largest binary unit, rounded to four digits: ``25MiB``."""
     if size_bytes < 0:
         raise UsageError(f"size_bytes must be at least 0, got {size_bytes}.")
     exponent = 0
@@ -73,14 +62,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def parse_duration_s(text: str) -> float:
-    """Read a duration such as ``0.5``, ``5s``, ``250ms``, ``2m`` or ``1h30m``.
-
-    Returns:
-        Seconds; a number without a unit is seconds.
-
-    Raises:
-        UsageError: It is no duration.
-    """
+    """Read a duration such as ``0.5`` (seconds), ``5s``, ``250ms`` or ``1h30m``."""
     stripped = text.strip().lower()
     if re.fullmatch(_NUMBER, stripped, re.ASCII):
         return float(stripped)
@@ -102,9 +84,6 @@ def format_duration(duration_s: float) -> str:
 
     Below a minute it has three digits; from there on it is rounded to a second, and
     from an hour on to a minute.
-
-    Raises:
-        UsageError: The duration is negative, infinite or no number.
     """
     if not 0 <= duration_s < math.inf:
         raise UsageError(f"duration_s must be finite and at least 0, got {duration_s}.")

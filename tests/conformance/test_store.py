@@ -14,8 +14,16 @@ from ronde.collectives.store import store_at, store_beyond
 from ronde.errors import StoreError
 from ronde.store.authentication import SharedKey
 from ronde.store.local_socket import dial
-from ronde.store.protocol import MAX_FRAME_BYTES, Op, Splitter, decode, encode
-from ronde.store.server import Limits, StoreState, serve_network
+from ronde.store.protocol import (
+    MAX_FRAME_BYTES,
+    Limits,
+    Op,
+    Splitter,
+    StoreState,
+    decode,
+    encode,
+)
+from ronde.store.server import serve_network
 
 HERE, KEY = "127.0.0.1", b"k" * 32
 SOON = timedelta(seconds=0.1)

@@ -223,11 +223,11 @@ def test_rank_from_procid_by_hand_agrees() -> None:
 CONTRADICTIONS = {
     "two launchers": (
         mpi(0, 2, 0, 2) | {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "4"},
-        r"horovod says 0 of 4 \(HOROVOD_RANK=0, .*\) but openmpi says 0 of 2",
+        r"horovod has 0 of 4 \(HOROVOD_RANK=0, .*\) but openmpi has 0 of 2",
     ),
     "stale rank beside srun": (
         SLURM | {"RANK": "0", "WORLD_SIZE": "1"},
-        r"plain says 0 of 1 \(RANK=0, WORLD_SIZE=1\) but slurm says 9 of 11",
+        r"plain has 0 of 1 \(RANK=0, WORLD_SIZE=1\) but slurm has 9 of 11",
     ),
     "local ranks differ": (
         mpi(1, 2, 0, 1) | {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},

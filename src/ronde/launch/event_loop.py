@@ -22,8 +22,7 @@ from ronde.launch.signals import (
     wait_for,
 )
 from ronde.launch.timeouts import Timeouts
-from ronde.store.protocol import Splitter, max_connections
-from ronde.store.server import StoreState
+from ronde.store.protocol import Splitter, StoreState, max_connections
 from ronde.units import format_duration
 
 SLOW_S = 10.0  # after so long a step reports once what it waits for

@@ -1,4 +1,24 @@
-"""How a rank and the store on another host prove that they are of one job."""
+"""How a rank and the store on another host prove that they are of one job.
+
+Where MUNGE runs, as with Slurm, a rank makes a random key and has MUNGE write it so
+that only processes of its own user can read it. Else all use a file in the user's home,
+which must be the same on all hosts then; or a key that all ranks were given.
+
+Note [What is proven on a network]
+    Both sides know a key, or come to know one by the rank's credential, which only the
+    same user can read. Whoever has it not gets a random number and nothing else, and
+    nothing that he sends is obeyed::
+
+        store -> rank   magic, store's nonce
+        rank -> store   kind of credential, rank's nonce, credential, proof as "rank"
+        store -> rank   proof as "store"
+
+    A proof is HMAC-SHA256 of the role and both nonces. Every frame after that ends with
+    one of its direction, its number and its body, with keys made of the same nonces: it
+    cannot be changed, repeated, dropped or moved unseen. So who poses as the store is
+    found out before anything is sent to him, and who stands between can only cut the
+    connection. Nothing is encrypted: keys and values are addresses, no secrets.
+"""
 
 import ctypes
 import hmac
@@ -68,8 +88,7 @@ class LocalSession:
     def feed(self, data: bytes) -> list[bytes]:
         """Return the bodies of the requests that have come.
 
-        Raises:
-            StoreError: The other side is a stranger, or says what makes no sense.
+        ``StoreError`` for a stranger, or bytes that make no sense.
         """
         return self._splitter.feed(data)
 
@@ -77,29 +96,24 @@ class LocalSession:
         """Return a reply as it is sent."""
         return frame
 
-    def to_say(self) -> bytes:
+    def greeting(self) -> bytes:
         """Return what is to be sent by itself, now; it is returned once."""
         return b""
 
 
 class ProvenSession(LocalSession):
-    """The store's side of a connection; see ``LocalSession``.
-
-    Args:
-        find_key: Given the kind and the credential: the key, or None for a stranger.
-    """
+    """The store's side of a connection on a network: see ``Trust.find_key``."""
 
     def __init__(self, find_key: Callable[[int, bytes], bytes | None]) -> None:
         super().__init__(_MAX_HELLO_BYTES)
         self.is_trusted = False
         self._find_key = find_key
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._words = MAGIC + self._nonce
+        self._greeting = MAGIC + self._nonce
         self._sent: Seal | None = None
         self._received: Seal | None = None
 
     def feed(self, data: bytes) -> list[bytes]:
-        """See ``LocalSession``."""
         bodies = self._splitter.feed(data)
         if self._received is None and bodies:
             self._admit(bodies.pop(0))
@@ -108,15 +122,13 @@ class ProvenSession(LocalSession):
         return [self._received.check(body) for body in bodies]
 
     def seal(self, frame: bytes) -> bytes:
-        """See ``LocalSession``."""
         if self._sent is None:
             raise AssertionError("strangers get no replies")
         return self._sent.mark(frame)
 
-    def to_say(self) -> bytes:
-        """See ``LocalSession``."""
-        words, self._words = self._words, b""
-        return words
+    def greeting(self) -> bytes:
+        greeting, self._greeting = self._greeting, b""
+        return greeting
 
     def _admit(self, hello: bytes) -> None:
         kind, fields = decode(hello)
@@ -129,7 +141,7 @@ class ProvenSession(LocalSession):
             raise StoreError("who connects must be of the job, but is not.")
         self.is_trusted = True
         self._splitter = Splitter()
-        self._words += encode(0, [_proof(key, b"store", nonces)])
+        self._greeting += encode(0, [_proof(key, b"store", nonces)])
         self._received, self._sent = (Seal(key, r, nonces) for r in (b"rank", b"store"))
 
 
@@ -148,12 +160,11 @@ class ProvenConnection(PlainConnection):
         )
 
     def ask(self, frame: bytes, timeout_s: float) -> bytes:
-        """See ``PlainConnection``."""
         return self._received.check(super().ask(self._sent.mark(frame), timeout_s))
 
 
 def _prove(sock: socket.socket, offer: Offer, due_s: float) -> bytes:
-    """Show an offer and check that the store knows the key; return the nonces."""
+    """Send an offer and check that the store knows the key; return the nonces."""
     greeting = _receive(sock, len(MAGIC) + _NONCE_BYTES, due_s)
     nonce = secrets.token_bytes(_NONCE_BYTES)
     nonces = greeting[len(MAGIC) :] + nonce
@@ -209,19 +220,16 @@ class SharedKey:
         self._key = key
 
     def offers(self) -> list[Offer]:
-        """See ``Trust``."""
         return [Offer(_GIVEN, b"", self._key)]
 
     def find_key(self, kind: int, credential: bytes) -> bytes | None:
-        """See ``Trust``."""
         return self._key if kind == _GIVEN and not credential else None
 
 
 class SameUser:
     """Trusts this user's processes on all hosts of a job.
 
-    Args:
-        directory: The user's, for the secret file; made where it is needed.
+    ``directory`` is the user's, for the secret file; made where it is needed.
     """
 
     def __init__(self, job: str, directory: Path) -> None:
@@ -230,11 +238,6 @@ class SameUser:
         self._munge = _Munge.load()
 
     def offers(self) -> list[Offer]:
-        """See ``Trust``.
-
-        Raises:
-            UsageError: There is no MUNGE, and the file cannot be used.
-        """
         key = secrets.token_bytes(_KEY_BYTES)
         # One that was read once on a host is not read again: each is for one try.
         credential = self._munge.encode(key + self._job) if self._munge else None
@@ -246,15 +249,14 @@ class SameUser:
         return offers
 
     def find_key(self, kind: int, credential: bytes) -> bytes | None:
-        """See ``Trust``."""
         if kind == _FILE:
             with suppress(UsageError):
                 return self._file_key()
         if kind != _MUNGE or self._munge is None:
             return None
-        said = self._munge.decode(credential) or b""
-        is_ours = hmac.compare_digest(said[_KEY_BYTES:], self._job)
-        return said[:_KEY_BYTES] if is_ours else None
+        payload = self._munge.decode(credential) or b""
+        is_ours = hmac.compare_digest(payload[_KEY_BYTES:], self._job)
+        return payload[:_KEY_BYTES] if is_ours else None
 
     def _file_key(self) -> bytes:
         secret = read_secret(self._directory / "secret")
@@ -264,12 +266,9 @@ class SameUser:
 def dial_network(
     address: str, port: int, trust: Trust, timeout_s: float
 ) -> ProvenConnection:
-    """Return a connection to the store at an address, if it is of this job.
+    """Return a connection to the store at an address.
 
-    Raises:
-        StoreError: Who answers there is not.
-        OSError: Nobody answers.
-        UsageError: There is nothing to show.
+    ``StoreError`` if it is not of this job, ``OSError`` if nobody answers.
     """
     problem: OSError | StoreError | None = None
     sock: socket.socket | None = socket.create_connection((address, port), timeout_s)

@@ -19,10 +19,8 @@ class StoreClient:
     """The store, as one process sees it.
 
     Each call that is under way has a connection of its own, so that one that waits
-    keeps no other off, and no thread ever holds a lock while it waits.
-
-    Args:
-        dial: Makes a connection, within so many seconds.
+    keeps no other off, and no thread ever holds a lock while it waits. ``dial`` makes a
+    connection, within so many seconds.
     """
 
     def __init__(self, dial: Callable[[float], "PlainConnection"]) -> None:
@@ -127,10 +125,7 @@ class PlainConnection:
     def ask(self, frame: bytes, timeout_s: float) -> bytes:
         """Send a request; return the body of its reply.
 
-        Raises:
-            TimeoutError: There was none in time.
-            OSError: The connection is gone.
-            StoreError: What came is no reply.
+        ``OSError`` if there was none in time or the connection is gone.
         """
         due_s = time.monotonic() + timeout_s
         self._sock.settimeout(max(timeout_s, 0.001))

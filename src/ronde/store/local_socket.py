@@ -1,7 +1,5 @@
 """Unix sockets that only processes of one user may speak through.
 
-Note [Who may speak on a host]
-------------------------------
 A socket of a job lies in a directory that only its user may enter, and both sides ask
 the kernel who the other is (``SO_PEERCRED``) before they take or believe a word. So a
 directory that somebody else has made, or a socket that he has put into its place, gains
@@ -48,11 +46,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def dial(path: str, timeout_s: float) -> socket.socket:
-    """Return a connection to a socket of this user's.
-
-    Raises:
-        OSError: Nobody of this user's listens there.
-    """
+    """Return a connection to a socket of this user's, or raise ``OSError``."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.settimeout(timeout_s)

@@ -1,34 +1,34 @@
-"""Requests to the store and its replies, as bytes.
+"""The store itself: requests in, replies out, and how they look on a connection.
 
-A frame is a 4-byte length (big endian, of what follows), a byte that says what it is,
-and fields, each a 4-byte length and its bytes. Every length is checked before anything
-of that size is waited for, and nothing is evaluated or unpickled.
+A frame is a 4-byte length (big endian, of what follows), a byte that is its kind, and
+fields, each a 4-byte length and its bytes. Every length is checked before anything of
+that size is waited for, and nothing is evaluated or unpickled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from enum import IntEnum
 from struct import Struct
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from ronde.errors import StoreError
 
 MAX_FRAME_BYTES = 16 << 20  # longest frame, its length field not counted
 _MAX_FIELDS = 1 << 17
 _LENGTH = Struct(">I")
+_ENTRY_BYTES = 200  # what a key takes besides its bytes and those of its value
+C = TypeVar("C", bound=Hashable)
 
 
 class Op(IntEnum):
-    """What a request asks for, with its fields."""
+    """What a request asks for, with its fields and those of the answer."""
 
-    SET = 1  # key, value, key, value,
+    SET = 1  # key, value, key, value, ...
     GET = 2  # keys; the values, once all are there
     WAIT = 3  # keys; nothing, once all are there
-    CHECK = 4
-    """keys; b"1" if all are there"""
+    CHECK = 4  # keys; b"1" if all are there
     ADD = 5  # key, decimal number; the sum
     COMPARE_SET = 6  # key, expected value, new value; the value afterwards
-    DELETE = 7
-    """key; b"1" if it was there"""
+    DELETE = 7  # key; b"1" if it was there
     APPEND = 8  # key, what to put at the end of its value
     COUNT = 9  # nothing; the number of keys
 
@@ -37,14 +37,22 @@ class Status(IntEnum):
     """What a reply is."""
 
     DONE = 0  # its fields are the answer
-    REFUSED = 1  # its field is a sentence that says why
+    REFUSED = 1  # its field is a sentence with the reason
 
 
 class Frame(NamedTuple):
     """A request or a reply."""
 
     kind: int  # an ``Op`` or a ``Status``
-    fields: tuple[bytes, ...]  # what belongs to it
+    fields: tuple[bytes, ...]
+
+
+class Limits(NamedTuple):
+    """What clients may have the store keep."""
+
+    key_bytes: int = 4096  # length of a key
+    value_bytes: int = 8 << 20  # length of a value
+    total_bytes: int = 512 << 20  # all keys and values together
 
 
 def max_connections(num_ranks: int) -> int:
@@ -109,3 +117,155 @@ class Splitter:
             start = end
         del self._received[:start]
         return bodies
+
+
+class StoreState(Generic[C]):
+    """The store's keys, values and waiting clients; ``handle`` is all there is to it.
+
+    A client has one request at a time. One that waits gets no reply yet, and gives up
+    by leaving.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._values: dict[bytes, bytes] = {}
+        self._num_bytes = 0
+        # A client's request is answered when none of its keys is missing.
+        self._waiting: dict[C, tuple[Frame, set[bytes]]] = {}
+        self._by_key: dict[bytes, dict[C, None]] = {}
+
+    def handle(self, client: C, body: bytes) -> list[tuple[C, bytes]]:
+        """Take a request; return the replies that can be given now, and to whom."""
+        request = decode(body)
+        if client in self._waiting:
+            raise StoreError("a client must wait for its reply before it asks again.")
+        try:
+            replies = self._carry_out(client, request)
+        except _RefusedError as error:
+            return [(client, encode(Status.REFUSED, [str(error).encode()]))]
+        return [(each, _reply(fields)) for each, fields in replies]
+
+    def forget(self, client: C) -> None:
+        """Drop what a client waits for: it is gone."""
+        _, missing = self._waiting.pop(client, (None, ()))
+        for key in missing:
+            self._by_key[key].pop(client)
+            if not self._by_key[key]:
+                del self._by_key[key]
+
+    def _carry_out(self, client: C, request: Frame) -> list[tuple[C, Sequence[bytes]]]:
+        kind, fields = request
+        answer: Sequence[bytes] = ()
+        changed: list[tuple[bytes, bytes]] = []
+        if kind in (Op.GET, Op.WAIT) and fields:
+            return self._answer_or_wait(client, request)
+        if kind == Op.SET and fields and not len(fields) % 2:
+            changed = list(zip(fields[::2], fields[1::2], strict=True))
+        elif kind == Op.CHECK:
+            answer = (b"%d" % all(key in self._values for key in fields),)
+        elif kind == Op.COUNT and not fields:
+            answer = (b"%d" % len(self._values),)
+        elif kind == Op.DELETE and len(fields) == 1:
+            value = self._values.pop(fields[0], None)
+            self._num_bytes -= _size(fields[0], value)
+            answer = (b"%d" % (value is not None),)
+        elif kind in (Op.ADD, Op.APPEND, Op.COMPARE_SET) and fields:
+            answer, new = self._changed(kind, *fields)
+            changed = [] if new is None else [(fields[0], new)]
+        else:
+            raise StoreError(f"a request must be known, got {kind}.")
+        return [(client, answer), *self._put(changed)]
+
+    def _changed(
+        self, kind: int, key: bytes, *fields: bytes
+    ) -> tuple[Sequence[bytes], bytes | None]:
+        """Return the reply to a request that looks at a value first, and the new one.
+
+        The new value is None where it stays as it is.
+        """
+        before = self._values.get(key)
+        match kind, fields:
+            case Op.ADD, (amount,):
+                total = b"%d" % (_integer(before or b"0") + _integer(amount))
+                return (total,), total
+            case Op.APPEND, (more,):
+                return (), (before or b"") + more
+            case Op.COMPARE_SET, (expected, new):
+                # As TCPStore: a key that is not there equals the empty value.
+                if (before or b"") == expected:
+                    return (new,), new
+                return (expected if before is None else before,), None
+            case _:
+                raise StoreError("a request must have the fields of its kind.")
+
+    def _put(
+        self, pairs: Sequence[tuple[bytes, bytes]]
+    ) -> list[tuple[C, Sequence[bytes]]]:
+        """Set values; return the replies to those that waited for them."""
+        limits, grown = self._limits, 0
+        for key, value in pairs:
+            if len(key) > limits.key_bytes or len(value) > limits.value_bytes:
+                raise _RefusedError(
+                    f"key and value must be at most {limits.key_bytes} and "
+                    f"{limits.value_bytes} bytes long, got {len(key)} and "
+                    f"{len(value)} for {_shown(key)}"
+                )
+            grown += _size(key, value) - _size(key, self._values.get(key))
+        if grown > 0 and self._num_bytes + grown > limits.total_bytes:
+            raise _RefusedError(
+                f"the store must hold at most {limits.total_bytes} bytes, got "
+                f"{self._num_bytes + grown} with {_shown(pairs[0][0])}"
+            )
+        ready: list[tuple[C, Frame]] = []
+        for key, value in pairs:
+            self._num_bytes += _size(key, value) - _size(key, self._values.get(key))
+            self._values[key] = value
+            for client in self._by_key.pop(key, ()):
+                request, missing = self._waiting[client]
+                missing.discard(key)
+                if not missing:
+                    del self._waiting[client]
+                    ready.append((client, request))
+        return [reply for each in ready for reply in self._answer_or_wait(*each)]
+
+    def _answer_or_wait(
+        self, client: C, request: Frame
+    ) -> list[tuple[C, Sequence[bytes]]]:
+        keys = request.fields
+        missing = {key for key in keys if key not in self._values}
+        if not missing:
+            is_get = request.kind == Op.GET
+            return [(client, [self._values[key] for key in keys] if is_get else ())]
+        self._waiting[client] = request, missing
+        for key in missing:
+            self._by_key.setdefault(key, {})[client] = None
+        return []
+
+
+class _RefusedError(Exception):
+    """The request is well formed and is not carried out."""
+
+
+def _reply(fields: Sequence[bytes]) -> bytes:
+    try:
+        return encode(Status.DONE, fields)
+    except StoreError as error:  # too long: it asked for much at once
+        return encode(Status.REFUSED, [str(error).encode()])
+
+
+def _size(key: bytes, value: bytes | None) -> int:
+    return 0 if value is None else len(key) + len(value) + _ENTRY_BYTES
+
+
+def _integer(text: bytes) -> int:
+    try:
+        number = int(text) if len(text) <= 20 else None
+    except ValueError:
+        number = None
+    if number is None:
+        raise _RefusedError(f"what is added to must be a number, got {text[:20]!r}")
+    return number
+
+
+def _shown(key: bytes) -> str:
+    return repr(key[:80].decode(errors="replace"))

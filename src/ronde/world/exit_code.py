@@ -19,9 +19,9 @@ _codes: list[object] = []
 
 
 def is_failing() -> bool:
-    """Whether an exception or ``sys.exit`` of the main thread ends the process badly.
+    """Say, at exit, whether an exception or ``sys.exit`` ends the process badly.
 
-    Only what came after ``watch_exit`` is known of ``sys.exit``. To be called at exit.
+    Only what came after ``watch_exit`` is known of ``sys.exit``.
     """
     return hasattr(sys, "last_value") or any(
         code is not None and code != 0 for code in _codes

@@ -27,133 +27,90 @@ _LEVELS = {
 
 @dataclass(frozen=True, slots=True)
 class HorovodConfig:
-    """What the variables say; what they leave open is Horovod's default.
+    """The variables' values; what they leave open is Horovod's default."""
 
-    Attributes:
-        fusion_threshold_bytes: Tensors are fused up to this; 0 fuses none.
-        cycle_time_s: How long submissions gather before they are sent off together.
-        cache_capacity: Number of responses remembered; 0 for none.
-        is_group_alone: Do not fuse a group with anything else.
-        is_hierarchical: Whether a hierarchical or torus reduction is asked for.
-        timeline: Path of the timeline, ``DYNAMIC`` or empty.
-        has_timeline_cycles: Whether the timeline marks cycles.
-        stall_warning_s: Warn of what has waited for so long; 0 for never.
-        stall_shutdown_s: End the job after so long; 0 for never.
-        is_autotuning: Whether to tune bucket size and fusion threshold.
-        autotune_log: Path of the log, or empty.
-        autotune_warmup_samples: Samples thrown away at the start.
-        autotune_steps_per_sample: Steps in a sample.
-        autotune_max_samples: Samples after which tuning ends.
-        has_dynamic_process_sets: Whether sets may come and go after ``init()``.
-        is_elastic: Whether ranks may come and go.
-        reset_limit: How often they may meet anew; None for no limit.
-        start_timeout_s: How long ``init()`` may wait for the others; None for ronde's
-            default.
-        collective_timeout_s: How long a collective may wait for another rank (Horovod
-            says so of Gloo); None for ronde's default.
-        log_level: A level of ``logging``; None for whatever the program has set.
-        thread_affinity: The core of the coordinating thread, for each local rank;
-            empty leaves that to the kernel.
-        explicit: The variables that are set, without their prefix: not to be tuned.
-        without_effect: Those among them that change nothing, and need not.
-        remarks: Sentences to warn the user with, once.
-    """
-
-    fusion_threshold_bytes: int = 128 << 20
-    cycle_time_s: float = 0.001
-    cache_capacity: int = 1024
-    is_group_alone: bool = False
-    is_hierarchical: bool = False
-    timeline: str = ""
+    fusion_threshold_bytes: int = 128 << 20  # 0 fuses none
+    cycle_time_s: float = 0.001  # how long submissions gather before they are sent off
+    cache_capacity: int = 1024  # responses remembered; 0 for none
+    is_group_alone: bool = False  # fuse a group with nothing else
+    is_hierarchical: bool = False  # a hierarchical or torus reduction is asked for
+    timeline: str = ""  # path, ``DYNAMIC`` or empty
     has_timeline_cycles: bool = False
-    stall_warning_s: float = 60.0
-    stall_shutdown_s: float = 0.0
-    is_autotuning: bool = False
+    stall_warning_s: float = 60.0  # 0 for never
+    stall_shutdown_s: float = 0.0  # 0 for never
+    is_autotuning: bool = False  # tune bucket size and fusion threshold
     autotune_log: str = ""
     autotune_warmup_samples: int = 3
     autotune_steps_per_sample: int = 10
     autotune_max_samples: int = 20
-    has_dynamic_process_sets: bool = False
-    is_elastic: bool = False
-    reset_limit: int | None = None
-    start_timeout_s: float | None = None
-    collective_timeout_s: float | None = None
-    log_level: int | None = None
+    has_dynamic_process_sets: bool = False  # sets may come and go after ``init()``
+    is_elastic: bool = False  # ranks may come and go
+    reset_limit: int | None = None  # how often they may connect anew; None: any number
+    start_timeout_s: float | None = None  # None for ronde's default
+    collective_timeout_s: float | None = None  # of Gloo's in Horovod; None as above
+    log_level: int | None = None  # of ``logging``; None leaves the program's
+    # The core of the coordinating thread, for each local rank.
     thread_affinity: tuple[int, ...] = ()
-    explicit: frozenset[str] = frozenset()
-    without_effect: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
+    explicit: frozenset[str] = frozenset()  # variables set, without prefix: not tuned
+    without_effect: tuple[str, ...] = ()  # those of them that change nothing
+    remarks: tuple[str, ...] = ()  # sentences to warn the user with, once
 
 
 def read_horovod_config(environ: Mapping[str, str] | None = None) -> HorovodConfig:
     """Read Horovod's variables; one that is empty counts as not set.
 
-    Booleans are true as Horovod has it, for a number above 0, and for true, yes and
-    on.
-
-    Args:
-        environ: The variables; None reads this process's own.
-
-    Raises:
-        WorldError: A value is not what its variable takes.
+    Booleans are true as Horovod has it, for a number above 0, and for true, yes, on.
     """
     if environ is None:
         # Reading it here is this module's purpose; everybody else is given a mapping.
         environ = os.environ  # noqa: TID251
-    said = {
+    given = {
         name.removeprefix(PREFIX): value.strip()
         for name, value in sorted(environ.items())
         if name.startswith(PREFIX) and value.strip()
     }
     values: dict[str, Any] = {
-        attribute: read(name, said[name])
-        for name, (attribute, read) in _HEARD.items()
-        if name in said
+        attribute: read(name, given[name])
+        for name, (attribute, read) in _READERS.items()
+        if name in given
     }
-    hierarchical = [_boolean(name, said.get(name, "")) for name in _HIERARCHICAL]
-    remarks = _remarks(said)
-    if _boolean(_NO_STALL_CHECK, said.get(_NO_STALL_CHECK, "")):
+    hierarchical = [_boolean(name, given.get(name, "")) for name in _HIERARCHICAL]
+    remarks = _remarks(given)
+    if _boolean(_NO_STALL_CHECK, given.get(_NO_STALL_CHECK, "")):
         values |= {"stall_warning_s": 0.0, "stall_shutdown_s": 0.0}
     warning_s = values.get("stall_warning_s", HorovodConfig().stall_warning_s)
     if 0 < values.get("stall_shutdown_s", 0) < warning_s:
         values["stall_shutdown_s"] = 0.0
         remarks.append(
             f"{PREFIX}STALL_SHUTDOWN_TIME_SECONDS must be at least the warning time, "
-            f"{warning_s:g}, got {said['STALL_SHUTDOWN_TIME_SECONDS']}. No stall will "
+            f"{warning_s:g}, got {given['STALL_SHUTDOWN_TIME_SECONDS']}. No stall will "
             "end the job."
         )
     return HorovodConfig(
         **values,
         is_hierarchical=any(hierarchical),
-        explicit=frozenset(said),
-        without_effect=tuple(filter(_has_no_effect, said)),
+        explicit=frozenset(given),
+        without_effect=tuple(filter(_has_no_effect, given)),
         remarks=tuple(remarks),
     )
 
 
-def report_ignored(knobs: HorovodConfig) -> None:
-    """Log, once a process, which variables have no effect.
-
-    Args:
-        knobs: From ``read_horovod_config``.
-    """
-    _report(knobs.without_effect, knobs.remarks)
-
-
 @cache
-def _report(without_effect: tuple[str, ...], remarks: tuple[str, ...]) -> None:
+def report_ignored(config: HorovodConfig) -> None:
+    """Log, once a process, which variables have no effect."""
     import logging
 
     logger = logging.getLogger("ronde")
-    if without_effect:
-        logger.debug("These variables change nothing: %s.", _full(without_effect))
-    for remark in remarks:
+    if config.without_effect:
+        unused = _full(config.without_effect)
+        logger.debug("These variables change nothing: %s.", unused)
+    for remark in config.remarks:
         logger.warning("%s", remark)
 
 
-def _remarks(said: Mapping[str, str]) -> list[str]:
-    unknown = [name for name in said if not _is_known(name)]
-    ccl = [name for name in _ENGINES if said.get(name, "").lower() == "ccl"]
+def _remarks(given: Mapping[str, str]) -> list[str]:
+    unknown = [name for name in given if not _is_known(name)]
+    ccl = [name for name in _ENGINES if given.get(name, "").lower() == "ccl"]
     remarks: list[str] = []
     if unknown:
         remarks.append(
@@ -171,7 +128,7 @@ def _full(names: list[str] | tuple[str, ...]) -> str:
 
 def _is_known(name: str) -> bool:
     others = (_NO_STALL_CHECK, *_ENGINES, *_HIERARCHICAL, *_PLACE)
-    return name in _HEARD or name in others or _has_no_effect(name)
+    return name in _READERS or name in others or _has_no_effect(name)
 
 
 def _has_no_effect(name: str) -> bool:
@@ -237,7 +194,7 @@ def _cores(name: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-_HEARD: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+_READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "FUSION_THRESHOLD": ("fusion_threshold_bytes", _integer),
     "CYCLE_TIME": ("cycle_time_s", _milliseconds),
     "CACHE_CAPACITY": ("cache_capacity", _integer),

@@ -13,15 +13,10 @@ _RANGES = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
-def split_list(text: str, said_by: str) -> list[str]:
+def split_list(text: str, source: str) -> list[str]:
     """Split at the commas that stand in no brackets; empty parts are left out.
 
-    Args:
-        text: The list.
-        said_by: Where it stands, for messages.
-
-    Raises:
-        UsageError: A bracket is not closed, or stands in another.
+    ``source`` is where the list stands, for messages.
     """
     parts, depth = [""], 0
     for letter in text:
@@ -34,40 +29,31 @@ def split_list(text: str, said_by: str) -> list[str]:
             parts[-1] += letter
     if depth:
         raise UsageError(
-            f"{said_by}: brackets must be closed and stand in no others, got {text!r}. "
+            f"{source}: brackets must be closed and stand in no others, got {text!r}. "
             "Type them as in n[01-04,7]."
         )
     return [part.strip(BLANKS) for part in parts if part.strip(BLANKS)]
 
 
-def expand_list(text: str, said_by: str) -> list[str]:
-    """Return the names of a list in its order, with what stands in it twice.
-
-    Raises:
-        UsageError: It is no such list, or grows beyond ``MAX_HOSTS``.
-    """
+def expand_list(text: str, source: str) -> list[str]:
+    """Return the names of a list in its order, with what stands in it twice."""
     names: list[str] = []
-    for word in split_list(text, said_by):
-        names += expand(word, said_by)
-        _require_room(len(names), text, said_by)
+    for word in split_list(text, source):
+        names += expand(word, source)
+        _require_room(len(names), text, source)
     return names
 
 
-def expand(word: str, said_by: str) -> list[str]:
-    """Return the names of a word: every range's numbers, the leftmost range slowest.
+def expand(word: str, source: str) -> list[str]:
+    """Return the names of a word such as ``rack[0-1]n[08-11]x``.
 
-    Args:
-        word: ``rack[0-1]n[08-11]x``; a number is as wide as the low end of its range.
-        said_by: Where it stands, for messages.
-
-    Raises:
-        UsageError: A range is none, or there are more than ``MAX_HOSTS`` names.
+    The leftmost range is slowest; a number is as wide as the low end of its range.
     """
     names = [""]
     for index, piece in enumerate(_RANGES.split(word)):
-        ends = _number_ranges(piece, word, said_by) if index % 2 else []
+        ends = _number_ranges(piece, word, source) if index % 2 else []
         count = sum(last - first + 1 for first, last, _ in ends) if index % 2 else 1
-        _require_room(len(names) * count, word, said_by)
+        _require_room(len(names) * count, word, source)
         tails = [
             f"{number:0{width}}"
             for first, last, width in ends
@@ -77,23 +63,23 @@ def expand(word: str, said_by: str) -> list[str]:
     return names
 
 
-def _number_ranges(text: str, word: str, said_by: str) -> list[tuple[int, int, int]]:
+def _number_ranges(text: str, word: str, source: str) -> list[tuple[int, int, int]]:
     """Return first and last number and width of each of ``01-04,7``."""
     ranges: list[tuple[int, int, int]] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise UsageError(
-                f"{said_by}: a range must be ascending numbers such as 01-04,7, got "
+                f"{source}: a range must be ascending numbers such as 01-04,7, got "
                 f"{part!r} in {word!r}. Type it as in n[01-04,7]."
             )
         ranges.append((int(match[1]), int(match[2] or match[1]), len(match[1])))
     return ranges
 
 
-def _require_room(count: int, word: str, said_by: str) -> None:
+def _require_room(count: int, word: str, source: str) -> None:
     if count > MAX_HOSTS:
         raise UsageError(
-            f"{said_by}: a list must name at most {MAX_HOSTS} hosts, got {word!r}, "
+            f"{source}: a list must name at most {MAX_HOSTS} hosts, got {word!r}, "
             f"which names {count}. Shorten its ranges."
         )

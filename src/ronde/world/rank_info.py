@@ -9,7 +9,7 @@ from ronde.errors import WorldError
 
 
 class Launcher(StrEnum):
-    """Whose environment the claim was read from."""
+    """Whose environment the numbers were read from."""
 
     RONDE = "ronde"
     TORCHRUN = "torchrun"
@@ -17,44 +17,29 @@ class Launcher(StrEnum):
     OPEN_MPI = "openmpi"
     PMI = "pmi"
     SLURM = "slurm"
-    PLAIN = "plain"
-    """``RANK`` and ``WORLD_SIZE`` set by hand or by a cluster's operator."""
-    NONE = "none"
-    """No launcher: a world of one."""
+    PLAIN = "plain"  # RANK and WORLD_SIZE set by hand or by a cluster's operator
+    NONE = "none"  # no launcher: a world of one
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One rank's place among all ranks.
+    """One rank's place among all ranks."""
 
-    Attributes:
-        rank: This process among all, ``0 <= rank < size``.
-        size: Number of processes.
-        local_rank: This process among those of its host.
-        local_size: Number of processes on this host.
-        cross_rank: Index of this host among the hosts that have ``local_rank``.
-        cross_size: Number of hosts that have ``local_rank``.
-        hosts: Names of the hosts in node order; empty where nobody said.
-    """
-
-    rank: int
+    rank: int  # this process among all
     size: int
-    local_rank: int
+    local_rank: int  # this process among those of its host
     local_size: int
-    cross_rank: int
+    cross_rank: int  # this host among the hosts that have ``local_rank``
     cross_size: int
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # in node order; empty where they are unknown
 
     def __post_init__(self) -> None:
-        for name, index, count in (
-            ("rank", self.rank, self.size),
-            ("local_rank", self.local_rank, self.local_size),
-            ("cross_rank", self.cross_rank, self.cross_size),
-        ):
-            if not 0 <= index < count:
+        for name in ("rank", "local_rank", "cross_rank"):
+            count = name.replace("rank", "size")
+            if not 0 <= getattr(self, name) < getattr(self, count):
                 raise WorldError(
-                    f"{name} must be in 0..{name.replace('rank', 'size')}-1, "
-                    f"got {name} {index} and {name.replace('rank', 'size')} {count}."
+                    f"{name} must be in 0..{count}-1, got {name} "
+                    f"{getattr(self, name)} and {count} {getattr(self, count)}."
                 )
         if self.local_size > self.size or self.cross_size > self.size:
             raise WorldError(
@@ -64,12 +49,7 @@ class World:
 
     @classmethod
     def from_hosts(cls, rank: int, hosts: Sequence[str]) -> "World":
-        """Derive all numbers from the host of every rank.
-
-        Args:
-            rank: This process.
-            hosts: The host name of each rank, in rank order; hosts may interleave.
-        """
+        """Derive all numbers from the host of every rank; hosts may interleave."""
         counts = Counter(hosts)
         mine = hosts[rank]
         local_rank = hosts[:rank].count(mine)
@@ -87,47 +67,24 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks of a job meet, as the launcher said it.
+    """Where the ranks of a job meet, according to the launcher."""
 
-    Attributes:
-        address: Host name or address of rank 0's node.
-        port: TCP port there.
-        is_hosted: True when the launcher itself answers on ``port`` (torchrun's agent
-            store): then every rank, 0 included, is a client.
-        attempt: How often the launcher has restarted the ranks. A hosted store outlives
-            them, so what a dead attempt wrote there must not be taken for this one's.
-    """
-
-    address: str
+    address: str  # of rank 0's node
     port: int
+    # The launcher itself answers there (torchrun's agent store): every rank, 0
+    # included, is a client.
     is_hosted: bool = False
+    # How often the launcher has restarted the ranks. A hosted store outlives them, so
+    # what a dead attempt wrote there must not be taken for this one's.
     attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What one launcher's environment says of this process.
+    """What the environment reports of this process; the numbers are as in ``World``.
 
-    MPI's and PMI's environments do not say which node this is; ``cross_rank`` and
-    ``cross_size`` are None then, until the ranks have told each other their hosts
-    (``World.from_hosts``).
-
-    Attributes:
-        launcher: Whose environment it is.
-        rank: This process among all.
-        size: Number of processes.
-        local_rank: This process among those of its host.
-        local_size: Number of processes on this host.
-        cross_rank: As in ``World``, or None where the launcher does not tell.
-        cross_size: As in ``World``, or None where the launcher does not tell.
-        meeting: Where to meet, or None where the launcher does not tell.
-        job_id: The launcher's name for the job; empty where it has none.
-        hosts: Names of the hosts in node order; empty where nobody said.
-        engine: Which engine is to move the bytes; "auto" chooses.
-        algorithm: Which schedule it is to follow, where it has several; or empty.
-        store: Where a launcher of ronde's answers for the ranks' store: the path of a
-            socket on this host, or ``ADDRESS:PORT KEYFILE``; empty elsewhere.
-        stray: Variables that were ignored, as ``NAME=value``.
+    MPI's and PMI's environments do not name the node; ``cross_rank`` and ``cross_size``
+    are None then, until the ranks have exchanged their hosts (``World.from_hosts``).
     """
 
     launcher: Launcher
@@ -138,24 +95,20 @@ class RankInfo:
     cross_rank: int | None = None
     cross_size: int | None = None
     meeting: Meeting | None = None
-    job_id: str = ""
+    job_id: str = ""  # the launcher's name for the job
     hosts: tuple[str, ...] = ()
-    engine: str = "auto"
-    algorithm: str = ""
+    engine: str = "auto"  # which engine moves the bytes
+    algorithm: str = ""  # which schedule it follows, where it has several
+    # Where a launcher of ronde's answers for the ranks' store: the path of a socket on
+    # this host, or ``ADDRESS:PORT KEYFILE``.
     store: str = ""
-    stray: tuple[str, ...] = ()
+    stray: tuple[str, ...] = ()  # variables that were ignored, as ``NAME=value``
 
     @property
     def world(self) -> World | None:
         """The whole world, or None until the ranks have exchanged their hosts."""
         if self.cross_rank is None or self.cross_size is None:
             return None
-        return World(
-            self.rank,
-            self.size,
-            self.local_rank,
-            self.local_size,
-            self.cross_rank,
-            self.cross_size,
-            self.hosts,
-        )
+        local = (self.local_rank, self.local_size)
+        cross = (self.cross_rank, self.cross_size)
+        return World(self.rank, self.size, *local, *cross, self.hosts)
