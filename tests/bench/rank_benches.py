@@ -3,7 +3,7 @@
 import torch
 
 from ronde.bench.catalog import COLLECTIVES, DTYPES, Traffic
-from ronde.bench.operations import Buffers, allocator
+from ronde.bench.operations import Buffers
 from ronde.bench.options import Engines, Loop, Options, Shown, Sweep
 from ronde.bench.ranks import Ranks
 from ronde.bench.sweeps import RowBench, SweepBench
@@ -25,11 +25,14 @@ def row_bench(communicator, *, loop=LOOP, capacity_bytes=1 << 16, traffic=None):
         hosts=("localhost",) * communicator.size,
         num_sharing=communicator.size,
     )
-    allocate = allocator(communicator, CPU, is_foreign=False)
     return RowBench(
         ranks=ranks,
         communicator=communicator,
-        buffers=Buffers(allocate, capacity_bytes, loop.unaligned_by),
+        buffers=Buffers(
+            lambda n: communicator.allocate(n, torch.uint8, CPU),
+            capacity_bytes,
+            loop.unaligned_by,
+        ),
         clock=Clock(lambda: None, lambda: control.barrier().wait()),
         loop=loop,
         traffic=traffic or Traffic(),

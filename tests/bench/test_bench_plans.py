@@ -14,13 +14,14 @@ from ronde.bench.catalog import (
     Traffic,
     base_bytes,
     find_collective,
+    in_elements,
     read_matrix,
     shape_of,
     shape_of_matrix,
 )
-from ronde.bench.checking import in_elements, pieces_of
+from ronde.bench.checking import pieces_of
 from ronde.bench.measured import IterationTimes
-from ronde.bench.operations import Buffers, Participant
+from ronde.bench.operations import Buffers, CallSpec
 from ronde.bench.options import Loop
 from ronde.bench.timing import Clock, combine
 from ronde.errors import UsageError
@@ -110,8 +111,9 @@ def test_results_are_covered_once(name, size, num_bytes):
     shape = shape_of(test, num_bytes, 4, size)
     matrix = in_elements(Traffic().matrix(num_bytes, size), 4)
     for rank in range(size):
-        place = Participant(rank, size, size - 1, matrix if name == "alltoallv" else ())
-        pieces = pieces_of(test, shape, place)
+        used = matrix if name == "alltoallv" else ()
+        place = (rank, size, size - 1, used)
+        pieces = pieces_of(CallSpec(test, DTYPES["float"], "sum", shape, *place))
         for one, following in pairwise(pieces):
             assert one.start + one.count == following.start
         for piece in pieces:
@@ -124,24 +126,22 @@ def test_results_are_covered_once(name, size, num_bytes):
 
 def test_small_rows_move_through_the_buffer_and_large_ones_stay():
     buffers = Buffers(lambda n: torch.zeros(n, dtype=torch.uint8), 1024, 1)
-    dtype, test = DTYPES["float"], COLLECTIVES["all_reduce"]
+    test = COLLECTIVES["all_reduce"]
+
+    def spec(num_bytes):
+        shape = shape_of(test, num_bytes, 4, 2)
+        return CallSpec(test, DTYPES["float"], "sum", shape, 0, 2)
 
     def starts(num_bytes):
-        shape = shape_of(test, num_bytes, 4, 2)
-        views = buffers.places(dtype, shape, 0, is_in_place=False)
+        views = buffers.places(spec(num_bytes), is_in_place=False)
         return [view.receive.data_ptr() for view in views]
 
     small = starts(256)
     assert [b - a for a, b in pairwise(small)] == [256] * 3
     assert len(starts(1024)) == len(starts(600)) == 1
     assert len(starts(0)) == 1
-    unaligned = (
-        starts(1024)[0]
-        - buffers.canaries(dtype, shape_of(test, 1024, 4, 2), is_in_place=False)[
-            0
-        ].data_ptr()
-    )
-    assert unaligned == 256
+    before, _ = buffers.canaries(spec(1024), is_in_place=False)
+    assert starts(1024)[0] - before.data_ptr() == 256
 
 
 def test_times_are_combined_as_asked():

@@ -8,7 +8,6 @@ import torch
 
 from ronde.addresses import read_interfaces
 from ronde.bench.limits import (
-    Found,
     Wires,
     buffer_bytes,
     cache_bytes,
@@ -19,7 +18,7 @@ from ronde.bench.limits import (
 )
 from ronde.collectives import Communicator
 from ronde.topology.graph import GpuDevice, HostTopology, Link, LinkKind
-from ronde.topology.limits.bounds import Limit, LimitWorld, RankLayout
+from ronde.topology.limits.bounds import Bound, Limit, LimitWorld, RankLayout
 from ronde.topology.sources import Detected
 
 CPU = torch.device("cpu")
@@ -74,7 +73,7 @@ def test_a_copy_reads_and_writes() -> None:
 
 def _search(
     communicator: Communicator, hosts: list[str], wires: Wires, test: str
-) -> Found:
+) -> Bound:
     return search_limit(test, communicator, hosts, CPU, wires)
 
 
@@ -164,7 +163,7 @@ def test_one_rank_has_no_limit(run_ranks) -> None:
 def test_memory_is_measured_by_host(run_ranks) -> None:
     def measure(communicator: Communicator) -> dict[str, float]:
         host = "ab"[communicator.rank % 2]
-        return measure_memory(communicator, host).gb_per_s
+        return measure_memory(communicator, host)[0]
 
     found = run_ranks(3, measure)
     assert found == found[:1] * 3

@@ -280,6 +280,10 @@ class Traffic:
         return _chunks(int((1.0 - self.spread) * even + self.spread * weighted))
 
 
+def in_elements(matrix: Matrix, item_bytes: int) -> Matrix:
+    return tuple(tuple(b // item_bytes for b in row) for row in matrix)
+
+
 def shape_of_matrix(matrix: Matrix, item_bytes: int, count: int) -> Shape:
     sent = max(sum(row) for row in matrix) // item_bytes
     received = max(sum(column) for column in zip(*matrix, strict=True)) // item_bytes

@@ -26,7 +26,7 @@ result is ever rounded. So:
 Rank and index go into every number, so that chunks that were swapped are wrong.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -34,14 +34,11 @@ import torch
 from torch import Tensor
 
 from ronde.bench.catalog import (
-    Collective,
     DType,
-    Matrix,
     NumberKind,
-    Shape,
     premultiplier,
 )
-from ronde.bench.operations import Participant, Views
+from ronde.bench.operations import CallSpec, Views
 
 REDUCED = -1
 """Instead of a source: the elements of all ranks, reduced."""
@@ -59,42 +56,33 @@ class Piece:
     source_start: int  # where it begins in the input
 
 
-def pieces_of(test: Collective, shape: Shape, place: Participant) -> list[Piece]:
-    """Return what the result of ``place.rank`` must be; nothing where it has none."""
-    rank, size, count = place.rank, place.size, shape.count
-    if test.name in _ROOT_ONLY and rank != place.root:
+def pieces_of(spec: CallSpec) -> list[Piece]:
+    """Return what this rank's result must be; nothing where it has none."""
+    name, rank, size, count = spec.test.name, spec.rank, spec.size, spec.shape.count
+    if name in _ROOT_ONLY and rank != spec.root:
         return []
-    match test.name:
+    match name:
         case "all_reduce" | "reduce":
             pieces = [Piece(0, count, REDUCED, 0)]
         case "reduce_scatter":
             pieces = [Piece(0, count, REDUCED, rank * count)]
         case "broadcast":
-            pieces = [Piece(0, count, place.root, 0)]
+            pieces = [Piece(0, count, spec.root, 0)]
         case "all_gather" | "hypercube" | "gather":
             pieces = [Piece(s * count, count, s, 0) for s in range(size)]
         case "scatter":
-            pieces = [Piece(0, count, place.root, rank * count)]
+            pieces = [Piece(0, count, spec.root, rank * count)]
         case "alltoall":
             pieces = [Piece(s * count, count, s, rank * count) for s in range(size)]
         case "alltoallv":
-            pieces = _from_matrix(place.matrix, rank)
+            starts = [0, *accumulate(row[rank] for row in spec.matrix)]
+            pieces = [
+                Piece(starts[source], row[rank], source, sum(row[:rank]))
+                for source, row in enumerate(spec.matrix)
+            ]
         case _:
             pieces = [Piece(0, count, (rank - 1) % size, 0)]
     return [piece for piece in pieces if piece.count]
-
-
-def _from_matrix(matrix: Matrix, rank: int) -> list[Piece]:
-    column = [row[rank] for row in matrix]
-    starts = [0, *accumulate(column)]
-    return [
-        Piece(starts[source], column[source], source, sum(row[:rank]))
-        for source, row in enumerate(matrix)
-    ]
-
-
-def in_elements(matrix: Sequence[Sequence[int]], item_bytes: int) -> Matrix:
-    return tuple(tuple(b // item_bytes for b in row) for row in matrix)
 
 
 TOLERANCE = 2
@@ -116,6 +104,11 @@ class ReductionInputs:
     size: int  # number of ranks
     seed: int  # another seed gives other numbers
     device: torch.device  # where the tensors are made
+
+    @property
+    def tolerance(self) -> int:
+        """Representable numbers that a result may be away from the right one."""
+        return 0 if self.is_exact else TOLERANCE
 
     @property
     def is_exact(self) -> bool:
@@ -304,89 +297,65 @@ _CHUNK_ELEMENTS = 1 << 16
 _CANARY = 0xA5
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Canaries = tuple[Tensor, Tensor]
+
+Expected = list[tuple[Tensor, Tensor]]
+"""The bits of a result in parts that the cache can hold, with those they must have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checker:
-    """Makes the inputs of one row and examines its results."""
+def prepare(
+    spec: CallSpec, inputs: ReductionInputs, views: Views, canaries: Sequence[Tensor]
+) -> Expected:
+    """Write the inputs, and what the result must not be.
 
-    test: Collective
-    shape: Shape
-    place: Participant  # this rank; the matrix in elements
-    # the inputs where something is reduced; type, seed and device always
-    reduction: ReductionInputs
-
-    def prepare(self, views: Views, canaries: Canaries) -> list[Tensor]:
-        for canary in canaries:
-            canary.fill_(_CANARY)
-        expected: list[Tensor] = []
-        for result, right in self._chunks(views.receive):
-            _bits(result, self._dtype).copy_(~_bits(right, self._dtype))
-            expected.append(right)
-        send = views.send
-        for start in range(0, send.numel(), _CHUNK_ELEMENTS):
-            count = min(_CHUNK_ELEMENTS, send.numel() - start)
-            made = self._input_of(self.place.rank, start, count)
-            send[start : start + count].view(made.dtype).copy_(made)
-        return expected
-
-    def count_wrong(
-        self, views: Views, canaries: Canaries, expected: Sequence[Tensor]
-    ) -> int:
-        """Return the elements of this rank's result that are wrong.
-
-        Bytes beside the result that were touched count as one each.
-        """
-        is_exact = not self.test.has_op or self.reduction.is_exact
-        wrong = 0
-        for result, right in zip(self._parts(views.receive), expected, strict=True):
-            got, bits = _bits(result, self._dtype), _bits(right, self._dtype)
-            if not torch.equal(got, bits):
-                wrong += _count_unequal(got, bits, 0 if is_exact else TOLERANCE)
-        return wrong + sum(int((each != _CANARY).sum()) for each in canaries)
-
-    @property
-    def _dtype(self) -> DType:
-        return self.reduction.dtype
-
-    def _chunks(self, receive: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for piece, done, count in self._cuts():
-            part = receive[piece.start + done : piece.start + done + count]
-            yield part, self._expected(piece, done, count)
-
-    def _parts(self, receive: Tensor) -> Iterator[Tensor]:
-        for piece, done, count in self._cuts():
-            yield receive[piece.start + done : piece.start + done + count]
-
-    def _cuts(self) -> Iterator[tuple[Piece, int, int]]:
-        """Yield runs of elements that are made at a time, which the cache can hold."""
-        for piece in pieces_of(self.test, self.shape, self.place):
-            for done in range(0, piece.count, _CHUNK_ELEMENTS):
-                yield piece, done, min(_CHUNK_ELEMENTS, piece.count - done)
-
-    def _expected(self, piece: Piece, done: int, count: int) -> Tensor:
-        start = piece.source_start + done
-        if piece.source == REDUCED:
-            return self.reduction.result(start, count)
-        return self._input_of(piece.source, start, count)
-
-    def _input_of(self, rank: int, start: int, count: int) -> Tensor:
-        if self.test.has_op:
-            return self.reduction.input_of(rank, start, count)
-        width = self._dtype.num_bytes
-        seed, device = self.reduction.seed, self.reduction.device
-        made = random_bytes(seed, rank, start * width, count * width, device)
-        return made.view(_SIGNED[width])
+    ``inputs`` has the type, the seed and the device also where nothing is reduced.
+    """
+    for canary in canaries:
+        canary.fill_(_CANARY)
+    signed = _SIGNED[spec.dtype.num_bytes]
+    expected: Expected = []
+    for piece in pieces_of(spec):
+        for done in range(0, piece.count, _CHUNK_ELEMENTS):
+            count = min(_CHUNK_ELEMENTS, piece.count - done)
+            start = piece.source_start + done
+            if piece.source == REDUCED:
+                right = inputs.result(start, count).view(signed)
+            else:
+                right = _input_of(spec, inputs, piece.source, start, count)
+            first = piece.start + done
+            result = views.receive[first : first + count].view(signed)
+            result.copy_(~right)
+            expected.append((result, right))
+    for start in range(0, views.send.numel(), _CHUNK_ELEMENTS):
+        part = views.send[start : start + _CHUNK_ELEMENTS].view(signed)
+        part.copy_(_input_of(spec, inputs, spec.rank, start, part.numel()))
+    return expected
 
 
-def _count_unequal(got: Tensor, right: Tensor, tolerance: int) -> int:
-    if not tolerance:
-        return int((got != right).sum())
-    # Neighbouring floats of one sign are neighbouring integers.
-    distance = (got.to(torch.int64) - right.to(torch.int64)).abs()
-    return int((distance > tolerance).sum())
+def count_wrong(canaries: Sequence[Tensor], expected: Expected, tolerance: int) -> int:
+    """Return the elements of this rank's result that are wrong.
+
+    Bytes beside the result that were touched count as one each.
+    """
+    wrong = sum(int((each != _CANARY).sum()) for each in canaries)
+    for got, right in expected:
+        if torch.equal(got, right):
+            continue
+        is_wrong = got != right
+        if tolerance:
+            # Neighbouring floats of one sign are neighbouring integers.
+            distance = (got.to(torch.int64) - right.to(torch.int64)).abs()
+            is_wrong = distance > tolerance
+        wrong += int(is_wrong.sum())
+    return wrong
 
 
-def _bits(values: Tensor, dtype: DType) -> Tensor:
-    return values.view(_SIGNED[dtype.num_bytes])
+def _input_of(
+    spec: CallSpec, inputs: ReductionInputs, rank: int, start: int, count: int
+) -> Tensor:
+    width = spec.dtype.num_bytes
+    if spec.test.has_op:
+        made = inputs.input_of(rank, start, count)
+    else:
+        first, num_bytes = start * width, count * width
+        made = random_bytes(inputs.seed, rank, first, num_bytes, inputs.device)
+    return made.view(_SIGNED[width])

@@ -66,25 +66,23 @@ def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
     from these: of small sizes the printed busbw has but one digit.
     """
     first, second = _collect(a), _collect(b)
-    shared = sorted(first.keys() & second.keys())
+    pairs: list[Pair] = []
+    # Out of place stands first in a log, and so here.
+    for key, place in sorted(first.keys() & second.keys(), key=_in_order):
+        left, right = first[key, place], second[key, place]
+        ratio = _ratio(left, right)
+        pairs.append(Pair(key, place, left.busbw_gb_per_s, right.busbw_gb_per_s, ratio))
     keys_a, keys_b = ({key for key, _ in each} for each in (first, second))
-    pairs = [
-        Pair(
-            key,
-            place,
-            first[key, place].busbw_gb_per_s,
-            second[key, place].busbw_gb_per_s,
-            _ratio(first[key, place], second[key, place]),
-        )
-        for key, place in shared
-    ]
     return Comparison(
-        # Out of place stands first in a log, and so here.
-        pairs=tuple(sorted(pairs, key=lambda p: (p.key, PLACES.index(p.place)))),
+        pairs=tuple(pairs),
         only_a=tuple(sorted(keys_a - keys_b)),
         only_b=tuple(sorted(keys_b - keys_a)),
         warnings=tuple(_warnings(a, b)),
     )
+
+
+def _in_order(half: tuple[RowKey, str]) -> tuple[RowKey, int]:
+    return half[0], PLACES.index(half[1])
 
 
 def _collect(runs: Sequence[Run]) -> dict[tuple[RowKey, str], _Figures]:
@@ -92,64 +90,53 @@ def _collect(runs: Sequence[Run]) -> dict[tuple[RowKey, str], _Figures]:
     found: dict[tuple[RowKey, str], list[tuple[Side, int | None]]] = {}
     for run in runs:
         for row in run.rows:
-            key = _key(run, row, has_engines=has_engines)
-            for place, side in zip(
-                PLACES, (row.out_of_place, row.in_place), strict=True
-            ):
+            key = RowKey(
+                test=run.test,
+                engine=run.engine if has_engines else "",
+                dtype=row.dtype,
+                redop=row.redop or "none",
+                root=-1 if row.root is None else row.root,
+                size_bytes=row.size_bytes,
+            )
+            halves = zip(PLACES, (row.out_of_place, row.in_place), strict=True)
+            for place, side in halves:
                 if side is not None and side.busbw_gb_per_s is not None:
                     entry = found.setdefault((key, place), [])
                     entry.append((side, run.ranks.value))
     return {key: _median(entry) for key, entry in found.items()}
 
 
-def _key(run: Run, row: Row, *, has_engines: bool) -> RowKey:
-    return RowKey(
-        test=run.test,
-        engine=run.engine if has_engines else "",
-        dtype=row.dtype,
-        redop=row.redop or "none",
-        root=-1 if row.root is None else row.root,
-        size_bytes=row.size_bytes,
-    )
-
-
 def _median(entry: Sequence[tuple[Side, int | None]]) -> _Figures:
     times = [side.time_us for side, _ in entry if side.time_us is not None]
     ranks = {num_ranks for _, num_ranks in entry}
-    return _Figures(
-        busbw_gb_per_s=statistics.median(
-            side.busbw_gb_per_s or 0.0 for side, _ in entry
-        ),
-        time_us=statistics.median(times) if len(times) == len(entry) else None,
-        ranks=ranks.pop() if len(ranks) == 1 else None,
-    )
+    busbw = statistics.median(side.busbw_gb_per_s or 0.0 for side, _ in entry)
+    time_us = statistics.median(times) if len(times) == len(entry) else None
+    return _Figures(busbw, time_us, ranks.pop() if len(ranks) == 1 else None)
 
 
 def _ratio(a: _Figures, b: _Figures) -> float | None:
-    if not (_is_measure(a.busbw_gb_per_s) and _is_measure(b.busbw_gb_per_s)):
+    above, below = b.busbw_gb_per_s, a.busbw_gb_per_s
+    if not (0 < below < math.inf and 0 < above < math.inf):
         return None
     if a.ranks is not None and a.ranks == b.ranks and a.time_us and b.time_us:
-        ratio = a.time_us / b.time_us
-    else:
-        ratio = b.busbw_gb_per_s / a.busbw_gb_per_s
-    return ratio if _is_measure(ratio) else None
-
-
-def _is_measure(value: float) -> bool:
-    return 0 < value < math.inf
+        above, below = a.time_us, b.time_us
+    return above / below if 0 < above / below < math.inf else None
 
 
 def _warnings(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
     found: list[str] = []
     for test in sorted({run.test for run in a} & {run.test for run in b}):
-        counts = [
+        left, right = (
             sorted({run.ranks.value or 0 for run in each if run.test == test})
             for each in (a, b)
-        ]
-        if counts[0] != counts[1]:
-            left, right = (_numbers(each) for each in counts)
-            name = test or "the test"
-            found.append(f"{name}: {left} ranks in the first, {right} in the second")
+        )
+        if left != right:
+            numbers = (", ".join(str(n or "unknown") for n in c) for c in (left, right))
+            found.append(
+                "{}: {} ranks in the first, {} in the second".format(
+                    test or "the test", *numbers
+                )
+            )
     for name, runs in (("first", a), ("second", b)):
         num_wrong = sum(run.num_wrong() or 0 for run in runs)
         if num_wrong:
@@ -157,10 +144,6 @@ def _warnings(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
         if not all(run.is_complete for run in runs):
             found.append(f"the {name} is incomplete")
     return found
-
-
-def _numbers(values: Sequence[int]) -> str:
-    return ", ".join(str(value) if value else "unknown" for value in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +154,7 @@ class Compared:
     rows: Mapping[str, Row]
 
     def side(self, engine: str) -> Side:
-        row = self.rows[engine]
-        side = row.in_place or row.out_of_place
-        if side is None:
-            raise AssertionError("a compared row has one half")
-        return side
+        return self.rows[engine].sides()[0]
 
     def ratio(self, engine: str) -> float:
         """Return how many times as fast an engine is as the first."""

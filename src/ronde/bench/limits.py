@@ -8,7 +8,7 @@ and the reason is shown.
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ from ronde.plain_values import from_plain, to_plain
 from ronde.topology.graph import HostTopology
 from ronde.topology.limits.bounds import (
     COLLECTIVES,
-    Limit,
+    Bound,
     LimitWorld,
     RankLayout,
     Rate,
@@ -62,23 +62,6 @@ _TOUCH_S = 0.4
 """How long a rank may take to get its pages; in a virtual machine that may be slow."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryBandwidth:
-    """What a copy by all ranks at once reads and writes."""
-
-    gb_per_s: dict[str, float]
-    is_beyond_cache: bool  # whether the buffers were larger than the caches
-    size_bytes: int  # all buffers of the host with the smallest ones
-
-    @property
-    def note(self) -> str:
-        note = "sizes that stay in the cache may exceed it"
-        if self.is_beyond_cache:
-            return note
-        size = format_size(self.size_bytes)
-        return f"{note}; it was measured over {size}, which may have stayed there too"
-
-
 def cache_bytes(root: Path = _ROOT) -> int:
     """Return the size of all last-level caches of a machine; 0 where it is unknown.
 
@@ -109,32 +92,39 @@ def buffer_bytes(cache: int, available: int, num_ranks: int) -> int:
     return max(total // (2 * num_ranks), 1 << 12) & ~0xFFF
 
 
-def measure_memory(communicator: Communicator, host: str) -> MemoryBandwidth:
+def measure_memory(
+    communicator: Communicator, host: str
+) -> tuple[dict[str, float], str]:
     """Copy on all ranks at once and add their rates up by host; collective.
 
     It takes about a second. Of several rounds the best counts: a bound must not suffer
     from what else the machine did.
+
+    Returns:
+        Each host's rate in GB/s, bytes read and written together, and when a figure
+        may exceed it.
     """
     hosts = all_gather_json(communicator, host)
     available = min(all_gather_json(communicator, available_memory().num_bytes))
     cache = cache_bytes()
-    size = buffer_bytes(cache, available, hosts.count(host))
-    source, target = _touched(size)
+    source, target = _touched(buffer_bytes(cache, available, hosts.count(host)))
+
+    def best_sums(best: Mapping[str, float], own: float) -> dict[str, float]:
+        sums: Counter[str] = Counter()
+        for name, value in zip(hosts, all_gather_json(communicator, own), strict=True):
+            sums[name] += value
+        return {name: max(value, best.get(name, 0.0)) for name, value in sums.items()}
+
     best: dict[str, float] = {}
     for _ in range(_NUM_ROUNDS):
         communicator.barrier().wait()
-        rate = copy_gb_per_s(source, target)
-        rates = all_gather_json(communicator, rate)
-        for each in set(hosts):
-            total = sum(r for h, r in zip(hosts, rates, strict=True) if h == each)
-            best[each] = max(total, best.get(each, 0.0))
-    sizes = all_gather_json(communicator, 2 * source.numel())
-    total = min(
-        sum(each for h, each in zip(hosts, sizes, strict=True) if h == name)
-        for name in set(hosts)
-    )
-    largest_cache = max(all_gather_json(communicator, cache))
-    return MemoryBandwidth(best, total >= _TIMES_CACHE * largest_cache > 0, total)
+        best = best_sums(best, copy_gb_per_s(source, target))
+    size_bytes = int(min(best_sums({}, 2 * source.numel()).values()))
+    note = "sizes that stay in the cache may exceed it"
+    if not size_bytes >= _TIMES_CACHE * max(all_gather_json(communicator, cache)) > 0:
+        size = format_size(size_bytes)
+        note += f"; it was measured over {size}, which may have stayed there too"
+    return best, note
 
 
 def _touched(size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,35 +168,27 @@ class Wires:
     gb_per_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A limit, or why there is none."""
-
-    limit: Limit | None  # None where something is not known
-    reason: str = ""  # what that is; empty where there is a limit
-
-
 def search_limit(
     test: str,
     communicator: Communicator,
     hosts: Sequence[str],
     device: torch.device,
     wires: Wires = Wires(),
-) -> Found:
+) -> Bound:
     """Return the limit of busbw for these ranks, or why there is none; collective.
 
-    On CPUs it takes about a second, in which all ranks copy memory.
+    On CPUs it takes about a second, in which all ranks copy memory. ``hosts`` has the
+    host of every rank; ``test`` is spelled as ``ronde bench`` does.
     """
     if test not in COLLECTIVES:
-        return Found(None, f"{test} has no formula")
+        return Bound(test, None, f"{test} has no formula")
     if communicator.size < 2:
-        return Found(None, "one rank exchanges nothing")
+        return Bound(test, None, "one rank exchanges nothing")
     world = _world(communicator, hosts, device, wires)
     # A bound that is missing might have been the tightest.
     if world.unknown:
-        return Found(None, world.unknown[0])
-    bound = bound_of(world, test)
-    return Found(bound.limit, bound.reason)
+        return Bound(test, None, world.unknown[0])
+    return bound_of(world, test)
 
 
 def _world(
@@ -227,7 +209,10 @@ def _world(
     world = slowest([from_plain(LimitWorld, each) for each in everyone])
     if world.unknown or world.has_gpus:
         return world
-    return _with_memory(world, communicator, hosts)
+    rates, note = measure_memory(communicator, hosts[communicator.rank])
+    rate = min(rates.values())
+    link = f"memory, {rate:.4g} GB/s read and written by a copy"
+    return world._replace(memory=Rate(link, rate, note=note))
 
 
 def _with_network(
@@ -258,7 +243,7 @@ def _interface_between(communicator: Communicator, hosts: Sequence[str]) -> str:
     candidates = [InterfaceAddress(*each) for each in first]
     sources = [source_towards(each.address) for each in candidates]
     everyone = zip(hosts, all_gather_json(communicator, sources), strict=True)
-    others = [told for host, told in everyone if host != hosts[0]]
+    others = [seen for host, seen in everyone if host != hosts[0]]
     best = choose_address(candidates, others, {})
     towards = "" if best is None else sources[best]
     return next((each.interface for each in own if each.address == towards), "")
@@ -271,7 +256,10 @@ def _with_gpus(
     device: torch.device,
 ) -> LimitWorld:
     """Return a world with the links of this host's GPUs; collective."""
-    own = (hosts[communicator.rank], _bus_id(device))
+    # torch has no types for them.
+    facts: Any = cast("Any", torch.cuda).get_device_properties(device)
+    place = facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id
+    own = (hosts[communicator.rank], "{:04x}:{:02x}:{:02x}.0".format(*place))
     everyone = [(str(h), str(b)) for h, b in all_gather_json(communicator, own)]
     if len(set(everyone)) < len(everyone):
         return world.lacking("ranks share a GPU, whose own memory carries the bytes")
@@ -291,19 +279,3 @@ def with_gpus_at(
     found = with_gpus(world, here.host, used)
     is_silent = here.notices and found.unknown != world.unknown
     return world.lacking(here.notices[0].rstrip(".")) if is_silent else found
-
-
-def _bus_id(device: torch.device) -> str:
-    # torch has no types for them.
-    facts: Any = cast("Any", torch.cuda).get_device_properties(device)
-    place = facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id
-    return "{:04x}:{:02x}:{:02x}.0".format(*place)
-
-
-def _with_memory(
-    world: LimitWorld, communicator: Communicator, hosts: Sequence[str]
-) -> LimitWorld:
-    measured = measure_memory(communicator, hosts[communicator.rank])
-    rate = min(measured.gb_per_s.values())
-    link = f"memory, {rate:.4g} GB/s read and written by a copy"
-    return world._replace(memory=Rate(link, rate, note=measured.note))

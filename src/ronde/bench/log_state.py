@@ -7,17 +7,17 @@ alone: a log that names neither still tells much.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
+from typing import NamedTuple
 
 from ronde.bench.catalog import COLLECTIVES, Factor
 from ronde.bench.log_table import Columns
-from ronde.bench.results import Extra, RankCount, RankSource, Row, Run, Side
+from ronde.bench.results import Extra, RankCount, RankSource, Row, Run
 from ronde.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class _Interval:
+class _Interval(NamedTuple):
     """Ratios of busbw to algbw that one printed pair allows."""
 
     low: float
@@ -25,8 +25,16 @@ class _Interval:
     middle: float
 
     def allows(self, ratio: float) -> bool:
-        slack = 1e-9
-        return self.low - slack <= ratio <= self.high + slack
+        return self.low - 1e-9 <= ratio <= self.high + 1e-9
+
+    def num_ranks(self, factor: Factor) -> tuple[float, float, float]:
+        """Return the numbers of ranks that give these ratios; infinity beyond all."""
+        limit = 2.0 if factor is Factor.REDUCED else 1.0
+        low, high, middle = (
+            limit / (limit - ratio) if ratio < limit else math.inf
+            for ratio in (max(self.low, 0.0), self.high, self.middle)
+        )
+        return low, high, middle
 
 
 def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
@@ -35,23 +43,18 @@ def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
     Printed figures are rounded, so that several numbers may agree with them: ``low``
     to ``high``. Nothing is known where the factor hardly depends on the number.
     """
-    known = COLLECTIVES.get(test)
-    intervals = _intervals(rows)
+    known, intervals = COLLECTIVES.get(test), _intervals(rows)
     if known is None or known.factor is Factor.ONE or not intervals:
         return RankCount()
-    factor = known.factor
-    best = intervals[0]
-    low = max(_num_ranks(factor, max(each.low, 0.0)) for each in intervals)
-    high = min(_num_ranks(factor, each.high) for each in intervals)
+    bounds = [each.num_ranks(known.factor) for each in intervals]
+    low, high = max(each[0] for each in bounds), min(each[1] for each in bounds)
     if low > high:
         # Rows of several worlds, or a release that rounds otherwise.
-        low, high = (
-            _num_ranks(factor, max(best.low, 0.0)),
-            _num_ranks(factor, best.high),
-        )
+        low, high, _ = bounds[0]
+    middle = bounds[0][2]
     if not math.isfinite(low):
         return RankCount()  # more than any number of ranks gives
-    first, middle = math.ceil(low - 1e-9), _num_ranks(factor, best.middle)
+    first = math.ceil(low - 1e-9)
     if not math.isfinite(high) or not math.isfinite(middle):
         return RankCount(low=max(first, 1))
     last = math.floor(high + 1e-9)
@@ -63,11 +66,10 @@ def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
 
 def agrees(test: str, num_ranks: int, rows: Sequence[Row]) -> bool:
     """Say whether the figures may be those of ``num_ranks`` ranks."""
-    known = COLLECTIVES.get(test)
-    intervals = _intervals(rows)
-    if known is None or not intervals:
+    known, intervals = COLLECTIVES.get(test), _intervals(rows)
+    if known is None or not intervals or num_ranks == 1:
         return True
-    return num_ranks == 1 or intervals[0].allows(known.factor.value_for(num_ranks))
+    return intervals[0].allows(known.factor.value_for(num_ranks))
 
 
 def infer_tests(rows: Sequence[Row], num_ranks: int | None) -> list[str]:
@@ -94,21 +96,10 @@ def infer_tests(rows: Sequence[Row], num_ranks: int | None) -> list[str]:
     return names
 
 
-def _num_ranks(factor: Factor, ratio: float) -> float:
-    """Return the number of ranks that gives ``ratio``; infinity beyond all."""
-    limit = {Factor.REDUCED: 2.0, Factor.SHARED: 1.0}.get(factor)
-    if limit is None or ratio >= limit:
-        return math.inf
-    return limit / (limit - ratio)
-
-
 def _could_be(factor: Factor, interval: _Interval, num_ranks: int | None) -> bool:
-    if num_ranks is not None:
-        return interval.allows(factor.value_for(num_ranks))
-    if factor is Factor.ONE:
-        return interval.allows(1.0)
-    low = _num_ranks(factor, max(interval.low, 0.0))
-    high = _num_ranks(factor, interval.high)
+    if num_ranks is not None or factor is Factor.ONE:
+        return interval.allows(factor.value_for(num_ranks or 1))
+    low, high, _ = interval.num_ranks(factor)
     return math.isfinite(low) and high >= max(2, math.ceil(low))
 
 
@@ -116,23 +107,14 @@ def _intervals(rows: Sequence[Row]) -> list[_Interval]:
     """Return what each printed pair allows, the largest row's first."""
     found: list[_Interval] = []
     for row in sorted(rows, key=lambda each: each.size_bytes, reverse=True):
-        for side in (row.out_of_place, row.in_place):
-            interval = _interval(side)
-            if interval is not None:
-                found.append(interval)
+        for side in row.sides():
+            algbw, busbw = side.algbw_gb_per_s or 0.0, side.busbw_gb_per_s
+            if busbw is None or not (0.1 < algbw < math.inf and 0 <= busbw < math.inf):
+                continue
+            a, b = _half_unit(algbw), _half_unit(busbw)
+            low, high = (busbw - b) / (algbw + a), (busbw + b) / (algbw - a)
+            found.append(_Interval(low, high, busbw / algbw))
     return found
-
-
-def _interval(side: Side | None) -> _Interval | None:
-    if side is None or side.algbw_gb_per_s is None or side.busbw_gb_per_s is None:
-        return None
-    algbw, busbw = side.algbw_gb_per_s, side.busbw_gb_per_s
-    if not (0.1 < algbw < math.inf and 0 <= busbw < math.inf):
-        return None
-    a, b = _half_unit(algbw), _half_unit(busbw)
-    return _Interval(
-        (busbw - b) / (algbw + a), (busbw + b) / (algbw - a), busbw / algbw
-    )
 
 
 def _half_unit(printed: float) -> float:
@@ -149,7 +131,7 @@ _DEVICE = re.compile(
     r"Rank\s+(?P<rank>\d+)\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+\s+on\s+"
     r"(?P<host>\S+)\s+device\s+\d+\s*(?:\[[^\]]*\])?\s*(?P<name>.*)"
 )
-_NUMBER = re.compile(r"[-+0-9.e]+|-?inf|-?nan")
+_NUMBER = re.compile(r"(?:[-+0-9.e]+|-?inf|-?nan)(?!\S)")
 _MAX_LISTED = 3
 
 
@@ -194,86 +176,80 @@ class ParserState:
     def add_device(self, comment: str) -> bool:
         """Take one line of the list of devices; say whether it was one."""
         found = _DEVICE.match(comment)
-        if found is None:
-            return False
-        group = int(found["group"] or 0)
-        device = ListedDevice(
-            int(found["rank"]), group, found["host"], found["name"].strip()
-        )
-        self.devices.append(device)
-        return True
+        if found is not None:
+            rank, group = int(found["rank"]), int(found["group"] or 0)
+            name = found["name"].strip()
+            self.devices.append(ListedDevice(rank, group, found["host"], name))
+        return found is not None
 
     def add_footer(self, name: str, value: str) -> None:
         if name in (AVERAGE, OUT_OF_BOUNDS):
-            word = value.split(maxsplit=1)[0] if value else ""
-            is_number = _NUMBER.fullmatch(word) is not None
             try:
-                float(word)
+                word = _NUMBER.match(value)
+                float(word[0] if word else "")
             except ValueError:
-                is_number = False
-            if not is_number:
-                raise UsageError(f"{name} must be a number, got {value!r}.")
+                raise UsageError(f"{name} must be a number, got {value!r}.") from None
         self.footers[name] = value
         self.is_over = self.is_over or name == AVERAGE
 
     def finish(self, test: str = "") -> Run:
+        """Return the run; ``test`` is what the user says it is of."""
         warnings = list(self.warnings)
-        name = test or self._find_test(warnings)
-        ranks = self._count_ranks(name, warnings)
-        average = self._number(AVERAGE)
+        listed = self._num_listed()
+        name = test or self._find_test(listed, warnings)
+        ranks = self._count_ranks(name, listed, warnings)
         is_complete = self.is_over and not self.has_gap
         if not self.has_table:
             warnings.append("ended before its table began")
         elif not self.is_over:
             warnings.append("has no footer: the run was aborted, or the log is cut")
         if self.strays:
-            warnings.append(_describe_strays(self.strays))
+            more = len(self.strays) - _MAX_LISTED
+            text = f"passed over what is no row: {'; '.join(self.strays[:_MAX_LISTED])}"
+            warnings.append(f"{text} and {more} more" if more > 0 else text)
+        facts: dict[str, object] = {
+            "source": self.source,
+            "line": self.first_line,
+            "arguments": self.arguments,
+            "hosts": list(dict.fromkeys(each.host for each in self.devices)),
+            "devices": list(dict.fromkeys(each.name for each in self.devices)),
+            **self.facts,
+        }
         bounds = self._number(OUT_OF_BOUNDS)
-        return Run(
+        run = Run(
             test=name,
             ranks=ranks,
             rows=tuple(self.rows),
             extras=tuple(self.extras) if any(self.extras) else (),
             footers=self.footers,
-            average_busbw_gb_per_s=average,
+            average_busbw_gb_per_s=self._number(AVERAGE),
             num_out_of_bounds=None if bounds is None else int(bounds),
             is_complete=is_complete,
-            warnings=(*warnings, *(self._check_average() if is_complete else ())),
+            warnings=tuple(warnings),
             engine=self.engine,
-            facts=self._facts(),
+            facts={name: fact for name, fact in facts.items() if fact},
         )
+        odd = _odd_average(run) if is_complete else ""
+        return replace(run, warnings=(*warnings, odd)) if odd else run
 
     def _number(self, footer: str) -> float | None:
         text = self.footers.get(footer)
         return None if text is None else float(text.split()[0])
 
-    def _facts(self) -> dict[str, object]:
-        hosts = list(dict.fromkeys(each.host for each in self.devices))
-        facts: dict[str, object] = {
-            "source": self.source,
-            "line": self.first_line,
-            "arguments": self.arguments,
-            "hosts": hosts,
-            "devices": list(dict.fromkeys(each.name for each in self.devices)),
-            **self.facts,
-        }
-        return {name: fact for name, fact in facts.items() if fact}
-
-    def _listed(self) -> int | None:
+    def _num_listed(self) -> int | None:
         """Return the length of the list of devices, where it is whole."""
-        if not self.devices:
-            return None
-        numbers = [each.rank for each in self.devices]
-        if self.is_list_cut or sorted(numbers) != list(range(len(numbers))):
+        numbers = sorted(each.rank for each in self.devices)
+        if not numbers or self.is_list_cut or numbers != list(range(len(numbers))):
             return None
         # Split into groups, only the group of world rank 0 prints.
         group = min(self.devices, key=lambda each: each.rank).group
         return sum(each.group == group for each in self.devices)
 
-    def _count_ranks(self, test: str, warnings: list[str]) -> RankCount:
+    def _count_ranks(
+        self, test: str, listed: int | None, warnings: list[str]
+    ) -> RankCount:
         if self.given is not None:
             return self.given
-        listed = self._listed()
         if listed is not None:
             if not agrees(test, listed, self.rows):
                 warnings.append(
@@ -285,13 +261,11 @@ class ParserState:
             warnings.append("its list of devices is cut")
         return infer_ranks(test, self.rows)
 
-    def _find_test(self, warnings: list[str]) -> str:
+    def _find_test(self, listed: int | None, warnings: list[str]) -> str:
         stated = self.title or self.mention
-        if stated:
-            return stated
-        names = infer_tests(self.rows, self._listed())
-        if len(names) == 1:
-            return names[0]
+        names = [] if stated else infer_tests(self.rows, listed)
+        if stated or len(names) == 1:
+            return stated or names[0]
         file_name = name_in(PurePath(self.source).name)
         if file_name and (file_name in names or not names):
             return file_name
@@ -299,23 +273,18 @@ class ParserState:
             warnings.append(f"its test is not named: {' or '.join(names)}")
         return ""
 
-    def _check_average(self) -> list[str]:
-        values = [
-            side.busbw_gb_per_s
-            for row in self.rows
-            for side in (row.out_of_place, row.in_place)
-            if side is not None and side.busbw_gb_per_s is not None
-        ]
-        stated = self._number(AVERAGE)
-        if not values or stated is None or not all(map(math.isfinite, values)):
-            return []
-        mean = sum(values) / len(values)
-        # Two decimals a row, fewer for four digits and more; six digits in the footer.
-        slack = 0.006 + max(values) * 1e-4 + abs(stated) * 1e-5
-        if abs(mean - stated) <= slack:
-            return []
-        said = f"states an average of {stated:g} GB/s, its rows have {mean:g}"
-        return [f"{said}: rows are missing or altered"]
+
+def _odd_average(run: Run) -> str:
+    """Return what is odd about the average that a log states, or nothing."""
+    values, stated = run.all_busbw_gb_per_s(), run.average_busbw_gb_per_s
+    if not values or stated is None or not all(map(math.isfinite, values)):
+        return ""
+    mean = sum(values) / len(values)
+    # Two decimals a row, fewer for four digits and more; six digits in the footer.
+    if abs(mean - stated) <= 0.006 + max(values) * 1e-4 + abs(stated) * 1e-5:
+        return ""
+    figures = f"states an average of {stated:g} GB/s, its rows have {mean:g}"
+    return f"{figures}: rows are missing or altered"
 
 
 def name_in(text: str) -> str:
@@ -324,11 +293,3 @@ def name_in(text: str) -> str:
     spelled = {name.replace("_", ""): name for name in COLLECTIVES}
     found = [each for each in spelled if each in bare]
     return spelled[max(found, key=len)] if found else ""
-
-
-def _describe_strays(strays: list[str]) -> str:
-    listed = "; ".join(strays[:_MAX_LISTED])
-    more = len(strays) - _MAX_LISTED
-    return f"passed over what is no row: {listed}" + (
-        f" and {more} more" if more > 0 else ""
-    )

@@ -7,6 +7,7 @@ in the header's order.
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,23 +43,20 @@ class Line:
     warning: str = ""  # what NCCL warned of on this line, or empty
 
 
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """A whole log."""
+def split_lines(text: str) -> tuple[list[Line], Line | None]:
+    """Split a log into lines; a carriage return before the break is none of it.
 
-    ended: Sequence[Line]  # the lines that end with a line break
-    # what stands after the last line break, which may be cut anywhere; None where there
-    # is nothing
-    rest: Line | None
-
-
-def split_lines(text: str) -> Lines:
-    """Split a log into lines; a carriage return before the break is none of it."""
-    *ended, rest = text.removeprefix("\ufeff").split("\n")
+    Returns:
+        The lines that end with a line break, and what stands after the last, which may
+        be cut anywhere; None where there is nothing.
+    """
     hosts: set[str] = set()
-    lines = [_clean(number, each, hosts) for number, each in enumerate(ended, 1)]
-    last = _clean(len(lines) + 1, rest, hosts)
-    return Lines(lines, last if last.text.strip() else None)
+    lines = [
+        _clean(number, each, hosts)
+        for number, each in enumerate(text.removeprefix("\ufeff").split("\n"), 1)
+    ]
+    last = lines.pop()
+    return lines, last if last.text.strip() else None
 
 
 def _clean(number: int, text: str, hosts: set[str]) -> Line:
@@ -116,6 +114,7 @@ _UNITS = {
     "i_max": "i_max_us",
     "i_p99": "i_p99_us",
     "i_cv%": "i_cv_percent",
+    "error": "error",
 }
 _NOTHING = frozenset({"N/A", "-", "--"})
 _MIN_GAP = 24
@@ -126,19 +125,16 @@ _MIN_GAP = 24
 class Columns:
     """What a table's header promises."""
 
-    has_root: bool  # whether there is a column of roots
-    # the halves' places and the names of their columns
+    has_root: bool
+    # The halves' places and the names of their columns.
     sides: tuple[tuple[str, tuple[str, ...]], ...]
     tail: tuple[str, ...]  # columns after the halves; ``timestamp`` has two words a row
 
     @property
     def num_numbers(self) -> int:
         """Words at the right end of a row, from the first half on."""
-        return sum(len(names) for _, names in self.sides) + self.num_tail_words
-
-    @property
-    def num_tail_words(self) -> int:
-        return sum(2 if name == "timestamp" else 1 for name in self.tail)
+        num_tail = sum(2 if name == "timestamp" else 1 for name in self.tail)
+        return sum(len(names) for _, names in self.sides) + num_tail
 
     def num_words(self, words: Sequence[str]) -> int:
         """Return how many words the row that begins with ``words`` must have."""
@@ -149,10 +145,6 @@ class Columns:
 def is_number(word: str) -> bool:
     """Say whether a word may stand in a column of numbers."""
     return word in _NOTHING or _NUMBER.fullmatch(word.rstrip("*")) is not None
-
-
-def is_header(words: Sequence[str]) -> bool:
-    return [word.lower() for word in words[:2]] == ["size", "count"]
 
 
 def parse_header(words: Sequence[str], places: Sequence[str]) -> Columns:
@@ -184,8 +176,7 @@ def parse_header(words: Sequence[str], places: Sequence[str]) -> Columns:
 
 def parse_row(text: str, columns: Columns) -> tuple[Row, dict[str, Extra]]:
     """Read one row, and the cells of it that a ``Row`` has no place for."""
-    words = text.split()
-    head, numbers, is_half = _divide(text, words, columns)
+    head, numbers, is_half = _divide(text, columns)
     operation, root = _between(head[3:])
     for name, word in zip(("size", "count"), head, strict=False):
         if _INTEGER.fullmatch(word) is None:
@@ -195,11 +186,25 @@ def parse_row(text: str, columns: Columns) -> tuple[Row, dict[str, Extra]]:
         raise UsageError(f"type of a row must be a dtype's name, got {dtype!r}.")
     extras: dict[str, Extra] = {}
     sides: dict[str, Side] = {}
+    rest = iter(numbers)
     for place, names in columns.sides[is_half:]:
-        cells = dict(zip(names, numbers, strict=False))
-        sides[place] = _side(place, cells, extras)
-        numbers = numbers[len(names) :]
-    _read_tail(numbers, columns, extras)
+        cells = {name: _number(name, next(rest)) for name in names}
+        # The old column `error` is the largest deviation and no number of elements.
+        more = {n: v for n, v in cells.items() if n in _UNITS and v is not None}
+        extras |= {f"{place}.{_UNITS[name]}": value for name, value in more.items()}
+        sides[place] = Side(*map(cells.get, ("time", "algbw", "busbw", "#wrong")))
+    # A column that comes once for each half belongs to that half.
+    places = [place for place, _ in columns.sides]
+    seen: Counter[str] = Counter()
+    for name in columns.tail:
+        if name == "timestamp":
+            extras[name] = f"{next(rest)} {next(rest)}"
+            continue
+        is_twice = columns.tail.count(name) == len(places) == 2
+        number = _number(name, next(rest).removesuffix("%"))
+        if number is not None:
+            extras[f"{places[seen[name]]}.{name}" if is_twice else name] = number
+        seen[name] += 1
     row = Row(
         size_bytes=int(head[0]),
         count=int(head[1]),
@@ -212,18 +217,13 @@ def parse_row(text: str, columns: Columns) -> tuple[Row, dict[str, Extra]]:
     return row, extras
 
 
-def _divide(
-    text: str, words: list[str], columns: Columns
-) -> tuple[list[str], list[str], bool]:
+def _divide(text: str, columns: Columns) -> tuple[list[str], list[str], bool]:
     """Return a row's head, its numbers, and whether its first half was left blank."""
-    needed = columns.num_words(words)
-    num_numbers = columns.num_numbers
+    words = text.split()
+    needed, num_numbers = columns.num_words(words), columns.num_numbers
     first = len(columns.sides[0][1])
-    is_half = (
-        len(columns.sides) == 2
-        and len(words) == needed - first
-        and " " * _MIN_GAP in text.strip()
-    )
+    is_short = len(columns.sides) == 2 and len(words) == needed - first
+    is_half = is_short and " " * _MIN_GAP in text.strip()
     if is_half:
         num_numbers -= first
     # Old tables put a root where their header has no column for it.
@@ -250,38 +250,6 @@ def _between(words: Sequence[str]) -> tuple[str, int | None]:
             f"{' '.join(words)!r}."
         )
     return operation, root
-
-
-def _side(place: str, cells: dict[str, str], extras: dict[str, Extra]) -> Side:
-    numbers = {name: _number(name, word) for name, word in cells.items()}
-    for name, number in numbers.items():
-        # The old column `error` is the largest deviation and no number of elements.
-        if (name in _UNITS or name == "error") and number is not None:
-            extras[f"{place}.{_UNITS.get(name, name)}"] = number
-    return Side(
-        time_us=numbers.get("time"),
-        algbw_gb_per_s=numbers.get("algbw"),
-        busbw_gb_per_s=numbers.get("busbw"),
-        num_wrong=numbers.get("#wrong"),
-    )
-
-
-def _read_tail(
-    words: Sequence[str], columns: Columns, extras: dict[str, Extra]
-) -> None:
-    rest = list(words)
-    # A column that comes once for each half belongs to that half.
-    places = [place for place, _ in columns.sides]
-    seen: dict[str, int] = {}
-    for name in columns.tail:
-        if name == "timestamp":
-            extras[name] = f"{rest.pop(0)} {rest.pop(0)}"
-            continue
-        nth = seen[name] = seen.get(name, -1) + 1
-        is_twice = columns.tail.count(name) == len(places) == 2
-        number = _number(name, rest.pop(0).removesuffix("%"))
-        if number is not None:
-            extras[f"{places[nth]}.{name}" if is_twice else name] = number
 
 
 def _number(name: str, word: str) -> float | None:

@@ -12,7 +12,6 @@ from ronde.bench.log_state import AVERAGE, OUT_OF_BOUNDS, ParserState, name_in
 from ronde.bench.log_table import (
     Columns,
     Line,
-    is_header,
     is_number,
     parse_header,
     parse_row,
@@ -40,12 +39,12 @@ def read_text(
     text: str, source: str, *, test: str = "", keeps_partial: bool = False
 ) -> list[Run]:
     reader = _Reader(source, test)
-    lines = split_lines(text)
-    for line in lines.ended:
+    lines, rest = split_lines(text)
+    for line in lines:
         reader.feed(line)
-    reader.end(lines.rest, keeps_partial=keeps_partial)
+    reader.end(rest, keeps_partial=keeps_partial)
     if not reader.runs:
-        last = len(lines.ended) + (lines.rest is not None)
+        last = len(lines) + (rest is not None)
         raise UsageError(
             f"{source}:{max(last, 1)}: log must have a table of nccl-tests, got none "
             "up to here. Its header begins with: # size count type."
@@ -112,7 +111,7 @@ class _Reader:
         words = comment.split()
         if not words:
             return
-        if is_header(words):
+        if [word.lower() for word in words[:2]] == ["size", "count"]:
             self._open_table(line, words)
             return
         for kind, pattern in _BANNERS:

@@ -13,48 +13,34 @@ from ronde.topology.limits.bounds import Limit
 
 @dataclass(frozen=True, slots=True)
 class IterationTimes:
-    """Times of single iterations, and what sums them up."""
+    """Times of single iterations, and their figures without the skipped ones."""
 
-    times_us: tuple[float, ...]
+    times_us: tuple[float, ...]  # of the slowest rank in each
     rank_times_us: tuple[tuple[float, ...], ...]  # by rank and iteration
-    num_skipped: int = 0  # iterations at the beginning that the figures leave out
+    num_skipped: int
+    min_us: float
+    max_us: float
+    mean_us: float
+    median_us: float  # of an even number the upper, as nccl-tests takes it
+    deviation_us: float
 
     @classmethod
     def of_ranks(
         cls, rank_times_us: Sequence[Sequence[float]], num_skipped: int
     ) -> "IterationTimes":
-        columns = zip(*rank_times_us, strict=True)
+        times = tuple(max(column) for column in zip(*rank_times_us, strict=True))
+        kept = sorted(times[num_skipped:])
+        mean = sum(kept) / len(kept)
         return cls(
-            tuple(max(column) for column in columns),
-            tuple(tuple(times) for times in rank_times_us),
+            times,
+            tuple(tuple(each) for each in rank_times_us),
             num_skipped,
+            kept[0],
+            kept[-1],
+            mean,
+            kept[len(kept) // 2],
+            math.sqrt(sum((t - mean) ** 2 for t in kept) / len(kept)),
         )
-
-    @property
-    def _sorted(self) -> list[float]:
-        return sorted(self.times_us[self.num_skipped :])
-
-    @property
-    def min_us(self) -> float:
-        return self._sorted[0]
-
-    @property
-    def max_us(self) -> float:
-        return self._sorted[-1]
-
-    @property
-    def mean_us(self) -> float:
-        return sum(self._sorted) / len(self._sorted)
-
-    @property
-    def median_us(self) -> float:
-        """The middle one; of an even number the upper, as nccl-tests takes it."""
-        return self._sorted[len(self._sorted) // 2]
-
-    @property
-    def deviation_us(self) -> float:
-        mean = self.mean_us
-        return math.sqrt(sum((t - mean) ** 2 for t in self._sorted) / len(self._sorted))
 
     @property
     def variation_percent(self) -> float:
@@ -62,7 +48,7 @@ class IterationTimes:
 
     def percentile_us(self, percent: int) -> float:
         """Return the time that ``percent`` of the iterations do not exceed."""
-        times = self._sorted
+        times = sorted(self.times_us[self.num_skipped :])
         return times[max(0, math.ceil(percent / 100 * len(times)) - 1)]
 
 
@@ -127,10 +113,8 @@ class Reason(IntEnum):
     """Why there are no more rows; where ranks differ the greatest counts."""
 
     COMPLETE = 0
-    DURATION = 1
-    """The time that the user gave it is over."""
-    STOPPED = 2
-    """The user ended it."""
+    DURATION = 1  # the time that the user gave it is over
+    STOPPED = 2  # by the user
 
 
 @dataclass(frozen=True, slots=True)

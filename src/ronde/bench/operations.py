@@ -18,67 +18,85 @@ from ronde.collectives import Communicator, ReduceOp, rows
 CANARY_BYTES = 256
 """Bytes on either side of a result that nobody may touch."""
 
+IN_PLACE_ONLY = frozenset({"all_reduce", "broadcast", "reduce"})
+"""Engines do these in place; out of place is a copy and then that."""
+
 _MAX_PLACES = 16384
 
-Allocate = Callable[[int], Tensor]
+Operation = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpec:
+    """One call of a collective as one rank sees it."""
+
+    test: Collective
+    dtype: DType
+    op: str  # nccl-tests' name of the reduction; ignored where nothing is reduced
+    shape: Shape
+    rank: int
+    size: int
+    root: int = -1
+    matrix: Matrix = ()  # elements from rank to rank, for ``alltoallv``; else empty
+
+    @property
+    def reduce_op(self) -> ReduceOp:
+        return _OPS.get(self.op, ReduceOp.SUM)
+
+    @property
+    def prescale(self) -> float:
+        """What this rank's input is multiplied by first."""
+        return float(premultiplier(self.rank)) if self.op == "mulsum" else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """One operation's arguments."""
+    """One operation's arguments; in place both are of one buffer."""
 
     send: Tensor
-    # the result; where the operation is in place, the input is in it, or it in the
-    # input
     receive: Tensor
-    is_in_place: bool  # both are of one buffer
+    is_in_place: bool
 
 
 class Buffers:
     """Two buffers that are allocated once and hold the largest row."""
 
     def __init__(
-        self, allocate: Allocate, capacity_bytes: int, unaligned_by: int
+        self,
+        allocate: Callable[[int], Tensor],
+        capacity_bytes: int,
+        unaligned_by: int,
     ) -> None:
         self.capacity_bytes = capacity_bytes
-        self.unaligned_by = unaligned_by
+        self._unaligned_by = unaligned_by
         # 8 bytes is the largest element.
         num_bytes = capacity_bytes + 2 * CANARY_BYTES + 8 * unaligned_by
         self._send = allocate(num_bytes)
         self._receive = allocate(num_bytes)
 
-    def places(
-        self, dtype: DType, shape: Shape, rank: int, *, is_in_place: bool
-    ) -> Iterator[Views]:
+    def places(self, spec: CallSpec, *, is_in_place: bool) -> Iterator[Views]:
         """Yield the arguments of the first, second, ... operation of a loop.
 
         Each is behind the one before by what that touched, so that small messages are
         not in the cache already, and round again; the largest row stays where it is.
         """
-        step = shape.span * dtype.num_bytes
+        step = spec.shape.span * spec.dtype.num_bytes
         count = min(_MAX_PLACES, self.capacity_bytes // step if step else 1)
         for index in range(max(1, count)):
-            yield self.views(dtype, shape, rank, index, is_in_place=is_in_place)
+            yield self.views(spec, index, is_in_place=is_in_place)
 
-    def views(
-        self,
-        dtype: DType,
-        shape: Shape,
-        rank: int,
-        index: int = 0,
-        *,
-        is_in_place: bool,
-    ) -> Views:
-        receive = self._region(self._receive, dtype, shape, index)
-        if not is_in_place:
-            send = self._region(self._send, dtype, shape, index)
-            return Views(send[: shape.send], receive[: shape.receive], is_in_place)
-        start, end = rank * shape.send_offset, rank * shape.receive_offset
-        return Views(
-            receive[start : start + shape.send],
-            receive[end : end + shape.receive],
-            is_in_place,
+    def views(self, spec: CallSpec, index: int = 0, *, is_in_place: bool) -> Views:
+        shape, num_bytes = spec.shape, spec.shape.span * spec.dtype.num_bytes
+        first = self._start(spec) + index * num_bytes
+        send, receive = (
+            each[first : first + num_bytes].view(getattr(torch, spec.dtype.torch_name))
+            for each in (self._send, self._receive)
         )
+        if not is_in_place:
+            return Views(send[: shape.send], receive[: shape.receive], is_in_place)
+        start, end = spec.rank * shape.send_offset, spec.rank * shape.receive_offset
+        own = receive[start : start + shape.send]
+        return Views(own, receive[end : end + shape.receive], is_in_place)
 
     def fill(self, pattern: Tensor, num_bytes: int) -> None:
         """Repeat the bytes of ``pattern`` through the first part of both buffers.
@@ -92,156 +110,76 @@ class Buffers:
                 part = buffer[start : start + pattern.numel()]
                 part.copy_(pattern[: part.numel()])
 
-    def canaries(
-        self, dtype: DType, shape: Shape, *, is_in_place: bool
-    ) -> tuple[Tensor, Tensor]:
+    def canaries(self, spec: CallSpec, *, is_in_place: bool) -> tuple[Tensor, Tensor]:
         """Return the bytes on either side of what the first place's operation fills."""
-        start = CANARY_BYTES + self.unaligned_by * dtype.num_bytes
+        start = self._start(spec)
         # In place the input may be beside the result.
-        filled = shape.span if is_in_place else shape.receive
-        end = start + filled * dtype.num_bytes
-        return (
-            self._receive[start - CANARY_BYTES : start],
-            self._receive[end : end + CANARY_BYTES],
-        )
+        filled = spec.shape.span if is_in_place else spec.shape.receive
+        end = start + filled * spec.dtype.num_bytes
+        before = self._receive[start - CANARY_BYTES : start]
+        return before, self._receive[end : end + CANARY_BYTES]
 
-    def _region(self, buffer: Tensor, dtype: DType, shape: Shape, index: int) -> Tensor:
-        num_bytes = shape.span * dtype.num_bytes
-        start = CANARY_BYTES + self.unaligned_by * dtype.num_bytes + index * num_bytes
-        return buffer[start : start + num_bytes].view(getattr(torch, dtype.torch_name))
+    def _start(self, spec: CallSpec) -> int:
+        return CANARY_BYTES + self._unaligned_by * spec.dtype.num_bytes
 
 
-def allocator(
-    communicator: Communicator, device: torch.device, *, is_foreign: bool
-) -> Allocate:
-    """Return what gives memory: the engine's own, or torch's like any other tensor."""
+def make_operation(
+    spec: CallSpec, communicator: Communicator, views: Views
+) -> Operation:
+    """Return an operation on ``views``; it is over when the call returns.
 
-    def allocate(num_bytes: int) -> Tensor:
-        if is_foreign:
-            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        return communicator.allocate(num_bytes, torch.uint8, device)
-
-    return allocate
+    On CUDA "over" means ordered before what the current stream is given next.
+    """
+    return _MAKERS[spec.test.name](spec, communicator, views)
 
 
-@dataclass(frozen=True, slots=True)
-class Participant:
-    """Which rank of how many, and what is special."""
-
-    rank: int
-    size: int  # number of ranks
-    root: int = -1  # the root, or -1
-    matrix: Matrix = ()  # elements from rank to rank, for ``alltoallv``; else empty
-
-
-Operation = Callable[[], None]
-
-_OPS = MappingProxyType(
-    {
-        "sum": ReduceOp.SUM,
-        "prod": ReduceOp.PRODUCT,
-        "max": ReduceOp.MAX,
-        "min": ReduceOp.MIN,
-        "avg": ReduceOp.AVERAGE,
-        "mulsum": ReduceOp.SUM,
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Maker:
-    """Makes operations of one collective."""
-
-    test: Collective
-    communicator: Communicator  # who moves the bytes
-    op: str  # nccl-tests' name of the reduction; ignored where nothing is reduced
-    place: Participant  # this rank; the root; the matrix in elements
-
-    def make(self, views: Views) -> Operation:
-        """Return an operation on ``views``; it is over when the call returns.
-
-        On CUDA "over" means ordered before what the current stream is given next.
-        """
-        return _MAKERS[self.test.name](self, views)
-
-    @property
-    def reduce_op(self) -> ReduceOp:
-        return _OPS.get(self.op, ReduceOp.SUM)
-
-    @property
-    def prescale(self) -> float:
-        return float(premultiplier(self.place.rank)) if self.op == "mulsum" else 1.0
-
-
-IN_PLACE_ONLY = frozenset({"all_reduce", "broadcast", "reduce"})
-"""Engines do these in place; out of place is a copy and then that."""
-
-
-def _all_reduce(maker: Maker, views: Views) -> Operation:
-    target = views.receive
-    call, op, prescale = maker.communicator.all_reduce, maker.reduce_op, maker.prescale
-
-    def reduce() -> None:
-        call(target, op, prescale=prescale).wait()
-
-    return _after_copy(views, reduce)
+def _all_reduce(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
+    call, target = communicator.all_reduce, views.receive
+    op, prescale = spec.reduce_op, spec.prescale
+    return _after_copy(views, lambda: call(target, op, prescale=prescale).wait())
 
 
 def _after_copy(views: Views, operation: Operation) -> Operation:
-    if views.is_in_place:
-        return operation
     send, target = views.send, views.receive
 
     def copy_first() -> None:
         target.copy_(send)
         operation()
 
-    return copy_first
+    return operation if views.is_in_place else copy_first
 
 
-def _reduce_scatter(maker: Maker, views: Views) -> Operation:
-    call, op, prescale = (
-        maker.communicator.reduce_scatter,
-        maker.reduce_op,
-        maker.prescale,
-    )
-
-    def reduce_scatter() -> None:
-        call(views.send, op, prescale=prescale, out=views.receive).wait()
-
-    return reduce_scatter
+def _reduce_scatter(
+    spec: CallSpec, communicator: Communicator, views: Views
+) -> Operation:
+    call, send, target = communicator.reduce_scatter, views.send, views.receive
+    op, prescale = spec.reduce_op, spec.prescale
+    return lambda: call(send, op, prescale=prescale, out=target).wait()
 
 
-def _reduce(maker: Maker, views: Views) -> Operation:
+def _reduce(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
     """Every rank reduces its share, and the root gathers the shares."""
-    place, target = maker.place, views.receive
-    shares = _split(target, rows(target.numel(), place.size))
-    own = shares[place.rank]
-    call, op, prescale = (
-        maker.communicator.reduce_scatter,
-        maker.reduce_op,
-        maker.prescale,
-    )
-    collect = _to_root(maker, own, shares)
-
-    def reduce() -> None:
-        call(target, op, prescale=prescale, out=own).wait()
-        collect()
-
-    return _after_copy(views, reduce)
+    counts = rows(views.receive.numel(), spec.size)
+    shares = _split(views.receive, counts)
+    own = shares[spec.rank]
+    reduced = Views(views.receive, own, is_in_place=True)
+    scatter = _reduce_scatter(spec, communicator, reduced)
+    collect = _to_root(spec, communicator, own, shares)
+    return _after_copy(views, lambda: (scatter(), collect()))
 
 
 def _split(tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    ends = [*accumulate(counts)]
+    ends = accumulate(counts)
     return [tensor[e - c : e] for e, c in zip(ends, counts, strict=True)]
 
 
-def _to_root(maker: Maker, own: Tensor, slots: Sequence[Tensor]) -> Operation:
+def _to_root(
+    spec: CallSpec, communicator: Communicator, own: Tensor, slots: Sequence[Tensor]
+) -> Operation:
     """Return what brings every rank's ``own`` to the root, whose own stays."""
-    communicator, place = maker.communicator, maker.place
-    if place.rank != place.root:
-        return lambda: communicator.send(own, place.root).wait()
-    others = [(slots[r], r) for r in range(place.size) if r != place.rank]
+    if spec.rank != spec.root:
+        return lambda: communicator.send(own, spec.root).wait()
+    others = [(slots[r], r) for r in range(spec.size) if r != spec.rank]
 
     def receive() -> None:
         for work in [communicator.recv(slot, source) for slot, source in others]:
@@ -250,32 +188,25 @@ def _to_root(maker: Maker, own: Tensor, slots: Sequence[Tensor]) -> Operation:
     return receive
 
 
-def _gather(maker: Maker, views: Views) -> Operation:
-    place = maker.place
-    slots = views.receive.chunk(place.size) if views.receive.numel() else ()
-    if not slots:
+def _gather(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
+    if not views.receive.numel():
         return lambda: None
-    collect = _to_root(maker, views.send, slots)
-    if place.rank != place.root or views.is_in_place:
+    slots = views.receive.chunk(spec.size)
+    collect = _to_root(spec, communicator, views.send, slots)
+    if spec.rank != spec.root:
         return collect
-    own = slots[place.rank]
-
-    def gather() -> None:
-        own.copy_(views.send)
-        collect()
-
-    return gather
+    own = Views(views.send, slots[spec.rank], views.is_in_place)
+    return _after_copy(own, collect)
 
 
-def _scatter(maker: Maker, views: Views) -> Operation:
-    communicator, place = maker.communicator, maker.place
+def _scatter(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
     if not views.send.numel():
         return lambda: None
-    if place.rank != place.root:
-        return lambda: _finish(communicator.recv(views.receive, place.root).wait())
-    slots = views.send.chunk(place.size)
-    own = slots[place.rank]
-    others = [(slots[r], r) for r in range(place.size) if r != place.rank]
+    if spec.rank != spec.root:
+        return lambda: communicator.recv(views.receive, spec.root).wait()
+    slots = views.send.chunk(spec.size)
+    own = slots[spec.rank]
+    others = [(slots[r], r) for r in range(spec.size) if r != spec.rank]
 
     def scatter() -> None:
         works = [communicator.send(slot, to) for slot, to in others]
@@ -287,48 +218,41 @@ def _scatter(maker: Maker, views: Views) -> Operation:
     return scatter
 
 
-def _finish(_result: object) -> None:
-    """Have no result."""
+def _all_gather(_spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
+    call, send, target = communicator.all_gather, views.send, views.receive
+    return lambda: call(send, out=target).wait()
 
 
-def _all_gather(maker: Maker, views: Views) -> Operation:
-    call = maker.communicator.all_gather
-    return lambda: _finish(call(views.send, out=views.receive).wait())
-
-
-def _broadcast(maker: Maker, views: Views) -> Operation:
-    call, root, target = maker.communicator.broadcast, maker.place.root, views.receive
+def _broadcast(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
+    call, root, target = communicator.broadcast, spec.root, views.receive
 
     def broadcast() -> None:
         call(target, root).wait()
 
-    return _after_copy(views, broadcast) if maker.place.rank == root else broadcast
+    return _after_copy(views, broadcast) if spec.rank == root else broadcast
 
 
-def _all_to_all(maker: Maker, views: Views) -> Operation:
-    call, place = maker.communicator.all_to_all, maker.place
-    send, receive = views.send, views.receive
-    splits = None
-    if place.matrix:
-        splits = list(place.matrix[place.rank])
+def _all_to_all(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
+    call, send, receive, splits = (
+        communicator.all_to_all,
+        views.send,
+        views.receive,
+        None,
+    )
+    if spec.matrix:
+        splits = list(spec.matrix[spec.rank])
         send = send[: sum(splits)]
-        receive = receive[: sum(row[place.rank] for row in place.matrix)]
+        receive = receive[: sum(row[spec.rank] for row in spec.matrix)]
     if not views.is_in_place:
-        return lambda: _finish(call(send, splits, out=receive).wait())
-
-    def exchange() -> None:
-        arrived, _ = call(send, splits).wait()
-        receive.copy_(arrived)
-
-    return exchange
+        return lambda: call(send, splits, out=receive).wait()
+    return lambda: receive.copy_(call(send, splits).wait()[0])
 
 
-def _sendrecv(maker: Maker, views: Views) -> Operation:
-    communicator, place = maker.communicator, maker.place
+def _sendrecv(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
     send, receive = views.send, views.receive
-    if place.size == 1:
+    if spec.size == 1:
         return _after_copy(views, lambda: None)
-    following, preceding = (place.rank + 1) % place.size, (place.rank - 1) % place.size
+    following, preceding = (spec.rank + 1) % spec.size, (spec.rank - 1) % spec.size
 
     def exchange() -> None:
         arriving = communicator.recv(receive, preceding)
@@ -338,49 +262,58 @@ def _sendrecv(maker: Maker, views: Views) -> Operation:
     return exchange
 
 
-def _hypercube(maker: Maker, views: Views) -> Operation:
+def _hypercube(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
     """Gather by doubling: in round k ranks that differ in bit k exchange all they have.
 
     Source: nccl-tests' test of the same name.
     """
-    communicator, place = maker.communicator, maker.place
     share = views.send.numel()
     if not share:
         return lambda: None
-    own = views.receive[place.rank * share : (place.rank + 1) * share]
+    own = views.receive[spec.rank * share : (spec.rank + 1) * share]
     rounds: list[tuple[Tensor, Tensor, int]] = []
     width = 1
-    while width < place.size:
-        first = place.rank & ~(width - 1)
+    while width < spec.size:
+        first = spec.rank & ~(width - 1)
         have = views.receive[first * share : (first + width) * share]
         other = first ^ width
         missing = views.receive[other * share : (other + width) * share]
-        rounds.append((have, missing, place.rank ^ width))
+        rounds.append((have, missing, spec.rank ^ width))
         width *= 2
 
     def exchange() -> None:
-        if not views.is_in_place:
-            own.copy_(views.send)
         for have, missing, peer in rounds:
             arriving = communicator.recv(missing, peer)
             communicator.send(have, peer).wait()
             arriving.wait()
 
-    return exchange
+    return _after_copy(Views(views.send, own, views.is_in_place), exchange)
 
 
-_MAKERS: Mapping[str, Callable[[Maker, Views], Operation]] = MappingProxyType(
+_OPS = MappingProxyType(
     {
-        "all_reduce": _all_reduce,
-        "all_gather": _all_gather,
-        "reduce_scatter": _reduce_scatter,
-        "broadcast": _broadcast,
-        "reduce": _reduce,
-        "alltoall": _all_to_all,
-        "alltoallv": _all_to_all,
-        "gather": _gather,
-        "scatter": _scatter,
-        "sendrecv": _sendrecv,
-        "hypercube": _hypercube,
+        "sum": ReduceOp.SUM,
+        "prod": ReduceOp.PRODUCT,
+        "max": ReduceOp.MAX,
+        "min": ReduceOp.MIN,
+        "avg": ReduceOp.AVERAGE,
+        "mulsum": ReduceOp.SUM,
     }
+)
+_MAKERS: Mapping[str, Callable[[CallSpec, Communicator, Views], Operation]] = (
+    MappingProxyType(
+        {
+            "all_reduce": _all_reduce,
+            "all_gather": _all_gather,
+            "reduce_scatter": _reduce_scatter,
+            "broadcast": _broadcast,
+            "reduce": _reduce,
+            "alltoall": _all_to_all,
+            "alltoallv": _all_to_all,
+            "gather": _gather,
+            "scatter": _scatter,
+            "sendrecv": _sendrecv,
+            "hypercube": _hypercube,
+        }
+    )
 )

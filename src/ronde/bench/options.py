@@ -4,7 +4,8 @@ Every flag of nccl-tests is honoured, ignored with a line that says so, or refus
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from argparse import BooleanOptionalAction
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -171,171 +172,107 @@ examples:
   ronde run -n 4 -- ronde bench alltoall -b 1M -e 16M -f 2 -J alltoall.json
 """
 
-_SWEEP = (
-    ("b", "minbytes", "32M", "first size, as 8, 4K or 1G"),
-    ("e", "maxbytes", "32M", "last size"),
-    ("i", "stepbytes", "1M", "added from row to row, unless -f is above 1"),
-    ("f", "stepfactor", "1", "multiplies from row to row where it is above 1"),
-    ("r", "root", "0", "root; -1 or all takes each rank in turn"),
+# Letter, long name, default, help.
+_NCCL_TESTS_FLAGS = {
+    "what is measured": (
+        ("b", "minbytes", "32M", "first size, as 8, 4K or 1G"),
+        ("e", "maxbytes", "32M", "last size"),
+        ("i", "stepbytes", "1M", "added from row to row, unless -f is above 1"),
+        ("f", "stepfactor", "1", "multiplies from row to row where it is above 1"),
+        ("r", "root", "0", "root; -1 or all takes each rank in turn"),
+    ),
+    "how": (
+        ("n", "iters", "20", "timed iterations"),
+        ("m", "agg_iters", "1", "operations an iteration"),
+        (
+            "w",
+            "warmup_iters",
+            "1",
+            "untimed operations of every size, before the sweep",
+        ),
+        ("N", "run_cycles", "1", "whole sweeps; 0 goes on until Ctrl-C or --duration"),
+        ("c", "check", "1", "verified operations of each row; 0 for none"),
+        (
+            "z",
+            "blocking",
+            "0",
+            "1: wait and barrier after each; 2: wait; 3: an iteration",
+        ),
+        (
+            "a",
+            "average",
+            "1",
+            "times over ranks: 0 rank 0's, 1 mean, 2 least, 3 greatest",
+        ),
+        ("T", "timeout", "0", "seconds for one synchronisation, then exit code 4"),
+        ("u", "unalign", "0", "elements by which buffers are shifted"),
+        ("I", "per_iter_timing", "0", "1 times each iteration too"),
+        ("K", "per_iter_skip", "0", "iterations that -I leaves out of its summary"),
+    ),
+    "what is told": (
+        ("C", "report_cputime", "0", "1 shows the time in which the calls returned"),
+        ("S", "report_timestamps", "0", "1 ends each row with the time of day"),
+        ("M", "memory", "0", "1 says at the end how much memory was used"),
+        ("J", "output_file", "", "file for nccl-tests' JSON; must end in .json"),
+    ),
+    "who takes part": (
+        ("t", "nthreads", "1", "with -g, ranks to start: t x g"),
+        ("g", "ngpus", "1", "see -t"),
+    ),
+    "for NCCL": (
+        ("x", "cta_policy", "", "NCCL's CTA policy: 0, 1 or 2"),
+        ("y", "stream_null", "0", "accepted: operations are on the current stream"),
+        ("p", "parallel_init", "0", "ignored"),
+        ("V", "device_cta_count", "16", "ignored"),
+        ("G", "cudagraph", "0", "refused above 0"),
+        ("R", "local_register", "0", "refused above 0"),
+        ("D", "device_implementation", "0", "refused above 0"),
+    ),
+}
+# Names, default (a switch's is a bool), metavar, help.
+_TYPES = (
+    ("-d --datatype --dtype", "float", "NAME", "nccl-tests' name, torch's, or all"),
+    ("-o --op", "sum", "NAME", "sum, prod, max, min, avg, mulsum or all"),
 )
-_LOOP = (
-    ("n", "iters", "20", "timed iterations"),
-    ("m", "agg_iters", "1", "operations an iteration"),
-    ("w", "warmup_iters", "1", "untimed operations of every size, before the sweep"),
-    ("N", "run_cycles", "1", "whole sweeps; 0 goes on until Ctrl-C or --duration"),
-    ("c", "check", "1", "verified operations of each row; 0 for none"),
-    ("z", "blocking", "0", "1: wait and barrier after each; 2: wait; 3: an iteration"),
-    ("a", "average", "1", "times over ranks: 0 rank 0's, 1 mean, 2 least, 3 greatest"),
-    ("T", "timeout", "0", "seconds for one synchronisation, then exit code 4"),
-    ("u", "unalign", "0", "elements by which buffers are shifted"),
-    ("I", "per_iter_timing", "0", "1 times each iteration too"),
-    ("K", "per_iter_skip", "0", "iterations that -I leaves out of its summary"),
+_ENGINES = (
+    ("--engine", "auto", "NAME", "what moves the bytes"),
+    ("--algorithm", "", "NAME", "the schedule it follows"),
+    ("--compare", None, "A,B", "set engines side by side, taking turns"),
+    ("--rounds", "5", "N", "turns of --compare"),
+    ("--device", "auto", "D", "cpu or cuda"),
+    ("--foreign", False, "", "measure tensors outside the engine's own memory"),
+    ("--share-gpu", False, "", "all ranks use one GPU; to NCCL each is a host"),
+    ("--tune", False, "", "write the table that auto chooses by"),
+    ("--explain", False, "", "show what auto chooses, and why"),
 )
-_OUTPUT = (
-    ("C", "report_cputime", "0", "1 shows the time in which the calls returned"),
-    ("S", "report_timestamps", "0", "1 ends each row with the time of day"),
-    ("M", "memory", "0", "1 says at the end how much memory was used"),
-    ("J", "output_file", "", "file for nccl-tests' JSON; must end in .json"),
-)
-_RANKS = (
-    ("t", "nthreads", "1", "with -g, ranks to start: t x g"),
-    ("g", "ngpus", "1", "see -t"),
-)
-_NCCL = (
-    ("x", "cta_policy", "", "NCCL's CTA policy: 0, 1 or 2"),
-    ("y", "stream_null", "0", "accepted: operations are on the current stream"),
-    ("p", "parallel_init", "0", "ignored"),
-    ("V", "device_cta_count", "16", "ignored"),
-    ("G", "cudagraph", "0", "refused above 0"),
-    ("R", "local_register", "0", "refused above 0"),
-    ("D", "device_implementation", "0", "refused above 0"),
-)
-_GROUPS = (
-    ("what is measured", _SWEEP),
-    ("how", _LOOP),
-    ("what is told", _OUTPUT),
-    ("who takes part", _RANKS),
-    ("for NCCL", _NCCL),
-)
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all flags; every value is text, so that what is wrong can be quoted."""
-    for title, flags in _GROUPS:
-        group = parser.add_argument_group(f"{title} (nccl-tests' flags)")
-        for letter, name, default, told in flags:
-            shown = f" (default: {default})" if default else ""
-            group.add_argument(
-                *(f"-{letter}", f"--{name}"),
-                default=default,
-                metavar=letter.upper(),
-                help=told + shown,
-            )
-    _add_names(parser)
-    _add_engines(parser)
-    _add_output(parser)
-    parser.add_argument("--parent", default="", help=argparse.SUPPRESS)
-
-
-def _add_names(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("types and operations")
-    group.add_argument(
-        *("-d", "--datatype", "--dtype"),
-        default="float",
-        metavar="NAME",
-        help="nccl-tests' name, torch's, or all (default: float)",
-    )
-    group.add_argument(
-        *("-o", "--op"),
-        default="sum",
-        metavar="NAME",
-        help="sum, prod, max, min, avg, mulsum or all (default: sum)",
-    )
-
-
-def _add_engines(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engines")
-    add = group.add_argument
-    add("--engine", default="auto", metavar="NAME", help="what moves the bytes")
-    add("--algorithm", default="", metavar="NAME", help="the schedule it follows")
-    add("--compare", metavar="A,B", help="set engines side by side, taking turns")
-    add("--rounds", default="5", metavar="N", help="turns of --compare (default: 5)")
-    add("--device", default="auto", metavar="D", help="cpu or cuda")
-    add(
-        "--foreign",
-        action="store_true",
-        help="measure tensors that are not in the engine's own memory",
-    )
-    add(
-        "--share-gpu",
-        action="store_true",
-        help="let all ranks use one GPU: each is shown to NCCL as a host of its own",
-    )
-    add("--tune", action="store_true", help="write the table that auto chooses by")
-    add("--explain", action="store_true", help="say what auto chooses, and why")
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("further output and control")
-    add = group.add_argument
-    add("--json", default="", metavar="FILE", help="append a record to FILE")
-    add("--plot", default="", metavar="FILE", help="draw FILE.svg or FILE.png")
-    add(
+_CONTROL = (
+    ("--json", "", "FILE", "append a record to FILE"),
+    ("--plot", "", "FILE", "draw FILE.svg or FILE.png"),
+    (
         "--limit",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="find the physical bound, and add a column %%limit (default: on)",
-    )
-    add(
-        "--link-rate",
-        default="0",
-        metavar="GB/S",
-        help="what the link between hosts carries, where the system does not tell",
-    )
-    add("--duration", default="0", metavar="TIME", help="end a soak, as 30s or 2h")
-    add(
-        "--lenient",
-        action="store_true",
-        help="ignore flags that cannot be honoured here instead of refusing them",
-    )
-
-
-def help_text() -> str:
-    return _parser().format_help()
-
-
-def parse(words: Sequence[str]) -> Options:
-    """Read a command line, the collective's name first."""
-    flags = _parser().parse_args(words)
-    has_none = not flags.collective and (flags.tune or flags.explain)
-    test = find_collective("all_reduce" if has_none else flags.collective)
-    ignored = [*_refused(flags), *_ignored(flags)]
-    return Options(
-        test=test,
-        sweep=_sweep(flags, test),
-        loop=_loop(flags),
-        shown=_shown(flags),
-        engines=_engines(flags),
-        num_threads=_at_least(1, "-t", flags.nthreads),
-        num_gpus=_at_least(1, "-g", flags.ngpus),
-        is_compared=flags.compare is not None,
-        is_gpu_shared=flags.share_gpu,
-        is_tuned=flags.tune,
-        is_explained=flags.explain,
-        is_measured=not has_none,
-        is_lenient=flags.lenient,
-        ignored=tuple(ignored),
-        needing_cuda=_needing_cuda(flags),
-        cta_policy=_choice("-x", flags.cta_policy, ("", "0", "1", "2")),
-        parent=flags.parent,
-        words=_without_parent(words),
-    )
-
-
-def _without_parent(words: Sequence[str]) -> tuple[str, ...]:
-    """Return what the user wrote: the ranks' own option comes last."""
-    is_told = "--parent" in words
-    return tuple(words[: words.index("--parent")] if is_told else words)
+        True,
+        "",
+        "find the physical bound; add a column %%limit (default: on)",
+    ),
+    ("--link-rate", "0", "GB/S", "rate of a host's link, where it is unknown"),
+    ("--duration", "0", "TIME", "end a soak, as 30s or 2h"),
+    ("--lenient", False, "", "ignore flags that are not supported here"),
+)
+_OPTIONS: Sequence[tuple[str, Sequence[tuple[str, str | bool | None, str, str]]]] = (
+    ("types and operations", _TYPES),
+    ("engines", _ENGINES),
+    ("further output and control", _CONTROL),
+)
+_NOT_HERE = {
+    "cudagraph": "replay of CUDA graphs",
+    "local_register": "registration of buffers",
+    "device_implementation": "device kernels",
+}
+_FLAGS = {
+    name: (f"-{letter}", default)
+    for flags in _NCCL_TESTS_FLAGS.values()
+    for letter, name, default, _ in flags
+}
 
 
 def _parser() -> Parser:
@@ -346,8 +283,75 @@ def _parser() -> Parser:
         epilog=EPILOG,
     )
     parser.add_argument("collective", nargs="?", default="", help=argparse.SUPPRESS)
-    add_flags(parser)
+    # Every value is text, so that what is wrong can be quoted.
+    for title, flags in _NCCL_TESTS_FLAGS.items():
+        group = parser.add_argument_group(f"{title} (nccl-tests' flags)")
+        for letter, name, default, text in flags:
+            shown = f" (default: {default})" if default else ""
+            names = f"-{letter}", f"--{name}"
+            metavar = letter.upper()
+            group.add_argument(
+                *names, default=default, metavar=metavar, help=text + shown
+            )
+    for title, options in _OPTIONS:
+        add = parser.add_argument_group(title).add_argument
+        for names, default, metavar, what in options:
+            text = what
+            if metavar:
+                text += (
+                    f" (default: {default})" if default not in (None, "", "0") else ""
+                )
+                add(*names.split(), default=default, metavar=metavar, help=text)
+            elif default:
+                add(names, action=BooleanOptionalAction, default=True, help=text)
+            else:
+                add(names, action="store_true", help=text)
+    parser.add_argument("--parent", default="", help=argparse.SUPPRESS)
     return parser
+
+
+def help_text() -> str:
+    return _parser().format_help()
+
+
+def parse(words: Sequence[str]) -> Options:
+    """Read a command line, the collective's name first.
+
+    Raises:
+        UnsupportedError: It asks for what cannot be had here; ``--lenient`` ignores it.
+        UsageError: It asks for what cannot be.
+    """
+    flags = _parser().parse_args(words)
+    has_none = not flags.collective and (flags.tune or flags.explain)
+    test = find_collective("all_reduce" if has_none else flags.collective)
+    ignored = _given(flags, _NOT_HERE)
+    if ignored and not flags.lenient:
+        name = next(each for each in _NOT_HERE if getattr(flags, each) != "0")
+        raise UnsupportedError(
+            f"{ignored[0]} asks for {_NOT_HERE[name]}, which no engine here has. Leave "
+            "it out, or give --lenient to ignore it."
+        )
+    own_words = words[: words.index("--parent")] if "--parent" in words else words
+    return Options(
+        test=test,
+        sweep=_sweep(flags, test),
+        loop=_loop(flags),
+        shown=_shown(flags),
+        engines=_engines(flags),
+        num_threads=_count(flags, "nthreads", 1),
+        num_gpus=_count(flags, "ngpus", 1),
+        is_compared=flags.compare is not None,
+        is_gpu_shared=flags.share_gpu,
+        is_tuned=flags.tune,
+        is_explained=flags.explain,
+        is_measured=not has_none,
+        is_lenient=flags.lenient,
+        ignored=(*ignored, *_given(flags, ("parallel_init", "device_cta_count"))),
+        needing_cuda=tuple(_given(flags, ("stream_null", "cta_policy"))),
+        cta_policy=_choice("-x", flags.cta_policy, ("", "0", "1", "2")),
+        parent=flags.parent,
+        words=tuple(own_words),
+    )
 
 
 def _sweep(flags: argparse.Namespace, test: Collective) -> Sweep:
@@ -362,43 +366,37 @@ def _sweep(flags: argparse.Namespace, test: Collective) -> Sweep:
     step = _size("-i", flags.stepbytes)
     if step < 1:
         raise UsageError(f"-i must be at least 1 byte, got {flags.stepbytes}.")
-    root = flags.root if flags.root != "all" else str(ALL_ROOTS)
+    root = str(ALL_ROOTS) if flags.root == "all" else flags.root
+    if root != str(ALL_ROOTS) and not root.isdecimal():
+        raise UsageError(f"-r must be a rank, or -1 or all for each, got {root!r}.")
     return Sweep(
         min_bytes=low,
         max_bytes=high,
         step_bytes=step,
-        factor=_at_least(0, "-f", flags.stepfactor),
+        factor=_count(flags, "stepfactor"),
         dtypes=parse_dtypes(flags.datatype),
         ops=parse_ops(flags.op) if test.has_op else (test.redop,),
-        root=_root(root),
+        root=int(root),
     )
 
 
-def _root(text: str) -> int:
-    if text == str(ALL_ROOTS):
-        return ALL_ROOTS
-    if not text.isdecimal():
-        raise UsageError(f"-r must be a rank, or -1 or all for each, got {text!r}.")
-    return int(text)
-
-
 def _loop(flags: argparse.Namespace) -> Loop:
-    iterations = _at_least(1, "-n", flags.iters)
-    skipped = _at_least(0, "-K", flags.per_iter_skip)
+    iterations = _count(flags, "iters", 1)
+    skipped = _count(flags, "per_iter_skip")
     if skipped >= iterations:
         raise UsageError(f"-K must be below -n {iterations}, got {skipped}.")
     return Loop(
         iterations=iterations,
-        aggregated=_at_least(1, "-m", flags.agg_iters),
-        warmup=_at_least(0, "-w", flags.warmup_iters),
-        checks=_at_least(0, "-c", flags.check),
-        cycles=_at_least(0, "-N", flags.run_cycles),
-        blocking=_one_of("-z", flags.blocking, 3),
-        average=_one_of("-a", flags.average, 3),
-        is_cpu_time=_is_on("-C", flags.report_cputime),
-        is_each_timed=_is_on("-I", flags.per_iter_timing),
+        aggregated=_count(flags, "agg_iters", 1),
+        warmup=_count(flags, "warmup_iters"),
+        checks=_count(flags, "check"),
+        cycles=_count(flags, "run_cycles"),
+        blocking=_count(flags, "blocking", 0, 3),
+        average=_count(flags, "average", 0, 3),
+        is_cpu_time=_count(flags, "report_cputime") != 0,
+        is_each_timed=_count(flags, "per_iter_timing") != 0,
         skipped=skipped,
-        unaligned_by=_at_least(0, "-u", flags.unalign),
+        unaligned_by=_count(flags, "unalign"),
         duration_s=_duration_s("--duration", flags.duration),
         timeout_s=_duration_s("-T", flags.timeout),
     )
@@ -408,11 +406,19 @@ def _shown(flags: argparse.Namespace) -> Shown:
     path = flags.output_file
     if path and not path.endswith(".json"):
         raise UsageError(f"-J must be a file whose name ends in .json, got {path!r}.")
+    try:
+        rate = float(flags.link_rate)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate < float("inf"):
+        raise UsageError(
+            f"--link-rate must be a rate in GB/s, got {flags.link_rate!r}."
+        )
     return Shown(
-        has_timestamps=_is_on("-S", flags.report_timestamps),
-        has_memory=_is_on("-M", flags.memory),
+        has_timestamps=_count(flags, "report_timestamps") != 0,
+        has_memory=_count(flags, "memory") != 0,
         has_limit=flags.limit,
-        link_rate_gb_per_s=_positive("--link-rate", flags.link_rate),
+        link_rate_gb_per_s=rate,
         json_path=path,
         record_path=flags.json,
         plot_path=flags.plot,
@@ -430,68 +436,28 @@ def _engines(flags: argparse.Namespace) -> Engines:
         algorithm=flags.algorithm,
         device=_choice("--device", flags.device, ("auto", "cpu", "cuda")),
         is_foreign=flags.foreign,
-        rounds=_at_least(1, "--rounds", flags.rounds),
+        rounds=_count(flags, "rounds", 1),
     )
 
 
-def _refused(flags: argparse.Namespace) -> list[str]:
-    """Refuse what cannot be had; return it where that is to be ignored."""
-    asked = (
-        (flags.cudagraph != "0", f"-G {flags.cudagraph}", "replay of CUDA graphs"),
-        (
-            flags.local_register != "0",
-            f"-R {flags.local_register}",
-            "registration of buffers",
-        ),
-        (
-            flags.device_implementation != "0",
-            f"-D {flags.device_implementation}",
-            "device kernels",
-        ),
-    )
-    unsupported = [(words, what) for is_asked, words, what in asked if is_asked]
-    if unsupported and not flags.lenient:
-        words, what = unsupported[0]
-        raise UnsupportedError(
-            f"{words} asks for {what}, which no engine here has. Leave it out, or give "
-            "--lenient to ignore it."
-        )
-    return [words for words, _ in unsupported]
+def _given(flags: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Return those of nccl-tests' flags that were given, as the user wrote them."""
+    values = [(*_FLAGS[name], getattr(flags, name)) for name in names]
+    return [f"{flag} {value}" for flag, default, value in values if value != default]
 
 
-def _ignored(flags: argparse.Namespace) -> list[str]:
-    asked = (
-        (flags.parallel_init != "0", f"-p {flags.parallel_init}"),
-        (flags.device_cta_count != "16", f"-V {flags.device_cta_count}"),
-    )
-    return [words for is_asked, words in asked if is_asked]
-
-
-def _needing_cuda(flags: argparse.Namespace) -> tuple[str, ...]:
-    asked = (
-        (flags.stream_null != "0", f"-y {flags.stream_null}"),
-        (flags.cta_policy != "", f"-x {flags.cta_policy}"),
-    )
-    return tuple(words for is_asked, words in asked if is_asked)
-
-
-def _at_least(low: int, name: str, text: str) -> int:
+def _count(
+    flags: argparse.Namespace, name: str, low: int = 0, high: int | None = None
+) -> int:
+    flag, _ = _FLAGS.get(name, (f"--{name}", ""))
+    text: str = getattr(flags, name)
     if not text.isdecimal() or not text.isascii() or int(text) < low:
         raise UsageError(
-            f"{name} must be a whole number of at least {low}, got {text!r}."
+            f"{flag} must be a whole number of at least {low}, got {text!r}."
         )
+    if high is not None and int(text) > high:
+        raise UsageError(f"{flag} must be in 0..{high}, got {int(text)}.")
     return int(text)
-
-
-def _one_of(name: str, text: str, high: int) -> int:
-    number = _at_least(0, name, text)
-    if number > high:
-        raise UsageError(f"{name} must be in 0..{high}, got {number}.")
-    return number
-
-
-def _is_on(name: str, text: str) -> bool:
-    return _at_least(0, name, text) != 0
 
 
 def _choice(name: str, text: str, choices: Sequence[str]) -> str:
@@ -501,26 +467,15 @@ def _choice(name: str, text: str, choices: Sequence[str]) -> str:
     return text
 
 
-def _named(name: str, text: str, read: Callable[[str], float]) -> float:
+def _size(name: str, text: str) -> int:
     try:
-        return read(text)
+        return parse_size_bytes(text)
     except ValueError as error:
         raise UsageError(f"{name}: {error}") from None
 
 
-def _size(name: str, text: str) -> int:
-    return int(_named(name, text, parse_size_bytes))
-
-
 def _duration_s(name: str, text: str) -> float:
-    return _named(name, text, parse_duration_s)
-
-
-def _positive(name: str, text: str) -> float:
     try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise UsageError(f"{name} must be a rate in GB/s, got {text!r}.")
-    return number
+        return parse_duration_s(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}") from None

@@ -10,7 +10,7 @@ import torch
 
 from ronde.bench.measured import Device
 from ronde.bench.options import Options, UnsupportedError
-from ronde.bench.variables import Split, Variables
+from ronde.bench.variables import Variables
 from ronde.collectives import Communicator, all_gather_json, connect, exchange_hosts
 from ronde.collectives.connections import DEFAULT_TIMEOUT_S
 from ronde.errors import UsageError
@@ -52,94 +52,84 @@ class Ranks:
             communicator.close()
 
 
-def meet_ranks(claim: RankInfo, options: Options, variables: Variables) -> Ranks:
-    """Connect to the other ranks by every engine that is asked for; collective."""
-    device = _device(claim, options, variables)
-    if variables.split is not None and "mpi" in options.engines.names:
+def meet_ranks(info: RankInfo, options: Options, variables: Variables) -> Ranks:
+    """Connect to the other ranks by every engine that is asked for; collective.
+
+    Raises:
+        UsageError: An engine is not there, or there is no such device.
+        CollectiveError: Not all ranks came.
+    """
+    device, names = _device(info, options, variables), options.engines.names
+    if variables.split is not None and "mpi" in names:
         raise UnsupportedError(
             "NCCL_TESTS_SPLIT must be unset for the engine mpi, which connects all "
             "ranks of its launcher. Start each group by itself, or take another engine."
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    names, algorithm = options.engines.names, options.engines.algorithm
-    timeout_s = _timeout_s(options)
-    first = _connect(claim, names[0], algorithm, timeout_s)
+    first = _connect(info, names[0], options)
     control = first.duplicate()
     hosts = exchange_hosts(control, socket.gethostname())
-    colours, group = [0] * claim.size, claim
-    engines = {names[0]: first}
+    colours, group, engines = [0] * info.size, info, {names[0]: first}
     if variables.split is not None:
-        colours = _colours(variables.split, claim.size)
-        group = _group_claim(claim, colours, hosts)
+        # Groups are numbered from 0 in order of colour.
+        colours = [variables.split.colour_of(rank) for rank in range(info.size)]
+        order = sorted(set(colours))
+        colours = [order.index(colour) for colour in colours]
+        group = _group_info(info, colours, hosts)
         first.close()
         engines = {}
     for name in names:
         if name not in engines:
-            engines[name] = _connect(group, name, algorithm, timeout_s)
-    own = _describe(control.rank, colours[control.rank], device)
+            engines[name] = _connect(group, name, options)
+    mine = colours[info.rank]
+    own = _describe(control.rank, mine, device)
     everyone = all_gather_json(control, to_plain(own))
-    devices = tuple(from_plain(Device, each) for each in everyone)
     return Ranks(
         control=control,
         engines=engines,
         device=device,
-        devices=devices,
-        hosts=tuple(
-            h for h, c in zip(hosts, colours, strict=True) if c == colours[claim.rank]
-        ),
-        num_sharing=hosts.count(hosts[claim.rank]),
+        devices=tuple(from_plain(Device, each) for each in everyone),
+        hosts=tuple(h for h, c in zip(hosts, colours, strict=True) if c == mine),
+        num_sharing=hosts.count(hosts[info.rank]),
     )
 
 
-def _timeout_s(options: Options) -> float:
-    """Return how long the engine waits: longer than the watchdog, which knows more."""
+def _connect(info: RankInfo, name: str, options: Options) -> Communicator:
+    engine, _, algorithm = name.partition("/")
     limit_s = options.loop.timeout_s
-    return limit_s + _AFTER_WATCHDOG_S if limit_s else DEFAULT_TIMEOUT_S
-
-
-def _connect(
-    claim: RankInfo, name: str, algorithm: str, timeout_s: float
-) -> Communicator:
-    engine, _, own_algorithm = name.partition("/")
     return connect(
-        claim,
+        info,
         engine=engine,
-        algorithm=own_algorithm or algorithm,
-        timeout_s=timeout_s,
+        algorithm=algorithm or options.engines.algorithm,
+        # Longer than the watchdog, which knows more.
+        timeout_s=limit_s + _AFTER_WATCHDOG_S if limit_s else DEFAULT_TIMEOUT_S,
     )
 
 
-def _colours(split: Split, size: int) -> list[int]:
-    """Return the group of each rank, numbered from 0 in order of colour."""
-    colours = [split.colour_of(rank) for rank in range(size)]
-    order = sorted(set(colours))
-    return [order.index(colour) for colour in colours]
-
-
-def _group_claim(
-    claim: RankInfo, colours: Sequence[int], hosts: Sequence[str]
+def _group_info(
+    info: RankInfo, colours: Sequence[int], hosts: Sequence[str]
 ) -> RankInfo:
-    """Return a claim of this rank's group alone, to meet where all have met."""
-    mine = colours[claim.rank]
+    """Return a info of this rank's group alone, to meet where all have met."""
+    mine = colours[info.rank]
     members = [rank for rank, colour in enumerate(colours) if colour == mine]
-    local = [rank for rank in members if hosts[rank] == hosts[claim.rank]]
-    meeting = claim.meeting
+    local = [rank for rank in members if hosts[rank] == hosts[info.rank]]
+    meeting = info.meeting
     return replace(
-        claim,
-        rank=members.index(claim.rank),
+        info,
+        rank=members.index(info.rank),
         size=len(members),
-        local_rank=local.index(claim.rank),
+        local_rank=local.index(info.rank),
         local_size=len(local),
         cross_rank=None,
         cross_size=None,
         # World rank 0 has opened the store already; here every rank is its client.
         meeting=None if meeting is None else replace(meeting, is_hosted=True),
-        job_id=f"{claim.job_id}/group{mine}",
+        job_id=f"{info.job_id}/group{mine}",
     )
 
 
-def _device(claim: RankInfo, options: Options, variables: Variables) -> torch.device:
+def _device(info: RankInfo, options: Options, variables: Variables) -> torch.device:
     asked = options.engines.device
     is_cuda_engine = _CUDA_ENGINES.issuperset(options.engines.names)
     if asked == "auto":
@@ -160,11 +150,11 @@ def _device(claim: RankInfo, options: Options, variables: Variables) -> torch.de
             "Give --device cpu, or install a torch that was built for CUDA."
         )
     first = variables.first_device or 0
-    index = first if options.is_gpu_shared else first + claim.local_rank
+    index = first if options.is_gpu_shared else first + info.local_rank
     if index >= num_devices:
         raise UsageError(
             f"ranks on a host must be at most its GPUs: device {index} for local rank "
-            f"{claim.local_rank}, got {num_devices} GPUs. Start fewer ranks, or give "
+            f"{info.local_rank}, got {num_devices} GPUs. Start fewer ranks, or give "
             "--share-gpu."
         )
     return torch.device("cuda", index)

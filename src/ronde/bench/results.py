@@ -1,10 +1,10 @@
 """One run of a benchmark: rows, ranks, and how far it came; and its record."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from ronde.errors import UsageError
 from ronde.records import MachineRecord, Record
@@ -32,7 +32,11 @@ class Row:
     redop: str  # ``sum`` and so on, ``none``, or empty where the cell was blank
     root: int | None  # the root; -1 or None where there is none
     out_of_place: Side | None  # None where that half was not measured
-    in_place: Side | None  # None where that half was not measured
+    in_place: Side | None
+
+    def sides(self) -> list[Side]:
+        """Return the halves that were measured."""
+        return [side for side in (self.out_of_place, self.in_place) if side is not None]
 
 
 Extra = float | str
@@ -43,11 +47,8 @@ class RankSource(StrEnum):
     """What tells how many ranks took part."""
 
     GIVEN = "given"
-    """Whoever measured wrote it down as a number."""
-    DEVICES = "devices"
-    """The list of devices, one line a rank."""
-    RATIO = "ratio"
-    """busbw by algbw, which is a function of it; see ``RankCount.low``."""
+    DEVICES = "devices"  # the list of devices, one line a rank
+    RATIO = "ratio"  # busbw by algbw, which is a function of it
     UNKNOWN = "unknown"
 
 
@@ -57,10 +58,9 @@ class RankCount:
 
     value: int | None = None  # the number; None where nothing tells
     source: RankSource = RankSource.UNKNOWN
-    # the least number that agrees with what was printed; ``value`` where the source is
-    # exact
+    # The least and the largest number that agree with what was printed.
     low: int | None = None
-    high: int | None = None  # the largest such number
+    high: int | None = None
 
     @classmethod
     def exactly(cls, value: int, source: RankSource) -> "RankCount":
@@ -71,47 +71,37 @@ class RankCount:
 class Run:
     """One benchmark of one collective."""
 
-    # the collective as ``ronde bench`` spells it, such as ``all_reduce``; empty where
-    # nothing tells
-    test: str
-    ranks: RankCount  # how many took part, and how that is known
-    # in the order of measuring. Sizes repeat: with several dtypes, operations, roots or
+    test: str  # such as ``all_reduce``; empty where it is unknown
+    ranks: RankCount
+    # In the order of measuring. Sizes repeat: with several dtypes, operations, roots or
     # cycles, and where rounding made them 0.
     rows: tuple[Row, ...]
-    # one mapping a row, or none at all: cells beyond a ``Row``, such as
-    # ``out_of_place.cputime_us``, ``in_place.i_p99_us`` or ``timestamp``
+    # One mapping a row, or none at all: cells beyond a ``Row``, such as
+    # ``out_of_place.cputime_us``, ``in_place.i_p99_us`` or ``timestamp``.
     extras: tuple[Mapping[str, Extra], ...] = ()
-    # what followed the rows, such as ``Avg bus bandwidth``, as printed
+    # What followed the rows, such as ``Avg bus bandwidth``, as printed.
     footers: Mapping[str, str] = field(default_factory=dict[str, str])
-    average_busbw_gb_per_s: float | None = None
+    average_busbw_gb_per_s: float | None = None  # as the run stated it itself
     num_out_of_bounds: int | None = None  # failed checks that the run stated itself
     is_complete: bool = True  # whether it ran to its end and all rows are here
     warnings: tuple[str, ...] = ()  # what is odd about it, one sentence each
-    engine: str = ""  # what moved the bytes; empty where nothing tells
+    engine: str = ""  # what moved the bytes; empty where it is unknown
     facts: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def all_busbw_gb_per_s(self) -> list[float]:
         """Return every busbw of the rows, out of place before in place."""
-        sides = [
-            side
-            for row in self.rows
-            for side in (row.out_of_place, row.in_place)
-            if side is not None
-        ]
-        return [s.busbw_gb_per_s for s in sides if s.busbw_gb_per_s is not None]
+        values = [side.busbw_gb_per_s for row in self.rows for side in row.sides()]
+        return [value for value in values if value is not None]
 
     def num_wrong(self) -> float | None:
         """Return the wrong elements of all rows; None where nothing was checked."""
-        counts = [
-            side.num_wrong
-            for row in self.rows
-            for side in (row.out_of_place, row.in_place)
-            if side is not None and side.num_wrong is not None
-        ]
-        return sum(counts) if counts else None
+        counts = [side.num_wrong for row in self.rows for side in row.sides()]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
 
 
 KIND = "bench"
+_Number = TypeVar("_Number", int, float)
 _ELSEWHERE = MachineRecord(num_cores=0, cpu="", python="", platform="")
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
@@ -141,21 +131,18 @@ def from_record(record: Record) -> Run:
 
 def _run(values: Mapping[str, Any]) -> Run:
     ranks = values["ranks"]
-    count = RankCount(
-        value=_integer(ranks["value"]),
-        source=RankSource(ranks["source"]),
-        low=_integer(ranks["low"]),
-        high=_integer(ranks["high"]),
+    value, low, high = (
+        _optional(int, ranks[name]) for name in ("value", "low", "high")
     )
     extras: list[dict[str, Any]] = values["extras"]
     return Run(
         test=str(values["test"]),
-        ranks=count,
+        ranks=RankCount(value, RankSource(ranks["source"]), low, high),
         rows=tuple(_row(each) for each in values["rows"]),
         extras=tuple({k: _extra(v) for k, v in each.items()} for each in extras),
         footers={str(k): str(v) for k, v in values["footers"].items()},
-        average_busbw_gb_per_s=_number(values["average_busbw_gb_per_s"]),
-        num_out_of_bounds=_integer(values["num_out_of_bounds"]),
+        average_busbw_gb_per_s=_optional(float, values["average_busbw_gb_per_s"]),
+        num_out_of_bounds=_optional(int, values["num_out_of_bounds"]),
         is_complete=bool(values["is_complete"]),
         warnings=tuple(str(each) for each in values["warnings"]),
         engine=str(values["engine"]),
@@ -164,34 +151,22 @@ def _run(values: Mapping[str, Any]) -> Run:
 
 
 def _row(values: Mapping[str, Any]) -> Row:
+    size_bytes, count = int(values["size_bytes"]), int(values["count"])
+    root = _optional(int, values["root"])
+    sides = (_side(values[name]) for name in ("out_of_place", "in_place"))
     return Row(
-        size_bytes=int(values["size_bytes"]),
-        count=int(values["count"]),
-        dtype=str(values["dtype"]),
-        redop=str(values["redop"]),
-        root=_integer(values["root"]),
-        out_of_place=_side(values["out_of_place"]),
-        in_place=_side(values["in_place"]),
+        size_bytes, count, str(values["dtype"]), str(values["redop"]), root, *sides
     )
 
 
 def _side(values: Mapping[str, Any] | None) -> Side | None:
     if values is None:
         return None
-    return Side(
-        time_us=_number(values["time_us"]),
-        algbw_gb_per_s=_number(values["algbw_gb_per_s"]),
-        busbw_gb_per_s=_number(values["busbw_gb_per_s"]),
-        num_wrong=_number(values["num_wrong"]),
-    )
+    return Side(*(_optional(float, values[each.name]) for each in fields(Side)))
 
 
-def _integer(value: int | None) -> int | None:
-    return None if value is None else int(value)
-
-
-def _number(value: float | str | None) -> float | None:
-    return None if value is None else float(value)
+def _optional(kind: Callable[[Any], _Number], value: object) -> _Number | None:
+    return None if value is None else kind(value)
 
 
 def _extra(value: float | str) -> float | str:

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ronde.bench.capacity import FreeMemory, free_host_memory, largest_row, require_room
 from ronde.bench.catalog import Spread, is_possible
 from ronde.bench.limits import Wires, search_limit
 from ronde.bench.measured import Heading, Reason
-from ronde.bench.operations import IN_PLACE_ONLY, Buffers, allocator
+from ronde.bench.operations import IN_PLACE_ONLY, Buffers
 from ronde.bench.options import Options
 from ronde.bench.ranks import Ranks, meet_ranks
 from ronde.bench.sweeps import Case, Event, RowBench, SweepBench
@@ -30,18 +31,27 @@ class BenchSession:
     """A benchmark that is ready to run."""
 
     options: Options  # what was asked for, sizes cut to what fits
-    variables: Variables  # what the environment asks for
+    variables: Variables
     ranks: Ranks
-    benches: dict[str, RowBench]  # measures rows, by engine
-    watchdog: Watchdog  # notices what does not end
-    notes: tuple[str, ...]  # what is to be said of how it is measured
+    benches: dict[str, RowBench]  # by engine
+    notes: tuple[str, ...]  # how it is measured
 
     def heading(self) -> Heading:
         """Return what is known before the first row; collective."""
         limit, reason = self._limit()
+        device, version = self.ranks.device, 0
+        if device.type == "cuda":
+            from torch.cuda import nccl
+
+            parts: Any = nccl.version()
+            version = parts[0] * 10000 + parts[1] * 100 + parts[2]
+        engine = self.ranks.group.engine
+        # torch's engine takes NCCL for CUDA tensors.
+        if device.type == "cuda" and engine in ("auto", "gloo"):
+            engine = "nccl"
         return Heading(
             options=self.options,
-            engine=self._engine,
+            engine=", ".join(self.benches) if len(self.benches) > 1 else engine,
             devices=self.ranks.devices,
             size=self.ranks.group.size,
             versions={"torch": torch.__version__},
@@ -49,7 +59,7 @@ class BenchSession:
             shown_variables=self.variables.shown,
             limit=limit,
             call_overhead_us=self._call_overhead_us(),
-            nccl_version=_nccl_version(self.ranks.device),
+            nccl_version=version,
         )
 
     def sweep(self, is_stopped: Callable[[], bool]) -> Generator[Event, None, Reason]:
@@ -59,17 +69,7 @@ class BenchSession:
         return SweepBench(bench, self.options, is_stopped, is_shown).run()
 
     def close(self) -> None:
-        self.watchdog.close()
         self.ranks.close()
-
-    @property
-    def _engine(self) -> str:
-        """What moves the bytes: torch's engine takes NCCL for CUDA tensors."""
-        if len(self.benches) > 1:
-            return ", ".join(self.benches)
-        name = self.ranks.group.engine
-        is_cuda = self.ranks.device.type == "cuda"
-        return "nccl" if is_cuda and name in ("auto", "gloo") else name
 
     def _limit(self) -> tuple[Limit | None, str]:
         """Find the physical bound, or say why there is none; collective."""
@@ -79,71 +79,68 @@ class BenchSession:
         # ronde run names the interface so, if not the user.
         named = select_variables([_INTERFACE]).get(_INTERFACE, "")
         wires = Wires(named, shown.link_rate_gb_per_s or None)
-        found = search_limit(
-            self.options.test.name, ranks.group, ranks.hosts, ranks.device, wires
-        )
+        name, device = self.options.test.name, ranks.device
+        found = search_limit(name, ranks.group, ranks.hosts, device, wires)
         return found.limit, found.reason
 
     def _call_overhead_us(self) -> float | None:
+        """Return the time of an operation on next to nothing."""
         bench = next(iter(self.benches.values()))
-        test, sweep = self.options.test, self.options.sweep
-        dtype = sweep.dtypes[0]
-        num_bytes = dtype.num_bytes
+        test, sweep, loop = self.options.test, self.options.sweep, self.options.loop
+        size, num_bytes = bench.communicator.size, sweep.dtypes[0].num_bytes
         if test.spread is not Spread.WHOLE:
-            num_bytes = 16 * bench.communicator.size
+            num_bytes = 16 * size
         is_small = num_bytes <= bench.buffers.capacity_bytes
-        has_call = is_possible(test, bench.communicator.size)
-        if bench.traffic.given or not (is_small and has_call):
+        if bench.traffic.given or not (is_small and is_possible(test, size)):
             return None
         root = 0 if test.has_root else -1
-        case = Case(test, dtype, sweep.ops[0], root, num_bytes)
+        case = Case(test, sweep.dtypes[0], sweep.ops[0], root, num_bytes)
         try:
             elapsed = bench.time(case, is_in_place=False)
         except UsageError:
             return None
-        num_calls = self.options.loop.iterations * self.options.loop.aggregated
+        num_calls = loop.iterations * loop.aggregated
         return max(each.total_s for each in elapsed) / num_calls * 1e6
 
 
 def open_session(
-    claim: RankInfo, options: Options, variables: Variables, on_expired: Expired
+    rank_info: RankInfo, options: Options, variables: Variables, on_expired: Expired
 ) -> BenchSession:
-    """Connect, find room, allocate; collective."""
-    ranks = meet_ranks(claim, options, variables)
-    _require_root(options, ranks.group.size)
+    """Connect, find room, allocate; collective.
+
+    ``on_expired`` gets the name of what took longer than ``-T``.
+
+    Raises:
+        UsageError: Something asked for cannot be.
+        CollectiveError: The ranks did not meet.
+    """
+    ranks = meet_ranks(rank_info, options, variables)
+    size, device = ranks.group.size, ranks.device
+    if options.test.has_root and options.sweep.root >= size:
+        raise UsageError(
+            f"-r must be a rank in 0..{size - 1}, or -1 or all for each, got "
+            f"{options.sweep.root}."
+        )
     options, cut = _fit(options, ranks)
-    _require_traffic(options, variables, ranks.group.size)
+    _require_traffic(options, variables, size)
     watchdog = Watchdog(options.loop.timeout_s, on_expired)
     clock = _clock(ranks)
     benches: dict[str, RowBench] = {}
     for name, communicator in ranks.engines.items():
-        allocate = allocator(
-            communicator, ranks.device, is_foreign=options.engines.is_foreign
-        )
+
+        def allocate(num_bytes: int, own: Communicator = communicator) -> Tensor:
+            if options.engines.is_foreign:
+                return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            return own.allocate(num_bytes, torch.uint8, device)
+
+        loop, num_bytes = options.loop, options.sweep.max_bytes
+        buffers = Buffers(allocate, num_bytes, loop.unaligned_by)
+        traffic = variables.traffic
         benches[name] = RowBench(
-            ranks=ranks,
-            communicator=communicator,
-            buffers=Buffers(
-                allocate, options.sweep.max_bytes, options.loop.unaligned_by
-            ),
-            clock=clock,
-            loop=options.loop,
-            traffic=variables.traffic,
-            watchdog=watchdog,
+            ranks, communicator, buffers, clock, loop, traffic, watchdog
         )
-    notes = (*_notes(options, ranks.group, ranks.device), *cut)
-    return BenchSession(options, variables, ranks, benches, watchdog, notes)
-
-
-def _nccl_version(device: torch.device) -> int:
-    """Return NCCL's version as it counts itself since 2.9; 0 where it takes no part."""
-    if device.type != "cuda":
-        return 0
-    from torch.cuda import nccl
-
-    version: Any = nccl.version()
-    major, minor, patch = version[:3]
-    return major * 10000 + minor * 100 + patch
+    notes = (*_notes(options, size, device), *cut)
+    return BenchSession(options, variables, ranks, benches, notes)
 
 
 def _clock(ranks: Ranks) -> Clock:
@@ -152,44 +149,29 @@ def _clock(ranks: Ranks) -> Clock:
 
     device = ranks.device
     if device.type != "cuda":
-        return Clock(_nothing, barrier)
+        # CPU tensors are done when the call returns.
+        return Clock(lambda: None, barrier)
     return Clock(lambda: torch.cuda.synchronize(device), barrier, CudaEvent)
-
-
-def _nothing() -> None:
-    """Have nothing to wait for: CPU tensors are done when the call returns."""
-
-
-def _require_root(options: Options, size: int) -> None:
-    if options.test.has_root and options.sweep.root >= size:
-        raise UsageError(
-            f"-r must be a rank in 0..{size - 1}, or -1 or all for each, got "
-            f"{options.sweep.root}."
-        )
 
 
 def _fit(options: Options, ranks: Ranks) -> tuple[Options, tuple[str, ...]]:
     """Cut the sweep to what fits the memory of the scarcest rank; collective."""
-    memory, num_sharing = _free_memory(options, ranks)
-    num_engines = len(options.engines.names)
-    largest = largest_row(
-        memory.free_bytes, num_sharing * num_engines, is_checked=options.loop.checks > 0
-    )
-    largest = int(min(each[0] for each in ranks.exchange([largest])))
+    if ranks.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(ranks.device)
+        memory = FreeMemory(free, "the GPU's memory")
+        num_sharing = ranks.num_sharing if options.is_gpu_shared else 1
+    else:
+        memory, num_sharing = free_host_memory(), ranks.num_sharing
+    num_sharing *= len(options.engines.names)
+    is_checked = options.loop.checks > 0
+    own = largest_row(memory.free_bytes, num_sharing, is_checked=is_checked)
+    largest = int(min(each[0] for each in ranks.exchange([own])))
     sweep = options.sweep
     require_room(sweep.min_bytes, largest, memory)
     if sweep.max_bytes <= largest:
         return options, ()
     cut = replace(options, sweep=replace(sweep, max_bytes=largest))
     return cut, (f"Reducing maxBytes to {largest} due to memory limitation",)
-
-
-def _free_memory(options: Options, ranks: Ranks) -> tuple[FreeMemory, int]:
-    if ranks.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(ranks.device)
-        num_sharing = ranks.num_sharing if options.is_gpu_shared else 1
-        return FreeMemory(free, "the GPU's memory"), num_sharing
-    return free_host_memory(), ranks.num_sharing
 
 
 def _require_traffic(options: Options, variables: Variables, size: int) -> None:
@@ -212,9 +194,7 @@ def _require_traffic(options: Options, variables: Variables, size: int) -> None:
         )
 
 
-def _notes(
-    options: Options, communicator: Communicator, device: torch.device
-) -> tuple[str, ...]:
+def _notes(options: Options, size: int, device: torch.device) -> tuple[str, ...]:
     test, loop = options.test, options.loop
     notes = [f"ignored: {words}" for words in options.ignored]
     if device.type != "cuda":
@@ -223,7 +203,7 @@ def _notes(
         notes.append("ignored: -x, for NCCL reads NCCL_CTA_POLICY as it was at start")
     if test.emulation:
         notes.append(f"emulated: {test.name} is {test.emulation}")
-    if test.name in IN_PLACE_ONLY and communicator.size > 1:
+    if test.name in IN_PLACE_ONLY and size > 1:
         notes.append("out-of-place is a copy, then the operation in place")
     if not test.is_in_place_checked:
         notes.append("in-place is not verified")
@@ -233,6 +213,6 @@ def _notes(
         notes.append("each operation is waited for: -z 0 is -z 2 on CPU tensors")
     if options.engines.is_foreign:
         notes.append("foreign: tensors are not in the engine's own memory")
-    if communicator.size == 1:
+    if size == 1:
         notes.append("one rank has no bus: its bandwidth is 0. Start more with -g")
     return tuple(notes)

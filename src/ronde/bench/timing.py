@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter_ns
+from itertools import cycle, islice
+from statistics import fmean
+from time import perf_counter_ns
 from typing import Any, Protocol, Self
 
 import torch
@@ -37,56 +39,25 @@ class CudaEvent:
 Expired = Callable[[str], None]
 
 
+@dataclass(frozen=True, slots=True)
 class Watchdog:
-    """Calls somebody when a stretch of work takes too long."""
+    """Calls somebody, from another thread, when a stretch of work takes too long."""
 
-    def __init__(self, timeout_s: float, on_expired: Expired) -> None:
-        self._timeout_s = timeout_s
-        self._on_expired = on_expired
-        self._changed = threading.Condition()
-        self._deadline: float | None = None
-        self._what = ""
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
+    timeout_s: float  # 0 watches nothing
+    on_expired: Expired
 
     @contextmanager
     def watching(self, what: str) -> Generator[None]:
-        if not self._timeout_s:
+        if not self.timeout_s:
             yield
             return
-        self._arm(what, monotonic() + self._timeout_s)
+        timer = threading.Timer(self.timeout_s, self.on_expired, (what,))
+        timer.daemon = True
+        timer.start()
         try:
             yield
         finally:
-            self._arm("", None)
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _arm(self, what: str, deadline: float | None) -> None:
-        with self._changed:
-            self._what, self._deadline = what, deadline
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, daemon=True)
-                self._thread.start()
-            self._changed.notify()
-
-    def _watch(self) -> None:
-        with self._changed:
-            while not self._is_closed:
-                if self._deadline is None:
-                    self._changed.wait()
-                    continue
-                left_s = self._deadline - monotonic()
-                if left_s <= 0:
-                    self._on_expired(self._what)
-                    self._deadline = None
-                    continue
-                self._changed.wait(left_s)
+            timer.cancel()
 
 
 WAIT_AND_BARRIER = 1
@@ -106,9 +77,7 @@ class Elapsed:
 class TimingEvent(Protocol):
     """A moment on the device."""
 
-    def seconds_to(self, later: Self) -> float:
-        """Return the time between two moments that are both over."""
-        ...
+    def seconds_to(self, later: Self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,26 +99,22 @@ class Clock:
     mark: Callable[[], TimingEvent] = HostEvent
 
     def time(self, operations: Sequence[Operation], loop: Loop) -> Elapsed:
+        """Run the operations in turn, ``iterations`` times ``aggregated`` in all."""
         count = loop.iterations * loop.aggregated
-        turns = -(-count // len(operations))
-        calls = (list(operations) * turns)[:count]
-        with _no_collector():
+        calls = list(islice(cycle(operations), count))
+        with without_collector():
             if loop.blocking or loop.is_each_timed:
                 return self._in_steps(calls, loop)
-            return self._straight(calls)
-
-    def _straight(self, calls: Sequence[Operation]) -> Elapsed:
-        start = perf_counter_ns()
-        for call in calls:
-            call()
-        called = perf_counter_ns()
-        self.synchronize()
-        end = perf_counter_ns()
+            start = perf_counter_ns()
+            for call in calls:
+                call()
+            called = perf_counter_ns()
+            self.synchronize()
+            end = perf_counter_ns()
         return Elapsed((end - start) / 1e9, (called - start) / 1e9)
 
     def _in_steps(self, calls: Sequence[Operation], loop: Loop) -> Elapsed:
         """Do what comes after each operation, and after each iteration."""
-        after_call = self._after_call(loop)
         is_closed = loop.blocking == WAIT_AND_BARRIER_OUTSIDE
         marks: list[tuple[TimingEvent, TimingEvent]] = []
         untimed = 0
@@ -157,7 +122,10 @@ class Clock:
         begun = self.mark() if loop.is_each_timed else None
         for number, call in enumerate(calls, 1):
             call()
-            after_call()
+            if loop.blocking in (WAIT, WAIT_AND_BARRIER):
+                self.synchronize()
+            if loop.blocking == WAIT_AND_BARRIER:
+                self.barrier()
             if number % loop.aggregated:
                 continue
             if is_closed:
@@ -167,7 +135,9 @@ class Clock:
                 marks.append((begun, ended))
                 begun = ended
             if is_closed:
-                untimed += self._leave_out()
+                left = perf_counter_ns()
+                self.barrier()
+                untimed += perf_counter_ns() - left
                 begun = self.mark() if begun is not None else None
         called = perf_counter_ns()
         self.synchronize()
@@ -176,40 +146,16 @@ class Clock:
         total_s, called_s = end - start - untimed, called - start - untimed
         return Elapsed(total_s / 1e9, called_s / 1e9, iterations_s)
 
-    def _leave_out(self) -> int:
-        """Wait for all ranks; return the nanoseconds that it took."""
-        begun = perf_counter_ns()
-        self.barrier()
-        return perf_counter_ns() - begun
-
-    def _after_call(self, loop: Loop) -> Operation:
-        if loop.blocking == WAIT:
-            return self.synchronize
-        if loop.blocking != WAIT_AND_BARRIER:
-            return _nothing
-
-        def wait_for_all() -> None:
-            self.synchronize()
-            self.barrier()
-
-        return wait_for_all
-
 
 def combine(times_s: Sequence[float], average: int) -> float:
     """Make one time of those of all ranks, as nccl-tests' ``-a`` says."""
-    match average:
-        case 0:
-            return times_s[0]
-        case 1:
-            return sum(times_s) / len(times_s)
-        case 2:
-            return min(times_s)
-        case _:
-            return max(times_s)
+    if average == 0:
+        return times_s[0]
+    return (fmean, min, max)[average - 1](times_s)
 
 
 @contextmanager
-def _no_collector() -> Generator[None]:
+def without_collector() -> Generator[None]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -217,7 +163,3 @@ def _no_collector() -> Generator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _nothing() -> None:
-    """Do nothing after an operation."""

@@ -7,9 +7,10 @@ at some moment between the two.
 """
 
 import platform
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,10 +59,10 @@ def bound_offset(exchanges: Sequence[ClockReading]) -> ClockBound:
 class ClockMap:
     """Brings times of one clock to the reference's."""
 
-    # time, offset and error, all in ns, ascending in time; linear between them. No
-    # points: the clocks are one.
+    # Time, offset and error in ns, ascending in time, linear between them. No points:
+    # the clocks are one.
     points: tuple[tuple[int, int, int], ...] = ()
-    # False where only the hosts' times of day were compared, whose error nobody knows
+    # False where only the hosts' times of day were compared, whose error is unknown.
     is_measured: bool = True
 
     @classmethod
@@ -73,15 +74,8 @@ class ClockMap:
         ]
         return cls(tuple(points))
 
-    @classmethod
-    def of_wall_clocks(cls, own_ns: int, reference_ns: int) -> "ClockMap":
-        return cls(((0, own_ns - reference_ns, 0),), is_measured=False)
-
     def offset_ns(self, at_ns: int) -> int:
-        if not self.points:
-            return 0
-        before, after = self._around(at_ns)
-        return before[1] + _part(at_ns, before, after, before[1], after[1])
+        return self._interpolate(at_ns, 1) if self.points else 0
 
     def error_ns(self, at_ns: int) -> int:
         """Return how far the offset may be wrong; beyond what was measured it grows."""
@@ -92,28 +86,15 @@ class ClockMap:
             return first[2] + int((first[0] - at_ns) * DRIFT)
         if at_ns >= last[0]:
             return last[2] + int((at_ns - last[0]) * DRIFT)
-        before, after = self._around(at_ns)
-        return before[2] + _part(at_ns, before, after, before[2], after[2])
+        return self._interpolate(at_ns, 2)
 
-    def _around(self, at_ns: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        pairs = list(zip(self.points, self.points[1:], strict=False))
-        if not pairs:
-            return self.points[0], self.points[0]
-        for pair in pairs:
-            if at_ns < pair[1][0]:
-                return pair
-        return pairs[-1]
-
-
-def _part(
-    at_ns: int,
-    before: tuple[int, int, int],
-    after: tuple[int, int, int],
-    low: int,
-    high: int,
-) -> int:
-    span = after[0] - before[0]
-    return (high - low) * (at_ns - before[0]) // span if span else 0
+    def _interpolate(self, at_ns: int, what: int) -> int:
+        index = max(bisect_right(self.points, at_ns, key=lambda point: point[0]), 1)
+        after = self.points[min(index, len(self.points) - 1)]
+        before = self.points[max(min(index, len(self.points) - 1) - 1, 0)]
+        span = after[0] - before[0]
+        rise = (after[what] - before[what]) * (at_ns - before[0]) // span if span else 0
+        return before[what] + rise
 
 
 class OperationKey(NamedTuple):
@@ -144,55 +125,66 @@ class Arrival:
         return cls(-rank, late_ns, early_ns, len(ordered), late_ns - before_ns)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AlignedTrack:
     """A track with its times brought to the common clock."""
 
-    track: Track  # as it was recorded
-    clock: ClockMap  # how its times were brought over
-    keyed: list[tuple[OperationKey, Recorded]] = field(
-        default_factory=list[tuple[OperationKey, Recorded]]
-    )
-    cycles: list[int] = field(default_factory=list[int])  # on the common clock
+    track: Track
+    clock: ClockMap
+    keyed: list[tuple[OperationKey, Recorded]]
+    cycles: list[int]
 
     @property
     def rank(self) -> int:
         return self.track.header.rank
 
+    @property
+    def error_us(self) -> float | None:
+        """How far its times may be off, where that is most; None where unmeasured."""
+        if not self.clock.is_measured:
+            return None
+        ends = [record.ended_ns for _, record in self.keyed]
+        # The map takes times of the own clock; the difference is far below its drift.
+        offset = self.clock.offset_ns(ends[0]) if ends else 0
+        bounds = (min(ends), max(ends)) if ends else ()
+        return (
+            max((self.clock.error_ns(at - offset) for at in bounds), default=0) / 1000
+        )
+
 
 def align(tracks: Sequence[Track]) -> list[AlignedTrack]:
     """Bring all tracks to the clock of rank 0, or else of the lowest rank there is."""
-    clocks = clock_maps(tracks)
-    return [_aligned(track, clocks[track.header.clock]) for track in tracks]
+    clocks = _clock_maps(tracks)
+    aligned: list[AlignedTrack] = []
+    for track in tracks:
+        clock = clocks[track.header.clock]
+        turns: Counter[tuple[int, int, str]] = Counter()
+        keyed: list[tuple[OperationKey, Recorded]] = []
+        for record in track.operations:
+            same = (record.set_id, record.sequence, record.name)
+            key = OperationKey(track.header.session, *same, turns[same])
+            keyed.append((key, _shift(record, clock)))
+            turns[same] += 1
+        cycles = [at_ns + clock.offset_ns(at_ns) for at_ns in track.cycles]
+        aligned.append(AlignedTrack(track, clock, keyed, cycles))
+    return aligned
 
 
-def clock_maps(tracks: Sequence[Track]) -> dict[str, ClockMap]:
-    """Return for each clock how it is brought to the reference's."""
+def _clock_maps(tracks: Sequence[Track]) -> dict[str, ClockMap]:
     if not tracks:
         return {}
-    bounds = {
-        name: [b for t in tracks if t.header.clock == name for b in t.bounds]
-        for name in dict.fromkeys(track.header.clock for track in tracks)
-    }
-    first = min(tracks, key=lambda track: track.header.rank).header
-    # The reference is rank 0's clock, even where rank 0's own records are missing.
-    reference_wall_ns = first.wall_ns
-    if bounds[first.clock]:
-        own = ClockMap.of_bounds(bounds[first.clock])
-        reference_wall_ns -= own.offset_ns(own.points[0][0])
-    maps: dict[str, ClockMap] = {}
+    bounds: dict[str, list[ClockBound]] = {}
     for track in tracks:
-        name = track.header.clock
-        if name in maps:
-            continue
-        if bounds[name]:
-            maps[name] = ClockMap.of_bounds(bounds[name])
-        elif name == first.clock:
-            maps[name] = ClockMap()
-        else:
-            maps[name] = ClockMap.of_wall_clocks(
-                track.header.wall_ns, reference_wall_ns
-            )
+        bounds.setdefault(track.header.clock, []).extend(track.bounds)
+    maps = {name: ClockMap.of_bounds(found) for name, found in bounds.items() if found}
+    first = min((track.header for track in tracks), key=lambda header: header.rank)
+    # The reference is rank 0's clock, even where rank 0's own records are missing.
+    own = maps.setdefault(first.clock, ClockMap())
+    wall_ns = first.wall_ns
+    wall_ns -= own.offset_ns(own.points[0][0]) if own.points else 0
+    for track in tracks:
+        by_wall = ((0, track.header.wall_ns - wall_ns, 0),)
+        maps.setdefault(track.header.clock, ClockMap(by_wall, is_measured=False))
     return maps
 
 
@@ -208,27 +200,7 @@ def find_arrivals(
     return {key: Arrival.of(times) for key, times in asked.items() if len(times) > 1}
 
 
-def _aligned(track: Track, clock: ClockMap) -> AlignedTrack:
-    turns: Counter[tuple[int, int, str]] = Counter()
-    return AlignedTrack(
-        track,
-        clock,
-        list(_keyed(track, clock, turns)),
-        [at_ns + clock.offset_ns(at_ns) for at_ns in track.cycles],
-    )
-
-
-def _keyed(
-    track: Track, clock: ClockMap, turns: Counter[tuple[int, int, str]]
-) -> Iterator[tuple[OperationKey, Recorded]]:
-    session = track.header.session
-    for record in track.operations:
-        same = (record.set_id, record.sequence, record.name)
-        yield OperationKey(session, *same, turns[same]), shift(record, clock)
-        turns[same] += 1
-
-
-def shift(record: Recorded, clock: ClockMap) -> Recorded:
+def _shift(record: Recorded, clock: ClockMap) -> Recorded:
     """Return a record with its times on the common clock; 0 stays "never"."""
     if not clock.points:
         return record
@@ -251,13 +223,3 @@ def waited_ns(record: Recorded, arrival: Arrival | None) -> int:
     if arrival is None or not record.submitted_ns:
         return 0
     return max(0, min(arrival.late_ns, record.ended_ns) - record.submitted_ns)
-
-
-def errors_ns(track: AlignedTrack) -> int:
-    """Return how far a track's times may be off, ns, where that is most."""
-    ends = [record.ended_ns for _, record in track.keyed]
-    if not ends:
-        return 0
-    # The map takes times of the own clock; the difference is far below its drift.
-    offset = track.clock.offset_ns(ends[0])
-    return max(track.clock.error_ns(at - offset) for at in (min(ends), max(ends)))

@@ -27,7 +27,6 @@ from ronde.timeline.alignment import (
     Arrival,
     OperationKey,
     align,
-    errors_ns,
     find_arrivals,
     waited_ns,
 )
@@ -99,12 +98,16 @@ class RankEvents:
 
     def events(self, arrivals: Mapping[OperationKey, Arrival]) -> Iterator[Timed]:
         """Yield everything that happened, in order; it is never all in memory."""
-        return heapq.merge(self._operations(arrivals), self._cycle_marks())
+        mark = f'"ph": "i", "name": "CYCLE_START", "pid": {self._rank}, "tid": 0'
+        marks = ((at_ns, 0, f'{mark}, "s": "p"') for at_ns in sorted(self.cycles))
+        return heapq.merge(self._operations(arrivals), marks)
 
-    def names(self) -> Iterator[str]:
+    def names(self) -> list[str]:
         name = f"rank {self._rank} ({self._host})"
-        yield self._name("process_name", {"name": name})
-        yield self._name("process_sort_index", {"sort_index": self._rank})
+        return [
+            self._name("process_name", {"name": name}),
+            self._name("process_sort_index", {"sort_index": self._rank}),
+        ]
 
     def lane_names(self) -> Iterator[str]:
         """Yield what names the lanes, once ``events`` has found out which it needs."""
@@ -129,11 +132,6 @@ class RankEvents:
         while waiting:
             yield heapq.heappop(waiting)
 
-    def _cycle_marks(self) -> Iterator[Timed]:
-        place = f'"pid": {self._rank}, "tid": 0, "s": "p"'
-        for at_ns in sorted(self.cycles):
-            yield at_ns, 0, f'"ph": "i", "name": "CYCLE_START", {place}'
-
     def _name(self, name: str, args: Mapping[str, str | int], tid: int = 0) -> str:
         place = {"ph": "M", "pid": self._rank, "tid": tid}
         return json.dumps({"name": name, **place, "args": args})
@@ -147,53 +145,36 @@ def begin_ns(record: Recorded) -> int:
 def _spans(
     key: OperationKey, record: Recorded, arrival: Arrival | None, place: str
 ) -> Iterator[Timed]:
+    def since(at_ns: int) -> str:
+        return us(at_ns - record.begun_ns) if at_ns else "null"
+
     first_ns = begin_ns(record)
-    tensor = json.dumps(record.name)
-    late = "" if arrival is None else _late(record, arrival)
+    tensor, late = json.dumps(record.name), ""
+    if arrival is not None:
+        late = (
+            f', "late_rank": {arrival.late_rank}, '
+            f'"waited_us": {us(waited_ns(record, arrival))}, '
+            f'"late_by_us": {us(arrival.margin_ns)}'
+        )
+    whole = span = (record.begun_ns, record.ended_ns)
     if record.agreed_ns and record.submitted_ns:
         span = (first_ns, min(max(record.agreed_ns, first_ns), record.begun_ns))
         args = f'"tensor": {tensor}{late}'
         yield _x(span, f'"NEGOTIATE_{record.kind}"', place, args)
-    else:
-        span = (record.begun_ns, record.ended_ns)
-    yield from _tick(arrival, span, place)
-    since_us = _since(record, record.submitted_ns), _since(record, record.agreed_ns)
+    if arrival is not None:
+        at_ns = min(max(arrival.late_ns, span[0]), span[1])
+        yield _x((at_ns, at_ns), f'"{arrival.late_rank}"', place)
     what = (
         f'"tensor": {tensor}, "set": {key.set_id}, "sequence": {key.sequence}, '
         f'"session": {key.session}, "dtype": "{record.dtype}", '
         f'"shape": {json.dumps(record.shape)}, "fused": {record.num_fused}, '
-        f'"submitted_us": {since_us[0]}, "agreed_us": {since_us[1]}{late}'
+        f'"submitted_us": {since(record.submitted_ns)}, '
+        f'"agreed_us": {since(record.agreed_ns)}{late}'
     )
-    span = (record.begun_ns, record.ended_ns)
-    yield _x(span, f'"{record.kind}"', place, what)
-    yield from _parts(record, span, place)
-
-
-def _parts(record: Recorded, span: tuple[int, int], place: str) -> Iterator[Timed]:
-    inner: Sequence[tuple[int, int]] = nest([a[1:] for a in record.activities], span)
+    yield _x(whole, f'"{record.kind}"', place, what)
+    inner = nest([(a.begun_ns, a.ended_ns) for a in record.activities], whole)
     for activity, part in zip(record.activities, inner, strict=True):
         yield _x(part, json.dumps(activity.name), place)
-
-
-def _since(record: Recorded, at_ns: int) -> str:
-    """Return a time as one relative to the begin; null for what never was."""
-    return us(at_ns - record.begun_ns) if at_ns else "null"
-
-
-def _late(record: Recorded, arrival: Arrival) -> str:
-    return (
-        f', "late_rank": {arrival.late_rank}, '
-        f'"waited_us": {us(waited_ns(record, arrival))}, '
-        f'"late_by_us": {us(arrival.margin_ns)}'
-    )
-
-
-def _tick(
-    arrival: Arrival | None, span: tuple[int, int], place: str
-) -> Iterator[Timed]:
-    if arrival is not None:
-        at_ns = min(max(arrival.late_ns, span[0]), span[1])
-        yield _x((at_ns, at_ns), f'"{arrival.late_rank}"', place)
 
 
 def _x(span: tuple[int, int], name: str, place: str, args: str = "") -> Timed:
@@ -293,14 +274,17 @@ def _text(
 ) -> Iterator[tuple[float, str]]:
     """Yield the file line by line, each with the share of events written till then."""
     arrivals = find_arrivals((track.rank, track.keyed) for track in tracks)
-    kept = [_kept_since(track, since_ns) for track in tracks]
-    begins = [begin_ns(record) for _, records in kept for _, record in records]
+    kept: list[list[Keyed]] = [
+        [] if since_ns is None else [k for k in t.keyed if k[1].ended_ns >= since_ns]
+        for t in tracks
+    ]
+    begins = [begin_ns(record) for records in kept for _, record in records]
     start_ns = min(begins, default=0)
-    facts = _facts(tracks, [len(records) for _, records in kept], start_ns, remarks)
+    facts = _facts(tracks, [len(records) for records in kept], start_ns)
     yield 0.0, '{"displayTimeUnit": "ms",\n"otherData": '
-    yield 0.0, json.dumps(facts) + ',\n"traceEvents": [\n'
+    yield 0.0, json.dumps({**facts, "remarks": remarks}) + ',\n"traceEvents": [\n'
     ranks: dict[int, RankEvents] = {}
-    for track, records in kept:
+    for track, records in zip(tracks, kept, strict=True):
         host = track.track.header.host
         own = ranks.setdefault(track.rank, RankEvents(track.rank, host))
         own.records += records
@@ -315,42 +299,27 @@ def _text(
     yield 1.0, "\n]}\n"
 
 
-def _kept_since(
-    track: AlignedTrack, since_ns: int | None
-) -> tuple[AlignedTrack, list[tuple[OperationKey, Recorded]]]:
-    if since_ns is None:
-        return track, []
-    return track, [pair for pair in track.keyed if pair[1].ended_ns >= since_ns]
-
-
 def _facts(
-    tracks: Sequence[AlignedTrack],
-    counts: Sequence[int],
-    start_ns: int,
-    remarks: Sequence[str],
+    tracks: Sequence[AlignedTrack], counts: Sequence[int], start_ns: int
 ) -> dict[str, Any]:
-    first = tracks[0].track.header if tracks else None
-    start_us = (first.wall_ns + start_ns) // 1000 if first else 0
-    ranks = [
-        _facts_of(track, count) for track, count in zip(tracks, counts, strict=True)
-    ]
+    ranks: list[dict[str, Any]] = []
+    for track, num_kept in zip(tracks, counts, strict=True):
+        own, clock = track.track, track.clock
+        ranks.append(
+            asdict(own.header)
+            | {
+                "operations": num_kept,
+                "dropped": own.num_dropped + len(track.keyed) - num_kept,
+                "is_whole": own.is_whole,
+                "clock_offset_us": clock.points[0][1] / 1000 if clock.points else 0.0,
+                "clock_error_us": track.error_us,
+                "clock_points": [list(point) for point in clock.points],
+            }
+        )
+    wall_ns = tracks[0].track.header.wall_ns + start_ns if tracks else 0
     return {
         "ronde_timeline": FORMAT,
-        "start_time_since_epoch_in_micros": start_us,
+        "start_time_since_epoch_in_micros": wall_ns // 1000,
         "start_ns": start_ns,
         "ranks": ranks,
-        "remarks": list(remarks),
-    }
-
-
-def _facts_of(track: AlignedTrack, num_kept: int) -> dict[str, Any]:
-    header, clock = track.track.header, track.clock
-    error_us = errors_ns(track) / 1000 if clock.is_measured else None
-    return asdict(header) | {
-        "operations": num_kept,
-        "dropped": track.track.num_dropped + len(track.keyed) - num_kept,
-        "is_whole": track.track.is_whole,
-        "clock_offset_us": clock.points[0][1] / 1000 if clock.points else 0.0,
-        "clock_error_us": error_us,
-        "clock_points": [list(point) for point in clock.points],
     }

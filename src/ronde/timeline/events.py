@@ -35,10 +35,8 @@ class Recorder(Protocol):
     """Takes down what happens; called from several threads; must be quick."""
 
     def operation(self, recorded: Recorded) -> None: ...
-
-    def cycle(self, at_ns: int) -> None:
-        """Take down that submissions were sent off for agreement."""
-        ...
+    # Submissions were sent off for agreement.
+    def cycle(self, at_ns: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 from ronde.timeline.alignment import ClockReading, bound_offset
 from ronde.timeline.events import ClockBound
@@ -30,21 +30,12 @@ _logger = logging.getLogger("ronde")
 class SharedStore(Protocol):
     """What is needed of ``torch.distributed.Store``."""
 
-    def set(self, key: str, value: bytes, /) -> Any:  # noqa: ANN401  torch's None
-        ...
-
+    def set(self, key: str, value: bytes, /) -> object: ...
     def get(self, key: str, /) -> bytes: ...
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Count up; return the sum."""
-        ...
-
+    def add(self, key: str, amount: int, /) -> int: ...
     def check(self, keys: list[str], /) -> bool: ...
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> Any:  # noqa: ANN401  as above
-        """Wait until all keys have values; a RuntimeError when the time is up."""
-        ...
-
+    # A RuntimeError when the time is up.
+    def wait(self, keys: list[str], timeout: timedelta, /) -> object: ...
     def delete_key(self, key: str, /) -> bool: ...
 
 
@@ -78,7 +69,7 @@ class Gathering:
 
     def start(self) -> None:
         """Say that this rank records, and compare the clocks in a thread."""
-        self._store.set(_clock_key(self._rank), self._clock.encode())
+        self._store.set(f"clock/{self._rank}", self._clock.encode())
         self._thread.start()
 
     def compare_again(self) -> None:
@@ -125,7 +116,7 @@ class Gathering:
             )
             self._store.set(f"taken/{rank}", b"")
         # An answer to this says that those before it are out.
-        self._store.check([_clock_key(0)])
+        self._store.check([f"clock/{0}"])
         return parts, missing
 
     def _compare(self) -> None:
@@ -133,10 +124,10 @@ class Gathering:
         deadline = time.monotonic() + START_PATIENCE_S
         try:
             if self._rank == 0:
-                self._wait_for([_clock_key(r) for r in range(self._size)], deadline)
+                self._wait_for([f"clock/{r}" for r in range(self._size)], deadline)
                 self._serve("start", self._foreign_clocks(self._announced()), deadline)
-            elif self._wait_for([_clock_key(0)], deadline):
-                is_own = self._store.get(_clock_key(0)).decode() == self._clock
+            elif self._wait_for([f"clock/{0}"], deadline):
+                is_own = self._store.get(f"clock/{0}").decode() == self._clock
                 if not is_own and self._store.add(f"leader/{self._clock}", 1) == 1:
                     self._is_leader = True
                     self._measure("start", deadline)
@@ -149,12 +140,12 @@ class Gathering:
 
     def _announced(self) -> list[int]:
         everyone = list(range(self._size))
-        if self._store.check([_clock_key(rank) for rank in everyone]):
+        if self._store.check([f"clock/{rank}" for rank in everyone]):
             return everyone
-        return [rank for rank in everyone if self._store.check([_clock_key(rank)])]
+        return [rank for rank in everyone if self._store.check([f"clock/{rank}"])]
 
     def _foreign_clocks(self, ranks: Sequence[int]) -> list[str]:
-        clocks = {self._store.get(_clock_key(rank)).decode() for rank in ranks}
+        clocks = {self._store.get(f"clock/{rank}").decode() for rank in ranks}
         return sorted(clocks - {self._clock})
 
     def _serve(self, phase: str, clocks: Sequence[str], deadline: float) -> None:
@@ -206,7 +197,3 @@ class Gathering:
             else:
                 return True
         return False
-
-
-def _clock_key(rank: int) -> str:
-    return f"clock/{rank}"

@@ -53,12 +53,42 @@ class Track:
 
     header: PartHeader
     operations: list[Recorded] = field(default_factory=list[Recorded])
-    # when submissions were sent off, ns
     cycles: list[int] = field(default_factory=list[int])
-    # what was measured of its clock's offset to rank 0's
+    # Of its clock's offset to rank 0's.
     bounds: list[ClockBound] = field(default_factory=list[ClockBound])
     num_dropped: int = 0  # operations that were taken but are not here
     is_whole: bool = False  # whether the recording was ended in order
+    num_taken: int = 0
+
+    def take(self, line: list[Any], kinds: list[list[Any]], last_ns: int) -> int:
+        """Add what one line says; return the time that the next counts from."""
+        match line:
+            case ["d", _, *what]:
+                kinds.append(what)
+            case ["c", at]:
+                self.cycles.append(at)
+            case ["b", at, low, high]:
+                self.bounds.append(ClockBound(at, low, high))
+            case ["e", num_taken, num_lost]:
+                self.num_taken, self.is_whole = num_taken + num_lost, True
+            case _:
+                self.operations.append(_decode(line, kinds, last_ns))
+                self.num_taken = self.header.num_before + len(self.operations)
+                return self.operations[-1].ended_ns
+        return last_ns
+
+    def extend(self, later: "Track", source: str) -> None:
+        """Add a later segment of the same recording."""
+        if later.header.num_before == self.header.num_before:
+            raise UsageError(
+                f"parts must be of one job, each once, got rank {self.header.rank} "
+                f"twice from {source}. Leave one of them out."
+            )
+        self.operations += later.operations
+        self.cycles += later.cycles
+        # Each segment repeats the bounds of those before it.
+        self.bounds += [b for b in later.bounds if b not in self.bounds]
+        self.is_whole, self.num_taken = later.is_whole, later.num_taken
 
 
 class Encoder:
@@ -77,7 +107,10 @@ class Encoder:
         for record in records:
             if (record.activities, record.begun_ns) != (activities, begun_ns):
                 activities, begun_ns = record.activities, record.begun_ns
-                parts = _activities(activities, begun_ns)
+                parts = "".join(
+                    f",{json.dumps(name)},{begun - begun_ns},{ended - begun}"
+                    for name, begun, ended in activities
+                )
             what = (record[0], record[2], record[3], *record[8:10])
             number = self._numbers.get(what)
             if number is None:
@@ -107,13 +140,6 @@ def _back(ended_ns: int, at_ns: int) -> int:
     return ended_ns - at_ns if at_ns else -1
 
 
-def _activities(activities: Sequence[Activity], begun_ns: int) -> str:
-    return "".join(
-        f",{json.dumps(a.name)},{a.begun_ns - begun_ns},{a.ended_ns - a.begun_ns}"
-        for a in activities
-    )
-
-
 def is_part(data: bytes) -> bool:
     """Say whether bytes are a part, or the beginning of one."""
     if not data.startswith(MAGIC):
@@ -126,70 +152,20 @@ def read_parts(blobs: Iterable[bytes], source: str = "part") -> list[Track]:
     """Read segments of any ranks, in any order; what was cut off is left out."""
     segments = [s for blob in blobs for s in _segments(blob, source)]
     segments.sort(key=lambda s: (s.header.session, s.header.rank, s.header.num_before))
-    tracks: dict[tuple[int, int], _Segment] = {}
+    tracks: dict[tuple[int, int], Track] = {}
     for segment in segments:
-        key = (segment.header.session, segment.header.rank)
-        if key in tracks:
-            tracks[key].extend(segment, source)
-        else:
-            tracks[key] = segment
-    return [track.as_track() for track in tracks.values()]
-
-
-@dataclass(slots=True)
-class _Segment:
-    """A segment while it is read; or several of one recording, joined."""
-
-    header: PartHeader
-    operations: list[Recorded] = field(default_factory=list[Recorded])
-    cycles: list[int] = field(default_factory=list[int])
-    bounds: list[ClockBound] = field(default_factory=list[ClockBound])
-    end: tuple[int, int] | None = None
-    num_taken: int = 0
-
-    def take(self, line: list[Any], kinds: list[list[Any]], last_ns: int) -> int:
-        """Add what one line says; return the time that the next counts from."""
-        match line:
-            case ["d", _, *what]:
-                kinds.append(what)
-            case ["c", at]:
-                self.cycles.append(at)
-            case ["b", at, low, high]:
-                self.bounds.append(ClockBound(at, low, high))
-            case ["e", num_taken, num_lost]:
-                self.end = (num_taken, num_lost)
-            case _:
-                self.operations.append(_decode(line, kinds, last_ns))
-                return self.operations[-1].ended_ns
-        return last_ns
-
-    def extend(self, later: "_Segment", source: str) -> None:
-        if later.header.num_before == self.header.num_before:
-            raise UsageError(
-                f"parts must be of one job, each once, got rank {self.header.rank} "
-                f"twice from {source}. Leave one of them out."
-            )
-        self.operations += later.operations
-        self.cycles += later.cycles
-        # Each segment repeats the bounds of those before it.
-        self.bounds += [b for b in later.bounds if b not in self.bounds]
-        self.end = later.end
-        self.num_taken = later.num_taken
-
-    def as_track(self) -> Track:
-        num_taken, num_lost = self.end or (self.num_taken, 0)
-        return Track(
-            self.header,
-            self.operations,
-            self.cycles,
-            self.bounds,
-            num_dropped=num_taken + num_lost - len(self.operations),
-            is_whole=self.end is not None,
+        track = tracks.setdefault(
+            (segment.header.session, segment.header.rank), segment
         )
+        if track is not segment:
+            track.extend(segment, source)
+    for track in tracks.values():
+        track.num_dropped = track.num_taken - len(track.operations)
+    return list(tracks.values())
 
 
-def _segments(blob: bytes, source: str) -> Iterator[_Segment]:
-    segment: _Segment | None = None
+def _segments(blob: bytes, source: str) -> Iterator[Track]:
+    segment: Track | None = None
     kinds: list[list[Any]] = []
     last_ns = 0
     for line in _lines(blob, source):
@@ -199,11 +175,10 @@ def _segments(blob: bytes, source: str) -> Iterator[_Segment]:
                 if segment is not None:
                     yield segment
                 header = _header(cast("dict[str, Any]", content), source)
-                segment, kinds, last_ns = _Segment(header), [], 0
+                segment, kinds, last_ns = Track(header), [], 0
                 segment.num_taken = header.num_before
             elif segment is not None:
                 last_ns = segment.take(content, kinds, last_ns)
-                segment.num_taken = segment.header.num_before + len(segment.operations)
         except (ValueError, TypeError, IndexError) as error:
             if isinstance(error, UsageError):
                 raise
@@ -276,14 +251,6 @@ _FLUSH_BYTES = 16 << 10
 """What the packer holds back at most: it is not counted against the limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentFile:
-    """A file that is still there."""
-
-    path: Path
-    size_bytes: int  # when it was finished
-
-
 class PartFiles:
     """Writes one rank's records to files of a directory, packed, within a limit.
 
@@ -292,10 +259,10 @@ class PartFiles:
 
     def __init__(self, directory: Path, header: PartHeader, limit_bytes: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
+        self.directory = directory
         self._header = header
         self._segment_bytes = max(limit_bytes // NUM_SEGMENTS, 1)
-        self._finished: list[SegmentFile] = []
+        self._finished: list[Path] = []
         self._bounds: list[ClockBound] = []
         self._num_segments = 0
         self._num_taken = 0
@@ -303,12 +270,8 @@ class PartFiles:
         self._open()
 
     @property
-    def directory(self) -> Path:
-        return self._directory
-
-    @property
     def paths(self) -> list[Path]:
-        return [*(segment.path for segment in self._finished), self._path]
+        return [*self._finished, self._path]
 
     def take(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None:
         if self._size_bytes >= self._segment_bytes:
@@ -350,19 +313,19 @@ class PartFiles:
         theirs = [
             path
             for rank in others
-            for path in self._directory.glob(f"{_stem(rank, self._header)}*{SUFFIX}")
+            for path in self.directory.glob(f"{_stem(rank, self._header)}*{SUFFIX}")
         ]
         for path in [*self.paths, *theirs]:
             path.unlink(missing_ok=True)
         try:
-            self._directory.rmdir()
+            self.directory.rmdir()
         except OSError:
             return  # others' parts are still there
 
     def _open(self) -> None:
         header = self._header
         name = f"{_stem(header.rank, header)}{self._num_segments}{SUFFIX}"
-        self._path = self._directory / name
+        self._path = self.directory / name
         self._num_segments += 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         self._fd = os.open(self._path, flags, 0o600)
@@ -375,9 +338,9 @@ class PartFiles:
 
     def _rotate(self) -> None:
         self._finish()
-        self._finished.append(SegmentFile(self._path, self._size_bytes))
+        self._finished.append(self._path)
         while len(self._finished) >= NUM_SEGMENTS:
-            self._finished.pop(0).path.unlink(missing_ok=True)
+            self._finished.pop(0).unlink(missing_ok=True)
         self._open()
 
     def _finish(self) -> None:

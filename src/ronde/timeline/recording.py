@@ -32,17 +32,11 @@ _Item = TypeVar("_Item")
 
 
 class Sink(Protocol):
-    """Where records go. Called by one thread."""
+    """Where records go. Called by one thread; an OSError ends the sink."""
 
-    def take(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None:
-        """Write records down; an OSError here or below ends the sink."""
-        ...
-
+    def take(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None: ...
     def flush(self) -> None: ...
-
-    def close(self, num_lost: int) -> None:
-        """Write the end down, with the number of operations that are missing."""
-        ...
+    def close(self, num_lost: int) -> None: ...
 
 
 class ThreadedRecorder:
@@ -246,11 +240,6 @@ def part_header(rank: int, size: int, host: str, session: int) -> PartHeader:
     return PartHeader(rank, size, host, clock_identity(), wall_ns, session)
 
 
-def part_limit_bytes(limit_bytes: int, size: int) -> int:
-    """Return how large one rank's part may grow for a trace of ``limit_bytes``."""
-    return max(limit_bytes // (PACKED_RATIO * size), _MIN_PART_BYTES)
-
-
 class RankRecording:
     """Records one rank; the part stays in a directory, or becomes rank 0's file."""
 
@@ -265,9 +254,8 @@ class RankRecording:
         has_cycles: bool = False,
     ) -> None:
         self._header = header
-        self._files = PartFiles(
-            directory, header, part_limit_bytes(limit_bytes, header.size)
-        )
+        share_bytes = limit_bytes // (PACKED_RATIO * header.size)
+        self._files = PartFiles(directory, header, max(share_bytes, _MIN_PART_BYTES))
         sinks: list[Sink] = [self._files, *([live] if live else [])]
         self.recorder = ThreadedRecorder(
             sinks,
@@ -318,16 +306,13 @@ class RankRecording:
             )
             self._files.remove(parts)
         except (OSError, RuntimeError, UsageError) as error:
-            self._warn(str(error))
-
-    def _warn(self, why: str) -> None:
-        _logger.warning(
-            "timeline of rank %d is not in rank 0's file: %s. Its records are in %s; "
-            "join them with: ronde trace merge",
-            self._header.rank,
-            why,
-            self._files.directory,
-        )
+            _logger.warning(
+                "timeline of rank %d is not in rank 0's file: %s. Its records are in "
+                "%s; join them with: ronde trace merge",
+                header.rank,
+                error,
+                self._files.directory,
+            )
 
 
 def _take_bound(files: PartFiles, bound: ClockBound) -> None:

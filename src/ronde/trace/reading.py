@@ -2,20 +2,19 @@
 
 import gzip
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
 from ronde.errors import UsageError
 from ronde.timeline.alignment import (
-    AlignedTrack,
     Arrival,
     OperationKey,
     align,
-    errors_ns,
     find_arrivals,
 )
 from ronde.timeline.events import Recorded
@@ -33,18 +32,6 @@ class RankTrace:
     num_dropped: int  # operations that are missing
     is_whole: bool  # whether its recording ended in order
     operations: Sequence[tuple[OperationKey, Recorded]]  # on the common clock
-
-    def joined(self, later: "RankTrace") -> "RankTrace":
-        errors_us = (self.clock_error_us, later.clock_error_us)
-        known_us = [error for error in errors_us if error is not None]
-        return RankTrace(
-            self.rank,
-            self.host,
-            max(known_us) if len(known_us) == len(errors_us) else None,
-            self.num_dropped + later.num_dropped,
-            is_whole=self.is_whole and later.is_whole,
-            operations=[*self.operations, *later.operations],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +98,7 @@ class _Tensor:
             begun_ns=self.begun_ns,
             ended_ns=at_ns,
             dtype=about.get("dtype", ""),
-            shape=_shape(about.get("shape", "")),
+            shape=tuple(map(int, re.findall(r"\b\d+\b", about.get("shape", "")))),
             num_fused=1,
         )
         ticks, self.ticks, self.negotiation = self.ticks, {}, None
@@ -119,7 +106,7 @@ class _Tensor:
         return record, ticks
 
 
-def read_horovod(events: Iterable[Mapping[str, Any]]) -> Trace:
+def _read_horovod(events: Iterable[Mapping[str, Any]]) -> Trace:
     tensors: dict[Any, _Tensor] = {}
     operations: list[tuple[OperationKey, Recorded]] = []
     arrivals: dict[OperationKey, Arrival] = {}
@@ -151,12 +138,7 @@ def read_horovod(events: Iterable[Mapping[str, Any]]) -> Trace:
     return Trace(0, [rank], arrivals, remarks)
 
 
-def _shape(text: str) -> tuple[int, ...]:
-    words = text.strip("[]").replace(",", " ").split()
-    return tuple(int(word) for word in words if word.isdecimal())
-
-
-def read_merged(facts: Mapping[str, Any], lines: Iterable[str]) -> Trace:
+def _read_merged(facts: Mapping[str, Any], lines: Iterable[str]) -> Trace:
     if facts["ronde_timeline"] != FORMAT:
         raise UsageError(
             f"timeline must be of version {FORMAT}, got {facts['ronde_timeline']!r}. "
@@ -168,42 +150,54 @@ def read_merged(facts: Mapping[str, Any], lines: Iterable[str]) -> Trace:
         if '"tensor"' not in line or '"fused"' not in line:
             continue
         event = json.loads(line.rstrip().rstrip(","))
-        key, record = _record(event, turns)
-        records.setdefault(event["pid"], []).append((key, record))
-    ranks: dict[int, RankTrace] = {}
-    for each in facts["ranks"]:
-        # One entry for each recording; all operations come with the first.
-        own = _rank(each, records)
-        before = ranks.get(own.rank)
-        ranks[own.rank] = (
-            own if before is None else before.joined(replace(own, operations=()))
+        records.setdefault(event["pid"], []).append(_record(event, turns))
+    arrivals = find_arrivals(records.items())
+    recordings = [
+        RankTrace(
+            rank=each["rank"],
+            host=each["host"],
+            clock_error_us=each["clock_error_us"],
+            num_dropped=each["dropped"],
+            is_whole=each["is_whole"],
+            # All operations come with the first recording.
+            operations=records.pop(each["rank"], ()),
         )
-    return Trace(
-        size=max((each["size"] for each in facts["ranks"]), default=0),
-        ranks=[ranks[rank] for rank in sorted(ranks)],
-        arrivals=find_arrivals(records.items()),
-        remarks=facts["remarks"],
-    )
+        for each in facts["ranks"]
+    ]
+    size = max((each["size"] for each in facts["ranks"]), default=0)
+    return Trace(size, _joined(recordings), arrivals, facts["remarks"])
 
 
-def _rank(
-    facts: Mapping[str, Any], records: Mapping[int, list[tuple[OperationKey, Recorded]]]
-) -> RankTrace:
-    return RankTrace(
-        rank=facts["rank"],
-        host=facts["host"],
-        clock_error_us=facts["clock_error_us"],
-        num_dropped=facts["dropped"],
-        is_whole=facts["is_whole"],
-        operations=records.get(facts["rank"], ()),
-    )
+def _joined(recordings: Iterable[RankTrace]) -> list[RankTrace]:
+    """Join the recordings of each rank; return the ranks in order."""
+    ranks: dict[int, RankTrace] = {}
+    for own in recordings:
+        before = ranks.setdefault(own.rank, own)
+        if before is own:
+            continue
+        errors_us = [before.clock_error_us, own.clock_error_us]
+        known_us = [error for error in errors_us if error is not None]
+        ranks[own.rank] = RankTrace(
+            own.rank,
+            before.host,
+            max(known_us) if len(known_us) == len(errors_us) else None,
+            before.num_dropped + own.num_dropped,
+            before.is_whole and own.is_whole,
+            [*before.operations, *own.operations],
+        )
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def _record(
     event: Mapping[str, Any], turns: Counter[tuple[int, int, int, int, str]]
 ) -> tuple[OperationKey, Recorded]:
     args = event["args"]
-    begun_ns = _ns(event["ts"])
+    begun_ns = round(event["ts"] * 1000)
+
+    def absolute_ns(since_us: float | None) -> int:
+        # 0 is what never was, so a time at the very start is moved by 1.
+        return 0 if since_us is None else (begun_ns + round(since_us * 1000)) or 1
+
     name, set_id, sequence = args["tensor"], args["set"], args["sequence"]
     same = (event["pid"], args["session"], set_id, sequence, name)
     key = OperationKey(args["session"], set_id, sequence, name, turns[same])
@@ -213,35 +207,28 @@ def _record(
         sequence=sequence,
         name=name,
         kind=event["name"],
-        submitted_ns=_before(begun_ns, args["submitted_us"]),
-        agreed_ns=_before(begun_ns, args["agreed_us"]),
+        submitted_ns=absolute_ns(args["submitted_us"]),
+        agreed_ns=absolute_ns(args["agreed_us"]),
         begun_ns=begun_ns,
-        ended_ns=begun_ns + _ns(event["dur"]),
+        ended_ns=begun_ns + round(event["dur"] * 1000),
         dtype=args["dtype"],
         shape=tuple(args["shape"]),
         num_fused=args["fused"],
     )
 
 
-def _ns(time_us: float) -> int:
-    return round(time_us * 1000)
-
-
-def _before(begun_ns: int, since_us: float | None) -> int:
-    """Return a time; 0 for what never was, so one at the very start is moved by 1."""
-    return 0 if since_us is None else (begun_ns + _ns(since_us)) or 1
-
-
 def read_trace(path: Path) -> Trace:
+    """Read a merged trace, a rank's part, a directory of parts, or Horovod's file."""
     try:
-        if path.is_dir():
+        head = b""
+        if not path.is_dir():
+            with path.open("rb") as file:
+                head = file.read(4096)
+        if path.is_dir() or is_part(head):
             return trace_of(read_part_files([path]))
-        with path.open("rb") as file:
-            head = file.read(4096)
-        if is_part(head):
-            return trace_of(read_part_files([path]))
-        with _open(path, is_packed=head.startswith(MAGIC)) as lines:
-            return _read_json(lines, path)
+        opened = gzip.open if head.startswith(MAGIC) else open
+        with opened(path, "rt", encoding="utf-8") as lines:
+            return _read_json(cast("IO[str]", lines), path)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(
             f"timeline must be a file that can be read whole, got {str(path)!r}: "
@@ -250,22 +237,26 @@ def read_trace(path: Path) -> Trace:
 
 
 def read_part_files(paths: Sequence[Path]) -> list[Track]:
-    files = [file for path in paths for file in _part_files(path)]
-    tracks: list[Track] = []
+    """Read parts of ranks: files, or directories that hold them."""
+    files = [
+        file
+        for path in paths
+        for file in (sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path])
+    ]
     try:
-        blobs = [(str(file), file.read_bytes()) for file in dict.fromkeys(files)]
+        blobs = {str(file): file.read_bytes() for file in dict.fromkeys(files)}
     except OSError as error:
         raise UsageError(
             f"part must be a file that can be read, got {error.filename!r}: "
             f"{error.strerror}."
         ) from error
-    for name, blob in blobs:
+    for name, blob in blobs.items():
         if not is_part(blob):
             raise UsageError(
                 f"part must be a file that a rank wrote (*{SUFFIX}), got {name!r}. "
                 "A merged trace cannot be merged again."
             )
-    tracks = read_parts([blob for _, blob in blobs], "the parts")
+    tracks = read_parts(blobs.values(), "the parts")
     if not tracks:
         raise UsageError(
             f"parts must be there, got none in {', '.join(map(str, paths))}. They are "
@@ -274,40 +265,22 @@ def read_part_files(paths: Sequence[Path]) -> list[Track]:
     return tracks
 
 
-def _part_files(path: Path) -> list[Path]:
-    return sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
-
-
 def trace_of(tracks: Sequence[Track]) -> Trace:
     aligned = align(tracks)
+    recordings = [
+        RankTrace(
+            each.rank,
+            each.track.header.host,
+            each.error_us,
+            each.track.num_dropped,
+            each.track.is_whole,
+            each.keyed,
+        )
+        for each in aligned
+    ]
     size = max((track.header.size for track in tracks), default=0)
-    ranks: dict[int, RankTrace] = {}
-    for track in aligned:
-        own, before = _rank_of(track), ranks.get(track.rank)
-        ranks[track.rank] = own if before is None else before.joined(own)
-    return Trace(
-        size=size,
-        ranks=[ranks[rank] for rank in sorted(ranks)],
-        arrivals=find_arrivals((track.rank, track.keyed) for track in aligned),
-        remarks=[],
-    )
-
-
-def _rank_of(track: AlignedTrack) -> RankTrace:
-    return RankTrace(
-        track.rank,
-        track.track.header.host,
-        errors_ns(track) / 1000 if track.clock.is_measured else None,
-        track.track.num_dropped,
-        is_whole=track.track.is_whole,
-        operations=track.keyed,
-    )
-
-
-def _open(path: Path, *, is_packed: bool) -> "IO[str]":
-    if is_packed:
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
+    arrivals = find_arrivals((track.rank, track.keyed) for track in aligned)
+    return Trace(size, _joined(recordings), arrivals, [])
 
 
 def _read_json(lines: "IO[str]", path: Path) -> Trace:
@@ -315,10 +288,15 @@ def _read_json(lines: "IO[str]", path: Path) -> Trace:
     try:
         first, second = lines.readline(), lines.readline()
         if second.startswith('"otherData": '):
-            return read_merged(json.loads(second.partition(": ")[2][:-2]), lines)
-        content: Any = _json(first + second + lines.read())
+            return _read_merged(json.loads(second.partition(": ")[2][:-2]), lines)
+        text = first + second + lines.read()
+        try:
+            content: Any = json.loads(text)
+        except ValueError:
+            # Horovod before 0.21 never wrote the end.
+            content = json.loads(text.rstrip().rstrip(",") + "]")
         if isinstance(content, list):
-            return read_horovod(cast("list[dict[str, Any]]", content))
+            return _read_horovod(cast("list[dict[str, Any]]", content))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UsageError):
             raise
@@ -330,11 +308,3 @@ def _read_json(lines: "IO[str]", path: Path) -> Trace:
         f"timeline must be one of ronde's or Horovod's, got {str(path)!r}, which is "
         "neither. Other traces open in ui.perfetto.dev."
     )
-
-
-def _json(text: str) -> Any:  # noqa: ANN401  whatever it holds
-    try:
-        return json.loads(text)
-    except ValueError:
-        # Horovod before 0.21 never wrote the end.
-        return json.loads(text.rstrip().rstrip(",") + "]")

@@ -2,14 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ronde.timeline.alignment import Arrival, OperationKey, waited_ns
-from ronde.timeline.events import Recorded
 from ronde.trace.reading import RankTrace, Trace
-
-Interval = tuple[int, int]
 
 _NS = 1e-9
 _DTYPE_BYTES = {
@@ -88,7 +85,7 @@ def summarize(trace: Trace) -> TraceSummary:
         num_operations=len({key for rank in trace.ranks for key, _ in rank.operations}),
         num_unclear=len(trace.arrivals) - len(clear),
         ranks=[_rank(rank, trace, clear.values()) for rank in trace.ranks],
-        tensors=_tensors(trace.arrivals.items(), clear.keys()),
+        tensors=_tensors(trace.arrivals, clear),
         fusion=_fusion(trace.ranks),
         remarks=trace.remarks,
     )
@@ -129,7 +126,8 @@ def _rank(rank: RankTrace, trace: Trace, clear: Iterable[Arrival]) -> RankSummar
     )
 
 
-def covered(intervals: Iterable[Interval]) -> int:
+def covered(intervals: Iterable[tuple[int, int]]) -> int:
+    """Return the length of what intervals cover together."""
     total, end = 0, -1
     for first, last in sorted(intervals):
         if last > end:
@@ -138,39 +136,27 @@ def covered(intervals: Iterable[Interval]) -> int:
     return total
 
 
-@dataclass(slots=True)
-class _Tally:
-    """One tensor's arrivals, while they are counted."""
-
-    num_operations: int = 0
-    waiting_ns: int = 0
-    longest_ns: int = 0
-    late: Counter[int] = field(default_factory=Counter[int])
-
-
 def _tensors(
-    arrivals: Iterable[tuple[OperationKey, Arrival]], clear: Iterable[OperationKey]
+    arrivals: Mapping[OperationKey, Arrival], clear: Container[OperationKey]
 ) -> list[TensorSummary]:
-    tallies: dict[str, _Tally] = {}
-    is_clear = frozenset(clear)
-    for key, arrival in arrivals:
-        tally = tallies.setdefault(key.name, _Tally())
-        waiting_ns = arrival.late_ns - arrival.early_ns
-        tally.num_operations += 1
-        tally.waiting_ns += waiting_ns
-        tally.longest_ns = max(tally.longest_ns, waiting_ns)
-        if key in is_clear:
-            tally.late[arrival.late_rank] += 1
-    longest = sorted(tallies.items(), key=lambda item: (-item[1].waiting_ns, item[0]))
+    waits_ns: dict[str, list[int]] = {}
+    late: dict[str, Counter[int]] = {}
+    for key, arrival in arrivals.items():
+        wait_ns = arrival.late_ns - arrival.early_ns
+        waits_ns.setdefault(key.name, []).append(wait_ns)
+        counts = late.setdefault(key.name, Counter())
+        if key in clear:
+            counts[arrival.late_rank] += 1
+    order = sorted(waits_ns.items(), key=lambda item: (-sum(item[1]), item[0]))
     return [
         TensorSummary(
             name,
-            tally.num_operations,
-            tally.waiting_ns * _NS,
-            tally.longest_ns * _NS,
-            tally.late.most_common(),
+            len(all_ns),
+            sum(all_ns) * _NS,
+            max(all_ns) * _NS,
+            late[name].most_common(),
         )
-        for name, tally in longest
+        for name, all_ns in order
     ]
 
 
@@ -183,13 +169,10 @@ def _fusion(ranks: Sequence[RankTrace]) -> FusionSummary | None:
     fused = [record.num_fused for record in records if record.agreed_ns]
     buckets = [record.num_fused for record in records if not record.agreed_ns]
     num_batches = len(buckets) + round(sum(1 / max(number, 1) for number in fused))
+    num_bytes = sum(math.prod(r.shape) * _DTYPE_BYTES.get(r.dtype, 0) for r in records)
     return FusionSummary(
         num_tensors=len(fused) + sum(buckets),
         num_batches=num_batches,
-        mean_bytes=sum(map(_num_bytes, records)) / max(num_batches, 1),
+        mean_bytes=num_bytes / max(num_batches, 1),
         max_tensors=max(fused + buckets),
     )
-
-
-def _num_bytes(record: Recorded) -> int:
-    return math.prod(record.shape) * _DTYPE_BYTES.get(record.dtype, 0)

@@ -80,32 +80,17 @@ CHARACTERS = TransformerShape(4, 128, 4, 64, 65)
 def _image_net(
     name: str, batch: int, num_parameters: int, forward_macs: int
 ) -> ModelFacts:
-    return ModelFacts(
-        name,
-        Unit.IMAGES,
-        (3, 224, 224),
-        1000,
-        batch,
-        num_parameters,
-        _TORCHVISION,
-        forward_macs,
-        _TORCHVISION,
-    )
+    facts = (num_parameters, _TORCHVISION, forward_macs, _TORCHVISION)
+    return ModelFacts(name, Unit.IMAGES, (3, 224, 224), 1000, batch, *facts)
 
 
 def _language_model(
     name: str, shape: TransformerShape, batch: int, source: str
 ) -> ModelFacts:
+    accounting = "nanoGPT's accounting: L (12 t d^2 + 2 t^2 d) + t d V"
+    facts = (shape.num_parameters, source, shape.forward_macs, accounting)
     return ModelFacts(
-        name,
-        Unit.TOKENS,
-        (shape.context,),
-        shape.num_words,
-        batch,
-        shape.num_parameters,
-        source,
-        shape.forward_macs,
-        "nanoGPT's accounting: L (12 t d^2 + 2 t^2 d) + t d V",
+        name, Unit.TOKENS, (shape.context,), shape.num_words, batch, *facts
     )
 
 

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 import ronde.torch as hvd
+from ronde.bench.timing import without_collector
 from ronde.bench.training.outcome import (
     DeviceKind,
     Phase,
@@ -22,7 +23,7 @@ from ronde.bench.training.outcome import (
     TrainOptions,
     Variant,
 )
-from ronde.bench.training.replica import NoClock, Replica, Stopwatch, require_fit
+from ronde.bench.training.replica import Replica, Stopwatch, require_fit
 from ronde.errors import UsageError
 from ronde.records import MachineRecord
 from ronde.torch.session import current_session
@@ -43,12 +44,6 @@ def choose_device(kind: DeviceKind, local_rank: int) -> torch.device:
             f"local rank {local_rank}. Type: -n {num_devices}, or --device cpu"
         )
     return torch.device("cuda", local_rank)
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return MachineRecord.here().cpu
 
 
 def synchronize(device: torch.device) -> None:
@@ -77,65 +72,47 @@ _MAX_PROFILED_STEPS = 10
 def time_block(
     replica: Replica, num_steps: int, device: torch.device, *, is_alone: bool = False
 ) -> StepTimes:
-    """Time a block of steps; collective.
+    """Time a block of steps on all ranks, or on rank 0 alone; collective.
 
     One step goes before, which brings the replica's memory back into the caches.
+    Returns the slowest rank's times, on every rank.
     """
-    is_stepping = not is_alone or hvd.rank() == 0
     own = StepTimes(0.0, dict.fromkeys(Phase, 0.0))
+    is_stepping = not is_alone or hvd.rank() == 0
     if is_stepping:
-        replica.step(NoClock())
+        replica.step(Stopwatch())
         synchronize(device)
     hvd.barrier()
     if is_stepping:
-        with _no_garbage_collection():
+        gc.collect()
+        with without_collector():
             own = _time_steps(replica, num_steps, device)
-    return _slowest(own)
+    figures = [own.step_s, *(own.phases_s[phase] for phase in Phase)]
+    row = torch.tensor([figures], dtype=torch.float64)
+    rows = cast("list[list[float]]", hvd.allgather(row).tolist())
+    phases = max((each[1:] for each in rows), key=sum)
+    step_s = max(each[0] for each in rows)
+    return StepTimes(step_s, dict(zip(Phase, phases, strict=True)))
 
 
 def _time_steps(replica: Replica, num_steps: int, device: torch.device) -> StepTimes:
+    def elapsed_s(clock: Stopwatch, num_steps: int) -> float:
+        start_ns = time.perf_counter_ns()
+        for _ in range(num_steps):
+            replica.step(clock)
+        synchronize(device)
+        return (time.perf_counter_ns() - start_ns) / num_steps / 1e9
+
     stopwatch = Stopwatch(partial(synchronize, device))
     if device.type == "cpu":
-        step_s = _elapsed_s(replica, stopwatch, num_steps, device)
+        step_s = elapsed_s(stopwatch, num_steps)
         return StepTimes(step_s, stopwatch.seconds_a_step(num_steps))
     # A synchronisation a phase would keep the host from running ahead of the device,
     # so the phases are timed in steps of their own.
-    step_s = _elapsed_s(replica, NoClock(), num_steps, device)
+    step_s = elapsed_s(Stopwatch(), num_steps)
     num_profiled = min(num_steps, _MAX_PROFILED_STEPS)
-    _elapsed_s(replica, stopwatch, num_profiled, device)
+    elapsed_s(stopwatch, num_profiled)
     return StepTimes(step_s, stopwatch.seconds_a_step(num_profiled))
-
-
-def _elapsed_s(
-    replica: Replica, clock: NoClock | Stopwatch, num_steps: int, device: torch.device
-) -> float:
-    start_ns = time.perf_counter_ns()
-    for _ in range(num_steps):
-        replica.step(clock)
-    synchronize(device)
-    return (time.perf_counter_ns() - start_ns) / num_steps / 1e9
-
-
-def _slowest(own: StepTimes) -> StepTimes:
-    row = torch.tensor(
-        [[own.step_s, *(own.phases_s[phase] for phase in Phase)]], dtype=torch.float64
-    )
-    rows = cast("list[list[float]]", hvd.allgather(row).tolist())
-    phases = max((each[1:] for each in rows), key=sum)
-    return StepTimes(
-        step_s=max(each[0] for each in rows),
-        phases_s=dict(zip(Phase, phases, strict=True)),
-    )
-
-
-@contextmanager
-def _no_garbage_collection() -> Generator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 _BLOCK_S = 0.4
@@ -151,16 +128,30 @@ def measure(options: TrainOptions, on_progress: OnProgress) -> TrainingOutcome:
     ``ronde.torch`` must be initialised. The three are measured in blocks of a few steps
     that take turns, in another order every round, so that a machine that slows down
     slows all of them.
+
+    Raises:
+        UsageError: There is no such device, or the model does not fit.
+        CollectiveError: A rank was lost.
     """
     device = _agree_on_devices(options)
-    num_replicas = 1 if hvd.size() == 1 else 2
+    name = MachineRecord.here().cpu
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    size = hvd.size()
     with used(device):
-        require_fit(options, device, num_replicas)
+        require_fit(options, device, num_replicas=min(size, 2))
         replicas = _make_replicas(options, device)
-        num_steps = options.steps or _calibrate(replicas, device)
+        num_steps = options.steps
+        if num_steps is None:
+            # So many last long enough to be timed; the same on all ranks.
+            step_s = time_block(replicas[Variant.ONE_RANK], 1, device).step_s
+            num_steps = max(1, min(_MAX_STEPS, math.ceil(_BLOCK_S / step_s)))
         rounds = _run_rounds(replicas, num_steps, options.rounds, device, on_progress)
         is_in_step = _is_in_step(replicas)
-    return TrainingOutcome(options, _setting(device), num_steps, rounds, is_in_step)
+    engine = current_session().communicator.engine if size > 1 else ""
+    where = (size, torch.get_num_threads(), device.type, name, engine)
+    setting = Setting(*where, torch.__version__)
+    return TrainingOutcome(options, setting, num_steps, rounds, is_in_step)
 
 
 def _agree_on_devices(options: TrainOptions) -> torch.device:
@@ -186,14 +177,8 @@ def _make_replicas(
         replicas |= {Variant.ALL_RANKS: together, Variant.NO_COMMUNICATION: alone}
     for replica in dict.fromkeys(replicas.values()):
         for _ in range(options.warmup):
-            replica.step(NoClock())
+            replica.step(Stopwatch())
     return replicas
-
-
-def _calibrate(replicas: Mapping[Variant, Replica], device: torch.device) -> int:
-    """Return how many steps last long enough to be timed; the same on all ranks."""
-    step_s = time_block(replicas[Variant.ONE_RANK], 1, device).step_s
-    return max(1, min(_MAX_STEPS, math.ceil(_BLOCK_S / step_s)))
 
 
 def _run_rounds(
@@ -225,15 +210,3 @@ def _is_in_step(replicas: Mapping[Variant, Replica]) -> bool:
         return True
     digest = replicas[Variant.ALL_RANKS].digest()
     return len(set(hvd.allgather_object(digest))) == 1
-
-
-def _setting(device: torch.device) -> Setting:
-    is_shared = hvd.size() > 1
-    return Setting(
-        num_ranks=hvd.size(),
-        num_threads=torch.get_num_threads(),
-        device=device.type,
-        device_name=device_name(device),
-        engine=current_session().communicator.engine if is_shared else "",
-        torch=torch.__version__,
-    )

@@ -1,12 +1,12 @@
 """Training steps: what to measure, and what was measured; no torch."""
 
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from ronde.bench.training.catalogue import MODELS, ModelFacts, Unit
+from ronde.bench.training.catalogue import MODELS, ModelFacts
 from ronde.errors import UsageError
 
 
@@ -78,9 +78,8 @@ class TrainOptions:
                     f"{name} must be at least {value}, got {given}. "
                     f"Type: --{name} {max(value, 1)}"
                 )
-        has_channels = self.model.unit is Unit.IMAGES
-        has_channels = has_channels and len(self.model.sample_shape) == 3
-        if self.is_channels_last and not has_channels:
+        # Of the models only those of images have three dimensions a sample.
+        if self.is_channels_last and len(self.model.sample_shape) != 3:
             raise UsageError(
                 f"model must take images with channels for channels-last, got "
                 f"{self.model.name}. Leave --channels-last out."
@@ -127,7 +126,6 @@ Round = Mapping[Variant, StepTimes]
 
 
 KIND = "bench_train"
-"""The kind of the records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +155,7 @@ class TrainingOutcome:
         return [variant for variant in Variant if variant in self.rounds[0]]
 
     def step_s(self, variant: Variant) -> float:
-        return self._median(lambda each: each[variant].step_s)
+        return statistics.median(each[variant].step_s for each in self.rounds)
 
     def units_per_s(self, variant: Variant) -> float:
         """Return images or tokens a second of all ranks that step."""
@@ -169,7 +167,7 @@ class TrainingOutcome:
         """Return what a part took; of ``backward()`` only what is not exposed."""
         is_split = phase is Phase.BACKWARD and variant is Variant.ALL_RANKS
         source = Variant.NO_COMMUNICATION if is_split else variant
-        return self._median(lambda each: each[source].phases_s[phase])
+        return statistics.median(each[source].phases_s[phase] for each in self.rounds)
 
     def exposed_s(self) -> float:
         """Return the communication of a step that backward does not hide.
@@ -177,55 +175,31 @@ class TrainingOutcome:
         It is what ``backward()`` takes longer with communication than without, the
         median of the rounds' differences. Noise can make it negative; it is not cut.
         """
-        return self._median(
-            lambda each: (
-                each[Variant.ALL_RANKS].phases_s[Phase.BACKWARD]
-                - each[Variant.NO_COMMUNICATION].phases_s[Phase.BACKWARD]
-            )
-        )
+        variants, phase = (Variant.ALL_RANKS, Variant.NO_COMMUNICATION), Phase.BACKWARD
+        pairs = [[each[v].phases_s[phase] for v in variants] for each in self.rounds]
+        return statistics.median(longer - shorter for longer, shorter in pairs)
 
     def speed_up(self) -> float:
         """Return how many times one rank's throughput all ranks reach together."""
-        return self.setting.num_ranks * self._median(
-            lambda each: each[Variant.ONE_RANK].step_s / each[Variant.ALL_RANKS].step_s
-        )
+        return self.setting.num_ranks * self._ratio(Variant.ONE_RANK)
 
     def efficiency(self) -> float:
         return self.speed_up() / self.setting.num_ranks
 
     def fraction_of_ceiling(self) -> float:
         """Return the throughput by that of the same ranks without communication."""
-        return self._median(
-            lambda each: (
-                each[Variant.NO_COMMUNICATION].step_s / each[Variant.ALL_RANKS].step_s
-            )
-        )
+        return self._ratio(Variant.NO_COMMUNICATION)
 
-    def _median(self, figure: Callable[[Round], float]) -> float:
-        return statistics.median(figure(each) for each in self.rounds)
+    def _ratio(self, variant: Variant) -> float:
+        whole = Variant.ALL_RANKS
+        steps = [(each[variant].step_s, each[whole].step_s) for each in self.rounds]
+        return statistics.median(own / all_ranks for own, all_ranks in steps)
 
 
 def record_values(outcome: TrainingOutcome) -> dict[str, Any]:
     """Return a record's values: settings, medians, and every round's figures."""
-    values = _asked(outcome) | _where(outcome.setting)
-    values |= {
-        "num_steps": outcome.num_steps,
-        "is_in_step": outcome.is_in_step,
-        "variants": {str(v): _figures(outcome, v) for v in outcome.variants()},
-    }
-    if outcome.setting.num_ranks > 1:
-        values |= {
-            "exposed_communication_ms": outcome.exposed_s() * 1e3,
-            "speed_up": outcome.speed_up(),
-            "efficiency": outcome.efficiency(),
-            "fraction_of_ceiling": outcome.fraction_of_ceiling(),
-        }
-    return values
-
-
-def _asked(outcome: TrainingOutcome) -> dict[str, Any]:
-    options = outcome.options
-    return {
+    options, setting = outcome.options, outcome.setting
+    values: dict[str, Any] = {
         "model": options.model.name,
         "unit": str(options.model.unit),
         "num_parameters": options.model.num_parameters,
@@ -237,18 +211,19 @@ def _asked(outcome: TrainingOutcome) -> dict[str, Any]:
         "input": str(options.input),
         "is_channels_last": options.is_channels_last,
         "is_compiled": options.is_compiled,
+        **asdict(setting),
+        "num_steps": outcome.num_steps,
+        "is_in_step": outcome.is_in_step,
+        "variants": {str(v): _figures(outcome, v) for v in outcome.variants()},
     }
-
-
-def _where(setting: Setting) -> dict[str, Any]:
-    return {
-        "num_ranks": setting.num_ranks,
-        "num_threads": setting.num_threads,
-        "device": setting.device,
-        "device_name": setting.device_name,
-        "engine": setting.engine,
-        "torch": setting.torch,
-    }
+    if setting.num_ranks > 1:
+        values |= {
+            "exposed_communication_ms": outcome.exposed_s() * 1e3,
+            "speed_up": outcome.speed_up(),
+            "efficiency": outcome.efficiency(),
+            "fraction_of_ceiling": outcome.fraction_of_ceiling(),
+        }
+    return values
 
 
 def _figures(outcome: TrainingOutcome, variant: Variant) -> dict[str, Any]:

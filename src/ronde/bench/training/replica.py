@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,51 +28,33 @@ from ronde.memory import available_memory
 from ronde.units import format_size
 
 
-class StepClock(Protocol):
-    """Hears when a step begins and when each of its phases is over."""
-
-    def start(self) -> None:
-        """Note that a step begins."""
-        ...
-
-    def mark(self, phase: Phase) -> None:
-        """Note that ``phase`` is over."""
-        ...
-
-
 class Stopwatch:
-    """Adds up what each phase takes, over any number of steps."""
+    """Adds up what each phase takes; without ``synchronize`` it does nothing.
 
-    def __init__(self, synchronize: Callable[[], None]) -> None:
+    ``synchronize`` waits until the device has done all it was given.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self._synchronize = synchronize
         self._since_ns = 0
         self._total_ns = dict.fromkeys(Phase, 0)
 
     def start(self) -> None:
-        """Note that a step begins."""
-        self._synchronize()
-        self._since_ns = time.perf_counter_ns()
+        if self._synchronize is not None:
+            self._synchronize()
+            self._since_ns = time.perf_counter_ns()
 
     def mark(self, phase: Phase) -> None:
         """Note that ``phase`` is over."""
-        self._synchronize()
-        now_ns = time.perf_counter_ns()
-        self._total_ns[phase] += now_ns - self._since_ns
-        self._since_ns = now_ns
+        if self._synchronize is not None:
+            self._synchronize()
+            now_ns = time.perf_counter_ns()
+            self._total_ns[phase] += now_ns - self._since_ns
+            self._since_ns = now_ns
 
     def seconds_a_step(self, num_steps: int) -> dict[Phase, float]:
         """Return the mean of each phase over the steps that were marked."""
         return {phase: ns / num_steps / 1e9 for phase, ns in self._total_ns.items()}
-
-
-class NoClock:
-    """Hears nothing, so that the device is never waited for."""
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def mark(self, phase: Phase) -> None:
-        """Do nothing."""
 
 
 NUM_PREPARED = 2
@@ -83,19 +65,21 @@ Batch = tuple[Tensor, Tensor]
 
 
 def batches(options: TrainOptions, device: torch.device, seed: int) -> Iterator[Batch]:
+    """Yield batches without end; for an accelerator prepared ones are pinned."""
     generator = torch.Generator().manual_seed(seed)
-    num_samples = NUM_PREPARED * options.batch
+    size, num_samples = options.batch, NUM_PREPARED * options.batch
     inputs, labels = make_samples(options.model, num_samples, generator)
     if options.is_channels_last:
         inputs = inputs.contiguous(memory_format=torch.channels_last)
-    if options.input is InputKind.GATHERED:
-        return _gathered(inputs, labels, options.batch, generator)
-    size = options.batch
+    while options.input is InputKind.GATHERED:
+        chosen = torch.randint(len(inputs), (size,), generator=generator)
+        yield inputs[chosen], labels[chosen]
     starts = range(0, num_samples, size)
     prepared = [(inputs[s : s + size], labels[s : s + size]) for s in starts]
     if device.type == "cuda":
         prepared = [(x.pin_memory(), y.pin_memory()) for x, y in prepared]
-    return _in_turn(prepared)
+    while True:
+        yield from prepared
 
 
 def make_samples(
@@ -108,19 +92,6 @@ def make_samples(
         return torch.randn(shape, generator=generator), labels
     tokens = torch.randint(model.num_classes, shape, generator=generator)
     return tokens, torch.randint(model.num_classes, shape, generator=generator)
-
-
-def _in_turn(prepared: list[Batch]) -> Iterator[Batch]:
-    while True:
-        yield from prepared
-
-
-def _gathered(
-    inputs: Tensor, labels: Tensor, batch: int, generator: torch.Generator
-) -> Iterator[Batch]:
-    while True:
-        chosen = torch.randint(len(inputs), (batch,), generator=generator)
-        yield inputs[chosen], labels[chosen]
 
 
 AUXILIARY_WEIGHT = 0.3
@@ -148,7 +119,11 @@ class Replica:
         self.model = build(options.model.name).to(device)
         if options.is_channels_last:
             cast("Any", self.model).to(memory_format=torch.channels_last)
-        self._optimizer = _make_optimizer(options, self.model)
+        weights = self.model.parameters()
+        optimizer: Optimizer = SGD(weights, lr=1e-3, momentum=0.9)
+        if options.optimizer is OptimizerKind.ADAM:
+            optimizer = Adam(self.model.parameters(), lr=1e-4)
+        self._optimizer = optimizer
         if is_communicating:
             hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
             self._optimizer = hvd.DistributedOptimizer(
@@ -161,7 +136,7 @@ class Replica:
         if options.is_compiled:
             self._call = cast("Callable[[Tensor], Tensor]", torch.compile(self.model))
 
-    def step(self, clock: StepClock) -> None:
+    def step(self, clock: Stopwatch) -> None:
         """Take one training step and tell ``clock`` where it is."""
         clock.start()
         inputs, labels = next(self._batches)
@@ -195,12 +170,6 @@ def loss_of(outputs: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
     return own + AUXILIARY_WEIGHT * sum(auxiliary, torch.zeros_like(own))
 
 
-def _make_optimizer(options: TrainOptions, model: nn.Module) -> Optimizer:
-    if options.optimizer is OptimizerKind.ADAM:
-        return Adam(model.parameters(), lr=1e-4)
-    return SGD(model.parameters(), lr=1e-3, momentum=0.9)
-
-
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """The least that one rank needs."""
@@ -228,10 +197,9 @@ def measure_footprint(options: TrainOptions, num_replicas: int) -> Footprint:
     # Not the meta device: there attention keeps matrices that no real device keeps.
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
         model = build(options.model.name)
-        one, two = (
-            _saved_bytes(model, *make_samples(options.model, n)) for n in (1, 2)
-        )
-        data = sum(tensor.nbytes for tensor in make_samples(options.model, 1))
+        samples = [make_samples(options.model, n) for n in (1, 2)]
+        one, two = (_saved_bytes(model, *each) for each in samples)
+        data = sum(tensor.nbytes for tensor in samples[0])
     num_copies = 4 if options.optimizer is OptimizerKind.ADAM else 3
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     a_sample = two - one  # the rest is there once, such as weights cast to bfloat16
@@ -264,7 +232,11 @@ def _identity(tensor: Tensor) -> int:
 def require_fit(options: TrainOptions, device: torch.device, num_replicas: int) -> None:
     """Refuse what cannot fit; collective, and every rank comes to the same end."""
     footprint = measure_footprint(options, num_replicas)
-    share, remedy = _share(device)
+    if device.type == "cuda":
+        share, remedy = torch.cuda.mem_get_info(device)[0], "Take a smaller model."
+    else:
+        available = available_memory()
+        share, remedy = available.num_bytes // hvd.local_size(), available.remedy
     least = int(hvd.allreduce(torch.tensor(share), op=hvd.Min))
     needed = footprint.num_bytes(options.batch)
     if needed <= least:
@@ -277,11 +249,3 @@ def require_fit(options: TrainOptions, device: torch.device, num_replicas: int) 
         f"{format_size(footprint.fixed_bytes)} + {options.batch} * "
         f"{format_size(footprint.sample_bytes)} = {format_size(needed)}. {cure}"
     )
-
-
-def _share(device: torch.device) -> tuple[int, str]:
-    """Return the bytes that this rank may take, and what to do for more."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0], "Take a smaller model."
-    available = available_memory()
-    return available.num_bytes // hvd.local_size(), available.remedy
