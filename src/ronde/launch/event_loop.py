@@ -212,7 +212,7 @@ class EventLoop:
             if self.is_hurried or not self.is_held_back:
                 for node in self.live_nodes:
                     node.grant()
-            self._look_for_silent(handler)
+            self._look_for_silence(handler)
             if time.monotonic() > deadline():
                 return is_done()
         return True
@@ -280,7 +280,7 @@ class EventLoop:
         self.store.forget(node)
         handler.take_loss(node, loss)
 
-    def _look_for_silent(self, handler: Handler) -> None:
+    def _look_for_silence(self, handler: Handler) -> None:
         now_s, nodes = time.monotonic(), self.live_nodes
         if all(now_s <= node.silent_by_s for node in nodes):
             return

@@ -73,15 +73,13 @@ class Tail:
         """Return the Python traceback that is the last word, or an empty text.
 
         An older one, after which more was written, is none; what is written while a
-        process ends does not count, nor do exceptions that Python ignores.
-
-        With it come the exceptions that it was raised for, and the lines that belong
-        to its message, as far as a text tells. A prefix of every line, such as
-        torch's ``[rank0]: ``, is taken away.
+        process ends does not count, nor do exceptions that Python ignores. With it come
+        the exceptions that it was raised for, and the lines of its message. A prefix of
+        every line, such as torch's ``[rank0]: ``, is taken away.
         """
-        if _TRACEBACK.encode() not in self._kept:
-            return ""
-        return find_traceback(self._lines())
+        return (
+            find_traceback(self._lines()) if _TRACEBACK.encode() in self._kept else ""
+        )
 
     def _lines(self) -> list[str]:
         lines = bytes(self._kept[-_KEPT_BYTES:]).split(b"\n")
@@ -98,21 +96,24 @@ def find_traceback(lines: Sequence[str]) -> str:
     heads = [i for i in range(len(lines)) if _is_head(lines, i)]
     if not heads:
         return ""
-    prefix = _prefix(lines[heads[-1]])
+    # What a wrapper put before the first line. The border of an exception group is
+    # Python's own.
+    prefix = lines[heads[-1]].removesuffix(_TRACEBACK)
+    prefix = prefix.removesuffix("  + Exception Group ")
+    plain = [line.removeprefix(prefix) for line in lines]
     first = heads[-1]
     for head in reversed(heads[:-1]):
-        if not _is_chained(lines, first, prefix):
+        # Whether the later traceback goes on from this one.
+        before = plain[max(0, first - 2) : first]
+        if len(before) != 2 or before[0] not in _CHAINED or before[1].strip():
             break
         first = head
-    rest = [line.removeprefix(prefix) for line in lines[heads[-1] :]]
-    before = [line.removeprefix(prefix) for line in lines[first : heads[-1]]]
-    length = _length(rest)
-    if not _is_farewell(rest[length:]):
-        return ""
-    return "\n".join(before + rest[:length])
+    end = _end(plain, heads[-1])
+    return "\n".join(plain[first:end]) if _is_farewell(plain[end:]) else ""
 
 
 def _is_farewell(lines: Sequence[str]) -> bool:
+    """Whether these are but what is written while a process ends."""
     is_ignored = False
     for line in lines:
         if _NOT_FATAL.search(line):
@@ -126,6 +127,10 @@ def _is_farewell(lines: Sequence[str]) -> bool:
 
 
 def _is_head(lines: Sequence[str], index: int) -> bool:
+    """Whether a traceback begins here that may end a process.
+
+    One within an exception group does not, nor one that Python ignores.
+    """
     before = lines[index].removesuffix(_TRACEBACK)
     if before == lines[index] or before.rstrip().endswith("|"):
         return False
@@ -133,30 +138,18 @@ def _is_head(lines: Sequence[str], index: int) -> bool:
     return not _NOT_FATAL.search(above)
 
 
-def _prefix(head: str) -> str:
-    before = head.removesuffix(_TRACEBACK)
-    # The border of an exception group is Python's own.
-    return before.removesuffix("  + Exception Group ")
-
-
-def _is_chained(lines: Sequence[str], head: int, prefix: str) -> bool:
-    before = [line.removeprefix(prefix) for line in lines[max(0, head - 2) : head]]
-    return len(before) == 2 and before[0] in _CHAINED and not before[1].strip()
-
-
-def _length(lines: Sequence[str]) -> int:
-    end = 1
+def _end(lines: Sequence[str], head: int) -> int:
+    """Return where the traceback ends that begins at ``head``."""
+    end = head + 1
     while end < len(lines) and lines[end][:1] in {" ", "\t"}:
         end += 1
     # What follows the calls is the exception, whose message may have several lines.
     limit = min(len(lines), end + _MAX_MESSAGE_LINES)
-    while end < limit and lines[end].strip() and not _is_own_word(lines[end]):
+    while end < limit and lines[end].strip():
+        if _NOT_FATAL.search(lines[end]) or _FAREWELL.search(lines[end]):
+            break
         end += 1
     return end
-
-
-def _is_own_word(line: str) -> bool:
-    return bool(_NOT_FATAL.search(line) or _FAREWELL.search(line))
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,11 +232,14 @@ def sweep(
     while spared or has_children():
         below = _freeze(me, spared)
         for process in below:
-            if process.is_zombie:
-                _reap(process, me, on_reaped)
-            else:
+            if not process.is_zombie:
                 killed.add((process.pid, process.started))
                 signal_process(process, signal.SIGKILL)
+            elif process.parent == me:
+                with suppress(ChildProcessError):
+                    pid, status = os.waitpid(process.pid, os.WNOHANG)
+                    if pid:
+                        on_reaped(pid, status)
         if not below and spared:
             break
         if time.monotonic() > ends_at:
@@ -263,19 +266,6 @@ def _freeze(me: int, spared: frozenset[int]) -> list[ProcessStat]:
     return below
 
 
-def _reap(
-    process: ProcessStat, me: int, on_reaped: Callable[[int, int], object]
-) -> None:
-    if process.parent != me:
-        return
-    try:
-        pid, status = os.waitpid(process.pid, os.WNOHANG)
-    except ChildProcessError:
-        return
-    if pid:
-        on_reaped(pid, status)
-
-
 def describe(process: ProcessStat) -> str:
     """Name a process that does not end, with what it waits for in the kernel."""
     where = _read(f"/proc/{process.pid}/wchan")
@@ -284,13 +274,15 @@ def describe(process: ProcessStat) -> str:
 
 
 def await_empty(job_marker: str, deadline_s: float) -> list[int]:
-    """Wait until no process of a job is left on this host."""
+    """Wait until no process of a job is left on this host; return those that are.
+
+    The agent of an earlier generation that lost its controller ends its ranks by
+    itself; how soon, depends on when it noticed.
+    """
     ends_at = time.monotonic() + deadline_s
-    while True:
-        left = list(find_members(job_marker))
-        if not left or time.monotonic() > ends_at:
-            return left
+    while (left := list(find_members(job_marker))) and time.monotonic() <= ends_at:
         time.sleep(_POLL_S)
+    return left
 
 
 def find_members(job_marker: str) -> Iterator[int]:

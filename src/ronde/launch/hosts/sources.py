@@ -4,6 +4,7 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping
+from typing import IO, cast
 
 from ronde.errors import UsageError, WorldError
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
@@ -61,19 +62,24 @@ def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
 
 
 def _list_name(environ: Mapping[str, str]) -> str:
-    if "SLURM_JOB_ID" not in environ:
-        return ""
-    return next((name for name in _LISTS if environ.get(name)), "")
+    """Return the name of the variable that lists the hosts; empty outside."""
+    names = _LISTS if "SLURM_JOB_ID" in environ else ()
+    return next((name for name in names if environ.get(name)), "")
 
 
-def _slots(environ: Mapping[str, str], num_hosts: int, said: str) -> list[int]:
-    tasks = _tasks(environ, num_hosts, said)
+def _slots(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
+    tasks = _tasks(environ, num_hosts, hosts)
     if max(tasks) > 1:
         return tasks
-    return [_gpus_of_each(environ, num_hosts) or SLOTS_OPEN] * num_hosts
+    # Slurm gives the GPUs of this host, where it started this process. Only a job that
+    # asked for a total can have other counts elsewhere.
+    name, num_gpus = "SLURM_GPUS_ON_NODE", 0
+    if name in environ and not (num_hosts > 1 and "SLURM_GPUS" in environ):
+        num_gpus = parse_number(environ[name], name, "Slurm", highest=MAX_SLOTS)
+    return [num_gpus or SLOTS_OPEN] * num_hosts
 
 
-def _tasks(environ: Mapping[str, str], num_hosts: int, said: str) -> list[int]:
+def _tasks(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
     """Return the tasks that were asked for on each host; all 1 where none were."""
     each_name, name = "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"
     # Without a task that was asked for, the counts are those of CPUs.
@@ -89,22 +95,10 @@ def _tasks(environ: Mapping[str, str], num_hosts: int, said: str) -> list[int]:
         if "SLURM_STEP_ID" not in environ:
             raise UsageError(
                 f"{name} must have a count for each of the {num_hosts} hosts in "
-                f"{said}, got {environ[name]!r}, which has {len(tasks)}. {_CURE}"
+                f"{hosts}, got {environ[name]!r}, which has {len(tasks)}. {_CURE}"
             )
     each = environ.get(each_name, "1")
     return [parse_number(each, each_name, "Slurm", highest=MAX_SLOTS)] * num_hosts
-
-
-def _gpus_of_each(environ: Mapping[str, str], num_hosts: int) -> int:
-    """Return the GPUs of every host, 0 where Slurm does not tell.
-
-    It tells the count of this host, where it started this process. Only a job that
-    asked for a total can have other counts elsewhere.
-    """
-    name = "SLURM_GPUS_ON_NODE"
-    if name not in environ or (num_hosts > 1 and "SLURM_GPUS" in environ):
-        return 0
-    return parse_number(environ[name], name, "Slurm", highest=MAX_SLOTS)
 
 
 def discover(script: str, said_by: str, timeout_s: float = 60.0) -> tuple[Host, ...]:
@@ -120,7 +114,9 @@ def discover(script: str, said_by: str, timeout_s: float = 60.0) -> tuple[Host, 
         with (
             adopting_orphans(),
             caught_signals() as signal_fd,
-            _start(script) as process,
+            subprocess.Popen(  # noqa: S602  horovodrun takes a command line, too
+                script, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+            ) as process,
         ):
             try:
                 printed = _read_printed(process, signal_fd, timeout_s)
@@ -135,24 +131,17 @@ def discover(script: str, said_by: str, timeout_s: float = 60.0) -> tuple[Host, 
     return parse_hostfile(printed, f"{said_by} {script}")
 
 
-def _start(script: str) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(  # noqa: S602  horovodrun takes a command line, too
-        script, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-    )
-
-
 def _read_printed(
     process: "subprocess.Popen[bytes]", signal_fd: int, timeout_s: float
 ) -> str:
-    if process.stdout is None:
-        raise AssertionError("the script was given a pipe")
+    output = cast("IO[bytes]", process.stdout)
     ends_at_s = time.monotonic() + timeout_s
     printed, is_open = b"", True
     while is_open or process.poll() is None:
         left_s = ends_at_s - time.monotonic()
         if left_s <= 0:
             raise ValueError(f"it takes longer than {timeout_s:g} s")
-        readable = [signal_fd, *([process.stdout.fileno()] if is_open else [])]
+        readable = [signal_fd, *([output.fileno()] if is_open else [])]
         for fd in wait_for(readable, [], left_s if is_open else _POLL_S):
             if fd == signal_fd:
                 raise_if_stopped(signal_fd)

@@ -163,7 +163,7 @@ class Transcript:
     node_nonce: bytes  # random bytes of the node's
     node_info: bytes  # the node's, as it was sent
 
-    def proof(self, token: Token, role: Role) -> bytes:
+    def sign(self, token: Token, role: Role) -> bytes:
         """Return what shows that who has this role knows the token."""
         return token.sign(
             _PURPOSE,
@@ -175,9 +175,9 @@ class Transcript:
             self.node_info,
         )
 
-    def is_proven(self, token: Token, role: Role, proof: bytes) -> bool:
+    def verify(self, token: Token, role: Role, proof: bytes) -> bool:
         """Say whether this is that proof, in a time that does not tell how near."""
-        return hmac.compare_digest(self.proof(token, role), proof)
+        return hmac.compare_digest(self.sign(token, role), proof)
 
 
 class AuthenticationError(LaunchError):
@@ -197,10 +197,10 @@ def authenticate_node(
         raise AuthenticationError(f"claim must have at most {MAX_INFO_BYTES} bytes.")
     node_info = yield from _receive(sock, length)
     transcript = Transcript(certificate, head_nonce, node_nonce, node_info)
-    if not transcript.is_proven(token, Role.NODE, proof):
+    if not transcript.verify(token, Role.NODE, proof):
         raise AuthenticationError("node must know the token, but it does not.")
     decoded = decode_node_info(node_info)
-    yield from _send(sock, transcript.proof(token, Role.HEAD))
+    yield from _send(sock, transcript.sign(token, Role.HEAD))
     return decoded
 
 
@@ -222,10 +222,10 @@ def authenticate_head(
     raw = node_info.encode()
     node_nonce = secrets.token_bytes(NONCE_BYTES)
     transcript = Transcript(certificate, head_nonce, node_nonce, raw)
-    proof = transcript.proof(token, Role.NODE)
+    proof = transcript.sign(token, Role.NODE)
     yield from _send(sock, _ANSWER.pack(node_nonce, proof, len(raw)) + raw)
     head_proof = yield from _receive(sock, PROOF_BYTES)
-    if not transcript.is_proven(token, Role.HEAD, head_proof):
+    if not transcript.verify(token, Role.HEAD, head_proof):
         raise AuthenticationError(
             "what answers there must know the token, but it does not: it is not the "
             "head, or stands between here and the head."

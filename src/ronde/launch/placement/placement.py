@@ -196,16 +196,17 @@ def _all_near(nodes: set[int], gpus: Sequence[Gpu | None]) -> bool:
 
 
 def _narrow(rank_place: RankPlace) -> Binding:
+    """Give a rank the cores that are its part."""
     cores = rank_place.cores
     num_ranks, name = _part(rank_place)
     if not rank_place.share.has_enough:
-        why = f"{num_ranks} ranks share {name}"
-        return _on(cores, 1, why, has_enough=False)
+        return _on(cores, 1, f"{num_ranks} ranks share {name}", has_enough=False)
     why = f"1/{num_ranks} of {name}" if num_ranks > 1 else name
     return _on(cores, len(cores), why)
 
 
 def _wide(cores: Sequence[Core], places: Sequence[RankPlace]) -> list[Binding]:
+    """Give each rank the whole memory node that its part lies in the middle of."""
     homes = [each.home for each in places]
     bindings: list[Binding] = []
     for each in places:
@@ -232,6 +233,7 @@ def _on(
 
 
 def _finished(binding: Binding, machine: Machine, num_ranks: int) -> Binding:
+    """Cut the cores to the quota; ask for no memory node where there is but one."""
     share = binding.num_cores
     if machine.cpu_limit:
         share = max(1, min(share, int(machine.cpu_limit / num_ranks)))
@@ -290,29 +292,21 @@ def place_ranks(
             cpus=binding.cpus,
             memory_node=binding.memory_node,
             env=device.env,
-            device=_title(device.gpu),
+            device=f"GPU {gpu.visible_as} {gpu.name}".strip() if gpu else "",
             nic=port,
             why=binding.why,
         )
-        for binding, device, port in zip(bindings, devices, ports, strict=True)
+        for binding, device, gpu, port in zip(
+            bindings, devices, own, ports, strict=True
+        )
     )
-    return places, tuple(_notices(host.name, num_ranks, gpus, bindings))
-
-
-def _title(gpu: Gpu | None) -> str:
-    return f"GPU {gpu.visible_as} {gpu.name}".strip() if gpu else ""
-
-
-def _notices(
-    name: str, num_ranks: int, gpus: Sequence[Gpu], bindings: Sequence[Binding]
-) -> list[str]:
-    notices: list[str] = []
+    notices: tuple[str, ...] = ()
     if 0 < len(gpus) < num_ranks:
-        notices.append(
-            f"{name}: {num_ranks} ranks and fewer GPUs, {len(gpus)}, so that ranks "
-            "share them or use none."
+        notices += (
+            f"{host.name}: {num_ranks} ranks and fewer GPUs, {len(gpus)}, so that "
+            "ranks share them or use none.",
         )
     crowded = next((b for b in bindings if not b.has_enough), None)
     if crowded:
-        notices.append(f"{name}: {crowded.why}.")
-    return notices
+        notices += (f"{host.name}: {crowded.why}.",)
+    return places, notices

@@ -14,24 +14,21 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.hosts.host import Host
 from ronde.launch.process_tree import end_with
 from ronde.launch.program import absolute_path
-from ronde.launch.signals import (
-    raise_if_stopped,
-)
+from ronde.launch.signals import raise_if_stopped
 from ronde.launch.spawners.base import Spawner, last_line
 from ronde.launch.spawners.ssh import SshSpawner
 
 EXCLUDED = frozenset({".git", "__pycache__", ".venv"})
 """Files and folders of these names stay here, wherever they are."""
 MAX_COPYING = 16  # hosts that are copied to at a time
-_SAID_BYTES = 64 << 10
+_LAST_BYTES = 64 << 10
 _SSH_FAILED = 255
 _RSYNC_VANISHED = 24
 _RSYNC_SETTLED = frozenset({0, _RSYNC_VANISHED, _SSH_FAILED})
@@ -39,8 +36,7 @@ _TAR_SUMMARIES = ("tar: Exiting", "tar: Error")
 _UNPACK = 'mkdir -p "$0" && cd "$0" && exec tar -xof -'
 
 
-@dataclass(frozen=True, slots=True)
-class Synced:
+class Synced(NamedTuple):
     """What a copy to all hosts was."""
 
     num_files: int  # files of the folder
@@ -49,10 +45,34 @@ class Synced:
     took_s: float
 
 
+class _Copied(NamedTuple):
+    host: Host
+    exit_code: int
+    printed: str  # the last that the command wrote
+
+
+class _Copying(NamedTuple):
+    host: Host
+    process: "subprocess.Popen[bytes]"
+    output: IO[bytes]
+
+    def finish(self) -> _Copied:
+        exit_code = self.process.wait()
+        with self.output as output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_BYTES))
+            text = output.read().decode("utf-8", "backslashreplace")
+        return _Copied(self.host, exit_code, text)
+
+
 def sync_folder(
     folder: str, hosts: Sequence[Host], spawner: Spawner, signal_fd: int
 ) -> Synced:
-    """Copy a folder to the same path on other hosts, and wait until it is there."""
+    """Copy a folder to the same path on other hosts, and wait until it is there.
+
+    Raises:
+        UsageError: It is no folder that can be read.
+        HostError: It could not be copied to some hosts; all of them are listed.
+    """
     began_s = time.monotonic()
     path = absolute_path(folder)
     if not path.is_dir():
@@ -70,11 +90,9 @@ def sync_folder(
     if failures:
         message = f"{len(failures)} of {len(hosts)} hosts did not get {path}."
         failed = {failure.host for failure in failures}
-        raise HostError(
-            message, failures, [h.name for h in hosts if h.name not in failed]
-        )
-    took_s = time.monotonic() - began_s
-    return Synced(len(sizes), sum(sizes), len(hosts), took_s)
+        ready = [host.name for host in hosts if host.name not in failed]
+        raise HostError(message, failures, ready)
+    return Synced(len(sizes), sum(sizes), len(hosts), time.monotonic() - began_s)
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -87,23 +105,16 @@ def _files(path: Path) -> Iterator[Path]:
             yield entry
 
 
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    host: Host
-    exit_code: int
-    said: str
-
-
 def _copy_to_all(
     path: Path, hosts: Sequence[Host], spawner: Spawner, signal_fd: int
 ) -> list[HostFailure]:
-    tried: list[_Tried] = []
+    copied: list[_Copied] = []
     if isinstance(spawner, SshSpawner) and shutil.which("rsync"):
         commands = [(h, _rsync(path, h, spawner.client(h))) for h in hosts]
-        tried = _run_all(commands, None, signal_fd)
+        copied = _run_all(commands, None, signal_fd)
     # With any other code rsync may not be there, or a login's noise was no answer to
-    # it: a tar archive does without both. And of a full disk rsync may say nothing.
-    settled = [each for each in tried if each.exit_code in _RSYNC_SETTLED]
+    # it: a tar archive does without both. And of a full disk rsync may write nothing.
+    settled = [each for each in copied if each.exit_code in _RSYNC_SETTLED]
     has_settled = {each.host.name for each in settled}
     rest = [host for host in hosts if host.name not in has_settled]
     if rest:
@@ -119,12 +130,12 @@ def _copy_to_all(
     ]
 
 
-def _explain(tried: _Tried, spawner: Spawner) -> Failure:
-    if tried.exit_code == _SSH_FAILED:
-        return spawner.explain(tried.host, tried.exit_code, tried.said)
-    lines = tried.said.splitlines()
-    told = "\n".join(line for line in lines if not line.startswith(_TAR_SUMMARIES))
-    last = last_line(told) or f"exit code {tried.exit_code}"
+def _explain(copied: _Copied, spawner: Spawner) -> Failure:
+    if copied.exit_code == _SSH_FAILED:
+        return spawner.explain(copied.host, copied.exit_code, copied.printed)
+    lines = copied.printed.splitlines()
+    kept = "\n".join(line for line in lines if not line.startswith(_TAR_SUMMARIES))
+    last = last_line(kept) or f"exit code {copied.exit_code}"
     return Failure(f"not copied: {last}", "see the space and the rights there")
 
 
@@ -149,69 +160,62 @@ def _pack(path: Path, archive: IO[bytes], signal_fd: int) -> None:
     archive.flush()
 
 
-class _Copying:
-    def __init__(
-        self, host: Host, words: Sequence[str], archive: IO[bytes] | None
-    ) -> None:
-        self._host = host
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - finish() closes it
-        # Opened anew, for each reads at a place of its own.
-        source = f"/proc/self/fd/{archive.fileno()}" if archive else os.devnull
-        with Path(source).open("rb") as given:
-            self._process = subprocess.Popen(
-                words,
-                stdin=given,
-                stdout=self._said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                # The controller has one thread: code after the fork is safe.
-                preexec_fn=end_with(os.getpid(), signal.SIGTERM),  # noqa: PLW1509
-            )
-        try:
-            self.fd = os.pidfd_open(self._process.pid)
-        except OSError as error:
-            self._process.kill()
-            raise UsageError(
-                "--sync must be used where pidfd_open works (Linux 5.3 and newer, no "
-                f"seccomp filter), got {error.strerror}. Copy the files yourself."
-            ) from None
-
-    def finish(self) -> _Tried:
-        exit_code = self._process.wait()
-        os.close(self.fd)
-        with self._said as said:
-            said.seek(max(0, said.seek(0, os.SEEK_END) - _SAID_BYTES))
-            text = said.read().decode("utf-8", "backslashreplace")
-        return _Tried(self._host, exit_code, text)
-
-    def end(self) -> None:
-        os.killpg(self._process.pid, signal.SIGTERM)
-        self.finish()
+def _copy(host: Host, words: Sequence[str], archive: IO[bytes] | None) -> _Copying:
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - finish() closes it
+    # Opened anew, for each reads at a place of its own.
+    source = f"/proc/self/fd/{archive.fileno()}" if archive else os.devnull
+    with Path(source).open("rb") as given:
+        process = subprocess.Popen(
+            words,
+            stdin=given,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # The controller has one thread: code after the fork is safe.
+            preexec_fn=end_with(os.getpid(), signal.SIGTERM),  # noqa: PLW1509
+        )
+    return _Copying(host, process, output)
 
 
 def _run_all(
     commands: Sequence[tuple[Host, Sequence[str]]],
     archive: IO[bytes] | None,
     signal_fd: int,
-) -> list[_Tried]:
+) -> list[_Copied]:
+    """Run all commands, some at a time; each reads the archive from its beginning."""
     waiting = list(reversed(commands))
     running: dict[int, _Copying] = {}
-    done: list[_Tried] = []
+    done: list[_Copied] = []
     poll = select.poll()
     poll.register(signal_fd, select.POLLIN)
     try:
         while waiting or running:
             while waiting and len(running) < MAX_COPYING:
-                copying = _Copying(*waiting.pop(), archive)
-                running[copying.fd] = copying
-                poll.register(copying.fd, select.POLLIN)
+                copying = _copy(*waiting.pop(), archive)
+                process_fd = _open_pidfd(copying.process)
+                running[process_fd] = copying
+                poll.register(process_fd, select.POLLIN)
             for fd, _ in poll.poll():
                 if fd == signal_fd:
                     raise_if_stopped(signal_fd)
                 else:
                     poll.unregister(fd)
+                    os.close(fd)
                     done.append(running.pop(fd).finish())
     finally:
-        for copying in running.values():
-            copying.end()
+        for fd, copying in running.items():
+            os.killpg(copying.process.pid, signal.SIGTERM)
+            copying.finish()
+            os.close(fd)
     return done
+
+
+def _open_pidfd(process: "subprocess.Popen[bytes]") -> int:
+    try:
+        return os.pidfd_open(process.pid)
+    except OSError as error:
+        process.kill()
+        raise UsageError(
+            "--sync must be used where pidfd_open works (Linux 5.3 and newer, no "
+            f"seccomp filter), got {error.strerror}. Copy the files yourself."
+        ) from None

@@ -41,22 +41,22 @@ def token_file(tmp_path):
 @example(Transcript(b"", b"ab", b"c", b""), Transcript(b"", b"a", b"bc", b""))
 @example(Transcript(b"", b"", b"a", b""), Transcript(b"", b"", b"", b"a"))
 def test_a_proof_is_of_one_meeting_only(one, other):
-    proof = one.proof(TOKEN, Role.NODE)
-    assert other.is_proven(TOKEN, Role.NODE, proof) is (one == other)
+    proof = one.sign(TOKEN, Role.NODE)
+    assert other.verify(TOKEN, Role.NODE, proof) is (one == other)
 
 
 @given(meetings)
 def test_a_proof_is_of_one_role_and_one_token_only(transcript):
-    proof = transcript.proof(TOKEN, Role.NODE)
-    assert not transcript.is_proven(TOKEN, Role.HEAD, proof)
-    assert not transcript.is_proven(Token(GOOD[::-1].encode()), Role.NODE, proof)
-    assert not transcript.is_proven(TOKEN, Role.NODE, proof[:-1])
+    proof = transcript.sign(TOKEN, Role.NODE)
+    assert not transcript.verify(TOKEN, Role.HEAD, proof)
+    assert not transcript.verify(Token(GOOD[::-1].encode()), Role.NODE, proof)
+    assert not transcript.verify(TOKEN, Role.NODE, proof[:-1])
 
 
 def test_another_certificate_makes_another_proof():
     transcript = Transcript(make_head_tls().certificate, b"h" * 32, b"n" * 32, b"claim")
     other = replace(transcript, certificate=make_head_tls().certificate)
-    assert not other.is_proven(TOKEN, Role.NODE, transcript.proof(TOKEN, Role.NODE))
+    assert not other.verify(TOKEN, Role.NODE, transcript.sign(TOKEN, Role.NODE))
 
 
 @given(st.binary())
