@@ -302,10 +302,8 @@ def place_ranks(
     )
     notices: tuple[str, ...] = ()
     if 0 < len(gpus) < num_ranks:
-        notices += (
-            f"{host.name}: {num_ranks} ranks and fewer GPUs, {len(gpus)}, so that "
-            "ranks share them or use none.",
-        )
+        gap = f"{num_ranks} ranks and fewer GPUs, {len(gpus)}"
+        notices += (f"{host.name}: {gap}, so that ranks share them or use none.",)
     crowded = next((b for b in bindings if not b.has_enough), None)
     if crowded:
         notices += (f"{host.name}: {crowded.why}.",)
