@@ -150,7 +150,7 @@ def test_hosts_that_do_not_get_it_are_told_by_name(cluster, source, tmp_path):
 
 
 def test_ctrl_c_ends_a_copy(cluster, source):
-    words = [sys.executable, "-c", DRIVER, str(FOLDER), "ssh", str(cluster.ssh_config)]
+    words = [sys.executable, "-c", DRIVER, str(FOLDER), str(cluster.ssh_config)]
     shell(cluster, 0, 'truncate -s 3G "$1/large"')
     with cluster.start(
         cluster.hosts[0],

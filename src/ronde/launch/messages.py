@@ -233,20 +233,8 @@ class Finished(NamedTuple):
     stuck: tuple[str, ...]  # processes that the kernel does not let die, each named
 
 
-ToAgent = (
-    Prepare
-    | Start
-    | Locate
-    | StartProgram
-    | WriteLine
-    | Forward
-    | StopRanks
-    | Kill
-    | TakeStacks
-    | Leave
-    | Credit
-    | Ping
-)
+JobOrder = Start | Forward | StopRanks | Kill | TakeStacks
+ToAgent = JobOrder | Prepare | Locate | StartProgram | WriteLine | Leave | Credit | Ping
 FromAgent = (
     Hello
     | Located

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from ronde.addresses import read_interfaces
 from ronde.errors import LaunchError
+from ronde.launch import messages
 from ronde.launch.agent.local_job import JobPhase, LocalJob
 from ronde.launch.agent.mpi_world import remove_directory
 from ronde.launch.agent.relay import (
@@ -26,32 +27,6 @@ from ronde.launch.agent.relay import (
 )
 from ronde.launch.environments import own_environment
 from ronde.launch.limits import EXIT_NO_FORK, explain_shortage
-from ronde.launch.messages import (
-    PROTOCOL,
-    TO_AGENT,
-    Credit,
-    Forward,
-    FrameDecoder,
-    Hello,
-    HostEnding,
-    Kill,
-    Leave,
-    Locate,
-    Located,
-    Output,
-    Ping,
-    Pong,
-    Prepare,
-    ProgramExited,
-    Relayed,
-    Start,
-    StartProgram,
-    StopRanks,
-    TakeStacks,
-    ToAgent,
-    WriteLine,
-    decode_message,
-)
 from ronde.launch.process_tree import (
     adopt_orphans,
     die_with_parent,
@@ -176,7 +151,7 @@ class Agent:
     ) -> None:
         self.is_leaving = False
         self._control_in = control_in
-        self._decoder = FrameDecoder()
+        self._decoder = messages.FrameDecoder()
         self._sender = OutputSender(control_out)
         self._selector = selectors.DefaultSelector()
         self._reader = OutputReader(self._selector, self._sender)
@@ -198,8 +173,8 @@ class Agent:
         self._selector.register(self._control_in, read, self._read_control)
         self._selector.register(signal_fd, read, self._read_signal)
         self._sender.send(
-            Hello(
-                protocol=PROTOCOL,
+            messages.Hello(
+                protocol=messages.PROTOCOL,
                 host=os.uname().nodename,
                 identity=network_identity(),
                 pid=os.getpid(),
@@ -256,13 +231,13 @@ class Agent:
             raise EOFError("the controller is gone")
         self._heard_at = time.monotonic()
         for frame in self._decoder.feed(data):
-            if isinstance(frame, Output):
+            if isinstance(frame, messages.Output):
                 raise LaunchError("an agent takes no output.")
-            if isinstance(frame, Relayed):
+            if isinstance(frame, messages.Relayed):
                 if self._job is not None and self._job.store is not None:
                     self._job.store.deliver(frame)
                 continue
-            self._obey(decode_message(frame, TO_AGENT))
+            self._obey(messages.decode_message(frame, messages.TO_AGENT))
             # What takes long here is no silence of the controller's.
             self._heard_at = max(self._heard_at, time.monotonic())
 
@@ -272,7 +247,7 @@ class Agent:
                 raise EOFError("the reaper is gone")
             if self._job is None:
                 raise EOFError("there is nothing to end but this")
-            self._sender.send(HostEnding(signal.SIGTERM))
+            self._sender.send(messages.HostEnding(signal.SIGTERM))
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -285,60 +260,64 @@ class Agent:
                 self._program = None
                 code = os.waitstatus_to_exitcode(status)
                 reason = f"its program ended with exit code {code}"
-                self._sender.send(ProgramExited(reason))
+                self._sender.send(messages.ProgramExited(reason))
             elif self._job is not None:
                 self._job.note_end(pid, status)
 
-    def _obey(self, order: ToAgent) -> None:
+    def _obey(self, order: messages.ToAgent) -> None:
         match order:
-            case Credit():
+            case messages.Credit():
                 self._sender.grant(order.num_bytes)
-            case Ping():
+            case messages.Ping():
                 self._lease_s = order.lease_s or _NEVER
                 self._controller_addresses = order.addresses
-                self._sender.send(Pong(order.sent_at_s, time.monotonic()))
-            case Locate():
+                self._sender.send(messages.Pong(order.sent_at_s, time.monotonic()))
+            case messages.Locate():
                 # Imported where it is needed: not for a job on one host.
                 from ronde.launch.placement.network import locate
 
                 sources = locate(order.addresses, order.port, _LOCATE_S)
-                self._sender.send(Located(sources))
-            case StartProgram() | WriteLine():
+                self._sender.send(messages.Located(sources))
+            case messages.StartProgram() | messages.WriteLine():
                 self._run_program(order)
-            case Prepare():
+            case messages.Prepare():
                 if self._job is not None:
                     # A host was lost meanwhile, and its controller tries again.
                     self._job.call_off()
                 self._job = LocalJob(order.job, self._sender, self._reader)
                 self._job.prepare(self._directory, self._selector)
-            case Leave():
+            case messages.Leave():
                 self.is_leaving = True
-            case Start() | StopRanks() | Kill() | Forward() | TakeStacks():
+            case (
+                messages.Start()
+                | messages.StopRanks()
+                | messages.Kill()
+                | messages.Forward()
+                | messages.TakeStacks()
+            ):
                 self._obey_for_job(order)
 
-    def _obey_for_job(
-        self, order: Start | StopRanks | Kill | Forward | TakeStacks
-    ) -> None:
-        if isinstance(order, Forward) and order.signal == signal.SIGSTOP:
+    def _obey_for_job(self, order: messages.JobOrder) -> None:
+        if isinstance(order, messages.Forward) and order.signal == signal.SIGSTOP:
             # The controller stops as well: its silence does not count until it sends.
             self._heard_at = _NEVER
         if self._job is None:
             # It is over: Finished has crossed the order.
             return
         match order:
-            case Start():
+            case messages.Start():
                 self._job.start(order)
-            case StopRanks():
+            case messages.StopRanks():
                 self._job.stop(order.signal)
-            case Kill():
+            case messages.Kill():
                 self._job.kill()
-            case Forward():
+            case messages.Forward():
                 self._job.ranks.send(order.signal)
-            case TakeStacks():
+            case messages.TakeStacks():
                 self._job.take_stacks()
 
-    def _run_program(self, order: StartProgram | WriteLine) -> None:
-        if isinstance(order, WriteLine):
+    def _run_program(self, order: messages.StartProgram | messages.WriteLine) -> None:
+        if isinstance(order, messages.WriteLine):
             if self._program is not None:
                 self._program.write(order.line)
             return
@@ -346,7 +325,7 @@ class Agent:
             self._program = RemoteProgram(order.module, self._selector, self._sender)
         except OSError as error:
             reason = f"its program does not start: {error.strerror}"
-            self._sender.send(ProgramExited(reason))
+            self._sender.send(messages.ProgramExited(reason))
 
 
 def _directory() -> str:

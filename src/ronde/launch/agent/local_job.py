@@ -9,21 +9,12 @@ from enum import Enum, auto
 from pathlib import Path
 
 from ronde.errors import LaunchError, UsageError
+from ronde.launch import messages
 from ronde.launch.agent.diagnostics import KernelDiagnostics, StackTaker
 from ronde.launch.agent.ranks import RankGroup, allow_ranks
 from ronde.launch.agent.relay import OutputReader, OutputSender, StoreRelay
 from ronde.launch.environments import own_environment
 from ronde.launch.limits import explain_shortage
-from ronde.launch.messages import (
-    Exited,
-    Finished,
-    NodeJob,
-    Notice,
-    Ready,
-    Refused,
-    Start,
-    Started,
-)
 from ronde.launch.placement.network import hold_port
 from ronde.launch.process_tree import await_empty, sweep
 from ronde.launch.program import enter_directory, require_processes, resolve_program
@@ -48,7 +39,7 @@ class LocalJob:
     """What an agent does for one job; it reports to the controller as it goes."""
 
     def __init__(
-        self, job: NodeJob, sender: OutputSender, reader: OutputReader
+        self, job: messages.NodeJob, sender: OutputSender, reader: OutputReader
     ) -> None:
         self.phase = JobPhase.PREPARING
         self._job = job
@@ -96,9 +87,11 @@ class LocalJob:
             shortage = explain_shortage(error) if isinstance(error, OSError) else ""
             self._refuse(shortage or str(error), isinstance(error, UsageError))
             return
-        self._sender.send(Ready(self._port.getsockname()[1] if self._port else 0))
+        self._sender.send(
+            messages.Ready(self._port.getsockname()[1] if self._port else 0)
+        )
 
-    def start(self, order: Start) -> None:
+    def start(self, order: messages.Start) -> None:
         """Start the ranks; send Started for each, or Refused."""
         if self.phase is not JobPhase.PREPARING or self.store is None:
             raise LaunchError("Start must come once, after Prepare.")
@@ -120,11 +113,11 @@ class LocalJob:
             self._refuse(reason, error.errno in _USAGE_ERRORS)
             return
         for complaint in self.ranks.complaints:
-            self._sender.send(Notice(complaint))
+            self._sender.send(messages.Notice(complaint))
         self.phase = JobPhase.RUNNING
         at_s = time.monotonic()
         for rank in ranks:
-            self._sender.send(Started(rank.rank, rank.pid, at_s))
+            self._sender.send(messages.Started(rank.rank, rank.pid, at_s))
             for pipe in rank.pipes:
                 self._reader.add(pipe)
 
@@ -141,7 +134,7 @@ class LocalJob:
         """Signal the ranks; what is left after the grace is killed."""
         if self.phase is JobPhase.PREPARING:
             self._end()
-            self._sender.send(Finished(0, ()))
+            self._sender.send(messages.Finished(0, ()))
             return
         if self.phase is JobPhase.RUNNING:
             self.phase = JobPhase.STOPPING
@@ -173,7 +166,7 @@ class LocalJob:
             swept = sweep(on_reaped=self.note_end)
             self._reader.close()
             self._end()
-            self._sender.send_last(Finished(swept.num_killed, swept.stuck))
+            self._sender.send_last(messages.Finished(swept.num_killed, swept.stuck))
 
     def note_end(self, pid: int, wait_status: int) -> None:
         """Send Exited for a child that was reaped, if it is a rank."""
@@ -189,13 +182,15 @@ class LocalJob:
         began_s = rank.began_s or time.monotonic()
         traceback_s = max(pipe.traceback_s for pipe in rank.pipes)
         self._sender.send(
-            Exited(rank.rank, status, began_s, traceback_s, self._stopped_s, evidence)
+            messages.Exited(
+                rank.rank, status, began_s, traceback_s, self._stopped_s, evidence
+            )
         )
         self.ranks.stop_rest(rank, self._stopped_by)
 
     def _refuse(self, reason: str, is_usage: bool) -> None:  # noqa: FBT001
         self._end()
-        self._sender.send(Refused(reason, is_usage))
+        self._sender.send(messages.Refused(reason, is_usage))
 
     def _end(self) -> None:
         self.phase = JobPhase.OVER

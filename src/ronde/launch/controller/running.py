@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ronde.errors import LaunchError
+from ronde.launch import messages
 from ronde.launch.agent.diagnostics import ANSWER_S
 from ronde.launch.controller.starting import refusal
 from ronde.launch.event_loop import EventLoop, Handler, StoreService
@@ -18,25 +19,6 @@ from ronde.launch.failure import (
     has_lost_peer,
     judge,
     signal_name,
-)
-from ronde.launch.messages import (
-    Exited,
-    Finished,
-    Forward,
-    FromAgent,
-    HostEnding,
-    Kill,
-    NodeJob,
-    Notice,
-    Output,
-    Refused,
-    Stacks,
-    Start,
-    Started,
-    StopRanks,
-    Stream,
-    TakeStacks,
-    ToAgent,
 )
 from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss
 from ronde.launch.output.sink import RankStacks
@@ -56,7 +38,7 @@ class _Rank:
     node: AgentNode
     pid: int = 0
     tail: Tail = field(default_factory=Tail)
-    exited: Exited | None = None
+    exited: messages.Exited | None = None
 
 
 class Running(Handler):
@@ -66,7 +48,7 @@ class Running(Handler):
         self,
         loop: EventLoop,
         nodes: Sequence[AgentNode],
-        jobs: Sequence[NodeJob],
+        jobs: Sequence[messages.NodeJob],
         on_started: Callable[[float], None],
     ) -> None:
         super().__init__(loop)
@@ -79,14 +61,14 @@ class Running(Handler):
             node.ranks = frozenset(spec.rank for spec in job.ranks)
             self._ranks |= {spec.rank: _Rank(node) for spec in job.ranks}
         self._num_started = 0
-        self._finished: dict[str, Finished] = {}
+        self._finished: dict[str, messages.Finished] = {}
         self._lost: list[LostHost] = []
         self._is_stopping = False
         self._is_killing = False
         self._interrupted_by: int | None = None
         self._answer_by_s = self._cause_by_s = self._stacks_by_s = _NEVER
         self._awaited: set[int] = set()
-        self._stacks: dict[int, Stacks] = {}
+        self._stacks: dict[int, messages.Stacks] = {}
         self._is_asking = False
         self._started_at_s = 0.0
 
@@ -101,7 +83,7 @@ class Running(Handler):
         for node in self._nodes:
             node.watch(is_watched=False)
             node.limit_credit(_ALL_CREDIT_BYTES // len(self._nodes))
-            node.link.send(Start(address, port))
+            node.link.send(messages.Start(address, port))
         while not self._loop.serve(self, lambda: not self._unfinished(), self._due_s):
             if self._is_asking and time.monotonic() > self._stacks_by_s:
                 self._show_stacks()
@@ -128,7 +110,7 @@ class Running(Handler):
             n for n in self._nodes if not n.is_over and n.name not in self._finished
         ]
 
-    def _send(self, message: ToAgent) -> None:
+    def _send(self, message: messages.ToAgent) -> None:
         for node in self._unfinished():
             node.link.send(message)
 
@@ -139,32 +121,34 @@ class Running(Handler):
         end_by_s = self._answer_by_s if self._is_stopping else self._cause_by_s
         return min(end_by_s, self._stacks_by_s)
 
-    def take(self, node: AgentNode, message: FromAgent) -> None:
+    def take(self, node: AgentNode, message: messages.FromAgent) -> None:
         """Follow what an agent reports of its ranks."""
         match message:
-            case Started() | Exited() | Stacks():
+            case messages.Started() | messages.Exited() | messages.Stacks():
                 node.require_own(message.rank)
                 self._take_rank(message)
-            case HostEnding():
+            case messages.HostEnding():
                 if not self._is_stopping:
                     self._notice(node, f"{signal_name(message.signal)}: the job ends")
                     self._interrupted_by = message.signal
                     self._stop(message.signal)
-            case Notice():
+            case messages.Notice():
                 self._notice(node, message.text)
-            case Finished():
+            case messages.Finished():
                 self._finished[node.name] = message
                 node.watch(is_watched=False)
-            case Refused():
+            case messages.Refused():
                 raise refusal([(node.name, message)], num_hosts=len(self._nodes))
             case _:
                 kind = type(message).__name__
                 raise LaunchError(f"agent of {node.name} must not send {kind} now.")
 
-    def _take_rank(self, message: Started | Exited | Stacks) -> None:
+    def _take_rank(
+        self, message: messages.Started | messages.Exited | messages.Stacks
+    ) -> None:
         rank = self._ranks[message.rank]
         match message:
-            case Started():
+            case messages.Started():
                 rank.pid = message.pid
                 self._num_started += 1
                 if self._num_started == len(self._ranks):
@@ -175,20 +159,20 @@ class Running(Handler):
                     self._loop.progress.end(f"{count} rank{plural} started")
                     self._on_started(time.monotonic() - self._started_at_s)
                 return
-            case Exited():
+            case messages.Exited():
                 rank.exited = message
                 if not self._is_stopping:
                     self._stop_if_caused(message)
-            case Stacks():
+            case messages.Stacks():
                 self._stacks[message.rank] = message
         if self._is_asking and not self._unheard():
             self._show_stacks()
 
-    def take_output(self, output: Output) -> None:
+    def take_output(self, output: messages.Output) -> None:
         """Remember the end of what a rank wrote; a host that sends it is there."""
         if self._is_stopping and not self._is_killing:
             self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
-        if output.stream is Stream.STDERR:
+        if output.stream is messages.Stream.STDERR:
             self._ranks[output.rank].tail.add(output.data)
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
@@ -202,7 +186,7 @@ class Running(Handler):
     def take_signal(self, number: int) -> None:
         """Pass it on, or end the job; a second one ends it now."""
         if number in FORWARDED:
-            self._send(Forward(number))
+            self._send(messages.Forward(number))
         elif number == ASKING:
             self._ask_for_stacks()
         elif number == TIMED_OUT:
@@ -215,7 +199,7 @@ class Running(Handler):
             # A terminal that closes may send several of those. No output holds the end
             # back: who asks twice does not read any more.
             self._is_killing = True
-            self._send(Kill())
+            self._send(messages.Kill())
             self._loop.output.discard()
             self._answer_by_s = time.monotonic() + _SWEEP_S
 
@@ -233,7 +217,7 @@ class Running(Handler):
             self._is_asking = True
             self._stacks.clear()
             self._stacks_by_s = time.monotonic() + ANSWER_S
-            self._send(TakeStacks())
+            self._send(messages.TakeStacks())
 
     def _unheard(self) -> list[int]:
         return [
@@ -244,7 +228,7 @@ class Running(Handler):
 
     def _show_stacks(self) -> None:
         self._is_asking, self._stacks_by_s = False, _NEVER
-        unheard = {number: Stacks(number, ()) for number in self._unheard()}
+        unheard = {number: messages.Stacks(number, ()) for number in self._unheard()}
         self._loop.output.stacks(
             [
                 RankStacks(number, self._ranks[number].node.name, each.processes)
@@ -260,7 +244,7 @@ class Running(Handler):
             self._loop.is_hurried = True
             self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
 
-    def _stop_if_caused(self, exited: Exited) -> None:
+    def _stop_if_caused(self, exited: messages.Exited) -> None:
         number = exited.rank
         was_awaited = number in self._awaited
         self._awaited.discard(number)
@@ -292,7 +276,7 @@ class Running(Handler):
 
     def _stop(self, number: int) -> None:
         self._is_stopping = True
-        self._send(StopRanks(number))
+        self._send(messages.StopRanks(number))
         self._answer_by_s = time.monotonic() + self._grace_s + _SWEEP_S
 
     def _notice(self, node: AgentNode, text: str) -> None:
@@ -301,14 +285,14 @@ class Running(Handler):
 
     def _report_leftovers(self) -> None:
         for node in self._nodes:
-            finished = self._finished.get(node.name, Finished(0, ()))
+            finished = self._finished.get(node.name, messages.Finished(0, ()))
             if finished.num_swept and not self._is_stopping:
                 count = f"{finished.num_swept} processes"
                 self._notice(node, f"{count} that outlived their ranks were killed")
             for text in finished.stuck:
                 self._notice(node, f"{text} does not end even when killed; it is left")
 
-    def _end(self, number: int, exited: Exited) -> RankEnd:
+    def _end(self, number: int, exited: messages.Exited) -> RankEnd:
         rank = self._ranks[number]
         traceback, stopped_s = rank.tail.traceback(), exited.stopped_s
         is_ours = -exited.status in _STOP_SIGNALS

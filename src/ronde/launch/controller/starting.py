@@ -5,22 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
+from ronde.launch import messages
 from ronde.launch.event_loop import EventLoop, Handler
-from ronde.launch.messages import (
-    FromAgent,
-    HostEnding,
-    Locate,
-    Located,
-    NodeJob,
-    Notice,
-    Prepare,
-    ProgramExited,
-    ProgramLine,
-    Ready,
-    Refused,
-    StartProgram,
-    WriteLine,
-)
 from ronde.launch.node import EXIT_UNREACHABLE, AgentNode, HostLoss
 from ronde.launch.signals import InterruptedStartError
 
@@ -34,7 +20,7 @@ class Starting(Handler):
 
     def __init__(self, loop: EventLoop) -> None:
         super().__init__(loop)
-        self._answers: dict[str, FromAgent] = {}
+        self._answers: dict[str, messages.FromAgent] = {}
         self._lost: list[tuple[AgentNode, HostLoss]] = []
 
     def locate(
@@ -42,27 +28,29 @@ class Starting(Handler):
     ) -> list[tuple[str, ...]]:
         """Return each node's own addresses towards some others: see ``Locate``."""
         for node in nodes:
-            node.link.send(Locate(tuple(addresses), port))
+            node.link.send(messages.Locate(tuple(addresses), port))
         step = ("to reach rank 0's port", "port reached")
         if not port:
             step = ("to look for routes", "routes found")
         answers = self._await(nodes, *step)
-        return [a.sources if isinstance(a, Located) else () for a in answers]
+        return [a.sources if isinstance(a, messages.Located) else () for a in answers]
 
-    def prepare(self, nodes: Sequence[AgentNode], jobs: Sequence[NodeJob]) -> int:
+    def prepare(
+        self, nodes: Sequence[AgentNode], jobs: Sequence[messages.NodeJob]
+    ) -> int:
         """Have each agent check its part; return the port held for rank 0."""
         for node, job in zip(nodes, jobs, strict=True):
-            node.link.send(Prepare(job))
+            node.link.send(messages.Prepare(job))
         step = ("to check program and directory", "program and directory checked")
         answers = self._await(nodes, *step)
         refusals = [
             (node.name, answer)
             for node, answer in zip(nodes, answers, strict=True)
-            if isinstance(answer, Refused)
+            if isinstance(answer, messages.Refused)
         ]
         if refusals:
             raise refusal(refusals, num_hosts=len(nodes))
-        return max(a.master_port for a in answers if isinstance(a, Ready))
+        return max(a.master_port for a in answers if isinstance(a, messages.Ready))
 
     def await_output(self) -> None:
         loop = self._loop
@@ -74,7 +62,7 @@ class Starting(Handler):
 
     def _await(
         self, nodes: Sequence[AgentNode], step: str, done: str
-    ) -> list[FromAgent]:
+    ) -> list[messages.FromAgent]:
         self._answers = {}
 
         def awaited() -> list[AgentNode]:
@@ -94,13 +82,13 @@ class Starting(Handler):
         progress.end(done)
         return [self._answers[node.name] for node in nodes]
 
-    def take(self, node: AgentNode, message: FromAgent) -> None:
+    def take(self, node: AgentNode, message: messages.FromAgent) -> None:
         match message:
-            case Notice():
+            case messages.Notice():
                 self._loop.output.notice(message.text)
-            case Ready() | Refused() | Located():
+            case messages.Ready() | messages.Refused() | messages.Located():
                 self._answers[node.name] = message
-            case HostEnding():
+            case messages.HostEnding():
                 raise InterruptedStartError(message.signal)
             case _:
                 kind = type(message).__name__
@@ -129,7 +117,7 @@ def _loss_error(lost: Sequence[tuple[AgentNode, HostLoss]]) -> LaunchError:
 
 
 def refusal(
-    refusals: Sequence[tuple[str, Refused]], num_hosts: int
+    refusals: Sequence[tuple[str, messages.Refused]], num_hosts: int
 ) -> UsageError | LaunchError:
     """Return the error that says why agents refused, each reason once."""
     by_reason: dict[str, list[str]] = {}
@@ -171,7 +159,7 @@ class RemotePrograms(Handler):
         for node in nodes:
             # A host that falls silent is to be noticed, whatever its program does.
             node.watch(is_watched=True)
-            node.link.send(StartProgram(module))
+            node.link.send(messages.StartProgram(module))
 
     def ask(self, questions: Mapping[str, str], timeout_s: float) -> dict[str, Answer]:
         """Return the answers to a question a host, by the host's name."""
@@ -181,7 +169,7 @@ class RemotePrograms(Handler):
                 self._answers[name] = Answer("", self._ended[name])
                 continue
             self._waiting[name] = time.monotonic()
-            self._nodes[name].link.send(WriteLine(line))
+            self._nodes[name].link.send(messages.WriteLine(line))
         due_s = time.monotonic() + timeout_s
         self._loop.serve(self, lambda: not self._waiting, lambda: due_s)
         for name in list(self._waiting):
@@ -189,21 +177,21 @@ class RemotePrograms(Handler):
             self._fail(name, f"no answer within {timeout_s:g} s")
         return {name: self._answers[name] for name in questions}
 
-    def take(self, node: AgentNode, message: FromAgent) -> None:
+    def take(self, node: AgentNode, message: messages.FromAgent) -> None:
         name = node.name
         match message:
-            case ProgramLine():
+            case messages.ProgramLine():
                 if self._num_late[name]:
                     # It belongs to a question that nobody waits for any more.
                     self._num_late[name] -= 1
                 elif name in self._waiting:
                     asked_s, now_s = self._waiting.pop(name), time.monotonic()
                     self._answers[name] = Answer(message.line, "", asked_s, now_s)
-            case ProgramExited():
+            case messages.ProgramExited():
                 self._end(name, message.reason)
-            case Notice():
+            case messages.Notice():
                 self._loop.output.notice(message.text)
-            case HostEnding():
+            case messages.HostEnding():
                 self._end(name, "its host ended its agent")
             case _:
                 kind = type(message).__name__
