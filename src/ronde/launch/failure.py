@@ -279,7 +279,7 @@ def judge(
     elif cause is not None:
         exit_code = cause.exit_code
     else:
-        exit_code = _last_resort(ended)
+        exit_code = next((end.exit_code for end in ended if end.status != 0), 0)
     return JobResult(
         exit_code,
         cause,
@@ -328,11 +328,6 @@ def _priority(failure: RankEnd | LostHost) -> tuple[float, int, int]:
     if isinstance(failure, LostHost):
         return failure.at_s, 2, min(failure.ranks, default=0)
     return failure.at_s, int(failure.status > 0), failure.rank
-
-
-def _last_resort(ended: Sequence[RankEnd]) -> int:
-    codes = [end.exit_code for end in ended if end.status != 0]
-    return codes[0] if codes else 0
 
 
 def signal_name(number: int) -> str:

@@ -127,6 +127,11 @@ def _read(path: str) -> str:
         return ""
 
 
+def is_alive(pid: int) -> bool:
+    process = read_process(pid)
+    return process is not None and not process.is_zombie
+
+
 def is_dumping_core(pid: int) -> bool:
     """Whether a crash ended this process and the kernel still writes its core file."""
     return "\nCoreDumping:\t1\n" in _read(f"/proc/{pid}/status")

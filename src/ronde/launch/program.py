@@ -43,7 +43,8 @@ def enter_directory(path: str) -> str:
     except OSError as error:
         raise UsageError(
             f"--chdir must be a directory that can be entered, got {path!r} "
-            f"({_why(error)}). Create it or name another."
+            f"({os.strerror(error.errno or errno.EIO).lower()}). Create it or name "
+            "another."
         ) from None
     return str(absolute_path())
 
@@ -119,7 +120,3 @@ def _advice(program: str) -> str:
     if program == "python":
         return f"Did you mean python3, or {sys.executable}?"
     return "Check the spelling, or give its path."
-
-
-def _why(error: OSError) -> str:
-    return os.strerror(error.errno or errno.EIO).lower()

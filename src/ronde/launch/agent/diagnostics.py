@@ -33,7 +33,7 @@ _OOM_KILL = re.compile(r"oom-kill:|oom_reaper:|Killed process ")
 _GPU_ERROR = "NVRM: Xid"
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 _CLOCK_STEP_S = 1.0
-_ANY = "a process of the job"
+_OTHER = "a process of the job"
 _MEMORY_DIR = "/dev/shm"  # noqa: S108 - it is asked about, nothing is put there
 _MAX_KERNEL_TEXT = 160
 _MAX_KEPT_LINES = 256
@@ -78,13 +78,10 @@ class KernelDiagnostics:
             self._num_oom_kills += 1
             found.append("the kernel killed it for lack of memory (OOM)")
         elif self._count_oom_kills() > self._num_oom_kills and not is_crash:
-            if status == -signal.SIGKILL:
-                self._num_oom_kills += 1
-                found.append("the kernel killed it for lack of memory (OOM), it seems")
-            else:
-                found.append(
-                    "the kernel killed a process of the job for lack of memory"
-                )
+            is_own = status == -signal.SIGKILL
+            self._num_oom_kills += is_own
+            victim, seems = ("it", " (OOM), it seems") if is_own else (_OTHER, "")
+            found.append(f"the kernel killed {victim} for lack of memory{seems}")
         elif kernel_line and (is_crash or _GPU_ERROR in kernel_line):
             found.append(f"the kernel says: {kernel_line}")
         if status == -signal.SIGBUS:

@@ -16,9 +16,10 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, cast
 
 from ronde.errors import LaunchError, UsageError
-from ronde.launch.process_tree import end_with, read_process
+from ronde.launch.process_tree import end_with, is_alive
 from ronde.launch.program import find_executable
 
 _HOLDER = 'echo "holds $$ $PMIX_RANK"; exec sleep 2147483647'
@@ -82,11 +83,10 @@ class MpiWorld:
                 os.kill(pid, signal.SIGKILL)
         self._mpirun.kill()
         self._mpirun.wait()
-        if self._mpirun.stdout:
-            self._mpirun.stdout.close()
+        cast("IO[bytes]", self._mpirun.stdout).close()
         # Gone before the agent counts what outlived the ranks: that is no holder's.
         ends_at = time.monotonic() + _ENDING_S
-        while any(map(_is_running, self._pids.values())):
+        while any(map(is_alive, self._pids.values())):
             if time.monotonic() > ends_at:
                 break
             time.sleep(_POLL_S)
@@ -94,10 +94,8 @@ class MpiWorld:
         remove_directory(os.getpid())
 
     def _await_holders(self, num_ranks: int) -> None:
-        output = self._mpirun.stdout
-        if output is None:
-            raise AssertionError("mpirun was given a pipe")
-        said = b""
+        output = cast("IO[bytes]", self._mpirun.stdout)
+        printed = b""
         ends_at = time.monotonic() + _STARTUP_S
         while len(self._pids) < num_ranks:
             left_s = ends_at - time.monotonic()
@@ -108,12 +106,18 @@ class MpiWorld:
                 )
             data = os.read(output.fileno(), 65536)
             if not data:
+                text = printed.decode(errors="replace")
+                lines = [line.strip() for line in text.splitlines()]
+                last = next((x for x in reversed(lines) if x.strip("-")), "nothing")
                 raise UsageError(
                     f"mpirun must be Open MPI's, version 5 or newer, got "
-                    f"{self._path!r}, which said: {_last_words(said)}. {_CURE}"
+                    f"{self._path!r}, which said: {last.rstrip('.')}. {_CURE}"
                 )
-            said += data
-            self._pids = dict(_places(said))
+            printed += data
+            for line in printed.split(b"\n")[:-1]:
+                words = line.split()
+                if len(words) == 3 and words[0] == b"holds":
+                    self._pids[int(words[2])] = int(words[1])
 
 
 def find_mpirun(search_path: str) -> str:
@@ -142,23 +146,3 @@ def _directory_of(agent_pid: int) -> Path:
     memory = Path("/dev/shm")  # noqa: S108  a directory of our own in it
     parent = memory if os.access(memory, os.W_OK) else Path("/tmp")  # noqa: S108
     return parent / f"ronde-mpi-{os.getuid()}-{agent_pid}"
-
-
-def _places(said: bytes) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for line in said.split(b"\n")[:-1]:
-        words = line.split()
-        if len(words) == 3 and words[0] == b"holds":
-            found.append((int(words[2]), int(words[1])))
-    return found
-
-
-def _last_words(said: bytes) -> str:
-    lines = [line.strip() for line in said.decode(errors="replace").splitlines()]
-    told = [line for line in lines if line.strip("-")]
-    return told[-1].rstrip(".") if told else "nothing"
-
-
-def _is_running(pid: int) -> bool:
-    process = read_process(pid)
-    return process is not None and not process.is_zombie

@@ -27,8 +27,8 @@ from ronde.launch.messages import NodeJob, Stream
 from ronde.launch.process_tree import (
     descendants,
     die_with_parent,
+    is_alive,
     is_dumping_core,
-    read_process,
 )
 from ronde.store.protocol import max_connections
 from ronde.topology.cpu_sets import format_list
@@ -129,8 +129,7 @@ class RankProcess:
 
         Where that is gone and the rank is not, a wrapper goes on with something else.
         """
-        process = read_process(pid)
-        is_there = pid == self.pid or (process is not None and not process.is_zombie)
+        is_there = pid == self.pid or is_alive(pid)
         if not self.began_s and (is_there or not self.is_running):
             self.began_s = at_s
 

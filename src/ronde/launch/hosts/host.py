@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, cast
 
 from ronde.errors import UsageError
 from ronde.launch.signals import wait_for
@@ -93,34 +93,29 @@ def look_up(names: Sequence[str], stop_fd: int) -> dict[str, tuple[str, ...]]:
     called off: a process asks it, and is killed in the end.
     """
     ends_at = time.monotonic() + LOOK_UP_S
-    asking = subprocess.Popen(
+    resolver = subprocess.Popen(
         [sys.executable, "-I", "-S", str(Path(__file__).with_name("resolver.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
         bufsize=0,
     )
-    with asking:
-        if asking.stdin is None or asking.stdout is None:
-            raise AssertionError("it was started with two pipes")
+    pipes = (resolver.stdin, resolver.stdout)
+    words, output = cast("tuple[IO[bytes], IO[bytes]]", pipes)
+    answers = b""
+    with resolver:
         # It reads all of them before it answers.
-        with asking.stdin as words:
+        with words:
             words.write("\n".join(names).encode())
-        said = _read_until(asking.stdout.fileno(), stop_fd, ends_at)
-        asking.kill()
-    lines = [line.decode().split() for line in said.split(b"\n")[:-1]]
+        while (left_s := ends_at - time.monotonic()) > 0:
+            ready = wait_for([output.fileno(), stop_fd], [], left_s)
+            data = os.read(ready[0], _READ_BYTES) if ready == [output.fileno()] else b""
+            if not data:
+                break
+            answers += data
+        resolver.kill()
+    lines = [line.decode().split() for line in answers.split(b"\n")[:-1]]
     return {names[int(index)]: tuple(found) for index, *found in lines}
-
-
-def _read_until(fd: int, stop_fd: int, ends_at: float) -> bytes:
-    said = b""
-    while (left_s := ends_at - time.monotonic()) > 0:
-        ready = wait_for([fd, stop_fd], [], left_s)
-        data = os.read(fd, _READ_BYTES) if ready == [fd] else b""
-        if not data:
-            break
-        said += data
-    return said
 
 
 class HostShare(NamedTuple):

@@ -65,7 +65,8 @@ def count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
     for host in hosts:
         first = kept.setdefault(host.name, host)
         times[host.name] += 1
-        if first is not host and not _is_repeated(first, host):
+        is_same = replace(host, said_at=first.said_at) == first
+        if first is not host and not (is_same and host.slots == SLOTS_OPEN):
             places = dict.fromkeys((first.said_at, host.said_at))
             raise UsageError(
                 f"{' and '.join(places)}: a host that has slots must be named once, "
@@ -75,11 +76,6 @@ def count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
         host if times[name] == 1 else replace(host, slots=times[name])
         for name, host in kept.items()
     )
-
-
-def _is_repeated(first: Host, host: Host) -> bool:
-    is_same = replace(host, said_at=first.said_at) == first
-    return is_same and host.slots == SLOTS_OPEN
 
 
 def check_name(name: str, said_by: str) -> str:
@@ -230,16 +226,35 @@ def _known_key(key: str, said_by: str) -> str:
 
 
 def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Host:
-    slots = _slots_of(host, values)
-    gpus = _gpus(values["gpus"]) if "gpus" in values else ()
-    if gpus and slots == SLOTS_OPEN:
-        slots = len(gpus)
+    slots, user, address = _slots_of(host, values), host.user, ""
+    gpus: tuple[str, ...] = ()
+    if value := values.get("gpus"):
+        gpus = tuple(value.text.split(","))
+        if not all(map(_GPU.fullmatch, gpus)) or len(set(gpus)) < len(gpus):
+            raise UsageError(
+                f"{value.said_by}: gpus must be different numbers or UUIDs with commas "
+                f"and no blanks between them, got {value.text!r}. Type: gpus=0,2"
+            )
+    if value := values.get("user"):
+        if user:
+            raise UsageError(
+                f"{value.said_by}: user must be said once, got {user}@ and "
+                f"user={value.text}. Drop one."
+            )
+        user = check_user(value.text, value.said_by)
+    if value := values.get("addr"):
+        address = value.text
+        if not is_address(address) or num_hosts > 1:
+            raise UsageError(
+                f"{value.said_by}: addr must be the numeric address of one host, got "
+                f"{address!r} for {num_hosts}. Type: n1 addr=10.0.0.1"
+            )
     return replace(
         host,
-        slots=slots,
-        user=_user(host.user, values["user"]) if "user" in values else host.user,
+        slots=len(gpus) if gpus and slots == SLOTS_OPEN else slots,
+        user=user,
         port=values["port"].number(1, 65535) if "port" in values else 0,
-        address=_address_of(values["addr"], num_hosts) if "addr" in values else "",
+        address=address,
         gpus=gpus,
         labels={
             key.removeprefix(_LABEL): value.text
@@ -252,16 +267,14 @@ def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Ho
 def _slots_of(host: Host, values: Mapping[str, _Value]) -> int:
     """Return the slots; nobody is started beyond them, so a maximum only limits."""
     slots = host.slots
-    if "slots" in values:
-        value = values["slots"]
+    if value := values.get("slots"):
         if slots != SLOTS_OPEN:
             raise UsageError(
                 f"{value.said_by}: slots must be said once, got {host.name}:{slots} "
                 f"and {value.key}={value.text}. Drop one."
             )
         slots = value.number(0, MAX_SLOTS)
-    if "max_slots" in values:
-        value = values["max_slots"]
+    if value := values.get("max_slots"):
         most = value.number(0, MAX_SLOTS)
         if most < slots:
             raise UsageError(
@@ -270,31 +283,3 @@ def _slots_of(host: Host, values: Mapping[str, _Value]) -> int:
             )
         slots = most if slots == SLOTS_OPEN else slots
     return slots
-
-
-def _gpus(value: _Value) -> tuple[str, ...]:
-    gpus = value.text.split(",")
-    if not all(_GPU.fullmatch(gpu) for gpu in gpus) or len(set(gpus)) < len(gpus):
-        raise UsageError(
-            f"{value.said_by}: gpus must be different numbers or UUIDs with commas and "
-            f"no blanks between them, got {value.text!r}. Type: gpus=0,2"
-        )
-    return tuple(gpus)
-
-
-def _user(said_before: str, value: _Value) -> str:
-    if said_before:
-        raise UsageError(
-            f"{value.said_by}: user must be said once, got {said_before}@ and "
-            f"user={value.text}. Drop one."
-        )
-    return check_user(value.text, value.said_by)
-
-
-def _address_of(value: _Value, num_hosts: int) -> str:
-    if not is_address(value.text) or num_hosts > 1:
-        raise UsageError(
-            f"{value.said_by}: addr must be the numeric address of one host, got "
-            f"{value.text!r} for {num_hosts}. Type: n1 addr=10.0.0.1"
-        )
-    return value.text

@@ -37,6 +37,16 @@ _CLEARED = (
     *("-u", "SRUN_DEBUG", "-u", "SRUN_CONTAINER"),
 )
 _NOT_FOUND = 127
+_COMPLAINTS = (
+    ("execve()", "its Python is not there", "name the one there with --python"),
+    ("Invalid node name", "unknown to Slurm", "scontrol show node {host}"),
+    (
+        "node configuration is not available",
+        "not in this allocation",
+        "name hosts that are: scontrol show hostnames",
+    ),
+    ("nvalid job id", "the allocation is over", "salloc or sbatch a new one"),
+)
 _CHATTER = "cluster configuration lacks support for cpu binding"
 
 
@@ -49,29 +59,14 @@ class SlurmSpawner(Spawner):
         return [*_CLEARED, "srun", f"--nodelist={host.name}", *_STEP, "--", *words]
 
     def explain(self, host: Host, exit_code: int, complaints: str) -> Failure:
-        told = "\n".join(
-            line for line in complaints.splitlines() if _CHATTER not in line
-        )
-        if exit_code == _NOT_FOUND and "srun" in last_line(told):
-            return Failure(f"srun is not there: {last_line(told)}", "name --launcher")
-        for words, reason, cure in (
-            ("execve()", "its Python is not there", "name the one there with --python"),
-            (
-                "Invalid node name",
-                "unknown to Slurm",
-                f"scontrol show node {host.name}",
-            ),
-            (
-                "node configuration is not available",
-                "not in this allocation",
-                "name hosts that are: scontrol show hostnames",
-            ),
-            ("nvalid job id", "the allocation is over", "salloc or sbatch a new one"),
-        ):
-            if words in told:
-                return Failure(f"{reason}: {last_line(_blamed(told, words))}", cure)
-        return explain_program(exit_code, told)
-
-
-def _blamed(told: str, words: str) -> str:
-    return next(line for line in told.splitlines() if words in line)
+        lines = [line for line in complaints.splitlines() if _CHATTER not in line]
+        text = "\n".join(lines)
+        if exit_code == _NOT_FOUND and "srun" in last_line(text):
+            return Failure(f"srun is not there: {last_line(text)}", "name --launcher")
+        for words, reason, cure in _COMPLAINTS:
+            for line in lines:
+                if words in line:
+                    return Failure(
+                        f"{reason}: {last_line(line)}", cure.format(host=host.name)
+                    )
+        return explain_program(exit_code, text)
