@@ -193,15 +193,15 @@ def test_a_gpu_that_the_kernel_does_not_place_binds_nobody_by_itself():
 
 
 def test_fewer_cores_than_ranks_are_shared_and_told_of():
-    placement = place_ranks(
+    places, notices = place_ranks(
         machine({0: 2}),
         Host("n1"),
         3,
         PlacementRequest(BindMode.CORE, GpuView.ALL),
         {},
     )
-    assert [place.cpus for place in placement.places] == [(0, 1)] * 3
-    assert placement.notices == ("n1: 3 ranks share 2 cores.",)
+    assert [place.cpus for place in places] == [(0, 1)] * 3
+    assert notices == ("n1: 3 ranks share 2 cores.",)
 
 
 def test_a_quota_caps_the_threads_of_who_asked_to_be_bound():
@@ -257,7 +257,7 @@ def test_a_refusal_names_host_rank_and_resource():
         refused.value
     )
     relaxed = PlacementRequest(BindMode.AUTO, GpuView.ALL)
-    assert len(place_ranks(whole, Host("n1"), 2, relaxed, {}).places) == 2
+    assert len(place_ranks(whole, Host("n1"), 2, relaxed, {})[0]) == 2
 
 
 def test_best_effort_does_not_mind_how_many_memory_nodes_there_are():
@@ -293,10 +293,10 @@ def test_one_gpu_each_needs_as_many_as_ranks(gpus):
 def test_more_ranks_than_gpus_share_or_use_none_and_are_told():
     whole = machine({0: 4, 1: 4}, gpus=[gpu(0, 1)])
     request = PlacementRequest(BindMode.AUTO, GpuView.ALL)
-    placement = place_ranks(whole, Host("n1"), 2, request, {})
-    assert [place.device for place in placement.places] == ["", ""]
-    assert [place.cpus for place in placement.places] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert placement.notices[0].startswith("n1: 2 ranks and fewer GPUs, 1, so that")
+    places, notices = place_ranks(whole, Host("n1"), 2, request, {})
+    assert [place.device for place in places] == ["", ""]
+    assert [place.cpus for place in places] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert notices[0].startswith("n1: 2 ranks and fewer GPUs, 1, so that")
 
 
 def test_the_host_files_gpus_are_counted_among_those_the_host_lets_be_used():
@@ -314,9 +314,10 @@ def test_a_choice_of_gpus_is_told_to_every_rank():
     whole = machine({0: 4}, gpus=[gpu(n) for n in range(4)])
     request = PlacementRequest(BindMode.NONE, GpuView.ALL)
     host = Host("n1", gpus=("3", "1"))
-    places = place_ranks(whole, host, 2, request, {}).places
+    places, _ = place_ranks(whole, host, 2, request, {})
     assert [place.device for place in places] == ["GPU 3 H100", "GPU 1 H100"]
     assert {place.env["CUDA_VISIBLE_DEVICES"] for place in places} == {"3,1"}
-    hidden = place_ranks(whole, Host("n1"), 2, request, {"CUDA_VISIBLE_DEVICES": "2,0"})
-    assert [place.device for place in hidden.places] == ["GPU 2 H100", "GPU 0 H100"]
-    assert hidden.places[0].env == {}, "who hid them told the ranks already"
+    environ = {"CUDA_VISIBLE_DEVICES": "2,0"}
+    hidden, _ = place_ranks(whole, Host("n1"), 2, request, environ)
+    assert [place.device for place in hidden] == ["GPU 2 H100", "GPU 0 H100"]
+    assert hidden[0].env == {}, "who hid them told the ranks already"
