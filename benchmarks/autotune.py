@@ -18,10 +18,10 @@ from training_step import MODELS, STEPS_PER_ROUND
 
 from ronde.collectives import Communicator, ReduceOp, connect
 from ronde.data_parallel import (
-    Bond,
     BucketLimits,
     BucketTuningOptions,
     Reducer,
+    ReducerGroup,
     ReducerOptions,
 )
 from ronde.tuning import TuningLog, TuningOptions
@@ -41,7 +41,9 @@ class Replica:
         inputs = torch.randn(shape)
         labels = torch.randint(10, (shape[0],))
         self.reducer = Reducer(
-            list(model.named_parameters()), Bond(communicator.duplicate()), options
+            list(model.named_parameters()),
+            ReducerGroup(communicator.duplicate()),
+            options,
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ronde.collectives import Communicator, connect
-from ronde.data_parallel import Bond, Compression, Reducer, ReducerOptions
+from ronde.data_parallel import Compression, Reducer, ReducerGroup, ReducerOptions
 from ronde.records import Record, append_record
 from ronde.world import read_rank_info
 
@@ -102,7 +102,7 @@ class Training:
         self.counter = Counter(twin)
         named = list(self.model.named_parameters())
         options = ReducerOptions(compressor=compression)
-        self._reducer = Reducer(named, Bond(twin), options)
+        self._reducer = Reducer(named, ReducerGroup(twin), options)
 
     def step(self, inputs: Tensor, labels: Tensor) -> float:
         """Take one step and return this rank's loss."""

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ronde.torch as hvd
 from ronde.collectives import Communicator
 from ronde.collectives.engines.torch_distributed import TorchDistributedEngine
-from ronde.data_parallel import Bond, Reducer, ReducerOptions
+from ronde.data_parallel import Reducer, ReducerGroup, ReducerOptions
 from ronde.records import Record, append_record
 
 VARIANTS = ("none", "ronde", "ddp", "ddp_tuned")
@@ -109,7 +109,7 @@ def make_step(
         )
         group = Communicator(engine)
         named = list(model.named_parameters())
-        reducer = Reducer(named, Bond(group), ReducerOptions())
+        reducer = Reducer(named, ReducerGroup(group), ReducerOptions())
         optimizer.register_step_post_hook(lambda *_: reducer.step_done())
 
     def step() -> None:

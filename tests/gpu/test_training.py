@@ -16,7 +16,7 @@ from tests.parity.problems import (
 )
 
 import ronde.torch as hvd
-from ronde.data_parallel import Bond, Reducer, ReducerOptions
+from ronde.data_parallel import Reducer, ReducerGroup, ReducerOptions
 
 pytestmark = NEEDS_CUDA
 
@@ -119,7 +119,7 @@ def reduce_over_nccl(communicator, dtype):
     alone = train(*make(dtype), dtype)
     model, optimizer = make(dtype)
     named = list(model.named_parameters())
-    reducer = Reducer(named, Bond(communicator), ReducerOptions())
+    reducer = Reducer(named, ReducerGroup(communicator), ReducerOptions())
     storages = set()
 
     def step(*_):

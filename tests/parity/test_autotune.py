@@ -11,16 +11,16 @@ from torch import nn
 
 import ronde.torch as hvd
 from ronde.data_parallel import (
-    Bond,
     BucketLimits,
     BucketTuningOptions,
     Compression,
     GradientSpec,
     Reducer,
+    ReducerGroup,
     ReducerOptions,
     plan_buckets,
 )
-from ronde.data_parallel.bucket_tuning import candidate_limits
+from ronde.data_parallel.buckets import candidate_limits
 from ronde.errors import UsageError
 from ronde.torch.session import current_session
 from ronde.tuning import TuningLog, TuningOptions
@@ -59,7 +59,7 @@ def train(communicator, options, num_steps, last_step=None):
     """Train; ``last_step`` says after how many steps a rank has no data any more."""
     model = build()
     named = list(model.named_parameters())
-    reducer = Reducer(named, Bond(communicator.duplicate()), options)
+    reducer = Reducer(named, ReducerGroup(communicator.duplicate()), options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     plans: list[int] = []
     for number in range(num_steps if last_step is None else last_step):
@@ -71,7 +71,7 @@ def train(communicator, options, num_steps, last_step=None):
         reducer.step_done()
         plans.append(reducer.num_buckets)
     if last_step is not None:
-        reducer.keep_up()
+        reducer.participate_with_zeros()
     results = [p.detach().clone() for p in model.parameters()]
     limits = reducer.tuned_limits
     reducer.close()
@@ -141,7 +141,7 @@ def test_nothing_to_try_is_logged(tmp_path):
         options = ReducerOptions(tuning=BucketTuningOptions(log=log))
         parameter = nn.Parameter(torch.zeros(5))
         reducer = Reducer(
-            [("only", parameter)], Bond(communicator.duplicate()), options
+            [("only", parameter)], ReducerGroup(communicator.duplicate()), options
         )
         (3 * parameter).sum().backward()
         reducer.close()

@@ -12,11 +12,11 @@ import ronde.torch as hvd
 from ronde.collectives import Communicator
 from ronde.collectives.engines.solo import SoloEngine
 from ronde.data_parallel import (
-    Bond,
     BucketLimits,
     Compression,
     GradientCompression,
     Reducer,
+    ReducerGroup,
     ReducerOptions,
 )
 from ronde.errors import UsageError
@@ -52,7 +52,7 @@ class Parameters:
 
     def unsent(self) -> list[Tensor]:
         """Return what this rank has not sent yet, a tensor a parameter."""
-        memories = self.reducer._rounds._reduction._memories
+        memories = self.reducer._rounds._sum.__self__._factors
         zeros = [torch.zeros_like(value) for value in self.values]
         for value, zero in zip(self.values, zeros, strict=True):
             memory = memories.get(value)
@@ -77,7 +77,9 @@ def make(
     named = [(f"p{i}", value) for i, value in enumerate(values)]
     limits = BucketLimits(4096, 16384)
     settings = ReducerOptions(compressor=compression, limits=limits, **options)
-    return Parameters(values, Reducer(named, Bond(communicator.duplicate()), settings))
+    return Parameters(
+        values, Reducer(named, ReducerGroup(communicator.duplicate()), settings)
+    )
 
 
 def gradients(parameters: Parameters, rank: int, number: int) -> list[Tensor]:
@@ -146,7 +148,7 @@ def test_powersgd_keeps_its_memory_in_float32(dtype):
             own = gradients(parameters, communicator.rank, number)
             parameters.reduce(own)
             total += parameters.values[0].grad.float()
-        memories = parameters.reducer._rounds._reduction._memories
+        memories = parameters.reducer._rounds._sum.__self__._factors
         (memory,) = (m for m in memories.values() if m)
         return total, memory.error
 
@@ -174,7 +176,7 @@ def test_powersgd_is_exact_where_the_gradient_has_that_rank(size):
         model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20)).double()
         reducer = Reducer(
             list(model.named_parameters()),
-            Bond(communicator.duplicate()),
+            ReducerGroup(communicator.duplicate()),
             ReducerOptions(compressor=compression),
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -203,7 +205,7 @@ def test_powersgd_sends_two_small_collectives_a_bucket():
         parameters = make(communicator, Compression.powersgd(rank=2), **options)
         parameters.reduce(gradients(parameters, 0, 0))
         sent: list[int] = []
-        count_bytes(parameters.reducer._rounds.communicator, sent)
+        count_bytes(parameters.reducer._rounds._communicator, sent)
         parameters.reduce(gradients(parameters, 0, 1))
         return sent
 
@@ -310,7 +312,7 @@ def test_powersgd_loses_nothing_when_ranks_join(num_plain_rounds):
         parameters = make(communicator, compression, is_average=False)
         for number in range(num_rounds[communicator.rank]):
             parameters.reduce(gradients(parameters, communicator.rank, number))
-        parameters.reducer.keep_up()
+        parameters.reducer.participate_with_zeros()
         return parameters.totals, parameters.unsent()
 
     results = run_ranks(3, check)

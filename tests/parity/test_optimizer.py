@@ -12,7 +12,7 @@ from torch import nn
 import ronde.torch as hvd
 from ronde.collectives import Communicator
 from ronde.collectives.engines.solo import SoloEngine
-from ronde.data_parallel import Bond, BucketLimits, Reducer, ReducerOptions
+from ronde.data_parallel import BucketLimits, Reducer, ReducerGroup, ReducerOptions
 from ronde.errors import CollectiveError, UsageError
 
 
@@ -90,7 +90,7 @@ def test_buckets_change_no_bit_on_one_rank():
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [sgd(model) for model in models]
     named = list(models[1].named_parameters())
-    reducer = Reducer(named, Bond(Communicator(SoloEngine())), ReducerOptions())
+    reducer = Reducer(named, ReducerGroup(Communicator(SoloEngine())), ReducerOptions())
     for _ in range(5):
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
@@ -109,7 +109,7 @@ def test_frozen_buckets_are_not_reduced():
     communicator = Communicator(engine)
     named = list(model.named_parameters())
     options = ReducerOptions(limits=BucketLimits(1, 1))
-    reducer = Reducer(named, Bond(communicator), options)
+    reducer = Reducer(named, ReducerGroup(communicator), options)
     counts = []
     for is_trained in (True, True, False, True):
         model.first.requires_grad_(is_trained)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ronde.torch as hvd
 from ronde.collectives import Communicator
-from ronde.data_parallel import Bond, BucketLimits, Reducer, ReducerOptions
+from ronde.data_parallel import BucketLimits, Reducer, ReducerGroup, ReducerOptions
 from ronde.torch.session import current_session
 
 
@@ -435,7 +435,7 @@ def test_nested_backward_does_not_end_a_round():
     engine = CountingEngine()
     communicator = Communicator(engine)
     named = list(model.named_parameters())
-    reducer = Reducer(named, Bond(communicator), ReducerOptions())
+    reducer = Reducer(named, ReducerGroup(communicator), ReducerOptions())
     counts = []
     for _ in range(3):
         before = engine.num_reductions
@@ -468,7 +468,7 @@ def _train_in_tiny_buckets(_: object, problem: Problem) -> dict[str, Tensor]:
     optimizer = problem.make_optimizer(model)
     named = list(model.named_parameters())
     options = ReducerOptions(limits=BucketLimits(1, 1))
-    reducer = Reducer(named, Bond(current_session().duplicate(0, 0)), options)
+    reducer = Reducer(named, ReducerGroup(current_session().duplicate(0, 0)), options)
     optimizer.register_step_post_hook(lambda *_: reducer.step_done())
     for number in range(problem.num_steps):
         inputs, targets = problem.data(number, 2 * BATCH)

@@ -26,7 +26,6 @@ from ronde.coordination.state import (
 )
 from ronde.coordination.waits import SyncPoint, Waits
 from ronde.errors import CollectiveError
-from ronde.timeline.events import Recorder
 
 __all__ = ["CoordinationOptions", "Coordinator"]
 
@@ -47,6 +46,7 @@ class Coordinator:
     Attributes:
         rank: This process in the set.
         size: Number of ranks in the set.
+        execution: Its ``recorder`` takes down what happens; may be set at any time.
         watch: Has the stall inspector count something that is waited for elsewhere, by
             its name: for collectives that are never negotiated, such as buckets.
     """
@@ -73,7 +73,7 @@ class Coordinator:
         """
         self.rank, self.size = communicator.rank, communicator.size
         self._communicator = communicator
-        self._channel = channel
+        self._channel, self._waiter = channel, channel.waiter
         self._options = options
         self.waits = Waits() if waits is None else waits
         self._table = self.waits.table(set_id)
@@ -87,9 +87,8 @@ class Coordinator:
             set_id=set_id,
             ranks=ranks or tuple(range(self.size)),
         )
+        self.execution = self._state.execution
         self._lock = threading.Lock()
-        self._num_waiters = 0
-        self._waiters_lock = threading.Lock()
         self._next_look_s = 0.0
         self._is_woken = False
         self._is_closed = False
@@ -99,15 +98,6 @@ class Coordinator:
         self._thread.start()
         if set_id == 0:
             self.waits.start_inquiry = self._start_inquiry
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """Takes down what happens; may be set at any time."""
-        return self._state.execution.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        self._state.execution.recorder = recorder
 
     def submit(self, operation: NamedOperation) -> Work[Any]:
         """Start an operation; returns at once.
@@ -199,14 +189,12 @@ class Coordinator:
         self._thread.join()
 
     def wake(self) -> None:
-        """Have the thread make progress soon."""
         if not self._is_woken:
             self._is_woken = True
-            self._channel.wake()
+            self._waiter.wake()
 
-    def point(self, name: str, number: int = 0) -> SyncPoint:
-        """Return a meeting of the set's ranks."""
-        return SyncPoint(self._set_id, name, number, self._ranks)
+    def point(self, name: str) -> SyncPoint:
+        return SyncPoint(self._set_id, name, 0, self._ranks)
 
     def _submit(self, operation: NamedOperation) -> Entry:
         entry = self._enter(operation)
@@ -222,8 +210,7 @@ class Coordinator:
 
     def _finish(self, entry: Entry, look: Look | None = None) -> None:
         """Make progress until ``entry`` is over, or ``look`` stops it."""
-        self._add_waiters(1)
-        self._channel.add_waiter()
+        self._waiter.add_waiter()
         try:
             num_left = 0 if look or self.waits.has_put_off else _NUM_QUICK_WAITS
             while num_left and not self._is_over(entry):
@@ -236,14 +223,9 @@ class Coordinator:
                 with self.waits.waiting(self.point(entry.name)) as own:
                     self._wait(entry, own)
         finally:
-            self._add_waiters(-1)
-            self._channel.remove_waiter()
+            self._waiter.remove_waiter()
         if self._state.submitted:
             self.wake()
-
-    def _add_waiters(self, change: int) -> None:
-        with self._waiters_lock:
-            self._num_waiters += change
 
     def _wait(self, entry: Entry, look: Look) -> None:
         while not self._is_over(entry):
@@ -262,7 +244,7 @@ class Coordinator:
         if fast_path is not None and fast_path.rounds.is_awaited():
             with self._lock:
                 fast_path.refuse()
-        self._channel.wait(timeout_s, is_eager=True)
+        self._waiter.wait(timeout_s, is_eager=True)
         self._look(1)
 
     def _start_inquiry(self) -> None:
@@ -283,8 +265,8 @@ class Coordinator:
             if self._is_closed:
                 return
             has_changed = self._state.progress()
-        if has_changed and self._num_waiters > num_own:
-            self._channel.wake()
+        if has_changed and self._waiter.num_waiters > num_own:
+            self._waiter.wake()
 
     def _look(self, num_own: int) -> None:
         """Look after neighbours and stalls, from time to time."""
@@ -306,10 +288,10 @@ class Coordinator:
             else:
                 # Something may begin to be watched meanwhile, and that wakes nobody.
                 timeout_s = self._options.stall_warning_s / 2 or None
-            self._channel.wait(timeout_s, is_eager=False)
+            self._waiter.wait(timeout_s, is_eager=False)
             if self._is_closed:
                 return
-            if self._is_woken and not self._num_waiters:
+            if self._is_woken and not self._waiter.num_waiters:
                 time.sleep(self._options.gather_time_s)
             self._is_woken = False
             self._progress(0)

@@ -191,7 +191,6 @@ class Execution:
     def _reduce_packed(
         self, batch: _Batch, flat: Tensor, entries: _Entries, results: list[list[Any]]
     ) -> None:
-        """Reduce several tensors side by side."""
         sources: list[Tensor] = []
         outputs: list[Tensor] = []
         places: list[Tensor] = []
@@ -287,7 +286,6 @@ class Execution:
         spans: Sequence[_Span],
         agreed_ns: int,
     ) -> None:
-        """Take down what ran together, a tensor at a time."""
         for batch, begun_ns, ended_ns, activities in spans:
             for item in batch.items:
                 request, entry = requests[item.request], entries[item.request]

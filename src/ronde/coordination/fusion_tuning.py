@@ -45,7 +45,6 @@ class FusionTuning:
 
     @property
     def is_over(self) -> bool:
-        """Whether the choice is made: nothing is to be noted any more."""
         return self._tuner.is_over
 
     def ran(self, names: Sequence[str], num_bytes: int, now_s: float) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ronde.coordination import messages
 from ronde.coordination.control.transport import Tree
-from ronde.coordination.messages import Report, bits_of, decode_ranks, encode_ranks
+from ronde.coordination.messages import bits_of, decode_ranks, encode_ranks
 from ronde.coordination.requests import Request
 
 
@@ -88,7 +88,6 @@ class RequestCache:
         self.live |= 1 << number
 
     def find(self, name: str) -> tuple[int, Request] | None:
-        """Return the request of that name and its number."""
         number = self.numbers.get(name)
         return None if number is None else (number, self.requests[number])
 
@@ -99,12 +98,10 @@ class RequestCache:
             self.requests.move_to_end(number)
 
     def remove(self, number: int) -> None:
-        """Drop a request."""
         del self.numbers[self.requests.pop(number).name]
         self.live &= ~(1 << number)
 
     def reset(self) -> None:
-        """Drop all, and use the numbers from 0 on again."""
         self.epoch += 1
         self.live = 0
         self.requests.clear()
@@ -138,7 +135,6 @@ class ReadyCounter:
 
     @property
     def is_all_absent(self) -> bool:
-        """Whether all ranks from here down have joined."""
         return len(self.absent) == len(self._contributors)
 
     def hit(self, contributor: int, bits: int) -> None:
@@ -156,7 +152,6 @@ class ReadyCounter:
         self.is_changed = True
 
     def leave(self, contributor: int) -> None:
-        """Note that all ranks of a contributor have joined."""
         self.absent.add(contributor)
         self.is_changed = True
 
@@ -195,7 +190,6 @@ class ReadyCounter:
         return [self._pending.pop(name) for name in complete]
 
     def drop(self, bits: int) -> None:
-        """Forget who is ready for these cached requests."""
         have = self._have
         for contributor in self._contributors:
             have[contributor] &= ~bits
@@ -215,7 +209,7 @@ class Node:
         self._counter = ReadyCounter((tree.rank, *tree.children))
         self._is_absence_sent = False
         self._own: dict[int, Request] = {}
-        self._report = Report()
+        self._events: list[Sequence[Any]] = []
         self._out: list[tuple[int, bytes]] = []
 
     def hit(self, number: int, request: Request) -> None:
@@ -224,31 +218,29 @@ class Node:
         self._counter.hit(self.tree.rank, 1 << number)
 
     def submit(self, request: Request) -> None:
-        """Have this rank be ready for a request that is not cached."""
         rank = self.tree.rank
         self._counter.add(rank, request.name, request.text, 1 << rank)
 
     def change(self, number: int, request: Request) -> None:
         """Have this rank be ready for a request where another one is cached."""
-        self._report.changed.append(number)
+        self._events.append(("changed", number))
         self.submit(request)
 
     def join(self) -> None:
-        """Have this rank be ready for everything until all have joined."""
-        self._report.joined.append(self.tree.rank)
+        self._events.append(("joined", self.tree.rank))
         self._counter.leave(self.tree.rank)
 
     def ask_for_stalls(self) -> None:
         """Have everyone report what it waits for."""
-        self._report.is_asking = True
+        self._events.append(("ask_stalls",))
 
     def report_stall(self, number: int, answer: list[Any]) -> None:
         """Report what this rank waits for: the fields of a ``StallReport``."""
-        self._report.stalls.append([number, answer])
+        self._events.append(("stall", number, answer))
 
     def report_waits(self, number: int | None, *answer: Any) -> None:  # noqa: ANN401 - what JSON takes
         """Answer a question of the ``CircleInspector``; ask for one by None."""
-        self._report.waits.append([number, *answer])
+        self._events.append(("waits", number, *answer))
 
     def lose(self, rank: int, reason: str, *, is_orderly: bool) -> None:
         """Report that a rank is gone."""
@@ -256,63 +248,59 @@ class Node:
             # Nobody above can reach those below any more.
             self.order("lost", rank, reason, is_orderly)
             return
-        self._report.lost.append((rank, reason, is_orderly))
+        self._events.append(("lost", rank, reason, is_orderly))
 
     def receive(self, sender: int, message: bytes) -> None:
-        """Take in a neighbour's message."""
         kind = message[:1]
         if kind == messages.HITS:
             epoch, bits = messages.decode_bits(message)
             if epoch == self.cache.epoch & 0xFFFF:
                 self._counter.hit(sender, bits & self.cache.live)
-        elif kind == messages.REPORT:
-            self._take(sender, Report.decode(message))
+        elif kind == messages.EVENTS:
+            for event in messages.decode(message):
+                self._take(sender, event)
         else:
             self._obey(message)
 
     def flush(self) -> list[tuple[int, bytes]]:
         """Return what to send now: pairs of neighbour and message, in order."""
-        while self._counter.is_changed or not self._report.is_empty():
+        while self._counter.is_changed or self._events:
             self._advance()
         out, self._out = self._out, []
         return out
 
     def order(self, *command: Any) -> None:  # noqa: ANN401 - what JSON takes
-        """Give a command, a verb and its values, to this rank and to all below."""
         self._order([command])
 
     def _advance(self) -> None:
         """Pass on what this rank and all below are ready for, and what they report."""
         ready = self._counter.take_ready(self.cache.live)
+        events, self._events = self._events, []
         for pending in self._counter.take_complete():
             for text, ranks in pending.ranks.items():
-                self._report.requests.append((text, encode_ranks(ranks)))
+                events.append(("request", text, encode_ranks(ranks)))
         if self._counter.is_all_absent and not self._is_absence_sent:
-            self._is_absence_sent = self._report.is_absent = True
+            self._is_absence_sent = True
+            events.append(("absent",))
         parent = self.tree.parent
-        report, self._report = self._report, Report()
         if parent is None:
             return
         if ready:
             bits = messages.encode_bits(messages.HITS, self.cache.epoch, ready)
             self._out.append((parent, bits))
-        if not report.is_empty():
-            self._out.append((parent, report.encode()))
+        if events:
+            self._out.append((parent, messages.encode(messages.EVENTS, events)))
 
-    def _take(self, sender: int, report: Report) -> None:
-        """Take in a child's report."""
-        for text, ranks in report.requests:
+    def _take(self, sender: int, event: list[Any]) -> None:
+        verb, *values = event
+        if verb == "request":
+            text, ranks = values
             name = Request.decode(text).name
             self._counter.add(sender, name, text, decode_ranks(ranks))
-        if report.is_absent:
+        elif verb == "absent":
             self._counter.leave(sender)
-        own = self._report
-        own.changed += report.changed
-        own.joined += report.joined
-        own.lost += report.lost
-        own.stalls += report.stalls
-        own.waits += report.waits
-        own.is_asking |= report.is_asking
+        elif verb != "ask_stalls" or event not in self._events:
+            self._events.append(event)
 
     def _obey(self, message: bytes) -> None:
         """Take the root's commands in, and pass them on."""
@@ -326,7 +314,7 @@ class Node:
             self.commands.append(run)
             return
         run = RunCommand([], None)
-        for verb, *values in messages.decode_commands(message):
+        for verb, *values in messages.decode(message):
             if verb == "run":
                 text, number = values
                 request = Request.decode(text)
@@ -354,7 +342,6 @@ class Node:
             self.commands.append(Command(verb, values))
 
     def _drop(self, number: int) -> None:
-        """Drop a cached request; if this rank waits for it, ask by text."""
         self.cache.remove(number)
         self._counter.drop(1 << number)
         request = self._own.pop(number, None)
@@ -362,7 +349,6 @@ class Node:
             self.submit(request)
 
     def _reset(self) -> None:
-        """Drop all cached requests."""
         self.cache.reset()
         self._counter.drop(-1)
         waiting, self._own = self._own, {}
@@ -370,4 +356,4 @@ class Node:
             self.submit(request)
 
     def _order(self, commands: list[tuple[Any, ...]]) -> None:
-        self._obey(messages.encode_commands(commands))
+        self._obey(messages.encode(messages.COMMANDS, commands))

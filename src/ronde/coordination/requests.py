@@ -161,7 +161,6 @@ class Request:
     @staticmethod
     @functools.lru_cache(maxsize=1024)  # once for all ranks that send the same
     def decode(text: str) -> "Request":
-        """Read a request's text."""
         fields: list[Any] = json.loads(text)
         fields[0], fields[-1] = OpKind(fields[0]), bool(fields[-1])
         fields[2:4] = tuple(fields[2]), tuple([tuple(shape) for shape in fields[3]])
@@ -169,7 +168,6 @@ class Request:
 
     @property
     def reduce_op(self) -> ReduceOp:
-        """How elements become one."""
         return _OPS[self.number] or ReduceOp.SUM
 
     def matches(self, operation: NamedOperation) -> bool:
@@ -198,7 +196,6 @@ class Request:
         return True
 
     def zeros(self, index: int) -> Tensor:
-        """Return what a rank that has joined contributes for a tensor."""
         dtype = self.torch_dtypes[index]
         return torch.zeros(self.shapes[index], dtype=dtype, device=self.device)
 
@@ -218,7 +215,6 @@ class StreamMark:
         self._event.record(torch.cuda.current_stream(device))
 
     def order(self) -> None:
-        """Have the current stream go on only when this point was passed."""
         torch.cuda.current_stream(self.device).wait_event(self._event)
 
 
@@ -292,14 +288,12 @@ class Entry(Work[Any]):
         return result
 
     def succeed(self, result: object) -> None:
-        """Be over, with a result."""
         self._result = result
         if self.ready is not None:
             self.done = StreamMark(self.ready.device)
         self.is_over = True
 
     def fail(self, failure: Exception) -> None:
-        """Be over, with an error; nothing where it is over already."""
         if not self.is_over:
             self.failure = failure
             self.is_over = True

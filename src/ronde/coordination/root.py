@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ronde.coordination import messages
 from ronde.coordination.control.transport import Tree
-from ronde.coordination.messages import Report, format_ranks
+from ronde.coordination.messages import format_ranks
 from ronde.coordination.node import Node, PendingName
 from ronde.coordination.requests import OpKind, Request, Shape
 
@@ -48,8 +48,8 @@ class RootNode(Node):
     def _advance(self) -> None:
         """Decide on all that every rank is ready for."""
         counter = self._counter
-        report, self._report = self._report, Report()
-        commands = self._look_into(report)
+        events, self._events = self._events, []
+        commands = self._look_into(events)
         if commands:
             self._order(commands)
         ready = counter.take_ready(self.cache.live)
@@ -65,20 +65,28 @@ class RootNode(Node):
         if commands:
             self._order(commands)
 
-    def _look_into(self, report: Report) -> list[_Words]:
-        self._joined += report.joined
-        self.is_asked_for_stalls |= report.is_asking
-        self.wait_answers += report.waits
-        self.stall_answers += [
-            answer for number, answer in report.stalls if number == self._num_questions
-        ]
+    def _look_into(self, events: Sequence[Sequence[Any]]) -> list[_Words]:
+        commands: list[_Words] = []
+        changed: set[int] = set()
+        for verb, *values in events:
+            match verb:
+                case "joined":
+                    self._joined += values
+                case "ask_stalls":
+                    self.is_asked_for_stalls = True
+                case "waits":
+                    self.wait_answers.append(values)
+                case "stall":
+                    if values[0] == self._num_questions:
+                        self.stall_answers.append(values[1])
+                case "changed":
+                    changed.update(values)
+                case _:
+                    commands.append((verb, *values))  # "lost"
         live = self.cache.live
-        changed = [n for n in sorted(set(report.changed)) if live >> n & 1]
-        lost: list[_Words] = [("lost", *each) for each in report.lost]
-        return lost + [("drop", number) for number in changed]
+        return commands + [("drop", n) for n in sorted(changed) if live >> n & 1]
 
     def _judge(self, complete: list[PendingName]) -> list[_Words]:
-        """Return the commands for names that every rank has asked for."""
         commands: list[_Words] = []
         runs: list[Request] = []
         for pending in complete:

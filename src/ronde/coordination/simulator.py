@@ -50,7 +50,6 @@ class Simulator:
         return True
 
     def deliver(self, sender: int, to: int) -> None:
-        """Deliver the next message along an edge."""
         self.nodes[to].receive(sender, self._edges[sender, to].popleft())
 
     def deliver_round(self) -> bool:

@@ -191,7 +191,6 @@ class FastPath:
             self._skip()
 
     def ran(self) -> None:
-        """Note that something was run in the ordinary way."""
         if self._num_left:
             self._num_left -= 1
 
@@ -511,7 +510,6 @@ class CoordinatorState:
 
 
 def _fail(entries: Sequence[Entry | None], failure: Exception) -> None:
-    """End operations that were under way."""
     for entry in entries:
         if entry is not None:
             entry.fail(failure)

@@ -69,7 +69,6 @@ class Watch:
         self.done()
 
     def done(self) -> None:
-        """Count it no more."""
         self._watches.discard(self)
 
 
@@ -92,7 +91,6 @@ class PendingTable:
         self._lock = threading.Lock()
 
     def name(self, operation: NamedOperation) -> str:
-        """Return the operation's name on the wire."""
         if operation.name:
             return operation.wire_name(0)
         return operation.wire_name(
@@ -121,7 +119,6 @@ class PendingTable:
                 raise UsageError(_IN_FLIGHT)
 
     def has_one(self) -> bool:
-        """Say whether exactly one operation is under way."""
         return len(self._entries) == 1
 
     def take(self, name: str) -> Entry | None:
@@ -144,7 +141,6 @@ class PendingTable:
         return Watch(name, self._watches)
 
     def is_empty(self) -> bool:
-        """Say whether nothing is waited for."""
         return not (self._entries or self._watches)
 
     def waiting(self) -> dict[str, float]:
@@ -179,7 +175,6 @@ class SyncPoint(NamedTuple):
 
     @property
     def is_connect(self) -> bool:
-        """Whether the ranks meet to connect."""
         return not self.number and self.name.startswith(CONNECT_PREFIX)
 
 
@@ -226,7 +221,6 @@ class Waiting:
         self._answer_by_s = 0.0
 
     def move_to(self, point: SyncPoint) -> None:
-        """Note that it waits elsewhere from now on."""
         self._waits.withdraw(self)
         self.point = point
 
@@ -283,7 +277,6 @@ class Waits:
         self._put_off: dict[DeferredRound, int] = {}
 
     def add_user(self) -> None:
-        """Note that this thread takes part in collectives."""
         self._users.add(threading.get_ident())
 
     def begin(self, point: SyncPoint) -> None:
@@ -298,7 +291,6 @@ class Waits:
         return Waiting(self, point, thread, can_give_way=can_give_way)
 
     def publish(self, waiting: Waiting) -> None:
-        """Have the others see a wait."""
         if not waiting.number:
             waiting.number = next(self._numbers)
             self._published[waiting.number] = waiting
@@ -309,11 +301,9 @@ class Waits:
         waiting.number = 0
 
     def put_off(self, round_: DeferredRound, thread: int) -> None:
-        """Have a round go on whenever ``thread`` waits for something."""
         self._put_off[round_] = thread
 
     def take_up(self, round_: DeferredRound) -> None:
-        """Leave a round to its owner."""
         self._put_off.pop(round_, None)
 
     @property

@@ -1,33 +1,41 @@
 """Parameters to buckets to reductions, overlapped with backward."""
 
-from ronde.data_parallel.bond import Bond, Connector, Key
-from ronde.data_parallel.bucket_tuning import BucketTuningOptions
-from ronde.data_parallel.buckets import BucketLimits, GradientSpec, plan_buckets
+from ronde.data_parallel.buckets import (
+    BucketLimits,
+    BucketTuningOptions,
+    GradientSpec,
+    plan_buckets,
+)
 from ronde.data_parallel.compression import (
     Compression,
     Compressor,
     GradientCompression,
     PowerSGD,
 )
-from ronde.data_parallel.options import ReducerOptions
+from ronde.data_parallel.group import GroupConnector, ReducerGroup, ReducerKey
+from ronde.data_parallel.join import (
+    JoinParticipant,
+    JoinProgress,
+    participate_until_all_joined,
+)
 from ronde.data_parallel.reducer import Reducer
-from ronde.data_parallel.shadows import Follower, Standing, keep_up_until
+from ronde.data_parallel.rounds import ReducerOptions
 
 __all__ = [
-    "Bond",
     "BucketLimits",
     "BucketTuningOptions",
     "Compression",
     "Compressor",
-    "Connector",
-    "Follower",
     "GradientCompression",
     "GradientSpec",
-    "Key",
+    "GroupConnector",
+    "JoinParticipant",
+    "JoinProgress",
     "PowerSGD",
     "Reducer",
+    "ReducerGroup",
+    "ReducerKey",
     "ReducerOptions",
-    "Standing",
-    "keep_up_until",
+    "participate_until_all_joined",
     "plan_buckets",
 ]

@@ -1,18 +1,30 @@
 """Which gradients travel together: a pure plan, so that a predictor can price it."""
 
+import time
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from ronde.collectives import Communicator
+from ronde.data_parallel.group import Steps
+from ronde.tuning import Tuner, TuningLog, TuningOptions
 
 ALIGNMENT_BYTES = 64
 """Every gradient starts on a cache line, which vector loads and copies want."""
+_MIB = 1 << 20
+_SIZES = (25, 100, 8, 50, 4, 12, 1)
+"""In MiB: a bucket's sizes to try, the likeliest first."""
+_FIRST_SIZES = (1, 0, 4)
+"""Those of the first bucket; 0 stands for that of the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradientSpec:
+class GradientSpec(NamedTuple):
     """What a plan must know of one gradient.
 
     Attributes:
-        numel: Number of elements.
         itemsize: Bytes an element.
         kind: What must be equal for two gradients to share a bucket: dtype and device.
     """
@@ -20,6 +32,12 @@ class GradientSpec:
     numel: int
     itemsize: int
     kind: Hashable
+
+    @property
+    def aligned(self) -> int:
+        """Elements up to where the next gradient may begin."""
+        step = max(1, ALIGNMENT_BYTES // self.itemsize)
+        return -(-self.numel // step) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +49,7 @@ class Slot:
     numel: int
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class BucketPlan(NamedTuple):
     """Gradients that are reduced by one collective.
 
     Attributes:
@@ -63,7 +80,7 @@ def plan_buckets(
     order: Sequence[int],
     limits: BucketLimits,
     groups: Sequence[Sequence[int]] = (),
-) -> tuple[Bucket, ...]:
+) -> tuple[BucketPlan, ...]:
     """Cut gradients into buckets along the order in which backward makes them.
 
     Args:
@@ -78,50 +95,137 @@ def plan_buckets(
         ``order`` is in exactly one slot; offsets are aligned and do not overlap.
     """
     group_of = {index: g for g, group in enumerate(groups) for index in group}
+    sizes = Counter((group_of[i], specs[i].kind) for i in order if i in group_of)
     closed: list[list[int]] = []
-    open_buckets: dict[Hashable, list[int]] = {}
-    open_bytes: dict[Hashable, int] = {}
-    waiting: dict[tuple[int, Hashable], list[int]] = {}
-    missing = _group_counts(specs, order, group_of)
+    open_buckets = defaultdict[Hashable, list[int]](list)
+    open_bytes = Counter[Hashable]()
+    waiting = defaultdict[tuple[int, Hashable], list[int]](list)
     for index in order:
         spec = specs[index]
         if index in group_of:
             key = (group_of[index], spec.kind)
-            waiting.setdefault(key, []).append(index)
-            if len(waiting[key]) == missing[key]:
+            waiting[key].append(index)
+            if len(waiting[key]) == sizes[key]:
                 closed.append(waiting.pop(key))
             continue
-        open_buckets.setdefault(spec.kind, []).append(index)
-        size = _aligned(spec) * spec.itemsize
-        open_bytes[spec.kind] = open_bytes.get(spec.kind, 0) + size
+        open_buckets[spec.kind].append(index)
+        open_bytes[spec.kind] += spec.aligned * spec.itemsize
         limit = limits.other_bytes if closed else limits.first_bytes
         if open_bytes[spec.kind] >= limit:
             closed.append(open_buckets.pop(spec.kind))
             open_bytes[spec.kind] = 0
     closed.extend(open_buckets.values())
-    return tuple(_lay_out(specs, members) for members in closed)
+    plans: list[BucketPlan] = []
+    for members in closed:
+        slots: list[Slot] = []
+        offset = 0
+        for index in members:
+            slots.append(Slot(index, offset, specs[index].numel))
+            offset += specs[index].aligned
+        plans.append(BucketPlan(tuple(slots), offset, specs[members[0]].kind))
+    return tuple(plans)
 
 
-def _group_counts(
-    specs: Sequence[GradientSpec], order: Sequence[int], group_of: dict[int, int]
-) -> dict[tuple[int, Hashable], int]:
-    counts: dict[tuple[int, Hashable], int] = {}
-    for index in order:
-        if index in group_of:
-            key = (group_of[index], specs[index].kind)
-            counts[key] = counts.get(key, 0) + 1
-    return counts
+@dataclass(frozen=True, slots=True)
+class BucketTuningOptions:
+    """How a reducer finds its bucket sizes.
+
+    Attributes:
+        amount: How much is tried; equal on all ranks.
+        log: Takes down what rank 0 sees, or None; the other ranks' is not used.
+    """
+
+    amount: TuningOptions = field(default_factory=TuningOptions)
+    log: TuningLog | None = None
 
 
-def _aligned(spec: GradientSpec) -> int:
-    step = max(1, ALIGNMENT_BYTES // spec.itemsize)
-    return -(-spec.numel // step) * step
+def candidate_limits(
+    specs: Sequence[GradientSpec],
+    order: Sequence[int],
+    default: BucketLimits,
+    groups: Sequence[Sequence[int]] = (),
+) -> list[BucketLimits]:
+    """Return ``default`` and what leads to other buckets than it, each plan once.
+
+    The other arguments are those of ``plan_buckets``.
+    """
+    found: dict[object, BucketLimits] = {}
+    pairs = [(first or other, other) for first in _FIRST_SIZES for other in _SIZES]
+    tried = [BucketLimits(first * _MIB, other * _MIB) for first, other in pairs]
+    for limits in [default, *tried]:
+        found.setdefault(plan_buckets(specs, order, limits, groups), limits)
+    return list(found.values())
 
 
-def _lay_out(specs: Sequence[GradientSpec], members: Sequence[int]) -> Bucket:
-    slots: list[Slot] = []
-    offset = 0
-    for index in members:
-        slots.append(Slot(index, offset, specs[index].numel))
-        offset += _aligned(specs[index])
-    return Bucket(tuple(slots), offset, specs[members[0]].kind)
+class BucketTuning:
+    """Tries bucket sizes on one reducer; rank 0 measures and decides for all ranks.
+
+    Attributes:
+        is_over: The choice is made; equal on all ranks.
+
+    Args:
+        name: What the log calls the reducer.
+        candidates: The limits to try, the default first; equal on all ranks.
+        communicator: The reducer's.
+        options: How.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        candidates: Sequence[BucketLimits],
+        communicator: Communicator,
+        options: BucketTuningOptions,
+    ) -> None:
+        self._name = name
+        self._communicator = communicator
+        self._is_root = communicator.rank == 0
+        self._log = options.log if self._is_root else None
+        self._num_fed = options.amount.num_fed
+        self._tuner = Tuner(candidates, options.amount)
+        self.is_over = self._tuner.is_over
+        self._num_rounds = 0
+        self._write()
+        self._last_s = time.perf_counter()
+
+    def round_done(self) -> Steps[BucketLimits | None]:
+        """Note the end of a round; collective whenever a sample is complete.
+
+        Returns:
+            The limits from now on, equal on all ranks, or None: as they are.
+        """
+        if self.is_over:
+            return None
+        now_s = time.perf_counter()
+        if self._is_root:
+            self._tuner.feed(now_s - self._last_s)
+        self._last_s = now_s
+        self._num_rounds += 1
+        if self._num_rounds % self._num_fed:
+            return None
+        chosen = self._tuner.setting
+        numbers = [chosen.first_bytes, chosen.other_bytes, int(self._tuner.is_over)]
+        decision = torch.tensor(numbers, device="cpu")
+        work = self._communicator.broadcast(decision, 0)
+        yield work
+        work.wait()
+        first_bytes, other_bytes, is_over = (int(number) for number in decision)
+        self.is_over = bool(is_over)
+        self._write()
+        return BucketLimits(first_bytes, other_bytes)
+
+    def _write(self) -> None:
+        if self._log is None:
+            return
+        tuner = self._tuner
+        rows: list[tuple[str, BucketLimits, float | None]] = [
+            (each.phase, each.setting, each.cost) for each in tuner.samples[-1:]
+        ]
+        if self.is_over:
+            rows.append(("best", tuner.setting, tuner.best_cost))
+        for phase, limits, cost in rows:
+            columns = {
+                "first_bucket_bytes": limits.first_bytes,
+                "bucket_bytes": limits.other_bytes,
+            }
+            self._log.add(self._name, phase, columns, cost)

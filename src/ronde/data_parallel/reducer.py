@@ -31,7 +31,7 @@ Note [One round]
 import dataclasses
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,22 +40,25 @@ from torch.utils.hooks import RemovableHandle
 from ronde.collectives import Communicator
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.waits import Waiting, Waits
-from ronde.data_parallel.bond import Connector, Key
+from ronde.data_parallel.bucket import Gradient, NoneCompressor
 from ronde.data_parallel.buckets import BucketLimits
-from ronde.data_parallel.compression import reduction_of
-from ronde.data_parallel.compressor import NoneCompressor
-from ronde.data_parallel.fusion import fuse, is_fusible
-from ronde.data_parallel.gradient import Gradient
+from ronde.data_parallel.compression import sum_by
+from ronde.data_parallel.group import (
+    GroupConnector,
+    ReducerKey,
+    Resumable,
+    Steps,
+    run,
+)
 from ronde.data_parallel.hooks import (
+    add_hook,
     call_at_end_of_backward,
-    call_before_gradient,
-    call_on_gradient,
     current_backward,
+    fuse,
+    is_fusible,
     is_nested_backward,
 )
-from ronde.data_parallel.options import ReducerOptions
-from ronde.data_parallel.resumable import Resumable, Steps, run
-from ronde.data_parallel.rounds import Rounds
+from ronde.data_parallel.rounds import ReducerOptions, ReductionRounds
 
 _NOT_OVER = (
     "optimizer.step() or optimizer.synchronize() must be called before zero_grad() or "
@@ -73,7 +76,7 @@ class Reducer:
 
     Args:
         named_parameters: The parameters.
-        connector: Ties it to the other ranks.
+        connector: Connects it with its like on the other ranks.
         options: How to reduce.
 
     Raises:
@@ -83,10 +86,10 @@ class Reducer:
     def __init__(
         self,
         named_parameters: Sequence[tuple[str, Tensor]],
-        connector: Connector,
+        connector: GroupConnector,
         options: ReducerOptions,
     ) -> None:
-        reduction_of(options.compressor)  # refuses what is none, before ranks connect
+        sum_by(options.compressor)  # refuses what is none, before ranks connect
         self._connector = connector
         self._options = options
         self._gradients: list[Gradient] = []
@@ -104,7 +107,7 @@ class Reducer:
         self._hooks: list[RemovableHandle] = []
         self._fused: list[RemovableHandle] = []
         self._communicators: list[Communicator] = []
-        self._rounds: Rounds | None = None
+        self._rounds: ReductionRounds | None = None
         self.add(named_parameters)
         self._release = weakref.finalize(
             self, _release, self._hooks, self._communicators
@@ -119,15 +122,11 @@ class Reducer:
             # Whether it happens or not is no matter for the bits: the sum is the same.
             can_fuse = is_plain and is_fusible(parameter)
             self._gradients.append(Gradient(name, parameter, is_fusible=can_fuse))
-            if parameter.is_floating_point() or parameter.is_complex():
-                hook = call_on_gradient(parameter, index, self._on_gradient)
-                self._hooks.append(hook)
-                self._gradients[index].num_hooks += 1
+            self._add_hook(index, self._on_gradient)
         self._prepare_additions()
 
     @property
-    def key(self) -> Key:
-        """Its name, equal on all ranks."""
+    def key(self) -> ReducerKey:
         return self._connector.key
 
     @property
@@ -180,7 +179,7 @@ class Reducer:
             return
         try:
             if self._under_way is not None:
-                self._under_way.carry_on()
+                self._under_way.progress()
                 if self._under_way.is_over and self._waits is not None:
                     self._waits.take_up(self)
         finally:
@@ -207,13 +206,13 @@ class Reducer:
         if self._rounds is not None:
             self._rounds.step_done()
 
-    def start_following(self) -> None:
+    def start_connecting(self) -> None:
         """Begin to connect with the other ranks, if they have not; returns at once."""
         if self._rounds is None:
             self._connector.start()
 
     @torch.no_grad()
-    def keep_up(self) -> None:
+    def participate_with_zeros(self) -> None:
         """Take part in the others' rounds, adding nothing, until all ranks do so.
 
         For a rank that has no more data (Horovod's ``join``). Gradients stay as they
@@ -227,7 +226,7 @@ class Reducer:
             if self._under_way is not None:
                 self._finish()
             rounds = self._rounds or run(self._connect(is_watched=False))
-            rounds.keep_up()
+            rounds.participate_with_zeros()
             self._has_run = False
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
@@ -252,7 +251,7 @@ class Reducer:
             if self._waits is not None:
                 self._waits.take_up(self)
             for gradient in self._gradients:
-                gradient.forget()
+                gradient.reset()
 
     def close(self) -> None:
         """Take the hooks off the parameters and close the communicator."""
@@ -272,10 +271,10 @@ class Reducer:
         rounds = self._rounds or (yield from self._connect())
         yield from rounds.finish()
 
-    def _connect(self, *, is_watched: bool = True) -> Steps[Rounds]:
-        bond = yield from self._connector.connect(is_watched=is_watched)
-        self._communicators.append(bond.communicator)
-        rounds = Rounds(self._gradients, self._options, bond, self._arrivals)
+    def _connect(self, *, is_watched: bool = True) -> Steps[ReductionRounds]:
+        group = yield from self._connector.connect(is_watched=is_watched)
+        self._communicators.append(group.communicator)
+        rounds = ReductionRounds(self._gradients, self._options, group, self._arrivals)
         rounds.waiting = self._waiting
         self._rounds, self._arrivals = rounds, []
         return rounds
@@ -289,12 +288,17 @@ class Reducer:
         if not (is_scaled or self._has_given_way):
             return
         for index in range(self._num_prepared, len(self._gradients)):
-            parameter = self._gradients[index].parameter
-            if parameter.is_floating_point() or parameter.is_complex():
-                hook = call_before_gradient(parameter, index, self._before_gradient)
-                self._hooks.append(hook)
-                self._gradients[index].num_hooks += 1
+            self._add_hook(index, self._before_gradient, is_before=True)
         self._num_prepared = len(self._gradients)
+
+    def _add_hook(
+        self, index: int, method: Callable[[int], None], *, is_before: bool = False
+    ) -> None:
+        gradient = self._gradients[index]
+        parameter = gradient.parameter
+        if parameter.is_floating_point() or parameter.is_complex():
+            hook = add_hook(gradient, index, method, is_before=is_before)
+            self._hooks.append(hook)
 
     @torch.no_grad()
     def _before_gradient(self, index: int) -> None:
@@ -332,7 +336,7 @@ class Reducer:
             call_at_end_of_backward(self._on_backward_end, self._keep_failure)
             self._unfuse()
             if self._options.is_fusing:
-                self._fused = fuse([g for g in self._gradients if g.is_fusible])
+                self._fused = fuse(self._gradients)
 
     def _keep_failure(self, error: BaseException) -> None:
         self._failure = error
@@ -359,7 +363,7 @@ class Reducer:
         under_way = self._under_way or Resumable(self._steps())
         waiting = self._new_waiting(can_give_way=can_give_way)
         if waiting is None or self._waits is None:
-            under_way.run(_block)
+            under_way.run(lambda: 1.0)
         else:
             self._waits.take_up(self)
             with waiting:
@@ -380,21 +384,16 @@ class Reducer:
         """Return the ``Look`` of a round; None where nobody is to be told of it."""
         rounds = self._rounds
         if rounds is None:
-            place, self._waits = self._connector.start(), self._connector.waits
+            point, self._waits = self._connector.start(), self._connector.waits
         else:
-            place = rounds.place
+            point = rounds.point
         if self._waits is None:
             return None
-        waiting = self._waits.waiting(place, self._owner, can_give_way=can_give_way)
+        waiting = self._waits.waiting(point, self._owner, can_give_way=can_give_way)
         self._waiting = waiting
         if rounds is not None:
             rounds.waiting = waiting
         return waiting
-
-
-def _block() -> float:
-    """Look at nothing."""
-    return 1.0
 
 
 def _release(hooks: list[RemovableHandle], communicators: list[Communicator]) -> None:

@@ -1,39 +1,494 @@
-"""A reducer's rounds over one communicator: see Note [One round] in ``reducer``."""
+"""A reducer's rounds over one communicator: see Note [One round] in ``reducer``.
 
-from collections.abc import Sequence
+Note [Control flags]
+    A rank that has joined (Horovod's ``join``) adds nothing any more, but every bucket
+    needs it. So it participates with zeros in the rounds of the others, each of which
+    begins with the same bucket, whatever is trained. That one ends with flags, ones on
+    every rank that is still training and zeros on those that only participate. Their
+    sums show:
 
-from ronde.coordination.waits import Waiting
-from ronde.data_parallel.agreement import (
-    agree_on_newcomers,
-    agree_on_order,
-    check_same_gradients,
+        0     whether anybody is left; if not, nobody runs the rest of the round
+        1     whether no parameter is new; if one is, all plan anew after the round
+        2     how many have joined: here they put the one, and the others zero
+        3-5   at which step they are: see ``StepCheck``
+        6...  which other buckets, then which sparse gradients, are reduced at all: what
+              is frozen is left out
+
+    Ranks that train know all but the third and the steps. They look at the third where
+    it costs nothing; it matters for gradients that are added to after their reduction:
+    see ``Scaling``.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import compress, count
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ronde.collectives import Communicator, ReduceOp, all_gather_json
+from ronde.coordination.waits import Waiting, Waits
+from ronde.data_parallel.bucket import (
+    Gradient,
+    GradientBucket,
+    NoneCompressor,
+    PendingSum,
+    Scaling,
+    SparseGradients,
 )
-from ronde.data_parallel.bond import Bond
-from ronde.data_parallel.bucket_queue import BucketQueue, Others
-from ronde.data_parallel.bucket_tuning import BucketTuning
-from ronde.data_parallel.buckets import BucketLimits
-from ronde.data_parallel.compression import reduction_of
-from ronde.data_parallel.gradient import Gradient
-from ronde.data_parallel.gradient_bucket import GradientBucket
-from ronde.data_parallel.observed import ObservedReduction
-from ronde.data_parallel.options import ReducerOptions
-from ronde.data_parallel.resumable import Steps, run
-from ronde.data_parallel.step_check import StepCheck
+from ronde.data_parallel.buckets import (
+    BucketLimits,
+    BucketPlan,
+    BucketTuning,
+    BucketTuningOptions,
+    GradientSpec,
+    candidate_limits,
+    plan_buckets,
+)
+from ronde.data_parallel.compression import GradientCompression, sum_by
+from ronde.data_parallel.group import ReducerGroup, Steps, aside, run
+from ronde.errors import CollectiveError
+from ronde.timeline.events import Recorded
+
+_NUM_STEP_FLAGS = 3
+_SETTLED, _JOINED, _STEPS = 1, 2, 3
+_NUM_OWN_FLAGS = _STEPS + _NUM_STEP_FLAGS
+_NO_SAY = -2
 
 
-class Rounds:
+@dataclass(frozen=True, slots=True)
+class ReducerOptions:
+    """How gradients are reduced.
+
+    Attributes:
+        is_average: Average over ranks, else sum.
+        predivide: Part of the average's divisor that is applied before the sum
+            (Horovod's ``gradient_predivide_factor``).
+        passes: Backward passes to accumulate before a reduction.
+        is_passes_average: Divide by ``passes`` too.
+        compressor: What travels.
+        limits: Bucket sizes.
+        groups: Indices of gradients that must be reduced together.
+        is_sparse_densified: Reduce sparse gradients as dense ones.
+        is_fusing: Have backward write large weight gradients into their buckets, where
+            nobody can see a difference: see ``hooks``.
+        tuning: How to find better ones than ``limits``; None keeps those.
+    """
+
+    is_average: bool = True
+    predivide: float = 1.0
+    passes: int = 1
+    is_passes_average: bool = False
+    compressor: GradientCompression = NoneCompressor
+    limits: BucketLimits = field(default_factory=BucketLimits)
+    groups: tuple[tuple[int, ...], ...] = ()
+    is_sparse_densified: bool = False
+    is_fusing: bool = True
+    tuning: BucketTuningOptions | None = None
+
+    def scaling(self, size: int) -> Scaling:
+        passes = self.passes if self.is_passes_average else 1
+        if not self.is_average:
+            return Scaling(1.0 / passes, 1.0, size)
+        if self.predivide == 1.0:
+            return Scaling(1.0 / (size * passes), 1.0, size)
+        return Scaling(1.0 / (self.predivide * passes), self.predivide / size, size)
+
+
+class StepCheck:
+    """Finds ranks that ran backward unequally often between two optimizer steps.
+
+    Each rank that trains sets one of three flags, that of its steps modulo three. If
+    more than one of the sums is not zero, a round has added up the gradients of
+    different steps: some rank ran backward more often than the others.
+
+    Attributes:
+        num_steps: Steps that this rank has taken since all ranks began to count.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._last: tuple[Tensor, int, torch.Event] | None = None
+
+    @property
+    def flag(self) -> int:
+        """The one of the flags that this rank sets."""
+        return self.num_steps % _NUM_STEP_FLAGS
+
+    def check(self, flags: Tensor) -> None:
+        """Look at the sums of a round's flags.
+
+        Those of an accelerator are looked at when the next round is over: to read them
+        at once, the program would have to wait for the accelerator in every step.
+
+        Raises:
+            CollectiveError: On all ranks, where they are not at the same step.
+        """
+        if flags.is_cpu:
+            _check_steps(flags, self.flag)
+            return
+        here = torch.empty_like(flags, device="cpu", pin_memory=True)
+        here.copy_(flags, non_blocking=True)
+        is_here = torch.Event(flags.device)
+        is_here.record()
+        last, self._last = self._last, (here, self.flag, is_here)
+        if last is not None:
+            here, flag, is_here = last
+            is_here.synchronize()
+            _check_steps(here, flag)
+
+
+def _check_steps(flags: Tensor, flag: int) -> None:
+    counts = list(map(round, cast("list[float]", flags.real.tolist())))
+    if counts.count(0) == _NUM_STEP_FLAGS - 1:
+        return
+    # Behind in steps is who ran more backward passes before this one.
+    behind = next(i for i in range(_NUM_STEP_FLAGS) if counts[i] and counts[i - 2])
+    this = "this one among them" if flag == behind else "not on this one"
+    raise CollectiveError(
+        "Gradients were computed more than backward_passes_per_step times before call "
+        f"to step() on {counts[behind]} of {sum(counts)} ranks, {this}. All ranks must "
+        "run backward() equally often before each step(): even the passes out, or have "
+        "a larger backward_passes_per_step accumulate them."
+    )
+
+
+def describe(name: str, parameter: Tensor) -> str:
+    """Return what must be the same on all ranks."""
+    return (
+        f"{name} {tuple(parameter.shape)} strides {parameter.stride()} "
+        f"{parameter.dtype} on {parameter.device.type}"
+    )
+
+
+def refuse_differences(everyone: Sequence[list[str] | None]) -> None:
+    """Raise where a rank's descriptions differ from another's.
+
+    Args:
+        everyone: What ``describe`` returned on each rank; None of one without a say.
+
+    Raises:
+        CollectiveError: Naming the first parameter that differs.
+    """
+    lists = [(rank, theirs) for rank, theirs in enumerate(everyone) if theirs]
+    one, mine = lists[0]
+    for another, theirs in lists[1:]:
+        if len(mine) != len(theirs):
+            raise CollectiveError(
+                f"num_parameters must be the same on all ranks, got {len(mine)} on "
+                f"rank {one} and {len(theirs)} on rank {another}. Build the same model "
+                "everywhere."
+            )
+        for here, there in zip(mine, theirs, strict=True):
+            if here != there:
+                raise CollectiveError(
+                    f"parameters must be the same on all ranks, got {here} on rank "
+                    f"{one} and {there} on rank {another}. Build the same model "
+                    "everywhere."
+                )
+
+
+def _check_same(
+    communicator: Communicator, gradients: Sequence[Gradient]
+) -> Steps[None]:
+    """Refuse ranks whose parameters differ; collective."""
+    mine = [describe(g.name, g.parameter) for g in gradients]
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()[:8]
+    key = torch.frombuffer(bytearray(digest), dtype=torch.int64) >> 1
+    keys = torch.cat([key, -key])
+    work = communicator.all_reduce(keys, ReduceOp.MAX)
+    yield work
+    work.wait()
+    if int(keys.sum()):
+        refuse_differences(all_gather_json(communicator, mine))
+
+
+def _agree_on_order(
+    communicator: Communicator, arrivals: Sequence[int]
+) -> Steps[list[int]]:
+    """Return rank 0's ``arrivals`` on every rank; collective.
+
+    They are indices of gradients in the order in which backward made them here; the
+    number of them may differ between ranks.
+    """
+    length = torch.tensor([len(arrivals)], device="cpu")
+    work = communicator.broadcast(length, 0)
+    yield work
+    work.wait()
+    order = torch.zeros(int(length), dtype=torch.int64, device="cpu")
+    if communicator.rank == 0:
+        order.copy_(torch.tensor(list(arrivals), dtype=torch.int64, device="cpu"))
+    work = communicator.broadcast(order, 0)
+    yield work
+    work.wait()
+    return cast("list[int]", order.tolist())
+
+
+def _agree_on_new_parameters(
+    communicator: Communicator,
+    gradients: Sequence[Gradient],
+    *,
+    has_joined: bool,
+    is_sparse_densified: bool,
+) -> Steps[list[int]]:
+    """Return which gradients are to be reduced and are not planned yet; collective.
+
+    Notes of which of them some rank has a sparse one: a rank that did not use an
+    embedding learns it so. One that has joined has no say; none are new if all have.
+
+    Raises:
+        CollectiveError: On every rank: what one rank trains is frozen on another.
+    """
+    trained = [int(g.parameter.requires_grad) for g in gradients]
+    grads = [g.parameter.grad for g in gradients]
+    own_dims = [g.sparse_dim() if g is not None and g.is_sparse else 0 for g in grads]
+    says = torch.tensor([trained, [-t for t in trained], own_dims], device="cpu")
+    if has_joined:
+        says.fill_(_NO_SAY)
+    work = communicator.all_reduce(says, ReduceOp.MAX)
+    yield work
+    work.wait()
+    highest, lowest, dims = cast("list[list[int]]", says.tolist())
+    if any(high == 1 and low == 0 for high, low in zip(highest, lowest, strict=True)):
+        mine = [
+            f"{describe(g.name, g.parameter)}, {'trained' if is_on else 'frozen'}"
+            for g, is_on in zip(gradients, trained, strict=True)
+        ]
+        refuse_differences(all_gather_json(communicator, None if has_joined else mine))
+    new = [i for i, g in enumerate(gradients) if highest[i] == 1 and not g.is_planned]
+    for index in new:
+        gradients[index].sparse_dims = 0 if is_sparse_densified else dims[index]
+    return new
+
+
+class Others(Enum):
+    """What the other ranks did in a round that this one participated in with zeros."""
+
+    HAVE_JOINED = auto()
+    WENT_ON = auto()
+    HAVE_NEW_PARAMETERS = auto()
+
+
+class BucketQueue:
+    """The buckets in the order in which every rank starts them, then what is sparse.
+
+    A bucket that is full waits for those before it: the ranks' collectives must meet.
+
+    Args:
+        gradients: All gradients, planned or not; the list may grow.
+        options: Bucket sizes and groups.
+        communicator: Reduces the buckets, and allocates them.
+        waits: Those of this process; None where there are none.
+        start: Starts the sum of a bucket.
+
+    Attributes:
+        order: The planned gradients, in the order in which they are reduced.
+        num_rounds: Rounds that any rank added something to; equal on all ranks.
+        steps: Whether they are at the same step.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[Gradient],
+        options: ReducerOptions,
+        communicator: Communicator,
+        waits: Waits | None,
+        start: Callable[[GradientBucket], PendingSum],
+    ) -> None:
+        self._communicator = communicator
+        self._waits = waits
+        self._gradients = gradients
+        self._groups = options.groups
+        self._start = start
+        self._sparse = SparseGradients((), communicator)
+        self._next = 0
+        self._bucket_of: dict[int, GradientBucket] = {}
+        self.bucket_of = self._bucket_of.get
+        """Return the home of a gradient; None for a sparse one and a new one."""
+        self.limits = options.limits
+        self.buckets: list[GradientBucket] = []
+        self.order: list[int] = []
+        self.num_rounds = 0
+        self.steps = StepCheck()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is missing from this round any more."""
+        return self._next == len(self.buckets) and not self._sparse.num_pending
+
+    def new_parameters(self) -> list[int]:
+        """Return the gradients that are to be reduced and are not planned yet."""
+        return [
+            index
+            for index, gradient in enumerate(self._gradients)
+            if gradient.parameter.requires_grad and not gradient.is_planned
+        ]
+
+    def rearrange(self, order: Sequence[int]) -> Steps[None]:
+        """Plan anew along ``order``; collective.
+
+        Planned gradients that it leaves out come last.
+        """
+        rest = sorted(set(self.order) - set(order), reverse=True)
+        self.order = [*order, *rest]
+        specs, dense = self._specs_and_dense()
+        plans = plan_buckets(specs, dense, self.limits, self._groups)
+        sparse = [i for i in self.order if self._gradients[i].sparse_dims]
+        if sparse and not plans:
+            plans = (BucketPlan((), 0, specs[sparse[0]].kind),)  # for the flags
+        self._sparse = SparseGradients(
+            [self._gradients[i] for i in sparse], self._communicator
+        )
+        num_flags = _NUM_OWN_FLAGS + len(plans) - 1 + len(sparse)
+
+        def allocate() -> list[GradientBucket]:
+            return [
+                GradientBucket(
+                    plan,
+                    self._gradients,
+                    self._communicator,
+                    0 if place else num_flags,
+                )
+                for place, plan in enumerate(plans)
+            ]
+
+        self.buckets = yield from aside(self._waits, allocate)
+        self._bucket_of.clear()
+        for bucket in self.buckets:
+            bucket.adopt()
+            for slot in bucket.slots:
+                self._bucket_of[slot.index] = bucket
+
+    def candidates(self) -> list[BucketLimits]:
+        return candidate_limits(*self._specs_and_dense(), self.limits, self._groups)
+
+    def resize(self, limits: BucketLimits) -> Steps[None]:
+        """Plan anew for other limits, if they are others; collective."""
+        if limits != self.limits:
+            self.limits = limits
+            yield from self.rearrange(self.order)
+
+    def _specs_and_dense(self) -> tuple[list[GradientSpec], list[int]]:
+        parameters = [gradient.parameter for gradient in self._gradients]
+        specs = [
+            GradientSpec(p.numel(), p.element_size(), (p.dtype, p.device))
+            for p in parameters
+        ]
+        return specs, [i for i in self.order if not self._gradients[i].sparse_dims]
+
+    def open(self, *, has_new_parameters: bool = False) -> None:
+        """Begin a round."""
+        for bucket in self.buckets:
+            bucket.open()
+        self._next = 0
+        if self.buckets:
+            odd = self._odd_flags()
+            self.buckets[0].odd_flags = [_SETTLED, *odd] if has_new_parameters else odd
+
+    def _odd_flags(self) -> list[int]:
+        frozen = [bucket.is_launched for bucket in self.buckets[1:]]
+        frozen += [not g.parameter.requires_grad for g in self._sparse.gradients]
+        steps = [_STEPS + i for i in range(_NUM_STEP_FLAGS) if i != self.steps.flag]
+        return [_JOINED, *compress(count(_NUM_OWN_FLAGS), frozen), *steps]
+
+    def launch_full(self, scaling: Scaling) -> None:
+        """Start the buckets that wait for nothing and nobody before them."""
+        while (
+            self._next < len(self.buckets) and not self.buckets[self._next].num_pending
+        ):
+            self._launch(self.buckets[self._next], scaling)
+            self._next += 1
+
+    def launch_rest(self, scaling: Scaling) -> None:
+        """Start all that is left, with zeros for what is missing."""
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket, scaling)
+        self._next = len(self.buckets)
+
+    def _launch(self, bucket: GradientBucket, scaling: Scaling) -> None:
+        if not bucket.is_launched:
+            bucket.fill(scaling)
+            bucket.pending = self._start(bucket)
+
+    def finish(self, scaling: Scaling) -> Steps[bool]:
+        """Wait for all; say whether backward added to one that was under way.
+
+        Raises:
+            CollectiveError: A sum failed, or ranks are at different steps.
+        """
+        for bucket in self.buckets:
+            yield from bucket.works()
+            bucket.advance()
+
+        def keep() -> float:
+            return scaling.without(self.buckets[0].count(_JOINED)).keep
+
+        is_late = False
+        for bucket in self.buckets:
+            yield from bucket.works()
+            is_late |= bucket.finish(scaling, keep)
+        if self._sparse.gradients:
+            yield from self._sparse.reduce(scaling, self._waits)
+        if self.buckets:
+            self.num_rounds += 1
+            self.steps.check(self.buckets[0].flags[_STEPS:_NUM_OWN_FLAGS])
+        return is_late
+
+    def num_joined(self) -> int:
+        """Return how many ranks only participated in the last round.
+
+        On an accelerator 0, since it would have to be waited for.
+        """
+        is_near = bool(self.buckets) and self.buckets[0].flags.is_cpu
+        return self.buckets[0].count(_JOINED) if is_near else 0
+
+    def participate_with_zeros(self, scaling: Scaling) -> Others:
+        """Take part in a round of the others without adding anything; collective."""
+        self.open()
+        first, *others = self.buckets
+        first.odd_flags = (_JOINED,)
+        self._launch_zeros([first], scaling)
+        flags = first.read_flags()
+        is_anyone_left, is_settled = flags[:2]
+        are_reduced = [bool(flag) for flag in flags[_NUM_OWN_FLAGS:]]
+        if not is_anyone_left:
+            first.pending = None
+            return Others.HAVE_JOINED
+        self._launch_zeros(compress(others, are_reduced), scaling)
+        for bucket in self.buckets:
+            bucket.advance()
+        for bucket in self.buckets:
+            bucket.drop()
+        self._sparse.participate_with_zeros(are_reduced[len(others) :])
+        self.num_rounds += 1
+        return Others.WENT_ON if is_settled else Others.HAVE_NEW_PARAMETERS
+
+    def _launch_zeros(
+        self,
+        buckets: Iterable[GradientBucket],
+        scaling: Scaling,
+    ) -> None:
+        for bucket in buckets:
+            bucket.fill_with_zeros(scaling)
+            bucket.pending = self._start(bucket)
+
+
+class ReductionRounds:
     """Runs rounds, one after the other; not thread-safe.
 
     Args:
         gradients: All gradients; the list may grow.
         options: How to reduce.
-        bond: Ties them to the other ranks.
+        group: The ranks.
         arrivals: Gradients that backward has made already, as ``arrive`` takes them.
 
     Attributes:
-        communicator: The ranks.
-        place: Where they meet.
-        waiting: What ``finish`` is waited for with; None where nobody is to be told.
+        point: Where the ranks meet.
+        waiting: What ``finish`` is waited for with; None where nobody sees it.
         is_open: Whether a round is under way.
         last_round: Number of the last round that this rank added something to.
         scaling: The factors.
@@ -43,23 +498,21 @@ class Rounds:
         self,
         gradients: Sequence[Gradient],
         options: ReducerOptions,
-        bond: Bond,
+        group: ReducerGroup,
         arrivals: Sequence[int] = (),
     ) -> None:
-        self.communicator = bond.communicator
-        self._bond = bond
-        self.place = bond.start()
+        self._communicator = group.communicator
+        self._group = group
+        self.point = self._origin = group.start()
         self.waiting: Waiting | None = None
         self.is_open = False
         self.last_round = 0
         self._gradients = gradients
-        self._reduction = reduction_of(options.compressor)
-        self._observed = None
-        if bond.coordinator is not None:
-            self._observed = ObservedReduction(self._reduction, bond, bond.coordinator)
-            self._reduction = self._observed
+        self._sum = sum_by(options.compressor)
+        self._has_joined = False
+        self._num_launched = 0
         self._arrivals: list[int] | None = [*arrivals]
-        self._has_newcomers = False
+        self._has_new_parameters = False
         self._tuning: BucketTuning | None = None
         self.set_options(options)
         self._queue = self._new_queue()
@@ -69,12 +522,11 @@ class Rounds:
     def set_options(self, options: ReducerOptions) -> None:
         """Count and scale differently from now on."""
         self._options = options
-        self.scaling = self._all_scaling = options.scaling(self.communicator.size)
+        self.scaling = self._all_scaling = options.scaling(self._communicator.size)
 
     @property
     def num_buckets(self) -> int:
-        """Collectives a round; 0 before the first."""
-        return len(self._queue)
+        return len(self._queue.buckets)
 
     @property
     def tuned_limits(self) -> BucketLimits | None:
@@ -85,7 +537,7 @@ class Rounds:
     @property
     def is_complete(self) -> bool:
         """Whether nothing is missing from the round that is open."""
-        return self._queue.is_complete and not self._has_newcomers
+        return self._queue.is_complete and not self._has_new_parameters
 
     def arrive(self, index: int) -> None:
         """Take a gradient that backward has made; opens a round if none is."""
@@ -98,11 +550,11 @@ class Rounds:
         bucket = self._queue.bucket_of(index)
         if bucket is None or bucket.is_launched:
             return
-        gradient.move(self.scaling)  # now, while it is in the cache
+        gradient.copy_in(self.scaling)  # now, while it is in the cache
         if is_first:
             bucket.num_pending -= 1
             if bucket.num_pending == 0:
-                self._queue.launch_full(self._launch)
+                self._queue.launch_full(self.scaling)
 
     def finish(self) -> Steps[None]:
         """Finish the round that is open, or run one, and those that must follow it.
@@ -116,20 +568,20 @@ class Rounds:
             if not self.is_open:
                 self._open()
             self._begin()
-            self._queue.launch_rest(self._launch)
+            self._queue.launch_rest(self.scaling)
             self.is_open = False
             is_late = yield from self._queue.finish(self.scaling)
             self.scaling = self._all_scaling.without(self._queue.num_joined())
-            yield from self._tune()
+            if self._options.tuning is not None:
+                yield from self._tune(self._options.tuning)
             self.last_round = self._queue.num_rounds
-            if self._has_newcomers:
+            if self._has_new_parameters:
                 is_late |= yield from self._admit()
 
     def step_done(self) -> None:
-        """Note that the optimizer has stepped."""
         self._queue.steps.num_steps += 1
 
-    def keep_up(self) -> None:
+    def participate_with_zeros(self) -> None:
         """Take part in the others' rounds without adding anything, to the last.
 
         Raises:
@@ -141,104 +593,138 @@ class Rounds:
             grad = gradient.parameter.grad
             if grad is not None and grad is gradient.view:
                 # The others' results will go where it lies.
-                gradient.give(grad.clone())
-        if self._observed is not None:
-            self._observed.has_joined = True
+                gradient.assign_grad(grad.clone())
+        self._has_joined = True
         self._follow_others()
         self._queue.steps = StepCheck()  # on all ranks, that took unequally many
-        if self._observed is not None:
-            self._observed.has_joined = False
+        self._has_joined = False
 
     def _follow_others(self) -> None:
-        others = Others.WENT_ON if len(self._queue) else Others.HAVE_NEWCOMERS
+        queue, tuning = self._queue, self._options.tuning
+        others = Others.WENT_ON if queue.buckets else Others.HAVE_NEW_PARAMETERS
         while others is not Others.HAVE_JOINED:
-            if others is Others.HAVE_NEWCOMERS:
-                run(self._admit(has_joined=True))
-            if not len(self._queue):
+            if others is Others.HAVE_NEW_PARAMETERS:
+                run(self._admit())
+            if not queue.buckets:
                 return  # all had joined before anything was to be reduced
-            others = self._queue.keep_up(self._all_scaling, self._reduction)
-            if others is not Others.HAVE_JOINED:
-                run(self._tune())
+            others = queue.participate_with_zeros(self._all_scaling)
+            if others is not Others.HAVE_JOINED and tuning is not None:
+                run(self._tune(tuning))
 
     def _begin(self) -> None:
         """Note that this rank has come to the next round, and will see it through."""
-        if self._bond.coordinator is None:
+        coordinator = self._group.coordinator
+        if coordinator is None:
             return
-        name, number = self._bond.name, self._queue.num_rounds + 1
-        self.place = self._bond.coordinator.point(name, number)
-        self._bond.coordinator.waits.begin(self.place)
+        number = self._queue.num_rounds + 1
+        self.point = self._origin._replace(number=number)
+        coordinator.waits.begin(self.point)
         if self.waiting is not None:
-            self.waiting.move_to(self.place)
+            self.waiting.move_to(self.point)
 
     def _open(self) -> None:
-        self._has_newcomers = bool(self._queue.newcomers())
-        self._queue.open(has_newcomers=self._has_newcomers)
+        self._has_new_parameters = bool(self._queue.new_parameters())
+        self._queue.open(has_new_parameters=self._has_new_parameters)
         self.is_open = True
 
-    def _admit(self, *, has_joined: bool = False) -> Steps[bool]:
+    def _admit(self) -> Steps[bool]:
         """Plan for gradients that are to be reduced from now on; collective.
 
-        If others are planned already, reduces the newcomers by themselves: what is
+        If others are planned already, reduces the new ones by themselves: what is
         reduced once in this round must not be again.
 
         Returns:
             Whether a round must follow.
         """
-        communicator, queue = self.communicator, self._queue
-        yield from check_same_gradients(communicator, self._gradients)
-        agreed = yield from agree_on_newcomers(
+        communicator, queue = self._communicator, self._queue
+        yield from _check_same(communicator, self._gradients)
+        agreed = yield from _agree_on_new_parameters(
             communicator,
             self._gradients,
-            has_joined=has_joined,
+            has_joined=self._has_joined,
             is_sparse_densified=self._options.is_sparse_densified,
         )
-        newcomers = agreed[::-1]  # backward makes gradients roughly in reverse
-        if self._arrivals is not None and newcomers:
-            arrivals = yield from agree_on_order(communicator, self._arrivals)
+        new = agreed[::-1]  # backward makes gradients roughly in reverse
+        if self._arrivals is not None and new:
+            arrivals = yield from _agree_on_order(communicator, self._arrivals)
             self._arrivals = None
-            rest = [index for index in newcomers if index not in set(arrivals)]
+            rest = [index for index in new if index not in set(arrivals)]
             yield from queue.rearrange([*arrivals, *rest])
             return True
-        is_late = yield from self._reduce_alone(newcomers, has_joined=has_joined)
-        yield from queue.rearrange([*queue.order, *newcomers])
+        is_late = yield from self._reduce_alone(new)
+        yield from queue.rearrange([*queue.order, *new])
         return is_late
 
-    def _reduce_alone(
-        self, newcomers: Sequence[int], *, has_joined: bool
-    ) -> Steps[bool]:
+    def _reduce_alone(self, new: Sequence[int]) -> Steps[bool]:
         queue = self._new_queue()
-        yield from queue.rearrange(newcomers)
-        if not len(queue):
+        yield from queue.rearrange(new)
+        if not queue.buckets:
             return False
-        if has_joined:
-            queue.keep_up(self._all_scaling, self._reduction)
+        if self._has_joined:
+            queue.participate_with_zeros(self._all_scaling)
             return False
         queue.open()
-        queue.launch_rest(self._launch)
+        queue.launch_rest(self.scaling)
         return (yield from queue.finish(self.scaling))
 
     def _new_queue(self) -> BucketQueue:
-        options = self._options
         return BucketQueue(
             self._gradients,
-            options.limits,
-            options.groups,
-            self.communicator,
-            self._bond.waits,
+            self._options,
+            self._communicator,
+            self._group.waits,
+            self._start,
         )
 
-    def _tune(self) -> Steps[None]:
-        """Try other bucket sizes, if that is asked for; at times collective."""
-        options = self._options.tuning
-        if options is None or not self.num_buckets:
+    def _tune(self, options: BucketTuningOptions) -> Steps[None]:
+        """Try other bucket sizes; at times collective."""
+        if not self.num_buckets:
             return
         if self._tuning is None:
             name = f"gradients.{self._gradients[0].name}"
             candidates = self._queue.candidates()
-            self._tuning = BucketTuning(name, candidates, self.communicator, options)
+            self._tuning = BucketTuning(name, candidates, self._communicator, options)
         limits = yield from self._tuning.round_done()
         if limits is not None:
             yield from self._queue.resize(limits)
 
-    def _launch(self, bucket: GradientBucket) -> None:
-        bucket.launch(self.communicator, self.scaling, self._reduction)
+    def _start(self, bucket: GradientBucket) -> PendingSum:
+        """Start a sum, for timelines and the stall inspector to see where they are."""
+        coordinator = self._group.coordinator
+        if coordinator is None:
+            return self._sum(bucket, self._communicator)
+        # One that has joined may wait for as long as the others like.
+        has_joined = self._has_joined
+        submitted_ns = 0 if has_joined else time.monotonic_ns()
+        name = self._group.name
+        if bucket.gradients:
+            name = f"{name}.{bucket.gradients[0].name}"
+        watch = None if has_joined else coordinator.watch(name)
+        begun_ns = time.monotonic_ns()
+        pending = self._sum(bucket, self._communicator)
+        self._num_launched += 1
+        number = self._num_launched
+
+        def end(is_good: bool) -> None:  # noqa: FBT001
+            if watch is not None:
+                watch.done()
+            recorder = coordinator.execution.recorder
+            if recorder is not None and is_good:
+                recorder.operation(
+                    Recorded(
+                        set_id=self._group.set_id,
+                        sequence=number,
+                        name=name,
+                        kind="ALLREDUCE",
+                        submitted_ns=submitted_ns,
+                        agreed_ns=0,
+                        begun_ns=begun_ns,
+                        ended_ns=time.monotonic_ns(),
+                        dtype=str(bucket.memory.dtype).removeprefix("torch."),
+                        shape=tuple(bucket.memory.shape),
+                        num_fused=len(bucket.gradients),
+                    )
+                )
+
+        bucket.on_over = end
+        return pending

@@ -26,9 +26,9 @@ from ronde.collectives import Communicator
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.requests import Entry, NamedOperation, OpKind
 from ronde.coordination.waits import SyncPoint, Waits
-from ronde.data_parallel import Bond, Follower, Key
-from ronde.data_parallel.agreement import describe, refuse_differences
-from ronde.data_parallel.resumable import Steps
+from ronde.data_parallel import JoinParticipant, ReducerGroup, ReducerKey
+from ronde.data_parallel.group import Steps
+from ronde.data_parallel.rounds import describe, refuse_differences
 from ronde.errors import UnpairedError
 from ronde.torch.process_sets import ProcessSet, state_of
 from ronde.torch.session import ProcessSetState, current_session
@@ -41,7 +41,7 @@ class Connector:
     elastic training); it keeps its name then, so that it meets its like.
     """
 
-    key: Key  # its name, equal on all ranks
+    key: ReducerKey  # its name, equal on all ranks
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Connector:
         self._name = ""
         self._coordinator: weakref.ref[Coordinator] | None = None
         self._entry: Entry | None = None
-        self._follower: weakref.ref[Follower] | None = None
+        self._participant: weakref.ref[JoinParticipant] | None = None
         # This thread may still use it where another one already waits.
         self._state().coordinator.waits.add_user()
 
@@ -67,16 +67,16 @@ class Connector:
         """Those of this process."""
         return self._state().coordinator.waits
 
-    def tie(self, follower: Follower) -> None:
+    def register(self, participant: JoinParticipant) -> None:
         """Have ``join()`` keep up with it, and ``shutdown()`` disconnect it."""
-        self._follower = weakref.ref(follower)
-        self._state().followers.add(follower)
+        self._participant = weakref.ref(participant)
+        self._state().participants.add(participant)
 
     def start(self) -> SyncPoint:
         """Begin to connect, if that was not done; return where the ranks meet."""
         return self._state().coordinator.point(self._ask().name)
 
-    def connect(self, *, is_watched: bool = True) -> Steps[Bond]:
+    def connect(self, *, is_watched: bool = True) -> Steps[ReducerGroup]:
         """Connect; collective: see ``data_parallel.Connector``."""
         while True:
             coordinator, entry = self._state().coordinator, self._ask()
@@ -90,7 +90,7 @@ class Connector:
                     break
                 finally:
                     self._entry = None
-        return Bond(communicator, coordinator, self.key.set_id, number)
+        return ReducerGroup(communicator, coordinator, self.key.set_id, number)
 
     def give_up(self) -> None:
         """Have a connection that is under way fail on this rank."""
@@ -119,15 +119,15 @@ class Connector:
             self._entry = None
             self._number = state.claim_number(self._label, self._number)
             self._set_name(state, str(self._number))
-            follower = self._follower and self._follower()
-            if follower is not None:
-                state.followers.add(follower)
+            participant = self._participant and self._participant()
+            if participant is not None:
+                state.participants.add(participant)
         return state
 
     def _set_name(self, state: ProcessSetState, number: str) -> None:
         self._name = f"{self._label}.{number}"
         set_id = self._process_set.process_set_id or 0
-        self.key = Key(set_id, int(_digest(self._name), 16), len(state.ranks))
+        self.key = ReducerKey(set_id, int(_digest(self._name), 16), len(state.ranks))
 
     def _compare(self) -> Steps[None]:
         """Find out why the ranks wait for different names, and agree on one."""

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from ronde.collectives import Communicator
 from ronde.collectives.adasum import adasum
-from ronde.data_parallel import Compressor, Connector, Key
-from ronde.data_parallel.resumable import run
+from ronde.data_parallel import Compressor, GroupConnector, ReducerKey
+from ronde.data_parallel.group import run
 
 Kind = tuple[torch.dtype, torch.device]
 
@@ -35,7 +35,7 @@ class DeltaStep:
         self,
         parameters: Sequence[Tensor],
         compressor: type[Compressor],
-        connector: Connector,
+        connector: GroupConnector,
     ) -> None:
         self.last_round = 0
         self._num_steps = 0
@@ -45,7 +45,7 @@ class DeltaStep:
         self._communicator: Communicator | None = None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> ReducerKey:
         """Its name, equal on all ranks."""
         return self._connector.key
 
@@ -60,13 +60,13 @@ class DeltaStep:
         self._go_together(starts)
         return result
 
-    def start_following(self) -> None:
+    def start_connecting(self) -> None:
         """Begin to connect with the other ranks, if they have not; returns at once."""
         if self._communicator is None:
             self._connector.start()
 
     @torch.no_grad()
-    def keep_up(self) -> None:
+    def participate_with_zeros(self) -> None:
         """Take part in the others' steps without one of its own, to the last."""
         communicator = self._connected(is_watched=False)
         while communicator.all_reduce(torch.zeros(1, device="cpu")).wait().item():
@@ -103,8 +103,8 @@ class DeltaStep:
 
     def _connected(self, *, is_watched: bool = True) -> Communicator:
         if self._communicator is None:
-            bond = run(self._connector.connect(is_watched=is_watched))
-            self._communicator = bond.communicator
+            group = run(self._connector.connect(is_watched=is_watched))
+            self._communicator = group.communicator
             self.last_round = self._num_steps = 0
         return self._communicator
 

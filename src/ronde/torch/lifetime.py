@@ -140,7 +140,7 @@ def stop_timeline() -> None:
 
 def _set_recorders(session: Session) -> None:
     for state in session.states.values():
-        state.coordinator.recorder = session.recordings.recorder
+        state.coordinator.execution.recorder = session.recordings.recorder
 
 
 def _leave(pid: int) -> None:

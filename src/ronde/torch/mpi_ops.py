@@ -30,7 +30,12 @@ from torch import Tensor
 from ronde.collectives import Work
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.requests import NamedOperation, OpKind
-from ronde.data_parallel import Compression, Compressor, Standing, keep_up_until
+from ronde.data_parallel import (
+    Compression,
+    Compressor,
+    JoinProgress,
+    participate_until_all_joined,
+)
 from ronde.errors import CollectiveError as HorovodInternalError
 from ronde.torch.autograd import (
     Adasum,
@@ -546,19 +551,19 @@ def join(device: int = -1) -> int:
     session = current_session()
     coordinator = session.states[0].coordinator
 
-    def exchange(own: list[Standing]) -> list[list[Standing]]:
+    def exchange(own: list[JoinProgress]) -> list[list[JoinProgress]]:
         rows = [(session.world.rank, *standing) for standing in own]
-        width = 1 + len(Standing._fields)
+        width = 1 + len(JoinProgress._fields)
         sent = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, width)
         operation = NamedOperation(OpKind.ALLGATHER, (sent,), "join.standings")
         (gathered,) = coordinator.run(operation)
-        everyone: list[list[Standing]] = [[] for _ in range(session.world.size)]
+        everyone: list[list[JoinProgress]] = [[] for _ in range(session.world.size)]
         for its_rank, *standing in gathered.tolist():
-            everyone[its_rank].append(Standing(*standing))
+            everyone[its_rank].append(JoinProgress(*standing))
         return everyone
 
-    return keep_up_until(
-        [each for state in session.states.values() for each in state.followers],
+    return participate_until_all_joined(
+        [each for state in session.states.values() for each in state.participants],
         join=lambda: cast("int", coordinator.run(NamedOperation(OpKind.JOIN))),
         exchange=exchange,
     )

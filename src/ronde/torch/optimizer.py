@@ -345,7 +345,7 @@ def _make_reducer(
         return None
     connector = Connector(process_set, named)
     reducer = Reducer(named, connector, options)
-    connector.tie(reducer)
+    connector.register(reducer)
     return reducer
 
 
@@ -363,7 +363,7 @@ def _make_delta_step(
     connector = Connector(process_set, named, ", by Adasum")
     parameters = [parameter for _, parameter in named]
     delta = DeltaStep(parameters, compression, connector)
-    connector.tie(delta)
+    connector.register(delta)
     return delta
 
 

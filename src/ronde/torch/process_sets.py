@@ -155,7 +155,7 @@ def register(session: Session, process_set: ProcessSet) -> bool:
         own = session.settings.connections.clone()
         settings = replace(session.settings, connections=own)
         state = ProcessSetState.connect(settings, set_id, ranks)
-        state.coordinator.recorder = session.recordings.recorder
+        state.coordinator.execution.recorder = session.recordings.recorder
         session.states[set_id] = state
         session.abort_on_stall(state)
     # A rank that went on and ended would take the store along, where others still meet.

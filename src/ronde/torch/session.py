@@ -14,7 +14,7 @@ from ronde.collectives import Communicator, Connections, Work
 from ronde.coordination.control.channel import connect_channel
 from ronde.coordination.coordinator import CoordinationOptions, Coordinator
 from ronde.coordination.waits import Waits
-from ronde.data_parallel import BucketTuningOptions, Follower
+from ronde.data_parallel import BucketTuningOptions, JoinParticipant
 from ronde.errors import CollectiveError, NotInitializedError, UsageError
 from ronde.torch.recordings import Recordings
 from ronde.world import RankInfo, World
@@ -74,7 +74,9 @@ class ProcessSetState:
     communicator: Communicator  # its calls are the coordinator's alone
     coordinator: Coordinator
     # What reduces over the set outside of the coordinator.
-    followers: WeakSet[Follower] = field(default_factory=WeakSet[Follower])
+    participants: WeakSet[JoinParticipant] = field(
+        default_factory=WeakSet[JoinParticipant]
+    )
     _numbers: dict[str, set[int]] = field(
         default_factory=lambda: defaultdict[str, set[int]](set)
     )
@@ -129,8 +131,8 @@ class ProcessSetState:
     def close(self) -> None:
         """Notify the others, fail what is under way and give everything back."""
         self.coordinator.close()
-        for follower in list(self.followers):
-            follower.unbind()
+        for participant in list(self.participants):
+            participant.unbind()
         self.communicator.close()
 
 

@@ -34,6 +34,7 @@ class ControlChannel:
     All that happens on a connection rings the doorbell, all that waits look at.
 
     Attributes:
+        waiter: How this rank waits for messages.
         rounds: What all ranks share, where all of them are on one host; or None.
     """
 
@@ -44,29 +45,14 @@ class ControlChannel:
         transports: Sequence[Transport] = (),
         rounds: ExchangeRounds | None = None,
     ) -> None:
-        """Take transports over: they are closed with this."""
         self.tree = tree
         self.rounds = rounds
-        self._waiter = waiter
+        self.waiter = waiter
         self._transports = tuple(transports)
         self._connections = {c.rank: c for t in transports for c in t.connections}
         self._losses: list[Loss] = []
-        self.wait = waiter.wait
-        """Return when something may have arrived, or ``wake`` was called.
-
-        What arrived since the last ``receive``, by any thread, and a ``wake`` since the
-        last ``wait`` of this thread count too: neither is ever missed. It may also
-        return for nothing. A ``wait(timeout_s, is_eager=True)`` spins and yields for a
-        short while before it sleeps: for a caller that wants its answer."""
-        self.wake = waiter.wake
-        """Have every ``wait`` of this process return; any thread may call it."""
-        self.add_waiter = waiter.add_waiter
-        """Announce a thread that will call ``wait`` eagerly and ``receive``.
-
-        Until ``remove_waiter``, a message that arrives need not wake those that wait
-        without being eager, nor keep them from waiting. May be nested."""
-        self.remove_waiter = waiter.remove_waiter
-        """Take one ``add_waiter`` back; what was not received meanwhile wakes all."""
+        self.wait, self.wake = waiter.wait, waiter.wake
+        self.add_waiter, self.remove_waiter = waiter.add_waiter, waiter.remove_waiter
 
     def send(self, to: int, message: bytes) -> None:
         """Send a message to a neighbour and return at once.
@@ -81,7 +67,7 @@ class ControlChannel:
     def receive(self) -> list[tuple[int, bytes]]:
         """Return what has arrived: pairs of sender and message. Never waits."""
         received: list[tuple[int, bytes]] = []
-        self._waiter.read()
+        self.waiter.read()
         for connection in self._connections.values():
             connection.receive(received)
         return received
@@ -97,7 +83,7 @@ class ControlChannel:
                 continue
             if connection.has_unread():
                 # It may have ended after it wrote and before it notified.
-                self._waiter.doorbell.notify()
+                self.waiter.doorbell.notify()
                 continue
             self._losses.append(loss)
             del self._connections[connection.rank]
@@ -113,7 +99,7 @@ class ControlChannel:
         self._connections = {}
         for transport in transports:
             transport.close()
-        self._waiter.close()
+        self.waiter.close()
 
 
 def connect_channel(
@@ -162,7 +148,6 @@ class _Connecting:
         self._num_looks = NEAR
 
     def connect_host(self) -> None:
-        """Connect the ranks of this host."""
         host, place = self._places.of(self._rank)
         ranks = self._places.ranks[host]
         if len(ranks) == 1:
@@ -185,7 +170,6 @@ class _Connecting:
             local.open()
 
     def connect_hosts(self) -> None:
-        """Connect the first rank of each host."""
         leaders = tuple(ranks[0] for ranks in self._places.ranks)
         if len(leaders) == 1:
             return
@@ -195,7 +179,6 @@ class _Connecting:
             self._connect_gloo(store, leaders, is_one_host=False)
 
     def open(self) -> None:
-        """Have the first of a host announce to the others that all are connected."""
         if self._local is None:
             return
         if self._tree.parent in self._tree.local:

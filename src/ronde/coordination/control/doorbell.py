@@ -70,7 +70,6 @@ class Doorbell:
 
     @classmethod
     def private(cls) -> "Doorbell":
-        """Make one that no other process sees."""
         memory = (ctypes.c_uint64 * (NUM_BYTES // 8))()
         words = memoryview(memory).cast("B").cast("Q")
         return cls(words, ctypes.addressof(memory), index=0, num_notifiers=1)
@@ -87,11 +86,9 @@ class Doorbell:
             self.wake(asleep)
 
     def has_sleeper(self) -> bool:
-        """Say whether a thread of the rank sleeps for an answer."""
         return bool(self.words[_ASLEEP] & _EAGER)
 
     def wake(self, asleep: int) -> None:
-        """Wake those who sleep, of the given kinds."""
         if asleep & _EAGER:
             wake_all(self.address)
         if asleep & _BACKGROUND:
@@ -105,7 +102,11 @@ class _LastWake(threading.local):
 
 
 class Waiter:
-    """How a rank waits for its own doorbell; ``ControlChannel`` says what holds."""
+    """How a rank waits for its own doorbell.
+
+    Attributes:
+        num_waiters: Threads that ``wait`` eagerly and read, again and again.
+    """
 
     def __init__(self, doorbell: Doorbell, num_looks: int) -> None:
         self.doorbell = doorbell
@@ -116,7 +117,7 @@ class Waiter:
         self._next_wake = itertools.count(1).__next__
         self._thread = _LastWake()
         self._lock = threading.Lock()
-        self._num_waiters = 0
+        self.num_waiters = 0
         self._num_asleep = {_EAGER: 0, _BACKGROUND: 0}
         self._is_closed = False
 
@@ -127,7 +128,13 @@ class Waiter:
             fence()
 
     def wait(self, timeout_s: float | None, *, is_eager: bool) -> None:
-        """Return after a notification that nobody has read yet, or ``wake()``."""
+        """Return after a notification that nobody has read yet, or ``wake()``.
+
+        What came since the last ``read``, by any thread, and a ``wake`` since the last
+        ``wait`` of this thread count: neither is ever missed. It may also return for
+        nothing. An eager one spins and yields for a short while before it sleeps: for a
+        caller that wants its answer.
+        """
         thread = self._thread
         kind = _EAGER if is_eager else _BACKGROUND
         if not self._is_due(kind, thread.number) and not (is_eager and self._spin()):
@@ -135,35 +142,33 @@ class Waiter:
         thread.number = self._last_wake
 
     def wake(self) -> None:
-        """Have every ``wait`` of this process return."""
         self._last_wake = self._next_wake()
         self.doorbell.notify()
         if self._num_asleep[_BACKGROUND]:  # left out while there are waiters
             self.doorbell.wake(_BACKGROUND)
 
     def add_waiter(self) -> None:
-        """Let the background thread sleep on when it is notified."""
+        """Let waits that are not eager sleep on when notified; may be nested."""
         with self._lock:
-            self._num_waiters += 1
+            self.num_waiters += 1
             self._publish()
 
     def remove_waiter(self) -> None:
-        """Wake it again from now on, and now if something was not read."""
+        """Wake them again from now on, and now if something was not read."""
         with self._lock:
-            self._num_waiters -= 1
+            self.num_waiters -= 1
             self._publish()
-        if not self._num_waiters and self._words[_VALUE] != self._seen:
+        if not self.num_waiters and self._words[_VALUE] != self._seen:
             self.doorbell.notify()
 
     def close(self) -> None:
-        """Have every ``wait`` return, now and from now on."""
         self._is_closed = True
         self.wake()
 
     def _is_due(self, kind: int, last_wake: int) -> bool:
         if self._last_wake != last_wake or self._is_closed:
             return True
-        is_left_out = kind == _BACKGROUND and self._num_waiters
+        is_left_out = kind == _BACKGROUND and self.num_waiters
         return self._words[_VALUE] != self._seen and not is_left_out
 
     def _spin(self) -> bool:
@@ -199,7 +204,7 @@ class Waiter:
     def _publish(self) -> None:
         """Store who is to be woken; the lock is held."""
         asleep = _EAGER if self._num_asleep[_EAGER] else 0
-        if self._num_asleep[_BACKGROUND] and not self._num_waiters:
+        if self._num_asleep[_BACKGROUND] and not self.num_waiters:
             asleep |= _BACKGROUND
         self._words[_ASLEEP] = asleep
         fence()

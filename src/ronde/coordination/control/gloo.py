@@ -159,7 +159,6 @@ class _Frames:
         self._frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
 
     def send(self, message: bytes) -> None:
-        """Send a message, if the connection still stands."""
         self._put(_HEADER.pack(len(message)) + message[:_INLINE_BYTES], _FRAMES)
         if len(message) > _INLINE_BYTES:
             self._put(message[_INLINE_BYTES:], _REMAINDERS)
@@ -216,7 +215,6 @@ class _Sent:
         self._thread.start()
 
     def keep(self, work: BackendWork, num_bytes: int) -> None:
-        """Hold a message until it is sent; any thread may."""
         with self._lock:
             self._kept.append(work)
             self._num_bytes += num_bytes

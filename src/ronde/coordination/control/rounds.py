@@ -122,7 +122,6 @@ class ExchangeRounds:
         return tag != REFUSED
 
     def is_awaited(self) -> bool:
-        """Say whether others are in a round that this rank did not come to."""
         return any(words[_NUMBER] > self.number for words in self._other_words)
 
     def is_asked(self) -> bool:
@@ -163,7 +162,6 @@ class ExchangeRounds:
                 doorbell.notify()
 
     def rest(self) -> None:
-        """Take ``ask`` back."""
         self._own[_STATE] = _AWAKE
 
     def _sleep(self, number: int, deadline: float) -> None:

@@ -181,7 +181,6 @@ class _Receiver:
     def _take_piece(
         self, at: int, num_there: int, sender: int, into: list[tuple[int, bytes]]
     ) -> int:
-        """Take some of a message that does not lie there in one piece."""
         num_bytes = min(self._num_missing, num_there, self._end - at)
         self._part += self._data[at : at + num_bytes]
         self._num_missing -= num_bytes
@@ -233,7 +232,6 @@ class SharedMemoryConnection(Connection):
         return None
 
     def is_open(self) -> bool:
-        """Say whether the neighbour is connected, or has been."""
         return bool(self._words[_STATE] & _OPEN)
 
 
@@ -284,7 +282,6 @@ class SharedMemoryTransport(Transport):
         self._words = pages[own]
 
     def open(self) -> None:
-        """Announce to the neighbours that this rank is connected."""
         self._enter(_OPEN)
 
     def await_neighbours(self, timeout_s: float) -> None:

@@ -27,7 +27,6 @@ class Tree:
 
     @classmethod
     def flat(cls, rank: int, size: int) -> "Tree":
-        """Have everyone report to rank 0, on one host."""
         others = tuple(range(1, size))
         if rank == 0:
             return cls(rank, size, None, others, frozenset(others))

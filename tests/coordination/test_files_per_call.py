@@ -1,0 +1,24 @@
+"""What one must open to follow a call, counted by ``benchmarks/files_per_call``."""
+
+import subprocess
+from pathlib import Path
+
+from tests.launchers import launcher_environment, launcher_words
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "files_per_call.py"
+MOST = {"named_allreduce": 15, "gradient": 14}
+
+
+def test_a_call_enters_few_files(tmp_path):
+    done = subprocess.run(
+        [*launcher_words("ronde", 2), str(SCRIPT), "--list"],
+        env=launcher_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=100.0,
+        check=True,
+    )
+    counts = [line.split() for line in done.stdout.splitlines() if line[:1].isalpha()]
+    assert [name for name, _ in counts] == list(MOST)
+    for name, count in counts:
+        assert int(count) <= MOST[name], done.stdout
