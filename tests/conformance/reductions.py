@@ -85,7 +85,7 @@ def all_reduce_keeps_layouts(communicator: Communicator, device: str):
                 assert_reduced(tensor, inputs, op)
 
 
-def all_reduce_from_leaves_the_source(communicator: Communicator, device: str):
+def all_reduce_leaves_the_source_alone(communicator: Communicator, device: str):
     """Small and large enough to be shown in a slot; scaled; strided."""
     for seed, dtype in enumerate([torch.float32, torch.bfloat16, torch.int32]):
         for shape in [(0,), (3,), (5, 7), (1501,)]:
@@ -93,14 +93,12 @@ def all_reduce_from_leaves_the_source(communicator: Communicator, device: str):
                 inputs = inputs_of(communicator, shape, dtype, seed, device)
                 source = inputs[communicator.rank].clone()
                 tensor = torch.empty_like(source)
-                work = communicator.all_reduce_from(
-                    source, tensor, ReduceOp.SUM, prescale=prescale
-                )
+                work = communicator.all_reduce(tensor, prescale=prescale, source=source)
                 assert work.wait() is tensor
                 assert torch.equal(source, inputs[communicator.rank])
                 assert_reduced(tensor, inputs, ReduceOp.SUM, prescale)
     source = torch.ones(4, 3, device=device).t()
-    tensor = communicator.all_reduce_from(source, torch.empty_like(source)).wait()
+    tensor = communicator.all_reduce(torch.empty_like(source), source=source).wait()
     assert torch.equal(tensor, source * communicator.size)
 
 
@@ -256,7 +254,7 @@ REDUCTIONS = [
     all_reduce_every_dtype_op_and_shape,
     all_reduce_scales,
     all_reduce_keeps_layouts,
-    all_reduce_from_leaves_the_source,
+    all_reduce_leaves_the_source_alone,
     all_reduce_leaves_gaps_alone,
     all_reduce_takes_parameters,
     average_divides,

@@ -205,7 +205,7 @@ def test_many_slots_from_one_tensor_into_another(run_ranks, size):
             source = torch.arange(float(numel)) % 1000 + communicator.rank
             tensor = torch.empty_like(source)
             before = source.clone()
-            communicator.all_reduce_from(source, tensor, prescale=0.5).wait()
+            communicator.all_reduce(tensor, source=source, prescale=0.5).wait()
             every = sum(range(communicator.size))
             expected = torch.arange(float(numel)) % 1000 * communicator.size + every
             assert torch.equal(tensor, expected * 0.5)

@@ -11,6 +11,7 @@ Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2
 
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple, cast
 
 import torch
@@ -33,22 +34,28 @@ def adasum(
     """Combine ``tensor`` over all ranks by Adasum, in place; collective, blocks.
 
     The result is equal on all ranks, bit by bit. Products and coefficients are float64.
-
-    Args:
-        communicator: The ranks; their number must be a power of two.
-        tensor: Any shape and layout, equal on all ranks.
-        lengths: Where several tensors lie one after the other in ``tensor``, their
-            numbers of elements; each is combined as if alone.
-
-    Returns:
-        ``tensor``.
+    Tensors of ``lengths`` that lie one after the other are each combined as if alone.
 
     Raises:
         UsageError: Number of ranks, dtype or ``lengths`` cannot be.
     """
-    _require(communicator.size, tensor, lengths)
+    size = communicator.size
+    if size & (size - 1):
+        raise UsageError(
+            f"size must be a power of two for Adasum, got {size}. Use 2, 4 or 8 ranks."
+        )
+    if tensor.dtype not in DTYPES:
+        raise UsageError(
+            f"tensor must be of a floating dtype for Adasum, got {tensor.dtype}."
+        )
+    if lengths and sum(lengths) != tensor.numel():
+        raise UsageError(
+            "lengths must add up to the tensor's elements, got "
+            f"{sum(lengths)} and {tensor.numel()}."
+        )
     flat = dense(tensor).view(-1)
-    bounds = _bounds(lengths or (flat.numel(),))
+    ends = list(accumulate(lengths or (flat.numel(),), initial=0))
+    bounds = [slice(*pair) for pair in pairwise(ends)]
     steps = _halve(communicator, flat, bounds)
     for step in reversed(steps):
         _exchange(communicator, step.partner, flat[step.kept], flat[step.given])
@@ -56,7 +63,7 @@ def adasum(
     return tensor
 
 
-class _Step(NamedTuple):
+class _Halving(NamedTuple):
     partner: int
     kept: slice
     given: slice
@@ -64,10 +71,10 @@ class _Step(NamedTuple):
 
 def _halve(
     communicator: Communicator, flat: Tensor, bounds: Sequence[slice]
-) -> list[_Step]:
+) -> list[_Halving]:
     """Combine until this rank holds a part of the result; return how it came to it."""
     rank = communicator.rank
-    steps: list[_Step] = []
+    steps: list[_Halving] = []
     mine = slice(0, flat.numel())
     distance = 1
     while distance < communicator.size:
@@ -75,7 +82,7 @@ def _halve(
         halves = slice(mine.start, middle), slice(middle, mine.stop)
         is_upper = bool(rank & distance)
         mine, given = halves[is_upper], halves[not is_upper]
-        step = _Step(rank ^ distance, mine, given)
+        step = _Halving(rank ^ distance, mine, given)
         theirs = torch.empty_like(flat[mine])
         _exchange(communicator, step.partner, flat[given], theirs)
         pair = (theirs, flat[mine]) if is_upper else (flat[mine], theirs)
@@ -150,28 +157,3 @@ def _overlap(mine: slice, bound: slice) -> slice:
     start = max(mine.start, bound.start)
     stop = max(start, min(mine.stop, bound.stop))
     return slice(start - mine.start, stop - mine.start)
-
-
-def _bounds(lengths: Sequence[int]) -> list[slice]:
-    bounds: list[slice] = []
-    start = 0
-    for length in lengths:
-        bounds.append(slice(start, start + length))
-        start += length
-    return bounds
-
-
-def _require(size: int, tensor: Tensor, lengths: Sequence[int]) -> None:
-    if size & (size - 1):
-        raise UsageError(
-            f"size must be a power of two for Adasum, got {size}. Use 2, 4 or 8 ranks."
-        )
-    if tensor.dtype not in DTYPES:
-        raise UsageError(
-            f"tensor must be of a floating dtype for Adasum, got {tensor.dtype}."
-        )
-    if lengths and sum(lengths) != tensor.numel():
-        raise UsageError(
-            "lengths must add up to the tensor's elements, got "
-            f"{sum(lengths)} and {tensor.numel()}."
-        )

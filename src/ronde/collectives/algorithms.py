@@ -27,6 +27,7 @@ experience", 2007.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ronde.collectives.schedule import (
     Action,
@@ -40,14 +41,16 @@ from ronde.collectives.schedule import (
 )
 from ronde.errors import UsageError
 
+# The ring.
+
 
 def ring_all_reduce(size: int, numel: int) -> Schedule:
     """Reduce a share on each rank, then hand the shares round: ``2 (n-1)`` rounds."""
     chunks = Chunks(size, numel)
 
     def part(rank: int) -> Iterator[Round]:
-        yield from collect(rank, size)
-        yield from distribute(rank, size)
+        yield from _collect(rank, size)
+        yield from _distribute(rank, size)
 
     loads = (Load(2 * (size - 1), chunks.largest()),)
     return Schedule("ring all_reduce", size, chunks, loads, part)
@@ -58,7 +61,7 @@ def ring_reduce_scatter(chunks: Chunks) -> Schedule:
     size = chunks.num_chunks
     loads = (Load(size - 1, chunks.largest()),)
     return Schedule(
-        "ring reduce_scatter", size, chunks, loads, lambda rank: collect(rank, size)
+        "ring reduce_scatter", size, chunks, loads, lambda rank: _collect(rank, size)
     )
 
 
@@ -67,7 +70,7 @@ def ring_all_gather(chunks: Chunks) -> Schedule:
     size = chunks.num_chunks
     loads = (Load(size - 1, chunks.largest()),)
     return Schedule(
-        "ring all_gather", size, chunks, loads, lambda rank: distribute(rank, size)
+        "ring all_gather", size, chunks, loads, lambda rank: _distribute(rank, size)
     )
 
 
@@ -78,66 +81,44 @@ def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
     """
 
     def part(rank: int) -> Iterator[Round]:
-        for steps in chain((rank - root) % size, size):
-            yield renamed(steps, lambda position: (position + root) % size)
+        position = (rank - root) % size
+        for index in range(size - 1):
+            if index == position:
+                yield (ScheduleStep(Action.SEND, (rank + 1) % size, 0),)
+            elif index == position - 1:
+                yield (ScheduleStep(Action.COPY, (rank - 1) % size, 0),)
+            else:
+                yield ()
 
     loads = (Load(size - 1, numel),)
     return Schedule("ring broadcast", size, Chunks(1, numel), loads, part)
 
 
-def collect(rank: int, size: int) -> Iterator[Round]:
-    """Yield the rounds of ``reduce_scatter``: sums are passed on.
-
-    In the last round chunk ``rank`` becomes whole here.
-    """
+def _collect(rank: int, size: int) -> Iterator[Round]:
+    """Pass sums on; in the last round chunk ``rank`` becomes whole here."""
     for index in range(size - 1):
-        sent = (rank - index - 1) % size
-        yield _pass_on(
-            Action.REDUCE,
-            (rank + 1) % size,
-            (rank - 1) % size,
-            sent,
-            (sent - 1) % size,
-        )
+        yield _pass_on(Action.REDUCE, rank, size, (rank - index - 1) % size)
 
 
-def distribute(rank: int, size: int) -> Iterator[Round]:
-    """Yield the rounds of ``all_gather``: whole chunks are passed on."""
+def _distribute(rank: int, size: int) -> Iterator[Round]:
+    """Pass whole chunks on."""
     for index in range(size - 1):
-        sent = (rank - index) % size
-        yield _pass_on(
-            Action.COPY,
-            (rank + 1) % size,
-            (rank - 1) % size,
-            sent,
-            (sent - 1) % size,
-        )
+        yield _pass_on(Action.COPY, rank, size, (rank - index) % size)
 
 
-def chain(position: int, size: int) -> Iterator[Round]:
-    """Yield the rounds of ``broadcast``: one chunk goes from position 0 to the last."""
-    for index in range(size - 1):
-        if index == position:
-            yield (ScheduleStep(Action.SEND, position + 1, 0),)
-        elif index == position - 1:
-            yield (ScheduleStep(Action.COPY, position - 1, 0),)
-        else:
-            yield ()
-
-
-def _pass_on(
-    action: Action, send_to: int, receive_from: int, sent: int, received: int
-) -> Round:
-    """Return the round in which a rank passes one chunk on and gets another."""
+def _pass_on(action: Action, rank: int, size: int, sent: int) -> Round:
     return (
-        ScheduleStep(Action.SEND, send_to, sent),
-        ScheduleStep(action, receive_from, received),
+        ScheduleStep(Action.SEND, (rank + 1) % size, sent),
+        ScheduleStep(action, (rank - 1) % size, (sent - 1) % size),
     )
+
+
+# Two trees.
 
 
 def tree_all_reduce(size: int, numel: int) -> Schedule:
     """Reduce to the roots, then broadcast from them: ``2 floor(log2 n)`` rounds."""
-    trees = _two_trees(size)
+    trees = _BinaryTree(size), _BinaryTree(size, is_mirrored=True)
     depth = trees[0].depth
 
     def part(rank: int) -> Iterator[Round]:
@@ -149,7 +130,12 @@ def tree_all_reduce(size: int, numel: int) -> Schedule:
             yield renamed(tuple(steps), lambda place: place - 1)
 
     chunks = Chunks(len(trees), numel)
-    loads = _reduce_loads(trees[0], chunks) + _spread_loads(trees[0], chunks)
+    # A height has two children that send, most often.
+    to_root = tuple(
+        Load(1, chunks.largest() * (2 if 3 << height <= size else 1))
+        for height in range(depth)
+    )
+    loads = to_root + _spread_loads(trees[0], chunks)
     return Schedule("tree all_reduce", size, chunks, loads, part)
 
 
@@ -158,7 +144,7 @@ def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
 
     The trees are those of all other ranks.
     """
-    trees = _two_trees(size - 1)
+    trees = _BinaryTree(size - 1), _BinaryTree(size - 1, is_mirrored=True)
     num_rounds = 1 + trees[0].depth
 
     def part(rank: int) -> Iterator[Round]:
@@ -179,17 +165,13 @@ def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
     return Schedule("tree broadcast", size, chunks, loads, part)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tree:
+class _BinaryTree(NamedTuple):
     """A binary tree in order over the places 1 to ``num_places``.
 
     A place's height is the number of zeros that end it in binary: odd places are
-    leaves, and all that is left of a place is as high as can be.
-
-    Attributes:
-        num_places: How many.
-        is_mirrored: The tree is turned round, which makes the even places leaves; of
-            an odd number of places it is shifted by one instead.
+    leaves, and all that is left of a place is as high as can be. Mirrored, the tree is
+    turned round, which makes the even places leaves; of an odd number of places it is
+    shifted by one instead.
     """
 
     num_places: int
@@ -202,7 +184,6 @@ class _Tree:
 
     @property
     def root(self) -> int:
-        """The place above all others."""
         return self._turned_back(1 << self.depth)
 
     def height(self, place: int) -> int:
@@ -237,13 +218,12 @@ class _Tree:
 
     def _parent(self, node: int) -> int | None:
         reach = node & -node
-        while True:
+        while reach <= self.num_places:
             above = node - reach if node & (2 * reach) else node + reach
-            if reach > self.num_places:
-                return None
             if above <= self.num_places:
                 return above
             node, reach = above, 2 * reach
+        return None
 
     def _turned(self, place: int) -> int:
         if not self.is_mirrored:
@@ -253,31 +233,26 @@ class _Tree:
         return self.num_places + 1 - place
 
     def _turned_back(self, node: int) -> int:
-        if not self.is_mirrored:
-            return node
-        if self.num_places % 2:
+        if self.is_mirrored and self.num_places % 2:
             return (node - 2) % self.num_places + 1
-        return self.num_places + 1 - node
+        return self._turned(node)
 
 
-def _two_trees(num_places: int) -> tuple[_Tree, _Tree]:
-    return _Tree(num_places), _Tree(num_places, is_mirrored=True)
+_Rounds = list[list[ScheduleStep]]
 
 
-def _reduce(
-    tree: _Tree, place: int, chunk: int, rounds: list[list[ScheduleStep]]
-) -> None:
+def _reduce(tree: _BinaryTree, place: int, chunk: int, rounds: _Rounds) -> None:
     """Enter what ``place`` does to bring the sum to the root: peers are places."""
     for child in tree.children(place):
-        rounds[tree.height(child)].append(ScheduleStep(Action.REDUCE, child, chunk))
+        step = ScheduleStep(Action.REDUCE, child, chunk)
+        rounds[tree.height(child)].append(step)
     parent = tree.parent(place)
     if parent is not None:
-        rounds[tree.height(place)].append(ScheduleStep(Action.SEND, parent, chunk))
+        step = ScheduleStep(Action.SEND, parent, chunk)
+        rounds[tree.height(place)].append(step)
 
 
-def _spread(
-    tree: _Tree, place: int, chunk: int, rounds: list[list[ScheduleStep]]
-) -> None:
+def _spread(tree: _BinaryTree, place: int, chunk: int, rounds: _Rounds) -> None:
     """Enter what ``place`` does to bring the root's to all: peers are places."""
     level = tree.level(place)
     parent = tree.parent(place)
@@ -287,15 +262,7 @@ def _spread(
         rounds[level].append(ScheduleStep(Action.SEND, child, chunk))
 
 
-def _reduce_loads(tree: _Tree, chunks: Chunks) -> tuple[Load, ...]:
-    """Return what comes from the children of one height, most often two."""
-    return tuple(
-        Load(1, chunks.largest() * (2 if 3 << height <= tree.num_places else 1))
-        for height in range(tree.depth)
-    )
-
-
-def _spread_loads(tree: _Tree, chunks: Chunks) -> tuple[Load, ...]:
+def _spread_loads(tree: _BinaryTree, chunks: Chunks) -> tuple[Load, ...]:
     """Return what goes to the children from one level, most often two.
 
     A root has one child where the number of places is a power of two.
@@ -305,6 +272,9 @@ def _spread_loads(tree: _Tree, chunks: Chunks) -> tuple[Load, ...]:
         Load(1, chunks.largest() * (1 if level == 0 and is_root_lean else 2))
         for level in range(tree.depth)
     )
+
+
+# Halving and doubling.
 
 
 def halving_doubling_all_reduce(size: int, numel: int) -> Schedule:
@@ -323,26 +293,16 @@ def halving_doubling_all_reduce(size: int, numel: int) -> Schedule:
 
 def halving_doubling_reduce_scatter(chunks: Chunks) -> Schedule:
     """Reduce chunk r on rank r: ``ceil(log2 n)`` rounds."""
-    size = chunks.num_chunks
-    return Schedule(
-        "halving_doubling reduce_scatter",
-        size,
-        chunks,
-        _halving_loads(chunks),
-        lambda rank: _halve(rank, size),
-    )
+    size, loads = chunks.num_chunks, _halving_loads(chunks)
+    name = "halving_doubling reduce_scatter"
+    return Schedule(name, size, chunks, loads, lambda rank: _halve(rank, size))
 
 
 def halving_doubling_all_gather(chunks: Chunks) -> Schedule:
     """Copy chunk r, which rank r has, to all: ``ceil(log2 n)`` rounds."""
-    size = chunks.num_chunks
-    return Schedule(
-        "halving_doubling all_gather",
-        size,
-        chunks,
-        _halving_loads(chunks)[::-1],
-        lambda rank: _double(rank, size),
-    )
+    size, loads = chunks.num_chunks, _halving_loads(chunks)[::-1]
+    name = "halving_doubling all_gather"
+    return Schedule(name, size, chunks, loads, lambda rank: _double(rank, size))
 
 
 def halving_doubling_broadcast(size: int, numel: int, root: int) -> Schedule:
@@ -355,18 +315,20 @@ def halving_doubling_broadcast(size: int, numel: int, root: int) -> Schedule:
         for steps in (*_scatter(position, size), *_double(position, size)):
             yield renamed(steps, lambda peer: (peer + root) % size)
 
-    loads = _scatter_loads(chunks) + _halving_loads(chunks)[::-1]
+    # No rank holds more, or larger, chunks than the root.
+    spans = [chunks.span(kept, live - kept) for live, kept in _distances(size)]
+    scatter = tuple(Load(1, stop - start) for start, stop in spans)
+    loads = scatter + _halving_loads(chunks)[::-1]
     return Schedule("halving_doubling broadcast", size, chunks, loads, part)
 
 
 def _distances(size: int) -> list[tuple[int, int]]:
     """Return, for each halving, how many chunks are live before and after it."""
     found: list[tuple[int, int]] = []
-    live = size
-    while live > 1:
-        kept = (live + 1) // 2
-        found.append((live, kept))
-        live = kept
+    while size > 1:
+        kept = (size + 1) // 2
+        found.append((size, kept))
+        size = kept
     return found
 
 
@@ -377,45 +339,25 @@ def _halve(rank: int, size: int) -> Iterator[Round]:
     the rank that stands where it begins.
     """
     for live, kept in _distances(size):
-        yield _exchange(
-            Action.REDUCE,
-            send=((rank + kept) % size, rank + kept),
-            receive=((rank - kept) % size, rank),
-            count=live - kept,
-            size=size,
+        to, source = (rank + kept) % size, (rank - kept) % size
+        sent = runs_of(rank + kept, live - kept, size)
+        received = runs_of(rank, live - kept, size)
+        yield (
+            *(ScheduleStep(Action.SEND, to, *run) for run in sent),
+            *(ScheduleStep(Action.REDUCE, source, *run) for run in received),
         )
 
 
 def _double(rank: int, size: int) -> Iterator[Round]:
     """Gather all chunks here: ``_halve`` backwards."""
     for live, kept in reversed(_distances(size)):
-        yield _exchange(
-            Action.COPY,
-            send=((rank - kept) % size, rank),
-            receive=((rank + kept) % size, rank + kept),
-            count=live - kept,
-            size=size,
+        to, source = (rank - kept) % size, (rank + kept) % size
+        sent = runs_of(rank, live - kept, size)
+        received = runs_of(rank + kept, live - kept, size)
+        yield (
+            *(ScheduleStep(Action.SEND, to, *run) for run in sent),
+            *(ScheduleStep(Action.COPY, source, *run) for run in received),
         )
-
-
-def _exchange(
-    action: Action,
-    *,
-    send: tuple[int, int],
-    receive: tuple[int, int],
-    count: int,
-    size: int,
-) -> Round:
-    """Send and receive ``count`` chunks, each given as the peer and the first chunk."""
-    sent = [
-        ScheduleStep(Action.SEND, send[0], *run)
-        for run in runs_of(send[1], count, size)
-    ]
-    got = [
-        ScheduleStep(action, receive[0], *run)
-        for run in runs_of(receive[1], count, size)
-    ]
-    return (*sent, *got)
 
 
 def _scatter(position: int, size: int) -> Iterator[Round]:
@@ -446,32 +388,19 @@ def _halving_loads(chunks: Chunks) -> tuple[Load, ...]:
     )
 
 
-def _scatter_loads(chunks: Chunks) -> tuple[Load, ...]:
-    """Return the scatter's: no rank holds more, or larger, chunks than the root."""
-    loads: list[Load] = []
-    for live, kept in _distances(chunks.num_chunks):
-        start, stop = chunks.span(kept, live - kept)
-        loads.append(Load(1, stop - start))
-    return tuple(loads)
-
-
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """A schedule for each collective.
-
-    Attributes:
-        name: What users call it.
-        all_reduce: Takes the number of ranks and of elements.
-        reduce_scatter: Takes one chunk a rank, which that rank is to have.
-        all_gather: Takes one chunk a rank, which that rank has.
-        broadcast: Takes the number of ranks and of elements, and the root.
-    """
+    """A schedule for each collective."""
 
     name: str
     all_reduce: Callable[[int, int], Schedule]
+    """Takes the number of ranks and of elements."""
     reduce_scatter: Callable[[Chunks], Schedule]
+    """Takes one chunk a rank, which that rank is to have."""
     all_gather: Callable[[Chunks], Schedule]
+    """Takes one chunk a rank, which that rank has."""
     broadcast: Callable[[int, int, int], Schedule]
+    """Takes the number of ranks and of elements, and the root."""
 
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
@@ -504,11 +433,6 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """Return the algorithm of that name.
-
-    Raises:
-        UsageError: There is none.
-    """
     if name not in ALGORITHMS:
         raise UsageError(
             f"algorithm must be one of {', '.join(ALGORITHMS)}, got {name!r}."

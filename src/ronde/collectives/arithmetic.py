@@ -15,7 +15,7 @@ HALVES = frozenset({torch.float16, torch.bfloat16})
 _FLOATS = HALVES | {torch.float32, torch.float64}
 _SIGNED = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 _UNSIGNED = frozenset({torch.uint8, torch.uint16, torch.uint32, torch.uint64})
-INTEGERS = _SIGNED | _UNSIGNED
+_INTEGERS = _SIGNED | _UNSIGNED
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 PLAIN = frozenset(
     {
@@ -41,11 +41,7 @@ _ADDED = (ReduceOp.SUM, ReduceOp.AVERAGE)
 def require_reducible(
     dtype: torch.dtype, op: ReduceOp, prescale: float, postscale: float
 ) -> None:
-    """Refuse a reduction that is not defined.
-
-    Raises:
-        UsageError: ``op`` or a factor is not defined for ``dtype``.
-    """
+    """Raise UsageError where ``op`` or a factor is not defined for ``dtype``."""
     if dtype is torch.bool:
         if op in _ADDED:
             raise UsageError(
@@ -63,7 +59,7 @@ def require_reducible(
                 f"op must be sum, average or product for {dtype}, got {op}: complex "
                 "numbers have no order."
             )
-    elif dtype not in _FLOATS and dtype not in INTEGERS:
+    elif dtype not in _FLOATS and dtype not in _INTEGERS:
         raise UsageError(
             "dtype must be a float of 16 to 64 bits, an integer, bool or complex to be "
             f"reduced, got {dtype}. Convert the tensor first."
@@ -94,15 +90,13 @@ def flat(tensor: Tensor) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a row-major tensor as its bytes: every dtype can be moved so."""
-    return flat(tensor).view(torch.uint8)
+    if tensor.dim() != 1 or tensor.stride(0) != 1 or tensor.requires_grad:
+        tensor = flat(tensor.detach())
+    return tensor.view(torch.uint8)
 
 
 def put_back(values: Tensor, tensor: Tensor) -> Tensor:
-    """Copy what ``dense`` gave into the tensor it came from, if it is not there.
-
-    Returns:
-        ``tensor``.
-    """
+    """Copy what ``dense`` gave into ``tensor``, where it came from; return that."""
     if values.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         tensor.detach().copy_(values.reshape(tensor.shape))
     return tensor
@@ -113,7 +107,7 @@ def scale_(tensor: Tensor, factor: float) -> None:
     if factor == 1.0:
         return
     values = tensor.detach()
-    if tensor.dtype in INTEGERS:
+    if tensor.dtype in _INTEGERS:
         values.copy_(values.to(torch.float64) * factor)
     else:
         values.mul_(factor)
@@ -131,13 +125,9 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
 def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
     """Return a row-major tensor of a plain dtype whose reduction can be decoded.
 
-    Args:
-        tensor: Any layout, a dtype that ``op`` is defined for.
-        op: The reduction; AVERAGE is to be reduced by SUM.
-
-    Returns:
-        A tensor that may share ``tensor``'s memory. Averages of integers are summed in
-        64 bits; sums and products of integers wrap as they do in their own dtype.
+    AVERAGE is to be reduced by SUM. The result may share ``tensor``'s memory. Averages
+    of integers are summed in 64 bits; sums and products of integers wrap as they do in
+    their own dtype.
     """
     values = dense(tensor)
     dtype = values.dtype
@@ -148,7 +138,7 @@ def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
     if dtype is torch.uint64:
         signed = values.view(torch.int64)
         return signed ^ _SIGN_BIT if op in _ORDERED else signed
-    if dtype in INTEGERS and op is ReduceOp.AVERAGE:
+    if dtype in _INTEGERS and op is ReduceOp.AVERAGE:
         return values.to(torch.int64)
     return values.to(_WIDENED.get(dtype, dtype))
 
@@ -156,17 +146,10 @@ def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
 def decode(
     reduced: Tensor, dtype: torch.dtype, op: ReduceOp, size: int, postscale: float
 ) -> Tensor:
-    """Turn the reduction of what ``encode`` made into the result.
+    """Return the result in ``dtype`` from the reduction of what ``encode`` made.
 
-    Args:
-        reduced: The sum, minimum, maximum or product; it may be overwritten.
-        dtype: The dtype that ``encode`` was given.
-        op: As given to ``encode``; for AVERAGE the sum is divided here.
-        size: Number of ranks that were reduced.
-        postscale: Multiplies the result.
-
-    Returns:
-        The result in ``dtype``; it may share ``reduced``'s memory.
+    For AVERAGE the sum over ``size`` ranks is divided here. The result may share
+    ``reduced``'s memory, which is overwritten.
     """
     if op is ReduceOp.AVERAGE:
         _divide_(reduced, dtype, size)
@@ -184,16 +167,7 @@ def decode(
 
 
 def reduce_stack(stack: Tensor, op: ReduceOp, postscale: float = 1.0) -> Tensor:
-    """Reduce dimension 0, one entry a rank, rounding 16-bit floats once.
-
-    Args:
-        stack: ``(size, ...)``.
-        op: The reduction.
-        postscale: Multiplies the result.
-
-    Returns:
-        A new tensor of shape ``stack.shape[1:]`` in the dtype of ``stack``.
-    """
+    """Reduce dimension 0, one entry a rank, rounding 16-bit floats once."""
     size, dtype = stack.shape[0], stack.dtype
     wide = stack.to(torch.float32) if dtype in HALVES else stack
     encoded = encode(wide, op)
@@ -209,20 +183,12 @@ def reduce_stack(stack: Tensor, op: ReduceOp, postscale: float = 1.0) -> Tensor:
 def _divide_(total: Tensor, dtype: torch.dtype, size: int) -> None:
     """Divide in place; integers truncate toward zero."""
     if dtype is torch.uint64:
-        _divide_unsigned_(total, size)
+        # torch divides no uint64. Half of each number fits the sign; the quotient of
+        # the halves, doubled, is at most one too small.
+        half = (total >> 1) & torch.iinfo(torch.int64).max
+        quotient = half.div(size, rounding_mode="trunc") * 2
+        total.copy_(quotient + (total - quotient * size >= size))
     elif total.is_floating_point() or total.is_complex():
         total.div_(size)
     else:
         total.div_(size, rounding_mode="trunc")
-
-
-def _divide_unsigned_(total: Tensor, size: int) -> None:
-    """Divide the unsigned numbers whose bits an int64 tensor holds.
-
-    torch divides no uint64. Half of each number fits the sign; the quotient of the
-    halves, doubled, is at most one too small.
-    """
-    half = (total >> 1) & torch.iinfo(torch.int64).max
-    quotient = half.div(size, rounding_mode="trunc") * 2
-    remainder = total - quotient * size
-    total.copy_(quotient + (remainder >= size))

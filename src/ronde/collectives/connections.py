@@ -35,27 +35,20 @@ _logger = logging.getLogger("ronde")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine is asked for, and where its ranks meet.
+    """What an engine is asked for, and where its ranks meet."""
 
-    Attributes:
-        claim: This rank's place; ``size`` is at least 2.
-        timeout_s: How long a collective may wait for another rank.
-        algorithm: Name of a schedule, or empty.
-        store: Where the ranks meet; None for the place that the claim names.
-        ranks: Which of the job's ranks they are; empty for all.
-    """
-
-    claim: RankInfo
+    info: RankInfo
     timeout_s: float
     algorithm: str = ""
     store: Store | None = None
+    """Where the ranks meet; None for the place that ``info`` names."""
     ranks: tuple[int, ...] = ()
+    """Which of the job's ranks they are; empty for all."""
 
     def meet(self) -> Store:
-        """Return a store that all ranks share, empty under the keys used here."""
         if self.store is not None:
             return self.store
-        return meet(self.claim, min(self.timeout_s, _MEETING_TIMEOUT_S))
+        return meet(self.info, min(self.timeout_s, _MEETING_TIMEOUT_S))
 
     def at(self, store: Store, name: str) -> "EngineConfig":
         """Return the same, to meet under a name in a store."""
@@ -63,7 +56,7 @@ class EngineConfig:
 
 
 def connect(
-    claim: RankInfo,
+    info: RankInfo,
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     engine: str = "",
@@ -72,47 +65,39 @@ def connect(
     """Connect this rank to all others; collective.
 
     Args:
-        claim: This rank's place among the others.
+        info: This rank's place among the others.
         timeout_s: How long any collective may wait for another rank. The ranks wait at
             most 300 s for each other here.
-        engine: One of ``ENGINES``, equal on all ranks; empty takes the claim's.
+        engine: One of ``ENGINES``, equal on all ranks; empty takes ``info``'s.
         algorithm: The schedule to follow, for engines that have several; empty takes
-            the claim's.
-
-    Returns:
-        A communicator of all ranks; of this one alone, with no process group, where
-        ``claim.size`` is 1.
+            ``info``'s.
 
     Raises:
         UsageError: There is no such engine, or what it needs is not installed.
-        WorldError: The ranks are on several hosts and nobody said where to meet.
+        WorldError: The ranks are on several hosts, and it is unknown where to meet.
         CollectiveError: Not all ranks came in time, or the port is in use.
     """
-    name = _engine_name(claim, engine)
-    config = EngineConfig(claim, timeout_s, algorithm or claim.algorithm)
+    name = _engine_name(info, engine)
+    config = EngineConfig(info, timeout_s, algorithm or info.algorithm)
     return _connect(name, config)
 
 
 class Connections:
-    """Makes communicators of all ranks of a job, and of some of them.
-
-    Attributes:
-        claim: This rank's place among all.
-    """
+    """Makes communicators of all ranks of a job, and of some of them."""
 
     def __init__(
         self,
-        claim: RankInfo,
+        info: RankInfo,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         engine: str = "",
         algorithm: str = "",
     ) -> None:
         """Meet the other ranks; collective. The arguments are those of ``connect``."""
-        self.claim = claim
-        self._engine = _engine_name(claim, engine)
-        self._config = EngineConfig(claim, timeout_s, algorithm or claim.algorithm)
-        self._store = self._config.meet() if claim.size > 1 else None
+        self.info = info
+        self._engine = _engine_name(info, engine)
+        self._config = EngineConfig(info, timeout_s, algorithm or info.algorithm)
+        self._store = self._config.meet() if info.size > 1 else None
 
     def connect(
         self, name: str, ranks: Sequence[int], hosts: Sequence[str] = ()
@@ -127,20 +112,20 @@ class Connections:
         Returns:
             A communicator in which ``ranks[i]`` is rank i.
         """
-        claim = self.claim
-        is_part = len(ranks) < claim.size
+        info = self.info
+        is_part = len(ranks) < info.size
         if is_part:
-            here = {hosts[claim.rank]} if hosts else set[str]()
+            here = {hosts[info.rank]} if hosts else set[str]()
             local = [r for r in ranks if hosts and hosts[r] in here]
-            is_one_host = claim.local_size == claim.size or len(local) == len(ranks)
-            claim = replace(
-                claim,
-                rank=list(ranks).index(claim.rank),
+            is_one_host = info.local_size == info.size or len(local) == len(ranks)
+            info = replace(
+                info,
+                rank=list(ranks).index(info.rank),
                 size=len(ranks),
                 local_size=len(ranks) if is_one_host else max(len(local), 1),
             )
         some = tuple(ranks) if is_part else ()
-        config = replace(self._config, claim=claim, store=self.store(name), ranks=some)
+        config = replace(self._config, info=info, store=self.store(name), ranks=some)
         return _connect(self._engine, config)
 
     def clone(self) -> "Connections":
@@ -160,8 +145,8 @@ class Connections:
         return None if self._store is None else PrefixStore(name, self._store)
 
 
-def _engine_name(claim: RankInfo, engine: str) -> str:
-    name = engine or claim.engine
+def _engine_name(info: RankInfo, engine: str) -> str:
+    name = engine or info.engine
     if name not in (*ENGINES, _AUTO):
         known = ", ".join((_AUTO, *ENGINES))
         raise UsageError(f"engine must be one of {known}, got {name!r}.")
@@ -169,7 +154,7 @@ def _engine_name(claim: RankInfo, engine: str) -> str:
 
 
 def _connect(name: str, config: EngineConfig) -> Communicator:
-    if config.claim.size == 1:
+    if config.info.size == 1:
         return Communicator(SoloEngine())
     if name == _AUTO:
         return _connect_by_table(config)
@@ -183,7 +168,7 @@ def _connect_by_table(config: EngineConfig) -> Communicator:
     has measured for these hosts, ranks and versions, else sane rules.
     """
     store = config.meet()
-    is_one_host = config.claim.local_size == config.claim.size
+    is_one_host = config.info.local_size == config.info.size
     make_first = _shared_memory_or_gloo if is_one_host else _torch_distributed
     first = make_first(config.at(store, "first"))
     everybody = Communicator(first)
@@ -228,22 +213,22 @@ def agree_on_table(communicator: Communicator) -> EngineTable:
 def _torch_distributed(config: EngineConfig) -> Engine:
     from ronde.collectives.engines.torch_distributed import TorchDistributedEngine
 
-    claim = config.claim
+    info = config.info
     return TorchDistributedEngine(
         config.meet(),
-        claim.rank,
-        claim.size,
+        info.rank,
+        info.size,
         timeout_s=config.timeout_s,
-        is_one_host=claim.local_size == claim.size,
+        is_one_host=info.local_size == info.size,
     )
 
 
 def _shared_memory(config: EngineConfig) -> Engine:
     from ronde.collectives.engines.shared_memory import SharedMemoryEngine
 
-    claim = config.claim
+    info = config.info
     return SharedMemoryEngine(
-        config.meet(), claim.rank, claim.size, timeout_s=config.timeout_s
+        config.meet(), info.rank, info.size, timeout_s=config.timeout_s
     )
 
 
@@ -252,7 +237,7 @@ def _shared_memory_or_gloo(config: EngineConfig) -> Engine:
     try:
         return _shared_memory(config.at(store, "shared_memory"))
     except CollectiveError as error:  # on all ranks, or none
-        if config.claim.rank == 0:
+        if config.info.rank == 0:
             _logger.warning("Gloo moves the tensors, for %s", error)
         return _torch_distributed(config.at(store, "gloo"))
 
@@ -260,10 +245,10 @@ def _shared_memory_or_gloo(config: EngineConfig) -> Engine:
 def _mpi(config: EngineConfig) -> Engine:
     from ronde.collectives.engines.mpi import connect_some, connect_world
 
-    claim = config.claim
+    info = config.info
     if config.ranks:
         return connect_some(config.ranks, timeout_s=config.timeout_s)
-    return connect_world(claim.rank, claim.size, timeout_s=config.timeout_s)
+    return connect_world(info.rank, info.size, timeout_s=config.timeout_s)
 
 
 def _scheduled(config: EngineConfig) -> Engine:
@@ -279,41 +264,40 @@ def _hierarchical(config: EngineConfig) -> Engine:
 
 
 def two_levels(config: EngineConfig, host: str) -> Engine:
-    """Connect each host's ranks by shared memory, and the hosts by Gloo; collective.
-
-    Args:
-        config: What is asked for; an algorithm is followed between the hosts.
-        host: The name of this rank's host.
-    """
+    """Connect each host's ranks by shared memory, and the hosts by Gloo; collective."""
     from ronde.collectives.algorithms import find_algorithm
-    from ronde.collectives.engines.hierarchical import HierarchicalEngine, HostGroups
+    from ronde.collectives.engines.hierarchical import (
+        EvenHostsEngine,
+        HostGroups,
+        LeadersEngine,
+    )
 
     if config.algorithm:
         find_algorithm(config.algorithm)
     store = config.meet()
     world = _torch_distributed(config.at(store, "world"))
-    places = HostGroups.from_hosts(exchange_hosts(Communicator(world), host))
-    index, place = places.of(config.claim.rank)
-    size = len(places.ranks[index])
-    claim = replace(config.claim, rank=place, size=size, local_size=size)
-    own_host = replace(config, claim=claim).at(store, f"host{index}")
+    groups = HostGroups.from_hosts(exchange_hosts(Communicator(world), host))
+    index, place = groups.of(config.info.rank)
+    size = len(groups.ranks[index])
+    info = replace(config.info, rank=place, size=size, local_size=size)
+    own_host = replace(config, info=info).at(store, f"host{index}")
     local = SoloEngine() if size == 1 else _shared_memory_or_gloo(own_host)
     cross = None
-    if places.is_even or place == 0:
+    if groups.is_even or place == 0:
         column = config.at(store, f"place{place}")
-        cross = Communicator(_connect_hosts(column, index, places.num_hosts))
-    return HierarchicalEngine(world, Communicator(local), cross, places)
+        cross = Communicator(_connect_hosts(column, index, groups.num_hosts))
+    engine = EvenHostsEngine if groups.is_even else LeadersEngine
+    return engine(world, Communicator(local), cross, groups)
 
 
 def _connect_hosts(config: EngineConfig, index: int, size: int) -> Engine:
-    """Connect one rank of each host."""
     if size == 1:
         return SoloEngine()
-    is_one_host = config.claim.local_size == config.claim.size
-    claim = replace(
-        config.claim, rank=index, size=size, local_size=size if is_one_host else 1
+    is_one_host = config.info.local_size == config.info.size
+    info = replace(
+        config.info, rank=index, size=size, local_size=size if is_one_host else 1
     )
-    config = replace(config, claim=claim)
+    config = replace(config, info=info)
     return _scheduled(config) if config.algorithm else _torch_distributed(config)
 
 

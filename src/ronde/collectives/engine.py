@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,14 +39,7 @@ _PEER_LOST = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ErrorContext:
-    """Where a collective runs, for the sentence that says how it failed.
-
-    Attributes:
-        name: The collective.
-        rank: This process.
-        size: Number of processes.
-        timeout_s: How long the engine waits for the others.
-    """
+    """Where a collective runs, for the sentence that says how it failed."""
 
     name: str
     rank: int
@@ -60,8 +53,8 @@ class ErrorContext:
         # before the first sentence, and advice after it.
         text = _SOURCE_LINE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
         # Of an error of NCCL's this says most, such as: Duplicate GPU detected.
-        said = str(error).partition("Last error:")[2].strip().partition("\n")[0]
-        text += f"; NCCL: {said}" if said else ""
+        last = str(error).partition("Last error:")[2].strip().partition("\n")[0]
+        text += f"; NCCL: {last}" if last else ""
         if _TIMED_OUT.search(text):
             return CollectiveError(
                 f"{place} must complete within timeout_s, got no answer for "
@@ -84,6 +77,12 @@ class ErrorContext:
             raise
         except RuntimeError as error:
             raise self.explain(error) from error
+
+
+def closed_error() -> CollectiveError:
+    return CollectiveError(
+        "communicator must be open, got a closed one. Connect again."
+    )
 
 
 T = TypeVar("T")
@@ -152,7 +151,6 @@ class Work(Generic[T]):
         return self.is_over or self._block(look)
 
     def giving(self, result: S) -> "Work[S]":
-        """Return this, with another result."""
         work: Any = self
         work._result = result  # noqa: SLF001  this itself
         work._finish = None  # noqa: SLF001  likewise
@@ -175,68 +173,44 @@ class Work(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """What becomes of corresponding elements: one object for one call and dtype.
-
-    Attributes:
-        op: How they become one.
-        prescale: Multiplies each rank's.
-        postscale: Multiplies the result.
-    """
+    """What becomes of corresponding elements: one object for one call and dtype."""
 
     op: ReduceOp
     prescale: float = 1.0
     postscale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Native:
-    """How an engine reduces elements as they are.
-
-    Attributes:
-        op: What to ask for: SUM for an AVERAGE that is to be divided afterwards.
-        scales: The engine applies both factors and divides averages. Else the factors
-            are 1.
-    """
+class Native(NamedTuple):
+    """How an engine reduces elements as they are."""
 
     op: ReduceOp
+    """SUM for an AVERAGE that is to be divided afterwards."""
     scales: bool = False
+    """The engine applies both factors and divides averages. Else the factors are 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """An all_gather of which this rank does not know yet how much the others give.
-
-    Attributes:
-        layout: This rank's tensor, as the others must know it.
-        data: Its bytes.
-        row_bytes: Bytes of a row.
-        place: Returns the bytes of the result, for the layouts of all ranks.
-    """
+class Gather(NamedTuple):
+    """An all_gather of which this rank does not know yet how much the others give."""
 
     layout: Layout
     data: Tensor
+    """Bytes."""
     row_bytes: int
     place: Callable[[Sequence[LayoutSummary]], Tensor]
+    """Returns the bytes of the result."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """An all_to_all of which this rank does not know yet how much it is sent.
-
-    Attributes:
-        layout: This rank's tensor, as the others must know it.
-        data: The bytes that it sends.
-        splits: Rows that it sends to each rank.
-        row_bytes: Bytes of a row.
-        place: Returns the bytes of the result, for the layouts of all ranks and the
-            rows that each sends to each.
-    """
+class Exchange(NamedTuple):
+    """An all_to_all of which this rank does not know yet how much it is sent."""
 
     layout: Layout
     data: Tensor
+    """Bytes."""
     splits: Sequence[int]
+    """Rows for each rank."""
     row_bytes: int
     place: Callable[[Sequence[LayoutSummary], Sequence[Sequence[int]]], Tensor]
+    """Returns the bytes of the result; takes the rows that each rank sends to each."""
 
 
 class Engine(ABC):
@@ -351,10 +325,10 @@ class Engine(ABC):
         with torch.inference_mode(mode=False):
             return torch.zeros(numel, dtype=dtype, device=device)
 
-    # An engine that tells the others shapes and data at once overrides these three.
+    # An engine that sends shapes and data at once overrides these three.
 
     def refuse(self, layout: Layout) -> None:
-        """Tell the others, who wait for it, that this rank's arguments are wrong."""
+        """Inform the others, who wait for it, that this rank's arguments are wrong."""
         with suppress(CollectiveError):
             self.exchange_shapes(layout)
 
@@ -385,8 +359,8 @@ class Engine(ABC):
             CollectiveError: That does not fit together.
         """
         numbers = torch.tensor(own.summarize(), device="cpu")
-        told = as_rows(self.gather_numbers(numbers, own.call))
-        summaries = [LayoutSummary(*each) for each in told]
+        gathered = as_rows(self.gather_numbers(numbers, own.call))
+        summaries = [LayoutSummary(*each) for each in gathered]
         if not do_fit(summaries):
             layouts = self.gather_numbers(own.encode(), own.call)
             raise disagreement([Layout.decode(row) for row in layouts])

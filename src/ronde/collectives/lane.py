@@ -4,29 +4,26 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from ronde.collectives.arithmetic import HALVES, PLAIN, rounds_often
-from ronde.collectives.engine import Engine, Look, Native, ReduceOp, Reduction, Work
+from ronde.collectives.communicator import Communicator
+from ronde.collectives.engine import (
+    Engine,
+    Look,
+    Native,
+    ReduceOp,
+    Reduction,
+    Work,
+    closed_error,
+)
 from ronde.collectives.torch_modes import in_mode_of_caller
 from ronde.errors import CollectiveError, fresh
 
 T = TypeVar("T")
-
-
-class Closable(Protocol):
-    """An engine or communicator."""
-
-    def abort(self) -> None:
-        """Close, and have what is under way fail on all ranks."""
-        ...
-
-    def close(self) -> None:
-        """Close."""
-        ...
 
 
 class Lane:
@@ -36,7 +33,7 @@ class Lane:
     ranks that wait for this one, and not for the one that is gone, learn of it so.
     """
 
-    def __init__(self, *communicators: Closable) -> None:
+    def __init__(self, *communicators: Communicator | Engine) -> None:
         self._communicators = communicators
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ronde-lane")
         self._lock = threading.Lock()
@@ -47,10 +44,6 @@ class Lane:
     def submit(self, name: str, steps: Callable[[], None]) -> "FutureWork[None]":
         """Call ``steps`` once all earlier ones are over.
 
-        Args:
-            name: What they are, for the error that says how they failed.
-            steps: What the thread is to do.
-
         Raises:
             CollectiveError: The lane is closed.
         """
@@ -60,35 +53,15 @@ class Lane:
         )
 
     def require_open(self) -> None:
-        """Refuse once closed.
-
-        Raises:
-            CollectiveError: The lane is closed.
-        """
         if self._is_closed:
-            raise CollectiveError(
-                "communicator must be open, got a closed one. Connect again."
-            )
+            raise closed_error()
 
-    def close(self) -> None:
-        """End thread and communicators; what is under way fails."""
-        # Nothing else ends a message that the thread waits for.
-        self._end(is_abrupt=self._stop())
-
-    def abort(self) -> None:
-        """End thread and communicators, and tell the other ranks."""
-        self._stop()
-        self._end(is_abrupt=True)
-
-    def _stop(self) -> bool:
-        """Let nothing begin any more; say whether something is under way."""
+    def close(self, *, is_abrupt: bool = False) -> None:
         with self._lock:
             self._is_closed = True
-            is_busy = self._is_busy
+            # Nothing but an abort ends a message that the thread waits for.
+            is_abrupt = is_abrupt or self._is_busy
         self._thread.shutdown(wait=False, cancel_futures=True)
-        return is_busy
-
-    def _end(self, *, is_abrupt: bool) -> None:
         for communicator in self._communicators:
             if is_abrupt:
                 communicator.abort()
@@ -158,8 +131,7 @@ class LaneEngine(Engine):
         self._lane = lane
 
     @abstractmethod
-    def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
-        """Reduce a vector in place."""
+    def _reduce(self, vector: Tensor, op: ReduceOp) -> None: ...
 
     @abstractmethod
     def _reduce_parts(
@@ -176,17 +148,11 @@ class LaneEngine(Engine):
         """Copy the root's bytes, in place."""
 
     def require_open(self) -> None:
-        """Refuse once closed: see ``Engine``."""
         self._lane.require_open()
 
     def native(
-        self,
-        call: str,  # noqa: ARG002  the interface's
-        dtype: torch.dtype,
-        op: ReduceOp,
-        device_type: str,  # noqa: ARG002
+        self, call: str, dtype: torch.dtype, op: ReduceOp, device_type: str
     ) -> Native | None:
-        """Take what torch adds; 16-bit floats where they are rounded once."""
         is_average = op is ReduceOp.AVERAGE
         if dtype in HALVES:
             is_plain = not rounds_often(dtype, op, self.size)
@@ -194,59 +160,47 @@ class LaneEngine(Engine):
             is_plain = dtype in PLAIN and (dtype.is_floating_point or not is_average)
         return Native(ReduceOp.SUM if is_average else op) if is_plain else None
 
-    def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:  # noqa: ARG002
-        """Reduce in place."""
+    def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
         return self._submit("all_reduce", lambda: self._reduce(out, what.op))
 
     def reduce_scatter(
         self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
     ) -> Work[None]:
-        """Reduce consecutive parts, one for each rank."""
-
         def steps() -> None:
             out.copy_(self._reduce_parts(source, counts, what.op))
 
         return self._submit("reduce_scatter", steps)
 
     def gather_numbers(self, own: Tensor, call: str) -> Tensor:
-        """Return every rank's vector of numbers; blocks."""
         self.require_open()
         return self._world.gather_numbers(own, call)
 
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[None]:
-        """Concatenate the ranks' bytes."""
         return self._submit("all_gather", lambda: self._gather(out, own, counts))
 
     def broadcast(self, data: Tensor, root: int) -> Work[None]:
-        """Copy ``root``'s elements into everybody's."""
         place = data.view(torch.uint8)
         return self._submit("broadcast", lambda: self._copy(place, root))
 
     def all_to_all(
         self, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
     ) -> Work[Any]:
-        """Send every rank its part of the bytes."""
         return self._world.all_to_all(sent, received, plan)
 
     def send(self, data: Tensor, to: int, tag: int) -> Work[Any]:
-        """Send to one rank."""
         return self._world.send(data, to, tag)
 
     def recv(self, data: Tensor, source: int, tag: int) -> Work[Any]:
-        """Receive from one rank."""
         return self._world.recv(data, source, tag)
 
     def barrier(self) -> Work[Any]:
-        """Be over when all have called."""
         return self._world.barrier()
 
     def abort(self) -> None:
-        """Close at once: see ``Engine``."""
-        self._lane.abort()
+        self._lane.close(is_abrupt=True)
         self._world.abort()
 
     def close(self) -> None:
-        """Give all back; not collective, and calls may be repeated."""
         self._lane.close()
         self._world.close()
 

@@ -1,4 +1,4 @@
-"""Python objects between ranks: pickled for users, JSON for what ronde itself says.
+"""Python objects between ranks: pickled for users, JSON for ronde's own.
 
 Whoever sends a pickle runs code where it is read. So none is read before the program's
 own first call that sends objects.
@@ -26,25 +26,13 @@ class Carrier(Protocol):
     rank: int
     size: int
 
-    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
-        """See ``Communicator``."""
-        ...
+    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]: ...
 
-    def all_gather(self, tensor: Tensor) -> Work[Tensor]:
-        """See ``Communicator``."""
-        ...
+    def all_gather(self, tensor: Tensor) -> Work[Tensor]: ...
 
 
 def broadcast_object(communicator: Carrier, obj: Any, root: int) -> Any:  # noqa: ANN401  objects
     """Return ``root``'s object on every rank; collective.
-
-    Args:
-        communicator: The ranks.
-        obj: On ``root`` what to send: anything cloudpickle takes. Elsewhere ignored.
-        root: The rank to copy from.
-
-    Returns:
-        A copy; on ``root`` ``obj`` itself.
 
     Raises:
         CollectiveError: ``root`` could not pickle its object. There it is the error
@@ -56,13 +44,6 @@ def broadcast_object(communicator: Carrier, obj: Any, root: int) -> Any:  # noqa
 
 def all_gather_object(communicator: Carrier, obj: object) -> list[Any]:
     """Return the objects of all ranks, in rank order; collective.
-
-    Args:
-        communicator: The ranks.
-        obj: Anything cloudpickle takes.
-
-    Returns:
-        Copies, one's own included.
 
     Raises:
         CollectiveError: A rank could not pickle its object. There it is the error that
@@ -87,12 +68,7 @@ def all_gather_json(communicator: Carrier, value: Any) -> list[Any]:  # noqa: AN
 
 
 def exchange_hosts(communicator: Communicator, host: str) -> list[str]:
-    """Return the host of every rank, in rank order; collective.
-
-    Args:
-        communicator: The ranks.
-        host: The name of this rank's host.
-    """
+    """Return the host of every rank, in rank order; collective."""
     return [str(name) for name in all_gather_json(communicator, host)]
 
 
@@ -101,7 +77,7 @@ def _dump(value: object) -> bytes:
 
 
 def _broadcast(communicator: Carrier, dump: Callable[[], bytes], root: int) -> bytes:
-    """Send ``root``'s bytes to every rank; where they cannot be had, all are told."""
+    """Send ``root``'s bytes to every rank; without them all ranks fail."""
     is_root = communicator.rank == root
     length = torch.tensor([_FAILED], device="cpu")
     payload = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -124,7 +100,7 @@ def _broadcast(communicator: Carrier, dump: Callable[[], bytes], root: int) -> b
 
 
 def _all_gather(communicator: Carrier, dump: Callable[[], bytes]) -> list[bytes]:
-    """Return the bytes of all ranks; where one has none, all are told."""
+    """Return the bytes of all ranks; where one has none, all fail."""
     length = torch.tensor([_FAILED], device="cpu")
     payload = torch.empty(0, dtype=torch.uint8, device="cpu")
     try:

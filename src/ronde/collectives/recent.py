@@ -9,12 +9,7 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """A mapping that forgets what was not used for longest (LRU).
-
-    Args:
-        capacity: The weights of all values together stay within this, but for a single
-            value that is heavier by itself.
-    """
+    """A mapping that forgets what was not used for longest (LRU)."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -40,5 +35,4 @@ class Recent(Generic[K, V]):
             self._weight -= self._values.popitem(last=False)[1][1]
 
     def remove(self, key: K) -> None:
-        """Forget a value."""
         self._weight -= self._values.pop(key)[1]

@@ -26,10 +26,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -56,7 +56,7 @@ from ronde.store.local_socket import (
     temporary_directory,
 )
 from ronde.store.protocol import max_connections
-from ronde.store.server import StoreServer, serve_locally, serve_network
+from ronde.store.server import serve_locally, serve_network
 from ronde.world.environment import (
     boot_identity,
     network_identity,
@@ -82,22 +82,106 @@ _EXITING_S = 3.0
 ended does not."""
 _ENDING_S = 10.0
 """How long ancestors may go on ending, one after the other."""
+_POLL_S = 0.02
+_SOCKET = "ronde/socket"
+_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+_NUM_PORTS = 256
+_NUM_AT_FIRST = 4
+_NUM_AT_ONCE = 16
+_FIRST_PORT, _END_PORT = 16384, 32768
+"""Below what Linux gives to outgoing connections, unless it is set otherwise."""
+_ANSWER_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+_PAUSE_PER_PORT_S = 1 / 128
+_CURE = "Set MASTER_ADDR and MASTER_PORT on all ranks."
+_Place = tuple[str, int]
+_calls = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
-class LauncherProcess:
-    """A process that no later one is taken for.
+def meet(info: RankInfo, timeout_s: float) -> Store:
+    """Return a store that all ranks of a job share, empty under the keys used here.
 
-    Attributes:
-        pid: Its number; 0 for one outside of this container.
-        started_at: When it started, in clock ticks since boot.
+    Collective: the n-th call of one rank meets the n-th call of all others.
+
+    Raises:
+        UsageError: On Slurm: MUNGE does not answer, and no secret file can be used.
+        WorldError: The ranks are on several hosts, and it is unknown where to meet.
+        CollectiveError: The others did not come in time, or the port is in use.
     """
+    with ErrorContext("meeting", info.rank, info.size, timeout_s).guard():
+        store = _store_of(info, timeout_s)
+    attempt = info.meeting.attempt if info.meeting else 0
+    return PrefixStore(f"ronde/{info.job_id}/{attempt}/{next(_calls)}", store)
+
+
+@functools.cache
+def _store_of(info: RankInfo, timeout_s: float) -> Store:
+    """Open a job's store, once in a process.
+
+    It stays open: a rank that meets again must not find the last server still closing.
+    """
+    if info.store:
+        return _open_launchers(info, timeout_s)
+    if info.meeting is not None:
+        return _open_at(info.meeting, info.rank, timeout_s)
+    if info.local_size == info.size:
+        return _meet_on_host(info, timeout_s)
+    if info.launcher is Launcher.SLURM:
+        return _meet_in_step(info, timeout_s)
+    if info.launcher in (Launcher.OPEN_MPI, Launcher.PMI):
+        return _meet_by_mpi(info, timeout_s)
+    raise WorldError(
+        f"MASTER_ADDR and MASTER_PORT must be set where {info.size} ranks run on "
+        f"several hosts, got neither from {info.launcher}. Set them on all ranks, to "
+        "rank 0's host and to a free port there."
+    )
+
+
+def _open_launchers(info: RankInfo, timeout_s: float) -> Store:
+    """Open what the launcher answers for: a socket here, or a port that wants a key."""
+    place, _, key_file = info.store.partition(" ")
+    if not key_file:
+        is_spread = info.local_size < info.size
+        address = info.meeting.address if is_spread and info.meeting else ""
+        return store_at(place, timeout_s, address)
+    host, _, port = place.rpartition(":")
+    trust = SharedKey(Path(key_file).read_bytes())
+    return store_beyond(host, int(port), trust, timeout_s)
+
+
+def _open_at(meeting: Meeting, rank: int, timeout_s: float) -> Store:
+    try:
+        return TCPStore(
+            meeting.address,
+            meeting.port,
+            is_master=rank == 0 and not meeting.is_hosted,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            # The program's own init_process_group() may share the server.
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise CollectiveError(
+            f"MASTER_PORT must be free on rank 0's host, got {meeting.port}, which "
+            "another process listens on. Choose another port for all ranks."
+        ) from error
+
+
+# Ranks of one host.
+
+
+class LauncherProcess(NamedTuple):
+    """A process, identified also by its start time: a pid may be used again."""
 
     pid: int
+    """0 for one outside of this container."""
     started_at: int
+    """In clock ticks since boot."""
 
 
-def find_launcher(claim: RankInfo) -> LauncherProcess:
+def find_launcher(info: RankInfo) -> LauncherProcess:
     """Return the nearest ancestor that is not part of this rank.
 
     Shells and wrappers between launcher and rank have the rank's environment; the
@@ -107,9 +191,8 @@ def find_launcher(claim: RankInfo) -> LauncherProcess:
     begun = time.monotonic()
     while True:
         waited_s = time.monotonic() - begun
-        is_late = waited_s > _EXITING_S
         try:
-            return _find_launcher(claim, is_late=is_late)
+            return _find_launcher(info, is_late=waited_s > _EXITING_S)
         except (FileNotFoundError, ProcessLookupError):
             if waited_s > _ENDING_S:
                 raise
@@ -117,9 +200,9 @@ def find_launcher(claim: RankInfo) -> LauncherProcess:
             os.sched_yield()
 
 
-def _find_launcher(claim: RankInfo, *, is_late: bool) -> LauncherProcess:
+def _find_launcher(info: RankInfo, *, is_late: bool) -> LauncherProcess:
     pid = os.getppid()
-    while pid > 1 and _is_of_rank(pid, claim):
+    while pid > 1 and _is_of_rank(pid, info):
         pid = int(_stat(pid)[1])
     if pid == 0:
         return LauncherProcess(0, 0)
@@ -129,17 +212,17 @@ def _find_launcher(claim: RankInfo, *, is_late: bool) -> LauncherProcess:
     return LauncherProcess(pid, int(fields[18]))
 
 
-def _is_of_rank(pid: int, claim: RankInfo) -> bool:
+def _is_of_rank(pid: int, info: RankInfo) -> bool:
     """Say whether a process was given this rank's place in this very job."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except PermissionError:
         return False
-    place = f"{_RANK_VARIABLES[claim.launcher]}={claim.rank}".encode()
-    job = f"={claim.job_id}".encode()
+    place = f"{_RANK_VARIABLES[info.launcher]}={info.rank}".encode()
+    job = f"={info.job_id}".encode()
     # A launcher that itself is a rank of another job may have the same number there.
     return place in entries and (
-        not claim.job_id or any(entry.endswith(job) for entry in entries)
+        not info.job_id or any(entry.endswith(job) for entry in entries)
     )
 
 
@@ -151,41 +234,28 @@ def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-_POLL_S = 0.02
-_SOCKET = "ronde/socket"
-
-
-def meet_on_host(claim: RankInfo, timeout_s: float) -> JobStore:
-    """Return a store that all ranks of ``claim`` on this host share.
-
-    Args:
-        claim: This rank's place; all ranks are on this host.
-        timeout_s: How long to wait for the others.
-
-    Raises:
-        CollectiveError: The others did not come in time.
-    """
-    name = meeting_name(claim)
-    if claim.rank == 0:
-        return _host_here(claim, name, timeout_s)
+def _meet_on_host(info: RankInfo, timeout_s: float) -> JobStore:
+    name = meeting_name(info)
+    if info.rank == 0:
+        return _host_here(info, name, timeout_s)
     ends_at = time.monotonic() + timeout_s
     while time.monotonic() < ends_at:
         for directory in own_directories(_prefix()):
-            store = _enter(str(directory / name), claim, timeout_s)
+            store = _enter(str(directory / name), info, timeout_s)
             if store is not None:
                 return store
         time.sleep(_POLL_S)
     raise CollectiveError(
         f"rank 0 must answer on this host within {timeout_s:g} s, but did not answer "
-        f"rank {claim.rank} in {temporary_directory()}. See whether it started on this "
+        f"rank {info.rank} in {temporary_directory()}. See whether it started on this "
         "host; if it runs elsewhere, set MASTER_ADDR and MASTER_PORT on all ranks."
     )
 
 
-def meeting_name(claim: RankInfo) -> str:
+def meeting_name(info: RankInfo) -> str:
     """Name the socket after the launcher's process, which all ranks descend from."""
-    launcher = find_launcher(claim)
-    identity = f"{boot_identity()} {launcher.pid} {launcher.started_at} {claim.job_id}"
+    launcher = find_launcher(info)
+    identity = f"{boot_identity()} {launcher.pid} {launcher.started_at} {info.job_id}"
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
@@ -198,20 +268,20 @@ def _prefix() -> str:
     return f"ronde-ranks-{os.geteuid()}-"
 
 
-def _enter(path: str, claim: RankInfo, timeout_s: float) -> JobStore | None:
+def _enter(path: str, info: RankInfo, timeout_s: float) -> JobStore | None:
     """Join the store behind a socket; None where there is none, or another's."""
     try:
         dial(path, timeout_s).close()
     except OSError:
         return None
     store = store_at(path, timeout_s)
-    if not join(store, claim):
+    if not join(store, info):
         return None
     # The name that ranks look for may soon be another start's.
     return store_at(store.get(_SOCKET).decode(), timeout_s)
 
 
-def _host_here(claim: RankInfo, name: str, timeout_s: float) -> JobStore:
+def _host_here(info: RankInfo, name: str, timeout_s: float) -> JobStore:
     """Answer for a store until this process ends; wait until all have joined."""
     for stale in own_directories(_prefix()):
         if remove_stale(stale):
@@ -219,81 +289,65 @@ def _host_here(claim: RankInfo, name: str, timeout_s: float) -> JobStore:
     end = secrets.token_hex(8)
     directory = temporary_directory() / f"{_prefix()}{end}"
     directory.mkdir(mode=0o700)
-    server = serve_locally(listen(directory / end), max_connections(claim.size))
-    atexit.register(_end, os.getpid(), server, directory)
+    server = serve_locally(listen(directory / end), max_connections(info.size))
+    own_pid = os.getpid()
+
+    def clean_up() -> None:
+        if os.getpid() == own_pid:  # and not that of a process it has forked
+            remove(directory)
+            server.close()
+
+    atexit.register(clean_up)
     store = store_at(str(directory / end), timeout_s)
     store.set(_SOCKET, str(directory / end))
-    join(store, claim)
+    join(store, info)
     # For ranks to find, until all have come.
     (directory / name).hardlink_to(directory / end)
     try:
-        await_all(store, claim, timeout_s)
+        await_all(store, info, timeout_s)
     finally:
         (directory / name).unlink(missing_ok=True)
     return store
 
 
-def _end(pid: int, server: StoreServer, directory: Path) -> None:
-    """Take the socket away at the end of rank 0, and not of a process it has forked."""
-    if os.getpid() == pid:
-        remove(directory)
-        server.close()
+# Slurm's ranks on several hosts.
 
 
-_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-_NUM_PORTS = 256
-_NUM_AT_FIRST = 4
-_NUM_AT_ONCE = 16
-_FIRST_PORT, _END_PORT = 16384, 32768
-"""Below what Linux gives to outgoing connections, unless it is told otherwise."""
-_ANSWER_S = 2.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-_PAUSE_PER_PORT_S = 1 / 128
-_Place = tuple[str, int]
-_CURE = "Set MASTER_ADDR and MASTER_PORT on all ranks."
-
-
-def meet_in_step(claim: RankInfo, timeout_s: float) -> JobStore:
-    """Return a store that all ranks of a step of Slurm's share.
-
-    Args:
-        claim: This rank's place.
-        timeout_s: How long to wait for the others.
-
-    Raises:
-        UsageError: MUNGE does not answer, and no secret file can be used.
-        WorldError: Slurm does not say where the step runs, or the hosts' names lead
-            nowhere.
-        CollectiveError: The others did not come in time.
-    """
-    first, other = _first_nodes(claim)
-    said = select_variables(["SLURM_NODEID"])
-    # The own name is not asked for: on many a host it leads to the loopback.
-    is_here = claim.rank == 0 or said.get("SLURM_NODEID") == "0"
-    addresses = _sources_towards(other) if is_here else _addresses_of(first)
-    if not addresses:
-        asked, what = (other, "a route to") if is_here else (first, "an address for")
-        raise WorldError(
-            f"rank {claim.rank} must find {what} {asked}, a host of the step, by its "
-            f"name, got none. {_CURE}"
-        )
-    trust = SameUser(f"slurm {claim.job_id}", read_config_directory())
-    if claim.rank == 0:
-        return _host_step(addresses[0], trust, claim, timeout_s)
-    return _find_step(addresses, trust, claim, timeout_s)
-
-
-def _first_nodes(claim: RankInfo) -> tuple[str, str]:
-    """Return the names of rank 0's host and of another."""
-    said = select_variables(_NODE_LISTS)
-    text = next((said[name] for name in _NODE_LISTS if said.get(name)), "")
+def _meet_in_step(info: RankInfo, timeout_s: float) -> JobStore:
+    lists = select_variables(_NODE_LISTS)
+    text = next((lists[name] for name in _NODE_LISTS if lists.get(name)), "")
     names = expand_list(text, _NODE_LISTS[0])
     if len(names) < 2:
         raise WorldError(
-            f"{_NODE_LISTS[0]} must name the hosts of {claim.size} ranks that run on "
+            f"{_NODE_LISTS[0]} must name the hosts of {info.size} ranks that run on "
             f"several, got {text!r}. Start the program with srun. Or else: {_CURE}"
         )
-    return names[0], names[1]
+    first, other = names[:2]
+    # The own name is not looked up: on many a host it leads to the loopback.
+    node_id = select_variables(["SLURM_NODEID"]).get("SLURM_NODEID")
+    if info.rank == 0 or node_id == "0":
+        # This host's addresses that packets to another host leave by.
+        sources = dict.fromkeys(map(source_towards, _addresses_of(other)))
+        addresses = tuple(s for s in sources if s and not is_loopback(s))
+        wanted = f"a route to {other}"
+    else:
+        addresses, wanted = _addresses_of(first), f"an address for {first}"
+    if not addresses:
+        raise WorldError(
+            f"rank {info.rank} must find {wanted}, a host of the step, by its name, "
+            f"got none. {_CURE}"
+        )
+    trust = SameUser(f"slurm {info.job_id}", read_config_directory())
+    if info.rank != 0:
+        return _find_step(addresses, trust, info, timeout_s)
+    # Answer on the first port that is free, and wait until all others have joined.
+    listener = _bind_first(addresses[0], step_ports(info.job_id))
+    port = listener.getsockname()[1]
+    serve_network(listener, trust, max_connections(info.size))
+    store = store_beyond(addresses[0], port, trust, timeout_s)
+    join(store, info)
+    await_all(store, info, timeout_s)
+    return store
 
 
 def _addresses_of(name: str) -> tuple[str, ...]:
@@ -307,29 +361,10 @@ def _addresses_of(name: str) -> tuple[str, ...]:
     return tuple(sorted(others, key=lambda a: ":" in a))
 
 
-def _sources_towards(name: str) -> tuple[str, ...]:
-    """Return this host's addresses that packets to another host leave by."""
-    sources = dict.fromkeys(map(source_towards, _addresses_of(name)))
-    return tuple(s for s in sources if s and not is_loopback(s))
-
-
 def step_ports(job_id: str) -> list[int]:
     """Derive what all ranks of a user's step, and hardly any other's, come to."""
     drawing = random.Random(f"ronde {os.geteuid()} {job_id}")  # noqa: S311  no secret
     return drawing.sample(range(_FIRST_PORT, _END_PORT), _NUM_PORTS)
-
-
-def _host_step(
-    address: str, trust: SameUser, claim: RankInfo, timeout_s: float
-) -> JobStore:
-    """Answer on the first port that is free, and wait until all others have joined."""
-    listener = _bind_first(address, step_ports(claim.job_id))
-    port = listener.getsockname()[1]
-    serve_network(listener, trust, max_connections(claim.size))
-    store = store_beyond(address, port, trust, timeout_s)
-    join(store, claim)
-    await_all(store, claim, timeout_s)
-    return store
 
 
 def _bind_first(address: str, ports: Sequence[int]) -> socket.socket:
@@ -348,26 +383,26 @@ def _bind_first(address: str, ports: Sequence[int]) -> socket.socket:
 
 
 def _find_step(
-    addresses: Sequence[str], trust: SameUser, claim: RankInfo, timeout_s: float
+    addresses: Sequence[str], trust: SameUser, info: RankInfo, timeout_s: float
 ) -> JobStore:
     """Try until somebody at a port of rank 0's host proves to be of this step."""
     ends_at = time.monotonic() + timeout_s
     pause_s, num_ports = _FIRST_PAUSE_S, _NUM_AT_FIRST
-    ports = step_ports(claim.job_id)
+    ports = step_ports(info.job_id)
     while time.monotonic() < ends_at:
         places = [(a, port) for port in ports[:num_ports] for a in addresses]
         for address, port in _answering(places, trust):
             store = store_beyond(address, port, trust, timeout_s)
-            if join(store, claim):
+            if join(store, info):
                 return store
-        # Many ranks that ask often would keep rank 0's host busy while it starts.
+        # Many ranks that dial often would keep rank 0's host busy while it starts.
         time.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  no secret
         if pause_s >= _LONGEST_PAUSE_S:
             num_ports = min(2 * num_ports, _NUM_PORTS)
         pause_s = max(min(2 * pause_s, _LONGEST_PAUSE_S), num_ports * _PAUSE_PER_PORT_S)
     raise CollectiveError(
         f"rank 0 must answer at {' or '.join(addresses)} within {timeout_s:g} s, "
-        f"but did not answer rank {claim.rank}. See whether it started, whether a "
+        f"but did not answer rank {info.rank}. See whether it started, whether a "
         "firewall is between, and whether MUNGE runs on both hosts or "
         f"{read_config_directory()} is the same directory there. {_CURE}"
     )
@@ -376,7 +411,7 @@ def _find_step(
 def _answering(places: Sequence[_Place], trust: SameUser) -> list[_Place]:
     """Return the addresses and ports where somebody proves to be of this step.
 
-    All at once: a stranger may take long to say nothing.
+    All at once: a stranger may take long to send nothing.
     """
 
     def is_ours(place: _Place) -> bool:
@@ -391,35 +426,25 @@ def _answering(places: Sequence[_Place], trust: SameUser) -> list[_Place]:
         return [place for place, is_there in found if is_there]
 
 
-_MPI_CURE = "Set them on all ranks, to rank 0's host and a free port there"
+# Ranks of mpirun on several hosts.
 
 
-def meet_by_mpi(claim: RankInfo, timeout_s: float) -> JobStore:
-    """Return a store that all ranks share, which MPI told them the address of.
-
-    MPI is initialised by this, if the program has not done so before.
-
-    Args:
-        claim: This rank's place.
-        timeout_s: How long to wait for the others.
-
-    Raises:
-        WorldError: MPI cannot be used from here, or the hosts do not reach rank 0's.
-        CollectiveError: The others did not come in time.
-    """
+def _meet_by_mpi(info: RankInfo, timeout_s: float) -> JobStore:
+    """MPI is initialised by this, if the program has not done so before."""
     try:
         from ronde.collectives.engines.mpi import connect_world
 
-        engine = connect_world(claim.rank, claim.size, timeout_s=timeout_s)
+        engine = connect_world(info.rank, info.size, timeout_s=timeout_s)
     except UsageError as error:
         if find_spec("mpi4py") is None:
             problem, cure = "mpi4py is not installed", "or type: pip install mpi4py"
         else:
             problem, cure = "it cannot be used", f"or mind this: {error}"
         raise WorldError(
-            f"MASTER_ADDR and MASTER_PORT must be set where {claim.size} ranks run on "
+            f"MASTER_ADDR and MASTER_PORT must be set where {info.size} ranks run on "
             f"several hosts and MPI does not tell them where to meet, as {problem}. "
-            f"{_MPI_CURE}; {cure}"
+            "Set them on all ranks, to rank 0's host and a free port there; "
+            f"{cure}"
         ) from error
     mpi = Communicator(engine)
     address = _agree_on_address(mpi)
@@ -427,17 +452,17 @@ def meet_by_mpi(claim: RankInfo, timeout_s: float) -> JobStore:
     if mpi.rank == 0 and address:
         listener = socket.create_server((address, 0), family=family_of(address))
         port = listener.getsockname()[1]
-        serve_network(listener, SharedKey(key), max_connections(claim.size))
+        serve_network(listener, SharedKey(key), max_connections(info.size))
     # Who reads what MPI carries is of the job, or can do as he likes with it anyway.
-    told = broadcast_json(mpi, lambda: [key.hex(), port], 0)
+    shared_key, port = broadcast_json(mpi, lambda: [key.hex(), port], 0)
     mpi.close()
     if not address:
         raise WorldError(
             "rank 0's host must have an address that all hosts have a route to, got "
             "none. Set MASTER_ADDR and MASTER_PORT on all ranks to where they reach it."
         )
-    trust = SharedKey(bytes.fromhex(told[0]))
-    return store_beyond(address, int(told[1]), trust, timeout_s)
+    trust = SharedKey(bytes.fromhex(shared_key))
+    return store_beyond(address, int(port), trust, timeout_s)
 
 
 def _agree_on_address(mpi: Communicator) -> str:
@@ -446,91 +471,11 @@ def _agree_on_address(mpi: Communicator) -> str:
     candidates = [InterfaceAddress(*e) for e in broadcast_json(mpi, lambda: own, 0)]
     sources = [source_towards(each.address) for each in candidates]
     answers = all_gather_json(mpi, (network_identity(), sources))
-    here = answers[0][0]
     others = [
         # One's own address, on another host: a bridge for containers, say.
         ["" if s == c.address else s for s, c in zip(there, candidates, strict=True)]
         for host, there in answers
-        if host != here
+        if host != answers[0][0]
     ]
     best = choose_address(candidates, others, {})
     return "" if best is None else candidates[best].address
-
-
-_calls = itertools.count()
-
-
-def meet(claim: RankInfo, timeout_s: float) -> Store:
-    """Return a store that all ranks of ``claim`` share, empty under the keys used here.
-
-    Collective: the n-th call of one rank meets the n-th call of all others.
-
-    Args:
-        claim: This rank's place; ``size`` is at least 2.
-        timeout_s: How long to wait for the others.
-
-    Raises:
-        WorldError: The ranks are on several hosts, and nobody said where to meet nor
-            helps to find it out.
-        CollectiveError: The others did not come in time, or the port is in use.
-    """
-    with ErrorContext("meeting", claim.rank, claim.size, timeout_s).guard():
-        store = _store_of(claim, timeout_s)
-    attempt = claim.meeting.attempt if claim.meeting else 0
-    return PrefixStore(f"ronde/{claim.job_id}/{attempt}/{next(_calls)}", store)
-
-
-@functools.cache
-def _store_of(claim: RankInfo, timeout_s: float) -> Store:
-    """Open the store of a claim, once in a process.
-
-    It stays open: a rank that meets again must not find the last server still closing.
-    """
-    if claim.store:
-        return _open_launchers(claim, timeout_s)
-    if claim.meeting is not None:
-        return _open_at(claim.meeting, claim.rank, timeout_s)
-    if claim.local_size == claim.size:
-        return meet_on_host(claim, timeout_s)
-    if claim.launcher is Launcher.SLURM:
-        return meet_in_step(claim, timeout_s)
-    if claim.launcher in (Launcher.OPEN_MPI, Launcher.PMI):
-        return meet_by_mpi(claim, timeout_s)
-    raise WorldError(
-        f"MASTER_ADDR and MASTER_PORT must be set where {claim.size} ranks run on "
-        f"several hosts, got neither from {claim.launcher}. Set them on all ranks, to "
-        "rank 0's host and to a free port there."
-    )
-
-
-def _open_launchers(claim: RankInfo, timeout_s: float) -> Store:
-    """Open what the launcher answers for: a socket here, or a port that wants a key."""
-    place, _, key_file = claim.store.partition(" ")
-    if not key_file:
-        is_spread = claim.local_size < claim.size
-        address = claim.meeting.address if is_spread and claim.meeting else ""
-        return store_at(place, timeout_s, address)
-    host, _, port = place.rpartition(":")
-    trust = SharedKey(Path(key_file).read_bytes())
-    return store_beyond(host, int(port), trust, timeout_s)
-
-
-def _open_at(meeting: Meeting, rank: int, timeout_s: float) -> Store:
-    is_master = rank == 0 and not meeting.is_hosted
-    try:
-        return TCPStore(
-            meeting.address,
-            meeting.port,
-            is_master=is_master,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            # The program's own init_process_group() may share the server.
-            multi_tenant=True,
-        )
-    except RuntimeError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise CollectiveError(
-            f"MASTER_PORT must be free on rank 0's host, got {meeting.port}, which "
-            "another process listens on. Choose another port for all ranks."
-        ) from error

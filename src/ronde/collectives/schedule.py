@@ -23,23 +23,16 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleStep:
-    """One message, as one of its two ranks sees it.
-
-    Attributes:
-        action: What this rank does.
-        peer: The other rank.
-        first: The first chunk of the message.
-        count: How many consecutive chunks it has.
-    """
+    """One message, as one of its two ranks sees it."""
 
     action: Action
     peer: int
     first: int
+    """The first of ``count`` consecutive chunks."""
     count: int = 1
 
     @property
     def is_receive(self) -> bool:
-        """Whether the message comes to this rank."""
         return self.action is not Action.SEND
 
 
@@ -50,22 +43,16 @@ it writes nothing that it sends."""
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A vector cut into consecutive ranges of elements, some of which may be empty.
-
-    Attributes:
-        num_chunks: How many.
-        numel: Elements in all.
-        offsets: Where each chunk begins, and the end; None where they are as even as
-            can be, the first ones being the larger.
-    """
+    """A vector cut into consecutive ranges of elements, some of which may be empty."""
 
     num_chunks: int
     numel: int
     offsets: tuple[int, ...] | None = None
+    """Where each chunk begins, and the end; None where they are as even as can be, the
+    first ones being the larger."""
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> "Chunks":
-        """Cut into chunks of these numbers of elements."""
         offsets = (0, *itertools.accumulate(sizes))
         return cls(len(sizes), offsets[-1], offsets)
 
@@ -99,46 +86,32 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the busiest rank has to do in some rounds.
-
-    Attributes:
-        num_rounds: How many such rounds follow each other.
-        numel: The most elements that any one rank sends, or receives, in any of them.
-    """
+    """What the busiest rank has to do in some rounds."""
 
     num_rounds: int
     numel: int
+    """The most elements that any one rank sends, or receives, in any of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How ``size`` ranks carry one collective out.
-
-    Attributes:
-        name: The algorithm and the collective.
-        size: Number of ranks.
-        chunks: How the vector is cut.
-        loads: The rounds, in order, for whoever adds up what they cost.
-        part: What one rank does, round by round; rounds in which it does nothing too.
-    """
+    """How ``size`` ranks carry one collective out."""
 
     name: str
     size: int
     chunks: Chunks
     loads: tuple[Load, ...]
     part: Callable[[int], Iterable[Round]]
+    """What one rank does, round by round; rounds in which it does nothing too."""
 
     @property
     def num_rounds(self) -> int:
-        """How many rounds there are."""
         return sum(load.num_rounds for load in self.loads)
 
     def of_rank(self, rank: int) -> Iterator[Round]:
-        """Yield what ``rank`` does in each round."""
         return iter(self.part(rank))
 
     def num_sent(self, rank: int) -> int:
-        """Return how many elements ``rank`` sends in all."""
         return sum(
             self.numel_of(step)
             for steps in self.of_rank(rank)
@@ -147,16 +120,11 @@ class Schedule:
         )
 
     def numel_of(self, step: ScheduleStep) -> int:
-        """Return how many elements a message has."""
         start, stop = self.chunks.span(step.first, step.count)
         return stop - start
 
     def seconds(self, alpha_s: float, beta_s: float) -> float:
         """Return what the rounds take, one after the other.
-
-        Args:
-            alpha_s: What a message takes, however short.
-            beta_s: What each element takes.
 
         Source: Hockney's model, as in Thakur, Rabenseifner and Gropp, "Optimization of
         collective communication operations in MPICH", 2005.
@@ -172,11 +140,7 @@ def renamed(steps: Round, rank_of: Callable[[int], int]) -> Round:
 
 
 def runs_of(first: int, count: int, num_chunks: int) -> list[tuple[int, int]]:
-    """Cut chunks of which the first follows the last into runs that do not wrap.
-
-    Returns:
-        First chunk and number of chunks of one or two runs.
-    """
+    """Cut chunks of which the first follows the last into runs that do not wrap."""
     first %= num_chunks
     fitting = min(count, num_chunks - first)
     runs = [(first, fitting)]

@@ -13,6 +13,8 @@ from ronde.store.client import PlainConnection, StoreClient
 from ronde.store.local_socket import dial
 from ronde.world.rank_info import RankInfo
 
+_PLACE = "ronde/place"
+
 
 class JobStore(Store):
     """What the ranks of a job meet in; means what ``TCPStore`` means.
@@ -28,11 +30,6 @@ class JobStore(Store):
     or crash there: groups are closed before, by ``atexit``. Gloo asks only while a
     group is being made; NCCL has a monitor that asks now and then, which could not be
     tried without a GPU.
-
-    Args:
-        connect: Makes a connection, within so many seconds.
-        timeout_s: How long a call waits that names no other time.
-        address: Where the others reach the host of rank 0, if that is known.
     """
 
     def __init__(
@@ -52,56 +49,44 @@ class JobStore(Store):
         return own.timeout.total_seconds()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Give a key a value."""
         self._client.set([(key, _as_bytes(value))], self._limit_s)
 
     def get(self, key: str) -> bytes:
-        """Return a key's value, once it has one."""
         return self._client.get([key], self._limit_s)[0]
 
     def add(self, key: str, value: int) -> int:
-        """Count up; return the sum."""
         return self._client.add(key, value, self._limit_s)
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        """Set a value if it is the one expected; return what it is then."""
         expected, new = _as_bytes(expected_value), _as_bytes(desired_value)
         return self._client.compare_set(key, expected, new, self._limit_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys have values."""
         return self._client.check(keys, self._limit_s)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return once all keys have values."""
         limit_s = self._limit_s if timeout is None else timeout.total_seconds()
         self._client.wait(keys, limit_s)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; return whether it was there."""
         return self._client.delete(key, self._limit_s)
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Put something at the end of a value."""
         self._client.append(key, _as_bytes(value), self._limit_s)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys, once all have one."""
         return self._client.get(keys, self._limit_s)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Give keys values, all at once."""
         pairs = zip(keys, map(_as_bytes, values), strict=True)
         self._client.set(pairs, self._limit_s)
 
     def num_keys(self) -> int:
-        """Return how many keys have values."""
         return self._client.count(self._limit_s)
 
     def has_extended_api(self) -> bool:
-        """Whether there are ``append``, ``multi_get`` and ``multi_set``."""
         return True
 
     def clone(self) -> "JobStore":
@@ -114,13 +99,7 @@ class JobStore(Store):
 
 
 def store_at(path: str, timeout_s: float, address: str = "") -> JobStore:
-    """Return the store that a process of this user's on this host answers for.
-
-    Args:
-        path: Of its socket.
-        timeout_s: How long a call waits that names no other time.
-        address: See ``JobStore``.
-    """
+    """Return the store that a process of this user's on this host answers for."""
 
     def connect(limit_s: float) -> PlainConnection:
         try:
@@ -136,14 +115,7 @@ def store_at(path: str, timeout_s: float, address: str = "") -> JobStore:
 
 
 def store_beyond(address: str, port: int, trust: Trust, timeout_s: float) -> JobStore:
-    """Return the store that rank 0 answers for on another host.
-
-    Args:
-        address: Of that host.
-        port: There.
-        trust: Who is of the job.
-        timeout_s: How long a call waits that names no other time.
-    """
+    """Return the store that rank 0 answers for on another host."""
 
     def connect(limit_s: float) -> PlainConnection:
         return dial_network(address, port, trust, limit_s)
@@ -155,36 +127,29 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
 
 
-_NUM_NAMED = 8
-
-
-def join(store: JobStore, claim: RankInfo) -> bool:
+def join(store: JobStore, info: RankInfo) -> bool:
     """Take this rank's place in a store; False if another process has it.
 
     That is then the store of a program that the same launcher has started before, and
     whose rank 0 has not ended yet.
     """
     own = secrets.token_hex(8).encode()
-    return store.compare_set(_place(claim.rank), b"", own) == own
+    return store.compare_set(f"{_PLACE}/{info.rank}", b"", own) == own
 
 
-def await_all(store: JobStore, claim: RankInfo, timeout_s: float) -> None:
+def await_all(store: JobStore, info: RankInfo, timeout_s: float) -> None:
     """Wait until all ranks have taken their places; on rank 0.
 
     Raises:
         CollectiveError: They did not come in time; those that are absent are named.
     """
-    places = [_place(rank) for rank in range(claim.size)]
+    places = [f"{_PLACE}/{rank}" for rank in range(info.size)]
     try:
         store.wait(places, timedelta(seconds=timeout_s))
     except StoreError as error:
         absent = [rank for rank, key in enumerate(places) if not store.check([key])]
         raise CollectiveError(
-            f"{claim.size} ranks must meet within {timeout_s:g} s, got no word from "
-            f"ranks {absent[:_NUM_NAMED]} ({len(absent)} in all). See whether they "
+            f"{info.size} ranks must meet within {timeout_s:g} s, got no word from "
+            f"ranks {absent[:8]} ({len(absent)} in all). See whether they "
             "started; if they run elsewhere, set MASTER_ADDR and MASTER_PORT."
         ) from error
-
-
-def _place(rank: int) -> str:
-    return f"ronde/place/{rank}"

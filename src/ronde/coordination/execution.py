@@ -261,7 +261,7 @@ class Execution:
     ) -> Tensor:
         reduce = self._communicator.all_reduce
         if source is not None and source is not output:
-            reduce = partial(self._communicator.all_reduce_from, source)
+            reduce = partial(reduce, source=source)
         return reduce(
             output,
             request.reduce_op,

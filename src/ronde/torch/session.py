@@ -93,7 +93,7 @@ class ProcessSetState:
 
         No other set of the session has or had this ``set_id``.
         """
-        rank = ranks.index(settings.connections.claim.rank)
+        rank = ranks.index(settings.connections.info.rank)
         name = f"set{set_id}"
         if communicator is None:
             communicator = settings.connections.connect(name, ranks, settings.hosts)

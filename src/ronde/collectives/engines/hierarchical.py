@@ -5,12 +5,9 @@ on the next ones and on those that have come back. Every rank makes the same cal
 each communicator in the same order, whatever comes first.
 """
 
-import itertools
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -21,14 +18,15 @@ from ronde.collectives.engine import Engine, ReduceOp, Work
 from ronde.collectives.lane import Lane, LaneEngine
 from ronde.collectives.shapes import rows
 
+PIECE_BYTES = 2 * 1024 * 1024
+"""Large enough for the network's full rate, small enough that several are under way."""
+_UNDER_WAY = 2
+_MOST_PADDED = 2
+"""How many times the bytes may travel so that all ranks' parts are of one length."""
 
-@dataclass(frozen=True, slots=True)
-class HostGroups:
-    """The ranks of every host.
 
-    Attributes:
-        ranks: For each host, in the order of their lowest ranks, its ranks in order.
-    """
+class HostGroups(NamedTuple):
+    """For each host, in the order of their lowest ranks, its ranks in order."""
 
     ranks: tuple[tuple[int, ...], ...]
 
@@ -42,7 +40,6 @@ class HostGroups:
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
         return len(self.ranks)
 
     @property
@@ -58,190 +55,171 @@ class HostGroups:
         raise AssertionError(rank)
 
 
-PIECE_BYTES = 2 * 1024 * 1024
-"""Large enough for the network's full rate, small enough that several are under way."""
-_UNDER_WAY = 2
-_MOST_PADDED = 2
-"""How many times the bytes may travel so that all ranks' parts are of one length."""
+class HierarchicalEngine(LaneEngine):
+    """Does on each host what need not cross the network.
 
-
-@dataclass(frozen=True, slots=True)
-class Levels(ABC):
-    """What a rank does on its host and between hosts.
-
-    Attributes:
-        places: The ranks of every host.
-        rank: This process among all.
-        local: The ranks of this host.
+    ``world`` has all ranks, for the calls that two levels do not help; ``local`` those
+    of this host, in order of rank; ``cross`` one of each host, in the order of hosts.
     """
 
-    places: HostGroups
-    rank: int
-    local: Communicator
+    name = "hierarchical"
 
-    @abstractmethod
-    def all_reduce(self, vector: Tensor, op: ReduceOp) -> None:
-        """Reduce over all ranks, in place.
+    def __init__(
+        self,
+        world: Engine,
+        local: Communicator,
+        cross: Communicator | None,
+        groups: HostGroups,
+    ) -> None:
+        """Take communicators over; they are closed with this one."""
+        super().__init__(world, Lane(*([local, cross] if cross else [local])))
+        self._local, self._cross = local, cross
+        self._groups = groups
 
-        Args:
-            vector: Contiguous, of one dimension.
-            op: Any but AVERAGE.
-        """
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate where the host's engine likes it: see ``Engine``."""
+        self.require_open()
+        return self._local.allocate(numel, dtype, device)
 
-    @abstractmethod
-    def broadcast(self, vector: Tensor, root: int) -> None:
-        """Copy ``root``'s vector into every rank's, in place."""
+    def clone(self) -> Self:
+        self.require_open()
+        cross = self._cross.duplicate() if self._cross else None
+        world, local = self._world.clone(), self._local.duplicate()
+        return type(self)(world, local, cross, self._groups)
 
-    def reduce_scatter(
-        self, vector: Tensor, sizes: Sequence[int], op: ReduceOp
+    def _reduce_parts(
+        self, vector: Tensor, counts: Sequence[int], op: ReduceOp
     ) -> Tensor:
-        """Return this rank's part of the reduction.
-
-        Args:
-            vector: Contiguous, of one dimension.
-            sizes: How many elements each rank is to have.
-            op: Any but AVERAGE.
-        """
         copy = vector.clone()
-        self.all_reduce(copy, op)
-        return _parts(copy, sizes)[self.rank]
+        self._reduce(copy, op)
+        return _parts(copy, counts)[self.rank]
 
-    def all_gather(self, gathered: Tensor, own: Tensor, sizes: Sequence[int]) -> None:
-        """Put the vectors of all ranks one after the other.
-
-        Args:
-            gathered: Contiguous, of one dimension.
-            own: This rank's; it may lie in ``gathered`` already.
-            sizes: How many elements each rank has.
-        """
-        parts = _parts(gathered, sizes)
+    def _gather(self, out: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+        parts = _parts(out, counts)
         put_back(own, parts[self.rank])
         for root, part in enumerate(parts):
-            self.broadcast(part, root)
+            self._copy(part, root)
+
+    def _copy_on_host(self, piece: Tensor, root: int) -> Callable[[], object]:
+        return lambda: self._local.broadcast(piece, root).wait()
 
 
-@dataclass(frozen=True, slots=True)
-class EvenLevels(Levels):
+class EvenHostsEngine(HierarchicalEngine):
     """All hosts have equally many ranks: each exchanges its share with its likes.
 
-    Attributes:
-        cross: The ranks of equal place on every host.
+    ``cross`` are the ranks of this rank's place on every host.
     """
 
-    cross: Communicator
+    _cross: Communicator
 
-    def all_reduce(self, vector: Tensor, op: ReduceOp) -> None:
-        """Reduce shares on the host, each over the hosts, and gather: see Levels."""
-        pipeline = _Pipeline()
+    def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
+        """Reduce shares on the host, each over the hosts, and gather."""
+        pipeline, local = _Pipeline(), self._local
+
+        def gather(share: Tensor, piece: Tensor) -> Callable[[], object]:
+            return lambda: local.all_gather(share, out=piece).wait()
+
         for piece in _pieces(vector):
-            counts = rows(piece.numel(), self.local.size)
-            first = sum(counts[: self.local.rank])
-            share = piece[first : first + counts[self.local.rank]]
-            self.local.reduce_scatter(piece, op, out=share).wait()
-            pipeline.add(self.cross.all_reduce(share, op), self._gather(share, piece))
+            counts = rows(piece.numel(), local.size)
+            first = sum(counts[: local.rank])
+            share = piece[first : first + counts[local.rank]]
+            local.reduce_scatter(piece, op, out=share).wait()
+            pipeline.add(self._cross.all_reduce(share, op), gather(share, piece))
         pipeline.drain()
 
-    def reduce_scatter(
-        self, vector: Tensor, sizes: Sequence[int], op: ReduceOp
+    def _reduce_parts(
+        self, vector: Tensor, counts: Sequence[int], op: ReduceOp
     ) -> Tensor:
-        """Reduce on the host what goes to each place, then over hosts: see Levels."""
-        parts = _parts(vector, sizes)
-        result = vector.new_empty(sizes[self.rank])
+        """Reduce on the host what goes to each place, then over hosts."""
+        parts = _parts(vector, counts)
+        result = vector.new_empty(counts[self.rank])
         pipeline = _Pipeline()
-        for begin, end in _windows(vector, sizes):
-            stack = vector.new_zeros(self.local.size, self.cross.size, end - begin)
-            self._match(stack, [part[begin:end] for part in parts], _into_stack)
-            column = self.local.reduce_scatter(stack, op).wait()[0]
-            work = self.cross.reduce_scatter(column, op)
-            pipeline.add(work, _put(work, result[begin:end]))
+
+        def put(work: Work[Tensor], target: Tensor) -> Callable[[], object]:
+            return lambda: target.copy_(work.wait()[0, : target.numel()])
+
+        for begin, end in _windows(vector, counts):
+            stack = vector.new_zeros(self._local.size, self._cross.size, end - begin)
+            for rank, place in self._places(stack):
+                part = parts[rank][begin:end]
+                place[: part.numel()] = part
+            column = self._local.reduce_scatter(stack, op).wait()[0]
+            work = self._cross.reduce_scatter(column, op)
+            pipeline.add(work, put(work, result[begin:end]))
         pipeline.drain()
         return result
 
-    def all_gather(self, gathered: Tensor, own: Tensor, sizes: Sequence[int]) -> None:
-        """Gather over the hosts what each place has, then on the host: see Levels.
+    def _gather(self, out: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+        """Gather over the hosts what each place has, then on the host.
 
         Parts that are shorter than the longest are filled up on their way.
         """
-        if max(sizes) * len(sizes) > _MOST_PADDED * sum(sizes):
-            Levels.all_gather(self, gathered, own, sizes)
+        if max(counts) * len(counts) > _MOST_PADDED * sum(counts):
+            super()._gather(out, own, counts)
             return
-        parts = _parts(gathered, sizes)
+        parts = _parts(out, counts)
         pipeline = _Pipeline()
-        for begin, end in _windows(gathered, sizes):
-            part = gathered.new_zeros(1, end - begin)
-            _into_stack(part[0], own[begin:end])
-            work = self.cross.all_gather(part)
-            targets = [part[begin:end] for part in parts]
-            pipeline.add(work, self._spread(work, targets))
+
+        def spread(work: Work[Tensor], begin: int, end: int) -> Callable[[], object]:
+            def finish() -> None:
+                stack = self._local.all_gather(work.wait().unsqueeze(0)).wait()
+                for rank, place in self._places(stack):
+                    part = parts[rank][begin:end]
+                    part.copy_(place[: part.numel()])
+
+            return finish
+
+        for begin, end in _windows(out, counts):
+            part = out.new_zeros(1, end - begin)
+            piece = own[begin:end]
+            part[0, : piece.numel()] = piece
+            work = self._cross.all_gather(part)
+            pipeline.add(work, spread(work, begin, end))
         pipeline.drain()
 
-    def broadcast(self, vector: Tensor, root: int) -> None:
-        """Copy to the ranks of the root's place, then on each host: see Levels."""
-        root_host, root_place = self.places.of(root)
+    def _copy(self, data: Tensor, root: int) -> None:
+        """Copy to the ranks of the root's place, then on each host."""
+        root_host, root_place = self._groups.of(root)
         pipeline = _Pipeline()
-        for piece in _pieces(vector):
+        for piece in _pieces(data):
             work = None
-            if self.local.rank == root_place:
-                work = self.cross.broadcast(piece, root_host)
-            pipeline.add(work, _copy_on_host(self.local, piece, root_place))
+            if self._local.rank == root_place:
+                work = self._cross.broadcast(piece, root_host)
+            pipeline.add(work, self._copy_on_host(piece, root_place))
         pipeline.drain()
 
-    def _gather(self, share: Tensor, piece: Tensor) -> Callable[[], object]:
-        return lambda: self.local.all_gather(share, out=piece).wait()
-
-    def _spread(
-        self, work: Work[Tensor], targets: Sequence[Tensor]
-    ) -> Callable[[], object]:
-        """Put on the host what came from all hosts: a target a rank."""
-
-        def finish() -> None:
-            stack = self.local.all_gather(work.wait().unsqueeze(0)).wait()
-            self._match(stack, targets, _out_of_stack)
-
-        return finish
-
-    def _match(
-        self,
-        stack: Tensor,
-        parts: Sequence[Tensor],
-        copy: Callable[[Tensor, Tensor], None],
-    ) -> None:
-        """Copy between ``stack``, by place and host, and parts, by rank."""
-        for host, ranks in enumerate(self.places.ranks):
+    def _places(self, stack: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield each rank's vector of ``stack``, which is by place and host."""
+        for host, ranks in enumerate(self._groups.ranks):
             for place, rank in enumerate(ranks):
-                copy(stack[place, host], parts[rank])
+                yield rank, stack[place, host]
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderLevels(Levels):
+class LeadersEngine(HierarchicalEngine):
     """Hosts have unequal numbers of ranks: the first of each speaks for it.
 
-    Attributes:
-        cross: The first rank of every host; None on all others.
+    ``cross`` are the first ranks of every host; None on all others.
     """
 
-    cross: Communicator | None
-
-    def all_reduce(self, vector: Tensor, op: ReduceOp) -> None:
-        """Reduce on each host, over the leaders, and copy back: see Levels."""
+    def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
+        """Reduce on each host, over the leaders, and copy back."""
         pipeline = _Pipeline()
         for piece in _pieces(vector):
-            self.local.all_reduce(piece, op).wait()
-            work = self.cross.all_reduce(piece, op) if self.cross else None
-            pipeline.add(work, _copy_on_host(self.local, piece, 0))
+            self._local.all_reduce(piece, op).wait()
+            work = self._cross.all_reduce(piece, op) if self._cross else None
+            pipeline.add(work, self._copy_on_host(piece, 0))
         pipeline.drain()
 
-    def broadcast(self, vector: Tensor, root: int) -> None:
-        """Copy on the root's host, to the leaders, on the other hosts: see Levels."""
-        root_host, root_place = self.places.of(root)
-        is_home = self.places.of(self.rank)[0] == root_host
+    def _copy(self, data: Tensor, root: int) -> None:
+        """Copy on the root's host, to the leaders, on the other hosts."""
+        root_host, root_place = self._groups.of(root)
+        is_home = self._groups.of(self.rank)[0] == root_host
         pipeline = _Pipeline()
-        for piece in _pieces(vector):
+        for piece in _pieces(data):
             if is_home:
-                self.local.broadcast(piece, root_place).wait()
-            work = self.cross.broadcast(piece, root_host) if self.cross else None
-            finish = None if is_home else _copy_on_host(self.local, piece, 0)
-            pipeline.add(work, finish)
+                self._local.broadcast(piece, root_place).wait()
+            work = self._cross.broadcast(piece, root_host) if self._cross else None
+            pipeline.add(work, None if is_home else self._copy_on_host(piece, 0))
         pipeline.drain()
 
 
@@ -256,30 +234,15 @@ class _Pipeline:
     def add(self, work: Work[Any] | None, finish: Callable[[], object] | None) -> None:
         """Add one; finish the oldest where there are enough."""
         self._under_way.append((work, finish))
-        if len(self._under_way) > _UNDER_WAY:
-            self._finish_oldest()
+        self.drain(_UNDER_WAY)
 
-    def drain(self) -> None:
-        """Finish all."""
-        while self._under_way:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        work, finish = self._under_way.popleft()
-        if work is not None:
-            work.wait()
-        if finish is not None:
-            finish()
-
-
-def _copy_on_host(
-    local: Communicator, piece: Tensor, root: int
-) -> Callable[[], object]:
-    return lambda: local.broadcast(piece, root).wait()
-
-
-def _put(work: Work[Tensor], target: Tensor) -> Callable[[], object]:
-    return lambda: target.copy_(work.wait()[0, : target.numel()])
+    def drain(self, num_left: int = 0) -> None:
+        while len(self._under_way) > num_left:
+            work, finish = self._under_way.popleft()
+            if work is not None:
+                work.wait()
+            if finish is not None:
+                finish()
 
 
 def _pieces(vector: Tensor) -> Iterator[Tensor]:
@@ -295,73 +258,5 @@ def _windows(vector: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + width, max(sizes))
 
 
-def _parts(vector: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    ends = list(itertools.accumulate(sizes))
-    return [vector[end - n : end] for end, n in zip(ends, sizes, strict=True)]
-
-
-def _into_stack(place: Tensor, part: Tensor) -> None:
-    place[: part.numel()] = part
-
-
-def _out_of_stack(place: Tensor, part: Tensor) -> None:
-    part.copy_(place[: part.numel()])
-
-
-class HierarchicalEngine(LaneEngine):
-    """Does on each host what need not cross the network."""
-
-    name = "hierarchical"
-
-    def __init__(
-        self,
-        world: Engine,
-        local: Communicator,
-        cross: Communicator | None,
-        places: HostGroups,
-    ) -> None:
-        """Take communicators over; they are closed with this one.
-
-        Args:
-            world: All ranks; it has the calls that two levels do not help.
-            local: The ranks of this host, in order of rank.
-            cross: Where all hosts have equally many ranks, those of this rank's place
-                on each, in the order of hosts. Else the first of each host, and None
-                on the others.
-            places: The ranks of every host.
-        """
-        super().__init__(world, Lane(*([local, cross] if cross else [local])))
-        self._local, self._cross = local, cross
-        self._places = places
-        self._levels: Levels = LeaderLevels(places, world.rank, local, cross)
-        if places.is_even and cross is not None:
-            self._levels = EvenLevels(places, world.rank, local, cross)
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate where the host's engine likes it: see ``Engine``."""
-        self.require_open()
-        return self._local.allocate(numel, dtype, device)
-
-    def clone(self) -> "HierarchicalEngine":
-        """Make another of the same ranks: see ``Engine``."""
-        self.require_open()
-        return HierarchicalEngine(
-            self._world.clone(),
-            self._local.duplicate(),
-            self._cross.duplicate() if self._cross else None,
-            self._places,
-        )
-
-    def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
-        self._levels.all_reduce(vector, op)
-
-    def _reduce_parts(
-        self, vector: Tensor, counts: Sequence[int], op: ReduceOp
-    ) -> Tensor:
-        return self._levels.reduce_scatter(vector, counts, op)
-
-    def _gather(self, out: Tensor, own: Tensor, counts: Sequence[int]) -> None:
-        self._levels.all_gather(out, own, counts)
-
-    def _copy(self, data: Tensor, root: int) -> None:
-        self._levels.broadcast(data, root)
+def _parts(vector: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    return torch.split(vector, list(sizes))

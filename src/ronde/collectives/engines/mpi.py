@@ -17,10 +17,10 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, repeat
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from ronde.collectives.engine import (
     ReduceOp,
     Reduction,
     Work,
+    closed_error,
 )
 from ronde.errors import CollectiveError, UsageError
 from ronde.world.exit_code import is_failing, watch_exit
@@ -59,78 +60,9 @@ except (ImportError, RuntimeError) as error:
         f"{_CURE}"
     ) from error
 
-
-_MANY_UNDER_WAY = 256
-
-
-class Held(Protocol):
-    """Work whose tensors MPI reads and writes."""
-
-    def is_done(self) -> bool:
-        """Say whether it is over; then it is released."""
-        ...
-
-
-class Library:
-    """MPI in this process, initialised.
-
-    Attributes:
-        has_failed: A collective failed: MPI is not finalised at the end.
-    """
-
-    def __init__(self) -> None:
-        if not MPI.Is_initialized():
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
-            watch_exit()
-            atexit.register(self._finalize)
-        self.has_failed = False
-        self._under_way: set[Held] = set()
-        provided = MPI.Query_thread()
-        if provided < MPI.THREAD_SERIALIZED:
-            raise UsageError(
-                "MPI must be initialised with THREAD_SERIALIZED or THREAD_MULTIPLE, "
-                f"got thread level {provided}. Connect before the program initialises "
-                "MPI itself, or have it ask for more."
-            )
-        self._lock = None if provided >= MPI.THREAD_MULTIPLE else threading.RLock()
-
-    @contextmanager
-    def calling(self) -> Generator[None]:
-        """Keep other threads out of MPI where it takes only one at a time."""
-        if self._lock is None:
-            yield
-            return
-        with self._lock:
-            yield
-
-    def hold(self, work: Held) -> None:
-        """Keep work alive while MPI reads and writes its tensors, waited for or not."""
-        if len(self._under_way) >= _MANY_UNDER_WAY:
-            for other in list(self._under_way):
-                other.is_done()
-        self._under_way.add(work)
-
-    def release(self, work: Held) -> None:
-        """Let go of work that MPI is through with; failed work it never is."""
-        self._under_way.discard(work)
-
-    def _finalize(self) -> None:
-        """End MPI; see Note [The end of MPI]."""
-        if not (is_failing() or self.has_failed or MPI.Is_finalized()):
-            MPI.Finalize()
-
-
-@functools.cache
-def load() -> Library:
-    """Return MPI, initialised at the first call; later calls return the same.
-
-    Raises:
-        UsageError: The program has initialised MPI for one thread alone.
-    """
-    return Library()
-
-
 Start = Callable[[MPI.Intracomm], Sequence[MPI.Request]]
+_Buffer = list[Any]
+_MANY_UNDER_WAY = 256
 
 MAX_COUNT = 1 << 30
 """Elements in one of MPI's calls."""
@@ -157,50 +89,86 @@ _DATATYPES = {
 """The dtypes that ``arithmetic.encode`` leaves to be reduced."""
 
 
+class MpiLibrary:
+    """MPI in this process, initialised."""
+
+    def __init__(self) -> None:
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            watch_exit()
+            atexit.register(self._finalize)
+        self.has_failed = False
+        self._under_way: set[MpiWork] = set()
+        provided = MPI.Query_thread()
+        if provided < MPI.THREAD_SERIALIZED:
+            raise UsageError(
+                "MPI must be initialised with THREAD_SERIALIZED or THREAD_MULTIPLE, "
+                f"got thread level {provided}. Connect before the program initialises "
+                "MPI itself, or have it ask for more."
+            )
+        self.calling: AbstractContextManager[Any] = nullcontext()
+        """Keeps other threads out of MPI where it takes only one at a time."""
+        if provided < MPI.THREAD_MULTIPLE:
+            self.calling = threading.RLock()
+
+    def hold(self, work: "MpiWork") -> None:
+        """Keep work alive while MPI reads and writes its tensors, waited for or not."""
+        if len(self._under_way) >= _MANY_UNDER_WAY:
+            for other in list(self._under_way):
+                other.is_done()
+        self._under_way.add(work)
+
+    def release(self, work: "MpiWork") -> None:
+        """Let go of work that MPI is through with; failed work it never is."""
+        self._under_way.discard(work)
+
+    def _finalize(self) -> None:
+        if not (is_failing() or self.has_failed or MPI.Is_finalized()):
+            MPI.Finalize()
+
+
+@functools.cache
+def load() -> MpiLibrary:
+    """Return MPI, initialised at the first call.
+
+    Raises:
+        UsageError: The program has initialised MPI for one thread alone.
+    """
+    return MpiLibrary()
+
+
 class MpiEngine(Engine):
     """Moves tensors of MPI's ranks, apart from whatever the program does with MPI.
 
     MPI moves bytes only inside of its calls: a collective under way goes on while this
     process waits for it, asks whether it is done, or makes another call.
-
-    Attributes:
-        max_count: Elements in one of MPI's calls, equal on all ranks.
     """
 
     name = "mpi"
 
     def __init__(
         self,
-        library: Library,
+        library: MpiLibrary,
         comm: MPI.Intracomm,
         timeout_s: float,
         max_count: int = MAX_COUNT,
     ) -> None:
-        """Take over a communicator of MPI's that nobody else uses."""
+        """Take over a communicator of MPI's that nobody else uses.
+
+        ``max_count`` is equal on all ranks.
+        """
         self.rank, self.size, self.timeout_s = comm.rank, comm.size, timeout_s
         self.max_count = max_count
         self._library = library
         self._comm: MPI.Intracomm | None = comm
 
     def require_open(self) -> None:
-        """Refuse once closed: see ``Engine``."""
-        self._open_comm()
-
-    def _open_comm(self) -> MPI.Intracomm:
         if self._comm is None:
-            raise CollectiveError(
-                "communicator must be open, got a closed one. Connect again."
-            )
-        return self._comm
+            raise closed_error()
 
     def native(
-        self,
-        call: str,  # noqa: ARG002  the interface's
-        dtype: torch.dtype,
-        op: ReduceOp,
-        device_type: str,  # noqa: ARG002
+        self, call: str, dtype: torch.dtype, op: ReduceOp, device_type: str
     ) -> Native | None:
-        """Say what MPI reduces: what has a datatype of its own."""
         if dtype not in _DATATYPES:
             return None
         if op is ReduceOp.AVERAGE:
@@ -208,12 +176,10 @@ class MpiEngine(Engine):
         return None if dtype.is_complex and op is ReduceOp.SUM else Native(op)
 
     def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
-        """Reduce in place."""
-
         def start(comm: MPI.Intracomm) -> list[MPI.Request]:
-            kind, op = _DATATYPES[out.dtype], _MPI_OPS[what.op]
+            op = _MPI_OPS[what.op]
             return [
-                comm.Iallreduce(MPI.IN_PLACE, [_memory(piece), kind], op)
+                comm.Iallreduce(MPI.IN_PLACE, _elements(piece), op)
                 for piece in self._pieces(out)
             ]
 
@@ -222,47 +188,40 @@ class MpiEngine(Engine):
     def reduce_scatter(
         self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
     ) -> Work[None]:
-        """Reduce consecutive parts, one for each rank."""
-
         def start(comm: MPI.Intracomm) -> list[MPI.Request]:
-            kind, op = _DATATYPES[source.dtype], _MPI_OPS[what.op]
+            op = _MPI_OPS[what.op]
             if source.numel() <= self.max_count:
-                places = [_memory(source), kind], [_memory(out), kind]
+                places = _elements(source), _elements(out)
                 return [comm.Ireduce_scatter(*places, counts, op)]
             requests: list[MPI.Request] = []
             for root, part in enumerate(torch.split(source, list(counts))):
                 targets = self._pieces(out) if root == self.rank else repeat(None)
                 for piece, target in zip(self._pieces(part), targets, strict=False):
-                    place = None if target is None else [_memory(target), kind]
-                    sent = [_memory(piece), kind]
-                    requests.append(comm.Ireduce(sent, place, op, root))
+                    place = None if target is None else _elements(target)
+                    requests.append(comm.Ireduce(_elements(piece), place, op, root))
             return requests
 
         return self._begin("reduce_scatter", start, (source, out))
 
     def gather_numbers(self, own: Tensor, call: str) -> Tensor:
-        """Return every rank's vector of numbers; blocks."""
         gathered = own.new_empty((self.size, own.numel()))
 
         def start(comm: MPI.Intracomm) -> list[MPI.Request]:
-            places = _memory(own), _memory(gathered)
-            return [comm.Iallgather(*([place, MPI.BYTE] for place in places))]
+            return [comm.Iallgather(_bytes(own), _bytes(gathered))]
 
         self._begin(call, start, (own, gathered)).wait()
         return gathered
 
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[None]:
-        """Concatenate the ranks' bytes."""
         parts = torch.split(out, list(counts))
         if parts[self.rank].data_ptr() != own.data_ptr():
             parts[self.rank].copy_(own)
 
         def start(comm: MPI.Intracomm) -> list[MPI.Request]:
             if out.numel() <= self.max_count:
-                place = [_memory(out), (counts, _starts(counts)), MPI.BYTE]
-                return [comm.Iallgatherv(MPI.IN_PLACE, place)]
+                return [comm.Iallgatherv(MPI.IN_PLACE, _bytes(out, counts))]
             return [
-                comm.Ibcast([_memory(piece), MPI.BYTE], root)
+                comm.Ibcast(_bytes(piece), root)
                 for root, part in enumerate(parts)
                 for piece in self._pieces(part)
             ]
@@ -272,19 +231,15 @@ class MpiEngine(Engine):
     def all_to_all(
         self, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
     ) -> Work[None]:
-        """Send every rank its part of the bytes."""
         leaving, arriving = plan[self.rank], [row[self.rank] for row in plan]
         totals = [sum(row) for row in (*plan, *zip(*plan, strict=True))]
 
         def at_once(comm: MPI.Intracomm) -> list[MPI.Request]:
-            places = [
-                [_memory(data), (counts, _starts(counts)), MPI.BYTE]
-                for data, counts in ((sent, leaving), (received, arriving))
-            ]
-            return [comm.Ialltoallv(*places)]
+            return [comm.Ialltoallv(_bytes(sent, leaving), _bytes(received, arriving))]
 
         def by_pairs(comm: MPI.Intracomm) -> list[MPI.Request]:
-            tag = _max_tag(comm)  # no caller's
+            highest = comm.Get_attr(MPI.TAG_UB)
+            tag = 32767 if highest is None else int(highest)  # no caller's
             sources = torch.split(received, arriving)
             targets = torch.split(sent, list(leaving))
             requests: list[MPI.Request] = []
@@ -292,11 +247,11 @@ class MpiEngine(Engine):
                 source = (self.rank - step) % self.size
                 to = (self.rank + step) % self.size
                 requests += [
-                    comm.Irecv([_memory(piece), MPI.BYTE], source, tag)
+                    comm.Irecv(_bytes(piece), source, tag)
                     for piece in self._pieces(sources[source])
                 ]
                 requests += [
-                    comm.Isend([_memory(piece), MPI.BYTE], to, tag)
+                    comm.Isend(_bytes(piece), to, tag)
                     for piece in self._pieces(targets[to])
                 ]
             return requests
@@ -305,44 +260,18 @@ class MpiEngine(Engine):
         return self._begin("all_to_all", start, (sent, received))
 
     def broadcast(self, data: Tensor, root: int) -> Work[None]:
-        """Copy ``root``'s elements into everybody's."""
-
-        def start(comm: MPI.Intracomm) -> list[MPI.Request]:
-            return [
-                comm.Ibcast([_memory(piece), MPI.BYTE], root)
-                for piece in self._pieces(data.view(torch.uint8))
-            ]
-
-        return self._begin("broadcast", start, (data,))
+        return self._begin_pieces("broadcast", data, lambda c, b: c.Ibcast(b, root))
 
     def send(self, data: Tensor, to: int, tag: int) -> Work[None]:
-        """Send to one rank."""
-
-        def start(comm: MPI.Intracomm) -> list[MPI.Request]:
-            return [
-                comm.Isend([_memory(piece), MPI.BYTE], to, tag)
-                for piece in self._pieces(data.view(torch.uint8))
-            ]
-
-        return self._begin("send", start, (data,))
+        return self._begin_pieces("send", data, lambda c, b: c.Isend(b, to, tag))
 
     def recv(self, data: Tensor, source: int, tag: int) -> Work[None]:
-        """Receive from one rank."""
-
-        def start(comm: MPI.Intracomm) -> list[MPI.Request]:
-            return [
-                comm.Irecv([_memory(piece), MPI.BYTE], source, tag)
-                for piece in self._pieces(data.view(torch.uint8))
-            ]
-
-        return self._begin("recv", start, (data,))
+        return self._begin_pieces("recv", data, lambda c, b: c.Irecv(b, source, tag))
 
     def barrier(self) -> Work[None]:
-        """Be over when all have called."""
         return self._begin("barrier", lambda comm: [comm.Ibarrier()], ())
 
     def clone(self) -> "MpiEngine":
-        """Make another of the same ranks: see ``Engine``."""
         made: list[MPI.Intracomm] = []
 
         def start(comm: MPI.Intracomm) -> list[MPI.Request]:
@@ -358,51 +287,53 @@ class MpiEngine(Engine):
         comm, self._comm = self._comm, None
         if comm is None or self._library.has_failed or MPI.Is_finalized():
             return
-        with self._library.calling():
+        with self._library.calling:
             comm.Free()
+
+    def _begin_pieces(
+        self,
+        name: str,
+        data: Tensor,
+        start: Callable[[MPI.Intracomm, _Buffer], MPI.Request],
+    ) -> "MpiWork":
+        pieces = self._pieces(data.view(torch.uint8))
+        return self._begin(
+            name, lambda comm: [start(comm, _bytes(piece)) for piece in pieces], (data,)
+        )
 
     def _begin(self, name: str, start: Start, held: Sequence[Tensor]) -> "MpiWork":
         """Start a collective; MPI reads and writes what is ``held`` until its end."""
-        comm = self._open_comm()
+        comm = self._comm
+        if comm is None:
+            raise closed_error()
         context = ErrorContext(name, self.rank, self.size, self.timeout_s)
-        with context.guard(), self._library.calling():
+        with context.guard(), self._library.calling:
             requests = start(comm)
         return MpiWork(
             self._library, requests, context, held, lambda: self._comm is None
         )
 
     def _pieces(self, vector: Tensor) -> Iterator[Tensor]:
-        """Cut a vector into parts that one call can take."""
         for first in range(0, vector.numel(), self.max_count):
             yield vector[first : first + self.max_count]
 
 
 class MpiWork(Work[None]):
-    """Requests of MPI's.
+    """Requests of MPI's, and the tensors that MPI reads and writes meanwhile.
 
-    MPI moves bytes only inside of its calls: nothing happens between the call of a
-    collective and ``wait()`` but what other calls of this process drive on.
+    Once the communicator ``is_closed`` nobody waits any more.
     """
 
     __slots__ = ("_context", "_held", "_is_closed", "_library", "_requests")
 
     def __init__(
         self,
-        library: Library,
+        library: MpiLibrary,
         requests: Sequence[MPI.Request],
         context: ErrorContext,
         held: Sequence[Tensor],
         is_closed: Callable[[], bool],
     ) -> None:
-        """Take note of what is under way.
-
-        Args:
-            library: Whose requests these are.
-            requests: At least one.
-            context: For the sentence that says how it failed.
-            held: What MPI reads and writes meanwhile.
-            is_closed: Whether the communicator was closed; nobody waits any more then.
-        """
         super().__init__(None, is_over=False)
         self._library = library
         self._requests = list(requests)
@@ -412,7 +343,7 @@ class MpiWork(Work[None]):
         library.hold(self)
 
     def _poll(self) -> bool:
-        with self._library.calling():
+        with self._library.calling:
             try:
                 self.is_over = MPI.Request.Testall(self._requests)
             except MPI.Exception as error:
@@ -458,15 +389,10 @@ class MpiWork(Work[None]):
 
 
 def connect_some(ranks: Sequence[int], *, timeout_s: float) -> MpiEngine:
-    """Connect some of the ranks that were started with MPI; collective over them.
-
-    Args:
-        ranks: Their numbers among all.
-        timeout_s: How long a collective may wait for a rank.
-    """
+    """Connect some of the ranks that were started with MPI; collective over them."""
     library = load()
     world = MPI.COMM_WORLD
-    with library.calling():
+    with library.calling:
         group = world.Get_group().Incl(list(ranks))
         comm = world.Create_group(group)
         group.Free()
@@ -475,11 +401,6 @@ def connect_some(ranks: Sequence[int], *, timeout_s: float) -> MpiEngine:
 
 def connect_world(rank: int, size: int, *, timeout_s: float) -> MpiEngine:
     """Connect all ranks that were started with MPI; collective.
-
-    Args:
-        rank: This process, as its launcher said.
-        size: Number of processes, likewise.
-        timeout_s: How long a collective may wait for a rank.
 
     Raises:
         UsageError: MPI knows of other ranks than the launcher.
@@ -499,16 +420,15 @@ def connect_world(rank: int, size: int, *, timeout_s: float) -> MpiEngine:
     return MpiEngine(library, world, timeout_s).clone()
 
 
-def _memory(vector: Tensor) -> MPI.buffer:
+def _elements(vector: Tensor) -> _Buffer:
     """Return the memory of a dense vector; the vector must outlive its use."""
-    return MPI.buffer.fromaddress(vector.data_ptr(), vector.nbytes)
+    memory = MPI.buffer.fromaddress(vector.data_ptr(), vector.nbytes)
+    return [memory, _DATATYPES[vector.dtype]]
 
 
-def _starts(counts: Sequence[int]) -> list[int]:
-    return [0, *accumulate(counts)][:-1]
-
-
-def _max_tag(comm: MPI.Intracomm) -> int:
-    """Return the highest tag that MPI takes here."""
-    value = comm.Get_attr(MPI.TAG_UB)
-    return 32767 if value is None else int(value)
+def _bytes(vector: Tensor, counts: Sequence[int] | None = None) -> _Buffer:
+    """Return the memory of a dense vector as bytes, in parts of ``counts``."""
+    memory = MPI.buffer.fromaddress(vector.data_ptr(), vector.nbytes)
+    if counts is None:
+        return [memory, MPI.BYTE]
+    return [memory, (counts, [0, *accumulate(counts)][:-1]), MPI.BYTE]

@@ -14,36 +14,29 @@ Note [Stages]
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ronde.collectives.algorithms import ALGORITHMS, find_algorithm
+from ronde.collectives.algorithms import find_algorithm
+from ronde.collectives.arithmetic import put_back
 from ronde.collectives.engine import Engine, ReduceOp, Work
 from ronde.collectives.lane import Lane, LaneEngine
 from ronde.collectives.schedule import Action, Chunks, Schedule, ScheduleStep
 
+PIECE_BYTES = 512 * 1024
+"""The longest message: long enough that posting it costs little beside sending it."""
+_MAX_FREE = 32
 _LOOKAHEAD = 4
 _MAX_TAG = 1 << 14
 """MPI promises tags up to 32,767. Messages of equal tag arrive in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledMessage:
-    """One message, as one of its two ranks sees it.
-
-    Attributes:
-        action: What this rank does.
-        peer: The other rank.
-        start: The first element of the vector.
-        stop: The element after the last.
-        tag: Tells it from the other messages between the two.
-        needs: Earlier messages of the program that must be complete before it is
-            posted.
-    """
+class ScheduledMessage(NamedTuple):
+    """One message, as one of its two ranks sees it."""
 
     action: Action
     peer: int
@@ -51,25 +44,19 @@ class ScheduledMessage:
     stop: int
     tag: int
     needs: tuple[int, ...]
+    """Earlier messages of the program that must be complete before it is posted."""
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A message whose place in the program is not known yet.
-
-    Attributes:
-        step: Of which it is a piece.
-        stage: See Note [Stages].
-        span: Its elements.
-        cells: Names of the parts of the vector that it touches.
-        needs: The drafts on which it depends.
-        tag: As in ``ScheduledMessage``.
-    """
+    """A message whose place in the program is not known yet."""
 
     step: ScheduleStep
     stage: int
+    """See Note [Stages]."""
     span: tuple[int, int]
     cells: tuple[tuple[int, int], ...]
+    """Names of the parts of the vector that it touches."""
     needs: "list[_Draft]"
     tag: int = 0
 
@@ -84,18 +71,17 @@ class _Draft:
 def compile_program(
     schedule: Schedule, rank: int, piece_numel: int
 ) -> tuple[ScheduledMessage, ...]:
-    """Return the messages of one rank in the order in which to post them.
-
-    Args:
-        schedule: What to do.
-        rank: Whose part.
-        piece_numel: The most elements of a message; equal on all ranks.
-    """
+    """Return the messages of one rank in the order in which to post them."""
     drafts = sorted(
         _drafts(schedule, rank, piece_numel),
         key=lambda draft: (draft.stage, *draft.span),
     )
-    _number(drafts)
+    counts: dict[tuple[int, bool], int] = {}
+    for draft in drafts:
+        # Both ranks of a pair count their messages in the same order.
+        way = (draft.step.peer, draft.step.is_receive)
+        draft.tag = counts.get(way, 0) % _MAX_TAG
+        counts[way] = draft.tag + 1
     _connect(drafts)
     drafts.sort(key=lambda draft: draft.posting)
     places = {id(draft): place for place, draft in enumerate(drafts)}
@@ -149,15 +135,6 @@ def _groups(
             yield _Draft(step, index, (start, stop), cells, [])
 
 
-def _number(drafts: list[_Draft]) -> None:
-    """Tag the messages; both ranks of a pair count them in the same order."""
-    counts: dict[tuple[int, bool], int] = {}
-    for draft in drafts:
-        way = (draft.step.peer, draft.step.is_receive)
-        draft.tag = counts.get(way, 0) % _MAX_TAG
-        counts[way] = draft.tag + 1
-
-
 def _connect(drafts: list[_Draft]) -> None:
     """Find what each message depends on.
 
@@ -191,145 +168,81 @@ def _need(draft: _Draft, others: list[_Draft]) -> None:
     draft.needs += [other for other in others if id(other) not in known]
 
 
-Program = tuple[ScheduledMessage, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Programs:
-    """What one rank does in each collective of an algorithm.
-
-    Attributes:
-        algorithm: Its name.
-        rank: This process.
-        size: Number of processes.
-        piece_bytes: The longest message.
-    """
-
-    algorithm: str
-    rank: int
-    size: int
-    piece_bytes: int
-
-    def all_reduce(self, numel: int, element_bytes: int) -> Program:
-        """Return the program for a vector of ``numel`` elements."""
-        return _compiled(self, "all_reduce", (numel,), element_bytes)
-
-    def reduce_scatter(self, sizes: tuple[int, ...], element_bytes: int) -> Program:
-        """Return the program for chunks of ``sizes`` elements, one a rank."""
-        return _compiled(self, "reduce_scatter", sizes, element_bytes)
-
-    def all_gather(self, sizes: tuple[int, ...]) -> Program:
-        """Return the program for chunks of ``sizes`` bytes, one a rank."""
-        return _compiled(self, "all_gather", sizes, 1)
-
-    def broadcast(self, num_bytes: int, root: int) -> Program:
-        """Return the program for a vector of bytes."""
-        return _compiled(self, "broadcast", (num_bytes, root), 1)
-
-    def schedule_of(self, collective: str, extent: tuple[int, ...]) -> Schedule:
-        """Return the schedule behind a program."""
-        algorithm = ALGORITHMS[self.algorithm]
-        if collective == "all_reduce":
-            return algorithm.all_reduce(self.size, extent[0])
-        if collective == "broadcast":
-            return algorithm.broadcast(self.size, extent[0], extent[1])
-        chunks = Chunks.of_sizes(extent)
-        if collective == "all_gather":
-            return algorithm.all_gather(chunks)
-        return algorithm.reduce_scatter(chunks)
-
-
 @lru_cache(maxsize=512)
-def _compiled(
-    programs: Programs, collective: str, extent: tuple[int, ...], element_bytes: int
-) -> Program:
-    schedule = programs.schedule_of(collective, extent)
-    return compile_program(
-        schedule, programs.rank, programs.piece_bytes // element_bytes
-    )
+def _program(
+    place: tuple[int, int],
+    algorithm: str,
+    collective: str,
+    extent: tuple[int, ...],
+    element_bytes: int,
+) -> tuple[ScheduledMessage, ...]:
+    """Return a rank's program, compiled once: training runs the same in every step.
 
-
-PIECE_BYTES = 512 * 1024
-"""The longest message: long enough that posting it costs little beside sending it."""
-_MAX_FREE = 32
-
-
-class ScheduleExecutor:
-    """Carries out one program at a time, over an engine that does nothing else."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._free: list[Tensor] = []
-
-    def run(
-        self,
-        program: Sequence[ScheduledMessage],
-        vector: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-    ) -> None:
-        """Send, receive and reduce until the program is over.
-
-        Args:
-            program: This rank's.
-            vector: Contiguous, of one dimension, on the CPU; changed in place.
-            op: What a REDUCE does; AVERAGE adds.
-
-        Raises:
-            CollectiveError: A message failed; others may still be under way.
-        """
-        run = _Run(self, program, vector, op)
-        for index in range(len(program)):
-            run.post(index)
-        run.complete_all()
-
-    def post(self, message: ScheduledMessage, tensor: Tensor) -> Work[Any]:
-        """Start a message that comes from or goes to ``tensor``."""
-        if message.action is Action.SEND:
-            return self._engine.send(tensor, message.peer, message.tag)
-        return self._engine.recv(tensor, message.peer, message.tag)
-
-    def borrow(self) -> Tensor:
-        """Return memory for one message."""
-        if self._free:
-            return self._free.pop()
-        with torch.inference_mode(mode=False):
-            return torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
-
-    def give_back(self, memory: Tensor) -> None:
-        """Keep memory for a later message."""
-        if len(self._free) < _MAX_FREE:
-            self._free.append(memory)
+    ``extent`` is the number of elements (and the root), or one number a rank.
+    """
+    rank, size = place
+    schedules = find_algorithm(algorithm)
+    if collective == "all_reduce":
+        schedule = schedules.all_reduce(size, extent[0])
+    elif collective == "broadcast":
+        schedule = schedules.broadcast(size, extent[0], extent[1])
+    elif collective == "all_gather":
+        schedule = schedules.all_gather(Chunks.of_sizes(extent))
+    else:
+        schedule = schedules.reduce_scatter(Chunks.of_sizes(extent))
+    return compile_program(schedule, rank, PIECE_BYTES // element_bytes)
 
 
 class _Run:
-    """One program under way."""
+    """One program under way, over an engine that does nothing else.
+
+    ``free`` is memory for messages that are added to the vector.
+    """
 
     def __init__(
         self,
-        executor: ScheduleExecutor,
+        engine: Engine,
+        free: list[Tensor],
         program: Sequence[ScheduledMessage],
         vector: Tensor,
         op: ReduceOp,
     ) -> None:
-        self._executor = executor
+        self._engine = engine
+        self._free = free
         self._program = program
         self._vector = vector
         self._op = op
         self._works: dict[int, Work[Any]] = {}
         self._arrivals: dict[int, Tensor] = {}
 
-    def post(self, index: int) -> None:
-        """Start a message once all that it needs is complete."""
-        message = self._program[index]
-        for need in message.needs:
-            self.complete(need)
-        tensor = self._vector[message.start : message.stop]
-        if message.action is Action.REDUCE:
-            memory = self._arrivals[index] = self._executor.borrow()
-            tensor = memory.view(tensor.dtype)[: tensor.numel()]
-        self._works[index] = self._executor.post(message, tensor)
+    def run(self) -> None:
+        """Send, receive and reduce until the program is over.
 
-    def complete(self, index: int) -> None:
+        Raises:
+            CollectiveError: A message failed; others may still be under way.
+        """
+        for index, message in enumerate(self._program):
+            for need in message.needs:
+                self._complete(need)
+            self._works[index] = self._post(index, message)
+        for index in sorted(self._works):
+            self._complete(index)
+
+    def _post(self, index: int, message: ScheduledMessage) -> Work[Any]:
+        tensor = self._vector[message.start : message.stop]
+        if message.action is Action.SEND:
+            return self._engine.send(tensor, message.peer, message.tag)
+        if message.action is Action.REDUCE:
+            if self._free:
+                memory = self._free.pop()
+            else:
+                with torch.inference_mode(mode=False):
+                    memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
+            self._arrivals[index] = memory
+            tensor = memory.view(tensor.dtype)[: tensor.numel()]
+        return self._engine.recv(tensor, message.peer, message.tag)
+
+    def _complete(self, index: int) -> None:
         """Wait for a message and add what it brought, unless that was done."""
         work = self._works.pop(index, None)
         if work is None:
@@ -339,16 +252,12 @@ class _Run:
         if memory is not None:
             message = self._program[index]
             own = self._vector[message.start : message.stop]
-            combine_(own, memory.view(own.dtype)[: own.numel()], self._op)
-            self._executor.give_back(memory)
-
-    def complete_all(self) -> None:
-        """Wait for all messages that nothing needed."""
-        for index in sorted(self._works):
-            self.complete(index)
+            _combine_(own, memory.view(own.dtype)[: own.numel()], self._op)
+            if len(self._free) < _MAX_FREE:
+                self._free.append(memory)
 
 
-def combine_(own: Tensor, arrived: Tensor, op: ReduceOp) -> None:
+def _combine_(own: Tensor, arrived: Tensor, op: ReduceOp) -> None:
     """Reduce two ranks' elements into ``own``; AVERAGE adds."""
     if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
         own.add_(arrived)
@@ -364,9 +273,6 @@ class ScheduledEngine(LaneEngine):
 
     It sends and receives over a clone of another engine, whose own calls do what has no
     schedule.
-
-    Attributes:
-        algorithm: Name of the algorithm.
     """
 
     name = "scheduled"
@@ -374,51 +280,53 @@ class ScheduledEngine(LaneEngine):
     def __init__(self, inner: Engine, algorithm: str = "ring") -> None:
         """Take an engine over; collective.
 
-        Args:
-            inner: What moves the messages; closed with this one.
-            algorithm: One of ``ALGORITHMS``, equal on all ranks.
-
         Raises:
             UsageError: There is no such algorithm.
         """
         self.algorithm = find_algorithm(algorithm).name
-        self._programs = Programs(algorithm, inner.rank, inner.size, PIECE_BYTES)
-        messages = inner.clone()
-        self._executor = ScheduleExecutor(messages)
-        super().__init__(inner, Lane(messages))
+        self._messages = inner.clone()
+        self._free: list[Tensor] = []
+        super().__init__(inner, Lane(self._messages))
 
     def gather_numbers(self, own: Tensor, call: str) -> Tensor:
-        """Return every rank's vector of numbers; blocks."""
         gathered = own.new_empty((self.size, own.numel()))
         gathered[self.rank] = own
-        # So short a message is told in the fewest rounds, whatever the algorithm is.
-        programs = replace(self._programs, algorithm="halving_doubling")
-        program = programs.all_gather((own.nbytes,) * self.size)
+        sizes = (own.nbytes,) * self.size
         vector = gathered.view(-1).view(torch.uint8)
-        self._submit(call, lambda: self._executor.run(program, vector)).wait()
+        # So short a message goes in the fewest rounds, whatever the algorithm is.
+        place = self.rank, self.size
+        program = _program(place, "halving_doubling", "all_gather", sizes, 1)
+        run = _Run(self._messages, self._free, program, vector, ReduceOp.SUM)
+        self._submit(call, run.run).wait()
         return gathered
 
     def clone(self) -> "ScheduledEngine":
-        """Make another of the same ranks: see ``Engine``."""
         return ScheduledEngine(self._world.clone(), self.algorithm)
 
+    def _run(
+        self,
+        collective: str,
+        extent: Sequence[int],
+        vector: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+    ) -> None:
+        place, itemsize = (self.rank, self.size), vector.element_size()
+        program = _program(place, self.algorithm, collective, tuple(extent), itemsize)
+        _Run(self._messages, self._free, program, vector, op).run()
+
     def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
-        program = self._programs.all_reduce(vector.numel(), vector.element_size())
-        self._executor.run(program, vector, op)
+        self._run("all_reduce", (vector.numel(),), vector, op)
 
     def _reduce_parts(
         self, vector: Tensor, counts: Sequence[int], op: ReduceOp
     ) -> Tensor:
         copy = vector.clone()
-        program = self._programs.reduce_scatter(tuple(counts), vector.element_size())
-        self._executor.run(program, copy, op)
+        self._run("reduce_scatter", counts, copy, op)
         return torch.split(copy, list(counts))[self.rank]
 
     def _gather(self, out: Tensor, own: Tensor, counts: Sequence[int]) -> None:
-        place = torch.split(out, list(counts))[self.rank]
-        if place.data_ptr() != own.data_ptr():
-            place.copy_(own)
-        self._executor.run(self._programs.all_gather(tuple(counts)), out)
+        put_back(own, torch.split(out, list(counts))[self.rank])
+        self._run("all_gather", counts, out)
 
     def _copy(self, data: Tensor, root: int) -> None:
-        self._executor.run(self._programs.broadcast(data.numel(), root), data)
+        self._run("broadcast", (data.numel(), root), data)

@@ -17,14 +17,17 @@ from ronde.collectives.engine import (
     Reduction,
     Work,
 )
-from ronde.collectives.engines.shared_memory import data_movement, reductions
+from ronde.collectives.engines.shared_memory import data_movement
 from ronde.collectives.engines.shared_memory.peers import PeerProcess, Peers
 from ronde.collectives.engines.shared_memory.point_to_point import (
     CHANNEL_BYTES,
     PointToPoint,
 )
 from ronde.collectives.engines.shared_memory.progress import ProgressEngine
-from ronde.collectives.engines.shared_memory.reductions import KnownReductions
+from ronde.collectives.engines.shared_memory.reductions import (
+    KnownReductions,
+    reduce_scatter,
+)
 from ronde.collectives.engines.shared_memory.segment import (
     ExchangeBytes,
     among,
@@ -50,12 +53,6 @@ class SharedMemoryEngine(Engine):
     def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float) -> None:
         """Connect to all other ranks; collective.
 
-        Args:
-            store: Where the ranks meet, empty under the keys used here.
-            rank: This process.
-            size: Number of processes.
-            timeout_s: How long any collective, and this call, may wait for a rank.
-
         Raises:
             CollectiveError: Not all ranks came in time, they are not all on this
                 machine, or there is not enough memory.
@@ -68,51 +65,43 @@ class SharedMemoryEngine(Engine):
         self, exchange: ExchangeBytes, rank: int, size: int, timeout_s: float
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        told = exchange(PeerProcess.of(os.getpid()).encode())
-        peers = Peers([PeerProcess.decode(text) for text in told])
-        stage_at = ControlBlock.size_bytes(size)
+        processes = exchange(PeerProcess.of(os.getpid()).encode())
+        peers = Peers([PeerProcess.decode(text) for text in processes])
+        staging_at = ControlBlock.size_bytes(size)
         room = slot_bytes(size, is_crowded=peers.is_crowded)
-        channels_at = stage_at + 2 * room
-        num_bytes = (
-            -(-(channels_at + size * CHANNEL_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
-        )
+        channels_at = staging_at + 2 * room
+        num_bytes = _in_pages(channels_at + size * CHANNEL_BYTES)
         segments = share_segments(exchange, rank, num_bytes, is_populated=False)
         blocks = [ControlBlock(segment, size) for segment in segments]
         self._progress = ProgressEngine(blocks, rank, peers, timeout_s)
-        self._state = SharedState(rank, blocks, StagingSlots(segments, stage_at, room))
+        self._state = SharedState(
+            rank, blocks, StagingSlots(segments, staging_at, room)
+        )
         self._messages = PointToPoint(self._progress, blocks, segments, channels_at)
         self._reductions = KnownReductions(size)
 
     def require_open(self) -> None:
-        """Refuse on what is closed or lost a rank: see ``Engine``."""
         self._progress.require_usable()
 
     def native(
-        self,
-        call: str,  # noqa: ARG002  the interface's
-        dtype: torch.dtype,  # noqa: ARG002
-        op: ReduceOp,
-        device_type: str,  # noqa: ARG002
+        self, call: str, dtype: torch.dtype, op: ReduceOp, device_type: str
     ) -> Native:
-        """Take every dtype as it is: torch's kernels reduce it."""
+        # torch's kernels reduce every dtype as it is.
         return Native(op, scales=True)
 
     def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
-        """Reduce from one vector into another, or in place."""
         known = self._reductions.find("all_reduce", out, what)
-        steps = reductions.all_reduce(self._state, source, out, known)
+        steps = known.all_reduce(self._state, source, out, known)
         return self._progress.submit("all_reduce", steps)
 
     def reduce_scatter(
         self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
     ) -> Work[None]:
-        """Reduce consecutive parts, one for each rank."""
         known = self._reductions.find("reduce_scatter", source, what)
-        steps = reductions.reduce_scatter(self._state, source, out, counts, known)
+        steps = reduce_scatter(self._state, source, out, counts, known)
         return self._progress.submit("reduce_scatter", steps)
 
     def gather_numbers(self, own: Tensor, call: str) -> Tensor:
-        """Return every rank's vector of numbers; blocks."""
         gathered = own.new_empty((self.size, own.numel()))
         data, out = own.view(torch.uint8), gathered.view(-1).view(torch.uint8)
         counts = [data.numel()] * self.size
@@ -121,65 +110,58 @@ class SharedMemoryEngine(Engine):
         return gathered
 
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[None]:
-        """Concatenate the ranks' bytes."""
         steps = data_movement.all_gather(self._state, own, out, counts)
         return self._progress.submit("all_gather", steps)
 
     def all_to_all(
         self, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
     ) -> Work[None]:
-        """Send every rank its part of the bytes."""
         steps = data_movement.all_to_all(self._state, sent, received, plan)
         return self._progress.submit("all_to_all", steps)
 
     def refuse(self, layout: Layout) -> None:
-        """Tell the others that this rank's arguments are wrong."""
         self._progress.submit(layout.call, data_movement.refuse(self._state, layout))
 
     def gather_rows(self, what: Gather) -> Work[None]:
-        """Gather rows, telling shapes and data at once."""
         steps = data_movement.gather_rows(self._state, what)
         return self._progress.submit("all_gather", steps)
 
     def exchange_rows(self, what: Exchange) -> Work[None]:
-        """Send rows to every rank, telling shapes and data at once."""
         steps = data_movement.exchange_rows(self._state, what)
         return self._progress.submit("all_to_all", steps)
 
     def broadcast(self, data: Tensor, root: int) -> Work[None]:
-        """Copy ``root``'s elements into everybody's."""
         steps = data_movement.broadcast(self._state, data, root)
         return self._progress.submit("broadcast", steps)
 
     def send(self, data: Tensor, to: int, tag: int) -> Work[None]:
-        """Send to one rank."""
         return self._messages.send(data, to, tag)
 
     def recv(self, data: Tensor, source: int, tag: int) -> Work[None]:
-        """Receive from one rank."""
         return self._messages.recv(data, source, tag)
 
     def barrier(self) -> Work[None]:
-        """Be over when all have called."""
         return self._progress.submit("barrier", data_movement.barrier(self._state))
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros that all ranks map: see ``Engine``."""
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
-        num_bytes = -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
+        num_bytes = _in_pages(numel * dtype.itemsize)
         segments = share_segments(among(self), self.rank, num_bytes, is_populated=True)
         own = self._state.heap.add(segments, self.rank)
         with torch.inference_mode(mode=False):
             return own[: numel * dtype.itemsize].view(dtype)
 
     def clone(self) -> "SharedMemoryEngine":
-        """Make another of the same ranks: see ``Engine``."""
         self._progress.require_usable()
         copy = SharedMemoryEngine.__new__(SharedMemoryEngine)
         copy._connect(among(self), self.rank, self.size, self.timeout_s)  # noqa: SLF001  its own
         return copy
 
     def close(self) -> None:
-        """End the helper thread; not collective, and calls may be repeated."""
         self._progress.close()
+
+
+def _in_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES

@@ -1,8 +1,8 @@
 """Which of the other processes still run, read off ``/proc``."""
 
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 _ENDED = "ZX"
 _STOPPED = "T"
@@ -11,33 +11,25 @@ _IS_STOPPED_AFTER = 4
 and be just going on, one rank before the other."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerProcess:
-    """A process that no later one is taken for.
-
-    Attributes:
-        pid: Its number.
-        started_at: When it started, in clock ticks since boot.
-        cores: A bit for each core that it may use.
-    """
+class PeerProcess(NamedTuple):
+    """A process, identified also by its start time: a pid may be used again."""
 
     pid: int
     started_at: int
+    """In clock ticks since boot."""
     cores: int
+    """A bit for each core that it may use."""
 
     @classmethod
     def of(cls, pid: int) -> "PeerProcess":
-        """Describe a process of this machine that runs now."""
         cores = sum(1 << core for core in os.sched_getaffinity(pid))
         return cls(pid, int(_stat(pid)[19]), cores)
 
     def encode(self) -> bytes:
-        """Return it as text."""
         return f"{self.pid} {self.started_at} {self.cores:x}".encode()
 
     @classmethod
     def decode(cls, text: bytes) -> "PeerProcess":
-        """Read what ``encode`` wrote."""
         pid, started_at, cores = text.split()
         return cls(int(pid), int(started_at), int(cores, 16))
 
@@ -51,12 +43,12 @@ class PeerProcess:
         return "" if is_gone else state
 
 
-@dataclass(slots=True)
 class Peers:
     """All ranks' processes, in rank order."""
 
-    processes: list[PeerProcess]
-    _num_stopped: dict[int, int] = field(default_factory=dict[int, int])
+    def __init__(self, processes: list[PeerProcess]) -> None:
+        self.processes = processes
+        self._num_stopped: dict[int, int] = {}
 
     @property
     def is_crowded(self) -> bool:
@@ -67,7 +59,7 @@ class Peers:
         return cores.bit_count() < len(self.processes)
 
     def find_loss(self, rank: int) -> str:
-        """Say what is wrong with a rank's process; nothing where it runs.
+        """Return what is wrong with a rank's process; nothing where it runs.
 
         To be called a few times a second while waiting for it.
         """
@@ -86,5 +78,4 @@ class Peers:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/pid/stat`` from the state, the third, on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

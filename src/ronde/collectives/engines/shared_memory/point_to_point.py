@@ -8,7 +8,7 @@ for the sender (``ControlBlock.taken``). Two pieces fit, so writing and reading 
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,15 +31,8 @@ _HEAD_BYTES = 64
 CHANNEL_BYTES = _NUM_PIECES * (_HEAD_BYTES + PIECE_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class MessageHeader:
-    """What a message says of itself.
-
-    Attributes:
-        tag: As given.
-        num_bytes: Its length.
-        kind: A number for its dtype.
-    """
+class MessageHeader(NamedTuple):
+    """What a message says of itself; ``kind`` is a number for its dtype."""
 
     tag: int
     num_bytes: int
@@ -47,75 +40,56 @@ class MessageHeader:
 
 
 class Channel:
-    """The slots of one ordered pair of ranks, as one of the two sees them."""
+    """The slots of one ordered pair of ranks, as one of the two sees them.
+
+    They begin ``start`` bytes into the sender's segment.
+    """
 
     def __init__(
         self,
         blocks: Sequence[ControlBlock],
-        segments: Sequence[Segment],
+        segment: Segment,
         start: int,
         *,
         sender: int,
         receiver: int,
     ) -> None:
-        """Look at the pair's part of the sender's segment.
-
-        Args:
-            blocks: All ranks' words.
-            segments: All ranks' memory.
-            start: Where channels begin in every segment, in bytes.
-            sender: Who writes.
-            receiver: Who reads.
-        """
         self.sender, self.receiver = sender, receiver
         self.sent_at = blocks[sender].sent + receiver
         self.taken_at = blocks[sender].taken + sender
         self._sent, self._taken = blocks[sender], blocks[receiver]
-        first = start + receiver * CHANNEL_BYTES
-        segment = segments[sender]
         self._heads: list[memoryview] = []
         self._pieces: list[Tensor] = []
-        for index in range(_NUM_PIECES):
-            at = first + index * (_HEAD_BYTES + PIECE_BYTES)
+        at = start + receiver * CHANNEL_BYTES
+        for _ in range(_NUM_PIECES):
             self._heads.append(segment.view[at : at + _HEAD_BYTES].cast("q"))
             at += _HEAD_BYTES
             self._pieces.append(segment.tensor[at : at + PIECE_BYTES])
+            at += PIECE_BYTES
 
     def num_sent(self) -> int:
-        """Return how many pieces were written."""
         return self._sent.words[self.sent_at]
 
     def num_taken(self) -> int:
-        """Return how many pieces were read."""
         return self._taken.words[self.taken_at]
 
-    def is_full(self) -> bool:
-        """Say whether the sender has to wait."""
-        return self.num_sent() - self.num_taken() >= _NUM_PIECES
-
-    def is_empty(self) -> bool:
-        """Say whether the receiver has to wait."""
-        return self.num_sent() == self.num_taken()
-
     def put(self, header: MessageHeader, data: Tensor) -> None:
-        """Write a piece."""
         if IS_WEAKLY_ORDERED:
             fence()
         number = self.num_sent()
         head = self._heads[number % _NUM_PIECES]
-        head[0], head[1], head[2] = header.tag, header.num_bytes, header.kind
+        head[0], head[1], head[2] = header
         self._pieces[number % _NUM_PIECES][: data.numel()].copy_(data)
         self._sent.publish(self.sent_at, number + 1)
 
     def header(self) -> MessageHeader:
-        """Return what the message says of itself that the next piece belongs to."""
+        """Return the header of the message that the next piece belongs to."""
         if IS_WEAKLY_ORDERED:
             fence()
         head = self._heads[self.num_taken() % _NUM_PIECES]
         return MessageHeader(head[0], head[1], head[2])
 
     def take(self, data: Tensor) -> None:
-        """Read a piece."""
         number = self.num_taken()
         data.copy_(self._pieces[number % _NUM_PIECES][: data.numel()])
         self._taken.publish(self.taken_at, number + 1)
@@ -140,21 +114,21 @@ class Sending(Transfer):
         self._num_done = 0
 
     def start(self) -> None:
-        """Queue behind earlier messages to the same rank."""
         self._queue.turn.append(self)
 
     def advance(self) -> None:
         """Write what there is room for, when it is this message's turn."""
+        if self.is_over or self._queue.turn[0] is not self:
+            return
         channel = self._queue.channel
-        while (
-            not self.is_over and self._queue.turn[0] is self and not channel.is_full()
-        ):
+        while channel.num_sent() - channel.num_taken() < _NUM_PIECES:
             piece = self._data[self._num_done : self._num_done + PIECE_BYTES]
             channel.put(self.header, piece)
             self._num_done += piece.numel()
             if self._num_done == self.header.num_bytes:
                 self.is_over = True
                 self._queue.turn.popleft()
+                return
 
     def find_pending(self) -> PendingWord | None:
         """Return the receiver's word while there is no room."""
@@ -187,12 +161,11 @@ class Receiving(Transfer):
     ) -> None:
         super().__init__(progress, "recv")
         self.header = header
-        self._queue = receive_queue
         self.data = data
+        self._queue = receive_queue
 
     def start(self) -> None:
-        """Ask for a message of this tag, after earlier requests."""
-        self._queue.ask(self)
+        self._queue.add(self)
 
     def accept(self, header: MessageHeader, data: Tensor) -> None:
         """Be over: ``data`` has all bytes of a message with this header."""
@@ -211,7 +184,6 @@ class Receiving(Transfer):
         self.is_over = True
 
     def advance(self) -> None:
-        """Read what has come."""
         self._queue.advance()
 
     def find_pending(self) -> PendingWord | None:
@@ -224,49 +196,55 @@ class Receiving(Transfer):
 
 
 class ReceiveQueue:
-    """Messages from one rank: they come in the order sent, and are asked for by tag.
+    """Messages from one rank: they come in the order sent, and are received by tag.
 
-    Whoever advances it reads for all who ask, in whatever inference mode they asked.
+    Whoever advances it reads for all that wait, in whatever inference mode they wait.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self._asked: list[Receiving] = []
+        self._waiting: list[Receiving] = []
         self._kept: list[tuple[MessageHeader, Tensor]] = []
         self._header: MessageHeader | None = None
         self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._num_done = 0
 
-    def ask(self, receiving: Receiving) -> None:
+    def add(self, receiving: Receiving) -> None:
         """Hand over a message that has come already, or note who waits for it."""
         for index, (header, data) in enumerate(self._kept):
             if header.tag == receiving.header.tag:
                 del self._kept[index]
                 receiving.accept(header, data)
                 return
-        self._asked.append(receiving)
+        self._waiting.append(receiving)
 
     def advance(self) -> None:
-        """Read pieces as long as somebody asks for a message and some are there."""
-        self._asked = [each for each in self._asked if not each.is_over]
-        while self._asked and not self.channel.is_empty():
+        """Read pieces as long as somebody waits for a message and some are there."""
+        channel = self.channel
+        self._waiting = [each for each in self._waiting if not each.is_over]
+        while self._waiting and channel.num_sent() != channel.num_taken():
             header = self._header
             if header is None:
-                header = self._header = self.channel.header()
+                header = self._header = channel.header()
                 self._begin(header)
             piece = self._data[self._num_done : self._num_done + PIECE_BYTES]
             with writing_to((piece,)):
-                self.channel.take(piece)
+                channel.take(piece)
             self._num_done += piece.numel()
             if self._num_done == header.num_bytes:
                 self._header = None
-                self._end(header)
+                receiving = self._find(header)
+                if receiving is None:
+                    self._kept.append((header, self._data))
+                else:
+                    self._waiting.remove(receiving)
+                    receiving.accept(header, self._data)
 
     def _find(self, header: MessageHeader) -> Receiving | None:
-        return next((r for r in self._asked if r.header.tag == header.tag), None)
+        return next((r for r in self._waiting if r.header.tag == header.tag), None)
 
     def _begin(self, header: MessageHeader) -> None:
-        """Choose where a message goes: at once to whoever asks, if it fits there."""
+        """Choose where a message goes: at once to whoever waits, if it fits there."""
         self._num_done = 0
         receiving = self._find(header)
         if receiving is not None and receiving.header == header:
@@ -274,17 +252,12 @@ class ReceiveQueue:
         else:
             self._data = torch.empty(header.num_bytes, dtype=torch.uint8, device="cpu")
 
-    def _end(self, header: MessageHeader) -> None:
-        receiving = self._find(header)
-        if receiving is None:
-            self._kept.append((header, self._data))
-        else:
-            self._asked.remove(receiving)
-            receiving.accept(header, self._data)
-
 
 class PointToPoint:
-    """The channels between this rank and all others, opened when they are needed."""
+    """The channels between this rank and all others, opened when they are needed.
+
+    They begin ``start`` bytes into every segment.
+    """
 
     def __init__(
         self,
@@ -293,7 +266,6 @@ class PointToPoint:
         segments: Sequence[Segment],
         start: int,
     ) -> None:
-        """Look at the channels, which begin ``start`` bytes into every segment."""
         self._progress = progress
         self._blocks = blocks
         self._segments = segments
@@ -302,31 +274,29 @@ class PointToPoint:
         self._receive_queues: dict[int, ReceiveQueue] = {}
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Sending:
-        """Send a tensor that has elements."""
-        send_queue = self._send_queues.get(to)
-        if send_queue is None:
-            channel = self._channel(self._progress.rank, to)
-            send_queue = self._send_queues[to] = SendQueue(channel)
+        queue = self._send_queues.get(to)
+        if queue is None:
+            queue = SendQueue(self._channel(self._progress.rank, to))
+            self._send_queues[to] = queue
         data = tensor.view(torch.uint8)
-        sending = Sending(self._progress, send_queue, _header(tensor, tag), data)
+        sending = Sending(self._progress, queue, _header(tensor, tag), data)
         self._progress.deliver(sending)
         return sending
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Receiving:
-        """Receive into a tensor that has elements."""
-        receive_queue = self._receive_queues.get(source)
-        if receive_queue is None:
-            channel = self._channel(source, self._progress.rank)
-            receive_queue = self._receive_queues[source] = ReceiveQueue(channel)
+        queue = self._receive_queues.get(source)
+        if queue is None:
+            queue = ReceiveQueue(self._channel(source, self._progress.rank))
+            self._receive_queues[source] = queue
         data = tensor.view(torch.uint8)
-        receiving = Receiving(self._progress, receive_queue, _header(tensor, tag), data)
+        receiving = Receiving(self._progress, queue, _header(tensor, tag), data)
         self._progress.deliver(receiving)
         return receiving
 
     def _channel(self, sender: int, receiver: int) -> Channel:
         return Channel(
             self._blocks,
-            self._segments,
+            self._segments[sender],
             self._start,
             sender=sender,
             receiver=receiver,

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ronde.collectives.engine import Look, Work
+from ronde.collectives.engine import Look, Work, closed_error
 from ronde.collectives.engines.shared_memory.peers import Peers
 from ronde.collectives.engines.shared_memory.shared_state import (
     BELL,
@@ -70,9 +70,7 @@ class SharedMemoryWork(Work[None]):
     __slots__ = ("_progress", "name")
 
     def __init__(self, progress: "ProgressEngine", name: str) -> None:
-        # As Work does, without the time of another call.
-        self.is_over, self.failure = False, None
-        self._result, self._finish = None, None
+        super().__init__(None, is_over=False)
         self._progress = progress
         self.name = name
 
@@ -85,8 +83,13 @@ class SharedMemoryWork(Work[None]):
         return self.is_over
 
     def _block(self, look: Look | None) -> bool:
-        self._progress.finish(self, look)
-        return self.is_over
+        progress = self._progress
+        while not self.is_over:
+            with progress.lock:
+                progress.spin(self)
+            if not (self.is_over or progress.rest(self, look)):
+                return False
+        return True
 
     def fail(self, error: Exception) -> None:
         self.failure = error
@@ -101,7 +104,11 @@ class CollectiveWork(SharedMemoryWork):
     def __init__(
         self, progress: "ProgressEngine", name: str, steps: Steps[None]
     ) -> None:
-        super().__init__(progress, name)
+        # As the classes above do, without the time of other calls.
+        self.is_over, self.failure = False, None
+        self._result, self._finish = None, None
+        self._progress = progress
+        self.name = name
         self.steps = steps
         self.is_inference = torch.is_inference_mode_enabled()
 
@@ -112,11 +119,9 @@ class Transfer(SharedMemoryWork):
     __slots__ = ()
 
     def start(self) -> None:
-        """Take its turn behind earlier ones."""
         raise NotImplementedError
 
     def advance(self) -> None:
-        """Go as far as it can."""
         raise NotImplementedError
 
 
@@ -132,11 +137,7 @@ class WaitPolicy:
         self._timeout_s = timeout_s
 
     def wait(self, work: SharedMemoryWork, look: Look | None) -> CollectiveError | None:
-        """Return when something may have changed for ``work``.
-
-        Returns:
-            What to give up with; STOPPED; None where there is no reason to.
-        """
+        """Return when something may have changed for ``work``."""
         for _ in range(CONTENTION.num_looks(_NUM_YIELDS)):
             if work.is_over or work.find_pending() is None:
                 return None
@@ -179,7 +180,6 @@ class WaitPolicy:
     def _find_error(
         self, work: SharedMemoryWork, *, is_late: bool
     ) -> CollectiveError | None:
-        """Return an error where a rank that is waited for is gone, or late."""
         pending = work.find_pending()
         if pending is None:
             return None
@@ -262,7 +262,7 @@ class ProgressEngine:
         self._num_phases = 0
         self._queue: deque[CollectiveWork] = deque()
         self._failure: CollectiveError | None = None
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         CONTENTION.expect(len(blocks))
         self._num_spins = 0 if peers.is_crowded else _NUM_SPINS
         self._thread = ProgressThread(self._own, self.poll)
@@ -270,7 +270,7 @@ class ProgressEngine:
     def submit(self, name: str, steps: Steps[None]) -> CollectiveWork:
         """Start a collective, or queue it behind those under way."""
         work = CollectiveWork(self, name, steps)
-        with self._lock:
+        with self.lock:
             if self._failure is not None:
                 raise fresh(self._failure)
             self._queue.append(work)
@@ -281,8 +281,7 @@ class ProgressEngine:
         return work
 
     def deliver(self, transfer: Transfer) -> None:
-        """Start a message."""
-        with self._lock:
+        with self.lock:
             if self._failure is not None:
                 raise fresh(self._failure)
             self._transfers.append(transfer)
@@ -290,25 +289,13 @@ class ProgressEngine:
             self._advance()
 
     def require_usable(self) -> None:
-        """Raise CollectiveError where this was closed, or has lost a rank."""
         if self._failure is not None:
             raise fresh(self._failure)
 
     def poll(self) -> None:
         """Carry on with whatever can go on now."""
-        with self._lock:
+        with self.lock:
             self._advance()
-
-    def finish(self, work: SharedMemoryWork, look: Look | None) -> None:
-        """Carry on, waiting for others where that must be, until ``work`` is over.
-
-        ``look`` is called from time to time, and may say to stop.
-        """
-        while not work.is_over:
-            with self._lock:
-                self._spin(work)
-            if not (work.is_over or self._rest(work, look)):
-                return
 
     def find_pending(self) -> PendingWord | None:
         """Return the word of a rank that has not completed the phase."""
@@ -321,13 +308,9 @@ class ProgressEngine:
 
     def close(self) -> None:
         """End the thread and inform the others; what is under way fails."""
-        with self._lock:
+        with self.lock:
             self._own.publish(IS_CLOSED, 1)
-            self._fail(
-                CollectiveError(
-                    "communicator must be open, got a closed one. Connect again."
-                )
-            )
+            self._fail(closed_error())
         self._thread.close()
 
     def _advance(self) -> None:
@@ -348,7 +331,7 @@ class ProgressEngine:
             fence()
         return True
 
-    def _spin(self, work: SharedMemoryWork) -> None:
+    def spin(self, work: SharedMemoryWork) -> None:
         """Carry on, looking again and again for a short while; the lock is held.
 
         This is fastest where every rank has a core. It is written for the time it
@@ -431,15 +414,11 @@ class ProgressEngine:
             transfer.fail(error)
         self._transfers = []
 
-    def _rest(self, work: SharedMemoryWork, look: Look | None) -> bool:
-        """Wait, without the lock, until something may have changed.
-
-        Returns:
-            Whether to go on: ``look`` did not say to stop.
-        """
+    def rest(self, work: SharedMemoryWork, look: Look | None) -> bool:
+        """Wait, without the lock, until something may have changed."""
         error = self._wait_policy.wait(work, look)
         if error is not None and error is not STOPPED:
-            with self._lock:
+            with self.lock:
                 # Another thread may have been reading the last that the rank sent.
                 self._advance()
                 is_lost = not work.is_over and work.find_pending() is not None

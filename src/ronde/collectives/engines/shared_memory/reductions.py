@@ -1,7 +1,7 @@
-"""Reductions, as steps between phases."""
+"""Reductions, as steps between phases; torch's kernels combine the ranks' elements."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,12 @@ from ronde.collectives.engines.shared_memory.shared_state import (
 )
 from ronde.collectives.shapes import rows
 
-Kernel = Callable[..., Tensor]
-_KERNELS: dict[ReduceOp, Kernel] = {
+WHOLE_BYTES = 4 << 10
+"""Up to here every rank reduces everything: a phase costs more."""
+_PIECE_BYTES = 512 << 10
+_LINE_BYTES = 64
+_MAX_KNOWN = 1024
+_KERNELS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVERAGE: torch.add,
     ReduceOp.MIN: torch.minimum,
@@ -36,7 +40,6 @@ class Scratch:
         self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def take(self, numel: int) -> Tensor:
-        """Return ``numel`` elements of any value."""
         if self._memory.numel() < numel:
             with torch.inference_mode(mode=False):
                 self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
@@ -49,6 +52,9 @@ class ReduceKernel:
     The ranks' elements are taken in rank order, so every rank that combines the same
     elements gets the same bits. 16-bit floats are rounded once.
     """
+
+    combine: Callable[[Sequence[Tensor], Tensor], None]
+    """Combine one flat tensor a rank into ``out``, which may be one of them."""
 
     def __init__(
         self,
@@ -72,9 +78,6 @@ class ReduceKernel:
         else:
             self.combine = self._combine_stacked
 
-    combine: Callable[[Sequence[Tensor], Tensor], None]
-    """Combine one flat tensor a rank into ``out``, which may be one of them."""
-
     def _combine_two(self, sources: Sequence[Tensor], out: Tensor) -> None:
         self._kernel(sources[0], sources[1], out=out)
 
@@ -95,10 +98,9 @@ class ReduceKernel:
 
     def _combine_widened(self, sources: Sequence[Tensor], out: Tensor) -> None:
         wide = self._scratch.take(out.numel())
-        kernel = self._kernel
         wide.copy_(sources[0])
         for source in sources[1:]:
-            kernel(wide, source, out=wide)
+            self._kernel(wide, source, out=wide)
         if self._divisor != 1:
             wide.div_(self._divisor)
         if self._postscale != 1.0:
@@ -111,28 +113,14 @@ class ReduceKernel:
         out.copy_(reduce_stack(stack.view(out.dtype), self._op, self._postscale))
 
 
-WHOLE_BYTES = 4 << 10
-"""Up to here every rank reduces everything: a meeting costs more."""
-_PIECE_BYTES = 512 << 10
-_LINE_BYTES = 64
-_MAX_KNOWN = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class KnownReduction:
-    """A reduction of vectors of one length and dtype.
-
-    Attributes:
-        call: What must be equal on all ranks.
-        prescale: Multiplies this rank's input.
-        kernel: Combines the ranks' elements and scales the result.
-        is_small: Every rank had better reduce everything.
-    """
+class KnownReduction(NamedTuple):
+    """A reduction of vectors of one length and dtype."""
 
     call: Call
+    signature: int
     prescale: float
     kernel: ReduceKernel
-    is_small: bool
+    all_reduce: "Callable[[SharedState, Tensor, Tensor, KnownReduction], Steps[None]]"
 
 
 class KnownReductions:
@@ -145,84 +133,76 @@ class KnownReductions:
         self._scratch = Scratch()
 
     def find(self, name: str, vector: Tensor, what: Reduction) -> KnownReduction:
-        """Return what is to be done to such vectors."""
         numel = vector.numel()
-        key = (what, numel)
-        known = self._known.get(key)
+        known = self._known.get((what, numel))
         if known is None:
             dtype = vector.dtype
             call = Call(name, str(dtype), numel, f" by {what.op}")
             kernel = ReduceKernel(
                 dtype, what.op, self._size, what.postscale, self._scratch
             )
+            is_small = numel * vector.element_size() <= WHOLE_BYTES
+            all_reduce = _reduce_small if is_small else _reduce_large
+            known = KnownReduction(
+                call, call.signature, what.prescale, kernel, all_reduce
+            )
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            is_small = numel * vector.element_size() <= WHOLE_BYTES
-            known = KnownReduction(call, what.prescale, kernel, is_small)
-            self._known[key] = known
+            self._known[what, numel] = known
         return known
 
 
-def all_reduce(
+def _reduce_small(
     state: SharedState, source: Tensor, out: Tensor, what: KnownReduction
 ) -> Steps[None]:
-    """Reduce ``source``, this rank's elements, into ``out``, which may be the same."""
-    reduce = _reduce_small if what.is_small else _reduce_large
-    return reduce(state, source, out, what)
-
-
-def _reduce_small(
-    state: SharedState, source: Tensor, flat: Tensor, what: KnownReduction
-) -> Steps[None]:
-    """Show all ranks everything; each reduces all of it.
+    """Show all ranks everything; each reduces all of it into ``out``.
 
     This is written for the time it takes: a few microseconds in all.
     """
-    wanted = what.call.signature
-    views = state.staging.views(state.staging.take(), flat.dtype, flat.numel())
+    staging, signature = state.staging, what.signature
+    views = staging.views(staging.take(), out.dtype, out.numel())
     own = views[state.rank]
     own.copy_(source)
     if what.prescale != 1.0:
         scale_(own, what.prescale)
-    turn = state.announce(wanted)
+    turn = state.announce(signature)
     yield
-    if state.locations(turn, wanted) is None:
+    if not state.is_agreed(turn, signature):
         raise (yield from state.mismatch(what.call))
-    what.kernel.combine(views, flat)
+    what.kernel.combine(views, out)
 
 
 def _reduce_large(
-    state: SharedState, source: Tensor, flat: Tensor, what: KnownReduction
+    state: SharedState, source: Tensor, out: Tensor, what: KnownReduction
 ) -> Steps[None]:
-    wanted = what.call.signature
-    location = state.heap.locate(flat) if source is flat else 0
-    slot = state.staging.take()
-    prescale, views, is_shown = what.prescale, [], False
+    """Reduce ``source``, this rank's elements, into ``out``, which may be the same."""
+    location = state.heap.locate(out) if source is out else 0
+    staging = state.staging
+    slot = staging.take()
+    step = staging.slot_bytes // out.element_size()
+    is_whole = out.numel() <= step
+    views: list[Tensor] = []
     if not location:
-        step = state.staging.slot_bytes // flat.element_size()
-        is_shown = flat.numel() <= step
-        views = _show(state, slot, source if is_shown else source[:step], prescale)
-    turn = state.announce(wanted, location)
+        piece = source if is_whole else source[:step]
+        views = _show(state, slot, piece, what.prescale)
+    turn = state.announce(what.signature, location)
     yield
-    locations = state.locations(turn, wanted)
-    if locations is None:
+    if not state.is_agreed(turn, what.signature):
         raise (yield from state.mismatch(what.call))
-    plan = state.heap.plans.get((wanted, *locations))
+    locations = state.locations(turn)
+    plan = state.heap.plans.get((what.signature, *locations)) if location else None
     if plan is None and is_same_region(locations):
-        plan = _plan(state, flat, what, locations)
+        plan = _plan(state, out, what, locations)
     if plan is not None:
         _reduce_in_place(state, what, plan)
         yield
-        return
-    # What was shown already is of use if all ranks have shown something.
-    is_of_use = not any(locations)
-    if is_of_use and is_shown and state.size == 2:
-        what.kernel.combine(views, flat)
+    elif any(locations):
+        # What was shown already is of use only if all ranks have shown something.
+        yield from _reduce_shown(state, source, out, what, -1)
+    elif is_whole and state.size == 2:
+        what.kernel.combine(views, out)
     else:
-        reduce = _reduce_by_pairs if state.size == 2 else _reduce_by_shares
-        shown = slot if is_of_use else -1
-        lane = _Vectors(source, flat, what.kernel, prescale)
-        yield from reduce(state, lane, shown)
+        yield from _reduce_shown(state, source, out, what, slot)
 
 
 def _show(
@@ -257,126 +237,91 @@ def _reduce_in_place(
 
 
 def _plan(
-    state: SharedState, flat: Tensor, what: KnownReduction, locations: Sequence[int]
+    state: SharedState, out: Tensor, what: KnownReduction, locations: Sequence[int]
 ) -> list[Pieces]:
     """Cut this rank's share of all ranks' tensors into pieces that a cache holds."""
-    itemsize = flat.element_size()
-    first, last = share(flat.numel(), itemsize, state.size, state.rank)
-    step = _PIECE_BYTES // itemsize
-    tensors = _tensors(state, flat, locations)
-    columns = [torch.split(tensor[first:last], step) for tensor in tensors]
+    itemsize = out.element_size()
+    first, last = _share(out.numel(), itemsize, state.size, state.rank)
+    columns = [
+        torch.split(tensor[first:last], _PIECE_BYTES // itemsize)
+        for tensor in state.heap.views(locations, out)
+    ]
     plan = list(zip(*columns, strict=True))
-    key = (what.call.signature, *locations)
-    state.heap.plans.put(key, plan, len(plan) * state.size)
+    state.heap.plans.put((what.signature, *locations), plan, len(plan) * state.size)
     return plan
 
 
-@dataclass(frozen=True, slots=True)
-class _Vectors:
-    """Elements on their way through the slots.
+def _reduce_shown(
+    state: SharedState, source: Tensor, out: Tensor, what: KnownReduction, shown: int
+) -> Steps[None]:
+    """Show the others one slot after the other.
 
-    Attributes:
-        source: This rank's.
-        target: Takes the result; may be ``source`` itself.
-        kernel: Combines the ranks'.
-        prescale: Multiplies this rank's.
+    Two ranks reduce both the whole of it; more reduce a share each and read the others.
+    ``shown`` is the slot that has the first elements already, or -1.
     """
-
-    source: Tensor
-    target: Tensor
-    kernel: ReduceKernel
-    prescale: float
-
-
-def _reduce_by_pairs(state: SharedState, lane: _Vectors, shown: int) -> Steps[None]:
-    """Show the other rank one slot after the other; both reduce each.
-
-    Args:
-        state: All ranks' memory.
-        lane: The elements.
-        shown: The slot that has the first of them already, or -1.
-    """
-    staging, rank, dtype = state.staging, state.rank, lane.target.dtype
-    step = state.staging.slot_bytes // lane.target.element_size()
-    pieces = zip(
-        torch.split(lane.source, step), torch.split(lane.target, step), strict=True
-    )
+    staging, combine = state.staging, what.kernel.combine
+    dtype, itemsize, rank = out.dtype, out.element_size(), state.rank
+    step = staging.slot_bytes // itemsize
+    pieces = zip(torch.split(source, step), torch.split(out, step), strict=True)
     for piece, target in pieces:
         if shown < 0:
-            views = _show(state, staging.take(), piece, lane.prescale)
-            yield
-        else:
-            views = staging.views(shown, dtype, piece.numel())
-            shown = -1
-        if lane.prescale == 1.0:
-            # The piece itself is nearer than what was shown of it.
-            views = (piece, views[1]) if rank == 0 else (views[0], piece)
-        lane.kernel.combine(views, target)
-
-
-def _reduce_by_shares(state: SharedState, lane: _Vectors, shown: int) -> Steps[None]:
-    """Show the others one slot after the other; each rank reduces its share of it.
-
-    The arguments are those of ``_reduce_by_pairs``.
-    """
-    dtype, itemsize = lane.target.dtype, lane.target.element_size()
-    staging = state.staging
-    step = staging.slot_bytes // itemsize
-    for start in range(0, lane.target.numel(), step):
-        target = lane.target[start : start + step]
-        if start or shown < 0:
             shown = staging.take()
-            _show(state, shown, lane.source[start : start + step], lane.prescale)
+            _show(state, shown, piece, what.prescale)
             yield
+        slot, shown = shown, -1
+        if state.size == 2:
+            views: Sequence[Tensor] = staging.views(slot, dtype, piece.numel())
+            if what.prescale == 1.0:
+                # The piece itself is nearer than what was shown of it.
+                views = (piece, views[1]) if rank == 0 else (views[0], piece)
+            combine(views, target)
+            continue
         shares = [
-            share(target.numel(), itemsize, state.size, rank)
-            for rank in range(state.size)
+            _share(target.numel(), itemsize, state.size, each)
+            for each in range(state.size)
         ]
-        first, last = shares[state.rank]
-        if last > first:
-            views = staging.views(shown, dtype, last - first, first * itemsize)
-            lane.kernel.combine(views, views[state.rank])
+        for each, (first, last) in enumerate(shares):
+            if each == rank and last > first:
+                views = staging.views(slot, dtype, last - first, first * itemsize)
+                combine(views, views[rank])
         yield
-        for rank, (first, last) in enumerate(shares):
+        for each, (first, last) in enumerate(shares):
             if last > first:
-                views = staging.views(shown, dtype, last - first, first * itemsize)
-                target[first:last].copy_(views[rank])
+                views = staging.views(slot, dtype, last - first, first * itemsize)
+                target[first:last].copy_(views[each])
 
 
 def reduce_scatter(
     state: SharedState,
-    flat: Tensor,
+    source: Tensor,
     out: Tensor,
     counts: Sequence[int],
     what: KnownReduction,
 ) -> Steps[None]:
-    """Reduce ``counts[r]`` elements of ``flat`` for each rank r; see ``Engine``."""
-    start = sum(counts[: state.rank])
+    """Reduce ``counts[r]`` elements of ``source`` for each rank r; see ``Engine``."""
     # Scaling where it lies would change the caller's tensor.
-    location = 0 if what.prescale != 1.0 else state.heap.locate(flat)
-    turn = state.announce(what.call.signature, location)
+    location = 0 if what.prescale != 1.0 else state.heap.locate(source)
+    turn = state.announce(what.signature, location)
     yield
-    locations = state.locations(turn, what.call.signature)
-    if locations is None:
+    if not state.is_agreed(turn, what.signature):
         raise (yield from state.mismatch(what.call))
+    locations = state.locations(turn)
+    itemsize = source.element_size()
     if is_same_region(locations):
-        _reduce_part(state, flat, out, start, what, locations)
+        first = sum(counts[: state.rank])
+        tensors = state.heap.views(locations, source)
+        step = max(1, _PIECE_BYTES // itemsize)
+        for start in range(0, out.numel(), step):
+            target = out[start : start + step]
+            at = first + start
+            pieces = [tensor[at : at + target.numel()] for tensor in tensors]
+            what.kernel.combine(pieces, target)
         yield
-    else:
-        yield from _reduce_shown(state, flat, out, counts, what)
-
-
-def _reduce_shown(
-    state: SharedState,
-    flat: Tensor,
-    out: Tensor,
-    counts: Sequence[int],
-    what: KnownReduction,
-) -> Steps[None]:
-    """Show all ranks their parts, one slot after the other."""
-    parts = torch.split(flat, list(counts))
+        return
+    # Show all ranks their parts, one slot after the other.
+    parts = torch.split(source, list(counts))
     room = state.staging.slot_bytes // state.size // _LINE_BYTES * _LINE_BYTES
-    step = room // flat.element_size()
+    step = room // itemsize
     for start in range(0, max(counts), step):
         slot = state.staging.take()
         for to, part in enumerate(parts):
@@ -387,42 +332,13 @@ def _reduce_shown(
         target = out[start : start + step]
         if target.numel():
             at = state.rank * room
-            views = state.staging.views(slot, flat.dtype, target.numel(), at)
+            views = state.staging.views(slot, source.dtype, target.numel(), at)
             what.kernel.combine(views, target)
 
 
-def _reduce_part(
-    state: SharedState,
-    flat: Tensor,
-    out: Tensor,
-    start: int,
-    what: KnownReduction,
-    locations: Sequence[int],
-) -> None:
-    """Reduce from where all ranks' tensors lie."""
-    tensors = _tensors(state, flat, locations)
-    step = max(1, _PIECE_BYTES // flat.element_size())
-    for done in range(0, out.numel(), step):
-        target = out[done : done + step]
-        first = start + done
-        pieces = [tensor[first : first + target.numel()] for tensor in tensors]
-        what.kernel.combine(pieces, target)
-
-
-def _tensors(
-    state: SharedState, flat: Tensor, locations: Sequence[int]
-) -> list[Tensor]:
-    """Return all ranks' tensors where they lie; ``flat`` is like them."""
-    return [
-        state.heap.view(rank, location, flat.dtype, flat.numel())
-        for rank, location in enumerate(locations)
-    ]
-
-
-def share(numel: int, itemsize: int, size: int, rank: int) -> tuple[int, int]:
+def _share(numel: int, itemsize: int, size: int, rank: int) -> tuple[int, int]:
     """Return first and end of the elements that ``rank`` reduces, in whole lines."""
     line = max(1, _LINE_BYTES // itemsize)
-    num_lines = -(-numel // line)
-    counts = rows(num_lines, size)
+    counts = rows(-(-numel // line), size)
     first = sum(counts[:rank]) * line
     return min(first, numel), min(first + counts[rank] * line, numel)

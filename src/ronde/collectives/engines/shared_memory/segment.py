@@ -14,8 +14,8 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,15 +49,7 @@ _munmap: Callable[[int, int], int] = _libc.munmap
 
 
 class Segment:
-    """One rank's memory, as mapped into this process.
-
-    Attributes:
-        mapping: What keeps it in this process's memory.
-        address: Where it begins there.
-        num_bytes: Its size.
-        view: Its bytes, for words.
-        tensor: Its bytes, for torch; the mapping lives as long as any view of it.
-    """
+    """One rank's memory, as mapped into this process."""
 
     __slots__ = ("address", "mapping", "num_bytes", "tensor", "view")
 
@@ -89,22 +81,13 @@ def _map(
     return mapping
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """What a rank tells the others of its segment."""
+class _Offer(NamedTuple):
+    """What a rank tells the others of its segment, as JSON."""
 
     pid: int
     descriptor: int
     inode: int
     host: str
-
-    def encode(self) -> bytes:
-        fields = (self.pid, self.descriptor, self.inode, self.host)
-        return json.dumps(fields).encode()
-
-    @classmethod
-    def decode(cls, text: bytes) -> "_Offer":
-        return cls(*json.loads(text))
 
 
 def pack(message: bytes) -> bytearray:
@@ -113,7 +96,6 @@ def pack(message: bytes) -> bytearray:
 
 
 def unpack(packed: bytes) -> bytes:
-    """Return the message that ``pack`` was given."""
     return packed[8 : 8 + int.from_bytes(packed[:8], "little")]
 
 
@@ -121,16 +103,6 @@ def share_segments(
     exchange: ExchangeBytes, rank: int, num_bytes: int, *, is_populated: bool
 ) -> list[Segment]:
     """Make a zeroed segment on each rank and map everybody's; collective.
-
-    Args:
-        exchange: Tells the others where one's segment is; collective.
-        rank: This process.
-        num_bytes: Size of each rank's segment, equal on all.
-        is_populated: Have the memory now, not when it is touched: a page fault costs
-            more than reducing the page.
-
-    Returns:
-        The segments in rank order.
 
     Raises:
         CollectiveError: The memory is not there, or not every rank can open the others'
@@ -187,7 +159,10 @@ class _Sharing:
         inode = os.fstat(self._descriptor).st_ino
         host = socket.gethostname()[:64]
         own = _Offer(os.getpid(), self._descriptor, inode, host)
-        self._offers = [_Offer.decode(text) for text in self._exchange(own.encode())]
+        self._offers = [
+            _Offer(*json.loads(text))
+            for text in self._exchange(json.dumps(own).encode())
+        ]
         available = available_memory()
         size = len(self._offers)
         needed = size * self._num_bytes
@@ -240,14 +215,7 @@ def _out_of_reach(rank: int, offer: _Offer) -> OSError:
 def through_store(
     store: Store, rank: int, size: int, timeout_s: float
 ) -> ExchangeBytes:
-    """Return an exchange by way of a store, for ranks that have nothing else yet.
-
-    Args:
-        store: Empty under the keys used here.
-        rank: This process.
-        size: Number of processes.
-        timeout_s: How long to wait for the others, each time.
-    """
+    """Return an exchange by way of a store, for ranks that have nothing else yet."""
     limit = timedelta(seconds=timeout_s)
     turn = 0
 
@@ -257,11 +225,11 @@ def through_store(
         keys = [f"{turn}/{other}" for other in range(size)]
         store.set(keys[rank], message.hex())
         store.wait(keys, limit)
-        told = [bytes.fromhex(text.decode()) for text in store.multi_get(keys)]
+        messages = [bytes.fromhex(text.decode()) for text in store.multi_get(keys)]
         if turn > 1:
             # Whoever has come to this turn has read all of the one before.
             store.delete_key(f"{turn - 1}/{rank}")
-        return told
+        return messages
 
     return exchange
 

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ronde.collectives.engines.shared_memory.waiting import (
     wake_all,
 )
 from ronde.collectives.recent import Recent
+from ronde.collectives.shapes import LayoutSummary, by_ranks
 from ronde.errors import CollectiveError
 
 _LINE = 8
@@ -32,7 +34,9 @@ _SIGNATURES = 3 * _LINE
 """Two words, used in turn: the call that the rank makes."""
 _LOCATIONS = 3 * _LINE + 2
 """Two words, used in turn: where the rank's tensor is."""
-_SLEEPERS = 4 * _LINE
+_LAYOUTS = 4 * _LINE
+"""Twice four words, used in turn: a summary of the rank's layout."""
+_SLEEPERS = 5 * _LINE
 """A byte for each rank: it sleeps until a word here changes."""
 
 _SLOT_BYTES = 256 << 10
@@ -69,7 +73,7 @@ class ControlBlock:
         "_text_at",
         "address",
         "bytes",
-        "num_bytes",
+        "layouts",
         "sent",
         "taken",
         "words",
@@ -80,10 +84,10 @@ class ControlBlock:
         self.sent = _SLEEPERS + _in_lines(num_sleeper_words)
         self.taken = self.sent + _in_lines(size)
         self._text_at = 8 * (self.taken + _in_lines(size))
-        self.num_bytes = self.size_bytes(size)
         self.address = segment.address
-        self.bytes = segment.view[: self.num_bytes]
+        self.bytes = segment.view[: self.size_bytes(size)]
         self.words = self.bytes.cast("Q")
+        self.layouts = self.bytes[8 * _LAYOUTS : 8 * _SLEEPERS].cast("q")
         self._sleeper_words = tuple(range(_SLEEPERS, _SLEEPERS + num_sleeper_words))
         fencing = threading.Lock()
         self._release, self._acquire = fencing.release, fencing.acquire
@@ -145,7 +149,6 @@ class ControlBlock:
 
 
 def slot_bytes(size: int, *, is_crowded: bool) -> int:
-    """Return how large the slots of ``size`` ranks should be."""
     largest = _CROWDED_SLOT_BYTES if is_crowded else _SLOT_BYTES
     return max(largest, size * _PART_BYTES)
 
@@ -196,20 +199,14 @@ class StagingSlots:
         return views
 
 
-class Region:
+class Region(NamedTuple):
     """What all ranks allocated in one call; ``number`` counts the calls."""
 
-    def __init__(self, number: int, segments: Sequence[Segment], rank: int) -> None:
-        self.number = number
-        self.start = segments[rank].address
-        self.num_bytes = segments[rank].num_bytes
-        self._tensors = [segment.tensor for segment in segments]
-
-    def view(self, rank: int, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return a part of what a rank allocated, ``offset`` bytes into it."""
-        end = offset + numel * dtype.itemsize
-        with torch.inference_mode(mode=False):
-            return self._tensors[rank][offset:end].view(dtype)
+    number: int
+    start: int
+    """The address of this rank's part."""
+    num_bytes: int
+    tensors: list[Tensor]
 
 
 class SymmetricHeap:
@@ -235,8 +232,11 @@ class SymmetricHeap:
         """
         self._forget()
         self._num_regions += 1
-        self._regions.append(Region(self._num_regions, segments, rank))
-        buffer = memoryview(segments[rank].mapping)
+        own, tensors = segments[rank], [segment.tensor for segment in segments]
+        self._regions.append(
+            Region(self._num_regions, own.address, own.num_bytes, tensors)
+        )
+        buffer = memoryview(own.mapping)
         weakref.finalize(buffer, self._gone.append, self._num_regions)
         with torch.inference_mode(mode=False):
             return torch.frombuffer(buffer, dtype=torch.uint8)
@@ -258,11 +258,20 @@ class SymmetricHeap:
     ) -> Tensor:
         """Return a rank's tensor, ``start`` bytes after what ``locate`` found there."""
         number = location >> _OFFSET_BITS
-        offset = (location & ((1 << _OFFSET_BITS) - 1)) + start
+        first = (location & ((1 << _OFFSET_BITS) - 1)) + start
         for region in self._regions:
             if region.number == number:
-                return region.view(rank, offset, dtype, numel)
+                with torch.inference_mode(mode=False):
+                    data = region.tensors[rank][first : first + numel * dtype.itemsize]
+                    return data.view(dtype)
         raise LookupError(f"region must be in use, got number {number}")
+
+    def views(self, locations: Sequence[int], like: Tensor) -> list[Tensor]:
+        """Return all ranks' tensors where they lie; ``like`` is one of them."""
+        return [
+            self.view(rank, location, like.dtype, like.numel())
+            for rank, location in enumerate(locations)
+        ]
 
     def _forget(self) -> None:
         while self._gone:
@@ -274,7 +283,6 @@ class SymmetricHeap:
 
 
 def is_same_region(locations: Sequence[int]) -> bool:
-    """Say whether all ranks' tensors lie in one region."""
     numbers = {location >> _OFFSET_BITS for location in locations}
     return len(numbers) == 1 and 0 not in numbers
 
@@ -312,29 +320,46 @@ class SharedState:
         self._blocks = blocks
         self._own = blocks[rank].words
         self._words = [block.words for block in blocks]
+        self._layouts = [block.layouts for block in blocks]
         self._turn = 0
 
-    def announce(self, signature: int, location: int = 0) -> int:
+    def announce(
+        self, signature: int, location: int = 0, layout: LayoutSummary | None = None
+    ) -> int:
         """Publish, with the next phase, this rank's call and where its tensor is.
 
         Returns:
-            The turn, for ``locations``. Two turns are enough for the reason of Note
-            [Two slots].
+            The turn, for the questions after the phase. Two turns are enough for the
+            reason of Note [Two slots].
         """
         turn = self._turn = 1 - self._turn
-        self._own[_SIGNATURES + turn] = signature
-        self._own[_LOCATIONS + turn] = location
+        own = self._own
+        own[_SIGNATURES + turn] = signature
+        own[_LOCATIONS + turn] = location
+        if layout is not None:
+            at = 4 * turn
+            words = self._layouts[self.rank]
+            words[at], words[at + 1], words[at + 2] = layout
         return turn
 
-    def locations(self, turn: int, signature: int) -> list[int] | None:
-        """Return where each rank's tensor is; None if their calls differ."""
-        signature_at, location_at = _SIGNATURES + turn, _LOCATIONS + turn
-        locations: list[int] = []
-        for words in self._words:
-            if words[signature_at] != signature:
-                return None
-            locations.append(words[location_at])
-        return locations
+    def is_agreed(self, turn: int, signature: int) -> bool:
+        """Say whether all ranks make the same call."""
+        at = _SIGNATURES + turn
+        for words in self._words:  # noqa: SIM110  all() takes longer
+            if words[at] != signature:
+                return False
+        return True
+
+    def locations(self, turn: int) -> list[int]:
+        at = _LOCATIONS + turn
+        return [words[at] for words in self._words]
+
+    def layouts(self, turn: int) -> list[LayoutSummary]:
+        at = 4 * turn
+        return [
+            LayoutSummary(words[at], words[at + 1], words[at + 2])
+            for words in self._layouts
+        ]
 
     def mismatch(self, call: Call) -> Generator[None, None, CollectiveError]:
         """Exchange the calls that do not fit together; return what to raise.
@@ -345,16 +370,8 @@ class SharedState:
         yield
         # One call has taken a slot where another did not.
         self.staging.reset()
-        groups: dict[str, list[int]] = {}
-        for rank, block in enumerate(self._blocks):
-            groups.setdefault(block.read_text(), []).append(rank)
-        got = "; ".join(f"{text} on {_name(ranks)}" for text, ranks in groups.items())
+        got = by_ranks([block.read_text() for block in self._blocks])
         return CollectiveError(
             f"calls must be equal on all ranks, got {got}. Make the same calls in the "
             "same order everywhere."
         )
-
-
-def _name(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

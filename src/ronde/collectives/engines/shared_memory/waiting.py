@@ -6,29 +6,26 @@ Note [Memory order]
     loads and stores by a single instruction, so no word is ever seen half.
 
     The data must not be seen later than the word. x86 keeps the order of stores and
-    the order of loads (Intel SDM vol. 3, 8.2.2), except for non-temporal stores, after
-    which libc's copies and torch's kernels put a fence of their own. Elsewhere
-    ``fence()`` stands before the store of a word and after the load that saw it: it
-    frees and takes a lock, and an ARMv8 release is never passed by a later acquire,
-    nor what comes before the one by what comes after the other. The interpreter runs
-    the statements of one thread in order, and kernels' own worker threads are joined
-    before the kernel returns.
+    the order of loads (Intel SDM vol. 3, 8.2.2); after non-temporal stores libc and
+    torch's kernels put a fence of their own. Elsewhere ``fence()`` stands before the
+    store of a word and after the load that saw it: it frees and takes a lock, and an
+    ARMv8 release is never passed by a later acquire, nor what comes before the one by
+    what comes after the other. Kernels' worker threads are joined before they return.
 
     Sleeping needs one thing more, which no processor gives for nothing: that a store
     is seen before a later load is done. The sleeper stores its flag, then looks at the
     word again; the writer stores the word, then looks at the flag. Were each load to
     pass the store before it, the sleeper would miss the word and the writer the flag.
-    The fence between them, on either side, rules that out (a locked instruction on
-    x86), and from there on the kernel compares the word before it puts anyone to sleep.
+    The fence between them, on either side, rules that out; and the kernel compares the
+    word before it puts anyone to sleep.
 
 Note [Yield or sleep]
     Where every rank has a core, or ranks share cores among themselves, an answer comes
     within microseconds, and to look for it, yielding the core in between, is quicker
     than to sleep. Beside programs that compute, a yield may hand one of them the core
-    for tens of milliseconds, and looking uses up this process's share of the core; who
-    sleeps takes no share, and gets the core at once when it is woken. So the number of
-    threads that want to run now is read from time to time, which takes 10 us: with more
-    than there are cores, and more than there are ranks, all waits sleep at once.
+    for tens of milliseconds; who sleeps gets the core at once when it is woken. So the
+    number of threads that want to run is read from time to time, which takes 10 us:
+    with more than there are cores, and more than there are ranks, waits sleep at once.
 """
 
 import ctypes

@@ -1,12 +1,13 @@
 """Collectives on torch's process groups: Gloo for the CPU, NCCL for CUDA."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ReduceOp as TorchOp, Store
+from torch.distributed.distributed_c10d import AllreduceOptions
 
 from ronde.collectives.arithmetic import (
     HALVES,
@@ -28,11 +29,9 @@ from ronde.collectives.engines.torch_distributed.groups import (
     Backend,
     BackendWork,
     Groups,
-    Submitted,
     TorchWork,
     all_gather_even,
     broadcast,
-    reduce_options,
 )
 from ronde.collectives.torch_modes import writing_to
 
@@ -59,13 +58,6 @@ class TorchDistributedEngine(Engine):
     ) -> None:
         """Connect to all other ranks; collective.
 
-        Args:
-            store: Where the ranks meet, empty under the keys used here.
-            rank: This process.
-            size: Number of processes.
-            timeout_s: How long any collective, and this call, may wait for a rank.
-            is_one_host: All ranks are on this host; they use the loopback then.
-
         Raises:
             CollectiveError: Not all ranks came in time.
         """
@@ -73,13 +65,15 @@ class TorchDistributedEngine(Engine):
         self._store = store
         self._is_one_host = is_one_host
         self._num_clones = 0
-        self._options = {op: reduce_options(_TORCH_OPS[op]) for op in ReduceOp}
+        self._options: dict[ReduceOp, Any] = {}
+        for op in ReduceOp:
+            self._options[op] = AllreduceOptions()
+            self._options[op].reduceOp = _TORCH_OPS[op]
         with self._context("connecting").guard():
             self._groups = Groups(store, rank, size, timeout_s, is_one_host=is_one_host)
         self._all_reduce_context = self._context("all_reduce")
 
     def require_open(self) -> None:
-        """Refuse once closed: see ``Engine``."""
         self._groups.of(CPU)
 
     def native(
@@ -107,7 +101,6 @@ class TorchDistributedEngine(Engine):
         return native
 
     def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
-        """Reduce as torch does, or by shares. This is on every training step's path."""
         backend = self._groups.of(out.device)
         if source is not out or self._goes_by_shares(out, what):
             return self._all_reduce_by_shares(source, out, what)
@@ -126,31 +119,28 @@ class TorchDistributedEngine(Engine):
     def _all_reduce_by_shares(
         self, source: Tensor, out: Tensor, what: Reduction
     ) -> Work[None]:
+        def steps(backend: Backend) -> None:
+            _reduce_by_shares(backend, self.size, source, out, what)
+
+        if not out.is_cuda:
+            return self._groups.submit(self._all_reduce_context, steps)
         with self._all_reduce_context.guard():
-            if out.is_cuda:
-                # The stream keeps the steps in order; the host does not wait.
-                _reduce_by_shares(
-                    self._groups.of(out.device), self.size, source, out, what
-                )
-                return Work(None)
-            outcome = self._groups.lane().submit(
-                lambda backend: _reduce_by_shares(backend, self.size, source, out, what)
-            )
-        return TorchWork((Submitted(outcome),), self._all_reduce_context)
+            # The stream keeps the steps in order; the host does not wait.
+            steps(self._groups.of(out.device))
+        return Work(None)
 
     def reduce_scatter(
         self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
     ) -> Work[None]:
-        """Send every rank its parts, and reduce what has come."""
         own = counts[self.rank]
         received = source.new_empty(self.size * own)
         if what.prescale != 1.0:
             source = source.clone()
             scale_(source, what.prescale)
         itemsize = source.element_size()
-        context = self._context("reduce_scatter")
-        with context.guard():
-            pending = self._groups.of(source.device).alltoall_base(
+
+        def start() -> BackendWork:
+            return self._groups.of(source.device).alltoall_base(
                 received.view(torch.uint8),
                 source.view(torch.uint8),
                 [own * itemsize] * self.size,
@@ -162,10 +152,9 @@ class TorchDistributedEngine(Engine):
             with writing_to((out, received)):
                 out.copy_(reduce_stack(stack, what.op, what.postscale))
 
-        return TorchWork((pending,), context, finish)
+        return self._start("reduce_scatter", start, finish)
 
     def gather_numbers(self, own: Tensor, call: str) -> Tensor:
-        """Return every rank's vector of numbers; blocks."""
         gathered = own.new_empty((self.size, own.numel()))
         with self._context(call).guard():
             gloo = self._groups.of(own.device)
@@ -174,7 +163,6 @@ class TorchDistributedEngine(Engine):
         return gathered
 
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[None]:
-        """Concatenate the ranks' bytes."""
         context = self._context("all_gather")
         with context.guard():
             backend = self._groups.of(out.device)
@@ -193,48 +181,33 @@ class TorchDistributedEngine(Engine):
     def all_to_all(
         self, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
     ) -> Work[None]:
-        """Send every rank its part of the bytes."""
-        context = self._context("all_to_all")
-        with context.guard():
-            pending: BackendWork = self._groups.of(sent.device).alltoall_base(
-                received,
-                sent,
-                [row[self.rank] for row in plan],
-                list(plan[self.rank]),
+        def start() -> BackendWork:
+            arriving = [row[self.rank] for row in plan]
+            backend = self._groups.of(sent.device)
+            return backend.alltoall_base(
+                received, sent, arriving, list(plan[self.rank])
             )
-        return TorchWork((pending,), context)
+
+        return self._start("all_to_all", start)
 
     def broadcast(self, data: Tensor, root: int) -> Work[None]:
-        """Copy ``root``'s elements into everybody's."""
-        context = self._context("broadcast")
-        with context.guard():
-            backend = self._groups.of(data.device)
-            pending = broadcast(backend, data.view(torch.uint8), root)
-        return TorchWork((pending,), context)
+        def start() -> BackendWork:
+            return broadcast(self._groups.of(data.device), data.view(torch.uint8), root)
+
+        return self._start("broadcast", start)
 
     def send(self, data: Tensor, to: int, tag: int) -> Work[None]:
-        """Send to one rank."""
-        context = self._context("send")
-        with context.guard():
-            pending = self._groups.send(data.view(torch.uint8), to, tag)
-        return TorchWork((pending,), context)
+        values = data.view(torch.uint8)
+        return self._start("send", lambda: self._groups.send(values, to, tag))
 
     def recv(self, data: Tensor, source: int, tag: int) -> Work[None]:
-        """Receive from one rank."""
-        context = self._context("recv")
-        with context.guard():
-            pending = self._groups.recv(data.view(torch.uint8), source, tag)
-        return TorchWork((pending,), context)
+        values = data.view(torch.uint8)
+        return self._start("recv", lambda: self._groups.recv(values, source, tag))
 
     def barrier(self) -> Work[None]:
-        """Be over when all have called."""
-        context = self._context("barrier")
-        with context.guard():
-            pending = self._groups.of(CPU).barrier()
-        return TorchWork((pending,), context)
+        return self._start("barrier", lambda: self._groups.of(CPU).barrier())
 
     def clone(self) -> "TorchDistributedEngine":
-        """Make another of the same ranks: see ``Engine``."""
         self.require_open()
         self._num_clones += 1
         copy = TorchDistributedEngine(
@@ -250,14 +223,22 @@ class TorchDistributedEngine(Engine):
         return copy
 
     def abort(self) -> None:
-        """Close at once: see ``Engine``."""
         with suppress(RuntimeError):
             self._groups.abort()
 
     def close(self) -> None:
-        """Give threads and sockets back; not collective, and calls may be repeated."""
         with suppress(RuntimeError):
             self._groups.close()
+
+    def _start(
+        self,
+        name: str,
+        start: Callable[[], BackendWork],
+        after: Callable[[], None] | None = None,
+    ) -> TorchWork:
+        context = self._context(name)
+        with context.guard():
+            return TorchWork((start(),), context, after)
 
     def _context(self, name: str) -> ErrorContext:
         return ErrorContext(name, self.rank, self.size, self.timeout_s)

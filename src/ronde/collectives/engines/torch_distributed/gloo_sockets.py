@@ -15,6 +15,7 @@ import ctypes
 import os
 import socket
 import stat
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,31 +32,14 @@ T = TypeVar("T")
 
 _ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
 _LAZY = "TORCH_GLOO_LAZY_INIT"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _making = threading.Lock()
 
 
-class _Instruction(ctypes.Structure):
-    """The kernel's ``struct sock_filter``."""
-
-    _fields_ = (
-        ("code", ctypes.c_uint16),
-        ("if_true", ctypes.c_uint8),
-        ("if_false", ctypes.c_uint8),
-        ("operand", ctypes.c_uint32),
-    )
-
-
-class _Program(ctypes.Structure):
-    """The kernel's ``struct sock_fprog``."""
-
-    _fields_ = (
-        ("length", ctypes.c_uint16),
-        ("instructions", ctypes.POINTER(_Instruction)),
-    )
-
-
-_RETURN = 0x06
-"""With operand 0: no byte of the packet is taken."""
+# The kernel's struct sock_filter, BPF_RET with 0: no byte of a packet is taken; and the
+# struct sock_fprog of this one instruction.
+_DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
+_DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_DROP))
 
 
 def make_listening(make: Callable[[], T], address: str) -> tuple[T, dict[int, int]]:
@@ -71,21 +55,15 @@ def make_listening(make: Callable[[], T], address: str) -> tuple[T, dict[int, in
 
 
 def let_nobody_in(listening: dict[int, int]) -> None:
-    """Have the kernel keep all from these sockets; those who are in stay.
-
-    Args:
-        listening: From ``make_listening``.
-    """
+    """Have the kernel keep all from these sockets; those who are in stay."""
     if select_variables([_LAZY]).get(_LAZY, "0").lower() in ("1", "true", "yes", "y"):
         return  # torch then connects two ranks when they first need it
-    nothing = _Instruction(_RETURN, 0, 0, 0)
-    program = bytes(_Program(1, ctypes.pointer(nothing)))
     for fd, inode in listening.items():
         # A sandbox may have no filters: the port stays open there, and the job goes on.
         with suppress(OSError):
             if os.fstat(fd).st_ino == inode:
                 with socket.socket(fileno=os.dup(fd)) as sock:
-                    sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
+                    sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
 
 
 def _listening(address: str) -> dict[int, int]:
@@ -109,23 +87,14 @@ def _listens(fd: int, address: str) -> bool:
         )
 
 
-_INTERFACE = "GLOO_SOCKET_IFNAME"
-
-
 def find_own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """Return the address of this host that leads to where the ranks meet.
 
     Empty where the user has named an interface that does not lead there, or where no
     route does: torch then decides. Collective.
 
-    Args:
-        store: Where the ranks meet, empty under the keys used here.
-        rank: This process.
-        size: Number of processes.
-        timeout: How long to wait for what another process tells.
-
     Raises:
-        torch.distributed.DistError: Another process did not tell in time.
+        torch.distributed.DistError: Another process did not answer in time.
     """
     own = _own_address(store, rank, size, timeout)
     named = select_variables([_INTERFACE]).get(_INTERFACE)
@@ -139,8 +108,8 @@ def find_own_address(store: Store, rank: int, size: int, timeout: timedelta) -> 
 def _own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """Return the source of the way to the store, and on its own host what others use.
 
-    All tell how they reach the store's host. There its name may lead to the loopback,
-    and only the others know the address.
+    All publish how they reach the store's host. There its name may lead to the
+    loopback, and only the others know the address.
     """
     target = _find_target(store)
     source = source_towards(target) if target else ""
@@ -153,14 +122,13 @@ def _own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:
         key = f"target/{other}"
         # The store's own time-out is not the caller's.
         store.wait([key], timeout)
-        told = store.get(key).decode()
-        if told and source_towards(told) == told:
-            return told
+        address = store.get(key).decode()
+        if address and source_towards(address) == address:
+            return address
     return source
 
 
 def _find_target(store: Store) -> str:
-    """Return the numeric address of the store's host, as this host knows it."""
     base: Any = store
     while isinstance(base, PrefixStore):
         base = base.underlying_store

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,34 +13,38 @@ from torch import Tensor
 from torch.distributed import (
     PrefixStore,
     ProcessGroupGloo,
-    ReduceOp as TorchOp,
     Store,
 )
-from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
+from torch.distributed.distributed_c10d import BroadcastOptions
 
-from ronde.collectives.engine import ErrorContext, Look, Work
+from ronde.collectives.engine import ErrorContext, Look, Work, closed_error
 from ronde.collectives.engines.torch_distributed.gloo_sockets import (
     find_own_address,
     let_nobody_in,
     make_listening,
 )
+from ronde.collectives.lane import FutureWork
 from ronde.collectives.torch_modes import in_mode_of_caller
-from ronde.errors import CollectiveError, UsageError
+from ronde.errors import UsageError
 
 _FOR_EVER = timedelta(0)
 """What torch takes for it."""
+# torch's stubs give the backends' methods no common type.
+Backend = Any
+_UNUSED_TAG = (1 << 31) - 1
+_SHORT = timedelta(milliseconds=1)
 _SHORTEST_PAUSE_S = 0.001
+_CLOSE_WITHIN_S = 5.0
+"""How long what is under way may take to end by itself, and the peers to let go."""
 
 
 class BackendWork(Protocol):
     """The part of ``torch.distributed.Work`` that is used here."""
 
-    def is_completed(self) -> bool:
-        """Say whether the bytes have arrived."""
-        ...
+    def is_completed(self) -> bool: ...
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> object:
-        """Block until they have; raises ``RuntimeError`` after the timeout."""
+        """Block until the bytes are there; raises RuntimeError after the timeout."""
         ...
 
 
@@ -84,7 +88,6 @@ class TorchWork(Work[None]):
         return True
 
     def _watch(self, look: Look) -> bool:
-        """Wait until all is there or ``look`` says to stop."""
         for pending in self._pending:
             while not pending.is_completed():
                 pause_s = look()
@@ -96,7 +99,7 @@ class TorchWork(Work[None]):
         return True
 
 
-class Awaited:
+class AwaitedMessage:
     """A send or receive: torch tells only whoever waits that it is over.
 
     So a thread waits, from the first ``is_completed()`` on.
@@ -109,7 +112,6 @@ class Awaited:
         self._outcome: Future[object] | None = None
 
     def is_completed(self) -> bool:
-        """Say whether the waiting thread is through; start it."""
         if self._outcome is None:
             self._outcome = Future()
             threading.Thread(
@@ -118,10 +120,11 @@ class Awaited:
         return self._outcome.done()
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> object:
-        """Block until the bytes are there, or gone."""
         if self._outcome is None:
             return self._inner.wait(timeout)
-        return _result(self._outcome, timeout)
+        if timeout and not wait((self._outcome,), timeout.total_seconds()).done:
+            raise RuntimeError("Operation timed out!")
+        return self._outcome.result()
 
     def _wait_into(self, outcome: Future[object]) -> None:
         try:
@@ -130,46 +133,12 @@ class Awaited:
             outcome.set_exception(error)
 
 
-class Submitted:
-    """BackendWork work that a thread of ours does."""
-
-    __slots__ = ("_outcome",)
-
-    def __init__(self, outcome: Future[None]) -> None:
-        self._outcome = outcome
-
-    def is_completed(self) -> bool:
-        """Say whether the thread has done it."""
-        return self._outcome.done()
-
-    def wait(self, timeout: timedelta = _FOR_EVER) -> object:
-        """Block until the thread has done it; raise what it raised."""
-        try:
-            return _result(self._outcome, timeout)
-        except CancelledError as error:
-            raise RuntimeError("the communicator was closed") from error
-
-
-def _result(outcome: Future[Any], timeout: timedelta) -> object:
-    if timeout and not wait((outcome,), timeout.total_seconds()).done:
-        raise RuntimeError("Operation timed out!")
-    return outcome.result()
-
-
-_CLOSE_WITHIN_S = 5.0
-"""How long what is under way may take to end by itself, and the peers to let go."""
-
-
 class Nccl:
     """One process group of NCCL's, connected; collective to make.
 
     Connected at once, since the first call would do it, and wait there for the other
     ranks: two groups whose first calls come in another order on another rank would wait
     for ever.
-
-    Attributes:
-        group: torch's, for collectives.
-        device: Where its tensors are.
     """
 
     def __init__(
@@ -197,14 +166,10 @@ class Nccl:
         self._gathered: list[NcclMessage] = []
 
     def send(self, values: Tensor, to: int, tag: int) -> BackendWork:
-        """Send contiguous bytes, once it is waited for or anything else is called."""
-        _require_no_tag(tag)
-        return self._gather(lambda: self.group.send([values], to, 0))
+        return self._gather(tag, lambda: self.group.send([values], to, 0))
 
     def recv(self, values: Tensor, source: int, tag: int) -> BackendWork:
-        """Receive contiguous bytes; starts as ``send`` does."""
-        _require_no_tag(tag)
-        return self._gather(lambda: self.group.recv([values], source, 0))
+        return self._gather(tag, lambda: self.group.recv([values], source, 0))
 
     def start_messages(self) -> None:
         """Start what was gathered, as one group.
@@ -234,7 +199,12 @@ class Nccl:
         if not self._is_idle():
             self.group.abort()
             return
-        thread = threading.Thread(target=self._shut_down, daemon=True)
+
+        def shut_down() -> None:
+            with suppress(RuntimeError), torch.cuda.device(self.device):
+                self.group.shutdown()
+
+        thread = threading.Thread(target=shut_down, daemon=True)
         try:
             thread.start()
         except RuntimeError:  # Python itself ends, and starts no thread any more
@@ -243,11 +213,15 @@ class Nccl:
         thread.join(_CLOSE_WITHIN_S)
 
     def abort(self) -> None:
-        """Have what is under way fail."""
         self._gathered.clear()
         self.group.abort()
 
-    def _gather(self, post: Callable[[], object]) -> "NcclMessage":
+    def _gather(self, tag: int, post: Callable[[], object]) -> "NcclMessage":
+        if tag:
+            raise UsageError(
+                f"tag must be 0 for CUDA tensors, got {tag}: NCCL has no tags. Leave "
+                "it out, and receive in the order in which the other rank sends."
+            )
         message = NcclMessage(self, post)
         self._gathered.append(message)
         return message
@@ -263,17 +237,9 @@ class Nccl:
             time.sleep(0.001)
         return True
 
-    def _shut_down(self) -> None:
-        with suppress(RuntimeError), torch.cuda.device(self.device):
-            self.group.shutdown()
-
 
 class NcclMessage:
-    """A send or receive that has started, or will with others: torch's ``Work``.
-
-    Attributes:
-        work: Of the group that it has started with.
-    """
+    """A send or receive that has started, or will with others: torch's ``Work``."""
 
     __slots__ = ("_nccl", "_post", "_ready", "work")
 
@@ -290,7 +256,6 @@ class NcclMessage:
         self._post()
 
     def is_completed(self) -> bool:
-        """Say whether the bytes have arrived; have it start."""
         return bool(self._started().is_completed())
 
     def wait(self, timeout: timedelta = timedelta(0)) -> object:
@@ -305,29 +270,7 @@ class NcclMessage:
         return self.work
 
 
-def _require_no_tag(tag: int) -> None:
-    if tag:
-        raise UsageError(
-            f"tag must be 0 for CUDA tensors, got {tag}: NCCL has no tags. Leave it "
-            "out, and receive in the order in which the other rank sends."
-        )
-
-
-# torch's stubs give the backends' methods no common type.
-Backend = Any
-_UNUSED_TAG = (1 << 31) - 1
-_SHORT = timedelta(milliseconds=1)
-
-
-def reduce_options(op: TorchOp.RedOpType) -> AllreduceOptions:
-    """Return what torch's ``allreduce`` is to be told."""
-    options: Any = AllreduceOptions()
-    options.reduceOp = op
-    return options
-
-
 def broadcast(backend: Backend, tensor: Tensor, root: int) -> BackendWork:
-    """Copy a contiguous tensor from ``root``."""
     options: Any = BroadcastOptions()
     options.rootRank = root
     options.rootTensor = 0
@@ -354,15 +297,12 @@ class Groups:
         self._size = size
         self._timeout = timedelta(seconds=timeout_s)
         # A host's own name may lead nowhere; the loopback is always there.
-        self._address = (
-            "127.0.0.1"
-            if is_one_host
-            else find_own_address(
-                PrefixStore("address", store), rank, size, self._timeout
-            )
-        )
+        self._address = "127.0.0.1"
+        if not is_one_host:
+            addresses = PrefixStore("address", store)
+            self._address = find_own_address(addresses, rank, size, self._timeout)
         self._is_closed = False
-        self._lane: ReduceThread | None = None
+        self._thread: ThreadPoolExecutor | None = None
         self._nccl: Nccl | None = None
         self._backends: dict[str, Backend] = {"cpu": self._make_gloo("gloo")}
 
@@ -410,23 +350,34 @@ class Groups:
         return self._nccl
 
     def send(self, values: Tensor, to: int, tag: int) -> BackendWork:
-        """Send contiguous bytes to one rank."""
         if not values.is_cpu:
             return self.connect_nccl(values.device).send(values, to, tag)
-        return Awaited(self.of(values.device).send([values], to, tag))
+        return AwaitedMessage(self.of(values.device).send([values], to, tag))
 
     def recv(self, values: Tensor, source: int, tag: int) -> BackendWork:
-        """Receive contiguous bytes from one rank."""
         if not values.is_cpu:
             return self.connect_nccl(values.device).recv(values, source, tag)
-        return Awaited(self.of(values.device).recv([values], source, tag))
+        return AwaitedMessage(self.of(values.device).recv([values], source, tag))
 
-    def lane(self) -> "ReduceThread":
-        """Return the thread for reductions of several steps, and its own group."""
+    def submit(
+        self, context: ErrorContext, steps: Callable[[Backend], None]
+    ) -> FutureWork[None]:
+        """Call ``steps`` in a thread, once all earlier ones are over.
+
+        The second step may start only when the first is over, and all ranks must start
+        their steps in one order. So the steps have a group and a thread to themselves.
+        """
         self._require_open()
-        if self._lane is None:
-            self._lane = ReduceThread(self._make_gloo("lane"))
-        return self._lane
+        if self._thread is None:
+            self._backends["steps"] = self._make_gloo("lane")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="ronde-lane")
+        group = self._backends["steps"]
+
+        def run() -> None:
+            with context.guard():
+                steps(group)
+
+        return FutureWork(self._thread.submit(in_mode_of_caller(run)))
 
     def abort(self) -> None:
         """Close, and make what is under way fail here and on the other ranks.
@@ -434,33 +385,28 @@ class Groups:
         Gloo has no call for that, and its groups live on in what is under way. But one
         message that times out ends all connections of its group.
         """
-        gloo = self._backends.get("cpu")
-        groups = [self._lane.group] if self._lane else []
-        for group in [*groups, *([gloo] if gloo else [])]:
-            _break_off(group, self._rank, self._size)
+        for name in ("steps", "cpu"):
+            if name in self._backends:
+                _break_off(self._backends[name], self._rank, self._size)
         if self._nccl is not None:
             self._nccl.abort()
             self._nccl = None
         self.close()
 
     def close(self) -> None:
-        """End all threads and connections."""
         self._is_closed = True
-        lane, self._lane = self._lane, None
-        if lane is not None:
-            lane.close()
         nccl, self._nccl = self._nccl, None
         self._backends.pop("cuda", None)
         if nccl is not None:
             nccl.close()
         while self._backends:
             self._backends.popitem()[1].shutdown()
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise CollectiveError(
-                "communicator must be open, got a closed one. Connect again."
-            )
+            raise closed_error()
 
     def _make_gloo(self, name: str) -> Backend:
         store = PrefixStore(name, self._store)
@@ -490,28 +436,3 @@ def _break_off(gloo: Backend, rank: int, size: int) -> None:
         except RuntimeError as error:
             if "Timed out" in str(error):
                 return  # with a peer that is gone it is no time-out
-
-
-class ReduceThread:
-    """A thread that runs collectives of several steps, in the order of the calls.
-
-    The second step may start only when the first is over, and all ranks must start
-    their steps in one order. So the steps have a group and a thread to themselves.
-
-    Attributes:
-        group: The group; None once closed.
-    """
-
-    def __init__(self, group: Backend) -> None:
-        self.group: Any = group
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ronde-lane")
-
-    def submit(self, steps: Callable[[Backend], None]) -> Future[None]:
-        """Call ``steps`` with the group once all earlier steps are over."""
-        return self._thread.submit(in_mode_of_caller(steps), self.group)
-
-    def close(self) -> None:
-        """Close the group, which fails what is under way, and end the thread."""
-        self.group.shutdown()
-        self._thread.shutdown(cancel_futures=True)
-        self.group = None
