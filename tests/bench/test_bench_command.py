@@ -127,7 +127,7 @@ def test_half_a_world_is_no_single_run():
     }
     code, out, err = bench("all_reduce", "--engine", "gloo", "-T", "1", **alone)
     assert (code, out) == (Exit.USAGE, "")
-    assert "all 2 ranks that plain speaks of must meet" in err
+    assert "all 2 ranks that plain has started must meet" in err
 
 
 def free_port() -> int:

@@ -17,7 +17,7 @@ from ronde.bench.measured import (
 )
 from ronde.bench.options import parse
 from ronde.bench.results import Row, Side
-from ronde.render.bench_text import ending_lines, heading_lines, number, row_line
+from ronde.render.bench import ending_lines, heading_lines, number, row_line
 from ronde.topology.limits.bounds import Limit
 
 AT = datetime(2026, 1, 2, 3, 4, 5)  # noqa: DTZ001  local, as they print it

@@ -9,9 +9,15 @@ from tests.bench.log_writing import Form, all_reduce_row, log
 
 from ronde.bench.comparison import RowKey, compare
 from ronde.bench.results import RankCount, RankSource, Row, Run, Side
-from ronde.cli.bench_read import run
+from ronde.cli.bench_read import run_compare, run_read
 from ronde.errors import UsageError
 from ronde.records import read_records
+
+
+def run(words):
+    verbs = {"read": run_read, "compare": run_compare}
+    return verbs[words[0]](words[1:])
+
 
 LOGS = Path(__file__).parent / "logs"
 TWO = RankCount.exactly(2, RankSource.GIVEN)
@@ -233,7 +239,7 @@ def test_the_user_may_know_the_test(
         (["read", "-", "-"], "standard input can be read but once"),
         (["read", "nowhere.log"], "log must be a file that can be read"),
         (["read", "/"], "log must be a file that can be read"),
-        (["read", "a.log", "--test", "all"], "invalid choice"),
+        (["read", "a.log", "--test", "all"], "--test must be all_reduce"),
         (["compare", "a.log"], "B must be given"),
         (["compare", "-", "-"], "standard input can be read but once"),
     ],

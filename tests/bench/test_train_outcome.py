@@ -16,7 +16,7 @@ from ronde.bench.training.outcome import (
     record_values,
 )
 from ronde.records import Record
-from ronde.render.bench_train import draw_models, draw_table
+from ronde.render.bench_tables import draw_models, draw_training
 
 
 def times(step_s, backward_s):
@@ -72,20 +72,20 @@ def test_backward_is_split_into_compute_and_exposed_communication():
 def test_noise_is_not_cut_off():
     found = outcome([a_round((0.1, 0.05), (0.1, 0.048), (0.1, 0.05))])
     assert found.exposed_s() == pytest.approx(-0.002)
-    text = draw_table(found)
+    text = draw_training(found)
     assert "-2.00" in text
     assert "below 0" in text
-    assert "below 0" not in draw_table(outcome())
+    assert "below 0" not in draw_training(outcome())
 
 
 def test_tokens_are_counted():
     found = outcome(name="transformer")
     assert found.units_per_s(Variant.ONE_RANK) == pytest.approx(8 * 64 / 0.100)
-    assert "tokens/s" in draw_table(found)
+    assert "tokens/s" in draw_training(found)
 
 
 def test_a_row_each_with_its_split():
-    lines = draw_table(outcome()).splitlines()
+    lines = draw_training(outcome()).splitlines()
     heading, one, both, ceiling = (
         " ".join(line.split()) for line in lines if not line.startswith("#")
     )
@@ -100,7 +100,7 @@ def test_one_rank_has_no_ratios():
     rounds = [{Variant.ONE_RANK: times(0.1, 0.05)}]
     found = outcome(rounds, num_ranks=1)
     assert found.variants() == [Variant.ONE_RANK]
-    assert "speed-up" not in draw_table(found)
+    assert "speed-up" not in draw_training(found)
     assert "speed_up" not in record_values(found)
 
 

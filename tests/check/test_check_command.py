@@ -16,10 +16,10 @@ from ronde.check.catalogue import all_checks
 from ronde.check.facts import Fleet
 from ronde.check.history import load_last
 from ronde.check.judging import judge
-from ronde.cli.check_options import make_parser, read_request
+from ronde.cli.check import make_parser, read_request
 from ronde.errors import UsageError
 from ronde.launch.hosts.hostfile import parse_hostfile, parse_hosts
-from ronde.render.check_hostfile import tell_hostfile
+from ronde.render.check import draw_hostfile
 
 ABSENT = "nosuchhost.invalid"
 HERE = os.uname().nodename
@@ -119,7 +119,7 @@ def test_no_host_can_be_asked(tmp_path):
     done = check("check", "-H", ABSENT, *NO_SSH, "--write-hostfile", str(good))
     assert done.returncode == 3
     text = done.stdout.decode()
-    assert text.splitlines()[-1] == "no host could be asked, so nothing is known"
+    assert text.splitlines()[-1] == "no host answered, so nothing is known"
     assert f"x taking-part: {ABSENT}\n    cannot be asked: " in text
     with pytest.raises(UsageError):
         parse_hostfile(good.read_text(), "good.txt")
@@ -134,7 +134,7 @@ def test_no_host_can_be_asked(tmp_path):
         (["--only", "taking-part", "--skip", "taking-part"], "--skip must leave"),
         (["--burn", "soon"], "--burn: duration must be"),
         (["--burn", "100d"], "--burn must be at most a day"),
-        (["--bandwidth", "pigeon"], "--bandwidth: invalid choice: 'pigeon'"),
+        (["--bandwidth", "pigeon"], "--bandwidth must be auto, tcp, gloo or nccl, got"),
         (["--storage-speed"], "--storage-speed must have a --path to write to"),
         (["--ranks", "0"], "ranks must be"),
         (["--port", "70000"], "port must be"),
@@ -208,9 +208,9 @@ def test_only_and_skip_choose_checks():
 def test_hosts_come_back_from_a_hostfile():
     text = "a slots=4\n[fd00::2]:2 port=22\nb user=me addr=10.0.0.2 label.rack=r1\n"
     hosts = parse_hostfile(text, "hosts")
-    again = parse_hostfile(tell_hostfile(hosts), "hosts")
+    again = parse_hostfile(draw_hostfile(hosts), "hosts")
     assert [str(h) for h in again] == [str(h) for h in hosts]
-    assert tell_hostfile(parse_hosts("c,d:3")) == "c\nd slots=3\n"
+    assert draw_hostfile(parse_hosts("c,d:3")) == "c\nd slots=3\n"
 
 
 def test_help_and_lists():

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.render.check_hosts import fold_hosts
+from ronde.render.check import fold_hosts
 from ronde.world.host_lists import expand_list
 
 

@@ -11,9 +11,13 @@ from ronde import __version__
 from ronde.check.check import Check, Family, Finding, Severity, name_pair
 from ronde.check.history import Changes
 from ronde.check.judging import Judgement, Unread, decide, fit_together, judge
-from ronde.render.check_findings import tell_findings, tell_unread, tell_verdict
-from ronde.render.check_json import checked_as_json
-from ronde.render.check_table import tabulate_hosts
+from ronde.render.check import (
+    checked_as_json,
+    draw_findings,
+    draw_unread,
+    draw_verdict,
+    tabulate_hosts,
+)
 
 NETWORK = Family.NETWORK
 BY_ID = {check.id: check for check in CHECKS}
@@ -31,7 +35,7 @@ def rows(text):
 def verdict(fleet):
     names = [facts.host for facts in fleet.hosts]
     findings = judge(fleet, CHECKS).findings
-    return tell_verdict(decide(names, findings, len(names)), findings)
+    return draw_verdict(decide(names, findings, len(names)), findings)
 
 
 def test_a_host_with_nothing_wrong():
@@ -91,7 +95,7 @@ def test_what_is_found_elsewhere_does_not_break_the_table():
 def test_equal_findings_are_told_once():
     odd = {f"node{n}": {"memlock": 8} for n in (3, 4, 5)}
     findings = judge(make_fleet(8, **odd), CHECKS).findings
-    assert tell_findings(findings, BY_ID) == (
+    assert draw_findings(findings, BY_ID) == (
         "x locked-memory: node[3-5]\n"
         "    8 GiB can be locked\n"
         "    fix: ulimit -l unlimited\n"
@@ -100,50 +104,50 @@ def test_equal_findings_are_told_once():
 
 def test_findings_that_differ_share_their_fix():
     fleet = make_fleet(4, node1={"memlock": 8}, node2={"memlock": 16})
-    text = tell_findings(judge(fleet, CHECKS).findings, BY_ID)
+    text = draw_findings(judge(fleet, CHECKS).findings, BY_ID)
     assert text.count("fix:") == 1
     assert "    node1: 8 GiB can be locked\n    node2: 16 GiB can be locked\n" in text
 
 
 def test_what_is_usual_stands_with_what_is_seen():
     fleet = make_fleet(4, node2={"torch": "2.11"})
-    text = tell_findings(judge(fleet, CHECKS).findings, BY_ID)
+    text = draw_findings(judge(fleet, CHECKS).findings, BY_ID)
     assert "torch 2.11, but 2.13 on 3 hosts" in text
 
 
 def test_a_hundred_values_do_not_flood():
     odd = {f"node{n}": {"memlock": n % 31} for n in range(1, 101)}
-    text = tell_findings(judge(make_fleet(100, **odd), CHECKS).findings, BY_ID)
+    text = draw_findings(judge(make_fleet(100, **odd), CHECKS).findings, BY_ID)
     assert "more\n" in text
     assert len(text.splitlines()) < 20
 
 
 def test_a_finding_of_a_thousand_words_is_cut():
     found = Finding("governor", Severity.WARN, "a", "word " * 1000)
-    text = tell_findings([found], BY_ID)
+    text = draw_findings([found], BY_ID)
     assert 4 < len(text.splitlines()) < 8
     assert "..." in text
 
 
 def test_a_finding_has_its_own_fix_before_the_checks():
     found = Finding("governor", Severity.INFORM, "a", "it is so", fix="leave it")
-    assert tell_findings([found], BY_ID) == (
+    assert draw_findings([found], BY_ID) == (
         "i governor: a\n    it is so\n    fix: leave it\n"
     )
 
 
 def test_what_could_not_be_read_is_told_once():
-    text = tell_unread(judge(make_fleet(5), CHECKS).unread)
+    text = draw_unread(judge(make_fleet(5), CHECKS).unread)
     assert text.count(NO_GPU.split(":")[0]) == 1
     assert "node[1-5]" in text
     assert "gpu-heat" in text
     assert "latency" not in text
-    assert tell_unread([]) == ""
+    assert draw_unread([]) == ""
 
 
 def test_unread_checks_of_one_reason_are_together():
     unread = [Unread(c, h, "no root") for c in ("a", "b") for h in ("n1", "n2")]
-    assert tell_unread(unread).splitlines()[1:] == ["? n[1-2]: no root (a, b)"]
+    assert draw_unread(unread).splitlines()[1:] == ["? n[1-2]: no root (a, b)"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +179,7 @@ def test_the_verdict_counts_who_is_ready():
 
 
 def test_nobody_answered():
-    assert tell_verdict(decide(["a"], [], 0), []).startswith("no host could be asked")
+    assert draw_verdict(decide(["a"], [], 0), []).startswith("no host answered")
 
 
 def pair(host, other, severity=Severity.FAIL):
@@ -194,7 +198,7 @@ def test_a_pair_that_is_not_ready_is_so_everywhere_it_is_told():
     decided = decide(names, found, 4)
     assert decided.is_faulty
     assert decided.ready == tuple(names)
-    assert tell_verdict(decided, found) == (
+    assert draw_verdict(decided, found) == (
         "4 of 4 hosts are ready by themselves\n"
         "node1 - node2 are not ready together: latency\n"
     )
@@ -208,11 +212,11 @@ def test_a_pair_with_a_warning_is_one():
     decided = decide(["a", "b"], found, 2)
     assert decided.is_warned
     assert not decided.is_faulty
-    assert tell_verdict(decided, found) == (
+    assert draw_verdict(decided, found) == (
         "2 of 2 hosts are ready, with warnings on 1 pair\n"
     )
     both = [*found, Finding("governor", Severity.WARN, "a", "slow")]
-    assert tell_verdict(decide(["a", "b"], both, 2), both).endswith(
+    assert draw_verdict(decide(["a", "b"], both, 2), both).endswith(
         "with warnings on 1 of them and on 1 pair\n"
     )
     inform = [pair("a", "b", Severity.INFORM)]
@@ -296,8 +300,8 @@ def test_seventy_checks_of_64_hosts_are_judged_in_a_second():
     begun_s = time.process_time()
     judgement = judge(fleet, checks)
     tabulate_hosts(names, judgement, checks)
-    tell_findings(judgement.findings, {check.id: check for check in checks})
-    tell_unread(judgement.unread)
+    draw_findings(judgement.findings, {check.id: check for check in checks})
+    draw_unread(judgement.unread)
     assert time.process_time() - begun_s < 1.0
 
 

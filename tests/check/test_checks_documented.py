@@ -9,8 +9,8 @@ from tests.check.fleets import CHECKS, make_check
 
 from ronde.check.catalogue import all_checks
 from ronde.check.check import Family, Severity
-from ronde.cli.check_options import make_parser
-from ronde.render.check_pages import explain_check, list_checks, tell_checks
+from ronde.cli.check import make_parser
+from ronde.render.check import draw_page, explain_check, list_checks
 
 DOCS = Path(__file__).parents[2] / "docs"
 TOLD = ("title", "reads", "threshold", "source", "fix", "why")
@@ -32,13 +32,13 @@ def test_no_two_checks_share_an_id():
 
 
 def test_the_page_is_what_the_checks_say():
-    assert (DOCS / "checks.md").read_text() == tell_checks(all_checks()), (
+    assert (DOCS / "checks.md").read_text() == draw_page(all_checks()), (
         "type: python scripts/check_pages.py"
     )
 
 
 def test_a_page_has_a_section_for_each_check():
-    page = tell_checks(CHECKS)
+    page = draw_page(CHECKS)
     assert re.findall(r"^### (.*)$", page, re.MULTILINE) == [
         "torch",
         "gpu-heat",
@@ -55,12 +55,12 @@ def test_a_page_has_a_section_for_each_check():
 def test_words_are_no_markup():
     fix = "echo <b> *x_y* _ `w` | a <= b"
     check = make_check("a", Family.HOST, Severity.WARN, iter, fix=fix)
-    assert r"echo \<b> \*x_y\* \_ \`w\` | a <= b" in tell_checks([check])
+    assert r"echo \<b> \*x_y\* \_ \`w\` | a <= b" in draw_page([check])
 
 
 def test_a_title_may_be_a_question():
     check = make_check("a", Family.HOST, Severity.WARN, iter)
-    assert "\n\nIs it?\n\n" in tell_checks([check._replace(title="is it?")])
+    assert "\n\nIs it?\n\n" in draw_page([check._replace(title="is it?")])
 
 
 def test_a_list_has_a_line_for_each_check():

@@ -9,7 +9,7 @@ from ronde.check.facts import HostFacts
 from ronde.check.history import Change, Kept, compare, load_last, save
 from ronde.check.judging import judge
 from ronde.errors import UsageError
-from ronde.render.check_changes import tell_changes
+from ronde.render.check import draw_changes
 
 IDS = (*(check.id for check in CHECKS), "taking-part")
 
@@ -210,20 +210,20 @@ def test_a_host_that_answers_no_more_is_a_new_finding():
 def test_changes_in_words():
     before = make_fleet(8)
     odd = {f"node{n}": {"memlock": 8} for n in (3, 4, 5)}
-    text = tell_changes(compare(kept(before), kept(make_fleet(8, **odd))), "noon")
+    text = draw_changes(compare(kept(before), kept(make_fleet(8, **odd))), "noon")
     assert text == (
         "since noon:\n"
         "  new on node[3-5]: locked-memory: 8 GiB can be locked\n"
         "  node[3-5]: host.memlock_gib was 64, is 8\n"
     )
     same = compare(kept(before), kept(before))
-    assert tell_changes(same, "noon") == "since noon:\n  nothing has changed\n"
+    assert draw_changes(same, "noon") == "since noon:\n  nothing has changed\n"
 
 
 def test_of_long_values_the_difference_is_told():
     line = "quiet " * 40
     before, after = host(cmdline=f"{line}iommu=on"), host(cmdline=f"{line}iommu=pt")
-    text = tell_changes(compare(before, after), "noon")
+    text = draw_changes(compare(before, after), "noon")
     assert "iommu=on" in text
     assert "iommu=pt" in text
     assert len(text) < 120

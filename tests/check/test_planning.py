@@ -9,7 +9,7 @@ from ronde.check.catalogue import PROBES, all_checks, all_steps, plan_for
 from ronde.check.check import Check
 from ronde.check.facts import Fleet, HostFacts
 from ronde.check.probing import FAILED
-from ronde.cli.check_options import make_parser, read_request
+from ronde.cli.check import make_parser, read_request
 
 ronde = Ronde()
 

@@ -126,7 +126,7 @@ def test_horovodrun_is_ronde_horovodrun(environment) -> None:
         code, out, err = environment.run(*command, *program)
         assert code == 0, err
         assert sorted(out.splitlines()) == [f"[{r}] ronde.torch 2 3" for r in range(2)]
-        assert err.startswith("horovodrun: taken for ronde run -np 2 ")
+        assert err.startswith("horovodrun: runs ronde run -np 2 ")
 
 
 def test_it_is_refused_beside_horovod_itself(environment) -> None:

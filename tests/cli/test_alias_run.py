@@ -123,7 +123,7 @@ def test_a_result_that_cannot_be_pickled_is_told_of() -> None:
             {"num_proc": 2, "hosts": "localhost:1,192.0.2.1:1"},
             "^hosts must be this machine alone .*, got 192.0.2.1. Start",
         ),
-        ({"num_proc": 0}, "must be auto or a whole number of at least 1, got '0'"),
+        ({"num_proc": 0}, "must be a whole number of at least 1, got '0'"),
     ],
 )
 def test_what_cannot_be_is_refused(kwargs, message) -> None:

@@ -8,8 +8,8 @@ from hypothesis import given, strategies as st
 
 from ronde.launch.failure import LostHost, RankEnd, Tail, find_awaited, judge
 from ronde.launch.output.sink import Generation
-from ronde.render.rank_ranges import format_ranks, parse_ranks
-from ronde.render.summary import summarize
+from ronde.render.job_end import summarize
+from ronde.render.ranks import format_ranks, parse_ranks
 
 RESET = ("RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:3",)
 

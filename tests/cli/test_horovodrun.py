@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ronde.cli.horovod_options import read_config
+from ronde.cli.horovodrun import read_config
 
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 
@@ -90,7 +90,7 @@ def test_what_changes_nothing_is_named_in_one_line(ronde) -> None:
     done = ronde("run", "-n", "1", *words.split(), "/bin/true")
     assert done.returncode == 0
     [line] = done.stderr.decode().splitlines()
-    assert line.startswith("ronde: these options change nothing here: --mpi-args, ")
+    assert line.startswith("ronde: these options have no effect here: --mpi-args, ")
     for name in ("blacklist-cooldown-range", "jsrun", "max-num-proc"):
         assert f"--{name}" in line
 
@@ -262,9 +262,7 @@ def test_horovodrun_says_what_it_was_taken_for(env) -> None:
         0,
         ["[0] 0", "[1] 1"],
     )
-    expected = (
-        r"horovodrun: taken for ronde run -np 2 /bin/sh -c 'echo $HOROVOD_RANK\n'"
-    )
+    expected = r"horovodrun: runs ronde run -np 2 /bin/sh -c 'echo $HOROVOD_RANK\n'"
     assert done.stderr == f"{expected}\n"
 
 

@@ -1,4 +1,3 @@
-import argparse
 import os
 import re
 import signal
@@ -6,7 +5,8 @@ import subprocess
 
 import pytest
 
-from ronde.cli.horovod_options import add_horovod_options, understand
+from ronde.cli.horovodrun import read_horovod_options
+from ronde.cli.run_options import make_parser
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import SLOTS_OPEN
 from ronde.launch.hosts.sources import discover
@@ -21,9 +21,7 @@ SLURM = {
 
 
 def asked(*words, environ=()):
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_horovod_options(parser)
-    return understand(parser.parse_args(words), dict(environ))
+    return read_horovod_options(make_parser().parse_args(words), dict(environ))
 
 
 def slots(*words, environ=()):
@@ -87,8 +85,8 @@ def test_a_script_may_say_all_slots() -> None:
     {
         "-H a --hostfile b": "--hosts must stand alone, got --hostfile too. Drop one.",
         "-H a --host-discovery-script b": "--hosts must stand alone",
-        "-H a:1,b:2 --slots 4": "--slots must be for hosts that say no slots "
-        "themselves, got 4, but all do, as a with 1. Drop one of the two.",
+        "-H a:1,b:2 --slots 4": "--slots must be for hosts without slots of "
+        "their own, got 4, but all have some, as a with 1. Drop one of the two.",
         "--slots 0": "--slots: slots must be a whole number from 1 to 65536, got '0'",
         "--slots x": "got 'x'",
         "-H=": "-H: hosts must be names such as a:2,b:4, got none",

@@ -10,7 +10,7 @@ from ronde.launch.output.sink import Generation
 from ronde.records import read_records
 from ronde.render.console import Console
 from ronde.render.lines import Tag, TagPlace, parse_tag
-from ronde.render.rank_ranges import parse_ranks
+from ronde.render.ranks import parse_ranks
 
 HOSTS = ("node1", "node1", "node2", "node2")
 

@@ -5,10 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from ronde.cli.topo_limit import run
+from ronde.cli.topo import run as run_topo
 from ronde.errors import UsageError
-from ronde.render.topo_limit import judge
+from ronde.render.topo_tables import judge
 from ronde.topology.limits.bounds import Limit
+
+
+def run(words):
+    return run_topo(["limit", *words])
+
 
 SAMPLES = Path(__file__).parent / "samples"
 H100 = str(SAMPLES / "nccl_topo/oci_H100-topology.xml")
@@ -93,7 +98,7 @@ def test_what_is_not_told_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (("--link-rate", "nan"), "--link-rate: must be a number above 0, got 'nan'"),
         (("--measured", "-1"), "--measured: must be a number above 0"),
         (("--measured", "inf"), "--measured: must be a number above 0"),
-        (("--collective", "allreduce"), "invalid choice: 'allreduce'"),
+        (("--collective", "allreduce"), "--collective must be all_reduce, all_gather"),
         (("--threshold", "80"), "--threshold must come with --measured"),
         (
             ("--measured", "1", "--collective", "gather", "--collective", "reduce"),

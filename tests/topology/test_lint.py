@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ronde.cli.topo_lint import run
+from ronde.cli.topo import run as run_topo
 from ronde.errors import UsageError
-from ronde.render.topo_findings import count_findings, tell_findings
+from ronde.render.topo_log import count_findings, draw_findings
 from ronde.topology.graph import (
     NVSWITCH,
     Diagnostic,
@@ -35,6 +35,11 @@ from ronde.topology.lint.host import (
 )
 from ronde.topology.probes.base import Saved
 from ronde.topology.probes.nccl import NcclTopologyProbe
+
+
+def run(words):
+    return run_topo(["lint", *words])
+
 
 SAMPLES = Path(__file__).parent / "samples"
 REPOSITORY = Path(__file__).parents[2]
@@ -680,24 +685,24 @@ def test_no_host_is_too_odd_for_rules_and_words(host: HostTopology) -> None:
     findings = [*lint_host(host), *lint_fleet([host, sound()])]
     known = {entry.name for entry in CATALOGUE}
     assert {finding.rule for finding in findings} <= known
-    text = tell_findings(findings)
+    text = draw_findings(findings)
     assert all(finding.rule in text for finding in findings)
 
 
 def test_equal_findings_are_told_once_and_the_worst_first() -> None:
     findings = lint_host(read("nccl_topo/modal_gvisor_b200_vm_topo.xml"))
-    text = tell_findings(findings)
+    text = draw_findings(findings)
     heads = re.findall(r"^(ERROR|WARNING|NOTE) (\S+):", text, re.MULTILINE)
     assert [head for head, _ in heads] == ["ERROR"] * 2 + ["WARNING"] * 2 + ["NOTE"]
     assert "ERROR too-many-nvlinks: 8 times: 0002:00:01.0, " in text
     assert count_findings(findings) == "16 errors, 3 warnings, 8 notes"
     assert count_findings(()) == "nothing found"
-    assert tell_findings(()) == ""
+    assert draw_findings(()) == ""
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_lines_keep_to_the_width(name: str) -> None:
-    for line in tell_findings(lint_host(read(name))).splitlines():
+    for line in draw_findings(lint_host(read(name))).splitlines():
         assert len(line) <= 80
         assert line == line.rstrip()
 

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from tests.topology.nccl_job import JobLog, text_of
 
 from ronde.errors import UsageError
-from ronde.render.topo_log import tell_log
+from ronde.render.topo_log import draw_log
 from ronde.topology.nccl_log import NcclJob, NcclLog, judge_nccl_log, read_nccl_log
 from ronde.topology.nccl_log.log import ChannelCounts
 
@@ -194,7 +194,7 @@ def test_gpus_hang_below_devices_since_2_30() -> None:
 
     assert (finding.rule, finding.element) == ("slow-pci", "GPU 0000:43:00.0 on node0")
     assert (finding.has_gb_per_s, finding.should_gb_per_s) == (24.0, 48.0)
-    assert "NVLink up to 370.8 GB/s" in tell_log(read(text), ())
+    assert "NVLink up to 370.8 GB/s" in draw_log(read(text), ())
 
 
 def test_links_between_amd_s_gpus_are_read() -> None:
@@ -214,7 +214,7 @@ def test_links_between_amd_s_gpus_are_read() -> None:
     assert ("DEV/0-b000", "XGMI", "DEV/0-e000") in {
         (link.source, link.kind, link.target) for link in job.trees
     }
-    words = " ".join(tell_log(read(text), ()).split())
+    words = " ".join(draw_log(read(text), ()).split())
     assert "xGMI up to 24.0 GB/s from a GPU" in words
     (finding,) = judge_nccl_log(read(text))
     assert finding.rule == "shm-where-p2p-was-possible"
@@ -323,7 +323,7 @@ def test_reductions_in_the_network_s_switches_are_told() -> None:
         4,
         (3, 3),
     )
-    assert "between nodes 4 connections by COLLNET/SHARP" in tell_log(read(text), ())
+    assert "between nodes 4 connections by COLLNET/SHARP" in draw_log(read(text), ())
 
 
 def test_a_version_that_rccl_says_in_nobody_s_name() -> None:
@@ -370,7 +370,7 @@ def test_what_only_looks_like_a_number_is_not_read(text: str) -> None:
     log = read(line)
 
     assert log.num_messages == 1
-    assert tell_log(log, judge_nccl_log(log))
+    assert draw_log(log, judge_nccl_log(log))
 
 
 # ---- what is around it

@@ -119,7 +119,7 @@ def test_what_a_search_has_found_is_told():
 def test_what_a_search_has_found_takes_no_options(words, tmp_path):
     graph = str(SAMPLES / GRAPH)
     said = refused(*words, graph, cwd=tmp_path)
-    assert f"{words[0]} must stand with what tells of a machine, got it with" in said
+    assert f"{words[0]} must stand with the description of a machine, got it" in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -154,7 +154,7 @@ def test_a_saved_tree_is_read_like_the_machine(tmp_path):
         ([PERLMUTTER, "--nccl", "1.0", "--paths"], "2.29 or 2.30, got '1.0'"),
         ([PERLMUTTER, "-x", "NCCL_P2P_DISABLE=1"], "-x must stand with --nccl-paths"),
         ([PERLMUTTER, "--nccl-paths", "-x", "NCCL_P2P"], "-x must be NAME=VALUE, got"),
-        ([PERLMUTTER, "--matrix", "--json"], "not allowed with argument"),
+        ([PERLMUTTER, "--matrix", "--json"], "--json must stand alone, got --matrix"),
         (["--bogus"], "unknown option --bogus. Type: ronde topo --help"),
         (["diff", PERLMUTTER], "must be given"),
     ],

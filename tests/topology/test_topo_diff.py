@@ -7,14 +7,19 @@ from pathlib import Path
 import pytest
 from tests.topology.sample_hosts import H200, PERLMUTTER, sample_host
 
-from ronde.cli.topo_diff import run
+from ronde.cli.topo import run as run_topo
 from ronde.errors import UsageError
-from ronde.render.topo_diff import tell_comparison
+from ronde.render.topo_tables import draw_comparison
 from ronde.topology.comparison import compare_hosts
 from ronde.topology.graph import HostTopology, NetPort, NumaNode
 from ronde.topology.paths.network import PathKind
 from ronde.topology.probes.base import Saved
 from ronde.topology.probes.nccl import NcclTopologyProbe
+
+
+def run(words):
+    return run_topo(["diff", *words])
+
 
 SAMPLES = Path(__file__).parent / "samples"
 FILES = sorted(
@@ -43,7 +48,7 @@ def test_a_host_is_like_itself(path: Path) -> None:
     assert comparison.num_matched == comparison.num_by_address == len(names)
     num_gpus = len(host.gpus)
     assert comparison.paths[0].num_pairs == num_gpus * (num_gpus - 1) // 2
-    assert tell_comparison("a", "a", comparison).count("\n") == 1
+    assert draw_comparison("a", "a", comparison).count("\n") == 1
 
 
 def test_files_for_two_shapes_of_a_cloud() -> None:
@@ -145,7 +150,7 @@ def test_what_one_does_not_tell_is_no_difference() -> None:
 
 
 def test_the_first_lines_have_the_cost() -> None:
-    text = tell_comparison("a", "b", compare_hosts(nccl(BARE), nccl(VIRTUAL)))
+    text = draw_comparison("a", "b", compare_hosts(nccl(BARE), nccl(VIRTUAL)))
     lines = text.splitlines()
     assert lines[:2] == ["A: a", "B: b"]
     assert "GPU to GPU: 28 of 28 pairs differ" in "\n".join(lines[:7])
@@ -184,7 +189,7 @@ def test_two_sources_of_one_machine_are_alike(
     assert back.is_equal
     assert there.untold_second == back.untold_first == untold
     assert there.untold_first == back.untold_second == ()
-    said = tell_comparison("a", "b", there).splitlines()
+    said = draw_comparison("a", "b", there).splitlines()
     assert said[1] == f"B has no {' and no '.join(untold)}: not compared."
 
 

@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 from tests.topology.nccl_job import JobLog, interleave, text_of
 
-from ronde.cli.topo_log import run
+from ronde.cli.topo import run as run_topo
 from ronde.errors import UsageError
 from ronde.plain_values import from_plain
-from ronde.render.topo_log import tell_log
+from ronde.render.topo_log import draw_log
 from ronde.topology.graph import Diagnostic, Level
 from ronde.topology.nccl_log import NcclLog, judge_nccl_log, read_nccl_log
+
+
+def run(words):
+    return run_topo(["log", *words])
+
 
 SAMPLE = (
     Path(__file__).parent
@@ -219,7 +224,7 @@ def libfabric(provider: str, *extra: str) -> bytes:
 def test_what_drives_libfabric_is_told() -> None:
     text = libfabric("efa")
 
-    words = " ".join(tell_log(read(text), ()).split())
+    words = " ".join(draw_log(read(text), ()).split())
     assert "AWS Libfabric over efa (2 adapters)" in words
     assert found(text) == {"no-gpudirect-rdma": WARNING}
     rules = {"no-gpudirect-rdma": WARNING, "libfabric-over-tcp": WARNING}
@@ -603,7 +608,7 @@ def test_errors_come_first() -> None:
 
 def test_the_words_name_what_was_chosen() -> None:
     log = read(text_of(JobLog()))
-    text = " ".join(tell_log(log, ()).split())
+    text = " ".join(draw_log(log, ()).split())
 
     assert "16 ranks on 2 hosts (node0, node1), NCCL 2.27.3+cuda12.9" in text
     assert "CUDA driver 12.9" in text
@@ -622,11 +627,11 @@ def test_a_job_that_was_aborted_is_told_so_and_not_blamed() -> None:
     text = text_of(JobLog()) + b"node0:1000:2000 [0] NCCL INFO " + line
 
     assert found(text) == {}
-    assert "1 rank gave up a communicator" in tell_log(read(text), ())
+    assert "1 rank gave up a communicator" in draw_log(read(text), ())
 
 
 def test_what_is_not_said_is_named() -> None:
-    text = tell_log(read(b"node0:1:1 [0] NCCL INFO Using network IB\n"), ())
+    text = draw_log(read(b"node0:1:1 [0] NCCL INFO Using network IB\n"), ())
 
     assert "missing  " in text
     assert "number of ranks unknown on 1 host" in text
@@ -637,7 +642,7 @@ def test_what_is_not_said_is_named() -> None:
 def test_words_keep_to_the_columns(width: int) -> None:
     text = text_of(JobLog(num_hosts=8, bootstrap="docker0", extra=(NVLS_LOST,)))
     log = read(text)
-    lines = tell_log(log, judge_nccl_log(log), width).splitlines()
+    lines = draw_log(log, judge_nccl_log(log), width).splitlines()
 
     assert max(map(len, lines)) <= width
 
@@ -677,7 +682,7 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     ("text", "words"),
     [
         (b"", "must be what NCCL wrote, got 0 lines"),
-        (b"loss 3\nloss 2\n", "got 2 lines without a word of it"),
+        (b"loss 3\nloss 2\n", "got 2 lines without a message from it"),
     ],
 )
 def test_what_is_no_log_is_said(tmp_path: Path, text: bytes, words: str) -> None:

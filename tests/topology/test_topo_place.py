@@ -7,14 +7,19 @@ import subprocess
 import pytest
 from tests.topology.sample_hosts import FILES, OCI_H100, sample_host, sample_path
 
-from ronde.cli.topo_place import run
+from ronde.cli.topo import run as run_topo
 from ronde.errors import UsageError
-from ronde.render.topo_place import tabulate_plan
+from ronde.render.topo_tables import tabulate_plan
 from ronde.topology.graph import GpuDevice, HostTopology, NetPort, NumaNode, PciDevice
 from ronde.topology.machine import Core
 from ronde.topology.placement.placing import AlignmentRequest, PlacementError
 from ronde.topology.placement.plan import plan_host
 from ronde.topology.placement.policies import Policy
+
+
+def run(words):
+    return run_topo(["place", *words])
+
 
 PERLMUTTER = "perlmutter_a100_4x_slingshot_nccl2.29.7.xml"
 # GPU by GPU, what nvidia-smi says of the same machine: CPU and NUMA affinity.
@@ -269,7 +274,7 @@ def test_the_lines_by_hand_are_understood_by_a_shell(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("-n 0", "-n must be a number of at least 1, got '0'. Type: -n 1"),
+        ("-n 0", "-n must be a whole number of at least 1, got '0'. Type: -n 1"),
         ("-n 1 --policy strict", "--policy must be none, best-effort, restricted or"),
         ("-n 1 --scope pod", "--scope must be rank or job, got 'pod'"),
         ("", "-n must be given, got none. Type: ronde topo place --help"),

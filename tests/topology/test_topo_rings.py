@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ronde.render.topo_rings import tell_search
+from ronde.render.topo_log import draw_search
 from ronde.topology.probes.base import Saved
 from ronde.topology.search_graph import read_search_graphs
 
@@ -11,7 +11,7 @@ SAMPLES = Path(__file__).parent / "samples" / "nccl_graph"
 
 def tell(name):
     path = SAMPLES / name
-    return tell_search(read_search_graphs(Saved(name, path.read_bytes())))
+    return draw_search(read_search_graphs(Saved(name, path.read_bytes())))
 
 
 def test_orders_are_told_once_with_their_number():

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tests.topology.sample_hosts import B200, FILES, OCI_H100, PERLMUTTER, sample_host
 
+from ronde.render.svg import fit, width_of
 from ronde.render.topo_svg import draw_svg
-from ronde.render.topo_svg_shapes import fit, width_of
 from ronde.topology.graph import (
     NVSWITCH,
     Diagnostic,
@@ -135,7 +135,7 @@ def test_nodes_and_adapters_have_their_names() -> None:
     for name in ("cxi0", "cxi1", "cxi2", "cxi3"):
         assert name in said
     assert said.count("200 Gb/s") == 4
-    assert said.count("PCI x16 16 GT/s: 24 GB/s") == 8
+    assert said.count("PCI 16.0 GT/s x16, 24 GB/s") == 8
     for number in range(4):
         assert f"NUMA node {number}" in said
     assert "NVLink: every GPU (0-3) to every other, 4 links, 80 GB/s each" in said
@@ -216,7 +216,7 @@ def test_a_narrow_bridge_is_told_at_the_one_thing_behind_it() -> None:
     said = texts(draw_svg(host))
 
     assert "behind 0000:00:01.0:" in said
-    assert "PCI x1 2.5 GT/s: 0.19 GB/s" in said  # 15 / 80
+    assert "PCI 2.5 GT/s x1, 0.19 GB/s" in said  # 15 / 80
 
 
 def test_other_devices_are_counted_only() -> None:

@@ -6,7 +6,7 @@ from ronde.launch.controller.plan import JobPlan, JobRequest, make_facts
 from ronde.launch.hosts.host import Host, HostShare
 from ronde.launch.placement.place import RankResources
 from ronde.render.plan import plan_text
-from ronde.render.value_runs import format_runs
+from ronde.render.text import format_runs
 
 HALVES = (
     RankResources(

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from tests.unit.timeline_samples import bound, encode, record, records, track
 
 from ronde.errors import UsageError
-from ronde.render.trace_text import draw_trace
+from ronde.render.trace import draw_trace
 from ronde.timeline.chrome import write_trace
 from ronde.trace import read_trace, summarize
 from ronde.trace.reading import read_part_files, trace_of
@@ -114,7 +114,7 @@ def test_who_came_late_is_not_told_beyond_the_clocks_error():
     summary = summarize(trace_of([job[0], off]))
     assert (summary.num_unclear, summary.ranks[1].num_late) == (10, 0)
     text = draw_trace("t", summary, 10)
-    assert "it is not clear who came last" in text
+    assert "it is unknown which rank came last" in text
     assert "within 78.1us of rank 0's; rank 1's is the least certain" in text
 
 
@@ -154,7 +154,7 @@ def test_what_is_missing_is_said(tmp_path):
     text = draw_trace("t", summarize(trace_of(job[:1])), 10)
     assert "7 records are missing, the oldest" in text
     assert "did not end in order on rank 0" in text
-    assert "Nothing is there of rank 1." in text
+    assert "There are no records of rank 1." in text
     empty = draw_trace("t", summarize(trace_of([track(0, [])])), 10)
     assert empty.startswith("t: no operation was recorded.\n")
 

@@ -8,15 +8,22 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from ronde.arguments import Parser
+from ronde.cli.options import CommandParser, require_alone
 from ronde.errors import UsageError
 from ronde.launch.environments import ALIAS_DIRECTORY, find_horovod
 
-_DESCRIPTION = """\
-Without an option, shows what import horovod finds in this environment.
+_HELP = """\
+usage: ronde alias [--install | --remove]
+
+Without an option, show what import horovod finds in this environment.
 
 ronde run needs no alias installed. mpirun, srun, torchrun, plain Python and notebooks
 do: the alias is a .pth file in site-packages and the command horovodrun in bin.
+
+options:
+  --install   write both; refused where Horovod itself is installed
+  --remove    remove both, but no horovodrun that is not ronde's
+  -h, --help  show this help and exit
 """
 
 # Python runs the file too, and takes the second line for a string: the kernel takes a
@@ -36,21 +43,10 @@ _OURS = "from ronde.cli"
 
 
 def run(words: Sequence[str]) -> int:
-    """Install, remove or show the alias; return the exit code.
-
-    Args:
-        words: What stands after ``alias``.
-
-    Raises:
-        UsageError: It cannot be installed or removed here; nothing was changed.
-    """
-    parser = Parser("ronde alias", description=_DESCRIPTION)
-    group = parser.add_mutually_exclusive_group()
-    install = "write both; refused where Horovod itself is installed"
-    group.add_argument("--install", action="store_true", help=install)
-    remove = "remove both, but no horovodrun that is not ronde's"
-    group.add_argument("--remove", action="store_true", help=remove)
-    options = parser.parse_args(words)
+    options = CommandParser("ronde alias", _HELP).read(words)
+    if options is None:
+        return 0
+    require_alone(options, "--install", "--remove")
     path_file = Path(sysconfig.get_path("purelib"), "ronde-horovod.pth")
     command = Path(sysconfig.get_path("scripts"), "horovodrun")
     try:
@@ -132,7 +128,6 @@ def _is_ours(command: Path) -> bool:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write an executable or a .pth file, whole or not at all."""
     new = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         new.write_text(text)

@@ -1,87 +1,143 @@
-"""One rank of ``ronde bench``: measures with the others; rank 0 tells."""
+"""One rank of ``ronde bench``: measures with the others; rank 0 reports."""
 
+import os
 import resource
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import TextIO, TypeVar
 
 import torch
 
-from ronde.bench.measured import Ending, Reason
+from ronde.bench.comparison import Compared, Ratios
+from ronde.bench.measured import Ending, Heading, Measured, Reason, Remark, Totals
 from ronde.bench.options import Exit, Options
+from ronde.bench.ranks import Ranks, meet_ranks
+from ronde.bench.results import RankCount, RankSource, Row, Run, to_record
 from ronde.bench.session import BenchSession, open_session
+from ronde.bench.sweeps import EngineComparison
+from ronde.bench.tuning import tune
 from ronde.bench.variables import Variables
-from ronde.cli.bench_contest import run_contest
-from ronde.cli.bench_stop import Stop, stopping
-from ronde.cli.bench_teller import Teller
-from ronde.cli.bench_tune import explained, run_explaining, run_tuning
+from ronde.collectives.choice import TableKey, explain, find_table, save
 from ronde.errors import CollectiveError, UsageError
+from ronde.records import append_record
+from ronde.render.bench import (
+    compared_line,
+    comparison_summary,
+    comparison_titles,
+    ending_lines,
+    facts_lines,
+    heading_lines,
+    progress_text,
+    row_line,
+)
+from ronde.render.bench_json import JsonReport
+from ronde.render.plot import Point, Series, draw
 from ronde.units import format_size
 from ronde.world import RankInfo
+from ronde.world.environment import read_cache_directory
+
+_PROGRESS_S = 0.3
+_ONE_HOST = ("shared_memory", "gloo")
+_SEVERAL_HOSTS = (
+    "gloo",
+    "scheduled/ring",
+    "scheduled/tree",
+    "scheduled/halving_doubling",
+)
+_Event = TypeVar("_Event")
 
 
-def run_rank(options: Options, variables: Variables, claim: RankInfo) -> int:
-    """Take part in a benchmark; return the exit code, alike on all ranks.
+class _Stop:
+    """Whether the user wants an end; the second time it ends at once."""
 
-    Raises:
-        UsageError: Something asked for cannot be.
-        CollectiveError: A collective failed.
-    """
+    is_asked = False
+
+    def ask(self, number: int, _frame: object) -> None:
+        if self.is_asked:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.is_asked = True
+
+
+@contextmanager
+def _stopping() -> Generator[_Stop]:
+    """Take note of Ctrl-C and SIGTERM: the benchmark ends between two rows."""
+    stop = _Stop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, stop.ask) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_rank(options: Options, variables: Variables, info: RankInfo) -> int:
+    """Take part in a benchmark; return the exit code, alike on all ranks."""
     if options.is_tuned:
-        run_tuning(options, variables, claim)
+        _run_tuning(options, variables, info)
     if not options.is_measured:
         if options.is_explained:
-            run_explaining(options, variables, claim)
+            ranks = meet_ranks(info, options, variables)
+            if ranks.is_speaker:
+                print("\n".join(_explained(ranks)), flush=True)
+            ranks.control.barrier().wait()
+            ranks.close()
         return Exit.OK
-    teller = Teller(options, is_speaking=claim.rank == 0)
+    reporter = Reporter(options, is_shown=info.rank == 0)
     try:
-        session = open_session(claim, options, variables, teller.expired)
+        session = open_session(info, options, variables, reporter.expired)
     except CollectiveError as error:
         raise UsageError(
-            f"all {claim.size} ranks that {claim.launcher} speaks of must meet: {error}"
+            f"all {info.size} ranks that {info.launcher} has started must meet: {error}"
         ) from error
-    with stopping() as stop:
+    with _stopping() as stop:
         try:
-            code = _measure(session, teller, stop)
+            if options.is_explained and session.ranks.is_speaker:
+                lines = _explained(session.ranks)
+                print("\n".join(f"# {line}" for line in lines), flush=True)
+            measure = _compare if options.is_compared else _sweep
+            code = measure(session, reporter, stop)
         except BaseException as error:
-            teller.fail(str(error) or type(error).__name__)
+            reporter.fail(str(error) or type(error).__name__)
             session.close()
             raise
-        # Nobody may leave before rank 0 has told all: a launcher would end it.
+        # Nobody may leave before rank 0 has reported all: a launcher would end it.
         session.ranks.control.barrier().wait()
         session.close()
     return code
 
 
-def _measure(session: BenchSession, teller: Teller, stop: Stop) -> int:
-    """Do what was asked for."""
-    options = session.options
-    if options.is_explained and session.ranks.is_speaker:
-        print("\n".join(f"# {line}" for line in explained(session.ranks)), flush=True)
-    if options.is_compared:
-        return run_contest(session, stop)
-    return _sweep(session, teller, stop)
-
-
-def _sweep(session: BenchSession, teller: Teller, stop: Stop) -> int:
-    """Run the sweeps of one engine."""
-    teller.begin(session.heading())
-    sweep = session.sweep(lambda: stop.is_asked)
-    reason = Reason.COMPLETE
+def _follow(
+    events: Generator[_Event, None, Reason], take: Callable[[_Event], None]
+) -> Reason:
     while True:
         try:
-            event = next(sweep)
+            event = next(events)
         except StopIteration as end:
-            reason = Reason(end.value)
-            break
-        teller.take(event)
-    loop = session.options.loop
+            return Reason(end.value)
+        take(event)
+
+
+def _sweep(session: BenchSession, reporter: "Reporter", stop: _Stop) -> int:
+    reporter.begin(session.heading())
+    reason = _follow(session.sweep(lambda: stop.is_asked), reporter.take)
+    # A soak has no other end.
+    is_cut = reason is Reason.STOPPED and session.options.loop.cycles > 0
     ending = Ending(
-        totals=teller.totals,
+        totals=reporter.totals,
         least_busbw_gb_per_s=session.variables.least_busbw_gb_per_s,
         memory=_memory(session),
-        # A soak has no other end.
-        errors=("interrupted",) if reason is Reason.STOPPED and loop.cycles else (),
+        errors=("interrupted",) if is_cut else (),
         reason=reason,
     )
-    teller.end(ending)
+    reporter.end(ending)
     if ending.errors:
         return Exit.INTERRUPTED
     return Exit.FAILED if ending.is_failed else Exit.OK
@@ -97,3 +153,223 @@ def _memory(session: BenchSession) -> str:
         return f"GPU memory usage : User-Allocated {own} | Reserved {format_size(peak)}"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return f"Host memory usage : User-Allocated {own} | Peak RSS {format_size(peak)}"
+
+
+def _compare(session: BenchSession, reporter: "Reporter", stop: _Stop) -> int:
+    """Measure the engines in turn; report on rank 0; collective."""
+    heading, shown = session.heading(), session.options.shown
+    ratios = Ratios()
+    rows: dict[str, list[Row]] = {name: [] for name in session.benches}
+
+    def take(event: Compared | Remark) -> None:
+        if isinstance(event, Remark):
+            reporter.show(f"# {event.text}")
+            return
+        ratios.add(event)
+        for name, row in event.rows.items():
+            rows[name].append(row)
+        reporter.show(compared_line(event))
+
+    reporter.show(*facts_lines(heading), *comparison_titles(heading, list(rows)))
+    comparison = EngineComparison(
+        session.benches, session.options, lambda: stop.is_asked
+    )
+    reason = _follow(comparison.run(), take)
+    was_stopped = reason is Reason.STOPPED
+    reporter.show(*comparison_summary(ratios, "interrupted" if was_stopped else ""))
+    if session.ranks.is_speaker:
+        for name, each in rows.items() if shown.record_path else ():
+            run = _run(heading, name, each, {}, reason is Reason.COMPLETE)
+            append_record(Path(shown.record_path), to_record(run))
+        if shown.plot_path:
+            _plot(heading, rows)
+    if was_stopped:
+        return Exit.INTERRUPTED
+    return Exit.FAILED if any(ratios.num_wrong.values()) else Exit.OK
+
+
+def _run_tuning(options: Options, variables: Variables, info: RankInfo) -> None:
+    """Measure, keep the table that ``auto`` chooses by, and show it; collective."""
+    names = options.engines.names if options.is_compared else ()
+    if not names:
+        names = _ONE_HOST if info.local_size == info.size else _SEVERAL_HOSTS
+    engines = replace(options.engines, names=names, device="cpu")
+    ranks = meet_ranks(info, replace(options, engines=engines), variables)
+    is_shown = ranks.is_speaker and options.has_terminal
+    table = tune(ranks.engines, on_progress=_show_tuning if is_shown else None)
+    if ranks.is_speaker:
+        key = TableKey.here(Counter(ranks.hosts))
+        path = save(table, key, read_cache_directory())
+        print(f"{explain(table)}\nkept in {path}", flush=True)
+    ranks.control.barrier().wait()
+    ranks.close()
+
+
+def _show_tuning(num_done: int, num_sizes: int) -> None:
+    is_over = num_done == num_sizes
+    text = "\r \r" if is_over else f"\rtuning: {num_done}/{num_sizes} sizes"
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _explained(ranks: Ranks) -> list[str]:
+    table, note = find_table(ranks.hosts, read_cache_directory())
+    return [*([note] if note else []), *explain(table).splitlines()]
+
+
+class Reporter:
+    """Shows what is measured as it comes; writes JSON, a record and a drawing."""
+
+    def __init__(self, options: Options, *, is_shown: bool) -> None:
+        self.totals = Totals()
+        self._options = options
+        self._is_shown = is_shown
+        self._heading: Heading | None = None
+        self._rows: list[Row] = []
+        self._cycle = 0
+        self._started_s = self._drawn_s = monotonic()
+        is_terminal = options.has_terminal or sys.stderr.isatty()
+        self._has_progress = is_shown and is_terminal
+        path = options.shown.json_path
+        self._json = JsonReport(_open_new(path)) if is_shown and path else None
+        self._is_over = False
+
+    def show(self, *lines: str) -> None:
+        if self._is_shown:
+            self._wipe()
+            sys.stdout.write("".join(f"{line}\n" for line in lines))
+            sys.stdout.flush()
+
+    def begin(self, heading: Heading) -> None:
+        self._heading = heading
+        self.show(*heading_lines(heading))
+        if self._json is not None:
+            self._json.begin(heading)
+
+    def take(self, event: Measured | Remark) -> None:
+        if isinstance(event, Remark):
+            self.show(f"# {event.text}")
+            return
+        self.totals.add(event)
+        heading = self._heading
+        if not self._is_shown or heading is None:
+            return
+        self.show(row_line(event, heading))
+        if self._json is not None:
+            self._json.row(event)
+        if event.cycle != self._cycle and not self._options.loop.cycles:
+            # A soak keeps its last sweep alone.
+            self._rows.clear()
+        self._cycle = event.cycle
+        self._rows.append(event.row)
+        now_s = monotonic()
+        if self._has_progress and now_s - self._drawn_s >= _PROGRESS_S:
+            self._drawn_s = now_s
+            num_rows, elapsed_s = self._num_rows(heading), now_s - self._started_s
+            text = progress_text(self.totals, num_rows, elapsed_s, self._cycle)
+            sys.stderr.write(f"\r{text}")
+            sys.stderr.flush()
+
+    def end(self, ending: Ending) -> None:
+        heading, shown = self._heading, self._options.shown
+        if self._is_over or heading is None or not self._is_shown:
+            return
+        self._is_over = True
+        self._wipe(is_last=True)
+        self.show(*ending_lines(heading, ending))
+        if self._json is not None:
+            self._json.end(ending)
+        if shown.record_path:
+            limit, totals = heading.limit, ending.totals
+            facts = {
+                "limit_busbw_gb_per_s": limit.bus_bandwidth_gb_per_s if limit else None,
+                "limit_link": limit.link if limit else "",
+                "call_overhead_us": heading.call_overhead_us,
+                "num_rows": totals.num_rows,
+                "versions": dict(heading.versions),
+            }
+            run = _run(heading, heading.engine, self._rows, facts, not ending.errors)
+            run = replace(
+                run,
+                average_busbw_gb_per_s=totals.average_busbw_gb_per_s,
+                num_out_of_bounds=totals.num_failed,
+                warnings=ending.errors,
+            )
+            append_record(Path(shown.record_path), to_record(run))
+        if shown.plot_path:
+            _plot(heading, {heading.engine: self._rows})
+
+    def fail(self, reason: str) -> None:
+        self.end(Ending(self.totals, errors=(reason,)))
+
+    def expired(self, what: str) -> None:
+        """End this process: a synchronisation took too long."""
+        limit_s = self._options.loop.timeout_s
+        reason = f"{what} must end within -T {limit_s:g} s, and did not"
+        sys.stderr.write(f"ronde: {reason}.\n")
+        sys.stderr.flush()
+        self.fail(reason)
+        sys.stdout.flush()
+        # The main thread waits for ranks that may never answer.
+        os._exit(Exit.TIMEOUT)
+
+    def _wipe(self, *, is_last: bool = False) -> None:
+        """Take the line of progress away; the launcher's console does it by itself."""
+        if self._has_progress and sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")
+        elif self._has_progress and is_last:
+            sys.stderr.write("\r \r")
+        sys.stderr.flush()
+
+    def _num_rows(self, heading: Heading) -> int:
+        options, sweep = self._options, self._options.sweep
+        num_sizes = sum(1 for _ in sweep.sizes())
+        num_roots = len(sweep.roots(options.test, heading.size))
+        num_kinds = len(sweep.dtypes) * len(sweep.ops) * num_roots
+        return num_sizes * num_kinds * options.loop.cycles
+
+
+def _run(
+    heading: Heading,
+    engine: str,
+    rows: Sequence[Row],
+    facts: Mapping[str, object],
+    is_complete: bool,  # noqa: FBT001  passed by position, once each
+) -> Run:
+    return Run(
+        test=heading.options.test.name,
+        ranks=RankCount.exactly(heading.size, RankSource.GIVEN),
+        rows=tuple(rows),
+        is_complete=is_complete,
+        engine=engine,
+        facts={**facts, "words": list(heading.options.words)},
+    )
+
+
+def _plot(heading: Heading, rows: Mapping[str, Sequence[Row]]) -> None:
+    series = [Series(name, [_point(row) for row in own]) for name, own in rows.items()]
+    if any(point.busbw_gb_per_s > 0 for each in series for point in each.points):
+        path = Path(heading.options.shown.plot_path)
+        title = f"{heading.options.test.name}, {heading.size} ranks"
+        draw(series, heading.limit, path, title=title)
+
+
+def _point(row: Row) -> Point:
+    """Return the better half of a row."""
+    sides = [side for side in (row.in_place, row.out_of_place) if side is not None]
+    best = max(sides, key=lambda side: side.busbw_gb_per_s or 0.0)
+    return Point(row.size_bytes, best.busbw_gb_per_s or 0.0, best.time_us)
+
+
+def _open_new(path: str) -> TextIO:
+    """Open a file that is not there yet: ``path``, else ``path.0``, ``path.1``, ..."""
+    name, number = path, 0
+    while True:
+        try:
+            return Path(name).open("x", encoding="utf-8")
+        except FileExistsError:
+            name, number = f"{path}.{number}", number + 1
+        except OSError as error:
+            raise UsageError(
+                f"-J must be a file that can be written, got {path}: {error.strerror}."
+            ) from None

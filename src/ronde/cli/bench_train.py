@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ronde.arguments import Parser
 from ronde.bench.options import Exit
 from ronde.bench.training.catalogue import MODELS
 from ronde.bench.training.outcome import (
@@ -17,17 +16,45 @@ from ronde.bench.training.outcome import (
     WireFormat,
     find_model,
 )
-from ronde.cli.own_ranks import run_own_ranks
+from ronde.cli.options import CommandParser
+from ronde.cli.self_launch import run_self
 from ronde.errors import UsageError
 from ronde.launch.environments import own_environment
 from ronde.launch.placement.place import count_cores, count_slots
 from ronde.launch.program import absolute_path
 from ronde.world import Launcher, RankInfo, read_rank_info
-from ronde.world.environment import ENGINES, require_engine
+from ronde.world.environment import require_engine
 
 _BAR = 24
 
-_EPILOG = """\
+_HELP = """\
+usage: ronde bench train --model NAME [-n N] [options]
+
+Measure training steps of a well-known model.
+
+options:
+  --model NAME          one of the models below
+  --batch N             samples a step of one rank
+  --dtype {float32,bfloat16}
+                        of the forward
+  --optimizer {sgd,adam}
+  --compression {none,fp16,bf16}
+                        what gradients travel as
+  --input {prepared,gathered}
+                        batches made before, or gathered from samples at every
+                        step
+  --channels-last       lay images out that way
+  --compile             let torch.compile compile the model
+  -n, -np, --num-proc N
+                        ranks to start; without it one a GPU, else one a core
+  --device {auto,cpu,cuda}
+  --engine NAME         what moves the tensors, as for ronde run
+  --rounds N            default: 5
+  --steps N             steps a round; without it as many as last about 0.4 s
+  --warmup N            steps before; default: 3
+  --json FILE           append a record to this file
+  -h, --help            show this help and exit
+
 Three runs take turns, a few steps each, over several rounds: 1 rank, all ranks, and all
 ranks without communication, which is the ceiling of what reducing gradients could give.
 Data is synthetic. "exposed" is the communication that backward does not hide: what
@@ -43,50 +70,70 @@ models:
 """
 
 
-def run(words: Sequence[str]) -> int:
-    """Measure the training steps of one model; return the exit code.
+def run_train(words: Sequence[str]) -> int:
+    parser = CommandParser("ronde bench train", _HELP, types={"N": int, "FILE": Path})
+    parser.declare("  --progress")
+    parser.set_defaults(
+        dtype=Dtype.FLOAT32,
+        optimizer=OptimizerKind.SGD,
+        compression=WireFormat.NONE,
+        input=InputKind.PREPARED,
+        device=DeviceKind.AUTO,
+        rounds=5,
+        warmup=3,
+    )
+    given = parser.read(words)
+    if given is None:
+        from ronde.render.bench_tables import draw_models
 
-    Args:
-        words: What stands after ``bench train``.
-
-    Raises:
-        UsageError: The words ask for something that cannot be; exit code 6.
-        CollectiveError: A rank was lost.
-        LaunchError: The launcher itself failed.
-    """
-    if any(word in ("-h", "--help") for word in words):
-        print(_help(), end="")
+        for line in draw_models(list(MODELS.values())).splitlines():
+            print(f"  {line}")
         return Exit.OK
-    given = _parser().parse_args(words)
-    options = _options(given)
-    _require_writable(given.json)
-    claim = read_rank_info()
-    if claim.launcher is Launcher.NONE:
+    if not given.model:
+        parser.error("--model must be given, got none")
+    options, path = _options(given), given.json
+    if path is not None and (path.is_dir() or not absolute_path(path).parent.is_dir()):
+        raise UsageError(
+            f"--json must be a file in a directory that is there, got {path}. "
+            f"Type: mkdir -p {path.parent}"
+        )
+    info = read_rank_info()
+    if info.launcher is Launcher.NONE:
         own_words = ["bench", "train", *words]
         if sys.stderr.isatty():
             own_words.append("--progress")
-        engine = options.engine or claim.engine
-        return run_own_ranks(own_words, _size(given), is_mpi=engine == "mpi")
-    _require_size(given.num_proc, claim)
-    return _be_rank(options, claim, given)
+        engine = options.engine or info.engine
+        size = given.num_proc
+        if size is None:
+            is_cpu = given.device == DeviceKind.CPU
+            size = count_cores() if is_cpu else count_slots(own_environment())
+        if size < 1:
+            raise UsageError(f"-n must be at least 1, got {size}. Type: -n 2")
+        return run_self(own_words, size, is_mpi=engine == "mpi")
+    if given.num_proc not in (None, info.size):
+        raise UsageError(
+            f"-n must be the ranks that {info.launcher} has started, {info.size}, "
+            f"got {given.num_proc}. Leave -n out."
+        )
+    return _run_rank(options, info, given)
 
 
-def _be_rank(options: TrainOptions, claim: RankInfo, given: argparse.Namespace) -> int:
+def _run_rank(options: TrainOptions, info: RankInfo, given: argparse.Namespace) -> int:
     import ronde.torch as hvd
     from ronde.bench.training.measurement import measure
     from ronde.bench.training.outcome import KIND, record_values
     from ronde.records import Record, append_record
-    from ronde.render.bench_train import draw_table
+    from ronde.render.bench_tables import draw_training
 
-    is_root = claim.rank == 0
+    is_root = info.rank == 0
     is_shown = is_root and (given.progress or sys.stderr.isatty())
     hvd.init(engine=options.engine)
     try:
-        outcome = measure(options, _show_progress if is_shown else _ignore_progress)
+        outcome = measure(options, _show_progress if is_shown else _show_nothing)
     finally:
         hvd.shutdown()
     if is_root:
-        print(draw_table(outcome), end="", flush=True)
+        print(draw_training(outcome), end="", flush=True)
         if given.json is not None:
             append_record(given.json, Record(KIND, record_values(outcome)))
         if not outcome.is_in_step:
@@ -99,95 +146,19 @@ def _be_rank(options: TrainOptions, claim: RankInfo, given: argparse.Namespace) 
     return Exit.OK if outcome.is_in_step else Exit.FAILED
 
 
-def _show_progress(num_done: int, num_blocks: int) -> None:
-    is_over = num_done == num_blocks
-    filled = _BAR * num_done // num_blocks
-    bar = "#" * filled + "-" * (_BAR - filled)
-    text = f"\r[{bar}] {num_done}/{num_blocks} blocks of steps"
-    if is_over and sys.stderr.isatty():
-        text = "\r\x1b[K"
-    elif is_over:
-        text = "\r \r"  # the launcher's console knows no escapes
-    sys.stderr.write(text)
-    sys.stderr.flush()
-
-
-def _ignore_progress(_num_done: int, _num_blocks: int) -> None:
+def _show_nothing(_num_done: int, _num_blocks: int) -> None:
     pass
 
 
-def _help() -> str:
-    from ronde.render.bench_train import draw_models
-
-    models = draw_models(list(MODELS.values()))
-    indented = "".join(f"  {line}\n" for line in models.splitlines())
-    return _parser().format_help() + indented
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "ronde bench train",
-        usage="ronde bench train --model NAME [-n N] [options]",
-        description="Measure training steps of a well-known model.",
-        epilog=_EPILOG,
-    )
-    _add_subject(parser)
-    _add_measurement(parser)
-    return parser
-
-
-def _add_subject(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", metavar="NAME", required=True, help="one of the models below")
-    add("--batch", type=int, metavar="N", help="samples a step of one rank")
-    add(
-        "--dtype",
-        choices=[str(each) for each in Dtype],
-        default=Dtype.FLOAT32,
-        help="of the forward",
-    )
-    add(
-        "--optimizer",
-        choices=[str(each) for each in OptimizerKind],
-        default=OptimizerKind.SGD,
-    )
-    add(
-        "--compression",
-        choices=[str(each) for each in WireFormat],
-        default=WireFormat.NONE,
-        help="what gradients travel as",
-    )
-    add(
-        "--input",
-        choices=[str(each) for each in InputKind],
-        default=InputKind.PREPARED,
-        help="batches made before, or gathered from samples at every step",
-    )
-    add("--channels-last", action="store_true", help="lay images out that way")
-    add("--compile", action="store_true", help="let torch.compile compile the model")
-
-
-def _add_measurement(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        *("-n", "-np", "--num-proc"),
-        dest="num_proc",
-        type=int,
-        metavar="N",
-        help="ranks to start; without it one a GPU, else one a core",
-    )
-    add("--device", choices=[str(each) for each in DeviceKind], default=DeviceKind.AUTO)
-    add("--engine", metavar="NAME", default="", help=f"one of {', '.join(ENGINES)}")
-    add("--rounds", type=int, default=5, metavar="N", help="default: 5")
-    add(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="steps a round; without it as many as last about 0.4 s",
-    )
-    add("--warmup", type=int, default=3, metavar="N", help="steps before; default: 3")
-    add("--json", type=Path, metavar="FILE", help="append a record to this file")
-    add("--progress", action="store_true", help=argparse.SUPPRESS)
+def _show_progress(num_done: int, num_blocks: int) -> None:
+    filled = _BAR * num_done // num_blocks
+    bar = "#" * filled + "-" * (_BAR - filled)
+    text = f"\r[{bar}] {num_done}/{num_blocks} blocks of steps"
+    if num_done == num_blocks:
+        # The launcher's console knows no escapes.
+        text = "\r\x1b[K" if sys.stderr.isatty() else "\r \r"
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def _options(given: argparse.Namespace) -> TrainOptions:
@@ -207,28 +178,3 @@ def _options(given: argparse.Namespace) -> TrainOptions:
         is_channels_last=given.channels_last,
         is_compiled=given.compile,
     )
-
-
-def _size(given: argparse.Namespace) -> int:
-    if given.num_proc is None:
-        is_cpu = given.device == DeviceKind.CPU
-        return count_cores() if is_cpu else count_slots(own_environment())
-    if given.num_proc < 1:
-        raise UsageError(f"-n must be at least 1, got {given.num_proc}. Type: -n 2")
-    return given.num_proc
-
-
-def _require_size(size: int | None, claim: RankInfo) -> None:
-    if size not in (None, claim.size):
-        raise UsageError(
-            f"-n must be the ranks that {claim.launcher} has started, {claim.size}, "
-            f"got {size}. Leave -n out."
-        )
-
-
-def _require_writable(path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not absolute_path(path).parent.is_dir()):
-        raise UsageError(
-            f"--json must be a file in a directory that is there, got {path}. "
-            f"Type: mkdir -p {path.parent}"
-        )

@@ -1,37 +1,49 @@
 """``ronde check``: hosts -> facts -> what is wrong -> exit code."""
 
+import argparse
+import os
 import shutil
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
 from ronde.check.catalogue import all_checks, plan_for
-from ronde.check.check import Severity
-from ronde.check.cluster.hosts import ABSENT
+from ronde.check.check import Check, Family, Severity
+from ronde.check.cluster.hosts import ABSENT, TAKING_PART
 from ronde.check.collect import Collected, collect, collect_from
-from ronde.check.facts import ENVIRONMENT, Fleet
+from ronde.check.facts import ENVIRONMENT, Fleet, Value
 from ronde.check.history import Earlier, Kept, compare, load_last, save
 from ronde.check.judging import Judgement, Readiness, decide, fit_together, judge
-from ronde.cli.check_options import CheckRequest, find_check, make_parser, read_request
-from ronde.cli.ssh_options import make_spawner
+from ronde.cli.help import HOST_OPTIONS, SSH_OPTIONS
+from ronde.cli.hosts import HOST_DEFAULTS, find_hosts, make_spawner
+from ronde.cli.options import CommandParser, read_duration_s, read_one_of
 from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.agent_start.bootstrap import start_local_agent
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller.controller import Controller
 from ronde.launch.controller.launch import Preflight
-from ronde.launch.environments import own_environment
+from ronde.launch.environments import own_environment, select_forwarded
+from ronde.launch.hosts.host import Host
+from ronde.launch.hosts.hostfile import MAX_SLOTS, parse_number
 from ronde.launch.node import AgentNode
+from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, caught_signals
-from ronde.launch.spawners.base import Spawner
-from ronde.render.check_changes import tell_changes
-from ronde.render.check_findings import fix_of, tell_findings, tell_unread, tell_verdict
-from ronde.render.check_hostfile import tell_hostfile
-from ronde.render.check_json import checked_as_json
-from ronde.render.check_pages import explain_check, list_checks
-from ronde.render.check_table import tabulate_hosts
-from ronde.render.wrapping import WIDTH
+from ronde.render.check import (
+    checked_as_json,
+    draw_changes,
+    draw_findings,
+    draw_hostfile,
+    draw_unread,
+    draw_verdict,
+    explain_check,
+    fix_of,
+    list_checks,
+    tabulate_hosts,
+)
+from ronde.render.text import WIDTH
 from ronde.world.environment import select_variables
 
 EXIT_READY = 0
@@ -39,86 +51,231 @@ EXIT_WARNED = 1
 EXIT_NOT_READY = 2
 EXIT_UNKNOWN = 3
 
+_WAYS = ("auto", "tcp", "gloo", "nccl")
+_MAX_BURN_S = 24 * 3600.0
 _MIN_WIDTH = 60
+
+_HELP = f"""\
+usage: ronde check [-H HOSTS | --hostfile FILE] [options]
+       ronde check list          list all checks, a line each
+       ronde check explain ID    describe one check
+
+Show which hosts are ready for training, what is wrong on the others, and how to fix it.
+
+what to check:
+  --ranks N             ranks that are to run on each host
+  --chdir DIR           folder in which ranks are to start, as for ronde run;
+                        else this one
+  --path DIR ...        folder that all hosts must share
+  --file FILE ...       file that must be equal on all hosts
+  --port PORT ...       port that must be free on all hosts and reachable from
+                        all, such as --master-port's
+  --only NAME[,NAME] ...
+                        make these checks alone: families or ids of ronde
+                        check list
+  --skip NAME[,NAME] ...
+                        leave these out
+
+measurements:
+  --burn TIME           also multiply matrices that long, as 30s: results must
+                        be equal, and speeds alike; GPUs copy as well
+  --bandwidth [WAY]     also measure the bandwidth between hosts, pair by
+                        pair: tcp, or ronde bench's over gloo or nccl; auto
+                        takes nccl where all hosts have it, else tcp
+  --storage-speed       also write 64 MiB and 1000 small files into each
+                        --path, and remove them
+
+output:
+  --strict              exit with 1 where there are warnings
+  --json                print one object of JSON
+  --save FILE           append all facts and findings to FILE, a line of JSON
+                        a run
+  --since FILE          show what has changed since the last run that FILE
+                        holds
+  --write-hostfile FILE
+                        write the hosts that are ready to FILE, for ronde run
+                        --hostfile
+  -h, --help            show this help and exit
+
+{HOST_OPTIONS}
+{SSH_OPTIONS}
+In the table: ok, ! warning, x not ready, ? could not be read, - nothing to check.
+What could not be read is listed and is no fault.
+
+exit code: 0 all hosts are ready, 1 warnings, with --strict, 2 a host is not ready, or
+two are not together, 3 no host answered, 64 a bad command line, 130 after Ctrl-C.
+
+examples:
+  ronde check                                     this machine
+  ronde check -H node[1-8] --path /data --write-hostfile good.txt
+  ronde run --hostfile good.txt train.py
+"""
+
+
+class CheckRequest(NamedTuple):
+    """What is to be checked."""
+
+    options: argparse.Namespace
+    hosts: tuple[Host, ...]  # at least one
+    settings: dict[str, Value]  # for probes and checks; see ``Reading``
+    checks: tuple[Check, ...]  # at least one
 
 
 class _Checked(NamedTuple):
     """What was found, and what comes of it."""
 
-    examined: Collected
+    collected: Collected
     judgement: Judgement
     verdict: Readiness
     exit_code: int
 
 
+def make_parser() -> CommandParser:
+    parser = CommandParser("ronde check", _HELP)
+    parser.set_defaults(**HOST_DEFAULTS, burn="0")
+    return parser
+
+
 def run(words: Sequence[str]) -> int:
-    """Check hosts, or say what is checked; return the exit code.
-
-    Args:
-        words: What stands after ``check``.
-
-    Raises:
-        UsageError: The words make no sense; nothing was started.
-        LaunchError: An agent does not keep to its protocol.
-    """
-    try:
-        return _dispatch(list(words))
-    except InterruptedStartError as error:
-        return 128 + error.number
-
-
-def _dispatch(words: list[str]) -> int:
-    if any(word in ("-h", "--help") for word in words):
-        print(make_parser().format_help(), end="")
+    parser = make_parser()
+    if "-h" in words or "--help" in words:
+        parser.read(["--help"])
         return EXIT_READY
-    match words:
+    match list(words):
         case ["list"]:
             print(list_checks(all_checks()), end="")
-            return EXIT_READY
         case ["explain", name] if not name.startswith("-"):
-            print(explain_check(find_check(name, all_checks(), "explain")), end="")
-            return EXIT_READY
+            checks = {check.id: check for check in all_checks()}
+            if name not in checks:
+                raise _unknown(name, list(checks), "explain", "a check's id")
+            print(explain_check(checks[name]), end="")
         case [("list" | "explain") as verb, *_]:
             raise UsageError(
                 f"{verb} must stand with {'an id' if verb == 'explain' else 'nothing'} "
                 f"behind it, got {' '.join(words)!r}. Type: ronde check --help"
             )
         case _:
-            return _check(words)
+            try:
+                return _check(parser.parse_args(words))
+            except InterruptedStartError as error:
+                return 128 + error.number
+    return EXIT_READY
 
 
-def _check(words: Sequence[str]) -> int:
+def _check(options: argparse.Namespace) -> int:
     environ = own_environment()
-    request = read_request(make_parser().parse_args(words), environ, all_checks())
-    options = request.options
+    request = read_request(options, environ, all_checks())
     plan = plan_for(request.checks, request.settings)
     since = load_last(Path(options.since)) if options.since else None
-
-    def make() -> Spawner:
-        return make_spawner(options, environ)
-
     with caught_signals() as signal_fd, start_local_agent() as agent:
-        hiring = AgentStarter(agent, make, options.python)
-        with _progress() as tell:
-            examined = collect(
-                request.hosts, hiring, signal_fd, request.settings, plan, tell
+        starter = AgentStarter(
+            agent, lambda: make_spawner(options, environ), options.python
+        )
+        with _progress() as report:
+            collected = collect(
+                request.hosts, starter, signal_fd, request.settings, plan, report
             )
-    checked = _judge(request, examined)
+    checked = _judge(request, collected)
+    ids = tuple(check.id for check in request.checks)
+    kept = Kept(collected.hosts, checked.judgement.findings, ids)
     try:
-        _tell(request, checked, since)
+        _show(request, checked, since, kept)
     finally:
-        # Even where nobody reads what is told.
-        _write(request, checked)
+        # Even where nobody reads the output.
+        _write(request, checked, kept)
     return checked.exit_code
 
 
-def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
-    """Return what ``ronde run --preflight`` does: all checks that cost no option.
+def read_request(
+    options: argparse.Namespace, environ: Mapping[str, str], checks: Sequence[Check]
+) -> CheckRequest:
+    """Return what the options ask for, of all checks that there are."""
+    chosen = _choose(options, checks)
+    hosts = find_hosts(options, environ)
+    for path in (*options.path, *options.file):
+        if not path:
+            raise UsageError("--path and --file must name something, got ''. Name it.")
+    burn_s = read_duration_s("--burn", options.burn)
+    if burn_s > _MAX_BURN_S:
+        raise UsageError(
+            f"--burn must be at most a day, got {options.burn}. Give less."
+        )
+    way = options.bandwidth
+    settings: dict[str, Value] = {
+        "directory": str(absolute_path(options.chdir or "")),
+        "paths": [str(absolute_path(path)) for path in options.path],
+        "files": [str(absolute_path(path)) for path in options.file],
+        "ports": [
+            parse_number(port, "port", "--port", lowest=1, highest=65535)
+            for port in options.port
+        ],
+        ENVIRONMENT: select_forwarded(environ),
+        "burn_s": burn_s,
+        "bandwidth": ""
+        if way is None
+        else read_one_of("--bandwidth", way or "auto", _WAYS),
+        "storage_speed": options.storage_speed,
+    }
+    if options.ranks is not None:
+        settings["num_ranks"] = parse_number(
+            options.ranks, "ranks", "--ranks", lowest=1, highest=MAX_SLOTS
+        )
+    elif any(host.slots > 0 for host in hosts):
+        settings["num_ranks"] = max(host.slots for host in hosts)
+    if options.storage_speed and not options.path:
+        raise UsageError(
+            "--storage-speed must have a --path to write to, got none. Name a folder."
+        )
+    for option, file in (
+        ("--save", options.save),
+        ("--write-hostfile", options.write_hostfile),
+    ):
+        path = Path(file or "")
+        place = path if path.exists() else path.parent
+        if file and (path.is_dir() or not os.access(place, os.W_OK)):
+            raise _unwritable(option, file)
+    return CheckRequest(options, hosts, settings, chosen)
 
-    Args:
-        directory: In which ranks start.
-        env: What all ranks are given.
-    """
+
+def _choose(options: argparse.Namespace, checks: Sequence[Check]) -> tuple[Check, ...]:
+    known = [*Family, *(check.id for check in checks)]
+    names: dict[str, set[str]] = {}
+    for option, given in (("--only", options.only), ("--skip", options.skip)):
+        words = {word.strip() for text in given for word in text.split(",")} - {""}
+        for word in words - {*known}:
+            raise _unknown(word, known, option, "a family or a check's id")
+        names[option] = words
+    only, skipped = names["--only"], names["--skip"]
+    chosen = tuple(
+        check
+        for check in checks
+        # A host that does not answer is no answer to any question.
+        if not only or check.id == TAKING_PART or {check.id, check.family} & only
+        if not {check.id, check.family} & skipped
+    )
+    if not chosen:
+        raise UsageError(
+            "--skip must leave a check to be made, got all of them. Drop a name."
+        )
+    return chosen
+
+
+def _unknown(name: str, known: Sequence[str], said_by: str, kind: str) -> UsageError:
+    likely = get_close_matches(name, known, n=1)
+    cure = f"Type: {likely[0]}" if likely else "Type: ronde check list"
+    return UsageError(f"{said_by} must name {kind}, got {name!r}. {cure}")
+
+
+def _unwritable(option: str, file: str, reason: str = "") -> UsageError:
+    reason = reason and f": {reason}"
+    return UsageError(
+        f"{option} must be a file that can be written, got {file}{reason}. Name "
+        "another."
+    )
+
+
+def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
+    """Return what ``ronde run --preflight`` does: all checks that cost no option."""
     checks = all_checks()
 
     def check(controller: Controller, nodes: Sequence[AgentNode]) -> tuple[str, ...]:
@@ -149,15 +306,15 @@ def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
     return check
 
 
-def _judge(request: CheckRequest, examined: Collected) -> _Checked:
+def _judge(request: CheckRequest, collected: Collected) -> _Checked:
     absent = {
         each.host: {"reason": each.failure.reason, "cure": each.failure.cure}
-        for each in examined.failures
+        for each in collected.failures
     }
-    fleet = Fleet(examined.hosts, {**request.settings, ABSENT: absent})
+    fleet = Fleet(collected.hosts, {**request.settings, ABSENT: absent})
     judgement = judge(fleet, request.checks)
     names = [host.name for host in request.hosts]
-    verdict = decide(names, judgement.findings, len(examined.hosts))
+    verdict = decide(names, judgement.findings, len(collected.hosts))
     code = EXIT_READY
     if not verdict.num_asked:
         code = EXIT_UNKNOWN
@@ -165,15 +322,17 @@ def _judge(request: CheckRequest, examined: Collected) -> _Checked:
         code = EXIT_NOT_READY
     elif verdict.is_warned and request.options.strict:
         code = EXIT_WARNED
-    return _Checked(examined, judgement, verdict, code)
+    return _Checked(collected, judgement, verdict, code)
 
 
-def _tell(request: CheckRequest, checked: _Checked, since: Earlier | None) -> None:
-    changes = compare(since.kept, _kept(request, checked)) if since else None
+def _show(
+    request: CheckRequest, checked: _Checked, since: Earlier | None, kept: Kept
+) -> None:
+    changes = compare(since.kept, kept) if since else None
     checks = {check.id: check for check in request.checks}
     if request.options.json:
         text = checked_as_json(
-            checked.examined.hosts,
+            checked.collected.hosts,
             checked.judgement,
             checked.verdict,
             checks,
@@ -192,56 +351,46 @@ def _tell(request: CheckRequest, checked: _Checked, since: Earlier | None) -> No
             is_coloured=is_coloured,
             width=width,
         ),
-        tell_findings(findings, checks, is_coloured=is_coloured, width=width),
-        tell_unread(checked.judgement.unread, width),
-        tell_changes(changes, since.created_at, width) if changes and since else "",
-        tell_verdict(checked.verdict, findings, width),
+        draw_findings(findings, checks, is_coloured=is_coloured, width=width),
+        draw_unread(checked.judgement.unread, width),
+        draw_changes(changes, since.created_at, width) if changes and since else "",
+        draw_verdict(checked.verdict, findings, width),
     ]
     print("\n".join(part for part in parts if part), end="")
 
 
-def _kept(request: CheckRequest, checked: _Checked) -> Kept:
-    ids = tuple(check.id for check in request.checks)
-    return Kept(checked.examined.hosts, checked.judgement.findings, ids)
-
-
-def _write(request: CheckRequest, checked: _Checked) -> None:
+def _write(request: CheckRequest, checked: _Checked, kept: Kept) -> None:
     options = request.options
     if options.save:
-        save(Path(options.save), _kept(request, checked))
+        save(Path(options.save), kept)
     if options.write_hostfile:
         names = [host.name for host in request.hosts]
         good = fit_together(names, checked.verdict, is_strict=options.strict)
-        text = tell_hostfile([host for host in request.hosts if host.name in good])
+        text = draw_hostfile([host for host in request.hosts if host.name in good])
+        file = options.write_hostfile
         try:
-            Path(options.write_hostfile).write_text(text, encoding="utf-8")
+            Path(file).write_text(text, encoding="utf-8")
         except OSError as error:
-            raise UsageError(
-                "--write-hostfile must be a file that can be written, got "
-                f"{options.write_hostfile}: {error.strerror}. Name another."
-            ) from None
+            raise _unwritable("--write-hostfile", file, str(error.strerror)) from None
 
 
 @contextmanager
 def _progress() -> Generator[Callable[[str], None]]:
-    """Give what tells on a terminal what is being done; at the end it is wiped."""
     is_shown = sys.stderr.isatty()
 
-    def tell(what: str) -> None:
+    def show(text: str) -> None:
         if is_shown:
-            sys.stderr.write(f"\r\x1b[Kronde: {what} ...")
+            sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
 
     try:
-        yield tell
+        yield lambda what: show(f"ronde: {what} ...")
     finally:
-        if is_shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        show("")
 
 
 def _is_coloured() -> bool:
-    """Say whether marks may have colours. Source: no-color.org."""
+    """Whether marks may have colours. Source: no-color.org."""
     variables = select_variables(("NO_COLOR", "TERM"))
     is_wanted = not variables.get("NO_COLOR") and variables.get("TERM") != "dumb"
     return is_wanted and sys.stdout.isatty()

@@ -5,35 +5,19 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NoReturn
 
 import ronde
-from ronde.cli.exit_codes import EXIT_INTERNAL, EXIT_INTERRUPTED, exit_code_of
-from ronde.cli.standard_output import give_up_output, is_unwritten
+from ronde.cli.exits import (
+    EXIT_INTERNAL,
+    EXIT_INTERRUPTED,
+    exit_code_of,
+    give_up_output,
+    is_unwritten,
+)
 from ronde.errors import HostError, RondeError
 from ronde.launch.timeouts import USUAL, Timeouts
 
-HELP = """\
-usage: ronde VERB ...
-
-ronde runs one training program on every GPU or CPU slot and keeps the copies in step.
-
-verbs:
-  run    start a program once for every slot of one host or of many
-  bench  measure collectives and training steps; read others' results
-  trace  say who waited for whom in a job, from its timeline
-  check  say of every host whether it is ready, what is wrong, and what to type
-  topo   show how a machine's GPUs, adapters and cores are connected, and how fast
-  alias  let every Python of this environment import ronde as horovod
-  horovodrun  run, with horovodrun's words
-
-ronde VERB --help says more of a verb; ronde --version says which ronde this is.
-"""
-
 _VERBS = ("run", "bench", "trace", "check", "topo", "alias", "horovodrun")
-
-Verb = Callable[[Sequence[str]], int]
-"""Takes the words after the verb's name; returns the exit code."""
 
 
 def main(argv: Sequence[str] | None = None, timeouts: Timeouts = USUAL) -> int:
@@ -46,29 +30,22 @@ def main(argv: Sequence[str] | None = None, timeouts: Timeouts = USUAL) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     _open_standard_fds()
     code = _code_of(words, timeouts)
-    if argv is None and words[:1] in (["run"], ["horovodrun"]):
-        _leave(code)
-    return code
-
-
-def _leave(code: int) -> NoReturn:
-    """End this process past the interpreter's own end, which takes 30 ms for nothing.
-
-    All that ``run`` has started has ended, and nothing waits to be done at the end.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        # Who does not read any more has been noticed before.
-        with suppress(OSError, ValueError):
+    if argv is None and words[:1] != ["bench"]:
+        # Past the interpreter's own end, which takes 30 ms for nothing: all that was
+        # started has ended. But torch may have threads, and files to remove.
+        for stream in (sys.stdout, sys.stderr):
             # There is none where a descriptor was closed.
-            print(end="", file=stream, flush=True)
-    os._exit(code)
+            with suppress(OSError, ValueError):
+                print(end="", file=stream, flush=True)
+        os._exit(code)
+    return code
 
 
 def _code_of(words: list[str], timeouts: Timeouts) -> int:
     code = 0
     try:
         code = _dispatch(words, timeouts)
-        # Here it can still be told that it cannot be written.
+        # Here a failure to write can still be reported.
         print(end="", flush=True)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -76,14 +53,17 @@ def _code_of(words: list[str], timeouts: Timeouts) -> int:
         # A terminal that was closed takes no complaint.
         with suppress(OSError):
             print(f"ronde: {error}", file=sys.stderr)
-            if isinstance(error, HostError):
-                print(_table_of(error), end="", file=sys.stderr)
+            if isinstance(error, HostError) and error.failures:
+                from ronde.render.job_end import tabulate_failures
+
+                table = tabulate_failures(error.failures, error.ready)
+                print(table, end="", file=sys.stderr)
         return exit_code_of(error)
     except OSError as error:
         from ronde.launch.limits import explain_shortage
 
-        if said := explain_shortage(error):
-            print(f"ronde: {said}", file=sys.stderr)
+        if shortage := explain_shortage(error):
+            print(f"ronde: {shortage}", file=sys.stderr)
             return EXIT_INTERNAL
         if not is_unwritten(error):
             raise
@@ -97,11 +77,13 @@ def _dispatch(words: list[str], timeouts: Timeouts) -> int:
         case ["--version" | "-V", *_]:
             print(f"ronde {ronde.__version__}")
         case [] | ["--help" | "-h" | "help", *_]:
+            from ronde.cli.help import HELP
+
             print(HELP, end="")
         case ["run", "--help" | "-h", *_]:
-            from ronde.cli.run import help_text
+            from ronde.cli.help import RUN_HELP
 
-            print(help_text(), end="")
+            print(RUN_HELP, end="")
         case ["run", *rest]:
             return _run(rest, timeouts)
         case ["horovodrun", *rest]:
@@ -111,7 +93,8 @@ def _dispatch(words: list[str], timeouts: Timeouts) -> int:
         case [("bench" | "trace" | "check" | "topo" | "alias") as verb, *rest]:
             from importlib import import_module
 
-            run_verb: Verb = import_module(f"ronde.cli.{verb}").run
+            run_verb: Callable[[list[str]], int]
+            run_verb = import_module(f"ronde.cli.{verb}").run
             return run_verb(rest)
         case _:
             from ronde.arguments import refuse_verb
@@ -131,12 +114,6 @@ def _run(words: list[str], timeouts: Timeouts) -> int:
         from ronde.cli.run import run
 
         return run(words, agent, signal_fd, timeouts)
-
-
-def _table_of(error: HostError) -> str:
-    from ronde.render.hosts_table import tabulate_failures
-
-    return tabulate_failures(error.failures, error.ready) if error.failures else ""
 
 
 def _open_standard_fds() -> None:

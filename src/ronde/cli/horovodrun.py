@@ -1,13 +1,25 @@
-"""``ronde horovodrun``: Horovod's command, taken for ``ronde run``.
+"""horovodrun: its command, its options and its configuration file.
 
-``ronde alias --install`` writes a command ``horovodrun`` that calls it.
+``ronde run`` takes all its options; ``ronde alias --install`` writes a command
+``horovodrun`` that calls ``ronde horovodrun``.
 """
 
+import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import ronde
+from ronde.cli.hosts import find_run_hosts, read_text
+from ronde.cli.options import read_number
+from ronde.errors import UsageError
+from ronde.launch.hosts.host import Host
+from ronde.launch.output.files import attempt_dir
+from ronde.launch.output.sink import Generation, OutputSink, SinkWrapper
+from ronde.launch.program import absolute_path
 
 _HELP = """\
 usage: horovodrun [-np N] [options] program [arguments]
@@ -15,8 +27,8 @@ usage: horovodrun [-np N] [options] program [arguments]
 This is ronde's horovodrun: it takes Horovod's options and starts ronde run.
 
   -np N                ranks to start
-  -cb, --check-build   say what there is to compute with
-  -v, --version        say which ronde this is
+  -cb, --check-build   show the frameworks and libraries that ronde can use
+  -v, --version        show the version of ronde
 
 ronde run --help lists the options that do something here beyond Horovod's own.
 """
@@ -41,32 +53,273 @@ Available Tensor Operations:
     [{gloo}] Gloo
     [X] shared memory"""
 
+# Options with a value that is a variable's, by its name without HOROVOD_.
+_VALUES = {
+    "fusion-threshold-mb": "FUSION_THRESHOLD",
+    "cycle-time-ms": "CYCLE_TIME",
+    "cache-capacity": "CACHE_CAPACITY",
+    "autotune-log-file": "AUTOTUNE_LOG",
+    "autotune-warmup-samples": "AUTOTUNE_WARMUP_SAMPLES",
+    "autotune-steps-per-sample": "AUTOTUNE_STEPS_PER_SAMPLE",
+    "autotune-bayes-opt-max-samples": "AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+    "timeline-filename": "TIMELINE",
+    "stall-check-warning-time-seconds": "STALL_CHECK_TIME_SECONDS",
+    "stall-check-shutdown-time-seconds": "STALL_SHUTDOWN_TIME_SECONDS",
+    "thread-affinity": "THREAD_AFFINITY",
+    "gloo-timeout-seconds": "GLOO_TIMEOUT_SECONDS",
+    "log-level": "LOG_LEVEL",
+    "start-timeout": "START_TIMEOUT",
+    "reset-limit": "RESET_LIMIT",
+    "network-interfaces": "GLOO_IFACE",
+}
+# Options that set a variable to 1, and to 0 with no- before them.
+_SWITCHES = {
+    "hierarchical-allreduce": "HIERARCHICAL_ALLREDUCE",
+    "hierarchical-allgather": "HIERARCHICAL_ALLGATHER",
+    "torus-allreduce": "TORUS_ALLREDUCE",
+    "autotune": "AUTOTUNE",
+    "timeline-mark-cycles": "TIMELINE_MARK_CYCLES",
+    "stall-check": "STALL_CHECK_DISABLE",
+}
+_SSH = ("ssh-port", "ssh-identity-file")
+_READ_HERE = ("output-filename", "config-file", "min-num-proc", *_SSH)
+_CONTROLLERS = ("gloo", "mpi", "jsrun")
+_VALUES_IGNORED = (
+    *("mpi-args", "binding-args", "num-nccl-streams"),
+    *("max-num-proc", "blacklist-cooldown-range"),
+    *("autotune-gaussian-process-noise", "elastic-timeout"),
+)
+_FLAGS_IGNORED = (
+    *("disable-cache", "tcp", "prefix-output-with-timestamp", "jsrun"),
+    *("log-with-timestamp", "log-without-timestamp", "log-hide-timestamp"),
+    *("no-log-hide-timestamp", "mpi-threads-disable", "no-mpi-threads-disable"),
+    "no-python",
+)
+_IGNORED = frozenset((*_VALUES_IGNORED, *_FLAGS_IGNORED))
+_OTHER_NAMES = {
+    "network-interfaces": ["--network-interface"],
+    "ssh-port": ["-p"],
+    "ssh-identity-file": ["-i"],
+    "min-num-proc": ["--min-np"],
+    "max-num-proc": ["--max-np"],
+    "prefix-output-with-timestamp": ["-prefix-timestamp"],
+}
+_CONFIGURABLE = _IGNORED.union(_VALUES, _SWITCHES, _CONTROLLERS, _SSH, ["min-num-proc"])
+# Sections of a configuration file, and how the names of their options begin.
+_SECTIONS = {
+    "params": "",
+    "autotune": "autotune-",
+    "timeline": "timeline-",
+    "stall_check": "stall-check-",
+    "library_options": "",
+    "logging": "log-",
+}
+
+
+class HorovodOptions(NamedTuple):
+    """What horovodrun's options ask for."""
+
+    env: dict[str, str]  # variables for all ranks
+    engine: str  # what is to move tensors, or empty
+    hosts: tuple[Host, ...]  # where ranks may run, at least one
+    min_ranks: int | None  # how many suffice where there are fewer slots; None for all
+    ssh_args: tuple[str, ...]  # what ssh is to be given
+    output_dir: str  # directory for what the ranks print, or empty
+    ignored: tuple[str, ...]  # the options that change nothing
+
 
 def run_horovodrun(words: list[str], run: Callable[[list[str]], int]) -> int:
-    """Do what horovodrun does with these words; return the exit code."""
     match words:
         case [] | ["-h" | "--help", *_]:
             print(_HELP, end="")
         case ["-v" | "--version", *_]:
             print(f"ronde {ronde.__version__}, as horovodrun")
         case ["-cb" | "--check-build", *_]:
-            return _check_build()
+            from ronde.horovod import __version__ as horovod
+            from ronde.torch import features
+
+            built = {
+                "mpi": features.mpi_built(),
+                "gloo": features.gloo_built(),
+                "nccl": features.nccl_built(),
+            }
+            marks = {name: "X" if has else " " for name, has in built.items()}
+            text = _CHECK.format(version=ronde.__version__, horovod=horovod, **marks)
+            print(text)
         case _:
             taken_for = shlex.join(["ronde", "run", *words]).replace("\n", "\\n")
-            print(f"horovodrun: taken for {taken_for}", file=sys.stderr)
+            print(f"horovodrun: runs {taken_for}", file=sys.stderr)
             return run(words)
     return 0
 
 
-def _check_build() -> int:
-    from ronde.horovod import __version__ as horovod
-    from ronde.torch import features
+def add_horovod_options(parser: argparse.ArgumentParser) -> None:
+    """Let a parser take what horovodrun takes, besides ``-np`` and its hosts."""
 
-    built = {
-        "mpi": features.mpi_built(),
-        "gloo": features.gloo_built(),
-        "nccl": features.nccl_built(),
+    def add(name: str, dest: str = "", **how: Any) -> None:  # noqa: ANN401  argparse's own
+        names = [f"--{name}", *_OTHER_NAMES.get(name, [])]
+        parser.add_argument(*names, dest=dest or name, **how)
+
+    for name in (*_VALUES, *_READ_HERE, *_VALUES_IGNORED):
+        add(name, nargs=2 if name == "blacklist-cooldown-range" else None)
+    for name in _SWITCHES:
+        add(name, action="store_const", const="1")
+        add(f"no-{name}", dest=name, action="store_const", const="0")
+    for name in dict.fromkeys((*_CONTROLLERS, *_FLAGS_IGNORED)):
+        add(name, action="store_const", const="1")
+
+
+def read_horovod_options(
+    options: argparse.Namespace, environ: Mapping[str, str]
+) -> HorovodOptions:
+    """Return what the options that were given ask for.
+
+    Reads the configuration and host files, and runs the discovery script, once.
+    """
+    known = (*_VALUES, *_SWITCHES, *_READ_HERE, *_VALUES_IGNORED, *_FLAGS_IGNORED)
+    given = {name: getattr(options, name) for name in (*known, *_CONTROLLERS)}
+    given = {name: value for name, value in given.items() if value is not None}
+    if "config-file" in given:
+        given = _configured(given) | given
+    controllers = [name for name in _CONTROLLERS if name in given]
+    if len(controllers) > 1:
+        one, other = controllers[:2]
+        raise UsageError(f"--{one} must stand alone, got --{other} too. Drop one.")
+    min_ranks = None
+    if text := given.get("min-num-proc"):
+        min_ranks = read_number("--min-np", text, "Correct it.", least=1)
+    identity = given.get("ssh-identity-file")
+    return HorovodOptions(
+        env=_variables(given, environ),
+        engine="mpi" if "mpi" in given else "",
+        hosts=_hosts(options, given, environ),
+        min_ranks=min_ranks,
+        ssh_args=("-i", identity) if identity is not None else (),
+        output_dir=given.get("output-filename", ""),
+        ignored=tuple(f"--{name}" for name in given if name in _IGNORED),
+    )
+
+
+def _variables(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    env = {
+        f"HOROVOD_{variable}": given[name]
+        for name, variable in (_VALUES | _SWITCHES).items()
+        if name in given
     }
-    marks = {name: "X" if is_built else " " for name, is_built in built.items()}
-    print(_CHECK.format(version=ronde.__version__, horovod=horovod, **marks))
-    return 0
+    if "stall-check" in given:
+        env["HOROVOD_STALL_CHECK_DISABLE"] = str(int(given["stall-check"] == "0"))
+    if "fusion-threshold-mb" in given:
+        text = given["fusion-threshold-mb"]
+        if not text.isdecimal() or not text.isascii():
+            raise UsageError(
+                f"--fusion-threshold-mb must be a whole number of MiB, got {text!r}. "
+                "Type: --fusion-threshold-mb 128"
+            )
+        env["HOROVOD_FUSION_THRESHOLD"] = str(int(text) << 20)
+    known = {**environ, **env}
+    # For those that open sockets themselves.
+    if names := known.get("HOROVOD_GLOO_IFACE"):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            env[name] = known.get(name, names)
+    return env
+
+
+def _hosts(
+    options: argparse.Namespace, given: Mapping[str, str], environ: Mapping[str, str]
+) -> tuple[Host, ...]:
+    hosts = find_run_hosts(options, environ)
+    if "ssh-port" not in given:
+        return hosts
+    from ronde.launch.hosts.host import is_here
+    from ronde.launch.hosts.hostfile import parse_number
+
+    port = parse_number(
+        given["ssh-port"], "port", "--ssh-port", lowest=1, highest=65535
+    )
+    # It is for other hosts: with a port, this machine would count as another one.
+    own = next((host for host in hosts if is_here(host)), None)
+    return tuple(
+        host if host is own else replace(host, port=host.port or port) for host in hosts
+    )
+
+
+def _configured(given: Mapping[str, str]) -> dict[str, str]:
+    path = given["config-file"]
+    configured: dict[str, str] = {}
+    for section, key, value in read_config(path, ("controller", *_SECTIONS)):
+        if section == "controller":
+            option = value.lower() if value.lower() in _CONTROLLERS else ""
+            is_chosen = any(name in given for name in _CONTROLLERS)
+            configured |= {} if is_chosen else {option: "1"}
+        elif key == "enabled":
+            option = section.replace("_", "-")
+            configured[option] = value
+        else:
+            option = _SECTIONS[section] + key.replace("_", "-")
+            configured[option] = value
+        if option not in _CONFIGURABLE:
+            raise UsageError(
+                f"{path} must hold horovodrun's options, got {section}.{key}={value}. "
+                "Correct it."
+            )
+    return configured
+
+
+def read_config(path: str, sections: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield section, key and value of a configuration file in YAML.
+
+    A section that is no mapping has an empty key. true and false are 1 and 0.
+    """
+    text = read_text(path, "--config-file")
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise UsageError(
+            "--config-file must have PyYAML to be read, which is not installed. "
+            "Type: pip install pyyaml"
+        ) from None
+    try:
+        content: Any = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} must be YAML, but {error}. Correct it.") from None
+    if not isinstance(content, dict) or not set(cast("Any", content)) <= set(sections):
+        raise UsageError(
+            f"{path} must have the sections {', '.join(sections)} and no others. "
+            "Correct it."
+        )
+    for section, values in cast("dict[str, Any]", content).items():
+        is_section = isinstance(values, dict)
+        pairs = cast("dict[str, Any]", values if is_section else {"": values})
+        for key, value in pairs.items():
+            is_switch = isinstance(value, bool)
+            yield section, str(key), str(int(value)) if is_switch else str(value)
+
+
+class LinkedOutputs(SinkWrapper):
+    """Also links the ranks' files where horovodrun puts them.
+
+    That is ``DIR/rank.<r>/stdout`` and ``stderr``, with zeros before ``<r>``.
+    """
+
+    def __init__(self, inner: OutputSink, directory: str) -> None:
+        super().__init__(inner)
+        self._directory = absolute_path(directory)
+
+    def begin(self, generation: Generation) -> None:
+        super().begin(generation)
+        logs = Path(attempt_dir(str(self._directory), generation))
+        width = len(str(len(generation.hosts) - 1))
+        try:
+            for rank in range(len(generation.hosts)):
+                directory = self._directory / f"rank.{rank:0{width}}"
+                directory.mkdir(parents=True, exist_ok=True)
+                for stream in ("stdout", "stderr"):
+                    (directory / stream).unlink(missing_ok=True)
+                    target = logs / str(rank) / f"{stream}.log"
+                    (directory / stream).symlink_to(target)
+        except OSError as error:
+            raise UsageError(
+                "--output-filename must be a directory that can be written, got "
+                f"{str(self._directory)!r} ({error.strerror}). Create it or name "
+                "another."
+            ) from None

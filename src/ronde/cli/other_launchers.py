@@ -4,148 +4,110 @@ Source: ``torchrun --help`` (2.13), mpirun(1) of Open MPI 5, ``mpiexec --help`` 
 MPICH 5, srun(1), and ``deepspeed --help``, ``accelerate launch --help`` of 2026.
 """
 
-_DROP = "Drop it: "
-_OWN = "It has no equivalent here: "
-
-_OPTIONS = (
-    (
-        "torchrun",
-        "rdzv-backend rdzv-endpoint rdzv-id rdzv-conf node-rank",
-        "Name all hosts with -H, or have the nodes join with --listen and --agent.",
-    ),
-    (
-        "torchrun",
-        "master-addr local-addr",
-        _DROP + "the ranks meet where all hosts reach; --interface NAMES restricts it.",
-    ),
-    (
-        "torchrun",
-        "r redirects",
-        "Type --log-dir DIR for files of all output, --only RANKS for what is shown.",
-    ),
-    ("torchrun", "shutdown-timeout", "Type --grace TIME."),
-    ("torchrun", "numa-binding", "Type --bind numa or --bind core."),
-    ("torchrun", "virtual-local-rank", "Type --gpu-view one."),
-    (
-        "torchrun",
-        "signals-to-handle",
-        _DROP + "SIGUSR1 and SIGUSR2 are passed on anyway.",
-    ),
-    (
-        "torchrun",
-        "duplicate-stdout-filters duplicate-stderr-filters",
-        _OWN + "type --log-dir DIR, and grep the files.",
-    ),
-    (
-        "torchrun",
-        "role monitor-interval start-method event-log-handler logs-specs run-path",
-        _OWN + "drop it.",
-    ),
-    ("mpirun", "map-by", "Type --nproc-per-node N for the ranks of each host."),
-    ("mpirun", "bind-to membind", "Type --bind core or --bind numa."),
-    ("mpirun", "rank-by rankfile rankmap", _OWN + "ranks follow the list of hosts."),
-    (
-        "mpirun",
-        "oversubscribe overcommit nooversubscribe",
-        _DROP + "a host takes the slots that it is given, as -H localhost:8.",
-    ),
-    ("mpirun", "allow-run-as-root", _DROP + "root may start ranks."),
-    (
-        "mpirun",
-        "mca prtemca pmixmca gmca",
-        "Open MPI reads such settings from variables: type -x OMPI_MCA_name=value.",
-    ),
-    ("mpirun", "prefix", "Type --python PATH for the Python on the other hosts."),
-    (
-        "mpirun",
-        "tag-output prepend-rank",
-        _DROP + "each line begins with its rank; see --tag.",
-    ),
-    ("mpirun", "timestamp-output", "Type --tag time."),
-    ("mpirun", "output outfile-pattern errfile-pattern", "Type --log-dir DIR."),
-    (
-        "mpirun",
-        "report-bindings display display-map display-allocation do-not-launch",
-        "Type --dry-run.",
-    ),
-    (
-        "mpirun",
-        "get-stack-traces report-state-on-timeout",
-        _DROP + "--timeout TIME shows the stacks of all ranks.",
-    ),
-    ("mpirun", "genv genvlist envlist", "Type -x NAME=VALUE or -x NAME."),
-    ("mpirun", "genvall envall genvnone envnone", "Type -x NAME for what is missing."),
-    ("mpirun", "print-all-exitcodes", _DROP + "type --error-file FILE for all codes."),
-    ("srun", "w nodelist", "Type -H HOSTS."),
-    ("srun or deepspeed", "exclude", "Type -H HOSTS with those that remain."),
-    ("srun", "time", "Type --timeout TIME."),
-    (
-        "srun",
-        "c cpus-per-task",
-        "Type --bind core, or -x OMP_NUM_THREADS=N for the threads of a rank.",
-    ),
-    (
-        "srun or deepspeed",
-        "G gpus gpus-per-node num-gpus num-accelerators",
-        "Type --nproc-per-node N, one rank a GPU.",
-    ),
-    ("srun", "gpus-per-task", "Type --gpu-view one."),
-    ("srun", "cpu-bind", "Type --bind core or --bind numa."),
-    ("srun", "l label", _DROP + "each line begins with its rank; see --tag."),
-    ("srun", "o e output error", "Type --log-dir DIR."),
-    ("srun", "export", "Type -x NAME=VALUE or -x NAME."),
-    (
-        "srun",
-        "K kill-on-bad-exit wait W u unbuffered overlap",
-        _DROP + "it is always so here.",
-    ),
-    (
-        "srun",
-        "A J q partition account job-name qos mem exclusive",
-        "Give it to salloc or sbatch, and type ronde run inside the allocation.",
-    ),
-    (
-        "deepspeed",
-        "include",
-        "Type -H HOSTS, or write gpus=0,2 behind a host in a host file.",
-    ),
-    ("deepspeed", "launcher-args", "Type --ssh-args ARGS."),
-    ("deepspeed", "bind-cores-to-rank bind-core-list", "Type --bind core."),
-    ("deepspeed", "enable-each-rank-log", "Type --log-dir DIR."),
-    ("deepspeed", "no-ssh", "Have the nodes join with --listen and --agent."),
-    (
-        "deepspeed",
-        "elastic-training min-elastic-nodes max-elastic-nodes",
-        "Type --max-restarts R.",
-    ),
-    (
-        "deepspeed",
-        "no-local-rank force-multi no-ssh-check save-pid",
-        _DROP + "it changes nothing here.",
-    ),
-    (
-        "accelerate",
-        "machine-rank main-process-ip same-network",
-        "Name all hosts with -H, or have the nodes join with --listen and --agent.",
-    ),
-    ("accelerate", "main-process-port", "Type --master-port PORT."),
-    ("accelerate", "gpu-ids", "Set CUDA_VISIBLE_DEVICES before ronde run."),
-    ("accelerate", "num-cpu-threads-per-process", "Type -x OMP_NUM_THREADS=N."),
-    ("accelerate", "multi-gpu cpu tpu", _DROP + "the program chooses its device."),
-    (
-        "accelerate",
-        "mixed-precision use-fsdp use-deepspeed dynamo-backend",
-        _OWN + "the program sets that itself.",
-    ),
-)
+_TABLE = """\
+torchrun: rdzv-backend rdzv-endpoint rdzv-id rdzv-conf node-rank
+  Name all hosts with -H, or have the nodes join with --listen and --agent.
+torchrun: master-addr local-addr
+  Drop it: the ranks meet where all hosts reach; --interface NAMES restricts it.
+torchrun: r redirects
+  Type --log-dir DIR for files of all output, --only RANKS for what is shown.
+torchrun: shutdown-timeout
+  Type --grace TIME.
+torchrun: numa-binding
+  Type --bind numa or --bind core.
+torchrun: virtual-local-rank
+  Type --gpu-view one.
+torchrun: signals-to-handle
+  Drop it: SIGUSR1 and SIGUSR2 are passed on anyway.
+torchrun: duplicate-stdout-filters duplicate-stderr-filters
+  It has no equivalent here: type --log-dir DIR, and grep the files.
+torchrun: role monitor-interval start-method event-log-handler logs-specs run-path
+  It has no equivalent here: drop it.
+mpirun: map-by
+  Type --nproc-per-node N for the ranks of each host.
+mpirun: bind-to membind
+  Type --bind core or --bind numa.
+mpirun: rank-by rankfile rankmap
+  It has no equivalent here: ranks follow the list of hosts.
+mpirun: oversubscribe overcommit nooversubscribe
+  Drop it: a host takes the slots that it is given, as -H localhost:8.
+mpirun: allow-run-as-root
+  Drop it: root may start ranks.
+mpirun: mca prtemca pmixmca gmca
+  Open MPI reads such settings from variables: type -x OMPI_MCA_name=value.
+mpirun: prefix
+  Type --python PATH for the Python on the other hosts.
+mpirun: tag-output prepend-rank
+  Drop it: each line begins with its rank; see --tag.
+mpirun: timestamp-output
+  Type --tag time.
+mpirun: output outfile-pattern errfile-pattern
+  Type --log-dir DIR.
+mpirun: report-bindings display display-map display-allocation do-not-launch
+  Type --dry-run.
+mpirun: get-stack-traces report-state-on-timeout
+  Drop it: --timeout TIME shows the stacks of all ranks.
+mpirun: genv genvlist envlist
+  Type -x NAME=VALUE or -x NAME.
+mpirun: genvall envall genvnone envnone
+  Type -x NAME for what is missing.
+mpirun: print-all-exitcodes
+  Drop it: type --error-file FILE for all codes.
+srun: w nodelist
+  Type -H HOSTS.
+srun or deepspeed: exclude
+  Type -H HOSTS with those that remain.
+srun: time
+  Type --timeout TIME.
+srun: c cpus-per-task
+  Type --bind core, or -x OMP_NUM_THREADS=N for the threads of a rank.
+srun or deepspeed: G gpus gpus-per-node num-gpus num-accelerators
+  Type --nproc-per-node N, one rank a GPU.
+srun: gpus-per-task
+  Type --gpu-view one.
+srun: cpu-bind
+  Type --bind core or --bind numa.
+srun: l label
+  Drop it: each line begins with its rank; see --tag.
+srun: o e output error
+  Type --log-dir DIR.
+srun: export
+  Type -x NAME=VALUE or -x NAME.
+srun: K kill-on-bad-exit wait W u unbuffered overlap
+  Drop it: it is always so here.
+srun: A J q partition account job-name qos mem exclusive
+  Give it to salloc or sbatch, and type ronde run inside the allocation.
+deepspeed: include
+  Type -H HOSTS, or write gpus=0,2 behind a host in a host file.
+deepspeed: launcher-args
+  Type --ssh-args ARGS.
+deepspeed: bind-cores-to-rank bind-core-list
+  Type --bind core.
+deepspeed: enable-each-rank-log
+  Type --log-dir DIR.
+deepspeed: no-ssh
+  Have the nodes join with --listen and --agent.
+deepspeed: elastic-training min-elastic-nodes max-elastic-nodes
+  Type --max-restarts R.
+deepspeed: no-local-rank force-multi no-ssh-check save-pid
+  Drop it: it changes nothing here.
+accelerate: machine-rank main-process-ip same-network
+  Name all hosts with -H, or have the nodes join with --listen and --agent.
+accelerate: main-process-port
+  Type --master-port PORT.
+accelerate: gpu-ids
+  Set CUDA_VISIBLE_DEVICES before ronde run.
+accelerate: num-cpu-threads-per-process
+  Type -x OMP_NUM_THREADS=N.
+accelerate: multi-gpu cpu tpu
+  Drop it: the program chooses its device.
+accelerate: mixed-precision use-fsdp use-deepspeed dynamo-backend
+  It has no equivalent here: the program sets that itself.
+"""
 
 
 def advise(word: str) -> str:
-    """Return what to say of an option that another launcher has; empty for none.
-
-    Args:
-        word: As it was typed: ``--rdzv_id=7``, ``-N2``.
-    """
+    """Return what stands for another launcher's option here; empty for none."""
     name, _, value = word.partition("=")
     if name.startswith("-N"):
         number = value or name[2:] or "N"
@@ -155,7 +117,9 @@ def advise(word: str) -> str:
         )
     is_short = len(name) == 2
     bare = name[1:] if is_short else name.lstrip("-").replace("_", "-")
-    for launcher, names, advice in _OPTIONS:
+    lines = _TABLE.splitlines()
+    for line, advice in zip(lines[::2], lines[1::2], strict=True):
+        launcher, names = line.split(": ")
         if bare in names.split():
-            return f"{name} is an option of {launcher}. {advice}"
+            return f"{name} is an option of {launcher}. {advice.strip()}"
     return ""

@@ -1,373 +1,323 @@
-"""``ronde run``: words -> job -> exit code."""
+"""``ronde run``: words -> job -> exit code; also the head of joining nodes, and a node.
+
+A recorded job's parts lie beside its timeline while it runs.
+"""
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
 
-from ronde.cli.exit_codes import exit_code_of
-from ronde.cli.horovod_options import HorovodOptions, understand
-from ronde.cli.output_options import make_sink, report_error, require_tee
+from ronde.cli.exits import EXIT_UNREACHABLE, exit_code_of
+from ronde.cli.options import read_duration_s
 from ronde.cli.run_options import (
-    DEFAULT_GRACE,
+    RunRequest,
     make_parser,
+    make_sink,
+    own_slots,
     read_num_each,
-    read_num_ranks,
-    read_placement,
+    read_request,
     require_listen_or_agent,
-    say,
+    require_tee,
+    token_file,
 )
-from ronde.cli.ssh_options import require_launcher
-from ronde.errors import RondeError, UsageError, WorldError
+from ronde.errors import RondeError, UsageError
 from ronde.launch.agent_start.starter import AgentStarter, JobHosts
-from ronde.launch.controller.controller import Restarts
-from ronde.launch.controller.launch import (
-    JobOptions,
-    JobSpec,
-    Preflight,
-    dry_run,
-    launch,
-)
-from ronde.launch.controller.plan import JobRequest
-from ronde.launch.environments import (
-    alias_environment,
-    own_environment,
-    read_assignments,
-    select_forwarded,
-    warn_of_horovod,
-)
+from ronde.launch.controller.launch import JobOptions, dry_run, launch
+from ronde.launch.environments import own_environment, warn_of_horovod
 from ronde.launch.event_loop import StartProgress
-from ronde.launch.hosts.host import take_each
-from ronde.launch.output.files import JobRecords
+from ronde.launch.hosts.host import Host, take_each
+from ronde.launch.output.files import JobRecords, write_report
 from ronde.launch.program import absolute_path
-from ronde.launch.signals import (
-    TIMED_OUT,
-    InterruptedStartError,
-    interruption_code,
-)
+from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
 from ronde.launch.spawners.base import Spawner
 from ronde.launch.timeouts import Timeouts
-from ronde.world import Launcher, read_rank_info
-from ronde.world.environment import (
-    read_algorithm,
-    read_engine,
-    read_malloc_tuning,
-    require_algorithm,
-    require_engine,
-)
-from ronde.world.horovod_config import read_horovod_config
+
+_Agent = subprocess.Popen[bytes]
 
 
-class RunRequest(NamedTuple):
-    """A job as it is asked for."""
-
-    options: argparse.Namespace  # as they were parsed
-    asked: HorovodOptions  # what Horovod's options and those that name hosts ask for
-    spec: JobSpec
-    restarts: Restarts  # when it is started again
-
-
-def read_request(
-    options: argparse.Namespace,
-    environ: Mapping[str, str],
-    more_env: Mapping[str, str],
-) -> RunRequest:
-    """Return what is asked for."""
-    program = _program(options.program)
-    asked = understand(options, environ)
-    if asked.output_dir and options.log_dir:
-        raise UsageError("--output-filename must stand alone, got --log-dir too.")
-    require_launcher(options.launcher)
-    num_ranks = read_num_ranks(options)
-    if asked.min_ranks is not None and (num_ranks or asked.min_ranks) < asked.min_ranks:
-        raise UsageError(
-            f"--min-np must be at most -np, got {asked.min_ranks} and -np {num_ranks}. "
-            "Correct one of them."
-        )
-    if not options.nested:
-        refuse_nesting(num_ranks, environ)
-    restarts = _restarts(options)
-    env = _rank_env(options, asked, environ)
-    spec = JobSpec(
-        job=JobRequest(
-            argv=("-m", *program) if options.module else tuple(program),
-            env={**env, **more_env},
-            rank_env={},
-            cwd=options.chdir,
-            grace_s=(
-                15.0
-                if options.grace == DEFAULT_GRACE
-                else read_duration_s("--grace", options.grace)
-            ),
-            master_port=_port(options.master_port),
-            is_mpi=read_engine({**environ, **env}) == "mpi",
-            max_restarts=restarts.limit,
-        ),
-        hosts=asked.hosts,
-        num_ranks=num_ranks,
-        min_ranks=asked.min_ranks,
-        interfaces=tuple(n for n in str(options.interface).split(",") if n),
-        placement=read_placement(options),
-        preflight=_preflight(options, env) if options.preflight else None,
-    )
-    return RunRequest(options, asked, spec, restarts)
-
-
-def _preflight(options: argparse.Namespace, env: dict[str, str]) -> Preflight:
-    # Imported where it is needed: few jobs ask for it.
-    from ronde.cli.check import make_preflight
-
-    return make_preflight(str(absolute_path(options.chdir)), env)
-
-
-def _restarts(options: argparse.Namespace) -> Restarts:
-    limit = options.max_restarts
-    if not limit.isdecimal() or not limit.isascii():
-        raise UsageError(
-            f"--max-restarts must be a whole number, got {limit!r}. Type: "
-            "--max-restarts 3"
-        )
-    codes = [code.strip() for code in options.no_restart_codes.split(",")]
-    wrong = [code for code in codes if code and not code.isdecimal()]
-    if wrong:
-        raise UsageError(
-            "--no-restart-codes must be exit codes such as 93,64, got "
-            f"{wrong[0]!r}. Correct it."
-        )
-    return Restarts(int(limit), frozenset(int(code) for code in codes if code))
-
-
-def _rank_env(
-    options: argparse.Namespace, asked: HorovodOptions, environ: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the variables for all ranks, and see that they can be understood."""
-    env = select_forwarded(environ) | asked.env
-    env |= read_assignments(options.env, environ) | _engine_env(options, asked.engine)
-    if options.no_malloc_tuning:
-        env["RONDE_MALLOC_TUNING"] = "0"
-    known = {**environ, **env}
-    env |= alias_environment(known, is_wanted=options.horovod_alias)
-    read_engine(known)
-    read_algorithm(known)
-    read_horovod_config(known)
-    read_malloc_tuning(known)
-    return env
-
-
-def _program(words: list[str]) -> list[str]:
-    program = words[1:] if words[:1] == ["--"] else words
-    if not program or not program[0]:
-        raise UsageError(
-            "program must be given, got none. Type: ronde run -n 2 python train.py"
-        )
-    return program
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not text.isascii() or int(text) > 65535:
-        raise UsageError(
-            f"--master-port must be in 1..65535, got {text!r}. "
-            "Leave the option out for a free port."
-        )
-    return int(text)
-
-
-def read_duration_s(option: str, text: str) -> float:
-    """Read the duration that an option says."""
-    from ronde.units import parse_duration_s
-
-    try:
-        duration_s = parse_duration_s(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from None
-    if option == "--timeout" and not duration_s:
-        raise UsageError(
-            f"--timeout must be longer than 0, got {text!r}. Leave it out for no limit."
-        )
-    return duration_s
-
-
-def _engine_env(options: argparse.Namespace, asked: str) -> dict[str, str]:
-    """Return what tells the ranks how to exchange tensors."""
-    env: dict[str, str] = {}
-    engine = options.engine or asked
-    if engine:
-        env["RONDE_ENGINE"] = require_engine(engine, "--engine")
-    if options.algorithm:
-        env["RONDE_ALGORITHM"] = require_algorithm(options.algorithm, "--algorithm")
-    return env
-
-
-def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
-    """Refuse to start ranks inside a rank of a world that has other ranks.
-
-    Args:
-        size: Ranks that are to be started; None for one a slot.
-    """
-    try:
-        claim = read_rank_info(environ)
-    except WorldError as error:
-        raise UsageError(
-            f"{error} Or give --nested to start a world of its own."
-        ) from None
-    is_alone = claim.size == 1 and claim.launcher is not Launcher.RONDE
-    if claim.launcher is Launcher.NONE or is_alone:
-        return
-    count = "n" if size is None else size
-    product = "" if size is None else f" = {claim.size * size}"
-    raise UsageError(
-        f"size must be the ranks of one launcher, but this is rank {claim.rank} of "
-        f"{claim.size} of {claim.launcher}: {claim.size} * {count}{product} "
-        f"processes, not {count}, in {claim.size} worlds. Start "
-        "ronde run outside of it, or give --nested for a world of its own in each rank."
-    )
-
-
-def help_text() -> str:
-    """Return what ``ronde run --help`` says."""
-    return make_parser().format_help()
-
-
-def run(
-    words: Sequence[str],
-    agent: "subprocess.Popen[bytes]",
-    signal_fd: int,
-    timeouts: Timeouts,
-) -> int:
-    """Run a program on every slot; return the exit code."""
+def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts) -> int:
     parser = make_parser()
     options = parser.parse_args(words)
+    if options.help:
+        parser.read(["--help"])
+        return 0
     environ = own_environment()
     require_listen_or_agent(options, parser.given(options))
     if options.agent:
-        from ronde.cli.run_joining import run_agent
-
-        return run_agent(options, environ, agent, signal_fd)
+        return _run_node(options, environ, agent, signal_fd)
+    if options.timeline_limit and not options.timeline:
+        raise UsageError(
+            "--timeline-limit must come with --timeline, got it alone. Type: ronde "
+            "run --timeline trace.json.gz --timeline-limit 32MiB ..."
+        )
+    recorded: AbstractContextManager[dict[str, str]] = nullcontext({})
+    if options.timeline:
+        recorded = _recorded(options.timeline, options.timeline_limit)
     try:
-        with _limited(options.timeout), _recorded(options) as timeline_env:
+        with _limited(options.timeout or ""), recorded as timeline_env:
             request = read_request(options, environ, timeline_env)
-            known = {**environ, **request.spec.job.env}
-            _warn(
-                require_tee(options),
-                warn_of_horovod(known, sys.path[1:]),
-                request.asked,
-            )
+            _warn(request, environ)
             with _job_hosts(request, environ, agent, signal_fd, timeouts) as job_hosts:
                 job_hosts.exit_code = _launch(request, job_hosts, signal_fd)
                 return job_hosts.exit_code
     except InterruptedStartError as error:
         return interruption_code(error.number)
     except RondeError as error:
-        report_error(options.error_file, error, exit_code_of(error))
+        code = exit_code_of(error)
+        # The error itself is what the user must see, not that the file cannot be.
+        with suppress(OSError):
+            if options.error_file:
+                write_report(options.error_file, code, str(error))
         raise
 
 
+def _warn(request: RunRequest, environ: Mapping[str, str]) -> None:
+    ignored = ", ".join(request.horovod.ignored)
+    known = {**environ, **request.spec.job.env}
+    for warning in (
+        require_tee(request.options),
+        warn_of_horovod(known, sys.path[1:]),
+        ignored and f"these options have no effect here: {ignored}",
+    ):
+        if warning:
+            _report(warning)
+
+
 def _launch(request: RunRequest, job_hosts: JobHosts, signal_fd: int) -> int:
-    options, output_dir = request.options, request.asked.output_dir
+    options = request.options
     spec = request.spec._replace(hosts=job_hosts.hosts)
     name = time.strftime("%Y%m%d-%H%M%S")
+    starter, is_verbose = job_hosts.starter, bool(options.verbose)
     if options.dry_run:
         from ronde.render.plan import plan_text
 
-        progress = StartProgress(say, is_verbose=bool(options.verbose))
-        resolved = dry_run(
-            spec, job_hosts.starter, signal_fd, name=name, progress=progress
-        )
+        progress = StartProgress(_report, is_verbose=is_verbose)
+        resolved = dry_run(spec, starter, signal_fd, name=name, progress=progress)
         print(plan_text(resolved.plan, resolved.notices), end="")
         return 0
     if options.sync:
         _sync(options.sync, job_hosts, signal_fd)
-    sink = make_sink(options, output_dir)
-    if output_dir:
-        from ronde.cli.horovod_options import LinkedOutputs
-
-        sink = LinkedOutputs(sink, output_dir)
-    records = JobRecords(options.record, sink.notice)
-    job = JobOptions(name, request.restarts, records, bool(options.verbose))
-    return launch(spec, sink, job_hosts.starter, signal_fd, job).exit_code
+    sink = make_sink(options, request.horovod.output_dir)
+    records = JobRecords(options.record or "", sink.notice)
+    job = JobOptions(name, request.restarts, records, is_verbose)
+    return launch(spec, sink, starter, signal_fd, job).exit_code
 
 
 def _sync(folder: str, job_hosts: JobHosts, signal_fd: int) -> None:
     from ronde.launch.spawners.sync import sync_folder
     from ronde.units import format_size
 
-    job_hosts.starter.look_up(job_hosts.hosts, signal_fd)
-    others = [host for host in job_hosts.hosts if not job_hosts.starter.is_here(host)]
-    if not others:
-        return
-    synced = sync_folder(folder, others, job_hosts.starter.spawner, signal_fd)
-    print(
-        f"ronde: {synced.num_files} files, {format_size(synced.size_bytes)}, copied to "
-        f"{synced.num_hosts} hosts in {synced.took_s:.1f} s",
-        file=sys.stderr,
-    )
+    starter = job_hosts.starter
+    starter.look_up(job_hosts.hosts, signal_fd)
+    others = [host for host in job_hosts.hosts if not starter.is_here(host)]
+    if others:
+        done = sync_folder(folder, others, starter.spawner, signal_fd)
+        _report(
+            f"{done.num_files} files, {format_size(done.size_bytes)}, copied to "
+            f"{done.num_hosts} hosts in {done.took_s:.1f} s"
+        )
 
 
 @contextmanager
 def _job_hosts(
     request: RunRequest,
     environ: Mapping[str, str],
-    agent: "subprocess.Popen[bytes]",
+    agent: _Agent,
     signal_fd: int,
     timeouts: Timeouts,
 ) -> Generator[JobHosts]:
-    """Give the hosts of the job, and how they get agents."""
-    options, asked = request.options, request.asked
+    options = request.options
     num_each = read_num_each(options)
     if options.listen:
-        from ronde.cli.run_joining import joined_nodes
-
-        with joined_nodes(options, environ, agent, signal_fd, timeouts) as job_hosts:
+        with _joined_nodes(options, environ, agent, signal_fd, timeouts) as job_hosts:
             job_hosts.hosts = take_each(job_hosts.hosts, num_each)
             yield job_hosts
         return
 
     def make() -> Spawner:
-        from ronde.cli.ssh_options import make_spawner
+        from ronde.cli.hosts import make_spawner
 
-        return make_spawner(options, environ, asked.ssh_args)
+        return make_spawner(options, environ, request.horovod.ssh_args)
 
     starter = AgentStarter(agent, make, options.python, timeouts)
-    yield JobHosts(take_each(asked.hosts, num_each), starter)
-
-
-def _recorded(
-    options: argparse.Namespace,
-) -> AbstractContextManager[dict[str, str]]:
-    """Have the ranks record where that is asked for; give them its variables."""
-    if options.timeline:
-        from ronde.cli.timeline import recorded
-
-        return recorded(options.timeline, options.timeline_limit)
-    if options.timeline_limit:
-        raise UsageError(
-            "--timeline-limit must come with --timeline, got it alone. Type: ronde "
-            "run --timeline trace.json.gz --timeline-limit 32MiB ..."
-        )
-    return nullcontext({})
+    yield JobHosts(take_each(request.horovod.hosts, num_each), starter)
 
 
 @contextmanager
 def _limited(text: str) -> Generator[None]:
     """Have ``signals.TIMED_OUT`` come when the time of ``--timeout`` is over."""
     limit_s = read_duration_s("--timeout", text) if text else 0.0
+    if text and not limit_s:
+        raise UsageError(
+            f"--timeout must be longer than 0, got {text!r}. Leave it out for no limit."
+        )
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield
     except InterruptedStartError as error:
         if error.number == TIMED_OUT:
-            print(f"ronde: --timeout {text} ended the start", file=sys.stderr)
+            _report(f"--timeout {text} ended the start")
         raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _warn(tee: str, horovod: str, asked: HorovodOptions) -> None:
-    ignored = ", ".join(asked.ignored)
-    ignored = ignored and f"these options change nothing here: {ignored}"
-    for warning in filter(None, (tee, horovod, ignored)):
-        print(f"ronde: {warning}", file=sys.stderr)
+def _report(text: str) -> None:
+    print(f"ronde: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _joined_nodes(
+    options: argparse.Namespace,
+    environ: Mapping[str, str],
+    agent: _Agent,
+    signal_fd: int,
+    timeouts: Timeouts,
+) -> Generator[JobHosts]:
+    """Wait until all nodes have joined; at the end send them the job's exit code."""
+    from ronde.launch.joining.channel import choose_address, parse_endpoint, release
+    from ronde.launch.joining.join_server import (
+        JoinConfig,
+        JoinedAgents,
+        wait_for_nodes,
+    )
+    from ronde.launch.joining.mutual_auth import read_token
+
+    text = options.nodes or ""
+    if not (text.isascii() and text.isdecimal() and int(text) >= 2):
+        raise UsageError(
+            "--nodes must be a whole number of at least 2 with --listen, got "
+            f"{text or 'none'}. Type: ronde run --nodes 3 --listen 29400 ..."
+        )
+    host, port = parse_endpoint(options.listen, "--listen")
+    config = JoinConfig(
+        address=choose_address(host),
+        port=port,
+        token=read_token(token_file(options, environ)),
+        head=os.uname().nodename,
+        num_nodes=int(text) - 1,
+        timeout_s=read_duration_s("--join-timeout", options.join_timeout),
+    )
+    head = Host(config.head, own_slots(options))
+    nodes = wait_for_nodes(config, signal_fd, _report)
+    hosts = (head, *(host for host, _ in nodes))
+    joined = JobHosts(hosts, JoinedAgents(agent, nodes, timeouts))
+    try:
+        yield joined
+    except InterruptedStartError as error:
+        joined.exit_code = interruption_code(error.number)
+        raise
+    except RondeError as error:
+        joined.exit_code = exit_code_of(error)
+        raise
+    finally:
+        release([transport for _, transport in nodes], joined.exit_code)
+
+
+def _run_node(
+    options: argparse.Namespace,
+    environ: Mapping[str, str],
+    agent: _Agent,
+    signal_fd: int,
+) -> int:
+    """Join the head as one of its nodes; return the job's exit code."""
+    from ronde.launch.joining.channel import parse_endpoint, with_port
+    from ronde.launch.joining.join_client import JoinRequest, join_head, relay
+    from ronde.launch.joining.mutual_auth import NodeInfo, host_name, read_token
+    from ronde.launch.process_tree import adopt_orphans
+
+    if options.program:
+        raise UsageError(
+            f"program must be given to the head alone, got {options.program[0]!r} with "
+            "--agent. Drop it."
+        )
+    host, port = parse_endpoint(options.agent, "--agent")
+    if not host or not port:
+        raise UsageError(
+            f"--agent must be the HEAD:PORT to join, got {options.agent!r}. "
+            "Type: ronde run --agent node1:29400"
+        )
+    request = JoinRequest(
+        host=host,
+        port=port,
+        token=read_token(token_file(options, environ)),
+        node_info=NodeInfo(host_name(os.uname().nodename), own_slots(options)),
+        timeout_s=read_duration_s("--join-timeout", options.join_timeout),
+    )
+    adopt_orphans()
+    try:
+        channel = join_head(request, signal_fd, _report)
+    except InterruptedStartError as error:
+        return 128 + error.number
+    where = with_port(host, port)
+    _report(f"{request.node_info.host} has joined {where}, and ends when that does")
+    end = relay(channel, agent, signal_fd, partial(os.write, 2))
+    if end.interrupted_by:
+        return 128 + end.interrupted_by
+    if end.result is None:
+        _report(f"the head at {where} is gone; all its ranks here were ended")
+        return EXIT_UNREACHABLE
+    return end.result
+
+
+@contextmanager
+def _recorded(file: str, limit: str | None) -> Generator[dict[str, str]]:
+    """Give the variables that have ranks record; then write the trace of all.
+
+    However the job ends: what each rank had written down by then is in the trace. The
+    parts are removed once they are in it.
+    """
+    from ronde.timeline.recording import DEFAULT_LIMIT_BYTES
+    from ronde.units import parse_size_bytes
+
+    path = absolute_path(file)
+    limit_bytes = parse_size_bytes(limit) if limit else DEFAULT_LIMIT_BYTES
+    parts = path.with_name(f"{path.name}.parts")
+    if not path.parent.is_dir() or path.is_dir():
+        raise UsageError(
+            f"--timeline must be a file in a directory that exists, got {str(path)!r}. "
+            "Create the directory or name another."
+        )
+    if limit_bytes < 1 << 16:
+        raise UsageError(
+            f"--timeline-limit must be at least 64KiB, got {limit_bytes} bytes. "
+            "Leave it out for 32MiB."
+        )
+    if parts.exists():
+        raise UsageError(
+            f"--timeline must be a name without parts of an earlier job, got {path}: "
+            f"they are in {parts}. Type: ronde trace merge {path} {parts}, then "
+            "remove that directory."
+        )
+    has_run = False
+    try:
+        yield {"RONDE_TIMELINE": str(parts), "RONDE_TIMELINE_LIMIT": str(limit_bytes)}
+        has_run = True
+    finally:
+        if has_run or parts.exists():
+            _merge(path, parts, limit_bytes)
+
+
+def _merge(path: Path, parts: Path, limit_bytes: int) -> None:
+    """Write the trace; a failure here must not hide how the job ended."""
+    from ronde.timeline.part import SUFFIX
+    from ronde.timeline.recording import write_merged
+
+    files = sorted(parts.glob(f"*{SUFFIX}"))
+    if not files:
+        _report("the timeline is empty: no rank called init(), so there is no file")
+        return
+    try:
+        write_merged(path, [file.read_bytes() for file in files], limit_bytes)
+        for file in files:
+            file.unlink()
+        parts.rmdir()
+    except (UsageError, OSError) as error:
+        _report(f"{error} The ranks' records are in {parts}.")

@@ -1,33 +1,84 @@
-"""The options of ``ronde run``, its help, and what their words mean.
+"""The options of ``ronde run``: words -> the job that they ask for.
 
 Every run loads this; what listens, connects or places ranks is loaded by those that do.
 """
 
 import argparse
-import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
-from ronde.arguments import Parser
-from ronde.cli.horovod_options import add_horovod_options
-from ronde.cli.host_options import read_slots
-from ronde.cli.output_options import add_output_options
-from ronde.cli.ssh_options import add_ssh_options
-from ronde.errors import UsageError
+from ronde.cli.help import RUN_HELP
+from ronde.cli.horovodrun import (
+    HorovodOptions,
+    add_horovod_options,
+    read_horovod_options,
+)
+from ronde.cli.hosts import HOST_DEFAULTS, read_slots, require_launcher
+from ronde.cli.options import CommandParser, read_duration_s, read_number, read_one_of
+from ronde.errors import UsageError, WorldError
+from ronde.launch.controller.controller import Restarts
+from ronde.launch.controller.launch import JobSpec
+from ronde.launch.controller.plan import JobRequest
+from ronde.launch.environments import (
+    alias_environment,
+    read_assignments,
+    select_forwarded,
+)
 from ronde.launch.hosts.host import SLOTS_CORES, SLOTS_GPUS, Host, take_each
-from ronde.world.environment import ALGORITHMS, ENGINES
+from ronde.launch.output.sink import OutputSink
+from ronde.launch.program import absolute_path
+from ronde.render.console import Console
+from ronde.render.lines import Tag, TagPlace, parse_tag
+from ronde.render.ranks import RankChoice, parse_ranks
+from ronde.world import Launcher, read_rank_info
+from ronde.world.environment import (
+    read_algorithm,
+    read_engine,
+    read_malloc_tuning,
+    require_algorithm,
+    require_engine,
+)
+from ronde.world.horovod_config import read_horovod_config
 
 if TYPE_CHECKING:
     from ronde.launch.placement.placement import PlacementRequest
 
 _UNITS = {"gpu": SLOTS_GPUS, "cpu": SLOTS_CORES}
-_RELAXED = "best-effort"
 _TOKEN_VARIABLE = "RONDE_TOKEN_FILE"  # noqa: S105 - a name, and of a file at that
-# Options of ronde run, by their attributes.
+_HIDDEN = """\
+  --local-ranks-filter RANKS
+  -t, --tee WHAT
+"""
+_DEFAULTS = {
+    **HOST_DEFAULTS,
+    "num_proc": "auto",
+    "nproc_per_node": "auto",
+    "master_port": "0",
+    "grace": "15s",
+    "max_restarts": "0",
+    "no_restart_codes": "93,64",
+    "bind": "none",
+    "bind_policy": "best-effort",
+    "gpu_view": "all",
+    "join_timeout": "5m",
+}
+# What other launchers call an option that means the same here.
+_OTHER_NAMES = {
+    "-n": ["--ntasks", "--num-processes"],
+    "--nproc-per-node": ["-ppn", "-perhost", "--npernode", "--ntasks-per-node"],
+    "--nodes": ["--num-nodes", "--num-machines"],
+    "--hosts": ["--host", "-host", "-hosts"],
+    "--hostfile": ["--machinefile", "-machinefile", "-f"],
+    "--chdir": ["--wdir", "-wdir", "--wd", "-wd", "-D"],
+    "--interface": ["-iface"],
+}
+# Options by their attributes.
 _OF_JOINING = ("token_file", "join_timeout")
 _OF_A_NODE = ("agent", "token_file", "join_timeout", "slots", "nproc_per_node")
 _JOINED = "the nodes are those that join"
 _NOT_REACHED = "the nodes join by themselves, and nothing is started there from here"
+# What names or reaches other hosts, and why it has no effect where nodes join.
 _OF_OTHER_HOSTS = {
     "hosts": _JOINED,
     "hostfile": _JOINED,
@@ -40,77 +91,126 @@ _OF_OTHER_HOSTS = {
     "python": "each node runs the Python that its own ronde run is started with",
     "sync": "a node that joins must have the directory already",
 }
-"""What names or reaches other hosts, and why that is for nothing where nodes join."""
-DEFAULT_GRACE = "15s"
-_NO_RESTART_CODES = "93,64"
-_OTHER_NAMES = {
-    "-n": ["--ntasks", "--num-processes"],
-    "--nproc-per-node": ["-ppn", "-perhost", "--npernode", "--ntasks-per-node"],
-    "--nodes": ["--num-nodes", "--num-machines"],
-    "--hosts": ["--host", "-host", "-hosts"],
-    "--hostfile": ["--machinefile", "-machinefile", "-f"],
-    "--chdir": ["--wdir", "-wdir", "--wd", "-wd", "-D"],
-    "--interface": ["-iface"],
-}
-"""What other launchers call an option that means the same here."""
-_EPILOG = """\
-Each rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK and so on, as under torchrun.
-The first rank to fail ends the job: the others get SIGTERM, and after --grace every
-process of the job that is left is killed. Ctrl-\\ shows the stacks of all ranks.
-
-exit code: 0 if all ranks ended with 0, else the code of the rank that failed first (128
-plus the number of a signal); 130 after Ctrl-C, 143 after SIGTERM, 124 after --timeout;
-64 if the job cannot start as asked; 69 if a host cannot take part or was lost; 70 if
-the launcher itself failed.
-
-Options of horovodrun, and common ones of torchrun and mpirun, work too: see
-docs/launching.md. import horovod finds ronde unless Horovod is installed.
-
-examples:
-  ronde run train.py --epochs 3
-  ronde run -n 4 --log-dir logs -m mypackage.train
-  ronde run -H node1:8,node2:8 train.py
-"""
 
 
-def add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``-n``, ``--nproc-per-node`` and ``-m``."""
-    add = parser.add_argument_group("ranks").add_argument
-    add(
-        *("-n", "-np", "--num-proc"),
-        dest="num_proc",
-        metavar="N",
-        default="auto",
-        help="ranks in all (default: auto, one per slot: a GPU, else a core)",
+class RunParser(CommandParser):
+    """Reads the words after ``ronde run``, also as other launchers spell them."""
+
+    def _refuse_foreign(self, word: str) -> None:
+        # Imported where it is needed: most words are right.
+        from ronde.cli.other_launchers import advise
+
+        if advice := advise(word):
+            raise UsageError(advice)
+
+
+def make_parser() -> RunParser:
+    parser = RunParser("ronde run", RUN_HELP)
+    parser.declare(_HIDDEN)
+    add_horovod_options(parser)
+    parser.set_defaults(**_DEFAULTS)
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    for option, names in _OTHER_NAMES.items():
+        parser.alias(option, *names)
+    parser.add_underscore_twins()
+    return parser
+
+
+class RunRequest(NamedTuple):
+    """A job as it is asked for."""
+
+    options: argparse.Namespace
+    horovod: HorovodOptions
+    spec: JobSpec
+    restarts: Restarts
+
+
+def read_request(
+    options: argparse.Namespace, environ: Mapping[str, str], more_env: Mapping[str, str]
+) -> RunRequest:
+    program = options.program[options.program[:1] == ["--"] :]
+    if not program or not program[0]:
+        raise UsageError(
+            "program must be given, got none. Type: ronde run -n 2 python train.py"
+        )
+    horovod = read_horovod_options(options, environ)
+    if horovod.output_dir and options.log_dir:
+        raise UsageError("--output-filename must stand alone, got --log-dir too.")
+    require_launcher(options.launcher)
+    num_ranks, min_ranks = _num_ranks(options), horovod.min_ranks
+    if min_ranks is not None and (num_ranks or min_ranks) < min_ranks:
+        raise UsageError(
+            f"--min-np must be at most -np, got {min_ranks} and -np {num_ranks}. "
+            "Correct one of them."
+        )
+    if not options.nested:
+        refuse_nesting(num_ranks, environ)
+    restarts = _restarts(options)
+    env = _rank_env(options, horovod, environ)
+    preflight = None
+    if options.preflight:
+        # Imported where it is needed: few jobs ask for it.
+        from ronde.cli.check import make_preflight
+
+        preflight = make_preflight(str(absolute_path(options.chdir or "")), env)
+    port_cure = "Leave the option out for a free port."
+    job = JobRequest(
+        argv=("-m", *program) if options.module else tuple(program),
+        env={**env, **more_env},
+        rank_env={},
+        cwd=options.chdir or "",
+        grace_s=15.0
+        if options.grace == _DEFAULTS["grace"]
+        else read_duration_s("--grace", options.grace),
+        master_port=read_number(
+            "--master-port", options.master_port, port_cure, most=65535
+        ),
+        is_mpi=read_engine({**environ, **env}) == "mpi",
+        max_restarts=restarts.limit,
     )
-    add(
-        "--nproc-per-node",
-        metavar="N",
-        default="auto",
-        help="ranks per host: a number, gpu or cpu; with -n, the most that a host gets",
+    spec = JobSpec(
+        job=job,
+        hosts=horovod.hosts,
+        num_ranks=num_ranks,
+        min_ranks=min_ranks,
+        interfaces=tuple(n for n in (options.interface or "").split(",") if n),
+        placement=_placement(options),
+        preflight=preflight,
     )
-    add(
-        *("-m", "--module"),
-        action="store_true",
-        help="program is a Python module, run as python -m does",
+    return RunRequest(options, horovod, spec, restarts)
+
+
+def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
+    """Refuse to start ranks inside a rank of a world that has other ranks."""
+    try:
+        info = read_rank_info(environ)
+    except WorldError as error:
+        raise UsageError(
+            f"{error} Or give --nested to start a world of its own."
+        ) from None
+    is_alone = info.size == 1 and info.launcher is not Launcher.RONDE
+    if info.launcher is Launcher.NONE or is_alone:
+        return
+    count = "n" if size is None else size
+    product = "" if size is None else f" = {info.size * size}"
+    raise UsageError(
+        f"size must be the ranks of one launcher, but this is rank {info.rank} of "
+        f"{info.size} of {info.launcher}: {info.size} * {count}{product} "
+        f"processes, not {count}, in {info.size} worlds. Start "
+        "ronde run outside of it, or give --nested for a world of its own in each rank."
     )
 
 
-def read_num_ranks(options: argparse.Namespace) -> int | None:
-    """Return how many ranks there are to be in all; None where ``-n`` does not say."""
+def _num_ranks(options: argparse.Namespace) -> int | None:
     text = options.num_proc
     if text == "auto":
         return None
-    if not text.isdecimal() or not text.isascii() or int(text) < 1:
-        raise UsageError(
-            f"-n must be auto or a whole number of at least 1, got {text!r}. "
-            "Type: ronde run -n 2 ..."
-        )
-    return int(text)
+    cure = "Type: ronde run -n 2 ..., or leave it out for one rank a slot"
+    return read_number("-n", text, cure, least=1)
 
 
 def read_num_each(options: argparse.Namespace) -> int | None:
-    """Return how many ranks each host may have; None where nobody says.
+    """Return how many ranks each host may have; None for no limit.
 
     It may be ``SLOTS_GPUS`` or ``SLOTS_CORES``.
     """
@@ -119,110 +219,76 @@ def read_num_each(options: argparse.Namespace) -> int | None:
         return None
     if text in _UNITS:
         return _UNITS[text]
+    option = "--nproc-per-node"
     if not text.isdecimal() or not text.isascii():
         raise UsageError(
-            "--nproc-per-node must be auto, gpu, cpu or a whole number of at least 1, "
-            f"got {text!r}. Type: ronde run --nproc-per-node 2 ..."
+            f"{option} must be auto, gpu, cpu or a whole number of at least 1, got "
+            f"{text!r}. Type: ronde run --nproc-per-node 2 ..."
         )
     from ronde.launch.hosts.hostfile import MAX_SLOTS, parse_number
 
-    option = "--nproc-per-node"
     return parse_number(text, "ranks", option, lowest=1, highest=MAX_SLOTS)
 
 
-def add_binding_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--bind``, ``--bind-policy`` and ``--gpu-view``."""
-    add = parser.add_argument_group("binding").add_argument
-    add(
-        "--bind",
-        metavar="HOW",
-        default="none",
-        help="bind each rank to: core (own cores near its GPU, else an even part "
-        "of all), numa (the memory node near its GPU), auto (what helps "
-        "there) or none (default: none)",
-    )
-    add(
-        "--bind-policy",
-        metavar="POLICY",
-        default=_RELAXED,
-        help="when a rank's cores and GPU are not near the same memory: "
-        "best-effort starts it anyway, restricted starts nothing unless its "
-        "cores need several memory nodes, single-numa-node starts nothing "
-        "(default: best-effort)",
-    )
-    add(
-        "--gpu-view",
-        metavar="WHICH",
-        default="all",
-        help="GPUs that a rank sees: all, its own being number LOCAL_RANK, or "
-        "one, its own (default: all)",
-    )
+def _restarts(options: argparse.Namespace) -> Restarts:
+    cure = "Type: --max-restarts 3"
+    limit = read_number("--max-restarts", options.max_restarts, cure)
+    codes = [code.strip() for code in options.no_restart_codes.split(",")]
+    wrong = [code for code in codes if code and not code.isdecimal()]
+    if wrong:
+        raise UsageError(
+            "--no-restart-codes must be exit codes such as 93,64, got "
+            f"{wrong[0]!r}. Correct it."
+        )
+    return Restarts(limit, frozenset(int(code) for code in codes if code))
 
 
-def read_placement(options: argparse.Namespace) -> "PlacementRequest | None":
-    """Return what the options ask for; None where that is nothing."""
+def _rank_env(
+    options: argparse.Namespace, horovod: HorovodOptions, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables for all ranks; refuse those that have no meaning."""
+    env = select_forwarded(environ) | horovod.env
+    env |= read_assignments(options.env, environ)
+    if engine := options.engine or horovod.engine:
+        env["RONDE_ENGINE"] = require_engine(engine, "--engine")
+    if options.algorithm:
+        env["RONDE_ALGORITHM"] = require_algorithm(options.algorithm, "--algorithm")
+    if options.no_malloc_tuning:
+        env["RONDE_MALLOC_TUNING"] = "0"
+    known = {**environ, **env}
+    env |= alias_environment(known, is_wanted=options.horovod_alias)
+    read_engine(known)
+    read_algorithm(known)
+    read_horovod_config(known)
+    read_malloc_tuning(known)
+    return env
+
+
+def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
+    relaxed = _DEFAULTS["bind_policy"]
     asked = (options.bind, options.gpu_view, options.bind_policy, options.dry_run)
-    if asked == ("none", "all", _RELAXED, False):
+    if asked == ("none", "all", relaxed, False):
         return None
     # Imported where they are needed: a job that is not bound must start at once.
     from ronde.launch.placement.placement import BindMode, GpuView, PlacementRequest
     from ronde.topology.placement.policies import Policy
 
     policies = [policy for policy in Policy if policy is not Policy.NONE]
-    policy = _one_of("--bind-policy", options.bind_policy, policies)
-    if options.bind == "none" and policy != _RELAXED:
+    policy = read_one_of("--bind-policy", options.bind_policy, policies)
+    if options.bind == "none" and policy != relaxed:
         raise UsageError(
             f"--bind-policy {policy} must come with --bind core, numa or auto, got "
             f"--bind none. Type: --bind numa --bind-policy {policy}"
         )
-    mode = _one_of("--bind", options.bind, list(BindMode))
-    view = _one_of("--gpu-view", options.gpu_view, list(GpuView))
+    mode = read_one_of("--bind", options.bind, list(BindMode))
+    view = read_one_of("--gpu-view", options.gpu_view, list(GpuView))
     return PlacementRequest(BindMode(mode), GpuView(view), Policy(policy))
-
-
-def _one_of(option: str, word: str, words: Sequence[str]) -> str:
-    if word not in words:
-        raise UsageError(
-            f"{option} must be {', '.join(words[:-1])} or {words[-1]}, got {word!r}. "
-            f"Type: {option} {words[0]}"
-        )
-    return word
-
-
-def add_join_options(parser: argparse.ArgumentParser) -> None:
-    """Add what makes a run the head of others, or one of the others."""
-    add = parser.add_argument_group("nodes that join by themselves").add_argument
-    add(
-        "--listen",
-        metavar="[ADDR:]PORT",
-        default="",
-        help="wait there until as many nodes as --nodes says have joined",
-    )
-    add(
-        "--agent",
-        metavar="HEAD:PORT",
-        default="",
-        help="join the run that listens there, with --slots of this node's own",
-    )
-    add(
-        "--token-file",
-        metavar="FILE",
-        default="",
-        help="file with the secret of all nodes; - is standard input "
-        f"(default: ${_TOKEN_VARIABLE})",
-    )
-    add(
-        "--join-timeout",
-        metavar="TIME",
-        default="5m",
-        help="how long head and nodes wait for each other (default: 5m)",
-    )
 
 
 def require_listen_or_agent(
     options: argparse.Namespace, given: Mapping[str, str]
 ) -> None:
-    """Refuse options that would change nothing where nodes join, or where none do."""
+    """Refuse options that have no effect where nodes join, or where none do."""
     how = "--listen" if options.listen else "--agent" if options.agent else ""
     if options.listen and options.agent:
         raise UsageError("--agent must stand without --listen, got both. Drop one.")
@@ -251,7 +317,6 @@ def own_slots(options: argparse.Namespace) -> int:
 
 
 def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
-    """Return where the user says that the token is."""
     path = options.token_file or environ.get(_TOKEN_VARIABLE, "")
     if not path:
         raise UsageError(
@@ -261,183 +326,58 @@ def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
     return path
 
 
-def join_timeout_s(options: argparse.Namespace) -> float:
-    """Read ``--join-timeout``."""
-    from ronde.units import parse_duration_s
+def make_sink(options: argparse.Namespace, output_dir: str = "") -> OutputSink:
+    """Return what shows and writes a job's output as the options ask."""
+    log_dir = output_dir or options.log_dir or ""
+    log_dir = str(absolute_path(log_dir)) if log_dir else ""
+    sink: OutputSink = Console(
+        1, 2, tag=_tag(options), only=_only(options), log_dir=log_dir
+    )
+    if log_dir:
+        from ronde.launch.output.files import RankLogs
 
-    try:
-        return parse_duration_s(options.join_timeout)
-    except ValueError as error:
-        raise UsageError(f"--join-timeout: {error}") from None
+        sink = RankLogs(sink, log_dir)
+    if options.error_file:
+        from ronde.launch.output.files import ErrorFile
 
+        sink = ErrorFile(sink, options.error_file)
+    if output_dir:
+        from ronde.cli.horovodrun import LinkedOutputs
 
-def say(text: str) -> None:
-    """Tell the user something that ends nothing."""
-    print(f"ronde: {text}", file=sys.stderr, flush=True)
-
-
-class RunParser(Parser):
-    """Reads the words after ``ronde run``, also as other launchers spell them."""
-
-    def given(self, options: argparse.Namespace) -> dict[str, str]:
-        """Return the options that say something else than they do by default.
-
-        Returns:
-            How each is typed, by its attribute of ``options``.
-        """
-        given: dict[str, str] = {}
-        for action in self._actions:
-            value = getattr(options, action.dest, action.default)
-            is_this = action.const in (None, value)
-            if action.option_strings and value != action.default and is_this:
-                given[action.dest] = action.option_strings[0]
-        return given
-
-    def _refuse_foreign(self, word: str) -> None:
-        # Imported where it is needed: most words are right.
-        from ronde.cli.other_launchers import advise
-
-        if advice := advise(word):
-            raise UsageError(advice)
+        sink = LinkedOutputs(sink, output_dir)
+    return sink
 
 
-def make_parser() -> RunParser:
-    """Return what reads the words after ``ronde run``."""
-    parser = RunParser(
-        "ronde run",
-        usage="ronde run [-n N] [options] [--] program [arguments]",
-        description="Start a program once for every slot of one host or of many.",
-        epilog=_EPILOG,
-    )
-    add_rank_options(parser)
-    add_horovod_options(parser)
-    _add_place_options(parser)
-    add_ssh_options(parser)
-    _add_ending_options(parser)
-    add_output_options(parser)
-    add_binding_options(parser)
-    _add_engine_options(parser)
-    add_join_options(parser)
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    for option, names in _OTHER_NAMES.items():
-        parser.alias(option, *names)
-    parser.add_underscore_twins()
-    return parser
+def require_tee(options: argparse.Namespace) -> str:
+    """Return a warning about torchrun's ``--tee``; empty for none.
+
+    What it asks for is what ``--log-dir`` does: all output in files, and shown.
+    """
+    if options.tee is None:
+        return ""
+    if not re.fullmatch(r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*", options.tee):
+        raise UsageError(
+            "--tee must be 0, 1, 2, 3 or such per local rank, as 0:3,1:1, got "
+            f"{options.tee!r}. Type --log-dir DIR in its place; a limit on time is "
+            "--timeout TIME."
+        )
+    return "" if options.log_dir else "--tee writes no files without --log-dir DIR."
 
 
-def _add_place_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("start").add_argument
-    add("--chdir", default="", metavar="DIR", help="working directory of the ranks")
-    add(
-        *("-x", "--env"),
-        dest="env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="set or forward a variable for all ranks: NAME=VALUE, NAME or 'PREFIX*'",
-    )
-    add(
-        "--sync",
-        default="",
-        metavar="DIR",
-        help="first copy DIR to the same path on every other host",
-    )
-    add(
-        "--interface",
-        default="",
-        metavar="NAMES",
-        help="network interfaces for the ranks, as ib0,eth0 (default: by routes)",
-    )
-    add(
-        "--master-port",
-        default="0",
-        metavar="PORT",
-        help="MASTER_PORT, where programs that call init_process_group() themselves "
-        "meet (default: a free one)",
-    )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="ask all hosts, show the whole plan, start nothing",
-    )
-    add(
-        "--preflight",
-        action="store_true",
-        help="check every host first; start nothing if one is unfit",
-    )
-    add(
-        "--nested",
-        action="store_true",
-        help="start a separate world inside a rank of another",
-    )
-    add(
-        "--horovod-alias",
-        action=argparse.BooleanOptionalAction,
-        help="have import horovod find ronde even where Horovod is installed; with "
-        "--no-, never (default: where Horovod is not installed)",
-    )
-    add(
-        "--no-malloc-tuning",
-        action="store_true",
-        help="let CPU ranks return freed memory to the kernel at once, as C's "
-        "allocator does by default",
-    )
+def _tag(options: argparse.Namespace) -> Tag:
+    if not options.no_prefix:
+        return parse_tag(options.tag) if options.tag is not None else Tag()
+    if options.tag is not None:
+        raise UsageError("--no-prefix must stand alone, got --tag too. Drop one.")
+    return Tag(TagPlace.NONE)
 
 
-def _add_ending_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("end").add_argument
-    add(
-        "--timeout",
-        default="",
-        metavar="TIME",
-        help="end the job after TIME, as 30m or 2h: shows the stacks of all "
-        "ranks; exit code 124",
-    )
-    add(
-        "--grace",
-        default=DEFAULT_GRACE,
-        metavar="TIME",
-        help="time from SIGTERM to SIGKILL, as 500ms, 5s or 2m (default: 15s)",
-    )
-    add(
-        "--max-restarts",
-        default="0",
-        metavar="R",
-        help="start all ranks again up to R times when one fails or a host is lost",
-    )
-    add(
-        "--no-restart-codes",
-        default=_NO_RESTART_CODES,
-        metavar="CODES",
-        help="exit codes after which nothing is restarted (default: 93,64)",
-    )
-
-
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("tensors").add_argument
-    add(
-        "--engine",
-        default="",
-        metavar="NAME",
-        help=f"what moves the tensors: {', '.join(ENGINES)} (default: auto)",
-    )
-    add(
-        "--algorithm",
-        default="",
-        metavar="NAME",
-        help="schedule of the engines scheduled and hierarchical: "
-        f"{', '.join(ALGORITHMS)}",
-    )
-    add(
-        "--timeline",
-        default="",
-        metavar="FILE",
-        help="write a trace of all ranks to FILE, for Perfetto and ronde trace; "
-        "gzipped if it ends in .gz",
-    )
-    add(
-        "--timeline-limit",
-        default="",
-        metavar="SIZE",
-        help="largest size of that file; the oldest entries go first (default: 32MiB)",
-    )
+def _only(options: argparse.Namespace) -> RankChoice | None:
+    local = options.local_ranks_filter
+    if options.only is not None and local is not None:
+        raise UsageError(
+            "--only must stand alone, got --local-ranks-filter too. Drop one."
+        )
+    if local is not None:
+        return parse_ranks(local, "--local-ranks-filter", is_local=True)
+    return None if options.only is None else parse_ranks(options.only, "--only")

@@ -11,18 +11,14 @@ from datetime import datetime
 from typing import Any, TextIO
 
 from ronde.bench.measured import Ending, Half, Heading, IterationTimes, Measured
-from ronde.render.bench_text import limit_percent
+from ronde.render.bench import limit_percent
 
 VERSION = 3
 _STAMP = "%Y-%m-%d %H:%M:%S"
 
 
 class JsonReport:
-    """Writes one result.
-
-    Args:
-        file: New and empty.
-    """
+    """Writes one result into a new file."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -30,7 +26,6 @@ class JsonReport:
         self._num_cycles = 0
 
     def begin(self, heading: Heading) -> None:
-        """Write what is known before the first row."""
         self._heading = heading
         head = {
             "version": VERSION,
@@ -45,7 +40,6 @@ class JsonReport:
         self._file.flush()
 
     def row(self, measured: Measured) -> None:
-        """Write one row."""
         text = json.dumps(_finite(self._entry(measured)), allow_nan=False)
         self._file.write((",\n" if self._num_rows else "\n") + text)
         self._file.flush()
@@ -53,7 +47,6 @@ class JsonReport:
         self._num_cycles = measured.cycle + 1
 
     def end(self, ending: Ending) -> None:
-        """Write what is known after the last row, and close the file."""
         totals, fast = ending.totals, ending.is_fast_enough
         tail = {
             "out_of_bounds": {
@@ -99,16 +92,11 @@ class JsonReport:
 
 
 def _config(heading: Heading) -> dict[str, Any]:
-    options, sweep, loop = (
-        heading.options,
-        heading.options.sweep,
-        heading.options.loop,
-    )
-    step = (
-        {"step_factor": sweep.factor}
-        if sweep.factor > 1
-        else {"step_bytes": sweep.step_bytes}
-    )
+    options = heading.options
+    sweep, loop = options.sweep, options.loop
+    step = {"step_bytes": sweep.step_bytes}
+    if sweep.factor > 1:
+        step = {"step_factor": sweep.factor}
     return {
         "nthreads": options.num_threads,
         "ngpus": options.num_gpus,

@@ -1,10 +1,13 @@
-"""Benchmarks that were read or compared -> tables."""
+"""Tables of benchmarks: read, compared, and of training steps."""
 
 import math
 from collections.abc import Iterable, Sequence
 
 from ronde.bench.comparison import PLACES, Comparison, RowKey
 from ronde.bench.results import RankCount, Run, Side
+from ronde.bench.training.catalogue import ModelFacts, Unit
+from ronde.bench.training.outcome import Phase, TrainingOutcome, Variant
+from ronde.render.text import align, counted
 from ronde.units import format_size
 
 _RUN_HEADINGS = (
@@ -15,19 +18,22 @@ _ROW_HEADINGS = ("size", "count", "type", "op", "root")
 _SIDE_HEADINGS = ("time us", "algbw", "busbw", "wrong")
 _TEXT = frozenset({"log", "test", "engine", "type", "op", "known by", "complete"})
 _NONE = "-"
+_PHASES = {
+    Phase.INPUT: "input",
+    Phase.HOST_TO_DEVICE: "to-device",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.UPDATE: "update",
+}
+_WIDTH = 10
 
 
 def draw_runs(runs: Sequence[tuple[str, Run]]) -> str:
-    """Return a table with a line a run; bandwidths are in GB/s.
-
-    Args:
-        runs: Each with the name of its log.
-    """
-    return _align(_RUN_HEADINGS, [_run_cells(name, run) for name, run in runs])
+    """Return a line a run, each with the name of its log; bandwidths are in GB/s."""
+    return _table(_RUN_HEADINGS, [_run_cells(name, run) for name, run in runs])
 
 
 def draw_rows(run: Run) -> str:
-    """Return all rows of a run, out of place at the left."""
     headings = (*_ROW_HEADINGS, *_SIDE_HEADINGS, *_SIDE_HEADINGS)
     lines = [
         [
@@ -41,23 +47,11 @@ def draw_rows(run: Run) -> str:
         ]
         for row in run.rows
     ]
-    return _align(headings, lines)
-
-
-def draw_warnings(runs: Sequence[tuple[str, Run]]) -> str:
-    """Return what is odd about the runs, a line each."""
-    return "".join(
-        f"{name}: {warning}.\n" for name, run in runs for warning in run.warnings
-    )
+    return _table(headings, lines)
 
 
 def draw_comparison(comparison: Comparison, names: tuple[str, str]) -> str:
-    """Return both results' busbw in GB/s and their ratio, a line a size.
-
-    Args:
-        comparison: The results.
-        names: Theirs.
-    """
+    """Return both results' busbw in GB/s and their ratio, a line a size."""
     a, b = names
     lines = [f"A: {a}\n", f"B: {b}\n", *(f"{w}.\n" for w in comparison.warnings), "\n"]
     lines.append(_comparison_table(comparison))
@@ -100,11 +94,10 @@ def _comparison_table(comparison: Comparison) -> str:
         ]
         for key, line in cells.items()
     ]
-    return _align(headings, lines)
+    return _table(headings, lines)
 
 
 def _name_keys(keys: Sequence[RowKey]) -> str:
-    """Name rows, those of one kind together."""
     kinds: dict[str, list[int]] = {}
     for key in keys:
         words = (key.test or "?", key.engine, key.dtype, key.redop)
@@ -130,7 +123,7 @@ def _run_cells(name: str, run: Run) -> list[str]:
     return [
         name,
         run.test or "?",
-        _count(run.ranks),
+        _rank_count(run.ranks),
         str(run.ranks.source),
         _several(row.dtype for row in run.rows),
         _several(row.redop or _NONE for row in run.rows),
@@ -143,7 +136,7 @@ def _run_cells(name: str, run: Run) -> list[str]:
     ]
 
 
-def _count(ranks: RankCount) -> str:
+def _rank_count(ranks: RankCount) -> str:
     if ranks.value is None:
         return "?"
     if ranks.low == ranks.high:
@@ -172,15 +165,94 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
-def _align(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return columns under their headings: text at the left, numbers at the right."""
-    table = [headings, *lines]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "".join(
-        "  ".join(
-            cell.ljust(width) if heading in _TEXT else cell.rjust(width)
-            for heading, cell, width in zip(headings, line, widths, strict=True)
-        ).rstrip()
-        + "\n"
-        for line in table
-    )
+def _table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return align([headings, *lines], right={*headings} - _TEXT)
+
+
+def draw_training(outcome: TrainingOutcome) -> str:
+    lines = [*_header(outcome), *_rows(outcome)]
+    if outcome.setting.num_ranks > 1:
+        lines.append(
+            f"# speed-up {outcome.speed_up():.2f}, efficiency "
+            f"{outcome.efficiency():.1%}, {outcome.fraction_of_ceiling():.1%} of the "
+            "ceiling (no communication)"
+        )
+        if outcome.exposed_s() < 0:
+            lines.append(
+                "# exposed communication below 0: it is less than the noise here"
+            )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def draw_models(models: list[ModelFacts]) -> str:
+    """Return a line a model: parameters, multiply-adds of a sample, usual batch."""
+    lines = [f"{'name':12}{'parameters':>13}{'batch':>7}  forward"]
+    lines += [
+        f"{m.name:12}{m.num_parameters:13,}{m.batch:7}  {_macs(m)} for {_sample(m)}"
+        for m in models
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _macs(model: ModelFacts) -> str:
+    mega = model.forward_macs / 1e6
+    return f"{mega:.3g} MMAC" if mega < 100 else f"{mega / 1e3:.3g} GMAC"
+
+
+def _sample(model: ModelFacts) -> str:
+    if model.unit is Unit.IMAGES:
+        return "an image"
+    return f"{model.units_per_sample} tokens"
+
+
+def _header(outcome: TrainingOutcome) -> list[str]:
+    options, setting = outcome.options, outcome.setting
+    model = options.model
+    what = f"{model.num_parameters:,} parameters, {_macs(model)} forward"
+    threads = counted(setting.num_threads, "thread")
+    ranks = counted(setting.num_ranks, "rank")
+    rounds = counted(len(outcome.rounds), "round")
+    how = f"{rounds} of {counted(outcome.num_steps, 'step')}"
+    choices = [f"batch {options.batch} a rank", options.dtype, options.optimizer]
+    choices += ["channels last"] if options.is_channels_last else []
+    choices += ["compiled"] if options.is_compiled else []
+    if setting.num_ranks > 1:
+        choices += [f"engine {setting.engine}", f"compression {options.compression}"]
+    lines = [
+        f"# {model.name}: {what} for {_sample(model)}",
+        f"# {ranks} on {setting.device}, {threads} each: {setting.device_name}",
+        f"# {', '.join(choices)}",
+        f"# ms a step: medians over {how}, of the slowest rank",
+    ]
+    if setting.device != "cpu":
+        lines.append(
+            "# the split is of further steps, the device synchronised after each part"
+        )
+    return lines
+
+
+def _rows(outcome: TrainingOutcome) -> list[str]:
+    headings = [f"{outcome.options.model.unit}/s", "step", *_PHASES.values()]
+    headings.insert(headings.index("backward") + 1, "exposed")
+    ranks = counted(outcome.setting.num_ranks, "rank")
+    labels = {
+        Variant.ONE_RANK: "1 rank",
+        Variant.ALL_RANKS: ranks,
+        Variant.NO_COMMUNICATION: f"{ranks}, no communication",
+    }
+    labels = {variant: labels[variant] for variant in outcome.variants()}
+    width = max(map(len, labels.values()))
+    lines = [" " * width + "".join(f"{each:>{_WIDTH}}" for each in headings)]
+    for variant, label in labels.items():
+        cells = [f"{outcome.units_per_s(variant):.1f}", _ms(outcome.step_s(variant))]
+        for phase in _PHASES:
+            cells.append(_ms(outcome.phase_s(variant, phase)))
+            if phase is Phase.BACKWARD:
+                is_exposed = variant is Variant.ALL_RANKS
+                cells.append(_ms(outcome.exposed_s()) if is_exposed else "-")
+        lines.append(f"{label:{width}}" + "".join(f"{c:>{_WIDTH}}" for c in cells))
+    return lines
+
+
+def _ms(duration_s: float) -> str:
+    return f"{duration_s * 1e3:.2f}"

@@ -13,7 +13,7 @@ from ronde.launch.failure import JobResult, RankEnd
 from ronde.launch.messages import Output, Stream
 from ronde.launch.output.sink import Generation, RankStacks
 from ronde.render.lines import LineAssembler, RankLines, Tag, Tagger, TagPlace
-from ronde.render.rank_ranges import RankChoice
+from ronde.render.ranks import RankChoice
 
 # What poll calls ready takes so many bytes at once (PIPE_BUF). Non-blocking mode is
 # no way: it would hold for everybody who shares the descriptor, the user's shell too.
@@ -29,8 +29,8 @@ FILE_PROGRESS_S = 10.0
 """Least time between two states of one progress bar anywhere else."""
 _DEFAULT_TAG = Tag()
 _Key = tuple[int, int]
-MAX_TOLD_CODE = 7
-"""Exit codes up to this one are the command's own: the rank has said why."""
+MAX_OWN_CODE = 7
+"""Exit codes up to this one are the command's own: the rank has printed why."""
 
 
 class FdWriter:
@@ -70,13 +70,11 @@ class FdWriter:
                 self._piece_bytes = _PIPE_PIECE_BYTES
 
     def put(self, data: bytes) -> None:
-        """Keep bytes to be written; a broken channel forgets them."""
         if data and not self.is_broken:
             self._waiting.append(memoryview(data))
             self.waiting_bytes += len(data)
 
     def discard(self) -> None:
-        """Forget what waits."""
         self._waiting.clear()
         self.waiting_bytes = 0
 
@@ -105,7 +103,6 @@ class FdWriter:
                 return
 
     def _take_piece(self) -> bytes | memoryview:
-        """Take from the queue what goes into one write."""
         taken: list[memoryview] = []
         room = self._piece_bytes
         while self._waiting and room:
@@ -121,14 +118,13 @@ class FdWriter:
 class Screen:
     """Lines and bars on one terminal."""
 
-    def __init__(self, channel: FdWriter) -> None:
-        self._channel = channel
+    def __init__(self, writer: FdWriter) -> None:
+        self._writer = writer
         self._bars: dict[tuple[int, int], bytes] = {}
         self._num_drawn = 0
 
     def print(self, text: bytes) -> None:
-        """Scroll whole lines in above the bars."""
-        self._channel.put(self._erased() + text + self._drawn())
+        self._writer.put(self._erased() + text + self._drawn())
 
     def set_bar(self, key: tuple[int, int], text: bytes | None) -> None:
         """Show, change or, with None, take away one bar; bars are ordered by key."""
@@ -138,7 +134,7 @@ class Screen:
             del self._bars[key]
         else:
             self._bars[key] = text
-        self._channel.put(self._erased() + self._drawn())
+        self._writer.put(self._erased() + self._drawn())
 
     def _erased(self) -> bytes:
         if not self._num_drawn:
@@ -160,7 +156,7 @@ class Screen:
 
     def _size(self) -> tuple[int, int]:
         try:
-            columns, rows = os.get_terminal_size(self._channel.fd)
+            columns, rows = os.get_terminal_size(self._writer.fd)
         except OSError:
             columns, rows = 0, 0
         # A terminal that nobody told its size says 0.
@@ -171,12 +167,7 @@ class Console:
     """Shows a job's output on two descriptors; a ``launch.sink.Sink``.
 
     Each rank's standard output goes to ours and its standard error to ours, line by
-    line, each after a tag that says where it comes from. It never waits for a
-    descriptor.
-
-    Args:
-        only: The ranks to show; None for all.
-        log_dir: Directory of all jobs' files, for the summary; empty for none.
+    line, each after a tag with its rank. It never waits for a descriptor.
     """
 
     def __init__(
@@ -190,11 +181,11 @@ class Console:
     ) -> None:
         stdout = FdWriter(stdout_fd)
         stderr = stdout if _is_same(stdout_fd, stderr_fd) else FdWriter(stderr_fd)
-        self._channels = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
+        self._writers = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
         self._screens = {
-            stream: Screen(channel)
-            for stream, channel in self._channels.items()
-            if os.isatty(channel.fd)
+            stream: Screen(writer)
+            for stream, writer in self._writers.items()
+            if os.isatty(writer.fd)
         }
         if stderr is stdout and self._screens:
             self._screens[Stream.STDERR] = self._screens[Stream.STDOUT]
@@ -210,7 +201,6 @@ class Console:
         self._is_discarding = False
 
     def begin(self, generation: Generation) -> None:
-        """Take note of where the ranks are; nothing of those before is left."""
         hosts = generation.hosts
         only = self._only
         self._shown = (
@@ -223,7 +213,6 @@ class Console:
         self._progress_shown.clear()
 
     def output(self, output: Output, now_s: float) -> None:
-        """Take output of a rank and queue the lines that are whole now."""
         if self._is_discarding or output.rank not in self._shown:
             return
         key = (output.rank, int(output.stream))
@@ -239,27 +228,24 @@ class Console:
             self._show_progress(key, assembler.progress, now_s)
 
     def notice(self, text: str) -> None:
-        """Queue one sentence of the launcher's own."""
-        said = f"ronde: {text.removesuffix('.')}.\n"
-        self._print(Stream.STDERR, said.encode("utf-8", "backslashreplace"))
+        line = f"ronde: {text.removesuffix('.')}.\n"
+        self._print(Stream.STDERR, line.encode("utf-8", "backslashreplace"))
 
     def stacks(self, taken: Sequence[RankStacks]) -> None:
-        """Queue where the ranks are."""
         # Hardly any job is asked.
-        from ronde.render.summary import draw_stacks
+        from ronde.render.job_end import draw_stacks
 
         text = draw_stacks(taken)
         self._print(Stream.STDERR, text.encode("utf-8", "backslashreplace"))
 
     def finished(self, result: JobResult) -> None:
-        """Queue unfinished lines and, where the job failed, why."""
         for key in sorted(self._holding):
             self._show(key, self._assemblers[key].end())
         self._holding.clear()
         if result.cause is None and result.interrupted_by is None:
             return
         # Most jobs end well, and start without this.
-        from ronde.render.summary import summarize
+        from ronde.render.job_end import summarize
 
         text = summarize(result, self._generation, self._log_dir)
         self._print(Stream.STDERR, text.encode("utf-8", "backslashreplace"))
@@ -283,33 +269,29 @@ class Console:
 
     @property
     def pending_fds(self) -> tuple[int, ...]:
-        """Descriptors for which something waits to be written."""
-        fds = [c.fd for c in self._channels.values() if c.waiting_bytes]
+        fds = [c.fd for c in self._writers.values() if c.waiting_bytes]
         return tuple(dict.fromkeys(fds))
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that wait to be written."""
-        return sum(c.waiting_bytes for c in set(self._channels.values()))
+        return sum(c.waiting_bytes for c in set(self._writers.values()))
 
     def write_to(self, fd: int) -> None:
-        """Write to a descriptor that is ready."""
-        for channel in set(self._channels.values()):
-            if channel.fd != fd or not channel.waiting_bytes:
+        for writer in set(self._writers.values()):
+            if writer.fd != fd or not writer.waiting_bytes:
                 continue
             try:
-                channel.write()
+                writer.write()
             except BrokenPipeError:
                 # Both streams may have this one.
-                if channel is self._channels[Stream.STDOUT]:
+                if writer is self._writers[Stream.STDOUT]:
                     raise
 
     def discard(self) -> None:
-        """Forget what waits, and the ranks' output from now on."""
         self._is_discarding = True
         self._holding.clear()
-        for channel in self._channels.values():
-            channel.discard()
+        for writer in self._writers.values():
+            writer.discard()
 
     def _show(self, key: _Key, lines: list[RankLines]) -> None:
         if not lines:
@@ -344,7 +326,7 @@ class Console:
             return
         screen = self._screens.get(stream)
         if screen is None:
-            self._channels[stream].put(text)
+            self._writers[stream].put(text)
         else:
             screen.print(text)
 
@@ -357,7 +339,7 @@ def _is_same(stdout_fd: int, stderr_fd: int) -> bool:
         return False
 
 
-class OwnRanksConsole(Console):
+class SelfLaunchConsole(Console):
     """Shows ranks as if they were one process; a ``launch.sink.Sink``.
 
     A sentence that several ranks say is shown once, and a rank that ends with one of
@@ -366,22 +348,20 @@ class OwnRanksConsole(Console):
 
     def __init__(self) -> None:
         super().__init__(1, 2, tag=Tag(TagPlace.NONE))
-        self._said: dict[bytes, int] = {}
+        self._printed: dict[bytes, int] = {}
 
     def output(self, output: Output, now_s: float) -> None:
-        """Take output of a rank, but what another one has said in the same words."""
         data = output.data
         is_sentence = data.startswith(b"ronde: ") and data.endswith(b"\n")
         is_shown = output.stream is not Stream.STDERR or not is_sentence
-        if is_shown or self._said.setdefault(data, output.rank) == output.rank:
+        if is_shown or self._printed.setdefault(data, output.rank) == output.rank:
             super().output(output, now_s)
 
     def finished(self, result: JobResult) -> None:
-        """Queue unfinished lines and why it failed, where no rank could say it."""
         cause = result.cause
         is_rank = isinstance(cause, RankEnd)
-        is_told = cause is None or (is_rank and 0 <= cause.status <= MAX_TOLD_CODE)
+        is_explained = cause is None or (is_rank and 0 <= cause.status <= MAX_OWN_CODE)
         is_stopped = result.interrupted_by is not None
-        if is_told or is_stopped:
+        if is_explained or is_stopped:
             result = replace(result, cause=None, also_failed=(), interrupted_by=None)
         super().finished(result)

@@ -36,7 +36,6 @@ class LineAssembler:
 
     @property
     def is_holding(self) -> bool:
-        """Whether an unfinished line is held."""
         return bool(self._held)
 
     @property
@@ -55,7 +54,6 @@ class LineAssembler:
         return printable(text[: whole_length(text)])
 
     def feed(self, data: bytes, now_s: float) -> list[RankLines]:
-        """Take more of the stream; return the lines that are whole now."""
         # No line is looked at by itself: a flood must not cost its number of lines.
         whole, newline, rest = data.rpartition(b"\n")
         lines: list[RankLines] = []
@@ -81,7 +79,6 @@ class LineAssembler:
         return [self._cut(len(self._held))]
 
     def end(self) -> list[RankLines]:
-        """Return the unfinished line: the stream has ended."""
         raw = bytes(self._held)
         self._held.clear()
         # A bar that was wiped out at its end leaves blanks; they are no line.
@@ -194,7 +191,6 @@ class Tagger:
         self._time_of_day = b""
 
     def begin(self, hosts: Sequence[str]) -> None:
-        """Take note of where each rank is."""
         self._places = self._tag.places(hosts)
 
     def tagged(self, rank: int, lines: RankLines) -> bytes:
@@ -209,7 +205,6 @@ class Tagger:
         return head + lines.text.replace(b"\n", b"\n" + first) + b"\n"
 
     def tag(self, rank: int) -> bytes:
-        """Return what stands before a line of a rank, with a blank, or nothing."""
         place = self._places[rank]
         if not self._tag.has_time:
             return place + b" " if place else b""

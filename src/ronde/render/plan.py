@@ -1,13 +1,13 @@
-"""A job that is not started: who would run where, on what, and with which variables."""
+"""A job that is not started: where each rank would run, and with which variables."""
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from ronde.launch.controller.plan import JobPlan
 from ronde.launch.environments import redacted
 from ronde.launch.placement.place import RankResources
-from ronde.render.value_runs import format_runs
+from ronde.render.text import align, counted, format_runs
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.machine import UNKNOWN_NODE
 
@@ -22,12 +22,11 @@ def plan_text(plan: JobPlan, notices: Sequence[str] = ()) -> str:
     """
     num_ranks, num_hosts = plan.size, len(plan.shares)
     shared, own = _environments(plan)
-    size = f"{_counted(num_ranks, 'rank')} on {_counted(num_hosts, 'host')}"
+    size = f"{counted(num_ranks, 'rank')} on {counted(num_hosts, 'host')}"
     lines = [
         f"{size}, meeting at {plan.address}: {shlex.join(plan.request.argv)}",
         "",
-        *_table([_TITLES, *_rows(plan)]),
-        "",
+        align([_TITLES, *_rows(plan)]),
         *(f"note: {notice}" for notice in notices),
         *([""] if notices else []),
         "variables of all ranks, on top of what each host has:",
@@ -46,11 +45,12 @@ def _rows(plan: JobPlan) -> list[tuple[str, ...]]:
     hosts = zip(plan.shares, plan.places, strict=True)
     for places, alike in groupby(hosts, key=lambda host: host[1]):
         first, *others = [share for share, _ in alike]
-        for place, local in _alike(places):
-            ranks = range(
-                first.ranks.start + local.start, first.ranks.start + local.stop
-            )
-            rows.append((first.host.name, _span(ranks), _span(local), *_cells(place)))
+        start, local = first.ranks.start, 0
+        for place, same in groupby(places):
+            num = len(list(same))
+            spans = [_span(range(at, at + num)) for at in (start + local, local)]
+            rows.append((first.host.name, *spans, *_cells(place)))
+            local += num
         if others:
             names = format_runs([share.host.name for share in others])
             ranks = range(others[0].ranks.start, others[-1].ranks.stop)
@@ -58,22 +58,13 @@ def _rows(plan: JobPlan) -> list[tuple[str, ...]]:
     return rows
 
 
-def _alike(places: Sequence[RankResources]) -> list[tuple[RankResources, range]]:
-    """Return each run of equal places, with the local ranks that have it."""
-    runs: list[tuple[RankResources, range]] = []
-    for place, same in groupby(places):
-        start = runs[-1][1].stop if runs else 0
-        runs.append((place, range(start, start + len(list(same)))))
-    return runs
-
-
 def _cells(place: RankResources) -> tuple[str, ...]:
-    node = "" if place.memory_node == UNKNOWN_NODE else str(place.memory_node)
+    node = "-" if place.memory_node == UNKNOWN_NODE else str(place.memory_node)
     return (
         place.device or "-",
         str(place.num_cores),
         format_list(place.cpus) or "all",
-        node or "-",
+        node,
         place.nic or "-",
         place.why,
     )
@@ -83,16 +74,8 @@ def _span(numbers: range) -> str:
     return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    full = [row for row in rows if len(row) == len(_TITLES)]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    for row in rows:
-        cells = zip(row, widths, strict=False)
-        yield "  ".join(cell.ljust(width) for cell, width in cells).rstrip()
-
-
 def _environments(plan: JobPlan) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that all ranks have alike, and in words the others."""
+    """Return the variables that all ranks have alike, and the others in words."""
     ranks = [job.env | rank.env for job in plan.jobs(0) for rank in job.ranks]
     shared: dict[str, str] = {}
     own: dict[str, str] = {}
@@ -109,7 +92,3 @@ def _environments(plan: JobPlan) -> tuple[dict[str, str], dict[str, str]]:
 
 def _shown(value: str) -> str:
     return shlex.quote(value) if value.isprintable() else repr(value)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,14 +1,15 @@
-"""What NCCL's debug log says -> words."""
+"""What topology lint finds, NCCL's search and NCCL's debug log, as text."""
 
 from collections.abc import Iterable, Sequence
 
-from ronde.render.topo_findings import count_findings, tell_findings
-from ronde.render.wrapping import WIDTH, wrap
-from ronde.topology.graph import UNKNOWN, Diagnostic
+from ronde.render.text import WIDTH, counted, list_first, list_some, wrap
+from ronde.topology.graph import UNKNOWN, Diagnostic, Level
 from ronde.topology.nccl_log import NcclJob, NcclLog
-from ronde.topology.nccl_log.log import EdgesSeen, NcclCommunicator, RankSeen, Reported
+from ronde.topology.nccl_log.log import EdgesSeen, Reported
+from ronde.topology.search_graph import SearchGraph
 from ronde.units import format_size
 
+_ORDER = {severity: place for place, severity in enumerate(Level)}
 _LABEL = 16
 _MAX_NAMES = 4
 _MAX_TUNINGS = 6
@@ -17,20 +18,72 @@ _PATTERNS = {1: "trees", 2: "trees", 3: "trees", 4: "rings", 5: "NVLS"}
 _SUBSYSTEMS = "NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
 
 
-def tell_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
-    """Return a log in words: what NCCL chose, then what looks wrong.
+def draw_findings(findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
+    """Return findings as text, the most severe first; none gives empty text.
 
-    Args:
-        log: What was read.
-        findings: What looks wrong in it.
-        width: Columns to keep to.
+    Those that are the same for several elements are shown once, with all elements.
     """
+    groups: dict[Diagnostic, list[str]] = {}
+    for finding in findings:
+        groups.setdefault(finding._replace(element=""), []).append(finding.element)
+
+    def order(finding: Diagnostic) -> tuple[int, float]:
+        """Return a key that has the greatest loss of bandwidth first, none last."""
+        should = finding.should_gb_per_s
+        left = finding.has_gb_per_s / should if should else 1.0
+        return _ORDER[finding.severity], left
+
+    return "\n".join(
+        wrap(f"{each.severity.upper()} {each.rule}: ", list_some(groups[each]), width)
+        + wrap("  seen ", each.what, width)
+        + wrap("  so   ", each.consequence, width)
+        + wrap("  do   ", each.remedy, width)
+        for each in sorted(groups, key=order)
+    )
+
+
+def count_findings(findings: Sequence[Diagnostic]) -> str:
+    """Return how many of each severity there are: ``1 error, 4 warnings``."""
+    counts = [(s, sum(f.severity is s for f in findings)) for s in Level]
+    return ", ".join(counted(n, s) for s, n in counts if n) or "nothing found"
+
+
+def draw_search(graphs: Sequence[SearchGraph]) -> str:
+    return "\n".join(_draw_graph(graph) for graph in graphs)
+
+
+def _draw_graph(graph: SearchGraph) -> str:
+    title = f"{graph.pattern_name} (graph {graph.id})"
+    if not graph.num_channels:
+        return f"{title}: none found\n"
+    total = graph.num_channels * graph.intra_gb_per_s
+    each = f"{graph.intra_gb_per_s:g} GB/s, {total:g} GB/s together"
+    outside = f"{graph.inter_type} with {graph.inter_gb_per_s:g} GB/s a channel"
+    lines = [
+        f"{title}: {counted(graph.num_channels, 'channel')} of {each}",
+        f"  between GPUs {graph.intra_type}, to an adapter {outside}",
+    ]
+    orders: dict[str, int] = {}
+    for channel in graph.channels:
+        order = " ".join(channel)
+        orders[order] = orders.get(order, 0) + 1
+    for order, times in orders.items():
+        lines.append(f"  {order}" + (f"   {times} times" if times > 1 else ""))
+    return "\n".join(lines) + "\n"
+
+
+def draw_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
     parts = [_job(job, log, width) for job in log.jobs[:_MAX_JOBS]]
-    if left := len(log.jobs) - _MAX_JOBS:
-        parts += [f"and {left} smaller jobs\n"] if left > 0 else []
-    parts.append(_reading(log, width) + f"Found: {_found(findings)}.\n")
+    left = len(log.jobs) - _MAX_JOBS
+    parts += [f"and {left} smaller jobs\n"] if left > 0 else []
+    read = f"Read {counted(log.num_messages, 'message')} of NCCL in "
+    read += counted(log.num_lines, "line")
+    if log.num_mended:
+        read += f", {log.num_mended:,} put together from broken lines"
+    found = count_findings(findings) if findings else "nothing that looks wrong"
+    parts.append(wrap("", f"{read}.", width, indent=0) + f"Found: {found}.\n")
     if findings:
-        parts.append(tell_findings(findings, width))
+        parts.append(draw_findings(findings, width))
     return "\n".join(parts)
 
 
@@ -43,54 +96,53 @@ def _job(job: NcclJob, log: NcclLog, width: int) -> str:
         ("NVLS", _nvls(job)),
         ("channels", _channels(job)),
         ("algorithms", _tunings(job)),
-        ("settings", _some([said.value for said in job.settings], 12)),
+        ("settings", list_first([each.value for each in job.settings], 12)),
         ("start", _start(job)),
         ("end", _end(job)),
-        ("missing", _not_said(job)),
+        ("missing", _missing(job)),
     )
     text = wrap("", _head(job, log), width, indent=2)
-    for label, said in lines:
-        if said:
-            text += wrap(f"  {label:<{_LABEL - 2}}", said, width, indent=_LABEL)
+    for label, value in lines:
+        if value:
+            text += wrap(f"  {label:<{_LABEL - 2}}", value, width, indent=_LABEL)
     return text
 
 
 def _head(job: NcclJob, log: NcclLog) -> str:
     largest = job.communicators[0] if job.communicators else None
     num_ranks = largest.num_ranks if largest else 0
-    ranks = _count(num_ranks, "rank") if num_ranks else "number of ranks unknown"
-    versions = [said.value for said in job.versions]
+    ranks = counted(num_ranks, "rank") if num_ranks else "number of ranks unknown"
+    versions = [each.value for each in job.versions]
     if not versions and len(log.jobs) == 1:
         versions = list(log.loose_versions)
+    hosts = list_first(job.hosts, _MAX_NAMES)
     parts = [
-        f"{ranks} on {_count(len(job.hosts), 'host')} ({_some(job.hosts)})",
+        f"{ranks} on {counted(len(job.hosts), 'host')} ({hosts})",
         f"NCCL {' and '.join(versions) or 'of unknown version'}",
-        *(f"CUDA driver {_driver(said.value)}" for said in job.drivers[:2]),
     ]
+    for each in job.drivers[:2]:
+        # CUDA counts 12.9 as 12090.
+        major, minor = divmod(int(each.value), 1000)
+        parts.append(f"CUDA driver {major}.{minor // 10}")
     if len(job.communicators) > 1:
         parts.append(f"{len(job.communicators)} communicators")
     return ", ".join(parts)
-
-
-def _driver(number: str) -> str:
-    """Return ``12.9`` for 12090, as CUDA counts."""
-    major, minor = divmod(int(number), 1000)
-    return f"{major}.{minor // 10}"
 
 
 def _between(job: NcclJob) -> str:
     nodes = max((comm.num_nodes for comm in job.communicators), default=UNKNOWN)
     parts = [_names(job.networks)] if job.networks else []
     found = [
-        said.value.split(" ", 1)
-        for said in job.candidates
+        each.value.split(" ", 1)
+        for each in job.candidates
         if not job.networks
-        or any(each.value.endswith(said.value.split(" ")[0]) for each in job.networks)
+        or any(net.value.endswith(each.value.split(" ")[0]) for net in job.networks)
     ]
     devices = [device for _, device in found if device != "none"]
     if devices:
-        parts[-1:] = [f"{parts[-1] if parts else 'found'} over {_some(devices)}"]
-    gdr = sorted({said.value.rpartition(" ")[2].lower() for said in job.gdr})
+        names = list_first(devices, _MAX_NAMES)
+        parts[-1:] = [f"{parts[-1] if parts else 'found'} over {names}"]
+    gdr = sorted({each.value.rpartition(" ")[2].lower() for each in job.gdr})
     if gdr:
         parts.append(f"GPUDirect RDMA {' and '.join(gdr)}")
     edges = _edges(each for each in job.edges if each.is_between_nodes)
@@ -111,23 +163,23 @@ def _inside(job: NcclJob) -> str:
 
 def _edges(edges: Iterable[EdgesSeen]) -> list[str]:
     return [
-        f"{_count(each.num_edges, 'connection')} by {each.transport}" for each in edges
+        f"{counted(each.num_edges, 'connection')} by {each.transport}" for each in edges
     ]
 
 
 def _graphs(job: NcclJob) -> str:
-    told: dict[str, None] = {}
+    shapes: dict[str, None] = {}
     for graph in job.graphs:
         if graph.num_channels:
             name = _PATTERNS.get(graph.pattern, f"pattern {graph.pattern}")
             inside = f"{graph.intra_gb_per_s:.1f} GB/s inside ({graph.intra_type})"
             between = f"{graph.inter_gb_per_s:.1f} between ({graph.inter_type})"
-            told[f"{name}: {graph.num_channels} x {inside}, {between}"] = None
-    return _some(list(told), sign="; ")
+            shapes[f"{name}: {graph.num_channels} x {inside}, {between}"] = None
+    return list_first(list(shapes), _MAX_NAMES, "; ")
 
 
 def _nvls(job: NcclJob) -> str:
-    states = {said.value.split(" on dev")[0].split(":")[0] for said in job.nvls}
+    states = {each.value.split(" on dev")[0].split(":")[0] for each in job.nvls}
     if "lost" in states:
         return "found and given up"
     return " on some GPUs, ".join(sorted(states, reverse=True))
@@ -142,92 +194,56 @@ def _channels(job: NcclJob) -> str:
 
 
 def _tunings(job: NcclJob) -> str:
-    told = [
-        f"{each.collective or 'collectives'} {_sizes(each.min_bytes, each.max_bytes)} "
-        f"{each.algorithm} {each.protocol}"
-        for each in job.tunings
-    ]
-    return _some(told, _MAX_TUNINGS, "; ")
-
-
-def _sizes(least: int, most: int) -> str:
-    if least == most:
-        return format_size(least)
-    return f"{format_size(least)} to {format_size(most)}"
+    tunings: list[str] = []
+    for each in job.tunings:
+        sizes = format_size(each.min_bytes)
+        if each.max_bytes != each.min_bytes:
+            sizes += f" to {format_size(each.max_bytes)}"
+        kind = each.collective or "collectives"
+        tunings.append(f"{kind} {sizes} {each.algorithm} {each.protocol}")
+    return list_first(tunings, _MAX_TUNINGS, "; ")
 
 
 def _start(job: NcclJob) -> str:
-    ranks = [(rank, comm) for comm in job.communicators for rank in comm.ranks]
-    slowest = max(ranks, key=lambda pair: pair[0].init_s, default=None)
-    if slowest is None or not slowest[0].init_s:
-        return _complete(job)
-    rank = slowest[0]
-    longest = [f"{name} {seconds:.2f}" for name, seconds in rank.init_phases[:3]]
+    complete = _complete(job)
+    ranks = [rank for comm in job.communicators for rank in comm.ranks]
+    slowest = max(ranks, key=lambda rank: rank.init_s, default=None)
+    if slowest is None or not slowest.init_s:
+        return complete
+    longest = [f"{name} {seconds:.2f}" for name, seconds in slowest.init_phases[:3]]
     phases = f" ({', '.join(longest)})" if longest else ""
-    return f"{rank.init_s:.2f} s at most, rank {rank.rank}{phases}; {_complete(job)}"
+    return f"{slowest.init_s:.2f} s at most, rank {slowest.rank}{phases}; {complete}"
 
 
 def _complete(job: NcclJob) -> str:
     largest = job.communicators[0] if job.communicators else None
-    if largest is None or not any(_has_ended(rank) for rank in largest.ranks):
+    if largest is None:
+        return ""
+    if not any(rank.has_started or rank.is_complete for rank in largest.ranks):
         return ""
     num_complete = sum(rank.is_complete for rank in largest.ranks)
     return f"{num_complete} of {largest.num_ranks} ranks completed it"
 
 
-def _has_ended(rank: RankSeen) -> bool:
-    return rank.has_started or rank.is_complete
-
-
 def _end(job: NcclJob) -> str:
     if not job.aborts:
         return ""
-    count = _count(sum(said.num_processes for said in job.aborts), "rank")
+    count = counted(sum(each.num_processes for each in job.aborts), "rank")
     return f"{count} gave up a communicator (torch does so at its end, too)"
 
 
-def _not_said(job: NcclJob) -> str:
-    """Return what the log leaves out, and how to have it said."""
-    absent = [
-        name
-        for name, said in (
-            ("network", job.networks),
-            ("connections", job.edges),
-            ("topology", job.trees),
-            ("graphs", job.graphs),
-            ("start of ranks", _ranks(job.communicators)),
-        )
-        if not said
-    ]
+def _missing(job: NcclJob) -> str:
+    """Return what the log leaves out, and how to have it logged."""
+    parts = {
+        "network": job.networks,
+        "connections": job.edges,
+        "topology": job.trees,
+        "graphs": job.graphs,
+        "start of ranks": [rank for comm in job.communicators for rank in comm.ranks],
+    }
+    absent = [name for name, values in parts.items() if not values]
     return f"{', '.join(absent)}; {_SUBSYSTEMS} adds it" if absent else ""
 
 
-def _ranks(communicators: Iterable[NcclCommunicator]) -> tuple[RankSeen, ...]:
-    return tuple(rank for comm in communicators for rank in comm.ranks)
-
-
-def _found(findings: Sequence[Diagnostic]) -> str:
-    return count_findings(findings) if findings else "nothing that looks wrong"
-
-
-def _reading(log: NcclLog, width: int) -> str:
-    text = (
-        f"Read {_count(log.num_messages, 'message')} of NCCL in "
-        f"{_count(log.num_lines, 'line')}"
-    )
-    if log.num_mended:
-        text += f", {log.num_mended:,} put together from broken lines"
-    return wrap("", f"{text}.", width, indent=0)
-
-
-def _names(said: Iterable[Reported]) -> str:
-    return _some([each.value for each in said])
-
-
-def _some(names: Sequence[str], most: int = _MAX_NAMES, sign: str = ", ") -> str:
-    left = len(names) - most
-    return sign.join(names[:most]) + (f" and {left:,} more" if left > 0 else "")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _names(values: Iterable[Reported]) -> str:
+    return list_first([each.value for each in values], _MAX_NAMES)

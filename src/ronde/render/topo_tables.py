@@ -1,13 +1,22 @@
-"""Tables of how near elements are: as ``nvidia-smi topo -m``'s, and as NCCL's log's."""
+"""Tables of a host: how near elements are, placements, limits, differences."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from ronde.render.text import WIDTH, align, counted, list_some, wrap
+from ronde.topology.comparison import (
+    Difference,
+    HostComparison,
+    PathChange,
+    PathComparison,
+)
+from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import UNKNOWN
+from ronde.topology.limits.bounds import Bound, Limit, LimitWorld, Rate
 from ronde.topology.paths.classes import UNKNOWN_WORD, ClassTable
 from ronde.topology.paths.network import Path, Paths, VertexKind
+from ronde.topology.placement.plan import HostPlan, PlannedRank
 
-DEFAULT_CHARS = 80
 # A list of CPUs in many pieces is as long as it likes; a table is not.
 _MOST_LIST_CHARS = 23
 _LEGEND = {
@@ -21,6 +30,15 @@ _LEGEND = {
     "XGMI": "over xGMI",
     UNKNOWN_WORD: "unknown",
 }
+_MAX_PAIRS = 3
+_MAX_CHANGES = 3
+_MAX_NAMES = 4
+_MAX_VALUE = 60
+_NAMES = ("bus address", "port")
+_PLAN_HEAD = ("rank", "GPU", "bus", "cores", "CPUs", "memory", "adapter", "aligned")
+_BUS = _PLAN_HEAD.index("bus")
+_NONE = "-"
+_LARGE = 10_000
 _LOCAL_BITS = (1 << 56) - 1
 _NOTHING = "no GPU and no network adapter\n"
 # What NCCL's lines lead from, and what to, in its order.
@@ -34,14 +52,11 @@ _TARGETS = (
 )
 
 
-def tabulate_classes(table: ClassTable, num_chars: int = DEFAULT_CHARS) -> str:
+def tabulate_classes(table: ClassTable, num_chars: int = WIDTH) -> str:
     """Return a table that looks and reads like that of ``nvidia-smi topo -m``.
 
-    It ends with what its words mean, of those that occur.
-
-    Args:
-        table: The words.
-        num_chars: Of a line; what is wider goes on below, under the rows' names again.
+    It ends with what its words mean, of those that occur. What is wider than
+    ``num_chars`` goes on below, under the rows' names again.
     """
     if not table.names:
         return _NOTHING
@@ -55,56 +70,49 @@ def tabulate_classes(table: ClassTable, num_chars: int = DEFAULT_CHARS) -> str:
             headings.append(heading)
             for row, text in zip(cells, column, strict=True):
                 row.append(text)
-    return "\n".join(
-        part
-        for part in (
-            _fold(headings, table.labels, cells, num_chars),
-            _tell_titles(table.labels, table.titles),
-            _tell_words(word for row in table.words for word in row),
-        )
-        if part
+    num_titled = len(table.titles)
+    titled = zip(
+        table.labels[len(table.labels) - num_titled :], table.titles, strict=True
     )
+    titles = "".join(f"  {label}: {title}\n" for label, title in titled)
+    words = {word for row in table.words for word in row}
+    used = {"NV#" if word.startswith("NV") else word for word in words}
+    legend = "".join(f"  {w:<4} = {text}\n" for w, text in _LEGEND.items() if w in used)
+    rows = _fold(headings, table.labels, cells, num_chars)
+    return "\n".join(part for part in (rows, titles, legend) if part)
 
 
-def tabulate_speeds(
-    paths: Paths, table: ClassTable, num_chars: int = DEFAULT_CHARS
-) -> str:
-    """Return a table of kind and bandwidth of the paths from GPUs, or else from ports.
-
-    Args:
-        paths: The paths.
-        table: Of the same host, for what is in it and what it is called.
-        num_chars: Of a line; what is wider goes on below.
-    """
+def tabulate_speeds(paths: Paths, table: ClassTable, num_chars: int = WIDTH) -> str:
+    """Return kind and bandwidth of the paths from GPUs, or else from ports."""
     if not table.names:
         return _NOTHING
     num_gpus = len(table.names) - len(table.titles)
     rows = slice(0, num_gpus or None)
     cells = [
         [
-            _tell_speed(paths, paths.between(one, other)) or word
+            _speed(paths, paths.between(one, other)) or word
             for other, word in zip(table.names, words, strict=True)
         ]
         for one, words in zip(table.names[rows], table.words[rows], strict=True)
     ]
-    told = _fold(table.labels, table.labels[rows], cells, num_chars)
+    text = _fold(table.labels, table.labels[rows], cells, num_chars)
     figures = [cell for row in cells for cell in row if cell != "X"]
     is_lacking = any(" " not in cell for cell in figures)
     note = "; none where unknown" if is_lacking else ""
-    return told + f"\nGB/s in one direction, as NCCL counts{note}\n"
+    return text + f"\nGB/s in one direction, as NCCL counts{note}\n"
 
 
 def tabulate_paths(paths: Paths) -> str:
     """Return the paths as NCCL writes them to its log, a line a GPU and port.
 
-    Each is told as hops, GB/s and kind: ``GPU/0-c1000 (1/80.0/NVL)``. NCCL itself cuts
+    Each is hops, GB/s and kind: ``GPU/0-c1000 (1/80.0/NVL)``. NCCL itself cuts
     lines after 1023 characters.
     """
     ids = _number(paths)
     lines: list[str] = []
     for source in [n for kind in _SOURCES for n in paths.network.named(kind)]:
         entries = [
-            f"{ids[target]} {_tell_hops(paths.between(source, target))}"
+            f"{ids[target]} {_hops(paths.between(source, target))}"
             for kind in _TARGETS
             for target in paths.network.named(kind)
         ]
@@ -130,19 +138,13 @@ def _fold(
         if len(blocks[-1]) > 1 and _width([*blocks[-1], column], gap) > num_chars:
             blocks.append([first])
         blocks[-1].append(column)
-    return "\n".join(_align(block, " " * gap) for block in blocks)
+    return "\n".join(
+        align(list(zip(*block, strict=True)), gap=" " * gap) for block in blocks
+    )
 
 
 def _width(columns: Sequence[Sequence[str]], gap: int) -> int:
     return sum(max(map(len, each)) + gap for each in columns) - gap
-
-
-def _align(columns: Sequence[Sequence[str]], gap: str) -> str:
-    widths = [max(map(len, each)) for each in columns]
-    return "".join(
-        gap.join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() + "\n"
-        for row in zip(*columns, strict=True)
-    )
 
 
 def _shorten(text: str) -> str:
@@ -151,17 +153,7 @@ def _shorten(text: str) -> str:
     return text[: text.rfind(",", 0, _MOST_LIST_CHARS - 3) + 1] + "..."
 
 
-def _tell_titles(labels: Sequence[str], titles: Sequence[str]) -> str:
-    shown = zip(labels[len(labels) - len(titles) :], titles, strict=True)
-    return "".join(f"  {label}: {title}\n" for label, title in shown)
-
-
-def _tell_words(words: Iterable[str]) -> str:
-    used = {"NV#" if word.startswith("NV") else word for word in words}
-    return "".join(f"  {w:<4} = {text}\n" for w, text in _LEGEND.items() if w in used)
-
-
-def _tell_speed(paths: Paths, path: Path | None) -> str:
+def _speed(paths: Paths, path: Path | None) -> str:
     if path is None:
         return ""
     if path.num_hops == 0:
@@ -169,7 +161,7 @@ def _tell_speed(paths: Paths, path: Path | None) -> str:
     return f"{path.kind} {path.gb_per_s:.1f}" if paths.is_known(path) else path.kind
 
 
-def _tell_hops(path: Path | None) -> str:
+def _hops(path: Path | None) -> str:
     if path is None:
         return "(0/0.0/DIS)"
     return f"({path.num_hops}/{path.gb_per_s:.1f}/{path.kind})"
@@ -199,3 +191,224 @@ def _address_number(name: str, numbers: dict[str, int]) -> int:
     digits = re.sub(r"[:.]", "", name)
     is_address = re.fullmatch(r"[0-9a-f]{8,16}", digits) is not None
     return int(digits, 16) if is_address else numbers[name]
+
+
+def tabulate_plan(plan: HostPlan) -> str:
+    together = " together" if plan.scope == "job" else ""
+    text = (
+        f"{plan.host or 'host'}: {counted(len(plan.ranks), 'rank')}, policy "
+        f"{plan.policy}{together}\n\n"
+    )
+    is_judged = plan.policy != "none" and any(rank.cpus for rank in plan.ranks)
+    rows = [_PLAN_HEAD, *(_plan_row(rank, is_judged=is_judged) for rank in plan.ranks)]
+    addresses = [rank.gpu_bus_ids for rank in plan.ranks]
+    # There is room for one a rank.
+    if max(map(len, addresses)) > 1 or not any(map(any, addresses)):
+        rows = [(*row[:_BUS], *row[_BUS + 1 :]) for row in rows]
+    text += align(rows)
+    by_reasons: dict[tuple[str, ...], list[int]] = {}
+    for rank in plan.ranks:
+        if rank.reasons:
+            by_reasons.setdefault(rank.reasons, []).append(rank.rank)
+    text += "".join(f"note: {notice}\n" for notice in plan.notices)
+    for reasons, own in by_reasons.items():
+        ranks = f"rank{'s' * (len(own) > 1)} {format_list(own)}"
+        text += f"note: {ranks} not aligned: {'; '.join(reasons)}\n"
+    if plan.env:
+        text += "\nvariables of all ranks:\n"
+        text += "".join(f"  {name}={value}\n" for name, value in plan.env.items())
+    lines: list[str] = []
+    for rank in plan.ranks:
+        words = [f"{name}={value}" for name, value in rank.env.items()]
+        lines.append(" ".join([*words, rank.command] if rank.command else words))
+    if any(lines):
+        text += "\neach rank by hand, before the program:\n"
+        text += "".join(f"  {n}: {line}\n" for n, line in enumerate(lines) if line)
+    return text
+
+
+def _plan_row(rank: PlannedRank, *, is_judged: bool) -> tuple[str, ...]:
+    adapters = [f"{n.name} ({n.path})" if n.path else n.name for n in rank.nics]
+    aligned = "yes" if rank.is_preferred else "no"
+    return (
+        str(rank.rank),
+        ",".join(map(str, rank.gpus)) or _NONE,
+        ",".join(each.removeprefix("0000:") for each in rank.gpu_bus_ids) or _NONE,
+        str(rank.num_cores or _NONE),
+        format_list(rank.cpus) or _NONE,
+        ",".join(map(str, rank.memory_nodes)) or _NONE,
+        ", ".join(adapters) or _NONE,
+        aligned if is_judged else _NONE,
+    )
+
+
+def tabulate_limits(
+    world: LimitWorld, bounds: Sequence[Bound], width: int = WIDTH
+) -> str:
+    layout = world.layout
+    nodes, unit = layout.num_nodes, "GPU" if world.has_gpus else "rank"
+    ranks = counted(layout.ranks_per_node, unit)
+    text = f"{counted(nodes, 'node')} with {ranks}{' each' if nodes > 1 else ''}"
+    text += ", GB/s in one direction\n"
+    islands = world.islands.way_out if world.islands else None
+    rates = {"network": world.network, "GPU": world.gpu, "islands": islands}
+    for name, rate in rates.items():
+        if rate is not None:
+            text += f"  {name:<8} {_rate(rate, world)}\n"
+    has_practical = any(each.limit and each.limit.practical_gb_per_s for each in bounds)
+    rows = [("collective", "bound", "NCCL's", "set by")]
+    rows += [_limit_row(each) for each in bounds]
+    text += "\n"
+    for collective, bound, practical, link in rows:
+        middle = f"{practical:>9}" if has_practical else ""
+        text += f"{collective:<15}{bound:>9}{middle}  {link}\n"
+    return text + _limit_notes(world, bounds, width)
+
+
+def _rate(rate: Rate, world: LimitWorld) -> str:
+    practical = rate.practical_gb_per_s
+    if practical is None or practical >= rate.gb_per_s or not world.has_gpus:
+        return rate.link
+    return f"{rate.link}; NCCL counts on {practical:.4g}"
+
+
+def _limit_row(bound: Bound) -> tuple[str, str, str, str]:
+    limit = bound.limit
+    if limit is None:
+        return bound.collective, _NONE, _NONE, bound.reason
+    rates = [
+        _NONE if rate is None else f"{rate:.4g}" if rate < _LARGE else f"{rate:.0f}"
+        for rate in (limit.bus_bandwidth_gb_per_s, limit.practical_gb_per_s)
+    ]
+    # What is in brackets stands above the table.
+    link = limit.link.partition(" (")[0]
+    practical = limit.practical_link.partition(" (")[0]
+    setter = link if practical in ("", link) else f"{link}; NCCL's by {practical}"
+    return bound.collective, rates[0], rates[1], setter
+
+
+def _limit_notes(world: LimitWorld, bounds: Sequence[Bound], width: int) -> str:
+    by_note: dict[str, list[str]] = {}
+    for each in bounds:
+        for note in each.limit.note.split("; ") if each.limit else ():
+            if note:
+                by_note.setdefault(note, []).append(each.collective)
+    text = ""
+    for note, collectives in by_note.items():
+        text += wrap(f"{', '.join(collectives)}: ", note, width, indent=2)
+    if any(each.limit for each in bounds):
+        for why in world.unknown:
+            text += wrap("bounds may be lower: ", why, width, indent=2)
+    return f"\n{text}" if text else ""
+
+
+def judge(limit: Limit, measured_gb_per_s: float, width: int = WIDTH) -> str:
+    percent = limit.percent(measured_gb_per_s)
+    text = f"measured {measured_gb_per_s:g} GB/s: {percent:.1f} % of the bound"
+    practical = limit.practical_gb_per_s
+    if practical is not None:
+        text += f", {100 * measured_gb_per_s / practical:.1f} % of NCCL's"
+    doubt = limit.doubt(measured_gb_per_s)
+    return wrap("", f"{text}.", width) + (wrap("", f"{doubt}.", width) if doubt else "")
+
+
+def draw_comparison(first: str, second: str, comparison: HostComparison) -> str:
+    num, num_same = comparison.num_matched, comparison.num_by_address
+    sides = ("A", comparison.untold_first), ("B", comparison.untold_second)
+    left_out = "".join(
+        wrap("", f"{side} has no {' and no '.join(roles)}: not compared.")
+        for side, roles in sides
+        if roles
+    )
+    if comparison.is_equal:
+        num_pairs = sum(each.num_pairs for each in comparison.paths)
+        return (
+            f"{first} and {second} are alike: {num} elements and {num_pairs} paths.\n"
+            f"{left_out}"
+        )
+    head = f"A: {first}\nB: {second}\n"
+    if num_same < num:
+        head += wrap(
+            "",
+            f"{num - num_same} of {num} elements have another bus address or name in "
+            "B, or none: they are matched by number and name.",
+            indent=0,
+        )
+    parts = [head, _draw_paths(comparison.paths)]
+    parts.append(_draw_differences(comparison.differences))
+    for title, names in (
+        ("only in A", comparison.only_first),
+        ("only in B", comparison.only_second),
+    ):
+        if names:
+            parts.append(wrap("", f"{title}: {list_some(names, 8, 'elements')}"))
+    return "\n".join(part for part in (*parts, left_out) if part)
+
+
+def _draw_paths(paths: Sequence[PathComparison]) -> str:
+    shown = [each for each in paths if each.num_pairs]
+    text = "paths, in NCCL's figures (A -> B):\n" if shown else ""
+    for each in shown:
+        text += f"  {each.kind}: {len(each.changes)} of {each.num_pairs} pairs differ\n"
+        groups: dict[str, list[PathChange]] = {}
+        for change in each.changes:
+            kept = _kept(change)
+            words = " -> ".join(
+                f"{path.kind} {path.gb_per_s:g} GB/s" if path.gb_per_s else path.kind
+                for path in (change.was, change.now)
+            )
+            words += "" if kept == 1 else f" ({kept - 1:+.0%})"
+            groups.setdefault(words, []).append(change)
+        for words, changes in sorted(groups.items(), key=lambda g: _kept(g[1][0])):
+            names = ["-".join(change.ends) for change in changes]
+            text += wrap("    ", f"{words}: {list_some(names, _MAX_PAIRS, 'pairs')}")
+    return text
+
+
+def _kept(change: PathChange) -> float:
+    """Return what share of the bandwidth the second has."""
+    was, now = change.was.gb_per_s, change.now.gb_per_s
+    return now / was if was and now else 1.0
+
+
+def _draw_differences(differences: Sequence[Difference]) -> str:
+    by_fact: dict[str, list[Difference]] = {}
+    for each in differences:
+        by_fact.setdefault(each.fact, []).append(each)
+
+    def order(fact: str) -> tuple[bool, float]:
+        """Return a key that has the greatest loss first, and mere names last."""
+        rates = [
+            each.now_gb_per_s / each.was_gb_per_s
+            for each in by_fact[fact]
+            if each.was_gb_per_s and each.now_gb_per_s
+        ]
+        return fact in _NAMES, min(rates, default=1.0)
+
+    text = "what differs (A -> B):\n" if by_fact else ""
+    for fact in sorted(by_fact, key=order):
+        text += _draw_fact(fact, by_fact[fact])
+    return text
+
+
+def _draw_fact(fact: str, differences: Sequence[Difference]) -> str:
+    groups: dict[str, list[str]] = {}
+    for each in differences:
+        was = _value(each.was, each.was_gb_per_s)
+        change = f"{was} -> {_value(each.now, each.now_gb_per_s)}"
+        groups.setdefault(change, []).append(each.element)
+    if fact in _NAMES:
+        names = list_some(list(groups), _MAX_CHANGES, "elements")
+        return wrap("  ", f"{fact}: {names}")
+    ordered = sorted(groups, key=lambda change: -len(groups[change]))
+    text = ""
+    for change in ordered[:_MAX_CHANGES]:
+        names = list_some(groups[change], _MAX_NAMES, "elements")
+        text += wrap("  ", f"{fact}: {change}: {names}")
+    left = len(ordered) - _MAX_CHANGES
+    return text + (f"       and {left} more of this kind\n" if left > 0 else "")
+
+
+def _value(value: str, gb_per_s: float) -> str:
+    short = value if len(value) <= _MAX_VALUE else f"{value[: _MAX_VALUE - 3]}..."
+    return f"{short} ({gb_per_s:g} GB/s)" if gb_per_s else short

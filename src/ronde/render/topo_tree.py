@@ -4,12 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ronde.render.topo_words import (
-    is_speed_told,
-    rate_words,
-    words_without_device,
-)
-from ronde.render.value_runs import format_runs
+from ronde.render.text import counted, format_runs
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import (
     NVSWITCH,
@@ -34,21 +29,170 @@ from ronde.topology.paths.speeds import (
 from ronde.topology.pci import is_nvswitch
 from ronde.units import format_size
 
+LINK_TITLES = {LinkKind.NVLINK: "NVLink", LinkKind.XGMI: "xGMI", LinkKind.C2C: "C2C"}
 _NVSWITCH_CLASS = 0x0680
 _MAX_CPUS_CHARACTERS = 40
-_LINK_TITLES = {
-    LinkKind.NVLINK: "NVLink",
-    LinkKind.XGMI: "xGMI",
-    LinkKind.C2C: "C2C",
-}
+_MAX_DRAWN_DEPTH = 24
+_WITHOUT_NAME = ("NIC", "NVSwitch", "PCI device", "PCI switch")
 
 
-class _Branch(NamedTuple):
-    """A line of the tree: what it is, what there is to say of it, what is below."""
+def is_nvlink_switch(link: Link) -> bool:
+    return link.target == NVSWITCH or link.target_class >> 8 == _NVSWITCH_CLASS
 
+
+class Element(NamedTuple):
+    """Something on a host, and what is below it."""
+
+    kind: str  # ``numa``, ``gpu``, ``nic``, ``switch`` or ``other``
+    names: tuple[str, ...]  # its names in findings
     title: str
-    details: str
-    below: "tuple[_Branch, ...]" = ()
+    bus_id: str = ""
+    details: tuple[str, ...] = ()
+    below: "tuple[Element, ...]" = ()
+
+
+class ElementTree:
+    """Looks up what is below what on a host.
+
+    Args:
+        is_drawn: Whether it is for a drawing: PCI devices that are no GPU, adapter or
+            NVSwitch are left out, GPUs have their links, and ports their kinds.
+    """
+
+    def __init__(self, host: HostTopology, *, is_drawn: bool) -> None:
+        self._host, self._is_drawn = host, is_drawn
+        self._listed = {device.bus_id for device in host.devices}
+        self._children: dict[str, list[PciDevice]] = {}
+        self._gpus: dict[str, list[GpuDevice]] = {}
+        self._ports: dict[str, list[NetPort]] = {}
+        self._links: dict[tuple[LinkKind, str], list[Link]] = {}
+        for link in host.links:
+            self._links.setdefault((link.kind, link.source), []).append(link)
+        for device in host.devices:
+            above = device.parent if device.parent in self._listed else ""
+            self._children.setdefault(above, []).append(device)
+        for gpu in host.gpus:
+            self._gpus.setdefault(gpu.bus_id, []).append(gpu)
+        for port in host.ports:
+            self._ports.setdefault(port.bus_id, []).append(port)
+
+    def at(self, nodes: set[int], *, is_known: bool) -> tuple[Element, ...]:
+        """Return what is at some NUMA nodes, or at none of them."""
+        tops = [d for d in self._children.get("", []) if (d.node in nodes) is is_known]
+        found = [element for top in tops for element in self._below(top, 0)]
+        found += [
+            self._gpu(gpu, "")
+            for gpu in self._host.gpus
+            if gpu.bus_id not in self._listed and (gpu.node in nodes) is is_known
+        ]
+        for port in self._host.ports:
+            if port.bus_id not in self._listed and (port.node in nodes) is is_known:
+                # Hardware must have a PCI device.
+                is_hardware = port.bus_id or port.name in self._host.paired
+                words = "PCI device unknown" if is_hardware else "no PCI device"
+                found.append(self._nic([port], words))
+        return tuple(found)
+
+    def is_left_out(self, device: PciDevice) -> bool:
+        """Whether a device is at an end of the tree, and not drawn."""
+        return not self._children.get(device.bus_id) and not self._own(device)
+
+    def _own(self, device: PciDevice) -> list[Element]:
+        words, bus_id = _pci_words(device), device.bus_id
+        found = [self._gpu(gpu, words) for gpu in self._gpus.get(bus_id, [])]
+        if ports := self._ports.get(bus_id):
+            found.append(self._nic(ports, words))
+        if is_nvswitch(device.class_code, device.vendor):
+            details = (words,) if _is_speed_known(device) else ()
+            found.append(Element("other", (bus_id,), "NVSwitch", bus_id, details))
+        return found
+
+    def _below(self, device: PciDevice, depth: int) -> list[Element]:
+        """Return a device with what is below; bridges to one thing are left out."""
+        children = self._children.get(device.bus_id, [])
+        if self._is_drawn and depth >= _MAX_DRAWN_DEPTH:
+            children = []
+        below = [each for child in children for each in self._below(child, depth + 1)]
+        if own := self._own(device):
+            return [*own[:-1], own[-1]._replace(below=(*own[-1].below, *below))]
+        if len(below) == 1:
+            return [self._behind(device, children, below[0])]
+        if not below and (children or self._is_drawn):
+            return []
+        is_bridge = below or device.class_code >> 16 == 0x06
+        kind, title = ("switch", "PCI switch") if is_bridge else ("other", "PCI device")
+        details, bus_id = (_pci_words(device),), device.bus_id
+        return [Element(kind, (bus_id,), title, bus_id, details, tuple(below))]
+
+    def _behind(
+        self, bridge: PciDevice, children: Sequence[PciDevice], element: Element
+    ) -> Element:
+        """Return the one thing behind a bridge; noted where the bridge is narrower."""
+        bus_id = bridge.bus_id
+        element = element._replace(names=(*element.names, bus_id))
+        if max(map(pci_gb_per_s, children)) <= pci_gb_per_s(bridge):
+            return element
+        more = (f"behind {bus_id} {_pci_words(bridge)}",)
+        if self._is_drawn:
+            more = (f"behind {bus_id}:", _pci_words(bridge))
+        return element._replace(details=(*element.details, *more))
+
+    def _gpu(self, gpu: GpuDevice, pci_words: str) -> Element:
+        kind = f"gfx{gpu.gcn.removeprefix('gfx')}" if gpu.gcn else ""
+        if not kind and gpu.sm > 0:
+            kind = f"sm {gpu.sm}"
+        details = [gpu.title, kind, pci_words]
+        for link_kind, title in LINK_TITLES.items() if self._is_drawn else ():
+            if links := self._links.get((link_kind, gpu.name)):
+                count = sum(max(0, link.num_links) for link in links)
+                is_known = all(is_link_known(link, gpu) for link in links)
+                rate = f"{sum(link_gb_per_s(link, gpu) for link in links):.4g} GB/s"
+                words = f"{counted(count, 'link')}, " if count > 1 else ""
+                words += rate if is_known else ""
+                details.append(
+                    f"{title} {words or counted(count, 'link')}".rstrip(", ")
+                )
+        shown = tuple(each for each in details if each)
+        return Element("gpu", (gpu.name,), f"GPU {gpu.number}", gpu.bus_id, shown)
+
+    def _nic(self, ports: Sequence[NetPort], pci_words: str) -> Element:
+        bus_id = ports[0].bus_id
+        title = format_runs([port.title for port in ports])
+        kinds = " ".join(sorted({port.kind for port in ports if port.kind}))
+        rates = format_runs([_port_rate(port) for port in ports])
+        details = (rates, kinds if self._is_drawn else "", pci_words)
+        return Element(
+            "nic",
+            (*(port.name for port in ports), *([bus_id] if bus_id else [])),
+            "NIC" if title == bus_id else title,
+            bus_id,
+            tuple(each for each in details if each),
+        )
+
+
+def _port_rate(port: NetPort) -> str:
+    if not port.is_up:
+        return "down"
+    rate = port.mbit_per_s / 1000
+    return f"{rate:g} Gb/s" if rate > 0 else "rate unknown"
+
+
+def _pci_words(device: PciDevice) -> str:
+    gb_per_s = pci_gb_per_s(device)
+    rate = f"{gb_per_s:.2g} GB/s" if gb_per_s < 1 else f"{gb_per_s:.4g} GB/s"
+    if device.gb_per_s > 0 and not device.speed:
+        return f"PCI {rate}"
+    if not is_pci_known(device):
+        return "PCI link speed unknown"
+    if not _is_speed_known(device):
+        return f"PCI link speed unknown, counted as {rate}"
+    lanes = f" x{device.width}" if device.width > 0 else ""
+    speed = device.speed.removesuffix(" PCIe") or "speed unknown"
+    return f"PCI {speed}{lanes}, {rate}"
+
+
+def _is_speed_known(device: PciDevice) -> bool:
+    return bool(device.speed) or device.width > 0 or device.gb_per_s > 0
 
 
 def draw_tree(topology: Topology) -> str:
@@ -59,221 +203,102 @@ def draw_tree(topology: Topology) -> str:
     names: dict[str, list[str]] = {}
     for number, host in enumerate(topology.hosts):
         names.setdefault(_draw_host(host), []).append(host.name or f"host {number}")
-    blocks = [
-        f"{_title(own)}: {body}" if body else _title(own) for body, own in names.items()
-    ]
+    blocks: list[str] = []
+    for body, own in names.items():
+        alike = f"{len(own)} hosts alike ({format_runs(own)})"
+        blocks.append(f"{own[0] if len(own) == 1 else alike}: {body}")
     if topology.switches:
         blocks.append(_draw_switches(topology.switches))
     return "\n".join(blocks)
 
 
-def _title(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    return f"{len(names)} hosts alike ({format_runs(names)})"
-
-
 def _draw_host(host: HostTopology) -> str:
-    branches = [_numa_branch(host, node) for node in host.numa_nodes]
+    tree = ElementTree(host, is_drawn=False)
+    elements = [
+        _numa_element(host, node, tree.at({node.number}, is_known=True))
+        for node in host.numa_nodes
+    ]
     known = {node.number for node in host.numa_nodes}
-    lost = _below_node(host, known, is_known=False)
-    if lost:
-        branches.append(_Branch("NUMA node unknown", "", lost))
-    lines = [_summary(host), *_lines(branches), *_fabric(host), *_bonds(host)]
+    if lost := tree.at(known, is_known=False):
+        elements.append(Element("numa", (), "NUMA node unknown", below=lost))
+    lines = [_summary(host), *_lines(elements), *_fabric(host)]
+    ways = find_ways(host)
+    for each in host.interfaces:
+        # What the ports of a bond carry together.
+        if each.bonding and each.title in ways:
+            name, ports = ways[each.title]
+            lines.append(f"{name}: {each.bonding}, {known_gb_per_s(ports) * 8:g} Gb/s")
     lines += [f"note: {remark}" for remark in host.remarks]
     return "\n".join(lines) + "\n"
 
 
-def _summary(host: HostTopology) -> str:
-    cores = sum(len(node.cores) for node in host.numa_nodes)
-    cpus = sum(len(node.cpus) for node in host.numa_nodes)
-    memory = sum(max(0, node.memory_bytes) for node in host.numa_nodes)
-    words = [
-        _counted(len(host.numa_nodes), "NUMA node"),
-        _cores_words(cores, cpus),
-        f"{format_size(memory)} of memory" if memory else "",
-        _counted(len(host.gpus), "GPU"),
-        _counted(len(host.ports), "network port"),
-    ]
+def _joined(*words: str) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _cores_words(num_cores: int, num_cpus: int) -> str:
-    if num_cores:
-        return _counted(num_cores, "core")
-    return _counted(num_cpus, "hardware thread") if num_cpus else ""
+def _summary(host: HostTopology) -> str:
+    num_cores = sum(len(node.cores) for node in host.numa_nodes)
+    num_cpus = sum(len(node.cpus) for node in host.numa_nodes)
+    memory = sum(max(0, node.memory_bytes) for node in host.numa_nodes)
+    cores = counted(num_cpus, "hardware thread") if num_cpus else ""
+    return _joined(
+        counted(len(host.numa_nodes), "NUMA node"),
+        counted(num_cores, "core") if num_cores else cores,
+        f"{format_size(memory)} of memory" if memory else "",
+        counted(len(host.gpus), "GPU"),
+        counted(len(host.ports), "network port"),
+    )
 
 
-def _numa_branch(host: HostTopology, node: NumaNode) -> _Branch:
-    cores = len(node.cores)
-    memory = node.memory_bytes
-    words = [
-        _counted(cores, "core") if cores else "",
-        _cpus_words(node.cpus),
-        format_size(memory) if memory > 0 else "",
-        _between_nodes(host, node),
-    ]
-    below = _below_node(host, {node.number}, is_known=True)
-    title = f"NUMA node {node.number}"
-    return _Branch(title, ", ".join(word for word in words if word), below)
-
-
-def _cpus_words(cpus: Sequence[int]) -> str:
-    if not cpus:
-        return "no CPUs"
-    listed = f"CPUs {format_list(cpus)}"
-    if len(listed) <= _MAX_CPUS_CHARACTERS:
-        return listed
-    return f"{len(cpus)} CPUs from {cpus[0]} to {cpus[-1]}"
-
-
-def _between_nodes(host: HostTopology, node: NumaNode) -> str:
+def _numa_element(
+    host: HostTopology, node: NumaNode, below: tuple[Element, ...]
+) -> Element:
+    cpus = f"CPUs {format_list(node.cpus)}" if node.cpus else "no CPUs"
+    if len(cpus) > _MAX_CPUS_CHARACTERS:
+        cpus = f"{len(node.cpus)} CPUs from {node.cpus[0]} to {node.cpus[-1]}"
     others = [other for other in host.numa_nodes if other != node and other.cpus]
     rates = {f"{smp_gb_per_s(node, other):g}" for other in others}
     # Without the processor's name there is no figure, but NCCL's word for no limit.
-    if not node.vendor or not node.cpus or len(rates) != 1:
-        return ""
-    return f"{rates.pop()} GB/s to other nodes"
-
-
-def _below_node(
-    host: HostTopology, nodes: set[int], *, is_known: bool
-) -> tuple[_Branch, ...]:
-    """Return what hangs at some NUMA nodes, or at none of them."""
-    listed = {device.bus_id for device in host.devices}
-    tops = [
-        device
-        for device in host.devices
-        if device.parent not in listed and (device.node in nodes) is is_known
-    ]
-    found = [branch for device in tops for branch in _device_branches(host, device)]
-    found += [
-        _Branch(f"GPU {gpu.number}", _gpu_details(gpu, None))
-        for gpu in host.gpus
-        if gpu.bus_id not in listed and (gpu.node in nodes) is is_known
-    ]
-    found += [
-        _Branch(port.title, _port_details([port], words_without_device(host, port)))
-        for port in host.ports
-        if port.bus_id not in listed and (port.node in nodes) is is_known
-    ]
-    return tuple(found)
-
-
-def _device_branches(host: HostTopology, device: PciDevice) -> list[_Branch]:
-    """Return a device with what is below; a bridge to one thing only is left out."""
-    children = [each for each in host.devices if each.parent == device.bus_id]
-    own = _own_branches(host, device)
-    below = [branch for child in children for branch in _device_branches(host, child)]
-    if own:
-        return [branch._replace(below=(*branch.below, *below)) for branch in own]
-    if len(below) == 1:
-        narrow = _pci_words(device)
-        tight = [child for child in children if _rate(child) > _rate(device)]
-        if tight:
-            details = f"{below[0].details}, behind {device.bus_id} {narrow}"
-            return [below[0]._replace(details=details)]
-        return below
-    if not below and children:
-        return []
-    title, details = "PCI device", _pci_words(device)
-    if is_nvswitch(device.class_code, device.vendor):
-        title, details = "NVSwitch", details if is_speed_told(device) else ""
-    elif below or _is_bridge(device):
-        title = "PCI switch"
-    return [_Branch(f"{title} {device.bus_id}", details, tuple(below))]
-
-
-def _own_branches(host: HostTopology, device: PciDevice) -> list[_Branch]:
-    """Return what a device is itself: GPUs, or an adapter with its ports."""
-    gpus = [gpu for gpu in host.gpus if gpu.bus_id == device.bus_id]
-    ports = [port for port in host.ports if port.bus_id == device.bus_id]
-    branches = [
-        _Branch(f"GPU {gpu.number}  {device.bus_id}", _gpu_details(gpu, device))
-        for gpu in gpus
-    ]
-    if ports:
-        names = format_runs([port.title for port in ports])
-        names = "" if names == device.bus_id else f"{names}  "
-        title = f"NIC {names}{device.bus_id}"
-        branches.append(_Branch(title, _port_details(ports, _pci_words(device))))
-    return branches
-
-
-def _gpu_details(gpu: GpuDevice, device: PciDevice | None) -> str:
-    kind = f"gfx{gpu.gcn.removeprefix('gfx')}" if gpu.gcn else ""
-    if not kind and gpu.sm > 0:
-        kind = f"sm {gpu.sm}"
-    words = [gpu.title, kind, _pci_words(device) if device else ""]
-    return ", ".join(word for word in words if word)
-
-
-def _port_details(ports: Sequence[NetPort], pci_words: str) -> str:
-    rates = [rate_words(port) for port in ports]
-    words = [format_runs(rates)] if any(rates) else []
-    return ", ".join([*words, pci_words])
-
-
-def _pci_words(device: PciDevice) -> str:
-    rate = f"{_rate(device):.4g} GB/s"
-    if device.gb_per_s > 0 and not device.speed:
-        return f"PCI {rate}"
-    if not is_pci_known(device):
-        return "PCI link speed unknown"
-    if not is_speed_told(device):
-        return f"PCI link speed unknown, counted as {rate}"
-    lanes = f" x{device.width}" if device.width > 0 else ""
-    speed = device.speed.removesuffix(" PCIe") or "speed unknown"
-    return f"PCI {speed}{lanes}, {rate}"
-
-
-def _rate(device: PciDevice) -> float:
-    return pci_gb_per_s(device)
-
-
-def _is_bridge(device: PciDevice) -> bool:
-    return device.class_code >> 16 == 0x06
+    is_known = node.vendor and node.cpus and len(rates) == 1
+    details = (
+        counted(len(node.cores), "core") if node.cores else "",
+        cpus,
+        format_size(node.memory_bytes) if node.memory_bytes > 0 else "",
+        f"{rates.pop()} GB/s to other nodes" if is_known else "",
+    )
+    title = f"NUMA node {node.number}"
+    return Element("numa", (node.name,), title, details=details, below=below)
 
 
 def _fabric(host: HostTopology) -> Iterator[str]:
     """Yield a line for each kind of direct links, or one a GPU where they differ."""
     titles = {gpu.name: str(gpu.number) for gpu in host.gpus}
-    for kind, title in _LINK_TITLES.items():
-        told: dict[str, list[str]] = {}
+    for kind, title in LINK_TITLES.items():
+        by_words: dict[str, list[str]] = {}
         for gpu in host.gpus:
             links = [k for k in host.links if (k.kind, k.source) == (kind, gpu.name)]
             words = _links_words(gpu, links, titles)
-            told.setdefault(words, []).append(titles[gpu.name])
-        if list(told) == [""]:
+            by_words.setdefault(words, []).append(titles[gpu.name])
+        if list(by_words) == [""]:
             continue
-        for words, own in told.items():
+        for words, own in by_words.items():
             is_all = len(own) == len(titles) > 1
             yield f"{title}: {'every GPU' if is_all else _gpus(own)}: {words or 'none'}"
-
-
-def _bonds(host: HostTopology) -> Iterator[str]:
-    """Yield a line for each bond, with what its ports carry together."""
-    ways = find_ways(host)
-    for each in host.interfaces:
-        if each.bonding and each.title in ways:
-            name, ports = ways[each.title]
-            yield f"{name}: {each.bonding}, {known_gb_per_s(ports) * 8:g} Gb/s"
 
 
 def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
     """Return to what a GPU's links lead, alike for GPUs in like places."""
     counts: dict[str, int] = defaultdict(int)
     rates: dict[str, float] = defaultdict(float)
-    untold: set[str] = set()
+    unknown: set[str] = set()
     for link in links:
-        is_switch = link.target == NVSWITCH or link.target_class >> 8 == _NVSWITCH_CLASS
-        target = "NVSwitch" if is_switch else link.target
+        target = "NVSwitch" if is_nvlink_switch(link) else link.target
         counts[target] += link.num_links
-        rates[target] += _link_rate(gpu, link)
-        untold |= set() if is_link_known(link, gpu) else {target}
+        rates[target] += round(link_gb_per_s(link, gpu), 3)
+        unknown |= set() if is_link_known(link, gpu) else {target}
     alike: dict[tuple[int, str], list[str]] = {}
     for target, count in counts.items():
-        rate = "" if target in untold else f", {rates[target]:g} GB/s"
+        rate = "" if target in unknown else f", {rates[target]:g} GB/s"
         alike.setdefault((count, rate), []).append(target)
     return "; ".join(
         f"{count} {'each ' if len(targets) > 1 else ''}to "
@@ -283,14 +308,13 @@ def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) 
 
 
 def _targets(gpu: GpuDevice, targets: Sequence[str], titles: dict[str, str]) -> str:
+    if list(targets) == [gpu.name]:
+        return "itself"
     if len(targets) > 1 and {*targets, gpu.name} == titles.keys():
         return "the other GPUs"
     near = [titles[target] for target in targets if target in titles]
     words = [_gpus(near)] if near else []
-    words += [target for target in targets if target not in titles]
-    if list(targets) == [gpu.name]:
-        words = ["itself"]
-    return " and ".join(words)
+    return " and ".join([*words, *(each for each in targets if each not in titles)])
 
 
 def _gpus(numbers: Sequence[str]) -> str:
@@ -298,40 +322,34 @@ def _gpus(numbers: Sequence[str]) -> str:
     return f"{noun} {format_list(int(number) for number in numbers)}"
 
 
-def _link_rate(gpu: GpuDevice, link: Link) -> float:
-    return round(link_gb_per_s(link, gpu), 3)
-
-
 def _draw_switches(switches: Sequence[NetworkSwitch]) -> str:
     by_name = {switch.name: switch for switch in switches}
     below = {name for switch in switches for name in switch.switches}
 
-    def branch(switch: NetworkSwitch) -> _Branch:
-        nodes = f"{_counted(len(switch.hosts), 'host')}: {format_runs(switch.hosts)}"
-        words = [switch.speed, nodes if switch.hosts else ""]
+    def element(switch: NetworkSwitch) -> Element:
+        nodes = f"{counted(len(switch.hosts), 'host')}: {format_runs(switch.hosts)}"
+        details = (switch.speed, nodes if switch.hosts else "")
         children = [by_name[name] for name in switch.switches if name in by_name]
-        details = ", ".join(word for word in words if word)
-        return _Branch(switch.name, details, tuple(branch(each) for each in children))
+        under = tuple(element(each) for each in children)
+        return Element("other", (), switch.name, details=details, below=under)
 
-    tops = [branch(switch) for switch in switches if switch.name not in below]
-    lines = [f"{_counted(len(switches), 'switch')} between hosts", *_lines(tops)]
+    tops = [element(switch) for switch in switches if switch.name not in below]
+    lines = [f"{counted(len(switches), 'switch')} between hosts", *_lines(tops)]
     return "\n".join(lines) + "\n"
 
 
-def _lines(branches: Sequence[_Branch]) -> list[str]:
+def _lines(elements: Sequence[Element]) -> list[str]:
     """Return the lines of a tree, the details in one column."""
-    rows = list(_rows(branches))
+    rows = list(_rows(elements))
     width = max((len(text) for text, _ in rows), default=0)
     return [f"{text:{width}}  {details}".rstrip() for text, details in rows]
 
 
-def _rows(branches: Sequence[_Branch], indent: str = "") -> Iterator[tuple[str, str]]:
-    for number, branch in enumerate(branches, 1):
-        is_last = number == len(branches)
-        yield f"{indent}{'└─ ' if is_last else '├─ '}{branch.title}", branch.details
-        yield from _rows(branch.below, indent + ("   " if is_last else "│  "))
-
-
-def _counted(count: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{count or 'no'} {noun}{'' if count == 1 else plural}"
+def _rows(elements: Sequence[Element], indent: str = "") -> Iterator[tuple[str, str]]:
+    for number, each in enumerate(elements, 1):
+        is_last = number == len(elements)
+        title = f"{indent}{'└─ ' if is_last else '├─ '}"
+        title += "NIC " if each.kind == "nic" and each.title != "NIC" else ""
+        gap = " " if each.title in _WITHOUT_NAME else "  "
+        yield f"{title}{each.title}{gap}{each.bus_id}".rstrip(), _joined(*each.details)
+        yield from _rows(each.below, indent + ("   " if is_last else "│  "))

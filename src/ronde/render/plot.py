@@ -4,9 +4,8 @@ The one place that knows matplotlib, which comes with the extra ``ronde[plot]``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ronde.errors import UsageError
 from ronde.topology.limits.bounds import Limit
@@ -25,41 +24,23 @@ _MAX_LEGEND_LETTERS = 140
 _HANDLE_LETTERS = 9
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One size of a line.
-
-    Attributes:
-        size_bytes: At least 1 to be drawn.
-        busbw_gb_per_s: Above 0 to be drawn.
-        time_us: Above 0 to be drawn; None where it was not measured.
-    """
+class Point(NamedTuple):
+    """One size of a line; on logarithmic axes only values above 0 are drawn."""
 
     size_bytes: int
     busbw_gb_per_s: float
-    time_us: float | None
+    time_us: float | None  # None where it was not measured
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One line of the picture.
-
-    Attributes:
-        name: Of the engine; the legend has it.
-        points: In any order.
-    """
+class Series(NamedTuple):
+    """One line of the picture: an engine's name and its points, in any order."""
 
     name: str
     points: Sequence[Point]
 
 
 def check_path(path: Path) -> None:
-    """Refuse what ``draw`` could not write, before anything is measured.
-
-    Raises:
-        UsageError: The suffix is neither svg nor png, the folder is not there, or
-            matplotlib is not installed.
-    """
+    """Refuse what ``draw`` could not write, before anything is measured."""
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(
             f"--plot must be a file that ends in {' or '.join(SUFFIXES)}, got "
@@ -76,18 +57,7 @@ def check_path(path: Path) -> None:
 def draw(
     series: Sequence[Series], limit: Limit | None, path: Path, *, title: str = ""
 ) -> None:
-    """Draw bandwidth at the left and time at the right, both axes logarithmic.
-
-    Args:
-        series: One line each; sizes or values of 0 have no place on these axes.
-        limit: Drawn as a dashed line; None draws none.
-        path: The file, which ends in svg or png; it is replaced.
-        title: Above both panels.
-
-    Raises:
-        UsageError: See ``check_path``; or there is nothing to draw.
-        OSError: The file cannot be written.
-    """
+    """Draw bandwidth at the left and time at the right, both axes logarithmic."""
     check_path(path)
     points = [p for each in series for p in each.points if _is_drawn(p)]
     if not points:
@@ -101,7 +71,7 @@ def draw(
     for axes in (bandwidth, *others):
         _set_up(axes, sizes)
     bandwidth.set_ylabel("bus bandwidth (GB/s)")
-    bandwidth.yaxis.set_major_formatter(_rate_label)
+    bandwidth.yaxis.set_major_formatter("{x:g}")
     for time in others:
         time.set_ylabel("time")
         time.yaxis.set_major_formatter(_time_label)
@@ -201,10 +171,6 @@ def _size_label(size: int) -> str:
     text = format_size(size)
     number = text.rstrip("BKMGTPEi")
     return f"{number} {text[len(number) :]}"
-
-
-def _rate_label(gb_per_s: float, _place: int | None) -> str:
-    return f"{gb_per_s:g}"
 
 
 def _time_label(time_us: float, _place: int | None) -> str:

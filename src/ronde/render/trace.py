@@ -1,13 +1,13 @@
-"""A trace's summary -> words."""
+"""A trace's summary as text."""
 
 from collections.abc import Sequence
 
+from ronde.render.text import align, counted
 from ronde.trace.summary import FusionSummary, RankSummary, TensorSummary, TraceSummary
 from ronde.units import format_duration, format_size
 
 _MAX_LATE_RANKS = 3
 _HEADINGS = ("rank", "host", "operations", "waiting", "moving", "came last", "held up")
-_LEFT = frozenset({"host"})
 _KEY = """\
 waiting: a tensor of the rank was ready and another rank's was not; moving: an operation
 was carried out; held up: all others were ready for something, and this rank was not.
@@ -15,17 +15,17 @@ was carried out; held up: all others were ready for something, and this rank was
 
 
 def draw_trace(name: str, summary: TraceSummary, num_tensors: int) -> str:
-    """Return a summary as text.
-
-    Args:
-        name: Of the file.
-        summary: What to tell.
-        num_tensors: How many tensors to name.
-    """
     if not summary.num_operations:
         return f"{name}: no operation was recorded.\n" + _notes(summary)
+    hosts = {rank.host for rank in summary.ranks}
+    where = "" if hosts == {""} else f" on {counted(len(hosts), 'host')}"
+    head = (
+        f"{name}: {counted(len(summary.ranks), 'rank')}{where}, "
+        f"{format_duration(summary.span_s)}, "
+        f"{counted(summary.num_operations, 'operation')}.\n"
+    )
     parts = [
-        _head(name, summary),
+        head,
         _clocks(summary.ranks),
         _ranks(summary),
         _KEY,
@@ -36,16 +36,6 @@ def draw_trace(name: str, summary: TraceSummary, num_tensors: int) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _head(name: str, summary: TraceSummary) -> str:
-    hosts = {rank.host for rank in summary.ranks}
-    where = "" if hosts == {""} else f" on {_count(len(hosts), 'host')}"
-    return (
-        f"{name}: {_count(len(summary.ranks), 'rank')}{where}, "
-        f"{format_duration(summary.span_s)}, "
-        f"{_count(summary.num_operations, 'operation')}.\n"
-    )
-
-
 def _clocks(ranks: Sequence[RankSummary]) -> str:
     if len(ranks) == 1:
         return ""
@@ -53,7 +43,7 @@ def _clocks(ranks: Sequence[RankSummary]) -> str:
     if unknown:
         return (
             f"The clocks of {_names(unknown)} were not measured: they are put in place "
-            "by their hosts' time of day, so who came late is not told.\n"
+            "by their hosts' time of day, so it is unknown which rank came late.\n"
         )
     worst = max(ranks, key=lambda rank: rank.clock_error_s or 0)
     if not worst.clock_error_s:
@@ -67,7 +57,7 @@ def _clocks(ranks: Sequence[RankSummary]) -> str:
 def _ranks(summary: TraceSummary) -> str:
     has_drops = any(rank.num_dropped for rank in summary.ranks)
     headings = [*_HEADINGS, *(["dropped"] if has_drops else [])]
-    lines = [
+    rows = [
         [
             str(rank.rank),
             rank.host or "-",
@@ -80,7 +70,7 @@ def _ranks(summary: TraceSummary) -> str:
         ]
         for rank in summary.ranks
     ]
-    return _align(headings, lines)
+    return align([headings, *rows], right={*headings} - {"host"})
 
 
 def _share(time_s: float, span_s: float) -> str:
@@ -95,11 +85,11 @@ def _tensors(summary: TraceSummary, num_tensors: int) -> str:
     lines += [f"  {_tensor(each)}" for each in summary.tensors[:num_tensors]]
     left = len(summary.tensors) - num_tensors
     if left > 0:
-        lines.append(f"  and {_count(left, 'tensor')} more; --tensors N names more")
+        lines.append(f"  and {counted(left, 'tensor')} more; --tensors N names more")
     if summary.num_unclear:
         lines.append(
-            f"  Of {_count(summary.num_unclear, 'operation')} it is not clear who came "
-            "last: the ranks were closer together than the clocks are certain."
+            f"  For {counted(summary.num_unclear, 'operation')} it is unknown which "
+            "rank came last: they were closer together than the clocks are certain."
         )
     return "\n".join([*lines, ""])
 
@@ -107,7 +97,7 @@ def _tensors(summary: TraceSummary, num_tensors: int) -> str:
 def _tensor(tensor: TensorSummary) -> str:
     text = (
         f"{tensor.name}: {format_duration(tensor.waiting_s)} in "
-        f"{_count(tensor.num_operations, 'operation')}, "
+        f"{counted(tensor.num_operations, 'operation')}, "
         f"{format_duration(tensor.longest_s)} at worst"
     )
     if not tensor.late_ranks:
@@ -117,22 +107,20 @@ def _tensor(tensor: TensorSummary) -> str:
         for rank, count in tensor.late_ranks[:_MAX_LATE_RANKS]
     ]
     left = len(tensor.late_ranks) - len(shown)
-    more = f" and {_count(left, 'other rank')}" if left else ""
+    more = f" and {counted(left, 'other rank')}" if left else ""
     return f"{text}; for {', '.join(shown)}{more}"
 
 
 def _fusion(fusion: FusionSummary | None) -> str:
     if fusion is None:
         return ""
-    size = (
-        f", {format_size(round(fusion.mean_bytes))} a collective"
-        if fusion.mean_bytes
-        else ""
-    )
+    size = ""
+    if fusion.mean_bytes:
+        size = f", {format_size(round(fusion.mean_bytes))} a collective"
     return (
-        f"fusion: {_count(fusion.num_tensors, 'tensor')} in "
-        f"{_count(fusion.num_batches, 'collective')}, at most "
-        f"{_count(fusion.max_tensors, 'tensor')} in one{size}.\n"
+        f"fusion: {counted(fusion.num_tensors, 'tensor')} in "
+        f"{counted(fusion.num_batches, 'collective')}, at most "
+        f"{counted(fusion.max_tensors, 'tensor')} in one{size}.\n"
     )
 
 
@@ -144,16 +132,14 @@ def _notes(summary: TraceSummary) -> str:
             f"The program did not end in order on {_names(cut)}: what it did in its "
             "last half second may be missing."
         )
-    dropped = sum(rank.num_dropped for rank in summary.ranks)
-    if dropped:
+    if dropped := sum(rank.num_dropped for rank in summary.ranks):
         notes.append(
-            f"{_count(dropped, 'record')} are missing, the oldest: the limit was "
+            f"{counted(dropped, 'record')} are missing, the oldest: the limit was "
             "reached. A larger --timeline-limit keeps more."
         )
     here = {rank.rank for rank in summary.ranks}
-    missing = [rank for rank in range(summary.size) if rank not in here]
-    if missing:
-        notes.append(f"Nothing is there of {_names(missing)}.")
+    if missing := [rank for rank in range(summary.size) if rank not in here]:
+        notes.append(f"There are no records of {_names(missing)}.")
     return "".join(f"{note}\n" for note in notes)
 
 
@@ -162,20 +148,3 @@ def _names(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8]))
     return f"ranks {shown}" + (" and more" if len(ranks) > 8 else "")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _align(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    table = [headings, *lines]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    text = ""
-    for line in table:
-        cells = [
-            cell.ljust(width) if heading in _LEFT else cell.rjust(width)
-            for cell, width, heading in zip(line, widths, headings, strict=True)
-        ]
-        text += "  ".join(cells).rstrip() + "\n"
-    return text

@@ -1,12 +1,17 @@
-"""Boxes, lines and words of a drawing, and their SVG."""
+"""Boxes, lines and words of a drawing, blocks of them side by side, and their SVG."""
 
 import unicodedata
+from collections.abc import Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
-SMALL = 11
-"""Size of most letters."""
+ITEM_WIDTH = 190.0
+MAX_WIDTH = 1860.0
+GAP = 12.0
+LINE = 15.0
+PAD = 8.0
 
+_SMALL = 11  # size of most letters
 _SIZES = {"title": 18, "subtitle": 12, "head": 13, "name": 12}
 _BOLD = frozenset({"title", "head", "name", "badgetext"})
 # Widths by those of DejaVu Sans, broader than Arial and its like.
@@ -34,41 +39,24 @@ text{font-family:Helvetica,Arial,"Liberation Sans",sans-serif;font-size:11px;fil
 
 
 class SvgBox(NamedTuple):
-    """A rectangle.
-
-    Attributes:
-        x: Of its left edge.
-        y: Of its upper edge.
-        width: Of it.
-        height: Of it.
-        kind: What is in it, a class of the style.
-        title: What is shown when somebody points at it; may be empty.
-    """
+    """A rectangle; x and y are of its upper left corner."""
 
     x: float
     y: float
     width: float
     height: float
-    kind: str
-    title: str = ""
+    kind: str  # a class of the style
+    title: str = ""  # shown when somebody points at it
 
 
 class Words(NamedTuple):
-    """A line of text.
-
-    Attributes:
-        x: Of its beginning, its middle or its end, as the anchor says.
-        y: Of the line that the letters stand on.
-        text: What is written.
-        kind: ``title``, ``head``, ``name``, ``dim``, or empty.
-        anchor: ``start``, ``middle`` or ``end``.
-    """
+    """A line of text; y is of the line that the letters stand on."""
 
     x: float
     y: float
     text: str
-    kind: str = ""
-    anchor: str = "start"
+    kind: str = ""  # ``title``, ``head``, ``name``, ``dim``, or empty
+    anchor: str = "start"  # what is at x: ``start``, ``middle`` or ``end``
 
 
 class Stroke(NamedTuple):
@@ -87,11 +75,10 @@ def width_of(text: str, kind: str = "") -> float:
     """Return the most that a text takes, whatever sans-serif letters there are."""
     # Bold letters are a tenth broader.
     weight = 1.1 if kind in _BOLD else 1.0
-    return sum(map(_letters, text)) * _SIZES.get(kind, SMALL) * weight
+    return sum(map(_letters, text)) * _SIZES.get(kind, _SMALL) * weight
 
 
 def fit(text: str, width: float, kind: str = "") -> str:
-    """Return a text, its end left out where it is wider than some width."""
     text = clean(text).replace("\n", " ")
     if width_of(text, kind) <= width:
         return text
@@ -104,16 +91,12 @@ def fit(text: str, width: float, kind: str = "") -> str:
 
 
 def clean(text: str) -> str:
-    """Return a text without what XML forbids or what reverses its direction.
-
-    Of a long one the beginning is enough.
-    """
+    """Return the beginning of a text, without what XML forbids or what reverses it."""
     shown = text[:_MAX_LETTERS]
     return "".join(c for c in shown if unicodedata.category(c)[0] != "C" or c == "\n")
 
 
 def to_svg(shapes: list[Shape], width: float, height: float, title: str) -> str:
-    """Return a drawing that stands alone, on a white page of its own."""
     size = f"{width:g} {height:g}"
     body = "\n".join(map(_shape, shapes))
     return (
@@ -158,3 +141,60 @@ def _letters(letter: str) -> float:
     if letter in _BROAD:
         return 1.0
     return 0.75 if letter.isupper() else 0.645
+
+
+class SvgBlock(NamedTuple):
+    """Something drawn at the origin, and its size."""
+
+    width: float
+    height: float
+    shapes: tuple[Shape, ...] = ()
+    marks: tuple[tuple[str, SvgBox], ...] = ()  # boxes by the names in findings
+
+    def moved(self, x: float, y: float) -> "SvgBlock":
+        shapes = tuple(_moved(shape, x, y) for shape in self.shapes)
+        marks = tuple(
+            (name, box._replace(x=box.x + x, y=box.y + y)) for name, box in self.marks
+        )
+        return SvgBlock(self.width, self.height, shapes, marks)
+
+
+def rows_of(blocks: Sequence[SvgBlock], max_width: float) -> list[list[SvgBlock]]:
+    rows: list[list[SvgBlock]] = []
+    x = 0.0
+    for block in blocks:
+        if not rows or x + block.width > max_width:
+            rows.append([])
+            x = 0.0
+        rows[-1].append(block)
+        x += block.width + GAP
+    return rows
+
+
+def flow(blocks: Sequence[SvgBlock], max_width: float) -> SvgBlock:
+    y = width = 0.0
+    placed: list[SvgBlock] = []
+    for row in rows_of(blocks, max_width):
+        x = 0.0
+        for block in row:
+            placed.append(block.moved(x, y))
+            x += block.width + GAP
+        width = max(width, x - GAP)
+        y += max(block.height for block in row) + GAP
+    return join_blocks(placed, width, max(0.0, y - GAP))
+
+
+def join_blocks(blocks: Sequence[SvgBlock], width: float, height: float) -> SvgBlock:
+    """Return blocks that are placed already as one."""
+    return SvgBlock(
+        width,
+        height,
+        tuple(shape for block in blocks for shape in block.shapes),
+        tuple(mark for block in blocks for mark in block.marks),
+    )
+
+
+def _moved(shape: Shape, x: float, y: float) -> Shape:
+    if isinstance(shape, Stroke):
+        return Stroke(shape.x + x, shape.y + y, shape.to_x + x, shape.to_y + y)
+    return shape._replace(x=shape.x + x, y=shape.y + y)

@@ -18,7 +18,6 @@ class RankChoice:
     is_local: bool = False  # the numbers count from 0 on every host
 
     def among(self, hosts: Sequence[str]) -> frozenset[int]:
-        """Return the ranks of a job that are chosen."""
         numbers = _local_ranks(hosts) if self.is_local else list(range(len(hosts)))
         highest = max(each[-1] for each in self.ranges)
         if highest > max(numbers):
@@ -34,11 +33,7 @@ class RankChoice:
 
 
 def parse_ranks(text: str, said_by: str, *, is_local: bool = False) -> RankChoice:
-    """Read ``3``, ``0-7``, ``0-7:2`` (every second) or several with commas between.
-
-    Args:
-        is_local: The numbers count from 0 on every host.
-    """
+    """Read ``3``, ``0-7``, ``0-7:2`` (every second) or several with commas between."""
     ranges = tuple(_parse_range(part.strip()) for part in text.split(","))
     if not all(ranges):
         raise UsageError(
@@ -63,7 +58,6 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def _parse_range(text: str) -> range:
-    """Return the numbers that ``text`` names, none where it is no range."""
     span, has_step, step = text.partition(":")
     first, has_last, last = span.partition("-")
     words = [first, last if has_last else first, step if has_step else "1"]

@@ -1,15 +1,16 @@
-"""A benchmark as nccl-tests prints it, column for column.
+"""A benchmark as nccl-tests prints it, column for column; engines side by side.
 
 Ours is appended where parsers of theirs do not look: in comments, and ``%limit`` after
 everything else in a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import ronde
-from ronde.bench.measured import Ending, Half, Heading, Measured
+from ronde.bench.comparison import Compared, Ratios
+from ronde.bench.measured import Ending, Half, Heading, Measured, Totals
 from ronde.bench.options import Options
-from ronde.units import format_size
+from ronde.units import format_duration, format_size
 
 _TIME_WIDTH, _RATE_WIDTH = 7, 6
 _STAMP_WIDTH = 19
@@ -20,22 +21,23 @@ _BLOCKING = (
     "Blocking enabled: wait for completion after each collective",
     "Blocking enabled: wait for completion and barrier after each iteration",
 )
+_BAR = 24
+# Of --compare.
+_TIME, _RATE, _RATIO = 9, 7, 6
+_WIDTH = _TIME + _RATE + _RATIO + 4
+_KEY = "{:>12}  {:>8}  {:>6}  {:>4}"
 
 
 def heading_lines(heading: Heading) -> list[str]:
-    """Return all that stands above the rows."""
     return [*facts_lines(heading), *_titles(heading)]
 
 
 def facts_lines(heading: Heading) -> list[str]:
-    """Return what stands above the rows' titles."""
-    options = heading.options
     versions = " ".join(f"{k}={v}" for k, v in heading.versions.items())
-    test = options.test.binary_name
     return [
         f"# ronde version {ronde.__version__} {versions}",
-        f"# Collective test starting: {test}",
-        _settings(options),
+        f"# Collective test starting: {heading.options.test.binary_name}",
+        _settings(heading.options),
         *_comments(heading),
         "#",
         "# Using devices",
@@ -86,43 +88,36 @@ def _titles(heading: Heading) -> list[str]:
     time = "cputime" if loop.is_cpu_time else "time"
     side = [(time, 7), ("algbw", 6), ("busbw", 6), ("#wrong", 6)]
     units = [("(us)", 7), ("(GB/s)", 6), ("(GB/s)", 6), ("", 6)]
+    halves = "           out-of-place                       in-place          "
     if loop.is_each_timed:
         side += [("i_min", 7), ("i_max", 7), ("i_p99", 7), ("i_cv%", 7)]
         units += [("(us)", 7), ("(us)", 7), ("(us)", 7), ("(%)", 7)]
+        halves = "              out-of-place (+ per-iteration)" + " " * 32
+        halves += "in-place (+ per-iteration)"
     first = [("size", 10), ("count", 12), ("type", 8), ("redop", 6), ("root", 6)]
     below = [("(B)", 10), ("(elements)", 12), ("", 8), ("", 6), ("", 6)]
-    blank = f"# {_cells([('', width) for _, width in first])}"
-    halves = (
-        "              out-of-place (+ per-iteration)" + " " * 32 + "in-place "
-        "(+ per-iteration)"
-        if loop.is_each_timed
-        else "           out-of-place                       in-place          "
-    )
     stamp = "timestamp".rjust(_STAMP_WIDTH) if shown.has_timestamps else ""
     format_ = _STAMP.rjust(_STAMP_WIDTH) if shown.has_timestamps else ""
     titled, percent = ("  %limit", "     (%)") if heading.limit else ("", "")
+
+    def cells(parts: Iterable[tuple[str, int]]) -> str:
+        return "  ".join(text.rjust(width) for text, width in parts)
+
     return [
-        blank + halves,
-        f"# {_cells([*first, *side, *side])} {stamp}{titled}",
-        f"# {_cells([*below, *units, *units])} {format_}{percent}",
+        f"# {cells(('', width) for _, width in first)}{halves}",
+        f"# {cells([*first, *side, *side])} {stamp}{titled}",
+        f"# {cells([*below, *units, *units])} {format_}{percent}",
     ]
 
 
-def _cells(cells: Sequence[tuple[str, int]]) -> str:
-    return "  ".join(text.rjust(width) for text, width in cells)
-
-
 def row_line(measured: Measured, heading: Heading) -> str:
-    """Return one row."""
-    row, shown = measured.row, heading.options.shown
+    row = measured.row
     root = -1 if row.root is None else row.root
     line = (
         f"{row.size_bytes:12d}  {row.count:12d}  {row.dtype:>8}  {row.redop:>6}  "
-        f"{root:6d}"
+        f"{root:6d}{_half(measured.out_of_place)}{_half(measured.in_place)}"
     )
-    for half in (measured.out_of_place, measured.in_place):
-        line += _half(half)
-    if shown.has_timestamps:
+    if heading.options.shown.has_timestamps:
         line += measured.at.strftime(_STAMP).rjust(_STAMP_WIDTH + 2)
     if heading.limit is not None:
         line += f"  {number(limit_percent(measured, heading), 6)}"
@@ -138,21 +133,16 @@ def limit_percent(measured: Measured, heading: Heading) -> float:
 
 
 def _half(half: Half) -> str:
-    side = half.side
+    side, times = half.side, half.iterations
     wrong = "   N/A" if side.num_wrong is None else f"{side.num_wrong:6g}"
     text = (
         f"  {number(side.time_us or 0.0, _TIME_WIDTH)}"
         f"  {number(side.algbw_gb_per_s or 0.0, _RATE_WIDTH)}"
         f"  {number(side.busbw_gb_per_s or 0.0, _RATE_WIDTH)}  {wrong}"
     )
-    if half.iterations is not None:
-        times = half.iterations
-        for value in (
-            times.min_us,
-            times.max_us,
-            times.percentile_us(99),
-            times.variation_percent,
-        ):
+    if times is not None:
+        ninety_nine, variation = times.percentile_us(99), times.variation_percent
+        for value in (times.min_us, times.max_us, ninety_nine, variation):
             text += f"  {number(value, _TIME_WIDTH)}"
     return text
 
@@ -167,7 +157,6 @@ def number(value: float, width: int) -> str:
 
 
 def ending_lines(heading: Heading, ending: Ending) -> list[str]:
-    """Return all that stands below the rows."""
     totals = ending.totals
     average = f"{totals.average_busbw_gb_per_s:g} "
     if ending.is_fast_enough is not None:
@@ -186,9 +175,62 @@ def ending_lines(heading: Heading, ending: Ending) -> list[str]:
         if heading.limit is not None and (doubt := heading.limit.doubt(peak)):
             lines.append(f"# limit: {doubt}")
     lines += ["#", f"# Collective test concluded: {heading.options.test.binary_name}"]
-    lines.append("#")
-    return [*lines, *([f"# error: {e}" for e in ending.errors] or [""])]
+    return [*lines, "#", *([f"# error: {e}" for e in ending.errors] or [""])]
 
 
 def _footer(name: str, value: str) -> str:
     return f"# {name:<20} : {value}"
+
+
+def progress_text(totals: Totals, num_rows: int, elapsed_s: float, cycle: int) -> str:
+    """Return how far a benchmark is; ``num_rows`` is 0 for a soak, which has no end."""
+    done = totals.num_rows
+    if num_rows:
+        filled = _BAR * done // num_rows
+        text = f"[{'#' * filled + '-' * (_BAR - filled)}] {done}/{num_rows} rows"
+    else:
+        text = f"soak: cycle {cycle + 1}, {done} rows"
+    text += f", {format_duration(elapsed_s)}"
+    if totals.peak_busbw_gb_per_s:
+        text += f", peak {totals.peak_busbw_gb_per_s:.2f} GB/s"
+    return text + (f", {totals.num_wrong:g} wrong" if totals.is_checked else "")
+
+
+def comparison_titles(heading: Heading, engines: Sequence[str]) -> list[str]:
+    """Return the lines above the rows of ``--compare``; ratios are to the first."""
+    rounds = heading.options.engines.rounds
+    place = "in place" if heading.options.test.is_in_place_checked else "out of place"
+    names = "".join(f" |{name:^{_WIDTH}}" for name in engines)
+    cells = f"{'time':>{_TIME}}  {'busbw':>{_RATE}}  {'ratio':>{_RATIO}}"
+    units = f"{'(us)':>{_TIME}}  {'(GB/s)':>{_RATE}}  {'':>{_RATIO}}"
+    return [
+        f"# engines take turns: medians of {rounds} rounds, {place}",
+        f"# ratio: speed by that of {engines[0]}",
+        "#",
+        f"# {_KEY.format('', '', '', '')}{names}",
+        f"# {_KEY.format('size', 'type', 'redop', 'root')}"
+        + f" |{cells}" * len(engines),
+        f"# {_KEY.format('(B)', '', '', '')}" + f" |{units}" * len(engines),
+    ]
+
+
+def compared_line(compared: Compared) -> str:
+    row = next(iter(compared.rows.values()))
+    root = -1 if row.root is None else row.root
+    line = "  " + _KEY.format(row.size_bytes, row.dtype, row.redop, root)
+    for engine in compared.rows:
+        side = compared.side(engine)
+        time = number(side.time_us or 0.0, _TIME)
+        rate = number(side.busbw_gb_per_s or 0.0, _RATE)
+        line += f" |{time}  {rate}  {number(compared.ratio(engine), _RATIO)}"
+        line += f" {side.num_wrong:g} WRONG" if side.num_wrong else ""
+    return line
+
+
+def comparison_summary(ratios: Ratios, error: str = "") -> list[str]:
+    lines = ["#"]
+    for engine in ratios.logarithms:
+        wrong = ratios.num_wrong[engine]
+        judged = f"{wrong:g} wrong elements" if wrong else "OK"
+        lines.append(_footer(engine, f"{ratios.mean(engine):.3g} times, {judged}"))
+    return [*lines, "#", f"# error: {error}" if error else ""]

@@ -1,0 +1,55 @@
+"""The exit codes of ``ronde``, and what becomes of output that cannot be written.
+
+Source: sysexits.h for the codes below 100.
+"""
+
+import errno
+import select
+import sys
+from contextlib import suppress
+
+from ronde.errors import HostError, RondeError, UsageError
+
+EXIT_USAGE = 64
+EXIT_UNREACHABLE = 69
+EXIT_INTERNAL = 70
+EXIT_UNWRITTEN = 74
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+
+
+def exit_code_of(error: RondeError) -> int:
+    if isinstance(error, UsageError):
+        return EXIT_USAGE
+    return EXIT_UNREACHABLE if isinstance(error, HostError) else EXIT_INTERNAL
+
+
+def is_unwritten(error: OSError) -> bool:
+    """Whether nobody reads standard output, or a file takes no more.
+
+    A file that cannot be opened is another matter, and so is a broken pipe that is not
+    standard output.
+    """
+    if isinstance(error, BrokenPipeError):
+        poll = select.poll()
+        poll.register(1, 0)
+        return bool(poll.poll(0))
+    return error.errno in _FULL and error.filename is None
+
+
+def give_up_output(error: OSError) -> int:
+    """Report why output ends, unless nobody reads it; return the exit code."""
+    # What is left in the buffer must not fail at exit.
+    sys.stdout = None
+    if isinstance(error, BrokenPipeError):
+        return EXIT_BROKEN_PIPE
+    # A terminal that was closed takes no complaint either.
+    with suppress(OSError):
+        print(
+            f"ronde: output must go where there is room, got: {error.strerror}. Make "
+            "room, or write elsewhere.",
+            file=sys.stderr,
+        )
+    return EXIT_UNWRITTEN

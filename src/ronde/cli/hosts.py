@@ -1,0 +1,158 @@
+"""Which hosts a command reaches, and how: its options, else Slurm's allocation."""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ronde.cli.options import attribute_of, read_number, require_alone
+from ronde.errors import UsageError
+from ronde.launch.hosts.host import SLOTS_OPEN, Host
+from ronde.launch.spawners.base import Spawner
+
+_LAUNCHERS = ("auto", "ssh", "slurm")
+_SOURCES = ("--hosts", "--hostfile", "--host-discovery-script")
+HOST_DEFAULTS = {"launcher": "auto", "python": sys.executable}
+
+
+def find_run_hosts(
+    options: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[Host, ...]:
+    """Return what ``find_hosts`` does, without those that an option leaves out."""
+    hosts = find_hosts(options, {} if options.standalone else environ)
+    if options.standalone:
+        from ronde.launch.hosts.host import is_here
+
+        for host in hosts:
+            if not is_here(host):
+                raise UsageError(
+                    "hosts must be this machine alone with --standalone, and so in "
+                    f"horovod.run(), got {host.name}. Start the program on several "
+                    "hosts with: ronde run -H a:4,b:4 python SCRIPT"
+                )
+    # With --listen it counts those that join.
+    if not options.nodes or options.listen:
+        return hosts
+    cure = "Type: ronde run -H a,b --nodes 2 ..."
+    num_nodes = read_number("--nodes", options.nodes, cure, least=1)
+    usable = [host for host in hosts if host.slots]
+    if len(usable) < num_nodes:
+        raise UsageError(
+            f"--nodes must be at most {len(usable)}, the hosts that are known, got "
+            f"{num_nodes}. Name all with -H, or have nodes join: --listen and --agent."
+        )
+    return tuple(usable[:num_nodes])
+
+
+def find_hosts(
+    options: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[Host, ...]:
+    """Return the hosts that ranks may run on, at least one.
+
+    They are those that an option names, else those of Slurm's allocation, else this
+    machine. Reads the host file, and runs the discovery script, once.
+    """
+    require_alone(options, *_SOURCES)
+    given = {name: getattr(options, attribute_of(name)) for name in _SOURCES}
+    named = [name for name, value in given.items() if value is not None]
+    slots = read_slots(options)
+    if not named:
+        hosts = _unnamed_hosts(environ)
+    else:
+        hosts = _read_hosts(named[0], given[named[0]])
+    if slots == SLOTS_OPEN:
+        return hosts
+    is_useless = all(host.slots != SLOTS_OPEN for host in hosts)
+    if named and is_useless and named[0] != "--host-discovery-script":
+        raise UsageError(
+            "--slots must be for hosts without slots of their own, got "
+            f"{slots}, but all have some, as {hosts[0].name} with {hosts[0].slots}. "
+            "Drop one of the two."
+        )
+    return tuple(
+        replace(host, slots=slots) if not named or host.slots == SLOTS_OPEN else host
+        for host in hosts
+    )
+
+
+def read_slots(options: argparse.Namespace) -> int:
+    """Return the slots of a host without its own, as ``--slots`` has them."""
+    if options.slots is None:
+        return SLOTS_OPEN
+    from ronde.launch.hosts.hostfile import MAX_SLOTS, parse_number
+
+    return parse_number(options.slots, "slots", "--slots", lowest=1, highest=MAX_SLOTS)
+
+
+def _unnamed_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
+    hosts: Sequence[Host] | None = None
+    if "SLURM_JOB_ID" in environ:
+        from ronde.launch.hosts.sources import read_allocation
+
+        hosts = read_allocation(environ)
+    return tuple(hosts or (Host(os.uname().nodename, said_at="this machine"),))
+
+
+def _read_hosts(source: str, text: str) -> tuple[Host, ...]:
+    # Imported where they are needed: most jobs start without.
+    if source == "--host-discovery-script":
+        from ronde.launch.hosts.sources import discover
+
+        return discover(text, source)
+    from ronde.launch.hosts.hostfile import parse_hostfile, parse_hosts
+
+    if source == "--hosts":
+        return parse_hosts(text)
+    return parse_hostfile(read_text(text, source), text)
+
+
+def read_text(path: str, said_by: str) -> str:
+    try:
+        return Path(path).read_bytes().decode()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{said_by} must be a file that can be read, got {path!r} ({error}). "
+            "Check the path."
+        ) from None
+
+
+def make_spawner(
+    options: argparse.Namespace,
+    environ: Mapping[str, str],
+    more_ssh_args: Sequence[str] = (),
+) -> Spawner:
+    name = require_launcher(options.launcher)
+    is_named = any(getattr(options, attribute_of(each)) for each in _SOURCES)
+    is_in_slurm = "SLURM_JOB_ID" in environ
+    if name == "slurm" or (name == "auto" and is_in_slurm and not is_named):
+        if not is_in_slurm:
+            raise UsageError(
+                "--launcher slurm must be inside an allocation, got none. "
+                "Type: salloc -N 2 ronde run ..."
+            )
+        from ronde.launch.spawners.slurm import SlurmSpawner
+
+        return SlurmSpawner()
+    try:
+        ssh_args = [word for text in options.ssh_args for word in shlex.split(text)]
+    except ValueError as error:
+        raise UsageError(
+            "--ssh-args must be words as a shell takes them, got "
+            f"{options.ssh_args[-1]!r} ({error}). Close the quote."
+        ) from None
+    ssh_args += more_ssh_args
+    from ronde.launch.spawners.ssh import SshSpawner
+
+    return SshSpawner(ssh_args)
+
+
+def require_launcher(name: str) -> str:
+    if name not in _LAUNCHERS:
+        raise UsageError(
+            f"--launcher must be one of {', '.join(_LAUNCHERS)}, got {name!r}. Choose "
+            "one."
+        )
+    return name

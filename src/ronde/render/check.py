@@ -1,0 +1,427 @@
+"""What ``ronde check`` shows: hosts, findings, changes, JSON, and its checks."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from ronde import __version__
+from ronde.check.check import Check, Family, Finding, Severity
+from ronde.check.facts import HostFacts
+from ronde.check.history import Changes
+from ronde.check.judging import Judgement, Readiness, Unread
+from ronde.launch.hosts.host import SLOTS_OPEN, Host
+from ronde.plain_values import to_plain
+from ronde.render.text import WIDTH, shorten, wrap
+
+FORM = "ronde-check"
+SCHEMA = 1
+"""Changes when a field changes its meaning or goes."""
+_FINE, _UNREAD, _NOTHING = "ok", "?", "-"
+_MARKS = {Severity.FAIL: "x", Severity.WARN: "!", Severity.INFORM: _FINE}
+_COLOURS = {_FINE: "32", "!": "33", "x": "1;31"}
+_GAP = "  "
+_NAME = "name"
+_MIN_NAME = 16
+_MAX_CAUSES = 8
+_MAX_NAMES = 12
+_MAX_CHARS = 240
+_MAX_FINDING = 120
+_MAX_VALUE = 60
+_CONTEXT_CHARS = 12
+_INDENT = 4
+_NUMBERS = re.compile(r"([0-9]+)")
+_MAX_DIGITS = 9
+
+_PAGE_HEAD = """\
+# The checks of `ronde check`
+
+Each check with what it looks at, what is good enough and where that comes from, what
+happens to training otherwise, and what to do. `ronde check explain ID` shows the same.
+A check whose facts cannot be read is reported as such and is no fault. See
+[ronde check](check.md) for how to use it.
+
+This page is made from the checks themselves: `python scripts/check_pages.py`.
+"""
+_TITLES = {
+    Family.VERSIONS: "Versions and settings",
+    Family.GPU: "GPUs",
+    Family.HOST: "The host",
+    Family.NETWORK: "The network",
+    Family.STORAGE: "Storage",
+    Family.CLUSTER: "All hosts together",
+}
+_FIELDS = ("reads", "threshold", "source", "severity", "needs", "why", "fix")
+_FIELD_WIDTH = 14
+
+
+def tabulate_hosts(
+    hosts: Sequence[str],
+    judgement: Judgement,
+    checks: Sequence[Check],
+    *,
+    is_coloured: bool = False,
+    width: int = WIDTH,
+) -> str:
+    """Return hosts by families with a mark in each cell; equal hosts share a line."""
+    families = [f for f in Family if any(check.family is f for check in checks)]
+    marks = _marks(hosts, judgement, {check.id: check.family for check in checks})
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for host in hosts:
+        row = tuple(marks.get((host, family), _NOTHING) for family in families)
+        rows.setdefault(row, []).append(host)
+    taken = sum(len(_GAP) + len(family) for family in families)
+    room = max(_MIN_NAME, width - taken)
+    cells = {row: _wrap_names(fold_hosts(names), room) for row, names in rows.items()}
+    num_chars = max(len(line) for cell in [[_NAME], *cells.values()] for line in cell)
+    lines = [_GAP.join([_NAME.ljust(num_chars), *families]).rstrip()]
+    for row, (first, *more) in cells.items():
+        shown = [
+            _paint(mark, is_coloured=is_coloured, width=len(family))
+            for mark, family in zip(row, families, strict=True)
+        ]
+        lines += [_GAP.join([first.ljust(num_chars), *shown]).rstrip(), *more]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _paint(mark: str, *, is_coloured: bool, width: int = 0) -> str:
+    """Return a mark in its colour, with blanks behind it up to a width."""
+    blanks = " " * (width - len(mark))
+    if not is_coloured or mark not in _COLOURS:
+        return mark + blanks
+    return f"\x1b[{_COLOURS[mark]}m{mark}\x1b[0m{blanks}"
+
+
+def _marks(
+    hosts: Sequence[str], judgement: Judgement, families: Mapping[str, Family]
+) -> dict[tuple[str, Family], str]:
+    """Return the mark of each cell that has one: the worst that is there."""
+    known = set(hosts)
+    marks = {
+        (each.host, families[each.check]): _UNREAD
+        for each in judgement.unread
+        if each.check in families
+    }
+    marks |= dict.fromkeys(judgement.made, _FINE)
+    for each in reversed(judgement.findings):
+        for host in each.hosts if each.check in families else ():
+            if host in known:
+                # The worst stands first, so it is written last.
+                marks[host, families[each.check]] = _MARKS[each.severity]
+    return marks
+
+
+def _wrap_names(text: str, width: int) -> list[str]:
+    """Return lines of names, cut behind commas alone; at least one."""
+    lines = [""]
+    for piece in re.split("(?<=,)", text):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append("")
+        lines[-1] += piece if lines[-1] else piece.lstrip()
+    return [line.rstrip() for line in lines]
+
+
+def draw_findings(
+    findings: Sequence[Finding],
+    checks: Mapping[str, Check],
+    *,
+    is_coloured: bool = False,
+    width: int = WIDTH,
+) -> str:
+    """Return findings, the worst first; what several hosts have alike is shown once."""
+    groups: dict[tuple[str, Severity, str], list[Finding]] = {}
+    for each in findings:
+        key = each.check, each.severity, fix_of(each, checks)
+        groups.setdefault(key, []).append(each)
+    text = ""
+    for (check, severity, fix), same in groups.items():
+        mark = "i" if severity is Severity.INFORM else _MARKS[severity]
+        where = fold_hosts((each.host for each in same), _MAX_NAMES)
+        text += f"{_paint(mark, is_coloured=is_coloured)} {check}: {where}\n"
+        text += _draw_causes(same, width)
+        text += wrap("    fix: ", fix, width, indent=9) if fix else ""
+    return text
+
+
+def _draw_causes(same: Sequence[Finding], width: int) -> str:
+    causes: dict[str, list[str]] = {}
+    for each in same:
+        usual = f", but {each.usual}" if each.usual else ""
+        causes.setdefault(f"{each.what}{usual}", []).append(each.host)
+    text = ""
+    for cause, names in list(causes.items())[:_MAX_CAUSES]:
+        label = "" if len(causes) == 1 else f"{fold_hosts(names, _MAX_NAMES)}: "
+        shown = label + shorten(cause, _MAX_CHARS)
+        text += wrap(" " * _INDENT, shown, width, indent=_INDENT + 2)
+    if left := sum(len(names) for names in list(causes.values())[_MAX_CAUSES:]):
+        text += f"{' ' * _INDENT}and {left} more\n"
+    return text
+
+
+def fix_of(finding: Finding, checks: Mapping[str, Check]) -> str:
+    """Return what to do about a finding: its own fix, else its check's."""
+    if finding.fix or finding.check not in checks:
+        return finding.fix
+    return checks[finding.check].fix
+
+
+def draw_unread(unread: Sequence[Unread], width: int = WIDTH) -> str:
+    """Return why checks could not be made, each reason once."""
+    hosts: dict[tuple[str, str], list[str]] = {}
+    for each in unread:
+        hosts.setdefault((each.reason, each.check), []).append(each.host)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for (reason, check), names in hosts.items():
+        where = fold_hosts(names, _MAX_NAMES)
+        groups.setdefault((reason, where), []).append(check)
+    text = "could not be read, which is no fault:\n" if groups else ""
+    for (reason, where), names in groups.items():
+        sentence = f"{where}: {shorten(reason, _MAX_CHARS)} ({', '.join(names)})"
+        text += wrap("? ", sentence, width, indent=_INDENT)
+    return text
+
+
+def draw_verdict(
+    verdict: Readiness, findings: Sequence[Finding], width: int = WIDTH
+) -> str:
+    if not verdict.num_asked:
+        return "no host answered, so nothing is known\n"
+    failed: dict[tuple[str, bool], list[str]] = {}
+    for each in findings:
+        if each.severity is Severity.FAIL:
+            is_pair = len(each.hosts) > 1
+            failed.setdefault((each.host, is_pair), []).append(each.check)
+    same: dict[tuple[str, bool], list[str]] = {}
+    for (where, is_pair), ids in failed.items():
+        key = ", ".join(dict.fromkeys(ids)), is_pair
+        same.setdefault(key, []).append(where)
+    text = _draw_ready(verdict)
+    for (ids, is_pair), names in same.items():
+        are = "are" if is_pair or len(names) > 1 else "is"
+        ready = "ready together" if is_pair else "ready"
+        shown = f"{fold_hosts(names, _MAX_NAMES)} {are} not {ready}: {ids}"
+        text += wrap("", shown, width, indent=_INDENT)
+    return text
+
+
+def _draw_ready(verdict: Readiness) -> str:
+    num, num_warned = verdict.num_hosts, len(verdict.warned)
+    num_ready = num - len(verdict.faulty)
+    if not num_ready:
+        return ""
+    hosts, are = ("host" if num == 1 else "hosts"), ("is" if num_ready == 1 else "are")
+    text = f"{num_ready} of {num} {hosts} {are} ready"
+    if verdict.faulty_pairs:
+        text += " by itself" if num_ready == 1 else " by themselves"
+    if not verdict.is_warned:
+        return f"{text}\n"
+    places = [f"on {num_warned} of them"] if 0 < num_warned < num_ready else []
+    if (num_pairs := len(verdict.warned_pairs)) and num_warned < num_ready:
+        places.append(f"on {num_pairs} pair{'s' * (num_pairs > 1)}")
+    return f"{text}, with warnings {' and '.join(places)}".rstrip() + "\n"
+
+
+def draw_changes(changes: Changes, since: str, width: int = WIDTH) -> str:
+    """Return what has changed; hosts that have changed alike are shown together."""
+    same: dict[str, list[str]] = {}
+    for word, findings in (("new", changes.new), ("gone", changes.gone)):
+        for each in findings:
+            text = f"{word} on {{}}: {each.check}: {shorten(each.what, _MAX_FINDING)}"
+            same.setdefault(text, []).append(each.host)
+    for each in changes.facts:
+        before, after = _difference(each.before, each.after)
+        text = f"{{}}: {each.fact} was {before}, is {after}"
+        same.setdefault(text, []).append(each.host)
+    for text, hosts in (
+        ("{}: checked for the first time", changes.new_hosts),
+        ("{}: not checked this time", changes.gone_hosts),
+    ):
+        if hosts:
+            same[text] = list(hosts)
+    lines = [
+        wrap(
+            "  ", text.replace("{}", fold_hosts(names, _MAX_NAMES), 1), width, indent=4
+        )
+        for text, names in same.items()
+    ]
+    return f"since {since}:\n" + ("".join(lines) or "  nothing has changed\n")
+
+
+def _difference(before: str, after: str) -> tuple[str, str]:
+    """Return both values; of long ones the part where they begin to differ."""
+    if max(len(before), len(after)) <= _MAX_VALUE:
+        return before, after
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+    skipped = max(0, sum(1 for _ in same) - _CONTEXT_CHARS)
+    dots = "..." if skipped else ""
+    return (
+        dots + shorten(before[skipped:], _MAX_VALUE),
+        dots + shorten(after[skipped:], _MAX_VALUE),
+    )
+
+
+def fold_hosts(names: Iterable[str], most: int = 1 << 16) -> str:
+    """Return names in few words, in their order: ``node[1-2,4-64], login``.
+
+    Those that differ in one number alone stand in brackets. What comes out is what
+    ``-H`` takes, unless there are more than ``most``: the others are only counted.
+    """
+    parts = [_NUMBERS.split(name) for name in dict.fromkeys(names)]
+    varying = _varying_places(parts)
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for part in parts:
+        place = varying[tuple(part[::2])]
+        is_literal = any(mark in text for text in part[::2] for mark in "[]:, \t")
+        # An address is no number that counts up, and no list has brackets of its own.
+        if not place or len(part[place]) > _MAX_DIGITS or is_literal:
+            groups["".join(part), "", ""] = []
+            continue
+        before, behind = "".join(part[:place]), "".join(part[place + 1 :])
+        groups.setdefault((before, "[]", behind), []).append(part[place])
+    words: list[str] = []
+    num_left = 0
+    for (before, brackets, behind), numbers in groups.items():
+        runs = list(_runs(numbers)) if brackets else [("", 1)]
+        shown = runs[: max(0, most)]
+        most -= len(shown)
+        num_left += sum(num_hosts for _, num_hosts in runs[len(shown) :])
+        inner = ",".join(text for text, _ in shown)
+        if shown:
+            is_one = len(numbers) <= 1
+            words.append(f"{before}{inner if is_one else f'[{inner}]'}{behind}")
+    return ", ".join(words) + (f" and {num_left} more" if num_left else "")
+
+
+def _varying_places(parts: list[list[str]]) -> dict[tuple[str, ...], int]:
+    """Return where names that are alike but for numbers last vary; 0 for nowhere."""
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for part in parts:
+        alike.setdefault(tuple(part[::2]), []).append(part)
+    return {
+        words: max(
+            (n for n in range(1, len(same[0]), 2) if len({p[n] for p in same}) > 1),
+            default=0,
+        )
+        for words, same in alike.items()
+    }
+
+
+def _runs(numbers: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield ``1``, ``4-64``, each with how many numbers it stands for.
+
+    What counts up is written at the width of its low end.
+    """
+    ordered = sorted(numbers, key=lambda text: (int(text), len(text)))
+    first, count = ordered[0], 1
+    for text in [*ordered[1:], ""]:
+        if text and text == f"{int(first) + count:0{len(first)}d}":
+            count += 1
+            continue
+        last = f"{int(first) + count - 1:0{len(first)}d}"
+        yield first if count == 1 else f"{first}-{last}", count
+        first, count = text, 1
+
+
+def draw_hostfile(hosts: Sequence[Host]) -> str:
+    """Return a host file of these hosts with all that is known of them.
+
+    Without hosts it has a comment alone, so that nothing is started by it.
+    """
+    if not hosts:
+        return "# no host is ready\n"
+    text = ""
+    for host in hosts:
+        facts = {
+            "slots": "" if host.slots == SLOTS_OPEN else host.slots,
+            "user": host.user,
+            "port": host.port or "",
+            "addr": host.address,
+            "gpus": ",".join(host.gpus),
+        }
+        words = [f"[{host.name}]" if ":" in host.name else host.name]
+        words += [f"{name}={value}" for name, value in facts.items() if value != ""]
+        words += [f"label.{name}={value}" for name, value in host.labels.items()]
+        text += f"{' '.join(words)}\n"
+    return text
+
+
+def checked_as_json(
+    hosts: Sequence[HostFacts],
+    judgement: Judgement,
+    verdict: Readiness,
+    checks: Mapping[str, Check],
+    *,
+    exit_code: int,
+    changes: Changes | None = None,
+) -> str:
+    content: dict[str, Any] = {
+        "form": FORM,
+        "schema": SCHEMA,
+        "ronde": __version__,
+        "hosts": [facts._asdict() for facts in hosts],
+        "findings": [
+            {**each._asdict(), "fix": fix_of(each, checks)}
+            for each in judgement.findings
+        ],
+        "unread": [each._asdict() for each in judgement.unread],
+        "verdict": {
+            "exit_code": exit_code,
+            "ready": verdict.ready,
+            "warned": verdict.warned,
+            "not_ready": verdict.faulty,
+            "warned_pairs": verdict.warned_pairs,
+            "not_ready_pairs": verdict.faulty_pairs,
+        },
+    }
+    if changes is not None:
+        content["changes"] = to_plain(changes)
+    return json.dumps(content, indent=1) + "\n"
+
+
+def list_checks(checks: Sequence[Check], width: int = WIDTH) -> str:
+    text = ""
+    for family in Family:
+        own = [check for check in checks if check.family is family]
+        text += f"{family}:\n" if own else ""
+        for check in own:
+            text += wrap(f"  {check.id:<24}", check.title, width, indent=26)
+    return text
+
+
+def explain_check(check: Check, width: int = WIDTH) -> str:
+    text = wrap(f"{check.id}: ", check.title, width, indent=2)
+    for name, value in _fields(check):
+        label = f"  {name:<{_FIELD_WIDTH - 2}}"
+        text += wrap(label, value, width, indent=_FIELD_WIDTH)
+    return text
+
+
+def _fields(check: Check) -> list[tuple[str, str]]:
+    fields = [(name, getattr(check, name)) for name in _FIELDS]
+    return [(name, value) for name, value in fields if value]
+
+
+def draw_page(checks: Sequence[Check]) -> str:
+    text = _PAGE_HEAD
+    for family, title in _TITLES.items():
+        own = [check for check in checks if check.family is family]
+        text += f"\n## {title} (`{family}`)\n" if own else ""
+        for check in own:
+            # A title is a sentence without its end, or a question.
+            end = "" if check.title.endswith(("?", ".")) else "."
+            sentence = f"{check.title[:1].upper()}{check.title[1:]}{end}"
+            text += f"\n### {check.id}\n\n{_escape(sentence)}\n\n"
+            for name, value in _fields(check):
+                text += f"- **{name.capitalize()}:** {_escape(value)}\n"
+    return text
+
+
+def _escape(text: str) -> str:
+    """Return text in which Markdown sees no HTML and no emphasis."""
+    for mark in ("\\", "*", "`"):
+        text = text.replace(mark, f"\\{mark}")
+    text = re.sub(r"<(?=[A-Za-z/!?])", r"\\<", text)
+    # Inside of a word an underscore is none.
+    text = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)
+    return " ".join(text.split())

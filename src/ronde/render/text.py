@@ -1,0 +1,106 @@
+"""Sentences, lists, counts and tables within the columns of a terminal."""
+
+import textwrap
+from collections.abc import Collection, Sequence
+from itertools import groupby
+
+WIDTH = 80
+_MAX_RUNS = 8
+
+
+def wrap(label: str, text: str, width: int = WIDTH, *, indent: int = 7) -> str:
+    """Return a label and a text in lines of at most some columns."""
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=label,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines or [label.rstrip()]) + "\n"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 GPU``, ``8 GPUs``, ``no GPUs``."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{f'{number:,}' if number else 'no'} {noun}{'' if number == 1 else plural}"
+
+
+def list_first(names: Sequence[str], most: int, sign: str = ", ") -> str:
+    left = len(names) - most
+    return sign.join(names[:most]) + (f" and {left:,} more" if left > 0 else "")
+
+
+def list_some(names: Sequence[str], most: int = 8, noun: str = "times") -> str:
+    """Return ``a``, or ``2 times: a, b``; the end of many is counted only."""
+    if len(names) == 1:
+        return names[0]
+    return f"{len(names)} {noun}: {list_first(names, most)}"
+
+
+def shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most].rstrip()}..."
+
+
+def align(
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Collection[str] = (),
+    gap: str = "  ",
+    most: int = 1 << 16,
+) -> str:
+    """Return rows as columns under the first row, the headings.
+
+    Args:
+        rows: Those with fewer cells than the first widen no column.
+        right: Headings of columns whose cells stand at the right.
+        gap: Between columns.
+        most: Characters of a column that make it wider.
+    """
+    full = [row for row in rows if len(row) == len(rows[0])]
+    widths = [min(most, max(map(len, cells))) for cells in zip(*full, strict=True)]
+    text = ""
+    for row in rows:
+        cells = [
+            cell.rjust(width) if heading in right else cell.ljust(width)
+            for heading, cell, width in zip(rows[0], row, widths, strict=False)
+        ]
+        text += gap.join(cells).rstrip() + "\n"
+    return text
+
+
+def format_runs(values: Sequence[str]) -> str:
+    """Return values in few words: ``0-7, 125 times``.
+
+    They keep their order; equal ones and those that count up stand together. Of what
+    stays long after that, the end is counted only.
+    """
+    joined: list[tuple[list[str], int]] = []
+    for value, same in groupby(values):
+        count = len(list(same))
+        if joined and joined[-1][1] == count and _follows(joined[-1][0][-1], value):
+            joined[-1][0].append(value)
+        else:
+            joined.append(([value], count))
+    shown: list[str] = []
+    for word, same in groupby(_word(*run) for run in joined):
+        count = len(list(same))
+        shown.append(word if count == 1 else f"{word}, {count} times")
+    rest = len(shown) - _MAX_RUNS
+    return "; ".join(shown[:_MAX_RUNS]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def _follows(before: str, after: str) -> bool:
+    """Whether the two are alike but for a number at the end that is one higher."""
+    number = before[len(before.rstrip("0123456789")) :]
+    name = before.removesuffix(number)
+    return bool(number) and after == f"{name}{int(number) + 1:0{len(number)}d}"
+
+
+def _word(values: list[str], count: int) -> str:
+    word, each = values[0], ""
+    if len(values) > 1:
+        word += f"{'-' if values[0].isdecimal() else ' to '}{values[-1]}"
+        each = "each "
+    return word if count == 1 else f"{word}, {each}{count} times"
