@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
-from ronde.check.hosts import HostSet as Panel
+from ronde.check.hosts import HostSet
 from ronde.launch.controller.starting import Answer
 
 WORDS = [sys.executable, "-c", "from ronde.check.node import main; main()"]
@@ -59,7 +59,7 @@ def panel_of(
     addresses: Mapping[str, str],
     settings: dict[str, Any] | None = None,
     start: Start = _start_here,
-) -> Generator[Panel]:
+) -> Generator[HostSet]:
     """Start the program for each host; end them all."""
     programs: dict[str, subprocess.Popen[str]] = {}
     with ExitStack() as ending:
@@ -70,4 +70,4 @@ def panel_of(
             programs[name] = ending.enter_context(program)
             ending.callback(program.kill)
         interview = cast("Any", PipedInterview(programs))
-        yield Panel(interview, addresses, settings or {})
+        yield HostSet(interview, addresses, settings or {})

@@ -12,7 +12,7 @@ from tests.check.fleets import of_family
 
 from ronde.check.check import Family, Severity
 from ronde.check.facts import Fleet, HostFacts
-from ronde.check.hosts import HostSet as Panel, NodeContext as Site
+from ronde.check.hosts import HostSet, NodeContext
 from ronde.check.judging import judge
 from ronde.check.network import bandwidth as steps, streams as operations
 from ronde.check.network.bandwidth import judge_pairs, rounds
@@ -169,7 +169,7 @@ def test_what_was_not_asked_for_is_not_missed():
 def sites():
     """Return the sites of two hosts that wait for streams, and their ports."""
     with ExitStack() as closing:
-        both = [Site({}, closing) for _ in range(2)]
+        both = [NodeContext({}, closing) for _ in range(2)]
         asked = {"address": LOOPBACK}
         yield both, [operations.offer_streams(s, asked)["port"] for s in both]
 
@@ -260,7 +260,7 @@ class Hosts:
 
     def panel(self, **settings):
         addresses = {name: f"at-{name}" for name in self.rates}
-        return Panel(self, addresses, settings)
+        return HostSet(self, addresses, settings)
 
     def ask(self, lines, timeout_s):
         questions = {name: json.loads(line) for name, line in lines.items()}

@@ -24,7 +24,7 @@ from ronde.check.cluster.product import (
     sum_up,
 )
 from ronde.check.gpu.copies import COPIES, LOADED_LINKS
-from ronde.check.hosts import NodeContext as Site
+from ronde.check.hosts import NodeContext
 
 torch = pytest.importorskip("torch")
 
@@ -32,7 +32,7 @@ torch = pytest.importorskip("torch")
 @pytest.fixture
 def site():
     with ExitStack() as closing:
-        yield Site({}, closing)
+        yield NodeContext({}, closing)
 
 
 def exact_checksum(size, seed):

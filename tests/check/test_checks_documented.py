@@ -1,6 +1,8 @@
 """Every check says what it is, and the documentation says the same."""
 
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -29,6 +31,13 @@ def test_no_two_checks_share_an_id():
     counts = Counter(check.id for check in all_checks())
     assert [name for name, count in counts.items() if count > 1] == []
     assert not counts.keys() & {str(family) for family in Family}
+
+
+def test_checks_are_made_where_python_drops_their_texts():
+    words = [sys.executable, "-OO", "-m", "ronde", "check", "list"]
+    done = subprocess.run(words, capture_output=True, check=True, timeout=60)
+    listed = re.findall(r"^  (\S+)", done.stdout.decode(), re.MULTILINE)
+    assert sorted(listed) == sorted(check.id for check in all_checks())
 
 
 def test_the_page_is_what_the_checks_say():

@@ -14,9 +14,9 @@ from ronde.check.facts import UnreadableError
 from ronde.check.gpu import copies as copying
 from ronde.check.gpu.copies import (
     address_of,
-    examine_gpu,
     find_gpu,
     measure_copies,
+    measure_gpu,
     staying_near,
     watch,
 )
@@ -187,7 +187,7 @@ def test_a_gpu_is_examined_and_nothing_stays_pinned(open_library):
     record["gpus"][0]["pcie"] = SLOW_LINK
     open_library(record)
     fake = FakeTorch(FIRST, SECOND)
-    told = examine_gpu(fake, 1)
+    told = measure_gpu(fake, 1)
     check_copies(told["copies"])
     check_link(told["link"])
     assert told["link"] == {"address": ADDRESS} | SLOW_LINK
@@ -204,7 +204,7 @@ def test_a_gpu_is_examined_and_nothing_stays_pinned(open_library):
 def test_a_gpu_that_does_not_copy_is_told(open_library, given, reason):
     open_library(healthy(2))
     fake = FakeTorch(FIRST, SECOND, **given)
-    told = examine_gpu(fake, 1)
+    told = measure_gpu(fake, 1)
     assert told["copies"]["failure"].endswith(reason)
     assert told["link"] == told["copies"]
     assert fake.runtime.pinned == {}
@@ -223,20 +223,20 @@ def test_a_link_that_is_not_told_leaves_the_copies(
     open_library, record, library, reason
 ):
     open_library(record, **library)
-    told = examine_gpu(FakeTorch(FIRST, SECOND), 1)
+    told = measure_gpu(FakeTorch(FIRST, SECOND), 1)
     check_copies(told["copies"])
     assert reason in told["link"]["failure"]
 
 
 def test_copies_that_end_too_early_tell_nothing_of_the_link(open_library):
     open_library(healthy(2))
-    told = examine_gpu(FakeTorch(FIRST, SECOND, num_busy=1), 1)
+    told = measure_gpu(FakeTorch(FIRST, SECOND, num_busy=1), 1)
     check_copies(told["copies"])
     assert "before NVML answered" in told["link"]["failure"]
 
 
 def test_a_gpu_without_a_link_is_no_complaint(open_library):
     open_library(healthy(2, pcie=refusal(NOT_SUPPORTED)))
-    told = examine_gpu(FakeTorch(FIRST, SECOND), 1)
+    told = measure_gpu(FakeTorch(FIRST, SECOND), 1)
     check_copies(told["copies"])
     assert told["link"] is None

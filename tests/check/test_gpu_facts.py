@@ -15,7 +15,7 @@ from tests.check.nvml_fake import SavedNvml, asking, healthy, refusal
 from tests.check.nvml_library import FakeLibrary
 
 from ronde.check.facts import FactReader, UnreadableError
-from ronde.check.gpu.kernel_log import read_xids
+from ronde.check.gpu.health import read_xids
 from ronde.check.gpu.links import (
     read_acs,
     read_direct_rdma,
@@ -353,9 +353,7 @@ def test_a_log_that_may_not_be_read_is_unreadable(tmp_path):
     reason="a clock of one's own needs root and unshare",
 )
 def test_the_log_has_a_clock_that_no_container_changes():
-    code = (
-        "from ronde.check.gpu.kernel_log import read_clock_s; print(read_clock_s(''))"
-    )
+    code = "from ronde.check.gpu.health import read_clock_s; print(read_clock_s(''))"
     # Here /proc/uptime says that the host has been up for years.
     command = ["unshare", "--time", "--boottime", "100000000", sys.executable, "-c"]
     begun_s = time.monotonic()

@@ -16,7 +16,7 @@ from tests.topology.nccl_job import JobLog
 from ronde.bench.results import RankCount, RankSource, Row, Run, Side, to_record
 from ronde.check.check import Family, Severity
 from ronde.check.facts import Fleet, HostFacts
-from ronde.check.hosts import NodeContext as Site
+from ronde.check.hosts import NodeContext
 from ronde.check.judging import judge
 from ronde.check.network import bandwidth as steps, pair_jobs as benching
 from ronde.check.network.pair_jobs import busbw_of, judge_logs
@@ -79,7 +79,7 @@ def ask(**changes):
 @pytest.fixture
 def site():
     with ExitStack() as closing:
-        yield Site({}, closing)
+        yield NodeContext({}, closing)
 
 
 def held(site):

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from tests.check.programs import panel_of
 
 from ronde.check.collect import choose_addresses
-from ronde.check.hosts import NodeContext as Site
+from ronde.check.hosts import NodeContext
 from ronde.check.network import reach as reaching, visits
 from ronde.check.network.visits import (
     FRAME,
@@ -30,7 +30,7 @@ LOOPBACK_MTU = 65536
 @pytest.fixture
 def site():
     with ExitStack() as closing:
-        yield Site({}, closing)
+        yield NodeContext({}, closing)
 
 
 def doors(site, ports=()):
@@ -184,7 +184,7 @@ def test_a_frame_that_is_too_long_ends_the_connection(site):
 
 def test_ports_are_closed_at_the_end():
     with ExitStack() as closing:
-        port = doors(Site({}, closing))["ports"][0]
+        port = doors(NodeContext({}, closing))["ports"][0]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), 1.0)
 

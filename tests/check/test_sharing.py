@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from ronde.check.catalogue import all_checks
 from ronde.check.check import Check, Finding, Severity
 from ronde.check.facts import Fleet, HostFacts, Value
-from ronde.check.hosts import HostSet as Panel, NodeContext as Site
+from ronde.check.hosts import HostSet, NodeContext
 from ronde.check.path_tasks import NUM_SAMPLES, SAMPLE_BYTES, run_tasks, sample
 from ronde.check.storage import sharing, sharing as operations
 from ronde.check.storage.sharing import group
@@ -46,7 +46,7 @@ class Hosts:
                 answers[host] = Answer("", "it is gone")
                 return
             question["path"] = str(self.folders[host]) + question["path"]
-            site = Site({}, ExitStack())
+            site = NodeContext({}, ExitStack())
             told = getattr(operations, question["do"])(site, question)
             answers[host] = Answer(json.dumps(told), "", 0.0, 0.0)
             if (host, question["do"]) == self.lost_after:
@@ -63,8 +63,8 @@ class Hosts:
         return {host: answers[host] for host in questions}
 
 
-def panel_of(hosts: Hosts, **settings: Value) -> Panel:
-    return Panel(hosts, dict.fromkeys(hosts.folders, ""), settings)  # type: ignore[arg-type]
+def panel_of(hosts: Hosts, **settings: Value) -> HostSet:
+    return HostSet(hosts, dict.fromkeys(hosts.folders, ""), settings)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -72,11 +72,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "PATIENCE_S", 0.3)
 
 
-def shared_of(panel: Panel) -> dict[str, dict[str, dict[str, bool]]]:
+def shared_of(panel: HostSet) -> dict[str, dict[str, dict[str, bool]]]:
     return {host: facts.values["storage.shared"] for host, facts in panel.facts.items()}
 
 
-def findings_of(panel: Panel) -> list[Finding]:
+def findings_of(panel: HostSet) -> list[Finding]:
     fleet = Fleet(tuple(panel.facts.values()), panel.settings)
     return [finding for check in sharing_checks() for finding in check.find(fleet)]
 
@@ -213,7 +213,7 @@ def test_what_is_not_there_says_so() -> None:
 def test_a_folder_that_cannot_be_written_to_is_not_left_a_file(tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.touch()
-    site = Site({}, ExitStack())
+    site = NodeContext({}, ExitStack())
     told = operations.leave_nonce(site, {"path": str(target), "nonce": "x"})
     assert told == {"error": "Not a directory"}
 

@@ -18,7 +18,7 @@ from ronde.check import path_tasks
 from ronde.check.catalogue import all_checks
 from ronde.check.check import Severity
 from ronde.check.facts import Fleet, HostFacts, Value
-from ronde.check.hosts import HostSet as Panel, NodeContext as Site
+from ronde.check.hosts import HostSet, NodeContext
 from ronde.check.judging import judge
 from ronde.check.storage import sharing, speed as operations, speed as storing
 from ronde.check.storage.speed import LEFT, SPEED
@@ -26,7 +26,7 @@ from ronde.launch.controller.starting import Answer
 
 CHECKS = tuple(each for each in all_checks() if each.id == "storage-speed")
 
-SITE = Site({}, ExitStack())
+SITE = NodeContext({}, ExitStack())
 LIMIT_S = 60.0
 
 
@@ -198,9 +198,9 @@ def run(
     groups: tuple[tuple[str, ...], ...] = (),
     hung: tuple[str, ...] = (),
     paths: tuple[str, ...] = ("/d",),
-) -> Panel:
+) -> HostSet:
     settings: dict[str, Value] = {"paths": paths, "storage_speed": True}
-    panel = Panel(hosts, dict.fromkeys(hosts.answers, ""), settings)  # type: ignore[arg-type]
+    panel = HostSet(hosts, dict.fromkeys(hosts.answers, ""), settings)  # type: ignore[arg-type]
     for name in hosts.answers:
         own = next((each for each in groups if name in each), (name,))
         seen = {other: other in own for other in hosts.answers if other != name}
@@ -327,11 +327,11 @@ def test_without_a_folder_it_says_so() -> None:
     assert "--path" in panel.facts["a"].unreadable[SPEED]
 
 
-def fleet_of(panel: Panel) -> Fleet:
+def fleet_of(panel: HostSet) -> Fleet:
     return Fleet(tuple(panel.facts.values()), {})
 
 
-def findings_of(panel: Panel) -> list[tuple[str, str, str, str]]:
+def findings_of(panel: HostSet) -> list[tuple[str, str, str, str]]:
     found = judge(fleet_of(panel), CHECKS).findings
     return [(f.check, f.host, f.what, f.usual) for f in found]
 

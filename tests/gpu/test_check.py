@@ -13,13 +13,13 @@ from ronde.check.catalogue import all_checks
 from ronde.check.check import Family
 from ronde.check.cluster.compute import burn
 from ronde.check.facts import FactReader
-from ronde.check.gpu.copies import address_of, examine_gpu, find_gpu
+from ronde.check.gpu.copies import address_of, find_gpu, measure_gpu
 from ronde.check.gpu.nvml import (
     ALL_ANSWERS,
     NvmlDriver,
     keep_answers,
 )
-from ronde.check.hosts import NodeContext as Site
+from ronde.check.hosts import NodeContext
 from ronde.check.probing import ProbeEntry, run_probes
 from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 
@@ -97,7 +97,7 @@ def test_every_gpu_copies_and_gives_its_memory_back(nvml, gpus):
     for gpu in gpus:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(gpu)
-        told = examine_gpu(torch, gpu)
+        told = measure_gpu(torch, gpu)
         check_copies(told["copies"])
         if told["link"] is not None:
             check_link(told["link"])
@@ -107,7 +107,7 @@ def test_every_gpu_copies_and_gives_its_memory_back(nvml, gpus):
 def test_burning_tells_of_all_gpus_what_they_computed_and_copied(nvml, gpus):
     with ExitStack() as closing:
         question = {"do": "burn", "seconds": 2.0, "size": 2048, "seed": 2026}
-        told = burn(Site({}, closing), question)
+        told = burn(NodeContext({}, closing), question)
     names = [f"cuda:{gpu}" for gpu in gpus]
     assert told["products"].keys() == {"cpu", *names}
     assert told["copies"].keys() == told["links"].keys() == {*names}

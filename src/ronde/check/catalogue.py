@@ -22,7 +22,7 @@ PROBES = {
 
 _SUBJECTS = (
     *("cluster.hosts", "cluster.compute", "host.software"),
-    *("gpu.presence", "gpu.use", "gpu.health", "gpu.kernel_log"),
+    *("gpu.presence", "gpu.health"),
     *("gpu.links", "gpu.copies"),
     *("host.limits", "host.scheduler"),
     *("network.interfaces", "network.reach", "network.rdma"),
@@ -50,7 +50,6 @@ def all_checks() -> tuple[Check, ...]:
 
 
 def all_steps() -> tuple[ProbeStep, ...]:
-    """Return all steps, in their order."""
     found: list[ProbeStep] = []
     for path in _STEPS:
         module, _, name = path.rpartition(".")
@@ -61,11 +60,10 @@ def all_steps() -> tuple[ProbeStep, ...]:
 class CollectPlan(NamedTuple):
     """What is done; nothing else starts or writes on any host."""
 
+    # Names of those that run, side by side.
     probes: tuple[str, ...]
-    """Names of those that run, side by side."""
-
+    # Those after that, in their order.
     steps: tuple[ProbeStep, ...]
-    """Those after that, in their order."""
 
 
 def plan_for(checks: Sequence[Check], settings: Mapping[str, Value]) -> CollectPlan:

@@ -37,14 +37,12 @@ class Family(StrEnum):
 class Severity(StrEnum):
     """How bad a finding is."""
 
+    # Training would fail, or crawl.
     FAIL = "fail"
-    """Training would fail, or crawl."""
-
+    # Training may be slower, or fail some day.
     WARN = "warn"
-    """Training may be slower, or fail some day."""
-
+    # Worth knowing.
     INFORM = "inform"
-    """Worth knowing."""
 
 
 FAIL, WARN, INFORM = Severity
@@ -57,26 +55,21 @@ class Finding(NamedTuple):
 
     check: str
     severity: Severity
+    # Where; of two hosts what ``name_pair`` returns.
     host: str
-    """Where; of two hosts what ``name_pair`` returns."""
-
+    # What is seen, without a subject: ``/dev/shm has 64MiB``.
     what: str
-    """What is seen, without a subject: ``/dev/shm has 64MiB``."""
-
+    # What most other hosts have; empty where that is not the point.
     usual: str = ""
-    """What most other hosts have; empty where that is not the point."""
-
+    # What to do or type, where it is more exact than the check's own.
     fix: str = ""
-    """What to do or type, where it is more exact than the check's own."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The host, or both hosts of a pair."""
         return tuple(self.host.split(_BETWEEN))
 
 
 def name_pair(host: str, other: str) -> str:
-    """Return the name of two hosts between which there is a fault."""
     return f"{host}{_BETWEEN}{other}"
 
 
@@ -90,13 +83,12 @@ class Problem(NamedTuple):
     """What a judge finds: a ``Finding`` whose check is known from the judge."""
 
     what: str
+    # None for the check's own.
     severity: Severity | None = None
-    """None for the check's own."""
-
     usual: str = ""
     fix: str = ""
+    # Where; filled in for a judge of one host.
     host: str = ""
-    """Where; filled in for a judge of one host."""
 
 
 Problems = Iterator[Problem]
@@ -108,9 +100,8 @@ class Check(NamedTuple):
 
     id: str
     family: Family
+    # The worst that it finds, and of each problem that has no severity.
     severity: Severity
-    """The worst that it finds, and of each problem that has no severity."""
-
     title: str
     reads: str
     threshold: str
@@ -118,15 +109,13 @@ class Check(NamedTuple):
     fix: str
     needs: str
     why: str
+    # Facts that it needs of a host; without one of them it is not made there.
     facts: tuple[str, ...]
-    """Facts that it needs of a host; without one of them it is not made there."""
-
     judge: Judge
+    # Facts that it takes into account where they are known.
     besides: tuple[str, ...] = ()
-    """Facts that it takes into account where they are known."""
 
     def find(self, fleet: Fleet) -> Iterator[Finding]:
-        """Yield what is found on all hosts."""
         for each in self.judge(fleet):
             what, severity, usual, fix, host = each
             yield Finding(self.id, severity or self.severity, host, what, usual, fix)
@@ -151,7 +140,8 @@ def make_check(
     besides: tuple[str, ...] = (),
 ) -> Check:
     """Return a check with the name and the texts of a function."""
-    title, *lines = (named.__doc__ or "").splitlines()
+    # Under python -OO there are no texts, and the checks are made all the same.
+    title, *lines = (named.__doc__ or "\n").splitlines()
     # A sentence there, a part of one in lists.
     title = title.removesuffix(".")
     title = title if title[1:2].isupper() else title[:1].lower() + title[1:]

@@ -7,15 +7,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+# Setting: what ``ronde run`` would forward to every host, by the variable's name.
 ENVIRONMENT = "environment"
-"""Setting: what ``ronde run`` would forward to every host, by the variable's name."""
-
+# With fewer hosts there is no majority.
 MIN_MAJORITY = 3
-"""With fewer hosts there is no majority."""
-
+# A number, a text, a truth, or lists and objects of these, as JSON has them.
 Value = Any
-"""A number, a text, a truth, or lists and objects of these, as JSON has them."""
-
 Values = Mapping[str, Value]
 
 
@@ -23,14 +20,12 @@ class HostFacts(NamedTuple):
     """All that is known of one host."""
 
     host: str
+    # By the fact's name, such as ``host.memlock_bytes``.
     values: dict[str, Value]
-    """By the fact's name, such as ``host.memlock_bytes``."""
-
+    # By the fact's name: why it could not be read, and what would help.
     unreadable: dict[str, str]
-    """By the fact's name: why it could not be read, and what would help."""
-
+    # By the probe's name: how long it took.
     seconds: dict[str, float]
-    """By the probe's name: how long it took."""
 
 
 class UnreadableError(Exception):
@@ -48,7 +43,6 @@ class FactReader:
         self.unreadable: dict[str, str] = {}
 
     def keep(self, name: str, read: Callable[[], Value]) -> None:
-        """Store what ``read`` returns, or why it could not be read."""
         with self.reading(name):
             self.values[name] = read()
 
@@ -103,9 +97,8 @@ class Few(NamedTuple):
     """Hosts that have too little of something; in a draw, all."""
 
     hosts: tuple[str, ...]
+    # What most hosts have; in a draw, the most that any of them has.
     usual: float
-    """What most hosts have; in a draw, the most that any of them has."""
-
     is_draw: bool
 
 
@@ -142,7 +135,6 @@ class Fleet(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks a host gets: what the user asked for, else one."""
         return int(self.settings.get("num_ranks") or 1)
 
     def having(self, *names: str) -> Iterator[HostFacts]:
@@ -152,5 +144,4 @@ class Fleet(NamedTuple):
                 yield facts
 
     def known(self, name: str) -> dict[str, Value]:
-        """Return a fact by the name of each host that has it."""
         return {facts.host: facts.values[name] for facts in self.having(name)}

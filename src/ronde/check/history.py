@@ -10,9 +10,8 @@ from ronde.errors import UsageError
 from ronde.plain_values import PlainValueError, from_plain, to_plain
 from ronde.records import Record, append_record, read_records
 
+# Of the records; one is one run of ``ronde check`` with all its hosts.
 KIND = "check"
-"""Of the records; one is one run of ``ronde check`` with all its hosts."""
-
 _MEASURED = {
     "host.pids_left": "",
     "gpu.busy_percent": "",
@@ -41,9 +40,8 @@ class Kept(NamedTuple):
 class Earlier(NamedTuple):
     """A run that was kept."""
 
+    # UTC, ISO 8601.
     created_at: str
-    """UTC, ISO 8601."""
-
     kept: Kept
 
 
@@ -51,9 +49,8 @@ class Change(NamedTuple):
     """A fact of a host that is not what it was; the values are for people."""
 
     host: str
+    # The fact's name, and in it the place: ``network.interfaces[eth0].mtu``.
     fact: str
-    """The fact's name, and in it the place: ``network.interfaces[eth0].mtu``."""
-
     before: str
     after: str
 
@@ -61,16 +58,14 @@ class Change(NamedTuple):
 class Changes(NamedTuple):
     """What has changed from one run to another."""
 
+    # Of hosts that could be asked both times.
     facts: tuple[Change, ...]
-    """Of hosts that could be asked both times."""
-
+    # Findings that were not there, of checks that were made both times.
     new: tuple[Finding, ...]
-    """Findings that were not there, of checks that were made both times."""
-
     gone: tuple[Finding, ...]
     new_hosts: tuple[str, ...]
+    # Hosts that were asked one time alone.
     gone_hosts: tuple[str, ...]
-    """Hosts that were asked one time alone."""
 
 
 def save(path: Path, kept: Kept) -> None:

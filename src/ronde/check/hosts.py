@@ -23,20 +23,18 @@ _END_S = 5.0
 class NodeContext(NamedTuple):
     """What is kept on a host from question to question."""
 
+    # Whatever operations put there, by names of their own.
     memory: dict[str, Any]
-    """Whatever operations put there, by names of their own."""
-
+    # Undone when the program ends: sockets, files.
     closing: ExitStack
-    """Undone when the program ends: sockets, files."""
 
 
 class Reply(NamedTuple):
     """The answer of one host; times are by this machine's monotonic clock."""
 
     values: dict[str, Any]
+    # Why there is none, without a subject; empty where there is one.
     failure: str
-    """Why there is none, without a subject; empty where there is one."""
-
     asked_s: float
     answered_s: float
 
@@ -61,7 +59,6 @@ class HostSet:
 
     @property
     def names(self) -> list[str]:
-        """The hosts, in the user's order."""
         return list(self.facts)
 
     def ask(
@@ -75,19 +72,15 @@ class HostSet:
     def ask_all(
         self, question: Mapping[str, Value], timeout_s: float
     ) -> dict[str, Reply]:
-        """Ask all hosts the same."""
         return self.ask(dict.fromkeys(self.names, question), timeout_s)
 
     def end(self) -> None:
-        """End the programs on all hosts."""
         self.ask_all({"do": "end"}, _END_S)
 
     def note(self, host: str, name: str, value: Value) -> None:
-        """Store a fact of a host."""
         self.facts[host].values[name] = value
 
     def note_unread(self, host: str, name: str, reason: str) -> None:
-        """Store why a fact of a host could not be read."""
         self.facts[host].unreadable[name] = reason
 
 
@@ -107,11 +100,9 @@ class ProbeStep(NamedTuple):
 
     name: str
     run: Callable[[HostSet], None]
+    # What it may store.
     facts: tuple[str, ...]
-    """What it may store."""
-
+    # Facts of others that it takes into account.
     reads: tuple[str, ...] = ()
-    """Facts of others that it takes into account."""
-
+    # What the user must have asked for; empty for nothing.
     setting: str = ""
-    """What the user must have asked for; empty for nothing."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from ronde.check.check import Check, Family, Finding, Severity, why_unread
 from ronde.check.facts import Fleet
 
+# Two hosts by name, between which something is found that neither has by itself.
 HostPair = tuple[str, str]
-"""Two hosts by name, between which something is found that neither has by itself."""
 
 
 class Unread(NamedTuple):
@@ -22,16 +22,14 @@ class Unread(NamedTuple):
 class Judgement(NamedTuple):
     """What was found."""
 
+    # The worst first; what differs from most hosts before what breaks a threshold.
     findings: tuple[Finding, ...]
-    """The worst first; what differs from most hosts before what breaks a threshold."""
-
     unread: tuple[Unread, ...]
+    # How many checks were made, by host and family.
     made: dict[tuple[str, Family], int]
-    """How many checks were made, by host and family."""
 
 
 def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
-    """Make all checks on what is known of the hosts."""
     findings: list[Finding] = []
     unread: list[Unread] = []
     made: Counter[tuple[str, Family]] = Counter()
@@ -65,32 +63,26 @@ class Readiness(NamedTuple):
     """Which hosts are ready; each is in one of these, in the user's order."""
 
     ready: tuple[str, ...]
+    # Ready as well, unless warnings count.
     warned: tuple[str, ...]
-    """Ready as well, unless warnings count."""
-
     faulty: tuple[str, ...]
+    # Hosts that gave any answer.
     num_asked: int
-    """Hosts that gave any answer."""
-
+    # Not ready together, whatever each is by itself.
     faulty_pairs: tuple[HostPair, ...] = ()
-    """Not ready together, whatever each is by itself."""
-
+    # Ready together, unless warnings count.
     warned_pairs: tuple[HostPair, ...] = ()
-    """Ready together, unless warnings count."""
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
         return len(self.ready) + len(self.warned) + len(self.faulty)
 
     @property
     def is_faulty(self) -> bool:
-        """Whether training must not start on all hosts."""
         return bool(self.faulty or self.faulty_pairs)
 
     @property
     def is_warned(self) -> bool:
-        """Whether there is a warning."""
         return bool(self.warned or self.warned_pairs)
 
 

@@ -22,8 +22,8 @@ _OPERATIONS = {
     "network.rdma": ("count_errors",),
     "network.streams": ("offer_streams", "stream"),
     "network.visits": ("listen", "reach"),
-    "storage.sharing": ("find_nonces", "leave_nonce", "remove_nonce"),
-    "storage.speed": ("clear_folders", "fill_folder"),
+    "storage.sharing": ("clear_folders", "find_nonces", "leave_nonce"),
+    "storage.speed": ("fill_folder",),
 }
 """By module: functions that answer a question."""
 

@@ -15,27 +15,22 @@ from contextlib import suppress
 from pathlib import Path
 
 SAMPLE_BYTES = 64 << 10
+# So many pieces of a large file are read, from its first byte to its last.
 NUM_SAMPLES = 16
-"""So many pieces of a large file are read, from its first byte to its last."""
-
+# So much is to be left free where much is written: others write there, too.
 SPARE_BYTES = 256 << 20
-"""So much is to be left free where much is written: others write there, too."""
-
+# What a small file has.
 SMALL_BYTES = 4 << 10
-"""What a small file has."""
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     # The module typing takes longer to import than most tasks take.
     import subprocess
     from typing import Any
 
+# ``do`` names a function below; the rest are its arguments.
 Task = Mapping[str, object]
-"""``do`` names a function below; the rest are its arguments."""
-
+# What came of it. ``error`` is why nothing did, ``has_hung``: time was up.
 TaskOutcome = dict[str, "Any"]
-"""What came of it. ``error`` is why nothing did, ``has_hung``: time was up."""
-
 _PIECE_BYTES = 1 << 20
 _PAUSE_S = 0.02
 _KILLED_S = 0.2
@@ -79,7 +74,6 @@ def run_tasks(
 
 
 def run_task(task: Task, deadline_s: float) -> TaskOutcome:
-    """Run one task in a process of its own."""
     [[outcome]] = run_tasks([[task]], deadline_s)
     return outcome
 
@@ -179,14 +173,6 @@ def _holds(place: Path, text: str) -> bool:
         return False
 
 
-def remove(path: str, names: Sequence[str]) -> TaskOutcome:
-    """Remove files that were left, where they still are."""
-    for name in names:
-        for place in (Path(path, name), Path(path, f"{name}.part")):
-            place.unlink(missing_ok=True)
-    return {}
-
-
 def fill(
     path: str, name: str, num_bytes: int, num_files: int, patience_s: float
 ) -> TaskOutcome:
@@ -251,19 +237,23 @@ def _time_small_files(
 
 
 def clear(path: str, names: Sequence[str]) -> TaskOutcome:
-    """Remove folders with the files in them, where they still are; return which."""
+    """Remove files, and folders with files, where they still are; return which."""
     found: list[str] = []
     for name in names:
         own = Path(path, name)
         # Another host may do the same at the same time.
         with suppress(FileNotFoundError):
-            for place in list(own.iterdir()):
-                place.unlink(missing_ok=True)
-            own.rmdir()
+            if own.is_dir():
+                for place in list(own.iterdir()):
+                    place.unlink(missing_ok=True)
+                own.rmdir()
+            else:
+                Path(path, f"{name}.part").unlink(missing_ok=True)
+                own.unlink()
             found.append(name)
     return {"found": found}
 
 
 _TASKS: dict[str, Callable[..., TaskOutcome]] = {
-    each.__name__: each for each in (look, sample, leave, find, remove, fill, clear)
+    each.__name__: each for each in (look, sample, leave, find, fill, clear)
 }

@@ -16,12 +16,10 @@ from typing import Any, NamedTuple
 
 from ronde.check.facts import FactReader, Value
 
+# Fact: by the name of each probe that gave none, why.
 FAILED = "probe.failed"
-"""Fact: by the name of each probe that gave none, why."""
-
+# How the failure begins of a probe that ended by itself; any other one hung.
 ENDED = "it ended with code"
-"""How the failure begins of a probe that ended by itself; any other one hung."""
-
 _BOOT = (
     "import sys; sys.path.append(sys.argv[1]); "
     "from ronde.check.probing import main; main(sys.argv[2:])"
@@ -34,17 +32,14 @@ _MAX_REASON_CHARS = 300
 class ProbeEntry(NamedTuple):
     """A probe that there is."""
 
+    # Each has ``read(reader: FactReader) -> None``; they run in turn.
     modules: tuple[str, ...]
-    """Each has ``read(reader: FactReader) -> None``; they run in turn."""
-
+    # When it is killed.
     deadline_s: float
-    """When it is killed."""
-
+    # How the names of its facts begin, such as ``host.``.
     facts: str
-    """How the names of its facts begin, such as ``host.``."""
-
+    # For it alone, beside those of all.
     settings: Mapping[str, Value] = MappingProxyType({})
-    """For it alone, beside those of all."""
 
 
 class ProbeOutcome(NamedTuple):
@@ -52,16 +47,14 @@ class ProbeOutcome(NamedTuple):
 
     values: dict[str, Value]
     unreadable: dict[str, str]
+    # Why it gave none; empty where it ran to its end.
     failure: str
-    """Why it gave none; empty where it ran to its end."""
-
     seconds: float
 
 
 def run_probes(
     entries: Mapping[str, ProbeEntry], settings: dict[str, Value]
 ) -> dict[str, ProbeOutcome]:
-    """Run probes side by side; return what each found, by its name."""
     # Imported here: probes, whose program this is too, do without.
     from concurrent.futures import ThreadPoolExecutor
 

@@ -22,15 +22,12 @@ from ronde.check.gpu.judges import (
 )
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 
+# Fact: seconds for a fixed piece of work, while all hosts do it.
 PACE = "cluster.compute_s"
-"""Fact: seconds for a fixed piece of work, while all hosts do it."""
-
+# Fact: seconds of CPU for the same work, the best of many on several CPUs.
 PACE_CPU = "cluster.compute_cpu_s"
-"""Fact: seconds of CPU for the same work, the best of many on several CPUs."""
-
+# Fact: by device, such as ``cpu`` or ``cuda:0``, what it made of the product.
 PRODUCTS = "cluster.products"
-"""Fact: by device, such as ``cpu`` or ``cuda:0``, what it made of the product."""
-
 _SLOW, _VERY_SLOW, _SLOW_CPU = 2.0, 4.0, 1.5
 _SPIN_S = 0.2
 _MAX_ROUNDS = 5
@@ -42,12 +39,10 @@ _BASE, _EXPONENT, _MODULUS = 3, (1 << 512) - 1, (1 << 521) - 1
 host may have another one, and no instructions that some processors lack."""
 
 _MAX_CPUS = 8
+# On each CPU of a tour: the first ones find cold caches and a slow clock.
 _NUM_PIECES = 8
-"""On each CPU of a tour: the first ones find cold caches and a slow clock."""
-
+# For torch to be imported, drivers to start, and each GPU to copy.
 _BESIDES_S = 110.0
-"""For torch to be imported, drivers to start, and each GPU to copy."""
-
 _KILLED_S = 1.0
 _MAX_CHARS = 200
 _NUM_GPUS = "gpu.count"
@@ -108,7 +103,7 @@ def burn(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
     Then each GPU copies, one after the other. The answer has ``products``: by device;
     see ``product.multiply``. Of a device that failed, and of all where all hung,
-    ``failure`` alone. ``copies`` and ``links``: by GPU; see ``copies.examine_gpu``.
+    ``failure`` alone. ``copies`` and ``links``: by GPU; see ``copies.measure_gpu``.
 
     Raises:
         OSError: There is no torch.
@@ -201,7 +196,7 @@ PACE_STEP = ProbeStep("pace", measure_pace, (PACE, PACE_CPU))
 
 
 def run_burn(hosts: HostSet) -> None:
-    """Compute on all hosts at once, as long as the setting ``burn_s`` says."""
+    """Compute on all hosts at once, for the seconds of the setting ``burn_s``."""
     seconds = float(hosts.settings["burn_s"])
     question = {"do": "burn", "seconds": seconds, "size": _SIZE, "seed": _SEED}
     for host, reply in hosts.ask_all(question, seconds + _BURN_TIMEOUT_S).items():
@@ -307,7 +302,7 @@ def product_checksum(fleet: Fleet) -> Problems:
     fix: Take the host out of the job, and have CPU, memory or GPU tested: dcgmi diag -r
         3, memtester, stress-ng --verify
     needs: --burn, torch
-    why: A processor that computes wrong in silence spoils the model of all ranks.
+    why: A processor that silently computes wrong results spoils the model of all ranks.
     """
     checksums: dict[str, str] = {}
     for host, products in fleet.known(PRODUCTS).items():

@@ -17,21 +17,17 @@ from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.check.probing import ENDED, FAILED
 from ronde.units import format_duration, format_size
 
+# Setting: by the name of a host that could not be asked, ``reason`` and ``cure``.
 ABSENT = "absent"
-"""Setting: by the name of a host that could not be asked, ``reason`` and ``cure``."""
-
 TAKING_PART = "taking-part"
 
+# Fact: a host's clock less this machine's, in seconds.
 OFFSET = "cluster.clock_offset_s"
-"""Fact: a host's clock less this machine's, in seconds."""
-
+# Fact: how far off that may be, either way.
 ERROR = "cluster.clock_error_s"
-"""Fact: how far off that may be, either way."""
-
 _MUCH_OFFSET_S, _BAD_OFFSET_S = 0.1, 5.0
+# Of what most hosts have: firmware takes a little, here more than there.
 _LITTLE_MEMORY = 0.9
-"""Of what most hosts have: firmware takes a little, here more than there."""
-
 _NUM_EXCHANGES = 6
 _TIMEOUT_S = 3.0
 
@@ -194,7 +190,7 @@ def memory_alike(fleet: Fleet) -> Problems:
     source: ronde's own
     fix: Look for memory that firmware has taken out: dmidecode -t memory, the BMC's log
     needs: several hosts
-    why: A module that failed is gone; and what fits on the others does not fit there.
+    why: A memory module may have failed; a job that fits elsewhere does not fit there.
     """
 
     def show(amount: float) -> str:

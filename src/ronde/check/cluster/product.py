@@ -25,21 +25,18 @@ from threading import Thread
 from typing import Any
 
 from ronde.check.facts import Value
-from ronde.check.gpu.copies import examine_gpu
+from ronde.check.gpu.copies import measure_gpu
 from ronde.launch.process_tree import die_with_parent
 
+# See Note [Exact products].
 MAX_SIZE = 1 << 13
-"""See Note [Exact products]."""
-
 Torch = Any
 Tensor = Any
 
+# From the 32 bits of a signed number to the 21 of one between -2^20 and 2^20.
 _SHIFT = 11
-"""From the 32 bits of a signed number to the 21 of one between -2^20 and 2^20."""
-
+# Products that a GPU is given at once, so that it never waits for this program.
 NUM_IN_ROUND = 8
-"""Products that a GPU is given at once, so that it never waits for this program."""
-
 _MAX_REASON_CHARS = 200
 
 
@@ -72,7 +69,7 @@ def main() -> None:
         each.join()
     _answer({"products": found})
     for number, name in enumerate(gpus):
-        seen = examine_gpu(torch, number)
+        seen = measure_gpu(torch, number)
         _answer({"copies": {name: seen["copies"]}, "links": {name: seen["link"]}})
 
 

@@ -21,29 +21,24 @@ from ronde.topology.kernel_files import read_list
 from ronde.topology.pci import plain_address
 from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 
+# Fact: by device, such as ``cuda:0``: its model and how fast it copies.
 COPIES = "cluster.gpu_copies"
-"""Fact: by device, such as ``cuda:0``: its model and how fast it copies."""
-
+# Fact: by device, such as ``cuda:0``: its PCI link while it copied.
 LOADED_LINKS = "cluster.gpu_links_under_load"
-"""Fact: by device, such as ``cuda:0``: its PCI link while it copied."""
-
 HOST_BYTES = 32 << 20
+# Of two buffers each; more than caches hold.
 DEVICE_BYTES = 256 << 20
-"""Of two buffers each; more than caches hold."""
-
 Torch = Any
 Tensor = Any
 
 _NUM_IN_ROUND = 8
 _MIN_ROUNDS = 3
+# Clocks and link of an idle GPU are low, and take some time to rise.
 _WARM_UP_S = 0.1
-"""Clocks and link of an idle GPU are low, and take some time to rise."""
-
 _ROUNDS_S = 0.2
 _LOAD_S = 0.3
+# So many copies can be queued without blocking.
 _MAX_LOAD = 1000
-"""So many copies can be queued without blocking."""
-
 _MAX_CHARS = 200
 
 _FLOORS_GB_PER_S = {
@@ -55,7 +50,7 @@ _FLOORS_GB_PER_S = {
 """By the model's whole name: parts of a GPU and boards with other links have others."""
 
 
-def examine_gpu(torch: Torch, number: int) -> dict[str, Value]:
+def measure_gpu(torch: Torch, number: int) -> dict[str, Value]:
     """Measure what a GPU of CUDA's copies, and read its PCI link meanwhile.
 
     Nothing else should run on the host. The memory that it takes is given back.
@@ -289,7 +284,7 @@ def gpu_copy_speed(fleet: Fleet) -> Problems:
         H200 SXM. A warning at most where no CPU next to the GPU could be chosen
     source: the shares are ronde's own; 21 and 48 GB/s: Azure's node health checks (ND
         A100 v4, ND H100 v5, ND H200 v5)
-    fix: Look at its PCI link (gpu-pcie-load) and clocks; seat it anew; for its own
+    fix: Look at its PCI link (gpu-pcie-load) and clocks; reseat it; for its own
         memory: dcgmi diag -r 3
     needs: --burn, torch, GPUs; to compare, several of one model
     why: Every step waits for the GPU whose data comes last.
@@ -346,7 +341,7 @@ def gpu_pcie_load(fleet: Fleet) -> Problems:
         machines)
     source: NVIDIA's NVML manual: nvmlDeviceGetCurrPcieLinkWidth and -Generation,
         nvmlDeviceGetMaxPcieLinkWidth and -Generation
-    fix: seat the card or its riser anew; look at the slot's lanes and generation in the
+    fix: reseat the card or its riser; look at the slot's lanes and generation in the
         BIOS; sudo lspci -vv -s ADDRESS | grep Lnk
     needs: --burn, torch, an NVIDIA GPU, nvidia-ml-py
     why: Copies to the host and to network adapters take a multiple of the time.
@@ -358,7 +353,7 @@ def gpu_pcie_load(fleet: Fleet) -> Problems:
         low = [each["address"] for each in links.values() if _is_low(each)]
         fix = f"sudo lspci -vv -s {low[0]} | grep Lnk" if low else ""
         fix += ", and so on" * (len(low) > 1)
-        fix += "; seat the card or its riser anew; look at the slot in the BIOS"
+        fix += "; reseat the card or its riser; look at the slot in the BIOS"
         found: list[tuple[CheckedDevice, Problem]] = []
         for name, link in links.items():
             device = CheckedDevice(facts.host, name, "")

@@ -82,24 +82,21 @@ class CheckedDevice(NamedTuple):
     """One processor of one host; those of one model should be alike."""
 
     host: str
+    # ``cpu``, all of the host's together, or ``cuda:0`` and so on.
     name: str
-    """``cpu``, all of the host's together, or ``cuda:0`` and so on."""
-
     model: str
 
 
 class SpeedMeasure(NamedTuple):
     """What is measured of devices, and when one is slow."""
 
+    # With the preposition before the amount: ``computed at``.
     action: str
-    """With the preposition before the amount: ``computed at``."""
-
     show: Callable[[float], str]
+    # Below this share of what most have it is a warning,
     slow: float
-    """Below this share of what most have it is a warning,"""
-
+    # and below this one a failure.
     very_slow: float
-    """and below this one a failure."""
 
 
 def find_slow_devices(

@@ -20,9 +20,8 @@ from ronde.topology.cpu_sets import format_list
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.topology.probes.sysfs import read_functions
 
+# By part of the model's name; those whose links the board joins, not a bridge.
 _EXPECTED_LINKS = {"A100-SXM4": 12, "H100 80GB HBM3": 18, "GB200": 18, "GB300": 18}
-"""By part of the model's name; those whose links the board joins, not a bridge."""
-
 _COMPLETED = 3
 _UNFINISHED = {1: "has not begun", 2: "goes on"}
 _SUMMARIES = {
@@ -38,15 +37,13 @@ _HEALTH = (
 """First bit, mask and bad value of each part of the health, the worst first."""
 _CONFIGURATION_BIT, _CONFIGURATION_MASK, _CONFIGURATION_FINE = 8, 0xF, (0, 1)
 
+# Of the first CPU; some kernels take milliseconds for each further one.
 _CPUINFO_BYTES = 8192
-"""Of the first CPU; some kernels take milliseconds for each further one."""
-
 _HYPERVISORS = re.compile(
     r"QEMU|KVM|VMware|Virtual Machine|Google Compute Engine|Amazon EC2|OpenStack|Xen"
 )
+# How the products of Amazon EC2 end that are whole machines.
 _BARE = ".metal"
-"""How the products of Amazon EC2 end that are whole machines."""
-
 _MELLANOX = "0x15b3"
 _FIRST_DMA_BUF = (5, 12)
 _EXTENDED, _SPACE_BYTES = 0x100, 4096
@@ -139,7 +136,7 @@ def gpu_pcie(fleet: Fleet) -> Problems:
     threshold: the width that is possible (a warning in virtual machines); width and
         highest generation as most GPUs of the model have
     source: NVIDIA's NVML manual: nvmlDeviceGetMaxPcieLinkWidth
-    fix: seat the card or its cable anew; look at the slot's settings in the BIOS
+    fix: reseat the card or its cable; look at the slot's settings in the BIOS
     needs: an NVIDIA GPU
     why: Copies to the host and to network adapters take a multiple of the time.
     """
@@ -174,7 +171,7 @@ def gpu_nvlink(fleet: Fleet) -> Problems:
         GPUs have, on all hosts; none on the whole host is taken for a virtual machine,
         none on a GPU for a card without a bridge
     source: NVIDIA Health Validation; A100: its data sheet
-    fix: stop all jobs; sudo nvidia-smi --gpu-reset, or seat the bridge anew; else
+    fix: stop all jobs; sudo nvidia-smi --gpu-reset, or reseat the bridge; else
         reboot the host
     needs: an NVIDIA GPU with NVLink
     why: NCCL uses as many links as the GPU with the fewest has, or none.

@@ -19,16 +19,15 @@ from ronde.topology.kernel_files import read_text
 from ronde.topology.pci import plain_address
 from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 
+# What the questions about one GPU may take. Source: AMD's Primus.
 DEADLINE_S = 15.0
-"""What the questions about one GPU may take. Source: AMD's Primus."""
-
 COUNT = "gpu.count"
+# Fact: of each GPU why it is lost; empty of one that answers.
 LOST = "gpu.lost"
-"""Fact: of each GPU why it is lost; empty of one that answers."""
 
 
+# Asked once a host; each answer is the fact ``gpu.`` and this name.
 HOST_QUESTIONS = ("count", "cuda_version")
-"""Asked once a host; each answer is the fact ``gpu.`` and this name."""
 
 
 class RefusedError(Exception):
@@ -43,18 +42,16 @@ INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, INSUFFICIENT_POWER = 2, 3, 4, 8
 TIMEOUT, IRQ_ISSUE, FUNCTION_NOT_FOUND, CORRUPTED_INFOROM = 10, 11, 13, 14
 GPU_IS_LOST, RESET_REQUIRED, ARGUMENT_VERSION_MISMATCH, UNKNOWN = 15, 16, 25, 999
 
+# Errors by which NVML reports a GPU as lost, whatever was asked.
 _REPORTED_LOST = frozenset({GPU_IS_LOST, RESET_REQUIRED})
-"""Errors by which NVML reports a GPU as lost, whatever was asked."""
-
 _GONE = _REPORTED_LOST | {INSUFFICIENT_POWER, TIMEOUT, IRQ_ISSUE, UNKNOWN}
 """Errors by which a GPU without even a name is lost.
 
 The first sign that one has fallen off the bus is often nothing but ``UNKNOWN``.
 """
 
+# No number of NVML's: the process that asked has ended.
 _FAILED = 0
-"""No number of NVML's: the process that asked has ended."""
-
 _CORRECTED, _UNCORRECTED = 0, 1
 _SINCE_LOADED, _EVER = 0, 1
 _DRAM, _SRAM = 2, 7
@@ -73,7 +70,6 @@ class NvmlDriver:
         self._mismatch: Any = getattr(nvml, "NVMLLibraryMismatchError", ())
 
     def ask_host(self, question: str) -> Value:
-        """Return the answer to one of ``HOST_QUESTIONS``."""
         if question == "count":
             return int(self.call("nvmlDeviceGetCount"))
         # The newest that the driver supports: 12040 is [12, 4].
@@ -81,7 +77,6 @@ class NvmlDriver:
         return [version // 1000, version % 1000 // 10]
 
     def ask_gpu(self, question: str, number: int) -> Value:
-        """Return the answer to one of ``GPU_QUESTIONS``, for NVML's number of a GPU."""
         handle = self.call("nvmlDeviceGetHandleByIndex", number)
         return GPU_QUESTIONS[question](_AskedGpu(self, handle))
 
@@ -300,11 +295,10 @@ class GpuReport(NamedTuple):
     """What NVML reports of one GPU, by question."""
 
     answers: Mapping[str, Value]
+    # NVML's number of the error, and why.
     refused: Mapping[str, tuple[int, str]]
-    """NVML's number of the error, and why."""
-
+    # Why nothing is known, of a GPU that does not answer at all.
     hung: str = ""
-    """Why nothing is known, of a GPU that does not answer at all."""
 
 
 def ask_gpu(nvml: NvmlDriver, number: int) -> GpuReport:
@@ -347,7 +341,6 @@ def read(reader: FactReader) -> None:
 
 
 def ask_driver(reader: FactReader) -> None:
-    """Store all that this host's NVML answers, and ``gpu.nvml_error``."""
     with reader.reading(*ALL_ANSWERS):
         try:
             with open_nvml() as nvml:

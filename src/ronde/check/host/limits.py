@@ -27,23 +27,19 @@ from ronde.topology.machine import (
 )
 from ronde.units import format_size
 
+# A limit that there is not.
 UNLIMITED = -1
-"""A limit that there is not."""
-
+# More processes than any kernel has.
 NO_PID_LIMIT = 1 << 40
-"""More processes than any kernel has."""
-
 _SHARED = "/dev/shm"  # noqa: S108 - it is looked at only
 _MIN_LOCKED_BYTES = 32 << 30
 _MIN_OPEN_FILES, _FEW_OPEN_FILES, _GOOD_OPEN_FILES = 256, 4096, 65536
 _MIN_PROCESSES, _MIN_PIDS_LEFT = 4096, 64
+# systemd lets an eighth of the memory be locked, which is never quite the same.
 _ALIKE_SHARE = 0.9
-"""systemd lets an eighth of the memory be locked, which is never quite the same."""
-
 _MIN_SHARED_BYTES, _GOOD_SHARED_BYTES = 64 << 20, 8 << 30
+# Of the memory that may be taken; Linux gives /dev/shm a half, some of it in use.
 _USUAL_SHARED_SHARE = 0.4
-"""Of the memory that may be taken; Linux gives /dev/shm a half, some of it in use."""
-
 _MIN_RANK_BYTES, _GOOD_RANK_BYTES = 256 << 20, 1 << 30
 
 _LOCKED, _FILES = "host.memlock_bytes", "host.open_files"
@@ -66,7 +62,6 @@ _ALL_IDS = "4294967295"
 
 
 def read(reader: FactReader) -> None:
-    """Read soft limits, capabilities, limits of control groups, and memory."""
     root = reader.root
     adapters = f"{root}/sys/class/infiniband"
     reader.keep("host.identity", lambda: _read_identity(Path(f"{root}/proc")))
@@ -144,7 +139,6 @@ def _read_room(directory: Path) -> tuple[int, int]:
 
 
 def parse_meminfo(text: str) -> int:
-    """Return of ``/proc/meminfo`` all memory in bytes."""
     rows = [line.split() for line in text.splitlines()]
     fields = {r[0]: int(r[1]) for r in rows if len(r) > 1 and r[1].isdecimal()}
     return fields["MemTotal:"] * 1024
@@ -152,7 +146,7 @@ def parse_meminfo(text: str) -> int:
 
 def _read_left(root: str) -> int:
     if "MemAvailable:" not in read_text(f"{root}/proc/meminfo"):
-        # Which is not to say that it has none.
+        # It may have memory all the same.
         raise UnreadableError("/proc/meminfo has no MemAvailable")
     return available_memory(Path(f"{root}/")).num_bytes
 
@@ -231,7 +225,7 @@ def open_files(fleet: Fleet) -> Problems:
 
 @each_host(Family.HOST, FAIL, _USER_PIDS, _CAPABILITIES, _PIDS, _PIDS_LEFT)
 def process_limit(values: Values, _: Fleet) -> Problems:
-    """There may be enough processes and threads.
+    """Ranks may start enough processes and threads.
 
     reads: the soft limit on a user's processes that a rank inherits; pids.max and
         pids.current of the control groups around it
@@ -280,7 +274,7 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
     elif 0 < seen < wanted:
         yield Problem(f"{seen} CPUs may be used, for {_count_ranks(fleet)}")
     elif quota and quota < seen:
-        fix = "Let libraries not start a thread for each CPU that they see: "
+        fix = "Keep libraries from starting a thread for each CPU that they see: "
         fix += f"OMP_NUM_THREADS={max(1, int(quota) // wanted)}"
         yield Problem(f"{allowed}, and {seen} are seen", INFORM, fix=fix)
 

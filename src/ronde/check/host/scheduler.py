@@ -17,19 +17,16 @@ from ronde.launch.hosts.sources import allocated_names
 from ronde.topology.machine import read_cores, read_gpus
 from ronde.world.launcher_env import parse_tasks_per_node
 
+# Facts: what was given here; only those that are known.
 NAME, CPUS, GPUS = "scheduler.name", "scheduler.cpus", "scheduler.gpus"
-"""Facts: what was given here; only those that are known."""
-
+# Facts: what ranks may use.
 CORES, VISIBLE_GPUS = "scheduler.cores", "scheduler.visible_gpus"
-"""Facts: what ranks may use."""
-
 _THREADS, _QUOTA = "host.num_cpus", "host.cpu_quota"
 
 Environment = Mapping[str, str]
 
 
 def read(reader: FactReader) -> None:
-    """Read what was given, and what there is of that."""
     root, environ = reader.root, own_environment()
     for name, mark, given in _SCHEDULERS:
         if mark not in environ:

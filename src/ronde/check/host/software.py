@@ -37,15 +37,12 @@ from ronde.check.facts import (
 from ronde.launch.environments import base_environment, own_environment, redacted
 from ronde.topology.kernel_files import list_names, read_text
 
+# The version of what is not there.
 ABSENT = "not installed"
-"""The version of what is not there."""
-
+# From ronde's own requirements.
 _OLDEST_TORCH = (2, 11)
-"""What ronde's own requirements say."""
-
+# NCCL from the first to the last of these may crash in its RAS thread.
 _RAS_CRASHES = (2, 26, 2), (2, 27, 7)
-"""NCCL from the first to the last of these may crash in its RAS thread."""
-
 _TORCH, _BUILD = "versions.torch", "versions.torch_build"
 _NCCL, _OTHER_NCCL = "versions.nccl", "versions.nccl_elsewhere"
 _PYTHON_PATH, _PACKAGES = "versions.python_path", "versions.packages"
@@ -61,7 +58,6 @@ _HAS_ITS_CHECK = re.compile(r"torch|nvidia-nccl-.*|pip|setuptools|wheel")
 
 
 def read(reader: FactReader) -> None:
-    """Read versions and settings."""
     environment = select_environment(
         own_environment(), reader.settings.get(ENVIRONMENT, {})
     )
@@ -113,7 +109,7 @@ def read_torch(package: Path | None) -> tuple[str, str]:
         program = ast.parse((package / "version.py").read_text("utf-8"))
     except SyntaxError as error:
         raise UnreadableError(
-            f"{package}/version.py is no Python: {error.msg}; install torch anew"
+            f"{package}/version.py is no Python: {error.msg}; reinstall torch"
         ) from error
     for line in program.body:
         match line:
@@ -145,7 +141,6 @@ def read_packages(directories: Iterable[str]) -> dict[str, str]:
 
 
 def find_nccl(packages: Mapping[str, str]) -> str:
-    """Return the version of NCCL that torch's wheels bring along."""
     versions = {v for name, v in packages.items() if name.startswith("nvidia-nccl-cu")}
     return ", ".join(sorted(versions)) or ABSENT
 
@@ -168,7 +163,6 @@ def find_other_nccl(
 
 
 def read_driver(root: str) -> str:
-    """Return the version of the GPUs' kernel driver."""
     if text := read_text(f"{root}/proc/driver/nvidia/version"):
         match = _NVIDIA_MODULE.search(text)
         if match is None:
@@ -259,7 +253,7 @@ def nccl(version: str) -> str:
 
 @each_host(Family.VERSIONS, WARN, _NCCL, _SETTINGS)
 def nccl_ras(values: Values, _: Fleet) -> Problems:
-    """NCCL is none that is known to crash.
+    """NCCL is not a version that is known to crash.
 
     reads: which nvidia-nccl wheel is installed, and NCCL_RAS_ENABLE
     threshold: not 2.26.2 to 2.27.7, or NCCL_RAS_ENABLE=0
@@ -275,7 +269,7 @@ def nccl_ras(values: Values, _: Fleet) -> Problems:
 
 @each_host(Family.VERSIONS, WARN, _NCCL, _OTHER_NCCL)
 def nccl_elsewhere(values: Values, _: Fleet) -> Problems:
-    """No other NCCL comes before torch's own.
+    """No other NCCL is loaded before torch's own.
 
     reads: LD_PRELOAD, and libnccl.so.2 in the directories of LD_LIBRARY_PATH
     threshold: none, where an nvidia-nccl wheel is installed

@@ -26,27 +26,24 @@ from ronde.check.judging import HostPair
 from ronde.check.network.pair_jobs import FAILURES, RATES, REMARKS, WAY, Benches
 from ronde.check.network.streams import Streams
 
+# By receiver, then by sender: what came through, in gigabytes (1e9) per second.
 Rates = Mapping[str, Mapping[str, float]]
-"""By receiver, then by sender: what came through, in gigabytes (1e9) per second."""
-
+# Below these shares of the median a host or a link is slow, and crawls.
 _SLOW_SHARE, _CRAWL_SHARE = 0.7, 0.3
-"""Below these shares of the median a host or a link is slow, and crawls."""
 
 
 class SlowHost(NamedTuple):
     """A host that is slow with most others; medians over its partners, in GB/s."""
 
     host: str
+    # Of the lower of both directions.
     rate: float
-    """Of the lower of both directions."""
-
     sent: float
     received: float
+    # What pairs without a slow host have.
     usual: float
-    """What pairs without a slow host have."""
-
+    # With whom it is slow, the slowest first.
     partners: tuple[str, ...]
-    """With whom it is slow, the slowest first."""
 
 
 class SlowLink(NamedTuple):
@@ -198,7 +195,6 @@ def _num_ranks(hosts: HostSet, engine: str) -> int:
 
 
 def _open(hosts: HostSet, way: Streams | Benches) -> list[str]:
-    """Return the hosts that can be measured, in the user's order."""
     failures = dict.fromkeys(hosts.names, "") | {**way.open(hosts)}
     for name, address in hosts.addresses.items():
         if not address:

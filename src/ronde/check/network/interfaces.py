@@ -24,9 +24,8 @@ from ronde.check.facts import ENVIRONMENT, FactReader, Fleet, Value, Values
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.pci import read_link
 
+# Fact: the address by which others reach this host; empty if they have no route.
 ADDRESS = "network.address"
-"""Fact: the address by which others reach this host; empty if they have no route."""
-
 _LOOKUP_S = 2.0
 _MAX_DOWNS_A_DAY = 5
 
@@ -35,9 +34,8 @@ _VARIABLES, _OWN_NAME = "network.variables", "network.own_name"
 _DAY_S = 86400
 
 _LOOPBACK, _INFINIBAND = "772", "32"
+# Drivers whose links a hypervisor makes up: speed and carrier are what it likes.
 _PARAVIRTUAL = frozenset({"virtio_net", "hv_netvsc", "vmxnet3", "vif", "gve", "ena"})
-"""Drivers whose links a hypervisor makes up: speed and carrier are what it likes."""
-
 _GLOO = "GLOO_SOCKET_IFNAME"
 _BY_PREFIX = ("NCCL_SOCKET_IFNAME",)
 _BY_NAME = (_GLOO, "TP_SOCKET_IFNAME")
@@ -51,7 +49,6 @@ Interfaces = Mapping[str, Mapping[str, Any]]
 
 
 def read(reader: FactReader) -> None:
-    """Read interfaces and names; a name server that hangs costs two seconds."""
     root = reader.root
     wait_for_name = look_up_own_name(root)
     reader.keep(_INTERFACES, lambda: read_interfaces(root))
@@ -248,7 +245,8 @@ def chosen_interface(values: Values, fleet: Fleet) -> Problems:
         of a list of Gloo's each is there
     source: NCCL's and Gloo's documentation of the variables
     fix: Unset the variable, or name an interface of this host: ip -br address.
-    why: Ranks find no interface and end at once, or listen where nobody comes.
+    why: Ranks find no interface and end at once, or listen where no other host can
+        connect.
     """
     interfaces: Interfaces = values[_INTERFACES]
     for variable, setting in values[_VARIABLES].items():

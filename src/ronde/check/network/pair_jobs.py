@@ -51,22 +51,17 @@ from ronde.topology.graph import Level
 from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
 from ronde.world import World
 
+# Fact: by the name of each other host, what comes from it, in GB/s (1e9).
 RATES = "network.bandwidth"
-"""Fact: by the name of each other host, what comes from it, in GB/s (1e9)."""
-
+# Fact: by the name of each other host with which it could not be measured, why.
 FAILURES = "network.bandwidth_failures"
-"""Fact: by the name of each other host with which it could not be measured, why."""
-
+# Fact: what was measured: ``tcp``, ``gloo`` or ``nccl``.
 WAY = "network.bandwidth_way"
-"""Fact: what was measured: ``tcp``, ``gloo`` or ``nccl``."""
-
+# Fact: by rule of ``ronde topo log``, what looks wrong in NCCL's log.
 REMARKS = "network.nccl_remarks"
-"""Fact: by rule of ``ronde topo log``, what looks wrong in NCCL's log."""
-
 _OFFER_S, _SLACK_S = 5.0, 5.0
+# For ranks to start, which import torch, to meet and to measure.
 _RANKS_S = 90.0
-"""For ranks to start, which import torch, to meet and to measure."""
-
 _PORTS = "network.rdma_ports"
 _SOCKETS = "sockets-between-nodes"
 _STREAMS = "tcp"
@@ -75,9 +70,8 @@ _HELD = "benching.rendezvous"
 _KEY_BYTES = 32
 _MAX_CLIENTS = 4096
 _POLL_S = 0.02
+# Once a rank has failed, the others have so long to report what they saw.
 _GRACE_S = 3.0
-"""Once a rank has failed, so long the others have to say what they saw."""
-
 _MAX_LOG_BYTES = 4 << 20
 _MAX_REASON_CHARS = 300
 _PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
@@ -303,7 +297,7 @@ class Benches:
         try:
             rate = busbw_of(answers[0]["record"])
         except UsageError as error:
-            # What ranks have complained of tells more than that there is no result.
+            # What ranks have complained of is more than that there is no result.
             complaints = [
                 f"{host}: {answer['failure']}"
                 for host, answer in zip(pair, answers, strict=True)
@@ -351,7 +345,7 @@ def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
 
 @check(Family.NETWORK, FAIL, FAILURES, WAY)
 def pair_job(fleet: Fleet) -> Problems:
-    """Each two hosts can do a collective together.
+    """Any two hosts can run a collective together.
 
     reads: exit code and output of ronde bench all_reduce, started on both hosts: a rank
         for each GPU with NCCL, for each slot with Gloo
@@ -361,7 +355,7 @@ def pair_job(fleet: Fleet) -> Problems:
     fix: ronde run -H ONE,OTHER -x NCCL_DEBUG=INFO ronde bench all_reduce shows the same
         at length.
     needs: several hosts, torch, and --bandwidth gloo or nccl
-    why: What two hosts cannot do, no job that has both can.
+    why: A job that includes both hosts fails in the same way.
     """
     failures: dict[str, Mapping[str, str]] = {}
     able: set[str] = set()

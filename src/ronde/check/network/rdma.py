@@ -24,12 +24,10 @@ from ronde.check.probing import ProbeEntry, run_probes
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.machine import parse_rate
 
+# Fact: by RDMA port the errors that it has counted.
 RDMA_ERRORS = "network.rdma_errors"
-"""Fact: by RDMA port the errors that it has counted."""
-
+# Fact: by RDMA port and counter how many errors came; without those that did not.
 RDMA_GROWTH = "network.rdma_error_growth"
-"""Fact: by RDMA port and counter how many errors came; without those that did not."""
-
 _PORTS, _VARIABLES = "network.rdma_ports", "network.variables"
 _FILES, _LIBRARY = "network.rdma_device_files", "network.has_rdma_library"
 _NUM_GPUS = "host.num_gpus"
@@ -58,7 +56,6 @@ Port = Mapping[str, Any]
 
 
 def read(reader: FactReader) -> None:
-    """Read adapters and ports, as the kernel shows them in /sys."""
     root = reader.root
     reader.keep(_PORTS, lambda: read_ports(root))
     reader.keep(RDMA_ERRORS, lambda: read_errors(root))
@@ -109,7 +106,7 @@ def read_ports(root: str) -> dict[str, Value]:
 def read_errors(root: str) -> dict[str, dict[str, int]]:
     """Return by port the errors that it has counted, as far as it does so, by name.
 
-    Counters may start anew, and some stop at their highest number. Virtual functions
+    Counters may start again, and some stop at their highest number. Virtual functions
     are left out.
     """
     found: dict[str, dict[str, int]] = {}
@@ -146,7 +143,6 @@ def _read_gids(own: str) -> dict[str, Value]:
 
 
 def _has_library(root: str) -> bool:
-    """Return whether NCCL would find the library by which it uses adapters."""
     if not root:
         try:
             ctypes.CDLL(_IBVERBS)
@@ -227,7 +223,7 @@ def rdma_port(fleet: Fleet) -> Problems:
 
     reads: state and phys_state in /sys/class/infiniband, of ports that NCCL_IB_HCA
         chooses
-    threshold: ACTIVE and LinkUp; Disabled and Sleep are meant so
+    threshold: ACTIVE and LinkUp; Disabled and Sleep are intended
     source: the states of the InfiniBand specification; fatal where the port is up on
         most other hosts, or is chosen by name
     fix: ibstat; then cable and transceiver. INIT: no subnet manager answers. If nothing
@@ -311,7 +307,6 @@ def roce_gid(fleet: Fleet) -> Problems:
 
 
 def _is_usable(port: Port) -> bool:
-    """Return whether other hosts can be reached by a port."""
     is_roce = port["layer"] == "Ethernet"
     is_routable = any(map(_is_routable, port["gids"].values()))
     return _is_up(port) and (is_routable or not is_roce)
@@ -365,7 +360,7 @@ def rdma_devices(values: Values, fleet: Fleet) -> Problems:
     files: dict[str, bool] = values[_FILES]
     missing: list[str] = []
     if not any(files.values()):
-        how = "may be opened" if files else "is to be seen"
+        how = "may be opened" if files else "exists"
         missing.append(f"no /dev/infiniband/uverbs* {how}")
     if not values[_LIBRARY]:
         missing.append(f"{_IBVERBS} is not installed")

@@ -28,30 +28,24 @@ from ronde.check.network.interfaces import ADDRESS
 from ronde.check.network.visits import TOKEN_BYTES
 from ronde.units import format_size
 
+# By the host's and the other's name: the fact ``REACH``; a pair is in this order.
 Reached = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""By the host's and the other's name: the fact ``REACH``; a pair is in this order."""
-
 REACH = "network.reach"
 """Fact: by the other host's name, what ``visits.reach`` returns of it.
 
 Where connecting failed, ``is_heard`` is whether datagrams arrived there.
 """
 
+# Fact: of the interface that leads to most other hosts, in bytes.
 MTU = "network.peer_mtu"
-"""Fact: of the interface that leads to most other hosts, in bytes."""
-
+# Fact: ports that the user wants to be free and that are in use.
 BUSY = "network.busy_ports"
-"""Fact: ports that the user wants to be free and that are in use."""
-
+# Slow is what has less than this share of the usual speed.
 _SLOW_SHARE = 0.3
-"""Slow is what has less than this share of the usual speed."""
-
+# Of fewer there is no usual speed.
 _MIN_HOSTS = 3
-"""Of fewer there is no usual speed."""
-
+# Of more hosts, each reaches its neighbours in a ring, and some at random.
 _MAX_ALL_PAIRS = 32
-"""Of more hosts, each reaches its neighbours in a ring, and some at random."""
-
 _NUM_SHIFTS = 4
 _LISTEN_S, _REACH_S = 4.0, 12.0
 _FIRST_FREE_PORT = 1024
@@ -178,7 +172,6 @@ def _each(reached: Reached) -> Iterator[tuple[HostPair, Mapping[str, Any]]]:
 
 
 def failing_pairs(reached: Reached) -> list[HostPair]:
-    """Return the pairs of which the first cannot connect to the second."""
     return [pair for pair, found in _each(reached) if found["error"]]
 
 
@@ -297,7 +290,7 @@ def own_address(fleet: Fleet) -> Problems:
     """
     for host, address in fleet.known(ADDRESS).items() if len(fleet.hosts) > 1 else ():
         if not address:
-            what = "it has no address but loopback and link-local ones"
+            what = "it has only loopback and link-local addresses"
             yield Problem(what, host=host)
 
 
@@ -349,8 +342,8 @@ def mtu(size_bytes: int) -> str:
         warning, for TCP takes the smaller of two, and path-mtu finds what is lost
     fix: ip link set dev INTERFACE mtu BYTES, and in the network's configuration.
     needs: several hosts
-    why: All that talk to the host send small packets, which takes more CPU; what is no
-        TCP, such as RDMA over Ethernet, may lose large ones.
+    why: All others send small packets to the host, which takes more CPU; protocols
+        other than TCP, such as RDMA over Ethernet, may lose large ones.
     """
     return spell(size_bytes)
 

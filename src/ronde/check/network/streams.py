@@ -21,16 +21,13 @@ from ronde.check.facts import Value
 from ronde.check.hosts import HostSet, NodeContext
 from ronde.check.judging import HostPair
 
+# Each way: clouds let one stream alone have only a part of a link.
 NUM_STREAMS = 4
-"""Each way: clouds let one stream alone have only a part of a link."""
-
+# How long a pair may take until all its streams are there.
 MEET_S = 2.0
-"""How long a pair may take until all its streams are there."""
-
 _STREAM_S = 0.3
+# How long a stream runs before it counts.
 _WARM_S = 0.1
-"""How long a stream runs before it counts."""
-
 _LISTENER = "bandwidth.listener"
 _TOKEN_BYTES = 16
 _CHUNK_BYTES = 1 << 20
@@ -153,14 +150,12 @@ def _receive(line: socket.socket, seconds: float) -> float:
 class PairRates(NamedTuple):
     """What was measured of a pair of hosts."""
 
+    # In GB/s, what the first and what the second of the pair receives.
     rates: tuple[float, float] = (0.0, 0.0)
-    """In GB/s, what the first and what the second of the pair receives."""
-
+    # Why there is none; empty where there is one.
     failure: str = ""
-    """Why there is none; empty where there is one."""
-
+    # What looks wrong in NCCL's log, by rule.
     remarks: Mapping[str, Value] = {}
-    """What looks wrong in NCCL's log, by rule."""
 
 
 class Streams:

@@ -24,9 +24,8 @@ from ronde.check.facts import Value
 from ronde.check.hosts import NodeContext
 
 TOKEN_BYTES = 16
+# A message of many packets: what loses large packets loses it.
 LARGE_BYTES = 64 << 10
-"""A message of many packets: what loses large packets loses it."""
-
 FRAME, ACK = struct.Struct("!I"), struct.Struct("!H")
 _SMALL_BYTES = 8
 _MAX_FRAME_BYTES = 16 << 20
@@ -42,8 +41,8 @@ _MB = 1e6
 
 _SIOCGIFMTU = 0x8921
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER = 10, 23
+# ``IP_PMTUDISC_PROBE``: as large as the interface allows, whatever was learnt.
 _DO_NOT_CUT = 3
-"""``IP_PMTUDISC_PROBE``: as large as the interface allows, whatever was learnt."""
 _SIZES_A_ROUND = 24
 _TRIES = 3
 _WAIT_S = 0.06
@@ -75,7 +74,6 @@ class Reception:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
-        """Let nobody in any more."""
         os.close(self._stopping_fd)
         self._ended.wait(_IDLE_S)
 
@@ -371,7 +369,6 @@ def measure_mtu(
             sending.setsockopt(socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _DO_NOT_CUT)
 
         def arrive(sizes: Iterable[int]) -> set[int]:
-            """Return which sizes of packets arrive."""
             wanted = {size - headers for size in sizes}
             begin = token + name.encode() + b"\0"
             arrived = _send_sizes(sending, (address, port), begin, wanted)

@@ -20,18 +20,14 @@ from ronde.launch.environments import own_environment
 from ronde.launch.process_tree import read_processes
 from ronde.units import format_size
 
+# Roles of folders: shared by all hosts, where ranks start, for temporary files.
 _SHARED, _DIRECTORY, _TEMPORARY = "shared", "directory", "temporary"
-"""Roles of folders: shared by all hosts, where ranks start, for temporary files."""
-
+# Of a file system that is free: below, there may be too little,
 _LOW_SHARE = 0.05
-"""Of a file system that is free: below, there may be too little,"""
-
+# but the one is room enough, and the other too little, whatever its size.
 _PLENTY_BYTES, _LOW_BYTES = 50 << 30, 1 << 30
-"""but the one is room enough, and the other too little, whatever its size."""
-
+# With less, nothing can be written that is worth it.
 _FULL_BYTES = 16 << 20
-"""With less, nothing can be written that is worth it."""
-
 _PATHS, _FILES, _HUNG = "storage.paths", "storage.files", "storage.hung"
 _LEFTOVERS = "storage.leftovers"
 _HANG_S = 5.0
@@ -47,7 +43,6 @@ _ELSEWHERE = (
 
 
 def read(reader: FactReader) -> None:
-    """Look at folders and files, and for what an earlier job has left."""
     settings, root = reader.settings, reader.root
     mounts = read_mounts(root)
     roles: dict[str, list[str]] = {p: [_SHARED] for p in settings.get("paths", ())}
@@ -99,13 +94,11 @@ def _locate(
 
 
 def find_mount(path: str, mounts: Iterable[str]) -> str:
-    """Return the mount point that a path is below; empty where none is known."""
     above = [m for m in mounts if f"{path}/".startswith(f"{m.rstrip('/')}/")]
     return max(above, key=len, default="")
 
 
 def read_mounts(root: str) -> dict[str, str]:
-    """Return the kinds of the file systems that are mounted, by mount point."""
     mounts: dict[str, str] = {}
     try:
         table = Path(f"{root}/proc/self/mountinfo").read_text("utf-8", "replace")
@@ -182,10 +175,10 @@ def dataset_files(fleet: Fleet) -> Problems:
         64KiB, spread evenly, are hashed
     threshold: each is there, with the same size and hash everywhere
     source: ronde's own; what most hosts have, of three or more
-    fix: copy it anew: rsync -a HOST:FILE FILE
+    fix: copy it again: rsync -a HOST:FILE FILE
     needs: --file
     why: Ranks train on different data, or take a different number of steps and wait for
-        each other for ever.
+        each other forever.
     """
     shown: dict[str, dict[str, str]] = {}
     for host, files in fleet.known(_FILES).items():
@@ -209,8 +202,8 @@ def hung_mount(values: Values, _: Fleet) -> Problems:
         process of its own
     threshold: an answer within 5 s
     source: ronde's own; a quick answer takes milliseconds
-    fix: look at its file server; then umount -f -l MOUNT, and mount it anew
-    why: Whatever touches it hangs, and not even kill -9 ends that.
+    fix: look at its file server; then umount -f -l MOUNT, and mount it again
+    why: Every process that touches it hangs, and even kill -9 does not end it.
     """
     hung: list[str] = values[_HUNG]
     for path in hung:

@@ -13,22 +13,21 @@ from ronde.check.check import (
     name_some,
 )
 from ronde.check.facts import MIN_MAJORITY, Fleet, Value
-from ronde.check.hosts import HostSet, NodeContext, ProbeStep
+from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.check.path_tasks import run_task
 
+# How long a host looks for what another has written.
 PATIENCE_S = 3.0
-"""How long a host looks for what another has written."""
-
+# Fact: by path, by each other host that left a file there, whether it is seen here.
 SHARED = "storage.shared"
-"""Fact: by path, by each other host that left a file there, whether it is seen here."""
-
+# For a file system to answer.
 DEADLINE_S = 5.0
-"""For a file system to answer."""
-
+# For it to remove what was written.
+CLEAR_S = 10.0
 _SLACK_S = 5.0
 
+# Of each host: whether it sees the file of each other host that left one.
 Sight = Mapping[str, Mapping[str, bool]]
-"""Of each host: whether it sees the file of each other host that left one."""
 
 
 def leave_nonce(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
@@ -44,10 +43,10 @@ def find_nonces(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     return run_task(task | {"patience_s": patience_s}, patience_s + DEADLINE_S)
 
 
-def remove_nonce(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Remove the files ``nonces``, whoever left them."""
-    task = {"do": "remove", "path": question["path"], "names": question["nonces"]}
-    return run_task(task, DEADLINE_S)
+def clear_folders(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Remove files or folders ``names`` in ``path``; return those ``found`` there."""
+    task = {"do": "clear", "path": question["path"], "names": question["names"]}
+    return run_task(task, CLEAR_S)
 
 
 def run(hosts: HostSet) -> None:
@@ -78,7 +77,7 @@ def _try_path(hosts: HostSet, path: str) -> dict[str, dict[str, bool]]:
         asked = [h for h in nonces if not replies[h].values.get("has_hung")]
         return _find(hosts, path, left, asked) if left else {}
     finally:
-        _remove(hosts, path, nonces)
+        clear_left(hosts, path, nonces)
 
 
 def _find(
@@ -103,21 +102,25 @@ def _find(
     }
 
 
-def _remove(hosts: HostSet, path: str, nonces: Mapping[str, str]) -> None:
-    """Have each host remove its own file; of a host that is gone, have all try."""
+def clear_left(hosts: HostSet, path: str, left: Mapping[str, str]) -> dict[str, str]:
+    """Have hosts remove what they left, by name; of a host that cannot, have all try.
 
-    def ask(asked: Mapping[str, Iterable[str]]) -> list[str]:
+    Return what may still be there: where a host is gone, others may not share the path.
+    """
+
+    def ask(asked: Mapping[str, Iterable[str]]) -> dict[str, Reply]:
         questions = {
-            host: {"do": "remove_nonce", "path": path, "nonces": list(each)}
-            for host, each in asked.items()
+            host: {"do": "clear_folders", "path": path, "names": list(names)}
+            for host, names in asked.items()
         }
-        replies = hosts.ask(questions, DEADLINE_S + _SLACK_S)
-        return [host for host, reply in replies.items() if reply.failure]
+        return hosts.ask(questions, CLEAR_S + _SLACK_S)
 
-    lost = ask({host: [nonce] for host, nonce in nonces.items()})
-    if lost:
-        left = [nonces[host] for host in lost]
-        ask({host: left for host in nonces if host not in lost})
+    own = ask({host: [name] for host, name in left.items()})
+    lost = {host: name for host, name in left.items() if own[host].failure}
+    able = [host for host in hosts.names if host not in lost] if lost else []
+    replies = ask(dict.fromkeys(able, lost.values()))
+    found = {name for r in replies.values() for name in r.values.get("found", ())}
+    return {host: name for host, name in lost.items() if name not in found}
 
 
 STEP = ProbeStep("sharing", run, (SHARED,))
@@ -165,7 +168,7 @@ def shared_folder(fleet: Fleet) -> Problems:
     source: ronde's own; what most hosts share, of three or more
     fix: findmnt -T FOLDER on each host; mount the same file system there
     needs: several hosts, --path, and permission to write there
-    why: A checkpoint is not found where a rank is started anew, or half of it is; where
+    why: A checkpoint is not found where a rank is restarted, or half of it is; where
         a mount is missing, ranks write to the disk below its mount point.
     """
     for path, sight in by_path(fleet, SHARED).items():

@@ -8,7 +8,14 @@ from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, Problems, che
 from ronde.check.facts import Fleet, Value, find_few, show_usual
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.check.path_tasks import run_task
-from ronde.check.storage.sharing import SHARED, by_path, group
+from ronde.check.storage.sharing import (
+    CLEAR_S,
+    SHARED,
+    by_path,
+    clear_folders,
+    clear_left,
+    group,
+)
 
 SPEED = "storage.speed"
 """Fact: by path, ``mb_per_s`` (1e6 bytes) and ``files_per_s``.
@@ -16,20 +23,14 @@ SPEED = "storage.speed"
 Or ``error``, why they are unknown, with ``has_hung`` where time was up.
 """
 
+# Fact: folders that were made for it and may still be there.
 LEFT = "storage.speed_left"
-"""Fact: folders that were made for it and may still be there."""
-
 NUM_BYTES, NUM_FILES = 64 << 20, 1000
 DEADLINE_S = 30.0
-CLEAR_S = 10.0
-"""For a file system to remove what was written."""
-
+# Of more hosts that share a folder, several write at the same time.
 MAX_ROUNDS = 32
-"""Of more hosts that share a folder, several write at the same time."""
-
+# Below this share of what most hosts have, a host is slow.
 _SLOW_SHARE = 0.5
-"""Below this share of what most hosts have, a host is slow."""
-
 _MEASURES: dict[str, tuple[float, Callable[[float], str]]] = {
     "mb_per_s": (30.0, "{:.3g} MB/s".format),
     "files_per_s": (50.0, "{:.3g} small files/s".format),
@@ -55,12 +56,6 @@ def fill_folder(context: NodeContext, question: dict[str, Value]) -> dict[str, V
         names = {"path": question["path"], "names": [question["name"]]}
         outcome["is_cleared"] = "error" not in clear_folders(context, names)
     return outcome
-
-
-def clear_folders(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Remove the folders ``names`` in ``path``; ``found`` has those that were there."""
-    task = {"do": "clear", "path": question["path"], "names": question["names"]}
-    return run_task(task, CLEAR_S)
 
 
 def run(hosts: HostSet) -> None:
@@ -139,7 +134,9 @@ def _fill(hosts: HostSet, path: str, writing: Sequence[str]) -> dict[str, Value]
             h: n for h, n in left.items() if not replies[h].values.get("is_cleared")
         }
     finally:
-        _clear(hosts, path, left)
+        for host, name in clear_left(hosts, path, left).items():
+            known: list[str] = hosts.facts[host].values.get(LEFT, [])
+            hosts.note(host, LEFT, [*known, f"{path}/{name}"])
     return {host: _speed_of(reply) for host, reply in replies.items()}
 
 
@@ -154,37 +151,12 @@ def _speed_of(reply: Reply) -> Value:
     }
 
 
-def _clear(hosts: HostSet, path: str, left: Mapping[str, str]) -> None:
-    """Have hosts remove what they made; of a host that cannot, have all try."""
-
-    def ask(asked: Mapping[str, Sequence[str]]) -> dict[str, Reply]:
-        questions = {
-            host: {"do": "clear_folders", "path": path, "names": list(names)}
-            for host, names in asked.items()
-        }
-        return hosts.ask(questions, CLEAR_S + _SLACK_S)
-
-    own = ask({host: [name] for host, name in left.items()})
-    lost = {host: name for host, name in left.items() if own[host].failure}
-    if not lost:
-        return
-    # What a host that is gone has left, others can reach if they share it.
-    able = [host for host in hosts.names if host not in lost]
-    replies = ask(dict.fromkeys(able, tuple(lost.values())))
-    found = {name for r in replies.values() for name in r.values.get("found", ())}
-    for host, name in lost.items():
-        if name not in found:
-            known: list[str] = hosts.facts[host].values.get(LEFT, [])
-            hosts.note(host, LEFT, [*known, f"{path}/{name}"])
-
-
 STEP = ProbeStep(
     "storing", run, (SPEED, LEFT), (_HUNG, SHARED), setting="storage_speed"
 )
 
 
 def find_slow(measured: Mapping[str, Mapping[str, Value]]) -> set[str]:
-    """Return the hosts whose folder is slow in one way or the other."""
     return {host for name in _MEASURES for host in _find_slow(name, measured)}
 
 
