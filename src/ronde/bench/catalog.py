@@ -4,7 +4,7 @@ Elements are counted for one rank.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from types import MappingProxyType
@@ -94,16 +94,11 @@ _CHUNK_BYTES = 16
 class Spread(StrEnum):
     """How the bytes of a row are given to the ranks."""
 
-    WHOLE = "whole"
-    """Every rank has all of them."""
-    SHARED_SEND = "shared_send"
-    """Every rank sends a share and may receive all."""
-    SHARED_RECEIVE = "shared_receive"
-    """Every rank may send all and receives a share."""
-    SPLIT = "split"
-    """Every rank sends all, a share to each rank, and receives as much."""
-    MATRIX = "matrix"
-    """Every pair of ranks has its own share."""
+    WHOLE = "whole"  # every rank has all of them
+    SHARED_SEND = "shared_send"  # every rank sends a share and may receive all
+    SHARED_RECEIVE = "shared_receive"  # every rank may send all and receives a share
+    SPLIT = "split"  # every rank sends all, a share to each, and receives as much
+    MATRIX = "matrix"  # every pair of ranks has its own share
 
 
 class Factor(StrEnum):
@@ -157,46 +152,32 @@ _GATHERED = (Spread.SHARED_SEND, Factor.SHARED)
 _SCATTERED = (Spread.SHARED_RECEIVE, Factor.SHARED)
 _SPLIT = (Spread.SPLIT, Factor.SHARED)
 
-COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
-    {
-        each.name: each
-        for each in (
-            Collective("all_reduce", Spread.WHOLE, Factor.REDUCED, has_op=True),
-            Collective("all_gather", *_GATHERED),
-            Collective("reduce_scatter", *_SCATTERED, has_op=True),
-            Collective("broadcast", Spread.WHOLE, Factor.ONE, has_root=True),
-            Collective(
-                "reduce",
-                Spread.WHOLE,
-                Factor.ONE,
-                has_op=True,
-                has_root=True,
-                emulation="reduce_scatter, then every rank sends its share to the root",
-            ),
-            Collective(
-                "alltoall", Spread.SPLIT, Factor.SHARED, is_in_place_checked=False
-            ),
-            Collective(
-                "alltoallv", Spread.MATRIX, Factor.SHARED, is_in_place_checked=False
-            ),
-            Collective(
-                "gather",
-                *_GATHERED,
-                has_root=True,
-                emulation="every rank sends to the root",
-            ),
-            Collective(
-                "scatter",
-                *_SCATTERED,
-                has_root=True,
-                emulation="the root sends to every rank",
-            ),
-            Collective("sendrecv", Spread.WHOLE, Factor.ONE, is_in_place_checked=False),
-            Collective("hypercube", Spread.SHARED_SEND, Factor.ONE, redop=""),
-        )
-    }
+_ALL_TESTS = (
+    Collective("all_reduce", Spread.WHOLE, Factor.REDUCED, has_op=True),
+    Collective("all_gather", *_GATHERED),
+    Collective("reduce_scatter", *_SCATTERED, has_op=True),
+    Collective("broadcast", Spread.WHOLE, Factor.ONE, has_root=True),
+    Collective(
+        *("reduce", Spread.WHOLE, Factor.ONE),
+        has_op=True,
+        has_root=True,
+        emulation="reduce_scatter, then every rank sends its share to the root",
+    ),
+    Collective("alltoall", *_SPLIT, is_in_place_checked=False),
+    Collective("alltoallv", Spread.MATRIX, Factor.SHARED, is_in_place_checked=False),
+    Collective(
+        "gather", *_GATHERED, has_root=True, emulation="every rank sends to the root"
+    ),
+    Collective(
+        "scatter", *_SCATTERED, has_root=True, emulation="the root sends to every rank"
+    ),
+    Collective("sendrecv", Spread.WHOLE, Factor.ONE, is_in_place_checked=False),
+    Collective("hypercube", Spread.SHARED_SEND, Factor.ONE, redop=""),
 )
 
+COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
+    {each.name: each for each in _ALL_TESTS}
+)
 _OTHER_NAMES = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -291,7 +272,10 @@ def shape_of_matrix(matrix: Matrix, item_bytes: int, count: int) -> Shape:
 
 
 def read_matrix(text: str, scale: float) -> Matrix:
-    """Read a square matrix of bytes, numbers between blanks, one row a line."""
+    """Read a square matrix of bytes, numbers between blanks, one row a line.
+
+    Every number is multiplied by ``scale`` and rounded down to 16.
+    """
     lines = [line.split() for line in text.splitlines() if line.strip()]
     if not lines or any(len(line) != len(lines) for line in lines):
         widths = sorted({len(line) for line in lines})
@@ -300,19 +284,17 @@ def read_matrix(text: str, scale: float) -> Matrix:
             f"{len(lines)} rows of {widths or 'no'} numbers. Correct the file that "
             "NCCL_TESTS_ALLTOALLV_MATRIX_FILE names."
         )
-    return tuple(_read_row(line, scale) for line in lines)
-
-
-def _read_row(words: Sequence[str], scale: float) -> tuple[int, ...]:
     try:
-        numbers = [float(word) * scale for word in words]
+        numbers = [[float(word) * scale for word in line] for line in lines]
     except ValueError as error:
         raise UsageError(f"the traffic matrix must hold numbers: {error}.") from None
-    if any(not math.isfinite(number) or number < 0 for number in numbers):
-        raise UsageError(
-            f"the traffic matrix must hold numbers of at least 0, got {' '.join(words)}"
-        )
-    return tuple(_chunks(int(number)) for number in numbers)
+    for line, row in zip(lines, numbers, strict=True):
+        if any(not math.isfinite(number) or number < 0 for number in row):
+            raise UsageError(
+                "the traffic matrix must hold numbers of at least 0, got "
+                f"{' '.join(line)}"
+            )
+    return tuple(tuple(_chunks(int(number)) for number in row) for row in numbers)
 
 
 def _chunks(num_bytes: int) -> int:

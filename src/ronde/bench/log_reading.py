@@ -65,7 +65,8 @@ def read_json(
         try:
             _read_result(_as_object(result, "a result"), state)
         except UsageError as error:
-            line = _line_of_result(text, index)
+            spans = _result_spans(text)[index : index + 1]
+            line = 1 + text.count("\n", 0, spans[0][0] if spans else 0)
             raise UsageError(f"{source}:{line}: result {index}: {error}") from error
     return [state.finish(test)]
 
@@ -107,43 +108,29 @@ def _load(text: str) -> _Object:
 
 def _read_head(content: _Object, state: ParserState) -> None:
     words = [str(each) for each in _list(content, "args")]
-    ours = _object(content, "ronde")
+    ours, config = _object(content, "ronde"), _object(content, "config")
     state.title = name_in(str(ours.get("test") or (words[0] if words else "")))
     state.arguments = " ".join(words[1:])
     state.engine = str(ours.get("engine", ""))
-    for name in ("start_time", "end_time", "nccl_version"):
-        if content.get(name) is not None:
-            state.facts[name] = content[name]
-    config = _object(content, "config")
+    names = ("start_time", "end_time", "nccl_version")
+    state.facts |= {n: content[n] for n in names if content.get(n) is not None}
     for entry in _list(config, "devices"):
         device = _as_object(entry, "a device")
-        state.devices.append(
-            ListedDevice(
-                rank=_integer(device, "rank"),
-                group=_integer(device, "group"),
-                host=str(device.get("hostname", "")),
-                name=str(device.get("device_info", "")),
-            )
-        )
-    state.given = _count_ranks(config, ours, state)
-
-
-def _count_ranks(
-    config: _Object, ours: _Object, state: ParserState
-) -> RankCount | None:
-    """Return how many ranks there were; nccl-tests lists one a process."""
+        rank, group = _integer(device, "rank"), _integer(device, "group")
+        host, name = device.get("hostname", ""), device.get("device_info", "")
+        state.devices.append(ListedDevice(rank, group, str(host), str(name)))
     if ours.get("size") is not None:
-        return RankCount.exactly(_integer(ours, "size"), RankSource.GIVEN)
-    if not state.devices:
-        return None
-    group = min(state.devices, key=lambda each: each.rank).group
-    ranks = [each.rank for each in state.devices if each.group == group]
-    each = 1
-    if not ours and "nthreads" in config and "ngpus" in config:
-        each = max(1, _integer(config, "nthreads") * _integer(config, "ngpus"))
-    if any(rank % each for rank in ranks):
-        each = 1  # a release that lists them all
-    return RankCount.exactly(len(ranks) * each, RankSource.DEVICES)
+        size = _integer(ours, "size")
+        state.given = RankCount.exactly(size, RankSource.GIVEN)
+    elif state.devices:
+        group = min(state.devices, key=lambda each: each.rank).group
+        ranks = [each.rank for each in state.devices if each.group == group]
+        # nccl-tests lists one rank a process, but a release that lists them all.
+        each = 1
+        if not ours and "nthreads" in config and "ngpus" in config:
+            each = max(1, _integer(config, "nthreads") * _integer(config, "ngpus"))
+        each = 1 if any(rank % each for rank in ranks) else each
+        state.given = RankCount.exactly(len(ranks) * each, RankSource.DEVICES)
 
 
 def _read_footers(content: _Object, state: ParserState) -> None:
@@ -152,7 +139,7 @@ def _read_footers(content: _Object, state: ParserState) -> None:
         okay = "OK" if str(bounds.get("okay")).lower() == "true" else "FAILED"
         state.add_footer(OUT_OF_BOUNDS, f"{_integer(bounds, 'count')} {okay}")
     average = _object(content, "average_bus_bandwidth")
-    bandwidth = _number(average, "bandwidth")
+    bandwidth = _number("bandwidth", average.get("bandwidth"))
     if bandwidth is not None:
         verdict = {"true": " OK", "false": " FAILED"}
         okay = verdict.get(str(average.get("okay")).lower(), "")
@@ -181,7 +168,7 @@ def _read_result(result: _Object, state: ParserState) -> None:
     )
     if result.get("actual_iterations") is not None:
         extras["actual_iterations"] = float(_integer(result, "actual_iterations"))
-    percent = _number(_object(result, "ronde"), "limit_percent")
+    percent = _number("limit_percent", _object(result, "ronde").get("limit_percent"))
     if percent is not None:
         extras["%limit"] = percent
     state.rows.append(row)
@@ -192,21 +179,17 @@ def _side(result: _Object, place: str, extras: dict[str, Extra]) -> Side | None:
     side = _object(result, place)
     if not side:
         return None
-    cputime = _number(side, "cpu_time")
+    names = ("time", "alg_bw", "bus_bw", "nwrong")
+    time, algbw, busbw, wrong, cputime = (
+        _number(name, side.get(name)) for name in (*names, "cpu_time")
+    )
     if cputime is not None:
         extras[f"{place}.cputime_us"] = cputime
     for name, value in _object(result, f"{place}_per_iter").items():
-        if not isinstance(value, list):
+        if not isinstance(value, list) and (number := _number(name, value)) is not None:
             spelled = "cv_percent" if name == "cv_pct" else name
-            number = _as_number(name, value)
-            if number is not None:
-                extras[f"{place}.i_{spelled}"] = number
-    return Side(
-        time_us=_number(side, "time"),
-        algbw_gb_per_s=_number(side, "alg_bw"),
-        busbw_gb_per_s=_number(side, "bus_bw"),
-        num_wrong=_number(side, "nwrong"),
-    )
+            extras[f"{place}.i_{spelled}"] = number
+    return Side(time, algbw, busbw, wrong)
 
 
 def _object(entries: _Object, name: str) -> _Object:
@@ -235,11 +218,7 @@ def _integer(entries: _Object, name: str) -> int:
     return value
 
 
-def _number(entries: _Object, name: str) -> float | None:
-    return _as_number(name, entries.get(name))
-
-
-def _as_number(name: str, value: object) -> float | None:
+def _number(name: str, value: object) -> float | None:
     """Return a number; infinity and NaN may stand as text."""
     if isinstance(value, str) and value in _JSON_NAMES:
         value = float(value.removeprefix("-") if "nan" in value else value)
@@ -249,11 +228,6 @@ def _as_number(name: str, value: object) -> float | None:
         except OverflowError:
             return math.inf
     raise UsageError(f"{name} must be a number, got {value!r}.")
-
-
-def _line_of_result(text: str, index: int) -> int:
-    spans = _result_spans(text)
-    return 1 + text.count("\n", 0, spans[index][0]) if index < len(spans) else 1
 
 
 def _result_spans(text: str) -> list[tuple[int, int]]:
@@ -287,18 +261,17 @@ def read_log(
     """
     if not text.lstrip("\ufeff \t\r\n").startswith("{"):
         return read_text(text, source, test=test, keeps_partial=keeps_partial)
-    if _is_record(text.strip().split("\n", 1)[0]):
+    first = text.strip().split("\n", 1)[0]
+    try:
+        content: Any = json.loads(first)
+    except (json.JSONDecodeError, RecursionError):
+        content = None
+    # Or the first line of a records file that is cut there.
+    if (isinstance(content, dict) and "schema" in content) or (
+        content is None and first.startswith('{"schema"')
+    ):
         return _read_records(text, source, keeps_partial=keeps_partial)
     return read_json(text, source, test=test, keeps_partial=keeps_partial)
-
-
-def _is_record(line: str) -> bool:
-    try:
-        content = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
-        # The first line of a records file that is cut there.
-        return line.startswith('{"schema"')
-    return isinstance(content, dict) and "schema" in cast("dict[str, Any]", content)
 
 
 def _read_records(text: str, source: str, *, keeps_partial: bool) -> list[Run]:

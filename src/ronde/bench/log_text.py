@@ -7,6 +7,8 @@ break ends it, so that it is never believed.
 """
 
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from ronde.bench.log_state import AVERAGE, OUT_OF_BOUNDS, ParserState, name_in
 from ronde.bench.log_table import (
@@ -146,7 +148,7 @@ class _Reader:
                 self._state.title, self._state.mention = state.title, state.mention
         elif not state.banners and not state.devices:
             state.first_line = line.number
-        with _Position(self._source, line.number):
+        with _position(self._source, line.number):
             self._state.columns = parse_header(words, self._state.places)
         self._state.has_table = True
 
@@ -179,7 +181,7 @@ class _Reader:
             if name not in (AVERAGE, OUT_OF_BOUNDS):
                 return
             self._refuse_row(self._row)
-        with _Position(self._source, line.number):
+        with _position(self._source, line.number):
             self._state.add_footer(name, found["value"] or "")
         if name == "error":
             self._state.warnings.append(f"line {line.number}: {found['value']}")
@@ -222,8 +224,9 @@ class _Reader:
         ):
             self._refuse_row(self._row)
         row = self._row = self._continued(Line(line.number, text))
-        needed = columns.num_words(row.text.split())
-        if len(row.text.split()) >= needed or _has_blank_half(row.text):
+        words = row.text.split()
+        has_blank_half = " " * 30 in row.text.strip() and len(words) >= 7
+        if len(words) >= columns.num_words(words) or has_blank_half:
             self._take_row(row, columns)
 
     def _continued(self, line: Line) -> Line:
@@ -232,7 +235,7 @@ class _Reader:
         return line if row is None else Line(row.number, f"{row.text} {line.text}")
 
     def _take_row(self, line: Line, columns: Columns) -> None:
-        with _Position(self._source, line.number):
+        with _position(self._source, line.number):
             row, extras = parse_row(line.text, columns)
             above = self._state.rows[-1:]
             # The operation is blank in all rows of a table or in none.
@@ -245,33 +248,22 @@ class _Reader:
         self._state.extras.append(extras)
 
     def _refuse_row(self, line: Line) -> None:
-        with _Position(self._source, line.number):
+        with _position(self._source, line.number):
             if self._state.columns is not None:
                 parse_row(line.text, self._state.columns)
             raise UsageError(f"row must be whole, got {line.text.strip()[:60]!r}.")
 
 
-class _Position:
-    """Puts file and line before the message of a ``UsageError``."""
-
-    def __init__(self, source: str, number: int) -> None:
-        self._place = f"{source}:{number}"
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: object
-    ) -> None:
-        if isinstance(error, UsageError):
-            raise UsageError(f"{self._place}: {error}") from error
+@contextmanager
+def _position(source: str, number: int) -> Generator[None]:
+    """Put file and line before the message of a ``UsageError``."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{source}:{number}: {error}") from error
 
 
 def _claims_to_be_row(words: list[str]) -> bool:
     """Say whether a line of a table begins as a row, or is full of numbers as one."""
     begins = len(words) > 1 and words[0].isdecimal() and words[1].isdecimal()
     return begins or 2 * sum(map(is_number, words)) >= max(len(words), 1)
-
-
-def _has_blank_half(text: str) -> bool:
-    return " " * 30 in text.strip() and len(text.split()) >= 7

@@ -1,6 +1,5 @@
 """Measures which engine is fastest for what: the table that ``auto`` goes by."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -152,27 +151,21 @@ def _table(times: Times, effort: Effort) -> EngineTable:
     for name in _MEASURED:
         by_size = {size: times[name, size] for size in _sizes(name, effort)}
         if name in SIZED:
-            choices[name] = tuple(_fastest(t, s) for s, t in by_size.items())
-        else:
-            choices[name] = (_fastest_of_all(by_size),)
+            choices[name] = tuple(
+                _choice(t, f"at {format_size(s)}") for s, t in by_size.items()
+            )
+            continue
+        means = {
+            label: statistics.geometric_mean(t[label] for t in by_size.values())
+            for label in next(iter(by_size.values()))
+        }
+        choices[name] = (_choice(means, "in the mean"),)
     choices["recv"] = choices["send"]
     return EngineTable(choices, f"measurement, medians of {effort.rounds} rounds")
 
 
-def _fastest(times: Mapping[str, float], size: int) -> Choice:
-    """Choose for one size; the first candidate where two are equal."""
-    best = min(times, key=lambda label: times[label])
-    told = ", ".join(f"{label} {times[label] * 1e6:.0f} us" for label in times)
-    return Choice.of(best, f"{told} at {format_size(size)}")
-
-
-def _fastest_of_all(by_size: Mapping[int, Mapping[str, float]]) -> Choice:
-    """Choose for all sizes: the least geometric mean."""
-    labels = list(next(iter(by_size.values())))
-    means = {
-        label: math.exp(statistics.fmean(math.log(t[label]) for t in by_size.values()))
-        for label in labels
-    }
-    best = min(means, key=lambda label: means[label])
-    told = ", ".join(f"{label} {means[label] * 1e6:.0f} us" for label in labels)
-    return Choice.of(best, f"{told} in the mean")
+def _choice(times_s: Mapping[str, float], where: str) -> Choice:
+    """Choose the least; the first candidate where two are equal."""
+    best = min(times_s, key=lambda label: times_s[label])
+    text = ", ".join(f"{label} {s * 1e6:.0f} us" for label, s in times_s.items())
+    return Choice.of(best, f"{text} {where}")

@@ -60,25 +60,25 @@ class Variables:
 
 def read_variables(environ: Mapping[str, str] | None = None) -> Variables:
     """Read them from this process's environment, or the one that is given."""
-    said = select_variables(("NCCL_TESTS_*",), environ)
+    values = select_variables(("NCCL_TESTS_*",), environ)
     shown = select_variables(SHOWN, environ)
-    device = said.get("NCCL_TESTS_DEVICE")
-    least = _number(said, "NCCL_TESTS_MIN_BW")
+    device = values.get("NCCL_TESTS_DEVICE")
+    least = _number(values, "NCCL_TESTS_MIN_BW")
     return Variables(
-        split=_split(said),
+        split=_split(values),
         first_device=None if device is None else _integer("NCCL_TESTS_DEVICE", device),
         least_busbw_gb_per_s=least,
-        traffic=_traffic(said),
-        is_traffic_shown=said.get("NCCL_TESTS_ALLTOALLV_PRINT_SUMMARY", "0") != "0",
+        traffic=_traffic(values),
+        is_traffic_shown=values.get("NCCL_TESTS_ALLTOALLV_PRINT_SUMMARY", "0") != "0",
         shown=tuple(f"{name}={value}" for name, value in shown.items()),
     )
 
 
-def _split(said: Mapping[str, str]) -> Split | None:
-    mask = said.get("NCCL_TESTS_SPLIT_MASK")
+def _split(values: Mapping[str, str]) -> Split | None:
+    mask = values.get("NCCL_TESTS_SPLIT_MASK")
     if mask is not None:
         return Split("AND", _integer("NCCL_TESTS_SPLIT_MASK", mask, base=16))
-    text = said.get("NCCL_TESTS_SPLIT")
+    text = values.get("NCCL_TESTS_SPLIT")
     if text is None:
         return None
     match = _SPLIT.fullmatch(text)
@@ -94,10 +94,10 @@ def _split(said: Mapping[str, str]) -> Split | None:
     return Split(operator, operand)
 
 
-def _traffic(said: Mapping[str, str]) -> Traffic:
-    spread = _number(said, "NCCL_TESTS_ALLTOALLV_SPREAD")
-    scale = _number(said, "NCCL_TESTS_ALLTOALLV_MATRIX_SCALE")
-    path = said.get("NCCL_TESTS_ALLTOALLV_MATRIX_FILE")
+def _traffic(values: Mapping[str, str]) -> Traffic:
+    spread = _number(values, "NCCL_TESTS_ALLTOALLV_SPREAD")
+    scale = _number(values, "NCCL_TESTS_ALLTOALLV_MATRIX_SCALE")
+    path = values.get("NCCL_TESTS_ALLTOALLV_MATRIX_FILE")
     bounded = 1.0 if spread is None else min(1.0, max(0.0, spread))
     if path is None:
         return Traffic(bounded)
@@ -111,8 +111,8 @@ def _traffic(said: Mapping[str, str]) -> Traffic:
     return Traffic(bounded, read_matrix(text, 1.0 if scale is None else scale))
 
 
-def _number(said: Mapping[str, str], name: str) -> float | None:
-    text = said.get(name)
+def _number(values: Mapping[str, str], name: str) -> float | None:
+    text = values.get(name)
     if text is None:
         return None
     try:

@@ -351,13 +351,9 @@ def open_horovod_recording(
     """Begin a timeline as Horovod has it: rank 0 writes ``path`` while it runs."""
     live = None
     if header.rank == 0:
-        live = LiveFile(
-            path,
-            header.rank,
-            start_ns=time.monotonic_ns(),
-            wall_us=time.time_ns() // 1000,
-            limit_bytes=limit_bytes,
-        )
+        start_ns, wall_us = time.monotonic_ns(), time.time_ns() // 1000
+        times = {"start_ns": start_ns, "wall_us": wall_us}
+        live = LiveFile(path, header.rank, limit_bytes=limit_bytes, **times)
     directory = path.parent / f"{path.name}.parts"
     if header.rank != 0 and not path.parent.is_dir():
         # The path is of rank 0's host.

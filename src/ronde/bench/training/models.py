@@ -17,27 +17,25 @@ from ronde.bench.training.catalogue import (
 )
 
 
-class AlexNet(nn.Sequential):
-    """Five convolutions and three wide layers on 224 x 224 pixels.
+def _alexnet(num_classes: int) -> nn.Module:
+    """Make five convolutions and three wide layers for 224 x 224 pixels.
 
     Source: A. Krizhevsky, "One weird trick for parallelizing convolutional neural
     networks", 2014, as torchvision has it: one tower, no response normalisation.
     """
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(
-            nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, 2),
-            nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, 2),
-            nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True),
-            nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True),
-            nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, 2), nn.Flatten(),
-            nn.Dropout(), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True),
-            nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(inplace=True),
-            nn.Linear(4096, num_classes),
-        )  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2),
+        nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2),
+        nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2), nn.Flatten(),
+        nn.Dropout(), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True),
+        nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(inplace=True),
+        nn.Linear(4096, num_classes),
+    )  # fmt: skip
 
 
 class GoogLeNet(nn.Module):
@@ -221,26 +219,13 @@ def _stage(
 
 
 def _basic(channels: int, width: int, stride: int) -> nn.Module:
-    return Residual(
-        _two_convolutions(channels, width, stride), _projection(channels, width, stride)
-    )
+    body = _two_convolutions(channels, width, stride)
+    return Residual(body, _projection(channels, width, stride))
 
 
 def _basic_padded(channels: int, width: int, stride: int) -> nn.Module:
     shortcut = PaddedShortcut(width - channels) if stride > 1 else nn.Identity()
     return Residual(_two_convolutions(channels, width, stride), shortcut)
-
-
-def _bottleneck(channels: int, width: int, stride: int) -> nn.Module:
-    narrow = width // 4
-    body = nn.Sequential(
-        _normalized(channels, narrow, 1),
-        nn.ReLU(inplace=True),
-        _normalized(narrow, narrow, 3, stride),
-        nn.ReLU(inplace=True),
-        _normalized(narrow, width, 1),
-    )
-    return Residual(body, _projection(channels, width, stride))
 
 
 def _two_convolutions(channels: int, width: int, stride: int) -> nn.Module:
@@ -257,6 +242,18 @@ def _projection(channels: int, width: int, stride: int) -> nn.Module:
     return _normalized(channels, width, 1, stride)
 
 
+def _bottleneck(channels: int, width: int, stride: int) -> nn.Module:
+    narrow = width // 4
+    body = nn.Sequential(
+        _normalized(channels, narrow, 1),
+        nn.ReLU(inplace=True),
+        _normalized(narrow, narrow, 3, stride),
+        nn.ReLU(inplace=True),
+        _normalized(narrow, width, 1),
+    )
+    return Residual(body, _projection(channels, width, stride))
+
+
 def _normalized(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=False),
@@ -268,56 +265,46 @@ def _classifier(channels: int, num_classes: int) -> list[nn.Module]:
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)]
 
 
-class MnistCnn(nn.Sequential):
-    """The network of Horovod's MNIST example: 0.02 M parameters."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(
-            nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU(),
-            nn.Conv2d(10, 20, 5), nn.Dropout2d(), nn.MaxPool2d(2), nn.ReLU(),
-            nn.Flatten(), nn.Linear(320, 50), nn.ReLU(), nn.Dropout(),
-            nn.Linear(50, num_classes),
-        )  # fmt: skip
+def _mnist_cnn(num_classes: int) -> nn.Module:
+    """Make the network of Horovod's MNIST example: 0.02 M parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Conv2d(10, 20, 5), nn.Dropout2d(), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(320, 50), nn.ReLU(), nn.Dropout(),
+        nn.Linear(50, num_classes),
+    )  # fmt: skip
 
 
-class LeNet5(nn.Sequential):
-    """The network of LeCun et al. 1998 as it is built today: 0.06 M parameters.
+def _lenet5(num_classes: int) -> nn.Module:
+    """Make the network of LeCun et al. 1998 as it is built today: 0.06 M parameters.
 
     Every map of C3 sees all maps of S2 and the pools have no weights; the paper's own
     count of 60,000 leaves some of those connections out.
     """
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(
-            nn.Conv2d(1, 6, 5), nn.Tanh(), nn.AvgPool2d(2),
-            nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2),
-            nn.Conv2d(16, 120, 5), nn.Tanh(), nn.Flatten(),
-            nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, num_classes),
-        )  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5), nn.Tanh(), nn.AvgPool2d(2),
+        nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2),
+        nn.Conv2d(16, 120, 5), nn.Tanh(), nn.Flatten(),
+        nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, num_classes),
+    )  # fmt: skip
 
 
-class Mlp(nn.Sequential):
-    """Three wide layers: 15.8 M parameters, little compute for much communication."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(
-            nn.Linear(784, 4096), nn.ReLU(),
-            nn.Linear(4096, 3072), nn.ReLU(), nn.Linear(3072, num_classes),
-        )  # fmt: skip
+def _mlp(num_classes: int) -> nn.Module:
+    """Make three wide layers: 15.8 M parameters, little compute for them."""
+    return nn.Sequential(
+        nn.Linear(784, 4096), nn.ReLU(),
+        nn.Linear(4096, 3072), nn.ReLU(), nn.Linear(3072, num_classes),
+    )  # fmt: skip
 
 
-class Cnn(nn.Sequential):
-    """Seven convolutions on 32 x 32 pixels: 8.6 M parameters."""
-
-    def __init__(self, num_classes: int) -> None:
-        widths = [3, 64, 128, 256, 512, 512, 512, 512]
-        layers: list[nn.Module] = []
-        for number, (before, after) in enumerate(pairwise(widths)):
-            layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
-            if number in (1, 3, 5):
-                layers.append(nn.MaxPool2d(2))
-        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, num_classes)]
-        super().__init__(*layers)
+def _cnn(num_classes: int) -> nn.Module:
+    """Make seven convolutions for 32 x 32 pixels: 8.6 M parameters."""
+    layers: list[nn.Module] = []
+    for number, (before, after) in enumerate(pairwise([3, 64, 128, 256, *[512] * 4])):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
+        if number in (1, 3, 5):
+            layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, *_classifier(512, num_classes))
 
 
 class Transformer(nn.Module):
@@ -390,13 +377,13 @@ def _transformer(shape: TransformerShape) -> Callable[[int], nn.Module]:
 
 FACTORIES: Mapping[str, Callable[[int], nn.Module]] = MappingProxyType(
     {
-        "alexnet": AlexNet,
-        "cnn": Cnn,
+        "alexnet": _alexnet,
+        "cnn": _cnn,
         "googlenet": GoogLeNet,
         "gpt2": _transformer(GPT2_SMALL),
-        "lenet5": LeNet5,
-        "mlp": Mlp,
-        "mnist_cnn": MnistCnn,
+        "lenet5": _lenet5,
+        "mlp": _mlp,
+        "mnist_cnn": _mnist_cnn,
         "resnet18": make_resnet18,
         "resnet20": make_resnet20,
         "resnet50": make_resnet50,
