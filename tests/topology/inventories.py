@@ -1,14 +1,14 @@
 """What a host has for ranks, in a few numbers."""
 
 from ronde.topology.machine import Core
-from ronde.topology.placement.inventory import (
+from ronde.topology.placement.placing import (
     Inventory,
     InventoryNode,
     NearDevice,
     Nearness,
+    RankPlace,
     plain_distances,
 )
-from ronde.topology.placement.placing import RankPlace
 
 
 def inventory(

@@ -10,9 +10,9 @@ from tests.topology.saved_trees import NAMES, unpack
 from ronde.errors import UsageError
 from ronde.launch.placement.placement import BindMode, bind
 from ronde.topology.machine import UNKNOWN_NODE, Core, Machine
-from ronde.topology.placement.inventory import Nearness
 from ronde.topology.placement.placing import (
     AlignmentRequest,
+    Nearness,
     PlacementError,
     Scope,
     place,

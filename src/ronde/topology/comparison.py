@@ -39,12 +39,12 @@ class Fact(NamedTuple):
     """One fact on an element."""
 
     name: str  # For people: ``PCI link``.
-    value: str  # Empty where nothing is told.
+    value: str  # Empty if unknown.
     gb_per_s: float = 0.0  # NCCL's figure where it is a bandwidth; else 0.
     amount: float = 0.0  # Of what is never quite alike; else 0.
 
     def differs_from(self, other: "Fact") -> bool:
-        """Return whether both are told, and not alike or nearly so."""
+        """Return whether both are known, and not alike or nearly so."""
         if not self.value or not other.value:
             return False
         if self.amount and other.amount:
@@ -52,8 +52,12 @@ class Fact(NamedTuple):
         return self.value != other.value
 
 
-def gpu_facts(host: HostTopology) -> dict[str, tuple[Fact, ...]]:
-    """Return what is told of each GPU, by name."""
+Facts = dict[str, tuple[Fact, ...]]
+"""Of each element by its name."""
+
+
+def gpu_facts(host: HostTopology) -> Facts:
+    """Return what is known of each GPU."""
     devices = {device.bus_id: device for device in host.devices}
     return {
         gpu.name: (
@@ -66,66 +70,62 @@ def gpu_facts(host: HostTopology) -> dict[str, tuple[Fact, ...]]:
     }
 
 
-def port_facts(host: HostTopology) -> dict[str, tuple[Fact, ...]]:
-    """Return what is told of each network port, by name."""
+def _port_facts(host: HostTopology) -> Facts:
     devices = {device.bus_id: device for device in host.devices}
-    return {
-        port.name: (
+    found: Facts = {}
+    for port in host.ports:
+        speed, state = Fact("network speed", ""), "" if port.is_up else "down"
+        if port.mbit_per_s:
+            value = f"{port.mbit_per_s} Mb/s"
+            speed = Fact("network speed", value, port_gb_per_s(port))
+            # Where nothing is known, a port counts as up.
+            state = state or "up"
+        found[port.name] = (
             Fact("port", port.title),
             *_place_facts(devices, port.bus_id, port.node),
-            Fact(
-                "network speed",
-                f"{port.mbit_per_s} Mb/s" if port.mbit_per_s else "",
-                port_gb_per_s(port) if port.mbit_per_s else 0.0,
-            ),
-            Fact("state", _state(port)),
+            speed,
+            Fact("state", state),
             Fact("GPUDirect RDMA", _GDR.get(port.gdr, "")),
         )
-        for port in host.ports
-    }
+    return found
 
 
-def node_facts(host: HostTopology) -> dict[str, tuple[Fact, ...]]:
-    """Return what is told of each NUMA node, by name."""
-    return {
-        node.name: (
-            Fact("CPUs", _cpus(node.cpus)),
-            _memory(node.memory_bytes),
-            Fact("processor", _processor(node.vendor, node.family, node.model)),
-            Fact(
-                "distances",
-                " ".join(f"{other}:{far}" for other, far in node.distances),
-            ),
+def _node_facts(host: HostTopology) -> Facts:
+    found: Facts = {}
+    for node in host.numa_nodes:
+        size, cpus = max(0, node.memory_bytes), node.cpus
+        numbers = _number("family {}", node.family), _number("model {}", node.model)
+        distances = " ".join(f"{other}:{far}" for other, far in node.distances)
+        found[node.name] = (
+            Fact("CPUs", f"{len(cpus)} ({format_list(cpus)})" if cpus else ""),
+            Fact("memory", f"{size / _GIB:.1f} GiB" if size else "", amount=size),
+            Fact("processor", " ".join(filter(None, (node.vendor, *numbers)))),
+            Fact("distances", distances),
         )
-        for node in host.numa_nodes
-    }
+    return found
 
 
 def _place_facts(
     devices: dict[str, PciDevice], bus_id: str, own_node: int
 ) -> tuple[Fact, ...]:
     """Return where a device sits, and by what links it is joined to the processor."""
+    chain: list[PciDevice] = []
     device = devices.get(bus_id)
-    if device is None:
-        return (
-            Fact("bus address", bus_id),
-            Fact("NUMA node", _number("{}", own_node)),
-        )
-    above: list[PciDevice] = []
-    bridge = devices.get(device.parent)
-    while bridge and bridge not in above:
-        above.append(bridge)
-        bridge = devices.get(bridge.parent)
-    node = next((d.node for d in (device, *above) if d.node != UNKNOWN), own_node)
-    links = [_link(each) for each in above]
+    while device and device not in chain:
+        chain.append(device)
+        device = devices.get(device.parent)
+    node = next((each.node for each in chain if each.node != UNKNOWN), own_node)
+    facts = Fact("bus address", bus_id), Fact("NUMA node", _number("{}", node))
+    if not chain:
+        return facts
+    own, *above = [_link(each) for each in chain]
     return (
-        Fact("bus address", bus_id),
-        Fact("NUMA node", _number("{}", node)),
-        Fact("PCI link", _link(device), _told_rate(device)),
+        *facts,
+        own._replace(name="PCI link"),
         Fact(
             "links above",
-            ", ".join(link or "?" for link in links) or (_link(device) and "none"),
-            min((rate for each in above if (rate := _told_rate(each))), default=0.0),
+            ", ".join(each.value or "?" for each in above) or (own.value and "none"),
+            min((each.gb_per_s for each in above if each.gb_per_s), default=0.0),
         ),
     )
 
@@ -135,44 +135,20 @@ def _direct_links(host: HostTopology, gpu: GpuDevice) -> Fact:
     own = [link for link in host.links if link.source == gpu.name]
     for link in own:
         counts[link.kind] += link.num_links
-    is_told = all(is_link_known(link, gpu) for link in own)
-    rate = sum(link_gb_per_s(link, gpu) for link in own) if is_told else 0.0
+    is_known = all(is_link_known(link, gpu) for link in own)
+    rate = sum(link_gb_per_s(link, gpu) for link in own) if is_known else 0.0
     value = ", ".join(f"{num} {kind}" for kind, num in sorted(counts.items()))
     # Where others have links, to have none is a fact as well.
     is_missing = not value and any(link.kind != LinkKind.PCI for link in host.links)
     return Fact("GPU links", "none" if is_missing else value, rate)
 
 
-def _link(device: PciDevice) -> str:
+def _link(device: PciDevice) -> Fact:
+    value = f"{device.gb_per_s:g} GB/s" if device.gb_per_s else ""
     if device.speed or device.width >= 0:
         lanes = f" x{device.width}" if device.width >= 0 else ""
-        return f"{device.speed or 'no speed'}{lanes}"
-    return f"{device.gb_per_s:g} GB/s" if device.gb_per_s else ""
-
-
-def _told_rate(device: PciDevice) -> float:
-    return pci_gb_per_s(device) if _link(device) else 0.0
-
-
-def _state(port: NetPort) -> str:
-    # Where none is told, a port counts as up.
-    is_told = port.mbit_per_s or not port.is_up
-    return ("up" if port.is_up else "down") if is_told else ""
-
-
-def _cpus(cpus: tuple[int, ...]) -> str:
-    return f"{len(cpus)} ({format_list(cpus)})" if cpus else ""
-
-
-def _memory(size_bytes: int) -> Fact:
-    if size_bytes <= 0:
-        return Fact("memory", "")
-    return Fact("memory", f"{size_bytes / _GIB:.1f} GiB", amount=size_bytes)
-
-
-def _processor(vendor: str, family: int, model: int) -> str:
-    numbers = _number("family {}", family), _number("model {}", model)
-    return " ".join(part for part in (vendor, *numbers) if part)
+        value = f"{device.speed or 'no speed'}{lanes}"
+    return Fact("link", value, pci_gb_per_s(device) if value else 0.0)
 
 
 def _number(words: str, number: int) -> str:
@@ -229,7 +205,6 @@ class HostComparison(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs."""
         has_changes = any(each.changes for each in self.paths)
         lists = self.only_first, self.only_second, self.differences
         return not any(lists) and not has_changes
@@ -258,8 +233,8 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
     told = [role for name, role in roles.items() if name not in untold[0] | untold[1]]
     differences = [
         *_differences(gpus.names, gpu_facts(first), gpu_facts(second)),
-        *_differences(ports.names, port_facts(first), port_facts(second)),
-        *_differences(nodes.names, node_facts(first), node_facts(second)),
+        *_differences(ports.names, _port_facts(first), _port_facts(second)),
+        *_differences(nodes.names, _node_facts(first), _node_facts(second)),
     ]
     return HostComparison(
         num_matched=sum(len(role.names) for role in told),
@@ -339,8 +314,8 @@ def _order(
 
 def _differences(
     pairs: Sequence[tuple[str, str]],
-    first: dict[str, tuple[Fact, ...]],
-    second: dict[str, tuple[Fact, ...]],
+    first: Facts,
+    second: Facts,
 ) -> Iterator[Difference]:
     for name, other in pairs:
         now = {fact.name: fact for fact in second[other]}

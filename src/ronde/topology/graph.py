@@ -46,7 +46,6 @@ class NumaNode(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in links and findings."""
         return f"numa/{self.number}"
 
 
@@ -69,7 +68,6 @@ class PciDevice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in links and findings."""
         return self.bus_id
 
 
@@ -88,7 +86,6 @@ class GpuDevice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in links and findings."""
         return self.bus_id or f"gpu/{self.number}"
 
 
@@ -109,7 +106,6 @@ class NetPort(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in links and findings."""
         return f"net/{self.title}"
 
 
@@ -157,7 +153,6 @@ class HostTopology(NamedTuple):
 
     @property
     def paired(self) -> frozenset[str]:
-        """Names of the elements that have relations."""
         pairs = ((each.source, each.target) for each in self.relations)
         return frozenset(name for pair in pairs for name in pair)
 

@@ -362,49 +362,35 @@ _LOOPBACK = "772"
 
 def read_nics(root: str) -> tuple[Nic, ...]:
     """Return them by name, without loopback and what only serves a container."""
-    nics = _interfaces(root) + _adapters(root)
+    found: list[tuple[str, str, str, int]] = []
+    for name in list_names(f"{root}/sys/class/net"):
+        own = f"{root}/sys/class/net/{name}"
+        path = read_path(own)
+        is_far_end = not path and bool(list_names(f"{own}/brport"))
+        # The carrier of one that is down cannot be read.
+        is_up = read_text(f"{own}/carrier") == "1"
+        if is_up and not is_far_end and read_text(f"{own}/type") != _LOOPBACK:
+            rate = max(0, read_number(f"{own}/speed", 0))
+            found.append((name, "ethernet", path, rate))
+    for name in list_names(f"{root}/sys/class/infiniband"):
+        own = f"{root}/sys/class/infiniband/{name}"
+        rates = [
+            parse_rate(read_text(f"{own}/ports/{port}/rate"))
+            for port in list_names(f"{own}/ports")
+            if read_text(f"{own}/ports/{port}/state").startswith("4:")
+        ]
+        if rates:
+            found.append((name, "infiniband", read_path(own), max(rates)))
+    nics = [
+        Nic(name, kind, bus_id(path), read_node(root, path), rate, path)
+        for name, kind, path, rate in found
+    ]
     return tuple(sorted(nics, key=lambda nic: nic.name))
 
 
 def parse_rate(rate: str) -> int:
-    """Return the Mbit/s of ``400 Gb/sec (4X NDR)``; 0 where that is not told."""
+    """Return the Mbit/s of ``400 Gb/sec (4X NDR)``; 0 if unknown."""
     try:
         return int(float(rate.split(maxsplit=1)[0]) * 1000)
     except (ValueError, IndexError, OverflowError):
         return 0
-
-
-def _interfaces(root: str) -> list[Nic]:
-    found: list[Nic] = []
-    directory = f"{root}/sys/class/net"
-    for name in list_names(directory):
-        own = f"{directory}/{name}"
-        # Of one that is down the kernel refuses to tell the carrier.
-        if read_text(f"{own}/carrier") != "1":
-            continue
-        path = read_path(own)
-        is_far_end = not path and bool(list_names(f"{own}/brport"))
-        if not is_far_end and read_text(f"{own}/type") != _LOOPBACK:
-            rate = max(0, read_number(f"{own}/speed", 0))
-            found.append(_nic(root, name, "ethernet", path, rate))
-    return found
-
-
-def _adapters(root: str) -> list[Nic]:
-    found: list[Nic] = []
-    directory = f"{root}/sys/class/infiniband"
-    for name in list_names(directory):
-        own = f"{directory}/{name}/ports"
-        rates = [
-            parse_rate(read_text(f"{own}/{port}/rate"))
-            for port in list_names(own)
-            if read_text(f"{own}/{port}/state").startswith("4:")
-        ]
-        if rates:
-            path = read_path(f"{directory}/{name}")
-            found.append(_nic(root, name, "infiniband", path, max(rates)))
-    return found
-
-
-def _nic(root: str, name: str, kind: str, path: str, mbit_per_s: int) -> Nic:
-    return Nic(name, kind, bus_id(path), read_node(root, path), mbit_per_s, path)

@@ -7,6 +7,7 @@ names, without a look at whether it can be. The checks follow how NCCL 2.30 read
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from ronde.errors import UsageError
@@ -131,13 +132,12 @@ def _read(
 
 def check_search_graphs(graphs: tuple[SearchGraph, ...]) -> tuple[Diagnostic, ...]:
     """Return what NCCL would follow into an error, or what contradicts itself."""
-    gpus = {
-        name
-        for graph in graphs
-        for channel in graph.channels
-        for name in channel
-        if name.startswith("gpu/")
-    }
+    names = {name for graph in graphs for channel in graph.channels for name in channel}
+    gpus = {name for name in names if name.startswith("gpu/")}
+    remedy = (
+        "Write it anew with NCCL_GRAPH_DUMP_FILE, by the release of NCCL that is to "
+        "follow it, or leave out NCCL_GRAPH_FILE."
+    )
     return tuple(
         Diagnostic(
             rule,
@@ -145,19 +145,14 @@ def check_search_graphs(graphs: tuple[SearchGraph, ...]) -> tuple[Diagnostic, ..
             f"line {graph.line}",
             f"Graph {graph.id} ({graph.pattern_name}): {what}",
             consequence,
-            "Write it anew with NCCL_GRAPH_DUMP_FILE, by the release of NCCL that is "
-            "to follow it, or leave out NCCL_GRAPH_FILE.",
+            remedy,
         )
         for graph in graphs
-        for rule, what, consequence in (
-            *_check_values(graph),
-            *_check_channels(graph, gpus),
-        )
+        for rule, what, consequence in _check(graph, gpus)
     )
 
 
-def _check_values(graph: SearchGraph) -> Iterator[tuple[str, str, str]]:
-    """Yield rule, what is seen and what comes of it."""
+def _check(graph: SearchGraph, gpus: set[str]) -> Iterator[tuple[str, str, str]]:
     num, has = graph.num_channels, len(graph.channels)
     if num > _MAX_CHANNELS:
         yield (
@@ -186,25 +181,27 @@ def _check_values(graph: SearchGraph) -> Iterator[tuple[str, str, str]]:
             "speedintra is 0.",
             "NCCL takes it for an algorithm without bandwidth, and chooses another.",
         )
+    wrong = (
+        f"Channel {number} {faults}."
+        for number, channel in enumerate(graph.channels)
+        if (faults := _faults(graph, channel, gpus))
+    )
+    # The first one is enough.
+    for what in islice(wrong, 1):
+        yield (
+            "broken-ring" if graph.pattern == _RING else "broken-channel",
+            what,
+            "NCCL follows it as it stands: it hangs, or fails at the connections.",
+        )
 
 
-def _check_channels(
-    graph: SearchGraph, gpus: set[str]
-) -> Iterator[tuple[str, str, str]]:
-    """Yield what is wrong with the first channel that is not as it must be."""
-    for number, channel in enumerate(graph.channels):
-        counts = Counter(name for name in channel if name.startswith("gpu/"))
-        twice = sorted(name for name, count in counts.items() if count > 1)
-        # In a graph of NVLS, all GPUs meet at the switch, and one is named.
-        missing = sorted(gpus - counts.keys()) if graph.pattern != _NVLS else []
-        num_nets = sum(name.startswith("net/") for name in channel)
-        wrong = [f"has {name} twice" for name in twice[:1]]
-        wrong += [f"lacks {name}" for name in missing[:1]]
-        wrong += [f"has {num_nets} network adapters, not 0 or 2"] * (num_nets > 2)
-        if wrong:
-            yield (
-                "broken-ring" if graph.pattern == _RING else "broken-channel",
-                f"Channel {number} {' and '.join(wrong)}.",
-                "NCCL follows it as it stands: it hangs, or fails at the connections.",
-            )
-            return
+def _faults(graph: SearchGraph, channel: tuple[str, ...], gpus: set[str]) -> str:
+    counts = Counter(name for name in channel if name.startswith("gpu/"))
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    # In a graph of NVLS, all GPUs meet at the switch, and one is named.
+    missing = sorted(gpus - counts.keys()) if graph.pattern != _NVLS else []
+    num_nets = sum(name.startswith("net/") for name in channel)
+    faults = [f"has {name} twice" for name in twice[:1]]
+    faults += [f"lacks {name}" for name in missing[:1]]
+    faults += [f"has {num_nets} network adapters, not 0 or 2"] * (num_nets > 2)
+    return " and ".join(faults)

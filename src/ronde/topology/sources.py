@@ -24,15 +24,13 @@ class JsonProbe:
     format = "ronde topology"
 
     def recognises(self, saved: Saved) -> bool:
-        """Return whether a file is of this format."""
         return saved.data.lstrip()[:1] == b"{"
 
     def read(self, saved: Saved) -> Topology:
-        """Return the topology in a file."""
         return read_topology(saved.data, saved.name)
 
 
-def find_probes() -> tuple[Probe, ...]:
+def _find_probes() -> tuple[Probe, ...]:
     """Return the readers of files; the first that recognises a file is to read it."""
     # Imported where a file is read: this machine alone needs none of them.
     from ronde.topology.probes.hwloc import HwlocProbe
@@ -41,14 +39,8 @@ def find_probes() -> tuple[Probe, ...]:
     from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
     from ronde.topology.probes.slurm import SlurmTopologyProbe
 
-    return (
-        JsonProbe(),
-        NcclTopologyProbe(),
-        HwlocProbe(),
-        NvidiaSmiProbe(),
-        LspciProbe(),
-        SlurmTopologyProbe(),
-    )
+    readers = NcclTopologyProbe(), HwlocProbe(), NvidiaSmiProbe(), LspciProbe()
+    return JsonProbe(), *readers, SlurmTopologyProbe()
 
 
 def read_saved(name: str) -> Saved:
@@ -81,7 +73,7 @@ def read_file(saved: Saved) -> Topology:
     Raises:
         UsageError: It is of no known format, or damaged.
     """
-    probes = find_probes()
+    probes = _find_probes()
     probe = next((probe for probe in probes if probe.recognises(saved)), None)
     if probe is None and outermost_tag(saved.data) == "graphs":
         raise UsageError(
@@ -154,7 +146,6 @@ def _named(hosts: Sequence[HostTopology], name: str) -> tuple[HostTopology, ...]
 
 
 def _ask_nvml(host: HostTopology) -> tuple[HostTopology, tuple[str, ...]]:
-    """Return this machine with what NVML adds, and notices."""
     if not any(map(os.path.exists, _DRIVERS)):
         vendors = {device.bus_id: device.vendor for device in host.devices}
         has_nvidia = any(vendors.get(gpu.bus_id) == _NVIDIA for gpu in host.gpus)

@@ -1,13 +1,11 @@
 """This machine, as the kernel shows it in /proc and /sys."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from ronde.topology.machine import (
-    Gpu,
     Machine,
     NearPort,
-    Nic,
     read_cores,
     read_cpu_limit,
     read_gpus,
@@ -25,23 +23,12 @@ def read_machine(
     """
     top = str(root).rstrip("/")
     gpus, nics = read_gpus(top, environ or {}), read_nics(top)
-    return Machine(
-        cores=read_cores(top),
-        cpu_limit=read_cpu_limit(top),
-        gpus=gpus,
-        nics=nics,
-        near=_read_near(root, gpus, nics),
-    )
-
-
-def _read_near(
-    root: Path, gpus: Sequence[Gpu], nics: Sequence[Nic]
-) -> tuple[NearPort, ...]:
+    near: tuple[NearPort, ...] = ()
     bus_ids = {gpu.bus_id for gpu in gpus if gpu.bus_id}
-    if not bus_ids or not any(nic.path for nic in nics):
-        return ()
-    # Imported where there is something to judge: elsewhere a start must not wait.
-    from ronde.topology.placement.plan import find_near_ports
-    from ronde.topology.probes.sysfs import read_host
+    if bus_ids and any(nic.path for nic in nics):
+        # Imported where there is something to judge: elsewhere a start must not wait.
+        from ronde.topology.placement.plan import find_near_ports
+        from ronde.topology.probes.sysfs import read_host
 
-    return find_near_ports(read_host(root), bus_ids)
+        near = find_near_ports(read_host(root), bus_ids)
+    return Machine(read_cores(top), read_cpu_limit(top), gpus, nics, near)

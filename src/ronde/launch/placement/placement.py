@@ -16,8 +16,12 @@ from ronde.topology.machine import (
     select_gpus,
     visible_gpus,
 )
-from ronde.topology.placement.inventory import inventory_of_machine
-from ronde.topology.placement.placing import AlignmentRequest, RankPlace, place
+from ronde.topology.placement.placing import (
+    AlignmentRequest,
+    RankPlace,
+    inventory_of_machine,
+    place,
+)
 from ronde.topology.placement.policies import Policy
 
 

@@ -8,18 +8,16 @@ memory, whatever the algorithm.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-TO_ALL = ("all_reduce", "all_gather", "reduce_scatter")
-"""All ranks have a part in all of the result; a ring can do these."""
-
+_TO_ALL = ("all_reduce", "all_gather", "reduce_scatter")
 _PAIRWISE = ("alltoall", "alltoallv")
 _FROM_ROOT = ("broadcast", "reduce")
 _SPLIT_BY_ROOT = ("scatter", "gather")
 
 COLLECTIVES = (
-    *TO_ALL,
+    *_TO_ALL,
     *_FROM_ROOT,
     *_PAIRWISE,
     *_SPLIT_BY_ROOT,
@@ -65,18 +63,13 @@ def network_bound(
         return node_gb_per_s * 2 * layout.others
     share = layout.others / layout.other_nodes
     bounds = {
-        **dict.fromkeys((*TO_ALL, *_SPLIT_BY_ROOT), node_gb_per_s * share),
+        **dict.fromkeys((*_TO_ALL, *_SPLIT_BY_ROOT), node_gb_per_s * share),
         **dict.fromkeys(_PAIRWISE, node_gb_per_s / g * share),
         **dict.fromkeys(_FROM_ROOT, node_gb_per_s),
         "hypercube": node_gb_per_s / g * (n - 1) / (n - g),
         "sendrecv": node_gb_per_s,
     }
     return bounds[test]
-
-
-def ring_bound(node_gb_per_s: float) -> float:
-    """Return what a pure ring over the network reaches; trees may exceed it."""
-    return node_gb_per_s
 
 
 def gpu_bound(test: str, layout: RankLayout, gpu_gb_per_s: float) -> float:
@@ -87,12 +80,9 @@ def gpu_bound(test: str, layout: RankLayout, gpu_gb_per_s: float) -> float:
     """
     n, g = layout.num_ranks, layout.ranks_per_node
     bounds = {
-        **dict.fromkeys(TO_ALL, gpu_gb_per_s * layout.others * g / (g - 1)),
-        **dict.fromkeys(_FROM_ROOT, gpu_gb_per_s),
-        **dict.fromkeys(_SPLIT_BY_ROOT, gpu_gb_per_s),
-        **dict.fromkeys(_PAIRWISE, gpu_gb_per_s * (n - 1) / (g - 1)),
-        "sendrecv": gpu_gb_per_s,
-        "hypercube": gpu_gb_per_s * (n - 1) / (g - 1),
+        **dict.fromkeys(_TO_ALL, gpu_gb_per_s * layout.others * g / (g - 1)),
+        **dict.fromkeys((*_PAIRWISE, "hypercube"), gpu_gb_per_s * (n - 1) / (g - 1)),
+        **dict.fromkeys((*_FROM_ROOT, *_SPLIT_BY_ROOT, "sendrecv"), gpu_gb_per_s),
     }
     return bounds[test]
 
@@ -118,17 +108,12 @@ def memory_bound(test: str, layout: RankLayout, memory_gb_per_s: float) -> float
     n, g = layout.num_ranks, layout.ranks_per_node
     # By test, busbw over the bytes read and written, both by size over time.
     shares = {
-        "all_reduce": (n - 1) / (n * g),
-        "all_gather": (n - 1) / (n * g),
-        "hypercube": (n - 1) / (n * g),
+        **dict.fromkeys(("all_reduce", "all_gather", "hypercube"), (n - 1) / (n * g)),
         "reduce_scatter": (n - 1) / (g * (n + 1)),
         "broadcast": 1 / g,
         "reduce": 1 / (g + 1),
-        "alltoall": 1 / (2 * g),
-        "alltoallv": 1 / (2 * g),
-        "scatter": (n - 1) / (n + g - 2),
-        "gather": (n - 1) / (n + g - 2),
-        "sendrecv": 1 / (2 * g),
+        **dict.fromkeys((*_PAIRWISE, "sendrecv"), 1 / (2 * g)),
+        **dict.fromkeys(_SPLIT_BY_ROOT, (n - 1) / (n + g - 2)),
     }
     return memory_gb_per_s * shares[test]
 
@@ -141,7 +126,7 @@ class Limit:
     link: str  # What binds, with its rate, such as ``eth0, 3.125 GB/s``.
     # When the bound may be exceeded all the same, or where it is uncertain.
     note: str = ""
-    # The same bound by the figures that NCCL counts on; None where NCCL takes no part.
+    # The same bound by NCCL's figures; None where NCCL takes no part.
     practical_gb_per_s: float | None = None
     practical_link: str = ""  # What binds then.
 
@@ -153,32 +138,24 @@ class Limit:
         """Return what a busbw says against the bound; empty up to 100 %."""
         if busbw_gb_per_s <= self.bus_bandwidth_gb_per_s:
             return ""
+        suspects = (
+            "that no switch reduces (NVLS, SHARP), or the number or rate of links"
+        )
+        if self.link.startswith("memory"):
+            suspects = "that the data does not fit into the caches"
         return (
             f"{self.percent(busbw_gb_per_s):.0f} % of the bound: something that it "
-            f"takes for granted is wrong, such as {self._suspects}"
+            f"takes for granted is wrong, such as {suspects}"
         )
-
-    @property
-    def _suspects(self) -> str:
-        if self.link.startswith("memory"):
-            return "that the data does not fit into the caches"
-        return "that no switch reduces (NVLS, SHARP), or the number or rate of links"
 
 
 class Rate(NamedTuple):
-    """What links carry together, in one direction."""
+    """The rate of some links together, in one direction."""
 
     link: str  # Their name with their rate, for people: ``eth0, 3.125 GB/s``.
-    gb_per_s: float  # What the hardware carries.
-    # What NCCL counts on; None where it does not differ.
-    practical_gb_per_s: float | None = None
-    note: str = ""  # What is to be said where they bind.
-
-    def pick(self, *, is_practical: bool) -> float:
-        """Return the one figure or the other."""
-        if is_practical and self.practical_gb_per_s is not None:
-            return self.practical_gb_per_s
-        return self.gb_per_s
+    gb_per_s: float  # Of the hardware.
+    practical_gb_per_s: float | None = None  # NCCL's, where it differs.
+    note: str = ""  # For people, where they bind.
 
 
 class Islands(NamedTuple):
@@ -189,55 +166,33 @@ class Islands(NamedTuple):
 
 
 class LimitWorld(NamedTuple):
-    """Ranks on nodes that are alike.
+    """Ranks on nodes that are alike; None is not there or does not count."""
 
-    What a field does not have, None, either is not there or does not count; what
-    counts and is not known is named in ``unknown``.
-    """
-
-    layout: RankLayout  # Where the ranks are.
+    layout: RankLayout
     network: Rate | None = None  # All network links of a node together.
     path: Rate | None = None  # The best one of them.
     gpu: Rate | None = None  # The way out of each GPU to the others of its node.
     islands: Islands | None = None  # Where NVLink does not join all GPUs of a node.
-    memory: Rate | None = None  # What a node's memory reads and writes together.
+    memory: Rate | None = None  # Reads and writes of a node's memory together.
     has_gpus: bool = False  # Ranks are on GPUs, and NCCL carries their bytes.
     has_nvls: bool = False  # The NVLink switches may reduce.
-    # What may bind and has no known rate, each as a clause.
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()  # What may bind and has no known rate, as clauses.
 
     def lacking(self, reason: str) -> "LimitWorld":
-        """Return the same world, of which one thing more is not known, if any."""
+        """Return the same world with one more reason in ``unknown``, if any."""
         return self._replace(unknown=(*self.unknown, reason)) if reason else self
 
 
 class Bound(NamedTuple):
     """What one collective can reach."""
 
-    collective: str  # Its name.
+    collective: str
     limit: Limit | None  # None where nothing that may bind is known.
-    reason: str = ""  # Why there is no limit; empty where there is one.
+    reason: str = ""  # Why there is no limit.
 
 
-class _Candidate(NamedTuple):
-    gb_per_s: float
-    rate: Rate
-
-
-class _Switches(NamedTuple):
-    """Which switches are taken to reduce."""
-
-    name: str = ""
-    nvls: bool = False
-    sharp: bool = False
-
-
-_PLAIN = _Switches()
-_REDUCING = (
-    _Switches("NVLS", nvls=True),
-    _Switches("SHARP", sharp=True),
-    _Switches("NVLS and SHARP", nvls=True, sharp=True),
-)
+# Switches that may be taken to reduce.
+_NVLS, _SHARP = "NVLS", "SHARP"
 
 
 def bounds_of(
@@ -257,81 +212,76 @@ def bound_of(world: LimitWorld, collective: str) -> Bound:
         return Bound(collective, None, "one rank exchanges nothing")
     if collective not in COLLECTIVES:
         return Bound(collective, None, f"{collective} has no formula")
-    least = _least(world, collective, _PLAIN)
+    least = _least(world, collective)
     if least is None:
         reason = "; ".join(world.unknown) or "no link of these ranks is known"
         return Bound(collective, None, reason)
-    practical = None
-    if world.has_gpus:
-        practical = _least(world, collective, _PLAIN, is_practical=True)
-    limit = Limit(
-        least.gb_per_s,
-        least.rate.link,
-        "; ".join(_notes(world, collective, least)),
-        practical.gb_per_s if practical else None,
-        practical.rate.link if practical else "",
-    )
+    gb_per_s, rate = least
+    note = "; ".join(_notes(world, collective, gb_per_s, rate))
+    limit = Limit(gb_per_s, rate.link, note)
+    if world.has_gpus and (practical := _least(world, collective, is_practical=True)):
+        gb_per_s, rate = practical
+        limit = replace(limit, practical_gb_per_s=gb_per_s, practical_link=rate.link)
     return Bound(collective, limit)
 
 
 def _least(
-    world: LimitWorld, test: str, switches: _Switches, *, is_practical: bool = False
-) -> _Candidate | None:
-    candidates = _candidates(world, test, switches, is_practical=is_practical)
-    return min(candidates, key=lambda each: each.gb_per_s, default=None)
+    world: LimitWorld,
+    test: str,
+    switches: Sequence[str] = (),
+    *,
+    is_practical: bool = False,
+) -> tuple[float, Rate] | None:
+    found = _candidates(world, test, switches, is_practical=is_practical)
+    return min(found, key=lambda each: each[0], default=None)
 
 
 def _candidates(
-    world: LimitWorld, test: str, switches: _Switches, *, is_practical: bool
-) -> Iterable[_Candidate]:
+    world: LimitWorld, test: str, switches: Sequence[str], *, is_practical: bool
+) -> Iterable[tuple[float, Rate]]:
     layout = world.layout
 
     def rate(of: Rate) -> float:
-        return of.pick(is_practical=is_practical)
+        is_other = is_practical and of.practical_gb_per_s is not None
+        return (of.practical_gb_per_s or 0.0) if is_other else of.gb_per_s
 
     if layout.num_nodes > 1 and world.network is not None:
         # One rank of a node sends to the next node, over one path.
         links = (test == "sendrecv" and world.path) or world.network
-        is_sharp = switches.sharp
+        is_sharp = _SHARP in switches
         bound = network_bound(test, layout, rate(links), is_reduced_in_network=is_sharp)
-        yield _Candidate(bound, links)
+        yield bound, links
     if layout.ranks_per_node > 1 and world.gpu is not None:
-        is_nvls = switches.nvls and test == "all_reduce"
+        is_nvls = _NVLS in switches and test == "all_reduce"
         own = rate(world.gpu)
         bound = nvls_bound(layout, own) if is_nvls else gpu_bound(test, layout, own)
-        yield _Candidate(bound, world.gpu)
+        yield bound, world.gpu
     if world.islands is not None:
         # Between islands PCIe is what the network is between nodes.
         num_gpus, way_out = world.islands
         num_islands = layout.num_ranks // num_gpus
         among = RankLayout(layout.num_ranks, num_islands, num_gpus)
-        bound = network_bound(test, among, rate(way_out))
-        yield _Candidate(bound, way_out)
+        yield network_bound(test, among, rate(way_out)), way_out
     if world.memory is not None:
-        bound = memory_bound(test, layout, rate(world.memory))
-        yield _Candidate(bound, world.memory)
+        yield memory_bound(test, layout, rate(world.memory)), world.memory
 
 
-def _notes(world: LimitWorld, test: str, least: _Candidate) -> Iterable[str]:
-    if least.rate.note:
-        yield least.rate.note
+def _notes(world: LimitWorld, test: str, gb_per_s: float, rate: Rate) -> Iterable[str]:
+    if rate.note:
+        yield rate.note
     if world.has_gpus and test == "all_reduce":
-        yield from _notes_of_switches(world, least)
-    if world.has_gpus and world.network is not None and test in TO_ALL:
-        ring = ring_bound(world.network.gb_per_s)
-        if ring < least.gb_per_s:
+        best = gb_per_s
+        for switches in ((_NVLS,), (_SHARP,), (_NVLS, _SHARP)):
+            if _NVLS in switches and not world.has_nvls:
+                continue
+            bound = _least(world, "all_reduce", switches)
+            if bound is not None and bound[0] > best:
+                best = bound[0]
+                yield (
+                    f"switches that reduce ({' and '.join(switches)}) allow {best:.4g} "
+                    f"GB/s, set by {bound[1].link}"
+                )
+    if world.has_gpus and world.network is not None and test in _TO_ALL:
+        ring = world.network.gb_per_s
+        if ring < gb_per_s:
             yield f"a pure ring reaches at most {ring:.4g} GB/s"
-
-
-def _notes_of_switches(world: LimitWorld, least: _Candidate) -> Iterable[str]:
-    best = least.gb_per_s
-    for switches in _REDUCING:
-        if switches.nvls and not world.has_nvls:
-            continue
-        bound = _least(world, "all_reduce", switches)
-        if bound is not None and bound.gb_per_s > best:
-            best = bound.gb_per_s
-            yield (
-                f"switches that reduce ({switches.name}) allow {best:.4g} GB/s, "
-                f"set by {bound.rate.link}"
-            )

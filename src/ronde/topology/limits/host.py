@@ -1,5 +1,6 @@
 """What the links of a host carry, and a world of hosts like it."""
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import permutations
 from typing import NamedTuple
@@ -37,33 +38,24 @@ _HOST_BRIDGE = 0x0600
 _NOTHING_GB_PER_S = 0.25
 
 
-class Figures(NamedTuple):
+class PciFigures(NamedTuple):
     """One direction of a link, in GB/s."""
 
-    theory: float  # What it carries by its standard.
-    practical: float  # What NCCL counts on.
+    theory: float  # By its standard; infinite where that is unknown.
+    practical: float  # NCCL's.
 
-    @property
-    def is_known(self) -> bool:
-        """Whether anybody knows what the link carries at most."""
-        return self.theory < float("inf")
+    def plus(self, other: "PciFigures") -> "PciFigures":
+        return PciFigures(*map(sum, zip(self, other, strict=True)))
 
-    def plus(self, other: "Figures") -> "Figures":
-        """Return both links together."""
-        return Figures(self.theory + other.theory, self.practical + other.practical)
-
-    def capped(self, other: "Figures") -> "Figures":
-        """Return one link behind the other."""
-        return Figures(
-            min(self.theory, other.theory), min(self.practical, other.practical)
-        )
+    def capped(self, other: "PciFigures") -> "PciFigures":
+        return PciFigures(*map(min, self, other))
 
 
-NO_FIGURES = Figures(0.0, 0.0)
-UNLIMITED = Figures(float("inf"), float("inf"))
+_NO_FIGURES = PciFigures(0.0, 0.0)
+_UNLIMITED = PciFigures(math.inf, math.inf)
 
 
-def pci_figures(device: PciDevice) -> Figures | None:
+def pci_figures(device: PciDevice) -> PciFigures | None:
     """Return what the link above a device carries; None where that is not told.
 
     A host bridge has no link above it, though NCCL counts one where a file says so, and
@@ -77,16 +69,16 @@ def pci_figures(device: PciDevice) -> Figures | None:
     practical = min(theory, pci_gb_per_s(device))
     is_bridge = device.class_code >> 8 == _HOST_BRIDGE
     is_limit = theory > _NOTHING_GB_PER_S and not is_bridge
-    return Figures(theory if is_limit else float("inf"), practical)
+    return PciFigures(theory if is_limit else math.inf, practical)
 
 
-def direct_figures(gpu: GpuDevice, links: Sequence[Link]) -> Figures:
+def _direct_figures(gpu: GpuDevice, links: Sequence[Link]) -> PciFigures:
     """Return what direct links of one kind carry together.
 
     Returns:
         Zeros where neither the source nor the GPU tells.
     """
-    count = count_links(gpu, links)
+    count = _count_links(gpu, links)
     told = sum(link.gb_per_s for link in links)
     if links[0].kind is LinkKind.XGMI:
         name = gpu.gcn.strip().lower().removeprefix("gfx")
@@ -95,10 +87,10 @@ def direct_figures(gpu: GpuDevice, links: Sequence[Link]) -> Figures:
         each = next((rate for least, rate in _NVLINKS if gpu.sm >= least), 0.0)
     theory = told or count * each
     together = links[0]._replace(num_links=count, gb_per_s=told)
-    return Figures(theory, min(theory, link_gb_per_s(together, gpu)))
+    return PciFigures(theory, min(theory, link_gb_per_s(together, gpu)))
 
 
-def count_links(gpu: GpuDevice, links: Sequence[Link]) -> int:
+def _count_links(gpu: GpuDevice, links: Sequence[Link]) -> int:
     """Return how many direct links there are, at most as many as the GPU can have."""
     count = sum(link.num_links for link in links)
     if links[0].kind is LinkKind.XGMI:
@@ -141,7 +133,7 @@ def find_rdma_ports(host: HostTopology) -> list[NetPort]:
     return [port for port in ports if port.kind == "infiniband" or port.port > 0]
 
 
-def find_interfaces(host: HostTopology) -> list[NetPort]:
+def _find_interfaces(host: HostTopology) -> list[NetPort]:
     """Return all ports that are hardware and up, without the spare ones of bonds."""
     ways = find_ways(host)
     spare: set[NetPort] = set()
@@ -196,7 +188,7 @@ def network_rates(host: HostTopology, interface: str = "") -> NetworkRates:
     """
     if interface:
         return _interface_rates(host, interface)
-    ports = find_rdma_ports(host) or find_interfaces(host)
+    ports = find_rdma_ports(host) or _find_interfaces(host)
     paths = {port: figures for port in ports if (figures := _path(host, port))}
     if not paths:
         why = "no network adapter with a rate was found; --link-rate gives it"
@@ -220,12 +212,12 @@ def _interface_rates(host: HostTopology, interface: str) -> NetworkRates:
         why = f"{interface} is virtual or does not tell its speed"
         why = f"the link rate is not known: {why}; --link-rate gives it"
         return NetworkRates(None, None, why)
-    total = _total(host, {port: _path(host, port) or UNLIMITED for port in way.ports})
+    total = _total(host, {port: _path(host, port) or _UNLIMITED for port in way.ports})
     rate = _rate(way.name, total, known_gb_per_s(way.ports))
     return NetworkRates(rate, rate)
 
 
-def _total(host: HostTopology, paths: Mapping[NetPort, Figures]) -> Figures:
+def _total(host: HostTopology, paths: Mapping[NetPort, PciFigures]) -> PciFigures:
     """Return what all ports bring to the processors, or to GPUs on the way.
 
     Each PCI link lets through what it carries; a bridge with a GPU below is where
@@ -233,52 +225,43 @@ def _total(host: HostTopology, paths: Mapping[NetPort, Figures]) -> Figures:
     """
     firsts: dict[str, str] = {}
     for device in host.devices:
-        firsts.setdefault(_slot(device.bus_id), device.bus_id)
-    arriving: dict[str, Figures] = {}
+        firsts.setdefault(device.bus_id.partition(".")[0], device.bus_id)
+    arriving: dict[str, PciFigures] = {}
     for port, figures in paths.items():
         # Functions of one device share its link.
-        first = firsts.get(_slot(port.bus_id), "")
-        arriving[first] = arriving.get(first, NO_FIGURES).plus(figures)
-    known = {device.bus_id for device in host.devices}
-    ends = _above_gpus(host)
-    total = arriving.get("", NO_FIGURES)
+        first = firsts.get(port.bus_id.partition(".")[0], "")
+        arriving[first] = arriving.get(first, _NO_FIGURES).plus(figures)
+    # GPUs and all bridges above them.
+    ends = {gpu.bus_id for gpu in host.gpus}
     for device in reversed(host.devices):
-        own = arriving.get(device.bus_id, NO_FIGURES)
+        if device.bus_id in ends:
+            ends.add(device.parent)
+    known = {device.bus_id for device in host.devices}
+    total = arriving.get("", _NO_FIGURES)
+    for device in reversed(host.devices):
+        own = arriving.get(device.bus_id, _NO_FIGURES)
         if device.bus_id not in ends:
-            own = own.capped(pci_figures(device) or UNLIMITED)
+            own = own.capped(pci_figures(device) or _UNLIMITED)
         if device.bus_id in ends or device.parent not in known:
             total = total.plus(own)
         else:
-            before = arriving.get(device.parent, NO_FIGURES)
+            before = arriving.get(device.parent, _NO_FIGURES)
             arriving[device.parent] = before.plus(own)
     return total
 
 
-def _above_gpus(host: HostTopology) -> set[str]:
-    """Return the bus addresses of GPUs and of all bridges above them."""
-    found = {gpu.bus_id for gpu in host.gpus}
-    for device in reversed(host.devices):
-        if device.bus_id in found:
-            found.add(device.parent)
-    return found
-
-
-def _slot(bus_id: str) -> str:
-    return bus_id.partition(".")[0]
-
-
-def _path(host: HostTopology, port: NetPort) -> Figures | None:
+def _path(host: HostTopology, port: NetPort) -> PciFigures | None:
     """Return what one port carries through its own PCIe link; None where not told."""
     above = (each for each in host.devices if each.bus_id == port.bus_id)
     device = next(above, None)
     link = pci_figures(device) if device else None
     if port.mbit_per_s <= 0:
-        return link if link and link.is_known else None
+        return link if link and link.theory < math.inf else None
     rate = known_gb_per_s([port])
-    return Figures(rate, rate).capped(link or UNLIMITED)
+    return PciFigures(rate, rate).capped(link or _UNLIMITED)
 
 
-def _rate(names: str, figures: Figures, plain_gb_per_s: float) -> Rate:
+def _rate(names: str, figures: PciFigures, plain_gb_per_s: float) -> Rate:
     link = f"{names}, {figures.theory:.4g} GB/s"
     if figures.theory < plain_gb_per_s * (1 - _ROUNDING):
         link += f" (PCIe lets through no more of {plain_gb_per_s:.8g})"
@@ -332,8 +315,8 @@ def _way_out(gpu: GpuDevice, links: Sequence[Link]) -> Rate:
     own = own or [link for link in links if link.target == gpu.name]
     if not own:
         return Rate("no direct links", 0.0)
-    figures = direct_figures(gpu, own)
-    name = f"{count_links(gpu, own)} {_NAMES[own[0].kind]}"
+    figures = _direct_figures(gpu, own)
+    name = f"{_count_links(gpu, own)} {_NAMES[own[0].kind]}"
     return Rate(f"{name}, {figures.theory:.4g} GB/s a GPU", *figures)
 
 
@@ -450,57 +433,40 @@ def _with_pcie(
     used: Sequence[GpuDevice],
     islands: Sequence[Collection[str]],
 ) -> LimitWorld:
-    """Return a world where PCIe alone joins some GPUs."""
     sizes = sorted(len(island) for island in islands)
-    least = _slowest_pcie(host, used)
-    if not _tells_links(host, used):
-        why = "the source does not tell whether NVLink joins the GPUs"
-    elif least is None:
-        why = "the source does not tell the PCIe link of a GPU"
-    elif sizes[0] == 1:
-        return world._replace(gpu=_alone(host, used, least))
-    elif sizes[0] == sizes[-1]:
-        return world._replace(islands=Islands(sizes[0], _together(least, sizes[0])))
-    else:
-        why = f"direct links join {sizes[0]} GPUs here and {sizes[-1]} there"
-    return world.lacking(why)
-
-
-def _tells_links(host: HostTopology, gpus: Sequence[GpuDevice]) -> bool:
-    """Say whether a source would have told of direct links if there were any."""
-    if any(gpu.gcn for gpu in gpus):
-        return True
-    # The kernel tells NVIDIA's models, and nothing of their links.
+    size = sizes[0]
+    devices = {device.bus_id: device for device in host.devices}
+    links = [devices[gpu.bus_id] for gpu in used if gpu.bus_id in devices]
+    known = [each for link in links if (each := pci_figures(link))]
+    known = [each for each in known if each.theory < math.inf]
+    # The kernel knows NVIDIA's models, and nothing of their links.
     is_kernel_alone = all(source.startswith(SYSFS) for source in host.sources)
     is_silent = host.sources and is_kernel_alone
-    return not is_silent and any(gpu.sm != UNKNOWN for gpu in gpus)
+    may_know = not is_silent and any(gpu.sm != UNKNOWN for gpu in used)
+    if not may_know and not any(gpu.gcn for gpu in used):
+        return world.lacking("the source does not tell whether NVLink joins the GPUs")
+    if len(known) < len(used):
+        return world.lacking("the source does not tell the PCIe link of a GPU")
+    if size == 1:
+        return world._replace(gpu=_alone(host, used, min(known)))
+    if size < sizes[-1]:
+        return world.lacking(
+            f"direct links join {size} GPUs here and {sizes[-1]} there"
+        )
+    theory, practical = min(known)
+    name = f"PCIe of {size} GPUs that have direct links, {theory * size:.4g} GB/s"
+    way_out = Rate(name, theory * size, practical * size)
+    return world._replace(islands=Islands(size, way_out))
 
 
-def _slowest_pcie(host: HostTopology, gpus: Sequence[GpuDevice]) -> Figures | None:
-    devices = {device.bus_id: device for device in host.devices}
-    links = [devices[gpu.bus_id] for gpu in gpus if gpu.bus_id in devices]
-    known = [
-        figures for link in links if (figures := pci_figures(link)) and figures.is_known
-    ]
-    return min(known) if len(known) == len(gpus) else None
-
-
-def _alone(host: HostTopology, gpus: Sequence[GpuDevice], pcie: Figures) -> Rate:
+def _alone(host: HostTopology, gpus: Sequence[GpuDevice], pcie: PciFigures) -> Rate:
     """Return the way out of a GPU that has none but PCIe and the processors."""
     bus_ids = {gpu.bus_id for gpu in gpus}
     near = {device.node for device in host.devices if device.bus_id in bus_ids}
     nodes = [node for node in host.numa_nodes if node.number in near]
-    between = min(
-        (smp_gb_per_s(a, b) for a, b in permutations(nodes, 2)),
-        default=pcie.practical,
-    )
+    rates = (smp_gb_per_s(a, b) for a, b in permutations(nodes, 2))
+    between = min(rates, default=pcie.practical)
     name = f"PCIe, {pcie.theory:.4g} GB/s a GPU"
     if between < pcie.practical:
         name += f" (NCCL counts {between:g} between processors)"
     return Rate(name, pcie.theory, min(between, pcie.practical))
-
-
-def _together(pcie: Figures, num_gpus: int) -> Rate:
-    theory = pcie.theory * num_gpus
-    name = f"PCIe of {num_gpus} GPUs that have direct links, {theory:.4g} GB/s"
-    return Rate(name, theory, pcie.practical * num_gpus)

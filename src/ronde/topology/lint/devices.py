@@ -1,5 +1,6 @@
 """Rules on network adapters, NUMA nodes and processors, and on names."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -22,6 +23,9 @@ _HIGHEST = 1_600_000
 _VIRTUAL = ("virbr", "docker", "veth", "br-", "vnet", "tap", "tun", "lo", "dummy")
 # Slower adapters seldom have GPUDirect RDMA.
 _RDMA_MBIT_PER_S = 25_000
+# Lowest model of Intel's family 6 with lanes of that many GT/s: Ice Lake, Sapphire
+# Rapids.
+_FIRST_MODELS = ((16.0, 0x6A), (32.0, 0x8F))
 
 
 @rule(
@@ -49,7 +53,7 @@ def _faster_than_link(view: HostView) -> Iterator[Hit]:
                 has,
                 should,
             )
-        elif not figures.is_known and (has := figures.practical) < should:
+        elif has == math.inf and (has := figures.practical) < should:
             # A link that is none, as virtual machines report it.
             yield Hit(
                 device.name,
@@ -86,8 +90,7 @@ def _odd_speeds(view: HostView) -> Iterator[Hit]:
                 + (": it looks like kb/s." if is_huge else "."),
                 f"NCCL plans with {has:g} GB/s for the port, whatever it has; "
                 f"{nearest} Mb/s would be {should:g}.",
-                0.0 if is_huge else has,
-                0.0 if is_huge else should,
+                *((0.0, 0.0) if is_huge else (has, should)),
             )
 
 
@@ -116,17 +119,16 @@ def _no_speed(view: HostView) -> Iterator[Hit]:
 def _down(view: HostView) -> Iterator[Hit]:
     up_at = {port.bus_id for port in view.host.ports if port.is_up}
     for port in view.host.ports:
-        if port.is_up or not port.bus_id:
-            continue
         # Of two ports often one has no cable, and Ethernet for management none.
         is_loss = port.kind == "infiniband" and port.bus_id not in up_at
         rate = f"{port_gb_per_s(port):g} GB/s" if port.mbit_per_s > 0 else "its rate"
-        yield Hit(
-            port.name,
-            Level.WARNING if is_loss else Level.NOTE,
-            "The port has no link.",
-            f"NCCL does not use it: the node has {rate} less.",
-        )
+        if port.bus_id and not port.is_up:
+            yield Hit(
+                port.name,
+                Level.WARNING if is_loss else Level.NOTE,
+                "The port has no link.",
+                f"NCCL does not use it: the node has {rate} less.",
+            )
 
 
 @rule(
@@ -178,10 +180,7 @@ def _has_likely_rate(port: NetPort) -> bool:
     "odd-nic-speed), or name the adapters in NCCL_IB_HCA.",
 )
 def _far_nics(view: HostView) -> Iterator[Hit]:
-    for gpu in view.gpus:
-        ways = _ways(view, gpu)
-        if not ways:
-            continue
+    for gpu, ways in _ways(view):
         port, nearest = min(ways, key=lambda way: (way[1].kind, -way[1].gb_per_s))
         far_port, chosen = min(ways, key=lambda way: (-way[1].gb_per_s, way[1].kind))
         if nearest.kind <= PathKind.PXB < chosen.kind:
@@ -205,24 +204,22 @@ def _far_nics(view: HostView) -> Iterator[Hit]:
     "adapters at every socket, or try NCCL_NET_GDR_LEVEL=PHB for those at its own.",
 )
 def _through_processor(view: HostView) -> Iterator[Hit]:
-    for gpu in view.gpus:
-        ways = _ways(view, gpu)
-        if not ways:
-            continue
+    for gpu, ways in _ways(view):
         fastest = max(port.mbit_per_s for port, _ in ways)
         way = min((way for _, way in ways), key=lambda way: (way.kind, -way.gb_per_s))
-        if way.kind <= PathKind.PXN or (fastest and fastest < _RDMA_MBIT_PER_S):
-            continue
+        is_slow = 0 < fastest < _RDMA_MBIT_PER_S
         place = "another socket's" if way.kind > PathKind.PHB else "its own"
-        yield Hit(
-            gpu,
-            Level.NOTE,
-            f"Its nearest network adapter is behind {place} processor "
-            f"({way.kind.name}).",
-            f"Up to {way.gb_per_s:g} GB/s (NCCL's figure), and by default NCCL uses "
-            "GPUDirect RDMA up to PXB alone: the data goes through the host's memory.",
-            way.gb_per_s,
-        )
+        if way.kind > PathKind.PXN and not is_slow:
+            yield Hit(
+                gpu,
+                Level.NOTE,
+                f"Its nearest network adapter is behind {place} processor "
+                f"({way.kind.name}).",
+                f"Up to {way.gb_per_s:g} GB/s (NCCL's figure), and by default NCCL "
+                "uses GPUDirect RDMA up to PXB alone: the data goes through the host's "
+                "memory.",
+                way.gb_per_s,
+            )
 
 
 @rule(
@@ -233,8 +230,8 @@ def _through_processor(view: HostView) -> Iterator[Hit]:
 )
 def _without_gpus(view: HostView) -> Iterator[Hit]:
     near: dict[str, bool] = {}
-    for gpu in view.gpus:
-        for port, way in _ways(view, gpu):
+    for _, ways in _ways(view):
+        for port, way in ways:
             near[port.name] = near.get(port.name, False) or way.kind <= PathKind.PXB
     for name, is_near in near.items():
         if not is_near and any(near.values()):
@@ -246,25 +243,19 @@ def _without_gpus(view: HostView) -> Iterator[Hit]:
             )
 
 
-def _ways(view: HostView, gpu: str) -> list[tuple[NetPort, Path]]:
-    """Return the ways to the ports that carry the traffic between hosts.
+def _ways(view: HostView) -> Iterator[tuple[str, list[tuple[NetPort, Path]]]]:
+    """Yield GPUs with their ways to the ports that carry traffic between hosts.
 
     Those are hardware, up, and at least half as fast as the fastest: not the one for
     management.
     """
     ports = [port for port in view.host.ports if port.bus_id and port.is_up]
     fastest = max((port.mbit_per_s for port in ports), default=0)
-    return [
-        (port, way)
-        for port in ports
-        if 2 * port.mbit_per_s >= fastest
-        and (way := view.paths.between(gpu, port.name))
-    ]
-
-
-# Lowest model of Intel's family 6 with lanes of that many GT/s: Ice Lake, Sapphire
-# Rapids.
-_FIRST_MODELS = ((16.0, 0x6A), (32.0, 0x8F))
+    fast = [port for port in ports if 2 * port.mbit_per_s >= fastest]
+    for gpu in view.gpus:
+        ways = [(p, way) for p in fast if (way := view.paths.between(gpu, p.name))]
+        if ways:
+            yield gpu, ways
 
 
 @rule(
@@ -315,9 +306,8 @@ def _no_cores(view: HostView) -> Iterator[Hit]:
 )
 def _shared_cores(view: HostView) -> Iterator[Hit]:
     counts = Counter(cpu for node in view.host.numa_nodes for cpu in node.cpus)
-    shared = {cpu for cpu, num in counts.items() if num > 1}
     for node in view.host.numa_nodes:
-        if own := shared.intersection(node.cpus):
+        if own := [cpu for cpu in node.cpus if counts[cpu] > 1]:
             yield Hit(
                 node.name,
                 Level.WARNING,
@@ -389,11 +379,8 @@ def _old_processors(view: HostView) -> Iterator[Hit]:
 )
 def _one_sided(view: HostView) -> Iterator[Hit]:
     packages = {node.package for node in view.host.numa_nodes if node.cpus} - {UNKNOWN}
-    nodes = {
-        view.node_of(bus_id)
-        for bus_id in [*view.gpus, *view.ports]
-        if bus_id in view.devices
-    }
+    ends = [bus_id for bus_id in [*view.gpus, *view.ports] if bus_id in view.devices]
+    nodes = {view.node_of(bus_id) for bus_id in ends}
     if len(packages) < 2 or len(view.gpus) < 2 or len(nodes) != 1 or UNKNOWN in nodes:
         return
     yield Hit(
@@ -411,14 +398,11 @@ def _one_sided(view: HostView) -> Iterator[Hit]:
     "Correct the source, or make it anew.",
 )
 def _remarks(view: HostView) -> Iterator[Hit]:
+    consequence = (
+        "It was read all the same; what is shown here may not be what the source meant."
+    )
     for remark in view.host.remarks:
-        yield Hit(
-            "source",
-            Level.NOTE,
-            remark,
-            "It was read all the same; what is shown here may not be what the source "
-            "meant.",
-        )
+        yield Hit("source", Level.NOTE, remark, consequence)
 
 
 @rule(
@@ -444,16 +428,14 @@ def _repeated_ranks(view: HostView) -> Iterator[Hit]:
     "Leave it out with CUDA_VISIBLE_DEVICES where that matters.",
 )
 def _mixed_gpus(view: HostView) -> Iterator[Hit]:
-    gpus = [gpu for gpu in view.host.gpus if gpu.sm > 0]
-    kinds = {g.name: f"gfx{g.gcn}" if g.gcn else f"sm {g.sm}" for g in gpus}
-    counts = Counter((gpu.gcn, gpu.sm) for gpu in gpus)
-    usual = counts.most_common(1)[0][0] if counts else ()
-    usual_kind = next((kinds[g.name] for g in gpus if (g.gcn, g.sm) == usual), "")
-    for gpu in gpus:
-        if (gpu.gcn, gpu.sm) != usual:
+    kinds = {gpu.name: (gpu.gcn, gpu.sm) for gpu in view.host.gpus if gpu.sm > 0}
+    words = {k: f"gfx{k[0]}" if k[0] else f"sm {k[1]}" for k in kinds.values()}
+    usual = Counter(kinds.values()).most_common(1)[0][0] if kinds else ("", 0)
+    for name, kind in kinds.items():
+        if kind != usual:
             yield Hit(
-                gpu.name,
+                name,
                 Level.NOTE,
-                f"It is {kinds[gpu.name]}, and most GPUs of the host are {usual_kind}.",
+                f"It is {words[kind]}, and most GPUs of the host are {words[usual]}.",
                 "A job over all runs at the slowest GPU's rate.",
             )

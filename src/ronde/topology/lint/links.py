@@ -205,7 +205,6 @@ def _gpus_on_bus(view: HostView) -> dict[str, GpuDevice]:
 
 
 def _devices_that_matter(view: HostView) -> Iterator[PciDevice]:
-    """Yield GPUs, network adapters and bridges above one."""
     known = view.gpus.keys() | view.ports.keys() | view.ends.keys()
     return (device for device in view.host.devices if device.bus_id in known)
 

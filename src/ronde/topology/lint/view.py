@@ -58,7 +58,6 @@ class Rule(NamedTuple):
     hits: Callable[[HostView], Iterator[Hit]]
 
     def find(self, view: HostView) -> Iterator[Diagnostic]:
-        """Yield a finding for every element that is wrong."""
         for hit in self.hits(view):
             yield Diagnostic(
                 self.name,
@@ -105,7 +104,6 @@ def view_of(host: HostTopology) -> HostView:
 
 
 def _chain(devices: dict[str, PciDevice], bus_id: str) -> list[PciDevice]:
-    """Return a device and the bridges above it."""
     chain: list[PciDevice] = []
     device = devices.get(bus_id)
     while device and device not in chain:

@@ -237,7 +237,6 @@ class _Starts:
     def _see(
         self, comm: _Comm, rank: int, process: _Process, values: dict[str, Any]
     ) -> None:
-        """Update a rank, unless it is another process's."""
         comm.processes[process.number] = process
         if rank not in comm.ranks and self._has_room(1):
             comm.ranks[rank] = process, RankSeen(rank, "", process.pid)

@@ -94,7 +94,6 @@ class EdgesSeen(NamedTuple):
 
     @property
     def is_between_nodes(self) -> bool:
-        """Whether the network carries them, or its switches reduce."""
         return self.transport.startswith(("NET/", "COLLNET/"))
 
 

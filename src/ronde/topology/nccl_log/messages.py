@@ -78,7 +78,6 @@ class MessageReader:
         self._heads: list[tuple[int, str]] = []
 
     def feed(self, line: str) -> list[NcclMessage]:
-        """Return the messages that a line makes whole."""
         self.num_lines += 1
         if "\x1b" in line:
             line = _ANSI.sub("", line)
@@ -89,7 +88,6 @@ class MessageReader:
         return [each for part in line.split("\r") for each in self._feed_part(part)]
 
     def end(self) -> None:
-        """Count the heads that are left as lost."""
         self._forget(len(self._heads))
 
     def _feed_part(self, line: str) -> list[NcclMessage]:
@@ -395,7 +393,6 @@ def split_paths(text: str) -> list[tuple[str, int, float, str]]:
 
 
 def _group_of(word: str, text: str) -> str:
-    """Return the name of the forms whose first word varies."""
     if text.endswith(("Init COMPLETE", "Init START")):
         return "init"
     if " connect to " in text:

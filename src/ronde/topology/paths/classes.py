@@ -134,7 +134,6 @@ class _Pairs:
         return "PHB" if numbers[0] == numbers[1] else "SYS"
 
     def _chain(self, name: str) -> Iterator[PciDevice]:
-        """Yield a device and those above it."""
         device = self._devices.get(name)
         seen: set[str] = set()
         while device and device.bus_id not in seen:

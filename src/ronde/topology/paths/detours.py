@@ -235,7 +235,6 @@ class _Detours:
             self._relays[gpu.name, port.name] = peer
 
     def avoid_far_reads(self, gpu: GpuDevice, port: NetPort) -> None:
-        """Lead through the processor what GPUDirect RDMA does not carry."""
         own = self.table.get((gpu.name, port.name))
         if own and own.kind < PathKind.PHB and not self._has_gdr(gpu, port):
             processor = self._processor(gpu)
@@ -287,7 +286,6 @@ class _Detours:
 
 
 def _merge(one: Path, other: Path) -> PathKind:
-    """Return the kind of two paths, one after the other."""
     near, far = sorted((one.kind, other.kind))
     return PathKind.P2C if (near, far) == (PathKind.C2C, PathKind.PHB) else far
 

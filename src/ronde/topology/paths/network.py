@@ -61,7 +61,6 @@ class PathKind(StrEnum):
 
     @property
     def rank(self) -> int:
-        """Its place in the order, from 0."""
         return _RANKS[self]
 
     def __lt__(self, other: str) -> bool:
@@ -132,7 +131,6 @@ class PathNetwork(NamedTuple):
     guessed: frozenset[frozenset[str]] = frozenset()
 
     def named(self, kind: VertexKind) -> tuple[str, ...]:
-        """Return the names of all vertices of a kind."""
         return tuple(v.name for v in self.vertices.values() if v.kind == kind)
 
 
@@ -232,7 +230,6 @@ class _Search:
         }
 
     def run(self, target: str) -> dict[str, Path]:
-        """Return the path of each vertex to a target."""
         found = {target: _Found(0, LOCAL_GB_PER_S, 0, target, None)}
         wave = [target]
         while wave:
@@ -522,7 +519,6 @@ class _Builder:
         return VertexKind.GPU if is_gpu and link.target != NVSWITCH else VertexKind.NVS
 
     def _holder(self, gpu: str) -> str:
-        """Return the vertex at which a GPU's links begin."""
         return gpu if self._release is NcclRelease.V2_29 else f"dev/{gpu}"
 
     def _vertex_above(self, name: str) -> str:

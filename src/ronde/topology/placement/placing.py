@@ -1,13 +1,12 @@
 """Places the ranks of one host: its GPU, an even part of the cores, an adapter."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.topology.machine import UNKNOWN_NODE, Core
-from ronde.topology.placement.inventory import Inventory, NearDevice
+from ronde.topology.machine import UNKNOWN_NODE, Core, Gpu, Machine
 from ronde.topology.placement.policies import (
     ANY,
     NOWHERE,
@@ -19,8 +18,100 @@ from ronde.topology.placement.policies import (
     decide,
 )
 
-MAX_NODES = 16
-"""Memory nodes with cores of a host: every set of them is tried."""
+# Memory nodes with cores of a host: every set of them is tried.
+_MAX_NODES = 16
+
+
+class InventoryNode(NamedTuple):
+    """A memory node with cores."""
+
+    number: int  # The kernel's; ``UNKNOWN_NODE`` for cores that it does not place.
+    cores: tuple[Core, ...]  # Those that ranks may use, ascending.
+
+
+class NearDevice(NamedTuple):
+    """A GPU or a network adapter."""
+
+    name: str  # For people and variables: ``0`` of a GPU, ``mlx5_0``.
+    node: int  # The memory node near it, or ``UNKNOWN_NODE``.
+
+
+class Nearness(NamedTuple):
+    """How near a network adapter is to a GPU."""
+
+    order: tuple[float, ...]  # Smaller is nearer; of equals, none is better.
+    word: str = ""  # The class of the way between them: ``PIX``; empty if unknown.
+    gb_per_s: float = 0.0  # Of that way; 0 if unknown.
+
+
+class Inventory(NamedTuple):
+    """What there is on one host."""
+
+    # Those with cores, by number: no rank can run on others.
+    nodes: tuple[InventoryNode, ...]
+    # From each node to each, in that order, as the firmware reports them.
+    distances: tuple[tuple[int, ...], ...]
+    gpus: tuple[NearDevice, ...] = ()  # In the order of local ranks.
+    nics: tuple[NearDevice, ...] = ()  # Those to train over.
+    # By index of GPU and adapter; no entry where it is unknown.
+    nearness: Mapping[tuple[int, int], Nearness] = {}
+    host: str = ""  # Its name, for messages.
+
+    @property
+    def cores(self) -> tuple[Core, ...]:
+        return tuple(core for node in self.nodes for core in node.cores)
+
+    def nearest_nics(self, gpu: int) -> tuple[int, ...]:
+        """Return the indexes of the adapters that are nearest to a GPU, all equal."""
+        own = {nic: near for (each, nic), near in self.nearness.items() if each == gpu}
+        best = min((near.order for near in own.values()), default=None)
+        return tuple(nic for nic, near in own.items() if near.order == best)
+
+    def numbers_of(self, mask: int) -> tuple[int, ...]:
+        return tuple(n.number for bit, n in enumerate(self.nodes) if mask >> bit & 1)
+
+
+def inventory_of_machine(
+    machine: Machine, gpus: Sequence[Gpu | None] | None = None, host: str = ""
+) -> Inventory:
+    """Return what a machine has for ranks, as its agent reports it.
+
+    Adapters are the ports to train over whose nearness is known; their memory nodes are
+    unknown. ``gpus`` are in the order of local ranks, None for a rank without one;
+    without ``gpus`` all that the machine has.
+    """
+    own = machine.gpus if gpus is None else tuple(gpus)
+    nodes = nodes_of_cores(machine.cores)
+    names = dict.fromkeys(near.port for near in machine.near)
+    ports = {port: index for index, port in enumerate(names)}
+    places = {gpu.bus_id: index for index, gpu in enumerate(own) if gpu}
+    none = NearDevice("", UNKNOWN_NODE)
+    return Inventory(
+        nodes,
+        plain_distances(len(nodes)),
+        tuple(NearDevice(gpu.visible_as, gpu.node) if gpu else none for gpu in own),
+        tuple(NearDevice(port, UNKNOWN_NODE) for port in ports),
+        {
+            (places[near.gpu], ports[near.port]): Nearness(near.order)
+            for near in machine.near
+            if near.gpu in places
+        },
+        host,
+    )
+
+
+def nodes_of_cores(cores: Sequence[Core]) -> tuple[InventoryNode, ...]:
+    """Return cores by memory node."""
+    by_node: dict[int, list[Core]] = {}
+    for core in sorted(cores, key=lambda core: (core.node, core.cpus)):
+        by_node.setdefault(core.node, []).append(core)
+    return tuple(InventoryNode(number, tuple(own)) for number, own in by_node.items())
+
+
+def plain_distances(num_nodes: int) -> tuple[tuple[int, ...], ...]:
+    """Return distances where all other nodes are equally far."""
+    rows = range(num_nodes)
+    return tuple(tuple(10 if a == b else 20 for b in rows) for a in rows)
 
 
 class Scope(StrEnum):
@@ -53,7 +144,7 @@ class CorePool(NamedTuple):
     """Cores that some ranks divide among them."""
 
     cores: tuple[Core, ...]  # By node and number.
-    ranks: tuple[int, ...]  # Who divides them, ascending.
+    ranks: tuple[int, ...]  # Ascending.
     is_near_gpu: bool  # Whether they are those near the GPUs of these ranks.
 
 
@@ -82,7 +173,6 @@ class RankPlace(NamedTuple):
 
     @property
     def cpus(self) -> tuple[int, ...]:
-        """Hardware threads of its cores, ascending."""
         return tuple(sorted(cpu for core in self.cores for cpu in core.cpus))
 
 
@@ -102,7 +192,19 @@ def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlace, .
         PlacementError: The policy refuses a rank, or all together.
         UsageError: The host has no cores to align with, or too many nodes.
     """
-    _check(inventory, request)
+    num_nodes, policy = len(inventory.nodes), request.policy
+    if request.num_ranks < 1:
+        raise UsageError(f"num_ranks must be at least 1, got {request.num_ranks}.")
+    if policy in {Policy.RESTRICTED, Policy.SINGLE_NUMA_NODE} and not num_nodes:
+        raise UsageError(
+            f"policy {policy} must have CPUs to align with, got none from any source. "
+            "Read the machine itself, or take best-effort."
+        )
+    if policy is not Policy.NONE and num_nodes > _MAX_NODES:
+        raise UsageError(
+            f"memory nodes with cores must be at most {_MAX_NODES}, got {num_nodes}: "
+            "every set of them is tried. Take policy none."
+        )
     placer = _Placer(inventory, request)
     ranks = range(request.num_ranks)
     if request.scope is Scope.JOB:
@@ -110,24 +212,9 @@ def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlace, .
     return tuple(placer.place([rank])[0] for rank in ranks)
 
 
-def _check(inventory: Inventory, request: AlignmentRequest) -> None:
-    num_nodes = len(inventory.nodes)
-    if request.num_ranks < 1:
-        raise UsageError(f"num_ranks must be at least 1, got {request.num_ranks}.")
-    is_strict = request.policy in {Policy.RESTRICTED, Policy.SINGLE_NUMA_NODE}
-    if is_strict and not num_nodes:
-        raise UsageError(
-            f"policy {request.policy} must have CPUs to align with, got none from any "
-            "source. Read the machine itself, or take best-effort."
-        )
-    if request.policy is not Policy.NONE and num_nodes > MAX_NODES:
-        raise UsageError(
-            f"memory nodes with cores must be at most {MAX_NODES}, got {num_nodes}: "
-            "every set of them is tried. Take policy none."
-        )
-
-
-def share_cores(cores: tuple[Core, ...], homes: Sequence[int]) -> tuple[CoreShare, ...]:
+def _share_cores(
+    cores: tuple[Core, ...], homes: Sequence[int]
+) -> tuple[CoreShare, ...]:
     """Divide cores among ranks in blocks, the low ranks' one core larger.
 
     ``homes`` are the memory nodes near each rank's GPU, or ``UNKNOWN_NODE``: with one
@@ -135,6 +222,7 @@ def share_cores(cores: tuple[Core, ...], homes: Sequence[int]) -> tuple[CoreShar
     """
     ranks = range(len(homes))
     known = {core.node for core in cores} - {UNKNOWN_NODE}
+    pools = [CorePool(cores, tuple(ranks), is_near_gpu=False)]
     if known.issuperset(homes):
         pools = [
             CorePool(
@@ -144,8 +232,6 @@ def share_cores(cores: tuple[Core, ...], homes: Sequence[int]) -> tuple[CoreShar
             )
             for node in sorted(set(homes))
         ]
-    else:
-        pools = [CorePool(cores, tuple(ranks), is_near_gpu=False)]
     found: dict[int, CoreShare] = {}
     for pool in pools:
         found |= dict(zip(pool.ranks, _divide(pool), strict=True))
@@ -157,12 +243,10 @@ def _divide(pool: CorePool) -> list[CoreShare]:
     size, extra = divmod(len(cores), num_ranks)
     if not size:
         # Each at another node, so that ranks are spread over all.
-        homes = [
-            cores[(2 * rank + 1) * len(cores) // (2 * num_ranks)].node
-            if cores
-            else UNKNOWN_NODE
-            for rank in range(num_ranks)
-        ]
+        middles = (
+            (2 * n + 1) * len(cores) // (2 * num_ranks) for n in range(num_ranks)
+        )
+        homes = [cores[middle].node if cores else UNKNOWN_NODE for middle in middles]
         return [CoreShare(pool, cores, home, not cores) for home in homes]
     starts = [n * size + min(n, extra) for n in range(num_ranks + 1)]
     blocks = [cores[starts[n] : starts[n + 1]] for n in range(num_ranks)]
@@ -184,14 +268,13 @@ class _Placer:
         has_gpus = len(inventory.gpus) >= request.num_ranks
         self._gpus = [(rank,) if has_gpus else () for rank in ranks]
         homes = [inventory.gpus[r].node if has_gpus else UNKNOWN_NODE for r in ranks]
-        self._shares = share_cores(inventory.cores, homes)
+        self._shares = _share_cores(inventory.cores, homes)
         self._bits = {node.number: bit for bit, node in enumerate(inventory.nodes)}
         self._bits.pop(UNKNOWN_NODE, None)
         self._free = [list(node.cores) for node in inventory.nodes]
         self._num_given = [0] * len(inventory.nics)
 
     def place(self, ranks: Sequence[int]) -> list[RankPlace]:
-        """Place ranks that are aligned as one."""
         policy, inventory = self._policy, self._inventory
         hints = {} if policy is Policy.NONE else self._hints(ranks)
         nodes = NodeSet(len(inventory.nodes), inventory.distances)

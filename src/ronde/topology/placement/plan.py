@@ -15,14 +15,16 @@ from ronde.topology.paths.network import (
     find_paths,
 )
 from ronde.topology.pci import bus_order
-from ronde.topology.placement.inventory import (
+from ronde.topology.placement.placing import (
+    AlignmentRequest,
     Inventory,
     NearDevice,
     Nearness,
+    RankPlace,
     nodes_of_cores,
+    place,
     plain_distances,
 )
-from ronde.topology.placement.placing import AlignmentRequest, RankPlace, place
 
 _MAX_THREADS = 4
 _AMD = 0x1002
@@ -270,7 +272,6 @@ class _Planner:
         )
 
     def rank_plan(self, rank: RankPlace) -> PlannedRank:
-        """Return what one rank gets, with names."""
         memory_nodes: tuple[int, ...] = ()
         if len(self.inventory.nodes) > 1 and len({c.node for c in rank.cores}) == 1:
             memory_nodes = (rank.home,) if rank.home != UNKNOWN_NODE else ()
@@ -328,7 +329,6 @@ class _Planner:
         return {"NCCL_IB_HCA": "=" + ",".join(dict.fromkeys(names))}
 
     def notices_on(self, places: Sequence[RankPlace]) -> list[str]:
-        """Return what the user should know of a placement."""
         notices: list[str] = []
         if self._gpus and not places[0].gpus:
             notices.append(

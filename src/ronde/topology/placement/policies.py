@@ -43,7 +43,6 @@ class NodeSet(NamedTuple):
 
     @property
     def all_mask(self) -> int:
-        """The set of them all."""
         return (1 << self.num_nodes) - 1
 
 
@@ -164,7 +163,6 @@ def best_count(resources: Iterable[Iterable[Hint]]) -> int:
 
 
 def _rank(hint: Hint, count: int, nodes: NodeSet) -> tuple[int, int, int, int, int]:
-    """Return a key that sorts the best first."""
     mask = hint.mask or 0
     size = mask.bit_count()
     distance = 0
@@ -188,7 +186,6 @@ def _one_node(hints: Iterable[Hint]) -> list[Hint]:
 
 
 def _agreed_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:
-    """Return the masks of all combinations that are preferred."""
     wanted = [{hint.mask for hint in hints if hint.is_preferred} for hints in resources]
     named = {mask for masks in wanted for mask in masks if mask}
     agreed = {mask for mask in named if all(mask in w or None in w for w in wanted)}

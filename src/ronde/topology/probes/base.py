@@ -134,7 +134,6 @@ class Element(NamedTuple):
     line: int  # Where it begins, from 1.
 
     def named(self, *tags: str) -> "tuple[Element, ...]":
-        """Return the children of these names."""
         return tuple(child for child in self.children if child.tag in tags)
 
 

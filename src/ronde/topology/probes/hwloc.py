@@ -61,7 +61,6 @@ class HwlocProbe:
     format = "hwloc XML"
 
     def recognises(self, saved: Saved) -> bool:
-        """Return whether the outermost element is hwloc's."""
         return outermost_tag(saved.data) == "topology"
 
     def read(self, saved: Saved) -> Topology:
@@ -241,8 +240,6 @@ class _Nodes:
         return number if cpus & ~self._own.get(number, 0) == 0 else UNKNOWN
 
     def _share(self, numbered: Mapping[int, _Object]) -> None:
-        """Give each CPU to one node."""
-
         def precedence(item: tuple[int, _Object]) -> tuple[bool, int, int]:
             number, each = item
             is_special = each.text("subtype") not in ("", "DRAM")
@@ -283,7 +280,6 @@ class _Nodes:
 
 
 def _threads(objects: Sequence[_Object]) -> int:
-    """Return the hardware threads that are there, as bits."""
     found: set[int] = set()
     for each in objects:
         if each.kind == "PU":
@@ -318,7 +314,6 @@ def _read_devices(
     nodes: _Nodes,
     localities: Sequence[tuple[int, range, int]],
 ) -> tuple[PciDevice, ...]:
-    """Return all PCI devices and bridges, parents before children."""
     found: dict[str, PciDevice] = {}
     for each in objects:
         address = plain_address(each.text("pci_busid"))
@@ -413,7 +408,6 @@ def _read_gpus(
 def _read_ports(
     objects: Iterable[_Object], nodes: _Nodes, version: float
 ) -> tuple[NetPort, ...]:
-    """Return network interfaces and each port of RDMA adapters."""
     found: list[NetPort] = []
     for each in objects:
         sort = each.number("osdev_type") if each.kind == "OSDev" else UNKNOWN

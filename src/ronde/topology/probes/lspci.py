@@ -37,7 +37,6 @@ class LspciProbe:
     format = "lspci -nn"
 
     def recognises(self, saved: Saved) -> bool:
-        """Return whether there are lines of lspci's near the beginning."""
         return any(map(_START.match, first_lines(saved.text)))
 
     def read(self, saved: Saved) -> Topology:

@@ -46,7 +46,6 @@ class NcclTopologyProbe:
     format = "NCCL topology file"
 
     def recognises(self, saved: Saved) -> bool:
-        """Return whether a file is of this form."""
         return outermost_tag(saved.data) == "system"
 
     def read(self, saved: Saved) -> Topology:
@@ -162,7 +161,6 @@ class _HostReader:
         return self._integer(element, name)
 
     def _integer(self, element: Element, name: str, default: int = UNKNOWN) -> int:
-        """Return a number, decimal or after 0x, or the default."""
         if found := _INTEGER.fullmatch(element.attributes.get(name, "")):
             sign, digits = found.groups()
             value = int(digits, 16) if digits[1:2] in ("x", "X") else int(digits)
@@ -171,7 +169,6 @@ class _HostReader:
         return default
 
     def _code(self, element: Element, name: str) -> int:
-        """Return a hexadecimal number, with or without 0x."""
         if found := _CODE.fullmatch(element.attributes.get(name, "")):
             return int(found[1], 16)
         self._unread(element, name)

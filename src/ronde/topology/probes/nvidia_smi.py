@@ -73,7 +73,6 @@ class NvidiaSmiProbe:
     format = "nvidia-smi topo -m"
 
     def recognises(self, saved: Saved) -> bool:
-        """Return whether an output begins near the beginning."""
         lines = first_lines(_plain(saved.text[:_LOOKED_AT]))
         return any(_columns(line) or _is_of_gpu(line) for line in lines)
 
@@ -192,11 +191,7 @@ def _host(
 
 
 def _read_matrices(lines: Sequence[str], origin: str) -> Iterator[_Matrix]:
-    """Yield the matrices in lines of text.
-
-    Raises:
-        UsageError: A row does not fit its header, or a GPU has none.
-    """
+    """Yield the matrices in lines of text."""
     matrix: _Matrix | None = None
     headings: list[str] = []
     for number, line in enumerate(lines, 1):
@@ -277,7 +272,6 @@ def _row(
 
 
 def _complete(matrix: _Matrix, origin: str) -> _Matrix:
-    """Return a matrix that has a row for every GPU."""
     absent = [name for name in matrix.columns if name not in matrix.rows]
     missing = [name for name in absent if _GPU_NAME.fullmatch(name)]
     if missing:
@@ -297,11 +291,7 @@ def _is_of_gpu(line: str) -> bool:
 
 
 def _read_gpus(lines: Sequence[str], origin: str) -> dict[int, _Gpu]:
-    """Return what ``nvidia-smi``, ``-L`` and ``nvlink`` have of each GPU, by number.
-
-    Raises:
-        UsageError: A line of a link is cut, or stands below no GPU.
-    """
+    """Return what ``nvidia-smi``, ``-L`` and ``nvlink`` have of each GPU, by number."""
     found: dict[int, _Gpu] = {}
     # What stands below a GPU: rates or remote devices of its links.
     sections: list[tuple[int, list[float], list[str]]] = []
@@ -507,7 +497,6 @@ def _read_pairs(matrices: Iterable[_Matrix], remarks: list[str]) -> _Pairs:
 
 
 def _pairs_of(matrix: _Matrix, remarks: list[str]) -> Iterator[tuple[_Pair, str]]:
-    """Yield each pair and the word on it."""
     names = list(matrix.columns)
     for place, source in enumerate(names):
         for other in range(place + 1, len(names)):

@@ -35,7 +35,6 @@ class SlurmTopologyProbe:
     format = "Slurm topology.conf"
 
     def recognises(self, saved: Saved) -> bool:
-        """Return whether switches or blocks are named near the beginning."""
         return _NAMED.search(saved.text[:_LOOKED_AT]) is not None
 
     def read(self, saved: Saved) -> Topology:
@@ -77,7 +76,6 @@ class SlurmTopologyProbe:
 
 
 def _switches(saved: Saved) -> Iterator[tuple[int, NetworkSwitch]]:
-    """Yield the switches and blocks, with their lines."""
     for line, text in _lines(saved.text):
         values = _values(saved, line, text)
         kind = next((name for name in _ALLOWED if name in values), "")

@@ -316,7 +316,6 @@ def _read_processor(root: str) -> tuple[str, str, int, int]:
 def _node(
     root: str, number: int, cpus: int, processor: tuple[str, str, int, int]
 ) -> NumaNode:
-    """Return a node of some CPUs, as bits."""
     cores = split_cores(root, cpus)
     if not cores:
         return NumaNode(number)
@@ -378,7 +377,6 @@ def _number(text: str) -> int:
 
 
 def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, ...]:
-    """Return ports by name, RDMA adapters' first."""
     ports = [
         port
         for name in list_names(f"{root}/{_INFINIBAND}")
@@ -405,7 +403,6 @@ def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, 
 
 
 def _read_interfaces(root: str, ports: Sequence[NetPort]) -> tuple[Interface, ...]:
-    """Return the interfaces above ports, each after those below it."""
     known = {port.title for port in ports}
     above = [n for n in list_names(f"{root}/{_NET}") if n not in known]
     waiting = {name: _lower_names(root, name, ports) for name in above}
