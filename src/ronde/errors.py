@@ -11,7 +11,7 @@
     ├── LaunchError(RuntimeError)        a job could not be started or kept running
     │   └── HostError                    hosts that cannot take part; each is listed
     ├── StoreError(RuntimeError)         the job's store refuses, or is gone
-    └── CollectiveError(RuntimeError)    a collective failed; every rank of it is told
+    └── CollectiveError(RuntimeError)    a collective failed, on each of its ranks
         ├── PeerLostError                another rank is gone
         └── UnpairedError                the ranks wait to connect, each with others
 

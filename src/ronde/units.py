@@ -1,4 +1,4 @@
-"""Sizes, durations and rates, between text and numbers.
+"""Sizes and durations, between text and numbers.
 
 Binary units are powers of 1024 (``KiB``, and ``K`` alone as nccl-tests has it), decimal
 ones powers of 1000 (``kB``, ``GB/s``). Case does not matter.
@@ -100,11 +100,6 @@ def format_duration(duration_s: float) -> str:
         minutes = round(seconds / 60)
         parts = ((minutes // 60, "h"), (minutes % 60, "m"))
     return "".join(f"{count}{unit}" for count, unit in parts if count)
-
-
-def format_rate(bytes_per_s: float) -> str:
-    """Write a rate in GB/s, 1e9 bytes a second, with three digits: ``1.41 GB/s``."""
-    return f"{_digits(bytes_per_s / 1e9, 3)} GB/s"
 
 
 def _digits(value: float, count: int) -> str:

@@ -1,3 +1,4 @@
+import json
 import os
 import sys
 from pathlib import Path
@@ -93,42 +94,40 @@ def test_all_that_scripts_import_is_there(python) -> None:
     assert python(ALL) == (0, "0.28.1\n", "")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("horovod.foo", "No module named 'horovod.foo'"),
-        ("horovod.torch.foo", "No module named 'horovod.torch.foo'"),
-        ("horovod.common.foo.bar", "No module named 'horovod.common.foo'"),
-        ("horovod.tensorflow", "horovod.tensorflow comes in a later version of ronde"),
-        ("horovod.tensorflow.keras", "horovod.tensorflow comes in a later version"),
-        ("horovod.torch.functions.x", "No module named 'horovod.torch.functions.x'"),
-        ("horovod.keras", "horovod.keras comes in a later version of ronde"),
-        ("horovod.spark", "horovod.spark is no part of ronde"),
-    ],
-)
-def test_what_is_not_there_is_an_import_error(python, name, message) -> None:
-    code = f"try:\n import {name}\nexcept ModuleNotFoundError as e:\n print(e.name, e)"
-    status, out, err = python(code)
-    assert (status, err) == (0, "")
-    assert message in out
+PRINTED = {
+    "import horovod.foo": "horovod.foo No module named 'horovod.foo'",
+    "import horovod.torch.foo": "No module named 'horovod.torch.foo'",
+    "import horovod.common.foo.bar": "No module named 'horovod.common.foo'",
+    "import horovod.tensorflow": "horovod.tensorflow comes in a later version of ronde",
+    "import horovod.tensorflow.keras": "horovod.tensorflow comes in a later version",
+    "import horovod.torch.functions.x": "No module named 'horovod.torch.functions.x'",
+    "import horovod.keras": "horovod.keras comes in a later version of ronde",
+    "import horovod.spark": "horovod.spark is no part of ronde",
+    "from horovod import torch as hvd": "ronde.torch",
+    "from horovod.torch import mpi_ops as hvd": "ronde.torch.mpi_ops",
+    "from horovod.common import exceptions as hvd": "ronde.horovod.compatibility",
+    "from horovod import tensorflow": "horovod.tensorflow comes in a later version",
+    "from horovod import nothing": "cannot import name 'nothing'",
+}
+PRINT = """
+import json
+for statement in json.loads({statements!r}):
+    try:
+        exec(statement)
+        print(hvd.__name__)
+    except ImportError as error:
+        print(error.name, error)
+"""
 
 
-@pytest.mark.parametrize(
-    ("statement", "printed"),
-    [
-        ("from horovod import torch as hvd", "ronde.torch"),
-        ("from horovod.torch import mpi_ops as hvd", "ronde.torch.mpi_ops"),
-        ("from horovod.common import exceptions as hvd", "ronde.horovod.compat"),
-        ("from horovod import tensorflow", "horovod.tensorflow comes in a later"),
-        ("from horovod import nothing", "cannot import name 'nothing'"),
-    ],
-)
-def test_parts_can_be_imported_from_it(python, statement, printed) -> None:
-    code = f"try:\n {statement}\n print(hvd.__name__)\n"
-    code += "except ImportError as error:\n print(error)"
-    status, out, err = python(code)
+def test_parts_are_imported_and_what_is_not_there_is_an_import_error(python) -> None:
+    program = PRINT.format(statements=json.dumps(list(PRINTED)))
+    status, out, err = python(program)
     assert (status, err) == (0, "")
-    assert out.startswith(printed)
+    for line, (statement, text) in zip(out.splitlines(), PRINTED.items(), strict=True):
+        assert text in line, statement
+        if statement.endswith(" as hvd"):
+            assert line == text, statement
 
 
 def test_an_error_inside_a_module_is_its_own(python) -> None:

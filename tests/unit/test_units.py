@@ -6,7 +6,6 @@ from hypothesis import given, strategies as st
 from ronde.errors import UsageError
 from ronde.units import (
     format_duration,
-    format_rate,
     format_size,
     parse_duration_s,
     parse_size_bytes,
@@ -124,17 +123,3 @@ def test_durations_survive_as_text(duration_s: float) -> None:
 def test_durations_that_are_none(duration_s: float) -> None:
     with pytest.raises(UsageError, match="duration_s must be finite"):
         format_duration(duration_s)
-
-
-@pytest.mark.parametrize(
-    ("bytes_per_s", "text"),
-    [
-        (0, "0 GB/s"),
-        (1.41e9, "1.41 GB/s"),
-        (0.118e9, "0.118 GB/s"),
-        (1.2345e12, "1234 GB/s"),
-        (2e6, "0.002 GB/s"),
-    ],
-)
-def test_rates(bytes_per_s: float, text: str) -> None:
-    assert format_rate(bytes_per_s) == text

@@ -35,26 +35,13 @@ _OLD_NAMES = {
     "network_interface": "network_interfaces",
 }
 _OPTIONS = {
-    "num_proc": "--num-proc",
-    "min_num_proc": "--min-num-proc",
-    "max_num_proc": "--max-num-proc",
     "slots": "--slots-per-host",
-    "reset_limit": "--reset-limit",
     "cooldown_range": "--blacklist-cooldown-range",
-    "hosts": "--hosts",
-    "hostfile": "--hostfile",
-    "host_discovery_script": "--host-discovery-script",
-    "start_timeout": "--start-timeout",
-    "ssh_port": "--ssh-port",
-    "ssh_identity_file": "--ssh-identity-file",
-    "disable_cache": "--disable-cache",
-    "output_filename": "--output-filename",
-    "verbose": "--verbose",
     "use_gloo": "--gloo",
     "use_mpi": "--mpi",
-    "mpi_args": "--mpi-args",
-    "network_interfaces": "--network-interfaces",
 }
+"""Options that are not called as their argument."""
+_NO_OPTIONS = ("func", "args", "kwargs", "executable")
 
 
 def run(
@@ -93,9 +80,6 @@ def run(
     horovodrun's options; ``ronde run`` lists those of them that change nothing.
 
     Args:
-        func: The function.
-        args: For the function.
-        kwargs: For the function.
         num_proc: Number of ranks.
         min_num_proc: So many ranks suffice where there are fewer slots than
             ``num_proc``, and the results of the first so many are returned.
@@ -107,20 +91,15 @@ def run(
         hostfile: Path of a file with such hosts, as ``localhost slots=4``.
         host_discovery_script: Path of a program that prints such hosts.
         start_timeout: Seconds that the ranks may take to connect.
-        ssh_port: Not used: there is one machine; nor is ``ssh_identity_file``.
-        ssh_identity_file: Not used.
-        disable_cache: Not used.
+        ssh_port: Not used: there is one machine. Nor are ``ssh_identity_file``,
+            ``disable_cache`` and ``mpi_args``.
         output_filename: Directory for what the ranks print.
         verbose: Show each step of the start; Horovod's levels 1 and 2 are one here.
         use_gloo: Do without MPI, as is the default.
         use_mpi: Move tensors with MPI.
-        mpi_args: Not used.
-        network_interface: The old name of the next one.
-        network_interfaces: Which ones Gloo and NCCL may use.
+        network_interfaces: Which ones Gloo and NCCL may use. The old names of this and
+            others are ``network_interface``, ``np``, ``min_np`` and ``max_np``.
         executable: Python for the ranks; None for this one.
-        np: The old name of ``num_proc``.
-        min_np: The old name of ``min_num_proc``.
-        max_np: The old name of ``max_num_proc``.
 
     Returns:
         The result of each rank; of the first ``min_num_proc`` where that is given.
@@ -216,10 +195,10 @@ def _words(asked: Mapping[str, Any]) -> list[str]:
     if read_rank_info().size == 1:
         # A program that is a world of its own may well have been started as one.
         words.append("--nested")
-    for name, option in _OPTIONS.items():
-        value = asked[name]
-        if value is None or value is False:
+    for name, value in asked.items():
+        if value is None or value is False or name in _NO_OPTIONS:
             continue
+        option = _OPTIONS.get(name) or f"--{name.replace('_', '-')}"
         if value is True:
             words.append(option)
         elif name == "cooldown_range":
@@ -247,15 +226,11 @@ def _run_job(words: Sequence[str]) -> tuple[int, Iterable[str]]:
         text=True,
         errors="backslashreplace",
     ) as process:
-        streams = (
-            (process.stdout, sys.stdout, deque[str](maxlen=0)),
-            (process.stderr, sys.stderr, errors),
-        )
-        threads = [Thread(target=_show, args=stream) for stream in streams]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        outputs = (process.stdout, sys.stdout, deque[str](maxlen=0))
+        thread = Thread(target=_show, args=outputs)
+        thread.start()
+        _show(process.stderr or (), sys.stderr, errors)
+        thread.join()
     return process.returncode, errors
 
 

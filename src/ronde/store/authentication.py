@@ -46,7 +46,7 @@ _READ_BYTES = 4096
 class Offer(NamedTuple):
     """What a rank shows when it connects."""
 
-    kind: int  # of the credential: see ``secret``
+    kind: int  # of the credential
     credential: bytes  # by which the store comes to the key; may be empty
     key: bytes  # at least 128 bits that no other user knows
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ronde.collectives import ReduceOp, Work
 from ronde.collectives.torch_modes import new_like, outside_compiler
-from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.requests import NamedOperation, OpKind
 from ronde.errors import CollectiveError, UsageError
 from ronde.torch.process_sets import ProcessSet, state_of
@@ -39,6 +38,7 @@ _REDUCE_OPS = {
     Max: ReduceOp.MAX,
     Product: ReduceOp.PRODUCT,
 }
+_WITH_OUTPUTS = (OpKind.ALLREDUCE, OpKind.BROADCAST)
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _NUMBERS = _FLOATS | {
     *(torch.int8, torch.int16, torch.int32, torch.int64),
@@ -112,25 +112,18 @@ def require_whole(tensors: Iterable[Tensor]) -> None:
 class CollectiveFunction:
     """A collective on some tensors; its results are as many.
 
-    Every method raises ``UsageError`` for a dtype that is not supported, a set that is
-    not there and a name that is under way; ``CollectiveError`` if the job has ended.
+    Every method raises ``UsageError`` for an unsupported dtype, a set that does not
+    exist and a name that is under way; ``CollectiveError`` if the job has ended.
     """
 
-    word: ClassVar[str] = ""  # as Horovod's messages name it
+    kind: ClassVar[OpKind]
 
     process_set: ProcessSet
     name: str | None = None  # on the wire; None matches ranks by the order of calls
     is_group: bool = False
-
-    def _dtypes(self) -> Dtypes | None:
-        """Return what it is defined for; None for all."""
-        return None
-
-    def _operation(
-        self, state: ProcessSetState, tensors: tuple[Tensor, ...], *, in_place: bool
-    ) -> NamedOperation:
-        """Return what is to be submitted for detached tensors."""
-        raise NotImplementedError
+    op: int = Sum
+    prescale: float = 1.0
+    postscale: float = 1.0
 
     def finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
         """Return the results as tensors."""
@@ -150,8 +143,8 @@ class CollectiveFunction:
 
     def start(self, tensors: Tensors, *, in_place: bool = False) -> Work[Any]:
         """Submit it outside autograd and return at once."""
-        coordinator, operation = self._prepare(tensors, in_place=in_place)
-        return coordinator.submit(operation)
+        state, operation = self._prepare(tensors, in_place=in_place)
+        return state.coordinator.submit(operation)
 
     def run(self, tensors: Tensors) -> tuple[Tensor, ...]:
         """Carry it out, under autograd where a tensor needs that."""
@@ -167,17 +160,33 @@ class CollectiveFunction:
         self, tensors: Tensors, *, in_place: bool = False
     ) -> tuple[Tensor, ...]:
         """Carry it out outside autograd."""
-        coordinator, operation = self._prepare(tensors, in_place=in_place)
-        return self.finish(coordinator.run(operation))
+        state, operation = self._prepare(tensors, in_place=in_place)
+        return self.finish(state.coordinator.run(operation))
+
+    @property
+    def state(self) -> ProcessSetState:
+        """This rank's part in the set."""
+        return state_of(self.process_set, self.kind.name)
 
     @property
     def gradient_name(self) -> str | None:
         """What its gradients' collectives are called."""
         return self.name and f"{self.name}.gradient"
 
+    def _dtypes(self) -> Dtypes | None:
+        """Return what it is defined for; None for all."""
+        return None
+
+    def _complete(
+        self, state: ProcessSetState, operation: NamedOperation
+    ) -> NamedOperation:
+        """Check the operation and add what only this function has."""
+        del state
+        return operation
+
     def _prepare(
         self, tensors: Tensors, *, in_place: bool
-    ) -> tuple[Coordinator, NamedOperation]:
+    ) -> tuple[ProcessSetState, NamedOperation]:
         require_whole(tensors)
         dtypes = self._dtypes()
         for tensor in tensors:
@@ -185,9 +194,22 @@ class CollectiveFunction:
                 dtypes is not None and tensor.dtype not in dtypes
             ):
                 raise UsageError(f"Tensor type {tensor.type()} is not supported.")
-        state = state_of(self.process_set, self.word)
+        state = self.state
         own = tuple([t.detach() if t.requires_grad else t for t in tensors])
-        return state.coordinator, self._operation(state, own, in_place=in_place)
+        outputs: tuple[Tensor, ...] = ()
+        if self.kind in _WITH_OUTPUTS:
+            outputs = own if in_place else tuple([new_like(tensor) for tensor in own])
+        operation = NamedOperation(
+            self.kind,
+            own,
+            self.name or "",
+            outputs,
+            self.is_group,
+            _REDUCE_OPS.get(self.op, ReduceOp.SUM),
+            self.prescale,
+            self.postscale,
+        )
+        return state, self._complete(state, operation)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -204,37 +226,22 @@ class _Differentiable(torch.autograd.Function):
         return None, *ctx.function.gradients(gradients, ctx.num_rows)
 
 
-def _outputs(tensors: tuple[Tensor, ...], *, in_place: bool) -> tuple[Tensor, ...]:
-    return tensors if in_place else tuple([new_like(tensor) for tensor in tensors])
-
-
 @dataclass(frozen=True, slots=True)
 class AllreduceFunction(CollectiveFunction):
     """All-reduce; its gradient is the same reduction of gradients."""
 
-    word = "Allreduce"
-    op: int = Average
-    prescale: float = 1.0
-    postscale: float = 1.0
+    kind = OpKind.ALLREDUCE
 
     def _dtypes(self) -> Dtypes | None:
         return _REDUCIBLE[self.op]
 
-    def _operation(
-        self, state: ProcessSetState, tensors: tuple[Tensor, ...], *, in_place: bool
+    def _complete(
+        self, state: ProcessSetState, operation: NamedOperation
     ) -> NamedOperation:
-        if self.op == Adasum:
-            require_adasum(self.process_set, len(state.ranks))
-        return NamedOperation(
-            OpKind.ADASUM if self.op == Adasum else OpKind.ALLREDUCE,
-            tensors,
-            self.name or "",
-            _outputs(tensors, in_place=in_place),
-            self.is_group,
-            _REDUCE_OPS.get(self.op, ReduceOp.SUM),
-            self.prescale,
-            self.postscale,
-        )
+        if self.op != Adasum:
+            return operation
+        require_adasum(self.process_set, len(state.ranks))
+        return operation._replace(kind=OpKind.ADASUM)
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
         """Reduce the gradients alike."""
@@ -246,25 +253,16 @@ class AllreduceFunction(CollectiveFunction):
 class AllgatherFunction(CollectiveFunction):
     """All-gather; its gradient is this rank's rows of the averaged gradients."""
 
-    word = "Allgather"
-
-    def _operation(
-        self, state: ProcessSetState, tensors: tuple[Tensor, ...], *, in_place: bool
-    ) -> NamedOperation:
-        del state, in_place
-        return NamedOperation(
-            OpKind.ALLGATHER, tensors, self.name or "", (), self.is_group
-        )
+    kind = OpKind.ALLGATHER
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
         """Average the gradients and take this rank's rows, wherever they lie."""
         name = self.gradient_name
-        averaged = AllreduceFunction(self.process_set, name, self.is_group)
+        averaged = AllreduceFunction(self.process_set, name, self.is_group, Average)
         gathered = AllgatherFunction(self.process_set, name)
         results = averaged.run(gradients)
         (rows,) = gathered.run((torch.tensor([num_rows], device="cpu"),))
-        rank = state_of(self.process_set, self.word).rank
-        starts = cast("list[int]", rows[:rank].sum(0).tolist())
+        starts = cast("list[int]", rows[: self.state.rank].sum(0).tolist())
         return [
             result.narrow(0, start, length)
             for result, start, length in zip(results, starts, num_rows, strict=True)
@@ -275,32 +273,25 @@ class AllgatherFunction(CollectiveFunction):
 class BroadcastFunction(CollectiveFunction):
     """Copy from one rank; its gradient is the average there and zero elsewhere."""
 
-    word = "Broadcast"
+    kind = OpKind.BROADCAST
     root_rank: int = 0  # among all ranks, also in a process set
 
-    def _operation(
-        self, state: ProcessSetState, tensors: tuple[Tensor, ...], *, in_place: bool
+    def _complete(
+        self, state: ProcessSetState, operation: NamedOperation
     ) -> NamedOperation:
         if self.root_rank not in state.ranks:
             raise UsageError(
                 f"broadcast received invalid root rank {self.root_rank} for provided "
                 "process set"
             )
-        return NamedOperation(
-            OpKind.BROADCAST,
-            tensors,
-            self.name or "",
-            _outputs(tensors, in_place=in_place),
-            root=state.ranks.index(self.root_rank),
-        )
+        return operation._replace(root=state.ranks.index(self.root_rank))
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
         """Average the gradients; they are the root's."""
         del num_rows
-        averaged = AllreduceFunction(self.process_set, self.gradient_name)
+        averaged = AllreduceFunction(self.process_set, self.gradient_name, op=Average)
         results = averaged.run(gradients)
-        state = state_of(self.process_set, self.word)
-        if state.ranks[state.rank] == self.root_rank:
+        if self.state.ranks[self.state.rank] == self.root_rank:
             return results
         return [torch.zeros_like(result) for result in results]
 
@@ -309,39 +300,26 @@ class BroadcastFunction(CollectiveFunction):
 class ReducescatterFunction(CollectiveFunction):
     """Reduce-scatter by sum or average; its gradient is gathered."""
 
-    word = "Reducescatter"
-    op: int = Average
-    prescale: float = 1.0
-    postscale: float = 1.0
+    kind = OpKind.REDUCESCATTER
 
     def _dtypes(self) -> Dtypes | None:
         return _REDUCIBLE[Average]
 
-    def _operation(
-        self, state: ProcessSetState, tensors: tuple[Tensor, ...], *, in_place: bool
+    def _complete(
+        self, state: ProcessSetState, operation: NamedOperation
     ) -> NamedOperation:
-        del state, in_place
+        del state
         if self.op not in (Average, Sum):
             raise CollectiveError(
                 "Reducescatter currently only supports AVERAGE and SUM."
             )
-        return NamedOperation(
-            OpKind.REDUCESCATTER,
-            tensors,
-            self.name or "",
-            (),
-            self.is_group,
-            _REDUCE_OPS[self.op],
-            self.prescale,
-            self.postscale,
-        )
+        return operation
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
         """Gather the scaled gradients."""
         del num_rows
-        state = state_of(self.process_set, self.word)
         factor = self.prescale * self.postscale
-        factor *= len(state.ranks) if self.op == Sum else 1
+        factor *= len(self.state.ranks) if self.op == Sum else 1
         name = self.gradient_name
         gathered = AllgatherFunction(self.process_set, name, self.is_group)
         return gathered.run([gradient * factor for gradient in gradients])
@@ -351,13 +329,12 @@ class ReducescatterFunction(CollectiveFunction):
 class AlltoallFunction(CollectiveFunction):
     """All-to-all; each row's gradient goes back to where it came from."""
 
-    word = "Alltoall"
+    kind = OpKind.ALLTOALL
     splits: Splits | None = None
 
-    def _operation(
-        self, state: ProcessSetState, tensors: tuple[Tensor, ...], *, in_place: bool
+    def _complete(
+        self, state: ProcessSetState, operation: NamedOperation
     ) -> NamedOperation:
-        del in_place
         splits = self.splits
         if isinstance(splits, Tensor):
             if splits.dim() != 1:
@@ -370,9 +347,10 @@ class AlltoallFunction(CollectiveFunction):
             splits = cast("list[int]", splits.tolist()) or None
         elif splits is not None:
             splits = list(splits)
-        if tensors[0].dim():
-            _require_rows(splits, tensors[0].shape[0], len(state.ranks))
-        return NamedOperation(OpKind.ALLTOALL, tensors, self.name or "", splits=splits)
+        tensor = operation.tensors[0]
+        if tensor.dim():
+            _require_rows(splits, tensor.shape[0], len(state.ranks))
+        return operation._replace(splits=splits)
 
     def finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
         """Return the received rows and, int32, how many came from each rank."""

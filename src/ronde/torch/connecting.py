@@ -9,7 +9,7 @@ Note [Connecting at first use]
 
     Two cases leave all ranks of a set waiting to connect, each with others. Their
     models differ: then all raise that. Or one rank has made one more that is like the
-    others, say a copy to keep: then what they wait with is connected, since nothing
+    others, such as a copy to keep: then what they wait with is connected, since nothing
     else can be meant.
 """
 

@@ -94,12 +94,9 @@ def broadcast_object(
 ) -> Any:  # noqa: ANN401  anything
     """Return ``root_rank``'s object on every rank of the set; collective.
 
-    Args:
-        obj: Anything cloudpickle takes; ignored on the other ranks.
-        root_rank: The rank whose object everyone gets, among all ranks.
-        name: Matches the ranks' calls; without one, their order does. (Horovod takes
-            the name of the object's class, which may differ from rank to rank.)
-        process_set: The ranks that take part.
+    The object is anything cloudpickle takes, ignored on the other ranks; the root is
+    one among all ranks. ``name`` matches the ranks' calls; without one, their order
+    does. (Horovod takes the name of the object's class, which may differ.)
 
     Raises:
         UsageError: The set is not there, or without this rank or ``root_rank``.
@@ -114,12 +111,7 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return every rank's object, in rank order; collective.
-
-    Args:
-        obj: Anything cloudpickle takes.
-        name: As of ``broadcast_object``.
-        process_set: The ranks that take part.
+    """Return every rank's object, in rank order; collective: see ``broadcast_object``.
 
     Raises:
         UsageError: The set is not there, or without this rank.

@@ -1,7 +1,7 @@
 """Horovod's collectives of tensors, and all else that its scripts import from here.
 
-Ranks are matched by ``name``; without one, by the order of calls. Unless said
-otherwise:
+Ranks are matched by ``name``; without one, by the order of calls. Unless a
+function's text differs:
 
 * ``tensor`` has any shape and layout, equal on all ranks, on CPU or CUDA; results have
   its layout. Sparse tensors: see ``sparse_allreduce_async``.

@@ -34,7 +34,7 @@ from ronde.torch.mpi_ops import (
     synchronize,
 )
 from ronde.torch.process_sets import ProcessSet, global_process_set, state_of
-from ronde.torch.session import current_session, is_initialized, size
+from ronde.torch.session import current_session, is_initialized
 
 __all__ = ["DistributedOptimizer", "_DistributedOptimizer"]
 
@@ -57,7 +57,7 @@ class OptimizerProxy:
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The wrapped optimizer's class, so that ``isinstance`` tells the truth."""
+        """The wrapped optimizer's class, so that ``isinstance`` is right."""
         return type(self.wrapped)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the wrapped one's
@@ -401,18 +401,27 @@ class _DistributedOptimizer(Optimizer):
         compression: type[Compressor] = Compression.none,
         backward_passes_per_step: int = 1,
         op: int = Average,
+        gradient_predivide_factor: float = 1.0,
+        groups: object = None,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
         # Of the class that this is mixed into, which knows its own defaults.
         super(self.__class__, self).__init__(params)  # pyright: ignore[reportCallIssue]
         self._compression = compression
         self.backward_passes_per_step = backward_passes_per_step
         self.op = op
+        self._predivide = gradient_predivide_factor
+        self._sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
+        del groups  # each gradient has a handle of its own here
         named = _name_parameters(self, named_parameters)
         self._parameter_names = {parameter: name for name, parameter in named}
         self._handles: dict[Tensor, tuple[int | None, Any]] = {}
         self._num_passes = dict.fromkeys(self._parameter_names, 0)
         self._should_synchronize = True
-        if size() > 1:
+        self._is_shared = process_set.included() and process_set.size() != 1
+        if self._is_shared:
             self._register_hooks()
 
     def _register_hooks(self) -> None:
@@ -440,13 +449,22 @@ class _DistributedOptimizer(Optimizer):
         """Start to reduce a gradient; return the handle, and what decompresses it."""
         if p.grad is None:
             p.grad = zeros_like(p)
+        if self._sparse_as_dense and p.grad.is_sparse:
+            p.grad = p.grad.to_dense()
         wire, context = self._compression.compress(p.grad)
-        name = self._parameter_names[p]
-        return allreduce_async_(wire, name=name, op=self.op), context
+        handle = allreduce_async_(
+            wire,
+            name=self._parameter_names[p],
+            op=self.op,
+            prescale_factor=1.0 / self._predivide,
+            postscale_factor=self._predivide,
+            process_set=self.process_set,
+        )
+        return handle, context
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; those not there count as zeros."""
-        for parameter in self._parameter_names if size() > 1 else ():
+        for parameter in self._parameter_names if self._is_shared else ():
             # An overridden hook may have put it off.
             is_started = self._handles.get(parameter, (None,))[0] is not None
             if parameter.requires_grad and not is_started:

@@ -180,11 +180,12 @@ def state_of(process_set: ProcessSet, word: str) -> ProcessSetState:
         return state
     if session.sets.get(set_id or -1) != tuple(process_set.ranks):
         raise UsageError(
-            f"{word}: Process set provided does not exist, or has not been registered."
+            f"{word.capitalize()}: Process set provided does not exist, or has not "
+            "been registered."
         )
     raise UsageError(
-        f"{word}: Rank {session.world.rank} is not a member of the provided process "
-        "set."
+        f"{word.capitalize()}: Rank {session.world.rank} is not a member of the "
+        "provided process set."
     )
 
 

@@ -12,7 +12,7 @@ from ronde.errors import WorldError
 
 PREFIX = "HOROVOD_"
 DYNAMIC = "DYNAMIC"
-"""What ``HOROVOD_TIMELINE`` says to have timelines started by the program."""
+"""The value of ``HOROVOD_TIMELINE`` with which programs start timelines."""
 
 # Those of logging, which nobody needs to load for them.
 _LEVELS = {
