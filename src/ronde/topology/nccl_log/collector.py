@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from ronde.topology.graph import UNKNOWN
 from ronde.topology.nccl_log.log import (
@@ -63,7 +63,15 @@ class _Process:
     num_messages: int = 0
 
 
-_Taker = Callable[[_Process, NcclMessage, re.Match[str]], None]
+class _LogEntry(NamedTuple):
+    """A message of a known form."""
+
+    process: _Process
+    thread: tuple[int, int]  # Numbers of process and thread.
+    match: re.Match[str]
+
+
+_Taker = Callable[[_LogEntry], None]
 
 
 @dataclass(slots=True)
@@ -130,11 +138,12 @@ class _Starts:
         self._of_pointer: dict[tuple[int, str], _Comm] = {}
         self._num_ranks = 0
 
-    def take_init(
-        self, process: _Process, message: NcclMessage, match: re.Match[str]
-    ) -> None:
-        _, pointer, rank, num_ranks, device, bus_id, *split, name, word = match.groups()
-        thread, at = (process.number, message.thread), (process.number, pointer)
+    def take_init(self, entry: _LogEntry) -> None:
+        process = entry.process
+        _, pointer, rank, num_ranks, device, bus_id, *split, name, word = (
+            entry.match.groups()
+        )
+        thread, at = entry.thread, (process.number, pointer)
         name = name or self._split_name(process, pointer, split)
         comm = self._named.get((name, int(num_ranks)))
         if comm is None:
@@ -152,42 +161,38 @@ class _Starts:
         values = {"device": int(device), "bus_id": bus_id, mark: True}
         self._see(comm, int(rank), process, values)
 
-    def take_layout(
-        self, process: _Process, message: NcclMessage, match: re.Match[str]
-    ) -> None:
-        pointer, rank, num_ranks, num_nodes, _, mnnvl = match.groups()
+    def take_layout(self, entry: _LogEntry) -> None:
+        process = entry.process
+        pointer, rank, num_ranks, num_nodes, _, mnnvl = entry.match.groups()
         comm = self._of_pointer.get((process.number, pointer))
         if comm is None or comm.num_ranks not in (0, int(num_ranks)):
-            comm = self._current(process, message, int(num_ranks))
+            comm = self._current(entry, int(num_ranks))
         if comm is not None:
             self._of_pointer[process.number, pointer] = comm
             comm.num_nodes, comm.is_mnnvl = int(num_nodes), mnnvl == "1"
             self._see(comm, int(rank), process, {})
 
-    def take_ring(
-        self, process: _Process, message: NcclMessage, match: re.Match[str]
-    ) -> None:
-        order = tuple(map(int, match.group(3).split()))
+    def take_ring(self, entry: _LogEntry) -> None:
+        order = tuple(map(int, entry.match.group(3).split()))
         may_be_cut = len(order) == _MAX_RANKS_OF_OLD_RING
-        comm = self._current(process, message, 0 if may_be_cut else len(order))
+        comm = self._current(entry, 0 if may_be_cut else len(order))
         is_cut = may_be_cut and comm and comm.num_ranks not in (0, len(order))
         if comm is not None and not is_cut and self._has_room(len(order)):
-            comm.rings[int(match.group(1))] = order
+            comm.rings[int(entry.match.group(1))] = order
 
-    def take_channels(
-        self, process: _Process, message: NcclMessage, match: re.Match[str]
-    ) -> None:
-        if comm := self._current(process, message, 0):
-            comm.channels.add(ChannelCounts(*map(int, match.groups())))
+    def take_channels(self, entry: _LogEntry) -> None:
+        if comm := self._current(entry, 0):
+            comm.channels.add(ChannelCounts(*map(int, entry.match.groups())))
 
-    def take_timings(
-        self, process: _Process, message: NcclMessage, match: re.Match[str]
-    ) -> None:
-        if comm := self._current(process, message, int(match.group(2))):
-            phases = [each.split(" ") for each in match.group(4).split(", ")]
+    def take_timings(self, entry: _LogEntry) -> None:
+        if comm := self._current(entry, int(entry.match.group(2))):
+            phases = [each.split(" ") for each in entry.match.group(4).split(", ")]
             ordered = sorted(((n, float(s)) for n, s in phases), key=lambda p: -p[1])
-            values = {"init_s": float(match.group(3)), "init_phases": tuple(ordered)}
-            self._see(comm, int(match.group(1)), process, values)
+            values = {
+                "init_s": float(entry.match.group(3)),
+                "init_phases": tuple(ordered),
+            }
+            self._see(comm, int(entry.match.group(1)), entry.process, values)
 
     def communicators(self) -> list[_Comm]:
         """Return all; drafts are added to those they can only belong to."""
@@ -218,20 +223,17 @@ class _Starts:
             return f"#{process.host}:{process.pid}:{pointer}"
         return f"#{parent.name}/{split_count or '-'}/{color or '-'}"
 
-    def _current(
-        self, process: _Process, message: NcclMessage, num_ranks: int
-    ) -> _Comm | None:
+    def _current(self, entry: _LogEntry, num_ranks: int) -> _Comm | None:
         """Return what a thread starts, or its draft; None where it is another."""
-        thread = (process.number, message.thread)
-        comm = self._of_thread.get(thread)
+        comm = self._of_thread.get(entry.thread)
         if comm is None:
             if len(self._drafts) >= _MAX_COMMUNICATORS:
                 self.num_left_out += 1
                 return None
-            comm = self._of_thread[thread] = _Comm("")
+            comm = self._of_thread[entry.thread] = _Comm("")
             self._drafts[id(comm)] = comm
         comm.num_ranks = comm.num_ranks or num_ranks
-        comm.processes[process.number] = process
+        comm.processes[entry.process.number] = entry.process
         return comm if num_ranks in (0, comm.num_ranks) else None
 
     def _see(
@@ -309,7 +311,7 @@ class _Collector:
         if found := recognise(message.text):
             topic, match = found
             if taker := self._takers.get(topic):
-                taker(process, message, match)
+                taker(_LogEntry(process, (process.number, message.thread), match))
             else:
                 self._note(topic, match.groups(), process.number)
 
@@ -336,60 +338,49 @@ class _Collector:
         counts[number] = counts.get(number, 0) + 1
         return True
 
-    def _take_found(
-        self, process: _Process, _: NcclMessage, match: re.Match[str]
-    ) -> None:
-        is_socket = match.group(1) == "Socket"
-        for device in _DEVICE.findall(match.group(2)):
+    def _take_found(self, entry: _LogEntry) -> None:
+        is_socket = entry.match.group(1) == "Socket"
+        for device in _DEVICE.findall(entry.match.group(2)):
             # The address behind a socket's name is of no use.
             name = device.partition(":")[0] if is_socket else device
             topic = "socket_found" if is_socket else "ib_found"
-            self._note(topic, (match.group(1), name), process.number)
+            self._note(topic, (entry.match.group(1), name), entry.process.number)
 
-    def _take_system(self, process: _Process, message: NcclMessage, _: object) -> None:
+    def _take_system(self, entry: _LogEntry) -> None:
         if len(self._branches) < _MAX_PROCESSES:
-            self._branches[process.number, message.thread] = []
+            self._branches[entry.thread] = []
 
-    def _take_root(
-        self, process: _Process, message: NcclMessage, match: re.Match[str]
-    ) -> None:
-        branches = self._branches.get((process.number, message.thread))
+    def _take_root(self, entry: _LogEntry) -> None:
+        branches = self._branches.get(entry.thread)
         if branches is not None:
-            branches[:] = [(0, match.group(1))]
+            branches[:] = [(0, entry.match.group(1))]
 
-    def _take_link(
-        self, process: _Process, message: NcclMessage, match: re.Match[str]
-    ) -> None:
-        blanks, kind, gb_per_s, target, port = match.groups()
-        branches = self._branches.get((process.number, message.thread), [])
+    def _take_link(self, entry: _LogEntry) -> None:
+        blanks, kind, gb_per_s, target, port = entry.match.groups()
+        branches = self._branches.get(entry.thread, [])
         # What hangs below a link begins where the link's own words end.
         while branches and branches[-1][0] > len(blanks) + _SLACK:
             branches.pop()
         is_below = bool(branches) and len(blanks) - branches[-1][0] <= _SLACK
         source = branches[-1][1] if is_below else ""
-        branches.append((match.start(4), target))
+        branches.append((entry.match.start(4), target))
         port_gb_per_s = _float(port) if target.startswith("NET/") else 0.0
         value = (kind, _float(gb_per_s), source, target, port_gb_per_s)
-        self._note("tree_link", value, self._number_of_host[process.host])
+        self._note("tree_link", value, self._number_of_host[entry.process.host])
 
-    def _take_paths(
-        self, process: _Process, _: NcclMessage, match: re.Match[str]
-    ) -> None:
-        number = self._number_of_host[process.host]
-        for item in split_paths(match.group(2)):
-            self._note("paths", (match.group(1), *item), number)
+    def _take_paths(self, entry: _LogEntry) -> None:
+        number = self._number_of_host[entry.process.host]
+        for item in split_paths(entry.match.group(2)):
+            self._note("paths", (entry.match.group(1), *item), number)
 
-    def _take_graph(
-        self, process: _Process, _: NcclMessage, match: re.Match[str]
-    ) -> None:
-        pattern, num_channels, intra, inter, *types = match.groups()
+    def _take_graph(self, entry: _LogEntry) -> None:
+        pattern, num_channels, intra, inter, *types = entry.match.groups()
         value = (int(pattern), int(num_channels), float(intra), float(inter), *types)
-        self._note("graph", value, process.number)
+        self._note("graph", value, entry.process.number)
 
-    def _take_edge(
-        self, process: _Process, _: NcclMessage, match: re.Match[str]
-    ) -> None:
-        source, target, transport = match.groups()
+    def _take_edge(self, entry: _LogEntry) -> None:
+        process = entry.process
+        source, target, transport = entry.match.groups()
         if transport.startswith("NET/"):
             transport = _NIC.sub("", transport, count=1)
         if self._note("edge", (transport,), process.number):
@@ -397,16 +388,12 @@ class _Collector:
             ends = int(source), int(target or source)
             self.examples.setdefault(((transport,), process.number), ends)
 
-    def _take_tuning(
-        self, process: _Process, _: NcclMessage, match: re.Match[str]
-    ) -> None:
-        collective, size, algorithm, protocol = match.groups()
-        self._operate(process, (collective, algorithm, protocol), int(size))
+    def _take_tuning(self, entry: _LogEntry) -> None:
+        collective, size, algorithm, protocol = entry.match.groups()
+        self._operate(entry.process, (collective, algorithm, protocol), int(size))
 
-    def _take_old_tuning(
-        self, process: _Process, _: NcclMessage, match: re.Match[str]
-    ) -> None:
-        size, algorithm, protocol = map(int, match.groups())
+    def _take_old_tuning(self, entry: _LogEntry) -> None:
+        size, algorithm, protocol = map(int, entry.match.groups())
         algorithms = [
             "TREE",
             "RING",
@@ -418,7 +405,7 @@ class _Collector:
         ]
         protocols = ["LL", "LL128", "SIMPLE"]
         kind = ("", _named(algorithm, algorithms), _named(protocol, protocols))
-        self._operate(process, kind, size)
+        self._operate(entry.process, kind, size)
 
     def _operate(self, process: _Process, kind: Value, size: int) -> None:
         if self._note("tuning", kind, process.number):

@@ -1,7 +1,6 @@
 """What links carry in one direction, in GB/s: as NCCL counts, and at most by theory.
 
-NCCL's figures are what its authors saw reached, so they lie below what the standards
-allow. What is unknown has a value of NCCL's own, here as there: lint complains of it.
+What is unknown has a value of NCCL's own, here as there: lint complains of it.
 """
 
 import re

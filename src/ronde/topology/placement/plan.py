@@ -227,7 +227,7 @@ def _distances(nodes: Sequence[NumaNode | None]) -> tuple[tuple[int, ...], ...]:
 
 
 class _Planner:
-    """A host's inventory, and what each item of it is called."""
+    """A host's inventory, and the name of each item of it."""
 
     def __init__(self, host: HostTopology, allowed: Sequence[Core] | None) -> None:
         vendors = {device.bus_id: device.vendor for device in host.devices}

@@ -50,8 +50,8 @@ class Alignment(NamedTuple):
     """What becomes of a request."""
 
     mask: int | None  # Nodes to use; None for any.
-    is_preferred: bool  # Whether it is aligned.
-    is_admitted: bool  # Whether it may be met at all.
+    is_preferred: bool
+    is_admitted: bool
 
 
 def filter_hints(
@@ -62,14 +62,9 @@ def filter_hints(
     A provider's hints for a resource are None where it has no preference, and empty
     where it cannot meet the request.
     """
-    found: list[tuple[Hint, ...]] = []
-    for provided in providers:
-        if not provided:
-            found.append(ANY)
-            continue
-        each = provided.values()
-        found += [ANY if hints is None else tuple(hints) or NOWHERE for hints in each]
-    return found
+    none: Mapping[str, None] = {"": None}
+    each = (hints for provided in providers for hints in (provided or none).values())
+    return [ANY if hints is None else tuple(hints) or NOWHERE for hints in each]
 
 
 def counted_hints(
@@ -80,7 +75,10 @@ def counted_hints(
     Preferred are the smallest that could meet it if all were free: what others have
     scattered is no excuse. ``total`` and ``free`` are by bit of the node.
     """
-    had, left = _sums(total), _sums(free)
+    had, left = ([0], [0])
+    for sums, counts in ((had, total), (left, free)):
+        for count in counts:
+            sums += [each + count for each in sums]
     masks = range(1, len(had))
     smallest = min((m.bit_count() for m in masks if had[m] >= quantity), default=0)
     return tuple(
@@ -88,14 +86,6 @@ def counted_hints(
         for mask in masks
         if left[mask] >= quantity
     )
-
-
-def _sums(counts: Sequence[int]) -> list[int]:
-    """Return what each set of nodes has together, by its mask."""
-    sums = [0]
-    for count in counts:
-        sums += [each + count for each in sums]
-    return sums
 
 
 def decide(
@@ -109,10 +99,8 @@ def decide(
         case Policy.NONE:
             return Alignment(None, is_preferred=True, is_admitted=True)
         case Policy.SINGLE_NUMA_NODE:
-            mask, is_preferred = merge(
-                [_one_node(hints) for hints in resources],
-                nodes._replace(is_closest=False),
-            )
+            single = [list(filter(_is_one_node, hints)) for hints in resources]
+            mask, is_preferred = merge(single, nodes._replace(is_closest=False))
             limited = None if mask == nodes.all_mask else mask
             return Alignment(limited, is_preferred, is_preferred)
         case Policy.BEST_EFFORT | Policy.RESTRICTED:
@@ -177,12 +165,8 @@ def _rank(hint: Hint, count: int, nodes: NodeSet) -> tuple[int, int, int, int, i
     return (2, 0, size, distance, mask)
 
 
-def _one_node(hints: Iterable[Hint]) -> list[Hint]:
-    return [
-        hint
-        for hint in hints
-        if hint.is_preferred and (hint.mask is None or hint.mask.bit_count() == 1)
-    ]
+def _is_one_node(hint: Hint) -> bool:
+    return hint.is_preferred and (hint.mask is None or hint.mask.bit_count() == 1)
 
 
 def _agreed_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:
