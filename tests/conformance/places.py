@@ -3,7 +3,7 @@
 import gc
 
 import torch
-from tests.conformance.movements import assert_same_bits, concatenated
+from tests.conformance.data_movement import assert_same_bits, concatenated
 from tests.conformance.samples import FLOATS, Reduced, sample
 from torch import Tensor
 

@@ -1,8 +1,8 @@
 """One suite over every engine and size."""
 
 import pytest
+from tests.conformance.data_movement import MOVEMENTS
 from tests.conformance.engines import SETTINGS
-from tests.conformance.movements import MOVEMENTS
 from tests.conformance.places import PLACES
 from tests.conformance.reductions import REDUCTIONS
 from tests.conformance.refusals import REFUSALS

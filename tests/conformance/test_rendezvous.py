@@ -104,7 +104,7 @@ def meet_locally(claim, num_jobs):
     communicator = connect(mine, timeout_s=60.0)
     jobs = communicator.all_gather(torch.tensor([job])).wait().tolist()
     communicator.barrier().wait()
-    return jobs, own_entries(rendezvous.meeting_name(mine)), sum_of_ranks(mine)
+    return jobs, own_entries(rendezvous.socket_name(mine)), sum_of_ranks(mine)
 
 
 def test_ranks_of_one_host_meet_by_a_socket(run_ranks_bare):
@@ -121,7 +121,7 @@ def meet_despite_what_is_there(claim, kind, folder):
     mine = unmet(claim, f"stale {kind}", claim.size)
     if claim.rank == 1:
         directory = Path(tempfile.mkdtemp(prefix=rendezvous._prefix(), dir="/tmp"))
-        path = directory / rendezvous.meeting_name(mine)
+        path = directory / rendezvous.socket_name(mine)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         if kind == "earlier":

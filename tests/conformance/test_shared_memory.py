@@ -165,7 +165,7 @@ def test_too_much_is_refused_with_the_sum(run_ranks):
         assert "available (" in text
 
 
-def leave_it_to_the_helper(claim):
+def leave_it_to_the_progress_thread(claim):
     """Rank 0 starts a collective, then waits for rank 1 by other means."""
     store = TCPStore("127.0.0.1", claim.meeting.port, wait_for_workers=False)
     communicator = shared(claim)
@@ -183,7 +183,7 @@ def leave_it_to_the_helper(claim):
 
 
 def test_a_rank_that_computes_keeps_nobody_waiting(run_ranks_bare):
-    results = run_ranks_bare(2, leave_it_to_the_helper, launcher="torchrun")
+    results = run_ranks_bare(2, leave_it_to_the_progress_thread, launcher="torchrun")
     assert results == [[6.0], [6.0]]
 
 
@@ -336,7 +336,7 @@ def test_memory_is_what_the_tightest_group_leaves(tmp_path):
     assert available_memory(tmp_path).num_bytes == 102_400
 
 
-def count_meetings(communicator, cores):
+def time_barriers(communicator, cores):
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     start = time.monotonic()
@@ -351,5 +351,5 @@ def test_more_ranks_than_cores_do_not_collapse(run_ranks):
     """200 barriers of four ranks a core take 0.1 s alone; lost wake-ups, seconds."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     size = 4 * len(cores)
-    told = run_ranks(size, count_meetings, cores, connecting=shared)
+    told = run_ranks(size, time_barriers, cores, connecting=shared)
     assert max(told) < 20.0

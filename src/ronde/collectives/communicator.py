@@ -76,16 +76,7 @@ class Routes:
         others: Mapping[str, Engine] = MappingProxyType({}),
         name: str = "0",
     ) -> None:
-        """Route between engines.
-
-        Args:
-            first: Has the calls without a tensor.
-            choose: None where there is only the first.
-            connect: Connects an engine, where there are several.
-            others: Engines that are connected: messages between two ranks may need
-                them.
-            name: Tells communicators of the same ranks apart.
-        """
+        # The first has the calls without a tensor. Messages may need others: connected.
         self.are_many = choose is not None
         self._choose = choose
         self._connect = connect
@@ -254,7 +245,7 @@ class Communicator:
             raise
         data, results = tensor, list[Tensor]()
         if out is not None and tensor.ndim:
-            data = _apart_from(tensor, out, self.rank * tensor.shape[0])
+            data = _unaliased(tensor, out, self.rank * tensor.shape[0])
 
         def place(layouts: Sequence[LayoutSummary]) -> Tensor:
             num_rows = sum([each.num_rows for each in layouts])
@@ -310,7 +301,7 @@ class Communicator:
             engine.require_open()
             return Work(result)
         if native is not None and native.scales:
-            data = _apart_from(tensor, out, sum(num_rows[: self.rank]))
+            data = _unaliased(tensor, out, sum(num_rows[: self.rank]))
             per_row = tensor.shape[1:].numel()
             counts = [count * per_row for count in num_rows]
             source, target = flat(dense(data)), flat(result.detach())
@@ -395,7 +386,7 @@ class Communicator:
 
         exchange = Exchange(
             Layout.of(call, tensor, out),
-            as_bytes(dense(_apart_from(tensor[: sum(sent)], out))),
+            as_bytes(dense(_unaliased(tensor[: sum(sent)], out))),
             sent,
             _row_bytes(tensor),
             place,
@@ -598,9 +589,7 @@ def _require_out(out: Tensor, like: Tensor, num_rows: int | None = None) -> None
         )
 
 
-def _apart_from(
-    tensor: Tensor, out: Tensor | None, at_row: int | None = None
-) -> Tensor:
+def _unaliased(tensor: Tensor, out: Tensor | None, at_row: int | None = None) -> Tensor:
     """Return ``tensor``, or a copy where writing ``out`` would spoil it.
 
     It may begin at row ``at_row`` of ``out`` and be written by itself; None: nowhere.

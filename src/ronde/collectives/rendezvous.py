@@ -235,7 +235,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _meet_on_host(info: RankInfo, timeout_s: float) -> JobStore:
-    name = meeting_name(info)
+    name = socket_name(info)
     if info.rank == 0:
         return _host_here(info, name, timeout_s)
     ends_at = time.monotonic() + timeout_s
@@ -252,7 +252,7 @@ def _meet_on_host(info: RankInfo, timeout_s: float) -> JobStore:
     )
 
 
-def meeting_name(info: RankInfo) -> str:
+def socket_name(info: RankInfo) -> str:
     """Name the socket after the launcher's process, which all ranks descend from."""
     launcher = find_launcher(info)
     identity = f"{boot_identity()} {launcher.pid} {launcher.started_at} {info.job_id}"

@@ -27,7 +27,7 @@ from ronde.memory import available_memory
 from ronde.units import format_size
 
 ExchangeBytes = Callable[[bytes], Sequence[bytes]]
-"""Tells all ranks some bytes, at most ``MESSAGE_BYTES``, and returns everybody's."""
+"""Sends all ranks some bytes, at most ``MESSAGE_BYTES``, and returns everybody's."""
 MESSAGE_BYTES = 512
 _RESERVE_BYTES = 64 << 20
 """Left to the rest of the machine."""
@@ -82,7 +82,7 @@ def _map(
 
 
 class _Offer(NamedTuple):
-    """What a rank tells the others of its segment, as JSON."""
+    """What a rank sends the others of its segment, as JSON."""
 
     pid: int
     descriptor: int
@@ -110,11 +110,12 @@ def share_segments(
     """
     sharing = _Sharing(exchange, rank, num_bytes, is_populated=is_populated)
     try:
-        # Each step ends with the ranks telling each other how it went.
+        # After each step the ranks exchange how it went.
         for step in (sharing.create, sharing.check, sharing.map_own, sharing.map_all):
             sharing.take(step)
     finally:
-        sharing.close()
+        if sharing.descriptor >= 0:
+            os.close(sharing.descriptor)
     return sharing.segments
 
 
@@ -129,7 +130,7 @@ class _Sharing:
         self._exchange = exchange
         self._rank = rank
         self._num_bytes = num_bytes
-        self._descriptor = -1
+        self.descriptor = -1
         self._offers: list[_Offer] = []
 
     def take(self, step: Callable[[], None]) -> None:
@@ -148,17 +149,17 @@ class _Sharing:
                 raise CollectiveError(reply.decode(errors="replace"))
 
     def create(self) -> None:
-        self._descriptor = os.memfd_create("ronde", os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, self._num_bytes)
+        self.descriptor = os.memfd_create("ronde", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, self._num_bytes)
 
     def check(self) -> None:
         """Refuse what does not fit.
 
         The kernel would promise the memory all the same, and kill whoever touches it.
         """
-        inode = os.fstat(self._descriptor).st_ino
+        inode = os.fstat(self.descriptor).st_ino
         host = socket.gethostname()[:64]
-        own = _Offer(os.getpid(), self._descriptor, inode, host)
+        own = _Offer(os.getpid(), self.descriptor, inode, host)
         self._offers = [
             _Offer(*json.loads(text))
             for text in self._exchange(json.dumps(own).encode())
@@ -176,40 +177,33 @@ class _Sharing:
 
     def map_own(self) -> None:
         """Map one's own first: pages belong to the node of who touches them first."""
-        self._own = self._segment(self._descriptor)
+        self._own = self._segment(self.descriptor)
 
     def map_all(self) -> None:
         for rank, offer in enumerate(self._offers):
             is_own = rank == self._rank
             self.segments.append(self._own if is_own else self._open(rank, offer))
 
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-
     def _open(self, rank: int, offer: _Offer) -> Segment:
         path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
+        out_of_reach = OSError(
+            f"rank {rank} on {offer.host} has no process {offer.pid} that this may "
+            "look into, since it runs on another machine, in another container or as "
+            "another user"
+        )
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise _out_of_reach(rank, offer) from error
+            raise out_of_reach from error
         try:
             if os.fstat(descriptor).st_ino != offer.inode:
-                raise _out_of_reach(rank, offer)
+                raise out_of_reach
             return self._segment(descriptor)
         finally:
             os.close(descriptor)
 
     def _segment(self, descriptor: int) -> Segment:
         return Segment(descriptor, self._num_bytes, is_populated=self._is_populated)
-
-
-def _out_of_reach(rank: int, offer: _Offer) -> OSError:
-    return OSError(
-        f"rank {rank} on {offer.host} has no process {offer.pid} that this may look "
-        "into, since it runs on another machine, in another container or as another "
-        "user"
-    )
 
 
 def through_store(
