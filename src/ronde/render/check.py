@@ -13,7 +13,7 @@ from ronde.check.history import Changes
 from ronde.check.judging import Judgement, Readiness, Unread
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
 from ronde.plain_values import to_plain
-from ronde.render.text import WIDTH, shorten, wrap
+from ronde.render.text import WIDTH, grouped, shorten, wrap
 
 FORM = "ronde-check"
 SCHEMA = 1
@@ -130,10 +130,9 @@ def draw_findings(
     width: int = WIDTH,
 ) -> str:
     """Return findings, the worst first; what several hosts have alike is shown once."""
-    groups: dict[tuple[str, Severity, str], list[Finding]] = {}
-    for each in findings:
-        key = each.check, each.severity, fix_of(each, checks)
-        groups.setdefault(key, []).append(each)
+    groups = grouped(
+        ((each.check, each.severity, fix_of(each, checks)), each) for each in findings
+    )
     text = ""
     for (check, severity, fix), same in groups.items():
         mark = "i" if severity is Severity.INFORM else _MARKS[severity]
@@ -168,13 +167,11 @@ def fix_of(finding: Finding, checks: Mapping[str, Check]) -> str:
 
 def draw_unread(unread: Sequence[Unread], width: int = WIDTH) -> str:
     """Return why checks could not be made, each reason once."""
-    hosts: dict[tuple[str, str], list[str]] = {}
-    for each in unread:
-        hosts.setdefault((each.reason, each.check), []).append(each.host)
-    groups: dict[tuple[str, str], list[str]] = {}
-    for (reason, check), names in hosts.items():
-        where = fold_hosts(names, _MAX_NAMES)
-        groups.setdefault((reason, where), []).append(check)
+    hosts = grouped(((each.reason, each.check), each.host) for each in unread)
+    groups = grouped(
+        ((reason, fold_hosts(names, _MAX_NAMES)), check)
+        for (reason, check), names in hosts.items()
+    )
     text = "could not be read, which is no fault:\n" if groups else ""
     for (reason, where), names in groups.items():
         sentence = f"{where}: {shorten(reason, _MAX_CHARS)} ({', '.join(names)})"
@@ -187,15 +184,15 @@ def draw_verdict(
 ) -> str:
     if not verdict.num_asked:
         return "no host answered, so nothing is known\n"
-    failed: dict[tuple[str, bool], list[str]] = {}
-    for each in findings:
-        if each.severity is Severity.FAIL:
-            is_pair = len(each.hosts) > 1
-            failed.setdefault((each.host, is_pair), []).append(each.check)
-    same: dict[tuple[str, bool], list[str]] = {}
-    for (where, is_pair), ids in failed.items():
-        key = ", ".join(dict.fromkeys(ids)), is_pair
-        same.setdefault(key, []).append(where)
+    failed = grouped(
+        ((each.host, len(each.hosts) > 1), each.check)
+        for each in findings
+        if each.severity is Severity.FAIL
+    )
+    same = grouped(
+        ((", ".join(dict.fromkeys(ids)), is_pair), where)
+        for (where, is_pair), ids in failed.items()
+    )
     text = _draw_ready(verdict)
     for (ids, is_pair), names in same.items():
         are = "are" if is_pair or len(names) > 1 else "is"
@@ -295,9 +292,7 @@ def fold_hosts(names: Iterable[str], most: int = 1 << 16) -> str:
 
 def _varying_places(parts: list[list[str]]) -> dict[tuple[str, ...], int]:
     """Return where names that are alike but for numbers last vary; 0 for nowhere."""
-    alike: dict[tuple[str, ...], list[list[str]]] = {}
-    for part in parts:
-        alike.setdefault(tuple(part[::2]), []).append(part)
+    alike = grouped((tuple(part[::2]), part) for part in parts)
     return {
         words: max(
             (n for n in range(1, len(same[0]), 2) if len({p[n] for p in same}) > 1),

@@ -11,7 +11,7 @@ from ronde.launch.output.files import attempt_dir
 from ronde.launch.output.sink import Generation, RankStacks
 from ronde.launch.signals import TIMED_OUT, interruption_code
 from ronde.render.ranks import format_places, format_ranks
-from ronde.render.text import align, list_first
+from ronde.render.text import align, grouped, list_first
 
 _WIDTH = 78
 _MAX_FRAMES = 30
@@ -36,10 +36,7 @@ def tabulate_failures(
     failures: Sequence[HostFailure], ready: Sequence[str] = ()
 ) -> str:
     """Return the hosts that cannot take part; hosts with equal lines share one."""
-    by_row: dict[tuple[str, str], list[str]] = {}
-    for each in failures:
-        row = (each.failure.reason, each.failure.cure)
-        by_row.setdefault(row, []).append(each.host)
+    by_row = grouped(((e.failure.reason, e.failure.cure), e.host) for e in failures)
     rows = [("host", "what is wrong", "what to do")]
     rows += [(list_first(hosts, _MAX_NAMES), *row) for row, hosts in by_row.items()]
     text = align(rows, most=_MAX_COLUMN_CHARS)
@@ -196,10 +193,7 @@ def _failures(
     """Yield what failed by itself besides the cause, the alike together."""
     for lost in result.also_lost:
         yield "lost too", f"{lost.host} ({_ranks(lost.ranks)}): {lost.reason}"
-    groups: dict[str, list[RankEnd]] = {}
-    for end in result.also_failed:
-        if not end.is_secondary:
-            groups.setdefault(_fate(end), []).append(end)
+    groups = grouped((_fate(e), e) for e in result.also_failed if not e.is_secondary)
     if isinstance(cause, RankEnd) and (same := groups.pop(_fate(cause), [])):
         yield "failed alike", _places(same)
     yield from _by_fate("failed too", groups)
@@ -224,9 +218,7 @@ def _by_fate(label: str, fates: dict[str, list[RankEnd]]) -> Iterator[tuple[str,
 def _consequences(result: JobResult) -> Iterator[tuple[str, str]]:
     if secondary := [end for end in result.also_failed if end.is_secondary]:
         yield "lost their peer", _places(secondary)
-    fates: dict[str, list[RankEnd]] = {}
-    for end in result.ended:
-        fates.setdefault(describe_status(end.status), []).append(end)
+    fates = grouped((describe_status(end.status), end) for end in result.ended)
     yield from _by_fate("ended then", fates)
 
 

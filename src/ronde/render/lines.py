@@ -212,5 +212,5 @@ class Tagger:
         if int(now_s) != self._second:
             self._second = int(now_s)
             self._time_of_day = time.strftime("%H:%M:%S").encode()
-        told = b"%s.%03d " % (self._time_of_day, int(now_s % 1 * 1000))
-        return told + place + b" " if place else told
+        at = b"%s.%03d " % (self._time_of_day, int(now_s % 1 * 1000))
+        return at + place + b" " if place else at

@@ -1,11 +1,14 @@
 """Sentences, lists, counts and tables within the columns of a terminal."""
 
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
+from typing import TypeVar
 
 WIDTH = 80
 _MAX_RUNS = 8
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 def wrap(label: str, text: str, width: int = WIDTH, *, indent: int = 7) -> str:
@@ -68,6 +71,14 @@ def align(
         ]
         text += gap.join(cells).rstrip() + "\n"
     return text
+
+
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return the values of each key, in their order."""
+    groups: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def format_runs(values: Sequence[str]) -> str:

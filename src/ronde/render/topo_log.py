@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from ronde.render.text import WIDTH, counted, list_first, list_some, wrap
+from ronde.render.text import WIDTH, counted, grouped, list_first, list_some, wrap
 from ronde.topology.graph import UNKNOWN, Diagnostic, Level
 from ronde.topology.nccl_log import NcclJob, NcclLog
 from ronde.topology.nccl_log.log import EdgesSeen, Reported
@@ -23,9 +23,7 @@ def draw_findings(findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
 
     Those that are the same for several elements are shown once, with all elements.
     """
-    groups: dict[Diagnostic, list[str]] = {}
-    for finding in findings:
-        groups.setdefault(finding._replace(element=""), []).append(finding.element)
+    groups = grouped((each._replace(element=""), each.element) for each in findings)
 
     def order(finding: Diagnostic) -> tuple[int, float]:
         """Return a key that has the greatest loss of bandwidth first, none last."""

@@ -29,7 +29,7 @@ from ronde.render.svg import (
     to_svg,
     width_of,
 )
-from ronde.render.text import counted, list_some
+from ronde.render.text import counted, grouped, list_some
 from ronde.render.topo_tree import (
     LINK_TITLES,
     Element,
@@ -135,9 +135,8 @@ _Finding = tuple[Diagnostic, tuple[str, ...]]
 def _fold(findings: Sequence[Diagnostic]) -> list[_Finding]:
     """Return findings, the most severe first, those that are the same as one."""
     order = list(Level)
-    elements: dict[Diagnostic, list[str]] = {}
-    for finding in sorted(findings, key=lambda f: order.index(f.severity)):
-        elements.setdefault(finding._replace(element=""), []).append(finding.element)
+    ordered = sorted(findings, key=lambda f: order.index(f.severity))
+    elements = grouped((each._replace(element=""), each.element) for each in ordered)
     return [(each, tuple(own)) for each, own in elements.items()][:_MAX_FINDINGS]
 
 

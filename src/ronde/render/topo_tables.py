@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from ronde.render.text import WIDTH, align, counted, list_some, wrap
+from ronde.render.text import WIDTH, align, counted, grouped, list_some, wrap
 from ronde.topology.comparison import (
     Difference,
     HostComparison,
@@ -206,10 +206,8 @@ def tabulate_plan(plan: HostPlan) -> str:
     if max(map(len, addresses)) > 1 or not any(map(any, addresses)):
         rows = [(*row[:_BUS], *row[_BUS + 1 :]) for row in rows]
     text += align(rows)
-    by_reasons: dict[tuple[str, ...], list[int]] = {}
-    for rank in plan.ranks:
-        if rank.reasons:
-            by_reasons.setdefault(rank.reasons, []).append(rank.rank)
+    by_reasons = grouped((rank.reasons, rank.rank) for rank in plan.ranks)
+    by_reasons.pop((), None)
     text += "".join(f"note: {notice}\n" for notice in plan.notices)
     for reasons, own in by_reasons.items():
         ranks = f"rank{'s' * (len(own) > 1)} {format_list(own)}"
@@ -372,9 +370,7 @@ def _kept(change: PathChange) -> float:
 
 
 def _draw_differences(differences: Sequence[Difference]) -> str:
-    by_fact: dict[str, list[Difference]] = {}
-    for each in differences:
-        by_fact.setdefault(each.fact, []).append(each)
+    by_fact = grouped((each.fact, each) for each in differences)
 
     def order(fact: str) -> tuple[bool, float]:
         """Return a key that has the greatest loss first, and mere names last."""

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ronde.render.text import counted, format_runs
+from ronde.render.text import counted, format_runs, grouped
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import (
     NVSWITCH,
@@ -62,19 +62,13 @@ class ElementTree:
     def __init__(self, host: HostTopology, *, is_drawn: bool) -> None:
         self._host, self._is_drawn = host, is_drawn
         self._listed = {device.bus_id for device in host.devices}
-        self._children: dict[str, list[PciDevice]] = {}
-        self._gpus: dict[str, list[GpuDevice]] = {}
-        self._ports: dict[str, list[NetPort]] = {}
-        self._links: dict[tuple[LinkKind, str], list[Link]] = {}
-        for link in host.links:
-            self._links.setdefault((link.kind, link.source), []).append(link)
-        for device in host.devices:
-            above = device.parent if device.parent in self._listed else ""
-            self._children.setdefault(above, []).append(device)
-        for gpu in host.gpus:
-            self._gpus.setdefault(gpu.bus_id, []).append(gpu)
-        for port in host.ports:
-            self._ports.setdefault(port.bus_id, []).append(port)
+        self._children = grouped(
+            (each.parent if each.parent in self._listed else "", each)
+            for each in host.devices
+        )
+        self._gpus = grouped((gpu.bus_id, gpu) for gpu in host.gpus)
+        self._ports = grouped((port.bus_id, port) for port in host.ports)
+        self._links = grouped(((link.kind, link.source), link) for link in host.links)
 
     def at(self, nodes: set[int], *, is_known: bool) -> tuple[Element, ...]:
         """Return what is at some NUMA nodes, or at none of them."""
@@ -200,9 +194,10 @@ def draw_tree(topology: Topology) -> str:
 
     Bandwidths are of one direction in GB/s, as NCCL counts.
     """
-    names: dict[str, list[str]] = {}
-    for number, host in enumerate(topology.hosts):
-        names.setdefault(_draw_host(host), []).append(host.name or f"host {number}")
+    names = grouped(
+        (_draw_host(host), host.name or f"host {number}")
+        for number, host in enumerate(topology.hosts)
+    )
     blocks: list[str] = []
     for body, own in names.items():
         alike = f"{len(own)} hosts alike ({format_runs(own)})"
