@@ -13,23 +13,8 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from ronde.errors import Failure, LaunchError
+from ronde.launch import messages
 from ronde.launch.hosts.host import Host
-from ronde.launch.messages import (
-    FIRST_CREDIT_BYTES,
-    FROM_AGENT,
-    Credit,
-    FrameDecoder,
-    FrameWriter,
-    FromAgent,
-    Hello,
-    Output,
-    Ping,
-    Pong,
-    Relayed,
-    ToAgent,
-    decode_message,
-    encode,
-)
 from ronde.launch.timeouts import USUAL, Timeouts
 
 if TYPE_CHECKING:
@@ -39,7 +24,7 @@ _READ_BYTES = 256 << 10
 _PIPE_BYTES = 256 << 10
 _LAST_WORDS_BYTES = 4096
 _RELAYED_BYTES = 32 << 10
-_MIN_CREDIT_BYTES = FIRST_CREDIT_BYTES
+_MIN_CREDIT_BYTES = messages.FIRST_CREDIT_BYTES
 _MAX_CREDIT_BYTES = 2 << 20
 _QUEUE_S = 0.1
 _END_S = 1.0
@@ -166,9 +151,9 @@ class AgentConnection:
         self.transport = transport
         self.hello_reader = hello_reader
         self._is_greeted = hello_reader is None
-        self._writer = FrameWriter(transport.write)
-        self._decoder = FrameDecoder()
-        self._relayed: deque[Relayed] = deque()
+        self._writer = messages.FrameWriter(transport.write)
+        self._decoder = messages.FrameDecoder()
+        self._relayed: deque[messages.Relayed] = deque()
         self.relayed_bytes = 0  # how much of the store's replies waits to be sent
         self._last_words = b""
         self.has_errors = transport.error_fd >= 0
@@ -178,12 +163,12 @@ class AgentConnection:
         """Whether something is still to be written, when the connection takes more."""
         return self._writer.waiting_bytes > 0 or bool(self._relayed)
 
-    def send(self, message: ToAgent) -> None:
+    def send(self, message: messages.ToAgent) -> None:
         """Send a message; an agent that is gone does not get it."""
         with suppress(BrokenPipeError):
-            self._writer.send(encode(message))
+            self._writer.send(messages.encode(message))
 
-    def relay(self, relayed: Relayed) -> None:
+    def relay(self, relayed: messages.Relayed) -> None:
         """Send the store's reply, in pieces between which messages come first."""
         data = relayed.data
         for at in range(0, max(len(data), 1), _RELAYED_BYTES):
@@ -199,9 +184,11 @@ class AgentConnection:
             while self._relayed and not self._writer.waiting_bytes:
                 relayed = self._relayed.popleft()
                 self.relayed_bytes -= len(relayed.data)
-                self._writer.send(encode(relayed))
+                self._writer.send(messages.encode(relayed))
 
-    def receive(self) -> list[FromAgent | Output | Relayed] | None:
+    def receive(
+        self,
+    ) -> list[messages.FromAgent | messages.Output | messages.Relayed] | None:
         """Return what has come, None at the end of the connection."""
         data = self.transport.read()
         if data is None:
@@ -215,7 +202,9 @@ class AgentConnection:
             self._is_greeted = True
             data = rest
         return [
-            decode_message(frame, FROM_AGENT) if isinstance(frame, bytes) else frame
+            messages.decode_message(frame, messages.FROM_AGENT)
+            if isinstance(frame, bytes)
+            else frame
             for frame in self._decoder.feed(data)
         ]
 
@@ -253,11 +242,11 @@ class AgentNode:
     # and that is seen at once
     is_here: bool
     timeouts: Timeouts = USUAL
-    hello: Hello | None = None
+    hello: messages.Hello | None = None
     ranks: frozenset[int] = frozenset()  # those that run there now
     # output that may be under way from it: as much as its line carries in ``_QUEUE_S``,
     # so that messages are not late
-    credit_bytes: int = FIRST_CREDIT_BYTES
+    credit_bytes: int = messages.FIRST_CREDIT_BYTES
     max_credit_bytes: int = _MAX_CREDIT_BYTES
     # output that came since credit was last given; less than none where more is under
     # way than may be
@@ -278,7 +267,7 @@ class AgentNode:
         return self.host.name
 
     @property
-    def met(self) -> Hello:
+    def met(self) -> messages.Hello:
         """Its ``Hello``, which must have come."""
         if self.hello is None:
             raise AssertionError("a node that was connected has sent its hello")
@@ -322,7 +311,7 @@ class AgentNode:
         return self._pinged_at_s + self.timeouts.ping_s
 
     def _send_ping(self, now_s: float) -> None:
-        self.link.send(Ping(now_s, self.timeouts.lease_s, _own_addresses()))
+        self.link.send(messages.Ping(now_s, self.timeouts.lease_s, _own_addresses()))
 
     def limit_credit(self, num_bytes: int) -> None:
         """Let so much output be under way from it at most, and from here at once."""
@@ -340,14 +329,14 @@ class AgentNode:
         """Give credit for what came, when that is worth a message."""
         if self.owed_bytes < self.credit_bytes // 4:
             return
-        self.link.send(Credit(self.owed_bytes))
+        self.link.send(messages.Credit(self.owed_bytes))
         self.owed_bytes = 0
         if not self.is_here and not self._probed_at_s:
             # Its answer comes after all output that is under way now.
             self._probed_at_s, self._probed_bytes = time.monotonic(), 0
             self._send_ping(self._probed_at_s)
 
-    def take_pong(self, pong: Pong) -> None:
+    def take_pong(self, pong: messages.Pong) -> None:
         """Learn how its clock differs and how long output delays its messages."""
         now_s = time.monotonic()
         round_trip_s = now_s - pong.sent_at_s

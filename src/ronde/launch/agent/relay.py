@@ -11,17 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
 
-from ronde.launch.messages import (
-    FIRST_CREDIT_BYTES,
-    FrameWriter,
-    FromAgent,
-    Output,
-    ProgramLine,
-    Relayed,
-    Stream,
-    encode,
-    pipe_writer,
-)
+from ronde.launch import messages
 from ronde.store.local_socket import (
     is_own,
     listen,
@@ -58,14 +48,14 @@ class OutputSender:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._writer = FrameWriter(pipe_writer(fd))
-        self._waiting: deque[Output] = deque()
-        self._relayed: deque[Relayed] = deque()
-        self._last_message: FromAgent | None = None
+        self._writer = messages.FrameWriter(messages.pipe_writer(fd))
+        self._waiting: deque[messages.Output] = deque()
+        self._relayed: deque[messages.Relayed] = deque()
+        self._last_message: messages.FromAgent | None = None
         self._is_discarding = False
         self._waiting_bytes = 0
         self._relayed_bytes = 0
-        self._credit_bytes = FIRST_CREDIT_BYTES
+        self._credit_bytes = messages.FIRST_CREDIT_BYTES
 
     @property
     def is_writing(self) -> bool:
@@ -86,14 +76,14 @@ class OutputSender:
         waiting = self._waiting or self._relayed or self._last_message
         return not waiting and not self.is_writing
 
-    def send(self, message: FromAgent) -> None:
-        self._writer.send(encode(message))
+    def send(self, message: messages.FromAgent) -> None:
+        self._writer.send(messages.encode(message))
 
-    def send_last(self, message: FromAgent) -> None:
+    def send_last(self, message: messages.FromAgent) -> None:
         self._last_message = message
         self.flush()
 
-    def put(self, output: Output) -> None:
+    def put(self, output: messages.Output) -> None:
         if not self._is_discarding:
             self._waiting.append(output)
             self._waiting_bytes += len(output.data)
@@ -104,7 +94,7 @@ class OutputSender:
         self._waiting.clear()
         self._waiting_bytes = 0
 
-    def relay(self, relayed: Relayed) -> None:
+    def relay(self, relayed: messages.Relayed) -> None:
         self._relayed.append(relayed)
         self._relayed_bytes += len(relayed.data)
         self.flush()
@@ -119,7 +109,7 @@ class OutputSender:
         while self._relayed and not self.is_writing:
             relayed = self._relayed.popleft()
             self._relayed_bytes -= len(relayed.data)
-            self._writer.send(encode(relayed))
+            self._writer.send(messages.encode(relayed))
         while self._waiting and self._credit_bytes > 0 and not self.is_writing:
             output = self._waiting.popleft()
             # What is handed over can be overtaken by nothing any more.
@@ -128,7 +118,7 @@ class OutputSender:
                 self._waiting.appendleft(output._replace(data=later))
             self._waiting_bytes -= len(now)
             self._credit_bytes -= len(now)
-            self._writer.send(encode(output._replace(data=now)))
+            self._writer.send(messages.encode(output._replace(data=now)))
         if self._last_message is not None and not self._waiting:
             message, self._last_message = self._last_message, None
             self.send(message)
@@ -139,7 +129,7 @@ class OutputPipe:
     """The agent's end of one of a rank's output streams."""
 
     rank: int
-    stream: Stream
+    stream: messages.Stream
     fd: int  # non-blocking, open for reading
     is_open: bool = True  # false once all writers are gone and all is read
     # when the last Python traceback was read from stderr, monotonic; 0 for never
@@ -155,7 +145,7 @@ class OutputPipe:
         if not data:
             self.close()
             return None
-        if self.stream is Stream.STDERR:
+        if self.stream is messages.Stream.STDERR:
             text = self._before + data
             if _TRACEBACK in text:
                 self.traceback_s = time.monotonic()
@@ -215,7 +205,7 @@ class OutputReader:
             if not pipe.is_open:
                 self._forget(pipe)
             return False
-        self._sender.put(Output(pipe.rank, pipe.stream, data))
+        self._sender.put(messages.Output(pipe.rank, pipe.stream, data))
         return True
 
     def _forget(self, pipe: OutputPipe) -> None:
@@ -267,7 +257,7 @@ class StoreRelay:
         self._listener.setblocking(False)  # noqa: FBT003  the socket's own method
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def deliver(self, relayed: Relayed) -> None:
+    def deliver(self, relayed: messages.Relayed) -> None:
         """Pass on the store's reply, unless it is of an older generation."""
         connection = self._by_number.get(relayed.connection)
         if connection is None or relayed.epoch != self._epoch:
@@ -322,7 +312,7 @@ class StoreRelay:
         except OSError:
             data = b""
         if data:
-            self._sender.relay(Relayed(self._epoch, connection.number, data))
+            self._sender.relay(messages.Relayed(self._epoch, connection.number, data))
         else:
             self._close(connection)
 
@@ -356,7 +346,7 @@ class StoreRelay:
                 self._selector.unregister(connection.sock)
             del self._by_fd[connection.sock.fileno()]
             connection.sock.close()
-            self._sender.relay(Relayed(self._epoch, connection.number, b""))
+            self._sender.relay(messages.Relayed(self._epoch, connection.number, b""))
 
 
 class RemoteProgram:
@@ -417,7 +407,9 @@ class RemoteProgram:
             return False
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            self._sender.send(ProgramLine(line.decode(errors="backslashreplace")))
+            self._sender.send(
+                messages.ProgramLine(line.decode(errors="backslashreplace"))
+            )
         # More would fill the memory of both hosts.
         if not data or len(self._unread) > MAX_LINE_BYTES:
             self._selector.unregister(fd)

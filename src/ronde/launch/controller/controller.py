@@ -28,8 +28,8 @@ class ResolvedJob(NamedTuple):
     plan: JobPlan
     nodes: tuple[AgentNode, ...]  # in the order of the plan's shares
     # called with the port that is held for rank 0, and the nodes as they are now:
-    # whether all reach it
-    check: Callable[[int, Sequence[AgentNode]], None]
+    # whether all reach it; None where all ranks are on one host
+    check: Callable[[int, Sequence[AgentNode]], None] | None
     notices: tuple[str, ...] = ()  # what the user should know of it, each a sentence
 
 
@@ -118,7 +118,8 @@ class Controller:
             try:
                 begun_s, jobs = time.monotonic(), plan.jobs(epoch)
                 port = Starting(self._loop).prepare(nodes, jobs)
-                resolved.check(port, nodes)
+                if resolved.check is not None:
+                    resolved.check(port, nodes)
                 self._ready_s = time.monotonic() - begun_s
             except LaunchError:
                 lost = [node.name for node in nodes if node.is_over]

@@ -66,8 +66,7 @@ def resolve(controller: Controller, spec: JobSpec, name: str) -> ResolvedJob:
         spec.min_ranks,
     )
     job_nodes = tuple(by_name[share.host.name] for share in shares)
-    job, address = spec.job, _LOOPBACK
-    check: Callable[[int, Sequence[AgentNode]], None] = lambda _port, _nodes: None  # noqa: E731
+    job, address, check = spec.job, _LOOPBACK, None
     host_env: tuple[dict[str, str], ...] = tuple(dict[str, str]() for _ in job_nodes)
     if len(job_nodes) > 1:
         if job.is_mpi:
