@@ -234,7 +234,7 @@ class Finished(NamedTuple):
 
 
 JobOrder = Start | Forward | StopRanks | Kill | TakeStacks
-ToAgent = JobOrder | Prepare | Locate | StartProgram | WriteLine | Leave | Credit | Ping
+ToAgent = Prepare | JobOrder | Locate | StartProgram | WriteLine | Leave | Credit | Ping
 FromAgent = (
     Hello
     | Located
