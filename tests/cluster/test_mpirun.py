@@ -1,6 +1,7 @@
 """Real MPIs start ranks on several hosts, and a training finds its world there."""
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from tests.cluster.digits import (
 # The loss on one host comes first, and is a training as well.
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 PREFIX = Path(sys.prefix)
-HOSTS = "node1:2,node2:1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,20 @@ class Mpi:
 
     prefix: Path
     environment: dict[str, str]
-    options: Callable[[Path], list[str]]
+    options: Callable[[Path, str], list[str]]
+
+    def command(self, ssh: Path, size: int, hosts: str) -> list[str]:
+        mpirun = str(self.prefix / "bin" / "mpirun")
+        return [mpirun, "-n", str(size), *self.options(ssh, hosts)]
 
 
-def open_mpi_options(ssh):
+def open_mpi_options(ssh, hosts):
     remote = ["--prtemca", "plm_ssh_agent", str(ssh)]
-    return [*remote, "--allow-run-as-root", "--bind-to", "none", "--host", HOSTS]
+    return [*remote, "--allow-run-as-root", "--bind-to", "none", "--host", hosts]
 
 
-def mpich_options(ssh):
-    return ["-launcher", "ssh", "-launcher-exec", str(ssh), "-hosts", HOSTS]
+def mpich_options(ssh, hosts):
+    return ["-launcher", "ssh", "-launcher-exec", str(ssh), "-hosts", hosts]
 
 
 @pytest.fixture(params=["open_mpi", "mpich"])
@@ -55,22 +59,55 @@ def mpi(request):
     return Mpi(prefix, {"PATH": path, "HOME": home, **more}, options)
 
 
-def test_a_training_under_mpirun(mpi, cluster, tmp_path, local_loss):
-    """Nobody says where to meet: the ranks ask MPI."""
-    ssh = tmp_path / "ssh"
+@pytest.fixture
+def ssh(cluster, tmp_path):
+    """Return a program that reaches the hosts as ssh does."""
+    path = tmp_path / "ssh"
     found = shutil.which("ssh")
-    ssh.write_text(f'#!/bin/sh\nexec {found} -F {cluster.ssh_config} "$@"\n')
-    ssh.chmod(0o755)
+    path.write_text(f'#!/bin/sh\nexec {found} -F {cluster.ssh_config} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_a_training_under_mpirun(mpi, ssh, cluster, tmp_path, local_loss):
+    """Nobody says where to meet: the ranks ask MPI."""
     digits = Digits(tmp_path / "record")
-    mpirun = [str(mpi.prefix / "bin" / "mpirun"), "-n", "3", *mpi.options(ssh)]
     threads = ["env", "OMP_NUM_THREADS=1"]  # neither launcher sets it
     done = cluster.run(
         cluster.hosts[0],
-        [*mpirun, *threads, *digits.words],
+        [*mpi.command(ssh, 3, "node1:2,node2:1"), *threads, *digits.words],
         env=mpi.environment,
         timeout_s=LIMIT_S,
     )
     assert_done(done)
     expected = local_loss(3)
     assert abs(digits.loss(3) - expected) <= tolerance(3, expected)
+    assert_nothing_left(cluster)
+
+
+def test_mpirun_starts_agents_that_join(mpi, ssh, cluster, tmp_path):
+    """The way to hosts that only mpirun reaches."""
+    token = tmp_path / "token"
+    token.write_text("5" * 40)
+    token.chmod(0o600)
+    ronde = [sys.executable, "-m", "ronde", "run", "--token-file", str(token)]
+    head = cluster.start(
+        cluster.hosts[0],
+        [*ronde, "--nodes", "3", "--listen", "29400", "--", "hostname"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with head:
+        done = cluster.run(
+            cluster.hosts[0],
+            [*mpi.command(ssh, 2, "node2,node3"), *ronde, "--agent", "node1:29400"],
+            env=mpi.environment,
+            timeout_s=LIMIT_S,
+        )
+        assert_done(done)
+        output, _ = head.communicate(timeout=LIMIT_S)
+    assert head.returncode == 0
+    assert sorted(output.splitlines()) == [
+        f"[node{number}:{number - 1}] node{number}" for number in (1, 2, 3)
+    ]
     assert_nothing_left(cluster)
