@@ -1,7 +1,7 @@
 """Reductions, as steps between phases; torch's kernels combine the ranks' elements."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -113,7 +113,8 @@ class ReduceKernel:
         out.copy_(reduce_stack(stack.view(out.dtype), self._op, self._postscale))
 
 
-class KnownReduction(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class KnownReduction:
     """A reduction of vectors of one length and dtype."""
 
     call: Call
