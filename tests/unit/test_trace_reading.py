@@ -195,7 +195,7 @@ def test_what_horovod_wrote_is_read_as_far_as_it_goes(tmp_path, ending):
     assert (tensor.name, tensor.late_ranks) == ("allreduce.a", [(1, 1)])
     text = draw_trace("h", summary, 10)
     assert "the timeline of rank 0 alone" in text
-    assert "not in it for 1 of 2 operations" in text
+    assert "which rank came last for 1 of 2 operations" in text
 
 
 @pytest.mark.parametrize(

@@ -157,14 +157,14 @@ ronde bench COLLECTIVE [options]
 
 EPILOG = """\
 collectives: all_reduce all_gather reduce_scatter broadcast reduce alltoall alltoallv
-gather scatter sendrecv hypercube; nccl-tests' names, as all_reduce_perf, do too.
+gather scatter sendrecv hypercube, or nccl-tests' names, such as all_reduce_perf
 
-Without a launcher it starts -t x -g ranks on this machine; inside ronde run, torchrun
-or mpirun it joins the ranks that are there.
+Without a launcher it starts -t x -g ranks on this machine. Under ronde run, torchrun
+or mpirun it joins their ranks.
 
-exit code: 0 when all went well, 1 for a fault of ronde's own, 2 of CUDA, 3 of the
-engine, 4 when -T ran out, 5 for what cannot be had here, 6 for what cannot be, 7 for
-wrong values or less bandwidth than NCCL_TESTS_MIN_BW asks for; 130 after Ctrl-C.
+exit code: 0 success; 1 a fault of ronde; 2 CUDA; 3 the engine; 4 -T expired;
+5 not supported here; 6 a bad command line; 7 wrong values, or less bandwidth than
+NCCL_TESTS_MIN_BW; 130 Ctrl-C.
 
 examples:
   ronde bench all_reduce -g 2 -b 4 -e 64M -f 4
@@ -174,14 +174,14 @@ examples:
 
 # Letter, long name, default, help.
 _NCCL_TESTS_FLAGS = {
-    "what is measured": (
+    "rows": (
         ("b", "minbytes", "32M", "first size, as 8, 4K or 1G"),
         ("e", "maxbytes", "32M", "last size"),
         ("i", "stepbytes", "1M", "added from row to row, unless -f is above 1"),
         ("f", "stepfactor", "1", "multiplies from row to row where it is above 1"),
         ("r", "root", "0", "root; -1 or all takes each rank in turn"),
     ),
-    "how": (
+    "measurement": (
         ("n", "iters", "20", "timed iterations"),
         ("m", "agg_iters", "1", "operations an iteration"),
         (
@@ -209,13 +209,13 @@ _NCCL_TESTS_FLAGS = {
         ("I", "per_iter_timing", "0", "1 times each iteration too"),
         ("K", "per_iter_skip", "0", "iterations that -I leaves out of its summary"),
     ),
-    "what is told": (
-        ("C", "report_cputime", "0", "1 shows the time in which the calls returned"),
+    "output": (
+        ("C", "report_cputime", "0", "1 shows how long the calls took to return"),
         ("S", "report_timestamps", "0", "1 ends each row with the time of day"),
-        ("M", "memory", "0", "1 says at the end how much memory was used"),
+        ("M", "memory", "0", "1 shows at the end how much memory was used"),
         ("J", "output_file", "", "file for nccl-tests' JSON; must end in .json"),
     ),
-    "who takes part": (
+    "ranks": (
         ("t", "nthreads", "1", "with -g, ranks to start: t x g"),
         ("g", "ngpus", "1", "see -t"),
     ),
@@ -224,9 +224,9 @@ _NCCL_TESTS_FLAGS = {
         ("y", "stream_null", "0", "accepted: operations are on the current stream"),
         ("p", "parallel_init", "0", "ignored"),
         ("V", "device_cta_count", "16", "ignored"),
-        ("G", "cudagraph", "0", "refused above 0"),
-        ("R", "local_register", "0", "refused above 0"),
-        ("D", "device_implementation", "0", "refused above 0"),
+        ("G", "cudagraph", "0", "not supported: an error above 0"),
+        ("R", "local_register", "0", "not supported: an error above 0"),
+        ("D", "device_implementation", "0", "not supported: an error above 0"),
     ),
 }
 # Names, default (a switch's is a bool), metavar, help.

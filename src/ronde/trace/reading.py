@@ -47,8 +47,8 @@ class Trace:
 
 _NEGOTIATE = "NEGOTIATE_"
 _ALONE = (
-    "This is the timeline of rank 0 alone: what the other ranks did, and how long they "
-    "waited, it does not tell."
+    "This is the timeline of rank 0 alone. It does not show what the other ranks did, "
+    "or how long they waited."
 )
 
 _Done = tuple[Recorded, dict[int, int]]
@@ -131,8 +131,9 @@ def _read_horovod(events: Iterable[Mapping[str, Any]]) -> Trace:
     remarks = [_ALONE]
     if num_blind:
         remarks.append(
-            f"Who came last is not in it for {num_blind} of {len(operations)} "
-            "operations: Horovod marks the ranks only where it negotiates anew."
+            f"It does not show which rank came last for {num_blind} of "
+            f"{len(operations)} operations: Horovod marks the ranks only where it "
+            "negotiates anew."
         )
     rank = RankTrace(0, "", None, 0, is_whole=True, operations=operations)
     return Trace(0, [rank], arrivals, remarks)
