@@ -326,17 +326,17 @@ class _Collector:
             self._number_of_host.setdefault(host, process.number)
         return process
 
-    def _note(self, topic: str, value: Value, number: int) -> bool:
-        """Count a value of a process; return false where there are too many values."""
+    def _note(self, topic: str, value: Value, number: int) -> int:
+        """Count a value of a process; return the count, 0 for too many values."""
         values = self.counts.setdefault(topic, {})
         counts = values.get(value)
         if counts is None:
             if len(values) >= _MAX_VALUES:
                 self.num_left_out += 1
-                return False
+                return 0
             counts = values[value] = {}
-        counts[number] = counts.get(number, 0) + 1
-        return True
+        counts[number] = count = counts.get(number, 0) + 1
+        return count
 
     def _take_found(self, entry: _LogEntry) -> None:
         is_socket = entry.match.group(1) == "Socket"
@@ -379,14 +379,14 @@ class _Collector:
         self._note("graph", value, entry.process.number)
 
     def _take_edge(self, entry: _LogEntry) -> None:
-        process = entry.process
         source, target, transport = entry.match.groups()
         if transport.startswith("NET/"):
             transport = _NIC.sub("", transport, count=1)
-        if self._note("edge", (transport,), process.number):
+        value = (transport,)
+        if self._note("edge", value, entry.process.number) == 1:
             # A switch of the network has no rank.
             ends = int(source), int(target or source)
-            self.examples.setdefault(((transport,), process.number), ends)
+            self.examples[value, entry.process.number] = ends
 
     def _take_tuning(self, entry: _LogEntry) -> None:
         collective, size, algorithm, protocol = entry.match.groups()
