@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from benchmarks.coordination_scale import Simulator
 from hypothesis import given, settings, strategies as st
 
-from ronde.coordination.control.transport import Tree
+from ronde.coordination.control.tree import Tree
 from ronde.coordination.node import RunCommand
 from ronde.coordination.requests import OpKind, Request
-from ronde.coordination.simulator import Simulator
 
 HOSTS = ["a", "aa", "aaa", "ab", "aab", "abab", "aabbccdd", "abcdefg"]
 

@@ -61,15 +61,10 @@ class Coordinator:
         ranks: tuple[int, ...] = (),
         waits: Waits | None = None,
     ) -> None:
-        """Begin.
+        """Begin; nobody else may use the communicator, the channel is closed with this.
 
-        Args:
-            communicator: Moves the tensors; nobody else may use it.
-            channel: Carries the agreement; closed with this.
-            options: How to work.
-            set_id: The process set, for timelines.
-            ranks: Its ranks among all, ascending; empty for all.
-            waits: Those of this process, in all sets; None where this is the only one.
+        ``ranks`` are the set's among all, ascending; empty for all. ``waits`` are those
+        of this process in all sets; None where this is the only one.
         """
         self.rank, self.size = communicator.rank, communicator.size
         self._communicator = communicator
@@ -122,18 +117,9 @@ class Coordinator:
     def connect(self, name: str, make: Callable[[int], Communicator]) -> Entry:
         """Start to make a communicator with an order of calls of its own.
 
-        Args:
-            name: Equal on all ranks.
-            make: See ``NamedOperation.connect``.
-
-        Returns:
-            Work whose result is the communicator and its number.
-
-        Raises:
-            UsageError: See ``submit``.
-            CollectiveError: See ``submit``. From ``wait()`` also: a rank has joined
-                without asking for it.
-            UnpairedError: From ``wait()``: see ``Waits.give_way``.
+        The result is the communicator and its number. Raises what ``submit`` raises;
+        from ``wait()`` also ``CollectiveError`` where a rank has joined without asking
+        for it, and ``UnpairedError``: see ``Waits.give_way``.
         """
         return self._submit(NamedOperation(OpKind.CONNECT, name=name, connect=make))
 

@@ -95,11 +95,7 @@ class Execution:
         self._last: StreamMark | None = None
 
     def run(self, run: RunCommand, entries: _Entries) -> None:
-        """Carry operations out; collective.
-
-        Raises:
-            CollectiveError: A rank is gone.
-        """
+        """Carry operations out; collective, and fails where a rank is gone."""
         if not any(request.device == "cuda" for request in run.requests):
             self._run(run, entries)
             return
@@ -319,11 +315,6 @@ def _plan_batches(
 
     A tensor joins the last open batch of its own kind, past others that do not fit, so
     that two dtypes in turn make two batches (Horovod's look-ahead).
-
-    Args:
-        requests: In the order in which they are to run.
-        threshold_bytes: At most so many in a batch; 0 fuses nothing.
-        is_group_alone: Whether groups are not mixed with others.
     """
     planned: list[_Batch] = []
     open_by_key: dict[object, _Batch] = {}

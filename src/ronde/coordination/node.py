@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ronde.coordination import messages
-from ronde.coordination.control.transport import Tree
+from ronde.coordination.control.tree import Tree
 from ronde.coordination.messages import bits_of, decode_ranks, encode_ranks
 from ronde.coordination.requests import Request
 

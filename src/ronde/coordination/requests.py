@@ -49,6 +49,8 @@ _FREE_FIRST = (OpKind.ALLGATHER, OpKind.ALLTOALL)
 """Their tensors may differ in dimension 0 from rank to rank."""
 FREE = -1
 """Stands for a dimension that may differ."""
+_SCALING = slice(5, 9)
+"""In a ``NamedOperation``, as in ``Request.scaling``."""
 CONNECT_PREFIX = "connect."
 
 Shape = tuple[int, ...]
@@ -119,6 +121,8 @@ class Request:
     is_cached: bool
     text: str = field(init=False, compare=False)
     torch_dtypes: tuple[torch.dtype, ...] = field(init=False, compare=False)
+    reduce_op: ReduceOp = field(init=False, compare=False)
+    scaling: tuple[Any, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         fields = (
@@ -137,6 +141,10 @@ class Request:
         object.__setattr__(self, "text", text)
         dtypes = tuple([getattr(torch, dtype) for dtype in self.dtypes])
         object.__setattr__(self, "torch_dtypes", dtypes)
+        reduce_op = _OPS[self.number] or ReduceOp.SUM
+        object.__setattr__(self, "reduce_op", reduce_op)
+        scaling = (reduce_op, self.prescale, self.postscale, self.root)
+        object.__setattr__(self, "scaling", scaling)
 
     @classmethod
     def of(cls, operation: NamedOperation, name: str) -> "Request":
@@ -166,33 +174,26 @@ class Request:
         fields[2:4] = tuple(fields[2]), tuple([tuple(shape) for shape in fields[3]])
         return Request(*fields)
 
-    @property
-    def reduce_op(self) -> ReduceOp:
-        return _OPS[self.number] or ReduceOp.SUM
-
     def matches(self, operation: NamedOperation) -> bool:
-        """Say whether an operation of the same name makes the same request."""
+        """Return whether an operation of the same name makes the same request."""
         tensors = operation.tensors
         if (
             operation.kind is not self.kind
             or len(tensors) != len(self.shapes)
-            or operation.reduce_op is not self.reduce_op
-            or operation.prescale != self.prescale
-            or operation.postscale != self.postscale
-            or operation.root != self.root
+            or operation[_SCALING] != self.scaling
             or _device(tensors) != self.device
         ):
             return False
-        is_free = self.kind in _FREE_FIRST
         for tensor, dtype, shape in zip(
             tensors, self.torch_dtypes, self.shapes, strict=True
         ):
-            own = tensor.shape
-            if tensor.dtype is not dtype or (
-                own != shape
-                and not (is_free and own and shape and own[1:] == shape[1:])
-            ):
+            if tensor.dtype is not dtype:
                 return False
+            own = tensor.shape
+            if own != shape:
+                is_free = self.kind in _FREE_FIRST and own and shape
+                if not is_free or own[1:] != shape[1:]:
+                    return False
         return True
 
     def zeros(self, index: int) -> Tensor:
@@ -245,14 +246,7 @@ class Entry(Work[Any]):
         wake: Callable[[], None],
         drive: Callable[["Entry", Look | None], None],
     ) -> None:
-        """Begin.
-
-        Args:
-            name: On the wire.
-            operation: What was asked for.
-            wake: Has somebody make progress, soon, without waiting.
-            drive: Makes progress until the entry is over, or ``Look`` stops it.
-        """
+        """Begin; ``wake`` has somebody make progress soon, ``drive`` does so itself."""
         super().__init__(None, is_over=False)
         self._wake, self._drive = wake, drive
         self.name = name

@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ronde.coordination import messages
-from ronde.coordination.control.transport import Tree
+from ronde.coordination.control.tree import Tree
 from ronde.coordination.messages import format_ranks
 from ronde.coordination.node import Node, PendingName
 from ronde.coordination.requests import OpKind, Request, Shape
@@ -49,8 +49,7 @@ class RootNode(Node):
         """Decide on all that every rank is ready for."""
         counter = self._counter
         events, self._events = self._events, []
-        commands = self._look_into(events)
-        if commands:
+        if events and (commands := self._look_into(events)):
             self._order(commands)
         ready = counter.take_ready(self.cache.live)
         if ready:

@@ -112,17 +112,11 @@ def describe_stall(
     warning_s: float,
     shutdown_s: float,
 ) -> tuple[str, bool]:
-    """Find what has waited for longer than ``warning_s``, and for whom.
+    """Return what has waited for longer than ``warning_s``, and for whom.
 
-    Args:
-        reports: By rank; a rank that did not answer is not there.
-        size: Number of ranks.
-        warning_s: From here on it is too long.
-        shutdown_s: From here on the job is to end; 0 for never.
-
-    Returns:
-        The warning, empty where nobody waits for somebody else for long, and whether
-        the job is to end.
+    Empty where nobody waits for somebody else for long. And whether the job is to end:
+    whether something has waited for ``shutdown_s``, if that is not 0. A rank that did
+    not answer has no report.
     """
     missing: dict[int, list[str]] = {}
     fatal: set[int] = set()

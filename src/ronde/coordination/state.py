@@ -110,7 +110,7 @@ class FastPath:
         self._num_left = 0
 
     def start(self, entry: Entry, tag: int, request: Request) -> bool:
-        """Show the others an operation; say whether that was possible.
+        """Show the others an operation; return whether that was possible.
 
         Args:
             entry: The operation; nothing else is under way.
@@ -283,7 +283,7 @@ class CoordinatorState:
         }
 
     def progress(self) -> bool:
-        """Do all that can be done without waiting; say whether something came of it."""
+        """Do all that needs no waiting; return whether something came of it."""
         has_changed = False
         commands = self._node.commands
         while self._exchange():
@@ -297,7 +297,7 @@ class CoordinatorState:
         return has_changed
 
     def start_fast(self, entry: Entry) -> bool:
-        """Have an operation take the fast path; say whether it is on it.
+        """Have an operation take the fast path; return whether it is on it.
 
         A timeline is to show what ranks agree on, and what has given way to wait in
         the ordinary way; several operations had better travel together.
@@ -342,7 +342,7 @@ class CoordinatorState:
         self._node.report_waits(None)
 
     def _exchange(self) -> bool:
-        """Take messages in and send some; say whether there is something to do."""
+        """Take messages in and send some; return whether there is something to do."""
         node, channel = self._node, self._channel
         for sender, message in channel.receive():
             node.receive(sender, message)

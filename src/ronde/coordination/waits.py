@@ -106,12 +106,7 @@ class PendingTable:
         self._numbers.clear()
 
     def add(self, entry: Entry) -> None:
-        """Enter an operation.
-
-        Raises:
-            UsageError: The name is under way already.
-            CollectiveError: Nothing can be done any more.
-        """
+        """Enter an operation, if its name is free and nothing has failed."""
         with self._lock:
             if self.failure is not None:
                 raise fresh(self.failure)
@@ -312,7 +307,7 @@ class Waits:
         return bool(self._put_off)
 
     def drive(self) -> bool:
-        """Make progress on this thread's rounds; say whether there are any."""
+        """Make progress on this thread's rounds; return whether there are any."""
         if not self._put_off:
             return False
         own = threading.get_ident()

@@ -74,7 +74,10 @@ class ReducerGroup(NamedTuple):
 
 
 class GroupConnector(Protocol):
-    """Connects a reducer with its like on the other ranks, when it is first used."""
+    """Connects a reducer with its like on the other ranks, when it is first used.
+
+    It fails where there is no session, a rank is gone, or the ranks' models differ.
+    """
 
     @property
     def key(self) -> ReducerKey:
@@ -87,20 +90,11 @@ class GroupConnector(Protocol):
         ...
 
     def start(self) -> SyncPoint:
-        """Begin to connect, if that was not done; return where the ranks meet.
-
-        Raises:
-            CollectiveError: There is no session, or a rank is gone.
-        """
+        """Begin to connect, if that was not done; return where the ranks meet."""
         ...
 
     def connect(self, *, is_watched: bool = True) -> Steps[ReducerGroup]:
-        """Connect; collective. The stall inspector counts it if it is watched.
-
-        Raises:
-            CollectiveError: A rank is gone, the ranks' models differ, or they did not
-                meet.
-        """
+        """Connect; collective. The stall inspector counts it if it is watched."""
         ...
 
     def give_up(self) -> None:
@@ -131,7 +125,7 @@ class Resumable:
         self._work: Work[Any] | None = None
 
     def run(self, look: Look) -> bool:
-        """Go on to the end, or until ``look`` stops it; say whether it is over.
+        """Go on to the end, or until ``look`` stops it; return whether it is over.
 
         An error is kept in ``failure``.
         """

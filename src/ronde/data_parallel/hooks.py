@@ -141,7 +141,7 @@ def current_backward() -> int:
 
 
 def is_nested_backward() -> bool:
-    """Say whether this backward runs inside another one's node.
+    """Return whether this backward runs inside another one's node.
 
     Reentrant checkpointing does that: the end of such a backward is not the end of the
     outer one. A node written in Python is always called through this function.
@@ -158,7 +158,7 @@ def _caller(code: CodeType) -> FrameType | None:
 
 
 def is_fusible(parameter: Tensor) -> bool:
-    """Say whether its gradient may be fused in some pass; equal on all ranks."""
+    """Return whether its gradient may be fused in some pass; equal on all ranks."""
     return (
         parameter.is_cpu
         and parameter.ndim == 2
@@ -245,7 +245,7 @@ def _before_product(
 
 
 def _is_special() -> bool:
-    """Say whether somebody looks at single operations, or differentiates them."""
+    """Return whether somebody looks at single operations, or differentiates them."""
     is_forward_mode = cast("int", forward_ad._current_level) >= 0  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
     return (
         is_forward_mode
@@ -257,7 +257,7 @@ def _is_special() -> bool:
 
 
 def _is_hooked(gradient: Gradient, path: Sequence[Node]) -> bool:
-    """Say whether anybody but us has hooks where the gradient passes."""
+    """Return whether anybody but us has hooks where the gradient passes."""
     parameter = cast("Any", gradient.parameter)
     tables = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)  # noqa: SLF001
     if sum(len(table) for table in tables if table) > gradient.num_hooks:

@@ -40,11 +40,7 @@ class JoinParticipant(Protocol):
         ...
 
     def participate_with_zeros(self) -> None:
-        """Take part, adding nothing, until all ranks do so.
-
-        Raises:
-            CollectiveError: A reduction failed.
-        """
+        """Take part, adding nothing, until all ranks do so, or a reduction fails."""
         ...
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
@@ -76,12 +72,9 @@ class JoinParticipants:
         return [JoinProgress(*each.key, each.last_round) for each in self._threads]
 
     def end(self, living: Collection[ReducerKey]) -> None:
-        """Wait for those that all ranks have, and give up the others.
+        """Wait for those that all ranks have, once all have joined; abort the others.
 
-        To be called once all ranks have joined.
-
-        Raises:
-            CollectiveError: One of them failed.
+        Raises what one of them failed with.
         """
         self.abort(keep=living)
         for thread in self._threads.values():

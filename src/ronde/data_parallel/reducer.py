@@ -193,9 +193,6 @@ class Reducer:
         """Refuse to go on without the gradients of the round that gave way.
 
         A rank that comes to it later would step with them.
-
-        Raises:
-            AssertionError: There is one.
         """
         if self._under_way is not None:
             raise AssertionError(_NOT_OVER)
@@ -217,9 +214,6 @@ class Reducer:
 
         For a rank that has no more data (Horovod's ``join``). Gradients stay as they
         are.
-
-        Raises:
-            CollectiveError: A reduction failed, or the ranks' models differ.
         """
         with self._lock:
             self._raise_failure()
@@ -232,8 +226,7 @@ class Reducer:
     def unbind(self, *, is_abrupt: bool = False) -> None:
         """Leave the other ranks; the next use connects anew.
 
-        Args:
-            is_abrupt: Have what is under way fail, here and there.
+        If abruptly, what is under way fails, here and there.
         """
         self._connector.give_up()
         for communicator in self._communicators:
@@ -381,7 +374,7 @@ class Reducer:
         self._prepare_additions()  # from the first round on that somebody misses
 
     def _new_waiting(self, *, can_give_way: bool) -> Waiting | None:
-        """Return the ``Look`` of a round; None where nobody is to be told of it."""
+        """Return the ``Look`` of a round; None where nobody sees it."""
         rounds = self._rounds
         if rounds is None:
             point, self._waits = self._connector.start(), self._connector.waits

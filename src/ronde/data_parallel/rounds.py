@@ -166,13 +166,9 @@ def describe(name: str, parameter: Tensor) -> str:
 
 
 def refuse_differences(everyone: Sequence[list[str] | None]) -> None:
-    """Raise where a rank's descriptions differ from another's.
+    """Raise where a rank's descriptions differ from another's, naming the first.
 
-    Args:
-        everyone: What ``describe`` returned on each rank; None of one without a say.
-
-    Raises:
-        CollectiveError: Naming the first parameter that differs.
+    ``everyone`` is what ``describe`` returned on each rank; None of one without a say.
     """
     lists = [(rank, theirs) for rank, theirs in enumerate(everyone) if theirs]
     one, mine = lists[0]
@@ -239,9 +235,7 @@ def _agree_on_new_parameters(
 
     Notes of which of them some rank has a sparse one: a rank that did not use an
     embedding learns it so. One that has joined has no say; none are new if all have.
-
-    Raises:
-        CollectiveError: On every rank: what one rank trains is frozen on another.
+    Fails on every rank where what one rank trains is frozen on another.
     """
     trained = [int(g.parameter.requires_grad) for g in gradients]
     grads = [g.parameter.grad for g in gradients]
@@ -415,11 +409,7 @@ class BucketQueue:
             bucket.pending = self._start(bucket)
 
     def finish(self, scaling: Scaling) -> Steps[bool]:
-        """Wait for all; say whether backward added to one that was under way.
-
-        Raises:
-            CollectiveError: A sum failed, or ranks are at different steps.
-        """
+        """Wait for all; return whether backward added to one that was under way."""
         for bucket in self.buckets:
             yield from bucket.works()
             bucket.advance()
@@ -557,12 +547,7 @@ class ReductionRounds:
                 self._queue.launch_full(self.scaling)
 
     def finish(self) -> Steps[None]:
-        """Finish the round that is open, or run one, and those that must follow it.
-
-        Raises:
-            CollectiveError: The reduction failed, the ranks' models differ, or some
-                ran backward more often than others since their last step.
-        """
+        """Finish the round that is open, or run one, and those that must follow it."""
         is_late = True
         while is_late:
             if not self.is_open:
@@ -582,11 +567,7 @@ class ReductionRounds:
         self._queue.steps.num_steps += 1
 
     def participate_with_zeros(self) -> None:
-        """Take part in the others' rounds without adding anything, to the last.
-
-        Raises:
-            CollectiveError: A reduction failed, or the ranks' models differ.
-        """
+        """Take part in the others' rounds without adding anything, to the last."""
         if self.is_open:
             run(self.finish())
         for gradient in self._gradients:
@@ -631,10 +612,8 @@ class ReductionRounds:
         """Plan for gradients that are to be reduced from now on; collective.
 
         If others are planned already, reduces the new ones by themselves: what is
-        reduced once in this round must not be again.
-
-        Returns:
-            Whether a round must follow.
+        reduced once in this round must not be again. Returns whether a round must
+        follow.
         """
         communicator, queue = self._communicator, self._queue
         yield from _check_same(communicator, self._gradients)

@@ -22,10 +22,17 @@ from ronde.coordination.control.doorbell import FAR, NEAR, Doorbell, Waiter
 from ronde.coordination.control.gloo import GlooTransport
 from ronde.coordination.control.rounds import ExchangeRounds
 from ronde.coordination.control.shared_memory import SharedMemoryTransport
-from ronde.coordination.control.transport import Loss, Transport, Tree
+from ronde.coordination.control.tree import Loss, Tree
 from ronde.errors import CollectiveError
 
 _logger = logging.getLogger("ronde")
+Transport = SharedMemoryTransport | GlooTransport
+"""What carries some of a rank's connections, and closes them all.
+
+Each is the way to one neighbour and back, used by one thread at a time. Its ``receive``
+also sends what was kept. Nothing arrives any more that had not when its ``find_loss``
+returned a loss.
+"""
 
 
 class ControlChannel:

@@ -26,7 +26,7 @@ from ronde.collectives.engines.torch_distributed.groups import (
     Groups,
 )
 from ronde.coordination.control.doorbell import Doorbell
-from ronde.coordination.control.transport import Connection, Loss, Transport
+from ronde.coordination.control.tree import Loss
 
 _logger = logging.getLogger("ronde")
 _FRAME_BYTES = 256
@@ -43,7 +43,7 @@ _MOST_KEPT = 32
 _MOST_KEPT_BYTES = 1 << 20
 
 
-class GlooTransport(Transport):
+class GlooTransport:
     """The connections of one rank to neighbours, wherever they are."""
 
     def __init__(
@@ -89,7 +89,7 @@ class GlooTransport(Transport):
             each.thread.join(max(0.0, deadline - time.monotonic()))
 
 
-class GlooConnection(Connection):
+class GlooConnection:
     """A connection, and a thread that listens to it until there is no more to hear."""
 
     def __init__(
@@ -139,7 +139,7 @@ class GlooConnection(Connection):
                 if isinstance(received, bytes):
                     self._received.append(received)
                 else:
-                    text = f"{self.name} said goodbye"
+                    text = f"{self.name} closed its connections"
                     self._loss = Loss(self.rank, text, is_orderly=True)
                     if received == _CLOSE and not self._is_closing:
                         self._frames.send_sign(_CLOSE_ACK)

@@ -104,7 +104,7 @@ class ExchangeRounds:
                     doorbell.notify()
 
     def is_complete(self, number: int) -> bool:
-        """Say whether all have come to a round that this rank came to; any thread."""
+        """Return whether all have come to a round that this one came to; any thread."""
         for words in self._other_words:
             if words[_NUMBER] < number:
                 return False
@@ -113,7 +113,7 @@ class ExchangeRounds:
         return True
 
     def is_unanimous(self) -> bool:
-        """Say whether all ranks gave the same tag, and none refused, once complete."""
+        """Return whether all gave the same tag, and none refused, once complete."""
         place = _TAGS + (self.number & 1)
         tag = self._own[place]
         for words in self._other_words:
@@ -125,7 +125,7 @@ class ExchangeRounds:
         return any(words[_NUMBER] > self.number for words in self._other_words)
 
     def is_asked(self) -> bool:
-        """Say whether one of them wants an answer now."""
+        """Return whether one of them wants an answer now."""
         return any(
             words[_STATE] == _ASKING and words[_NUMBER] > self.number
             for words in self._other_words

@@ -25,7 +25,7 @@ from ronde.collectives.engines.shared_memory.segment import (
 from ronde.collectives.engines.shared_memory.waiting import IS_WEAKLY_ORDERED, fence
 from ronde.coordination.control import doorbell, rounds
 from ronde.coordination.control.doorbell import NEAR, Doorbell, Waiter
-from ronde.coordination.control.transport import Connection, Loss, Transport, Tree
+from ronde.coordination.control.tree import Loss, Tree
 from ronde.errors import CollectiveError, PeerLostError
 
 RING_BYTES = 1 << 16
@@ -76,7 +76,7 @@ class _Sender:
         self._backlog: deque[memoryview] = deque()
 
     def put(self, message: bytes) -> bool:
-        """Write a message, or keep what does not fit; say whether anything was written.
+        """Write a message, or keep what does not fit; return whether some was written.
 
         This is written for the time it takes.
         """
@@ -102,7 +102,7 @@ class _Sender:
         return True
 
     def write_backlog(self) -> bool:
-        """Write what was kept as far as it fits; say whether anything was written."""
+        """Write what was kept as far as it fits; return whether some was written."""
         if not self._backlog:
             return False
         before = self._written
@@ -152,7 +152,7 @@ class _Receiver:
         return self._words[self._written_at] != self._taken
 
     def take(self, sender: int, into: list[tuple[int, bytes]]) -> bool:
-        """Append whole messages; say whether the sender waits for the room made."""
+        """Append whole messages; return whether the sender waits for the room made."""
         written = self._words[self._written_at]
         taken = self._taken
         if written == taken:
@@ -191,7 +191,7 @@ class _Receiver:
         return num_bytes
 
 
-class SharedMemoryConnection(Connection):
+class SharedMemoryConnection:
     """Two ring buffers, and the neighbour's doorbell."""
 
     def __init__(
@@ -225,7 +225,8 @@ class SharedMemoryConnection(Connection):
         has_ended = not self._process.state()
         if self._words[_STATE] & _CLOSED:
             fence()
-            return Loss(self.rank, f"rank {self.rank} said goodbye", is_orderly=True)
+            text = f"rank {self.rank} closed its connections"
+            return Loss(self.rank, text, is_orderly=True)
         if has_ended:
             name = f"rank {self.rank}, process {self._process.pid},"
             return Loss(self.rank, f"{name} ended", is_orderly=False)
@@ -235,7 +236,7 @@ class SharedMemoryConnection(Connection):
         return bool(self._words[_STATE] & _OPEN)
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport:
     """The connections of one rank to neighbours on its host.
 
     Attributes:

@@ -1,6 +1,5 @@
-"""Who talks to whom, and what carries it: a tree of ranks, and its edges."""
+"""Who talks to whom: a tree of ranks, and neighbours that are lost."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -66,38 +65,3 @@ class Loss(NamedTuple):
     rank: int
     reason: str
     is_orderly: bool
-
-
-class Connection(ABC):
-    """The way to one neighbour and back; used by one thread at a time."""
-
-    rank: int
-
-    @abstractmethod
-    def send(self, message: bytes) -> None:
-        """Send a message, or keep what does not fit yet; never waits."""
-
-    @abstractmethod
-    def receive(self, into: list[tuple[int, bytes]]) -> None:
-        """Append what has arrived, with its sender, and send what was kept."""
-
-    @abstractmethod
-    def has_unread(self) -> bool:
-        """Say whether ``receive`` would find something."""
-
-    @abstractmethod
-    def find_loss(self) -> Loss | None:
-        """Return how the neighbour was lost; None while it is there.
-
-        Nothing arrives that had not when this returned a loss.
-        """
-
-
-class Transport(ABC):
-    """What carries some of a rank's connections."""
-
-    connections: Sequence[Connection]
-
-    @abstractmethod
-    def close(self) -> None:
-        """Announce it to the neighbours and give everything back; not collective."""
