@@ -144,7 +144,7 @@ class Options:
         return self.parent == "terminal"
 
     @property
-    def num_own_ranks(self) -> int:
+    def num_self_launched(self) -> int:
         """Ranks that it starts itself where no launcher has done so."""
         return self.num_threads * self.num_gpus
 

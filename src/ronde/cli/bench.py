@@ -68,7 +68,7 @@ def _bench(words: list[str]) -> int:
     options, variables, info = parse(words), read_variables(), read_rank_info()
     if not options.parent:
         _require_possible(options)
-    if info.launcher is Launcher.NONE and options.num_own_ranks > 1:
+    if info.launcher is Launcher.NONE and options.num_self_launched > 1:
         return _start(words, options)
     if not options.parent and info.launcher is not Launcher.NONE:
         _require_joinable(options, info)
@@ -99,7 +99,7 @@ def _require_possible(options: Options) -> None:
 
 
 def _start(words: Sequence[str], options: Options) -> int:
-    size = options.num_own_ranks
+    size = options.num_self_launched
     if options.engines.device == "cpu":
         memory, is_checked = free_host_memory(), options.loop.checks > 0
         largest = largest_row(memory.free_bytes, size, is_checked=is_checked)
@@ -119,7 +119,7 @@ def _start(words: Sequence[str], options: Options) -> int:
 
 
 def _require_joinable(options: Options, info: RankInfo) -> None:
-    if options.num_own_ranks > 1 and not options.is_lenient:
+    if options.num_self_launched > 1 and not options.is_lenient:
         raise UnsupportedError(
             "-t and -g must be 1 inside another launcher, got "
             f"-t {options.num_threads} -g {options.num_gpus} on rank {info.rank} of "

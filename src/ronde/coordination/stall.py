@@ -213,9 +213,9 @@ class CircleInspector:
         if self._is_wanted and not self._deadline_s:
             self._is_wanted = False
             self._points, self._waits, self._came = [], {}, {}
-            self._ask()
+            self._request_reports()
 
-    def _ask(self) -> None:
+    def _request_reports(self) -> None:
         self._number += 1
         self._has_answered.clear()
         self._deadline_s = time.monotonic() + _BUSY_AFTER_S
@@ -247,7 +247,7 @@ class CircleInspector:
             blocked = [each for waits in self._waits.values() for each in waits]
             self._points = sorted({each.point for each in blocked})
             if any(each.can_give_way or each.point.is_connect for each in blocked):
-                self._ask()
+                self._request_reports()
             return
         circles = find_circles(self._waits, self._size, self._has_come)
         chosen = {

@@ -163,7 +163,7 @@ class FastPath:
         number = rounds.number
         if not rounds.is_complete(number):
             if is_late:
-                rounds.ask()
+                rounds.request_answers()
             if not (is_late and rounds.is_complete(number)):
                 return None
         rounds.rest()

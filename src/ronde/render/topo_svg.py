@@ -32,8 +32,8 @@ from ronde.render.svg import (
 from ronde.render.text import counted, grouped, list_some
 from ronde.render.topo_tree import (
     LINK_TITLES,
-    Element,
     ElementTree,
+    TreeElement,
     is_nvlink_switch,
 )
 from ronde.topology.cpu_sets import format_list
@@ -86,7 +86,7 @@ class _Place(NamedTuple):
     package: int  # number of its socket; ``UNKNOWN``
     title: str  # its first line
     lines: tuple[str, ...]  # what follows
-    elements: tuple[Element, ...]
+    elements: tuple[TreeElement, ...]
 
 
 def draw_svg(host: HostTopology, findings: Sequence[Diagnostic] = ()) -> str:
@@ -213,7 +213,7 @@ def _find_places(host: HostTopology) -> tuple[tuple[_Place, ...], int]:
     return tuple(places), sum(tree.is_left_out(device) for device in host.devices)
 
 
-def _place(node: NumaNode, elements: tuple[Element, ...]) -> _Place:
+def _place(node: NumaNode, elements: tuple[TreeElement, ...]) -> _Place:
     lines = [f"{node.vendor} {node.arch}".strip()] if node.vendor or node.arch else []
     if node.cpus:
         cores = len(node.cores)
@@ -230,12 +230,12 @@ def _place(node: NumaNode, elements: tuple[Element, ...]) -> _Place:
     return _Place((node.name,), node.package, title, tuple(lines), elements)
 
 
-def _limited(items: Sequence[Element]) -> tuple[Element, ...]:
+def _limited(items: Sequence[TreeElement]) -> tuple[TreeElement, ...]:
     if len(items) <= _MAX_ITEMS:
         return tuple(items)
     rest = items[_MAX_ITEMS - 1 :]
     names = tuple(name for item in rest for name in item.names)
-    more = Element("other", names, f"and {len(rest)} more")
+    more = TreeElement("other", names, f"and {len(rest)} more")
     return (*items[: _MAX_ITEMS - 1], more)
 
 
@@ -304,7 +304,7 @@ def _lay_out_place(place: _Place) -> SvgBlock:
     return SvgBlock(width, height, (*shapes, *inner.shapes), (*marks, *inner.marks))
 
 
-def _lay_out_item(item: Element) -> SvgBlock:
+def _lay_out_item(item: TreeElement) -> SvgBlock:
     columns = _columns(item.below)
     row_width = sum(column.width + GAP for column, _ in columns) - GAP
     row_height = max((column.height for column, _ in columns), default=0.0)
@@ -327,7 +327,7 @@ def _lay_out_item(item: Element) -> SvgBlock:
     return SvgBlock(width, total, tuple(shapes), tuple(marks))
 
 
-def _columns(items: Sequence[Element]) -> list[tuple[SvgBlock, tuple[float, ...]]]:
+def _columns(items: Sequence[TreeElement]) -> list[tuple[SvgBlock, tuple[float, ...]]]:
     """Return columns, each with where its boxes begin: one of ends, one a switch."""
     items = _limited(items)
     ends = [_lay_out_item(item) for item in items if not item.below]
@@ -346,7 +346,7 @@ def _columns(items: Sequence[Element]) -> list[tuple[SvgBlock, tuple[float, ...]
     return columns
 
 
-def _with_room(item: Element, width: float) -> Element:
+def _with_room(item: TreeElement, width: float) -> TreeElement:
     """Return an item whose first line fits: its end goes below where it does not."""
     first = width_of(item.title, "name") + width_of(item.bus_id)
     if not item.bus_id or first + 3 * PAD <= width:
@@ -354,7 +354,9 @@ def _with_room(item: Element, width: float) -> Element:
     return item._replace(bus_id="", details=(item.bus_id, *item.details))
 
 
-def _draw_box(item: Element, width: float, height: float) -> tuple[list[Shape], SvgBox]:
+def _draw_box(
+    item: TreeElement, width: float, height: float
+) -> tuple[list[Shape], SvgBox]:
     whole = clean("\n".join((f"{item.title} {item.bus_id}".strip(), *item.details)))
     box = SvgBox(0, 0, width, height, item.kind, whole)
     inner = width - 2 * PAD

@@ -40,7 +40,7 @@ def is_nvlink_switch(link: Link) -> bool:
     return link.target == NVSWITCH or link.target_class >> 8 == _NVSWITCH_CLASS
 
 
-class Element(NamedTuple):
+class TreeElement(NamedTuple):
     """Something on a host, and what is below it."""
 
     kind: str  # ``numa``, ``gpu``, ``nic``, ``switch`` or ``other``
@@ -48,7 +48,7 @@ class Element(NamedTuple):
     title: str
     bus_id: str = ""
     details: tuple[str, ...] = ()
-    below: "tuple[Element, ...]" = ()
+    below: "tuple[TreeElement, ...]" = ()
 
 
 class ElementTree:
@@ -70,7 +70,7 @@ class ElementTree:
         self._ports = grouped((port.bus_id, port) for port in host.ports)
         self._links = grouped(((link.kind, link.source), link) for link in host.links)
 
-    def at(self, nodes: set[int], *, is_known: bool) -> tuple[Element, ...]:
+    def at(self, nodes: set[int], *, is_known: bool) -> tuple[TreeElement, ...]:
         """Return what is at some NUMA nodes, or at none of them."""
         tops = [d for d in self._children.get("", []) if (d.node in nodes) is is_known]
         found = [element for top in tops for element in self._below(top, 0)]
@@ -91,17 +91,17 @@ class ElementTree:
         """Whether a device is at an end of the tree, and not drawn."""
         return not self._children.get(device.bus_id) and not self._own(device)
 
-    def _own(self, device: PciDevice) -> list[Element]:
+    def _own(self, device: PciDevice) -> list[TreeElement]:
         words, bus_id = _pci_words(device), device.bus_id
         found = [self._gpu(gpu, words) for gpu in self._gpus.get(bus_id, [])]
         if ports := self._ports.get(bus_id):
             found.append(self._nic(ports, words))
         if is_nvswitch(device.class_code, device.vendor):
             details = (words,) if _is_speed_known(device) else ()
-            found.append(Element("other", (bus_id,), "NVSwitch", bus_id, details))
+            found.append(TreeElement("other", (bus_id,), "NVSwitch", bus_id, details))
         return found
 
-    def _below(self, device: PciDevice, depth: int) -> list[Element]:
+    def _below(self, device: PciDevice, depth: int) -> list[TreeElement]:
         """Return a device with what is below; bridges to one thing are left out."""
         children = self._children.get(device.bus_id, [])
         if self._is_drawn and depth >= _MAX_DRAWN_DEPTH:
@@ -116,11 +116,11 @@ class ElementTree:
         is_bridge = below or device.class_code >> 16 == 0x06
         kind, title = ("switch", "PCI switch") if is_bridge else ("other", "PCI device")
         details, bus_id = (_pci_words(device),), device.bus_id
-        return [Element(kind, (bus_id,), title, bus_id, details, tuple(below))]
+        return [TreeElement(kind, (bus_id,), title, bus_id, details, tuple(below))]
 
     def _behind(
-        self, bridge: PciDevice, children: Sequence[PciDevice], element: Element
-    ) -> Element:
+        self, bridge: PciDevice, children: Sequence[PciDevice], element: TreeElement
+    ) -> TreeElement:
         """Return the one thing behind a bridge; noted where the bridge is narrower."""
         bus_id = bridge.bus_id
         element = element._replace(names=(*element.names, bus_id))
@@ -131,7 +131,7 @@ class ElementTree:
             more = (f"behind {bus_id}:", _pci_words(bridge))
         return element._replace(details=(*element.details, *more))
 
-    def _gpu(self, gpu: GpuDevice, pci_words: str) -> Element:
+    def _gpu(self, gpu: GpuDevice, pci_words: str) -> TreeElement:
         kind = f"gfx{gpu.gcn.removeprefix('gfx')}" if gpu.gcn else ""
         if not kind and gpu.sm > 0:
             kind = f"sm {gpu.sm}"
@@ -147,15 +147,15 @@ class ElementTree:
                     f"{title} {words or counted(count, 'link')}".rstrip(", ")
                 )
         shown = tuple(each for each in details if each)
-        return Element("gpu", (gpu.name,), f"GPU {gpu.number}", gpu.bus_id, shown)
+        return TreeElement("gpu", (gpu.name,), f"GPU {gpu.number}", gpu.bus_id, shown)
 
-    def _nic(self, ports: Sequence[NetPort], pci_words: str) -> Element:
+    def _nic(self, ports: Sequence[NetPort], pci_words: str) -> TreeElement:
         bus_id = ports[0].bus_id
         title = format_runs([port.title for port in ports])
         kinds = " ".join(sorted({port.kind for port in ports if port.kind}))
         rates = format_runs([_port_rate(port) for port in ports])
         details = (rates, kinds if self._is_drawn else "", pci_words)
-        return Element(
+        return TreeElement(
             "nic",
             (*(port.name for port in ports), *([bus_id] if bus_id else [])),
             "NIC" if title == bus_id else title,
@@ -215,7 +215,7 @@ def _draw_host(host: HostTopology) -> str:
     ]
     known = {node.number for node in host.numa_nodes}
     if lost := tree.at(known, is_known=False):
-        elements.append(Element("numa", (), "NUMA node unknown", below=lost))
+        elements.append(TreeElement("numa", (), "NUMA node unknown", below=lost))
     lines = [_summary(host), *_lines(elements), *_fabric(host)]
     ways = find_ways(host)
     for each in host.interfaces:
@@ -246,8 +246,8 @@ def _summary(host: HostTopology) -> str:
 
 
 def _numa_element(
-    host: HostTopology, node: NumaNode, below: tuple[Element, ...]
-) -> Element:
+    host: HostTopology, node: NumaNode, below: tuple[TreeElement, ...]
+) -> TreeElement:
     cpus = f"CPUs {format_list(node.cpus)}" if node.cpus else "no CPUs"
     if len(cpus) > _MAX_CPUS_CHARACTERS:
         cpus = f"{len(node.cpus)} CPUs from {node.cpus[0]} to {node.cpus[-1]}"
@@ -262,7 +262,7 @@ def _numa_element(
         f"{rates.pop()} GB/s to other nodes" if is_known else "",
     )
     title = f"NUMA node {node.number}"
-    return Element("numa", (node.name,), title, details=details, below=below)
+    return TreeElement("numa", (node.name,), title, details=details, below=below)
 
 
 def _fabric(host: HostTopology) -> Iterator[str]:
@@ -321,26 +321,28 @@ def _draw_switches(switches: Sequence[NetworkSwitch]) -> str:
     by_name = {switch.name: switch for switch in switches}
     below = {name for switch in switches for name in switch.switches}
 
-    def element(switch: NetworkSwitch) -> Element:
+    def element(switch: NetworkSwitch) -> TreeElement:
         nodes = f"{counted(len(switch.hosts), 'host')}: {format_runs(switch.hosts)}"
         details = (switch.speed, nodes if switch.hosts else "")
         children = [by_name[name] for name in switch.switches if name in by_name]
         under = tuple(element(each) for each in children)
-        return Element("other", (), switch.name, details=details, below=under)
+        return TreeElement("other", (), switch.name, details=details, below=under)
 
     tops = [element(switch) for switch in switches if switch.name not in below]
     lines = [f"{counted(len(switches), 'switch')} between hosts", *_lines(tops)]
     return "\n".join(lines) + "\n"
 
 
-def _lines(elements: Sequence[Element]) -> list[str]:
+def _lines(elements: Sequence[TreeElement]) -> list[str]:
     """Return the lines of a tree, the details in one column."""
     rows = list(_rows(elements))
     width = max((len(text) for text, _ in rows), default=0)
     return [f"{text:{width}}  {details}".rstrip() for text, details in rows]
 
 
-def _rows(elements: Sequence[Element], indent: str = "") -> Iterator[tuple[str, str]]:
+def _rows(
+    elements: Sequence[TreeElement], indent: str = ""
+) -> Iterator[tuple[str, str]]:
     for number, each in enumerate(elements, 1):
         is_last = number == len(elements)
         title = f"{indent}{'└─ ' if is_last else '├─ '}"

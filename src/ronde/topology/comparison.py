@@ -348,15 +348,15 @@ def _compare_paths(
         found = [
             PathChange((a, b), was, now)
             for (a, other_a), (b, other_b) in pairs
-            if (was := _told_path(before, a, b))
-            and (now := _told_path(after, other_a, other_b))
+            if (was := _known_path(before, a, b))
+            and (now := _known_path(after, other_a, other_b))
         ]
         changes = tuple(each for each in found if _is_other(each.was, each.now))
         compared.append(PathComparison(kind, len(found), changes))
     return tuple(compared)
 
 
-def _told_path(paths: Paths, source: str, target: str) -> Path | None:
+def _known_path(paths: Paths, source: str, target: str) -> Path | None:
     path = paths.between(source, target)
     return path._replace(gb_per_s=0.0) if path and not paths.is_known(path) else path
 

@@ -140,7 +140,7 @@ class EvenHostsEngine(HierarchicalEngine):
 
         for begin, end in _windows(vector, counts):
             stack = vector.new_zeros(self._local.size, self._cross.size, end - begin)
-            for rank, place in self._places(stack):
+            for rank, place in self._slices(stack):
                 part = parts[rank][begin:end]
                 place[: part.numel()] = part
             column = self._local.reduce_scatter(stack, op).wait()[0]
@@ -163,7 +163,7 @@ class EvenHostsEngine(HierarchicalEngine):
         def spread(work: Work[Tensor], begin: int, end: int) -> Callable[[], object]:
             def finish() -> None:
                 stack = self._local.all_gather(work.wait().unsqueeze(0)).wait()
-                for rank, place in self._places(stack):
+                for rank, place in self._slices(stack):
                     part = parts[rank][begin:end]
                     part.copy_(place[: part.numel()])
 
@@ -188,7 +188,7 @@ class EvenHostsEngine(HierarchicalEngine):
             pipeline.add(work, self._copy_on_host(piece, root_place))
         pipeline.drain()
 
-    def _places(self, stack: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def _slices(self, stack: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield each rank's vector of ``stack``, which is by place and host."""
         for host, ranks in enumerate(self._groups.ranks):
             for place, rank in enumerate(ranks):

@@ -153,7 +153,7 @@ class ExchangeRounds:
             own[_STATE] = _AWAKE
             self.has_waiter = False
 
-    def ask(self) -> None:
+    def request_answers(self) -> None:
         """Have those answer who did not come, and the last one notify this rank."""
         self._own[_STATE] = _ASKING
         fence()

@@ -43,7 +43,7 @@ _LOOK_EVERY_S = 0.25
 _LENGTH_BYTES = 8
 
 
-class _Ring(NamedTuple):
+class _RingBuffer(NamedTuple):
     """The memory of one ring buffer.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Ring(NamedTuple):
 class _Sender:
     """The end that writes into a ring buffer."""
 
-    def __init__(self, ring: _Ring) -> None:
+    def __init__(self, ring: _RingBuffer) -> None:
         self._ring = ring
         self._words = ring.words
         self._written_at = ring.written
@@ -136,7 +136,7 @@ class _Sender:
 class _Receiver:
     """The end that takes from a ring buffer."""
 
-    def __init__(self, ring: _Ring) -> None:
+    def __init__(self, ring: _RingBuffer) -> None:
         self._ring = ring
         self._words = ring.words
         self._written_at = ring.written
@@ -198,7 +198,7 @@ class SharedMemoryConnection:
         self,
         rank: int,
         process: PeerProcess,
-        rings: tuple[_Ring, _Ring],
+        rings: tuple[_RingBuffer, _RingBuffer],
         doorbell: Doorbell,
         words: memoryview,
     ) -> None:
@@ -319,11 +319,11 @@ class SharedMemoryTransport:
             each.notify()
 
 
-def _rings(segment: Segment, words: memoryview) -> tuple[_Ring, _Ring]:
+def _rings(segment: Segment, words: memoryview) -> tuple[_RingBuffer, _RingBuffer]:
     """Return the ways up to the parent and down from it, in the child's segment."""
     starts = (_PAGE_BYTES, _UP), (_PAGE_BYTES + RING_BYTES, _DOWN)
     up, down = (
-        _Ring(
+        _RingBuffer(
             words,
             first,
             first + _LINE,

@@ -163,7 +163,7 @@ class Nccl:
         self.group: Any = ProcessGroupNCCL(store, rank, size, options)
         with torch.cuda.device(device):
             self.group.eager_connect_single_device(device)
-        self._gathered: list[NcclMessage] = []
+        self._gathered: list[GroupedMessage] = []
 
     def send(self, values: Tensor, to: int, tag: int) -> BackendWork:
         return self._gather(tag, lambda: self.group.send([values], to, 0))
@@ -216,13 +216,13 @@ class Nccl:
         self._gathered.clear()
         self.group.abort()
 
-    def _gather(self, tag: int, post: Callable[[], object]) -> "NcclMessage":
+    def _gather(self, tag: int, post: Callable[[], object]) -> "GroupedMessage":
         if tag:
             raise UsageError(
                 f"tag must be 0 for CUDA tensors, got {tag}: NCCL has no tags. Leave "
                 "it out, and receive in the order in which the other rank sends."
             )
-        message = NcclMessage(self, post)
+        message = GroupedMessage(self, post)
         self._gathered.append(message)
         return message
 
@@ -238,7 +238,7 @@ class Nccl:
         return True
 
 
-class NcclMessage:
+class GroupedMessage:
     """A send or receive that has started, or will with others: torch's ``Work``."""
 
     __slots__ = ("_nccl", "_post", "_ready", "work")
