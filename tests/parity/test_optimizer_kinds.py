@@ -308,7 +308,7 @@ class Notebook:
 def test_buckets_are_taken_down():
     def check():
         notebook = Notebook()
-        current_session().states[0].coordinator.recorder = notebook
+        current_session().states[0].coordinator.execution.recorder = notebook
         model = OddMlp()
         optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
         for _ in range(1 + hvd.rank()):
