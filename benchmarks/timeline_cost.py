@@ -49,7 +49,7 @@ def named_step() -> Callable[[], None]:
 def tell(recorder: ThreadedRecorder | None) -> None:
     """Have the coordinator tell a timeline, or nobody."""
     for state in current_session().states.values():
-        state.coordinator.recorder = recorder
+        state.coordinator.execution.recorder = recorder
 
 
 def steps_in(round_s: float, step: Callable[[], None]) -> int:
