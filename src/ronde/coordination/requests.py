@@ -35,6 +35,8 @@ class OpKind(IntEnum):
     CONNECT = 8
 
 
+# An enum's ``name`` is looked up in Python on each access.
+_WORDS = {kind: kind.name.lower() for kind in OpKind} | {OpKind.ADASUM: "allreduce"}
 _OPS = (
     ReduceOp.AVERAGE,
     ReduceOp.SUM,
@@ -86,12 +88,12 @@ class NamedOperation(NamedTuple):
 
     def wire_name(self, number: int) -> str:
         """Return its name on the wire; ``number`` counts those without a name."""
-        kind = OpKind.ALLREDUCE if self.kind is OpKind.ADASUM else self.kind
-        word = kind.name.lower()
-        if kind in (OpKind.BARRIER, OpKind.JOIN):
+        word = _WORDS[self.kind]
+        if self.kind in (OpKind.BARRIER, OpKind.JOIN):
             return f"{word}.noname"
-        group = "grouped_" if self.is_group else ""
-        return f"{group}{word}.{self.name or f'noname.{number}'}"
+        if self.is_group:
+            word = f"grouped_{word}"
+        return f"{word}.{self.name or f'noname.{number}'}"
 
 
 @dataclass(frozen=True)

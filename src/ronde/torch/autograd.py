@@ -108,7 +108,8 @@ def require_whole(tensors: Iterable[Tensor]) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: one is made for each call, and that would take three times as long.
+@dataclass(slots=True)
 class CollectiveFunction:
     """A collective on some tensors; its results are as many.
 
@@ -166,7 +167,7 @@ class CollectiveFunction:
     @property
     def state(self) -> ProcessSetState:
         """This rank's part in the set."""
-        return state_of(self.process_set, self.kind.name)
+        return state_of(self.process_set, self.kind)
 
     @property
     def gradient_name(self) -> str | None:
@@ -187,9 +188,10 @@ class CollectiveFunction:
     def _prepare(
         self, tensors: Tensors, *, in_place: bool
     ) -> tuple[ProcessSetState, NamedOperation]:
-        require_whole(tensors)
         dtypes = self._dtypes()
         for tensor in tensors:
+            if type(tensor) is not Tensor:
+                require_whole(tensors)
             if tensor.layout is not torch.strided or (
                 dtypes is not None and tensor.dtype not in dtypes
             ):
@@ -226,7 +228,7 @@ class _Differentiable(torch.autograd.Function):
         return None, *ctx.function.gradients(gradients, ctx.num_rows)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AllreduceFunction(CollectiveFunction):
     """All-reduce; its gradient is the same reduction of gradients."""
 
@@ -249,7 +251,7 @@ class AllreduceFunction(CollectiveFunction):
         return replace(self, name=self.gradient_name).run(gradients)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AllgatherFunction(CollectiveFunction):
     """All-gather; its gradient is this rank's rows of the averaged gradients."""
 
@@ -269,7 +271,7 @@ class AllgatherFunction(CollectiveFunction):
         ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BroadcastFunction(CollectiveFunction):
     """Copy from one rank; its gradient is the average there and zero elsewhere."""
 
@@ -296,7 +298,7 @@ class BroadcastFunction(CollectiveFunction):
         return [torch.zeros_like(result) for result in results]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReducescatterFunction(CollectiveFunction):
     """Reduce-scatter by sum or average; its gradient is gathered."""
 
@@ -325,7 +327,7 @@ class ReducescatterFunction(CollectiveFunction):
         return gathered.run([gradient * factor for gradient in gradients])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AlltoallFunction(CollectiveFunction):
     """All-to-all; each row's gradient goes back to where it came from."""
 

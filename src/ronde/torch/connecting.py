@@ -112,7 +112,7 @@ class Connector:
 
     def _state(self) -> ProcessSetState:
         """Return this rank's part in the set, which knows of this optimizer."""
-        state = state_of(self._process_set, "Allreduce")
+        state = state_of(self._process_set, OpKind.ALLREDUCE)
         known = self._coordinator and self._coordinator()
         if known is not state.coordinator:
             self._coordinator = weakref.ref(state.coordinator)

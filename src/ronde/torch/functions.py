@@ -15,6 +15,7 @@ from ronde.collectives.objects import (
     broadcast_object as broadcast_object_by,
 )
 from ronde.collectives.torch_modes import outside_compiler
+from ronde.coordination.requests import OpKind
 from ronde.errors import UsageError
 from ronde.torch.autograd import AllgatherFunction, BroadcastFunction, require_whole
 from ronde.torch.optimizer import plain_name
@@ -137,7 +138,7 @@ class _Carrier:
     """Carries the bytes of one object by named collectives, ranks among all."""
 
     def __init__(self, name: str | None, process_set: ProcessSet) -> None:
-        state = state_of(process_set, "Broadcast")
+        state = state_of(process_set, OpKind.BROADCAST)
         self.rank = state.ranks[state.rank]
         self.size = len(state.ranks)
         self._process_set = process_set

@@ -296,7 +296,7 @@ def sparse_allreduce_async(
         A function that waits and returns the sparse result, not coalesced: the entries
         of all ranks, one after the other.
     """
-    num_ranks = len(state_of(process_set, "Allgather").ranks)
+    num_ranks = len(state_of(process_set, OpKind.ALLGATHER).ranks)
     # Gathering is along the first dimension, where an entry's index must be.
     parts = {
         "indices": tensor._indices().transpose(0, 1).contiguous(),  # noqa: SLF001  torch's
@@ -527,7 +527,9 @@ def synchronize(handle: int) -> Any:  # noqa: ANN401  each operation's own resul
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called this; one at a time for each set."""
-    state_of(process_set, "Barrier").coordinator.run(NamedOperation(OpKind.BARRIER))
+    state_of(process_set, OpKind.BARRIER).coordinator.run(
+        NamedOperation(OpKind.BARRIER)
+    )
 
 
 def join(device: int = -1) -> int:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ronde.collectives import rows
 from ronde.collectives.torch_modes import outside_compiler
+from ronde.coordination.requests import OpKind
 from ronde.data_parallel import (
     Compression,
     Compressor,
@@ -172,7 +173,7 @@ class DistributedOptimizer(OptimizerProxy):
         self._is_checked = False
         if not process_set.included():
             return
-        if state_of(process_set, "Allreduce").communicator.size > 1:
+        if state_of(process_set, OpKind.ALLREDUCE).communicator.size > 1:
             _refuse_sharded(named)
             _refuse_averaged(self._parameter_names)
         if op == Adasum and current_session().world.size > 1:
@@ -338,7 +339,7 @@ def _make_reducer(
     named: list[tuple[str, Tensor]], options: ReducerOptions, process_set: ProcessSet
 ) -> Reducer | None:
     session = current_session()
-    size = state_of(process_set, "Allreduce").communicator.size
+    size = state_of(process_set, OpKind.ALLREDUCE).communicator.size
     # One rank has nothing to reduce; only an average over passes is left to be done.
     # But it may become one of several.
     if size == 1 and not (options.is_passes_average or session.config.is_elastic):

@@ -165,8 +165,8 @@ def register(session: Session, process_set: ProcessSet) -> bool:
     return True
 
 
-def state_of(process_set: ProcessSet, word: str) -> ProcessSetState:
-    """Return this rank's part in a process set; ``word`` names the operation.
+def state_of(process_set: ProcessSet, kind: OpKind) -> ProcessSetState:
+    """Return this rank's part in a process set; ``kind`` is of the operation.
 
     Raises:
         UsageError: There is no such set, or this rank is not one of it.
@@ -178,13 +178,13 @@ def state_of(process_set: ProcessSet, word: str) -> ProcessSetState:
     # One that an earlier session registered may bear the number of another now.
     if state is not None and (not set_id or [*state.ranks] == process_set.ranks):
         return state
+    word = kind.name.capitalize()
     if session.sets.get(set_id or -1) != tuple(process_set.ranks):
         raise UsageError(
-            f"{word.capitalize()}: Process set provided does not exist, or has not "
-            "been registered."
+            f"{word}: Process set provided does not exist, or has not been registered."
         )
     raise UsageError(
-        f"{word.capitalize()}: Rank {session.world.rank} is not a member of the "
+        f"{word}: Rank {session.world.rank} is not a member of the "
         "provided process set."
     )
 
