@@ -264,6 +264,7 @@ def main() -> int:
     # Behind a shell's ``&`` they are ignored, and the jobs would keep it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
     parser = argparse.ArgumentParser(description="Break jobs on three hosts.")
     parser.add_argument("--runs", type=int, default=45)
     parser.add_argument("--seed", type=int, default=1)

@@ -60,6 +60,7 @@ def main() -> int:
     # Behind a shell's ``&`` they are ignored, and the jobs would keep it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
     parser = argparse.ArgumentParser(description="Break jobs, count what is wrong.")
     parser.add_argument("--rounds", type=int, default=10, help="runs of each fault")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time")

@@ -93,7 +93,7 @@ def test_files_that_do_not_tell() -> None:
     assert clouds.network is not None
     assert clouds.network.gb_per_s == pytest.approx(8 * GEN5_X16)
     assert clouds.unknown == (
-        "no speed is told of 8 ports from 0101:00:00.0: its PCIe link counts",
+        "speed of 8 ports from 0101:00:00.0 unknown: its PCIe link counts",
         "the source does not tell whether NVLink joins the GPUs",
     )
     # eth0 hangs at no device: what a machine's software says is no rate.

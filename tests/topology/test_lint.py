@@ -62,7 +62,7 @@ FOUND: dict[str, dict[str, int]] = {
     "nccl_topo/hgx_b200_8x_vastai_nccl2.27.3.xml": {"odd-source": 1},
     "nccl_topo/hgx_h200_8x_vastai.xml": {"odd-source": 1},
     "nccl_topo/modal_gvisor_b200_vm_topo.xml": {
-        "gpu-told-as-switch": 8,
+        "gpu-listed-as-switch": 8,
         "too-many-nvlinks": 8,
         "nic-faster-than-link": 3,
         "nic-behind-processor": 8,
@@ -290,7 +290,7 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         Level.ERROR,
         [gpu(0)],
     ),
-    "gpu-told-as-switch": (
+    "gpu-listed-as-switch": (
         lambda: with_links(
             nvlink(0, gpu(1), target_class=0x068000),
             nvlink(1, gpu(0)),

@@ -76,7 +76,7 @@ class Heading:
     options: Options
     engine: str  # what moves the bytes
     devices: tuple[Device, ...]  # one a rank
-    size: int  # ranks of the group that is told of
+    size: int  # ranks of the group that is shown
     versions: Mapping[str, str]  # of what takes part, by name
     notes: tuple[str, ...] = ()
     shown_variables: tuple[str, ...] = ()  # the environment, as far as it may be quoted

@@ -90,7 +90,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What is told of a run, and where."""
+    """What is shown of a run, and where."""
 
     has_timestamps: bool = False  # every row ends with the time of day
     has_memory: bool = False  # say at the end how much memory was used
@@ -120,7 +120,7 @@ class Options:
     test: Collective
     sweep: Sweep
     loop: Loop  # how each is measured
-    shown: Shown  # what is told
+    shown: Shown  # what is shown
     engines: Engines  # what moves the bytes
     num_threads: int = 1  # nccl-tests' threads a process
     num_gpus: int = 1  # nccl-tests' GPUs a thread

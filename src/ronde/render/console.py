@@ -159,7 +159,7 @@ class Screen:
             columns, rows = os.get_terminal_size(self._writer.fd)
         except OSError:
             columns, rows = 0, 0
-        # A terminal that nobody told its size says 0.
+        # A terminal whose size was never set reports 0.
         return columns or 80, rows or 24
 
 

@@ -229,37 +229,39 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
     ports = _match_ports(first, second)
     nodes = _match(first.numa_nodes, second.numa_nodes, lambda node: node.name)
     roles = {_GPUS: gpus, _PORTS: ports, _NODES: nodes}
-    untold = _untold(first), _untold(second)
-    told = [role for name, role in roles.items() if name not in untold[0] | untold[1]]
+    unknown = _unknown(first), _unknown(second)
+    known = [
+        role for name, role in roles.items() if name not in unknown[0] | unknown[1]
+    ]
     differences = [
         *_differences(gpus.names, gpu_facts(first), gpu_facts(second)),
         *_differences(ports.names, _port_facts(first), _port_facts(second)),
         *_differences(nodes.names, _node_facts(first), _node_facts(second)),
     ]
     return HostComparison(
-        num_matched=sum(len(role.names) for role in told),
-        num_by_address=sum(role.num_same for role in told),
-        only_first=tuple(name for role in told for name in role.only_first),
-        only_second=tuple(name for role in told for name in role.only_second),
-        untold_first=tuple(sorted(untold[0] - untold[1])),
-        untold_second=tuple(sorted(untold[1] - untold[0])),
+        num_matched=sum(len(role.names) for role in known),
+        num_by_address=sum(role.num_same for role in known),
+        only_first=tuple(name for role in known for name in role.only_first),
+        only_second=tuple(name for role in known for name in role.only_second),
+        untold_first=tuple(sorted(unknown[0] - unknown[1])),
+        untold_second=tuple(sorted(unknown[1] - unknown[0])),
         differences=tuple(differences),
         paths=_compare_paths(first, second, gpus.names, ports.names),
     )
 
 
-def _untold(host: HostTopology) -> set[str]:
-    """Return the kinds of elements of which a host tells nothing.
+def _unknown(host: HostTopology) -> set[str]:
+    """Return the kinds of elements that a host does not show.
 
     One that shows its bus has no other GPUs and ports; NUMA nodes every host has.
     """
     shows_bus = any(device.class_code != UNKNOWN for device in host.devices)
-    told = {
+    is_known = {
         _GPUS: shows_bus or bool(host.gpus),
         _PORTS: shows_bus or bool(host.ports),
         _NODES: bool(host.numa_nodes),
     }
-    return {role for role, is_told in told.items() if not is_told}
+    return {role for role, known in is_known.items() if not known}
 
 
 def _match_ports(first: HostTopology, second: HostTopology) -> _Pairs:
@@ -305,7 +307,7 @@ def _order(
     """Return a key by number, of ports by title: ``mlx5_2`` before ``mlx5_10``."""
     if not isinstance(element, NetPort):
         return [element.number], []
-    # A port of which no name is told goes by its adapter's address.
+    # A port without a known name goes by its adapter's address.
     if is_address(element.title):
         return bus_order(element.title), []
     parts = [(text, n.lstrip("0")) for text, n in _NUMBERED.findall(element.title)]
@@ -362,7 +364,7 @@ def _known_path(paths: Paths, source: str, target: str) -> Path | None:
 
 
 def _is_other(was: Path, now: Path) -> bool:
-    """Return whether kind or bandwidth differ, as far as both are told."""
+    """Return whether kind or bandwidth differ, as far as both are known."""
     if was.gb_per_s and now.gb_per_s:
         return (was.kind, round(was.gb_per_s, 3)) != (now.kind, round(now.gb_per_s, 3))
     # Of switches that NCCL takes for one, nvidia-smi's words count each.

@@ -50,7 +50,7 @@ class Nic(NamedTuple):
     kind: str  # ``ethernet`` for what has sockets, ``infiniband`` for an RDMA adapter.
     bus_id: str  # As sysfs writes it; empty for what is no PCI device.
     node: int  # Its memory node, or ``UNKNOWN_NODE``.
-    mbit_per_s: int  # Its rate; 0 where that is not told.
+    mbit_per_s: int  # Its rate; 0 where unknown.
     path: str  # Its place on the bus, like a GPU's; empty for what is no PCI device.
 
 
@@ -264,13 +264,13 @@ def read_driver_gpus(root: str) -> dict[str, DriverGpu]:
     addresses = [name for name in list_names(directory) if is_address(name)]
     found: dict[str, DriverGpu] = {}
     for position, address in enumerate(sorted(addresses, key=bus_order)):
-        told = _fields(read_text(f"{directory}/{address}/information"))
-        uuid = told.get("GPU UUID", "")
+        fields = _fields(read_text(f"{directory}/{address}/information"))
+        uuid = fields.get("GPU UUID", "")
         found[address] = DriverGpu(
-            model=told.get("Model", ""),
+            model=fields.get("Model", ""),
             # A driver that has not looked yet writes question marks.
             uuid="" if "?" in uuid else uuid,
-            minor=told.get("Device Minor", str(position)),
+            minor=fields.get("Device Minor", str(position)),
         )
     return found
 
@@ -296,17 +296,17 @@ def _nvidia(root: str) -> tuple[Gpu, ...]:
     if not drivers:
         return _nvidia_files(root)
     found: list[Gpu] = []
-    for address, told in drivers.items():
-        if _may_open(f"{root}/dev/nvidia{told.minor}"):
+    for address, driver in drivers.items():
+        if _may_open(f"{root}/dev/nvidia{driver.minor}"):
             path = read_path(f"{root}/sys/bus/pci/devices/{address}")
             found.append(
                 Gpu(
                     number=len(found),
                     bus_id=address,
                     node=read_node(root, path),
-                    name=told.model,
+                    name=driver.model,
                     maker="nvidia",
-                    uuid=told.uuid,
+                    uuid=driver.uuid,
                     path=path,
                     visible_as=str(len(found)),
                 )

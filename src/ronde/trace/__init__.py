@@ -1,4 +1,4 @@
-"""Timelines of all ranks, read: merged, and told in figures."""
+"""Timelines of all ranks, read: merged and summed up."""
 
 from ronde.trace.reading import read_part_files, read_trace
 from ronde.trace.summary import TraceSummary, summarize

@@ -151,7 +151,7 @@ class TrainingOutcome:
     is_in_step: bool  # whether all ranks' weights were equal, bit for bit, at the end
 
     def variants(self) -> list[Variant]:
-        """Return what was measured, in the order in which it is told."""
+        """Return what was measured, in the order in which it is shown."""
         return [variant for variant in Variant if variant in self.rounds[0]]
 
     def step_s(self, variant: Variant) -> float:

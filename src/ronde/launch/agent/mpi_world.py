@@ -1,6 +1,6 @@
 """Open MPI's world for ranks that an agent starts itself.
 
-MPI must be told at its start where its daemon is, which only ``mpirun`` can do. But a
+MPI must know at its start where its daemon is, which only ``mpirun`` can do. But a
 rank that ``mpirun`` starts is ``mpirun``'s child: its output, exit code and end would
 come second-hand. So ``mpirun`` starts a *holder* for every rank, a shell that does
 nothing but sleep, and each rank, a child of its agent like any other, gets the
@@ -65,16 +65,16 @@ class MpiWorld:
             raise
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return what one rank must be told so that it can initialise MPI."""
+        """Return the variables of one rank, so that it can initialise MPI."""
         held = Path(f"/proc/{self._pids[rank]}/environ").read_bytes().split(b"\0")
         pairs = (os.fsdecode(entry).partition("=") for entry in held if entry)
-        told = {
+        variables = {
             name: value
             for name, _, value in pairs
             if name.startswith(_HELD_PREFIXES) and name not in _ALLOWED_AS_ROOT
         }
         # Else the ranks' buffers lie in /dev/shm itself and stay there when killed.
-        return {"OMPI_MCA_btl_sm_backing_directory": str(self._directory)} | told
+        return {"OMPI_MCA_btl_sm_backing_directory": str(self._directory)} | variables
 
     def close(self) -> None:
         """End ``mpirun`` and the holders, and remove what it left in files."""

@@ -151,7 +151,7 @@ def _wait(
 class RelayEnd:
     """Why a node has nothing more to do."""
 
-    # the job's exit code as the head told it; None where it told none
+    # the job's exit code as the head reported it; None if it did not
     result: int | None
     interrupted_by: int  # the signal that ended this node, 0 for none
 

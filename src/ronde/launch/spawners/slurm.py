@@ -1,7 +1,7 @@
 """Programs on the hosts of a Slurm allocation, by one ``srun`` a host.
 
 Slurm passes bytes as they are and at once in both directions, and the end of input. It
-does not notice an ``srun`` that was killed outright: a program that was told of nothing
+does not notice an ``srun`` that was killed outright: a program that was not notified
 must then end by itself. Another signal makes ``srun`` kill all of the step.
 """
 

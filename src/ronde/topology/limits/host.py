@@ -56,7 +56,7 @@ _UNLIMITED = PciFigures(math.inf, math.inf)
 
 
 def pci_figures(device: PciDevice) -> PciFigures | None:
-    """Return what the link above a device carries; None where that is not told.
+    """Return what the link above a device carries; None where unknown.
 
     A host bridge has no link above it, though NCCL counts one where a file says so, and
     of the least link that there is nobody knows the limit: virtual machines have it.
@@ -79,14 +79,14 @@ def _direct_figures(gpu: GpuDevice, links: Sequence[Link]) -> PciFigures:
         Zeros where neither the source nor the GPU tells.
     """
     count = _count_links(gpu, links)
-    told = sum(link.gb_per_s for link in links)
+    reported = sum(link.gb_per_s for link in links)
     if links[0].kind is LinkKind.XGMI:
         name = gpu.gcn.strip().lower().removeprefix("gfx")
         each = next(rate for prefix, rate in _XGMI if name.startswith(prefix))
     else:
         each = next((rate for least, rate in _NVLINKS if gpu.sm >= least), 0.0)
-    theory = told or count * each
-    together = links[0]._replace(num_links=count, gb_per_s=told)
+    theory = reported or count * each
+    together = links[0]._replace(num_links=count, gb_per_s=reported)
     return PciFigures(theory, min(theory, link_gb_per_s(together, gpu)))
 
 
@@ -112,7 +112,7 @@ class NetworkRoute(NamedTuple):
 
 
 def find_ways(host: HostTopology) -> dict[str, NetworkRoute]:
-    """Return all ways that are up and told a speed, by title."""
+    """Return all ways that are up and have a known speed, by title."""
     ways = {
         port.title: NetworkRoute(port.title, (port,))
         for port in host.ports
@@ -145,7 +145,7 @@ def _find_interfaces(host: HostTopology) -> list[NetPort]:
 
 
 def known_gb_per_s(ports: Iterable[NetPort]) -> float:
-    """Return what ports are told to carry together, whatever is above them."""
+    """Return what ports carry together, whatever is above them."""
     return sum(port.mbit_per_s / _MBIT_PER_GB for port in ports)
 
 
@@ -184,7 +184,7 @@ def network_rates(host: HostTopology, interface: str = "") -> NetworkRates:
     """Return what the network links of a host carry in one direction.
 
     Those are RDMA adapters where the source tells of any, else all that are hardware.
-    A port that is told no speed counts with its PCIe link: a bound, not more.
+    A port of unknown speed counts with its PCIe link: a bound, not more.
     """
     if interface:
         return _interface_rates(host, interface)
@@ -193,10 +193,10 @@ def network_rates(host: HostTopology, interface: str = "") -> NetworkRates:
     if not paths:
         why = "no network adapter with a rate was found; --link-rate gives it"
         return NetworkRates(None, None, why)
-    untold = [port.title for port in ports if port.mbit_per_s <= 0]
+    unknown = [port.title for port in ports if port.mbit_per_s <= 0]
     remark = ""
-    if untold:
-        remark = f"no speed is told of {_names(untold)}: its PCIe link counts"
+    if unknown:
+        remark = f"speed of {_names(unknown)} unknown: its PCIe link counts"
     total = _total(host, paths)
     best = max(paths, key=lambda port: paths[port].theory)
     return NetworkRates(
@@ -251,7 +251,7 @@ def _total(host: HostTopology, paths: Mapping[NetPort, PciFigures]) -> PciFigure
 
 
 def _path(host: HostTopology, port: NetPort) -> PciFigures | None:
-    """Return what one port carries through its own PCIe link; None where not told."""
+    """Return what one port carries through its own PCIe link; None where unknown."""
     above = (each for each in host.devices if each.bus_id == port.bus_id)
     device = next(above, None)
     link = pci_figures(device) if device else None

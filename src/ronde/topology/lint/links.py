@@ -245,7 +245,7 @@ def _to_itself(view: HostView) -> Iterator[Hit]:
 
 
 @rule(
-    "gpu-told-as-switch",
+    "gpu-listed-as-switch",
     "NVLink to a GPU whose class is given as that of a switch",
     'Write one line, target="fffffff:ff:ff.0", tclass="0x068000" and the GPU\'s own '
     'number of links, where there are switches; else tclass="0x030200".',
