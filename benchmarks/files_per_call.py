@@ -90,6 +90,8 @@ def main() -> None:
     asked = parser.parse_args()
     files = _Files()
     hvd.init()
+    if hvd.size() < 2:
+        parser.error("size must be at least 2, got 1. Type: ronde run -n 2 ...")
     for make in (named_allreduce, gradient):
         entered = files.of(make())
         hvd.barrier()
