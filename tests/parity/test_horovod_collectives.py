@@ -264,7 +264,7 @@ def _any_order() -> None:
     assert hvd.synchronize(handles[100]).tolist() == list(range(hvd.size()))
 
 
-def test_poll_is_false_at_first():
+def test_poll_is_false_until_all_ranks_have_submitted():
     run_sessions(2, _poll)
 
 
@@ -276,8 +276,13 @@ def _poll() -> None:
         lambda: hvd.broadcast_async(torch.ones(17, 17), 0),
         lambda: hvd.alltoall_async(torch.ones(16, 17)),
     ):
-        handle = make()
-        assert not hvd.poll(handle)
+        if hvd.rank() == 0:
+            handle = make()
+            assert not hvd.poll(handle)
+            hvd.broadcast(torch.ones(1), 0, name="polled")
+        else:
+            hvd.broadcast(torch.ones(1), 0, name="polled")
+            handle = make()
         hvd.synchronize(handle)
 
 
