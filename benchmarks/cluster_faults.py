@@ -40,7 +40,7 @@ from tests.cluster.machines import (  # noqa: E402  found by the line above
 from tests.cluster.observation import Process  # noqa: E402
 from tests.timed import LEASE_S, impatient_ronde  # noqa: E402
 
-from ronde.launch.timeouts import USUAL  # noqa: E402
+from ronde.launch.limits import USUAL  # noqa: E402
 
 GRACE_S = 2.0
 LIMIT_S = GRACE_S + 10.0

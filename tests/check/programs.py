@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 from ronde.check.hosts import HostSet
-from ronde.launch.controller.starting import Answer
+from ronde.launch.running import Answer
 
 WORDS = [sys.executable, "-c", "from ronde.check.node import main; main()"]
 

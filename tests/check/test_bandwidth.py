@@ -17,7 +17,7 @@ from ronde.check.judging import judge
 from ronde.check.network import bandwidth as steps, streams as operations
 from ronde.check.network.bandwidth import judge_pairs, rounds
 from ronde.check.network.streams import Streams
-from ronde.launch.controller.starting import Answer
+from ronde.launch.running import Answer
 
 KNOWN_TO_BOTH = "00112233445566778899aabbccddeeff"
 LOOPBACK = "127.0.0.1"

@@ -18,7 +18,7 @@ from ronde.check.history import load_last
 from ronde.check.judging import judge
 from ronde.cli.check import make_parser, read_request
 from ronde.errors import UsageError
-from ronde.launch.hosts.hostfile import parse_hostfile, parse_hosts
+from ronde.launch.hosts.sources import parse_hostfile, parse_hosts
 from ronde.render.check import draw_hostfile
 
 ABSENT = "nosuchhost.invalid"

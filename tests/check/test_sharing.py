@@ -19,7 +19,7 @@ from ronde.check.hosts import HostSet, NodeContext
 from ronde.check.path_tasks import NUM_SAMPLES, SAMPLE_BYTES, run_tasks, sample
 from ronde.check.storage import sharing, sharing as operations
 from ronde.check.storage.sharing import group
-from ronde.launch.controller.starting import Answer
+from ronde.launch.running import Answer
 
 
 class Hosts:

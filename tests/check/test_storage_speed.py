@@ -22,7 +22,7 @@ from ronde.check.hosts import HostSet, NodeContext
 from ronde.check.judging import judge
 from ronde.check.storage import sharing, speed as operations, speed as storing
 from ronde.check.storage.speed import LEFT, SPEED
-from ronde.launch.controller.starting import Answer
+from ronde.launch.running import Answer
 
 CHECKS = tuple(each for each in all_checks() if each.id == "storage-speed")
 

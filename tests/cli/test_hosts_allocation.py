@@ -15,8 +15,7 @@ from ronde.launch.hosts.host import (
     is_here,
     take_each,
 )
-from ronde.launch.hosts.hostfile import parse_hostfile
-from ronde.launch.hosts.sources import allocated_names, read_allocation
+from ronde.launch.hosts.sources import allocated_names, parse_hostfile, read_allocation
 
 
 def hosts(**slots):

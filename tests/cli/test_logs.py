@@ -9,8 +9,13 @@ from hypothesis import given, strategies as st
 from ronde.errors import UsageError
 from ronde.launch.failure import LostHost, RankEnd, judge
 from ronde.launch.messages import Output, Stream
-from ronde.launch.output.files import ErrorFile, JobRecords, RankLogs, attempt_dir
-from ronde.launch.output.sink import Generation
+from ronde.launch.output.files import (
+    ErrorFile,
+    Generation,
+    JobRecords,
+    RankLogs,
+    attempt_dir,
+)
 from ronde.records import read_records
 
 HOSTS = ("a", "a", "b")

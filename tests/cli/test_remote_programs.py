@@ -7,7 +7,7 @@ import pytest
 from ronde.launch.agent.relay import MAX_LINE_BYTES
 from ronde.launch.agent_start.bootstrap import start_local_agent
 from ronde.launch.agent_start.starter import AgentStarter
-from ronde.launch.controller.controller import Controller
+from ronde.launch.controller import Controller
 from ronde.launch.hosts.host import Host
 from ronde.launch.output.output_process import NoOutput
 from ronde.launch.process_tree import children

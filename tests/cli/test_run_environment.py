@@ -10,7 +10,7 @@ from ronde.launch.environments import (
     base_environment,
     rank_environment,
 )
-from ronde.launch.placement.place import count_cores
+from ronde.launch.hosts.host import count_cores
 from ronde.world import Launcher, World, read_rank_info
 
 DUMP = """

@@ -6,7 +6,7 @@ import pytest
 
 from ronde.errors import UsageError
 from ronde.launch.messages import Output, Stream
-from ronde.launch.output.sink import Generation
+from ronde.launch.output.files import Generation
 from ronde.records import read_records
 from ronde.render.console import Console
 from ronde.render.lines import Tag, TagPlace, parse_tag

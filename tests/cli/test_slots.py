@@ -1,6 +1,6 @@
 import os
 
-from ronde.launch.placement.place import count_cores, count_slots, usable_cores
+from ronde.launch.hosts.host import count_cores, count_slots, usable_cores
 from ronde.topology.machine import Core, Machine
 
 

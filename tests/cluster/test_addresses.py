@@ -20,7 +20,7 @@ PLACES = [0, 0, 1, 2]
 DEADLINE_S = 30.0
 LOCATE = """
 import sys, time
-from ronde.launch.placement.network import locate
+from ronde.launch.network import locate
 started_at = time.monotonic()
 told = locate(sys.argv[3:], int(sys.argv[1]), float(sys.argv[2]))
 print(",".join(told), time.monotonic() - started_at)

@@ -3,7 +3,7 @@
 import pytest
 from tests.topology.saved_trees import Tree
 
-from ronde.launch.placement.placement import nearest_ports
+from ronde.launch.placement import nearest_ports
 from ronde.topology.machine import Machine
 from ronde.topology.placement.placing import AlignmentRequest
 from ronde.topology.placement.plan import plan_host

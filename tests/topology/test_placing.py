@@ -8,7 +8,7 @@ from tests.topology.inventories import homes, inventory
 from tests.topology.saved_trees import NAMES, unpack
 
 from ronde.errors import UsageError
-from ronde.launch.placement.placement import BindMode, bind
+from ronde.launch.placement import BindMode, bind
 from ronde.topology.machine import UNKNOWN_NODE, Core, Machine
 from ronde.topology.placement.placing import (
     AlignmentRequest,

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host
-from ronde.launch.placement.placement import (
+from ronde.launch.placement import (
     Binding,
     BindMode,
     GpuView,

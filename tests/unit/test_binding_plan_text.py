@@ -2,9 +2,8 @@
 
 from hypothesis import given, strategies as st
 
-from ronde.launch.controller.plan import JobPlan, JobRequest, make_facts
-from ronde.launch.hosts.host import Host, HostShare
-from ronde.launch.placement.place import RankResources
+from ronde.launch.controller import JobPlan, JobRequest, make_facts
+from ronde.launch.hosts.host import Host, HostShare, RankResources
 from ronde.render.plan import plan_text
 from ronde.render.text import format_runs
 

@@ -10,7 +10,7 @@ from ronde.check.hosts import HostSet
 from ronde.check.probing import FAILED
 from ronde.errors import HostError, HostFailure
 from ronde.launch.agent_start.starter import AgentStarter
-from ronde.launch.controller.controller import Controller
+from ronde.launch.controller import Controller
 from ronde.launch.hosts.host import Host
 from ronde.launch.node import AgentNode
 from ronde.launch.output.output_process import NoOutput

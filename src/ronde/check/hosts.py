@@ -15,7 +15,7 @@ from ronde.check.facts import HostFacts, Value
 
 if TYPE_CHECKING:
     # It is long to import, and every probe imports this.
-    from ronde.launch.controller.starting import RemotePrograms
+    from ronde.launch.running import RemotePrograms
 
 _END_S = 5.0
 

@@ -20,7 +20,7 @@ from ronde.cli.options import CommandParser
 from ronde.cli.self_launch import run_self
 from ronde.errors import UsageError
 from ronde.launch.environments import own_environment
-from ronde.launch.placement.place import count_cores, count_slots
+from ronde.launch.hosts.host import count_cores, count_slots
 from ronde.launch.program import absolute_path
 from ronde.world import Launcher, RankInfo, read_rank_info
 from ronde.world.environment import require_engine

@@ -23,11 +23,10 @@ from ronde.cli.options import CommandParser, read_duration_s, read_one_of
 from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.agent_start.bootstrap import start_local_agent
 from ronde.launch.agent_start.starter import AgentStarter
-from ronde.launch.controller.controller import Controller
-from ronde.launch.controller.launch import Preflight
+from ronde.launch.controller import Controller, Preflight
 from ronde.launch.environments import own_environment, select_forwarded
 from ronde.launch.hosts.host import Host
-from ronde.launch.hosts.hostfile import MAX_SLOTS, parse_number
+from ronde.launch.hosts.sources import MAX_SLOTS, parse_number
 from ronde.launch.node import AgentNode
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, caught_signals

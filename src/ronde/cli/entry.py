@@ -15,7 +15,7 @@ from ronde.cli.exits import (
     is_unwritten,
 )
 from ronde.errors import HostError, RondeError
-from ronde.launch.timeouts import USUAL, Timeouts
+from ronde.launch.limits import USUAL, Timeouts
 
 _VERBS = ("run", "bench", "trace", "check", "topo", "alias", "horovodrun")
 

@@ -17,8 +17,7 @@ from ronde.cli.hosts import find_run_hosts, read_text
 from ronde.cli.options import read_number
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host
-from ronde.launch.output.files import attempt_dir
-from ronde.launch.output.sink import Generation, OutputSink, SinkWrapper
+from ronde.launch.output.files import Generation, OutputSink, SinkWrapper, attempt_dir
 from ronde.launch.program import absolute_path
 
 _HELP = """\
@@ -231,7 +230,7 @@ def _hosts(
     if "ssh-port" not in given:
         return hosts
     from ronde.launch.hosts.host import is_here
-    from ronde.launch.hosts.hostfile import parse_number
+    from ronde.launch.hosts.sources import parse_number
 
     port = parse_number(
         given["ssh-port"], "port", "--ssh-port", lowest=1, highest=65535

@@ -82,7 +82,7 @@ def read_slots(options: argparse.Namespace) -> int:
     """Return the slots of a host without its own, as ``--slots`` has them."""
     if options.slots is None:
         return SLOTS_OPEN
-    from ronde.launch.hosts.hostfile import MAX_SLOTS, parse_number
+    from ronde.launch.hosts.sources import MAX_SLOTS, parse_number
 
     return parse_number(options.slots, "slots", "--slots", lowest=1, highest=MAX_SLOTS)
 
@@ -102,7 +102,7 @@ def _read_hosts(source: str, text: str) -> tuple[Host, ...]:
         from ronde.launch.hosts.sources import discover
 
         return discover(text, source)
-    from ronde.launch.hosts.hostfile import parse_hostfile, parse_hosts
+    from ronde.launch.hosts.sources import parse_hostfile, parse_hosts
 
     if source == "--hosts":
         return parse_hosts(text)

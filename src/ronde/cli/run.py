@@ -29,15 +29,15 @@ from ronde.cli.run_options import (
 )
 from ronde.errors import RondeError, UsageError
 from ronde.launch.agent_start.starter import AgentStarter, JobHosts
-from ronde.launch.controller.launch import JobOptions, dry_run, launch
+from ronde.launch.controller import JobOptions, dry_run, launch
 from ronde.launch.environments import own_environment, warn_of_horovod
 from ronde.launch.event_loop import StartProgress
 from ronde.launch.hosts.host import Host, take_each
+from ronde.launch.limits import Timeouts
 from ronde.launch.output.files import JobRecords, write_report
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
 from ronde.launch.spawners.base import Spawner
-from ronde.launch.timeouts import Timeouts
 
 _Agent = subprocess.Popen[bytes]
 

@@ -17,16 +17,14 @@ from ronde.cli.horovodrun import (
 from ronde.cli.hosts import HOST_DEFAULTS, read_slots, require_launcher
 from ronde.cli.options import CommandParser, read_duration_s, read_number, read_one_of
 from ronde.errors import UsageError, WorldError
-from ronde.launch.controller.controller import Restarts
-from ronde.launch.controller.launch import JobSpec
-from ronde.launch.controller.plan import JobRequest
+from ronde.launch.controller import JobRequest, JobSpec, Restarts
 from ronde.launch.environments import (
     alias_environment,
     read_assignments,
     select_forwarded,
 )
 from ronde.launch.hosts.host import SLOTS_CORES, SLOTS_GPUS, Host, take_each
-from ronde.launch.output.sink import OutputSink
+from ronde.launch.output.files import OutputSink
 from ronde.launch.program import absolute_path
 from ronde.render.console import Console
 from ronde.render.lines import Tag, TagPlace, parse_tag
@@ -42,7 +40,7 @@ from ronde.world.environment import (
 from ronde.world.horovod_config import read_horovod_config
 
 if TYPE_CHECKING:
-    from ronde.launch.placement.placement import PlacementRequest
+    from ronde.launch.placement import PlacementRequest
 
 _UNITS = {"gpu": SLOTS_GPUS, "cpu": SLOTS_CORES}
 _TOKEN_VARIABLE = "RONDE_TOKEN_FILE"  # noqa: S105 - a name, and of a file at that
@@ -225,7 +223,7 @@ def read_num_each(options: argparse.Namespace) -> int | None:
             f"{option} must be auto, gpu, cpu or a whole number of at least 1, got "
             f"{text!r}. Type: ronde run --nproc-per-node 2 ..."
         )
-    from ronde.launch.hosts.hostfile import MAX_SLOTS, parse_number
+    from ronde.launch.hosts.sources import MAX_SLOTS, parse_number
 
     return parse_number(text, "ranks", option, lowest=1, highest=MAX_SLOTS)
 
@@ -270,7 +268,7 @@ def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
     if asked == ("none", "all", relaxed, False):
         return None
     # Imported where they are needed: a job that is not bound must start at once.
-    from ronde.launch.placement.placement import BindMode, GpuView, PlacementRequest
+    from ronde.launch.placement import BindMode, GpuView, PlacementRequest
     from ronde.topology.placement.policies import Policy
 
     policies = [policy for policy in Policy if policy is not Policy.NONE]

@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ronde.launch.agent_start.bootstrap import start_local_agent
 from ronde.launch.agent_start.starter import AgentStarter
-from ronde.launch.controller.controller import Restarts
-from ronde.launch.controller.launch import JobOptions, JobSpec, launch
-from ronde.launch.controller.plan import JobRequest
+from ronde.launch.controller import JobOptions, JobRequest, JobSpec, Restarts, launch
 from ronde.launch.output.files import JobRecords
 from ronde.launch.signals import STOPPING, caught_signals
 from ronde.render.console import SelfLaunchConsole

@@ -173,11 +173,7 @@ def names_secret(name: str) -> bool:
 
 
 def select_forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that every job takes along to other hosts.
-
-    Paths, Python's and the libraries' settings, the language; nothing that looks like a
-    secret, belongs to this host, or is another launcher's word on this process.
-    """
+    """Return the variables that every job takes along to other hosts."""
     return {
         name: value
         for name, value in environ.items()

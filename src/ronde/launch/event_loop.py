@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ronde.errors import LaunchError, StoreError
+from ronde.launch.limits import Timeouts
 from ronde.launch.messages import Forward, FromAgent, Output, Pong, Relayed
 from ronde.launch.node import AgentNode, HostLoss
 from ronde.launch.output.output_process import NoOutput, OutputProcess
@@ -21,7 +22,6 @@ from ronde.launch.signals import (
     suspend_self,
     wait_for,
 )
-from ronde.launch.timeouts import Timeouts
 from ronde.store.protocol import Splitter, StoreState, max_connections
 from ronde.units import format_duration
 
@@ -288,7 +288,7 @@ class EventLoop:
         due_s = now_s + self.timeouts.ping_s
         silent = [node for node in nodes if due_s > node.silent_by_s]
         # Imported where it is needed: most jobs lose no host.
-        from ronde.launch.placement.network import find_answering
+        from ronde.launch.network import find_answering
 
         asked = {node.name: node.addresses for node in silent if not node.is_doubted}
         answering = find_answering(asked)
@@ -313,12 +313,7 @@ class EventLoop:
                 node.link.send(Forward(signal.SIGCONT))
 
     def write_out(self, limit_s: float | None) -> int:
-        """Have what is left to show written, and end what writes it.
-
-        A signal, or the time, ends the wait; what is not written ``_LAST_S`` later is
-        lost. Returns the signal as which it counts that nobody reads the standard
-        output any more, else 0.
-        """
+        """Have what is left to show written, and end what writes it."""
         output, number, is_last = self.output, 0, False
         output.close()
         while not output.has_ended:

@@ -127,10 +127,7 @@ def _is_farewell(lines: Sequence[str]) -> bool:
 
 
 def _is_head(lines: Sequence[str], index: int) -> bool:
-    """Whether a traceback begins here that may end a process.
-
-    One within an exception group does not, nor one that Python ignores.
-    """
+    """Whether a traceback begins here that may end a process."""
     before = lines[index].removesuffix(_TRACEBACK)
     if before == lines[index] or before.rstrip().endswith("|"):
         return False
@@ -237,11 +234,7 @@ class JobResult:
     ends: tuple[RankEnd, ...] = ()
 
     def is_worth_restart(self, barred_codes: Collection[int]) -> bool:
-        """Whether another start may do better.
-
-        It may not where the user ended the job, where all went well, or where a rank
-        that failed by itself says with its exit code that it would again.
-        """
+        """Whether another start may do better."""
         if self.interrupted_by is not None or self.exit_code == 0:
             return False
         failed = [e for e in (self.cause, *self.also_failed) if isinstance(e, RankEnd)]

@@ -329,11 +329,7 @@ def encode(message: tuple[object, ...]) -> bytes:
 
 
 def encode_control(message: bytes) -> bytes:
-    """Return the frames of one control message.
-
-    Raises:
-        LaunchError: The message is longer than ``MAX_CONTROL_BYTES``.
-    """
+    """Return the frames of one control message."""
     if len(message) > MAX_CONTROL_BYTES:
         raise LaunchError(
             f"control message must be at most {MAX_CONTROL_BYTES} bytes, "
@@ -358,21 +354,14 @@ def _frame(kind: FrameKind, body: bytes) -> bytes:
 
 
 class FrameDecoder:
-    """Turn received bytes, cut anywhere, back into messages.
-
-    Guarantees that no more than one message of ``MAX_CONTROL_BYTES`` is held.
-    """
+    """Turn received bytes, cut anywhere, back into messages."""
 
     def __init__(self) -> None:
         self._received = bytearray()
         self._parts = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Return what is complete now: control messages as bytes, all else as it is.
-
-        Raises:
-            LaunchError: The bytes are not frames; the stream cannot be used further.
-        """
+        """Return what is complete now: control messages as bytes, all else as it is."""
         self._received += data
         complete: list[Frame] = []
         start = 0
@@ -431,13 +420,7 @@ def _split(head: Struct, body: bytes, name: str) -> tuple[tuple[int, int], bytes
 
 
 class FrameWriter:
-    """Write frames to where nothing waits, keeping what is not taken yet.
-
-    Args:
-        write: Takes bytes and returns how many it took, 0 when it takes none now; or
-            raises BrokenPipeError.
-        limit_bytes: Most that may be kept.
-    """
+    """Write frames to where nothing waits, keeping what is not taken yet."""
 
     def __init__(
         self,
@@ -450,12 +433,7 @@ class FrameWriter:
         self.waiting_bytes = 0  # bytes that have not been taken yet
 
     def send(self, frames: bytes) -> None:
-        """Keep frames, and write what is taken now.
-
-        Raises:
-            LaunchError: More than the limit would be kept.
-            BrokenPipeError: Nobody reads any more.
-        """
+        """Keep frames, and write what is taken now."""
         if self.waiting_bytes + len(frames) > self._limit_bytes:
             raise LaunchError(
                 f"unsent frames must stay under {self._limit_bytes} bytes, "
@@ -466,11 +444,7 @@ class FrameWriter:
         self.flush()
 
     def flush(self) -> None:
-        """Write what is taken now, without waiting.
-
-        Raises:
-            BrokenPipeError: Nobody reads any more.
-        """
+        """Write what is taken now, without waiting."""
         while self._waiting:
             head = self._waiting[0]
             taken = self._write(head)

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, cast
 from ronde.errors import Failure, LaunchError
 from ronde.launch import messages
 from ronde.launch.hosts.host import Host
-from ronde.launch.timeouts import USUAL, Timeouts
+from ronde.launch.limits import USUAL, Timeouts
 
 if TYPE_CHECKING:
     from ronde.launch.spawners.base import HelloReader
@@ -60,10 +60,7 @@ class AgentTransport(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait for the end of what carries the bytes; return its exit code.
-
-        Minus the number of a signal; 0 where there is no process; None if it goes on.
-        """
+        """Wait for the end of what carries the bytes; return its exit code."""
         ...
 
     def close(self) -> None:
@@ -138,12 +135,7 @@ class ProcessTransport:
 
 
 class AgentConnection:
-    """One agent and the frames to and from it.
-
-    Args:
-        hello_reader: Reads what must come before the first frame, where the agent was
-            started through something that may write as well; None for nothing.
-    """
+    """One agent and the frames to and from it."""
 
     def __init__(
         self, transport: AgentTransport, hello_reader: "HelloReader | None" = None

@@ -34,10 +34,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every orphan among its descendants.
-
-    It has to reap them, then, to its end: ``adopting_orphans`` is for a while only.
-    """
+    """Make this process the parent of every orphan among its descendants."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -54,10 +51,7 @@ def adopting_orphans() -> Generator[None]:
 
 
 def die_with_parent(parent_pid: int, death_signal: int) -> bool:
-    """Ask for a signal when the parent ends; False if it has ended already.
-
-    The kernel forgets this on fork and on exec of a set-id program.
-    """
+    """Ask for a signal when the parent ends; False if it has ended already."""
     _prctl(_PR_SET_PDEATHSIG, death_signal)
     return os.getppid() == parent_pid
 
@@ -73,11 +67,7 @@ def end_with(parent_pid: int, death_signal: int) -> Callable[[], None]:
 
 
 class ProcessStat(NamedTuple):
-    """One line of the process table.
-
-    ``started`` is the start time in clock ticks since boot: with ``pid`` it names a
-    process for good.
-    """
+    """One line of the process table."""
 
     pid: int
     parent: int
@@ -279,11 +269,7 @@ def describe(process: ProcessStat) -> str:
 
 
 def await_empty(job_marker: str, deadline_s: float) -> list[int]:
-    """Wait until no process of a job is left on this host; return those that are.
-
-    The agent of an earlier generation that lost its controller ends its ranks by
-    itself; how soon, depends on when it noticed.
-    """
+    """Wait until no process of a job is left on this host; return those that are."""
     ends_at = time.monotonic() + deadline_s
     while (left := list(find_members(job_marker))) and time.monotonic() <= ends_at:
         time.sleep(_POLL_S)

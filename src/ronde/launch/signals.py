@@ -58,11 +58,7 @@ def signal_pipe() -> tuple[int, int]:
 
 
 def notice_signals(numbers: Iterable[int]) -> dict[int, Any]:
-    """Have signals do no more than be written to the pipe; return what they did.
-
-    They get handlers, not SIG_IGN: what is ignored stays ignored in the ranks. One of
-    the terminal's that is ignored, as SIGHUP under nohup, stays so.
-    """
+    """Have signals do no more than be written to the pipe; return what they did."""
     return {
         number: signal.signal(number, lambda _number, _frame: None)
         for number in numbers
@@ -72,13 +68,7 @@ def notice_signals(numbers: Iterable[int]) -> dict[int, Any]:
 
 @contextmanager
 def caught_signals() -> Generator[int]:
-    """Give a descriptor that reads the numbers of the user's signals.
-
-    Only the controller's loop answers them; whoever waits otherwise does not end.
-    One of the terminal's that is ignored, as SIGHUP under nohup and SIGINT behind a
-    shell's ``&``, stays so. Only in the main thread. The handlers from before come
-    back at the end.
-    """
+    """Give a descriptor that reads the numbers of the user's signals."""
     read_fd, write_fd = signal_pipe()
     fd_before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     before = notice_signals(_CAUGHT)
@@ -109,11 +99,7 @@ def raise_if_stopped(fd: int) -> None:
 
 
 def suspend_self() -> None:
-    """Stop this process as SIGTSTP would, and return when it is continued.
-
-    The kernel does not stop a process group that nobody could continue; then this
-    returns at once.
-    """
+    """Stop this process as SIGTSTP would, and return when it is continued."""
     before = signal.signal(SUSPENDING, signal.SIG_DFL)
     os.kill(os.getpid(), SUSPENDING)
     signal.signal(SUSPENDING, before)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ronde.launch.failure import JobResult, RankEnd
 from ronde.launch.messages import Output, Stream
-from ronde.launch.output.sink import Generation, RankStacks
+from ronde.launch.output.files import Generation, RankStacks
 from ronde.render.lines import LineAssembler, RankLines, Tag, Tagger, TagPlace
 from ronde.render.ranks import RankChoice
 

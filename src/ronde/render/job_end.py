@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ronde.errors import HostFailure
 from ronde.launch.failure import JobResult, LostHost, RankEnd, signal_name
 from ronde.launch.messages import ProcessStack
-from ronde.launch.output.files import attempt_dir
-from ronde.launch.output.sink import Generation, RankStacks
+from ronde.launch.output.files import Generation, RankStacks, attempt_dir
 from ronde.launch.signals import TIMED_OUT, interruption_code
 from ronde.render.ranks import format_places, format_ranks
 from ronde.render.text import align, grouped, list_first

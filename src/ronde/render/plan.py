@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Sequence
 from itertools import groupby
 
-from ronde.launch.controller.plan import JobPlan
+from ronde.launch.controller import JobPlan
 from ronde.launch.environments import redacted
-from ronde.launch.placement.place import RankResources
+from ronde.launch.hosts.host import RankResources
 from ronde.render.text import align, counted, format_runs
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.machine import UNKNOWN_NODE

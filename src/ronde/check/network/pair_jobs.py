@@ -43,7 +43,7 @@ from ronde.launch.environments import (
     own_environment,
     rank_environment,
 )
-from ronde.launch.placement.network import hold_port
+from ronde.launch.network import hold_port
 from ronde.records import Record
 from ronde.store.authentication import SharedKey
 from ronde.store.server import serve_network

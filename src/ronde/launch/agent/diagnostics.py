@@ -49,11 +49,7 @@ _MAX_TEXT_BYTES = 64 << 10
 
 
 class KernelDiagnostics:
-    """Looks at the machine now, to report later what changed.
-
-    It must be made in the control group that the processes will be in, before they
-    start. Nothing that cannot be read is an error: there is less to report then.
-    """
+    """Looks at the machine now, to report later what changed."""
 
     def __init__(self) -> None:
         self._since_s = time.time()
@@ -65,10 +61,7 @@ class KernelDiagnostics:
         self._kernel_fd = _open_kernel_log()
 
     def explain(self, status: int, wait_status: int, pid: int, cwd: str) -> str:
-        """Return in half a sentence what the kernel knows of an end, or nothing.
-
-        Each process that the kernel killed for lack of memory explains one end only.
-        """
+        """Return in half a sentence what the kernel knows of an end, or nothing."""
         if status in _PLAIN_ENDS:
             return ""
         kernel_line = self._kernel_line(pid)

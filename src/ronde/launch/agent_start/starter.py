@@ -16,7 +16,13 @@ from ronde.errors import Failure, HostError, HostFailure, LaunchError
 from ronde.launch.agent_start.bootstrap import start_local_agent
 from ronde.launch.event_loop import EventLoop, Handler
 from ronde.launch.hosts.host import LOOK_UP_S, Host, is_here, look_up
-from ronde.launch.limits import EXIT_NO_FORK, explain_shortage, raise_open_files_limit
+from ronde.launch.limits import (
+    EXIT_NO_FORK,
+    USUAL,
+    Timeouts,
+    explain_shortage,
+    raise_open_files_limit,
+)
 from ronde.launch.messages import PROTOCOL, FromAgent, Hello
 from ronde.launch.node import (
     EXIT_INTERNAL,
@@ -33,7 +39,6 @@ from ronde.launch.spawners.base import (
     Spawner,
     last_line,
 )
-from ronde.launch.timeouts import USUAL, Timeouts
 
 _SENTINEL_BYTES = 32
 _MANY = 8  # hosts whose names are looked up at once, and not one after the other
@@ -48,11 +53,7 @@ _UNKNOWN = 255
 
 
 def start_remote_agent(spawner: Spawner, host: Host, python: str) -> AgentConnection:
-    """Start an agent on a host, without waiting for it.
-
-    What leads there gets SIGTERM when this process ends, and its own session, out of
-    the way of the terminal's Ctrl-C.
-    """
+    """Start an agent on a host, without waiting for it."""
     words = [python, "-E", "-S", "-c", BOOTSTRAP]
     process = subprocess.Popen(
         spawner.command(host, words),
@@ -77,10 +78,7 @@ def start_remote_agent(spawner: Spawner, host: Host, python: str) -> AgentConnec
 
 
 class AgentStarter:
-    """Brings an agent to a host; ``make_spawner`` is None where all are this machine.
-
-    ``make_spawner`` is called once, when it is needed.
-    """
+    """Starts agents; ``make_spawner`` is None where all hosts are this machine."""
 
     def __init__(
         self,
@@ -103,11 +101,7 @@ class AgentStarter:
         return self._make_spawner()
 
     def is_here(self, host: Host) -> bool:
-        """Whether a host is this machine, so that nothing need lead there.
-
-        At most one is: another name for it is found out by the hello of its agent. So
-        no more names are looked up than there must be.
-        """
+        """Whether a host is this machine, so that nothing need lead there."""
         if self._make_spawner is None:
             return True
         if not self._here and is_here(host, self._found.get(host.name)):
@@ -134,11 +128,7 @@ class AgentStarter:
         }
 
     def start(self, host: Host) -> AgentNode:
-        """Start an agent for a host, without waiting for it.
-
-        Raises:
-            OSError: What leads there cannot be started here.
-        """
+        """Start an agent for a host, without waiting for it."""
         if self.is_here(host):
             local, self._local = self._local or start_local_agent(), None
             link = AgentConnection(ProcessTransport(local))
@@ -147,11 +137,7 @@ class AgentStarter:
         return AgentNode(host, link, is_here=False, timeouts=self.timeouts)
 
     def explain(self, node: AgentNode, exit_code: int, complaints: str) -> Failure:
-        """Return why the connection to a node ended before its agent's hello.
-
-        Raises:
-            LaunchError: This machine could not start one.
-        """
+        """Return why the connection to a node ended before its agent's hello."""
         if not node.is_here:
             return self.spawner.explain(node.host, exit_code, complaints)
         if exit_code == EXIT_NO_FORK:
@@ -191,11 +177,7 @@ class AgentConnector(Handler):
         self._patient_until_s = 0.0
 
     def run(self, hosts: Sequence[Host], patience_s: float = 0.0) -> list[AgentNode]:
-        """Return a node for each host, in their order, each with its hello.
-
-        Raises:
-            HostError: Some cannot take part; all of them are listed.
-        """
+        """Return a node for each host, in their order, each with its hello."""
         known = self._starter.look_up(hosts, self._loop.signal_fd)
         attempts = [_Attempt(host, known.get(host.name)) for host in hosts]
         raise_open_files_limit(len(hosts) * _FDS_PER_HOST + _OTHER_FDS)

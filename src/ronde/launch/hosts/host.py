@@ -4,13 +4,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
 from ronde.errors import UsageError
 from ronde.launch.signals import wait_for
+from ronde.topology.machine import (
+    UNKNOWN_NODE,
+    Machine,
+    read_cores,
+    read_cpu_limit,
+    read_gpus,
+)
 
 SLOTS_OPEN = -1
 """Nobody said how many: the host's GPUs, else its cores where it is alone, else 1."""
@@ -40,11 +47,7 @@ class Host:
 
 
 def is_here(host: Host, addresses: Sequence[str] | None = None) -> bool:
-    """Say whether this machine is meant, as its user is here.
-
-    It is not where another user is to log in, nor where a port of ssh is named: what
-    answers there may be another machine, or a container.
-    """
+    """Say whether this machine is meant, as its user is here."""
     if host.port or (host.user and host.user != _own_name()):
         return False
     return _is_own(host.name, addresses)
@@ -87,11 +90,7 @@ def _can_bind(address: str) -> bool:
 
 
 def look_up(names: Sequence[str], stop_fd: int) -> dict[str, tuple[str, ...]]:
-    """Return addresses by name: none for one that does not exist.
-
-    A name without an answer in time is not among them. The system's resolver cannot be
-    called off: a process asks it, and is killed in the end.
-    """
+    """Return addresses by name: none for one that does not exist."""
     ends_at = time.monotonic() + LOOK_UP_S
     resolver = subprocess.Popen(
         [sys.executable, "-I", "-S", str(Path(__file__).with_name("resolver.py"))],
@@ -208,3 +207,35 @@ def _too_many(num_ranks: int, slots: int, shares: Sequence[HostShare]) -> str:
         f"({slots})\nThat is {','.join(shown)}{more}. Give the hosts more slots, as in "
         f"-H {shares[0].host.name}:{num_ranks} or --slots, or start fewer ranks."
     )
+
+
+def count_slots(environ: Mapping[str, str]) -> int:
+    """Return one slot a GPU of this machine, else one a core that may be used."""
+    return len(read_gpus("", environ)) or count_cores()
+
+
+def count_cores() -> int:
+    """Return the physical cores that may be used here, cut to the CPU quota."""
+    return usable_cores(Machine(read_cores(""), read_cpu_limit(""), (), ()))
+
+
+def usable_cores(machine: Machine) -> int:
+    """Return the physical cores of a machine, cut to the CPU quota; least 1."""
+    limit = int(machine.cpu_limit) if machine.cpu_limit else len(machine.cores)
+    return max(1, min(len(machine.cores), limit))
+
+
+@dataclass(frozen=True, slots=True)
+class RankResources:
+    """Where one rank sits."""
+
+    num_cores: int  # physical cores that it may count on, for its threads
+    # hardware threads that it is bound to; empty for none in particular
+    cpus: tuple[int, ...] = ()
+    memory_node: int = UNKNOWN_NODE  # where its memory is to lie, or ``UNKNOWN_NODE``
+    # variables that name its devices
+    env: dict[str, str] = field(default_factory=dict[str, str])
+    device: str = ""  # its device, for people; empty for none
+    # the nearest network interface, for people; empty where that is not known
+    nic: str = ""
+    why: str = ""  # the reason for all that, for people

@@ -63,14 +63,7 @@ def parse_endpoint(text: str, option: str) -> tuple[str, int]:
 
 
 def choose_address(host: str, interface: str = "") -> str:
-    """Return the one numeric address to listen on, of what the user named.
-
-    No host means the address that this machine's own name stands for, or else the only
-    one that it, or the interface, has.
-
-    Raises:
-        UsageError: There is no such address, or more than one.
-    """
+    """Return the one numeric address to listen on, of what the user named."""
     if host:
         found = _resolve(host)
         # A name may stand for its loopback address besides the real one.
@@ -192,10 +185,7 @@ class _Kind(IntEnum):
 
 
 class TlsChannel:
-    """One authenticated connection, from either side; an ``AgentTransport``.
-
-    The socket is non-blocking, and nothing is waited for but in ``wait``.
-    """
+    """One authenticated connection, from either side; an ``AgentTransport``."""
 
     error_fd = -1  # the node shows its agent's complaints itself
 
@@ -210,12 +200,7 @@ class TlsChannel:
             sock.setsockopt(level, option, value)
 
     def require_answers(self, limit_s: float) -> None:
-        """Count the other side as gone when it takes nothing for so long.
-
-        Without this only a side that is silent while nothing is on its way to it is
-        found out. It does not suit a side that may stand still for good reason: for the
-        kernel a receiver that takes nothing is no better than none.
-        """
+        """Count the other side as gone when it takes nothing for so long."""
         if self.read_fd >= 0:
             level, option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
             self._sock.setsockopt(level, option, int(limit_s * 1000))
@@ -228,10 +213,7 @@ class TlsChannel:
     write_fd = read_fd
 
     def read(self) -> bytes | None:
-        """Return all data that is there, empty at the end, None when there is none now.
-
-        The end is the other side's result or the end of the connection.
-        """
+        """Return all data that is there, empty at the end, None for none now."""
         data = b""
         if self.result is None and not self._is_broken:
             try:
@@ -281,11 +263,7 @@ class TlsChannel:
         return b"".join(data)
 
     def write(self, data: memoryview) -> int:
-        """Return how many bytes were taken, 0 when none are taken now.
-
-        After a 0 the next call must begin with the same bytes: TLS may have encrypted
-        them already.
-        """
+        """Return how many bytes were taken, 0 when none are taken now."""
         piece = data[:_MAX_BODY_BYTES]
         if not self._record:
             self._record = _HEAD.pack(_Kind.DATA, len(piece)) + piece
@@ -343,11 +321,7 @@ class TlsChannel:
 
 
 def release(nodes: Sequence[TlsChannel], code: int) -> None:
-    """Send all nodes the job's exit code, with which they end, and let them go.
-
-    It waits a little for their end: a connection that is closed while something of
-    theirs is unread is reset, and what was sent to them is lost.
-    """
+    """Send all nodes the job's exit code, with which they end, and let them go."""
     for node in nodes:
         node.send_result(code)
     ends_at = time.monotonic() + _GOODBYE_S

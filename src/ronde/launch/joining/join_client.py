@@ -257,10 +257,7 @@ class _Relay:
             self._read_agent()
 
     def _hurry(self) -> None:
-        """Wait no longer than 10 s for a head that may be gone for good.
-
-        While the agent is here its lease sees to that.
-        """
+        """Wait no longer than 10 s for a head that may be gone for good."""
         self._is_hurried = True
         self._channel.require_answers(_UNANSWERED_S)
 

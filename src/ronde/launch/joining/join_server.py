@@ -28,9 +28,9 @@ from ronde.launch.joining.mutual_auth import (
     Token,
     authenticate_node,
 )
+from ronde.launch.limits import Timeouts
 from ronde.launch.node import AgentConnection, AgentNode
 from ronde.launch.signals import raise_if_stopped
-from ronde.launch.timeouts import Timeouts
 
 MAX_PENDING = 64  # connections at a time that have not authenticated themselves
 AUTHENTICATE_S = 10.0  # what one of them has for it
@@ -65,12 +65,7 @@ class _PendingConnection:
 def wait_for_nodes(
     config: JoinConfig, signal_fd: int, notice: Callable[[str], None]
 ) -> list[tuple[Host, TlsChannel]]:
-    """Return all nodes that have joined, by name; from then on nothing listens.
-
-    Raises:
-        UsageError: It cannot be listened there.
-        HostError: Not all have come in time.
-    """
+    """Return all nodes that have joined, by name; from then on nothing listens."""
     with listen(config.address, config.port, _BACKLOG) as listener:
         server = JoinServer(config, listener, notice)
         try:
@@ -250,11 +245,7 @@ class JoinedAgents(AgentStarter):
         }
 
     def start(self, host: Host) -> AgentNode:
-        """Return the host's node; a host that was lost has none any more.
-
-        Raises:
-            OSError: It had joined, and is gone.
-        """
+        """Return the host's node; a host that was lost has none any more."""
         if host.name not in self._joined:
             return super().start(host)
         channel, self._joined[host.name] = self._joined[host.name], None

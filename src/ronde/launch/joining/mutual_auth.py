@@ -87,11 +87,7 @@ class Token:
 
 
 def read_token(path: str) -> Token:
-    """Read the token from a file, or from standard input where the path is ``-``.
-
-    Raises:
-        UsageError: There is no such file, others may read it, or it holds no token.
-    """
+    """Read the token from a file, or from standard input where the path is ``-``."""
     try:
         with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
             status = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""What a job writes: logs of the ranks, the report of its end, its records."""
+"""Where a job's output and events go: sinks, log files, the report, the records."""
 
 import json
 import os
@@ -6,14 +6,110 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from ronde.errors import UsageError
 from ronde.launch.failure import JobResult, LostHost, RankEnd, signal_name
-from ronde.launch.messages import Output, RankSpec, Stream
-from ronde.launch.output.sink import Generation, OutputSink, SinkWrapper
+from ronde.launch.messages import Output, ProcessStack, RankSpec, Stream
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import interrupter
 from ronde.topology.machine import UNKNOWN_NODE
+
+
+class Generation(NamedTuple):
+    """One start of all ranks."""
+
+    job_id: str
+    epoch: int  # 0 for the first start, one more for each restart
+    hosts: tuple[str, ...]  # name of each rank's host, by rank
+
+
+class RankStacks(NamedTuple):
+    """Where a rank is."""
+
+    rank: int
+    host: str
+    processes: tuple[ProcessStack, ...]  # its own and those below it; or no answer
+
+
+class OutputSink(Protocol):
+    """Shows or writes what a job reports; in the output process, where it may wait.
+
+    The output process polls the ``pending_fds``, calls ``write_to`` for each that is
+    ready, and takes no more output while ``backlog_bytes`` is large.
+    """
+
+    def begin(self, generation: Generation) -> None:
+        """Prepare for ranks that are about to start."""
+        ...
+
+    def output(self, output: Output, now_s: float) -> None:
+        """Take output of a rank; ``now_s`` is a monotonic clock."""
+        ...
+
+    def notice(self, text: str) -> None: ...
+
+    def stacks(self, taken: Sequence[RankStacks]) -> None: ...
+
+    def finished(self, result: JobResult) -> None:
+        """Take the end of all ranks of the generation, after all of their output."""
+        ...
+
+    def tick(self, now_s: float) -> float | None:
+        """Do what is due; return when to come again, None for not before output."""
+        ...
+
+    @property
+    def pending_fds(self) -> tuple[int, ...]: ...
+
+    @property
+    def backlog_bytes(self) -> int: ...
+
+    def write_to(self, fd: int) -> None:
+        """Write to a descriptor that is ready, no more than it takes at once."""
+        ...
+
+    def discard(self) -> None: ...
+
+
+class SinkWrapper:
+    """Hands everything on: the base of sinks that look at what passes."""
+
+    def __init__(self, inner: OutputSink) -> None:
+        self._inner = inner
+
+    def begin(self, generation: Generation) -> None:
+        self._inner.begin(generation)
+
+    def output(self, output: Output, now_s: float) -> None:
+        self._inner.output(output, now_s)
+
+    def notice(self, text: str) -> None:
+        self._inner.notice(text)
+
+    def stacks(self, taken: Sequence[RankStacks]) -> None:
+        self._inner.stacks(taken)
+
+    def finished(self, result: JobResult) -> None:
+        self._inner.finished(result)
+
+    def tick(self, now_s: float) -> float | None:
+        return self._inner.tick(now_s)
+
+    def write_to(self, fd: int) -> None:
+        self._inner.write_to(fd)
+
+    def discard(self) -> None:
+        self._inner.discard()
+
+    @property
+    def pending_fds(self) -> tuple[int, ...]:
+        return self._inner.pending_fds
+
+    @property
+    def backlog_bytes(self) -> int:
+        return self._inner.backlog_bytes
+
 
 SCHEMA = 1  # version of the reports' form
 _DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -120,14 +216,7 @@ def write_report(
     result: JobResult | None = None,
     generation: Generation | None = None,
 ) -> None:
-    """Write the file of ``--error-file``.
-
-    Args:
-        message: Why nothing was started, or how the launcher failed, or empty.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write the file of ``--error-file``."""
     content = {
         "schema": SCHEMA,
         "job_id": None if generation is None else generation.job_id,
@@ -140,11 +229,7 @@ def write_report(
 
 
 class JobRecords:
-    """Appends a job's records to a file; without a path it does nothing.
-
-    A record that cannot be written is reported once, by ``notice``, and the job goes on
-    without.
-    """
+    """Appends a job's records to a file; without a path it does nothing."""
 
     def __init__(self, path: str, notice: Callable[[str], None]) -> None:
         self._path = path
@@ -155,13 +240,7 @@ class JobRecords:
     def planned(
         self, job_id: str, argv: Sequence[str], places: Sequence[tuple[str, RankSpec]]
     ) -> None:
-        """Record the job and what each rank has: its host and plan, by rank.
-
-        Of a rank's environment only the GPUs are recorded: the rest may hold secrets.
-
-        Raises:
-            UsageError: The file cannot be written.
-        """
+        """Record the job and what each rank has: its host and plan, by rank."""
         if not self._path:
             return
         plan = [_describe_rank(host, plan) for host, plan in places]
@@ -260,11 +339,7 @@ class RankLogs(SinkWrapper):
         self._complained: set[int] = set()
 
     def begin(self, generation: Generation) -> None:
-        """Make the files of a generation.
-
-        Raises:
-            UsageError: They cannot be made; of a later generation that is a notice.
-        """
+        """Make the files of a generation."""
         self._close()
         self._generation = generation
         self._started_at_s = time.time()

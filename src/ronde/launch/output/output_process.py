@@ -26,8 +26,7 @@ from ronde.launch.messages import (
     encode,
     pipe_writer,
 )
-from ronde.launch.output.files import JobRecords
-from ronde.launch.output.sink import Generation, OutputSink, RankStacks
+from ronde.launch.output.files import Generation, JobRecords, OutputSink, RankStacks
 from ronde.launch.process_tree import die_with_parent
 from ronde.launch.signals import is_kept_ignored, wait_for
 
@@ -184,12 +183,7 @@ class OutputProcess:
         return self._writer.waiting_bytes
 
     def read(self) -> int:
-        """Read the answers that have come.
-
-        Returns the signal as which it counts that nobody reads the ranks' standard
-        output any more: SIGPIPE, or SIGHUP where a terminal was closed. Else 0, also
-        where SIGHUP is ignored: then the output is lost, and the job goes on.
-        """
+        """Read the answers that have come."""
         data = os.read(self.read_fd, _READ_BYTES)
         if not data:
             self.has_ended = True

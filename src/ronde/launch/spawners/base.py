@@ -35,11 +35,7 @@ class Spawner(ABC):
 
     @abstractmethod
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        """Return the command that runs ``words``, which hold no secret, there.
-
-        The command's standard input, output and error are those of the program, byte
-        for byte, and end with it.
-        """
+        """Return the command that runs ``words``, which hold no secret, there."""
 
     @abstractmethod
     def explain(self, host: Host, exit_code: int, complaints: str) -> Failure:

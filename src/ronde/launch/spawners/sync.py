@@ -67,12 +67,7 @@ class _Copying(NamedTuple):
 def sync_folder(
     folder: str, hosts: Sequence[Host], spawner: Spawner, signal_fd: int
 ) -> Synced:
-    """Copy a folder to the same path on other hosts, and wait until it is there.
-
-    Raises:
-        UsageError: It is no folder that can be read.
-        HostError: It could not be copied to some hosts; all of them are listed.
-    """
+    """Copy a folder to the same path on other hosts, and wait until it is there."""
     began_s = time.monotonic()
     path = absolute_path(folder)
     if not path.is_dir():

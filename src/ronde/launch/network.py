@@ -92,10 +92,7 @@ def _first_ephemeral_port() -> int:
 
 
 def _bind_alone(address: str, port: int) -> socket.socket | None:
-    """Bind while nobody else has the port bound, then let rank 0 bind it too.
-
-    With the option set before, two jobs could bind one port at the same time.
-    """
+    """Bind while nobody else has the port bound, then let rank 0 bind it too."""
     try:
         return _bind(address, port, is_shared=False)
     except OSError as error:
@@ -140,11 +137,7 @@ def locate(
 
 
 def find_answering(hosts: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Return the names of the hosts that answer at any of their addresses.
-
-    They are asked again and again: of a line that was cut, only what is sent after its
-    end arrives.
-    """
+    """Return the names of the hosts that answer at any of their addresses."""
     ends_at = time.monotonic() + _ANSWER_S
     found: set[str] = set()
     hosts = {name: own for name, own in hosts.items() if own}
@@ -211,12 +204,7 @@ class MeetingPoint(NamedTuple):
 def find_candidates(
     hosts: Sequence[HostNetwork], interfaces: Sequence[str] = ()
 ) -> tuple[InterfaceAddress, ...]:
-    """Return the addresses of the first host that the others might meet it at.
-
-    An address that another host has as well, as of a bridge that containers use, leads
-    everybody to themselves and is left out. The hosts are all of the job, rank 0's
-    first; no interfaces allow any.
-    """
+    """Return the addresses of the first host that the others might meet it at."""
     head = hosts[0]
     for host in hosts:
         own = {i.address for i in host.interfaces}
@@ -266,11 +254,7 @@ def choose_meeting_point(
     sources: Sequence[Sequence[str]],
     interfaces: Sequence[str] = (),
 ) -> MeetingPoint:
-    """Return the candidate that all hosts reach best: see ``choose_address``.
-
-    ``sources`` are, for every host but the first, its own address towards each
-    candidate, empty where it has no route there.
-    """
+    """Return the candidate that all hosts reach best: see ``choose_address``."""
     best = choose_address(candidates, sources, hosts[0].mbit_per_s)
     if best is None:
         raise _no_route(hosts, candidates, sources)

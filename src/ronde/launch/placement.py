@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ronde.errors import UsageError
-from ronde.launch.hosts.host import Host
-from ronde.launch.placement.place import RankResources, usable_cores
+from ronde.launch.hosts.host import Host, RankResources, usable_cores
 from ronde.topology.machine import (
     UNKNOWN_NODE,
     VISIBLE_DEVICES,
@@ -64,11 +63,7 @@ def choose_gpus(
 def assign_gpus(
     gpus: Sequence[Gpu], num_ranks: int, view: GpuView, *, is_choice: bool, host: str
 ) -> tuple[RankDevice, ...]:
-    """Give each rank of a host the GPU of its local rank.
-
-    Where there are more ranks than GPUs no rank has one of its own: they may share, or
-    use none.
-    """
+    """Give each rank of a host the GPU of its local rank."""
     if view is GpuView.ONE:
         if num_ranks > len(gpus):
             raise UsageError(

@@ -1,1 +1,0 @@
-"""The controller: from what the user wants to how the job ended."""

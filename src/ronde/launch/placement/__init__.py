@@ -1,1 +1,0 @@
-"""Cores, GPUs and network addresses of the ranks, chosen before they start."""
