@@ -10,20 +10,6 @@ from tests.check.nvml_fake import H100
 PINNING_REFUSED = 999
 
 
-class FakeEvent:
-    """Is reached when it was asked about so many times."""
-
-    def __init__(self, num_busy):
-        self.num_busy = num_busy
-
-    def record(self):
-        pass
-
-    def query(self):
-        self.num_busy -= 1
-        return self.num_busy < 0
-
-
 class FakeRuntime:
     """CUDA's runtime; remembers what is pinned."""
 
@@ -57,12 +43,11 @@ class FakeTorch:
 
     Args:
         addresses: Of its GPUs, domain, bus and device each.
-        num_busy: How many times an event is asked about before copies have ended.
         pins: Whether memory of the host can be pinned.
         memory_bytes: No tensor on a GPU is larger.
     """
 
-    def __init__(self, *addresses, num_busy=4, pins=True, memory_bytes=1 << 40):
+    def __init__(self, *addresses, pins=True, memory_bytes=1 << 40):
         self.addresses = addresses
         self.memory_bytes = memory_bytes
         self.runtime = FakeRuntime(pins=pins)
@@ -74,7 +59,6 @@ class FakeTorch:
             synchronize=lambda: None,
             empty_cache=lambda: None,
             cudart=lambda: self.runtime,
-            Event=lambda: FakeEvent(num_busy),
         )
 
     def __getattr__(self, name):
@@ -89,9 +73,6 @@ class FakeTorch:
             ):
                 raise RuntimeError("CUDA out of memory.\nTry something else.")
         return torch.zeros(size, dtype=dtype)
-
-    def empty_like(self, tensor, *, device):
-        return self.zeros(tensor.numel(), dtype=tensor.dtype, device=device)
 
     def _properties(self, number):
         domain, bus, device = self.addresses[number]

@@ -1,8 +1,15 @@
 """Hosts and checks made by hand."""
 
 from ronde.check.catalogue import all_checks
-from ronde.check.check import Check, Family, Problem, Severity, differing
-from ronde.check.facts import Fleet, HostFacts
+from ronde.check.check import (
+    Check,
+    Family,
+    Fleet,
+    HostFacts,
+    Problem,
+    Severity,
+    differing,
+)
 
 
 def make_check(name, family, severity, judge, *facts, fix="do the right thing"):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ronde.check.facts import Fleet, HostFacts
+from ronde.check.check import Fleet, HostFacts
 
 GIB = 1 << 30
 

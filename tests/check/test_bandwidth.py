@@ -3,23 +3,21 @@
 import json
 import socket
 import threading
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 from itertools import combinations
 
 import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 
-from ronde.check.check import Family, Severity
-from ronde.check.facts import Fleet, HostFacts
+from ronde.check.check import Family, Fleet, HostFacts, Severity
 from ronde.check.hosts import HostSet, NodeContext
 from ronde.check.judging import judge
-from ronde.check.network import bandwidth as steps, streams as operations
-from ronde.check.network.bandwidth import judge_pairs, rounds
-from ronde.check.network.streams import Streams
+from ronde.check.network import bandwidth as steps, visits
+from ronde.check.network.bandwidth import Streams, judge_pairs, rounds
 from ronde.launch.running import Answer
 
-KNOWN_TO_BOTH = "00112233445566778899aabbccddeeff"
 LOOPBACK = "127.0.0.1"
 
 
@@ -167,29 +165,31 @@ def test_what_was_not_asked_for_is_not_missed():
 
 @pytest.fixture
 def sites():
-    """Return the sites of two hosts that wait for streams, and their ports."""
+    """Return the contexts of two hosts that listen, and their answers to that."""
     with ExitStack() as closing:
         both = [NodeContext({}, closing) for _ in range(2)]
-        asked = {"address": LOOPBACK}
-        yield both, [operations.offer_streams(s, asked)["port"] for s in both]
+        yield both, [visits.listen(each, {}) for each in both]
 
 
-def stream_between(caller, called, port, **changed):
-    """Have one host call another; return their answers or errors."""
-    common = {"token": KNOWN_TO_BOTH, "seconds": 0.05}
-    place = {"address": LOOPBACK, "port": port}
+def place_of(listening, address=LOOPBACK):
+    token, port = listening["token"], listening["ports"][0]
+    return {"address": address, "port": port, "token": token, "seconds": 0.05}
+
+
+def stream_between(sites, **changed):
+    """Have two hosts send to each other; return their answers or errors."""
+    contexts, listening = sites
     outcomes = {}
 
-    def ask(name, site, question):
+    def ask(name, context, question):
         try:
-            outcomes[name] = operations.stream(site, question)
+            outcomes[name] = visits.stream(context, question)
         except OSError as error:
             outcomes[name] = error
 
-    questions = ((caller, common | place | changed), (called, common))
     threads = [
-        threading.Thread(target=ask, args=(name, site, question))
-        for name, (site, question) in zip(("caller", "called"), questions, strict=True)
+        threading.Thread(target=ask, args=(name, context, place_of(other) | changed))
+        for name, context, other in zip("ab", contexts, listening[::-1], strict=True)
     ]
     for thread in threads:
         thread.start()
@@ -198,50 +198,78 @@ def stream_between(caller, called, port, **changed):
     return outcomes
 
 
-def test_both_ends_measure_what_comes_in(sites):
-    (caller, called), (_, port) = sites
-    outcomes = stream_between(caller, called, port)
+def test_each_host_measures_what_arrives_at_the_other(sites):
+    outcomes = stream_between(sites)
     # Any machine passes on 10 MB/s to itself; none reaches a terabyte.
     assert all(0.01 < each["gb_per_s"] < 1000 for each in outcomes.values())
 
 
 def test_pairs_meet_again_on_the_same_port(sites):
-    (caller, called), (_, port) = sites
     for _ in range(2):
-        outcomes = stream_between(caller, called, port)
+        outcomes = stream_between(sites)
         assert all(each["gb_per_s"] > 0 for each in outcomes.values())
 
 
 def test_hosts_meet_over_ipv6(sites):
-    (caller, called), _ = sites
     try:
-        port = operations.offer_streams(called, {"address": "::1"})["port"]
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
         pytest.skip(f"no IPv6 here: {error}")
-    outcomes = stream_between(caller, called, port, address="::1")
+    outcomes = stream_between(sites, address="::1")
     assert all(each["gb_per_s"] > 0 for each in outcomes.values())
 
 
 def test_strangers_are_let_go(sites):
-    (caller, called), (_, port) = sites
+    _, listening = sites
     with ExitStack() as closing:
-        place = (LOOPBACK, port)
+        place = (LOOPBACK, listening[0]["ports"][0])
         liar, quitter = (
             closing.enter_context(socket.create_connection(place)) for _ in range(2)
         )
-        liar.sendall(bytes(17))
+        liar.sendall(bytes(16))
         quitter.close()
-        outcomes = stream_between(caller, called, port)
+        outcomes = stream_between(sites)
         assert all(each["gb_per_s"] > 0 for each in outcomes.values())
         liar.settimeout(10)
         assert liar.recv(1) == b""
 
 
-def test_who_knows_another_token_is_no_partner(sites, monkeypatch):
-    monkeypatch.setattr(operations, "MEET_S", 0.2)
-    (caller, called), (_, port) = sites
-    outcomes = stream_between(caller, called, port, token=KNOWN_TO_BOTH[::-1])
-    assert isinstance(outcomes["called"], TimeoutError)
+def test_who_knows_another_token_is_no_partner(sites):
+    outcomes = stream_between(sites, token="f" * 16)
+    assert all(isinstance(each, OSError) for each in outcomes.values())
+
+
+@pytest.mark.parametrize("gb_per_s", [0.0002, 0.002, 0.02])
+def test_a_slow_receiver_is_measured(sites, gb_per_s):
+    """A receiver of the test's own that takes bytes at a pace."""
+    contexts, _ = sites
+    token = "0123456789abcdef"  # noqa: S105
+    each_bytes_per_s = gb_per_s * 1e9 / visits.NUM_STREAMS
+
+    def serve(connection):
+        with connection, suppress(OSError):
+            connection.sendall(visits.receive_exactly(connection, len(token)))
+            begun_s, num_bytes = time.monotonic(), 0
+            while True:
+                header = visits.receive_exactly(connection, visits.FRAME.size)
+                (left,) = visits.FRAME.unpack(header)
+                while left:
+                    chunk = connection.recv(min(left, 16 << 10))
+                    if not chunk:
+                        return
+                    left, num_bytes = left - len(chunk), num_bytes + len(chunk)
+                    due_s = begun_s + num_bytes / each_bytes_per_s
+                    time.sleep(max(0.0, due_s - time.monotonic()))
+                connection.sendall(b"\1")
+
+    with socket.create_server((LOOPBACK, 0)) as listener, ExitStack() as joining:
+        for _ in range(visits.NUM_STREAMS):
+            accept = threading.Thread(target=lambda: serve(listener.accept()[0]))
+            accept.start()
+            joining.callback(accept.join)
+        place = {"address": LOOPBACK, "port": listener.getsockname()[1]}
+        found = visits.stream(contexts[0], place | {"token": token, "seconds": 0.3})
+    assert gb_per_s / 3 < found["gb_per_s"] < gb_per_s * 1.5
 
 
 class Hosts:
@@ -256,6 +284,7 @@ class Hosts:
         self.rates = rates
         self.first = dict(first)
         self.ports = {name: number for number, name in enumerate(rates)}
+        self.tokens = {name: f"of-{name}" for name in rates}
         self.num_questions = 0
 
     def panel(self, **settings):
@@ -265,25 +294,20 @@ class Hosts:
     def ask(self, lines, timeout_s):
         questions = {name: json.loads(line) for name, line in lines.items()}
         self.num_questions += len(questions)
-        partners = {}
-        for name, question in questions.items():
-            if "address" in question and question["do"] == "stream":
-                other = question["address"].removeprefix("at-")
-                assert question["port"] == self.ports[other]
-                assert question["token"] == questions[other]["token"]
-                partners |= {name: other, other: name}
         return {
-            name: Answer(json.dumps(self.answer(name, partners, question)), "")
+            name: Answer(json.dumps(self.answer(name, question)), "")
             for name, question in questions.items()
         }
 
-    def answer(self, name, partners, question):
-        if question["do"] == "offer_streams":
-            return {"port": self.ports[name]}
-        other = partners[name]
-        if other not in self.rates[name]:
+    def answer(self, name, question):
+        if question["do"] == "listen":
+            return {"ports": [self.ports[name]], "token": self.tokens[name]}
+        other = question["address"].removeprefix("at-")
+        assert question["port"] == self.ports[other]
+        assert question["token"] == self.tokens[other]
+        if name not in self.rates[other]:
             return {"error": "refused"}
-        return {"gb_per_s": self.first.pop((name, other), self.rates[name][other])}
+        return {"gb_per_s": self.first.pop((other, name), self.rates[other][name])}
 
 
 @pytest.mark.parametrize("num", [2, 3, 4, 7])

@@ -14,16 +14,19 @@ from hypothesis import given, settings, strategies as st
 from tests.check.copies_suite import check_copies
 from tests.check.programs import WORDS, panel_of
 
-from ronde.check.cluster import compute as operations
-from ronde.check.cluster.compute import PACE, PACE_CPU, PRODUCTS, find_slow
-from ronde.check.cluster.product import (
+from ronde.check import compute as operations
+from ronde.check.compute import (
     MAX_SIZE,
     NUM_IN_ROUND,
+    PACE,
+    PACE_CPU,
+    PRODUCTS,
+    find_slow,
     make_factor,
     multiply,
     sum_up,
 )
-from ronde.check.gpu.copies import COPIES, LOADED_LINKS
+from ronde.check.gpu.copies import COPIES
 from ronde.check.hosts import NodeContext
 
 torch = pytest.importorskip("torch")
@@ -185,18 +188,16 @@ def test_copies_that_end_the_program_leave_the_products(
     site, monkeypatch, then, reason
 ):
     products = {"cpu": COMPUTED, "cuda:0": COMPUTED, "cuda:1": COMPUTED}
-    first = {"copies": {"cuda:0": RATE}, "links": {"cuda:0": None}}
+    first = {"copies": {"cuda:0": RATE}}
     boot = telling({"products": products}, first, then=then)
     monkeypatch.setattr(operations, "_BOOT", boot)
     if "pause" in then:
         monkeypatch.setattr(operations, "_BESIDES_S", 5.0)
     told = operations.burn(site, {"seconds": 0.0, "size": 8, "seed": 5})
     assert told["products"] == products
+    assert told["copies"].keys() == {"cuda:0", "cuda:1"}
     assert told["copies"]["cuda:0"] == RATE
-    assert told["links"]["cuda:0"] is None
-    for part in ("copies", "links"):
-        assert told[part].keys() == {"cuda:0", "cuda:1"}
-        assert told[part]["cuda:1"]["failure"].startswith(reason)
+    assert told["copies"]["cuda:1"]["failure"].startswith(reason)
 
 
 TWO_GPUS = """
@@ -219,7 +220,7 @@ def test_the_program_tells_of_each_gpu_what_it_computed_and_copied(site, monkeyp
     products = told["products"]
     assert products.keys() == {"cpu", "cuda:0", "cuda:1"}
     assert {each["checksum"] for each in products.values()} == {exact_checksum(33, 5)}
-    assert told["copies"].keys() == told["links"].keys() == {"cuda:0", "cuda:1"}
+    assert told["copies"].keys() == {"cuda:0", "cuda:1"}
     for name, copies in told["copies"].items():
         check_copies(copies)
         assert copies["model"] == products[name]["model"]
@@ -240,30 +241,24 @@ def burn_answering(answer, num_gpus=None):
     return panel.facts["a"]
 
 
-LINK = {"width": 16, "max_width": 16, "generation": 5, "max_generation": 5}
 FAILED = {"failure": "out of memory"}
 
 
 def test_gpus_that_fail_are_told_beside_those_that_do_not():
-    copies, links = {"cuda:0": RATE, "cuda:1": FAILED}, {"cuda:0": None, "cuda:1": LINK}
+    copies = {"cuda:0": RATE, "cuda:1": FAILED}
     products = {"cpu": COMPUTED, "cuda:0": COMPUTED, "cuda:1": COMPUTED}
-    answer = {"products": products, "copies": copies, "links": links}
-    facts = burn_answering(answer)
+    facts = burn_answering({"products": products, "copies": copies})
     assert facts.values[PRODUCTS] == products
     assert facts.values[COPIES] == copies
-    assert facts.values[LOADED_LINKS] == links
     assert facts.unreadable == {}
 
 
 def test_where_all_gpus_fail_it_is_unreadable_and_the_products_are_known():
     copies = {"cuda:0": FAILED, "cuda:1": FAILED}
     products = {"cpu": COMPUTED, "cuda:0": COMPUTED, "cuda:1": COMPUTED}
-    answer = {"products": products, "copies": copies, "links": dict.fromkeys(copies)}
-    facts = burn_answering(answer)
+    facts = burn_answering({"products": products, "copies": copies})
     assert facts.values[PRODUCTS] == products
     assert facts.unreadable == {COPIES: "cuda:0: out of memory"}
-    # That there is no link to tell of is no failure.
-    assert LOADED_LINKS in facts.values
 
 
 @pytest.mark.parametrize(
@@ -279,13 +274,12 @@ def test_a_gpu_that_torch_does_not_use_is_unreadable(answer, reason):
     facts = burn_answering(answer, num_gpus=2)
     assert COPIES not in facts.values
     assert reason in facts.unreadable[COPIES]
-    assert facts.unreadable[LOADED_LINKS] == facts.unreadable[COPIES]
 
 
 @pytest.mark.parametrize("num_gpus", [None, 0])
 def test_a_host_without_gpus_is_not_asked_what_they_copy(num_gpus):
     facts = burn_answering({"products": {"cpu": COMPUTED}}, num_gpus)
-    assert not {COPIES, LOADED_LINKS} & {*facts.values, *facts.unreadable}
+    assert COPIES not in {*facts.values, *facts.unreadable}
 
 
 def test_spinning_takes_the_time_that_it_is_given(site):

@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import Ronde, clean_environment
 
 from ronde.check.catalogue import all_checks
-from ronde.check.facts import Fleet
+from ronde.check.check import Fleet
 from ronde.check.history import load_last
 from ronde.check.judging import judge
 from ronde.cli.check import make_parser, read_request
@@ -135,9 +135,7 @@ def test_no_host_can_be_asked(tmp_path):
         (["--burn", "soon"], "--burn: duration must be"),
         (["--burn", "100d"], "--burn must be at most a day"),
         (["--bandwidth", "pigeon"], "--bandwidth must be auto, tcp, gloo or nccl, got"),
-        (["--storage-speed"], "--storage-speed must have a --path to write to"),
         (["--ranks", "0"], "ranks must be"),
-        (["--port", "70000"], "port must be"),
         (["--path", ""], "must name something"),
         (["--save", "/proc"], "--save must be a file that can be written"),
         (["--write-hostfile", "/none/good"], "--write-hostfile must be a file"),
@@ -171,8 +169,7 @@ def test_bad_words_end_with_64(words, why):
 def test_settings_are_what_probes_know():
     asked = request(
         *("--path", "data", "--path", "/b", "--file", "f", "--burn", "2m"),
-        *("--ranks", "4", "--port", "29500", "--bandwidth"),
-        "--storage-speed",
+        *("--ranks", "4", "--bandwidth"),
         environ={"NCCL_DEBUG": "INFO"},
     ).settings
     here = os.getcwd()  # noqa: PTH109 - what the words are relative to
@@ -181,8 +178,7 @@ def test_settings_are_what_probes_know():
     assert asked["paths"] == [f"{here}/data", "/b"]
     assert asked["files"] == [f"{here}/f"]
     assert (asked["burn_s"], asked["num_ranks"]) == (120.0, 4)
-    assert (asked["ports"], asked["bandwidth"]) == ([29500], "auto")
-    assert asked["storage_speed"] is True
+    assert asked["bandwidth"] == "auto"
     assert asked["environment"] == {"NCCL_DEBUG": "INFO"}
 
 

@@ -6,7 +6,7 @@ import time
 from hypothesis import given, strategies as st
 from tests.check.programs import panel_of
 
-from ronde.check.cluster import hosts as clock
+from ronde.check import cluster as clock
 from ronde.check.hosts import Reply
 
 

@@ -4,8 +4,7 @@ import pytest
 from tests.check.fleets import of_family
 from tests.check.nvml_fake import GIB, SavedNvml, asking, healthy, refusal
 
-from ronde.check.check import Family, Severity
-from ronde.check.facts import FactReader, Fleet, HostFacts
+from ronde.check.check import FactReader, Family, Fleet, HostFacts, Severity
 from ronde.check.gpu.nvml import keep_answers
 from ronde.check.judging import judge
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from tests.check.nvml_fake import SavedNvml, asking, healthy, refusal
 from tests.check.nvml_library import FakeLibrary
 
-from ronde.check.facts import FactReader, UnreadableError
+from ronde.check.check import FactReader, UnreadableError
 from ronde.check.gpu.health import read_xids
 from ronde.check.gpu.links import (
     read_acs,

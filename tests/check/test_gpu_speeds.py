@@ -1,13 +1,12 @@
-"""GPUs that compute or copy slower than others of their model, and their links."""
+"""GPUs that compute or copy slower than others of their model."""
 
 import pytest
 from hypothesis import given, strategies as st
 
 from ronde.check.catalogue import all_checks
-from ronde.check.check import Severity
-from ronde.check.cluster.compute import PRODUCTS
-from ronde.check.facts import Fleet, HostFacts
-from ronde.check.gpu.copies import COPIES, LOADED_LINKS
+from ronde.check.check import Fleet, HostFacts, Severity
+from ronde.check.compute import PRODUCTS
+from ronde.check.gpu.copies import COPIES
 from ronde.check.gpu.judges import name_devices
 from ronde.check.judging import judge
 
@@ -35,7 +34,7 @@ def find(fact, *hosts, **besides):
     """Return what is found on hosts a, b and so on, whose GPUs tell this."""
     checks = {
         fact: [check for check in all_checks() if fact in check.facts]
-        for fact in (PRODUCTS, COPIES, LOADED_LINKS)
+        for fact in (PRODUCTS, COPIES)
     }
     fleet = Fleet(
         tuple(
@@ -224,62 +223,6 @@ def test_a_gpu_that_could_not_be_measured_is_told_and_is_no_fault():
     (finding,) = find(COPIES, gpus(copied(), {"failure": "out of memory"}))
     assert finding.severity is INFORM
     assert finding.what == "cuda:1 could not be measured: out of memory"
-
-
-# The link
-
-
-def link(width=16, generation=5, address="0000:1b:00.0"):
-    now = {"width": width, "max_width": 16}
-    return now | {"generation": generation, "max_generation": 5, "address": address}
-
-
-def find_links(*told, **besides):
-    return find(LOADED_LINKS, gpus(*told), **{"gpu.is_virtual": False} | besides)
-
-
-def test_a_link_that_rises_to_what_is_possible_is_right():
-    assert find_links(link(), link(), None) == ()
-
-
-@pytest.mark.parametrize(
-    ("low", "words"),
-    [
-        (link(width=8), "x8 of PCI generation 5 under load, x16 of generation 5"),
-        (link(generation=3), "x16 of PCI generation 3 under load, x16 of generation 5"),
-        (link(4, 1), "x4 of PCI generation 1 under load, x16 of generation 5"),
-    ],
-)
-def test_a_link_that_stays_low_under_load_fails_naming_both(low, words):
-    (finding,) = find_links(link(), low)
-    assert (finding.check, finding.severity) == ("gpu-pcie-load", FAIL)
-    assert finding.what == f"cuda:1 used {words} is possible"
-    assert "lspci -vv -s 0000:1b:00.0 |" in finding.fix
-    assert "and so on" not in finding.fix
-
-
-def test_links_that_are_low_alike_share_a_finding():
-    low = [link(8, address=f"0000:{bus:02x}:00.0") for bus in (3, 4, 5)]
-    (finding,) = find_links(*low, link())
-    assert finding.what.startswith("cuda:0-2 used x8 ")
-    assert "lspci -vv -s 0000:03:00.0 | grep Lnk, and so on;" in finding.fix
-
-
-def test_a_virtual_machine_may_not_see_the_slot():
-    (finding,) = find_links(link(8), **{"gpu.is_virtual": True})
-    assert finding.severity is WARN
-    (finding,) = find(LOADED_LINKS, gpus(link(8)))
-    assert finding.severity is WARN
-
-
-def test_a_link_that_could_not_be_told_is_no_fault():
-    (finding,) = find_links(link(), {"failure": "NVML does not answer"})
-    assert finding.severity is INFORM
-    assert finding.what == "cuda:1 link is unknown: NVML does not answer"
-
-
-def test_a_link_of_which_nothing_is_known_is_not_judged():
-    assert find_links(link(0, 0)) == ()
 
 
 # Names

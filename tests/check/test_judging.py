@@ -2,8 +2,7 @@
 
 from tests.check.fleets import make_check
 
-from ronde.check.check import Family, Problem, Severity
-from ronde.check.facts import Fleet, HostFacts
+from ronde.check.check import Family, Fleet, HostFacts, Problem, Severity
 from ronde.check.judging import Unread, judge
 
 HOSTS = (

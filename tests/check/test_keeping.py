@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import CHECKS, make_fleet
 
-from ronde.check.check import Finding, Severity, name_pair
-from ronde.check.facts import HostFacts
+from ronde.check.check import Finding, HostFacts, Severity, name_pair
 from ronde.check.history import Change, Kept, compare, load_last, save
 from ronde.check.judging import judge
 from ronde.errors import UsageError

@@ -4,8 +4,7 @@ from hypothesis import given, strategies as st
 from tests.check.programs import panel_of
 
 from ronde.check.catalogue import all_checks
-from ronde.check.check import Severity
-from ronde.check.facts import Fleet, HostFacts
+from ronde.check.check import Fleet, HostFacts, Severity
 from ronde.check.judging import judge
 from ronde.check.network.rdma import (
     RDMA_ERRORS,

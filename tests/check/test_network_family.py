@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 
-from ronde.check.check import Family, Severity
-from ronde.check.facts import Fleet, HostFacts
+from ronde.check.check import Family, Fleet, HostFacts, Severity
 from ronde.check.judging import judge
 from ronde.check.network.interfaces import chooses
 

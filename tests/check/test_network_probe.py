@@ -3,7 +3,7 @@
 import threading
 import time
 
-from ronde.check.facts import FactReader
+from ronde.check.check import FactReader
 from ronde.check.network import interfaces, rdma
 from ronde.check.network.interfaces import look_up_own_name
 

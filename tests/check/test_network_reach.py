@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 
-from ronde.check.check import Family, Severity
-from ronde.check.facts import Fleet, HostFacts
+from ronde.check.check import Family, Fleet, HostFacts, Severity
 from ronde.check.judging import judge
 from ronde.check.network.reach import blame, lost_pairs, slow_pairs, usual_speed
 
@@ -34,7 +33,6 @@ def fleet_of(num, changed, **facts):
                     },
                     "network.address": f"10.0.0.{name[1:]}",
                     "network.peer_mtu": 1500,
-                    "network.busy_ports": [],
                     **facts.get(name, {}),
                 },
                 {},
@@ -196,18 +194,10 @@ def test_of_two_hosts_none_is_slow():
     assert not found(fleet_of(2, {("n1", "n2"): {"mb_per_s": 1.0}}))
 
 
-def test_a_host_without_an_address_and_a_port_in_use_are_told():
-    facts = {"n2": {"network.address": "", "network.busy_ports": [29500]}}
-    told = found(fleet_of(3, {}, **facts))
-    assert set(told) == {("own-address", "n2"), ("free-ports", "n2")}
-    assert "29500" in told["free-ports", "n2"].what
+def test_a_host_without_an_address_is_told():
+    told = found(fleet_of(3, {}, n2={"network.address": ""}))
+    assert set(told) == {("own-address", "n2")}
     assert not found(fleet_of(1, {}, n1={"network.address": ""}))
-
-
-@pytest.mark.parametrize(("port", "is_told"), [(80, True), (29500, False)])
-def test_of_a_low_port_it_is_told_who_may_listen_there(port, is_told):
-    told = found(fleet_of(1, {}, n1={"network.busy_ports": [port]}))
-    assert ("root alone" in told["free-ports", "n1"].fix) == is_told
 
 
 def test_a_long_list_of_hosts_is_cut():

@@ -6,15 +6,14 @@ import pytest
 from tests.cli.conftest import Ronde
 
 from ronde.check.catalogue import PROBES, all_checks, all_steps, plan_for
-from ronde.check.check import Check
-from ronde.check.facts import Fleet, HostFacts
+from ronde.check.check import Check, Fleet, HostFacts
 from ronde.check.probing import FAILED
 from ronde.cli.check import make_parser, read_request
 
 ronde = Ronde()
 
 COUNTING = ("counting RDMA errors",)
-ALL = {"storage_speed": True, "burn_s": 1.0, "bandwidth": "tcp"}
+ALL = {"burn_s": 1.0, "bandwidth": "tcp"}
 """Settings with which every step is asked for."""
 
 
@@ -48,15 +47,10 @@ def test_all_run_for_all_checks():
     ("words", "probes", "steps"),
     [
         ("--only versions", {"versions"}, set()),
-        ("--only versions --storage-speed --path /d --burn 1s", {"versions"}, set()),
+        ("--only versions --path /d --burn 1s", {"versions"}, set()),
         ("--only locked-memory", {"host"}, set()),
         ("--only storage --path /d", {"storage"}, {"sharing"}),
         ("--only shared-folder --path /d", set(), {"sharing"}),
-        (
-            "--only storage-speed --storage-speed --path /d",
-            {"storage"},
-            {"sharing", "storing"},
-        ),
         (
             "--only network",
             {"network", "host"},
@@ -127,7 +121,7 @@ def test_every_fact_is_of_a_probe_or_a_step_that_says_so():
 
 def test_nothing_is_started_or_written_for_what_is_left_out(tmp_path):
     """Whoever makes a file changes its folder's time, even if it is removed."""
-    words = ("--storage-speed", "--path", str(tmp_path), "--json")
+    words = ("--path", str(tmp_path), "--json")
     before = tmp_path.stat().st_mtime_ns
     for chosen in (("--only", "versions"), ("--skip", "storage")):
         told = json.loads(ronde("check", *chosen, *words).stdout)
@@ -137,4 +131,3 @@ def test_nothing_is_started_or_written_for_what_is_left_out(tmp_path):
         assert tmp_path.stat().st_mtime_ns == before
     told = json.loads(ronde("check", "--only", "storage", *words).stdout)
     assert told["hosts"][0]["seconds"].keys() == {"storage"}
-    assert tmp_path.stat().st_mtime_ns > before

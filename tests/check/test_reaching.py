@@ -33,14 +33,19 @@ def site():
         yield NodeContext({}, closing)
 
 
-def doors(site, ports=()):
-    return listen(site, {"token": TOKEN, "ports": ports})
+def doors(site):
+    return listen(site, {})
 
 
-def reach_one(site, ports, udp_port, token=TOKEN):
-    target = {"name": "b", "address": "127.0.0.1", "ports": ports, "udp_port": udp_port}
-    asked = {"name": "a", "token": token, "targets": [target]}
-    return reach(site, asked)["reached"]["b"]
+def reach_one(site, ports, udp_port, token=None):
+    target = {
+        "name": "b",
+        "address": "127.0.0.1",
+        "ports": ports,
+        "udp_port": udp_port,
+        "token": token or doors(site)["token"],
+    }
+    return reach(site, {"name": "a", "targets": [target]})["reached"]["b"]
 
 
 @contextmanager
@@ -78,19 +83,6 @@ def test_what_works_is_told_with_its_figures(site, monkeypatch):
 
 def test_a_second_question_opens_no_more(site):
     assert doors(site) == doors(site)
-
-
-def test_named_ports_are_tried_and_those_in_use_told(site):
-    with (
-        socket.create_server(("", 0)) as taken,
-        socket.create_server(("", 0)) as passing,
-    ):
-        busy, free = taken.getsockname()[1], passing.getsockname()[1]
-        passing.close()
-        opened = doors(site, [busy, free])
-    assert opened["busy"] == [busy]
-    assert free in opened["ports"]
-    assert len(opened["ports"]) == 3
 
 
 def test_a_closed_port_is_refused(site):
@@ -175,10 +167,11 @@ def test_who_does_not_know_the_token_gets_nothing(site):
 def test_a_frame_that_is_too_long_ends_the_connection(site):
     opened = doors(site)
     address = ("127.0.0.1", opened["ports"][0])
+    token = opened["token"].encode()
     # Less than it waits for one that sends nothing.
     with socket.create_connection(address, 2.0) as connection:
-        connection.sendall(TOKEN.encode() + FRAME.pack(0xFFFFFFFF))
-        assert receive_exactly(connection, len(TOKEN)) == TOKEN.encode()
+        connection.sendall(token + FRAME.pack(0xFFFFFFFF))
+        assert receive_exactly(connection, len(token)) == token
         assert connection.recv(1) == b""
 
 
@@ -243,22 +236,12 @@ def test_three_programs_reach_each_other():
         # They answer by 127.0.0.1, whatever address they were asked at.
         assert {each["mtu"] for each in told.values()} == {LOOPBACK_MTU}
         assert facts.values[reaching.ADDRESS] == addresses[name]
-        assert facts.values[reaching.BUSY] == []
 
 
 def test_one_program_has_nobody_to_reach():
     with panel_of({"a": ""}) as panel:
         reaching.run(panel)
     assert panel.facts["a"].values == {}
-
-
-def test_one_program_tries_the_ports_that_are_named():
-    with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as free:
-        ports = [each.getsockname()[1] for each in (taken, free)]
-        free.close()
-        with panel_of({"a": ""}, {"ports": ports}) as panel:
-            reaching.run(panel)
-        assert panel.facts["a"].values == {reaching.BUSY: ports[:1]}
 
 
 def test_a_program_that_has_ended_is_left_out():

@@ -8,8 +8,7 @@ import pytest
 from tests.topology.saved_trees import Tree
 
 from ronde.check.catalogue import PROBES, all_checks
-from ronde.check.check import Severity
-from ronde.check.facts import FactReader, Fleet, HostFacts, Value
+from ronde.check.check import FactReader, Fleet, HostFacts, Severity, Value
 from ronde.check.host import scheduler
 from ronde.check.judging import Judgement, judge
 from ronde.check.probing import run_probes

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from ronde.check import storage as operations, storage as sharing
 from ronde.check.catalogue import all_checks
-from ronde.check.check import Check, Finding, Severity
-from ronde.check.facts import Fleet, HostFacts, Value
+from ronde.check.check import Check, Finding, Fleet, HostFacts, Severity, Value
 from ronde.check.hosts import HostSet, NodeContext
 from ronde.check.path_tasks import NUM_SAMPLES, SAMPLE_BYTES, run_tasks, sample
-from ronde.check.storage import sharing, sharing as operations
-from ronde.check.storage.sharing import group
+from ronde.check.storage import group
 from ronde.launch.running import Answer
 
 
@@ -225,7 +224,7 @@ def test_an_errand_imports_little() -> None:
         "import sys; sys.path.append(sys.argv[1]); import ronde.check.path_tasks;"
         "print(*{'subprocess', 'typing', 'hashlib', 'torch'} & set(sys.modules))"
     )
-    source = str(Path(sharing.__file__).parents[3])
+    source = str(Path(sharing.__file__).parents[2])
     command = [sys.executable, "-I", "-S", "-c", program, source]
     done = subprocess.run(command, check=True, capture_output=True, timeout=60)
     assert done.stdout.split() == []

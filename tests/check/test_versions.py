@@ -12,8 +12,14 @@ from tests.check.fleets import of_family
 
 import ronde
 from ronde.check.catalogue import PROBES
-from ronde.check.check import Family, Finding, Severity
-from ronde.check.facts import Fleet, HostFacts, UnreadableError
+from ronde.check.check import (
+    Family,
+    Finding,
+    Fleet,
+    HostFacts,
+    Severity,
+    UnreadableError,
+)
 from ronde.check.host.software import (
     ABSENT,
     digest_code,
@@ -74,7 +80,7 @@ def test_this_host_tells_all_its_facts() -> None:
 def test_torch_is_not_imported() -> None:
     program = """
 import sys
-from ronde.check.facts import FactReader
+from ronde.check.check import FactReader
 from ronde.check.host.software import read
 read(FactReader({}))
 sys.exit("torch" in sys.modules)

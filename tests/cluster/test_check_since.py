@@ -30,7 +30,7 @@ def look(cluster, tmp_path):
 
 def test_two_looks_one_after_the_other_differ_in_nothing(look, tmp_path):
     kept = tmp_path / "facts"
-    measured = ("--storage-speed", "--burn", "10ms", "--bandwidth", "tcp")
+    measured = ("--burn", "10ms", "--bandwidth", "tcp")
     look(*measured, "--save", str(kept))
     changes = look(*measured, "--since", str(kept))["changes"]
     assert changes["facts"] == []

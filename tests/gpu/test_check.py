@@ -4,15 +4,14 @@ import json
 from contextlib import ExitStack
 
 import pytest
+from ronde.check.cluster.compute import burn
 from tests.check.copies_suite import check_copies, check_link
 from tests.check.nvml_fake import SavedNvml, asking, record
 from tests.check.nvml_suite import SUITE
 from tests.cli.conftest import Ronde
 
 from ronde.check.catalogue import all_checks
-from ronde.check.check import Family
-from ronde.check.cluster.compute import burn
-from ronde.check.facts import FactReader
+from ronde.check.check import FactReader, Family
 from ronde.check.gpu.copies import address_of, find_gpu, measure_gpu
 from ronde.check.gpu.nvml import (
     ALL_ANSWERS,

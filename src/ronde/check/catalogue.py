@@ -1,11 +1,10 @@
-"""All probes, steps and checks, and which of them some checks need."""
+"""All probes, steps, operations and checks, and which of them some checks need."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from ronde.check.check import Check
-from ronde.check.facts import Value
+from ronde.check.check import Check, Value
 from ronde.check.hosts import ProbeStep
 from ronde.check.probing import FAILED, ProbeEntry
 
@@ -15,29 +14,35 @@ PROBES = {
     "gpu": ProbeEntry(("ronde.check.gpu.presence",), 45.0, "gpu."),
     "host": ProbeEntry(("ronde.check.host.limits",), 5.0, "host."),
     "network": ProbeEntry(_NETWORK, 5.0, "network."),
-    "storage": ProbeEntry(("ronde.check.storage.folders",), 10.0, "storage."),
+    "storage": ProbeEntry(("ronde.check.storage",), 10.0, "storage."),
     "scheduler": ProbeEntry(("ronde.check.host.scheduler",), 5.0, "scheduler."),
 }
 """By name; each runs in a process of its own."""
 
 _SUBJECTS = (
-    *("cluster.hosts", "cluster.compute", "host.software"),
-    *("gpu.presence", "gpu.health"),
-    *("gpu.links", "gpu.copies"),
-    *("host.limits", "host.scheduler"),
+    *("cluster", "compute", "host.software", "gpu.presence", "gpu.health"),
+    *("gpu.links", "gpu.copies", "host.limits", "host.scheduler"),
     *("network.interfaces", "network.reach", "network.rdma"),
-    *("network.bandwidth", "network.pair_jobs"),
-    *("storage.folders", "storage.sharing", "storage.speed"),
+    *("network.bandwidth", "network.pair_jobs", "storage"),
 )
 """Modules with checks."""
 
 _STEPS = (
-    *("cluster.hosts.STEP", "network.reach.STEP"),
-    *("storage.sharing.STEP", "storage.speed.STEP"),
-    *("cluster.compute.PACE_STEP", "cluster.compute.BURN_STEP"),
+    *("cluster.STEP", "network.reach.STEP", "storage.STEP"),
+    *("compute.PACE_STEP", "compute.BURN_STEP"),
     *("network.bandwidth.STEP", "network.rdma.STEP"),
 )
-"""In their order, behind the probes."""
+"""In their order, after the probes."""
+
+OPERATIONS = {
+    "cluster": ("clock",),
+    "compute": ("burn", "spin"),
+    "network.pair_jobs": ("bench", "hold_rendezvous"),
+    "network.rdma": ("count_errors",),
+    "network.visits": ("listen", "reach", "stream"),
+    "storage": ("clear_nonces", "find_nonces", "leave_nonce"),
+}
+"""By module: functions that answer a question on a host."""
 
 
 def all_checks() -> tuple[Check, ...]:
@@ -50,11 +55,11 @@ def all_checks() -> tuple[Check, ...]:
 
 
 def all_steps() -> tuple[ProbeStep, ...]:
-    found: list[ProbeStep] = []
-    for path in _STEPS:
-        module, _, name = path.rpartition(".")
-        found.append(getattr(import_module(f"ronde.check.{module}"), name))
-    return tuple(found)
+    places = (path.rpartition(".") for path in _STEPS)
+    return tuple(
+        getattr(import_module(f"ronde.check.{module}"), name)
+        for module, _, name in places
+    )
 
 
 class CollectPlan(NamedTuple):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ronde.addresses import is_loopback
 from ronde.check.catalogue import PROBES, CollectPlan
-from ronde.check.facts import HostFacts, Value
+from ronde.check.check import HostFacts, Value
 from ronde.check.hosts import HostSet
 from ronde.check.probing import FAILED
 from ronde.errors import HostError, HostFailure
@@ -36,8 +36,7 @@ def collect(
 ) -> Collected:
     """Collect facts of hosts; nothing is left there when it returns or raises.
 
-    ``report`` is given the name of each step that begins; ``signal_fd``, from
-    ``signals.caught_signals``, reads the user's signals.
+    ``report`` is given the name of each step that begins.
 
     Raises:
         InterruptedStartError: The user has ended it.
@@ -48,8 +47,8 @@ def collect(
     try:
         report("connecting")
         nodes, failures = controller.connect_ready(hosts)
-        order = {host.name: number for number, host in enumerate(hosts)}
-        nodes = sorted(nodes, key=lambda node: order[node.name])
+        order = [host.name for host in hosts]
+        nodes = sorted(nodes, key=lambda node: order.index(node.name))
         found = collect_from(controller, nodes, settings, plan, report)
         return Collected(found.hosts, (*failures, *found.failures))
     finally:
@@ -63,7 +62,7 @@ def collect_from(
     plan: CollectPlan,
     report: Callable[[str], None],
 ) -> Collected:
-    """Collect facts of hosts whose agents have said hello, and leave the agents."""
+    """Collect facts of hosts whose agents are connected, and leave the agents."""
     nodes, addresses, lost = _locate(controller, nodes)
     programs = controller.start_programs(nodes, "ronde.check.node")
     host_set = HostSet(programs, addresses, settings)
@@ -131,21 +130,17 @@ def choose_addresses(
 ) -> dict[str, str]:
     """Return by name the address of each host to which most others have a route.
 
-    A host that has the same address, as of a bridge that containers use, has a route to
-    itself alone. ``own`` has the best address of a host first.
+    Where another host has the same address, as of a bridge that containers use, its
+    route leads to itself. ``own`` has the best address of a host first.
     """
-    found: dict[str, str] = {}
-    for name, addresses in own.items():
-        counts = {
-            address: sum(
-                address in routed[other] and address not in theirs
-                for other, theirs in own.items()
-                if other != name
-            )
-            for address in addresses
-        }
-        found[name] = max(counts, key=lambda a: counts[a], default="")
-    return found
+
+    def count_routes(address: str) -> int:
+        return sum(
+            address in routed[other] and address not in theirs
+            for other, theirs in own.items()
+        )
+
+    return {name: max(own[name], key=count_routes, default="") for name in own}
 
 
 def _own_addresses(node: AgentNode) -> list[str]:

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ronde.check.check import Finding
-from ronde.check.facts import HostFacts, Value, spell
+from ronde.check.check import Finding, HostFacts, Value, spell
 from ronde.errors import UsageError
 from ronde.plain_values import PlainValueError, from_plain, to_plain
 from ronde.records import Record, append_record, read_records
@@ -25,6 +24,7 @@ _MEASURED = {
 }
 """By fact, the part that is another the next moment; empty for all of it."""
 
+# Whole numbers from here on, such as free memory, have changed by more than a tenth.
 _SMALL = 1 << 20
 _SHARE = 0.1
 
@@ -69,11 +69,7 @@ class Changes(NamedTuple):
 
 
 def save(path: Path, kept: Kept) -> None:
-    """Append a run to a file of records, which is made where it is not there.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
+    """Append a run to a file of records, or raise ``UsageError``."""
     plain: Any = to_plain(kept)
     try:
         append_record(path, Record(KIND, plain), is_private=True)
@@ -85,11 +81,7 @@ def save(path: Path, kept: Kept) -> None:
 
 
 def load_last(path: Path) -> Earlier:
-    """Return the last run in a file of records.
-
-    Raises:
-        UsageError: It cannot be read, or has none.
-    """
+    """Return the last run in a file of records, or raise ``UsageError``."""
     try:
         records = read_records(path, KIND)
     except (OSError, UnicodeDecodeError) as error:
@@ -110,24 +102,18 @@ def load_last(path: Path) -> Earlier:
 
 
 def compare(before: Kept, after: Kept) -> Changes:
-    """Return what has changed.
-
-    Numbers with a fraction, and what else is another the next moment, are not compared:
-    what they mean is in the findings. Whole numbers of a MiB and more, such as memory
-    that is free, have changed where they differ by more than a tenth.
-    """
+    """Return what has changed, without what changes all the time."""
     old = {facts.host: facts for facts in before.hosts}
     new = {facts.host: facts for facts in after.hosts}
     asked = {finding.host for finding in before.findings} | old.keys()
     known = {finding.host for finding in after.findings} | new.keys()
-    facts = [
-        change
-        for host, each in new.items()
-        if host in old
-        for change in _changes(host, old[host].values, each.values)
-    ]
     return Changes(
-        tuple(facts),
+        tuple(
+            change
+            for host, each in new.items()
+            if host in old
+            for change in _changes(host, old[host].values, each.values)
+        ),
         _beyond(after.findings, before, asked),
         _beyond(before.findings, after, known),
         tuple(host for host in new if host not in asked),
@@ -168,6 +154,7 @@ def _changes(
 
 
 def _differs(before: Value, after: Value) -> bool:
+    # What a number with a fraction means is in the findings.
     if isinstance(before, float) or isinstance(after, float):
         return False
     if isinstance(before, int) and isinstance(after, int):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ronde.check.facts import HostFacts, Value
+from ronde.check.check import HostFacts, Value
 
 if TYPE_CHECKING:
     # It is long to import, and every probe imports this.
@@ -23,7 +23,7 @@ _END_S = 5.0
 class NodeContext(NamedTuple):
     """What is kept on a host from question to question."""
 
-    # Whatever operations put there, by names of their own.
+    # By names of the operations' own.
     memory: dict[str, Any]
     # Undone when the program ends: sockets, files.
     closing: ExitStack
@@ -67,7 +67,18 @@ class HostSet:
         """Ask some hosts, by name, and wait for the last answer."""
         lines = {name: json.dumps(each) for name, each in questions.items()}
         answers = self._programs.ask(lines, timeout_s) if lines else {}
-        return {name: _reply_of(*answer) for name, answer in answers.items()}
+        replies: dict[str, Reply] = {}
+        for name, (line, failure, asked_s, answered_s) in answers.items():
+            values: Any = {}
+            reason = failure
+            if not failure:
+                try:
+                    values = json.loads(line)
+                    reason = values.pop("error", "")
+                except (ValueError, AttributeError, TypeError):
+                    values, reason = {}, "its answer cannot be understood"
+            replies[name] = Reply(values, reason, asked_s, answered_s)
+        return replies
 
     def ask_all(
         self, question: Mapping[str, Value], timeout_s: float
@@ -84,17 +95,6 @@ class HostSet:
         self.facts[host].unreadable[name] = reason
 
 
-def _reply_of(line: str, failure: str, asked_s: float, answered_s: float) -> Reply:
-    values: Any = {}
-    if not failure:
-        try:
-            values = json.loads(line)
-            failure = values.pop("error", "")
-        except (ValueError, AttributeError, TypeError):
-            values, failure = {}, "its answer cannot be understood"
-    return Reply(values, failure, asked_s, answered_s)
-
-
 class ProbeStep(NamedTuple):
     """A step, which is left out where no check needs its facts."""
 
@@ -102,7 +102,7 @@ class ProbeStep(NamedTuple):
     run: Callable[[HostSet], None]
     # What it may store.
     facts: tuple[str, ...]
-    # Facts of others that it takes into account.
+    # Facts of others that it uses.
     reads: tuple[str, ...] = ()
     # What the user must have asked for; empty for nothing.
     setting: str = ""

@@ -4,11 +4,15 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ronde.check.check import Check, Family, Finding, Severity, why_unread
-from ronde.check.facts import Fleet
-
-# Two hosts by name, between which something is found that neither has by itself.
-HostPair = tuple[str, str]
+from ronde.check.check import (
+    Check,
+    Family,
+    Finding,
+    Fleet,
+    HostFacts,
+    HostPair,
+    Severity,
+)
 
 
 class Unread(NamedTuple):
@@ -34,13 +38,9 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
     unread: list[Unread] = []
     made: Counter[tuple[str, Family]] = Counter()
     for check in checks:
-        able: list[str] = []
-        for facts in fleet.hosts:
-            reason = why_unread(facts, check.facts)
-            if reason is None:
-                able.append(facts.host)
-            elif reason:
-                unread.append(Unread(check.id, facts.host, reason))
+        reasons = {each.host: _why_unread(each, check.facts) for each in fleet.hosts}
+        able = [host for host, reason in reasons.items() if reason is None]
+        unread += [Unread(check.id, host, why) for host, why in reasons.items() if why]
         try:
             findings += tuple(check.find(fleet))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -57,6 +57,19 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
         return order.index(finding.severity), not finding.usual, finding.check, place
 
     return Judgement(tuple(sorted(findings, key=badness)), tuple(unread), dict(made))
+
+
+def _why_unread(facts: HostFacts, names: tuple[str, ...]) -> str | None:
+    """Return why a check cannot be made on a host; None where it can be made.
+
+    Empty where there is nothing to read: what only several hosts have, on one.
+    """
+    for name in names:
+        if name not in facts.values:
+            # A probe that failed names what all its facts begin with.
+            of_probe = f"{name.partition('.')[0]}."
+            return facts.unreadable.get(name) or facts.unreadable.get(of_probe, "")
+    return None
 
 
 class Readiness(NamedTuple):
@@ -93,19 +106,17 @@ def decide(
     found: dict[tuple[str, ...], set[Severity]] = defaultdict(set)
     for each in findings:
         found[each.hosts].add(each.severity)
-
-    def worst_of(where: tuple[str, ...]) -> Severity | None:
-        return next(
-            (s for s in (Severity.FAIL, Severity.WARN) if s in found[where]), None
-        )
-
-    faulty = tuple(name for name in hosts if worst_of((name,)) is Severity.FAIL)
-    warned = tuple(name for name in hosts if worst_of((name,)) is Severity.WARN)
-    ready = tuple(name for name in hosts if name not in (*faulty, *warned))
-    pairs = {(w[0], w[1]): worst_of(w) for w in tuple(found) if len(w) > 1}
-    bad = tuple(pair for pair, worst in pairs.items() if worst is Severity.FAIL)
-    slow = tuple(pair for pair, worst in pairs.items() if worst is Severity.WARN)
-    return Readiness(ready, warned, faulty, num_asked, bad, slow)
+    failed = [where for where, all_of in found.items() if Severity.FAIL in all_of]
+    warned = [where for where, all_of in found.items() if Severity.WARN in all_of]
+    warned = [where for where in warned if where not in failed]
+    return Readiness(
+        tuple(name for name in hosts if (name,) not in (*failed, *warned)),
+        tuple(name for name in hosts if (name,) in warned),
+        tuple(name for name in hosts if (name,) in failed),
+        num_asked,
+        tuple((where[0], where[1]) for where in failed if len(where) > 1),
+        tuple((where[0], where[1]) for where in warned if len(where) > 1),
+    )
 
 
 def fit_together(

@@ -10,24 +10,12 @@ from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
-from ronde.check.catalogue import PROBES
-from ronde.check.facts import Value
+from ronde.check.catalogue import OPERATIONS, PROBES
+from ronde.check.check import Value
 from ronde.check.hosts import NodeContext
 from ronde.check.probing import run_probes
 
-_OPERATIONS = {
-    "cluster.compute": ("burn", "spin"),
-    "cluster.hosts": ("clock",),
-    "network.pair_jobs": ("bench", "hold_rendezvous"),
-    "network.rdma": ("count_errors",),
-    "network.streams": ("offer_streams", "stream"),
-    "network.visits": ("listen", "reach"),
-    "storage.sharing": ("clear_folders", "find_nonces", "leave_nonce"),
-    "storage.speed": ("fill_folder",),
-}
-"""By module: functions that answer a question."""
-
-_MODULES = {name: module for module, names in _OPERATIONS.items() for name in names}
+_MODULES = {name: module for module, names in OPERATIONS.items() for name in names}
 
 
 def main() -> None:

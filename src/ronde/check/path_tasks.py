@@ -17,10 +17,6 @@ from pathlib import Path
 SAMPLE_BYTES = 64 << 10
 # So many pieces of a large file are read, from its first byte to its last.
 NUM_SAMPLES = 16
-# So much is to be left free where much is written: others write there, too.
-SPARE_BYTES = 256 << 20
-# What a small file has.
-SMALL_BYTES = 4 << 10
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     # The module typing takes longer to import than most tasks take.
@@ -31,7 +27,6 @@ if TYPE_CHECKING:
 Task = Mapping[str, object]
 # What came of it. ``error`` is why nothing did, ``has_hung``: time was up.
 TaskOutcome = dict[str, "Any"]
-_PIECE_BYTES = 1 << 20
 _PAUSE_S = 0.02
 _KILLED_S = 0.2
 _PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
@@ -73,11 +68,6 @@ def run_tasks(
         return [each.result() for each in collected]
 
 
-def run_task(task: Task, deadline_s: float) -> TaskOutcome:
-    [[outcome]] = run_tasks([[task]], deadline_s)
-    return outcome
-
-
 def _collect(
     process: "subprocess.Popen[bytes]", num: int, ends_s: float, late: TaskOutcome
 ) -> list[TaskOutcome]:
@@ -100,9 +90,8 @@ def _collect(
 def main(tasks: str) -> None:
     """Run tasks; write what comes of each as soon as it does."""
     for task in json.loads(tasks):
-        do = _TASKS[str(task.pop("do"))]
         try:
-            outcome = do(**task)
+            outcome = _TASKS[str(task.pop("do"))](**task)
         except OSError as error:
             outcome = {"error": error.strerror or str(error)}
         sys.stdout.write(json.dumps(outcome) + "\n")
@@ -127,8 +116,7 @@ def look(path: str) -> TaskOutcome:
 def sample(path: str) -> TaskOutcome:
     """Return a file's size and the beginning of a hash of it.
 
-    Of a file that is larger than all samples together, these are spread evenly from its
-    beginning to its end.
+    Of a file larger than all samples together, these are spread from begin to end.
     """
     # Imported where it is needed: it takes longer than most tasks.
     import hashlib
@@ -173,87 +161,14 @@ def _holds(place: Path, text: str) -> bool:
         return False
 
 
-def fill(
-    path: str, name: str, num_bytes: int, num_files: int, patience_s: float
-) -> TaskOutcome:
-    """Write a file, flush it to disk, make small files; return the seconds of each.
-
-    All is in a folder that is new and removed again. Nothing is begun where it would
-    fill the file system. After ``patience_s`` no more small files are made.
-    """
-    if refusal := _lacks_room(path, num_bytes, num_files):
-        return {"error": refusal, "is_cleared": True}
-    own = f"{path}/{name}"
-    # What is random can be neither compressed nor found twice.
-    data = memoryview(os.urandom(num_bytes))
-    os.mkdir(own, 0o700)  # noqa: PTH102 - many paths are made here, and timed
-    try:
-        begun_s = time.monotonic()
-        _write_new(f"{own}/data", data, is_flushed=True)
-        write_s = time.monotonic() - begun_s
-        num_made, files_s = _time_small_files(own, num_files, patience_s)
-    finally:
-        clear(path, [name])
-    times = {"write_s": write_s, "num_files": num_made, "files_s": files_s}
-    return {**times, "is_cleared": True}
-
-
-def _lacks_room(path: str, num_bytes: int, num_files: int) -> str:
-    room = os.statvfs(path)
-    free = room.f_bavail * room.f_frsize
-    wanted = num_bytes + num_files * SMALL_BYTES + SPARE_BYTES
-    # Some file systems have no size, or no limit on the number of files.
-    if room.f_blocks and free < wanted:
-        return f"it has {free >> 20}MiB free, and {wanted >> 20}MiB are wanted"
-    if room.f_files and room.f_favail < 2 * num_files:
-        return f"it has room for {room.f_favail} more files, not {2 * num_files}"
-    return ""
-
-
-def _write_new(place: str, data: memoryview, *, is_flushed: bool = False) -> None:
-    fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        while data:
-            data = data[os.write(fd, data[:_PIECE_BYTES]) :]
-        if is_flushed:
-            os.fsync(fd)
-    finally:
-        # Some file systems write only now.
-        os.close(fd)
-
-
-def _time_small_files(
-    folder: str, num_files: int, patience_s: float
-) -> tuple[int, float]:
-    """Make files and remove them; return how many, and the seconds for all."""
-    data = memoryview(os.urandom(SMALL_BYTES))
-    num_made, begun_s = 0, time.monotonic()
-    while num_made < num_files and time.monotonic() - begun_s < patience_s:
-        _write_new(f"{folder}/{num_made}", data)
-        num_made += 1
-    for number in range(num_made):
-        os.unlink(f"{folder}/{number}")  # noqa: PTH108 - see ``fill``
-    return num_made, time.monotonic() - begun_s
-
-
 def clear(path: str, names: Sequence[str]) -> TaskOutcome:
-    """Remove files, and folders with files, where they still are; return which."""
-    found: list[str] = []
+    """Remove files of ``leave``, whole or not; another host may do so as well."""
     for name in names:
-        own = Path(path, name)
-        # Another host may do the same at the same time.
-        with suppress(FileNotFoundError):
-            if own.is_dir():
-                for place in list(own.iterdir()):
-                    place.unlink(missing_ok=True)
-                own.rmdir()
-            else:
-                Path(path, f"{name}.part").unlink(missing_ok=True)
-                own.unlink()
-            found.append(name)
-    return {"found": found}
+        Path(path, f"{name}.part").unlink(missing_ok=True)
+        Path(path, name).unlink(missing_ok=True)
+    return {}
 
 
 _TASKS: dict[str, Callable[..., TaskOutcome]] = {
-    each.__name__: each for each in (look, sample, leave, find, fill, clear)
+    each.__name__: each for each in (look, sample, leave, find, clear)
 }

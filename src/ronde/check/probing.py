@@ -14,7 +14,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ronde.check.facts import FactReader, Value
+from ronde.check.check import FactReader, Value
 
 # Fact: by the name of each probe that gave none, why.
 FAILED = "probe.failed"
@@ -30,7 +30,7 @@ _MAX_REASON_CHARS = 300
 
 
 class ProbeEntry(NamedTuple):
-    """A probe that there is."""
+    """A probe."""
 
     # Each has ``read(reader: FactReader) -> None``; they run in turn.
     modules: tuple[str, ...]

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ronde.check.catalogue import all_checks, plan_for
-from ronde.check.check import Check, Family, Severity
-from ronde.check.cluster.hosts import ABSENT, TAKING_PART
+from ronde.check.check import ENVIRONMENT, Check, Family, Fleet, Severity, Value
+from ronde.check.cluster import ABSENT, TAKING_PART
 from ronde.check.collect import Collected, collect, collect_from
-from ronde.check.facts import ENVIRONMENT, Fleet, Value
 from ronde.check.history import Earlier, Kept, compare, load_last, save
 from ronde.check.judging import Judgement, Readiness, decide, fit_together, judge
 from ronde.cli.help import HOST_OPTIONS, SSH_OPTIONS
@@ -67,8 +66,6 @@ what to check:
                         else this one
   --path DIR ...        folder that all hosts must share
   --file FILE ...       file that must be equal on all hosts
-  --port PORT ...       port that must be free on all hosts and reachable from
-                        all, such as --master-port's
   --only NAME[,NAME] ...
                         make these checks alone: families or ids of ronde
                         check list
@@ -81,8 +78,6 @@ measurements:
   --bandwidth [WAY]     also measure the bandwidth between hosts, pair by
                         pair: tcp, or ronde bench's over gloo or nccl; auto
                         takes nccl where all hosts have it, else tcp
-  --storage-speed       also write 64 MiB and 1000 small files into each
-                        --path, and remove them
 
 output:
   --strict              exit with 1 where there are warnings
@@ -204,16 +199,11 @@ def read_request(
         "directory": str(absolute_path(options.chdir or "")),
         "paths": [str(absolute_path(path)) for path in options.path],
         "files": [str(absolute_path(path)) for path in options.file],
-        "ports": [
-            parse_number(port, "port", "--port", lowest=1, highest=65535)
-            for port in options.port
-        ],
         ENVIRONMENT: select_forwarded(environ),
         "burn_s": burn_s,
         "bandwidth": ""
         if way is None
         else read_one_of("--bandwidth", way or "auto", _WAYS),
-        "storage_speed": options.storage_speed,
     }
     if options.ranks is not None:
         settings["num_ranks"] = parse_number(
@@ -221,10 +211,6 @@ def read_request(
         )
     elif any(host.slots > 0 for host in hosts):
         settings["num_ranks"] = max(host.slots for host in hosts)
-    if options.storage_speed and not options.path:
-        raise UsageError(
-            "--storage-speed must have a --path to write to, got none. Name a folder."
-        )
     for option, file in (
         ("--save", options.save),
         ("--write-hostfile", options.write_hostfile),

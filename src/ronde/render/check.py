@@ -7,8 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from ronde import __version__
-from ronde.check.check import Check, Family, Finding, Severity
-from ronde.check.facts import HostFacts
+from ronde.check.check import Check, Family, Finding, HostFacts, Severity
 from ronde.check.history import Changes
 from ronde.check.judging import Judgement, Readiness, Unread
 from ronde.launch.hosts.host import SLOTS_OPEN, Host

@@ -1,4 +1,4 @@
-"""How fast a GPU copies: from the host, to it, within its memory; its PCI link then."""
+"""How fast a GPU copies: from the host, to it, within its memory."""
 
 import math
 import os
@@ -7,24 +7,29 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
-from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, Problems, check
-from ronde.check.facts import Fleet, UnreadableError, Value
+from ronde.check.check import (
+    FAIL,
+    INFORM,
+    WARN,
+    Family,
+    Fleet,
+    Problem,
+    Problems,
+    Value,
+    check,
+)
 from ronde.check.gpu.judges import (
     CheckedDevice,
     SpeedMeasure,
     find_slow_devices,
     fold_devices,
 )
-from ronde.check.gpu.nvml import NOT_SUPPORTED, NvmlDriver, RefusedError
 from ronde.topology.cpu_sets import members
 from ronde.topology.kernel_files import read_list
 from ronde.topology.pci import plain_address
-from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 
 # Fact: by device, such as ``cuda:0``: its model and how fast it copies.
 COPIES = "cluster.gpu_copies"
-# Fact: by device, such as ``cuda:0``: its PCI link while it copied.
-LOADED_LINKS = "cluster.gpu_links_under_load"
 HOST_BYTES = 32 << 20
 # Of two buffers each; more than caches hold.
 DEVICE_BYTES = 256 << 20
@@ -33,12 +38,8 @@ Tensor = Any
 
 _NUM_IN_ROUND = 8
 _MIN_ROUNDS = 3
-# Clocks and link of an idle GPU are low, and take some time to rise.
-_WARM_UP_S = 0.1
-_ROUNDS_S = 0.2
-_LOAD_S = 0.3
-# So many copies can be queued without blocking.
-_MAX_LOAD = 1000
+# Clocks and PCI link of an idle GPU are low, and take some time to rise.
+_WARM_UP_S, _ROUNDS_S = 0.1, 0.2
 _MAX_CHARS = 200
 
 _FLOORS_GB_PER_S = {
@@ -51,15 +52,11 @@ _FLOORS_GB_PER_S = {
 
 
 def measure_gpu(torch: Torch, number: int) -> dict[str, Value]:
-    """Measure what a GPU of CUDA's copies, and read its PCI link meanwhile.
-
-    Nothing else should run on the host. The memory that it takes is given back.
+    """Measure what a GPU of CUDA's copies.
 
     Returns:
-        ``copies`` has ``model``, ``is_near`` (whether the host's memory was on the
-        GPU's side of it) and what ``measure_copies`` returns; ``link`` has ``address``
-        and the parts of NVML's answer, and is nothing where there is no link. Either
-        is ``failure`` alone where it is unknown.
+        ``model``, ``is_near`` (whether the host's memory was on the GPU's side of it)
+        and the rates; ``failure`` alone where they are unknown.
     """
     try:
         model = torch.cuda.get_device_name(number)
@@ -69,17 +66,16 @@ def measure_gpu(torch: Torch, number: int) -> dict[str, Value]:
             staying_near(address) as is_near,
             _pinned(torch) as host,
         ):
-            buffers = (
-                torch.zeros(DEVICE_BYTES, dtype=torch.uint8, device="cuda"),
-                torch.zeros(DEVICE_BYTES, dtype=torch.uint8, device="cuda"),
+            source, target = (
+                torch.zeros(DEVICE_BYTES, dtype=torch.uint8, device="cuda")
+                for _ in range(2)
             )
-            rates = measure_copies(host, buffers, torch.cuda.synchronize)
-            del buffers
-            link = _read_link(torch, address, host, rates["host_to_device_gb_per_s"])
+            rates = measure_copies(host, (source, target), torch.cuda.synchronize)
+            del source, target
     except RuntimeError as error:
-        failure = {"failure": _shorten(error)}
-        return {"copies": failure, "link": failure}
-    return {"copies": {"model": model, "is_near": is_near, **rates}, "link": link}
+        # CUDA's errors go on with advice for programmers.
+        return {"failure": str(error).partition("\n")[0][:_MAX_CHARS]}
+    return {"model": model, "is_near": is_near, **rates}
 
 
 def measure_copies(
@@ -90,43 +86,32 @@ def measure_copies(
 ) -> dict[str, float]:
     """Return how many GB/s (1e9) are copied each way, the best of some rounds.
 
-    ``host`` is in the host's memory, the buffers in a GPU's, none smaller; ``wait``
-    returns when all copies have ended. Within memory, what is read and what is written
-    both count.
+    ``wait`` returns when all copies have ended. Within memory, what is read and what is
+    written both count.
     """
     source, target = buffers
     part = source[: host.numel()]
 
     def rate(to: Tensor, of: Tensor) -> float:
-        def copy_some() -> None:
+        taken: list[float] = []
+        begun_s = now_s = clock()
+        warm_s, end_s = begun_s + _WARM_UP_S, math.inf
+        while len(taken) < _MIN_ROUNDS or now_s < end_s:
+            before_s = now_s
             for _ in range(_NUM_IN_ROUND):
                 to.copy_(of, non_blocking=True)
             wait()
-
-        best_s = _time_best(copy_some, clock)
-        return round(_NUM_IN_ROUND * of.nbytes / best_s / 1e9, 3)
+            now_s = clock()
+            if before_s >= warm_s:
+                end_s = min(end_s, before_s + _ROUNDS_S)
+                taken.append(now_s - before_s)
+        return round(_NUM_IN_ROUND * of.nbytes / min(taken) / 1e9, 3)
 
     return {
         "host_to_device_gb_per_s": rate(part, host),
         "device_to_host_gb_per_s": rate(host, part),
         "device_memory_gb_per_s": 2 * rate(target, source),
     }
-
-
-def _time_best(run: Callable[[], None], clock: Callable[[], float]) -> float:
-    """Return the seconds of the quickest of some runs, after some that do not count."""
-    begun_s = now_s = clock()
-    while now_s < begun_s + _WARM_UP_S:
-        run()
-        now_s = clock()
-    taken: list[float] = []
-    begun_s = now_s
-    while len(taken) < _MIN_ROUNDS or now_s < begun_s + _ROUNDS_S:
-        before_s = clock()
-        run()
-        now_s = clock()
-        taken.append(now_s - before_s)
-    return min(taken)
 
 
 @contextmanager
@@ -152,87 +137,14 @@ def _pinned(torch: Torch) -> Generator[Tensor]:
             runtime.cudaHostUnregister(memory.data_ptr())
 
 
-def _read_link(
-    torch: Torch, address: str, host: Tensor, rate_gb_per_s: float
-) -> dict[str, Value] | None:
-    """Return the GPU's link while it copies; nothing for one that has none."""
-    num_copies = math.ceil(_LOAD_S * rate_gb_per_s * 1e9 / host.nbytes)
-
-    def load() -> Callable[[], bool]:
-        target = torch.empty_like(host, device="cuda")
-        for _ in range(min(num_copies, _MAX_LOAD)):
-            target.copy_(host, non_blocking=True)
-        end = torch.cuda.Event()
-        end.record()
-        return lambda: not end.query()
-
-    try:
-        with open_nvml() as module:
-            nvml = NvmlDriver(module)
-            number = find_gpu(nvml, address)
-            link = watch(lambda: nvml.ask_gpu("pcie", number), load())
-    except (UnreadableError, RuntimeError, NoNvmlError, RefusedError) as error:
-        if isinstance(error, RefusedError) and error.code == NOT_SUPPORTED:
-            return None
-        return {"failure": _shorten(error)}
-    return {"address": address, **link}
-
-
-def _shorten(error: Exception) -> str:
-    # CUDA's errors go on with advice for programmers.
-    return str(error).partition("\n")[0][:_MAX_CHARS]
-
-
 def address_of(properties: Any) -> str:  # noqa: ANN401  torch's, without types
-    """Return where a GPU of CUDA's sits, as sysfs spells it; empty if unknown.
-
-    CUDA's numbers follow CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, NVML's neither:
-    the address is what both know of a GPU.
-    """
+    """Return where a GPU of CUDA's sits, as sysfs spells it; empty if unknown."""
     try:
         domain, bus = properties.pci_domain_id, properties.pci_bus_id
         device = properties.pci_device_id
     except AttributeError:
         return ""
     return plain_address(f"{domain:x}:{bus:x}:{device:x}.0")
-
-
-def find_gpu(nvml: NvmlDriver, address: str) -> int:
-    """Return NVML's number of the GPU at an address.
-
-    Raises:
-        RefusedError: The number of GPUs is unknown.
-        UnreadableError: None is known to be there.
-    """
-    if not address:
-        raise UnreadableError("its PCI address is unknown to this torch; newer ones do")
-    refused = ""
-    for number in range(nvml.ask_host("count")):
-        try:
-            if nvml.ask_gpu("bus_ids", number) == address:
-                return number
-        except RefusedError as error:
-            refused = f", and the address of GPU {number} is unknown: {error}"
-    raise UnreadableError(f"NVML knows no GPU at {address}{refused}")
-
-
-def watch(ask: Callable[[], Value], is_busy: Callable[[], bool]) -> Value:
-    """Return a link, as ``ask`` answers, at its best while copies ran.
-
-    What is answered after the last copy has ended does not count.
-
-    Raises:
-        RefusedError: The question is not answered.
-        UnreadableError: All copies had ended before the first answer.
-    """
-    best: dict[str, int] = {}
-    while is_busy():
-        link = ask()
-        if is_busy():
-            best = {name: max(now, best.get(name, 0)) for name, now in link.items()}
-    if not best:
-        raise UnreadableError("its copies had ended before NVML answered")
-    return best
 
 
 @contextmanager
@@ -262,13 +174,11 @@ def _show(gb_per_s: float) -> str:
     return f"{gb_per_s:.3g} GB/s"
 
 
+_IN_MEMORY = "device_memory_gb_per_s"
 _MEASURES = {
-    f"{name}_gb_per_s": SpeedMeasure(action, _show, 0.9, 0.8)
-    for name, action in (
-        ("host_to_device", "copied from the host at"),
-        ("device_to_host", "copied to the host at"),
-        ("device_memory", "copied within its memory at"),
-    )
+    "host_to_device_gb_per_s": SpeedMeasure("copied from the host at", _show, 0.9, 0.8),
+    "device_to_host_gb_per_s": SpeedMeasure("copied to the host at", _show, 0.9, 0.8),
+    _IN_MEMORY: SpeedMeasure("copied within its memory at", _show, 0.9, 0.8),
 }
 
 
@@ -284,8 +194,8 @@ def gpu_copy_speed(fleet: Fleet) -> Problems:
         H200 SXM. A warning at most where no CPU next to the GPU could be chosen
     source: the shares are ronde's own; 21 and 48 GB/s: Azure's node health checks (ND
         A100 v4, ND H100 v5, ND H200 v5)
-    fix: Look at its PCI link (gpu-pcie-load) and clocks; reseat it; for its own
-        memory: dcgmi diag -r 3
+    fix: Look at its PCI link under load (sudo lspci -vv | grep Lnk) and clocks; reseat
+        it; for its own memory: dcgmi diag -r 3
     needs: --burn, torch, GPUs; to compare, several of one model
     why: Every step waits for the GPU whose data comes last.
     """
@@ -302,7 +212,7 @@ def gpu_copy_speed(fleet: Fleet) -> Problems:
     for name, measure in _MEASURES.items():
         rates = {device: float(copies[name]) for device, copies in known.items()}
         slow = find_slow_devices(rates, measure)
-        if not name.startswith("device_memory"):
+        if name != _IN_MEMORY:
             slow = _judge_with_host(known, rates, slow, measure)
         found += slow.items()
     yield from fold_devices(found)
@@ -328,49 +238,3 @@ def _judge_with_host(
         if problem is not None:
             found[device] = problem
     return found
-
-
-@check(Family.GPU, FAIL, LOADED_LINKS)
-def gpu_pcie_load(fleet: Fleet) -> Problems:
-    """The GPUs' PCI links rise to what is possible under load.
-
-    reads: NVML's width and generation of each link while the GPU copies from the host,
-        the best of what is answered before the copies end, and what is possible in this
-        host; GPUs are matched by their PCI address
-    threshold: the width and the generation that are possible (a warning in virtual
-        machines)
-    source: NVIDIA's NVML manual: nvmlDeviceGetCurrPcieLinkWidth and -Generation,
-        nvmlDeviceGetMaxPcieLinkWidth and -Generation
-    fix: reseat the card or its riser; look at the slot's lanes and generation in the
-        BIOS; sudo lspci -vv -s ADDRESS | grep Lnk
-    needs: --burn, torch, an NVIDIA GPU, nvidia-ml-py
-    why: Copies to the host and to network adapters take a multiple of the time.
-    """
-    for facts in fleet.having(LOADED_LINKS):
-        # Virtual machines do not see the slot; where it is unknown, it may be one.
-        severity = WARN if facts.values.get("gpu.is_virtual", True) else FAIL
-        links: dict[str, Value] = facts.values[LOADED_LINKS]
-        low = [each["address"] for each in links.values() if _is_low(each)]
-        fix = f"sudo lspci -vv -s {low[0]} | grep Lnk" if low else ""
-        fix += ", and so on" * (len(low) > 1)
-        fix += "; reseat the card or its riser; look at the slot in the BIOS"
-        found: list[tuple[CheckedDevice, Problem]] = []
-        for name, link in links.items():
-            device = CheckedDevice(facts.host, name, "")
-            if link and "failure" in link:
-                what = f"link is unknown: {link['failure']}"
-                found.append((device, Problem(what, INFORM)))
-            elif _is_low(link):
-                what = (
-                    f"used x{link['width']} of PCI generation {link['generation']} "
-                    f"under load, x{link['max_width']} of generation "
-                    f"{link['max_generation']} is possible"
-                )
-                found.append((device, Problem(what, severity, fix=fix)))
-        yield from fold_devices(found)
-
-
-def _is_low(link: Value) -> bool:
-    if link is None or "failure" in link:
-        return False
-    return any(0 < link[n] < link[f"max_{n}"] for n in ("width", "generation"))

@@ -10,12 +10,14 @@ from ronde.check.check import (
     INFORM,
     WARN,
     Family,
+    Fleet,
     Problem,
     Problems,
+    Value,
+    Values,
     check,
     each_host,
 )
-from ronde.check.facts import Fleet, Value, Values
 from ronde.check.gpu.judges import each_gpu, fold_gpus, odd_gpus
 from ronde.topology.pci import plain_address
 

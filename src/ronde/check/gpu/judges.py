@@ -4,8 +4,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from ronde.check.check import Check, Family, Problem, Problems, Severity, make_check
-from ronde.check.facts import Fleet, Value, find_few
+from ronde.check.check import (
+    Check,
+    Family,
+    Fleet,
+    Problem,
+    Problems,
+    Severity,
+    Value,
+    find_few,
+    make_check,
+)
 from ronde.topology.cpu_sets import format_list
 
 CPU = "cpu"
@@ -13,7 +22,7 @@ _CUDA = "cuda:"
 
 
 def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
-    """Yield the problems of a host's GPUs, in their order; None is a sound one."""
+    """Yield the problems of a host's GPUs; None stands for a sound one."""
     alike: dict[Problem, list[int]] = defaultdict(list)
     for number, problem in enumerate(problems):
         if problem is not None:
@@ -35,12 +44,10 @@ def each_gpu(
         def judge_all(fleet: Fleet) -> Problems:
             for host in fleet.having(*facts):
                 answers = zip(*(host.values[f] or () for f in facts), strict=True)
-                found = (
-                    next(judge(*each), None)
-                    if any(a is not None for a in each)
-                    else None
-                    for each in answers
+                known = (
+                    each if each.count(None) < len(each) else () for each in answers
                 )
+                found = (next(judge(*each), None) if each else None for each in known)
                 yield from fold_gpus(host.host, found)
 
         return make_check(judge, judge_all, Family.GPU, severity, facts)
@@ -53,8 +60,7 @@ def odd_gpus(
 ) -> Problems:
     """Yield GPUs that are not as more than half of their model are, on all hosts.
 
-    ``fact`` is a list with an answer for each GPU, or nothing; ``show`` writes what is
-    to be equal, for people, and nothing for what does not count.
+    ``show`` writes a GPU's answer for people; empty for one that does not count.
     """
     shown: dict[str, list[tuple[str, str]]] = {}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
@@ -62,11 +68,10 @@ def odd_gpus(
         pairs = zip(facts.values["gpu.titles"], facts.values[fact], strict=True)
         shown[facts.host] = [(str(t), "" if a is None else show(a)) for t, a in pairs]
         for title, value in shown[facts.host]:
-            if value:
-                counts[title][value] += 1
+            counts[title].update([value] if value else [])
     usual: dict[str, str] = {}
     for title, counter in counts.items():
-        value, most = counter.most_common(1)[0]
+        value, most = max(counter.items(), key=lambda item: item[1], default=("", 0))
         usual[title] = value if 2 * most > counter.total() else ""
     for host, gpus in shown.items():
         found = (
@@ -93,9 +98,8 @@ class SpeedMeasure(NamedTuple):
     # With the preposition before the amount: ``computed at``.
     action: str
     show: Callable[[float], str]
-    # Below this share of what most have it is a warning,
+    # Below these shares of what most have: a warning, a failure.
     slow: float
-    # and below this one a failure.
     very_slow: float
 
 

@@ -8,12 +8,15 @@ from ronde.check.check import (
     FAIL,
     WARN,
     Family,
+    Fleet,
     Problem,
     Problems,
+    UnreadableError,
+    Value,
+    Values,
     check,
     each_host,
 )
-from ronde.check.facts import Fleet, UnreadableError, Value, Values
 from ronde.check.gpu.judges import each_gpu, fold_gpus, odd_gpus
 from ronde.check.gpu.nvml import COUNT
 from ronde.topology.cpu_sets import format_list

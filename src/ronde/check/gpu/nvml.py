@@ -1,18 +1,18 @@
-"""What NVIDIA's driver reports through the module ``pynvml``, as facts ``gpu.*``.
+"""NVML's answers about this host's GPUs, each asked for in a process of its own.
 
-Each GPU is asked for in a process of its own: a driver that hangs on one leaves the
-facts of the others. An answer of all GPUs is a list in NVML's order, with nothing for a
-GPU to which the question does not apply. Numbers of fields and errors are NVML's own,
-which do not change; calls that a release of the module or of the driver lacks are
-refused like what a GPU does not support.
+A GPU that hangs the driver, or ends a process, takes nobody's answers but its own. The
+fact of a question about GPUs is a list in NVML's order, with nothing for a GPU to which
+the question does not apply. Numbers of fields and errors are NVML's own, which do not
+change; calls that a release of the module or of the driver lacks are refused like what
+a GPU does not support.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from ctypes import byref
 from typing import Any, NamedTuple
 
-from ronde.check.facts import FactReader, UnreadableError, Value
+from ronde.check.check import FactReader, UnreadableError, Value
 from ronde.check.probing import ENDED, ProbeEntry, run_probes
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.kernel_files import read_text
@@ -22,10 +22,8 @@ from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 # What the questions about one GPU may take. Source: AMD's Primus.
 DEADLINE_S = 15.0
 COUNT = "gpu.count"
-# Fact: of each GPU why it is lost; empty of one that answers.
+# Fact: of each GPU why it is lost; empty for one that answers.
 LOST = "gpu.lost"
-
-
 # Asked once a host; each answer is the fact ``gpu.`` and this name.
 HOST_QUESTIONS = ("count", "cuda_version")
 
@@ -122,14 +120,6 @@ def _text(answer: Any) -> str:  # noqa: ANN401
     return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
 
 
-def _texts(name: str) -> _Answer:
-    return lambda ask: _text(ask(name))
-
-
-def _numbers(**names: str) -> _Answer:
-    return lambda ask: {part: int(ask(name)) for part, name in names.items()}
-
-
 def _memory(ask: _AskedGpu) -> Value:
     """Return how much is used without what the driver keeps for itself."""
     try:
@@ -187,48 +177,39 @@ def _recovery(ask: _AskedGpu) -> Value:
 
 def _remapped_rows(ask: _AskedGpu) -> Value:
     corrected, uncorrected, is_pending, has_failed = ask("GetRemappedRows")
-    return {
-        "corrected": int(corrected),
-        "uncorrected": int(uncorrected),
-        "is_pending": bool(is_pending),
-        "has_failed": bool(has_failed),
-    }
+    counts = {"corrected": int(corrected), "uncorrected": int(uncorrected)}
+    return {**counts, "is_pending": bool(is_pending), "has_failed": bool(has_failed)}
 
 
 def _ecc_mode(ask: _AskedGpu) -> Value:
-    """Return whether errors in memory are corrected."""
     now, pending = ask("GetEccMode")
     (default,) = ask("GetDefaultEccMode")
     return {"now": bool(now), "pending": bool(pending), "default": bool(default)}
 
 
-def _ecc_errors(ask: _AskedGpu) -> Value:
-    return {
-        name: int(ask("GetMemoryErrorCounter", *which))
-        for name, which in (
-            ("sram_uncorrected", (_UNCORRECTED, _SINCE_LOADED, _SRAM)),
-            ("sram_uncorrected_ever", (_UNCORRECTED, _EVER, _SRAM)),
-            ("sram_corrected", (_CORRECTED, _SINCE_LOADED, _SRAM)),
-            ("dram_corrected", (_CORRECTED, _SINCE_LOADED, _DRAM)),
-        )
-    }
-
-
-def _clock_events(ask: _AskedGpu) -> Value:
-    """Return a bit for each reason for which clocks are not as high as they can be."""
-    names = "GetCurrentClocksEventReasons", "GetCurrentClocksThrottleReasons"
-    return int(ask.first_known(*names))
-
-
-def _power_limit(ask: _AskedGpu) -> Value:
-    return {
-        "enforced": ask("GetEnforcedPowerLimit") / 1000,
-        "default": ask("GetPowerManagementDefaultLimit") / 1000,
-    }
+_ECC_ERRORS = {
+    "sram_uncorrected": (_UNCORRECTED, _SINCE_LOADED, _SRAM),
+    "sram_uncorrected_ever": (_UNCORRECTED, _EVER, _SRAM),
+    "sram_corrected": (_CORRECTED, _SINCE_LOADED, _SRAM),
+    "dram_corrected": (_CORRECTED, _SINCE_LOADED, _DRAM),
+}
+# The generation now is that of the moment; the highest are of this GPU here.
+_PCIE = {
+    "width": "GetCurrPcieLinkWidth",
+    "max_width": "GetMaxPcieLinkWidth",
+    "generation": "GetCurrPcieLinkGeneration",
+    "max_generation": "GetMaxPcieLinkGeneration",
+}
+# Bits of the reasons for which clocks are not as high as they can be.
+_CLOCKS = ("GetCurrentClocksEventReasons", "GetCurrentClocksThrottleReasons")
+_POWER = {
+    "enforced": "GetEnforcedPowerLimit",
+    "default": "GetPowerManagementDefaultLimit",
+}
 
 
 def _nvlinks(ask: _AskedGpu) -> Value:
-    """Return of each NVLink that it has whether it is active."""
+    """Return for each NVLink that it has whether it is active."""
     found: list[bool] = []
     for link in range(_MAX_LINKS):
         try:
@@ -260,26 +241,23 @@ def _processes(ask: _AskedGpu) -> Value:
 
 
 GPU_QUESTIONS: dict[str, _Answer] = {
-    "titles": _texts("GetName"),
+    "titles": lambda ask: _text(ask("GetName")),
     "bus_ids": lambda ask: plain_address(_text(ask("GetPciInfo").busId)),
     "memory_bytes": _memory,
-    "vbios": _texts("GetVbiosVersion"),
-    "gsp_firmware": _texts("GetGspFirmwareVersion"),
+    "vbios": lambda ask: _text(ask("GetVbiosVersion")),
+    "gsp_firmware": lambda ask: _text(ask("GetGspFirmwareVersion")),
     "has_valid_inforom": _has_valid_inforom,
     "recovery_action": _recovery,
     "remapped_rows": _remapped_rows,
     "ecc_mode": _ecc_mode,
-    "ecc_errors": _ecc_errors,
-    "clock_events": _clock_events,
+    "ecc_errors": lambda ask: {
+        name: int(ask("GetMemoryErrorCounter", *which))
+        for name, which in _ECC_ERRORS.items()
+    },
+    "clock_events": lambda ask: int(ask.first_known(*_CLOCKS)),
     "margin_celsius": lambda ask: int(ask("GetMarginTemperature")),
-    # The generation now is that of the moment; the highest are of this GPU here.
-    "pcie": _numbers(
-        width="GetCurrPcieLinkWidth",
-        max_width="GetMaxPcieLinkWidth",
-        generation="GetCurrPcieLinkGeneration",
-        max_generation="GetMaxPcieLinkGeneration",
-    ),
-    "power_limit_w": _power_limit,
+    "pcie": lambda ask: {part: int(ask(name)) for part, name in _PCIE.items()},
+    "power_limit_w": lambda ask: {n: ask(name) / 1000 for n, name in _POWER.items()},
     "nvlinks": _nvlinks,
     "fabric": _fabric,
     "mig": lambda ask: bool(ask("GetMigMode")[0]),
@@ -315,9 +293,8 @@ def ask_gpu(nvml: NvmlDriver, number: int) -> GpuReport:
 
 def ask_apart(count: int) -> list[GpuReport]:
     """Ask for this host's GPUs, for each in a process of its own."""
-    modules = ("ronde.check.gpu.nvml",)
     entries = {
-        str(number): ProbeEntry(modules, DEADLINE_S, "", {"gpu": number})
+        str(number): ProbeEntry((__name__,), DEADLINE_S, "", {"gpu": number})
         for number in range(count)
     }
     found: list[GpuReport] = []
@@ -365,10 +342,10 @@ def keep_answers(
     for question in GPU_QUESTIONS:
         _keep_gpu_answers(reader, gpus, question, lost)
     reader.values[LOST] = list(lost.values())
-    processes: Iterable[list[Value]] = reader.values.get("gpu.processes", ())
-    for process in (process for each in processes for process in each or ()):
-        # Empty where a container does not see it.
-        process["command"] = read_text(f"/proc/{process['pid']}/comm")
+    for processes in reader.values.get("gpu.processes", ()):
+        for process in processes or ():
+            # Empty where a container does not see it.
+            process["command"] = read_text(f"/proc/{process['pid']}/comm")
 
 
 def _host_answer(nvml: NvmlDriver, question: str) -> Value:

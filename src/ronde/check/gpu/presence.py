@@ -10,15 +10,20 @@ from ronde.check.check import (
     FAIL,
     INFORM,
     WARN,
+    FactReader,
     Family,
+    Fleet,
+    HostFacts,
     Problem,
     Problems,
+    Value,
+    Values,
     check,
     differing,
     each_host,
     same_everywhere,
+    spell,
 )
-from ronde.check.facts import FactReader, Fleet, HostFacts, Value, Values, spell
 from ronde.check.gpu.health import read_xids
 from ronde.check.gpu.judges import each_gpu, fold_gpus, odd_gpus
 from ronde.check.gpu.links import read_acs, read_direct_rdma, read_is_virtual

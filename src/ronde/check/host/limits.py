@@ -8,15 +8,18 @@ from ronde.check.check import (
     FAIL,
     INFORM,
     WARN,
+    FactReader,
     Family,
+    Fleet,
     Problem,
     Problems,
+    UnreadableError,
+    Values,
     check,
     each_host,
     having_less,
     once_a_host,
 )
-from ronde.check.facts import FactReader, Fleet, UnreadableError, Values
 from ronde.memory import available_memory
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.machine import (

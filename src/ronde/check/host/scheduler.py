@@ -9,8 +9,19 @@ import os
 import re
 from collections.abc import Callable, Mapping
 
-from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, Problems, each_host
-from ronde.check.facts import FactReader, Fleet, UnreadableError, Values
+from ronde.check.check import (
+    FAIL,
+    INFORM,
+    WARN,
+    FactReader,
+    Family,
+    Fleet,
+    Problem,
+    Problems,
+    UnreadableError,
+    Values,
+    each_host,
+)
 from ronde.errors import RondeError
 from ronde.launch.environments import own_environment
 from ronde.launch.hosts.sources import allocated_names

@@ -15,24 +15,22 @@ from pathlib import Path
 
 import ronde
 from ronde.check.check import (
+    ENVIRONMENT,
     FAIL,
     WARN,
+    FactReader,
     Family,
+    Fleet,
     Problem,
     Problems,
+    UnreadableError,
+    Values,
     check,
     differing,
     each_host,
+    find_odd,
     once_a_host,
     same_everywhere,
-)
-from ronde.check.facts import (
-    ENVIRONMENT,
-    FactReader,
-    Fleet,
-    UnreadableError,
-    Values,
-    find_odd,
 )
 from ronde.launch.environments import base_environment, own_environment, redacted
 from ronde.topology.kernel_files import list_names, read_text

@@ -13,23 +13,33 @@ from ronde.check.check import (
     FAIL,
     WARN,
     Family,
+    Fleet,
+    HostPair,
     Problem,
     Problems,
     Severity,
+    Value,
     check,
     name_pair,
     name_some,
 )
-from ronde.check.facts import Fleet, Value
 from ronde.check.hosts import HostSet, ProbeStep
-from ronde.check.judging import HostPair
-from ronde.check.network.pair_jobs import FAILURES, RATES, REMARKS, WAY, Benches
-from ronde.check.network.streams import Streams
+from ronde.check.network.pair_jobs import (
+    FAILURES,
+    RATES,
+    REMARKS,
+    WAY,
+    Benches,
+    PairRates,
+)
 
 # By receiver, then by sender: what came through, in gigabytes (1e9) per second.
 Rates = Mapping[str, Mapping[str, float]]
 # Below these shares of the median a host or a link is slow, and crawls.
 _SLOW_SHARE, _CRAWL_SHARE = 0.7, 0.3
+_GPUS = ("gpu.count", "versions.torch_build")
+_NO_ROUTE = "no other host has a route to it"
+_STREAM_S, _LISTEN_S, _TIMEOUT_S = 0.3, 5.0, 10.0
 
 
 class SlowHost(NamedTuple):
@@ -62,11 +72,49 @@ class SlowHosts(NamedTuple):
     links: tuple[SlowLink, ...]
 
 
+class Streams:
+    """Plain TCP, both ways at the same time, between ports of ``visits.listen``.
+
+    It shows links, switches and hosts that are slower than others. What NCCL or an RDMA
+    adapter reaches it does not show, and on fast links copying may be the limit.
+    """
+
+    max_rounds = 32
+
+    def __init__(self) -> None:
+        self._places: dict[str, dict[str, Value]] = {}
+
+    def open(self, hosts: HostSet) -> Mapping[str, str]:
+        """Have the hosts listen; return those that cannot take part, and why."""
+        replies = hosts.ask_all({"do": "listen"}, _LISTEN_S)
+        for name, reply in replies.items():
+            if not reply.failure:
+                port, token = reply.values["ports"][0], reply.values["token"]
+                place = {"address": hosts.addresses[name], "port": port, "token": token}
+                self._places[name] = place
+        return {n: reply.failure for n, reply in replies.items() if reply.failure}
+
+    def measure(
+        self, hosts: HostSet, pairs: Sequence[HostPair]
+    ) -> dict[HostPair, PairRates]:
+        """Have each pair send to each other for a fixed time."""
+        common = {"do": "stream", "seconds": _STREAM_S}
+        ways = [way for pair in pairs for way in (pair, pair[::-1])]
+        questions = {one: {**common, **self._places[other]} for one, other in ways}
+        replies = hosts.ask(questions, _TIMEOUT_S)
+        found: dict[HostPair, PairRates] = {}
+        for pair in pairs:
+            one, other = (replies[host] for host in pair)
+            if failure := one.failure or other.failure:
+                found[pair] = PairRates(failure=failure)
+            else:
+                rates = other.values["gb_per_s"], one.values["gb_per_s"]
+                found[pair] = PairRates(rates)
+        return found
+
+
 def rounds(hosts: Sequence[str]) -> Iterator[tuple[HostPair, ...]]:
     """Yield rounds of disjoint pairs, in which each host meets each other once.
-
-    There is one round less than hosts, and as many as hosts where their number is odd:
-    each sits one out.
 
     Source: the circle method of round-robin tournaments: one place stays, and the
         others move on by one from round to round.
@@ -88,8 +136,6 @@ def judge_pairs(rates: Rates) -> SlowHosts:
     over its partners is below a share of the median of all hosts' medians: one slow
     link does not make it that, as long as it has three partners. The links of slow
     hosts are not listed again; each other link is compared with what is usual then.
-
-    With only two hosts neither is slow: there is nothing to compare them with.
     """
     pairs = {
         (a, b): min(rates[a][b], rates[b][a])
@@ -104,35 +150,20 @@ def judge_pairs(rates: Rates) -> SlowHosts:
         return SlowHosts((), ())
     medians = {host: median(partners.values()) for host, partners in met.items()}
     middle = median(medians.values())
-    slow = {host for host, rate in medians.items() if rate < _SLOW_SHARE * middle}
-    others = {pair: rate for pair, rate in pairs.items() if not slow & {*pair}}
+    slow = [host for host in met if medians[host] < _SLOW_SHARE * middle]
+    others = {p: rate for p, rate in pairs.items() if not {*slow}.intersection(p)}
     # Slow hosts draw down the medians of the others, all the more the fewer they are.
     usual = max(middle, median(others.values())) if others else middle
     limit = _SLOW_SHARE * usual
-    described = tuple(
-        SlowHost(
-            host,
-            medians[host],
-            median(rates[other][host] for other in partners),
-            median(rates[host][other] for other in partners),
-            usual,
-            tuple(
-                sorted(
-                    (o for o in partners if partners[o] < limit),
-                    key=partners.__getitem__,
-                )
-            ),
-        )
-        for host, partners in met.items()
-        if host in slow
-    )
-    links = (
-        SlowLink(*pair, rate, usual) for pair, rate in others.items() if rate < limit
-    )
-    return SlowHosts(described, tuple(links))
-
-
-_GPUS = ("gpu.count", "versions.torch_build")
+    described: list[SlowHost] = []
+    for host in slow:
+        sent = median(rates[other][host] for other in met[host])
+        received = median(rates[host][other] for other in met[host])
+        by_rate = sorted(met[host], key=met[host].__getitem__)
+        partners = tuple(other for other in by_rate if met[host][other] < limit)
+        described.append(SlowHost(host, medians[host], sent, received, usual, partners))
+    links = (SlowLink(*p, rate, usual) for p, rate in others.items() if rate < limit)
+    return SlowHosts(tuple(described), tuple(links))
 
 
 def run(hosts: HostSet) -> None:
@@ -144,15 +175,19 @@ def run(hosts: HostSet) -> None:
     if len(hosts.names) < 2:
         return
     engine = _choose_engine(hosts)
-    is_tcp = engine == "tcp"
-    way = Streams() if is_tcp else Benches(engine, _num_ranks(hosts, engine))
+    way = Streams() if engine == "tcp" else Benches(engine, _num_ranks(hosts, engine))
     for name in hosts.names:
         hosts.note(name, RATES, {})
         hosts.note(name, FAILURES, {})
         hosts.note(name, WAY, engine)
         if engine == "nccl":
             hosts.note(name, REMARKS, {})
-    schedule = list(rounds(_open(hosts, way)))
+    failures = {n: "" if a else _NO_ROUTE for n, a in hosts.addresses.items()}
+    failures |= {n: failures[n] or failure for n, failure in way.open(hosts).items()}
+    for name, failure in failures.items():
+        if failure:
+            hosts.note_unread(name, RATES, failure)
+    schedule = list(rounds([name for name, failure in failures.items() if not failure]))
     # What is left out is spread over the schedule.
     played = schedule[:: max(1, -(-len(schedule) // way.max_rounds))]
     for pairs in played:
@@ -194,17 +229,6 @@ def _num_ranks(hosts: HostSet, engine: str) -> int:
     return max(1, min(wanted or fewest, fewest))
 
 
-def _open(hosts: HostSet, way: Streams | Benches) -> list[str]:
-    failures = dict.fromkeys(hosts.names, "") | {**way.open(hosts)}
-    for name, address in hosts.addresses.items():
-        if not address:
-            failures[name] = "no other host has a route to it"
-    for name, failure in failures.items():
-        if failure:
-            hosts.note_unread(name, RATES, failure)
-    return [name for name, failure in failures.items() if not failure]
-
-
 def _play(hosts: HostSet, way: Streams | Benches, pairs: Sequence[HostPair]) -> None:
     """Measure disjoint pairs; the better of two measurements stays."""
     if not pairs:
@@ -244,8 +268,8 @@ def slow_host_link(fleet: Fleet) -> Problems:
         are not compared
     source: NCCL's advice: more than 30 % off the median is an outlier; ronde's own:
         below 30 % of it, training crawls
-    fix: ethtool and ip -s link show rate and errors there: see its cable, its port of
-        the switch, and what the cloud grants its kind of machine. ronde run -H
+    fix: ethtool and ip -s link show rate and errors there: look at its cable, its port
+        of the switch, and what the cloud grants its kind of machine. ronde run -H
         HOST,OTHER ronde bench sendrecv -b 64M -e 64M shows what an engine reaches.
     needs: several hosts, and --bandwidth
     why: Gradients go through all hosts: the slowest sets the pace of every step.
@@ -270,20 +294,19 @@ def slow_host_link(fleet: Fleet) -> Problems:
 def slow_pair(fleet: Fleet) -> Problems:
     """No two hosts exchange less than either does with the others.
 
-    reads: what comes through between each two hosts: TCP streams both ways, or ronde
-        bench all_reduce among the ranks of both
+    reads: what comes through between each two hosts, as for slow-host-link
     threshold: at least 70 % of the median of all pairs without a slow host; below 30 %
         it fails
     source: as for slow-host-link
-    fix: See the way between the two: traceroute, and the switches on it. ronde run -H
-        ONE,OTHER ronde bench sendrecv -b 64M -e 64M shows what an engine reaches.
+    fix: Look at the way between the two: traceroute, and the switches on it. ronde run
+        -H ONE,OTHER ronde bench sendrecv -b 64M -e 64M shows what an engine reaches.
     needs: several hosts, and --bandwidth
     why: A ring that has the two as neighbours is as slow as they are.
     """
     for link in judge_pairs(fleet.known(RATES)).links:
         fix = (
             f"ronde run -H {link.host},{link.other} ronde bench sendrecv -b 64M -e 64M "
-            "shows what an engine reaches; see the cables and switches between the two."
+            "shows what an engine reaches; look at cables and switches between them."
         )
         yield Problem(
             f"only {_show(link.rate)} go through",

@@ -12,15 +12,19 @@ from typing import Any
 from ronde import addresses
 from ronde.addresses import is_loopback
 from ronde.check.check import (
+    ENVIRONMENT,
     FAIL,
     WARN,
+    FactReader,
     Family,
+    Fleet,
     Problem,
     Problems,
+    Value,
+    Values,
     check,
     each_host,
 )
-from ronde.check.facts import ENVIRONMENT, FactReader, Fleet, Value, Values
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.pci import read_link
 

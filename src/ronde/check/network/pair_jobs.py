@@ -20,20 +20,22 @@ from typing import NamedTuple
 
 from ronde.bench.results import Run, from_record
 from ronde.check.check import (
+    ENVIRONMENT,
     FAIL,
     WARN,
     Family,
+    Fleet,
+    HostPair,
     Problem,
     Problems,
+    Value,
+    Values,
     check,
     each_host,
     name_pair,
     name_some,
 )
-from ronde.check.facts import ENVIRONMENT, Fleet, Value, Values
 from ronde.check.hosts import HostSet, NodeContext, Reply
-from ronde.check.judging import HostPair
-from ronde.check.network.streams import PairRates
 from ronde.errors import UsageError
 from ronde.launch.environments import (
     JobFacts,
@@ -64,7 +66,6 @@ _OFFER_S, _SLACK_S = 5.0, 5.0
 _RANKS_S = 90.0
 _PORTS = "network.rdma_ports"
 _SOCKETS = "sockets-between-nodes"
-_STREAMS = "tcp"
 
 _HELD = "benching.rendezvous"
 _KEY_BYTES = 32
@@ -104,13 +105,12 @@ def bench(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Run this host's half of the ranks of a job of two hosts, to their end.
 
     The question has ``words``: what stands after ``ronde bench``; ``half``: 0 on the
-    host of rank 0, else 1; ``num_ranks``: on each host; ``address`` and ``port``: where
-    they meet; ``key``: opens the store there; ``token``: names the job;
-    ``environment``: what the user's jobs take along; ``limit_s``: after it they are
-    killed; ``has_log``: whether NCCL is to log what it does.
+    host of rank 0, else 1; ``num_ranks``: on each host; ``address``, ``port`` and
+    ``key``: of their store; ``token``: the job's name; ``environment``: what the user's
+    jobs take along; ``limit_s``; ``has_log``: whether NCCL is to log what it does.
 
-    The answer has ``record``: what rank 0 has written with ``--json``, empty elsewhere;
-    ``log``: NCCL's, packed; ``failure``: why it did not go well, or empty.
+    The answer has ``record``: what rank 0 has written with ``--json``; ``log``: NCCL's,
+    packed; ``failure``: why it did not go well, or empty.
     """
     half = int(question["half"])
     held = context.memory.pop(_HELD, None) if half == 0 else None
@@ -150,8 +150,7 @@ def _start(question: Mapping[str, Value], local_rank: int, closing: ExitStack) -
         env["NCCL_DEBUG"] = "INFO"
         env["NCCL_DEBUG_SUBSYS"] = "INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
         env["NCCL_DEBUG_FILE"] = f"/dev/fd/{log_fd}"
-    place = f"{question['address']}:{question['port']}"
-    env["RONDE_STORE"] = f"{place} /dev/fd/{key_fd}"
+    env["RONDE_STORE"] = f"{question['address']}:{question['port']} /dev/fd/{key_fd}"
     boot = [sys.executable, "-c", _BOOT, _PACKAGE_DIR, str(os.getpid())]
     process = subprocess.Popen(
         [*boot, "bench", *question["words"], "--json", f"/dev/fd/{record_fd}"],
@@ -194,16 +193,15 @@ def _follow(ranks: Sequence[_Rank], limit_s: float) -> str:
     """
     due_s = time.monotonic() + limit_s
     failure = ""
-    while any(rank.process.poll() is None for rank in ranks):
-        now_s = time.monotonic()
-        if not failure:
-            failure = _first_failure(ranks)
-            if failure:
-                due_s = min(due_s, now_s + _GRACE_S)
-        if now_s >= due_s:
+    while True:
+        is_over = all(rank.process.poll() is not None for rank in ranks)
+        if not failure and (failure := _first_failure(ranks)):
+            due_s = min(due_s, time.monotonic() + _GRACE_S)
+        if is_over:
+            return failure
+        if time.monotonic() >= due_s:
             return failure or f"the ranks did not end within {limit_s:g} s"
         time.sleep(_POLL_S)
-    return failure or _first_failure(ranks)
 
 
 def _first_failure(ranks: Sequence[_Rank]) -> str:
@@ -226,6 +224,17 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+class PairRates(NamedTuple):
+    """What was measured of a pair of hosts."""
+
+    # In GB/s, what the first and what the second of the pair receives.
+    rates: tuple[float, float] = (0.0, 0.0)
+    # Why there is none; empty where there is one.
+    failure: str = ""
+    # What looks wrong in NCCL's log, by rule.
+    remarks: Mapping[str, Value] = {}
 
 
 class Benches:
@@ -260,31 +269,25 @@ class Benches:
         held = hosts.ask(holds, _OFFER_S)
         questions: dict[str, dict[str, Value]] = {}
         for pair in pairs:
-            reply = held[pair[0]]
-            if not reply.failure:
-                questions |= self._questions(hosts, pair, reply.values)
-        replies = hosts.ask(questions, _RANKS_S + _SLACK_S) if questions else {}
+            if held[pair[0]].failure:
+                continue
+            common: dict[str, Value] = {
+                "do": "bench",
+                "words": self._words,
+                "num_ranks": self._num_ranks,
+                "address": hosts.addresses[pair[0]],
+                **held[pair[0]].values,
+                "token": secrets.token_hex(16),
+                "environment": hosts.settings.get(ENVIRONMENT, {}),
+                "limit_s": _RANKS_S,
+                "has_log": self._is_nccl,
+            }
+            questions |= {h: {**common, "half": half} for half, h in enumerate(pair)}
+        replies = hosts.ask(questions, _RANKS_S + _SLACK_S)
         return {
             pair: self._read(pair, [replies.get(h, held[pair[0]]) for h in pair])
             for pair in pairs
         }
-
-    def _questions(
-        self, hosts: HostSet, pair: HostPair, held: Mapping[str, Value]
-    ) -> dict[str, dict[str, Value]]:
-        common: dict[str, Value] = {
-            "do": "bench",
-            "words": self._words,
-            "num_ranks": self._num_ranks,
-            "address": hosts.addresses[pair[0]],
-            "port": held["port"],
-            "key": held["key"],
-            "token": secrets.token_hex(16),
-            "environment": hosts.settings.get(ENVIRONMENT, {}),
-            "limit_s": _RANKS_S,
-            "has_log": self._is_nccl,
-        }
-        return {host: common | {"half": half} for half, host in enumerate(pair)}
 
     def _read(self, pair: HostPair, replies: Sequence[Reply]) -> PairRates:
         failure = next((reply.failure for reply in replies if reply.failure), "")
@@ -303,17 +306,15 @@ class Benches:
                 for host, answer in zip(pair, answers, strict=True)
                 if answer["failure"]
             ]
-            return PairRates(
-                failure="; ".join(complaints) or str(error), remarks=remarks
-            )
+            failure = "; ".join(complaints) or str(error)
+            return PairRates(failure=failure, remarks=remarks)
         return PairRates((rate, rate), remarks=remarks)
 
 
 def busbw_of(record: str) -> float:
     """Return the bus bandwidth in GB/s of the one row that a record has.
 
-    Raises:
-        UsageError: It is no record of a run that ended well.
+    Raises ``UsageError`` if it is no record of a run that ended well.
     """
     run: Run = from_record(Record.from_json(record))
     if run.num_out_of_bounds:
@@ -362,7 +363,7 @@ def pair_job(fleet: Fleet) -> Problems:
     way = ""
     for facts in fleet.having(FAILURES, WAY):
         way = facts.values[WAY]
-        if way != _STREAMS:
+        if way != "tcp":
             failures[facts.host] = facts.values[FAILURES]
             able |= {facts.host} if facts.values.get(RATES) else set()
 
@@ -370,16 +371,14 @@ def pair_job(fleet: Fleet) -> Problems:
         what = f"no all_reduce by {way} {among}: {reason.rstrip('.')}"
         return Problem(what, host=where)
 
-    known: set[frozenset[str]] = set()
     for host, reasons in failures.items():
         if reasons and host not in able:
             reason = next(iter(reasons.values()))
             yield failed(host, f"with {name_some(reasons)}", reason)
+    order = list(failures)
     for host, reasons in failures.items():
         for other, reason in reasons.items():
-            pair = frozenset((host, other))
-            if pair <= able and pair not in known:
-                known.add(pair)
+            if {host, other} <= able and order.index(host) < order.index(other):
                 yield failed(name_pair(host, other), "between the two", reason)
 
 

@@ -10,14 +10,18 @@ from ronde.check.check import (
     FAIL,
     INFORM,
     WARN,
+    FactReader,
     Family,
+    Fleet,
+    HostFacts,
     Problem,
     Problems,
     Severity,
+    Value,
+    Values,
     check,
     each_host,
 )
-from ronde.check.facts import FactReader, Fleet, HostFacts, Value, Values
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep
 from ronde.check.network.interfaces import chooses, find_slower
 from ronde.check.probing import ProbeEntry, run_probes

@@ -5,7 +5,6 @@ each host does. Of pairs with a fault the host that they share is named.
 """
 
 import random
-import secrets
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,17 +14,18 @@ from ronde.check.check import (
     FAIL,
     WARN,
     Family,
+    Fleet,
+    HostPair,
     Problem,
     Problems,
+    Value,
     check,
     name_some,
     same_everywhere,
+    spell,
 )
-from ronde.check.facts import Fleet, Value, spell
 from ronde.check.hosts import HostSet, ProbeStep, Reply
-from ronde.check.judging import HostPair
 from ronde.check.network.interfaces import ADDRESS
-from ronde.check.network.visits import TOKEN_BYTES
 from ronde.units import format_size
 
 # By the host's and the other's name: the fact ``REACH``; a pair is in this order.
@@ -38,8 +38,6 @@ Where connecting failed, ``is_heard`` is whether datagrams arrived there.
 
 # Fact: of the interface that leads to most other hosts, in bytes.
 MTU = "network.peer_mtu"
-# Fact: ports that the user wants to be free and that are in use.
-BUSY = "network.busy_ports"
 # Slow is what has less than this share of the usual speed.
 _SLOW_SHARE = 0.3
 # Of fewer there is no usual speed.
@@ -48,48 +46,28 @@ _MIN_HOSTS = 3
 _MAX_ALL_PAIRS = 32
 _NUM_SHIFTS = 4
 _LISTEN_S, _REACH_S = 4.0, 12.0
-_FIRST_FREE_PORT = 1024
 
 
 def run(hosts: HostSet) -> None:
-    """Have the hosts reach each other; what looks bad gets a second try.
-
-    One host alone tries the ports that the user named.
-    """
-    wanted = hosts.settings.get("ports", [])
-    token = secrets.token_hex(TOKEN_BYTES // 2)
-    opening = {"do": "listen", "token": token, "ports": wanted}
-    is_alone = len(hosts.names) < 2
-    if is_alone and not wanted:
+    """Have the hosts reach each other; what looks bad gets a second try."""
+    if len(hosts.names) < 2:
         return
-    listening = hosts.ask_all(opening, _LISTEN_S)
+    listening = hosts.ask_all({"do": "listen"}, _LISTEN_S)
     for host, reply in listening.items():
-        if not is_alone:
-            hosts.note(host, ADDRESS, hosts.addresses[host])
-        if not reply.failure:
-            hosts.note(host, BUSY, reply.values["busy"])
-            continue
-        for fact in (REACH, BUSY) if wanted else (REACH,):
-            hosts.note_unread(host, fact, reply.failure)
-    if not is_alone:
-        _reach_all(hosts, listening, opening)
-
-
-def _reach_all(
-    hosts: HostSet, listening: Mapping[str, Reply], opening: Mapping[str, Value]
-) -> None:
-    token = opening["token"]
+        hosts.note(host, ADDRESS, hosts.addresses[host])
+        if reply.failure:
+            hosts.note_unread(host, REACH, reply.failure)
     plan = plan_partners([n for n in hosts.names if not listening[n].failure])
-    reached = _reach(hosts, listening, plan, token)
+    reached = _reach(hosts, listening, plan)
     doubtful = {*failing_pairs(reached), *lossy_pairs(reached), *slow_pairs(reached)}
     again = {
         host: [other for other in others if (host, other) in doubtful]
         for host, others in plan.items()
     }
-    for (host, other), found in _each(_reach(hosts, listening, again, token)):
+    for (host, other), found in _each(_reach(hosts, listening, again)):
         reached[host][other] = better(reached[host][other], dict(found))
     if failing := failing_pairs(reached):
-        heard = hosts.ask_all(opening, _LISTEN_S)
+        heard = hosts.ask_all({"do": "listen"}, _LISTEN_S)
         for host, other in failing:
             if other in heard and not heard[other].failure:
                 is_heard = host in heard[other].values["heard"]
@@ -123,36 +101,23 @@ def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """
     if second["error"] or (second["lost_bytes"] and not first["error"]):
         return first if not first["error"] else second
-    joined = first | second
-    for name in ("mb_per_s", "mtu"):
-        values = [each[name] for each in (first, second) if each.get(name)]
-        if values:
-            joined[name] = max(values)
-    return joined
+    best = {n: max(first.get(n) or 0, second.get(n) or 0) for n in ("mb_per_s", "mtu")}
+    return first | second | {name: most for name, most in best.items() if most}
 
 
 def _reach(
-    hosts: HostSet,
-    listening: Mapping[str, Reply],
-    plan: Mapping[str, Sequence[str]],
-    token: str,
+    hosts: HostSet, listening: Mapping[str, Reply], plan: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, Any]]:
     """Return what hosts find of those they are to reach; store why one could not."""
     questions: dict[str, dict[str, Value]] = {}
     for host, others in plan.items():
         targets = [
-            {
-                "name": other,
-                "address": hosts.addresses[other],
-                "ports": listening[other].values["ports"],
-                "udp_port": listening[other].values["udp_port"],
-            }
-            for other in others
-            if hosts.addresses[other]
+            {"name": o, "address": hosts.addresses[o], **listening[o].values}
+            for o in others
+            if hosts.addresses[o]
         ]
         if targets:
-            question = {"do": "reach", "name": host, "token": token, "targets": targets}
-            questions[host] = question
+            questions[host] = {"do": "reach", "name": host, "targets": targets}
     reached: dict[str, dict[str, Any]] = {}
     for host, reply in hosts.ask(questions, _REACH_S).items():
         if reply.failure:
@@ -162,7 +127,7 @@ def _reach(
     return reached
 
 
-STEP = ProbeStep("reaching", run, (ADDRESS, BUSY, MTU, REACH))
+STEP = ProbeStep("reaching", run, (ADDRESS, MTU, REACH))
 
 
 def _each(reached: Reached) -> Iterator[tuple[HostPair, Mapping[str, Any]]]:
@@ -181,22 +146,14 @@ def lost_pairs(reached: Reached) -> list[HostPair]:
     A connection needs both directions. Where neither host can connect to the other,
     but datagrams arrive in one direction, only the other direction is at fault.
     """
-    failing = failing_pairs(reached)
+    failing = dict.fromkeys(failing_pairs(reached))
     arriving = {(a, b) for a, b in failing if reached[a][b].get("is_heard")}
-    return [
-        (host, other)
-        for host, other in failing
-        if (host, other) not in arriving
-        or (other, host) not in failing
-        or (other, host) in arriving
-    ]
+    innocent = {p for p in arriving if p[::-1] in failing and p[::-1] not in arriving}
+    return [pair for pair in failing if pair not in innocent]
 
 
 def lossy_pairs(reached: Reached) -> list[HostPair]:
-    """Return the pairs between which large messages or packets are lost.
-
-    A packet is as large as both ends allow.
-    """
+    """Return the pairs that lose messages or packets as large as both ends allow."""
     mtus = {host: own_mtu(others) for host, others in reached.items()}
     found: list[HostPair] = []
     for pair, each in _each(reached):
@@ -241,10 +198,9 @@ def blame(
 ) -> dict[str, list[HostPair]]:
     """Return the hosts that share pairs with a fault, and by host its pairs.
 
-    Again and again the host with faults with most others is taken. Where several have
-    equally many, all of them are. Of a pair that shares a host with no other, it is
-    the sender if only one direction is at fault, and else both; of those in
-    ``at_receiver`` it is the receiver.
+    Again and again the host with faults with most others is taken, in a draw all of
+    them. Of a pair that shares a host with no other, it is the sender, or of those in
+    ``at_receiver`` the receiver; where both directions are at fault, both.
     """
     left = list(dict.fromkeys(pairs))
     blamed: dict[str, list[HostPair]] = {}
@@ -312,24 +268,23 @@ def reachable(fleet: Fleet) -> Problems:
     failing, pairs = failing_pairs(reached), lost_pairs(reached)
     refused = [(a, b) for a, b in pairs if reached[a][b]["is_refused"]]
     for host, own in blame(pairs, refused).items():
-        what = [
-            _name_ways(host, own, "it cannot connect to {}", "{} cannot connect to it")
-        ]
-        if not any((b, a) in own for a, b in own):
-            is_half = set(own).isdisjoint((b, a) for a, b in failing)
-            works = "it works" if is_half else "packets arrive"
-            what.append(f"the other way {works}")
         sender, receiver = own[0]
         first = reached[sender][receiver]
-        what.append(first["error"])
-        if first.get("is_heard"):
-            what.append("datagrams arrive")
+        what = _name_ways(
+            host, own, "it cannot connect to {}", "{} cannot connect to it"
+        )
+        if not any((b, a) in own for a, b in own):
+            is_half = set(own).isdisjoint((b, a) for a, b in failing)
+            what += f"; the other way {'it works' if is_half else 'packets arrive'}"
+        what += f"; {first['error']}" + "; datagrams arrive" * bool(
+            first.get("is_heard")
+        )
         fix = (
             f"Let TCP through from {sender} to {receiver}, all ports: nft list "
             f"ruleset, or iptables -S, on {receiver} and {sender}; then routes (ip "
             "route get) and cloud rules."
         )
-        yield Problem("; ".join(what), fix=fix, host=host)
+        yield Problem(what, fix=fix, host=host)
 
 
 @same_everywhere(Family.NETWORK, WARN, MTU, "MTU")
@@ -400,22 +355,3 @@ def slow_link(fleet: Fleet) -> Problems:
         best = max(reached[a][b]["mb_per_s"] for a, b in own)
         what = f"{_name_ways(host, own)}: {best:.3g} MB/s"
         yield Problem(what, usual=usual, host=host)
-
-
-@check(Family.NETWORK, WARN, BUSY)
-def free_ports(fleet: Fleet) -> Problems:
-    """The ports that you named are free.
-
-    reads: an attempt to listen at each, where ports were named
-    threshold: it can be listened at
-    source: what a program that is to listen there needs; no tool's number
-    fix: See who has it: ss -ltnp. Or take another port.
-    needs: --port
-    why: A run whose ranks meet at such a port does not start.
-    """
-    for host, ports in fleet.known(BUSY).items():
-        for port in ports:
-            fix = f"See who has it: ss -ltnp 'sport = :{port}'. Or take another port."
-            if port < _FIRST_FREE_PORT:
-                fix += f" Below {_FIRST_FREE_PORT} root alone may listen."
-            yield Problem(f"port {port} cannot be listened at", fix=fix, host=host)

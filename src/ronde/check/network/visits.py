@@ -1,26 +1,29 @@
 """Who reaches whom by TCP, how fast, and with what size of packets.
 
-Each host opens ports that answer whoever knows a token. A frame on a TCP connection is
-a length and as many bytes; one byte comes back when all are there. A datagram, which
+Each host opens ports that answer whoever knows its token. A frame on a TCP connection
+is a length and as many bytes; one byte comes back when all are there. A datagram, which
 may not be cut on its way, is answered by its size. All is over when the program on the
 host ends, or a few seconds pass.
 """
 
 import fcntl
+import hmac
 import os
+import secrets
 import selectors
 import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import NamedTuple, cast
 
 from ronde.addresses import family_of, is_loopback, read_interfaces, source_towards
-from ronde.check.facts import Value
+from ronde.check.check import Value
 from ronde.check.hosts import NodeContext
 
 TOKEN_BYTES = 16
@@ -29,7 +32,7 @@ LARGE_BYTES = 64 << 10
 FRAME, ACK = struct.Struct("!I"), struct.Struct("!H")
 _SMALL_BYTES = 8
 _MAX_FRAME_BYTES = 16 << 20
-_CHUNK_BYTES = 64 << 10
+_CHUNK_BYTES = 1 << 20
 _MAX_DATAGRAM_BYTES = 65535
 _NUM_PORTS = 2
 _MAX_CONNECTIONS = 512
@@ -38,6 +41,10 @@ _SPEEDS_S, _MAX_SPEED_S, _SLOW_S = 0.8, 0.2, 0.05
 _FIRST_BYTES, _NEXT_BYTES = 256 << 10, 1 << 20
 _NUM_TRANSFERS = 4
 _MB = 1e6
+# Clouds let one stream alone have only a part of a link.
+NUM_STREAMS = 4
+# How long a stream runs before it counts; frames that are quicker are made longer.
+_WARM_S, _QUICK_S = 0.1, 0.02
 
 _SIOCGIFMTU = 0x8921
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER = 10, 23
@@ -51,23 +58,16 @@ _WAIT_S = 0.06
 class Reception:
     """TCP ports and a UDP port on all addresses, served until ``close``.
 
-    Of the ``ports`` that are asked for besides those that the kernel chooses, those in
-    use are ``busy``. ``heard`` counts datagrams by the sender's name.
+    ``heard`` counts datagrams by the sender's name.
     """
 
-    def __init__(self, token: bytes, ports: Sequence[int]) -> None:
-        listeners: list[socket.socket] = []
-        self.busy: list[int] = []
-        for port in (*[0] * _NUM_PORTS, *ports):
-            try:
-                listeners.append(_open(socket.SOCK_STREAM, port))
-            except OSError:
-                self.busy.append(port)
-        datagrams = _open(socket.SOCK_DGRAM, 0)
+    def __init__(self) -> None:
+        listeners = [_open(socket.SOCK_STREAM) for _ in range(_NUM_PORTS)]
+        datagrams = _open(socket.SOCK_DGRAM)
         self.ports = [each.getsockname()[1] for each in listeners]
         self.udp_port: int = datagrams.getsockname()[1]
+        self.token = secrets.token_hex(TOKEN_BYTES // 2)
         self.heard: dict[str, int] = {}
-        self._token = token
         self._sockets = (*listeners, datagrams)
         self._stop_fd, self._stopping_fd = os.pipe()
         self._ended = threading.Event()
@@ -99,91 +99,138 @@ class Reception:
         if ready.type == socket.SOCK_STREAM:
             connection, _ = ready.accept()
             if threading.active_count() < _MAX_CONNECTIONS:
-                given = connection, self._token
+                given = connection, self.token.encode()
                 threading.Thread(target=_answer, args=given, daemon=True).start()
             else:
                 connection.close()
             return
         datagram, sender = ready.recvfrom(_MAX_DATAGRAM_BYTES)
-        if datagram[:TOKEN_BYTES] == self._token:
+        token = self.token.encode()
+        if hmac.compare_digest(datagram[:TOKEN_BYTES], token):
             name = datagram[TOKEN_BYTES:].partition(b"\0")[0].decode(errors="replace")
             self.heard[name] = self.heard.get(name, 0) + 1
-            ready.sendto(self._token + ACK.pack(len(datagram)), sender)
+            ready.sendto(token + ACK.pack(len(datagram)), sender)
 
 
-def _open(kind: socket.SocketKind, port: int) -> socket.socket:
+def _open(kind: socket.SocketKind) -> socket.socket:
     """Return a socket on all addresses of both families, as far as there are two."""
-    try:
-        return _bound(socket.AF_INET6, kind, port)
-    except OSError:
-        return _bound(socket.AF_INET, kind, port)
-
-
-def _bound(family: int, kind: socket.SocketKind, port: int) -> socket.socket:
-    opened = socket.socket(family, kind)
-    try:
-        if family == socket.AF_INET6:
-            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        if kind == socket.SOCK_STREAM:
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind(("", port))
-        if kind == socket.SOCK_STREAM:
-            opened.listen(_MAX_CONNECTIONS)
-    except BaseException:
-        opened.close()
-        raise
-    opened.settimeout(0)
-    return opened
+    for family in (socket.AF_INET6, socket.AF_INET):
+        with suppress(OSError):
+            opened = socket.socket(family, kind)
+            try:
+                if family == socket.AF_INET6:
+                    opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                opened.bind(("", 0))
+                if kind == socket.SOCK_STREAM:
+                    opened.listen(_MAX_CONNECTIONS)
+            except BaseException:
+                opened.close()
+                raise
+            opened.settimeout(0)
+            return opened
+    raise OSError("no port can be opened")
 
 
 def _answer(connection: socket.socket, token: bytes) -> None:
     with connection, suppress(OSError):
         connection.settimeout(_IDLE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if receive_exactly(connection, TOKEN_BYTES) != token:
+        if not hmac.compare_digest(receive_exactly(connection, TOKEN_BYTES), token):
             return
         connection.sendall(token)
+        buffer = bytearray(_CHUNK_BYTES)
         while True:
             (size_bytes,) = FRAME.unpack(receive_exactly(connection, FRAME.size))
             if size_bytes > _MAX_FRAME_BYTES:
                 return
-            receive_exactly(connection, size_bytes)
+            while size_bytes:
+                num_read = connection.recv_into(buffer, min(size_bytes, _CHUNK_BYTES))
+                if not num_read:
+                    return
+                size_bytes -= num_read
             connection.sendall(b"\1")
 
 
 def receive_exactly(connection: socket.socket, size_bytes: int) -> bytes:
-    """Return so many bytes.
-
-    Raises:
-        OSError: The connection ends or breaks before, or is too slow.
-    """
-    chunks: list[bytes] = []
-    while size_bytes:
-        chunk = connection.recv(min(size_bytes, _CHUNK_BYTES))
+    """Return so many bytes, or raise ``OSError``."""
+    data = b""
+    while len(data) < size_bytes:
+        chunk = connection.recv(size_bytes - len(data))
         if not chunk:
             raise ConnectionAbortedError("the other end closes the connection")
-        chunks.append(chunk)
-        size_bytes -= len(chunk)
-    return b"".join(chunks)
+        data += chunk
+    return data
 
 
-def listen(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Open ports for others, once; return which, and who was heard there since.
+def _connect(address: str, port: int, token: bytes) -> socket.socket:
+    connection = socket.create_connection((address, port), _CONNECT_S)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(token)
+        receive_exactly(connection, len(token))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
-    The question has a ``token``, which others have to know, and ``ports`` to try
-    besides those that the kernel chooses.
-    """
+
+def listen(context: NodeContext, _: dict[str, Value]) -> dict[str, Value]:
+    """Open ports for others, once; return which, their token, and who was heard."""
     reception: Reception | None = context.memory.get("reception")
     if reception is None:
-        reception = Reception(question["token"].encode(), question["ports"])
-        context.memory["reception"] = reception
+        context.memory["reception"] = reception = Reception()
         context.closing.callback(reception.close)
     return {
         "ports": reception.ports,
         "udp_port": reception.udp_port,
-        "busy": reception.busy,
+        "token": reception.token,
         "heard": dict(reception.heard),
     }
+
+
+def stream(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Send to another host that listens, in several streams, for ``seconds``.
+
+    The question has ``address``, ``port`` and ``token`` of the other. The answer has
+    ``gb_per_s``: what has arrived there, in gigabytes (1e9) per second.
+    """
+    place = question["address"], question["port"], question["token"].encode()
+    with ExitStack() as closing:
+        lines = [closing.enter_context(_connect(*place)) for _ in range(NUM_STREAMS)]
+        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+            rates = list(pool.map(partial(_pump, seconds=question["seconds"]), lines))
+    return {"gb_per_s": sum(rates) / 1e9}
+
+
+def _pump(line: socket.socket, seconds: float) -> float:
+    """Send frames, two of them under way; return what arrives in bytes per second."""
+    limit_s = _WARM_S + seconds + _ANSWER_S
+    line.settimeout(limit_s)
+    # What is under way when the time is up must not be in the next pair's way.
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    data, size_bytes = memoryview(bytes(_CHUNK_BYTES)), LARGE_BYTES
+    under_way: deque[int] = deque()
+    num_bytes, counted_from_s, now_s = 0, 0.0, time.monotonic()
+    warm_s, due_s = now_s + _WARM_S, now_s + _WARM_S + seconds
+    while not num_bytes or now_s < due_s:
+        try:
+            while len(under_way) < 2:
+                line.sendall(FRAME.pack(size_bytes))
+                line.sendall(data[:size_bytes])
+                under_way.append(size_bytes)
+            receive_exactly(line, 1)
+        except TimeoutError:
+            # It took longer than that: this is more than there is.
+            return LARGE_BYTES / limit_s
+        before_s, now_s = now_s, time.monotonic()
+        arrived = under_way.popleft()
+        if counted_from_s:
+            num_bytes += arrived
+        elif now_s >= warm_s:
+            counted_from_s = now_s
+        if now_s - before_s < _QUICK_S:
+            size_bytes = min(2 * size_bytes, _CHUNK_BYTES)
+    return num_bytes / max(now_s - counted_from_s, 1e-9)
 
 
 class _Visit(NamedTuple):
@@ -192,11 +239,11 @@ class _Visit(NamedTuple):
 
 
 def reach(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Reach other hosts, all at once, and time what goes there.
+    """Reach other hosts, all at once, and time what goes there; at most about 4 s.
 
-    The question has ``name`` (this host's), ``token`` and ``targets``, each with
-    ``name``, ``address``, ``ports`` and ``udp_port``. The answer has ``reached``, by
-    the target's name:
+    The question has ``name`` (this host's) and ``targets``, each with ``name``,
+    ``address``, ``ports``, ``udp_port`` and ``token``. The answer has ``reached``, by
+    the target's name, without what was not measured:
 
     - ``error``: why one of its ports cannot be connected to, else empty;
     - ``is_refused``: whether it was the other host that refused;
@@ -204,23 +251,20 @@ def reach(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     - ``mb_per_s``: the fastest of a few transfers to it, in 1e6 bytes a second;
     - ``mtu``: the largest packet in bytes that arrives, or null if none did;
     - ``interface``, ``own_mtu``: what leads there.
-
-    What was not measured is left out. It takes at most about 4 s.
     """
     targets: list[dict[str, Value]] = question["targets"]
     if not targets:
         return {"reached": {}}
-    name, token = question["name"], question["token"].encode()
     with ThreadPoolExecutor(len(targets)) as pool:
-        visits = list(pool.map(partial(_visit, name, token), targets))
+        visits = list(pool.map(partial(_visit, question["name"]), targets))
     _time_transfers(visits)
     pairs = zip(targets, visits, strict=True)
     return {"reached": {target["name"]: visit.found for target, visit in pairs}}
 
 
-def _visit(name: str, token: bytes, target: dict[str, Value]) -> _Visit:
+def _visit(name: str, target: dict[str, Value]) -> _Visit:
     """Reach one host; its first connection stays open where all went well."""
-    address = target["address"]
+    address, token = target["address"], target["token"].encode()
     interface, own_mtu = own_end(address)
     found: dict[str, Value] = {
         "error": "",
@@ -229,50 +273,32 @@ def _visit(name: str, token: bytes, target: dict[str, Value]) -> _Visit:
         "interface": interface,
         "own_mtu": own_mtu,
     }
-    connection = _connect_all(token, target, found)
+    connections: list[socket.socket] = []
+    port = 0
+    try:
+        for port in target["ports"]:
+            connections.append(_connect(address, port, token))
+    except OSError as error:
+        found["error"] = f"port {port}: {_reason(error)}"
+        found["is_refused"] = isinstance(error, ConnectionRefusedError)
     if own_mtu:
         # Also where no connection was made: a lost answer is no lost question.
         with suppress(OSError):
             found["mtu"] = measure_mtu(
                 address, target["udp_port"], token, name, own_mtu
             )
-    if connection is None:
-        return _Visit(found, None)
-    try:
-        if _transfer(connection, _SMALL_BYTES) is None:
-            found["error"] = "an open connection breaks: no answer"
-        elif _transfer(connection, LARGE_BYTES) is None:
-            found["lost_bytes"] = LARGE_BYTES
-    except OSError as error:
-        found["error"] = f"an open connection breaks: {_reason(error)}"
-    if found["error"] or found["lost_bytes"]:
-        connection.close()
-        return _Visit(found, None)
-    return _Visit(found, connection)
-
-
-def _connect_all(
-    token: bytes, target: dict[str, Value], found: dict[str, Value]
-) -> socket.socket | None:
-    """Connect to each port; return the first connection, or note what failed."""
-    connections: list[socket.socket] = []
-    port = 0
-    try:
-        for port in target["ports"]:
-            address = target["address"], port
-            connection = socket.create_connection(address, _CONNECT_S)
-            connections.append(connection)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(token)
-            receive_exactly(connection, len(token))
-    except OSError as error:
-        found["error"] = f"port {port}: {_reason(error)}"
-        found["is_refused"] = isinstance(error, ConnectionRefusedError)
-    first = None if found["error"] else connections[0]
-    for each in connections:
-        if each is not first:
-            each.close()
-    return first
+    if not found["error"]:
+        try:
+            if _transfer(connections[0], _SMALL_BYTES) is None:
+                found["error"] = "an open connection breaks: no answer"
+            elif _transfer(connections[0], LARGE_BYTES) is None:
+                found["lost_bytes"] = LARGE_BYTES
+        except OSError as error:
+            found["error"] = f"an open connection breaks: {_reason(error)}"
+    num_kept = 0 if found["error"] or found["lost_bytes"] else 1
+    for each in connections[num_kept:]:
+        each.close()
+    return _Visit(found, connections[0] if num_kept else None)
 
 
 def _reason(error: OSError) -> str:
@@ -380,18 +406,14 @@ def measure_mtu(
             arrived = arrive(sizes)
             passed = max([passed, *arrived])
             lost = min([lost, *(size for size in sizes if size > passed)])
-            sizes = _between(max(passed, least - 1), lost)
+            # Sizes that part what lies between the two into equal steps.
+            begin = max(passed, least - 1) + 1
+            num = min(lost - begin, _SIZES_A_ROUND)
+            sizes = [begin + (lost - begin) * i // num for i in range(num)]
             if not arrived and lost <= least:
                 return None
     # The largest packet of IP is a little less than the loopback interface allows.
     return own_mtu if passed == most else passed or None
-
-
-def _between(passed: int, lost: int) -> list[int]:
-    """Return sizes that part what lies between two into equal steps."""
-    inside = lost - passed - 1
-    num = min(inside, _SIZES_A_ROUND)
-    return [passed + 1 + inside * i // num for i in range(num)]
 
 
 def _send_sizes(

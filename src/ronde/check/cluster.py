@@ -7,12 +7,13 @@ from ronde.check.check import (
     FAIL,
     WARN,
     Family,
+    Fleet,
     Problem,
     Problems,
+    Value,
     check,
     having_less,
 )
-from ronde.check.facts import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.check.probing import ENDED, FAILED
 from ronde.units import format_duration, format_size
@@ -52,8 +53,7 @@ def taking_part(fleet: Fleet) -> Problems:
 def probe_hung(fleet: Fleet) -> Problems:
     """No probe of the host hangs or breaks.
 
-    reads: whether each probe, a process of its own, ends before its deadline, and gives
-        its facts
+    reads: whether each probe, a process of its own, ends before its deadline
     threshold: 5 to 45 s by probe; for a single GPU see gpu-lost. A probe that breaks is
         a warning
     source: ronde's own
@@ -72,15 +72,13 @@ def probe_hung(fleet: Fleet) -> Problems:
 
 
 def clock(_: NodeContext, _question: dict[str, Value]) -> dict[str, Value]:
-    """Return the time: ``time_ns``, since 1970."""
     return {"time_ns": time.time_ns()}
 
 
 def compare_clocks(hosts: HostSet) -> None:
     """Ask all hosts for the time, several times; the quickest answer counts.
 
-    Source: of several exchanges the one with the shortest round trip has the least
-    error, as NTP's clock filter takes it (RFC 5905, section 10).
+    Source: NTP's clock filter (RFC 5905, section 10): it has the least error.
     """
     best: dict[str, tuple[float, float]] = {}
     failures: dict[str, str] = {}
@@ -105,7 +103,7 @@ def compare_clocks(hosts: HostSet) -> None:
 
 
 def compare(reply: Reply, epoch_s: float) -> tuple[float, float]:
-    """Return how far a host's clock is off, and how far off that may be, in seconds.
+    """Return a host's clock less this one's, and by how much that may be wrong.
 
     ``epoch_s`` is this machine's clock when its monotonic one was 0.
     """

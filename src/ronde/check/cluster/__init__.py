@@ -1,1 +1,0 @@
-"""What shows only when hosts are compared."""

@@ -1,0 +1,402 @@
+"""Folders and files of a host: there, with room, answering, the same everywhere."""
+
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ronde.check.check import (
+    FAIL,
+    INFORM,
+    MIN_MAJORITY,
+    WARN,
+    FactReader,
+    Family,
+    Fleet,
+    Problem,
+    Problems,
+    Value,
+    Values,
+    check,
+    each_host,
+    find_odd,
+    name_some,
+)
+from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
+from ronde.check.path_tasks import run_tasks
+from ronde.launch.environments import own_environment
+from ronde.launch.process_tree import read_processes
+from ronde.units import format_size
+
+# Roles of folders: shared by all hosts, where ranks start, for temporary files.
+_SHARED, _DIRECTORY, _TEMPORARY = "shared", "directory", "temporary"
+_LOW_SHARE = 0.05
+_PLENTY_BYTES, _LOW_BYTES, _FULL_BYTES = 50 << 30, 1 << 30, 16 << 20
+_PATHS, _FILES, _HUNG = "storage.paths", "storage.files", "storage.hung"
+_LEFTOVERS = "storage.leftovers"
+# Fact: by path, by each other host that left a file there, whether it is seen here.
+SHARED = "storage.shared"
+_HANG_S, _CLEAR_S, _SLACK_S = 5.0, 10.0, 5.0
+# How long a host looks for what another has written.
+PATIENCE_S = 3.0
+_MAX_NETWORK_MOUNTS = 16
+_NETWORK = re.compile(
+    r"nfs4?|cifs|smb3|lustre|gpfs|beegfs|ceph|glusterfs|wekafs|panfs|orangefs|afs|9p"
+    r"|fuse\.(sshfs|s3fs|glusterfs|ceph.*|juicefs|gcsfuse|goofys|rclone|beegfs.*|dfuse)"
+)
+_ELSEWHERE = (
+    "start in a folder that exists there too, or give ronde check and ronde run the "
+    "same --chdir DIR; if ronde run --sync DIR copies it there: --skip folder-missing"
+)
+
+# By host: whether it sees the file of each other host that left one.
+Sight = Mapping[str, Mapping[str, bool]]
+
+
+def read(reader: FactReader) -> None:
+    settings, root = reader.settings, reader.root
+    mounts = read_mounts(root)
+    roles: dict[str, list[str]] = {p: [_SHARED] for p in settings.get("paths", ())}
+    if directory := settings.get("directory", ""):
+        roles.setdefault(directory, []).append(_DIRECTORY)
+    temporary = own_environment().get("TMPDIR") or "/tmp"  # noqa: S108 - looked at only
+    roles.setdefault(temporary, []).append(_TEMPORARY)
+    files: Sequence[str] = settings.get("files", ())
+    network = [point for point, kind in mounts.items() if _NETWORK.fullmatch(kind)]
+    others = [point for point in network if point not in roles]
+    by_folder: dict[str, list[str]] = {}
+    for file in files:
+        by_folder.setdefault(file.rpartition("/")[0], []).append(file)
+    groups = [
+        *([("look", path)] for path in (*roles, *others[:_MAX_NETWORK_MOUNTS])),
+        *([("sample", file) for file in each] for each in by_folder.values()),
+    ]
+    tasks = [[{"do": do, "path": f"{root}{path}"} for do, path in g] for g in groups]
+    found: dict[tuple[str, str], Any] = {}
+    for group_of, outcomes in zip(groups, run_tasks(tasks, _HANG_S), strict=True):
+        found |= zip(group_of, outcomes, strict=True)
+    reader.values[_HUNG] = sorted(
+        {path for (_, path), each in found.items() if each.get("has_hung")}
+    )
+    reader.values[_FILES] = {file: found["sample", file] for file in files}
+    reader.values[_PATHS] = {
+        path: {"roles": each} | _locate(found["look", path], root, mounts)
+        for path, each in roles.items()
+    }
+    if not root:
+        reader.keep(_LEFTOVERS, find_leftovers)
+
+
+def _locate(
+    found: dict[str, Value], root: str, mounts: dict[str, str]
+) -> dict[str, Any]:
+    """Add where a folder is mounted, and what kind of file system that is."""
+    if "real_path" not in found:
+        return found
+    point = find_mount(found.pop("real_path").removeprefix(root), mounts)
+    return {**found, "mount": point, "kind": mounts.get(point, "")}
+
+
+def find_mount(path: str, mounts: Iterable[str]) -> str:
+    above = [m for m in mounts if f"{path}/".startswith(f"{m.rstrip('/')}/")]
+    return max(above, key=len, default="")
+
+
+def read_mounts(root: str) -> dict[str, str]:
+    mounts: dict[str, str] = {}
+    try:
+        table = Path(f"{root}/proc/self/mountinfo").read_text("utf-8", "replace")
+    except OSError:
+        return mounts
+    for line in table.splitlines():
+        place, _, system = line.partition(" - ")
+        words, kinds = place.split(" "), system.split(" ")
+        if len(words) > 4 and kinds[0]:
+            # What is mounted later hides what was there; the kernel escapes blanks.
+            point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), words[4])
+            mounts[point] = kinds[0]
+    return mounts
+
+
+def find_leftovers() -> dict[str, Value]:
+    """Find this user's processes of jobs whose agent is gone: children of init."""
+    lost = [
+        process.pid
+        for process in read_processes().values()
+        if process.parent == 1 and not process.is_zombie and _has_marker(process.pid)
+    ]
+    return {"num": len(lost), "pids": " ".join(map(str, lost[:8]))}
+
+
+def _has_marker(pid: int) -> bool:
+    try:
+        return b"\0RONDE_COOKIE=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def _answering(values: Values) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for path, each in values[_PATHS].items():
+        if not each.get("has_hung"):
+            yield path, each
+
+
+@each_host(Family.STORAGE, FAIL, _PATHS)
+def folder_missing(values: Values, _: Fleet) -> Problems:
+    """Folders that ranks need exist.
+
+    reads: on each host the folders of --path; the one in which ranks start: the current
+        one, or --chdir; and TMPDIR, else /tmp
+    threshold: each is a folder that can be entered; a warning if temporary files cannot
+        be written
+    source: ronde's own: ronde run refuses a host without the folder; Python and torch
+        need temporary files
+    fix: mount it there, or mkdir -p it where it need not be shared
+    why: Ranks there cannot start, or do not find their data and checkpoints.
+    """
+    for path, each in _answering(values):
+        wrong = each.get("error", "")
+        if not wrong and not each["is_directory"]:
+            wrong = "no folder"
+        elif not wrong and not each["is_enterable"]:
+            wrong = "may not be entered"
+        if wrong and each["roles"] != [_TEMPORARY]:
+            fix = "" if _SHARED in each["roles"] else _ELSEWHERE
+            yield Problem(f"{path}: {wrong}", fix=fix)
+        elif _TEMPORARY in each["roles"] and (wrong or not each["is_writable"]):
+            fix = "export TMPDIR=, to a folder that can be written to"
+            yield Problem(f"{path}: {wrong or 'read-only'}", WARN, fix=fix)
+
+
+@check(Family.STORAGE, FAIL, _FILES)
+def dataset_files(fleet: Fleet) -> Problems:
+    """Files are the same on all hosts.
+
+    reads: size and hash of the files of --file; above 1MiB, of 16 pieces of 64KiB,
+        spread evenly
+    threshold: each exists, with the same size and hash everywhere
+    source: ronde's own; what most hosts have, of three or more
+    fix: copy it again: rsync -a HOST:FILE FILE
+    needs: --file
+    why: Ranks train on different data, or take a different number of steps and wait for
+        each other forever.
+    """
+    shown: dict[str, dict[str, str]] = {}
+    for host, files in fleet.known(_FILES).items():
+        for path, each in files.items():
+            if "digest" in each:
+                content = f"{each['size_bytes']} bytes, sha256 {each['digest']}"
+                shown.setdefault(path, {})[host] = content
+            elif not each.get("has_hung"):
+                yield Problem(f"{path}: {each['error']}", host=host)
+    for path, contents in shown.items():
+        for host, value, usual in find_odd(contents):
+            yield Problem(f"{path} has {value}", usual=usual, host=host)
+
+
+@each_host(Family.STORAGE, FAIL, _HUNG)
+def hung_mount(values: Values, _: Fleet) -> Problems:
+    """All file systems answer.
+
+    reads: statfs of network file systems, of the folder in which ranks start, of the
+        one for temporary files and of --path and --file, each in its own process
+    threshold: an answer within 5 s
+    source: ronde's own; a quick answer takes milliseconds
+    fix: look at its file server; then umount -f -l MOUNT, and mount it again
+    why: Every process that touches it hangs, and even kill -9 does not end it.
+    """
+    hung: list[str] = values[_HUNG]
+    for path in hung:
+        # What lies below hangs with it.
+        if not any(path.startswith(f"{other}/") for other in hung):
+            yield Problem(f"{path} does not answer")
+
+
+@each_host(Family.STORAGE, FAIL, _PATHS)
+def disk_space(values: Values, _: Fleet) -> Problems:
+    """There is room on disk, for bytes and for files.
+
+    reads: statfs of the folder in which ranks start, of the one for temporary files and
+        of --path, if they can be written to
+    threshold: 5 % or 50GiB free, and at least 1GiB; a failure below 16MiB. 5 % of the
+        files that a file system allows
+    source: 5 %: Imbue's host health checks; the sizes are ronde's own
+    fix: make room there: du -xh FOLDER | sort -h | tail; du --inodes -x FOLDER
+    why: Writing a checkpoint fails, after hours of training.
+    """
+    seen: set[str] = set()
+    for path, each in _answering(values):
+        mount = each.get("mount") or path
+        if not each.get("is_writable") or each["size_bytes"] == 0 or mount in seen:
+            continue
+        seen.add(mount)
+        free, size = each["free_bytes"], each["size_bytes"]
+        is_little = free < _LOW_SHARE * size and free < _PLENTY_BYTES
+        if is_little or free < _LOW_BYTES:
+            what = f"{path} has {format_size(free)} free of {format_size(size)}"
+            yield Problem(what, FAIL if free < _FULL_BYTES else WARN)
+        free, num = each["free_inodes"], each["num_inodes"]
+        # File systems without such a limit have none at all.
+        if num > 0 and free < _LOW_SHARE * num:
+            what = f"{path} has room for {free} more files, of {num}"
+            yield Problem(what, FAIL if free == 0 else WARN)
+
+
+@each_host(Family.STORAGE, FAIL, _LEFTOVERS)
+def leftovers(values: Values, _: Fleet) -> Problems:
+    """Nothing of an earlier job is left.
+
+    reads: this user's processes that ronde run started and whose agent is gone
+    threshold: none
+    source: ronde's own
+    fix: kill -9 them
+    why: They hold GPUs, memory and ports that the next job needs.
+    """
+    found = values[_LEFTOVERS]
+    if found["num"] > 0:
+        what = f"{found['num']} processes of an earlier job are left"
+        yield Problem(what, fix=f"kill -9 {found['pids']}")
+
+
+def leave_nonce(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Leave the file ``nonce`` in the directory ``path``."""
+    return _run("leave", question, _HANG_S, name=question["nonce"])
+
+
+def find_nonces(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Look for the files ``nonces``, for ``patience_s``; return those ``seen``."""
+    patience_s, names = question["patience_s"], question["nonces"]
+    limit_s = patience_s + _HANG_S
+    return _run("find", question, limit_s, names=names, patience_s=patience_s)
+
+
+def clear_nonces(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Remove the files ``nonces`` in ``path``."""
+    return _run("clear", question, _CLEAR_S, names=question["nonces"])
+
+
+def _run(
+    do: str, question: dict[str, Value], deadline_s: float, **task: Value
+) -> dict[str, Value]:
+    [[outcome]] = run_tasks(
+        [[{"do": do, "path": question["path"], **task}]], deadline_s
+    )
+    return outcome
+
+
+def run(hosts: HostSet) -> None:
+    """Try all folders of the setting ``paths``, where there are several hosts."""
+    if len(hosts.names) < 2:
+        return
+    for host in hosts.names:
+        hosts.note(host, SHARED, {})
+    for path in hosts.settings.get("paths", ()):
+        for host, sees in _try_path(hosts, path).items():
+            hosts.facts[host].values[SHARED][path] = sees
+
+
+def _try_path(hosts: HostSet, path: str) -> dict[str, dict[str, bool]]:
+    """Return whether each host sees each other's file, of hosts that can look."""
+    token = secrets.token_hex(8)
+    nonces = {h: f".ronde-check-{token}.{n}" for n, h in enumerate(hosts.names)}
+
+    def ask(do: str, timeout_s: float, of: Mapping[str, Value]) -> dict[str, Reply]:
+        question = {"do": do, "path": path}
+        return hosts.ask({h: {**question, **more} for h, more in of.items()}, timeout_s)
+
+    try:
+        own = {host: {"nonce": nonce} for host, nonce in nonces.items()}
+        replies = ask("leave_nonce", _HANG_S + _SLACK_S, own)
+        left = {host: nonces[host] for host in nonces if not replies[host].failure}
+        looking = [h for h in nonces if left and not replies[h].values.get("has_hung")]
+        sought = {"nonces": list(left.values()), "patience_s": PATIENCE_S}
+        timeout_s = PATIENCE_S + _HANG_S + _SLACK_S
+        found = ask("find_nonces", timeout_s, dict.fromkeys(looking, sought))
+    finally:
+        own = {host: {"nonces": [nonce]} for host, nonce in nonces.items()}
+        replies = ask("clear_nonces", _CLEAR_S + _SLACK_S, own)
+        # What a host cannot remove that is gone, others can where they share the path.
+        lost = [nonce for host, nonce in nonces.items() if replies[host].failure]
+        able = [host for host in nonces if lost and not replies[host].failure]
+        left_over = {host: {"nonces": lost} for host in able}
+        ask("clear_nonces", _CLEAR_S + _SLACK_S, left_over)
+    return {
+        host: {o: n in reply.values["seen"] for o, n in left.items() if o != host}
+        for host, reply in found.items()
+        if not reply.failure
+    }
+
+
+STEP = ProbeStep("sharing", run, (SHARED,))
+
+
+def group(sight: Sight) -> list[list[str]]:
+    """Return groups of hosts that share a folder, the largest first.
+
+    Two hosts share it if each sees what the other left there, as far as it left
+    something; and so do two that share it with a third.
+    """
+    left = list(sight)
+    groups: list[list[str]] = []
+    while left:
+        members = [left.pop(0)]
+        for member in members:
+            near = [other for other in left if _share(sight, member, other)]
+            members += near
+            left = [other for other in left if other not in near]
+        groups.append([host for host in sight if host in members])
+    return sorted(groups, key=len, reverse=True)
+
+
+def _share(sight: Sight, one: str, other: str) -> bool:
+    seen = [sight[one].get(other), sight[other].get(one)]
+    return False not in seen and True in seen
+
+
+@check(Family.STORAGE, FAIL, SHARED)
+def shared_folder(fleet: Fleet) -> Problems:
+    """A shared folder is the same one on all hosts.
+
+    reads: files that each host leaves in the folders of --path, and that all hosts look
+        for; they are removed again
+    threshold: each host sees those of all others within 3 s
+    source: ronde's own; what most hosts share, of three or more
+    fix: findmnt -T FOLDER on each host; mount the same file system there
+    needs: several hosts, --path, and permission to write there
+    why: A checkpoint is not found where a rank is restarted, or half of it is; where
+        a mount is missing, ranks write to the disk below its mount point.
+    """
+    by_path: dict[str, dict[str, Mapping[str, bool]]] = {}
+    for host, paths in fleet.known(SHARED).items():
+        for path, seen in paths.items():
+            by_path.setdefault(path, {})[host] = seen
+    for path, sight in by_path.items():
+        if not any(sight.values()):
+            for host in sight if len(sight) > 1 else ():
+                what = f"unknown whether {path} is shared: no host can write there"
+                yield Problem(what, INFORM, host=host)
+            continue
+        for host, usual in _outside(group(sight)):
+            seen = [other for other, is_seen in sight[host].items() if is_seen]
+            sees = (
+                f"files of {name_some(seen)} only" if seen else "no other host's files"
+            )
+            yield Problem(f"{path} shows {sees}", usual=usual, host=host)
+
+
+def _outside(groups: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """Yield each host that differs, and what most others have; in a draw, all."""
+    if len(groups) < 2:
+        return
+    first, second = groups[:2]
+    is_draw = len(first) == len(second) or sum(map(len, groups)) < MIN_MAJORITY
+    for each in groups:
+        usual = f"shared by {name_some(list(first))}"
+        if is_draw:
+            others = [o for o in groups if o is not each and len(o) > 1]
+            shares = " and by ".join(name_some(list(other)) for other in others)
+            usual = f"shared by {shares or 'none'}"
+        if is_draw or each is not first:
+            for host in each:
+                yield host, usual

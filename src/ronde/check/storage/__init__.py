@@ -1,1 +1,0 @@
-"""Folders and files: there, shared, and fast."""
